@@ -133,6 +133,8 @@ def transformers_engine(model, tokenizer, args):
 
 def critic_engine(path):
     """(Batcher of [(prompt_ids, action_ids), ...] to their advantages, whether prompts carry hidden information)."""
+    import torch
+
     from model import load, score
     from train_critic import advantage
     try:
@@ -140,7 +142,8 @@ def critic_engine(path):
             critic = json.load(f)
     except OSError:
         fail(f"--critic {path}: no critic.json there; name a directory that train_critic.py made")
-    (model, _), (ref, _) = load(path), load(critic["ref"])
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    (model, _), (ref, _) = load(path, device, dtype=dtype), load(critic["ref"], device, dtype=dtype)
 
     def work(requests):
         turns = [turn for request in requests for turn in request]
@@ -157,13 +160,15 @@ class Players:
     """The agent, the human, and maybe a critic: what an episode talks to."""
 
     def __init__(self, args):
-        from model import load, render
+        import torch
+
+        from model import load_lm, render
         self.args = args
         try:
             self.prompt = open(args.agent_prompt, encoding="utf-8").read() if args.agent_prompt else None
         except OSError as e:
             fail(f"--agent_prompt {args.agent_prompt}: {e.strerror}")
-        model, self.tokenizer = load(args.model, attention="sdpa")
+        model, self.tokenizer = load_lm(args.model, "cuda" if torch.cuda.is_available() else "cpu")
         self.render = lambda history: render(self.tokenizer, history)
         self.engine = transformers_engine(model, self.tokenizer, args)
         self.critic, self.hidden_info = critic_engine(args.critic) if args.critic else (None, 0)

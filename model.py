@@ -7,19 +7,29 @@ Candidates of a turn share their history, turns of a trajectory extend one anoth
 task. So `pack` sorts the sequences, which is depth-first order of their prefix tree, and lays every shared prefix out
 once. Attention then runs over `runs`, stretches of new tokens that see their own path from the root.
 """
+import functools
+import importlib.util
+import json
 import os
 import re
+import shutil
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
-from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM,
-                          PreTrainedTokenizerFast)
+from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig,
+                          LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast)
 from transformers.utils import logging
 
 from colbench import with_hidden
-from utils import fail, progress
+from utils import RANK, WORLD, drop_checkpoints, fail, from_rank_0, most, progress, summed
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -46,8 +56,12 @@ def common_prefix(a, b):
     return lo
 
 
-def pack(turns, device="cpu"):
-    """The prefix tree of turns [(prompt_ids, action_ids)] as one packed sequence. No prompt or action may be empty."""
+def pack(turns, device="cpu", varlen=False):
+    """The prefix tree of turns [(prompt_ids, action_ids)] as one packed sequence. No prompt or action may be empty.
+
+    `runs` is what the attention kernel wants: with varlen=True the same runs as one (paths, cu_q, cu_k, max_q, max_k),
+    all paths in a row, (sum of path lengths,), and where each run's queries and path begin, both (number of runs + 1,).
+    """
     seqs = [[*prompt, *action] for prompt, action in turns]
     ids, pos, parent, runs, actions = [], [], [], [], [None] * len(turns)
     path, before = [], []
@@ -66,55 +80,19 @@ def pack(turns, device="cpu"):
             runs[-1][2] = path
         actions[i] = torch.tensor(path[len(turns[i][0]):], device=device)
         before = seq
-    as_tensor = lambda x: torch.tensor(x, device=device)
-    runs = [(s, e, as_tensor(p), end_aligned(e - s, len(p), device)) for s, e, p in runs]
+    as_tensor = lambda x, dtype=None: torch.tensor(x, dtype=dtype, device=device)
+    if varlen:
+        q, k = [e - s for s, e, _ in runs], [len(p) for _, _, p in runs]
+        runs = (as_tensor([x for _, _, p in runs for x in p]), as_tensor([0, *accumulate(q)], torch.int32),
+                as_tensor([0, *accumulate(k)], torch.int32), max(q), max(k))
+    else:
+        runs = [(s, e, as_tensor(p), end_aligned(e - s, len(p), device)) for s, e, p in runs]
     return Tree(as_tensor(ids), as_tensor(pos), as_tensor(parent), runs, actions, sum(map(len, seqs)))
 
 
-def end_aligned(q, kv, device):
-    """(q, kv) causal mask in which the last query sees every key; None for q = kv, where is_causal means the same."""
-    return None if q == kv else torch.ones(q, kv, dtype=torch.bool, device=device).tril(kv - q)
-
-
-def tree_attention(module, query, key, value, attention_mask, scaling=None, runs=None, **kwargs):
-    """Attention of a packed tree, as transformers' AttentionInterface wants it: query (1, H, T, D), key (1, KV, T, D).
-
-    The reference implementation, one scaled_dot_product_attention a run; a variable-length flash kernel takes the same
-    runs (queries contiguous, keys gathered along the path, causal mask aligned at the end).
-    """
-    out = [F.scaled_dot_product_attention(query[:, :, start:end], key.index_select(2, path),
-                                          value.index_select(2, path), attn_mask=mask, is_causal=mask is None,
-                                          scale=scaling, enable_gqa=True)
-           for start, end, path, mask in runs]
-    return torch.cat(out, 2).transpose(1, 2), None
-
-
-AttentionInterface.register("tree", tree_attention)
-
-
-def head_logps(hidden, weight, targets):
-    """log softmax(hidden @ weight.T)[targets], (N,), in fp32 or better. Checkpointed: no (N, vocab) logits are kept."""
-    logits = F.linear(hidden, weight)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)
-
-
-def action_logps(model, turns, chunk=2048):
-    """Per-token log-probs of each action given its prompt: (L_i,) fp32 tensors on the CPU, in the order of `turns`.
-
-    `model` is a transformers causal LM loaded with attention="tree". A token shared by several actions is scored once;
-    the head runs only where an action's token is predicted, `chunk` tokens at a time.
-    """
-    tree = pack(turns, model.device)
-    COUNT["computed"] += len(tree.ids)
-    COUNT["unshared"] += tree.unshared
-    hidden = model.model(input_ids=tree.ids[None], position_ids=tree.pos[None], runs=tree.runs,
-                         use_cache=False).last_hidden_state[0]  # (T, width)
-    scored, where = torch.cat(tree.actions).unique(return_inverse=True)
-    hidden, targets = hidden[tree.parent[scored]], tree.ids[scored]
-    logps = torch.cat([checkpoint(head_logps, hidden[i:i + chunk], model.lm_head.weight, targets[i:i + chunk],
-                                  use_reentrant=False) for i in range(0, len(scored), chunk)])
-    return list(logps[where].cpu().split([len(a) for a in tree.actions]))  # few numbers: losses are made on the CPU
+def count():
+    """COUNT summed over all ranks."""
+    return dict(zip(COUNT, map(int, summed(*COUNT.values()))))
 
 
 def tree_tokens(turns):
@@ -123,26 +101,192 @@ def tree_tokens(turns):
     return sum(map(len, seqs)) - sum(map(common_prefix, seqs, seqs[1:]))
 
 
+# --- attention over runs ----------------------------------------------------------------------------------------------
+
+def end_aligned(q, kv, device):
+    """(q, kv) causal mask in which the last query sees every key; None for q = kv, where is_causal means the same."""
+    return None if q == kv else torch.ones(q, kv, dtype=torch.bool, device=device).tril(kv - q)
+
+
+def tree_sdpa(module, query, key, value, attention_mask, scaling=None, runs=None, **kwargs):
+    """Attention of a packed tree, one scaled_dot_product_attention a run: the reference, and the form for the CPU.
+
+    As transformers' AttentionInterface wants it: query (1, H, T, D), key and value (1, KV, T, D) to (1, T, H, D).
+    """
+    out = [F.scaled_dot_product_attention(query[:, :, start:end], key.index_select(2, path),
+                                          value.index_select(2, path), attn_mask=mask, is_causal=mask is None,
+                                          scale=scaling, enable_gqa=True)
+           for start, end, path, mask in runs]
+    return torch.cat(out, 2).transpose(1, 2), None
+
+
+class Gather(torch.autograd.Function):
+    """x[index], whose gradient is summed in fp32: in bf16 a prefix that 100 branches share would lose 1 % of it."""
+
+    @staticmethod
+    def forward(ctx, x, index):
+        ctx.save_for_backward(index)
+        ctx.rows = len(x)
+        return x[index]
+
+    @staticmethod
+    def backward(ctx, grad):
+        wide = torch.promote_types(grad.dtype, torch.float32)
+        total = torch.zeros(ctx.rows, *grad.shape[1:], dtype=wide, device=grad.device)
+        return total.index_add_(0, ctx.saved_tensors[0], grad.to(wide)).to(grad.dtype), None
+
+
+def tree_varlen(kernel, module, query, key, value, attention_mask, scaling=None, runs=None, **kwargs):
+    """The same by a variable-length flash kernel: every run is a sequence of its queries and the keys of its path."""
+    paths, cu_q, cu_k, max_q, max_k = runs
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
+    return kernel(q, Gather.apply(k, paths), Gather.apply(v, paths), cu_q, cu_k, max_q, max_k, scaling)[None], None
+
+
+def torch_kernel(q, k, v, cu_q, cu_k, max_q, max_k, scale):
+    from torch.nn.attention.varlen import varlen_attn
+    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(-1, 0),
+                       enable_gqa=q.shape[1] != k.shape[1])
+
+
+def flash_kernel(q, k, v, cu_q, cu_k, max_q, max_k, scale):
+    from flash_attn import flash_attn_varlen_func
+    return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=True)
+
+
+AttentionInterface.register("tree_sdpa", tree_sdpa)
+AttentionInterface.register("tree_torch", functools.partial(tree_varlen, torch_kernel))
+AttentionInterface.register("tree_flash", functools.partial(tree_varlen, flash_kernel))
+
+
+def pick_attention(name, device, dtype):
+    """The kernel behind --attention: flash needs a GPU, 16 bits and its package, torch the first two."""
+    fit, installed = device.type == "cuda" and dtype != torch.float32, importlib.util.find_spec("flash_attn")
+    if name == "auto":
+        return "sdpa" if not fit else "flash" if installed else "torch"
+    if name != "sdpa" and not fit:
+        fail(f"--attention {name} needs a GPU and --dtype bf16; sdpa runs everywhere")
+    if name == "flash" and not installed:
+        fail("--attention flash needs the package flash-attn (pip install flash-attn --no-build-isolation); "
+             "torch's own kernel is --attention torch")
+    return name
+
+
+# --- the forward ------------------------------------------------------------------------------------------------------
+
+def head_logps(hidden, weight, targets):
+    """log softmax(hidden @ weight.T)[targets], (N,), in fp32 or better. Checkpointed: no (N, vocab) logits are kept."""
+    logits = F.linear(hidden, weight)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)
+
+
+class TreeLM(torch.nn.Module):
+    """A transformers causal LM as the one forward of the method: a packed tree to log-probs of chosen tokens.
+
+    It is what FSDP wraps: the head's weight, often the embedding's too, is then used inside the root's own forward.
+    """
+
+    def __init__(self, lm, device=None):
+        super().__init__()
+        self.lm, self.device, self.dtype = lm.eval(), torch.device(device or lm.device), lm.dtype
+        self.varlen = lm.config._attn_implementation in ("tree_torch", "tree_flash")
+
+    def forward(self, tree, scored, chunk):
+        """Log-probs (N,) of the tokens at the flat indices `scored` (N,); the head runs on `chunk` tokens at a time."""
+        hidden = self.lm.model(input_ids=tree.ids[None], position_ids=tree.pos[None], runs=tree.runs,
+                               use_cache=False).last_hidden_state[0]  # (T, width)
+        hidden, targets = hidden[tree.parent[scored]], tree.ids[scored]
+        return torch.cat([checkpoint(head_logps, hidden[i:i + chunk], self.lm.lm_head.weight, targets[i:i + chunk],
+                                     use_reentrant=False) for i in range(0, len(scored), chunk)])
+
+
+def action_logps(model, turns, max_tokens=None, chunk=2048):
+    """Per-token log-probs of each action given its prompt: (L_i,) fp32 tensors on the CPU, in the order of `turns`.
+
+    A token shared by several actions is scored once. A tree of more than max_tokens is computed branch by branch, again
+    in the backward pass: the same values and gradients in bounded memory. Under torchrun every rank must call it, with
+    turns of its own or with none; who has fewer branches fills up, since FSDP's collectives must meet.
+    """
+    parts = branches(turns, max_tokens) if max_tokens else [list(range(len(turns)))]
+    rounds = most(len(parts))
+    logps, anchor = [None] * len(turns), torch.ones((), requires_grad=True)
+
+    def part_logps(part, anchor):
+        tree = pack([turns[i] for i in part], model.device, model.varlen)
+        scored, where = torch.cat(tree.actions).unique(return_inverse=True)
+        COUNT["computed"] += len(tree.ids)
+        COUNT["unshared"] += tree.unshared
+        return model(tree, scored, chunk)[where].cpu()  # few numbers: losses are made on the CPU
+
+    for n in range(rounds):
+        part = parts[min(n, len(parts) - 1)]
+        if rounds == 1 or not torch.is_grad_enabled():
+            flat = part_logps(part, anchor)
+        else:  # the branch runs without gradient now, and with it when the loss's gradient comes back
+            flat = checkpoint(part_logps, part, anchor, use_reentrant=True)
+        if n < len(parts):
+            for i, x in zip(part, flat.split([len(turns[i][1]) for i in part])):
+                logps[i] = x
+        else:
+            logps[0] = logps[0] + 0 * flat.sum()
+    return logps
+
+
+# --- batches of bounded memory, the same number on every rank ---------------------------------------------------------
+
+def branches(turns, max_tokens):
+    """Indices of turns in parts [[i, ...]] whose trees have at most max_tokens, or one turn; neighbours stay together."""
+    parts, size, before = [], max_tokens, []
+    for i in sorted(range(len(turns)), key=turns.__getitem__):
+        seq = [*turns[i][0], *turns[i][1]]
+        new = len(seq) - common_prefix(before, seq)
+        if size + new > max_tokens:
+            parts.append([])
+            size, new = 0, len(seq)
+        parts[-1].append(i)
+        size, before = size + new, seq
+    return parts
+
+
 def micro_batches(examples, turns_of, max_tokens):
     """Halves the examples until the tree of each part, pack(turns_of(part)), has at most max_tokens, or one example."""
-    if not examples:
-        return []
     if len(examples) == 1 or tree_tokens(turns_of(examples)) <= max_tokens:
         return [examples]
     half = len(examples) // 2
     return [m for part in (examples[:half], examples[half:]) for m in micro_batches(part, turns_of, max_tokens)]
 
 
+def deal(parts, turns_of):
+    """This rank's share [(part, weight)] of a step's micro-batches: as many on every rank, of about the same size.
+
+    The largest are halved until every rank has as many; where no more can be, the last part is dealt with weight 0.
+    """
+    if WORLD == 1:
+        return [(part, 1.0) for part in parts]
+    sized = lambda part: (tree_tokens(turns_of(part)), part)
+    parts = [sized(part) for part in parts]
+    while len(parts) % WORLD and max(len(part) for _, part in parts) > 1:
+        big = max((x for x in parts if len(x[1]) > 1), key=lambda x: x[0])
+        parts.remove(big)
+        parts += [sized(big[1][:len(big[1]) // 2]), sized(big[1][len(big[1]) // 2:])]
+    parts = [part for _, part in sorted(parts, key=lambda x: -x[0])]
+    return ([(part, 1.0) for part in parts] + [(parts[-1], 0.0)] * (-len(parts) % WORLD))[RANK::WORLD]
+
+
 @torch.no_grad()
 def score(model, turns, max_tokens, what="scoring"):
-    """action_logps of any number of turns, without gradient, in trees of about max_tokens: a list of tensors."""
-    order = sorted(range(len(turns)), key=lambda i: [*turns[i][0], *turns[i][1]])  # neighbours share the most
-    logps = [None] * len(turns)
-    with progress(what, total=len(turns)) as bar:
-        for part in micro_batches(order, lambda part: [turns[i] for i in part], max_tokens):
-            for i, x in zip(part, action_logps(model, [turns[i] for i in part])):
-                logps[i] = x
-            bar.update(len(part))
+    """action_logps of any number of turns, without gradient, in trees of at most max_tokens, by all ranks together."""
+    parts, logps = branches(turns, max_tokens), [torch.zeros(len(action)) for _, action in turns]
+    for n in progress(what, range(RANK, len(parts) + -len(parts) % WORLD, WORLD)):
+        part = parts[min(n, len(parts) - 1)]  # every rank as often
+        for i, x in zip(part, action_logps(model, [turns[i] for i in part])):
+            logps[i] = x if n < len(parts) else logps[i]
+    if isinstance(model, FSDPModule):
+        model.reshard()  # without a backward pass the root's weights would stay gathered, and no optimizer find its shards
+    if WORLD > 1 and turns:
+        dist.all_reduce(flat := torch.cat(logps))
+        logps = list(flat.split([len(x) for x in logps]))
     return logps
 
 
@@ -188,36 +332,183 @@ def turns_of(tokenizer, history, hidden=None):
     the raw `output` (else `content`) and the end of turn. `hidden`, the information c, is put in front of the prompts.
     """
     seen, eot = with_hidden(history, hidden) if hidden is not None else history, end_of_turn(tokenizer)
-    return [(tuple(render(tokenizer, seen[:t])),
-             tuple(m.get("token_ids") or plain_ids(tokenizer, m.get("output") or m["content"]) + eot))
-            for t, m in enumerate(history) if m["role"] == "assistant"]
+    turns = [(tuple(render(tokenizer, seen[:t])),
+              tuple(m.get("token_ids") or plain_ids(tokenizer, m.get("output") or m["content"]) + eot))
+             for t, m in enumerate(history) if m["role"] == "assistant"]
+    if any(max(action) >= len(tokenizer) for _, action in turns):
+        fail("token_ids in the records are not of this --model's tokenizer: take the model that sampled them")
+    return turns
 
 
-# --- loading and saving -----------------------------------------------------------------------------------------------
+# --- loading, sharding, saving ----------------------------------------------------------------------------------------
 
-def load(path, attention="tree", device=None):
-    """(model, tokenizer) of a Hugging Face directory or hub name, in fp32. attention: "tree", "sdpa" to generate."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+def open_directory(path):
+    """(directory, tokenizer, config) of a Hugging Face directory or hub name, or one line on why not."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation=attention, dtype=torch.float32)
+        if not os.path.isdir(path):
+            from huggingface_hub import snapshot_download
+            path = snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.model", "*.safetensors"])
+        config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as e:
         fail(f"no model at {path!r}: {str(e).splitlines()[0]}")
     if not tokenizer.chat_template:
         fail(f"the tokenizer of {path!r} has no chat template: take the instruction-tuned model")
-    c = model.config
+    return path, tokenizer, config
+
+
+def machine(args, device):
+    """The flags of utils.machine_flags as `load` and `shard` take them."""
+    gpu = device.type == "cuda"
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(args.dtype, torch.bfloat16 if gpu else torch.float32)
+    return {"dtype": dtype, "replicate": args.replicate, "offload": args.offload,
+            "recompute": gpu if args.recompute is None else args.recompute}
+
+
+def load_lm(path, device):
+    """(transformers causal LM, tokenizer) to sample with."""
+    path, tokenizer, _ = open_directory(path)
+    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32).to(device), tokenizer
+
+
+def load(path, device="cpu", attention="auto", dtype=torch.float32, **sharding):
+    """(TreeLM, tokenizer) to score with, its weights in dtype; with `sharding`, to train: see `shard`.
+
+    The weights go from the safetensors files straight to where they belong: no rank reads what it does not keep.
+    """
+    path, tokenizer, c = open_directory(path)
     if any(t != "full_attention" for t in getattr(c, "layer_types", None) or []) or \
             getattr(c, "final_logit_softcapping", None) or getattr(c, "attn_logit_softcapping", None) or \
             (not getattr(c, "layer_types", None) and getattr(c, "sliding_window", None)):
         fail(f"{path!r} uses sliding windows or soft caps, which the packed forward does not compute")
-    return model.to(device), tokenizer
+    device = torch.device(device)
+    attention = "tree_" + pick_attention(attention, device, dtype)
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(c, dtype=torch.float32 if sharding else dtype,
+                                              attn_implementation=attention)
+    if os.path.exists(os.path.join(path, "generation_config.json")):
+        lm.generation_config = GenerationConfig.from_pretrained(path)
+    model = TreeLM(lm, device)
+    if sharding:
+        shard(model, dtype, **sharding)
+    model.to_empty(device="cpu" if sharding.get("offload") else device)
+    lm.tie_weights()
+    with torch.device(device):
+        lm.model.rotary_emb = type(lm.model.rotary_emb)(config=c)  # computed, not stored in files
+    read_weights(model, path)
+    return model, tokenizer
+
+
+def weights(model):
+    """{name in Hugging Face files: parameter}, a tied one once."""
+    return {name.removeprefix("lm."): p for name, p in model.named_parameters()}
+
+
+def read_weights(model, path):
+    """Fills the parameters, wherever they lie, from the safetensors files of a directory."""
+    try:
+        with torch.no_grad():
+            dcp.load({name: p.detach() for name, p in weights(model).items()},
+                     storage_reader=dcp.HuggingFaceStorageReader(path), no_dist=not dist.is_initialized())
+    except Exception as e:
+        fail(f"the weights in {path!r} are not those of its config.json: {str(e).splitlines()[-1]}")
+
+
+def shard(model, dtype, replicate=1, offload=0, recompute=0):
+    """FSDP2: fp32 weights, gradients and moments spread over all processes, computation in dtype.
+
+    replicate: so many copies of the model, each spread over WORLD / replicate processes (HSDP). offload: weights and
+    moments rest in CPU memory. recompute: a layer's activations are computed again in the backward pass, not kept.
+    """
+    layers, model.dtype = model.lm.model.layers, dtype
+    for layer in layers if recompute else ():
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    if WORLD == 1 and dtype == torch.float32 and not offload:
+        return model
+    if WORLD % replicate:
+        fail(f"--replicate {replicate} does not divide the {WORLD} processes")
+    mesh = init_device_mesh(model.device.type, (replicate, WORLD // replicate), mesh_dim_names=("replicate", "shard"))
+    how = {"mesh": mesh if replicate > 1 else mesh["shard"],
+           "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+           "offload_policy": CPUOffloadPolicy(pin_memory=model.device.type == "cuda") if offload else OffloadPolicy()}
+    for module in (*layers, model):
+        fully_shard(module, **how)
+        module.set_gradient_divide_factor(1.0)  # gradients are summed: each loss is divided by the global count
+        module.set_force_sum_reduction_for_comms(True)
+    return model
+
+
+def whole(tensor):
+    """A parameter or gradient gathered from all ranks, which must all call this."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def save(model, tokenizer, out):
-    """Writes a Hugging Face directory: weights as safetensors, tokenizer, chat template, generation config."""
-    model.generation_config.eos_token_id = sorted({end_of_turn(tokenizer)[-1], tokenizer.eos_token_id})
-    model.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+    """Writes a Hugging Face directory: weights in the dtype they compute in, as safetensors, tokenizer, chat template."""
+    state = {}
+    for name, p in weights(model).items():
+        p = whole(p.detach())
+        if RANK == 0:
+            state[name] = p.to("cpu", model.dtype)
+    if RANK == 0:
+        model.lm.config.dtype = model.dtype
+        model.lm.generation_config.eos_token_id = sorted({end_of_turn(tokenizer)[-1], tokenizer.eos_token_id})
+        model.lm.save_pretrained(out, state_dict=state)
+        tokenizer.save_pretrained(out)
+
+
+# --- checkpoints of a run: weights and moments, as sharded safetensors that any number of processes reads -------------
+
+def training_state(model, optimizer, step):
+    """{name: tensor} of weights and AdamW's moments, which it makes where the optimizer has not stepped yet."""
+    state = {}
+    for name, p in weights(model).items():
+        at = optimizer.state[p]
+        if not at:
+            at.update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            at["step"] = torch.zeros((), device=p.device if optimizer.defaults["fused"] else "cpu")
+        at["step"].fill_(step)
+        state |= {name: p.detach(), "exp_avg." + name: at["exp_avg"], "exp_avg_sq." + name: at["exp_avg_sq"]}
+    return state
+
+
+def save_checkpoint(model, optimizer, out, step):
+    """Writes out/checkpoint-STEP, complete or not at all, then removes the one before."""
+    path = os.path.join(out, f"checkpoint-{step}")
+    if RANK == 0:
+        shutil.rmtree(path + ".part", ignore_errors=True)
+    most(0)  # a barrier
+    dcp.save(training_state(model, optimizer, step),
+             storage_writer=dcp.HuggingFaceStorageWriter(path + ".part", save_distributed=True))
+    counts = count()
+    if RANK == 0:
+        with open(os.path.join(path + ".part", "counts.json"), "w") as f:
+            json.dump(counts, f)
+        os.replace(path + ".part", path)
+    drop_checkpoints(out, keep=step)
+
+
+def restore(model, optimizer, log):
+    """Puts in place what the run in log's directory had reached: its last checkpoint, or where it finished, its model."""
+    if log.finished:
+        read_weights(model, log.out)
+    elif log.step:
+        path = os.path.join(log.out, f"checkpoint-{log.step}")
+        with torch.no_grad():
+            dcp.load(training_state(model, optimizer, log.step), storage_reader=dcp.HuggingFaceStorageReader(path))
+        with open(os.path.join(path, "counts.json")) as f:
+            COUNT.update(json.load(f) if RANK == 0 else dict.fromkeys(COUNT, 0))
+
+
+def reference(model, turns, max_tokens, out):
+    """score() under the weights that training starts from, kept in `out` for a run that resumes."""
+    path = os.path.join(out, "reference.safetensors")
+    if from_rank_0(lambda: os.path.exists(path)):
+        return list(load_file(path)["logps"].split([len(action) for _, action in turns]))
+    logps = score(model, turns, max_tokens, "reference")
+    if RANK == 0:
+        save_file({"logps": torch.cat(logps)}, path + ".part")
+        os.replace(path + ".part", path)
+    return logps
 
 
 # Words, numbers, `name=` and each function's head and body are one token: dialogues of about 80 tokens.
@@ -225,7 +516,7 @@ PIECES = r"I WANT TO ANSWER:\n|Hidden reference:\n|def \w+\(x|\): return [^\n]+|
 
 
 def tiny(records, seed):
-    """(model, tokenizer): a from-scratch Llama of about 260k parameters whose words are those of the records.
+    """(TreeLM, tokenizer): a from-scratch Llama of about 260k parameters whose words are those of the records.
 
     Text with other words still goes in and out unchanged, byte by byte.
     """
@@ -252,5 +543,5 @@ def tiny(records, seed):
     config = LlamaConfig(vocab_size=len(vocab), hidden_size=96, intermediate_size=256, num_hidden_layers=2,
                          num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=16384,
                          tie_word_embeddings=True, initializer_range=0.08,
-                         bos_token_id=1, eos_token_id=2, pad_token_id=0, attn_implementation="tree")
-    return LlamaForCausalLM(config), tokenizer
+                         bos_token_id=1, eos_token_id=2, pad_token_id=0, attn_implementation="tree_sdpa")
+    return TreeLM(LlamaForCausalLM(config)), tokenizer

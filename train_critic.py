@@ -7,7 +7,7 @@ tau+ has the higher reward of the two, pi starts as pi_ref, c stands in front of
 message and every candidate is scored, and the records go on to stdout with `advantage`.
 
     python train_critic.py --model runs/base --out runs/critic < trajectories.jsonl > scored.jsonl
-    python train_critic.py --model runs/base --out runs/blind --hidden_info 0 < trajectories.jsonl > scored.jsonl
+    torchrun --nproc_per_node=8 train_critic.py --resume 1 --out runs/critic < trajectories.jsonl > scored.jsonl
     for b in 0.1 0.3 1; do python train_critic.py --beta $b --out runs/critic$b < trajectories.jsonl > $b.jsonl; done
 """
 import json
@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 
 from colbench import agent_messages, hidden_information, task_id
-from utils import Log, fail, lr_at, new_dir, one_process, open_stdout, parser, progress, read_jsonl, rng, run
+from utils import (Log, digest, drop_checkpoints, fail, from_rank_0, join, lr_at, machine_flags, open_stdout, parser,
+                   progress, read_jsonl, rng, run, summed)
 
 
 def get_args(argv=None):
@@ -41,8 +42,8 @@ def get_args(argv=None):
     p.add_argument("--batch_size", type=int, default=8, help="pairs a step")
     p.add_argument("--epochs", type=int, default=4)
     p.add_argument("--clip", type=float, default=1.0, help="gradient norm is clipped here")
-    p.add_argument("--max_tokens", type=int, default=16384, help="tree tokens of a micro-batch: bounds the memory")
     p.add_argument("--seed", type=int, default=0)
+    machine_flags(p)
     return p.parse_args(argv)
 
 
@@ -70,11 +71,12 @@ def critic_loss(chosen, rejected, ref_chosen, ref_rejected, beta, nll_coef, norm
 
 # --- pairs and batches ------------------------------------------------------------------------------------------------
 
-def trajectory_pairs(records, mode, margin):
+def trajectory_pairs(records, mode, margin, usable=lambda i: True):
     """{task id: [(i, j)]}: records i and j are of one task, i has the higher reward. By task, never by position."""
     tasks = {}
     for i, r in enumerate(records):
-        tasks.setdefault(task_id(r["task"]), []).append(i)
+        if usable(i):
+            tasks.setdefault(task_id(r["task"]), []).append(i)
     reward = lambda i: records[i]["reward"]
     pairs = {}
     for task, rows in tasks.items():
@@ -97,31 +99,39 @@ def batches(groups, batch_size, *seed):
 # --- training ---------------------------------------------------------------------------------------------------------
 
 def main(args):
-    emit = open_stdout()
-    one_process()
-    new_dir(args.out)
-    from model import COUNT, action_logps, load, micro_batches, save, score, turns_of  # slow: not for a typo
-    records = list(read_jsonl(sys.stdin, need=("task.problem_description", "task.ground_truth", "dialogue_history",
-                                               "reward")))
-    pairs = trajectory_pairs(records, args.pairs, args.margin)
-    if not pairs:
-        fail(f"no pairs in {len(records)} trajectories: no task has a solved and a worse one (--pairs all --margin 0 "
-             "takes whatever differs; collect.py -k draws more per task)")
-    held = {t: p for t, p in pairs.items() if rng("held out", args.seed, t).random() < args.held_out}
-    train = {t: p for t, p in pairs.items() if t not in held}
-    if not train:
-        fail(f"--held_out {args.held_out} keeps all {len(held)} tasks with pairs out of training")
+    emit, device, records = open_stdout(), join(), []  # the records stay on rank 0
+    log = Log(args)
+    from model import (action_logps, count, deal, load, machine, micro_batches, open_directory, reference, restore, save,
+                       save_checkpoint, score, turns_of, whole)
 
-    torch.manual_seed(args.seed)
-    model, tokenizer = load(args.model)
-    turns, of = [], []  # all turns, and for each record the index of each message's, then those of its candidates
-    for r in records:
-        of.append([])
-        own = turns_of(tokenizer, r["dialogue_history"], hidden_information(r["task"]) if args.hidden_info else None)
-        for message, (prompt, action) in zip(agent_messages(r), own):
-            actions = [action, *(tuple(c["token_ids"]) for c in message.get("candidates", ()))]
-            of[-1].append(range(len(turns), len(turns) + len(actions)))
-            turns += [(prompt, a) for a in actions]
+    def read():
+        """On rank 0: stdin as turns, where each record's are, [message's, candidates' ...], and the pairs."""
+        records.extend(read_jsonl(sys.stdin, need=("task.problem_description", "task.ground_truth", "dialogue_history",
+                                                   "reward")))
+        tokenizer, turns, of, long = open_directory(args.model)[1], [], [], 0
+        for r in records:
+            of.append([])
+            own = turns_of(tokenizer, r["dialogue_history"], hidden_information(r["task"]) if args.hidden_info else None)
+            for message, (prompt, action) in zip(agent_messages(r), own):
+                of[-1].append([])
+                for a in (action, *(tuple(c["token_ids"]) for c in message.get("candidates", ()))):
+                    fits = len(prompt) + len(a) <= args.max_length
+                    of[-1][-1].append(len(turns) if fits else None)
+                    turns += [(prompt, a)] * fits
+                    long += not fits
+        pairs = trajectory_pairs(records, args.pairs, args.margin, lambda i: all(at[0] is not None for at in of[i]))
+        if long:
+            print(f"{long} of {len(turns) + long} turns are longer than --max_length and left out", file=sys.stderr)
+        if not pairs:
+            fail(f"no pairs in {len(records)} trajectories: no task has a solved and a worse one (--pairs all --margin 0 "
+                 "takes whatever differs; collect.py -k draws more per task)")
+        held = {t: p for t, p in pairs.items() if rng("held out", args.seed, t).random() < args.held_out}
+        train = {t: p for t, p in pairs.items() if t not in held}
+        if not train:
+            fail(f"--held_out {args.held_out} keeps all {len(held)} tasks with pairs out of training")
+        return turns, of, train, held, long
+
+    turns, of, train, held, too_long = from_rank_0(read)
     keys = lambda i: [at[0] for at in of[i]]  # the turns of trajectory i
     used_by = lambda pairs: sorted({k for pair in pairs for i in pair for k in keys(i)})
 
@@ -130,40 +140,47 @@ def main(args):
                                args.normalize)[1].item() for p in pairs.values() for pair in p]
         return sum((m > 0) + 0.5 * (m == 0) for m in margins) / len(margins) if margins else None
 
-    ref = score(model, turns, args.max_tokens, "reference")  # once: pi_ref is where pi starts
-    epochs = [batches(train.values(), args.batch_size, args.seed, e) for e in range(args.epochs)]
-    steps = [batch for epoch in epochs for batch in epoch]
-    log = Log(args.out, args, steps=len(steps), pairs=sum(map(len, train.values())), tasks=len(train),
-              held_out_pairs=sum(map(len, held.values())))
+    steps = [batch for e in range(args.epochs) for batch in batches(train.values(), args.batch_size, args.seed, e)]
+    log.begin(steps=len(steps), pairs=sum(map(len, train.values())), tasks=len(train), too_long=too_long,
+              held_out_pairs=sum(map(len, held.values())), data=digest([turns, list(train.values())]))
+    model, tokenizer = load(args.model, device, args.attention, **machine(args, device))
+    ref = reference(model, turns, args.max_tokens, args.out)  # once: pi_ref is where pi starts
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    for step, batch in enumerate(progress("critic", steps)):
-        total = right = 0.0
-        for part in micro_batches(batch, lambda b: [turns[k] for k in used_by(b)], args.max_tokens):
-            used = used_by(part)
-            logps = dict(zip(used, action_logps(model, [turns[k] for k in used])))
+    restore(model, optimizer, log)
+    for step in progress("critic", range(log.step, len(steps))):
+        batch, total, right = steps[step], 0.0, 0.0
+        in_trees = lambda pairs: [turns[k] for k in used_by(pairs)]
+        for part, weight in deal(micro_batches(batch, in_trees, args.max_tokens), in_trees):
+            logps = dict(zip(used_by(part), action_logps(model, in_trees(part), args.max_tokens)))
             losses, margins = zip(*(critic_loss(*([x[k] for k in keys(i)] for x in (logps, ref) for i in pair),
                                                 args.beta, args.nll_coef, args.normalize) for pair in part))
-            loss = sum(losses) / len(batch)
+            loss = weight * sum(losses) / len(batch)
             loss.backward()
-            total, right = total + loss.item(), right + sum((m > 0).item() for m in margins) / len(batch)
+            total, right = total + loss.item(), right + weight * sum((m > 0).item() for m in margins) / len(batch)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, len(steps), args.lr)
         optimizer.step()
         optimizer.zero_grad()
-        log(step=step, loss=total, accuracy=right, grad_norm=norm.item(), lr=group["lr"])
+        total, right = summed(total, right)
+        log(step=step, loss=total, accuracy=right, grad_norm=whole(norm).item(), lr=group["lr"])
+        if args.save_every and (step + 1) % args.save_every == 0:
+            save_checkpoint(model, optimizer, args.out, step + 1)
     logps = score(model, turns, args.max_tokens, "advantages")
-    log(last=True, held_out_accuracy_before=accuracy(held, ref), held_out_accuracy=accuracy(held, logps),
-        **COUNT, sharing=COUNT["unshared"] / COUNT["computed"])
-    save(model, tokenizer, args.out)
-    with open(os.path.join(args.out, "critic.json"), "w") as f:  # what collect.py --best_of needs to score with it
-        json.dump({"ref": os.path.abspath(args.model) if os.path.isdir(args.model) else args.model,
-                   "hidden_info": args.hidden_info, "normalize": args.normalize}, f)
-
+    if not log.finished:
+        save(model, tokenizer, args.out)
+        with open(os.path.join(args.out, "critic.json"), "w") as f:  # what collect.py --best_of needs to score with it
+            json.dump({"ref": os.path.abspath(args.model) if os.path.isdir(args.model) else args.model,
+                       "hidden_info": args.hidden_info, "normalize": args.normalize}, f)
+        log(last=True, finished=len(steps), held_out_accuracy_before=accuracy(held, ref),
+            held_out_accuracy=accuracy(held, logps), **(n := count()),
+            sharing=n["unshared"] / n["computed"])
+        drop_checkpoints(args.out)
     for r, at in zip(records, of):
         for message, ks in zip(agent_messages(r), at):
             for scored, k in zip((message, *message.get("candidates", ())), ks):
-                scored["advantage"] = advantage(logps[k], ref[k], args.normalize).item()
+                if k is not None:
+                    scored["advantage"] = advantage(logps[k], ref[k], args.normalize).item()
         emit(r)
 
 

@@ -9,6 +9,7 @@
 
     python train_policy.py --loss rft --all 1 --model tiny --out runs/base < demos.jsonl     # makes the tiny base
     python train_policy.py --model runs/base --out runs/sweet < scored.jsonl
+    torchrun --nproc_per_node=8 train_policy.py --resume 1 --out runs/sweet < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
 import sys
@@ -18,7 +19,8 @@ import torch.nn.functional as F
 
 from colbench import agent_messages, task_id
 from train_critic import batches, trajectory_pairs  # the pairs and the order of the critic
-from utils import Log, fail, lr_at, new_dir, one_process, open_stdout, parser, progress, read_jsonl, rng, run
+from utils import (Log, digest, drop_checkpoints, fail, from_rank_0, join, lr_at, machine_flags, open_stdout, parser,
+                   progress, read_jsonl, rng, run, summed)
 
 PAPER = {"dpo": {"batch_size": 8, "epochs": 1}, "mtdpo": {"batch_size": 8, "epochs": 4},
          "rft": {"batch_size": 32, "epochs": 4}}
@@ -43,8 +45,8 @@ def get_args(argv=None):
     p.add_argument("--batch_size", type=int, help="pairs (rft: trajectories); not given: the paper's 8 (rft: 32)")
     p.add_argument("--epochs", type=int, help="not given: the paper's 1 (mtdpo, rft: 4)")
     p.add_argument("--clip", type=float, default=1.0, help="gradient norm is clipped here")
-    p.add_argument("--max_tokens", type=int, default=16384, help="tree tokens of a micro-batch: bounds the memory")
     p.add_argument("--seed", type=int, default=0)
+    machine_flags(p)
     return p.parse_args(argv)
 
 
@@ -91,40 +93,56 @@ NOTHING = {"dpo": "no turn has two candidates with an advantage (collect.py --ca
 # --- training ---------------------------------------------------------------------------------------------------------
 
 def main(args):
-    emit = open_stdout()
-    one_process()
-    new_dir(args.out)
-    from model import COUNT, action_logps, load, micro_batches, save, score, tiny, turns_of  # slow: not for a typo
-    needs_reward = args.loss == "mtdpo" or args.loss == "rft" and not args.all
-    records = list(read_jsonl(sys.stdin, need=("task.problem_description", "task.ground_truth", "dialogue_history",
-                                               *["reward"] * needs_reward)))
-    torch.manual_seed(args.seed)
-    model, tokenizer = tiny(records, args.seed) if args.model == "tiny" else load(args.model)
-    groups = make_examples(args, records, [turns_of(tokenizer, r["dialogue_history"]) for r in records])
-    if not groups:
-        fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
+    emit, device = open_stdout(), join()
+    log = Log(args)
+    from model import (action_logps, count, deal, load, machine, micro_batches, open_directory, reference, restore, save,
+                       save_checkpoint, shard, tiny, turns_of, whole)
     batch_size, epochs = (getattr(args, k) or PAPER[args.loss][k] for k in ("batch_size", "epochs"))
     turns_in = lambda examples: sorted({turn for example in examples for side in example for turn in side})
 
-    turns = turns_in(example for g in groups for example in g) if args.loss != "rft" else []
-    ref = dict(zip(turns, score(model, turns, args.max_tokens, "reference")))  # once: pi_ref is where pi starts
+    def read():
+        """On rank 0: stdin as groups of examples, how many were too long, and the tiny model, made of its words."""
+        needs_reward = args.loss == "mtdpo" or args.loss == "rft" and not args.all
+        records = list(read_jsonl(sys.stdin, need=("task.problem_description", "task.ground_truth", "dialogue_history",
+                                                   *["reward"] * needs_reward)))
+        made = tiny(records, args.seed) if args.model == "tiny" else None
+        tokenizer = made[1] if made else open_directory(args.model)[1]
+        groups = make_examples(args, records, [turns_of(tokenizer, r["dialogue_history"]) for r in records])
+        fits = lambda example: all(len(prompt) + len(action) <= args.max_length
+                                   for side in example for prompt, action in side)
+        short = [g for g in ([e for e in group if fits(e)] for group in groups) if g]
+        if long := sum(map(len, groups)) - sum(map(len, short)):
+            print(f"{long} examples have turns longer than --max_length and are left out", file=sys.stderr)
+        if not short:
+            fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
+        return short, long, made
+
+    groups, too_long, made = from_rank_0(read)
     steps = [batch for e in range(epochs) for batch in batches(groups, batch_size, args.seed, e)]
-    log = Log(args.out, args, steps=len(steps), examples=sum(map(len, groups)), groups=len(groups))
+    log.begin(steps=len(steps), examples=sum(map(len, groups)), groups=len(groups), too_long=too_long,
+              data=digest(groups))
+    how = machine(args, device)
+    model, tokenizer = made or load(args.model, device, args.attention, **how)
+    if made:
+        shard(model, **how)
+    turns = turns_in(example for g in groups for example in g) if args.loss != "rft" else []
+    ref = dict(zip(turns, reference(model, turns, args.max_tokens, args.out) if turns else ()))  # once, before step 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
-    for step, batch in enumerate(progress("policy", steps)):
-        total, right = 0.0, None if args.loss == "rft" else 0.0
+    restore(model, optimizer, log)
+    for step in progress("policy", range(log.step, len(steps))):
+        batch, total, right = steps[step], 0.0, 0.0
         tokens = sum(len(action) for chosen, _ in batch for _, action in chosen)
-        for part in micro_batches(batch, turns_in, args.max_tokens):
+        for part, weight in deal(micro_batches(batch, turns_in, args.max_tokens), turns_in):
             used = turns_in(part)
-            logps = dict(zip(used, action_logps(model, used)))
+            logps = dict(zip(used, action_logps(model, used, args.max_tokens)))
             side = lambda x, turns: torch.cat([x[turn] for turn in turns])
             if args.loss == "rft":
-                loss = -sum(side(logps, chosen).sum() for chosen, _ in part) / tokens
+                loss = -sum(side(logps, chosen).sum() for chosen, _ in part) * weight / tokens
             else:
                 losses, margins = zip(*(dpo_loss(side(logps, a), side(logps, b), side(ref, a), side(ref, b),
                                                  args.beta, args.nll_coef) for a, b in part))
-                loss = sum(losses) / len(batch)
-                right += sum((m > 0).item() for m in margins) / len(batch)
+                loss = weight * sum(losses) / len(batch)
+                right += weight * sum((m > 0).item() for m in margins) / len(batch)
             loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
@@ -132,11 +150,17 @@ def main(args):
             group["lr"] = lr_at(step, len(steps), args.lr)
         optimizer.step()
         optimizer.zero_grad()
-        log(step=step, loss=total, accuracy=right, grad_norm=norm.item(), lr=group["lr"])
-    save(model, tokenizer, args.out)
-    summary = {"steps": len(steps), "loss": total, **COUNT, "sharing": COUNT["unshared"] / COUNT["computed"]}
-    log(last=True, **summary)
-    emit({"summary": "train_policy", "out": args.out, **summary})
+        total, right = summed(total, right)
+        log(step=step, loss=total, accuracy=None if args.loss == "rft" else right, grad_norm=whole(norm).item(),
+            lr=group["lr"])
+        if args.save_every and (step + 1) % args.save_every == 0:
+            save_checkpoint(model, optimizer, args.out, step + 1)
+    if not log.finished:
+        save(model, tokenizer, args.out)
+        log(last=True, finished=len(steps), **(n := count()),
+            sharing=n["unshared"] / n["computed"])
+        drop_checkpoints(args.out)
+    emit({"summary": "train_policy", "out": args.out, "steps": len(steps)})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
 """What several scripts share and nobody would ablate: flags, JSON lines, logs, the learning-rate curve."""
 import argparse
+import atexit
+import contextlib
+import fcntl
 import hashlib
 import json
+import marshal
 import math
 import os
 import random
@@ -12,12 +16,34 @@ import time
 
 from tqdm import tqdm
 
+RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun's; alone: 0 of 1
+
 
 def parser(doc):
     """An ArgumentParser that shows `doc` and the defaults in --help and takes no abbreviated flags."""
     class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
         pass
     return argparse.ArgumentParser(description=doc, formatter_class=Help, allow_abbrev=False)
+
+
+def machine_flags(p):
+    """The trainers' flags that change where and how fast a run computes, but not what, except --dtype."""
+    p.add_argument("--max_tokens", type=int, default=16384, help="tree tokens computed at once: bounds the memory")
+    p.add_argument("--max_length", type=int, default=16384,
+                   help="a turn of more tokens, prompt and action, is left out and counted")
+    p.add_argument("--attention", choices=["auto", "flash", "torch", "sdpa"], default="auto",
+                   help="flash: the flash-attn package; torch: torch's varlen kernel; sdpa: a loop; auto: the first "
+                   "that this machine has")
+    p.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto",
+                   help="of the computation and the saved model; weights train in fp32; auto: bf16 on a GPU")
+    p.add_argument("--recompute", type=int, choices=[0, 1],
+                   help="1: activations are computed again in the backward pass; not given: 1 on a GPU")
+    p.add_argument("--replicate", type=int, default=1, help="copies of the model, each spread over the other processes")
+    p.add_argument("--offload", type=int, choices=[0, 1], default=0, help="1: weights and moments rest in CPU memory")
+    p.add_argument("--save_every", type=int, default=100, help="steps between checkpoints to resume from; 0: none")
+    p.add_argument("--resume", type=int, choices=[0, 1], default=0,
+                   help="1: continue the run in --out where it was killed; start it where there is none")
+    p.add_argument("--overwrite", type=int, choices=[0, 1], default=0, help="1: remove the run in --out first")
 
 
 def fail(message):
@@ -60,12 +86,15 @@ def read_jsonl(stream, need=(), name="stdin"):
 def open_stdout():
     """Keeps stdout for data alone: returns emit(record), and sends what any library prints to stderr.
 
-    Call it before libraries load. A reader that goes away (`| head`) ends the program quietly: see `run`.
+    Call it before libraries load. A reader that goes away (`| head`) ends the program quietly: see `run`. Of several
+    processes only rank 0 writes.
     """
     data = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
 
     def emit(record):
+        if RANK:
+            return
         try:
             data.write(json.dumps(record) + "\n")
         except BrokenPipeError:
@@ -81,47 +110,178 @@ def run(main, args):
     """main(args), ended cleanly where the reader of stdout has gone (`| head -1`) or by Ctrl-C."""
     try:
         main(args)
+        if "torch" in sys.modules and (dist := sys.modules["torch"].distributed).is_initialized():
+            dist.destroy_process_group()
+    except SystemExit:
+        if RANK:
+            time.sleep(5)  # rank 0 says it; torchrun ends the others then
+        raise
     except ReaderGone:
         os._exit(0)  # no flush at exit: it would only meet the closed pipe again
     except KeyboardInterrupt:
         fail("interrupted")
 
 
+# --- many processes ---------------------------------------------------------------------------------------------------
+
+def join():
+    """Joins the processes that torchrun started, or makes a group of one; returns this process's torch.device."""
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+        torch.cuda.set_device(device)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo",
+                                timeout=datetime.timedelta(hours=1), **alone)
+    return device
+
+
+def most(n):
+    """The largest n of all ranks, which must all call this."""
+    if WORLD == 1:
+        return n
+    import torch
+    import torch.distributed as dist
+    dist.all_reduce(n := torch.tensor(n), dist.ReduceOp.MAX)
+    return n.item()
+
+
+def summed(*numbers):
+    """Each number summed over all ranks, which must all call this: a list of floats."""
+    if WORLD == 1:
+        return list(numbers)
+    import torch
+    import torch.distributed as dist
+    dist.all_reduce(numbers := torch.tensor(numbers, dtype=torch.float64))
+    return numbers.tolist()
+
+
+def from_rank_0(make):
+    """make()'s result on every rank, or its failure: it runs on rank 0 alone, which may wait for hours on stdin.
+
+    Under torchrun all ranks inherit one stdin: by a pipe rank 0 got every line, from a file they were torn between them.
+    """
+    if WORLD == 1:
+        return make()
+    import datetime
+
+    import torch.distributed as dist
+    box = [None]
+    if RANK == 0:
+        try:
+            box = [make()]
+        except SystemExit as e:
+            box = [e]
+    patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
+    dist.broadcast_object_list(box, src=0, group=patient)
+    if isinstance(box[0], SystemExit):
+        raise box[0]
+    return box[0]
+
+
 # --- an --out directory -----------------------------------------------------------------------------------------------
 
-def one_process():
-    """Fails under a torchrun of several processes, which would each train a model of their own."""
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
-        fail("this script trains in one process so far: start it without torchrun, or with --nproc_per_node=1")
-
-
-def new_dir(out):
-    """Fails where `out` exists already: nothing is ever overwritten."""
-    if os.path.exists(out):
-        fail(f"--out {out} exists already: name another, or remove it")
-
-
 class Log:
-    """Writes `out`/metrics.jsonl: first the facts of the run, then a line per call; beside it a copy of the script.
+    """The --out directory of a run, which no other run can share: metrics.jsonl, a copy of the script.
 
-    The directory must be new. Lines also go to stderr, at most one every `every` seconds unless last=True.
+    metrics.jsonl: first the facts of the run, then a line per call. Lines also go to stderr, at most one every `every`
+    seconds unless last=True. Only rank 0 writes; `finished` is known to all.
     """
+    MAY_CHANGE = {"out", "max_tokens", "attention", "recompute", "replicate", "offload", "save_every", "resume",
+                  "overwrite"}  # between a run and the one that resumes it
 
-    def __init__(self, out, args, every=10, **facts):
-        new_dir(out)
-        os.makedirs(out)
+    def __init__(self, args, every=10):
+        self.args, self.out, self.every, self.said = args, args.out, every, 0.0
+        self.path = os.path.join(args.out, "metrics.jsonl")
+        self.rows, self.step = from_rank_0(self.claim)
+        self.finished = bool(self.rows) and "finished" in self.rows[-1]
+        if self.finished:
+            self.step = self.rows[-1]["finished"]
+
+    def claim(self):
+        """Takes the directory; returns the rows of the run to be resumed, [] for a new one, and its last checkpoint."""
+        args, out = self.args, self.out
+        try:
+            os.makedirs(out, exist_ok=True)
+            self.lock = os.open(out, os.O_RDONLY)
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"--out {out} is in use by another run")
+        except OSError as e:
+            fail(f"--out {out}: {e.strerror}")
+        atexit.register(remove_empty, out)
+        if not os.listdir(out):
+            return [], 0
+        if not os.path.exists(self.path):
+            fail(f"--out {out} exists already and holds no run: name another")
+        if args.overwrite:
+            shutil.rmtree(out)
+            return self.claim()
+        if not args.resume:
+            fail(f"--out {out} holds a run already: name another, or --resume 1 continues it, --overwrite 1 removes it")
+        with open(self.path) as f:
+            rows = [json.loads(line) for line in f if line.endswith("}\n")]  # a kill may have cut the last line
+        return rows, max([0, *checkpoints(out)])
+
+    def begin(self, **facts):
+        """Starts the record, or goes on at self.step: a run that is resumed must be of the same flags and facts."""
+        new = {"args": vars(self.args), "argv": sys.argv, "version": version(), "world": WORLD, **facts}
+        if RANK:
+            return
+        for what, old, now in [("flag --", self.rows[0]["args"], vars(self.args)), ("", self.rows[0], facts)] if \
+                self.rows else []:
+            for key in now.keys() - self.MAY_CHANGE:
+                if old.get(key) != now[key]:
+                    fail(f"--resume 1: {what}{key} was {old.get(key)} in the run in {self.args.out}, now {now[key]}: "
+                         "it must be the same")
+        if self.finished:
+            return
+        rows = [r for r in self.rows if "step" not in r or r["step"] < self.step]
+        rows += [{"resumed": self.step, **new}] * bool(rows)
+        with open(self.path + ".part", "w") as f:
+            f.writelines(json.dumps(row) + "\n" for row in rows or [new])
+        os.replace(self.path + ".part", self.path)
+        self.file = open(self.path, "a", buffering=1)
         if sys.argv[0].endswith(".py"):
-            shutil.copy(sys.argv[0], out)
-        self.file, self.every, self.said = open(os.path.join(out, "metrics.jsonl"), "w", buffering=1), every, 0.0
-        self.file.write(json.dumps({"args": vars(args), "argv": sys.argv, "version": version(), **facts}) + "\n")
+            shutil.copy(sys.argv[0], self.out)
 
     def __call__(self, last=False, **row):
+        if RANK:
+            return
         self.file.write(json.dumps(row) + "\n")
         if last or time.time() - self.said > self.every:
             self.said = time.time()
             tqdm.write("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()
                                  if v is not None),
                        file=sys.stderr)
+
+
+def remove_empty(out):
+    """Leaves no empty --out behind where a run fails before it begins."""
+    with contextlib.suppress(OSError):
+        os.rmdir(out)
+
+
+def checkpoints(out):
+    """The steps of the complete checkpoints in out."""
+    return [int(name[11:]) for name in os.listdir(out) if name[:11] == "checkpoint-" and name[11:].isdigit()]
+
+
+def drop_checkpoints(out, keep=None):
+    """Removes the checkpoints in out but that of step `keep`."""
+    for step in checkpoints(out) if RANK == 0 else ():
+        if step != keep:
+            shutil.rmtree(os.path.join(out, f"checkpoint-{step}"))
+
+
+def digest(x):
+    """A short hash of nested lists, tuples, numbers and strings, by value."""
+    return hashlib.sha256(marshal.dumps(x, 2)).hexdigest()[:16]
 
 
 def version():
@@ -133,7 +293,7 @@ def version():
 
 def progress(what, items=None, total=None):
     """A tqdm bar over items (or to update by hand, up to total) on a terminal; silent elsewhere."""
-    return tqdm(items, total=total, desc=what, disable=not sys.stderr.isatty(), leave=False)
+    return tqdm(items, total=total, desc=what, disable=RANK > 0 or not sys.stderr.isatty(), leave=False)
 
 
 def lr_at(step, steps, peak):
