@@ -91,8 +91,9 @@ def pack(turns, device="cpu", varlen=False):
 
 
 def count():
-    """COUNT summed over all ranks."""
-    return dict(zip(COUNT, map(int, summed(*COUNT.values()))))
+    """COUNT of all ranks together, and how many times fewer tokens sharing made of it."""
+    computed, unshared = map(int, summed(*COUNT.values()))
+    return {"computed": computed, "unshared": unshared, "sharing": unshared / max(1, computed)}
 
 
 def tree_tokens(turns):
@@ -496,7 +497,8 @@ def restore(model, optimizer, log):
         with torch.no_grad():
             dcp.load(training_state(model, optimizer, log.step), storage_reader=dcp.HuggingFaceStorageReader(path))
         with open(os.path.join(path, "counts.json")) as f:
-            COUNT.update(json.load(f) if RANK == 0 else dict.fromkeys(COUNT, 0))
+            before = json.load(f)
+        COUNT.update({key: 0 if RANK else before[key] for key in COUNT})
 
 
 def reference(model, turns, max_tokens, out):

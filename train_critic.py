@@ -96,44 +96,51 @@ def batches(groups, batch_size, *seed):
     return [flat[i:i + batch_size] for i in range(0, len(flat), batch_size)]
 
 
+def prepare(args, records):
+    """Reads stdin into records; returns (turns, of, train, held, too_long).
+
+    of[i][t] holds the indices in turns of record i's t-th message and of its candidates, None for one too long; train
+    and held are pairs by task.
+    """
+    from model import open_directory, turns_of
+    records.extend(read_jsonl(sys.stdin, need=("task.problem_description", "task.ground_truth", "dialogue_history",
+                                               "reward")))
+    tokenizer, turns, of, long = open_directory(args.model)[1], [], [], 0
+    for r in records:
+        of.append([])
+        own = turns_of(tokenizer, r["dialogue_history"], hidden_information(r["task"]) if args.hidden_info else None)
+        for message, (prompt, action) in zip(agent_messages(r), own):
+            of[-1].append([])
+            for a in (action, *(tuple(c["token_ids"]) for c in message.get("candidates", ()))):
+                fits = len(prompt) + len(a) <= args.max_length
+                of[-1][-1].append(len(turns) if fits else None)
+                turns += [(prompt, a)] * fits
+                long += not fits
+    pairs = trajectory_pairs(records, args.pairs, args.margin, lambda i: all(at[0] is not None for at in of[i]))
+    if long:
+        print(f"{long} of {len(turns) + long} turns are longer than --max_length and left out", file=sys.stderr)
+    if not pairs:
+        fail(f"no pairs in {len(records)} trajectories: no task has a solved and a worse one (--pairs all --margin 0 "
+             "takes whatever differs; collect.py -k draws more per task)")
+    held = {t: p for t, p in pairs.items() if rng("held out", args.seed, t).random() < args.held_out}
+    train = {t: p for t, p in pairs.items() if t not in held}
+    if not train:
+        fail(f"--held_out {args.held_out} keeps all {len(held)} tasks with pairs out of training")
+    return turns, of, train, held, long
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 def main(args):
     emit, device, records = open_stdout(), join(), []  # the records stay on rank 0
     log = Log(args)
-    from model import (action_logps, count, deal, load, machine, micro_batches, open_directory, reference, restore, save,
-                       save_checkpoint, score, turns_of, whole)
+    from model import (action_logps, count, deal, load, machine, micro_batches, reference, restore, save,
+                       save_checkpoint, score, whole)
 
-    def read():
-        """On rank 0: stdin as turns, where each record's are, [message's, candidates' ...], and the pairs."""
-        records.extend(read_jsonl(sys.stdin, need=("task.problem_description", "task.ground_truth", "dialogue_history",
-                                                   "reward")))
-        tokenizer, turns, of, long = open_directory(args.model)[1], [], [], 0
-        for r in records:
-            of.append([])
-            own = turns_of(tokenizer, r["dialogue_history"], hidden_information(r["task"]) if args.hidden_info else None)
-            for message, (prompt, action) in zip(agent_messages(r), own):
-                of[-1].append([])
-                for a in (action, *(tuple(c["token_ids"]) for c in message.get("candidates", ()))):
-                    fits = len(prompt) + len(a) <= args.max_length
-                    of[-1][-1].append(len(turns) if fits else None)
-                    turns += [(prompt, a)] * fits
-                    long += not fits
-        pairs = trajectory_pairs(records, args.pairs, args.margin, lambda i: all(at[0] is not None for at in of[i]))
-        if long:
-            print(f"{long} of {len(turns) + long} turns are longer than --max_length and left out", file=sys.stderr)
-        if not pairs:
-            fail(f"no pairs in {len(records)} trajectories: no task has a solved and a worse one (--pairs all --margin 0 "
-                 "takes whatever differs; collect.py -k draws more per task)")
-        held = {t: p for t, p in pairs.items() if rng("held out", args.seed, t).random() < args.held_out}
-        train = {t: p for t, p in pairs.items() if t not in held}
-        if not train:
-            fail(f"--held_out {args.held_out} keeps all {len(held)} tasks with pairs out of training")
-        return turns, of, train, held, long
-
-    turns, of, train, held, too_long = from_rank_0(read)
+    turns, of, train, held, too_long = from_rank_0(lambda: prepare(args, records))
     keys = lambda i: [at[0] for at in of[i]]  # the turns of trajectory i
     used_by = lambda pairs: sorted({k for pair in pairs for i in pair for k in keys(i)})
+    turns_in = lambda pairs: [turns[k] for k in used_by(pairs)]
 
     def accuracy(pairs, logps):
         margins = [critic_loss(*([x[k] for k in keys(i)] for x in (logps, ref) for i in pair), args.beta, 0,
@@ -145,13 +152,13 @@ def main(args):
               held_out_pairs=sum(map(len, held.values())), data=digest([turns, list(train.values())]))
     model, tokenizer = load(args.model, device, args.attention, **machine(args, device))
     ref = reference(model, turns, args.max_tokens, args.out)  # once: pi_ref is where pi starts
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0,
+                                  fused=device.type == "cuda" and not args.offload)
     restore(model, optimizer, log)
     for step in progress("critic", range(log.step, len(steps))):
         batch, total, right = steps[step], 0.0, 0.0
-        in_trees = lambda pairs: [turns[k] for k in used_by(pairs)]
-        for part, weight in deal(micro_batches(batch, in_trees, args.max_tokens), in_trees):
-            logps = dict(zip(used_by(part), action_logps(model, in_trees(part), args.max_tokens)))
+        for part, weight in deal(micro_batches(batch, turns_in, args.max_tokens), turns_in):
+            logps = dict(zip(used_by(part), action_logps(model, turns_in(part), args.max_tokens)))
             losses, margins = zip(*(critic_loss(*([x[k] for k in keys(i)] for x in (logps, ref) for i in pair),
                                                 args.beta, args.nll_coef, args.normalize) for pair in part))
             loss = weight * sum(losses) / len(batch)
@@ -173,8 +180,7 @@ def main(args):
             json.dump({"ref": os.path.abspath(args.model) if os.path.isdir(args.model) else args.model,
                        "hidden_info": args.hidden_info, "normalize": args.normalize}, f)
         log(last=True, finished=len(steps), held_out_accuracy_before=accuracy(held, ref),
-            held_out_accuracy=accuracy(held, logps), **(n := count()),
-            sharing=n["unshared"] / n["computed"])
+            held_out_accuracy=accuracy(held, logps), **count())
         drop_checkpoints(args.out)
     for r, at in zip(records, of):
         for message, ks in zip(agent_messages(r), at):

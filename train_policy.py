@@ -12,6 +12,7 @@
     torchrun --nproc_per_node=8 train_policy.py --resume 1 --out runs/sweet < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
+import os
 import sys
 
 import torch
@@ -19,8 +20,8 @@ import torch.nn.functional as F
 
 from colbench import agent_messages, task_id
 from train_critic import batches, trajectory_pairs  # the pairs and the order of the critic
-from utils import (Log, digest, drop_checkpoints, fail, from_rank_0, join, lr_at, machine_flags, open_stdout, parser,
-                   progress, read_jsonl, rng, run, summed)
+from utils import (Log, digest, drop_checkpoints, fail, from_rank_0, join, lr_at, machine_flags, most, open_stdout,
+                   parser, progress, read_jsonl, rng, run, summed)
 
 PAPER = {"dpo": {"batch_size": 8, "epochs": 1}, "mtdpo": {"batch_size": 8, "epochs": 4},
          "rft": {"batch_size": 32, "epochs": 4}}
@@ -90,44 +91,48 @@ NOTHING = {"dpo": "no turn has two candidates with an advantage (collect.py --ca
            "rft": "no trajectory is solved (--all 1 takes every one)"}
 
 
+def prepare(args):
+    """Reads stdin; returns (groups of examples, how many were too long, --model tiny made of the records' words)."""
+    from model import open_directory, tiny, turns_of
+    needs_reward = args.loss == "mtdpo" or args.loss == "rft" and not args.all
+    records = list(read_jsonl(sys.stdin, need=("task.problem_description", "task.ground_truth", "dialogue_history",
+                                               *["reward"] * needs_reward)))
+    made = tiny(records, args.seed) if args.model == "tiny" else None
+    tokenizer = made[1] if made else open_directory(args.model)[1]
+    groups = make_examples(args, records, [turns_of(tokenizer, r["dialogue_history"]) for r in records])
+    fits = lambda example: all(len(prompt) + len(action) <= args.max_length
+                               for side in example for prompt, action in side)
+    short = [g for g in ([e for e in group if fits(e)] for group in groups) if g]
+    if long := sum(map(len, groups)) - sum(map(len, short)):
+        print(f"{long} examples have turns longer than --max_length and are left out", file=sys.stderr)
+    if not short:
+        fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
+    return short, long, made
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 def main(args):
     emit, device = open_stdout(), join()
     log = Log(args)
-    from model import (action_logps, count, deal, load, machine, micro_batches, open_directory, reference, restore, save,
-                       save_checkpoint, shard, tiny, turns_of, whole)
+    from model import (action_logps, count, deal, load, machine, micro_batches, reference, restore, save,
+                       save_checkpoint, whole)
     batch_size, epochs = (getattr(args, k) or PAPER[args.loss][k] for k in ("batch_size", "epochs"))
     turns_in = lambda examples: sorted({turn for example in examples for side in example for turn in side})
 
-    def read():
-        """On rank 0: stdin as groups of examples, how many were too long, and the tiny model, made of its words."""
-        needs_reward = args.loss == "mtdpo" or args.loss == "rft" and not args.all
-        records = list(read_jsonl(sys.stdin, need=("task.problem_description", "task.ground_truth", "dialogue_history",
-                                                   *["reward"] * needs_reward)))
-        made = tiny(records, args.seed) if args.model == "tiny" else None
-        tokenizer = made[1] if made else open_directory(args.model)[1]
-        groups = make_examples(args, records, [turns_of(tokenizer, r["dialogue_history"]) for r in records])
-        fits = lambda example: all(len(prompt) + len(action) <= args.max_length
-                                   for side in example for prompt, action in side)
-        short = [g for g in ([e for e in group if fits(e)] for group in groups) if g]
-        if long := sum(map(len, groups)) - sum(map(len, short)):
-            print(f"{long} examples have turns longer than --max_length and are left out", file=sys.stderr)
-        if not short:
-            fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
-        return short, long, made
-
-    groups, too_long, made = from_rank_0(read)
+    groups, too_long, made = from_rank_0(lambda: prepare(args))
     steps = [batch for e in range(epochs) for batch in batches(groups, batch_size, args.seed, e)]
     log.begin(steps=len(steps), examples=sum(map(len, groups)), groups=len(groups), too_long=too_long,
               data=digest(groups))
-    how = machine(args, device)
-    model, tokenizer = made or load(args.model, device, args.attention, **how)
+    start = args.model
     if made:
-        shard(model, **how)
+        save(*made, start := os.path.join(args.out, "init"))
+        most(0)  # a barrier: all wait until it is there
+    model, tokenizer = load(start, device, args.attention, **machine(args, device))
     turns = turns_in(example for g in groups for example in g) if args.loss != "rft" else []
     ref = dict(zip(turns, reference(model, turns, args.max_tokens, args.out) if turns else ()))  # once, before step 0
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0,
+                                  fused=device.type == "cuda" and not args.offload)
     restore(model, optimizer, log)
     for step in progress("policy", range(log.step, len(steps))):
         batch, total, right = steps[step], 0.0, 0.0
@@ -157,8 +162,7 @@ def main(args):
             save_checkpoint(model, optimizer, args.out, step + 1)
     if not log.finished:
         save(model, tokenizer, args.out)
-        log(last=True, finished=len(steps), **(n := count()),
-            sharing=n["unshared"] / n["computed"])
+        log(last=True, finished=len(steps), **count())
         drop_checkpoints(args.out)
     emit({"summary": "train_policy", "out": args.out, "steps": len(steps)})
 

@@ -171,13 +171,12 @@ def from_rank_0(make):
     import datetime
 
     import torch.distributed as dist
-    box = [None]
+    patient, box = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30)), [None]
     if RANK == 0:
         try:
             box = [make()]
         except SystemExit as e:
             box = [e]
-    patient = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
     dist.broadcast_object_list(box, src=0, group=patient)
     if isinstance(box[0], SystemExit):
         raise box[0]
