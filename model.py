@@ -13,6 +13,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -31,6 +32,7 @@ from transformers.utils import logging
 from colbench import with_hidden
 from utils import RANK, WORLD, drop_checkpoints, fail, from_rank_0, most, progress, summed
 
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process may read weights, too
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 COUNT = {"computed": 0, "unshared": 0}  # tokens that went through the model, and would have without sharing
