@@ -44,9 +44,17 @@ class Tree(NamedTuple):
     ids: torch.Tensor     # (T,) token ids, depth first
     pos: torch.Tensor     # (T,) depth: the position in every sequence that holds the token
     parent: torch.Tensor  # (T,) flat index of the token before it on its path; its hidden state predicts the token
-    runs: list            # [(start, end, path, mask)]: tokens start..end attend to path, flat indices from the root
+    runs: "Runs"          # stretches of new tokens; each attends to its own path from the root
     actions: list         # per turn, (L,) flat indices of its action's tokens
     unshared: int         # tokens of the turns laid out one by one
+
+
+class Runs(NamedTuple):
+    paths: torch.Tensor   # flat indices of each run's path, root to its own last token, one path after another
+    q: list               # tokens of each run, which follow one another
+    kv: list              # tokens of its path, of which its own are the last
+    cu_q: torch.Tensor    # (runs + 1,) int32, where each run's tokens begin, and the end: as flash attention wants it
+    cu_kv: torch.Tensor   # (runs + 1,) int32, the same of its path in `paths`
 
 
 def common_prefix(a, b):
@@ -58,12 +66,8 @@ def common_prefix(a, b):
     return lo
 
 
-def pack(turns, device="cpu", varlen=False):
-    """The prefix tree of turns [(prompt_ids, action_ids)] as one packed sequence. No prompt or action may be empty.
-
-    `runs` is what the attention kernel wants: with varlen=True the same runs as one (paths, cu_q, cu_k, max_q, max_k),
-    all paths in a row, (sum of path lengths,), and where each run's queries and path begin, both (number of runs + 1,).
-    """
+def pack(turns, device="cpu"):
+    """The prefix tree of turns [(prompt_ids, action_ids)] as one packed sequence. No prompt or action may be empty."""
     seqs = [[*prompt, *action] for prompt, action in turns]
     ids, pos, parent, runs, actions = [], [], [], [], [None] * len(turns)
     path, before = [], []
@@ -83,12 +87,9 @@ def pack(turns, device="cpu", varlen=False):
         actions[i] = torch.tensor(path[len(turns[i][0]):], device=device)
         before = seq
     as_tensor = lambda x, dtype=None: torch.tensor(x, dtype=dtype, device=device)
-    if varlen:
-        q, k = [e - s for s, e, _ in runs], [len(p) for _, _, p in runs]
-        runs = (as_tensor([x for _, _, p in runs for x in p]), as_tensor([0, *accumulate(q)], torch.int32),
-                as_tensor([0, *accumulate(k)], torch.int32), max(q), max(k))
-    else:
-        runs = [(s, e, as_tensor(p), end_aligned(e - s, len(p), device)) for s, e, p in runs]
+    q, kv = [end - start for start, end, _ in runs], [len(path) for _, _, path in runs]
+    runs = Runs(as_tensor([i for _, _, path in runs for i in path]), q, kv,
+                as_tensor([0, *accumulate(q)], torch.int32), as_tensor([0, *accumulate(kv)], torch.int32))
     return Tree(as_tensor(ids), as_tensor(pos), as_tensor(parent), runs, actions, sum(map(len, seqs)))
 
 
@@ -106,23 +107,6 @@ def tree_tokens(turns):
 
 # --- attention over runs ----------------------------------------------------------------------------------------------
 
-def end_aligned(q, kv, device):
-    """(q, kv) causal mask in which the last query sees every key; None for q = kv, where is_causal means the same."""
-    return None if q == kv else torch.ones(q, kv, dtype=torch.bool, device=device).tril(kv - q)
-
-
-def tree_sdpa(module, query, key, value, attention_mask, scaling=None, runs=None, **kwargs):
-    """Attention of a packed tree, one scaled_dot_product_attention a run: the reference, and the form for the CPU.
-
-    As transformers' AttentionInterface wants it: query (1, H, T, D), key and value (1, KV, T, D) to (1, T, H, D).
-    """
-    out = [F.scaled_dot_product_attention(query[:, :, start:end], key.index_select(2, path),
-                                          value.index_select(2, path), attn_mask=mask, is_causal=mask is None,
-                                          scale=scaling, enable_gqa=True)
-           for start, end, path, mask in runs]
-    return torch.cat(out, 2).transpose(1, 2), None
-
-
 class Gather(torch.autograd.Function):
     """x[index], whose gradient is summed in fp32: in bf16 a prefix that 100 branches share would lose 1 % of it."""
 
@@ -139,27 +123,44 @@ class Gather(torch.autograd.Function):
         return total.index_add_(0, ctx.saved_tensors[0], grad.to(wide)).to(grad.dtype), None
 
 
-def tree_varlen(kernel, module, query, key, value, attention_mask, scaling=None, runs=None, **kwargs):
-    """The same by a variable-length flash kernel: every run is a sequence of its queries and the keys of its path."""
-    paths, cu_q, cu_k, max_q, max_k = runs
+def tree_attention(kernel, module, query, key, value, attention_mask, scaling=None, runs=None, **kwargs):
+    """Attention of a packed tree, as transformers' AttentionInterface wants it, by a kernel for many short sequences.
+
+    query (1, H, T, D), key and value (1, KV, T, D) to (1, T, H, D). Every run is one sequence: its tokens as queries,
+    its path as keys, and a causal mask aligned at the end, since its own tokens are the path's last.
+    """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
-    return kernel(q, Gather.apply(k, paths), Gather.apply(v, paths), cu_q, cu_k, max_q, max_k, scaling)[None], None
+    return kernel(q, Gather.apply(k, runs.paths), Gather.apply(v, runs.paths), runs, scaling)[None], None
 
 
-def torch_kernel(q, k, v, cu_q, cu_k, max_q, max_k, scale):
+def sdpa_kernel(q, k, v, runs, scale):
+    """One scaled_dot_product_attention a run: the reference, and the form for the CPU."""
+    by_run = lambda x, lengths: (y.transpose(0, 1)[None] for y in x.split(lengths))  # (1, heads, length, D) each
+    out = [F.scaled_dot_product_attention(*run, attn_mask=end_aligned(n, m, q.device), is_causal=n == m, scale=scale,
+                                          enable_gqa=True)
+           for *run, n, m in zip(by_run(q, runs.q), by_run(k, runs.kv), by_run(v, runs.kv), runs.q, runs.kv)]
+    return torch.cat(out, 2)[0].transpose(0, 1)
+
+
+def end_aligned(q, kv, device):
+    """(q, kv) causal mask in which the last query sees every key; None for q = kv, where is_causal means the same."""
+    return None if q == kv else torch.ones(q, kv, dtype=torch.bool, device=device).tril(kv - q)
+
+
+def torch_kernel(q, k, v, runs, scale):
     from torch.nn.attention.varlen import varlen_attn
-    return varlen_attn(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, window_size=(-1, 0),
+    return varlen_attn(q, k, v, runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv), scale=scale, window_size=(-1, 0),
                        enable_gqa=q.shape[1] != k.shape[1])
 
 
-def flash_kernel(q, k, v, cu_q, cu_k, max_q, max_k, scale):
+def flash_kernel(q, k, v, runs, scale):
     from flash_attn import flash_attn_varlen_func
-    return flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale=scale, causal=True)
+    return flash_attn_varlen_func(q, k, v, runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv), softmax_scale=scale,
+                                  causal=True)
 
 
-AttentionInterface.register("tree_sdpa", tree_sdpa)
-AttentionInterface.register("tree_torch", functools.partial(tree_varlen, torch_kernel))
-AttentionInterface.register("tree_flash", functools.partial(tree_varlen, flash_kernel))
+for name, kernel in (("sdpa", sdpa_kernel), ("torch", torch_kernel), ("flash", flash_kernel)):
+    AttentionInterface.register("tree_" + name, functools.partial(tree_attention, kernel))
 
 
 def pick_attention(name, device, dtype):
@@ -193,7 +194,6 @@ class TreeLM(torch.nn.Module):
     def __init__(self, lm, device=None):
         super().__init__()
         self.lm, self.device, self.dtype = lm.eval(), torch.device(device or lm.device), lm.dtype
-        self.varlen = lm.config._attn_implementation in ("tree_torch", "tree_flash")
 
     def forward(self, tree, scored, chunk):
         """Log-probs (N,) of the tokens at the flat indices `scored` (N,); the head runs on `chunk` tokens at a time."""
@@ -216,7 +216,7 @@ def action_logps(model, turns, max_tokens=None, chunk=2048):
     logps, anchor = [None] * len(turns), torch.ones((), requires_grad=True)
 
     def part_logps(part, anchor):
-        tree = pack([turns[i] for i in part], model.device, model.varlen)
+        tree = pack([turns[i] for i in part], model.device)
         scored, where = torch.cat(tree.actions).unique(return_inverse=True)
         COUNT["computed"] += len(tree.ids)
         COUNT["unshared"] += tree.unshared
@@ -453,9 +453,10 @@ def save(model, tokenizer, out):
         if RANK == 0:
             state[name] = p.to("cpu", model.dtype)
     if RANK == 0:
-        model.lm.config.dtype = model.dtype
         model.lm.generation_config.eos_token_id = sorted({end_of_turn(tokenizer)[-1], tokenizer.eos_token_id})
         model.lm.save_pretrained(out, state_dict=state)
+        model.lm.config.dtype = model.dtype  # which save_pretrained takes to be that of the fp32 weights
+        model.lm.config.save_pretrained(out)
         tokenizer.save_pretrained(out)
 
 

@@ -185,6 +185,7 @@ def main(args):
     for r, at in zip(records, of):
         for message, ks in zip(agent_messages(r), at):
             for scored, k in zip((message, *message.get("candidates", ())), ks):
+                scored.pop("advantage", None)  # of whoever scored it before
                 if k is not None:
                     scored["advantage"] = advantage(logps[k], ref[k], args.normalize).item()
         emit(r)

@@ -23,7 +23,9 @@ def parser(doc):
     """An ArgumentParser that shows `doc` and the defaults in --help and takes no abbreviated flags."""
     class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
         pass
-    return argparse.ArgumentParser(description=doc, formatter_class=Help, allow_abbrev=False)
+    p = argparse.ArgumentParser(description=doc, formatter_class=Help, allow_abbrev=False)
+    p.error = p.error if RANK == 0 else lambda message: time.sleep(5) or sys.exit(2)  # one process says it
+    return p
 
 
 def machine_flags(p):
@@ -272,10 +274,10 @@ def checkpoints(out):
 
 
 def drop_checkpoints(out, keep=None):
-    """Removes the checkpoints in out but that of step `keep`."""
-    for step in checkpoints(out) if RANK == 0 else ():
-        if step != keep:
-            shutil.rmtree(os.path.join(out, f"checkpoint-{step}"))
+    """Removes the checkpoints in out, and what a kill left of one, but that of step `keep`."""
+    for name in os.listdir(out) if RANK == 0 else ():
+        if name.startswith("checkpoint-") and name != f"checkpoint-{keep}":
+            shutil.rmtree(os.path.join(out, name))
 
 
 def digest(x):

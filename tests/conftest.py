@@ -12,6 +12,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # for the scripts: what the tests compare is of the CPU
+
 import colbench  # noqa: E402
 import utils  # noqa: E402
 
@@ -38,7 +40,7 @@ for line in sys.stdin:
 @functools.cache
 def forks():
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", FORKS, ROOT], text=True, stdin=pipe, stdout=pipe)
+    return subprocess.Popen([sys.executable, "-c", FORKS, ROOT], text=True, stdin=pipe, stdout=pipe, env=CPU)
 
 
 def script(name, *flags, stdin="", cwd=ROOT, fresh=False):
@@ -50,7 +52,7 @@ def script(name, *flags, stdin="", cwd=ROOT, fresh=False):
     command = [os.path.join(ROOT, name), *map(str, flags)]
     if fresh:
         command = [sys.executable, *command]
-        return subprocess.run(command, input=stdin, text=True, capture_output=True, cwd=cwd, timeout=120)
+        return subprocess.run(command, input=stdin, text=True, capture_output=True, cwd=cwd, timeout=120, env=CPU)
     with tempfile.TemporaryDirectory() as d:
         files = [os.path.join(d, f) for f in ("in", "out", "err")]
         for path in files:
@@ -66,7 +68,7 @@ def shell(command, cwd=ROOT):
     """Runs a bash command with `python` the one of the tests; returns the finished process."""
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     return subprocess.run(["bash", "-c", command], text=True, capture_output=True, cwd=cwd, timeout=180,
-                          env={**os.environ, "PATH": path})
+                          env={**CPU, "PATH": path})
 
 
 def lines(records):

@@ -100,7 +100,7 @@ def test_pack_lays_every_prefix_out_once():
             assert tree.ids[at].tolist() == list(action)
             assert path(at[-1].item()) == [*prompt, *action]
             assert tree.pos[at].tolist() == list(range(len(prompt), len(prompt) + len(action)))
-        assert [x for s, e, _, _ in tree.runs for x in range(s, e)] == list(range(len(tree.ids)))
+        assert sum(tree.runs.q) == len(tree.ids) and tree.runs.cu_kv[-1] == sum(tree.runs.kv) == len(tree.runs.paths)
 
 
 def test_sharing_saves_tokens_on_candidates(tiny_dir):

@@ -1,0 +1,606 @@
+"""Both trainers as real processes: many of them, killed and resumed, and what --out allows; the kernels behind the tree.
+
+The oracle of almost all of it is `whole`: the same job in one process that nobody disturbs.
+"""
+import contextlib
+import functools
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections import Counter
+from glob import glob
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import model as M
+from conftest import CPU, ROOT, demos, lines, records, script
+from test_model import gradients, some_turns, two_models
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+POLICY = ["train_policy.py", "--lr", 1e-5, "--loss"]
+JOBS = {"critic": ["train_critic.py", "--held_out", 0.3, "--batch_size", 2, "--epochs", 6, "--lr", 1e-4, "--beta", 1],
+        "dpo": [*POLICY, "dpo", "--beta", 1, "--pairs_per_turn", 2, "--batch_size", 17],
+        "mtdpo": [*POLICY, "mtdpo", "--batch_size", 3, "--epochs", 6],
+        "rft": [*POLICY, "rft", "--all", 1, "--batch_size", 5],
+        "tiny": [*POLICY, "rft", "--all", 1, "--batch_size", 5, "--epochs", 3, "--model", "tiny"],
+        "bf16": [*POLICY, "dpo", "--pairs_per_turn", 1, "--batch_size", 6, "--epochs", 2, "--lr", 2e-7,
+                 "--dtype", "bf16"]}
+agent = lambda r: [m for m in r["dialogue_history"] if m["role"] == "assistant"]
+scored = lambda r: [x for m in agent(r) for x in (m, *m.get("candidates", ()))]
+read = lambda path: open(path, "rb").read()
+metrics = lambda out: records(open(f"{out}/metrics.jsonl").read())
+steps = lambda out: [row for row in metrics(out) if "step" in row]
+leftovers = lambda out: [name for name in os.listdir(out) if "checkpoint" in name or name.endswith(".part")]
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def data(collected, tmp_path_factory):
+    """A file of 8 episodes of 2 to 4 turns: sample 0 of a task is solved, 1 is not; candidates have random advantages."""
+    r, rs = random.Random(0), records(collected)
+    for n, record in enumerate(rs):
+        history = record["dialogue_history"]
+        del history[len(history) - 2 * (n % 3):]
+        record["reward"] = 1.0 if record["sample"] == 0 else 0.3
+        for m in agent(record):
+            m["content"] = m["content"][:r.randrange(10, 40)]
+            for x in (m, *m["candidates"]):
+                x["token_ids"] = x["token_ids"][:r.randrange(5, 40)]
+            for c in m["candidates"]:
+                c["advantage"] = r.gauss(0, 1)
+    path = tmp_path_factory.mktemp("data") / "in.jsonl"
+    path.write_text(lines(rs))
+    (path.parent / "demos.jsonl").write_text(lines(demos(12)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def command(tiny_dir):
+    """command(job, out, *flags): the script and its flags, as text."""
+    return lambda job, out, *flags: [str(x) for x in (JOBS[job][0], "--model", tiny_dir, *JOBS[job][1:],
+                                                      "--out", out, *flags)]
+
+
+@pytest.fixture(scope="module")
+def whole(command, data, tmp_path_factory):
+    """whole(job): (its --out, its stdout), run in one process without a break."""
+    @functools.cache
+    def run(job):
+        out = tmp_path_factory.mktemp("whole") / job
+        done = script(*command(job, out), stdin=(data.parent / "demos.jsonl" if job == "tiny" else data).read_text())
+        assert done.returncode == 0, done.stderr
+        return out, done.stdout
+    return run
+
+
+def running(mark, *settings):
+    """Ids of the processes that have all of these in their environment."""
+    found = []
+    for path in glob("/proc/[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if {mark, *settings} <= set(read(path).decode(errors="replace").split("\0")):
+                found.append(int(path.split("/")[2]))
+    return found
+
+
+@contextlib.contextmanager
+def started(command, stdin=os.devnull, launcher=(sys.executable,)):
+    """A script as a process, under torchrun where `launcher` says so; stdin: a file's name, or PIPE. None outlives it.
+
+    torchrun starts each worker in a session of its own: they are found by a mark in their environment.
+    """
+    mark = f"TEST_TRAIN={uuid.uuid4()}"
+    where = {} if stdin == subprocess.PIPE else {"stdin": open(stdin)}
+    p = subprocess.Popen([*launcher, os.path.join(ROOT, command[0]), *map(str, command[1:])], cwd=ROOT, text=True,
+                         env={**CPU, **dict([mark.split("=")])}, start_new_session=True,
+                         **{"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **where})
+    p.mark = mark
+    try:
+        yield p
+    finally:
+        while left := running(mark):
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            p.poll()
+        with p:
+            p.kill()
+
+
+def ended(p, timeout=150):
+    """The finished process, with text in stdout and stderr."""
+    out, err = p.communicate(timeout=timeout)
+    return subprocess.CompletedProcess(p.args, p.returncode, out, err)
+
+
+def torchrun(n, command, stdin):
+    with started(command, stdin, [*TORCHRUN, "--standalone", f"--nproc_per_node={n}"]) as p:
+        done = ended(p)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def until(there, p, seconds=100):
+    """Waits until there() is true; not longer than the process p lives."""
+    end = time.time() + seconds
+    while not there():
+        assert p.poll() is None, p.communicate()[1]
+        assert time.time() < end
+        time.sleep(0.002)
+
+
+def kill_at(there, command, data):
+    """Runs it as a process of its own until there() is true, then kill -9."""
+    with started(command, data) as p:
+        until(there, p)
+        p.send_signal(signal.SIGKILL)
+        p.wait()
+
+
+def same_to_rounding(whole, out, stdout):
+    """A run against the undisturbed one: every step's metrics, the weights, stdout."""
+    want_out, want_stdout = whole
+    for a, b in zip(steps(out), steps(want_out), strict=True):
+        assert a["step"] == b["step"] and a["lr"] == b["lr"]
+        assert math.isclose(a["loss"], b["loss"], rel_tol=1e-5) and math.isclose(a["grad_norm"], b["grad_norm"],
+                                                                                rel_tol=1e-5), (a, b)
+        if a["step"]:  # at step 0 margins are 0 but for rounding
+            assert a["accuracy"] == b["accuracy"] or math.isclose(a["accuracy"], b["accuracy"], rel_tol=1e-12)
+    for key in metrics(want_out)[-1].keys() - {"computed", "unshared", "sharing"}:  # finished; the critic's accuracies
+        assert metrics(out)[-1][key] == metrics(want_out)[-1][key], key
+    start = {"tiny": f"{want_out}/init"}.get(start := metrics(out)[0]["args"]["model"], start)
+    got, want, base = (load_file(f"{o}/model.safetensors") for o in (out, want_out, start))
+    assert got.keys() == want.keys()
+    for name in want:  # far less than they moved; Adam makes a difference of rounding its own where gradients are tiny
+        assert (got[name] - want[name]).abs().mean() < 1e-3 * (want[name] - base[name]).abs().mean(), name
+    assert not leftovers(out)
+    got, want = records(stdout), records(want_stdout)
+    assert len(got) == len(want)
+    for a, b in zip(got, want):
+        if "summary" in b:
+            assert {**a, "out": b["out"]} == b
+            continue
+        for x, y in zip(scored(a), scored(b), strict=True):
+            assert abs(x.pop("advantage") - y.pop("advantage")) < 1e-5
+        assert a == b  # nothing else changed, the order neither
+
+
+def same_bits(whole, out, stdout):
+    want_out, want_stdout = whole
+    assert read(f"{out}/model.safetensors") == read(f"{want_out}/model.safetensors")
+    assert steps(out) == steps(want_out) and not leftovers(out)
+    assert stdout == want_stdout.replace(json.dumps(str(want_out)), json.dumps(str(out)))
+
+
+# --- many processes ---------------------------------------------------------------------------------------------------
+
+# Several trainings by one start of torchrun. Each rank notes how many branches each of its trees had.
+MANY = """
+import importlib, json, os, sys
+sys.path.insert(0, sys.argv[1])
+import model
+most = model.most
+for name, flags, given, taken in json.loads(sys.argv[2]):
+    for fd, path, how in ((0, given, os.O_RDONLY), (1, taken, os.O_WRONLY | os.O_CREAT | os.O_APPEND)):
+        os.dup2(os.open(path, how), fd)
+    sys.stdin, seen, script = open(0, closefd=False), [], importlib.import_module(name.removesuffix(".py"))
+    model.most = lambda n: seen.append(n) or most(n)
+    script.main(script.get_args(flags))
+    json.dump(seen, open(f"{taken}.{model.RANK}", "w"))
+"""
+SPREAD = {2: (["critic", "dpo", "mtdpo"], []),
+          4: (["critic", "dpo"], ["--replicate", 2, "--recompute", 1, "--offload", 1])}
+
+
+@pytest.mark.parametrize("world", SPREAD)
+def test_many_processes_and_small_branches_make_the_same_steps(world, whole, command, data, tmp_path):
+    """The last batch of an epoch is smaller, the trees of the ranks differ, and most are larger than --max_tokens."""
+    jobs, flags = SPREAD[world]
+    (tmp_path / "many.py").write_text(MANY)
+    todo = [(*(c := command(job, tmp_path / job, "--max_tokens", 150, *flags))[:1], c[1:], str(data),
+             str(tmp_path / f"{job}.jsonl")) for job in jobs]
+    torchrun(world, [tmp_path / "many.py", ROOT, json.dumps(todo)], os.devnull)
+    filled = 0
+    for job in jobs:
+        same_to_rounding(whole(job), tmp_path / job, (tmp_path / f"{job}.jsonl").read_text())
+        seen = [json.load(open(tmp_path / f"{job}.jsonl.{rank}")) for rank in range(world)]
+        assert len({len(s) for s in seen}) == 1  # as many calls on each rank
+        filled += sum(len({*n}) > 1 for n in zip(*seen))
+        assert metrics(tmp_path / job)[0]["world"] == world
+    assert filled > 5  # ranks with fewer branches than another
+
+
+def test_two_agents_are_two_machines(whole, command, data, tmp_path):
+    """Only the first one's stdin is read, only it writes. The model is made on the first one, too."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    launch = lambda n: [*TORCHRUN, "--nnodes=2", f"--node_rank={n}", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    tiny = command("tiny", tmp_path / "out", "--max_tokens", 150)
+    (tmp_path / "wrong.jsonl").write_text("this is no record\n")
+    with started(tiny, data.parent / "demos.jsonl", launch(0)) as first, \
+            started(tiny, tmp_path / "wrong.jsonl", launch(1)) as second:
+        done, other = ended(first), ended(second)
+    assert done.returncode == other.returncode == 0, done.stderr + other.stderr
+    assert not other.stdout
+    same_to_rounding(whole("tiny"), tmp_path / "out", done.stdout)
+
+
+@pytest.mark.parametrize("flags, message", [
+    ([], "error: stdin, line 2: not JSON"), (["--learning_rate", 1], "error: unrecognized arguments: --learning_rate 1")],
+    ids=["bad line", "unknown flag"])
+def test_under_torchrun_an_error_is_said_once_and_leaves_nothing(flags, message, command, data, tmp_path):
+    (tmp_path / "in.jsonl").write_text(data.read_text().splitlines()[0] + "\n{'single': 'quotes'}\n")
+    with started(command("critic", tmp_path / "out", *flags), tmp_path / "in.jsonl",
+                 [*TORCHRUN, "--standalone", "--nproc_per_node=2"]) as p:
+        done = ended(p, 60)
+        assert not running(p.mark)
+    assert done.returncode and not done.stdout and not (tmp_path / "out").exists()
+    errors = [line for line in done.stderr.splitlines() if "error: " in line]
+    assert len(errors) == 1 and message in errors[0], done.stderr
+
+
+def test_a_dead_rank_ends_the_job_and_one_process_finishes_it(whole, command, data, tmp_path):
+    """Here stdin is a pipe that takes its time, elsewhere a file."""
+    out, sent = tmp_path / "out", data.read_text()
+    mtdpo = command("mtdpo", out, "--save_every", 2)
+    with started(mtdpo, subprocess.PIPE, [*TORCHRUN, "--standalone", "--nproc_per_node=2"]) as p:
+        p.stdin.write(sent[:len(sent) // 2])
+        p.stdin.flush()
+        until(lambda: out.exists(), p)
+        p.stdin.write(sent[len(sent) // 2:])
+        p.stdin.close()
+        p.stdin = None
+        until(lambda: (out / "checkpoint-2").exists(), p)
+        (worker,) = running(p.mark, "RANK=1")
+        os.kill(worker, signal.SIGKILL)
+        done = ended(p, 60)
+        assert not running(p.mark)  # the other one too
+    assert done.returncode and "SIGKILL" in done.stderr and not done.stdout and not (out / "model.safetensors").exists()
+    done = script(*mtdpo, "--resume", 1, stdin=sent)
+    assert done.returncode == 0, done.stderr
+    (resumed,) = (row for row in metrics(out) if "resumed" in row)
+    assert 2 <= resumed["resumed"] < metrics(out)[0]["steps"] and resumed["world"] == 1
+    same_to_rounding(whole("mtdpo"), out, done.stdout)
+
+
+# --- a killed run -----------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def killed(command, data, tmp_path_factory):
+    """killed(job): --out of a run that got kill -9 when its first checkpoint was there."""
+    @functools.cache
+    def run(job):
+        out = tmp_path_factory.mktemp("killed") / job
+        kill_at(lambda: (out / "checkpoint-2").exists(), command(job, out, "--save_every", 2), data)
+        assert not (out / "model.safetensors").exists() and "finished" not in metrics(out)[-1]
+        return out
+    return run
+
+
+@pytest.mark.parametrize("job", ["critic", "bf16"])
+def test_a_killed_run_resumes_to_the_same_bits(job, killed, whole, command, data, tmp_path):
+    out = shutil.copytree(killed(job), tmp_path / "out")
+    (out / "checkpoint-7.part").mkdir()  # what a kill leaves while a checkpoint is being written
+    (out / "checkpoint-7.part" / "counts.json").write_text("{")
+    with open(out / "metrics.jsonl", "a") as f:
+        f.write('{"step": 9}\n{"step": 10, "lo')
+    done = script(*command(job, out, "--resume", 1, "--save_every", 3), stdin=data.read_text())
+    assert done.returncode == 0, done.stderr
+    same_bits(whole(job), out, done.stdout)
+    (resumed,) = (row for row in metrics(out) if "resumed" in row)
+    assert 2 <= resumed["resumed"] < metrics(out)[0]["steps"]
+    for key in ("finished", "computed", "unshared"):  # as if there had been no kill
+        assert metrics(out)[-1][key] == metrics(whole(job)[0])[-1][key]
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_over(whole, command, data, tmp_path):
+    out = tmp_path / "out"
+    mtdpo = command("mtdpo", out, "--save_every", 0)
+    kill_at(lambda: out.exists() and (out / "metrics.jsonl").exists() and steps(out), mtdpo, data)
+    assert not (out / "model.safetensors").exists() and not leftovers(out)
+    for _ in range(2):  # with --resume 1 a run goes on, or says again what it found
+        done = script(*mtdpo, "--resume", 1, stdin=data.read_text())
+        assert done.returncode == 0, done.stderr
+        same_bits(whole("mtdpo"), out, done.stdout)
+
+
+def test_two_processes_finish_what_one_began(killed, whole, command, data, tmp_path):
+    out = shutil.copytree(killed("critic"), tmp_path / "out")
+    done = torchrun(2, command("critic", out, "--resume", 1, "--max_tokens", 200), data)  # both inherit the open file
+    assert [row["world"] for row in metrics(out) if "args" in row] == [1, 2]
+    same_to_rounding(whole("critic"), out, done.stdout)
+
+
+def test_a_resumed_run_takes_the_references_that_were_computed(killed, whole, command, data, tmp_path):
+    """Were they computed again, by then trained weights or not, a change of the file would change nothing."""
+    out = shutil.copytree(killed("critic"), tmp_path / "out")
+    path = str(out / "reference.safetensors")
+    save_file({"logps": load_file(path)["logps"] + 1}, path)
+    done = script(*command("critic", out, "--resume", 1), stdin=data.read_text())
+    assert done.returncode == 0, done.stderr
+    shifts = []
+    for a, b in zip(records(done.stdout), records(whole("critic")[1]), strict=True):
+        shifts += [x["advantage"] - y["advantage"] for x, y in zip(scored(a), scored(b), strict=True)]
+    assert abs(sum(shifts) / len(shifts) + 1) < 0.1
+
+
+# --- the --out directory ----------------------------------------------------------------------------------------------
+
+def refused(done):
+    """The one line that says why."""
+    assert done.returncode == 1 and not done.stdout, done.stderr
+    (error,) = done.stderr.splitlines()
+    return error
+
+
+def contents(out):
+    return {name: read(os.path.join(out, name)) for name in os.listdir(out)}
+
+
+@pytest.mark.parametrize("job", ["critic", "mtdpo"])
+def test_a_finished_run_is_only_read_unless_overwritten(job, whole, command, data, tmp_path):
+    out, stdout = shutil.copytree(whole(job)[0], tmp_path / "out"), whole(job)[1]
+    before = contents(out)
+    said = stdout.replace(json.dumps(str(whole(job)[0])), json.dumps(str(out)))
+    assert "holds a run already" in refused(script(*command(job, out), stdin=data.read_text()))
+    done = script(*command(job, out, "--resume", 1), stdin=data.read_text())
+    assert (done.returncode, done.stdout) == (0, said), done.stderr
+    assert contents(out) == before
+    (out / "of the old run").write_text("")
+    done = script(*command(job, out, "--overwrite", 1, "--epochs", 1), stdin=data.read_text())
+    assert done.returncode == 0 and not (out / "of the old run").exists(), done.stderr
+    assert metrics(out)[-1]["finished"] < len(steps(whole(job)[0])) and contents(out) != before
+
+
+def test_what_is_no_run_is_never_removed(command, data, tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    for flag in ("--overwrite", "--resume"):
+        done = script(*command("mtdpo", tmp_path, flag, 1), stdin=data.read_text())
+        assert "holds no run" in refused(done) and contents(tmp_path) == {"precious": b"mine"}
+
+
+@pytest.mark.parametrize("flags, change, message", [
+    (["--lr", 3], str, "flag --lr was 0.0001 in the run in {out}, now 3.0"),
+    (["--held_out", 0.1], str, "flag --held_out was 0.3 in the run in {out}, now 0.1"),
+    ([], lambda text: text.replace('"reward": 0.3', '"reward": 1.0', 1), "was "),
+    ([], lambda text: text.replace('"token_ids": [', '"token_ids": [7, ', 1), "data was ")],
+    ids=["lr", "held_out", "a reward", "a token"])
+def test_only_the_same_run_is_resumed(flags, change, message, killed, command, data):
+    out = killed("critic")
+    before = metrics(out), sorted(os.listdir(out))
+    done = script(*command("critic", out, "--resume", 1, "--save_every", 2, *flags), stdin=change(data.read_text()))
+    assert message.format(out=out) in refused(done)
+    assert (metrics(out), sorted(os.listdir(out))) == before
+
+
+def test_two_runs_cannot_share_an_out(whole, command, data, tmp_path):
+    """The second is refused while the first waits for stdin and while it trains, and the first does not notice."""
+    out = tmp_path / "out"
+    with started(command("critic", out), subprocess.PIPE) as p:
+        until(out.exists, p)
+        for flag in ("--resume", "--overwrite"):
+            assert "in use" in refused(script(*command("critic", out, flag, 1), stdin=data.read_text()))
+        p.stdin.write(data.read_text())
+        p.stdin.close()
+        p.stdin = None
+        until(lambda: (out / "metrics.jsonl").exists() and steps(out), p)
+        p.send_signal(signal.SIGSTOP)
+        for flag in ("--resume", "--overwrite"):
+            assert "in use" in refused(script(*command("critic", out, flag, 1), stdin=data.read_text()))
+        p.send_signal(signal.SIGCONT)
+        done = ended(p)
+    assert done.returncode == 0, done.stderr
+    same_bits(whole("critic"), out, done.stdout)
+
+
+# --- what is left out, what it is saved as ----------------------------------------------------------------------------
+
+LIMIT = 500
+
+
+@pytest.mark.parametrize("job", ["critic", "dpo", "mtdpo", "rft"])
+def test_turns_that_are_too_long_are_left_out_and_counted(job, command, data, tmp_path):
+    """Training is that on data without them, and the critic still writes a line for each record."""
+    all_of, short, long = (records(data.read_text()) for _ in range(3))
+    [m for m in long[3]["dialogue_history"] if m["role"] == "user"][2]["content"] += " x" * LIMIT
+    left_out = [x for m in agent(long[3])[2:] for x in (m, *m["candidates"])]  # its third and every later turn
+    if job == "critic":
+        left_out.append(agent(long[0])[1]["candidates"][2])
+        left_out[-1]["token_ids"] = [7] * LIMIT
+        agent(short[0])[1]["candidates"].pop(2)
+    if job == "dpo":  # here turns are examples of their own
+        for m in agent(short[3])[2:]:
+            del m["candidates"]
+    else:
+        del short[3]
+    runs = {}
+    for name, given, flags in (("all", all_of, []), ("short", short, []), ("long", long, ["--max_length", LIMIT])):
+        if name != "all" or job == "dpo":
+            done = script(*command(job, tmp_path / name, "--epochs", 2, *flags), stdin=given)
+            assert done.returncode == 0, done.stderr
+            runs[name] = done, metrics(tmp_path / name)[0]
+    examples = lambda name: runs[name][1]["pairs" if job == "critic" else "examples"]
+    count = {"critic": len(left_out), "dpo": job == "dpo" and examples("all") - examples("short")}.get(job, 1)
+    assert runs["long"][1]["too_long"] == count > 0 == runs["short"][1]["too_long"]
+    assert any(line.startswith(f"{count} ") and "--max_length" in line for line in runs["long"][0].stderr.splitlines())
+    assert examples("long") == examples("short")
+    for a, b in zip(steps(tmp_path / "long"), steps(tmp_path / "short"), strict=True):
+        assert math.isclose(a["loss"], b["loss"], rel_tol=1e-5) and a["lr"] == b["lr"]
+    got, want = (load_file(tmp_path / name / "model.safetensors") for name in ("long", "short"))
+    assert all((got[name] - want[name]).abs().mean() < 1e-7 for name in want)
+    if job == "critic":
+        got = records(runs["long"][0].stdout)
+        for r, given in zip(got, long, strict=True):
+            for x, sent in zip(scored(r), scored(given), strict=True):
+                sent.pop("advantage", None)  # of whoever scored it before
+                assert any(sent is y for y in left_out) or isinstance(x.pop("advantage"), float)
+        assert got == long
+
+
+def test_bf16_computes_and_saves_in_16_bits_and_trains_in_32(killed, whole, tiny_dir):
+    """A step of 2e-7 is lost on a 16-bit weight."""
+    (shard,) = glob(f"{killed('bf16')}/checkpoint-*/*.safetensors")
+    state, base = load_file(shard), load_file(f"{tiny_dir}/model.safetensors")
+    assert {f"{moment}{name}" for moment in ("", "exp_avg.", "exp_avg_sq.") for name in base} == state.keys()
+    assert {x.dtype for x in state.values()} == {torch.float32}
+    changed = lambda dtype: torch.cat([(state[n].to(dtype) != base[n].to(dtype)).flatten() for n in base]).float().mean()
+    assert changed(torch.float32) > 0.9 and changed(torch.bfloat16) < 0.01
+    saved = load_file(whole("bf16")[0] / "model.safetensors")
+    assert {x.dtype for x in saved.values()} == {torch.bfloat16}
+    lm = AutoModelForCausalLM.from_pretrained(whole("bf16")[0])
+    assert lm.dtype == torch.bfloat16 and lm(torch.arange(6, 60)[None]).logits.isfinite().all()
+    assert all(torch.equal(p, saved[n]) for n, p in lm.named_parameters())
+
+
+# --- a tree in branches -----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("bound", [1, 30, 64])
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3"])
+def test_branches_give_the_same_values_and_gradients(family, bound, monkeypatch):
+    model, _ = two_models(family, torch.float64)
+    turns, trees, pack = [t for seed in range(3) for t in some_turns(seed)], [], M.pack
+    want = M.action_logps(model, turns)
+    want_gradients = gradients(model, want)
+    model.zero_grad()
+    monkeypatch.setattr(M, "pack", lambda turns, *more: trees.append((len(turns), pack(turns, *more))) or trees[-1][1])
+    got = M.action_logps(model, turns, bound)
+    assert sum(n for n, _ in trees) == len(turns) and len(trees) > 3
+    got_gradients = gradients(model, got)
+    assert sum(n for n, _ in trees) == 2 * len(turns)  # again in the backward pass
+    assert all(len(tree.ids) <= bound or n == 1 for n, tree in trees)
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
+    scale = max(g.abs().max() for g in want_gradients.values())
+    for name, g in want_gradients.items():
+        assert (got_gradients[name] - g).abs().max() < 5e-7 * scale, name  # transformers' norms are fp32
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(M.action_logps(model, turns, bound), got))
+
+
+def test_deal_gives_every_rank_as_many_parts_of_about_the_same_size(monkeypatch):
+    r = random.Random(0)
+    for _ in range(300):
+        world, bound = r.randrange(2, 6), r.choice([1, 20, 60, 10 ** 9])
+        lengths = [r.randrange(1, 40) for _ in range(r.randrange(1, 20))]
+        of = lambda part: [((0, i), (1,) * lengths[i]) for i in part]
+        size = lambda part: M.tree_tokens(of(part))
+        parts = M.micro_batches(list(range(len(lengths))), of, bound)
+        monkeypatch.setattr(M, "WORLD", world)
+        shares = []
+        for rank in range(world):
+            monkeypatch.setattr(M, "RANK", rank)
+            shares.append(M.deal(parts, of))
+        assert len({len(share) for share in shares}) == 1
+        assert len(shares[0]) <= -(-len(parts) // world)  # no more rounds than there must be
+        total = Counter()
+        for part, weight in (x for share in shares for x in share):
+            assert weight in (0, 1) and part and (len(part) == 1 or size(part) <= bound)
+            total.update({i: weight for i in part})
+        if any(weight == 0 for share in shares for _, weight in share):  # only where nothing is left to halve
+            assert all(len(part) == 1 for share in shares for part, _ in share)
+        assert total == {i: 1 for i in range(len(lengths))}
+        rounds = [[size(part) for part, _ in dealt] for dealt in zip(*shares)]
+        assert all(min(a) >= max(b) for a, b in zip(rounds, rounds[1:]))  # neighbours in size work side by side
+
+
+# --- kernels ----------------------------------------------------------------------------------------------------------
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+def loop_kernel(q, k, v, runs, scale):
+    """What the kernels are to compute: of a run's n queries and m keys, query i sees the first m - n + i + 1."""
+    out, (cu_q, cu_kv) = [], (runs.cu_q.tolist(), runs.cu_kv.tolist())
+    for start, end, first, last in zip(cu_q, cu_q[1:], cu_kv, cu_kv[1:]):
+        keys, values = (x[first:last].repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        for i in range(start, end):
+            seen = last - first - (end - 1 - i)
+            weights = torch.einsum("hd,khd->hk", q[i], keys[:seen]).mul(scale).softmax(-1)
+            out.append(torch.einsum("hk,khd->hd", weights, values[:seen]))
+    return torch.stack(out)
+
+
+AttentionInterface.register("tree_loop", functools.partial(M.tree_attention, loop_kernel))
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3"])
+def test_sdpa_gives_the_values_and_gradients_of_a_loop_over_the_layout_of_flash_kernels(family):
+    model, _ = two_models(family, torch.float64)
+    turns = some_turns()
+    want = M.action_logps(model, turns)
+    want_gradients = {n: g.clone() for n, g in gradients(model, want).items()}
+    model.zero_grad()
+    model.lm.config._attn_implementation = "tree_loop"
+    runs = M.pack(turns).runs
+    assert any(a < b for a, b in zip(runs.q, runs.kv, strict=True))
+    got = M.action_logps(model, turns)
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
+    scale = max(g.abs().max() for g in want_gradients.values())
+    for name, g in gradients(model, got).items():
+        assert (g - want_gradients[name]).abs().max() < 5e-7 * scale, name  # transformers' norms are fp32
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_gradients_of_what_many_branches_share_are_summed_in_fp32(device):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 5, 8).to(device, torch.bfloat16).requires_grad_() for _ in range(3))
+    paths, up = torch.arange(5, device=device).repeat(200), torch.rand(1000, 2, 8).to(device, torch.bfloat16)
+    seen = []
+
+    def kernel(q, k, v, *more):
+        seen.append((k, v))
+        return k * up + v * up
+
+    runs = M.Runs(paths, [5], [1000], None, None)
+    M.tree_attention(kernel, None, query, key, value, None, runs=runs)[0].sum().backward()
+    plain = key.detach()[0].transpose(0, 1).clone().requires_grad_()
+    (plain[paths] * up).sum().backward()
+    exact = up.double().view(200, 5, 2, 8).sum(0)
+    error = lambda g: ((g - exact).abs() / exact).max().item()
+    for x, (taken,) in ((key, {k for k, _ in seen}), (value, {v for _, v in seen})):
+        assert torch.equal(taken, x[0].transpose(0, 1)[paths])
+        assert error(x.grad[0].transpose(0, 1)) <= 2 ** -8 < error(plain.grad) / 2
+
+
+def bf16_error(attention, device, exact=None):
+    """(rms of values' errors, largest relative error of a parameter's gradient); without `exact` what is exact."""
+    r = random.Random(0)
+    ids = lambda n: tuple(r.randrange(300) for _ in range(n))
+    turns, history = [], ids(150)
+    for _ in range(4):
+        turns += [(history, ids(r.randrange(5, 70))) for _ in range(12)]
+        history += turns[-1][1] + ids(30)
+    torch.manual_seed(0)
+    lm = LlamaForCausalLM(LlamaConfig(
+        vocab_size=300, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.06, attn_implementation="tree_" + attention)).bfloat16()
+    model = M.TreeLM(lm.to(device, torch.bfloat16 if exact else torch.float32))
+    logps = M.action_logps(model, turns)
+    values, grads = torch.cat(logps).detach(), {n: g.float() for n, g in gradients(model, logps).items()}
+    if not exact:
+        return values, grads
+    return (values - exact[0]).square().mean().sqrt().item(), max(
+        ((g - exact[1][n]).norm() / exact[1][n].norm()).item() for n, g in grads.items())
+
+
+@GPU
+@pytest.mark.parametrize("kernel", ["torch", "flash"])
+def test_flash_kernels_are_as_exact_as_sdpa_in_16_bits(kernel):
+    """Runs have fewer queries than keys here: a mask that is not aligned at the end would be far off."""
+    if kernel == "flash":
+        pytest.importorskip("flash_attn", reason="the package flash-attn is not installed")
+    exact = bf16_error("sdpa", "cuda")
+    got, want = bf16_error(kernel, "cuda", exact), bf16_error("sdpa", "cuda", exact)
+    assert want[0] < 0.1 and want[1] < 0.1
+    assert got[0] < 2 * want[0] and got[1] < 2 * want[1]
