@@ -209,7 +209,7 @@ def action_logps(model, turns, max_tokens=None, chunk=2048):
 
     A token shared by several actions is scored once. A tree of more than max_tokens is computed branch by branch, again
     in the backward pass: the same values and gradients in bounded memory. Under torchrun every rank must call it, with
-    turns of its own or with none; who has fewer branches fills up, since FSDP's collectives must meet.
+    turns of its own; who has fewer branches fills up, since FSDP's collectives must meet.
     """
     parts = branches(turns, max_tokens) if max_tokens else [list(range(len(turns)))]
     rounds = most(len(parts))

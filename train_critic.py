@@ -181,7 +181,7 @@ def main(args):
                        "hidden_info": args.hidden_info, "normalize": args.normalize}, f)
         log(last=True, finished=len(steps), held_out_accuracy_before=accuracy(held, ref),
             held_out_accuracy=accuracy(held, logps), **count())
-        drop_checkpoints(args.out)
+    drop_checkpoints(args.out)
     for r, at in zip(records, of):
         for message, ks in zip(agent_messages(r), at):
             for scored, k in zip((message, *message.get("candidates", ())), ks):

@@ -117,6 +117,7 @@ def run(main, args):
     except SystemExit:
         if RANK:
             time.sleep(5)  # rank 0 says it; torchrun ends the others then
+            sys.exit(1)
         raise
     except ReaderGone:
         os._exit(0)  # no flush at exit: it would only meet the closed pipe again
@@ -216,13 +217,12 @@ class Log:
         except OSError as e:
             fail(f"--out {out}: {e.strerror}")
         atexit.register(remove_empty, out)
-        if not os.listdir(out):
+        if not set(os.listdir(out)) - {"metrics.jsonl.part"}:  # new, or killed as it began
             return [], 0
         if not os.path.exists(self.path):
             fail(f"--out {out} exists already and holds no run: name another")
         if args.overwrite:
-            shutil.rmtree(out)
-            return self.claim()
+            return [], 0  # the old run goes when the new one begins
         if not args.resume:
             fail(f"--out {out} holds a run already: name another, or --resume 1 continues it, --overwrite 1 removes it")
         with open(self.path) as f:
@@ -234,14 +234,17 @@ class Log:
         new = {"args": vars(self.args), "argv": sys.argv, "version": version(), "world": WORLD, **facts}
         if RANK:
             return
-        for what, old, now in [("flag --", self.rows[0]["args"], vars(self.args)), ("", self.rows[0], facts)] if \
-                self.rows else []:
-            for key in now.keys() - self.MAY_CHANGE:
-                if old.get(key) != now[key]:
-                    fail(f"--resume 1: {what}{key} was {old.get(key)} in the run in {self.args.out}, now {now[key]}: "
+        before = [("flag --", self.rows[0]["args"], vars(self.args)), ("", self.rows[0], facts)] if self.rows else []
+        for what, old, now in before:
+            for key in now:
+                if key not in self.MAY_CHANGE and old.get(key) != now[key]:
+                    fail(f"--resume 1: {what}{key} was {old.get(key)} in the run in {self.out}, now {now[key]}: "
                          "it must be the same")
         if self.finished:
             return
+        for name in os.listdir(self.out) if not self.rows else ():  # --overwrite 1
+            path = os.path.join(self.out, name)
+            shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
         rows = [r for r in self.rows if "step" not in r or r["step"] < self.step]
         rows += [{"resumed": self.step, **new}] * bool(rows)
         with open(self.path + ".part", "w") as f:

@@ -1,4 +1,4 @@
-"""Both trainers as real processes: many of them, killed and resumed, and what --out allows; the kernels behind the tree.
+"""Both trainers as real processes: many, killed and resumed, and what --out allows; the kernels behind the tree.
 
 The oracle of almost all of it is `whole`: the same job in one process that nobody disturbs.
 """
@@ -48,7 +48,7 @@ leftovers = lambda out: [name for name in os.listdir(out) if "checkpoint" in nam
 
 @pytest.fixture(scope="module")
 def data(collected, tmp_path_factory):
-    """A file of 8 episodes of 2 to 4 turns: sample 0 of a task is solved, 1 is not; candidates have random advantages."""
+    """A file of 8 episodes of 2 to 4 turns: sample 0 of a task is solved, 1 is not; candidates have advantages."""
     r, rs = random.Random(0), records(collected)
     for n, record in enumerate(rs):
         history = record["dialogue_history"]
@@ -239,7 +239,8 @@ def test_two_agents_are_two_machines(whole, command, data, tmp_path):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ([], "error: stdin, line 2: not JSON"), (["--learning_rate", 1], "error: unrecognized arguments: --learning_rate 1")],
+    ([], "error: stdin, line 2: not JSON"),
+    (["--learning_rate", 1], "error: unrecognized arguments: --learning_rate 1")],
     ids=["bad line", "unknown flag"])
 def test_under_torchrun_an_error_is_said_once_and_leaves_nothing(flags, message, command, data, tmp_path):
     (tmp_path / "in.jsonl").write_text(data.read_text().splitlines()[0] + "\n{'single': 'quotes'}\n")
@@ -450,13 +451,18 @@ def test_turns_that_are_too_long_are_left_out_and_counted(job, command, data, tm
         assert got == long
 
 
-def test_bf16_computes_and_saves_in_16_bits_and_trains_in_32(killed, whole, tiny_dir):
+def test_bf16_computes_and_saves_in_16_bits_and_trains_in_32(killed, whole, tiny_dir, command, data, tmp_path):
     """A step of 2e-7 is lost on a 16-bit weight."""
+    done = script(*command("bf16", tmp_path / "fp32", "--dtype", "fp32", "--epochs", 1), stdin=data.read_text())
+    assert done.returncode == 0, done.stderr
+    low, high = (load_file(out / "reference.safetensors")["logps"] for out in (whole("bf16")[0], tmp_path / "fp32"))
+    assert 1e-3 < (low - high).abs().mean() < 0.05
     (shard,) = glob(f"{killed('bf16')}/checkpoint-*/*.safetensors")
     state, base = load_file(shard), load_file(f"{tiny_dir}/model.safetensors")
     assert {f"{moment}{name}" for moment in ("", "exp_avg.", "exp_avg_sq.") for name in base} == state.keys()
     assert {x.dtype for x in state.values()} == {torch.float32}
-    changed = lambda dtype: torch.cat([(state[n].to(dtype) != base[n].to(dtype)).flatten() for n in base]).float().mean()
+    flat = lambda weights, dtype: torch.cat([weights[n].to(dtype).flatten() for n in base])
+    changed = lambda dtype: (flat(state, dtype) != flat(base, dtype)).double().mean()
     assert changed(torch.float32) > 0.9 and changed(torch.bfloat16) < 0.01
     saved = load_file(whole("bf16")[0] / "model.safetensors")
     assert {x.dtype for x in saved.values()} == {torch.bfloat16}

@@ -1,0 +1,360 @@
+"""What sharing prefixes saves in training and scoring, beside the official procedure and TRL's DPOTrainer.
+
+    OMP_NUM_THREADS=1 python tests/bench_train.py                # on one CPU core; TRL: pip install trl==1.16.0
+    python tests/bench_train.py --job policy --repeats 5         # one job alone
+    python tests/bench_train.py --memory 1                       # peak memory alone, at a vocabulary of 128256
+    python tests/bench_train.py --device cuda --dtype bf16 --shape 8b
+
+policy    DPO, eq. 4: 24 pairs, 4 a turn of 16 candidates of about 60 tokens, 6 turns, prompts of 400 to 1500 tokens
+critic    eq. 2: 6 pairs of the 4 trajectories of a task, 6 turns each, a hidden reference of 260 tokens in front
+          (ColBench's have about 100 in backend and 450 in frontend tasks)
+scoring   the 16 candidates of each of the 6 turns, without gradient
+
+Token ids and weights are random, pi_ref is the policy plus a little noise, the NLL term is off. The small shape has a
+head of the size Llama-3.2-1B's has beside its layers (21 %), so full logits do not flatter us. The contenders of a job
+read the same pairs and share one set of weights:
+
+official         a pair is a batch of two padded sequences, full logits, pi_ref on the same batch at every step; the
+                 critic reads a trajectory again for each pair it is in
+trl              DPOTrainer.training_step, a pair a micro-batch, no checkpointing; pi_ref at every step
+trl precomputed  the same with precompute_ref_log_probs
+unshared         action_logps of each sequence alone, no padding, pi_ref once
+shared           action_logps of the whole batch in one tree, pi_ref once
+
+Every repeat runs each of them, in turn. The table's ratios are its CPU time (cuda: wall time) over that of `shared`:
+median [min, max] of the repeats, and of the bound, which is the ratio if a token cost the same everywhere (1 forward, 3
+forward and backward). pi_ref is part of the first epoch; later epochs need it no more, but for `official` and `trl`. Peak
+memory is what a step needs beyond weights and gradients (a pair at a time: with the longest). The figures are on stdout
+as JSON too. Exits with 1 if losses, gradients (whole vectors) or scores differ by more than 1e-5 of their norm.
+"""
+import argparse
+import copy
+import json
+import os
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["TQDM_DISABLE"] = "1"
+
+import torch  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+
+from model import TreeLM, action_logps, pick_attention, score  # noqa: E402
+from train_critic import critic_loss, trajectory_pairs  # noqa: E402
+from train_policy import candidate_pairs, dpo_loss  # noqa: E402
+from utils import fail  # noqa: E402
+
+TRL = "1.16.0"
+PROMPTS, ACTION, CANDIDATES, HIDDEN, BETA = range(400, 1501, 220), (40, 80), 16, 260, 0.1
+#           width, MLP, layers, heads, KV heads, head size, vocabulary, tied
+SHAPES = {"small": (768, 2048, 2, 12, 3, 64, 4096, False), "memory": (128, 384, 2, 4, 1, 32, 128256, False),
+          "1b": (2048, 8192, 16, 32, 8, 64, 128256, True), "3b": (3072, 8192, 28, 24, 8, 128, 128256, True),
+          "8b": (4096, 14336, 32, 32, 8, 128, 128256, False)}
+TOKENS = {False: 0, True: 0}  # that went through a model without gradient, and with
+
+
+def get_args():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--job", nargs="+", choices=["policy", "critic", "scoring"], default=["policy", "critic", "scoring"])
+    p.add_argument("--shape", choices=SHAPES, default="small", help="real shapes have random weights too")
+    p.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    p.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="of all weights, of all contenders")
+    p.add_argument("--repeats", type=int, default=3)
+    p.add_argument("--threads", type=int, default=1)
+    p.add_argument("--memory", type=int, choices=[0, 1], default=0, help="1: peak memory alone, --shape memory")
+    return p.parse_args()
+
+
+# --- models and dialogues ---------------------------------------------------------------------------------------------
+
+def build(shape, device, dtype):
+    """(model, reference): random weights, and the same with some noise, so that the loss is not log 2."""
+    width, mlp, layers, heads, kv, size, vocab, tied = SHAPES[shape]
+    torch.manual_seed(0)
+    with torch.device(device):
+        lm = LlamaForCausalLM(LlamaConfig(
+            vocab_size=vocab, hidden_size=width, intermediate_size=mlp, num_hidden_layers=layers, head_dim=size,
+            num_attention_heads=heads, num_key_value_heads=kv, tie_word_embeddings=tied, max_position_embeddings=8192,
+            attn_implementation="sdpa", pad_token_id=0)).to(dtype)
+    ref = copy.deepcopy(lm).requires_grad_(False)
+    for p in ref.parameters():
+        p.add_(torch.randn_like(p) * 0.002)
+    for m in (lm, ref):  # every contender's forward passes here, also in a twin
+        m.model.register_forward_pre_hook(count, with_kwargs=True)
+    return lm, ref
+
+
+def count(module, args, kwargs):
+    TOKENS[torch.is_grad_enabled()] += kwargs["input_ids"].numel()
+
+
+def twin(lm, attention="sdpa"):
+    """A second module over the same parameters, with a config of its own."""
+    other = copy.deepcopy(lm, {id(p): p for p in lm.parameters()})
+    other.config._attn_implementation = attention
+    return other
+
+
+def ours(lm):
+    """What action_logps takes, over the parameters of lm."""
+    return TreeLM(twin(lm, "tree_" + pick_attention("auto", lm.device, lm.dtype)))
+
+
+def examples(job, vocab):
+    """Pairs ([turn, ...], [turn, ...]) of policy and critic; scoring's turns. A turn is (prompt, action)."""
+    r = random.Random(0)
+    words = lambda n: tuple(r.randrange(1, vocab) for _ in range(n))
+
+    def dialogue(first):
+        turns, front = [], len(first) - PROMPTS[0]
+        for n in PROMPTS:
+            prompt = turns[-1][0] + turns[-1][1] if turns else first
+            turns.append((prompt + words(front + n - len(prompt)), words(r.randint(*ACTION))))
+        return turns
+
+    if job == "critic":
+        first = words(HIDDEN + PROMPTS[0])
+        trajectories = [dialogue(first) for _ in range(4)]
+        records = [{"task": {"id": "0", "problem_description": "", "ground_truth": ""}, "reward": reward}
+                   for reward in (1, 0.6, 0.3, 0)]
+        return [(trajectories[i], trajectories[j]) for i, j in trajectory_pairs(records, "all", 0.1)["0"]]
+    states = [(prompt, [{"token_ids": words(r.randint(*ACTION)), "advantage": r.random()} for _ in range(CANDIDATES)])
+              for prompt, _ in dialogue(words(PROMPTS[0]))]
+    if job == "scoring":
+        return [(prompt, c["token_ids"]) for prompt, candidates in states for c in candidates]
+    return [([(prompt, a)], [(prompt, b)]) for t, (prompt, candidates) in enumerate(states)
+            for a, b in candidate_pairs({"candidates": candidates}, 4, t)]
+
+
+def loss_of(job, *sides):
+    """The loss of one pair: chosen, rejected, and the two under pi_ref, each a list of (L,) log-probs."""
+    return (critic_loss(*sides, BETA, 0, "turn") if job == "critic" else dpo_loss(*map(torch.cat, sides), BETA, 0))[0]
+
+
+# --- contenders (once, step): once(items) gives the refs that step(items, refs) takes; step leaves gradients ------------
+
+def pad(seqs, device):
+    """(ids, mask) of sequences, padded on the right."""
+    length = max(map(len, seqs))
+    return (torch.tensor([[*s, *[0] * (length - len(s))] for s in seqs], device=device),
+            torch.tensor([[1] * len(s) + [0] * (length - len(s)) for s in seqs], device=device))
+
+
+def official(job, lm, ref):
+    def rows(model, ids, mask):
+        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()  # (B, T - 1, V)
+        return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+
+    def step(pairs, _):
+        total = 0.0
+        for pair in pairs:
+            ids, mask = pad([side[-1][0] + side[-1][1] for side in pair], lm.device)
+            with torch.no_grad():
+                ref_rows = rows(ref, ids, mask)
+            loss = loss_of(job, *([row[len(p) - 1:len(p) - 1 + len(a)] for p, a in side]
+                                  for x in (rows(lm, ids, mask), ref_rows) for row, side in zip(x, pair))) / len(pairs)
+            loss.backward()
+            total += loss.item()
+        return total
+    return None, step
+
+
+def packed(job, lm, ref, share):
+    """Ours: share=True: all in one tree; else each sequence alone, two of them held at a time for a pair's loss."""
+    lm, ref = ours(lm), ours(ref)
+    turns_in = lambda pairs: sorted({turn for pair in pairs for side in pair for turn in side})
+    trees = lambda pairs: [turns_in(pairs)] if share else sorted({tuple(side) for pair in pairs for side in pair})
+    logps_of = lambda model, pairs: {turn: x for turns in trees(pairs) for turn, x in
+                                     zip(turns, action_logps(model, turns))}
+
+    def step(pairs, refs):
+        total = 0.0
+        for part in [pairs] if share else [[pair] for pair in pairs]:
+            logps = logps_of(lm, part)
+            loss = sum(loss_of(job, *([x[turn] for turn in side] for x in (logps, refs) for side in pair))
+                       for pair in part) / len(pairs)
+            loss.backward()
+            total += loss.item()
+        return total
+    return torch.no_grad()(lambda pairs: logps_of(ref, pairs)), step
+
+
+def trl(lm, ref, pairs):
+    """{name: (once, step)} of TRL's DPOTrainer on the same token ids; {} where it is not installed."""
+    try:
+        import trl
+        from datasets import Dataset
+        from tokenizers import Tokenizer, models
+    except ImportError as e:
+        print(f"without TRL ({e}): pip install trl=={TRL}", file=sys.stderr)
+        return {}
+    if trl.__version__ != TRL:
+        print(f"TRL {trl.__version__} is installed, this was made for {TRL}", file=sys.stderr)
+
+    class Tokenised(trl.DPOTrainer):
+        def _prepare_dataset(self, dataset, *args):
+            return dataset  # token ids already
+
+    def batches(pairs, refs=None):
+        rows = [{"prompt_ids": list(a[0][0]), "chosen_ids": list(a[0][1]), "rejected_ids": list(b[0][1])}
+                for a, b in pairs]
+        for row, r in zip(rows, refs or []):
+            row["ref_chosen_logps"], row["ref_rejected_logps"] = (x.item() for x in r)
+        return rows
+
+    def once(pairs):  # as in DPOTrainer._precompute_ref_logps
+        return [trainer.compute_ref_log_probs(trainer.ref_model, trainer._prepare_inputs(trainer.data_collator([row])))
+                for row in batches(pairs)]
+
+    def step(pairs, refs):
+        trainer.precompute_ref_logps = refs is not None
+        trainer.current_gradient_accumulation_steps = len(pairs)
+        return sum(trainer.training_step(trainer.model, trainer.data_collator([row])).item()
+                   for row in batches(pairs, refs))
+
+    warnings.filterwarnings("ignore")
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))  # never used on text
+    with tempfile.TemporaryDirectory() as out:
+        trainer = Tokenised(twin(lm), twin(ref), train_dataset=Dataset.from_list(batches(pairs)), args=trl.DPOConfig(
+            out, beta=BETA, max_length=None, per_device_train_batch_size=1, gradient_checkpointing=False, bf16=False,
+            use_cpu=lm.device.type == "cpu", report_to="none"), processing_class=PreTrainedTokenizerFast(
+                tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"))
+    return {"trl": (None, step), "trl precomputed": (once, step)}
+
+
+def scorers(lm):
+    """The two unshared ways of scoring, by the plain model with a head on actions alone, and ours."""
+    tree = ours(lm)
+    logps_of = lambda hidden, action: lm.lm_head(hidden).float().log_softmax(-1).gather(
+        1, torch.tensor(action, device=lm.device)[:, None])[:, 0].cpu()
+
+    def padded(by):
+        def step(turns, _):
+            out = []
+            for part in (turns[i:i + by] for i in range(0, len(turns), by)):
+                ids, mask = pad([p + a for p, a in part], lm.device)
+                hidden = lm.model(input_ids=ids, attention_mask=mask if by > 1 else None, use_cache=False)[0]
+                out += [logps_of(h[len(p) - 1:len(p) - 1 + len(a)], a) for h, (p, a) in zip(hidden, part)]
+            return torch.cat(out)
+        return None, torch.no_grad()(step)
+    return {"one by one": padded(1), f"padded by {CANDIDATES}": padded(CANDIDATES),
+            "shared": (None, lambda turns, _: torch.cat(score(tree, turns, 16384)))}
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+def measure(fn, device):
+    """(fn(), what it cost)."""
+    sync = torch.cuda.synchronize if device == "cuda" else lambda: None
+    sync()
+    TOKENS.update({False: 0, True: 0})
+    cpu, wall = time.process_time(), time.perf_counter()
+    out = fn()
+    sync()
+    return out, {"cpu": time.process_time() - cpu, "wall": time.perf_counter() - wall, "weighted_tokens":
+                 TOKENS[False] + 3 * TOKENS[True], "forward_only": TOKENS[False], "forward_backward": TOKENS[True]}
+
+
+def peak(fn, device):
+    """Bytes that fn() needs beyond what is held before it; on the CPU in a fork, where it is the first to need any."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        fn()
+        return torch.cuda.max_memory_allocated() - before
+    receive, send = os.pipe()
+    if not os.fork():
+        try:
+            before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+            fn()
+            os.write(send, str(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before).encode())
+        finally:
+            os._exit(0)
+    os.wait()
+    return int(os.read(receive, 99))
+
+
+def compare(job, args):
+    """Runs the contenders of one job; the figures, as they go to stdout."""
+    lm, ref = build(args.shape, args.device, torch.bfloat16 if args.dtype == "bf16" else torch.float32)
+    items = examples(job, lm.config.vocab_size)
+    ways = scorers(lm) if job == "scoring" else {
+        "official": official(job, lm, ref), **(trl(lm, ref, items) if job == "policy" and not args.memory else {}),
+        "unshared": packed(job, lm, ref, share=False), "shared": packed(job, lm, ref, share=True)}
+    for p in lm.parameters():
+        p.grad = torch.ones_like(p)  # held before a peak is measured
+    some = {name: items if name == "shared" else items[-CANDIDATES if job == "scoring" else -1:] for name in ways}
+    refs = {name: once(some[name]) if once else None for name, (once, _) in ways.items()}
+    peaks = {name: peak(lambda: step(some[name], refs[name]), args.device) for name, (_, step) in ways.items()}
+    torch.set_num_threads(args.threads)  # after the forks, which would hang
+    costs, first = {name: [] for name in ways}, None
+    for repeat in range(-1, 0 if args.memory else args.repeats):
+        for name, (once, step) in ways.items():
+            lm.zero_grad()
+            if repeat < 0:  # warm up
+                step(some[name], refs[name])
+                continue
+            refs[name], before = measure(lambda: once(items) if once else None, args.device)
+            out, cost = measure(lambda: step(items, refs[name]), args.device)
+            costs[name].append((before, cost))
+            if not repeat:
+                got = [torch.as_tensor(out), *(p.grad for p in lm.parameters() if p.grad is not None)]
+                first = first or [x.clone() for x in got]
+                norm = lambda xs: sum(x.double().norm().item() ** 2 for x in xs) ** 0.5
+                cost["differs"] = [norm(x - y for x, y in zip(a, b)) / norm(b)
+                                   for a, b in ((got[:1], first[:1]), (got[1:], first[1:])) if b]
+    figures = {"job": job, **vars(args), "parameters": lm.num_parameters(), "ways": {}}
+    for name in ways:
+        way = figures["ways"][name] = {"peak": peaks[name], "peak_ratio": peaks["shared"] / peaks[name]}
+        if costs[name]:
+            way |= {"costs": costs[name], "differs": costs[name][0][1]["differs"]}
+            for epoch, k in (("first", 1), ("later", 0)):
+                total = lambda name, key: [k * a[key] + b[key] for a, b in costs[name]]
+                over = lambda key: [a / b for a, b in zip(total(name, key), total("shared", key))]
+                x = over("wall" if args.device == "cuda" else "cpu")
+                way[epoch] = {"times": statistics.median(x), "min": min(x), "max": max(x),
+                              "bound": over("weighted_tokens")[0]}
+    return figures
+
+
+def table(figures):
+    """The same for people."""
+    say = lambda *x: print(*x, file=sys.stderr)
+    say(f"\n{figures['job']}: {figures['parameters'] / 1e6:.0f}M parameters, {figures['dtype']}, {figures['device']}")
+    say(f"{'':16}  tokens: backward  forward   CPU s  wall s  peak MB  {'first epoch':>28} of bound  {'later':>24} of bound")
+    for name, way in figures["ways"].items():
+        line = f"{name:16}"
+        if "costs" in way:
+            (before, cost), middle = way["costs"][0], lambda key: statistics.median(
+                a[key] + b[key] for a, b in way["costs"])
+            line += f"  {cost['forward_backward']:16} {before['forward_only'] + cost['forward_only']:8}"
+            line += f" {middle('cpu'):7.2f} {middle('wall'):7.2f}"
+        line += f"  {way['peak'] / 2 ** 20:7.0f}"
+        for epoch in ("first", "later") if "costs" in way else ():
+            e = way[epoch]
+            line += f"   {e['times']:6.2f} [{e['min']:5.2f}, {e['max']:5.2f}] / {e['bound']:5.2f} {e['times'] / e['bound']:6.0%}"
+        say(line, *(f" differs {x:.1e}" for x in way.get("differs", ())))
+
+
+def main():
+    args = get_args()
+    torch.set_num_threads(1)
+    if args.memory and args.shape == "small":
+        args.shape = "memory"
+    for job in args.job:
+        figures = compare(job, args)
+        table(figures)
+        print(json.dumps(figures), flush=True)
+        if args.dtype == "fp32" and any(x > 1e-5 for way in figures["ways"].values() for x in way.get("differs", ())):
+            fail(f"the contenders of {job} do not agree")
+
+
+if __name__ == "__main__":
+    main()
