@@ -8,7 +8,9 @@ One record is one line of JSON, and every stage adds fields to it (README, "The 
     python colbench.py demos --n 8000 --seed 0 > demos.jsonl                     # scripted demonstrations on them
     python colbench.py grade < answers.jsonl > graded.jsonl                      # adds reward and tests
     python colbench.py check < tasks.jsonl > good.jsonl                          # drops tasks without stable values
+    python colbench.py generate --endpoint http://localhost:8000/v1 < texts.jsonl > tasks.jsonl     # an LLM makes tasks
 """
+import asyncio
 import builtins
 import collections
 import concurrent.futures
@@ -36,7 +38,7 @@ import tempfile
 import time
 import types
 
-from utils import fail, open_stdout, parser, read_jsonl, rng, run
+from utils import Endpoint, EndpointError, fail, open_stdout, parser, read_jsonl, rng, run, skip_bad_flag
 
 ANSWER = "I WANT TO ANSWER:"   # what follows is the final answer
 OUTPUT = "OUTPUT:"             # what stands before is the agent's private thought
@@ -48,6 +50,21 @@ detail. You may think first; only what follows "OUTPUT:" is sent. You have {max_
 enough, or in your last message, write "I WANT TO ANSWER:" and after it the complete function, nothing else.
 
 {problem_description}"""
+HUMAN_PROMPT = """You are the colleague in the conversation below. You want a Python function and an assistant writes it \
+for you. You described it loosely; the assistant asks until it knows enough.
+
+How you described it:
+{problem_description}
+
+What you really want. The assistant must not see it:
+{hidden_information}
+
+The conversation so far:
+{dialogue}
+
+Answer the assistant's last message as that colleague, in at most two short sentences. Tell only what was asked for, and \
+only what the function settles; where it settles nothing, say that you do not mind. Write no code, quote none, and do \
+not mention that a function exists."""
 HIDDEN = "Hidden reference:\n{hidden}\n\n"   # put before the conversation for who may read it
 
 
@@ -78,9 +95,30 @@ def agent_messages(record):
 def first_message(task, max_turns, agent_prompt=None):
     """What the agent reads first: `agent_prompt`, else the task's own "agent_prompt", else AGENT_PROMPT, filled in."""
     prompt = agent_prompt or task.get("agent_prompt") or AGENT_PROMPT
-    for key, value in (("max_turns", max_turns), ("problem_description", task["problem_description"])):
-        prompt = prompt.replace("{" + key + "}", str(value))  # not str.format: prompts and tasks hold braces
-    return {"role": "user", "content": prompt}
+    return {"role": "user", "content": fill(prompt, max_turns=max_turns,
+                                            problem_description=task["problem_description"])}
+
+
+def human_prompt(task, history, prompt=None):
+    """What an LLM that plays the human reads: `prompt` or HUMAN_PROMPT, filled in; the first message is not repeated."""
+    said = "\n".join(f"{'Assistant' if m['role'] == 'assistant' else 'You'}: {m['content']}" for m in history[1:])
+    return fill(prompt or HUMAN_PROMPT, problem_description=task["problem_description"],
+                hidden_information=hidden_information(task), dialogue=said)
+
+
+def fill(prompt, **values):
+    """prompt with each {name} replaced, in one pass: not str.format, since prompts and tasks hold braces."""
+    return re.sub("{(%s)}" % "|".join(values), lambda m: str(values[m[1]]), prompt)
+
+
+def redact(reply, hidden):
+    """(reply without the lines of the hidden code that it quotes, how many these are). A line counts from 12 letters on."""
+    squeeze = lambda text: "".join(text.split())
+    quoted = [line for line in {line.strip() for line in hidden.splitlines()}
+              if len(squeeze(line)) >= 12 and squeeze(line) in squeeze(reply)]
+    for line in sorted(quoted, key=len, reverse=True):
+        reply = re.sub(r"\s*".join(map(re.escape, squeeze(line))), "[...]", reply)
+    return reply, len(quoted)
 
 
 def read_action(output, last):
@@ -728,6 +766,66 @@ def check_task(grader, task):
     return list(dict.fromkeys(broken)), weak
 
 
+# --- new tasks from an LLM --------------------------------------------------------------------------------------------
+
+TASK_PROMPT = """Invent one Python programming task that the text below makes you think of. Someone will ask for the \
+function loosely and a programmer will have to find out the details by asking, so the function must hold details that \
+the description does not tell: constants, limits, rounding, what happens in edge cases, how the result is built.
+
+Text:
+{text}
+
+Write exactly these three parts and nothing else.
+DESCRIPTION:
+one to three sentences that ask for the function by its name and parameters, and leave those details out
+CODE:
+the complete function, 5 to 50 lines, standard library only, imports inside it, the same result for the same arguments
+TESTS:
+ten lines, each a call of the function with literal arguments that brings out a detail, each another one"""
+
+
+def read_task(reply):
+    """The task in an LLM's reply to TASK_PROMPT; ValueError where a part is missing."""
+    parts = re.split(r"^\W*(DESCRIPTION|CODE|TESTS)\W*$", reply, flags=re.M)
+    found = dict(zip(parts[1::2], parts[2::2]))
+    if found.keys() != {"DESCRIPTION", "CODE", "TESTS"}:
+        raise ValueError("the reply lacks DESCRIPTION, CODE or TESTS")
+    calls = [re.sub(r"^\s*(\d+[.)]|[-*])?\s*`?|`?\s*$", "", line) for line in extract_code(found["TESTS"]).splitlines()]
+    task = {"problem_description": found["DESCRIPTION"].strip(), "ground_truth": extract_code(found["CODE"]).strip(),
+            "test_cases": {f"test{i}": call for i, call in enumerate(filter(None, calls), 1)}}
+    if not all(task.values()):
+        raise ValueError("an empty part")
+    return {**task, "id": task_id(task)}
+
+
+async def generate(args, emit):
+    """Asks an LLM for a task per text on stdin, and emits those that check_task finds nothing in."""
+    servers = Endpoint(args.endpoint, args.in_flight)
+    model = await servers.model(args.model)
+    counts, texts = collections.Counter(), read_jsonl(sys.stdin, ("text",), skip_bad=args.skip_bad)
+
+    async def worker(grader):
+        for record in texts:
+            async def ask(client):
+                prompt = fill(TASK_PROMPT, text=record["text"][:args.chars])
+                reply = await client.chat.completions.create(model=model, temperature=args.temperature, seed=args.seed,
+                                                             messages=[{"role": "user", "content": prompt}])
+                return read_task(reply.choices[0].message.content)
+            try:
+                task = await servers(ask)
+                found = await asyncio.to_thread(check_task, grader, task)
+            except EndpointError as e:
+                found = [str(e)], []
+            counts["; ".join(map(str, found[0] + found[1])) or "good"] += 1
+            if found == ([], []):
+                emit({"task": task})
+
+    with Grader("honest", os.cpu_count(), args.unsafe) as grader:
+        await asyncio.gather(*(worker(grader) for _ in range(args.in_flight)))
+    for reason, n in counts.most_common(20):
+        print(f"{n} {reason}", file=sys.stderr)
+
+
 # --- command line -----------------------------------------------------------------------------------------------------
 
 def get_args(argv=None):
@@ -747,6 +845,16 @@ def get_args(argv=None):
     c = add("check", "drop tasks whose reference gives no stable values, and name weak ones")
     g.add_argument("--reference", type=int, choices=[0, 1], default=0, help="1: grade the references, a control")
     g.add_argument("--rules", choices=["honest", "official"], default="honest", help="official: as the released scorer")
+    n = add("generate", "have an LLM make tasks of texts on stdin, {\"text\": ...} each, and keep the sound ones")
+    n.add_argument("--endpoint", required=True, help="http://host:port/v1[,http://...] of a chat model")
+    n.add_argument("--model", help="its name, where the servers serve several")
+    n.add_argument("--chars", type=int, default=2000, help="of each text that it reads")
+    n.add_argument("--temperature", type=float, default=1.0)
+    n.add_argument("--seed", type=int, default=0)
+    n.add_argument("--in_flight", type=int, default=64, help="requests under way at each server")
+    n.add_argument("--unsafe", type=int, choices=[0, 1], default=0, help="1: run answers even without a sandbox")
+    for q in (g, c, n):
+        skip_bad_flag(q)
     for q in (g, c):
         q.add_argument("--workers", type=int, default=os.cpu_count(), help="answers run at once")
         q.add_argument("--unsafe", type=int, choices=[0, 1], default=0, help="1: run answers even without a sandbox")
@@ -776,10 +884,12 @@ def main(args):
         tasks = builtin_tasks("train", args.seed, args.min_slots, args.max_slots, args.usual)
         for i in range(args.n):
             emit(demonstration(next(tasks), rng("demo", args.seed, i), args))
+    elif args.command == "generate":
+        asyncio.run(generate(args, emit))
     elif args.command == "grade":
         need = "task.ground_truth", "task.test_cases", *["answer"] * (not args.reference)
         answers = ({**r, "answer": r["task"]["ground_truth"] if args.reference else r["answer"]}
-                   for r in read_jsonl(sys.stdin, need))
+                   for r in read_jsonl(sys.stdin, need, skip_bad=args.skip_bad))
         with Grader(args.rules, args.workers, args.unsafe) as grader:
             rewards = []
             for record in grade_records(answers, grader):
@@ -790,7 +900,8 @@ def main(args):
                   file=sys.stderr)
     else:
         with Grader("honest", args.workers, args.unsafe) as grader:
-            for i, record in enumerate(read_jsonl(sys.stdin, need=("task.ground_truth", "task.test_cases")), 1):
+            need = "task.ground_truth", "task.test_cases"
+            for i, record in enumerate(read_jsonl(sys.stdin, need, skip_bad=args.skip_bad), 1):
                 broken, weak = check_task(grader, record["task"])
                 if broken or weak:
                     print(f"line {i}: {'dropped' if broken else 'kept'}: {'; '.join(broken + weak)}", file=sys.stderr)

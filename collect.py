@@ -14,10 +14,11 @@ import json
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 
-from colbench import (Grader, GraderError, REPLY_CHARS, first_message, hidden_information, read_action,
-                      scripted_human, task_id, with_hidden)
-from utils import fail, open_stdout, parser, progress, read_jsonl, rng, run, version
+from colbench import (Grader, GraderError, REPLY_CHARS, first_message, hidden_information, human_prompt, read_action,
+                      redact, scripted_human, task_id, with_hidden)
+from utils import Endpoint, EndpointError, fail, open_stdout, parser, progress, read_jsonl, rng, run, version
 
 
 def get_args(argv=None):
@@ -25,7 +26,12 @@ def get_args(argv=None):
     p.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct", help="the agent")
     p.add_argument("-k", type=int, default=1, help="episodes a task")
     p.add_argument("--max_turns", type=int, default=10, help="messages of the agent; the last one is its answer")
-    p.add_argument("--human", default="scripted", help="scripted: that of the built-in tasks; fixed:TEXT: says TEXT")
+    p.add_argument("--human", default="scripted", help="scripted: that of the built-in tasks; fixed:TEXT: says TEXT; "
+                   "http://host:port/v1[,http://...]: a chat model, at temperature 0")
+    p.add_argument("--human_model", help="its name, where those servers serve several")
+    p.add_argument("--human_prompt", help="file: what it reads, with {problem_description}, {hidden_information}, {dialogue}")
+    p.add_argument("--human_leak", choices=["count", "redact"], default="count",
+                   help="replies that quote lines of the hidden code are counted; or the lines cut out, too")
     p.add_argument("--agent_prompt", help="file: the agent's first message, with {problem_description} and {max_turns}")
     # sampling
     p.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
@@ -35,9 +41,18 @@ def get_args(argv=None):
     p.add_argument("--candidates_share", type=float, default=1.0, help="share of the episodes that get candidates")
     p.add_argument("--best_of", type=int, default=1, help="actions sampled a turn; the critic's best one is sent")
     p.add_argument("--critic", help="directory of train_critic.py; it READS HIDDEN INFORMATION: no policy comparison")
+    # engine
+    p.add_argument("--engine", default="auto", help="transformers, vllm, or http://host:port/v1[,http://...]: vLLM servers "
+                   "of --model; auto: vllm where it and a GPU are there, else transformers")
+    p.add_argument("--tensor_parallel", type=int, default=1, help="vllm: GPUs that one copy of the model is spread over")
+    p.add_argument("--data_parallel", type=int, default=1, help="vllm: copies of the model")
+    p.add_argument("--max_model_len", type=int, help="vllm: longest context; not given: the model's")
+    p.add_argument("--max_batch_tokens", type=int, default=65536, help="transformers: context held at once")
+    p.add_argument("--in_flight", type=int, default=64, help="requests under way at each http server")
+    p.add_argument("--timeout", type=float, default=120, help="seconds a request to an http server may take")
+    p.add_argument("--retries", type=int, default=8, help="of a request to http servers, over about a minute")
     # running
     p.add_argument("--concurrency", type=int, default=256, help="episodes under way at once")
-    p.add_argument("--max_batch_tokens", type=int, default=65536, help="context the transformers engine holds at once")
     p.add_argument("--resume", metavar="FILE", help="skip the episodes in FILE; a cut-off last line is dropped from it")
     p.add_argument("--rules", choices=["honest", "official"], default="honest", help="of the grader, see colbench.py")
     p.add_argument("--unsafe", type=int, choices=[0, 1], default=0, help="1: grade even where no sandbox is to be had")
@@ -77,16 +92,17 @@ class Batcher:
         self.running = None
 
 
-def transformers_engine(model, tokenizer, args):
-    """Batcher of (prompt_ids, draws): a list of (token_ids, logprobs), one per draw, whose randomness is rng(*draw).
+def transformers_engine(args, stop):
+    """await engine((prompt_ids, draws)): a list of (token_ids, logprobs), one per draw, whose randomness is rng(*draw).
 
-    token_ids end with the end-of-turn token unless max_tokens cut them; logprobs are those of the sampler.
+    token_ids end with a token of `stop` unless max_tokens cut them; logprobs are those of the sampler.
     """
     import torch
     from transformers import DynamicCache
-    from model import end_of_turn
-    stop = {end_of_turn(tokenizer)[-1], tokenizer.eos_token_id}
-    device = model.device
+
+    from model import load_lm
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, _ = load_lm(args.model, device)
 
     @torch.no_grad()
     def sample(requests):
@@ -131,6 +147,60 @@ def transformers_engine(model, tokenizer, args):
     return Batcher(sample, args.max_batch_tokens, size=lambda request: len(request[0]) * len(request[1]))
 
 
+def vllm_engine(args, stop):
+    """The same by vLLM in this process. Its seeds do not promise the same tokens in another batch."""
+    try:
+        from vllm import AsyncEngineArgs, SamplingParams
+        from vllm.v1.engine.async_llm import AsyncLLM
+    except ImportError as e:
+        fail(f"--engine vllm needs the package vllm ({e}): see requirements.txt")
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
+        model=args.model, tensor_parallel_size=args.tensor_parallel, data_parallel_size=args.data_parallel,
+        max_model_len=args.max_model_len, enable_prefix_caching=True, logprobs_mode="processed_logprobs",
+        generation_config="vllm", disable_log_stats=True))
+
+    async def draw(prompt, key):
+        params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=seed_of(key), logprobs=0,
+                                stop_token_ids=sorted(stop), detokenize=False)
+        async for reply in llm.generate({"prompt_token_ids": list(prompt)}, params, json.dumps(key)):
+            out = reply.outputs[0]
+        return list(out.token_ids), [round(p[t].logprob, 6) for t, p in zip(out.token_ids, out.logprobs)]
+
+    return all_draws(draw)
+
+
+async def http_engine(args, stop):
+    """The same from vLLM servers, which take and give token ids: prompts reach the model as they are."""
+    servers = Endpoint(args.engine, args.in_flight, args.timeout, args.retries)
+    name = await servers.model(args.model)
+
+    async def draw(prompt, key):
+        async def ask(client):
+            reply = await client.completions.create(
+                model=name, prompt=list(prompt), temperature=args.temperature, top_p=1, max_tokens=args.max_tokens,
+                seed=seed_of(key), logprobs=0,
+                extra_body={"top_k": 0, "min_p": 0, "repetition_penalty": 1, "stop_token_ids": sorted(stop),
+                            "return_token_ids": True})
+            out = reply.choices[0]
+            if not getattr(out, "token_ids", None):
+                raise ValueError("no token_ids in the reply: it takes a vLLM server of 0.10 or newer")
+            return out.token_ids, [round(x, 6) for x in out.logprobs.token_logprobs]
+        return await servers(ask)
+
+    return all_draws(draw)
+
+
+def all_draws(draw):
+    """engine((prompt, keys)) of draw(prompt, key), a request each: the server batches them and caches the prompt."""
+    async def engine(request):
+        return await asyncio.gather(*(draw(request[0], key) for key in request[1]))
+    return engine
+
+
+def seed_of(key):
+    return rng(*key).getrandbits(31)
+
+
 def critic_engine(path):
     """(Batcher of [(prompt_ids, action_ids), ...] to their advantages, whether prompts carry hidden information)."""
     import torch
@@ -154,28 +224,65 @@ def critic_engine(path):
     return Batcher(work, 1024, size=len), critic["hidden_info"]  # `score` cuts the work by tokens itself
 
 
+def use_vllm(engine):
+    """--engine auto: vLLM where it is installed and a GPU is there."""
+    import torch
+    return engine == "vllm" or engine == "auto" and torch.cuda.is_available() and bool(find_spec("vllm"))
+
+
+def http(where):
+    return where.startswith(("http://", "https://"))
+
+
+def read_file(args, flag):
+    """The text of the file that a flag names, or None."""
+    try:
+        return open(getattr(args, flag), encoding="utf-8").read() if getattr(args, flag) else None
+    except OSError as e:
+        fail(f"--{flag} {getattr(args, flag)}: {e.strerror}")
+
+
 # --- an episode -------------------------------------------------------------------------------------------------------
 
 class Players:
     """The agent, the human, and maybe a critic: what an episode talks to."""
 
-    def __init__(self, args):
-        import torch
-
-        from model import load_lm, render
-        self.args = args
-        try:
-            self.prompt = open(args.agent_prompt, encoding="utf-8").read() if args.agent_prompt else None
-        except OSError as e:
-            fail(f"--agent_prompt {args.agent_prompt}: {e.strerror}")
-        model, self.tokenizer = load_lm(args.model, "cuda" if torch.cuda.is_available() else "cpu")
+    async def make(self, args):
+        """Loads them all; returns self."""
+        from model import end_of_turn, open_directory, render
+        self.args, self.leaks = args, 0
+        self.agent_prompt, self.human_prompt = (read_file(args, flag) for flag in ("agent_prompt", "human_prompt"))
+        if http(args.human):
+            self.humans = Endpoint(args.human, args.in_flight, args.timeout, args.retries)
+            self.human_model = await self.humans.model(args.human_model)
+        self.tokenizer = open_directory(args.model)[1]
         self.render = lambda history: render(self.tokenizer, history)
-        self.engine = transformers_engine(model, self.tokenizer, args)
+        stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id}
+        if http(args.engine):
+            self.engine = await http_engine(args, stop)
+        else:
+            self.engine = (vllm_engine if use_vllm(args.engine) else transformers_engine)(args, stop)
         self.critic, self.hidden_info = critic_engine(args.critic) if args.critic else (None, 0)
+        return self
 
-    async def human(self, task, message):
+    async def human(self, task, history):
+        """The human's reply to the last message of the history, cut at REPLY_CHARS."""
         kind, _, text = self.args.human.partition(":")
-        return (text if kind == "fixed" else scripted_human(task, message))[:REPLY_CHARS]
+        if not http(self.args.human):
+            return (text if kind == "fixed" else scripted_human(task, history[-1]["content"]))[:REPLY_CHARS]
+        prompt = human_prompt(task, history, self.human_prompt)
+
+        async def ask(client):
+            reply = (await client.chat.completions.create(
+                model=self.human_model, messages=[{"role": "user", "content": prompt}], temperature=0, seed=0,
+                max_tokens=REPLY_CHARS)).choices[0].message.content
+            if not reply.strip():
+                raise ValueError("an empty reply")
+            return reply.strip()[:REPLY_CHARS]
+        reply = await self.humans(ask)
+        clean, leaks = redact(reply, hidden_information(task))
+        self.leaks += bool(leaks)
+        return clean if self.args.human_leak == "redact" else reply
 
     def text(self, token_ids):
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -202,7 +309,7 @@ class Players:
 
     async def play(self, task, sample):
         """One episode: {"sample", "dialogue_history", "answer"}."""
-        a, history = self.args, [first_message(task, self.args.max_turns, self.prompt)]
+        a, history = self.args, [first_message(task, self.args.max_turns, self.agent_prompt)]
         key = (a.seed, task_id(task), sample)
         candidates = a.candidates if rng("share", *key).random() < a.candidates_share else 0
         for turn in range(a.max_turns):
@@ -211,7 +318,7 @@ class Players:
             history.append(message)
             if answer is not None:
                 break
-            history.append({"role": "user", "content": await self.human(task, message["content"])})
+            history.append({"role": "user", "content": await self.human(task, history)})
         return {"sample": sample, "dialogue_history": history, "answer": answer}
 
     async def add_candidates(self, record):
@@ -241,18 +348,19 @@ def done_already(path):
 
 async def collect(args, emit):
     done = done_already(args.resume) if args.resume else set()
-    players = Players(args)
+    players = await Players().make(args)
     meta = {k: getattr(args, k) for k in ("model", "human", "temperature", "max_turns", "seed", "best_of", "critic",
                                           "rules")} | {"version": version()}
     grader = Grader(rules=args.rules, workers=os.cpu_count(), unsafe=args.unsafe)
     threads = ThreadPoolExecutor(os.cpu_count())
     finished = asyncio.Queue()
-    bar, trouble, totals = progress("episodes"), [], {"episodes": 0, "reward": 0.0, "solved": 0, "tokens": 0}
+    bar, trouble, totals = progress("episodes"), [], {"episodes": 0, "reward": 0.0, "solved": 0, "tokens": 0,
+                                                "failed": 0}
 
     def jobs():
         try:
             need = "task.problem_description", "task.ground_truth", "task.test_cases"
-            for record in read_jsonl(sys.stdin, need):
+            for record in read_jsonl(sys.stdin, need, skip_bad=args.skip_bad):
                 record["task"] = {"kind": "backend", **record["task"], "id": task_id(record["task"])}
                 played = "dialogue_history" in record
                 if played and not args.candidates:
@@ -266,7 +374,13 @@ async def collect(args, emit):
     async def player(jobs):
         for record, sample in jobs:
             played = "dialogue_history" in record
-            new = await (players.add_candidates(record) if played else players.play(record["task"], sample))
+            try:
+                new = await (players.add_candidates(record) if played else players.play(record["task"], sample))
+            except EndpointError as e:  # never a made-up reply: the episode is not written, and --resume plays it again
+                totals["failed"] += 1
+                if totals["failed"] <= 3:
+                    print(f"task {record['task']['id']}, sample {sample} failed: {e}", file=sys.stderr)
+                continue
             new["meta"] = {**record.get("meta", {}), **meta}
             finished.put_nowait(asyncio.ensure_future(graded({**record, **new})))
 
@@ -296,14 +410,22 @@ async def collect(args, emit):
     print(f"{totals['episodes']} episodes ({len(done)} done before): tests passed {100 * totals['reward'] / n:.1f} %, "
           f"success {100 * totals['solved'] / n:.1f} %, {totals['tokens'] / n:.0f} tokens each; "
           f"grader: {args.rules} rules, sandbox {grader.level}", file=sys.stderr)
+    if players.leaks:
+        print(f"the human quoted hidden code in {players.leaks} replies "
+              f"({'cut out' if args.human_leak == 'redact' else '--human_leak redact cuts it out'})", file=sys.stderr)
+    if totals["failed"]:
+        trouble.append(SystemExit(f"error: {totals['failed']} episodes failed and were not written; "
+                                  "--resume FILE plays them again"))
     return trouble
 
 
 def main(args):
     if (args.best_of > 1) != bool(args.critic):
         fail("--best_of N and --critic DIR go together")
-    if args.human != "scripted" and not args.human.startswith("fixed:"):
-        fail(f"--human {args.human!r}: give scripted, or fixed:TEXT")
+    if args.human != "scripted" and not args.human.startswith("fixed:") and not http(args.human):
+        fail(f"--human {args.human!r}: give scripted, fixed:TEXT, or http://host:port/v1")
+    if args.engine not in ("auto", "transformers", "vllm") and not http(args.engine):
+        fail(f"--engine {args.engine!r}: give auto, transformers, vllm, or http://host:port/v1")
     try:
         trouble = asyncio.run(collect(args, open_stdout()))
     except GraderError as e:

@@ -66,7 +66,7 @@ def measure(record):
 
 # --- systems ----------------------------------------------------------------------------------------------------------
 
-def read_system(name, files):
+def read_system(name, files, skip_bad):
     """The records of a system, summed by task: {"clusters": {(file index, task id): measures}, "rules", ...}."""
     clusters, episodes, rules = {}, 0, set()
     for i, path in enumerate(files):
@@ -74,7 +74,7 @@ def read_system(name, files):
             stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
         except OSError as e:
             fail(f"{path}: {e.strerror}")
-        for record in read_jsonl(stream, NEED, "stdin" if path == "-" else path):
+        for record in read_jsonl(stream, NEED, "stdin" if path == "-" else path, skip_bad):
             key = i, task_id(record["task"])  # a task in two seeds' files is two clusters: two models played it
             clusters[key] = clusters.get(key, 0) + measure(record)
             episodes += 1
@@ -82,16 +82,16 @@ def read_system(name, files):
     return {"name": name, "files": files, "clusters": clusters, "episodes": episodes, "rules": sorted(rules)}
 
 
-def read_systems(args):
+def read_systems(args, skip_bad):
     """The systems of the command line. A single file is named by its stem, or its path where two stems are the same."""
     stem = lambda path: "stdin" if path == "-" else os.path.splitext(os.path.basename(path))[0]
     stems, systems = [stem(a) for a in args], []
     for a in args:
         name, named, files = a.partition("=")
         if named and not os.path.exists(a):  # runs/lr=1/test.jsonl is a file
-            systems.append(read_system(name, files.split(",")))
+            systems.append(read_system(name, files.split(","), skip_bad))
         else:
-            systems.append(read_system(stem(a) if stems.count(stem(a)) == 1 else a, [a]))
+            systems.append(read_system(stem(a) if stems.count(stem(a)) == 1 else a, [a], skip_bad))
     return systems
 
 
@@ -167,7 +167,7 @@ def table(results):
 
 def main(args):
     emit = open_stdout()
-    systems = read_systems(args.files)
+    systems = read_systems(args.files, args.skip_bad)
     results = [result(system, systems[0], args.bootstrap) for system in systems]
     print(table(results), file=sys.stderr)
     for r in results:

@@ -103,8 +103,8 @@ def prepare(args, records):
     and held are pairs by task.
     """
     from model import open_directory, turns_of
-    records.extend(read_jsonl(sys.stdin, need=("task.problem_description", "task.ground_truth", "dialogue_history",
-                                               "reward")))
+    need = "task.problem_description", "task.ground_truth", "dialogue_history", "reward"
+    records.extend(read_jsonl(sys.stdin, need, skip_bad=args.skip_bad))
     tokenizer, turns, of, long = open_directory(args.model)[1], [], [], 0
     for r in records:
         of.append([])

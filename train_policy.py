@@ -95,8 +95,8 @@ def prepare(args):
     """Reads stdin; returns (groups of examples, how many were too long, --model tiny made of the records' words)."""
     from model import open_directory, tiny, turns_of
     needs_reward = args.loss == "mtdpo" or args.loss == "rft" and not args.all
-    records = list(read_jsonl(sys.stdin, need=("task.problem_description", "task.ground_truth", "dialogue_history",
-                                               *["reward"] * needs_reward)))
+    need = "task.problem_description", "task.ground_truth", "dialogue_history", *["reward"] * needs_reward
+    records = list(read_jsonl(sys.stdin, need, skip_bad=args.skip_bad))
     made = tiny(records, args.seed) if args.model == "tiny" else None
     tokenizer = made[1] if made else open_directory(args.model)[1]
     groups = make_examples(args, records, [turns_of(tokenizer, r["dialogue_history"]) for r in records])

@@ -1,5 +1,6 @@
 """What several scripts share and nobody would ablate: flags, JSON lines, logs, the learning-rate curve."""
 import argparse
+import asyncio
 import atexit
 import contextlib
 import fcntl
@@ -25,7 +26,13 @@ def parser(doc):
         pass
     p = argparse.ArgumentParser(description=doc, formatter_class=Help, allow_abbrev=False)
     p.error = p.error if RANK == 0 else lambda message: time.sleep(5) or sys.exit(2)  # one process says it
+    skip_bad_flag(p)
     return p
+
+
+def skip_bad_flag(p):
+    p.add_argument("--skip_bad", type=int, choices=[0, 1], default=0,
+                   help="1: lines that are no records are left out and counted; else the first one ends the program")
 
 
 def machine_flags(p):
@@ -60,27 +67,42 @@ def rng(*key):
 
 # --- JSON lines -------------------------------------------------------------------------------------------------------
 
-def read_jsonl(stream, need=(), name="stdin"):
+def checked(line, need):
+    """The record in a line, with every field of `need`; ValueError says what is wrong."""
+    try:
+        record = json.loads(line)
+    except ValueError as e:
+        raise ValueError(f"not JSON ({e}); every line must be one JSON object") from None
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object with fields")
+    if "task" not in record and "problem_description" in record:
+        record = {"task": record}  # ColBench's published task files hold bare tasks
+    for path in need:
+        at = record
+        for key in path.split("."):
+            at = at.get(key) if isinstance(at, dict) else None
+        if at in (None, {}, []):
+            raise ValueError(f"no {path!r} in this record")
+    return record
+
+
+def read_jsonl(stream, need=(), name="stdin", skip_bad=0):
     """Yields one dict a line; fails naming the line that is not JSON, not an object, or lacks a field of `need`.
 
-    A field is a path such as "task.ground_truth".
+    A field is a path such as "task.ground_truth". With skip_bad such lines are left out, and counted on stderr.
     """
-    lineno = 0
+    lineno = skipped = 0
     for lineno, line in enumerate(stream, 1):
         try:
-            record = json.loads(line)
+            record = checked(line, need)
         except ValueError as e:
-            fail(f"{name}, line {lineno}: not JSON ({e}); every line must be one JSON object")
-        if isinstance(record, dict) and "task" not in record and "problem_description" in record:
-            record = {"task": record}  # ColBench's published task files hold bare tasks
-        for path in ("", *need):
-            at = record
-            for key in filter(None, path.split(".")):
-                at = at.get(key) if isinstance(at, dict) else None
-            if at in (None, {}, []) or not isinstance(record, dict):
-                what = f"no {path!r} in this record" if path else "not a JSON object with fields"
-                fail(f"{name}, line {lineno}: {what}")
+            if not skip_bad:
+                fail(f"{name}, line {lineno}: {e} (--skip_bad 1 leaves such lines out)")
+            skipped += 1
+            continue
         yield record
+    if skipped:
+        print(f"{skipped} of {lineno} lines of {name} are no such records and were skipped", file=sys.stderr)
     if not lineno:
         fail(f"{name} is empty: nothing to do (did the stage before it fail?)")
 
@@ -123,6 +145,66 @@ def run(main, args):
         os._exit(0)  # no flush at exit: it would only meet the closed pipe again
     except KeyboardInterrupt:
         fail("interrupted")
+
+
+# --- servers ----------------------------------------------------------------------------------------------------------
+
+class EndpointError(Exception):
+    """No server gave a usable reply, or one says that the request itself is wrong."""
+
+
+class Endpoint:
+    """OpenAI-compatible servers: each request goes to the least busy one, and on to another where that fails.
+
+    urls: "http://host:port/v1", several comma-separated. At most `in_flight` requests are under way at each. A server
+    that failed rests, ever longer, while the others go on. The API key is taken from the environment alone.
+    """
+
+    def __init__(self, urls, in_flight=64, timeout=120, retries=8):
+        try:
+            import openai
+        except ImportError:
+            fail("an http:// engine or human needs the openai client: pip install openai")
+        self.openai, self.timeout, self.retries = openai, timeout, retries
+        self.urls = urls.split(",")
+        self.clients = [openai.AsyncOpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"),
+                                           timeout=timeout, max_retries=0) for url in self.urls]
+        self.rooms = [asyncio.Semaphore(in_flight) for _ in self.urls]
+        self.asked, self.failed, self.rests = ([0] * len(self.urls) for _ in range(3))
+
+    async def __call__(self, request):
+        """await request(client), which raises ValueError where the reply is of no use; EndpointError at the end."""
+        for attempt in range(self.retries + 1):
+            if attempt:
+                await asyncio.sleep(min(30, 0.25 * 2 ** attempt) * random.uniform(0.5, 1))
+            n = min(range(len(self.urls)), key=lambda n: (max(0, self.rests[n] - time.monotonic()), self.asked[n]))
+            self.asked[n] += 1
+            try:
+                async with self.rooms[n]:
+                    reply = await asyncio.wait_for(request(self.clients[n]), self.timeout)
+                self.failed[n] = 0
+                return reply
+            except (self.openai.OpenAIError, TimeoutError, ValueError, TypeError, AttributeError, LookupError) as e:
+                reason = f"{self.urls[n]}: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
+                if getattr(e, "status_code", 500) in (400, 401, 403, 404, 413, 422):
+                    break
+                self.failed[n] += 1
+                self.rests[n] = time.monotonic() + min(60, 2 ** self.failed[n] - 2)
+            finally:
+                self.asked[n] -= 1
+        raise EndpointError(reason)
+
+    async def model(self, wanted=None):
+        """The name of the model that the servers serve, `wanted` if that is among them; fails where none answers."""
+        async def names(client):
+            return [m.id for m in (await client.models.list()).data]
+        try:
+            served = await self(names)
+        except EndpointError as e:
+            fail(e)
+        if wanted not in served and len(served) != 1:
+            fail(f"{self.urls[0]} serves {', '.join(served)}: say which")
+        return wanted if wanted in served else served[0]
 
 
 # --- many processes ---------------------------------------------------------------------------------------------------

@@ -157,7 +157,7 @@ def test_the_samplers_logprobs_are_the_models(episodes, tiny_dir):
 
 
 def players(tiny_dir, *flags):
-    return collect.Players(collect.get_args(["--model", tiny_dir, *map(str, flags)]))
+    return asyncio.run(collect.Players().make(collect.get_args(["--model", tiny_dir, *map(str, flags)])))
 
 
 def test_the_sampler_draws_from_the_models_distribution(tiny_dir):
