@@ -112,7 +112,7 @@ def fill(prompt, **values):
 
 
 def redact(reply, hidden):
-    """(reply without the lines of the hidden code that it quotes, how many these are). A line counts from 12 letters on."""
+    """(reply without the lines of the hidden code that it quotes, how many these are). Short lines do not count."""
     squeeze = lambda text: "".join(text.split())
     quoted = [line for line in {line.strip() for line in hidden.splitlines()}
               if len(squeeze(line)) >= 12 and squeeze(line) in squeeze(reply)]

@@ -276,7 +276,7 @@ class Players:
             reply = (await client.chat.completions.create(
                 model=self.human_model, messages=[{"role": "user", "content": prompt}], temperature=0, seed=0,
                 max_tokens=REPLY_CHARS)).choices[0].message.content
-            if not reply.strip():
+            if not (reply or "").strip():
                 raise ValueError("an empty reply")
             return reply.strip()[:REPLY_CHARS]
         reply = await self.humans(ask)
