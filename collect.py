@@ -10,6 +10,8 @@ as they finish. Each draw is a function of (seed, task, sample, turn), not of it
 Records that already have a dialogue only get candidates.
 """
 import asyncio
+import atexit
+import itertools
 import json
 import os
 import sys
@@ -149,8 +151,11 @@ def transformers_engine(args, stop):
 
 def vllm_engine(args, stop):
     """The same by vLLM in this process. Its seeds do not promise the same tokens in another batch."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
         from vllm import AsyncEngineArgs, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
     except ImportError as e:
         fail(f"--engine vllm needs the package vllm ({e}): see requirements.txt")
@@ -158,11 +163,15 @@ def vllm_engine(args, stop):
         model=args.model, tensor_parallel_size=args.tensor_parallel, data_parallel_size=args.data_parallel,
         max_model_len=args.max_model_len, enable_prefix_caching=True, logprobs_mode="processed_logprobs",
         generation_config="vllm", disable_log_stats=True))
+    atexit.register(llm.shutdown)
+    numbers = itertools.count()
 
     async def draw(prompt, key):
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=seed_of(key), logprobs=0,
-                                stop_token_ids=sorted(stop), detokenize=False)
-        async for reply in llm.generate({"prompt_token_ids": list(prompt)}, params, json.dumps(key)):
+                                stop_token_ids=sorted(stop), detokenize=False,
+                                output_kind=RequestOutputKind.FINAL_ONLY)
+        async for reply in llm.generate({"type": "token", "prompt_token_ids": list(prompt)}, params,
+                                        str(next(numbers))):
             out = reply.outputs[0]
         return list(out.token_ids), [round(p[t].logprob, 6) for t, p in zip(out.token_ids, out.logprobs)]
 
@@ -180,8 +189,10 @@ async def http_engine(args, stop):
                 model=name, prompt=list(prompt), temperature=args.temperature, top_p=1, max_tokens=args.max_tokens,
                 seed=seed_of(key), logprobs=0,
                 extra_body={"top_k": 0, "min_p": 0, "repetition_penalty": 1, "stop_token_ids": sorted(stop),
-                            "return_token_ids": True})
+                            "skip_special_tokens": False, "return_token_ids": True})
             out = reply.choices[0]
+            if out.finish_reason not in ("stop", "length"):  # a server that is being ended answers with what it has
+                raise ValueError(f"the action was cut off: finish_reason {out.finish_reason}")
             if not getattr(out, "token_ids", None):
                 raise ValueError("no token_ids in the reply: it takes a vLLM server of 0.10 or newer")
             return out.token_ids, [round(x, 6) for x in out.logprobs.token_logprobs]
