@@ -197,6 +197,7 @@ class TreeLM(torch.nn.Module):
 
     def forward(self, tree, scored, chunk):
         """Log-probs (N,) of the tokens at the flat indices `scored` (N,); the head runs on `chunk` tokens at a time."""
+        chunk = chunk or max(64, 2 ** (26 if self.device.type == "cuda" else 24) // self.lm.config.vocab_size)
         hidden = self.lm.model(input_ids=tree.ids[None], position_ids=tree.pos[None], runs=tree.runs,
                                use_cache=False).last_hidden_state[0]  # (T, width)
         hidden, targets = hidden[tree.parent[scored]], tree.ids[scored]
@@ -204,7 +205,7 @@ class TreeLM(torch.nn.Module):
                                      use_reentrant=False) for i in range(0, len(scored), chunk)])
 
 
-def action_logps(model, turns, max_tokens=None, chunk=2048):
+def action_logps(model, turns, max_tokens=None, chunk=None):
     """Per-token log-probs of each action given its prompt: (L_i,) fp32 tensors on the CPU, in the order of `turns`.
 
     A token shared by several actions is scored once. A tree of more than max_tokens is computed branch by branch, again

@@ -41,9 +41,10 @@ def test_commands_parse(script, argv):
     import_module(script).get_args(argv)
 
 
-def test_the_benchmark_starts():
-    command = [sys.executable, f"{ROOT}/tests/bench_grade.py", "--help"]
-    assert "fresh interpreter" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+@pytest.mark.parametrize("bench, what", [("grade", "fresh interpreter"), ("train", "DPOTrainer")])
+def test_the_benchmarks_start(bench, what):
+    command = [sys.executable, f"{ROOT}/tests/bench_{bench}.py", "--help"]
+    assert what in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def test_there_are_commands():
