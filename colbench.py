@@ -50,8 +50,8 @@ detail. You may think first; only what follows "OUTPUT:" is sent. You have {max_
 enough, or in your last message, write "I WANT TO ANSWER:" and after it the complete function, nothing else.
 
 {problem_description}"""
-HUMAN_PROMPT = """You are the colleague in the conversation below. You want a Python function and an assistant writes it \
-for you. You described it loosely; the assistant asks until it knows enough.
+HUMAN_PROMPT = """You are the colleague in the conversation below. You want a Python function and an assistant writes \
+it for you. You described it loosely; the assistant asks until it knows enough.
 
 How you described it:
 {problem_description}
@@ -62,9 +62,9 @@ What you really want. The assistant must not see it:
 The conversation so far:
 {dialogue}
 
-Answer the assistant's last message as that colleague, in at most two short sentences. Tell only what was asked for, and \
-only what the function settles; where it settles nothing, say that you do not mind. Write no code, quote none, and do \
-not mention that a function exists."""
+Answer the assistant's last message as that colleague, in at most two short sentences. Tell only what was asked for, \
+and only what the function settles; where it settles nothing, say that you do not mind. Write no code, quote none, and \
+do not mention that a function exists."""
 HIDDEN = "Hidden reference:\n{hidden}\n\n"   # put before the conversation for who may read it
 
 
@@ -100,7 +100,7 @@ def first_message(task, max_turns, agent_prompt=None):
 
 
 def human_prompt(task, history, prompt=None):
-    """What an LLM that plays the human reads: `prompt` or HUMAN_PROMPT, filled in; the first message is not repeated."""
+    """What an LLM that plays the human reads: `prompt` or HUMAN_PROMPT, filled in, without the first message."""
     said = "\n".join(f"{'Assistant' if m['role'] == 'assistant' else 'You'}: {m['content']}" for m in history[1:])
     return fill(prompt or HUMAN_PROMPT, problem_description=task["problem_description"],
                 hidden_information=hidden_information(task), dialogue=said)

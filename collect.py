@@ -20,7 +20,8 @@ from importlib.util import find_spec
 
 from colbench import (Grader, GraderError, REPLY_CHARS, first_message, hidden_information, human_prompt, read_action,
                       redact, scripted_human, task_id, with_hidden)
-from utils import Endpoint, EndpointError, fail, open_stdout, parser, progress, read_jsonl, rng, run, version
+from utils import (Endpoint, EndpointError, fail, open_stdout, parser, progress, read_jsonl, rng, run, skip_bad_flag,
+                   version)
 
 
 def get_args(argv=None):
@@ -31,7 +32,8 @@ def get_args(argv=None):
     p.add_argument("--human", default="scripted", help="scripted: that of the built-in tasks; fixed:TEXT: says TEXT; "
                    "http://host:port/v1[,http://...]: a chat model, at temperature 0")
     p.add_argument("--human_model", help="its name, where those servers serve several")
-    p.add_argument("--human_prompt", help="file: what it reads, with {problem_description}, {hidden_information}, {dialogue}")
+    p.add_argument("--human_prompt", help="file: what it reads, with {problem_description}, "
+                   "{hidden_information} and {dialogue}")
     p.add_argument("--human_leak", choices=["count", "redact"], default="count",
                    help="replies that quote lines of the hidden code are counted; or the lines cut out, too")
     p.add_argument("--agent_prompt", help="file: the agent's first message, with {problem_description} and {max_turns}")
@@ -44,9 +46,9 @@ def get_args(argv=None):
     p.add_argument("--best_of", type=int, default=1, help="actions sampled a turn; the critic's best one is sent")
     p.add_argument("--critic", help="directory of train_critic.py; it READS HIDDEN INFORMATION: no policy comparison")
     # engine
-    p.add_argument("--engine", default="auto", help="transformers, vllm, or http://host:port/v1[,http://...]: vLLM servers "
-                   "of --model; auto: vllm where it and a GPU are there, else transformers")
-    p.add_argument("--tensor_parallel", type=int, default=1, help="vllm: GPUs that one copy of the model is spread over")
+    p.add_argument("--engine", default="auto", help="transformers, vllm, or http://host:port/v1[,http://...]: vLLM "
+                   "servers of --model; auto: vllm where it and a GPU are there, else transformers")
+    p.add_argument("--tensor_parallel", type=int, default=1, help="vllm: GPUs a copy of the model is spread over")
     p.add_argument("--data_parallel", type=int, default=1, help="vllm: copies of the model")
     p.add_argument("--max_model_len", type=int, help="vllm: longest context; not given: the model's")
     p.add_argument("--max_batch_tokens", type=int, default=65536, help="transformers: context held at once")
@@ -54,6 +56,7 @@ def get_args(argv=None):
     p.add_argument("--timeout", type=float, default=120, help="seconds a request to an http server may take")
     p.add_argument("--retries", type=int, default=8, help="of a request to http servers, over about a minute")
     # running
+    skip_bad_flag(p)
     p.add_argument("--concurrency", type=int, default=256, help="episodes under way at once")
     p.add_argument("--resume", metavar="FILE", help="skip the episodes in FILE; a cut-off last line is dropped from it")
     p.add_argument("--rules", choices=["honest", "official"], default="honest", help="of the grader, see colbench.py")

@@ -19,7 +19,7 @@ import sys
 import numpy as np
 
 from colbench import ANSWER, agent_messages, slots_of, task_id
-from utils import fail, open_stdout, parser, read_jsonl, run
+from utils import fail, open_stdout, parser, read_jsonl, run, skip_bad_flag
 
 METRICS = ("tests_passed", "success", "turns", "tokens", "unanswered", "copied")
 COMPARED = ("success", "tests_passed")
@@ -30,6 +30,7 @@ def get_args(argv=None):
     p = parser(__doc__)
     p.add_argument("files", nargs="*", default=["-"], metavar="FILE | NAME=FILE,FILE,...",
                    help="a system's graded records; with NAME=, its runs of several seeds; -: stdin")
+    skip_bad_flag(p)
     p.add_argument("--bootstrap", type=int, default=2000, help="resamples of the tasks; 0: no intervals")
     return p.parse_args(argv)
 

@@ -240,7 +240,7 @@ def action_logps(model, turns, max_tokens=None, chunk=None):
 # --- batches of bounded memory, the same number on every rank ---------------------------------------------------------
 
 def branches(turns, max_tokens):
-    """Indices of turns in parts [[i, ...]] whose trees have at most max_tokens, or one turn; neighbours stay together."""
+    """Indices of turns in parts [[i, ...]] of at most max_tokens tree tokens, or one turn, neighbours together."""
     parts, size, before = [], max_tokens, []
     for i in sorted(range(len(turns)), key=turns.__getitem__):
         seq = [*turns[i][0], *turns[i][1]]
@@ -287,7 +287,7 @@ def score(model, turns, max_tokens, what="scoring"):
         for i, x in zip(part, action_logps(model, [turns[i] for i in part])):
             logps[i] = x if n < len(parts) else logps[i]
     if isinstance(model, FSDPModule):
-        model.reshard()  # without a backward pass the root's weights would stay gathered, and no optimizer find its shards
+        model.reshard()  # else the root's weights stay gathered, and an optimizer made now would not hold its shards
     if WORLD > 1 and turns:
         dist.all_reduce(flat := torch.cat(logps))
         logps = list(flat.split([len(x) for x in logps]))
@@ -371,7 +371,8 @@ def machine(args, device):
 def load_lm(path, device):
     """(transformers causal LM, tokenizer) to sample with."""
     path, tokenizer, _ = open_directory(path)
-    return AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32).to(device), tokenizer
+    lm = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32)
+    return lm.to(device), tokenizer
 
 
 def load(path, device="cpu", attention="auto", dtype=torch.float32, **sharding):
@@ -447,7 +448,7 @@ def whole(tensor):
 
 
 def save(model, tokenizer, out):
-    """Writes a Hugging Face directory: weights in the dtype they compute in, as safetensors, tokenizer, chat template."""
+    """Writes a Hugging Face directory: weights as safetensors in the dtype they compute in, tokenizer, template."""
     state = {}
     for name, p in weights(model).items():
         p = whole(p.detach())
@@ -493,7 +494,7 @@ def save_checkpoint(model, optimizer, out, step):
 
 
 def restore(model, optimizer, log):
-    """Puts in place what the run in log's directory had reached: its last checkpoint, or where it finished, its model."""
+    """Puts in place what the run in log's directory had reached: its last checkpoint, or its final model."""
     if log.finished:
         read_weights(model, log.out)
     elif log.step:

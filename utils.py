@@ -1,4 +1,4 @@
-"""What several scripts share and nobody would ablate: flags, JSON lines, logs, the learning-rate curve."""
+"""What several scripts share and nobody would ablate: flags, JSON lines, servers, processes, --out, the lr curve."""
 import argparse
 import asyncio
 import atexit
@@ -26,7 +26,6 @@ def parser(doc):
         pass
     p = argparse.ArgumentParser(description=doc, formatter_class=Help, allow_abbrev=False)
     p.error = p.error if RANK == 0 else lambda message: time.sleep(5) or sys.exit(2)  # one process says it
-    skip_bad_flag(p)
     return p
 
 
@@ -37,6 +36,7 @@ def skip_bad_flag(p):
 
 def machine_flags(p):
     """The trainers' flags that change where and how fast a run computes, but not what, except --dtype."""
+    skip_bad_flag(p)
     p.add_argument("--max_tokens", type=int, default=16384, help="tree tokens computed at once: bounds the memory")
     p.add_argument("--max_length", type=int, default=16384,
                    help="a turn of more tokens, prompt and action, is left out and counted")
@@ -249,7 +249,7 @@ def summed(*numbers):
 def from_rank_0(make):
     """make()'s result on every rank, or its failure: it runs on rank 0 alone, which may wait for hours on stdin.
 
-    Under torchrun all ranks inherit one stdin: by a pipe rank 0 got every line, from a file they were torn between them.
+    Under torchrun all ranks inherit one stdin: by a pipe rank 0 got it all, from a file lines were torn between them.
     """
     if WORLD == 1:
         return make()
