@@ -197,7 +197,8 @@ class TreeLM(torch.nn.Module):
 
     def forward(self, tree, scored, chunk):
         """Log-probs (N,) of the tokens at the flat indices `scored` (N,); the head runs on `chunk` tokens at a time."""
-        chunk = chunk or max(64, 2 ** (26 if self.device.type == "cuda" else 24) // self.lm.config.vocab_size)
+        at_once = 2 ** 26 if self.device.type == "cuda" else 2 ** 24  # logits: 256 MB, or 64 MB, in fp32
+        chunk = chunk or max(64, at_once // self.lm.config.vocab_size)
         hidden = self.lm.model(input_ids=tree.ids[None], position_ids=tree.pos[None], runs=tree.runs,
                                use_cache=False).last_hidden_state[0]  # (T, width)
         hidden, targets = hidden[tree.parent[scored]], tree.ids[scored]
