@@ -549,7 +549,7 @@ def tiny(records, seed):
     torch.manual_seed(seed)
     # the usual initializer_range of 0.02 never learns to copy a slot's value into the code at this size
     config = LlamaConfig(vocab_size=len(vocab), hidden_size=96, intermediate_size=256, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=16384,
+                         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=16384,
                          tie_word_embeddings=True, initializer_range=0.08,
                          bos_token_id=1, eos_token_id=2, pad_token_id=0, attn_implementation="tree_sdpa")
     return TreeLM(LlamaForCausalLM(config)), tokenizer
