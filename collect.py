@@ -13,7 +13,9 @@ import asyncio
 import atexit
 import itertools
 import json
+import multiprocessing
 import os
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
@@ -158,24 +160,37 @@ def vllm_engine(args, stop):
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
         from vllm import AsyncEngineArgs, SamplingParams
+        from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
     except ImportError as e:
         fail(f"--engine vllm needs the package vllm ({e}): see requirements.txt")
+    # what its CPU build wants: no compiling, room for the cache in bytes, and no chunks, where seeded draws would crash
+    cpu = {"dtype": "float32", "enforce_eager": True, "enable_chunked_prefill": False, "kv_cache_memory_bytes": 1 << 28}
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
         model=args.model, tensor_parallel_size=args.tensor_parallel, data_parallel_size=args.data_parallel,
         max_model_len=args.max_model_len, enable_prefix_caching=True, logprobs_mode="processed_logprobs",
-        generation_config="vllm", disable_log_stats=True))
-    atexit.register(llm.shutdown)
+        generation_config="vllm", disable_log_stats=True, use_tqdm_on_load=False,
+        **(cpu if current_platform.is_cpu() else {})))
+    # its processes would outlive this one where that is killed, and keep the GPU: a shell waits for our end of the pipe
+    children = [str(p.pid) for p in multiprocessing.active_children()]
+    guard = subprocess.Popen(["sh", "-c", 'read x; kill -9 "$@"', "sh", *children], stdin=subprocess.PIPE,
+                             stderr=subprocess.DEVNULL, start_new_session=True)
+    atexit.register(lambda: (llm.shutdown(), guard.kill()))
     numbers = itertools.count()
 
     async def draw(prompt, key):
         params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=seed_of(key), logprobs=0,
                                 stop_token_ids=sorted(stop), detokenize=False,
                                 output_kind=RequestOutputKind.FINAL_ONLY)
-        async for reply in llm.generate({"type": "token", "prompt_token_ids": list(prompt)}, params,
-                                        str(next(numbers))):
-            out = reply.outputs[0]
+        try:
+            async for reply in llm.generate({"type": "token", "prompt_token_ids": list(prompt)}, params,
+                                            str(next(numbers))):
+                out = reply.outputs[0]
+        except Exception as e:  # of many kinds: the prompt is too long, the engine has died
+            raise EndpointError(f"vllm: {type(e).__name__}: {' '.join(str(e).split())[:200]}") from None
+        if out.finish_reason not in ("stop", "length"):
+            raise EndpointError(f"vllm: the action was cut off: finish_reason {out.finish_reason}")
         return list(out.token_ids), [round(p[t].logprob, 6) for t, p in zip(out.token_ids, out.logprobs)]
 
     return all_draws(draw)

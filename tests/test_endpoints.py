@@ -6,12 +6,10 @@ import threading
 import time
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import colbench
 import model as M
-from conftest import demos, records, script
+from conftest import records, script
 from utils import rng
 
 
@@ -190,25 +188,6 @@ def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(tiny_d
         for m, (prompt, action) in zip([m for m in history if m["role"] == "assistant"], turns):
             assert (prompt, action) in answers and m["logprobs"] == [-i / 8 for i in range(len(action))]
             assert len(m["candidates"]) == 3 and all((prompt, tuple(c["token_ids"])) in answers for c in m["candidates"])
-
-
-def test_vllm_in_process_plays_and_its_logprobs_are_the_models(tmp_path, tasks):
-    pytest.importorskip("vllm", reason="the package vllm is not installed")
-    model, tokenizer = M.tiny(demos(200), seed=0)
-    config = LlamaConfig(**{**model.lm.config.to_dict(), "head_dim": 32})  # vLLM on a CPU wants multiples of 32
-    M.save(M.TreeLM(LlamaForCausalLM(config)), tokenizer, str(tmp_path / "m"))
-    flags = ["--engine", "vllm", "--max_model_len", 1024, "-k", 2, "--candidates", 2, "--temperature", 0.7]
-    done = script("collect.py", "--model", tmp_path / "m", *PLAY, *flags, stdin=tasks, fresh=True)
-    assert done.returncode == 0, done.stderr
-    got, (lm, _) = records(done.stdout), M.load_lm(str(tmp_path / "m"), "cpu")
-    assert len(got) == 2 * len(tasks)
-    for r in got:
-        for m, (prompt, action) in zip([m for m in r["dialogue_history"] if m["role"] == "assistant"],
-                                       M.turns_of(tokenizer, r["dialogue_history"])):
-            assert list(action) == m["token_ids"] and len(m["candidates"]) == 2
-            logits = lm(torch.tensor([[*prompt, *action]])).logits[0, len(prompt) - 1:-1] / 0.7
-            want = logits.log_softmax(-1)[range(len(action)), list(action)]
-            assert torch.allclose(torch.tensor(m["logprobs"]), want, atol=0.05)
 
 
 TASK = """DESCRIPTION:

@@ -1,0 +1,127 @@
+"""A real vLLM, in its CPU build and on a tiny model: in process, as a server that samples, as a server that answers."""
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+import torch
+
+import colbench
+import model as M
+from conftest import CPU, ROOT, lines, records, script
+
+pytest.importorskip("vllm", reason="vllm is not installed (its CPU build: see .ci/run)")
+FAST = {**CPU, "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
+PLAY = ["--max_turns", 3, "--max_tokens", 12, "--temperature", 0.7, "--candidates", 2, "-k", 2]
+IN_PROCESS = [*PLAY, "--engine", "vllm", "--max_model_len", 1024]
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_dir, tmp_path_factory):
+    """[(process, url)] of two vLLM servers of the tiny model."""
+    out = []
+    for i in range(2):
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            port = s.getsockname()[1]
+        flags = ["--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--max-model-len", 2048, "--enforce-eager",
+                 "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", 1 << 26, "--generation-config", "vllm",
+                 "--logprobs-mode", "processed_logprobs", "--uvicorn-log-level", "warning"]
+        with open(tmp_path_factory.mktemp("server") / "log", "w") as log:
+            out.append((subprocess.Popen(
+                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny_dir, *map(str, flags)],
+                stdout=log, stderr=log, env=FAST, start_new_session=True), f"http://127.0.0.1:{port}", log.name))
+    end = time.time() + 300
+    for process, url, log in out:
+        while True:
+            assert process.poll() is None and time.time() < end, open(log).read()[-3000:]
+            try:
+                urllib.request.urlopen(url + "/health", timeout=5)
+                break
+            except OSError:
+                time.sleep(0.5)
+    yield [(process, url + "/v1") for process, url, _ in out]
+    for process, *_ in out:
+        stop(process)
+
+
+def stop(process):
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def start(tiny_dir, tasks, path, *flags):
+    """collect.py, started: its process; stdout goes to the file `path`."""
+    with open(path, "w") as out:
+        process = subprocess.Popen([sys.executable, "collect.py", "--model", tiny_dir, *map(str, flags)], cwd=ROOT,
+                                   stdin=subprocess.PIPE, stdout=out, stderr=subprocess.PIPE, text=True, env=FAST)
+    process.stdin.write(lines(tasks))
+    process.stdin.close()
+    end = time.time() + 180
+    while not path.read_text():
+        assert process.poll() is None and time.time() < end, process.stderr.read()
+        time.sleep(0.05)
+    return process
+
+
+def check(got, tiny_dir, tasks):
+    """Each episode is there once, and every log-prob that the sampler gave is the model's own at that temperature."""
+    lm, tokenizer = M.load_lm(tiny_dir, "cpu")
+    assert sorted((r["task"]["id"], r["sample"]) for r in got) == sorted((t["task"]["id"], i) for t in tasks
+                                                                        for i in range(2))
+    for r in got:
+        for m, (prompt, action) in zip([m for m in r["dialogue_history"] if m["role"] == "assistant"],
+                                       M.turns_of(tokenizer, r["dialogue_history"])):
+            assert list(action) == m["token_ids"] and len(m["candidates"]) == 2
+            logits = lm(torch.tensor([[*prompt, *action]])).logits[0, len(prompt) - 1:-1] / 0.7
+            want = logits.log_softmax(-1)[range(len(action)), list(action)]
+            assert torch.allclose(torch.tensor(m["logprobs"]), want, atol=1e-3)
+
+
+def test_in_process(tiny_dir, tasks, monkeypatch):
+    for key in FAST:
+        monkeypatch.setitem(CPU, key, FAST[key])
+    long = {"task": {**tasks[0]["task"], "id": "long", "problem_description": "one word more " * 600}}
+    done = script("collect.py", "--model", tiny_dir, *IN_PROCESS, stdin=[tasks[0], long, *tasks[1:]], fresh=True)
+    check(records(done.stdout), tiny_dir, tasks)
+    assert done.returncode == 1 and "2 episodes failed" in done.stderr  # a prompt beyond --max_model_len
+    assert "Traceback" not in done.stderr
+
+
+def test_killed_it_leaves_no_process_behind(tiny_dir, tasks, tmp_path):
+    process = start(tiny_dir, tasks, tmp_path / "out", *IN_PROCESS, "-k", 500)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    assert children
+    process.kill()
+    process.wait()
+    end = time.time() + 20
+    alive = lambda pid: os.path.exists(f"/proc/{pid}") and " Z " not in open(f"/proc/{pid}/stat").read()
+    while any(map(alive, children)):
+        assert time.time() < end, subprocess.run(["ps", "-fp", ",".join(children)], capture_output=True).stdout
+        time.sleep(0.1)
+
+
+def test_a_server_answers_as_the_human(tiny_dir, tasks, servers):
+    done = script("collect.py", "--model", tiny_dir, *PLAY, "--human", servers[0][1], stdin=tasks)
+    assert done.returncode == 0, done.stderr
+    check(records(done.stdout), tiny_dir, tasks)
+    again = script("collect.py", "--model", tiny_dir, *PLAY, "--human", servers[1][1], stdin=tasks)
+    replies = {m["content"] for r in records(done.stdout) for m in r["dialogue_history"][1:] if m["role"] == "user"}
+    assert replies and all(0 < len(reply) <= colbench.REPLY_CHARS for reply in replies)
+    assert replies == {m["content"] for r in records(again.stdout) for m in r["dialogue_history"][1:]
+                       if m["role"] == "user"}  # temperature 0
+
+
+def test_servers_sample_and_one_that_dies_is_left_out(tiny_dir, tasks, servers, tmp_path):
+    urls = ",".join(url for _, url in servers)
+    process = start(tiny_dir, tasks, tmp_path / "out", *PLAY, "--engine", urls, "--in_flight", 1)
+    stop(servers[1][0])
+    assert process.wait(120) == 0, process.stderr.read()
+    check(records((tmp_path / "out").read_text()), tiny_dir, tasks)
