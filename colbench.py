@@ -121,11 +121,17 @@ def redact(reply, hidden):
     return reply, len(quoted)
 
 
+def said(output):
+    """An output without the thought that a reasoning model puts before it; "" where the thought never ends."""
+    return re.sub(r"\A\s*<think>(?!.*</think>).*|\A.*?</think>", "", output, flags=re.S).strip()
+
+
 def read_action(output, last):
     """(content, answer) of a raw action: what the human is shown, and the final answer or None.
 
     In the last round (`last`) a message that is no answer counts as one, as in the benchmark.
     """
+    output = said(output)
     thought, found, sent = output.partition(OUTPUT)
     if not found or (ANSWER in thought and ANSWER not in sent):  # the marker may stand inside the answer's code
         sent = output

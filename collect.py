@@ -17,11 +17,12 @@ import multiprocessing
 import os
 import subprocess
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 from colbench import (Grader, GraderError, REPLY_CHARS, first_message, hidden_information, human_prompt, read_action,
-                      redact, scripted_human, task_id, with_hidden)
+                      redact, said, scripted_human, task_id, with_hidden)
 from utils import (Endpoint, EndpointError, fail, open_stdout, parser, progress, read_jsonl, rng, run, skip_bad_flag,
                    version)
 
@@ -42,6 +43,8 @@ def get_args(argv=None):
     # sampling
     p.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
     p.add_argument("--max_tokens", type=int, default=1024, help="of one message")
+    p.add_argument("--thinking", type=int, choices=[0, 1], default=0,
+                   help="1: leave models whose chat template knows thinking to it; the human never sees it")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--candidates", type=int, default=0, help="alternatives to sample at every turn (stage 2 wants 16)")
     p.add_argument("--candidates_share", type=float, default=1.0, help="share of the episodes that get candidates")
@@ -285,7 +288,7 @@ class Players:
             self.humans = Endpoint(args.human, args.in_flight, args.timeout, args.retries)
             self.human_model = await self.humans.model(args.human_model)
         self.tokenizer = open_directory(args.model)[1]
-        self.render = lambda history: render(self.tokenizer, history)
+        self.render = lambda history: render(self.tokenizer, history, args.thinking)
         stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id}
         if http(args.engine):
             self.engine = await http_engine(args, stop)
@@ -305,9 +308,10 @@ class Players:
             reply = (await client.chat.completions.create(
                 model=self.human_model, messages=[{"role": "user", "content": prompt}], temperature=0, seed=0,
                 max_tokens=REPLY_CHARS)).choices[0].message.content
-            if not (reply or "").strip():
+            reply = said(reply or "")
+            if not reply:
                 raise ValueError("an empty reply")
-            return reply.strip()[:REPLY_CHARS]
+            return reply[:REPLY_CHARS]
         reply = await self.humans(ask)
         clean, leaks = redact(reply, hidden_information(task))
         self.leaks += bool(leaks)
@@ -350,15 +354,15 @@ class Players:
             history.append({"role": "user", "content": await self.human(task, history)})
         return {"sample": sample, "dialogue_history": history, "answer": answer}
 
-    async def add_candidates(self, record):
+    async def add_candidates(self, record, sample):
         """Candidates for every turn of a dialogue that exists already."""
         history, turn = record["dialogue_history"], 0
-        key = (self.args.seed, task_id(record["task"]), record.get("sample", 0))
+        key = (self.args.seed, task_id(record["task"]), sample)
         for t, message in enumerate(history):
             if message["role"] == "assistant":
                 drawn = await self.act(record["task"], history[:t], (*key, turn), self.args.candidates)
                 message["candidates"], turn = drawn["candidates"], turn + 1
-        return {}
+        return {"sample": sample}
 
 
 # --- all episodes -----------------------------------------------------------------------------------------------------
@@ -376,27 +380,31 @@ def done_already(path):
 
 
 async def collect(args, emit):
-    done = done_already(args.resume) if args.resume else set()
+    done, seen = done_already(args.resume) if args.resume else set(), Counter()
+    before = len(done)
     players = await Players().make(args)
-    meta = {k: getattr(args, k) for k in ("model", "human", "temperature", "max_turns", "seed", "best_of", "critic",
-                                          "rules")} | {"version": version()}
+    meta = {k: getattr(args, k) for k in ("model", "human", "temperature", "max_turns", "thinking", "seed", "best_of",
+                                          "critic", "rules")} | {"version": version()}
     grader = Grader(rules=args.rules, workers=os.cpu_count(), unsafe=args.unsafe)
     threads = ThreadPoolExecutor(os.cpu_count())
     finished = asyncio.Queue()
-    bar, trouble, totals = progress("episodes"), [], {"episodes": 0, "reward": 0.0, "solved": 0, "tokens": 0,
-                                                "failed": 0}
+    bar, trouble, totals = progress("episodes"), [], Counter()
 
     def jobs():
         try:
             need = "task.problem_description", "task.ground_truth", "task.test_cases"
             for record in read_jsonl(sys.stdin, need, skip_bad=args.skip_bad):
                 record["task"] = {"kind": "backend", **record["task"], "id": task_id(record["task"])}
-                played = "dialogue_history" in record
+                played, n = "dialogue_history" in record, seen[record["task"]["id"]]
                 if played and not args.candidates:
                     fail(f"task {record['task']['id']} has a dialogue already: give --candidates, or cut it out")
-                for sample in [record.get("sample", 0)] if played else range(args.k):
-                    if (record["task"]["id"], sample) not in done:
+                seen[record["task"]["id"]] += 1
+                for sample in [record.get("sample", n)] if played else range(args.k):  # published ones aren't numbered
+                    if (key := (record["task"]["id"], sample)) not in done:
+                        done.add(key)
                         yield record, sample
+                    elif n:
+                        totals["repeated"] += 1
         except SystemExit as e:  # a bad line ends the input; what is under way is finished and written first
             trouble.append(e)
 
@@ -404,7 +412,7 @@ async def collect(args, emit):
         for record, sample in jobs:
             played = "dialogue_history" in record
             try:
-                new = await (players.add_candidates(record) if played else players.play(record["task"], sample))
+                new = await (players.add_candidates(record, sample) if played else players.play(record["task"], sample))
             except EndpointError as e:  # never a made-up reply: the episode is not written, and --resume plays it again
                 totals["failed"] += 1
                 if totals["failed"] <= 3:
@@ -436,12 +444,14 @@ async def collect(args, emit):
     with grader:
         await asyncio.gather(players_then_end(jobs()), writer())
     n = max(1, totals["episodes"])
-    print(f"{totals['episodes']} episodes ({len(done)} done before): tests passed {100 * totals['reward'] / n:.1f} %, "
+    print(f"{totals['episodes']} episodes ({before} done before): tests passed {100 * totals['reward'] / n:.1f} %, "
           f"success {100 * totals['solved'] / n:.1f} %, {totals['tokens'] / n:.0f} tokens each; "
           f"grader: {args.rules} rules, sandbox {grader.level}", file=sys.stderr)
     if players.leaks:
         print(f"the human quoted hidden code in {players.leaks} replies "
               f"({'cut out' if args.human_leak == 'redact' else '--human_leak redact cuts it out'})", file=sys.stderr)
+    if totals["repeated"]:
+        print(f"{totals['repeated']} episodes of tasks that stdin repeats were left out", file=sys.stderr)
     if totals["failed"]:
         trouble.append(SystemExit(f"error: {totals['failed']} episodes failed and were not written; "
                                   "--resume FILE plays them again"))

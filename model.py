@@ -297,26 +297,33 @@ def score(model, turns, max_tokens, what="scoring"):
 
 # --- turns: chat templates in, token ids out --------------------------------------------------------------------------
 
-def render(tokenizer, messages):
+@functools.cache
+def control_tokens(tokenizer):
+    """Tokens that steer the model: the special ones, and others that the template spells (Qwen3's <think>)."""
+    return [t.content for t in tokenizer.added_tokens_decoder.values()
+            if t.special or t.content.strip() and t.content in tokenizer.chat_template]
+
+
+def render(tokenizer, messages, thinking=0):
     """Token ids of a conversation up to where the assistant's next message starts.
 
     The template's own control tokens are the only ones: one that is spelled out inside a message stays plain text.
+    thinking: 1 leaves templates that know `enable_thinking` to their models' thinking, 0 switches it off.
     """
-    messages = [{"role": m["role"], "content": m["content"]} for m in messages]
-    to_text = lambda ms: tokenizer.apply_chat_template(ms, tokenize=False, add_generation_prompt=True)
-    control = [t.content for t in tokenizer.added_tokens_decoder.values()]
-    if not any(t in m["content"] for m in messages for t in control):
-        return tokenizer(to_text(messages), add_special_tokens=False)["input_ids"]
-    marked = to_text([{**m, "content": f"\ue000{i}\ue001"} for i, m in enumerate(messages)])
+    control = ["\ue000", *control_tokens(tokenizer)]
+    spelled = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))))
+    hide = lambda text: spelled.sub(lambda m: f"\ue000{control.index(m[0])}\ue001", text)
+    text = tokenizer.apply_chat_template([{"role": m["role"], "content": hide(m["content"])} for m in messages],
+                                         tokenize=False, add_generation_prompt=True, enable_thinking=bool(thinking))
     ids = []
-    for i, part in enumerate(re.split("\ue000(\\d+)\ue001", marked)):  # template, index, template, index, ...
-        ids += plain_ids(tokenizer, messages[int(part)]["content"]) if i % 2 else \
-            tokenizer(part, add_special_tokens=False)["input_ids"]
+    for i, part in enumerate(re.split("\ue000(\\d+)\ue001", text)):  # text, index of a hidden token, text, ...
+        for piece in (control[int(part)][:1], control[int(part)][1:]) if i % 2 else (part,):
+            ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
     return ids
 
 
 def plain_ids(tokenizer, text):
-    """Token ids of text in which nothing is a control token."""
+    """Token ids of text in which nothing is a special token."""
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
@@ -330,14 +337,20 @@ def end_of_turn(tokenizer):
     return ids[:control[0] + 1] if control else [tokenizer.eos_token_id]
 
 
-def turns_of(tokenizer, history, hidden=None):
-    """[(prompt_ids, action_ids)] of a dialogue's assistant messages, in order.
+def thinks(record):
+    """Whether the record's dialogue was sampled with --thinking 1."""
+    return record.get("meta", {}).get("thinking", 0)
+
+
+def turns_of(tokenizer, record, hidden=None):
+    """[(prompt_ids, action_ids)] of the assistant messages in a record's dialogue_history, in order.
 
     An action is the stored `token_ids`, what was really sampled; where there are none (demonstrations, published data),
     the raw `output` (else `content`) and the end of turn. `hidden`, the information c, is put in front of the prompts.
     """
-    seen, eot = with_hidden(history, hidden) if hidden is not None else history, end_of_turn(tokenizer)
-    turns = [(tuple(render(tokenizer, seen[:t])),
+    history, eot = record["dialogue_history"], end_of_turn(tokenizer)
+    seen, thinking = with_hidden(history, hidden) if hidden is not None else history, thinks(record)
+    turns = [(tuple(render(tokenizer, seen[:t], thinking)),
               tuple(m.get("token_ids") or plain_ids(tokenizer, m.get("output") or m["content"]) + eot))
              for t, m in enumerate(history) if m["role"] == "assistant"]
     if any(max(action) >= len(tokenizer) for _, action in turns):

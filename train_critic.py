@@ -108,7 +108,7 @@ def prepare(args, records):
     tokenizer, turns, of, long = open_directory(args.model)[1], [], [], 0
     for r in records:
         of.append([])
-        own = turns_of(tokenizer, r["dialogue_history"], hidden_information(r["task"]) if args.hidden_info else None)
+        own = turns_of(tokenizer, r, hidden_information(r["task"]) if args.hidden_info else None)
         for message, (prompt, action) in zip(agent_messages(r), own):
             of[-1].append([])
             for a in (action, *(tuple(c["token_ids"]) for c in message.get("candidates", ()))):

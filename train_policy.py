@@ -99,7 +99,7 @@ def prepare(args):
     records = list(read_jsonl(sys.stdin, need, skip_bad=args.skip_bad))
     made = tiny(records, args.seed) if args.model == "tiny" else None
     tokenizer = made[1] if made else open_directory(args.model)[1]
-    groups = make_examples(args, records, [turns_of(tokenizer, r["dialogue_history"]) for r in records])
+    groups = make_examples(args, records, [turns_of(tokenizer, r) for r in records])
     fits = lambda example: all(len(prompt) + len(action) <= args.max_length
                                for side in example for prompt, action in side)
     short = [g for g in ([e for e in group if fits(e)] for group in groups) if g]

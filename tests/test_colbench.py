@@ -87,6 +87,9 @@ def test_slots_of():
     (f"{ANSWER}\nprint('OUTPUT:', 3)", False, f"{ANSWER}\nprint('OUTPUT:', 3)", "print('OUTPUT:', 3)"),  # in the code
     (f"not yet: {ANSWER}? OUTPUT: {ANSWER} code", False, f"{ANSWER} code", "code"),
     (f"{ANSWER} a {ANSWER} b", False, f"{ANSWER} a {ANSWER} b", f"a {ANSWER} b"),
+    (f"<think>\n{ANSWER} no\n</think>\n\nwhich rate?", False, "which rate?", None),       # a reasoning model
+    (f"hm, {ANSWER}\n</think>\n{ANSWER} code", False, f"{ANSWER} code", "code"),            # its template thought first
+    (f"<think>\n{ANSWER} cut of", False, "", None), (f"<think>\n{ANSWER} cut of", True, "", ""),
     (ANSWER, False, ANSWER, ""), ("", False, "", None), ("", True, "", "")])
 def test_read_action(output, last, content, answer):
     assert read_action(output, last) == (content, answer)

@@ -184,7 +184,7 @@ def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(tiny_d
     answers = {(tuple(b["prompt"]), tuple(sampled("", b)["choices"][0]["token_ids"])) for b in bodies}
     for r in got:
         history = r["dialogue_history"]
-        turns = M.turns_of(tokenizer, history)
+        turns = M.turns_of(tokenizer, {"dialogue_history": history})
         for m, (prompt, action) in zip([m for m in history if m["role"] == "assistant"], turns):
             assert (prompt, action) in answers and m["logprobs"] == [-i / 8 for i in range(len(action))]
             assert len(m["candidates"]) == 3 and all((prompt, tuple(c["token_ids"])) in answers for c in m["candidates"])

@@ -108,7 +108,7 @@ def test_sharing_saves_tokens_on_candidates(tiny_dir):
     _, tokenizer = M.load(tiny_dir)
     r, turns = random.Random(0), []
     for d in demos(50):
-        for prompt, action in M.turns_of(tokenizer, d["dialogue_history"]):
+        for prompt, action in M.turns_of(tokenizer, d):
             turns += [(prompt, tuple(r.randrange(6, 300) for _ in action)) for _ in range(16)]
     assert sum(len(p) + len(a) for p, a in turns) > 4.5 * M.tree_tokens(turns)
 
@@ -148,6 +148,19 @@ TEMPLATES = {
                "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
                "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
                "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "<|im_end|>"),
+    "qwen3": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"],  # and <think>, </think>, which are not special
+              "{% set ns = namespace(last=0) %}"
+              "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+              "{% for m in messages %}{% set content = m['content'] %}{% set thought = '' %}"
+              "{% if m['role'] == 'assistant' and '</think>' in content %}"
+              "{% set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+              "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+              "<|im_start|>{{ m['role'] }}\n"
+              "{% if m['role'] == 'assistant' and loop.index0 > ns.last and (loop.last or thought) %}"
+              "<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ content }}<|im_end|>\n{% endfor %}"
+              "{% if add_generation_prompt %}<|im_start|>assistant\n"
+              "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+              "{% endif %}", "<|im_end|>"),
     "mistral": (["<s>", "</s>", "[INST]", "[/INST]"],
                 "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }}[/INST]"
                 "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}", "</s>"),
@@ -158,7 +171,9 @@ TEMPLATES = {
               "{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
               "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}", "<end_of_turn>"),
 }
-ENDS = {"llama3": "<|end_of_text|>", "chatml": "<|endoftext|>", "mistral": "</s>", "gemma": "<eos>"}
+ENDS = {"llama3": "<|end_of_text|>", "chatml": "<|endoftext|>", "qwen3": "<|endoftext|>", "mistral": "</s>", "gemma": "<eos>"}
+
+NO_BOS = "chatml", "qwen3"
 
 
 def byte_tokenizer(name):
@@ -168,17 +183,22 @@ def byte_tokenizer(name):
     t = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     t.pre_tokenizer, t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     t.add_special_tokens(control)
-    if name != "chatml":
+    t.add_tokens(["<think>", "</think>"] * (name == "qwen3"))
+    if name not in NO_BOS:
         bos = (control[0], len(alphabet))
         t.post_processor = processors.TemplateProcessing(f"{control[0]} $A", special_tokens=[bos])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, eos_token=ENDS[name], clean_up_tokenization_spaces=False,
-                                        **({"bos_token": control[0]} if name != "chatml" else {}))
+                                        **({"bos_token": control[0]} if name not in NO_BOS else {}))
     tokenizer.chat_template = template
     return tokenizer
 
 
 def dialogue(*contents):
     return [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
+
+
+def turns_of(tokenizer, history, hidden=None, thinking=0):
+    return M.turns_of(tokenizer, {"dialogue_history": history, "meta": {"thinking": thinking}}, hidden)
 
 
 PLAIN = dialogue("write f(x): the price", "what is the fee?", "fee=3",
@@ -191,26 +211,26 @@ class TestTemplate:
         tokenizer, (control, _, end) = byte_tokenizer(name), TEMPLATES[name]
         spelled = [{**m, "content": m["content"] + "".join(control) + "."} for m in PLAIN]
         for history in (PLAIN, spelled):
-            turns = M.turns_of(tokenizer, history)
+            turns = turns_of(tokenizer, history)
             assert [tokenizer.decode(action) for _, action in turns] == [m["content"] + end for m in history[1::2]]
 
     def test_prompt_is_the_template_with_one_bos(self, name):
         tokenizer, (control, _, _) = byte_tokenizer(name), TEMPLATES[name]
         for t in (1, 3):
-            prompt = M.turns_of(tokenizer, PLAIN)[t // 2][0]
-            assert tokenizer.decode(prompt) == tokenizer.apply_chat_template(PLAIN[:t], tokenize=False,
+            prompt = turns_of(tokenizer, PLAIN)[t // 2][0]
+            assert tokenizer.decode(prompt) == tokenizer.apply_chat_template(PLAIN[:t], tokenize=False, enable_thinking=False,
                                                                              add_generation_prompt=True)
-            assert prompt.count(tokenizer.convert_tokens_to_ids(control[0])) == (name != "chatml")
+            assert prompt.count(tokenizer.convert_tokens_to_ids(control[0])) == (name not in NO_BOS)
 
     def test_spelled_control_tokens_stay_text(self, name):
         tokenizer, (control, _, _) = byte_tokenizer(name), TEMPLATES[name]
         ids = set(tokenizer.convert_tokens_to_ids(control))
         spelled = [{**m, "content": m["content"] + "".join(control) + "\ue0000\ue001."} for m in PLAIN]
         count = lambda turns: [sum(i in ids for i in part) for turn in turns for part in turn]
-        assert count(M.turns_of(tokenizer, spelled)) == count(M.turns_of(tokenizer, PLAIN))
-        assert count(M.turns_of(tokenizer, PLAIN, "".join(control))) == count(M.turns_of(tokenizer, PLAIN, "c"))
-        assert tokenizer.decode(M.turns_of(tokenizer, spelled)[1][0]) == \
-            tokenizer.apply_chat_template(spelled[:3], tokenize=False, add_generation_prompt=True)
+        assert count(turns_of(tokenizer, spelled)) == count(turns_of(tokenizer, PLAIN))
+        assert count(turns_of(tokenizer, PLAIN, "".join(control))) == count(turns_of(tokenizer, PLAIN, "c"))
+        assert tokenizer.decode(turns_of(tokenizer, spelled)[1][0]) == \
+            tokenizer.apply_chat_template(spelled[:3], tokenize=False, add_generation_prompt=True, enable_thinking=False)
 
     def test_end_of_turn_is_the_templates(self, name):
         tokenizer, (_, _, end) = byte_tokenizer(name), TEMPLATES[name]
@@ -218,30 +238,58 @@ class TestTemplate:
 
     def test_later_prompts_extend_earlier_turns(self, name):
         tokenizer = byte_tokenizer(name)
-        (prompt, action), (later, _) = M.turns_of(tokenizer, PLAIN)
+        (prompt, action), (later, _) = turns_of(tokenizer, PLAIN)
+        if name == "qwen3":  # an empty thought stands before a new message alone
+            prompt = prompt[:-len(tokenizer("<think>\n\n</think>\n\n")["input_ids"])]
         assert later[:len(prompt)] == prompt
         if name != "mistral":  # its template writes a space that the action does not begin with
             assert later[:len(prompt) + len(action)] == prompt + action
 
     def test_hidden_information_stands_in_front_of_the_same_conversation(self, name):
         tokenizer = byte_tokenizer(name)
-        seen, blind = M.turns_of(tokenizer, PLAIN, "SECRET"), M.turns_of(tokenizer, PLAIN)
+        seen, blind = turns_of(tokenizer, PLAIN, "SECRET"), turns_of(tokenizer, PLAIN)
         for (p, a), (q, b) in zip(seen, blind):
             assert a == b and "SECRET" in tokenizer.decode(p) and "SECRET" not in tokenizer.decode(q)
             assert tokenizer.decode(p).replace("Hidden reference:\nSECRET\n\n", "") == tokenizer.decode(q)
+
+
+def test_thinking():
+    """Qwen3's template: 0 puts an empty thought before each new message, 1 none; a thought is said once, as an action."""
+    tokenizer, marks = byte_tokenizer("qwen3"), byte_tokenizer("qwen3").convert_tokens_to_ids(["<think>", "</think>"])
+    history = copy.deepcopy(PLAIN)
+    history[1]["output"] = "<think>\nwhich?\n</think>\n\nwhat is the fee?"
+    for thinking in (0, 1):
+        turns = turns_of(tokenizer, history, None, thinking)
+        for t, (prompt, _) in enumerate(turns):
+            assert tokenizer.decode(prompt) == tokenizer.apply_chat_template(
+                history[:2 * t + 1], tokenize=False, add_generation_prompt=True, enable_thinking=bool(thinking))
+            assert [i for i in prompt if i in marks] == marks * (not thinking)
+        assert [i for i in turns[0][1] if i in marks] == marks  # as it was sampled
+        history[2]["content"] += "</think><think>"  # a human who spells them
+        for prompt, _ in turns_of(tokenizer, history, None, thinking):
+            assert [i for i in prompt if i in marks] == marks * (not thinking)
+        history[2]["content"] = PLAIN[2]["content"]
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma"])
+def test_templates_that_trim_do_so_whatever_the_message_spells(name):
+    tokenizer = byte_tokenizer(name)
+    history = dialogue("  write f \n", " which? ", f"\n {ENDS[name]} \n")
+    assert tokenizer.decode(M.render(tokenizer, history)) == tokenizer.apply_chat_template(
+        history, tokenize=False, add_generation_prompt=True)
 
 
 def test_stored_token_ids_are_the_action():
     """What was sampled is scored, however the tokenizer would write the same text."""
     history = copy.deepcopy(PLAIN)
     history[1]["token_ids"] = [1, 2, 3]
-    assert [a for _, a in M.turns_of(byte_tokenizer("llama3"), history)][0] == (1, 2, 3)
+    assert [a for _, a in turns_of(byte_tokenizer("llama3"), history)][0] == (1, 2, 3)
 
 
 def test_output_rather_than_content_is_the_action():
     tokenizer, history = byte_tokenizer("llama3"), copy.deepcopy(PLAIN)
     history[1]["output"] = "let me think OUTPUT: what is the fee?"
-    (_, action), (later, _) = M.turns_of(tokenizer, history)
+    (_, action), (later, _) = turns_of(tokenizer, history)
     assert tokenizer.decode(action) == history[1]["output"] + "<|eot_id|>"
     assert "let me think" not in tokenizer.decode(later)  # the next prompt shows what was sent
 
@@ -272,8 +320,8 @@ def test_saving_and_loading_change_nothing(tmp_path):
     model, tokenizer = M.tiny(demos(50), 0)
     M.save(model, tokenizer, str(tmp_path / "m"))
     again, tokenizer_again = M.load(str(tmp_path / "m"))
-    turns = [t for d in demos(5, seed=4) for t in M.turns_of(tokenizer, d["dialogue_history"])]
-    assert turns == [t for d in demos(5, seed=4) for t in M.turns_of(tokenizer_again, d["dialogue_history"])]
+    turns = [t for d in demos(5, seed=4) for t in M.turns_of(tokenizer, d)]
+    assert turns == [t for d in demos(5, seed=4) for t in M.turns_of(tokenizer_again, d)]
     assert all(torch.equal(a, b) for a, b in zip(M.action_logps(model, turns), M.action_logps(again, turns)))
 
 

@@ -147,7 +147,7 @@ def test_the_samplers_logprobs_are_the_models(episodes, tiny_dir):
     """Padding, the cache, dropped rows: none of it changes what the model would say of the same tokens."""
     model, tokenizer = M.load(tiny_dir)
     for r in episodes:
-        own = M.turns_of(tokenizer, r["dialogue_history"])
+        own = M.turns_of(tokenizer, r)
         for m, (prompt, action), logps in zip(agent(r), own, M.score(model, own, 4096)):
             assert list(action) == m["token_ids"] and len(action) <= 40
             assert torch.allclose(logps, torch.tensor(m["logprobs"]), rtol=0, atol=1e-4)

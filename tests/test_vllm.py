@@ -78,7 +78,7 @@ def check(got, tiny_dir, tasks):
                                                                         for i in range(2))
     for r in got:
         for m, (prompt, action) in zip([m for m in r["dialogue_history"] if m["role"] == "assistant"],
-                                       M.turns_of(tokenizer, r["dialogue_history"])):
+                                       M.turns_of(tokenizer, r)):
             assert list(action) == m["token_ids"] and len(m["candidates"]) == 2
             logits = lm(torch.tensor([[*prompt, *action]])).logits[0, len(prompt) - 1:-1] / 0.7
             want = logits.log_softmax(-1)[range(len(action)), list(action)]

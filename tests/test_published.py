@@ -1,0 +1,132 @@
+"""ColBench's public files as they are: bare tasks, and offline trajectories without ids, numbers or token ids."""
+import json
+import os
+
+import pytest
+
+import model as M
+from colbench import task_id
+from conftest import ROOT, records, script
+
+REAL = os.path.join(ROOT, "..", "shared", "colbench", "backend_tasks.jsonl")
+
+
+def public_task(n, **more):
+    """A bare task: its description is vague, the function is what the human sees."""
+    return {"problem_description": f"I need a function price{n}(x) that gives the price of x.",
+            "ground_truth": f"def price{n}(x):\n    return x * {n} + 17",
+            "test_cases": {f"test{i}": f"price{n}({i})" for i in range(1, 11)}, **more}
+
+
+def public_trajectory(n, block):
+    """An offline record: the first block's answers are right, the second's wrong by one."""
+    answer = f"def price{n}(x):\n    return x * {n} + {17 + block}"
+    say = lambda text, thought: {"role": "assistant", "content": text, "input": "the prompt as text",
+                                 "output": f"{thought}OUTPUT: {text}"}
+    return {"task": public_task(n), "dialogue_history": [
+        {"role": "user", "content": f"a long instruction. I need a function price{n}(x)."},
+        say("What is the rate?", "I don't know the rate. "), {"role": "user", "content": f"It is {n}."},
+        say(f"I WANT TO ANSWER:\n```python\n{answer}\n```", "")],
+        "answer": f"```python\n{answer}\n```", "reward": 1.0 - block}
+
+
+@pytest.fixture
+def trajectories():
+    """Three tasks once, then all again, as the released file has them."""
+    return [public_trajectory(n, block) for block in (0, 1) for n in (2, 3, 4)]
+
+
+def test_bare_tasks(tiny_dir):
+    tasks = [public_task(n) for n in (2, 3)]
+    for flags in (["grade", "--reference", 1], ["check"]):
+        done = script("colbench.py", *flags, stdin=tasks)
+        assert done.returncode == 0 and [r["task"] for r in records(done.stdout)] == tasks, done.stderr
+    assert all(r["reward"] == 1 for r in records(script("colbench.py", "grade", "--reference", 1, stdin=tasks).stdout))
+    got = records(script("collect.py", "--model", tiny_dir, "-k", 2, "--human", "fixed:no", "--max_turns", 2,
+                         "--max_tokens", 5, stdin=[*tasks, tasks[0]]).stdout)  # said again, it is the same task
+    assert sorted((r["task"]["id"], r["sample"]) for r in got) == sorted((task_id(t), i) for t in tasks for i in (0, 1))
+
+
+def test_offline_trajectories_go_into_every_stage(trajectories, tiny_dir, tmp_path):
+    done = script("colbench.py", "grade", stdin=trajectories)
+    assert [r["reward"] for r in records(done.stdout)] == [1.0] * 3 + [0.0] * 3, done.stderr
+    (row,) = records(script("evaluate.py", stdin=trajectories).stdout)
+    assert row["episodes"] == 6 and row["success %"] == 50
+
+    critic = ["--model", tiny_dir, "--held_out", 0, "--epochs", 1, "--lr", 1e-3]
+    done = script("train_critic.py", *critic, "--out", tmp_path / "critic", stdin=trajectories)
+    scored = records(done.stdout)
+    assert done.returncode == 0 and len(scored) == 6, done.stderr
+    first = json.loads((tmp_path / "critic" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["pairs"] == 3 and first["tasks"] == 3  # by task, though no two of one stand together
+    for r, before in zip(scored, trajectories):
+        assert all("advantage" in m for m in r["dialogue_history"] if m["role"] == "assistant")
+        for m in r["dialogue_history"]:
+            m.pop("advantage", None)
+        assert r == before  # nothing else has changed
+
+    for loss in ("rft", "mtdpo"):
+        flags = ["--model", tiny_dir, "--loss", loss, "--epochs", 1, "--out", tmp_path / loss]
+        done = script("train_policy.py", *flags, stdin=trajectories)
+        assert done.returncode == 0, done.stderr
+
+    done = script("collect.py", "--model", tiny_dir, "--candidates", 3, "--max_tokens", 5, stdin=trajectories)
+    sampled = records(done.stdout)
+    assert sorted((r["task"]["problem_description"], r["sample"], r["reward"]) for r in sampled) == sorted(
+        (public_task(n)["problem_description"], block, 1.0 - block) for n in (2, 3, 4) for block in (0, 1)), done.stderr
+    scored = script("train_critic.py", *critic, "--out", tmp_path / "critic2", stdin=sampled).stdout
+    done = script("train_policy.py", "--model", tiny_dir, "--out", tmp_path / "sweet", stdin=scored)
+    assert done.returncode == 0 and json.loads(done.stdout)["steps"] > 0, done.stderr
+
+
+def test_the_raw_output_is_what_is_trained(trajectories, tiny_dir):
+    _, tokenizer, _ = M.open_directory(tiny_dir)
+    (_, asked), (prompt, _) = M.turns_of(tokenizer, trajectories[0])
+    assert tokenizer.decode(asked) == "I don't know the rate. OUTPUT: What is the rate?<|end|>"
+    assert "What is the rate?" in tokenizer.decode(prompt) and "I don't know" not in tokenizer.decode(prompt)
+
+
+def test_hidden_information_wins_over_the_reference(trajectories, tiny_dir, tmp_path):
+    """As what the critic reads: with it equal to the reference nothing changes, with another text something does."""
+    def advantages(name, hidden):
+        rs = [{**r, "task": {**r["task"], **hidden(r["task"])}} for r in trajectories]
+        done = script("train_critic.py", "--model", tiny_dir, "--held_out", 0, "--epochs", 1, "--lr", 1e-3, "--out",
+                      tmp_path / name, stdin=rs)
+        assert done.returncode == 0, done.stderr
+        return [m["advantage"] for r in records(done.stdout) for m in r["dialogue_history"] if "advantage" in m]
+    plain = advantages("plain", lambda task: {})
+    assert len(plain) == 12 and len(set(plain)) > 3
+    assert advantages("same", lambda task: {"hidden_information": task["ground_truth"]}) == plain
+    assert advantages("other", lambda task: {"hidden_information": "rates differ by day"}) != plain
+
+
+@pytest.mark.parametrize("name, flags", [
+    ("colbench.py", ["grade", "--reference", 1]), ("colbench.py", ["check"]),
+    ("collect.py", ["--human", "fixed:no", "--max_turns", 2, "--max_tokens", 5]),
+    ("train_policy.py", ["--loss", "mtdpo", "--epochs", 1]), ("train_critic.py", ["--epochs", 1, "--held_out", 0]),
+    ("evaluate.py", [])])
+def test_partial_lines_are_named_or_skipped(name, flags, trajectories, tiny_dir, tmp_path):
+    tasks = name in ("colbench.py", "collect.py")
+    good = [json.dumps(public_task(n) if tasks else r) for n, r in enumerate(trajectories)]
+    broken = [good[0][:60], '{"task": {"problem_description": "f"}, "dialogue_history": null}', "[]"]
+    stdin = "\n".join([*good[:3], *broken, *good[3:]]) + "\n"
+    model = [] if name in ("colbench.py", "evaluate.py") else ["--model", tiny_dir]
+    out = ["--out", tmp_path / "out"] if name.startswith("train") else []
+    done = script(name, *flags, *model, *out, stdin=stdin)
+    error = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and len(error) == 1 and "stdin, line 4" in error[0], done.stderr
+    done = script(name, *flags, *model, *out, "--skip_bad", 1, stdin=stdin)
+    assert done.returncode == 0 and "3 of 9 lines" in done.stderr, done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists(REAL), reason="no real ColBench tasks at ../shared/colbench/backend_tasks.jsonl")
+def test_check_finds_the_real_tasks_that_cannot_be_graded():
+    """By 0-based line: a module that is not there, a file written, an order that hashes decide, random numbers."""
+    done = script("colbench.py", "check", stdin=open(REAL).read())
+    said = {int(line.split(":")[0].split()[1]) - 1: line for line in done.stderr.splitlines() if "dropped" in line}
+    assert set(said) == {214, 235, 248, 264} and "bs4" in said[214] and "differs between two runs" in said[264]
+    kept = [r["task"] for r in records(done.stdout)]
+    tasks = [json.loads(line) for line in open(REAL)]
+    assert kept == [t for i, t in enumerate(tasks) if i not in said]  # datetimes (207) and types (211) are values
+    repeats = {i for i, t in enumerate(tasks) if len(set(t["test_cases"].values())) < len(t["test_cases"])}
+    assert repeats == {int(line.split(":")[0].split()[1]) - 1 for line in done.stderr.splitlines() if "repeats" in line}
