@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import warnings
+import weakref
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -24,6 +25,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig,
                           LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast)
@@ -99,10 +101,17 @@ def count():
     return {"computed": computed, "unshared": unshared, "sharing": unshared / max(1, computed)}
 
 
+def tree_size(turns):
+    """(tokens, keys): how many tokens `pack(turns)` computes, and how many keys they attend to in all."""
+    seqs = sorted([*prompt, *action] for prompt, action in turns)
+    shared = [0, *map(common_prefix, seqs, seqs[1:])]
+    upto = lambda n: n * (n + 1) // 2
+    return sum(map(len, seqs)) - sum(shared), sum(upto(len(s)) for s in seqs) - sum(map(upto, shared))
+
+
 def tree_tokens(turns):
     """How many tokens `pack(turns)` computes."""
-    seqs = sorted([*prompt, *action] for prompt, action in turns)
-    return sum(map(len, seqs)) - sum(map(common_prefix, seqs, seqs[1:]))
+    return tree_size(turns)[0]
 
 
 # --- attention over runs ----------------------------------------------------------------------------------------------
@@ -197,7 +206,7 @@ class TreeLM(torch.nn.Module):
 
     def forward(self, tree, scored, chunk):
         """Log-probs (N,) of the tokens at the flat indices `scored` (N,); the head runs on `chunk` tokens at a time."""
-        at_once = 2 ** 26 if self.device.type == "cuda" else 2 ** 24  # logits: 256 MB, or 64 MB, in fp32
+        at_once = 2 ** 24 if self.device.type == "cpu" else 2 ** 26  # logits: 64 MB, or 256 MB, in fp32
         chunk = chunk or max(64, at_once // self.lm.config.vocab_size)
         hidden = self.lm.model(input_ids=tree.ids[None], position_ids=tree.pos[None], runs=tree.runs,
                                use_cache=False).last_hidden_state[0]  # (T, width)
@@ -360,12 +369,15 @@ def turns_of(tokenizer, record, hidden=None):
 
 # --- loading, sharding, saving ----------------------------------------------------------------------------------------
 
-def open_directory(path):
-    """(directory, tokenizer, config) of a Hugging Face directory or hub name, or one line on why not."""
+def open_directory(path, weights=False):
+    """(directory, tokenizer, config) of a Hugging Face directory or hub name, or one line on why not.
+
+    From the hub it fetches the weights only where they are asked for.
+    """
     try:
         if not os.path.isdir(path):
             from huggingface_hub import snapshot_download
-            path = snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.model", "*.safetensors"])
+            path = snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.model"] + ["*.safetensors"] * weights)
         config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as e:
         fail(f"no model at {path!r}: {str(e).splitlines()[0]}")
@@ -384,7 +396,7 @@ def machine(args, device):
 
 def load_lm(path, device):
     """(transformers causal LM, tokenizer) to sample with."""
-    path, tokenizer, _ = open_directory(path)
+    path, tokenizer, _ = open_directory(path, weights=True)
     lm = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32)
     return lm.to(device), tokenizer
 
@@ -394,7 +406,7 @@ def load(path, device="cpu", attention="auto", dtype=torch.float32, **sharding):
 
     The weights go from the safetensors files straight to where they belong: no rank reads what it does not keep.
     """
-    path, tokenizer, c = open_directory(path)
+    path, tokenizer, c = open_directory(path, weights=True)
     if any(t != "full_attention" for t in getattr(c, "layer_types", None) or []) or \
             getattr(c, "final_logit_softcapping", None) or getattr(c, "attn_logit_softcapping", None) or \
             (not getattr(c, "layer_types", None) and getattr(c, "sliding_window", None)):
@@ -432,6 +444,12 @@ def read_weights(model, path):
         fail(f"the weights in {path!r} are not those of its config.json: {str(e).splitlines()[-1]}")
 
 
+def recompute_layers(model):
+    """Layers keep their inputs alone, and are computed again in the backward pass."""
+    for layer in model.lm.model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
 def shard(model, dtype, replicate=1, offload=0, recompute=0):
     """FSDP2: fp32 weights, gradients and moments spread over all processes, computation in dtype.
 
@@ -439,8 +457,8 @@ def shard(model, dtype, replicate=1, offload=0, recompute=0):
     moments rest in CPU memory. recompute: a layer's activations are computed again in the backward pass, not kept.
     """
     layers, model.dtype = model.lm.model.layers, dtype
-    for layer in layers if recompute else ():
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    if recompute:
+        recompute_layers(model)
     if WORLD == 1 and dtype == torch.float32 and not offload:
         return model
     if WORLD % replicate:
@@ -530,6 +548,93 @@ def reference(model, turns, max_tokens, out):
         save_file({"logps": torch.cat(logps)}, path + ".part")
         os.replace(path + ".part", path)
     return logps
+
+
+# --- --dry_run: what a run would take ---------------------------------------------------------------------------------
+
+class ShapesOnly(torch.autograd.Function):
+    """What flash attention keeps and returns, without its numbers: the kernel "tree_meta"."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out = torch.empty_like(q)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:2], dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
+AttentionInterface.register("tree_meta", functools.partial(
+    tree_attention, lambda q, k, v, runs, scale: ShapesOnly.apply(q, k, v)))
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of the tensors made inside it, but for views of `known` ones: `peak` is the most at once."""
+
+    def __init__(self, known=()):
+        super().__init__()
+        self.now, self.peak, self.seen = 0, 0, weakref.WeakSet(x.untyped_storage() for x in known)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage()) not in self.seen:
+                self.seen.add(storage)
+                weakref.finalize(storage, self.free, storage.nbytes())
+                self.now += storage.nbytes()
+                self.peak = max(self.peak, self.now)
+        return out
+
+    def free(self, n):
+        self.now -= n
+
+
+def plan(args, config, steps, turns_in, scored):
+    """What a run on args.dry_run GPUs would take: a dict. steps: [[example, ...], ...]; scored: [[turn, ...], ...].
+
+    FLOPs are 2 a weight and token, 4 L H D a token and key; three times that for a token trained on, and once more
+    where layers or branches are computed again. Memory, GB a GPU: fp32 weights, gradients and moments, spread; a layer
+    and the root as FSDP gathers them, with their gradients; activations, counted on the meta device.
+    """
+    dtype, again = {"fp32": torch.float32}.get(args.dtype, torch.bfloat16), args.recompute != 0
+    with torch.device("meta"):
+        model = TreeLM(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="tree_meta"))
+    if again:
+        recompute_layers(model)
+    size = lambda module: sum(p.numel() for p in module.parameters())
+    total, layer, c = size(model), size(model.lm.model.layers[0]), model.lm.config
+    body, head, attend = layer * c.num_hidden_layers, c.vocab_size * c.hidden_size, \
+        4 * c.num_hidden_layers * c.num_attention_heads * getattr(c, "head_dim", c.hidden_size // c.num_attention_heads)
+
+    flops = tokens = 0
+    largest, most_tokens = None, 0
+    for part in (p for batch in steps for p in micro_batches(batch, turns_in, args.max_tokens)):
+        trees = branches(turns := turns_in(part), args.max_tokens)
+        for tree in ([turns[i] for i in b] for b in trees):
+            (n, keys), actions, twice = tree_size(tree), sum(len(action) for _, action in tree), len(trees) > 1
+            flops += (2 * body * n + attend * keys) * (3 + again + twice) + 2 * head * actions * (4 + twice)
+            tokens += n * (1 + twice)
+            largest, most_tokens = (tree, n) if n > most_tokens else (largest, most_tokens)
+    scoring = [tree_size([turns[i] for i in b]) + (sum(len(turns[i][1]) for i in b),)
+               for turns in scored for b in branches(turns, args.max_tokens)]
+    flops += sum(2 * body * n + attend * keys + 2 * head * actions for n, keys, actions in scoring)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # FSDP takes it away
+    with LiveBytes(model.parameters()) as live:
+        tree = pack(largest, "meta")
+        n = len(set(torch.cat(pack(largest).actions).tolist()))
+        model(tree, torch.empty(n, dtype=torch.long, device="meta"), None).sum().backward()
+    shards, b = args.dry_run // args.replicate, dtype.itemsize
+    gb = {"weights_gradients_moments": 16 * total / shards, "gathered": (total - body) * (b + 4) + layer * (3 * b + 4),
+          "activations": live.peak}
+    short = lambda x: float(f"{x:.3g}")
+    return {"gpus": args.dry_run, "parameters": total, "steps": len(steps), "examples": sum(map(len, steps)),
+            "training_tokens": tokens, "scoring_tokens": sum(n for n, *_ in scoring), "largest_tree": most_tokens,
+            "petaflops": short(flops / 1e15), "hours_at_400_tflops": short(flops / 400e12 / args.dry_run / 3600),
+            "gb_a_gpu": {name: short(x / 1e9) for name, x in {**gb, "total": sum(gb.values())}.items()}}
 
 
 # Words, numbers, `name=` and each function's head and body are one token: dialogues of about 80 tokens.

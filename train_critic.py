@@ -133,9 +133,9 @@ def prepare(args, records):
 
 def main(args):
     emit, device, records = open_stdout(), join(), []  # the records stay on rank 0
-    log = Log(args)
-    from model import (action_logps, count, deal, load, machine, micro_batches, reference, restore, save,
-                       save_checkpoint, score, whole)
+    log = None if args.dry_run else Log(args)
+    from model import (action_logps, count, deal, load, machine, micro_batches, open_directory, plan, reference, restore,
+                       save, save_checkpoint, score, whole)
 
     turns, of, train, held, too_long = from_rank_0(lambda: prepare(args, records))
     keys = lambda i: [at[0] for at in of[i]]  # the turns of trajectory i
@@ -148,6 +148,8 @@ def main(args):
         return sum((m > 0) + 0.5 * (m == 0) for m in margins) / len(margins) if margins else None
 
     steps = [batch for e in range(args.epochs) for batch in batches(train.values(), args.batch_size, args.seed, e)]
+    if args.dry_run:
+        return emit(plan(args, open_directory(args.model)[2], steps, turns_in, [turns, turns]))
     log.begin(steps=len(steps), pairs=sum(map(len, train.values())), tasks=len(train), too_long=too_long,
               held_out_pairs=sum(map(len, held.values())), data=digest([turns, list(train.values())]))
     model, tokenizer = load(args.model, device, args.attention, **machine(args, device))

@@ -114,14 +114,17 @@ def prepare(args):
 
 def main(args):
     emit, device = open_stdout(), join()
-    log = Log(args)
-    from model import (action_logps, count, deal, load, machine, micro_batches, reference, restore, save,
-                       save_checkpoint, whole)
+    log = None if args.dry_run else Log(args)
+    from model import (action_logps, count, deal, load, machine, micro_batches, open_directory, plan, reference, restore,
+                       save, save_checkpoint, whole)
     batch_size, epochs = (getattr(args, k) or PAPER[args.loss][k] for k in ("batch_size", "epochs"))
     turns_in = lambda examples: sorted({turn for example in examples for side in example for turn in side})
 
     groups, too_long, made = from_rank_0(lambda: prepare(args))
     steps = [batch for e in range(epochs) for batch in batches(groups, batch_size, args.seed, e)]
+    turns = turns_in(example for g in groups for example in g) if args.loss != "rft" else []
+    if args.dry_run:
+        return emit(plan(args, made[0].lm.config if made else open_directory(args.model)[2], steps, turns_in, [turns]))
     log.begin(steps=len(steps), examples=sum(map(len, groups)), groups=len(groups), too_long=too_long,
               data=digest(groups))
     start = args.model
@@ -129,7 +132,6 @@ def main(args):
         save(*made, start := os.path.join(args.out, "init"))
         most(0)  # a barrier: all wait until it is there
     model, tokenizer = load(start, device, args.attention, **machine(args, device))
-    turns = turns_in(example for g in groups for example in g) if args.loss != "rft" else []
     ref = dict(zip(turns, reference(model, turns, args.max_tokens, args.out) if turns else ()))  # once, before step 0
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=device.type == "cuda" and not args.offload)

@@ -53,6 +53,8 @@ def machine_flags(p):
     p.add_argument("--resume", type=int, choices=[0, 1], default=0,
                    help="1: continue the run in --out where it was killed; start it where there is none")
     p.add_argument("--overwrite", type=int, choices=[0, 1], default=0, help="1: remove the run in --out first")
+    p.add_argument("--dry_run", type=int, default=0, metavar="N",
+                   help="print the steps, tokens, hours and memory of a run on N GPUs, and train nothing")
 
 
 def fail(message):
