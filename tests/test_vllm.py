@@ -15,7 +15,7 @@ import model as M
 from conftest import CPU, ROOT, lines, records, script
 
 pytest.importorskip("vllm", reason="vllm is not installed (its CPU build: see .ci/run)")
-FAST = {**CPU, "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1"}
+FAST = {**CPU, "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 PLAY = ["--max_turns", 3, "--max_tokens", 12, "--temperature", 0.7, "--candidates", 2, "-k", 2]
 IN_PROCESS = [*PLAY, "--engine", "vllm", "--max_model_len", 1024]
 
@@ -89,22 +89,27 @@ def test_in_process(tiny_dir, tasks, monkeypatch):
     for key in FAST:
         monkeypatch.setitem(CPU, key, FAST[key])
     long = {"task": {**tasks[0]["task"], "id": "long", "problem_description": "one word more " * 600}}
-    done = script("collect.py", "--model", tiny_dir, *IN_PROCESS, stdin=[tasks[0], long, *tasks[1:]], fresh=True)
+    done = script("collect.py", "--model", tiny_dir, *IN_PROCESS, "--data_parallel", 2, stdin=[tasks[0], long, *tasks[1:]], fresh=True)
     check(records(done.stdout), tiny_dir, tasks)
     assert done.returncode == 1 and "2 episodes failed" in done.stderr  # a prompt beyond --max_model_len
     assert "Traceback" not in done.stderr
 
 
+def descendants(pid):
+    children = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
+    return children + [x for child in children for x in descendants(child)]
+
+
 def test_killed_it_leaves_no_process_behind(tiny_dir, tasks, tmp_path):
-    process = start(tiny_dir, tasks, tmp_path / "out", *IN_PROCESS, "-k", 500)
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-    assert children
+    process = start(tiny_dir, tasks, tmp_path / "out", *IN_PROCESS, "-k", 500, "--tensor_parallel", 2)
+    family = descendants(process.pid)
+    assert len(family) > 3  # an engine, its two workers, and whoever sees to their end
     process.kill()
     process.wait()
     end = time.time() + 20
     alive = lambda pid: os.path.exists(f"/proc/{pid}") and " Z " not in open(f"/proc/{pid}/stat").read()
-    while any(map(alive, children)):
-        assert time.time() < end, subprocess.run(["ps", "-fp", ",".join(children)], capture_output=True).stdout
+    while any(map(alive, family)):
+        assert time.time() < end, subprocess.run(["ps", "-fp", ",".join(family)], capture_output=True).stdout
         time.sleep(0.1)
 
 
