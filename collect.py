@@ -344,7 +344,7 @@ class Players:
         """One episode: {"sample", "dialogue_history", "answer"}."""
         a, history = self.args, [first_message(task, self.args.max_turns, self.agent_prompt)]
         key = (a.seed, task_id(task), sample)
-        candidates = a.candidates if rng("share", *key).random() < a.candidates_share else 0
+        candidates = a.candidates if self.wants_candidates(key) else 0
         for turn in range(a.max_turns):
             message = await self.act(task, history, (*key, turn), candidates)
             message["content"], answer = read_action(message["output"], turn == a.max_turns - 1)
@@ -356,13 +356,15 @@ class Players:
 
     async def add_candidates(self, record, sample):
         """Candidates for every turn of a dialogue that exists already."""
-        history, turn = record["dialogue_history"], 0
-        key = (self.args.seed, task_id(record["task"]), sample)
-        for t, message in enumerate(history):
+        history, turn, key = record["dialogue_history"], 0, (self.args.seed, task_id(record["task"]), sample)
+        for t, message in enumerate(history if self.wants_candidates(key) else ()):
             if message["role"] == "assistant":
                 drawn = await self.act(record["task"], history[:t], (*key, turn), self.args.candidates)
                 message["candidates"], turn = drawn["candidates"], turn + 1
         return {"sample": sample}
+
+    def wants_candidates(self, key):
+        return rng("share", *key).random() < self.args.candidates_share
 
 
 # --- all episodes -----------------------------------------------------------------------------------------------------

@@ -377,7 +377,8 @@ def open_directory(path, weights=False):
     try:
         if not os.path.isdir(path):
             from huggingface_hub import snapshot_download
-            path = snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.model"] + ["*.safetensors"] * weights)
+            wanted = ["*.json", "*.jinja", "*.model", *["*.safetensors"] * weights]
+            path = snapshot_download(path, allow_patterns=wanted)
         config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as e:
         fail(f"no model at {path!r}: {str(e).splitlines()[0]}")
@@ -595,31 +596,36 @@ def plan(args, config, steps, turns_in, scored):
     """What a run on args.dry_run GPUs would take: a dict. steps: [[example, ...], ...]; scored: [[turn, ...], ...].
 
     FLOPs are 2 a weight and token, 4 L H D a token and key; three times that for a token trained on, and once more
-    where layers or branches are computed again. Memory, GB a GPU: fp32 weights, gradients and moments, spread; a layer
-    and the root as FSDP gathers them, with their gradients; activations, counted on the meta device.
+    where layers or branches are computed again; hours are at 400 TFLOP/s a GPU. FSDP sends the weights for both passes
+    and the fp32 gradients of each micro-batch; at 300 GB/s. Both rates are guesses of an H100 with NVLink. Memory, GB
+    a GPU: fp32 weights, gradients and moments, spread; a layer and the root as FSDP gathers them, with their gradients;
+    activations, counted on the meta device for the largest tree.
     """
     dtype, again = {"fp32": torch.float32}.get(args.dtype, torch.bfloat16), args.recompute != 0
     with torch.device("meta"):
         model = TreeLM(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="tree_meta"))
     if again:
         recompute_layers(model)
-    size = lambda module: sum(p.numel() for p in module.parameters())
+    width, size = dtype.itemsize, lambda module: sum(p.numel() for p in module.parameters())
     total, layer, c = size(model), size(model.lm.model.layers[0]), model.lm.config
     body, head, attend = layer * c.num_hidden_layers, c.vocab_size * c.hidden_size, \
         4 * c.num_hidden_layers * c.num_attention_heads * getattr(c, "head_dim", c.hidden_size // c.num_attention_heads)
 
-    flops = tokens = 0
+    flops = tokens = rounds = 0
     largest, most_tokens = None, 0
-    for part in (p for batch in steps for p in micro_batches(batch, turns_in, args.max_tokens)):
-        trees = branches(turns := turns_in(part), args.max_tokens)
-        for tree in ([turns[i] for i in b] for b in trees):
-            (n, keys), actions, twice = tree_size(tree), sum(len(action) for _, action in tree), len(trees) > 1
+    for batch in steps:
+        parts = [turns_in(part) for part in micro_batches(batch, turns_in, args.max_tokens)]
+        trees = [[[turns[i] for i in b] for b in branches(turns, args.max_tokens)] for turns in parts]
+        rounds += -(-sum(map(len, trees)) // args.dry_run)
+        for tree, twice in ((tree, len(part) > 1) for part in trees for tree in part):
+            (n, keys), actions = tree_size(tree), sum(len(action) for _, action in tree)
             flops += (2 * body * n + attend * keys) * (3 + again + twice) + 2 * head * actions * (4 + twice)
             tokens += n * (1 + twice)
             largest, most_tokens = (tree, n) if n > most_tokens else (largest, most_tokens)
     scoring = [tree_size([turns[i] for i in b]) + (sum(len(turns[i][1]) for i in b),)
                for turns in scored for b in branches(turns, args.max_tokens)]
     flops += sum(2 * body * n + attend * keys + 2 * head * actions for n, keys, actions in scoring)
+    sent = (rounds * (2 * width + 4) + -(-len(scoring) // args.dry_run) * width) * total
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # FSDP takes it away
@@ -627,13 +633,13 @@ def plan(args, config, steps, turns_in, scored):
         tree = pack(largest, "meta")
         n = len(set(torch.cat(pack(largest).actions).tolist()))
         model(tree, torch.empty(n, dtype=torch.long, device="meta"), None).sum().backward()
-    shards, b = args.dry_run // args.replicate, dtype.itemsize
-    gb = {"weights_gradients_moments": 16 * total / shards, "gathered": (total - body) * (b + 4) + layer * (3 * b + 4),
-          "activations": live.peak}
+    gb = {"weights_gradients_moments": 16 * total * args.replicate / args.dry_run,
+          "gathered": (total - body) * (width + 4) + layer * (3 * width + 4), "activations": live.peak}
     short = lambda x: float(f"{x:.3g}")
     return {"gpus": args.dry_run, "parameters": total, "steps": len(steps), "examples": sum(map(len, steps)),
             "training_tokens": tokens, "scoring_tokens": sum(n for n, *_ in scoring), "largest_tree": most_tokens,
-            "petaflops": short(flops / 1e15), "hours_at_400_tflops": short(flops / 400e12 / args.dry_run / 3600),
+            "petaflops": short(flops / 1e15), "hours": {"computing": short(flops / 400e12 / args.dry_run / 3600),
+                                                        "sending": short((args.dry_run > 1) * sent / 300e9 / 3600)},
             "gb_a_gpu": {name: short(x / 1e9) for name, x in {**gb, "total": sum(gb.values())}.items()}}
 
 

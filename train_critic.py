@@ -134,8 +134,8 @@ def prepare(args, records):
 def main(args):
     emit, device, records = open_stdout(), join(), []  # the records stay on rank 0
     log = None if args.dry_run else Log(args)
-    from model import (action_logps, count, deal, load, machine, micro_batches, open_directory, plan, reference, restore,
-                       save, save_checkpoint, score, whole)
+    from model import (action_logps, count, deal, load, machine, micro_batches, open_directory, plan, reference,
+                       restore, save, save_checkpoint, score, whole)
 
     turns, of, train, held, too_long = from_rank_0(lambda: prepare(args, records))
     keys = lambda i: [at[0] for at in of[i]]  # the turns of trajectory i

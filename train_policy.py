@@ -115,8 +115,8 @@ def prepare(args):
 def main(args):
     emit, device = open_stdout(), join()
     log = None if args.dry_run else Log(args)
-    from model import (action_logps, count, deal, load, machine, micro_batches, open_directory, plan, reference, restore,
-                       save, save_checkpoint, whole)
+    from model import (action_logps, count, deal, load, machine, micro_batches, open_directory, plan, reference,
+                       restore, save, save_checkpoint, whole)
     batch_size, epochs = (getattr(args, k) or PAPER[args.loss][k] for k in ("batch_size", "epochs"))
     turns_in = lambda examples: sorted({turn for example in examples for side in example for turn in side})
 

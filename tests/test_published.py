@@ -51,7 +51,7 @@ def test_offline_trajectories_go_into_every_stage(trajectories, tiny_dir, tmp_pa
     done = script("colbench.py", "grade", stdin=trajectories)
     assert [r["reward"] for r in records(done.stdout)] == [1.0] * 3 + [0.0] * 3, done.stderr
     (row,) = records(script("evaluate.py", stdin=trajectories).stdout)
-    assert row["episodes"] == 6 and row["success %"] == 50
+    assert row["episodes"] == 6 and row["success"] == 0.5
 
     critic = ["--model", tiny_dir, "--held_out", 0, "--epochs", 1, "--lr", 1e-3]
     done = script("train_critic.py", *critic, "--out", tmp_path / "critic", stdin=trajectories)
@@ -70,7 +70,10 @@ def test_offline_trajectories_go_into_every_stage(trajectories, tiny_dir, tmp_pa
         done = script("train_policy.py", *flags, stdin=trajectories)
         assert done.returncode == 0, done.stderr
 
-    done = script("collect.py", "--model", tiny_dir, "--candidates", 3, "--max_tokens", 5, stdin=trajectories)
+    flags = ["--model", tiny_dir, "--candidates", 3, "--max_tokens", 5]
+    done = script("collect.py", *flags, "--candidates_share", 0, stdin=trajectories)
+    assert not any("candidates" in m for r in records(done.stdout) for m in r["dialogue_history"])
+    done = script("collect.py", *flags, stdin=trajectories)
     sampled = records(done.stdout)
     assert sorted((r["task"]["problem_description"], r["sample"], r["reward"]) for r in sampled) == sorted(
         (public_task(n)["problem_description"], block, 1.0 - block) for n in (2, 3, 4) for block in (0, 1)), done.stderr
