@@ -13,6 +13,9 @@ from conftest import records, script
 from utils import rng
 
 
+TIMEOUT = 3  # seconds; more than a busy machine needs to answer
+
+
 class Server(http.server.ThreadingHTTPServer):
     """An OpenAI-compatible server: `reply(path, body)` gives the JSON; `trouble` is the share of requests that fail."""
     daemon_threads, request_queue_size = True, 256
@@ -50,14 +53,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
             s.seen.append((self.path, body, self.headers["Authorization"]))
             kind = s.random.choice(["500", "html", "cut", "stall", "none", "empty", "429"]) \
                 if s.random.random() < s.trouble else ""
-            s.busy += 1
+            s.busy += kind != "stall"  # the client gives that up, and this thread goes on
             s.busiest = max(s.busy, s.busiest)
         try:
             good = json.dumps(s.reply(self.path, body))
             if kind in ("500", "429"):
                 return self.send('{"error": "busy"}', int(kind))
             if kind == "stall":
-                time.sleep(1.5)
+                time.sleep(TIMEOUT + 0.5)
             if kind == "cut":
                 self.close_connection = True
                 return self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n" + good[:20].encode())
@@ -65,7 +68,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
                        "empty": json.dumps(chat(None))}.get(kind, good))
         finally:
             with s.lock:
-                s.busy -= 1
+                s.busy -= kind != "stall"
 
 
 def chat(text):
@@ -78,7 +81,7 @@ def said(path, body):
     return chat(f"it is {rng(body['messages'][0]['content']).randrange(10 ** 6)}")
 
 
-PLAY = ["--max_turns", 3, "--max_tokens", 12, "--timeout", 1]
+PLAY = ["--max_turns", 3, "--max_tokens", 12, "--timeout", TIMEOUT]
 
 
 def play(tiny_dir, tasks, *flags):

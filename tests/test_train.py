@@ -48,7 +48,7 @@ leftovers = lambda out: [name for name in os.listdir(out) if "checkpoint" in nam
 
 @pytest.fixture(scope="module")
 def data(collected, tmp_path_factory):
-    """A file of 8 episodes of 2 to 4 turns: sample 0 of a task is solved, 1 is not; candidates have advantages."""
+    """A file of 8 episodes of 1 to 4 turns: sample 0 of a task is solved, 1 is not; candidates have advantages."""
     r, rs = random.Random(0), records(collected)
     for n, record in enumerate(rs):
         history = record["dialogue_history"]
@@ -415,9 +415,10 @@ def test_turns_that_are_too_long_are_left_out_and_counted(job, command, data, tm
     [m for m in long[3]["dialogue_history"] if m["role"] == "user"][2]["content"] += " x" * LIMIT
     left_out = [x for m in agent(long[3])[2:] for x in (m, *m["candidates"])]  # its third and every later turn
     if job == "critic":
-        left_out.append(agent(long[0])[1]["candidates"][2])
+        other = next(i for i, r in enumerate(long) if i != 3 and len(agent(r)) > 1)
+        left_out.append(agent(long[other])[1]["candidates"][2])
         left_out[-1]["token_ids"] = [7] * LIMIT
-        agent(short[0])[1]["candidates"].pop(2)
+        agent(short[other])[1]["candidates"].pop(2)
     if job == "dpo":  # here turns are examples of their own
         for m in agent(short[3])[2:]:
             del m["candidates"]
