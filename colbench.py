@@ -6,7 +6,7 @@ One record is one line of JSON, and every stage adds fields to it (README, "The 
 
     python colbench.py tasks --split train --n 500 --seed 0 > tasks.jsonl        # built-in tasks
     python colbench.py demos --n 8000 --seed 0 > demos.jsonl                     # scripted demonstrations on them
-    python colbench.py grade < answers.jsonl > graded.jsonl                      # adds reward and tests
+    python colbench.py grade < answers.jsonl > graded.jsonl                      # adds reward and tests; pages, too
     python colbench.py check < tasks.jsonl > good.jsonl                          # drops tasks without stable values
     python colbench.py generate --endpoint http://localhost:8000/v1 < texts.jsonl > tasks.jsonl     # an LLM makes tasks
 """
@@ -14,6 +14,7 @@ import asyncio
 import builtins
 import collections
 import concurrent.futures
+import contextlib
 import ctypes
 import datetime
 import decimal
@@ -21,13 +22,18 @@ import fractions
 import functools
 import gc
 import hashlib
+import html
 import inspect
+import io
+import itertools
 import json
+import math
 import os
 import platform
 import queue
 import re
 import resource
+import shutil
 import signal
 import socket
 import struct
@@ -35,8 +41,10 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import types
+import urllib.parse
 
 from utils import Endpoint, EndpointError, fail, open_stdout, parser, read_jsonl, rng, run, skip_bad_flag
 
@@ -737,6 +745,12 @@ class Grader:
         return {"reward": list(verdicts.values()).count("pass") / len(names), "tests": verdicts}
 
 
+def kind_of(task):
+    """"backend" or "frontend": the task's `kind`; ColBench's files have none, and pages no test cases."""
+    page = "test_cases" not in task and re.search("<(html|body)", str(task.get("ground_truth")), re.I)
+    return task.get("kind") or ("frontend" if page else "backend")
+
+
 def grade_records(records, grader):
     """Yields each record with "reward" and "tests" for its "task" and "answer", in order."""
     with concurrent.futures.ThreadPoolExecutor(grader.workers) as pool:
@@ -770,6 +784,311 @@ def check_task(grader, task):
     if len(tests) > 1 and all(kind == "value" and same(first[0][1], v) for kind, v in first):
         weak.append("all tests give the same value")
     return list(dict.fromkeys(broken)), weak
+
+
+# --- frontend: pages in a real browser, which reaches nothing ---------------------------------------------------------
+
+PAGE = {"width": 1280, "height": 720, "tallest": 4096, "bytes": 1 << 20, "seconds": 15, "blocks": 400}
+BROWSERS = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"
+# The SHA-256 of dist/tailwind.min.css in tailwindcss@2.2.19.
+TAILWIND = "b6ad97402eddb903e7a5d7a73ee47a679204efbdda4521a391cbad9df509b932"
+CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "colbench")
+PICTURE_HOSTS = re.compile(r"(^|\.)(picsum\.photos|placeholder\.com|placehold\.(co|it)|dummyimage\.com|unsplash\.com|"
+                           r"loremflickr\.com|placekitten\.com)$")
+BLOCKS = """limit => document.fonts.ready.then(() => {
+  const blocks = [], solid = c => !c.startsWith('rgba') || !c.endsWith(', 0)');
+  const add = (kind, e, colour, text) => {
+    const r = e.getBoundingClientRect();
+    blocks.push({kind, box: [r.left + scrollX, r.top + scrollY, r.width, r.height], colour, text});
+  };
+  for (const e of document.body ? document.body.querySelectorAll('*') : []) {
+    const r = e.getBoundingClientRect(), s = getComputedStyle(e);
+    if (blocks.length >= limit || r.width < 1 || r.height < 1 || s.visibility != 'visible' || s.opacity == 0) continue;
+    const text = [...e.childNodes].filter(n => n.nodeType == 3).map(n => n.textContent).join(' ').trim();
+    if (/^(IMG|SVG|IFRAME|VIDEO|CANVAS|INPUT|TEXTAREA|SELECT)$/i.test(e.tagName)) add('thing', e, e.tagName, '');
+    else if (solid(s.backgroundColor) || s.backgroundImage != 'none') add('area', e, s.backgroundColor, '');
+    if (text) add('text', e, s.color, text.slice(0, 500));
+  }
+  const root = document.documentElement, body = document.body;
+  const behind = [body, root].map(e => e ? getComputedStyle(e).backgroundColor : '').find(c => c && solid(c));
+  return {blocks, colour: behind || 'rgb(255, 255, 255)', height: root.scrollHeight};
+})"""
+
+
+class RenderError(Exception):
+    """Why a page has no picture."""
+
+
+class Sheet:
+    """A style sheet of utility classes, of which sheet(html) gives what a page can use: 3 MB take long at every page.
+
+    A rule whose selectors all name classes applies only where one of them stands somewhere in the page.
+    """
+    RULE = re.compile(r"(@[^{}]+)\{((?:[^{}]*\{[^{}]*\})*)\}|([^{}@]+\{[^{}]*\})")
+    CLASS = re.compile(r"\.((?:\\[0-9a-fA-F]{1,6}\s?|\\.|[\w-])+)")
+
+    def __init__(self, css):
+        self.rules, self.always, self.of = [], [], collections.defaultdict(list)
+        for at, inner, plain in self.RULE.findall(re.sub(r"/\*.*?\*/", "", css, flags=re.S)):
+            keep_whole = at and not at.startswith("@media")  # @keyframes
+            for rule in [inner] if keep_whole else re.findall(r"[^{}]+\{[^{}]*\}", inner or plain):
+                selectors = rule.partition("{")[0].split(",")
+                classes = [] if keep_whole else [self.CLASS.findall(x) for x in selectors]
+                for name in {c for cs in classes for c in cs} if classes and all(classes) else ():
+                    self.of[self.plain(name)].append(len(self.rules))
+                if not (classes and all(classes)):
+                    self.always.append(len(self.rules))
+                self.rules.append(f"{at}{{{rule}}}" if at else rule)
+
+    @staticmethod
+    def plain(name):
+        return re.sub(r"\\(?:([0-9a-fA-F]{1,6})\s?|(.))", lambda m: chr(int(m[1], 16)) if m[1] else m[2], name)
+
+    def __call__(self, page):
+        words = set(re.split(r"[\s\"'<>=`]+", html.unescape(page)))
+        return "".join(self.rules[i] for i in sorted({*self.always, *(i for w in words & self.of.keys()
+                                                                      for i in self.of[w])}))
+
+
+class Renderer:
+    """with Renderer() as renderer: renderer.render(page), from any thread: {"png", "blocks", "colour", "height"}.
+
+    Scripts are off. Every request is answered here, with Tailwind's style sheet or a grey picture of the asked size, or
+    refused; allow_network=1 lets them out. workers: pages at once. A browser that dies or hangs is started anew.
+    """
+
+    def __init__(self, workers=2, browser=None, allow_network=0, tailwind=os.path.join(CACHE, "tailwind.min.css")):
+        try:
+            from playwright import async_api
+        except ImportError:
+            fail("frontend tasks need Playwright and a Chromium: pip install playwright (README, \"Frontend Design\")")
+        self.api, self.allow_network, self.open, self.slots = async_api, allow_network, None, None
+        self.path = browser or next(filter(None, map(shutil.which, BROWSERS)), None)
+        if not self.path or not os.access(self.path, os.X_OK):
+            fail(f"--browser {browser}: no such program" if browser else "no Chromium found: --browser PATH names one")
+        try:
+            with open(tailwind, "rb") as f:
+                css = f.read()
+        except OSError:
+            fail(f"no Tailwind style sheet at {tailwind}: README, \"Frontend Design\", tells how to get it")
+        if hashlib.sha256(css).hexdigest() != TAILWIND:
+            fail(f"{tailwind} is not Tailwind 2.2.19's dist/tailwind.min.css: its SHA-256 differs")
+        self.sheet, self.loop, self.workers, self.idle = Sheet(css.decode()), asyncio.new_event_loop(), workers, []
+        threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.wait(self.stop(self.open))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+
+    def wait(self, coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+
+    def render(self, page):
+        """The page's picture and blocks; RenderError says why there is none."""
+        if not (page or "").strip():
+            raise RenderError("no page")
+        if len(page.encode(errors="replace")) > PAGE["bytes"]:
+            raise RenderError(f"the page has more than {PAGE['bytes']} bytes")
+        return self.wait(self.draw(page))
+
+    async def draw(self, page):
+        self.slots = self.slots or asyncio.Semaphore(self.workers)
+        async with self.slots:
+            for last in (False, True):
+                opened = None
+                try:
+                    opened = await self.browser()
+                    return await asyncio.wait_for(self.shoot(opened, page), PAGE["seconds"])
+                except TimeoutError:
+                    await self.stop(opened)  # it may be busy for ever
+                    raise RenderError(f"the page took more than {PAGE['seconds']} s") from None
+                except self.api.Error as e:  # the page's doing, or that of another one, which took the browser with it
+                    if last:
+                        raise RenderError(" ".join(str(e).split())[:100]) from None
+                    await self.stop(opened)
+
+    async def browser(self):
+        """(driver, browser), started where there is none."""
+        async with self.__dict__.setdefault("starting", asyncio.Lock()):
+            if not self.open:
+                driver = await self.api.async_playwright().start()
+                flags = ["--disable-gpu", "--disable-background-networking", "--no-first-run", "--disable-sync",
+                         "--disable-quic", "--disable-component-update", "--hide-scrollbars", "--force-color-profile=srgb",
+                         "--font-render-hinting=none", "--disable-lcd-text", *["--no-sandbox"] * (os.geteuid() == 0),
+                         *["--host-resolver-rules=MAP * ~NOTFOUND"] * (not self.allow_network)]
+                self.open = driver, await driver.chromium.launch(executable_path=self.path, args=flags)
+            return self.open
+
+    async def stop(self, opened):
+        """Ends a browser, once."""
+        if opened and opened is self.open:
+            self.open = None
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(opened[1].close(), 5)
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(opened[0].stop(), 5)
+
+    async def shoot(self, opened, page):
+        """render() in a tab: an idle one, which is kept for the next page if this one does it no harm."""
+        at, tab, job = self.idle.pop() if self.idle else (None, None, None)
+        if at is not opened:
+            context = await opened[1].new_context(
+                viewport={k: PAGE[k] for k in ("width", "height")}, java_script_enabled=False, service_workers="block",
+                accept_downloads=False, reduced_motion="reduce", locale="en-US", timezone_id="UTC")
+            job, tab = {}, await context.new_page()
+            await context.route("**/*", lambda route: self.answer(route, job))
+        job["page"], job["sheet"] = page, self.sheet(page)
+        await tab.goto("https://page.invalid/")
+        seen = await tab.evaluate(BLOCKS, PAGE["blocks"])
+        box = {"x": 0, "y": 0, "width": PAGE["width"], "height": min(max(seen["height"], 1), PAGE["tallest"])}
+        png = await tab.screenshot(full_page=True, clip=box, animations="disabled")
+        self.idle.append((opened, tab, job))
+        return {**seen, "png": png}
+
+    async def answer(self, route, job):
+        """What a request gets; the page itself once, so that it can't reload for ever."""
+        url, request = urllib.parse.urlsplit(route.request.url), route.request
+        if url.hostname == "page.invalid" and request.is_navigation_request() and not request.frame.parent_frame \
+                and job["page"] is not None:
+            page, job["page"] = job["page"], None
+            return await route.fulfill(body=page, content_type="text/html; charset=utf-8")
+        if request.resource_type == "stylesheet" and "tailwind" in request.url:
+            return await route.fulfill(body=job["sheet"], content_type="text/css; charset=utf-8")
+        if self.allow_network and url.hostname != "page.invalid":
+            return await route.continue_()
+        if request.resource_type == "image" and PICTURE_HOSTS.search(url.hostname or ""):
+            path = re.sub(r"/(id|seed)/[^/]*", "", url.path)
+            sizes = [min(max(int(n), 1), 4096) for n in re.findall(r"\d{1,5}", path)]
+            size = (sizes[-2:] if len(sizes) > 1 else sizes * 2) or (300, 200)
+            return await route.fulfill(content_type="image/svg+xml", body=(
+                '<svg xmlns="http://www.w3.org/2000/svg" width="%d" height="%d"><rect width="100%%" height="100%%" '
+                'fill="#9ca3af"/></svg>' % tuple(size)))
+        await route.abort("aborted")
+
+
+# --- frontend: how alike two pages look -------------------------------------------------------------------------------
+
+def colour_of(text):
+    """(r, g, b, a) of a computed CSS colour."""
+    numbers = [float(x) for x in re.findall(r"[\d.]+", text)]
+    return (*numbers[:3], *(numbers[3:4] or [1.0])) if len(numbers) >= 3 else (0.0, 0.0, 0.0, 0.0)
+
+
+def alike(a, b, height):
+    """How alike two blocks of one kind are, 0 to 1: where and how large, colour, text."""
+    near = 1 - sum(abs(x - y) / w for x, y, w in zip(a["box"], b["box"], (PAGE["width"], height) * 2)) / 2
+    if a["kind"] == "thing":
+        return max(0, near) * (a["colour"] == b["colour"])
+    p, q = colour_of(a["colour"]), colour_of(b["colour"])
+    colour = 1 - sum(abs(x - y) for x, y in zip(p[:3], q[:3])) / 765
+    if a["kind"] == "area":
+        return max(0, near) * colour ** 2
+    pairs = lambda text: collections.Counter(zip(text.lower(), text.lower()[1:]))
+    x, y = pairs(a["text"]), pairs(b["text"])
+    same = 2 * (x & y).total() / (x.total() + y.total()) if x or y else float(a["text"] == b["text"])
+    return max(0, near) * (0.3 * colour + 0.7 * same)
+
+
+def similarity(page, other):
+    """0 to 1, 1 for equal pages: the share of both pages' blocks that have a like one in the other, weighted.
+
+    A block weighs the square root of its area. The best pairs are matched first. The pages' heights and backgrounds are
+    a tenth of the whole. No weights of a model: `reward` says "blocks" where this stood in for CLIP.
+    """
+    height = max(page["height"], other["height"], 1)
+    weight = lambda block: math.sqrt(max(1.0, block["box"][2] * min(block["box"][3], PAGE["tallest"])))
+    scores = sorted(((alike(a, b, height), i, j) for i, a in enumerate(page["blocks"])
+                     for j, b in enumerate(other["blocks"]) if a["kind"] == b["kind"]), key=lambda s: (-s[0], s[1:]))
+    left, right, matched = set(range(len(page["blocks"]))), set(range(len(other["blocks"]))), 0.0
+    for score, i, j in scores:
+        if i in left and j in right:
+            left.remove(i)
+            right.remove(j)
+            matched += score * (weight(page["blocks"][i]) + weight(other["blocks"][j]))
+    whole = sum(map(weight, page["blocks"])) + sum(map(weight, other["blocks"]))
+    behind = 1 - sum(abs(x - y) for x, y in zip(colour_of(page["colour"])[:3], colour_of(other["colour"])[:3])) / 765
+    behind *= min(page["height"], other["height"]) / height
+    return 0.9 * (matched / whole if whole else 1.0) + 0.1 * behind
+
+
+class Clip:
+    """Cosine similarity of CLIP image embeddings, clipped to [0, 1]; for CLIP ViT-B/32 ColBench's reward.
+
+    resize: "official" scores the centre square of a page, "letterbox" all of it, with white borders; both at 224 pixels.
+    """
+
+    def __init__(self, path, resize="official"):
+        import torch
+        from PIL import Image
+        from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
+        self.torch, self.image, self.resize = torch, Image, resize
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            self.model = CLIPVisionModelWithProjection.from_pretrained(path).eval().to(self.device)
+            self.prepare = CLIPImageProcessorPil.from_pretrained(path)
+        except (OSError, ValueError) as e:
+            fail(f"--clip {path}: {str(e).splitlines()[0]}")
+        self.lock = threading.Lock()
+
+    def embedding(self, page):
+        """The page's unit vector (d,), kept with it."""
+        if "clip" not in page:
+            picture = self.image.open(io.BytesIO(page["png"])).convert("RGB")
+            if self.resize == "letterbox":
+                side = max(picture.size)
+                square = self.image.new("RGB", (side, side), "white")
+                square.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
+                picture = square
+            pixels = self.prepare(picture, return_tensors="pt")["pixel_values"].to(self.device)
+            with self.lock, self.torch.no_grad():
+                embedding = self.model(pixels).image_embeds[0].float().cpu()
+            page["clip"] = self.torch.nn.functional.normalize(embedding, dim=0)
+        return page["clip"]
+
+    def __call__(self, page, other):
+        return min(1.0, max(0.0, (self.embedding(page) @ self.embedding(other)).item()))
+
+
+def extract_page(text):
+    """The last page in a text: <html>...</html>, else <body>...</body>, else ""."""
+    for tag in ("html", "body"):
+        if found := re.findall(rf"<{tag}\b(?:(?!<{tag}\b).)*?</{tag}\s*>", text or "", re.S | re.I):
+            return found[-1]
+    return ""
+
+
+class PageGrader:
+    """with PageGrader() as grader: grader.grade(task, answer) of frontend tasks, from any thread.
+
+    The reward is how alike the answer's page and the reference look: by `clip`, a Clip, or else by `similarity`. The
+    other arguments are Renderer's. A page without a picture is worth 0, and says why.
+    """
+    level = "browser without scripts or network"
+
+    def __init__(self, clip=None, **renderer):
+        self.alike, self.by, self.renderer = clip or similarity, "clip" if clip else "blocks", Renderer(**renderer)
+        self.by += " letterbox" * bool(clip and clip.resize == "letterbox")
+        self.workers, self.reference = 2 * self.renderer.workers, functools.lru_cache(256)(self.renderer.render)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.renderer.__exit__()
+
+    def grade(self, task, answer):
+        """{"reward": 0 to 1, "reward_by": "blocks" or "clip"}, and "failure": why the answer has no picture."""
+        try:
+            want = self.reference(extract_page(task["ground_truth"]) or task["ground_truth"])
+        except RenderError as e:
+            raise GraderError(f"task {task_id(task)}: its reference can't be drawn: {e}") from None
+        try:
+            return {"reward": self.alike(want, self.renderer.render(extract_page(answer))), "reward_by": self.by}
+        except RenderError as e:
+            return {"reward": 0.0, "reward_by": self.by, "failure": str(e)}
 
 
 # --- new tasks from an LLM --------------------------------------------------------------------------------------------
@@ -861,6 +1180,11 @@ def get_args(argv=None):
     n.add_argument("--unsafe", type=int, choices=[0, 1], default=0, help="1: run answers even without a sandbox")
     for q in (g, c, n):
         skip_bad_flag(q)
+    g.add_argument("--clip", metavar="DIR", help="frontend: CLIP by directory or hub name (the paper's: openai/"
+                   "clip-vit-base-patch32); not given: a likeness of blocks and texts, without a model's weights")
+    g.add_argument("--resize", choices=["official", "letterbox"], default="official", help="frontend: what CLIP sees")
+    g.add_argument("--browser", metavar="PATH", help="frontend: Chromium; not given: found by itself")
+    g.add_argument("--allow_network", type=int, choices=[0, 1], default=0, help="frontend: 1 lets pages load the web")
     for q in (g, c):
         q.add_argument("--workers", type=int, default=os.cpu_count(), help="answers run at once")
         q.add_argument("--unsafe", type=int, choices=[0, 1], default=0, help="1: run answers even without a sandbox")
@@ -893,16 +1217,33 @@ def main(args):
     elif args.command == "generate":
         asyncio.run(generate(args, emit))
     elif args.command == "grade":
-        need = "task.ground_truth", "task.test_cases", *["answer"] * (not args.reference)
-        answers = ({**r, "answer": r["task"]["ground_truth"] if args.reference else r["answer"]}
-                   for r in read_jsonl(sys.stdin, need, skip_bad=args.skip_bad))
-        with Grader(args.rules, args.workers, args.unsafe) as grader:
-            rewards = []
-            for record in grade_records(answers, grader):
-                emit({**record, "meta": {**record.get("meta", {}), "rules": args.rules}})
+        def need(record):
+            task = record.get("task")
+            tests = not isinstance(task, dict) or kind_of(task) == "backend"
+            return "task.ground_truth", *["task.test_cases"] * tests, *["answer"] * (not args.reference)
+        records = read_jsonl(sys.stdin, need, skip_bad=args.skip_bad)
+        first = next(records, None)
+        pages = bool(first) and kind_of(first["task"]) == "frontend"
+        grader = PageGrader(args.clip and Clip(args.clip, args.resize), workers=args.workers, browser=args.browser,
+                            allow_network=args.allow_network) if pages else \
+            Grader(args.rules, args.workers, args.unsafe)
+
+        def answers():
+            for r in itertools.chain([first] if first else (), records):
+                if (kind_of(r["task"]) == "frontend") != pages:
+                    fail(f"task {task_id(r['task'])} is of another kind than those before it: grade them by themselves")
+                yield {**r, "answer": r["task"]["ground_truth"] if args.reference else r["answer"]}
+        with grader:
+            rewards, failures = [], 0
+            for record in grade_records(answers(), grader):
+                emit({**record, "meta": {**record.get("meta", {}), **({} if pages else {"rules": args.rules})}})
                 rewards.append(record["reward"])
-            print(f"{len(rewards)} answers: tests passed {100 * sum(rewards) / len(rewards):.1f} %, success "
-                  f"{100 * rewards.count(1) / len(rewards):.1f} %; grader: {args.rules} rules, sandbox {grader.level}",
+                failures += "failure" in record
+            n = max(1, len(rewards))
+            print(f"{len(rewards)} pages: likeness {100 * sum(rewards) / n:.1f} % by {grader.by}, {failures} not drawn"
+                  if pages else
+                  f"{len(rewards)} answers: tests passed {100 * sum(rewards) / n:.1f} %, success "
+                  f"{100 * rewards.count(1) / n:.1f} %; grader: {args.rules} rules, sandbox {grader.level}",
                   file=sys.stderr)
     else:
         with Grader("honest", args.workers, args.unsafe) as grader:

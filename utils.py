@@ -79,7 +79,7 @@ def checked(line, need):
         raise ValueError("not a JSON object with fields")
     if "task" not in record and "problem_description" in record:
         record = {"task": record}  # ColBench's published task files hold bare tasks
-    for path in need:
+    for path in need(record) if callable(need) else need:
         at = record
         for key in path.split("."):
             at = at.get(key) if isinstance(at, dict) else None
@@ -91,7 +91,8 @@ def checked(line, need):
 def read_jsonl(stream, need=(), name="stdin", skip_bad=0):
     """Yields one dict a line; fails naming the line that is not JSON, not an object, or lacks a field of `need`.
 
-    A field is a path such as "task.ground_truth". With skip_bad such lines are left out, and counted on stderr.
+    A field is a path such as "task.ground_truth"; `need` may be a function of the record. With skip_bad such lines are
+    left out, and counted on stderr.
     """
     lineno = skipped = 0
     for lineno, line in enumerate(stream, 1):

@@ -41,7 +41,7 @@ def test_commands_parse(script, argv):
     import_module(script).get_args(argv)
 
 
-@pytest.mark.parametrize("bench, what", [("grade", "fresh interpreter"), ("train", "DPOTrainer"), ("collect", "lock-step")])
+@pytest.mark.parametrize("bench, what", [("grade", "fresh interpreter"), ("train", "DPOTrainer"), ("collect", "lock-step"), ("render", "fresh tab")])
 def test_the_benchmarks_start(bench, what):
     command = [sys.executable, f"{ROOT}/tests/bench_{bench}.py", "--help"]
     assert what in subprocess.run(command, capture_output=True, text=True, check=True).stdout
