@@ -50,12 +50,19 @@ from utils import Endpoint, EndpointError, fail, open_stdout, parser, read_jsonl
 
 ANSWER = "I WANT TO ANSWER:"   # what follows is the final answer
 OUTPUT = "OUTPUT:"             # what stands before is the agent's private thought
-REPLY_CHARS = 400              # the human's reply is cut here
+REPLY_CHARS = {"backend": 400, "frontend": 1000}  # the human's reply is cut here
 
 AGENT_PROMPT = """You write a Python function for a colleague. The description below leaves out details that only they \
 know, and hidden unit tests check those details. Talk to them: in each message ask one short question about one \
 detail. You may think first; only what follows "OUTPUT:" is sent. You have {max_turns} messages in all. When you know \
 enough, or in your last message, write "I WANT TO ANSWER:" and after it the complete function, nothing else.
+
+{problem_description}"""
+PAGE_AGENT_PROMPT = """You build a web page for a colleague who has a certain page in mind; below is how they describe \
+it. In each message send one complete page, from <html> to </html>, with Tailwind's classes (link \
+https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css) and no scripts; pictures come from \
+https://picsum.photos/WIDTH/HEIGHT. They look at it and tell what is most unlike their page; then send a better one. \
+You may think first; only what follows "OUTPUT:" is sent. You have {max_turns} messages in all; your last page counts.
 
 {problem_description}"""
 HUMAN_PROMPT = """You are the colleague in the conversation below. You want a Python function and an assistant writes \
@@ -73,6 +80,12 @@ The conversation so far:
 Answer the assistant's last message as that colleague, in at most two short sentences. Tell only what was asked for, \
 and only what the function settles; where it settles nothing, say that you do not mind. Write no code, quote none, and \
 do not mention that a function exists."""
+PAGE_HUMAN_PROMPT = """You look at two pictures of web pages: first the one that a designer has made for you, then the \
+one that you have in mind, which the designer can't see. You described yours like this:
+{problem_description}
+
+Tell the designer what to change first: in at most four sentences the largest differences in layout, colours, sizes \
+and texts, said of your page as it should be. Write no code, and do not mention pictures."""
 HIDDEN = "Hidden reference:\n{hidden}\n\n"   # put before the conversation for who may read it
 
 
@@ -100,17 +113,32 @@ def agent_messages(record):
     return [m for m in record["dialogue_history"] if m["role"] == "assistant"]
 
 
+def kind_of(task):
+    """"backend" or "frontend": the task's `kind`; ColBench's files have none, and pages no test cases."""
+    page = "test_cases" not in task and re.search("<(html|body)", str(task.get("ground_truth")), re.I)
+    return task.get("kind") or ("frontend" if page else "backend")
+
+
+def gradable(record):
+    """The fields that a record's task needs to be graded, as read_jsonl takes them."""
+    task = record.get("task")
+    page = isinstance(task, dict) and kind_of(task) == "frontend"
+    return "task.problem_description", "task.ground_truth", *["task.test_cases"] * (not page)
+
+
 def first_message(task, max_turns, agent_prompt=None):
-    """What the agent reads first: `agent_prompt`, else the task's own "agent_prompt", else AGENT_PROMPT, filled in."""
-    prompt = agent_prompt or task.get("agent_prompt") or AGENT_PROMPT
+    """What the agent reads first: `agent_prompt`, else the task's own "agent_prompt", else that of its kind."""
+    of_kind = PAGE_AGENT_PROMPT if kind_of(task) == "frontend" else AGENT_PROMPT
+    prompt = agent_prompt or task.get("agent_prompt") or of_kind
     return {"role": "user", "content": fill(prompt, max_turns=max_turns,
                                             problem_description=task["problem_description"])}
 
 
 def human_prompt(task, history, prompt=None):
-    """What an LLM that plays the human reads: `prompt` or HUMAN_PROMPT, filled in, without the first message."""
+    """What an LLM that plays the human reads: `prompt` or that of the kind, filled in, without the first message."""
     said = "\n".join(f"{'Assistant' if m['role'] == 'assistant' else 'You'}: {m['content']}" for m in history[1:])
-    return fill(prompt or HUMAN_PROMPT, problem_description=task["problem_description"],
+    prompt = prompt or (PAGE_HUMAN_PROMPT if kind_of(task) == "frontend" else HUMAN_PROMPT)
+    return fill(prompt, problem_description=task["problem_description"],
                 hidden_information=hidden_information(task), dialogue=said)
 
 
@@ -146,6 +174,19 @@ def read_action(output, last):
     sent = sent.strip()
     answer = sent.partition(ANSWER)[2].strip() if ANSWER in sent else None
     return sent, sent if answer is None and last else answer
+
+
+def extract_page(text):
+    """The last page in a text: <html>...</html>, else <body>...</body>, else ""."""
+    for tag in ("html", "body"):
+        if found := re.findall(rf"<{tag}\b(?:(?!<{tag}\b).)*?</{tag}\s*>", text or "", re.S | re.I):
+            return found[-1]
+    return ""
+
+
+def last_page(history):
+    """The last page that the agent has shown in a dialogue: a frontend episode's answer."""
+    return next(filter(None, (extract_page(m["content"]) for m in reversed(history) if m["role"] == "assistant")), "")
 
 
 # --- built-in tasks: small functions with hidden slots ----------------------------------------------------------------
@@ -745,12 +786,6 @@ class Grader:
         return {"reward": list(verdicts.values()).count("pass") / len(names), "tests": verdicts}
 
 
-def kind_of(task):
-    """"backend" or "frontend": the task's `kind`; ColBench's files have none, and pages no test cases."""
-    page = "test_cases" not in task and re.search("<(html|body)", str(task.get("ground_truth")), re.I)
-    return task.get("kind") or ("frontend" if page else "backend")
-
-
 def grade_records(records, grader):
     """Yields each record with "reward" and "tests" for its "task" and "answer", in order."""
     with concurrent.futures.ThreadPoolExecutor(grader.workers) as pool:
@@ -911,13 +946,14 @@ class Renderer:
                     await self.stop(opened)
 
     async def browser(self):
-        """(driver, browser), started where there is none."""
+        """(driver, browser), started where there is none. The driver ends with us, and the browser with it."""
         async with self.__dict__.setdefault("starting", asyncio.Lock()):
             if not self.open:
                 driver = await self.api.async_playwright().start()
                 flags = ["--disable-gpu", "--disable-background-networking", "--no-first-run", "--disable-sync",
-                         "--disable-quic", "--disable-component-update", "--hide-scrollbars", "--force-color-profile=srgb",
-                         "--font-render-hinting=none", "--disable-lcd-text", *["--no-sandbox"] * (os.geteuid() == 0),
+                         "--disable-quic", "--disable-component-update", "--hide-scrollbars",
+                         "--force-color-profile=srgb", "--font-render-hinting=none", "--disable-lcd-text",
+                         *["--no-sandbox"] * (os.geteuid() == 0),
                          *["--host-resolver-rules=MAP * ~NOTFOUND"] * (not self.allow_network)]
                 self.open = driver, await driver.chromium.launch(executable_path=self.path, args=flags)
             return self.open
@@ -1017,7 +1053,7 @@ def similarity(page, other):
 class Clip:
     """Cosine similarity of CLIP image embeddings, clipped to [0, 1]; for CLIP ViT-B/32 ColBench's reward.
 
-    resize: "official" scores the centre square of a page, "letterbox" all of it, with white borders; both at 224 pixels.
+    resize: "official" scores the centre square of a page, "letterbox" all of it, with white borders.
     """
 
     def __init__(self, path, resize="official"):
@@ -1052,14 +1088,6 @@ class Clip:
         return min(1.0, max(0.0, (self.embedding(page) @ self.embedding(other)).item()))
 
 
-def extract_page(text):
-    """The last page in a text: <html>...</html>, else <body>...</body>, else ""."""
-    for tag in ("html", "body"):
-        if found := re.findall(rf"<{tag}\b(?:(?!<{tag}\b).)*?</{tag}\s*>", text or "", re.S | re.I):
-            return found[-1]
-    return ""
-
-
 class PageGrader:
     """with PageGrader() as grader: grader.grade(task, answer) of frontend tasks, from any thread.
 
@@ -1079,16 +1107,40 @@ class PageGrader:
     def __exit__(self, *_):
         self.renderer.__exit__()
 
-    def grade(self, task, answer):
-        """{"reward": 0 to 1, "reward_by": "blocks" or "clip"}, and "failure": why the answer has no picture."""
+    def pictures(self, task, page):
+        """PNG bytes of a page and of the task's reference; RenderError where the page has none."""
+        return self.renderer.render(page)["png"], self.wanted(task)["png"]
+
+    def wanted(self, task):
+        """The reference as drawn, once; GraderError where it can't be."""
         try:
-            want = self.reference(extract_page(task["ground_truth"]) or task["ground_truth"])
+            return self.reference(extract_page(task["ground_truth"]) or task["ground_truth"])
         except RenderError as e:
             raise GraderError(f"task {task_id(task)}: its reference can't be drawn: {e}") from None
+
+    def grade(self, task, answer):
+        """{"reward": 0 to 1, "reward_by": "blocks" or "clip"}, and "failure": why there is no picture to compare."""
         try:
-            return {"reward": self.alike(want, self.renderer.render(extract_page(answer))), "reward_by": self.by}
-        except RenderError as e:
+            return {"reward": self.alike(self.wanted(task), self.renderer.render(extract_page(answer))),
+                    "reward_by": self.by}
+        except (RenderError, GraderError) as e:
             return {"reward": 0.0, "reward_by": self.by, "failure": str(e)}
+
+
+def check_page(grader, task):
+    """check_task for a frontend task: its page is drawn twice."""
+    page = extract_page(task["ground_truth"]) or task["ground_truth"]
+    try:
+        first, again = grader.renderer.render(page), grader.renderer.render(page)
+    except RenderError as e:
+        return [f"can't be drawn: {e}"], []
+    return ["two pictures differ"] * (first != again), ["nothing is on it"] * (not first["blocks"])
+
+
+def page_grader(args, workers):
+    """The PageGrader of page_flags."""
+    return PageGrader(args.clip and Clip(args.clip, args.resize), workers=workers, browser=args.browser,
+                      allow_network=args.allow_network)
 
 
 # --- new tasks from an LLM --------------------------------------------------------------------------------------------
@@ -1153,6 +1205,15 @@ async def generate(args, emit):
 
 # --- command line -----------------------------------------------------------------------------------------------------
 
+def page_flags(p):
+    """How pages are drawn and graded: what PageGrader wants."""
+    p.add_argument("--clip", metavar="DIR", help="frontend: CLIP by directory or hub name (the paper's: openai/"
+                   "clip-vit-base-patch32); not given: a likeness of blocks and texts, without a model's weights")
+    p.add_argument("--resize", choices=["official", "letterbox"], default="official", help="frontend: what CLIP sees")
+    p.add_argument("--browser", metavar="PATH", help="frontend: Chromium; not given: found by itself")
+    p.add_argument("--allow_network", type=int, choices=[0, 1], default=0, help="frontend: 1 lets pages load the web")
+
+
 def get_args(argv=None):
     p = parser(__doc__)
     sub = p.add_subparsers(dest="command", required=True)
@@ -1180,12 +1241,8 @@ def get_args(argv=None):
     n.add_argument("--unsafe", type=int, choices=[0, 1], default=0, help="1: run answers even without a sandbox")
     for q in (g, c, n):
         skip_bad_flag(q)
-    g.add_argument("--clip", metavar="DIR", help="frontend: CLIP by directory or hub name (the paper's: openai/"
-                   "clip-vit-base-patch32); not given: a likeness of blocks and texts, without a model's weights")
-    g.add_argument("--resize", choices=["official", "letterbox"], default="official", help="frontend: what CLIP sees")
-    g.add_argument("--browser", metavar="PATH", help="frontend: Chromium; not given: found by itself")
-    g.add_argument("--allow_network", type=int, choices=[0, 1], default=0, help="frontend: 1 lets pages load the web")
     for q in (g, c):
+        page_flags(q)
         q.add_argument("--workers", type=int, default=os.cpu_count(), help="answers run at once")
         q.add_argument("--unsafe", type=int, choices=[0, 1], default=0, help="1: run answers even without a sandbox")
     d.add_argument("--max_turns", type=int, default=6, help="messages the agent may send")
@@ -1196,6 +1253,22 @@ def get_args(argv=None):
     d.add_argument("--silent", type=float, default=0.12, help="of a run that never answers")
     d.add_argument("--hidden", type=float, default=0.4, help="share with the reference in front, for the critic")
     return p.parse_args(argv)
+
+
+def to_grade(args, *more):
+    """(stdin's records, their grader): tasks must be of one kind, which the first one tells. more: fields needed."""
+    records = read_jsonl(sys.stdin, lambda r: (*gradable(r)[1:], *more), skip_bad=args.skip_bad)
+    first = next(records, None)
+    kind = kind_of(first["task"]) if first else "backend"
+
+    def of_one_kind():
+        for r in itertools.chain([first] if first else (), records):
+            if kind_of(r["task"]) != kind:
+                fail(f"task {task_id(r['task'])} is of another kind than those before it: give them by themselves")
+            yield r
+    grader = page_grader(args, args.workers) if kind == "frontend" else \
+        Grader(getattr(args, "rules", "honest"), args.workers, args.unsafe)
+    return of_one_kind(), grader
 
 
 def main(args):
@@ -1217,39 +1290,26 @@ def main(args):
     elif args.command == "generate":
         asyncio.run(generate(args, emit))
     elif args.command == "grade":
-        def need(record):
-            task = record.get("task")
-            tests = not isinstance(task, dict) or kind_of(task) == "backend"
-            return "task.ground_truth", *["task.test_cases"] * tests, *["answer"] * (not args.reference)
-        records = read_jsonl(sys.stdin, need, skip_bad=args.skip_bad)
-        first = next(records, None)
-        pages = bool(first) and kind_of(first["task"]) == "frontend"
-        grader = PageGrader(args.clip and Clip(args.clip, args.resize), workers=args.workers, browser=args.browser,
-                            allow_network=args.allow_network) if pages else \
-            Grader(args.rules, args.workers, args.unsafe)
-
-        def answers():
-            for r in itertools.chain([first] if first else (), records):
-                if (kind_of(r["task"]) == "frontend") != pages:
-                    fail(f"task {task_id(r['task'])} is of another kind than those before it: grade them by themselves")
-                yield {**r, "answer": r["task"]["ground_truth"] if args.reference else r["answer"]}
+        records, grader = to_grade(args, *["answer"] * (not args.reference))
+        answers = ({**r, "answer": r["task"]["ground_truth"]} if args.reference else r for r in records)
+        rules = {"rules": args.rules} if isinstance(grader, Grader) else {}
         with grader:
             rewards, failures = [], 0
-            for record in grade_records(answers(), grader):
-                emit({**record, "meta": {**record.get("meta", {}), **({} if pages else {"rules": args.rules})}})
+            for record in grade_records(answers, grader):
+                emit({**record, "meta": {**record.get("meta", {}), **rules}})
                 rewards.append(record["reward"])
                 failures += "failure" in record
             n = max(1, len(rewards))
-            print(f"{len(rewards)} pages: likeness {100 * sum(rewards) / n:.1f} % by {grader.by}, {failures} not drawn"
-                  if pages else
-                  f"{len(rewards)} answers: tests passed {100 * sum(rewards) / n:.1f} %, success "
-                  f"{100 * rewards.count(1) / n:.1f} %; grader: {args.rules} rules, sandbox {grader.level}",
-                  file=sys.stderr)
+            mean, solved = 100 * sum(rewards) / n, 100 * rewards.count(1) / n
+            print(f"{len(rewards)} answers: tests passed {mean:.1f} %, success {solved:.1f} %; "
+                  f"grader: {args.rules} rules, sandbox {grader.level}" if rules else
+                  f"{len(rewards)} pages: likeness {mean:.1f} % by {grader.by}, {failures} not drawn", file=sys.stderr)
     else:
-        with Grader("honest", args.workers, args.unsafe) as grader:
-            need = "task.ground_truth", "task.test_cases"
-            for i, record in enumerate(read_jsonl(sys.stdin, need, skip_bad=args.skip_bad), 1):
-                broken, weak = check_task(grader, record["task"])
+        records, grader = to_grade(args)
+        with grader:
+            for i, record in enumerate(records, 1):
+                check = check_task if isinstance(grader, Grader) else check_page
+                broken, weak = check(grader, record["task"])
                 if broken or weak:
                     print(f"line {i}: {'dropped' if broken else 'kept'}: {'; '.join(broken + weak)}", file=sys.stderr)
                 broken or emit(record)

@@ -11,20 +11,20 @@ Records that already have a dialogue only get candidates.
 """
 import asyncio
 import atexit
+import base64
 import itertools
 import json
-import multiprocessing
 import os
-import subprocess
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
-from colbench import (Grader, GraderError, REPLY_CHARS, first_message, hidden_information, human_prompt, read_action,
+from colbench import (Grader, GraderError, REPLY_CHARS, RenderError, extract_page, first_message, gradable,
+                      hidden_information, human_prompt, kind_of, last_page, page_flags, page_grader, read_action,
                       redact, said, scripted_human, task_id, with_hidden)
-from utils import (Endpoint, EndpointError, fail, open_stdout, parser, progress, read_jsonl, rng, run, skip_bad_flag,
-                   version)
+from utils import (Endpoint, EndpointError, end_with_us, fail, family, open_stdout, parser, progress, read_jsonl, rng,
+                   run, skip_bad_flag, version)
 
 
 def get_args(argv=None):
@@ -61,6 +61,7 @@ def get_args(argv=None):
     p.add_argument("--timeout", type=float, default=120, help="seconds a request to an http server may take")
     p.add_argument("--retries", type=int, default=8, help="of a request to http servers, over about a minute")
     # running
+    page_flags(p)
     skip_bad_flag(p)
     p.add_argument("--concurrency", type=int, default=256, help="episodes under way at once")
     p.add_argument("--resume", metavar="FILE", help="skip the episodes in FILE; a cut-off last line is dropped from it")
@@ -175,10 +176,7 @@ def vllm_engine(args, stop):
         max_model_len=args.max_model_len, enable_prefix_caching=True, logprobs_mode="processed_logprobs",
         generation_config="vllm", disable_log_stats=True, use_tqdm_on_load=False,
         **(cpu if current_platform.is_cpu() else {})))
-    # its processes would outlive this one where that is killed, and keep the GPU: a shell waits for our end of the pipe
-    children = [str(p.pid) for p in multiprocessing.active_children()]
-    guard = subprocess.Popen(["sh", "-c", 'read x; kill -9 "$@"', "sh", *children], stdin=subprocess.PIPE,
-                             stderr=subprocess.DEVNULL, start_new_session=True)
+    guard = end_with_us(family())  # its processes would outlive a kill of this one, and keep the GPU
     atexit.register(lambda: (llm.shutdown(), guard.kill()))
     numbers = itertools.count()
 
@@ -282,7 +280,7 @@ class Players:
     async def make(self, args):
         """Loads them all; returns self."""
         from model import end_of_turn, open_directory, render
-        self.args, self.leaks = args, 0
+        self.args, self.leaks, self.pages = args, 0, None
         self.agent_prompt, self.human_prompt = (read_file(args, flag) for flag in ("agent_prompt", "human_prompt"))
         if http(args.human):
             self.humans = Endpoint(args.human, args.in_flight, args.timeout, args.retries)
@@ -300,18 +298,28 @@ class Players:
     async def human(self, task, history):
         """The human's reply to the last message of the history, cut at REPLY_CHARS."""
         kind, _, text = self.args.human.partition(":")
+        limit = REPLY_CHARS[kind_of(task)]
         if not http(self.args.human):
-            return (text if kind == "fixed" else scripted_human(task, history[-1]["content"]))[:REPLY_CHARS]
+            return (text if kind == "fixed" else scripted_human(task, history[-1]["content"]))[:limit]
         prompt = human_prompt(task, history, self.human_prompt)
+        if kind_of(task) == "frontend":  # it sees the agent's page and its own
+            try:
+                shown = await asyncio.to_thread(self.pages.pictures, task, extract_page(history[-1]["content"]))
+            except RenderError as e:
+                return f"I can't see your page: {e}."
+            except GraderError as e:
+                raise EndpointError(str(e)) from None
+            urls = [f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in shown]
+            prompt = [{"type": "text", "text": prompt}, *({"type": "image_url", "image_url": {"url": u}} for u in urls)]
 
         async def ask(client):
             reply = (await client.chat.completions.create(
                 model=self.human_model, messages=[{"role": "user", "content": prompt}], temperature=0, seed=0,
-                max_tokens=REPLY_CHARS)).choices[0].message.content
+                max_tokens=limit)).choices[0].message.content
             reply = said(reply or "")
             if not reply:
                 raise ValueError("an empty reply")
-            return reply[:REPLY_CHARS]
+            return reply[:limit]
         reply = await self.humans(ask)
         clean, leaks = redact(reply, hidden_information(task))
         self.leaks += bool(leaks)
@@ -352,6 +360,8 @@ class Players:
             if answer is not None:
                 break
             history.append({"role": "user", "content": await self.human(task, history)})
+        if kind_of(task) == "frontend":
+            answer = last_page(history)
         return {"sample": sample, "dialogue_history": history, "answer": answer}
 
     async def add_candidates(self, record, sample):
@@ -394,9 +404,12 @@ async def collect(args, emit):
 
     def jobs():
         try:
-            need = "task.problem_description", "task.ground_truth", "task.test_cases"
-            for record in read_jsonl(sys.stdin, need, skip_bad=args.skip_bad):
-                record["task"] = {"kind": "backend", **record["task"], "id": task_id(record["task"])}
+            for record in read_jsonl(sys.stdin, gradable, skip_bad=args.skip_bad):
+                record["task"] = {"kind": kind_of(record["task"]), **record["task"], "id": task_id(record["task"])}
+                if record["task"]["kind"] == "frontend" and not players.pages:
+                    if args.human == "scripted":
+                        fail("the scripted human knows functions alone: --human http://... sees pages; or fixed:TEXT")
+                    players.pages = page_grader(args, os.cpu_count())
                 played, n = "dialogue_history" in record, seen[record["task"]["id"]]
                 if played and not args.candidates:
                     fail(f"task {record['task']['id']} has a dialogue already: give --candidates, or cut it out")
@@ -425,8 +438,9 @@ async def collect(args, emit):
 
     async def graded(record):
         if "reward" not in record:
-            loop = asyncio.get_running_loop()
-            record |= await loop.run_in_executor(threads, grader.grade, record["task"], record["answer"])
+            by = players.pages if record["task"]["kind"] == "frontend" else grader
+            record |= await asyncio.get_running_loop().run_in_executor(threads, by.grade, record["task"],
+                                                                       record["answer"])
         return record
 
     async def writer():
@@ -445,8 +459,11 @@ async def collect(args, emit):
 
     with grader:
         await asyncio.gather(players_then_end(jobs()), writer())
+    if players.pages:
+        players.pages.__exit__()
     n = max(1, totals["episodes"])
-    print(f"{totals['episodes']} episodes ({before} done before): tests passed {100 * totals['reward'] / n:.1f} %, "
+    what = "likeness" if players.pages else "tests passed"
+    print(f"{totals['episodes']} episodes ({before} done before): {what} {100 * totals['reward'] / n:.1f} %, "
           f"success {100 * totals['solved'] / n:.1f} %, {totals['tokens'] / n:.0f} tokens each; "
           f"grader: {args.rules} rules, sandbox {grader.level}", file=sys.stderr)
     if players.leaks:

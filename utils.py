@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import marshal
@@ -148,6 +149,28 @@ def run(main, args):
         os._exit(0)  # no flush at exit: it would only meet the closed pipe again
     except KeyboardInterrupt:
         fail("interrupted")
+
+
+def family(of=None):
+    """Ids of the processes that a process, or else this one, has started, and of those that they have."""
+    of = of or os.getpid()
+    parents, found = {}, {of}
+    for path in glob.glob("/proc/[0-9]*/stat"):
+        with contextlib.suppress(OSError), open(path) as f:
+            pid, _, rest = f.read().partition(" (")
+            parents[int(pid)] = int(rest.rpartition(")")[2].split()[1])
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return found - {of}
+
+
+def end_with_us(pids):
+    """Has processes killed when this one ends, however it ends; returns what sees to it, which may be killed before.
+
+    It is a shell that waits for our end of its pipe.
+    """
+    return subprocess.Popen(["sh", "-c", 'read x; kill -9 "$@"', "sh", *map(str, pids)], stdin=subprocess.PIPE,
+                            stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 # --- servers ----------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 
 import pytest
 
@@ -69,6 +70,15 @@ def shell(command, cwd=ROOT):
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     return subprocess.run(["bash", "-c", command], text=True, capture_output=True, cwd=cwd, timeout=180,
                           env={**CPU, "PATH": path})
+
+
+def gone(pids, seconds=20):
+    """Fails unless these processes have ended within so many seconds."""
+    alive = lambda pid: os.path.exists(f"/proc/{pid}") and ") Z " not in open(f"/proc/{pid}/stat").read()
+    end = time.time() + seconds
+    while left := [pid for pid in pids if alive(pid)]:
+        assert time.time() < end, [open(f"/proc/{pid}/cmdline").read() for pid in left if alive(pid)]
+        time.sleep(0.1)
 
 
 def lines(records):

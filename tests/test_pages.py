@@ -1,4 +1,5 @@
 """Pages in a real Chromium: the same bytes each time, nothing reached, bounded failures; how alike pages look."""
+import contextlib
 import json
 import os
 import re
@@ -6,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +16,11 @@ import pytest
 import torch
 
 import colbench
+import model as M
 from colbench import CACHE, PAGE, Renderer, RenderError, similarity
-from conftest import ROOT, records, script
+from conftest import ROOT, gone, lines, records, script
+from test_endpoints import Server, chat
+from utils import family
 
 pytest.importorskip("playwright", reason="playwright is not installed (README, \"Frontend Design\")")
 SHEET = os.path.join(CACHE, "tailwind.min.css")
@@ -122,8 +127,8 @@ def test_hostile_pages_are_bounded_and_the_next_one_is_drawn(page, renderer):
 
 
 def browsers():
-    found = subprocess.run(["pgrep", "-f", "chrom.*--headless"], capture_output=True, text=True).stdout.split()
-    return [int(pid) for pid in found]
+    """The processes of our own browsers."""
+    return {pid for pid in family() if b"--headless" in open(f"/proc/{pid}/cmdline", "rb").read()}
 
 
 def test_a_killed_browser_loses_no_page():
@@ -131,11 +136,26 @@ def test_a_killed_browser_loses_no_page():
     with Renderer(workers=2) as r:
         want = r.render(PLAIN)
         for _ in range(2):
-            for pid in set(browsers()) - set(before):
-                os.kill(pid, signal.SIGKILL)
+            for pid in browsers() - before:
+                with contextlib.suppress(ProcessLookupError):  # it went with another
+                    os.kill(pid, signal.SIGKILL)
             with ThreadPoolExecutor(3) as pool:
                 assert all(page == want for page in pool.map(r.render, [PLAIN] * 3))
-    assert r.open is None and set(browsers()) <= set(before)
+    assert r.open is None and browsers() <= before
+
+
+def test_a_killed_grader_leaves_no_browser_behind(tmp_path):
+    (tmp_path / "in").write_text(lines(answered(PLAIN.replace("shoes", str(i))) for i in range(500)))
+    for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
+        process = subprocess.Popen([sys.executable, "colbench.py", "grade"], cwd=ROOT, stdin=open(tmp_path / "in"),
+                                   stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert process.stdout.readline()
+        its = family(process.pid)
+        assert len(its) > 3
+        process.send_signal(how)
+        _, said = process.communicate(timeout=15)
+        assert process.returncode and "Traceback" not in said
+        gone(its, seconds=3)
 
 
 def test_a_part_of_the_sheet_draws_the_real_pages_as_the_whole_does(renderer, tasks):
@@ -214,6 +234,17 @@ def test_grade_takes_the_published_frontend_tasks(tasks):
     assert [r["reward"] for r in records(done.stdout)] == [1] * 5, done.stderr
 
 
+def test_check_drops_what_cannot_be_drawn(tasks):
+    bad = {"problem_description": "a", "ground_truth": "<html><body>" + "x" * PAGE["bytes"]}
+    empty = {"problem_description": "b", "ground_truth": "<html><body></body></html>"}
+    done = script("colbench.py", "check", stdin=[*tasks[:3], bad, empty])
+    assert done.returncode == 0 and [r["task"] for r in records(done.stdout)] == [*tasks[:3], empty]
+    assert "line 4: dropped: can't be drawn" in done.stderr and "line 5: kept: nothing is on it" in done.stderr
+    done = script("colbench.py", "grade", stdin=[{"task": bad, "answer": PLAIN}, answered(PLAIN)])
+    one, other = records(done.stdout)
+    assert one["reward"] == 0 and "its reference can't be drawn" in one["failure"] and other["reward"] == 1
+
+
 def test_kinds_are_not_mixed():
     backend = {"task": {"problem_description": "f", "ground_truth": "def f(): return 1", "test_cases": {"a": "f()"}},
                "answer": "x"}
@@ -264,3 +295,60 @@ def test_what_is_missing_is_said_in_one_line(flags, message):
     done = script("colbench.py", "grade", *flags, stdin=[answered(PLAIN)])
     assert done.returncode == 1 and message in done.stderr and done.stderr.startswith("error: "), done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+# --- episodes ---------------------------------------------------------------------------------------------------------
+
+BLUE = PLAIN.replace("green", "blue")
+
+
+def test_episodes_are_pages_shown_to_a_human_who_sees_both(tiny_dir, tmp_path, renderer):
+    """The engine's server answers with pages, the human's with what it was shown; the last page shown is graded."""
+    import base64
+    tokenizer = M.open_directory(tiny_dir)[1]
+    said_by_turn = ["I have no page yet", f"Let me see. OUTPUT: {BLUE}", f"OUTPUT: the same: {PLAIN}", "Good luck"]
+    drawn = {name: renderer.render(page)["png"] for name, page in (("blue", BLUE), ("plain", PLAIN))}
+
+    def agent(path, body):
+        turn = tokenizer.decode(body["prompt"]).count("<|assistant|>") - 1
+        ids = M.plain_ids(tokenizer, said_by_turn[turn]) + body["stop_token_ids"][:1]
+        return {"id": "x", "object": "text_completion", "created": 0, "model": "m", "choices": [{
+            "index": 0, "text": "", "finish_reason": "stop", "token_ids": ids, "logprobs": {
+                "token_logprobs": [-1.0] * len(ids), "tokens": [], "top_logprobs": [], "text_offset": []}}]}
+
+    def human(path, body):
+        text, *pictures = body["messages"][0]["content"]
+        png = [base64.b64decode(p["image_url"]["url"].removeprefix("data:image/png;base64,")) for p in pictures]
+        assert "a shop" in text["text"] and "<html" not in text["text"] and png[1] == drawn["plain"]
+        return chat(("blue " if png[0] == drawn["blue"] else "the same ") + "x" * 2000)
+    servers = Server(agent), Server(human, trouble=0.3)
+    tasks_in = [{"problem_description": "a shop", "ground_truth": PLAIN}]
+    for turns, reward in ((4, 1), (2, None), (1, 0)):
+        flags = ["--engine", servers[0].url, "--human", servers[1].url, "--max_turns", turns, "--candidates", 2]
+        done = script("collect.py", "--model", tiny_dir, *flags, "--timeout", 3, stdin=tasks_in)
+        assert done.returncode == 0, done.stderr
+        (r,) = records(done.stdout)
+        history = r["dialogue_history"]
+        assert r["task"]["kind"] == "frontend" and r["reward_by"] == "blocks" and len(history) == 2 * turns
+        assert "no scripts" in history[0]["content"] and history[0]["content"].endswith("a shop")
+        if turns == 4:
+            assert history[2]["content"] == "I can't see your page: no page."
+            assert [len(m["content"]) for m in history[4:7:2]] == [1000, 1000]
+            assert history[4]["content"].startswith("blue") and history[6]["content"].startswith("the same")
+            assert r["answer"] == PLAIN and r["reward"] == 1
+        else:
+            assert r["answer"] == (BLUE if turns == 2 else "") and r["reward"] < 1 and ("failure" in r) == (turns == 1)
+    assert len(servers[1].seen) >= 2  # one that draws nothing asks nobody
+
+    # the text critic reads the reference page, and the policy trains on what it ranked
+    other = {**r, "sample": 1, "reward": 0.9}
+    flags = ["--model", tiny_dir, "--pairs", "all", "--margin", 0.1, "--held_out", 0, "--epochs", 1]
+    done = script("train_critic.py", *flags, "--out", tmp_path / "critic", stdin=[r, other])
+    assert done.returncode == 0, done.stderr
+    assert all("advantage" in c for x in records(done.stdout) for c in x["dialogue_history"][1]["candidates"])
+    assert script("evaluate.py", stdin=done.stdout).returncode == 0
+
+
+def test_the_scripted_human_knows_no_pages(tiny_dir):
+    done = script("collect.py", "--model", tiny_dir, stdin=[{"problem_description": "a shop", "ground_truth": PLAIN}])
+    assert done.returncode == 1 and done.stdout == "" and "--human http" in done.stderr and "Traceback" not in done.stderr
