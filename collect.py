@@ -406,11 +406,11 @@ async def collect(args, emit):
         try:
             for record in read_jsonl(sys.stdin, gradable, skip_bad=args.skip_bad):
                 record["task"] = {"kind": kind_of(record["task"]), **record["task"], "id": task_id(record["task"])}
-                if record["task"]["kind"] == "frontend" and not players.pages:
-                    if args.human == "scripted":
+                played, n = "dialogue_history" in record, seen[record["task"]["id"]]
+                if record["task"]["kind"] == "frontend" and not (played and "reward" in record or players.pages):
+                    if args.human == "scripted" and not played:
                         fail("the scripted human knows functions alone: --human http://... sees pages; or fixed:TEXT")
                     players.pages = page_grader(args, os.cpu_count())
-                played, n = "dialogue_history" in record, seen[record["task"]["id"]]
                 if played and not args.candidates:
                     fail(f"task {record['task']['id']} has a dialogue already: give --candidates, or cut it out")
                 seen[record["task"]["id"]] += 1

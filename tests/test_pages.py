@@ -349,6 +349,17 @@ def test_episodes_are_pages_shown_to_a_human_who_sees_both(tiny_dir, tmp_path, r
     assert script("evaluate.py", stdin=done.stdout).returncode == 0
 
 
+def test_published_episodes_get_candidates_without_a_browser_or_a_human(tiny_dir):
+    episode = {"task": {"problem_description": "a shop", "ground_truth": PLAIN}, "answer": BLUE, "reward": 0.8,
+               "dialogue_history": [{"role": "user", "content": "a shop"}, {"role": "assistant", "content": BLUE}]}
+    flags = ["--model", tiny_dir, "--candidates", 2, "--max_tokens", 5, "--browser", "/nowhere/chromium"]
+    done = script("collect.py", *flags, stdin=[episode, episode])
+    assert done.returncode == 0, done.stderr
+    got = records(done.stdout)
+    assert sorted(r["sample"] for r in got) == [0, 1] and all(r["reward"] == 0.8 for r in got)
+    assert all(len(r["dialogue_history"][1]["candidates"]) == 2 for r in got)
+
+
 def test_the_scripted_human_knows_no_pages(tiny_dir):
     done = script("collect.py", "--model", tiny_dir, stdin=[{"problem_description": "a shop", "ground_truth": PLAIN}])
     assert done.returncode == 1 and done.stdout == "" and "--human http" in done.stderr and "Traceback" not in done.stderr
