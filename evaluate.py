@@ -4,24 +4,26 @@
     python evaluate.py base=base0.jsonl,base1.jsonl sweet=sweet0.jsonl,sweet1.jsonl       # several seeds as one system
     python collect.py --model runs/base < test.jsonl | tee base.jsonl | python evaluate.py
 
-tests_passed  share of the hidden tests passed: the mean reward
-success       share of the episodes that pass them all
+tests_passed  share of the hidden tests passed: the mean reward; of frontend tasks how alike the pages look
+success       share of the episodes that pass them all (not of frontend tasks)
 turns         messages of the agent; tokens: what it sampled in all of them
 unanswered    share of the episodes whose rounds ran out: the last message was graded, but it is no answer
+not_drawn     frontend tasks: share of the episodes without a picture
 copied        built-in tasks: of the final function's slots that the human told, the share with the value told
 
 Intervals come from a bootstrap over tasks: a resampled task brings all its episodes, for they are not independent.
-A difference to the first system is taken on the tasks that both have, resampled in pairs.
+A difference to the first system is taken on the tasks that both have, resampled in pairs; so are wins, the share of
+these tasks with a higher mean reward than the first system's, a tie counting half.
 """
 import os
 import sys
 
 import numpy as np
 
-from colbench import ANSWER, agent_messages, slots_of, task_id
+from colbench import ANSWER, agent_messages, kind_of, slots_of, task_id
 from utils import fail, open_stdout, parser, read_jsonl, run, skip_bad_flag
 
-METRICS = ("tests_passed", "success", "turns", "tokens", "unanswered", "copied")
+METRICS = ("tests_passed", "success", "turns", "tokens", "unanswered", "not_drawn", "copied")
 COMPARED = ("success", "tests_passed")
 NEED = ("task.problem_description", "task.ground_truth", "dialogue_history", "reward")
 
@@ -58,11 +60,12 @@ def measure(record):
 
     So a mean over episodes (each counts 1), a share of all slots told, and what an episode lacks (0, 0) are all one.
     """
-    agent = agent_messages(record)
+    agent, page = agent_messages(record), kind_of(record["task"]) == "frontend"
     sampled = [len(m["token_ids"]) for m in agent if "token_ids" in m]
     unanswered = not agent or ANSWER not in agent[-1]["content"]
-    return np.array([(record["reward"], 1), (record["reward"] >= 1, 1), (len(agent), 1), (sum(sampled), bool(sampled)),
-                     (unanswered, 1), copied(record)], float)
+    return np.array([(record["reward"], 1), (0, 0) if page else (record["reward"] >= 1, 1), (len(agent), 1),
+                     (sum(sampled), bool(sampled)), (0, 0) if page else (unanswered, 1),
+                     ("failure" in record, 1) if page else (0, 0), copied(record)], float)
 
 
 # --- systems ----------------------------------------------------------------------------------------------------------
@@ -138,6 +141,8 @@ def result(system, first, resamples):
         for metric in COMPARED:
             pairs = [(a[METRICS.index(metric)], b[METRICS.index(metric)]) for a, b in common]
             d[metric], d[metric + "_95"] = with_interval(minus_first, pairs, resamples)
+        wins = [np.sign(ratio(b[None, 0]) - ratio(a[None, 0])) / 2 + 0.5 for a, b in common]  # of the mean reward
+        d["wins"], d["wins_95"] = with_interval(np.mean, wins, resamples)
     return out
 
 
@@ -151,14 +156,18 @@ def percent(value, interval=None, sign=""):
 
 def table(results):
     """Aligned text, a row per system, and under it what the numbers rest on."""
-    rows = [["system", "tests %", "success %", "turns", "tokens", "unanswered %", "copied %", "episodes", "tasks",
-             *["success - first", "tests - first", "common"] * (len(results) > 1)]]
+    pages = any(r["not_drawn"] is not None for r in results)
+    rows = [["system", "tests %", "success %", "turns", "tokens", "unanswered %", *["not drawn %"] * pages,
+             "copied %", "episodes", "tasks",
+             *["success - first", "tests - first", *["wins %"] * pages, "common"] * (len(results) > 1)]]
     for r in results:
         d = r.get("minus_first")
         rows.append([r["system"], *(percent(r[k], r[k + "_95"]) for k in ("tests_passed", "success")),
                      *("-" if r[k] is None else f"{r[k]:.1f}" for k in ("turns", "tokens")),
-                     *(percent(r[k]) for k in ("unanswered", "copied")), str(r["episodes"]), str(r["tasks"]),
-                     *([percent(d[k], d[k + "_95"], "+") for k in COMPARED] + [str(d["clusters"])] if d else [])])
+                     *(percent(r[k]) for k in ("unanswered", *["not_drawn"] * pages, "copied")),
+                     str(r["episodes"]), str(r["tasks"]),
+                     *([percent(d[k], d[k + "_95"], "+") for k in COMPARED] +
+                       [percent(d["wins"], d["wins_95"])] * pages + [str(d["clusters"])] if d else [])])
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[-1]))]
     lines = ["  ".join(f"{c:>{w}}" if i else f"{c:<{w}}" for i, (c, w) in enumerate(zip(row, widths))) for row in rows]
     rules = sorted({rule for r in results for rule in r["rules"]})

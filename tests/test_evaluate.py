@@ -50,6 +50,24 @@ def test_what_is_not_there_is_none(tmp_path):
     assert r["success"] == 0.5 and r["success_95"] is None  # one task tells nothing of others
 
 
+def test_pages_have_likeness_wins_and_failures(tmp_path):
+    page = lambda task, reward, **more: {**episode(task, reward, answered=False, **more), "task": {
+        "id": task, "problem_description": "p", "ground_truth": "<html></html>"}}
+    ours = [page("a", 1.0), page("b", 0.5), page("b", 0.7), page("c", 0.25), page("d", 0.0, failure="no page")]
+    rival = [page("a", 0.9), page("b", 0.6), page("c", 0.3), page("e", 1.0)]
+    (first, r), table = run(tmp_path, "rival.jsonl", "ours.jsonl", ours=ours, rival=rival)
+    assert r["tests_passed"] == 0.49 and r["success"] is None and r["unanswered"] is None
+    assert first["not_drawn"] == 0 and r["not_drawn"] == 0.2 and r["minus_first"]["success"] is None
+    assert r["minus_first"]["wins"] == 0.5 and r["minus_first"]["clusters"] == 3  # a won, b tied, c lost
+    assert "not drawn %" in table and "wins %" in table
+    head, *rows = table.splitlines()[:3]
+    column = head.index("wins %") + len("wins %")
+    assert rows[1][:column].endswith("]") and " 50.0 [" in rows[1]
+    (_, r), table = run(tmp_path, "a.jsonl", "b.jsonl", a=[episode("a", 0.2), episode("b", 1)],
+                        b=[episode("a", 0.3), episode("b", 1)])
+    assert r["not_drawn"] is None and r["minus_first"]["wins"] == 0.75 and "wins" not in table and "drawn" not in table
+
+
 def test_told_slots_are_those_of_the_reference(tmp_path):
     """Neither what the reference lacks (color) counts, nor what the answer leaves out (rate in the second)."""
     rs = [episode("a", 0, turns=3, told=["color=7", "fee=12"], answer="def f(x, color=9, fee=12): return x"),
@@ -89,7 +107,7 @@ def test_a_paired_difference_is_not_widened_by_the_tasks(tmp_path):
 def test_nothing_in_common(tmp_path):
     (_, r), table = run(tmp_path, "a.jsonl", "b.jsonl", a=[episode("x", 1)], b=[episode("y", 1)])
     assert r["minus_first"] == {"first": "a", "clusters": 0, "success": None, "success_95": None, "tests_passed": None,
-                                "tests_passed_95": None}
+                                "tests_passed_95": None, "wins": None, "wins_95": None}
 
 
 def test_seeds_are_joined_under_a_name_and_paired_by_seed(tmp_path):
