@@ -116,7 +116,7 @@ def agent_messages(record):
 def kind_of(task):
     """"backend" or "frontend": the task's `kind`; ColBench's files have none, and pages no test cases."""
     page = "test_cases" not in task and re.search("<(html|body)", str(task.get("ground_truth")), re.I)
-    return task.get("kind") or ("frontend" if page else "backend")
+    return "frontend" if task.get("kind", page and "frontend") == "frontend" else "backend"
 
 
 def gradable(record):
@@ -854,6 +854,10 @@ class RenderError(Exception):
     """Why a page has no picture."""
 
 
+class NoReference(RenderError):
+    """Why a task's reference has none."""
+
+
 class Sheet:
     """A style sheet of utility classes, of which sheet(html) gives what a page can use: 3 MB take long at every page.
 
@@ -897,7 +901,8 @@ class Renderer:
             from playwright import async_api
         except ImportError:
             fail("frontend tasks need Playwright and a Chromium: pip install playwright (README, \"Frontend Design\")")
-        self.api, self.allow_network, self.open, self.slots = async_api, allow_network, None, None
+        self.api, self.allow_network, self.open = async_api, allow_network, None
+        self.slots, self.alone, self.starting = asyncio.Semaphore(workers), asyncio.Lock(), asyncio.Lock()
         self.path = browser or next(filter(None, map(shutil.which, BROWSERS)), None)
         if not self.path or not os.access(self.path, os.X_OK):
             fail(f"--browser {browser}: no such program" if browser else "no Chromium found: --browser PATH names one")
@@ -930,24 +935,34 @@ class Renderer:
         return self.wait(self.draw(page))
 
     async def draw(self, page):
-        self.slots = self.slots or asyncio.Semaphore(self.workers)
         async with self.slots:
-            for last in (False, True):
-                opened = None
-                try:
-                    opened = await self.browser()
-                    return await asyncio.wait_for(self.shoot(opened, page), PAGE["seconds"])
-                except TimeoutError:
-                    await self.stop(opened)  # it may be busy for ever
-                    raise RenderError(f"the page took more than {PAGE['seconds']} s") from None
-                except self.api.Error as e:  # the page's doing, or that of another one, which took the browser with it
-                    if last:
-                        raise RenderError(" ".join(str(e).split())[:100]) from None
-                    await self.stop(opened)
+            with contextlib.suppress(self.api.Error):
+                return await self.attempt(page)
+        async with self.alone:  # whether it or another page has ended the browser is seen when no other is drawn
+            for _ in range(self.workers):
+                await self.slots.acquire()
+            try:
+                return await self.attempt(page)
+            except self.api.Error as e:
+                raise RenderError(" ".join(str(e).split())[:100]) from None
+            finally:
+                for _ in range(self.workers):
+                    self.slots.release()
+
+    async def attempt(self, page):
+        opened = await self.browser()
+        try:
+            return await asyncio.wait_for(self.shoot(opened, page), PAGE["seconds"])
+        except TimeoutError:
+            await self.stop(opened)  # it may be busy for ever
+            raise RenderError(f"the page took more than {PAGE['seconds']} s") from None
+        except self.api.Error:
+            await self.stop(opened)
+            raise
 
     async def browser(self):
         """(driver, browser), started where there is none. The driver ends with us, and the browser with it."""
-        async with self.__dict__.setdefault("starting", asyncio.Lock()):
+        async with self.starting:
             if not self.open:
                 driver = await self.api.async_playwright().start()
                 flags = ["--disable-gpu", "--disable-background-networking", "--no-first-run", "--disable-sync",
@@ -955,7 +970,11 @@ class Renderer:
                          "--force-color-profile=srgb", "--font-render-hinting=none", "--disable-lcd-text",
                          *["--no-sandbox"] * (os.geteuid() == 0),
                          *["--host-resolver-rules=MAP * ~NOTFOUND"] * (not self.allow_network)]
-                self.open = driver, await driver.chromium.launch(executable_path=self.path, args=flags)
+                try:
+                    self.open = driver, await driver.chromium.launch(executable_path=self.path, args=flags)
+                except self.api.Error as e:  # no page's fault: nothing must be graded
+                    await driver.stop()
+                    raise GraderError(f"{self.path} does not start: {' '.join(str(e).split())[:300]}") from None
             return self.open
 
     async def stop(self, opened):
@@ -1032,7 +1051,7 @@ def similarity(page, other):
     """0 to 1, 1 for equal pages: the share of both pages' blocks that have a like one in the other, weighted.
 
     A block weighs the square root of its area. The best pairs are matched first. The pages' heights and backgrounds are
-    a tenth of the whole. No weights of a model: `reward` says "blocks" where this stood in for CLIP.
+    a tenth of the whole. No weights of a model: `reward_by` says "blocks" where this stood in for CLIP.
     """
     height = max(page["height"], other["height"], 1)
     weight = lambda block: math.sqrt(max(1.0, block["box"][2] * min(block["box"][3], PAGE["tallest"])))
@@ -1094,8 +1113,6 @@ class PageGrader:
     The reward is how alike the answer's page and the reference look: by `clip`, a Clip, or else by `similarity`. The
     other arguments are Renderer's. A page without a picture is worth 0, and says why.
     """
-    level = "browser without scripts or network"
-
     def __init__(self, clip=None, **renderer):
         self.alike, self.by, self.renderer = clip or similarity, "clip" if clip else "blocks", Renderer(**renderer)
         self.by += " letterbox" * bool(clip and clip.resize == "letterbox")
@@ -1112,18 +1129,18 @@ class PageGrader:
         return self.renderer.render(page)["png"], self.wanted(task)["png"]
 
     def wanted(self, task):
-        """The reference as drawn, once; GraderError where it can't be."""
+        """The reference as drawn, once; NoReference where it can't be."""
         try:
             return self.reference(extract_page(task["ground_truth"]) or task["ground_truth"])
         except RenderError as e:
-            raise GraderError(f"task {task_id(task)}: its reference can't be drawn: {e}") from None
+            raise NoReference(f"task {task_id(task)}: its reference can't be drawn: {e}") from None
 
     def grade(self, task, answer):
         """{"reward": 0 to 1, "reward_by": "blocks" or "clip"}, and "failure": why there is no picture to compare."""
         try:
             return {"reward": self.alike(self.wanted(task), self.renderer.render(extract_page(answer))),
                     "reward_by": self.by}
-        except (RenderError, GraderError) as e:
+        except RenderError as e:
             return {"reward": 0.0, "reward_by": self.by, "failure": str(e)}
 
 

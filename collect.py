@@ -20,7 +20,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
-from colbench import (Grader, GraderError, REPLY_CHARS, RenderError, extract_page, first_message, gradable,
+from colbench import (Grader, GraderError, NoReference, REPLY_CHARS, RenderError, extract_page, first_message, gradable,
                       hidden_information, human_prompt, kind_of, last_page, page_flags, page_grader, read_action,
                       redact, said, scripted_human, task_id, with_hidden)
 from utils import (Endpoint, EndpointError, end_with_us, fail, family, open_stdout, parser, progress, read_jsonl, rng,
@@ -305,10 +305,10 @@ class Players:
         if kind_of(task) == "frontend":  # it sees the agent's page and its own
             try:
                 shown = await asyncio.to_thread(self.pages.pictures, task, extract_page(history[-1]["content"]))
+            except NoReference as e:
+                raise EndpointError(str(e)) from None
             except RenderError as e:
                 return f"I can't see your page: {e}."
-            except GraderError as e:
-                raise EndpointError(str(e)) from None
             urls = [f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in shown]
             prompt = [{"type": "text", "text": prompt}, *({"type": "image_url", "image_url": {"url": u}} for u in urls)]
 

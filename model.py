@@ -348,7 +348,7 @@ def end_of_turn(tokenizer):
 
 def thinks(record):
     """Whether the record's dialogue was sampled with --thinking 1."""
-    return record.get("meta", {}).get("thinking", 0)
+    return (record.get("meta") or {}).get("thinking", 0)
 
 
 def turns_of(tokenizer, record, hidden=None):
@@ -609,7 +609,7 @@ def plan(args, config, steps, turns_in, scored):
     width, size = dtype.itemsize, lambda module: sum(p.numel() for p in module.parameters())
     total, layer, c = size(model), size(model.lm.model.layers[0]), model.lm.config
     body, head, attend = layer * c.num_hidden_layers, c.vocab_size * c.hidden_size, \
-        4 * c.num_hidden_layers * c.num_attention_heads * getattr(c, "head_dim", c.hidden_size // c.num_attention_heads)
+        4 * c.num_hidden_layers * (c.num_attention_heads * (getattr(c, "head_dim", None) or 0) or c.hidden_size)
 
     flops = tokens = rounds = 0
     largest, most_tokens = None, 0

@@ -126,6 +126,35 @@ def test_hostile_pages_are_bounded_and_the_next_one_is_drawn(page, renderer):
     assert "We sell ." in [" ".join(b["text"].split()) for b in renderer.render(PLAIN)["blocks"]]
 
 
+def test_hostile_neighbours_cost_a_page_nothing():
+    """Pages that hang or end the browser, time after time, beside good ones: each good one gets its picture."""
+    with Renderer(workers=2) as r:
+        want, shoot = r.render(PLAIN), r.shoot
+
+        async def shoots(opened, page):
+            if page == "hostile":
+                await opened[1].close()
+                raise r.api.Error("it took the browser with it")
+            return await shoot(opened, page)
+        r.shoot = shoots
+        def draw(page):
+            try:
+                return r.render(page)
+            except RenderError as e:
+                return str(e)
+        with ThreadPoolExecutor(4) as pool:
+            got = list(pool.map(draw, ["hostile", PLAIN] * 8))
+        assert got == ["it took the browser with it", want] * 8
+
+
+def test_a_browser_that_does_not_start_grades_nothing(tmp_path):
+    (tmp_path / "chromium").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "chromium").chmod(0o755)
+    done = script("colbench.py", "grade", "--browser", tmp_path / "chromium", stdin=[answered(PLAIN)])
+    assert done.returncode == 1 and done.stdout == "" and "does not start" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def browsers():
     """The processes of our own browsers."""
     return {pid for pid in family() if b"--headless" in open(f"/proc/{pid}/cmdline", "rb").read()}
