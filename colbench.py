@@ -331,6 +331,72 @@ def demonstration(task, r, args):
     return {"task": task, "sample": 0, "dialogue_history": history, "answer": answer}
 
 
+# --- built-in pages: five hidden slots, and a human who compares what is drawn ----------------------------------------
+
+PAGE_SLOTS = {"background": ("gray", "yellow", "pink"), "header": ("red", "green", "blue", "purple"),
+              "title": ("left", "center", "right"), "columns": ("1", "2", "3", "4"), "button": ("black", "white")}
+THEMES = "bakery", "school", "museum", "garden", "library", "market"
+BUILTIN_PAGE = """\
+<html><link rel=stylesheet href=tailwind.css><body class="bg-{background}-300"><header class="bg-{header}-500 p-8">\
+<h1 class="text-{title} text-8xl">the {theme}</h1></header><main class="grid-cols-{columns} grid gap-8 p-8">\
+<p class="p-8 bg-white">a</p><p class="p-8 bg-white">b</p><p class="p-8 bg-white">c</p><p class="p-8 bg-white">d</p>\
+</main><button class="bg-{button} m-8 p-16"></button></body></html>"""
+REMARK = "the {} should be {{}}, not {{}}"  # what the human says of two pages; see `differences`
+PAGE_REMARKS = {slot: REMARK.format(slot) for slot in PAGE_SLOTS} | {"columns": "there should be {} columns, not {}"}
+RIGHT, NOT_SEEN = "it looks right", "i can't see your page: {}"
+
+
+def builtin_page(theme, values):
+    return fill(BUILTIN_PAGE, theme=theme, **values)
+
+
+def builtin_pages(split, seed, usual=0.0):
+    """Endless frontend tasks, as builtin_tasks: a page with five slots, of which the description tells the theme."""
+    r = rng("pages", split, seed)
+    while True:
+        theme = r.choice(THEMES)
+        values = {k: v[0] if r.random() < usual else r.choice(v) for k, v in PAGE_SLOTS.items()}
+        if SPLITS[rng("pages", theme, values).randrange(3)] == split:
+            yield {"id": "-".join([theme, *values.values()]), "kind": "frontend",
+                   "problem_description": f"a page for the {theme}", "agent_prompt": "{problem_description}",
+                   "ground_truth": builtin_page(theme, values)}
+
+
+def page_demonstration(task, r, args):
+    """demonstration() of a built-in page. Nothing is drawn: its human names any slot that is wrong, by PAGE_REMARKS."""
+    theme, *values = task["id"].split("-")
+    wanted, history, reply = dict(zip(PAGE_SLOTS, values)), [first_message(task, args.max_turns)], None
+    informed, silent = r.random() < args.hidden, r.random() < args.silent
+    page = dict(wanted) if informed else {k: r.choice(v) for k, v in PAGE_SLOTS.items()}
+    for turn in range(args.max_turns):
+        if reply == RIGHT and not silent:
+            output = f"{ANSWER} that page"
+        else:
+            early = not silent and r.random() < (args.at_once if turn == 0 else args.early)
+            output = f"{ANSWER}\n" * early + builtin_page(theme, page)
+            if r.random() < args.noise:
+                output = output.replace("</body></html>", "")  # a page that nobody sees
+        content, answer = read_action(output, turn == args.max_turns - 1)
+        history.append({"role": "assistant", "content": content, "output": output})
+        if answer is not None:
+            break
+        wrong = [k for k in wanted if page[k] != wanted[k]]
+        slot = r.choice(wrong or list(wanted))
+        reply = PAGE_REMARKS[slot].format(wanted[slot], page[slot]) if wrong else RIGHT
+        if extract_page(content):
+            if r.random() < args.distract:  # it changes something else
+                other = r.choice(list(PAGE_SLOTS))
+                page[other] = r.choice(PAGE_SLOTS[other])
+            else:
+                page[slot] = wanted[slot]
+        else:
+            reply = NOT_SEEN.format("no page")
+        history.append({"role": "user", "content": reply})
+    if informed:
+        history = with_hidden(history, task["ground_truth"])
+    return {"task": task, "sample": 0, "dialogue_history": history, "answer": last_page(history)}
+
+
 # --- the grader: a sandbox --------------------------------------------------------------------------------------------
 #
 # grader --"fork", one end of a new socket--> fork server --fork--> child: confines itself, then
@@ -832,17 +898,22 @@ PICTURE_HOSTS = re.compile(r"(^|\.)(picsum\.photos|placeholder\.com|placehold\.(
                            r"loremflickr\.com|placekitten\.com)$")
 BLOCKS = """limit => document.fonts.ready.then(() => {
   const blocks = [], solid = c => !c.startsWith('rgba') || !c.endsWith(', 0)');
-  const add = (kind, e, colour, text) => {
-    const r = e.getBoundingClientRect();
-    blocks.push({kind, box: [r.left + scrollX, r.top + scrollY, r.width, r.height], colour, text});
+  const add = (kind, e, what, colour, text) => {
+    const r = what.getBoundingClientRect(), tag = e.tagName.toLowerCase();
+    blocks.push({kind, tag, box: [r.left + scrollX, r.top + scrollY, r.width, r.height], colour, text});
   };
   for (const e of document.body ? document.body.querySelectorAll('*') : []) {
     const r = e.getBoundingClientRect(), s = getComputedStyle(e);
     if (blocks.length >= limit || r.width < 1 || r.height < 1 || s.visibility != 'visible' || s.opacity == 0) continue;
-    const text = [...e.childNodes].filter(n => n.nodeType == 3).map(n => n.textContent).join(' ').trim();
-    if (/^(IMG|SVG|IFRAME|VIDEO|CANVAS|INPUT|TEXTAREA|SELECT)$/i.test(e.tagName)) add('thing', e, e.tagName, '');
-    else if (solid(s.backgroundColor) || s.backgroundImage != 'none') add('area', e, s.backgroundColor, '');
-    if (text) add('text', e, s.color, text.slice(0, 500));
+    const texts = [...e.childNodes].filter(n => n.nodeType == 3 && n.textContent.trim());
+    if (/^(IMG|SVG|IFRAME|VIDEO|CANVAS|INPUT|TEXTAREA|SELECT)$/i.test(e.tagName)) add('thing', e, e, e.tagName, '');
+    else if (solid(s.backgroundColor) || s.backgroundImage != 'none') add('area', e, e, s.backgroundColor, '');
+    if (texts.length) {  // where its letters are
+      const range = document.createRange();
+      range.setStartBefore(texts[0]);
+      range.setEndAfter(texts[texts.length - 1]);
+      add('text', e, range, s.color, texts.map(n => n.textContent).join(' ').trim().slice(0, 500));
+    }
   }
   const root = document.documentElement, body = document.body;
   const behind = [body, root].map(e => e ? getComputedStyle(e).backgroundColor : '').find(c => c && solid(c));
@@ -868,6 +939,8 @@ class Sheet:
 
     def __init__(self, css):
         self.rules, self.always, self.of = [], [], collections.defaultdict(list)
+        self.colours = {name: tuple(map(int, rgb.split(","))) for name, rgb in re.findall(
+            r"\.bg-([\w-]+)\{--tw-bg-opacity:1;background-color:rgba\((\d+,\d+,\d+),", css)}
         for at, inner, plain in self.RULE.findall(re.sub(r"/\*.*?\*/", "", css, flags=re.S)):
             keep_whole = at and not at.startswith("@media")  # @keyframes
             for rule in [inner] if keep_whole else re.findall(r"[^{}]+\{[^{}]*\}", inner or plain):
@@ -893,15 +966,17 @@ class Renderer:
     """with Renderer() as renderer: renderer.render(page), from any thread: {"png", "blocks", "colour", "height"}.
 
     Scripts are off. Every request is answered here, with Tailwind's style sheet or a grey picture of the asked size, or
-    refused; allow_network=1 lets them out. workers: pages at once. A browser that dies or hangs is started anew.
+    refused; allow_network=1 lets them out. workers: pages at once; pictures=0 leaves "png" out, in half the time. A
+    browser that dies or hangs is started anew.
     """
 
-    def __init__(self, workers=2, browser=None, allow_network=0, tailwind=os.path.join(CACHE, "tailwind.min.css")):
+    def __init__(self, workers=2, browser=None, allow_network=0, pictures=1,
+                 tailwind=os.path.join(CACHE, "tailwind.min.css")):
         try:
             from playwright import async_api
         except ImportError:
             fail("frontend tasks need Playwright and a Chromium: pip install playwright (README, \"Frontend Design\")")
-        self.api, self.allow_network, self.open = async_api, allow_network, None
+        self.api, self.allow_network, self.pictures, self.open = async_api, allow_network, pictures, None
         self.slots, self.alone, self.starting = asyncio.Semaphore(workers), asyncio.Lock(), asyncio.Lock()
         self.path = browser or next(filter(None, map(shutil.which, BROWSERS)), None)
         if not self.path or not os.access(self.path, os.X_OK):
@@ -933,6 +1008,14 @@ class Renderer:
         if len(page.encode(errors="replace")) > PAGE["bytes"]:
             raise RenderError(f"the page has more than {PAGE['bytes']} bytes")
         return self.wait(self.draw(page))
+
+    def save(self, page, path):
+        """Writes the page's picture, a PNG file, whole or not at all; none where it can't be drawn."""
+        with contextlib.suppress(RenderError):
+            png = self.render(page)["png"]
+            with open(path + ".part", "wb") as f:
+                f.write(png)
+            os.replace(path + ".part", path)
 
     async def draw(self, page):
         async with self.slots:
@@ -998,10 +1081,11 @@ class Renderer:
         job["page"], job["sheet"] = page, self.sheet(page)
         await tab.goto("https://page.invalid/")
         seen = await tab.evaluate(BLOCKS, PAGE["blocks"])
-        box = {"x": 0, "y": 0, "width": PAGE["width"], "height": min(max(seen["height"], 1), PAGE["tallest"])}
-        png = await tab.screenshot(full_page=True, clip=box, animations="disabled")
+        if self.pictures:
+            box = {"x": 0, "y": 0, "width": PAGE["width"], "height": min(max(seen["height"], 1), PAGE["tallest"])}
+            seen["png"] = await tab.screenshot(full_page=True, clip=box, animations="disabled")
         self.idle.append((opened, tab, job))
-        return {**seen, "png": png}
+        return seen
 
     async def answer(self, route, job):
         """What a request gets; the page itself once, so that it can't reload for ever."""
@@ -1032,13 +1116,22 @@ def colour_of(text):
     return (*numbers[:3], *(numbers[3:4] or [1.0])) if len(numbers) >= 3 else (0.0, 0.0, 0.0, 0.0)
 
 
+def unlike(a, b):
+    """How far two CSS colours are from each other, 0 to 1."""
+    return sum(abs(x - y) for x, y in zip(colour_of(a)[:3], colour_of(b)[:3])) / 765
+
+
+def weight(block):
+    """What a block counts: the square root of its area."""
+    return math.sqrt(max(1.0, block["box"][2] * min(block["box"][3], PAGE["tallest"])))
+
+
 def alike(a, b, height):
     """How alike two blocks of one kind are, 0 to 1: where and how large, colour, text."""
     near = 1 - sum(abs(x - y) / w for x, y, w in zip(a["box"], b["box"], (PAGE["width"], height) * 2)) / 2
     if a["kind"] == "thing":
         return max(0, near) * (a["colour"] == b["colour"])
-    p, q = colour_of(a["colour"]), colour_of(b["colour"])
-    colour = 1 - sum(abs(x - y) for x, y in zip(p[:3], q[:3])) / 765
+    colour = 1 - unlike(a["colour"], b["colour"])
     if a["kind"] == "area":
         return max(0, near) * colour ** 2
     pairs = lambda text: collections.Counter(zip(text.lower(), text.lower()[1:]))
@@ -1050,11 +1143,10 @@ def alike(a, b, height):
 def similarity(page, other):
     """0 to 1, 1 for equal pages: the share of both pages' blocks that have a like one in the other, weighted.
 
-    A block weighs the square root of its area. The best pairs are matched first. The pages' heights and backgrounds are
+    The best pairs are matched first. A block counts by its `weight`. The pages' heights and backgrounds are
     a tenth of the whole. No weights of a model: `reward_by` says "blocks" where this stood in for CLIP.
     """
     height = max(page["height"], other["height"], 1)
-    weight = lambda block: math.sqrt(max(1.0, block["box"][2] * min(block["box"][3], PAGE["tallest"])))
     scores = sorted(((alike(a, b, height), i, j) for i, a in enumerate(page["blocks"])
                      for j, b in enumerate(other["blocks"]) if a["kind"] == b["kind"]), key=lambda s: (-s[0], s[1:]))
     left, right, matched = set(range(len(page["blocks"]))), set(range(len(other["blocks"]))), 0.0
@@ -1064,15 +1156,54 @@ def similarity(page, other):
             right.remove(j)
             matched += score * (weight(page["blocks"][i]) + weight(other["blocks"][j]))
     whole = sum(map(weight, page["blocks"])) + sum(map(weight, other["blocks"]))
-    behind = 1 - sum(abs(x - y) for x, y in zip(colour_of(page["colour"])[:3], colour_of(other["colour"])[:3])) / 765
-    behind *= min(page["height"], other["height"]) / height
+    behind = (1 - unlike(page["colour"], other["colour"])) * min(page["height"], other["height"]) / height
     return 0.9 * (matched / whole if whole else 1.0) + 0.1 * behind
+
+
+NAMES = {"h1": "title", "h2": "heading", "h3": "subheading", "p": "paragraph", "a": "link", "li": "list item",
+         "img": "picture", "div": "box", "nav": "navigation", "ul": "list", "td": "cell", "span": "text"}
+
+
+def differences(page, other, colours):
+    """[(loss, remark)], largest first: what makes a page unlike `other`, the one that is wanted; the scripted human.
+
+    Blocks of one tag are compared in their order. colours: {name: (r, g, b)}. The loss is that of `similarity`.
+    """
+    found, height = collections.Counter(), max(page["height"], other["height"], 1)
+    scale = 0.9 / max(1.0, sum(map(weight, page["blocks"] + other["blocks"])))
+    loss = lambda x, y: scale * (weight(x) + weight(y)) * (1 - alike(x, y, height))
+    colour = lambda css: min(colours, key=lambda name: math.dist(colours[name], colour_of(css)[:3])).partition("-")[0]
+    middle = lambda b: (b["box"][0] + b["box"][2] / 2) / PAGE["width"]
+    side = lambda b: "left" if middle(b) < 1 / 3 else "right" if middle(b) > 2 / 3 else "center"
+    in_a_row = lambda blocks: max(collections.Counter(round(b["box"][1]) for b in blocks).values(), default=0)
+    if (wanted := colour(other["colour"])) != (shown := colour(page["colour"])):
+        found[REMARK.format("background").format(wanted, shown)] = 0.1 * unlike(page["colour"], other["colour"])
+    for sort in sorted({(b["kind"], b["tag"]) for b in page["blocks"] + other["blocks"]}):
+        shown, wanted = ([b for b in p["blocks"] if (b["kind"], b["tag"]) == sort] for p in (page, other))
+        name, n = NAMES.get(sort[1], sort[1]), min(len(shown), len(wanted))
+        if len(shown) != len(wanted):
+            found[f"{name}: there should be {len(wanted)}, not {len(shown)}"] += scale * sum(
+                map(weight, shown[n:] + wanted[n:]))
+        if n > 1 and in_a_row(shown) != in_a_row(wanted):
+            found[PAGE_REMARKS["columns"].format(in_a_row(wanted), in_a_row(shown))] += sum(map(loss, shown, wanted))
+            continue
+        for x, y in zip(shown, wanted):
+            if x["kind"] == "area" and colour(x["colour"]) != colour(y["colour"]):
+                found[REMARK.format(name).format(colour(y["colour"]), colour(x["colour"]))] += loss(x, y)
+            elif x["text"] != y["text"]:
+                found[f"the {name} should say {y['text'][:80]!r}"] += loss(x, y)
+            elif side(x) != side(y):
+                found[REMARK.format(name).format(side(y), side(x))] += loss(x, y)
+            elif weight(x) != weight(y):
+                found[f"the {name} should be {'larger' if weight(x) < weight(y) else 'smaller'}"] += loss(x, y)
+    return sorted(((x, remark) for remark, x in found.items() if x > 1e-9), key=lambda f: (-f[0], f[1]))
 
 
 class Clip:
     """Cosine similarity of CLIP image embeddings, clipped to [0, 1]; for CLIP ViT-B/32 ColBench's reward.
 
-    resize: "official" scores the centre square of a page, "letterbox" all of it, with white borders.
+    resize: "official" scores the centre square of a page, "letterbox" all of it, with white borders. Threads that ask
+    at the same time are served in one batch.
     """
 
     def __init__(self, path, resize="official"):
@@ -1086,47 +1217,51 @@ class Clip:
             self.prepare = CLIPImageProcessorPil.from_pretrained(path)
         except (OSError, ValueError) as e:
             fail(f"--clip {path}: {str(e).splitlines()[0]}")
-        self.lock = threading.Lock()
+        self.lock, self.waiting = threading.Lock(), collections.deque()
 
-    def embedding(self, page):
+    def embedding(self, page, way):
         """The page's unit vector (d,), kept with it."""
-        if "clip" not in page:
+        if way not in page:
             picture = self.image.open(io.BytesIO(page["png"])).convert("RGB")
-            if self.resize == "letterbox":
+            if way == "letterbox":
                 side = max(picture.size)
                 square = self.image.new("RGB", (side, side), "white")
                 square.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
                 picture = square
-            pixels = self.prepare(picture, return_tensors="pt")["pixel_values"].to(self.device)
-            with self.lock, self.torch.no_grad():
-                embedding = self.model(pixels).image_embeds[0].float().cpu()
-            page["clip"] = self.torch.nn.functional.normalize(embedding, dim=0)
-        return page["clip"]
+            mine = concurrent.futures.Future()
+            self.waiting.append((self.prepare(picture, return_tensors="pt")["pixel_values"], mine))
+            with self.lock:  # whoever has it serves all who wait
+                while not mine.done():
+                    batch = [self.waiting.popleft() for _ in range(min(64, len(self.waiting)))]
+                    with self.torch.no_grad():
+                        found = self.model(self.torch.cat([x for x, _ in batch]).to(self.device)).image_embeds
+                    for (_, its), x in zip(batch, self.torch.nn.functional.normalize(found.float().cpu())):
+                        its.set_result(x)
+            page[way] = mine.result()
+        return page[way]
 
-    def __call__(self, page, other):
-        return min(1.0, max(0.0, (self.embedding(page) @ self.embedding(other)).item()))
+    def __call__(self, page, other, way=None):
+        x, y = (self.embedding(p, way or self.resize) for p in (page, other))
+        return min(1.0, max(0.0, (x @ y).item()))
 
 
 class PageGrader:
     """with PageGrader() as grader: grader.grade(task, answer) of frontend tasks, from any thread.
 
     The reward is how alike the answer's page and the reference look: by `clip`, a Clip, or else by `similarity`. The
-    other arguments are Renderer's. A page without a picture is worth 0, and says why.
+    other arguments are Renderer's. A page that can't be drawn is worth 0, and says why.
     """
     def __init__(self, clip=None, **renderer):
-        self.alike, self.by, self.renderer = clip or similarity, "clip" if clip else "blocks", Renderer(**renderer)
-        self.by += " letterbox" * bool(clip and clip.resize == "letterbox")
-        self.workers, self.reference = 2 * self.renderer.workers, functools.lru_cache(256)(self.renderer.render)
+        self.clip, self.renderer = clip, Renderer(**renderer)
+        self.workers = 2 * self.renderer.workers
+        self.reference, self.drawn = (functools.lru_cache(256 if self.renderer.pictures else 1024)(self.renderer.render)
+                                      for _ in range(2))
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
         self.renderer.__exit__()
-
-    def pictures(self, task, page):
-        """PNG bytes of a page and of the task's reference; RenderError where the page has none."""
-        return self.renderer.render(page)["png"], self.wanted(task)["png"]
 
     def wanted(self, task):
         """The reference as drawn, once; NoReference where it can't be."""
@@ -1135,13 +1270,30 @@ class PageGrader:
         except RenderError as e:
             raise NoReference(f"task {task_id(task)}: its reference can't be drawn: {e}") from None
 
+    def pair(self, task, text):
+        """(the last page in a text, the task's reference) as drawn; RenderError where one can't be."""
+        return self.drawn(extract_page(text)), self.wanted(task)
+
+    def remark(self, task, text):
+        """What the scripted human says of the last page in a text: the largest difference to the reference."""
+        found = differences(*self.pair(task, text), self.renderer.sheet.colours)
+        return found[0][1] if found else RIGHT
+
     def grade(self, task, answer):
-        """{"reward": 0 to 1, "reward_by": "blocks" or "clip"}, and "failure": why there is no picture to compare."""
+        """{"reward": 0 to 1, "reward_by": "blocks" or "clip"}, and "failure": why there is nothing to compare.
+
+        clip.resize "both": the reward is the official one, and there is a "reward_letterbox".
+        """
         try:
-            return {"reward": self.alike(self.wanted(task), self.renderer.render(extract_page(answer))),
-                    "reward_by": self.by}
+            pages, why = self.pair(task, answer), {}
         except RenderError as e:
-            return {"reward": 0.0, "reward_by": self.by, "failure": str(e)}
+            pages, why = None, {"failure": str(e)}
+        if not self.clip:
+            return {"reward": similarity(*pages) if pages else 0.0, "reward_by": "blocks"} | why
+        ways = ("official", "letterbox") if self.clip.resize == "both" else (self.clip.resize,)
+        first, *more = (self.clip(*pages, way) if pages else 0.0 for way in ways)
+        return {"reward": first, "reward_by": "clip" + " letterbox" * (ways[0] == "letterbox")} | why | (
+            {"reward_letterbox": more[0]} if more else {})
 
 
 def check_page(grader, task):
@@ -1154,10 +1306,10 @@ def check_page(grader, task):
     return ["two pictures differ"] * (first != again), ["nothing is on it"] * (not first["blocks"])
 
 
-def page_grader(args, workers):
-    """The PageGrader of page_flags."""
+def page_grader(args, workers, pictures=0):
+    """The PageGrader of page_flags; with `pictures` also where its reward needs none."""
     return PageGrader(args.clip and Clip(args.clip, args.resize), workers=workers, browser=args.browser,
-                      allow_network=args.allow_network)
+                      allow_network=args.allow_network, pictures=bool(args.clip) or pictures)
 
 
 # --- new tasks from an LLM --------------------------------------------------------------------------------------------
@@ -1222,13 +1374,20 @@ async def generate(args, emit):
 
 # --- command line -----------------------------------------------------------------------------------------------------
 
+def browser_flags(p):
+    """How pages are drawn."""
+    p.add_argument("--browser", metavar="PATH", help="frontend: Chromium; not given: found by itself")
+    p.add_argument("--allow_network", type=int, choices=[0, 1], default=0, help="frontend: 1 lets pages load the web")
+
+
 def page_flags(p):
     """How pages are drawn and graded: what PageGrader wants."""
     p.add_argument("--clip", metavar="DIR", help="frontend: CLIP by directory or hub name (the paper's: openai/"
                    "clip-vit-base-patch32); not given: a likeness of blocks and texts, without a model's weights")
-    p.add_argument("--resize", choices=["official", "letterbox"], default="official", help="frontend: what CLIP sees")
-    p.add_argument("--browser", metavar="PATH", help="frontend: Chromium; not given: found by itself")
-    p.add_argument("--allow_network", type=int, choices=[0, 1], default=0, help="frontend: 1 lets pages load the web")
+    p.add_argument("--resize", choices=["official", "letterbox", "both"], default="official",
+                   help="frontend: what CLIP sees, the middle of a page or all of it; both: the reward is the first, "
+                   "reward_letterbox the second")
+    browser_flags(p)
 
 
 def get_args(argv=None):
@@ -1237,12 +1396,14 @@ def get_args(argv=None):
     add = lambda name, text: sub.add_parser(name, description=text, help=text, allow_abbrev=False,
                                             formatter_class=p.formatter_class)
     t, d = add("tasks", "write built-in tasks"), add("demos", "write scripted demonstrations on the train split")
+    for q in (t, d):
+        q.add_argument("--kind", choices=["backend", "frontend"], default="backend", help="functions, or pages")
     t.add_argument("--split", choices=SPLITS, default="train", help="the splits share no task")
     for q, n, usual in ((t, 500, 0.65), (d, 8000, 0.0)):
         q.add_argument("--n", type=int, default=n, help="how many")
         q.add_argument("--seed", type=int, default=0, help="another seed, another draw")
         q.add_argument("--usual", type=float, default=usual, help="probability of a slot's usual value, a lucky guess")
-        q.add_argument("--min_slots", type=int, default=2, help="hidden slots a task has at least (length)")
+        q.add_argument("--min_slots", type=int, default=2, help="hidden slots of a function at least (length)")
         q.add_argument("--max_slots", type=int, default=4, help="and at most; 5 is the longest")
     g = add("grade", "add reward and tests to records that have task and answer")
     c = add("check", "drop tasks whose reference gives no stable values, and name weak ones")
@@ -1272,6 +1433,12 @@ def get_args(argv=None):
     return p.parse_args(argv)
 
 
+def builtin(args, split):
+    """Endless built-in tasks of the flags."""
+    return builtin_pages(split, args.seed, args.usual) if args.kind == "frontend" else \
+        builtin_tasks(split, args.seed, args.min_slots, args.max_slots, args.usual)
+
+
 def to_grade(args, *more):
     """(stdin's records, their grader): tasks must be of one kind, which the first one tells. more: fields needed."""
     records = read_jsonl(sys.stdin, lambda r: (*gradable(r)[1:], *more), skip_bad=args.skip_bad)
@@ -1283,7 +1450,7 @@ def to_grade(args, *more):
             if kind_of(r["task"]) != kind:
                 fail(f"task {task_id(r['task'])} is of another kind than those before it: give them by themselves")
             yield r
-    grader = page_grader(args, args.workers) if kind == "frontend" else \
+    grader = page_grader(args, args.workers, pictures=args.command == "check") if kind == "frontend" else \
         Grader(getattr(args, "rules", "honest"), args.workers, args.unsafe)
     return of_one_kind(), grader
 
@@ -1292,18 +1459,19 @@ def main(args):
     emit = open_stdout()
     if args.command == "tasks":
         seen = set()
-        for i, task in enumerate(builtin_tasks(args.split, args.seed, args.min_slots, args.max_slots, args.usual)):
+        for i, task in enumerate(builtin(args, args.split)):
             if len(seen) == args.n:
                 break
             if i > 100 * args.n:
-                fail(f"the {args.split} split has no {args.n} such tasks (found {len(seen)}): ask for more slots")
+                fail(f"the {args.split} split has no {args.n} such tasks (found {len(seen)})"
+                     + ": ask for more slots" * (args.kind == "backend"))
             if task["id"] not in seen:
                 seen.add(task["id"])
                 emit({"task": task})
     elif args.command == "demos":
-        tasks = builtin_tasks("train", args.seed, args.min_slots, args.max_slots, args.usual)
+        tasks, demo = builtin(args, "train"), page_demonstration if args.kind == "frontend" else demonstration
         for i in range(args.n):
-            emit(demonstration(next(tasks), rng("demo", args.seed, i), args))
+            emit(demo(next(tasks), rng("demo", args.seed, i), args))
     elif args.command == "generate":
         asyncio.run(generate(args, emit))
     elif args.command == "grade":
@@ -1320,7 +1488,8 @@ def main(args):
             mean, solved = 100 * sum(rewards) / n, 100 * rewards.count(1) / n
             print(f"{len(rewards)} answers: tests passed {mean:.1f} %, success {solved:.1f} %; "
                   f"grader: {args.rules} rules, sandbox {grader.level}" if rules else
-                  f"{len(rewards)} pages: likeness {mean:.1f} % by {grader.by}, {failures} not drawn", file=sys.stderr)
+                  f"{len(rewards)} pages: likeness {mean:.1f} % by {record['reward_by'] if rewards else '-'}, "
+                  f"{failures} not drawn", file=sys.stderr)
     else:
         records, grader = to_grade(args)
         with grader:

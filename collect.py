@@ -16,15 +16,16 @@ import itertools
 import json
 import os
 import sys
+import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
-from colbench import (Grader, GraderError, NoReference, REPLY_CHARS, RenderError, extract_page, first_message, gradable,
-                      hidden_information, human_prompt, kind_of, last_page, page_flags, page_grader, read_action,
-                      redact, said, scripted_human, task_id, with_hidden)
-from utils import (Endpoint, EndpointError, end_with_us, fail, family, open_stdout, parser, progress, read_jsonl, rng,
-                   run, skip_bad_flag, version)
+from colbench import (Grader, GraderError, NOT_SEEN, NoReference, REPLY_CHARS, RenderError, extract_page,
+                      first_message, gradable, hidden_information, human_prompt, kind_of, last_page, page_flags,
+                      page_grader, read_action, redact, said, scripted_human, task_id)
+from utils import (Endpoint, EndpointError, digest, end_with_us, fail, family, open_stdout, parser, progress,
+                   read_jsonl, rng, run, skip_bad_flag, version)
 
 
 def get_args(argv=None):
@@ -32,7 +33,8 @@ def get_args(argv=None):
     p.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct", help="the agent")
     p.add_argument("-k", type=int, default=1, help="episodes a task")
     p.add_argument("--max_turns", type=int, default=10, help="messages of the agent; the last one is its answer")
-    p.add_argument("--human", default="scripted", help="scripted: that of the built-in tasks; fixed:TEXT: says TEXT; "
+    p.add_argument("--human", default="scripted", help="scripted: that of the built-in tasks, of pages one who names "
+                   "the largest difference in what is drawn; fixed:TEXT: says TEXT; "
                    "http://host:port/v1[,http://...]: a chat model, at temperature 0")
     p.add_argument("--human_model", help="its name, where those servers serve several")
     p.add_argument("--human_prompt", help="file: what it reads, with {problem_description}, "
@@ -231,27 +233,48 @@ def seed_of(key):
     return rng(*key).getrandbits(31)
 
 
-def critic_engine(path):
-    """(Batcher of [(prompt_ids, action_ids), ...] to their advantages, whether prompts carry hidden information)."""
+def critic_engine(args, players):
+    """await critic(task, history, actions): the actions' advantages. One that sees has players.pages draw."""
     import torch
 
-    from model import load, score
+    from model import Pictures, action_ids, as_read, load, open_directory, render, score, sees
     from train_critic import advantage
     try:
-        with open(os.path.join(path, "critic.json")) as f:
-            critic = json.load(f)
+        with open(os.path.join(args.critic, "critic.json")) as f:
+            critic = {"head": "logratio", **json.load(f)}
     except OSError:
-        fail(f"--critic {path}: no critic.json there; name a directory that train_critic.py made")
+        fail(f"--critic {args.critic}: no critic.json there; name a directory that train_critic.py made")
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    (model, _), (ref, _) = load(path, device, dtype=dtype), load(critic["ref"], device, dtype=dtype)
+    sampled, (path, tokenizer, config) = critic["head"] == "logratio", open_directory(args.critic)
+    models = [load(path, device, dtype=dtype, head=critic["head"])[0],
+              *[load(critic["ref"], device, dtype=dtype)[0]] * sampled]
+    players.critic_sees, pictures, folder = sees(config), None, tempfile.TemporaryDirectory()
+    if players.critic_sees:
+        pictures = Pictures(path, config, critic["picture_tokens"])
+        for model in models:
+            model.pictures = pictures
 
     def work(requests):
         turns = [turn for request in requests for turn in request]
-        scores = iter([advantage(p, r, critic["normalize"]).item()
-                       for p, r in zip(score(model, turns, 16384), score(ref, turns, 16384))])
+        scores = iter([advantage(p, *(ref or [torch.zeros(1)]), critic["normalize"]).item()
+                       for p, *ref in zip(*(score(model, turns, 16384) for model in models))])
         return [[next(scores) for _ in request] for request in requests]
 
-    return Batcher(work, 1024, size=len), critic["hidden_info"]  # `score` cuts the work by tokens itself
+    batcher = Batcher(work, 1024, size=len)  # `score` cuts the work by tokens itself
+
+    async def judge(task, history, actions):
+        hidden = hidden_information(task) if critic["hidden_info"] else None
+        if pictures:
+            texts = *(m["content"] for m in history), *(a["output"] for a in actions), hidden
+            for page in {extract_page(text) for text in texts} - {""}:
+                file = os.path.join(folder.name, digest(page) + ".png")
+                os.path.exists(file) or await asyncio.to_thread(players.pages.renderer.save, page, file)
+                if os.path.exists(file) and page not in pictures.numbers:
+                    pictures.add(page, file)
+        prompt = tuple(render(tokenizer, as_read(history, hidden, pictures), args.thinking))
+        return await batcher([(prompt, action_ids(tokenizer, a, sampled, pictures)) for a in actions])
+
+    return judge
 
 
 def use_vllm(engine):
@@ -280,7 +303,7 @@ class Players:
     async def make(self, args):
         """Loads them all; returns self."""
         from model import end_of_turn, open_directory, render
-        self.args, self.leaks, self.pages = args, 0, None
+        self.args, self.leaks, self.pages, self.critic_sees = args, 0, None, False
         self.agent_prompt, self.human_prompt = (read_file(args, flag) for flag in ("agent_prompt", "human_prompt"))
         if http(args.human):
             self.humans = Endpoint(args.human, args.in_flight, args.timeout, args.retries)
@@ -292,25 +315,29 @@ class Players:
             self.engine = await http_engine(args, stop)
         else:
             self.engine = (vllm_engine if use_vllm(args.engine) else transformers_engine)(args, stop)
-        self.critic, self.hidden_info = critic_engine(args.critic) if args.critic else (None, 0)
+        self.critic = critic_engine(args, self) if args.critic else None
         return self
 
     async def human(self, task, history):
-        """The human's reply to the last message of the history, cut at REPLY_CHARS."""
+        """The human's reply to the last message of the history, cut at REPLY_CHARS. Of pages it sees its own, too."""
         kind, _, text = self.args.human.partition(":")
-        limit = REPLY_CHARS[kind_of(task)]
-        if not http(self.args.human):
-            return (text if kind == "fixed" else scripted_human(task, history[-1]["content"]))[:limit]
-        prompt = human_prompt(task, history, self.human_prompt)
-        if kind_of(task) == "frontend":  # it sees the agent's page and its own
-            try:
-                shown = await asyncio.to_thread(self.pages.pictures, task, extract_page(history[-1]["content"]))
-            except NoReference as e:
-                raise EndpointError(str(e)) from None
-            except RenderError as e:
-                return f"I can't see your page: {e}."
-            urls = [f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in shown]
-            prompt = [{"type": "text", "text": prompt}, *({"type": "image_url", "image_url": {"url": u}} for u in urls)]
+        message, page, limit = history[-1]["content"], kind_of(task) == "frontend", REPLY_CHARS[kind_of(task)]
+        if kind == "fixed":
+            return text[:limit]
+        try:
+            if kind == "scripted":
+                return await asyncio.to_thread(self.pages.remark, task, message) if page else \
+                    scripted_human(task, message)[:limit]
+            prompt = human_prompt(task, history, self.human_prompt)
+            if page:
+                shown = [p["png"] for p in await asyncio.to_thread(self.pages.pair, task, message)]
+                urls = [f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in shown]
+                prompt = [{"type": "text", "text": prompt},
+                          *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
+        except NoReference as e:
+            raise EndpointError(str(e)) from None
+        except RenderError as e:
+            return NOT_SEEN.format(e)
 
         async def ask(client):
             reply = (await client.chat.completions.create(
@@ -334,15 +361,12 @@ class Players:
         draws = [(*key, j) for j in range(self.args.best_of)] + [(*key, "candidate", j) for j in range(candidates)]
         drawn = await self.engine((prompt, draws))
         actions, drawn = drawn[:self.args.best_of], drawn[self.args.best_of:]
+        actions = [{"output": self.text(ids), "token_ids": ids, "logprobs": logprobs} for ids, logprobs in actions]
         best = 0
         if self.critic:
-            if self.hidden_info:
-                prompt = self.render(with_hidden(history, hidden_information(task)))
-            scores = await self.critic([(tuple(prompt), tuple(ids)) for ids, _ in actions])
+            scores = await self.critic(task, history, actions)
             best = max(range(len(scores)), key=scores.__getitem__)
-        ids, logprobs = actions[best]
-        message = {"role": "assistant", "content": None, "output": self.text(ids), "token_ids": ids,
-                   "logprobs": logprobs}
+        message = {"role": "assistant", "content": None, **actions[best]}
         if drawn:
             message["candidates"] = [{"output": self.text(ids), "token_ids": ids, "logprob": round(sum(logprobs), 6)}
                                      for ids, logprobs in drawn]
@@ -408,9 +432,8 @@ async def collect(args, emit):
                 record["task"] = {"kind": kind_of(record["task"]), **record["task"], "id": task_id(record["task"])}
                 played, n = "dialogue_history" in record, seen[record["task"]["id"]]
                 if record["task"]["kind"] == "frontend" and not (played and "reward" in record or players.pages):
-                    if args.human == "scripted" and not played:
-                        fail("the scripted human knows functions alone: --human http://... sees pages; or fixed:TEXT")
-                    players.pages = page_grader(args, os.cpu_count())
+                    players.pages = page_grader(args, os.cpu_count(),
+                                                pictures=http(args.human) or players.critic_sees)
                 if played and not args.candidates:
                     fail(f"task {record['task']['id']} has a dialogue already: give --candidates, or cut it out")
                 seen[record["task"]["id"]] += 1

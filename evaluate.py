@@ -3,11 +3,13 @@
     python evaluate.py base.jsonl rft.jsonl sweet.jsonl >> results.jsonl        # the table goes to stderr
     python evaluate.py base=base0.jsonl,base1.jsonl sweet=sweet0.jsonl,sweet1.jsonl       # several seeds as one system
     python collect.py --model runs/base < test.jsonl | tee base.jsonl | python evaluate.py
+    python evaluate.py base.jsonl sweet.jsonl --html report.html        # and every episode, to look at
 
 tests_passed  share of the hidden tests passed: the mean reward; of frontend tasks how alike the pages look
 success       share of the episodes that pass them all (not of frontend tasks)
 turns         messages of the agent; tokens: what it sampled in all of them
 unanswered    share of the episodes whose rounds ran out: the last message was graded, but it is no answer
+letterbox     frontend tasks graded by CLIP with --resize both: how alike the whole pages look, not their middle
 not_drawn     frontend tasks: share of the episodes without a picture
 copied        built-in tasks: of the final function's slots that the human told, the share with the value told
 
@@ -15,15 +17,21 @@ Intervals come from a bootstrap over tasks: a resampled task brings all its epis
 A difference to the first system is taken on the tasks that both have, resampled in pairs; so are wins, the share of
 these tasks with a higher mean reward than the first system's, a tie counting half.
 """
+import base64
+import contextlib
+import io
+import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from colbench import ANSWER, agent_messages, kind_of, slots_of, task_id
-from utils import fail, open_stdout, parser, read_jsonl, run, skip_bad_flag
+from colbench import (ANSWER, RenderError, Renderer, agent_messages, browser_flags, extract_page, hidden_information,
+                      kind_of, slots_of, task_id)
+from utils import fail, open_stdout, parser, progress, read_jsonl, run, skip_bad_flag
 
-METRICS = ("tests_passed", "success", "turns", "tokens", "unanswered", "not_drawn", "copied")
+METRICS = ("tests_passed", "success", "turns", "tokens", "unanswered", "letterbox", "not_drawn", "copied")
 COMPARED = ("success", "tests_passed")
 NEED = ("task.problem_description", "task.ground_truth", "dialogue_history", "reward")
 
@@ -34,6 +42,8 @@ def get_args(argv=None):
                    help="a system's graded records; with NAME=, its runs of several seeds; -: stdin")
     skip_bad_flag(p)
     p.add_argument("--bootstrap", type=int, default=2000, help="resamples of the tasks; 0: no intervals")
+    p.add_argument("--html", metavar="FILE", help="write a page that shows every episode, all systems side by side")
+    browser_flags(p)
     return p.parse_args(argv)
 
 
@@ -65,13 +75,17 @@ def measure(record):
     unanswered = not agent or ANSWER not in agent[-1]["content"]
     return np.array([(record["reward"], 1), (0, 0) if page else (record["reward"] >= 1, 1), (len(agent), 1),
                      (sum(sampled), bool(sampled)), (0, 0) if page else (unanswered, 1),
+                     (record.get("reward_letterbox", 0), "reward_letterbox" in record),
                      ("failure" in record, 1) if page else (0, 0), copied(record)], float)
 
 
 # --- systems ----------------------------------------------------------------------------------------------------------
 
-def read_system(name, files, skip_bad):
-    """The records of a system, summed by task: {"clusters": {(file index, task id): measures}, "rules", ...}."""
+def read_system(name, files, skip_bad, keep):
+    """The records of a system, summed by task: {"clusters": {(file index, task id): measures}, "rules", ...}.
+
+    keep(system's name, record) is called with each.
+    """
     clusters, episodes, rules = {}, 0, set()
     for i, path in enumerate(files):
         try:
@@ -83,19 +97,20 @@ def read_system(name, files, skip_bad):
             clusters[key] = clusters.get(key, 0) + measure(record)
             episodes += 1
             rules.add((record.get("meta") or {}).get("rules", "unknown"))
+            keep(name, record)
     return {"name": name, "files": files, "clusters": clusters, "episodes": episodes, "rules": sorted(rules)}
 
 
-def read_systems(args, skip_bad):
+def read_systems(args, skip_bad, keep=lambda *_: None):
     """The systems of the command line. A single file is named by its stem, or its path where two stems are the same."""
     stem = lambda path: "stdin" if path == "-" else os.path.splitext(os.path.basename(path))[0]
     stems, systems = [stem(a) for a in args], []
     for a in args:
         name, named, files = a.partition("=")
         if named and not os.path.exists(a):  # runs/lr=1/test.jsonl is a file
-            systems.append(read_system(name, files.split(","), skip_bad))
+            systems.append(read_system(name, files.split(","), skip_bad, keep))
         else:
-            systems.append(read_system(stem(a) if stems.count(stem(a)) == 1 else a, [a], skip_bad))
+            systems.append(read_system(stem(a) if stems.count(stem(a)) == 1 else a, [a], skip_bad, keep))
     return systems
 
 
@@ -156,15 +171,16 @@ def percent(value, interval=None, sign=""):
 
 def table(results):
     """Aligned text, a row per system, and under it what the numbers rest on."""
-    pages = any(r["not_drawn"] is not None for r in results)
-    rows = [["system", "tests %", "success %", "turns", "tokens", "unanswered %", *["not drawn %"] * pages,
-             "copied %", "episodes", "tasks",
+    pages, boxed = (any(r[k] is not None for r in results) for k in ("not_drawn", "letterbox"))
+    rows = [["system", "tests %", "success %", "turns", "tokens", "unanswered %", *["letterbox %"] * boxed,
+             *["not drawn %"] * pages, "copied %", "episodes", "tasks",
              *["success - first", "tests - first", *["wins %"] * pages, "common"] * (len(results) > 1)]]
     for r in results:
         d = r.get("minus_first")
         rows.append([r["system"], *(percent(r[k], r[k + "_95"]) for k in ("tests_passed", "success")),
                      *("-" if r[k] is None else f"{r[k]:.1f}" for k in ("turns", "tokens")),
-                     *(percent(r[k]) for k in ("unanswered", *["not_drawn"] * pages, "copied")),
+                     percent(r["unanswered"]), *[percent(r["letterbox"], r["letterbox_95"])] * boxed,
+                     *(percent(r[k]) for k in (*["not_drawn"] * pages, "copied")),
                      str(r["episodes"]), str(r["tasks"]),
                      *([percent(d[k], d[k + "_95"], "+") for k in COMPARED] +
                        [percent(d["wins"], d["wins_95"])] * pages + [str(d["clusters"])] if d else [])])
@@ -175,13 +191,161 @@ def table(results):
                       + "; NOT COMPARABLE" * (len(rules) > 1)])
 
 
+# --- the report: one file, which needs no server ----------------------------------------------------------------------
+
+REPORT = """<!doctype html><meta charset="utf-8"><title>Episodes</title><style>
+* {box-sizing: border-box} body {margin: 0; font: 14px system-ui, sans-serif; color: #111; display: flex; height: 100vh}
+nav {width: 24em; flex: none; border-right: 1px solid #ccc; display: flex; flex-direction: column}
+form {padding: 8px; display: grid; gap: 6px} input, select {font: inherit; padding: 3px; width: 100%}
+ol {list-style: none; margin: 0; padding: 0; overflow-y: auto; flex: 1} li {padding: 4px 8px; cursor: pointer;
+content-visibility: auto; contain-intrinsic-size: auto 2.4em} li:hover {background: #eee} li.open {background: #dbeafe}
+li b {display: block; font-weight: 600} li span {display: inline-block; width: 3.5em} #count, li span, summary, .n {color: #555}
+main {flex: 1; overflow: auto; padding: 12px} .side {display: flex; gap: 12px; align-items: flex-start}
+.side > * {flex: 1 1 0; min-width: 18em} h3 {margin: 0 0 6px} img {max-width: 100%; border: 1px solid #ccc}
+pre {white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; font: 12px ui-monospace, monospace}
+.m {border-radius: 6px; padding: 6px 8px; margin: 6px 0; background: #f3f4f6} .pass {color: #15803d}
+.assistant {margin-left: 1.5em; border-left: 6px solid #9ca3af} .fail {color: #b91c1c} button {font: inherit}
+summary {cursor: pointer} .n {float: right}</style>
+<nav><form><input id="search" placeholder="search in everything said"><select id="outcome">
+<option value="">all outcomes</option><option value="1">solved by all systems</option>
+<option value="some">solved by some, not by all</option><option value="0">solved by none</option>
+<option value="differ">mean rewards differ</option></select><div id="count"></div></form><ol></ol></nav><main></main>
+<script type="application/json" id="data">DATA</script><script>
+const {systems, tasks, pictures} = JSON.parse(document.getElementById('data').textContent);
+const $ = id => document.getElementById(id), list = document.querySelector('ol'), main = document.querySelector('main');
+// every text goes in by textContent: what a model wrote is never markup
+const el = (tag, style, text, ...kids) => {
+  const e = document.createElement(tag);
+  e.className = style || ''; if (text != null) e.textContent = text; e.append(...kids.filter(k => k)); return e;
+};
+const mean = (t, s) => { const r = t.episodes.filter(e => e.system == s).map(e => e.reward);
+                         return r.length ? r.reduce((a, b) => a + b) / r.length : null; };
+for (const t of tasks) {
+  t.means = systems.map(s => mean(t, s)); t.row = el('li', '', null, el('b', '', t.description.slice(0, 90)),
+    ...t.means.map(m => el('span', '', m == null ? '-' : (100 * m).toFixed(0))));
+  t.row.onclick = () => show(t);
+}
+function keeps(t, words, outcome) {
+  const means = t.means.filter(m => m != null), solved = means.filter(m => m >= 1).length;
+  if (outcome == '1' && solved < means.length || outcome == '0' && solved ||
+      outcome == 'some' && (!solved || solved == means.length) ||
+      outcome == 'differ' && new Set(means).size < 2) return false;
+  t.said ??= JSON.stringify([t.id, t.description, t.reference, t.episodes]).toLowerCase();
+  return !words || t.said.includes(words);
+}
+function filter() {
+  const words = JSON.stringify($('search').value.toLowerCase()).slice(1, -1), outcome = $('outcome').value;
+  const kept = tasks.filter(t => keeps(t, words, outcome));
+  list.replaceChildren(...kept.map(t => t.row));
+  $('count').textContent = kept.length + ' of ' + tasks.length + ' tasks; rewards of ' + systems.join(', ') + ' in %';
+  return kept;
+}
+function artifact(text, picture, title) {
+  const img = picture != null && el('img'); if (img) img.src = pictures[picture];
+  const code = el('pre', 'm', text); if (!img) return el('div', '', null, el('h3', '', title), code);
+  return el('div', '', null, el('h3', '', title), img, el('details', '', null, el('summary', '', 'source'), code));
+}
+function message(m, largest) {
+  const box = el('div', 'm ' + m.role, null, m.advantage == null ? '' : el('span', 'n', m.advantage.toFixed(3)),
+                 el('pre', '', m.content));
+  if (m.advantage != null) box.style.borderLeftColor = colour(m.advantage / largest);
+  if (m.output) box.append(el('details', '', null, el('summary', '', 'as sampled'), el('pre', '', m.output)));
+  if (m.candidates) box.append(el('details', '', null, el('summary', '', m.candidates.length + ' candidates'),
+    ...[...m.candidates].sort((a, b) => (b.advantage ?? 0) - (a.advantage ?? 0)).map(c => message(c, largest))));
+  return box;
+}
+const colour = x => `hsl(${x > 0 ? 142 : 0} 70% ${88 - 45 * Math.min(1, Math.abs(x))}%)`;
+function episode(e) {
+  const all = e.dialogue.flatMap(m => [m, ...(m.candidates || [])]).map(m => Math.abs(m.advantage ?? 0));
+  const largest = Math.max(1e-9, ...all);
+  const tests = Object.entries(e.tests || {}).map(([k, v]) => el('div', v == 'pass' ? 'pass' : 'fail', k + ': ' + v));
+  return el('div', '', null, artifact(e.answer, e.picture, 'reward ' + e.reward.toFixed(3)),
+            e.failure ? el('div', 'fail', e.failure) : '', ...tests, ...e.dialogue.map(m => message(m, largest)));
+}
+function column(s, episodes) {
+  const place = el('div'), choose = e => place.replaceChildren(episode(e));
+  const buttons = episodes.map((e, i) => { const b = el('button', '', i); b.onclick = () => choose(e); return b; });
+  choose(episodes[0]);
+  return el('section', '', null, el('h3', '', s), ...(episodes.length > 1 ? ['episode ', ...buttons] : []), place);
+}
+function show(t) {
+  document.querySelector('li.open')?.classList.remove('open'); t.row.classList.add('open');
+  const by = systems.map(s => [s, t.episodes.filter(e => e.system == s)]).filter(([, e]) => e.length);
+  main.replaceChildren(el('h3', '', t.id), el('pre', '', t.description), el('div', 'side', null,
+    artifact(t.reference, t.picture, 'hidden reference'), ...by.map(([s, e]) => column(s, e))));
+  main.scrollTop = 0;
+}
+$('search').oninput = $('outcome').onchange = filter; document.querySelector('form').onsubmit = () => false;
+const first = filter()[0]; if (first) show(first);
+</script>"""
+
+
+class Report:
+    """The episodes of all systems by task, for REPORT."""
+
+    def __init__(self):
+        self.tasks, self.pictures = {}, []
+
+    def add(self, system, record):
+        task = record["task"]
+        shown = self.tasks.setdefault(task_id(task), {
+            "id": task_id(task), "kind": kind_of(task), "description": task["problem_description"],
+            "reference": hidden_information(task), "episodes": []})
+        text = lambda m: {k: m[k] for k in ("role", "content", "advantage") if k in m} | (
+            {"output": m["output"]} if m.get("output", m["content"]) != m["content"] else {})
+        candidates = lambda m: [{"role": "assistant", "content": c["output"], "advantage": c.get("advantage")}
+                                for c in m["candidates"]]
+        dialogue = [text(m) | ({"candidates": candidates(m)} if m.get("candidates") else {})
+                    for m in record["dialogue_history"]]
+        shown["episodes"].append({"system": system, "answer": record.get("answer") or "", "dialogue": dialogue,
+                                  **{k: record[k] for k in ("reward", "tests", "failure") if k in record}})
+
+    def draw(self, args):
+        """Adds small pictures of the references' and the answers' pages, each once."""
+        from PIL import Image
+        at = {}
+        for t in self.tasks.values():
+            for shown, text in ((t, t["reference"]), *((e, e["answer"]) for e in t["episodes"])):
+                at.setdefault(extract_page(text), []).append(shown)
+
+        def picture(page):
+            with contextlib.suppress(RenderError):
+                picture = Image.open(io.BytesIO(renderer.render(page)["png"])).convert("RGB")
+                picture.thumbnail((480, 1600))
+                picture.save(jpeg := io.BytesIO(), "jpeg", quality=80)
+                return "data:image/jpeg;base64," + base64.b64encode(jpeg.getvalue()).decode()
+
+        with Renderer(os.cpu_count(), args.browser, args.allow_network) as renderer, \
+                ThreadPoolExecutor(2 * renderer.workers) as pool:
+            for page, drawn in zip(at, progress("drawing pages", pool.map(picture, at), len(at))):
+                if drawn:
+                    for shown in at[page]:
+                        shown["picture"] = len(self.pictures)
+                    self.pictures.append(drawn)
+
+    def write(self, path, systems, args):
+        if any(t["kind"] == "frontend" for t in self.tasks.values()):
+            self.draw(args)
+        data = {"systems": systems, "tasks": list(self.tasks.values()), "pictures": self.pictures}
+        data = json.dumps(data).replace("<", "\\u003c")
+        with open(path, "w", encoding="utf-8") as f:
+            f.write(REPORT.replace("DATA", data, 1))
+
+
 def main(args):
-    emit = open_stdout()
-    systems = read_systems(args.files, args.skip_bad)
+    emit, report = open_stdout(), Report()
+    if args.html:
+        try:
+            open(args.html, "a").close()  # before the work
+        except OSError as e:
+            fail(f"--html {args.html}: {e.strerror}")
+    systems = read_systems(args.files, args.skip_bad, report.add if args.html else lambda *_: None)
     results = [result(system, systems[0], args.bootstrap) for system in systems]
     print(table(results), file=sys.stderr)
     for r in results:
         emit(r)
+    if args.html:
+        report.write(args.html, [system["name"] for system in systems], args)
 
 
 if __name__ == "__main__":

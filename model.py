@@ -10,9 +10,11 @@ once. Attention then runs over `runs`, stretches of new tokens that see their ow
 import functools
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
+import struct
 import warnings
 import weakref
 from itertools import accumulate
@@ -24,19 +26,22 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig,
-                          LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast)
+from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText,
+                          AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast)
 from transformers.utils import logging
 
-from colbench import with_hidden
+from colbench import extract_page, with_hidden
 from utils import RANK, WORLD, drop_checkpoints, fail, from_rank_0, most, progress, summed
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process may read weights, too
 logging.set_verbosity_error()
 logging.disable_progress_bar()
+SIDE = 28  # pixels of a picture's token: patches of 14, merged by two
+PICTURE = 1 << 20  # ids from here on are tokens of picture id - PICTURE: so no prefix is shared by unlike pictures
 COUNT = {"computed": 0, "unshared": 0}  # tokens that went through the model, and would have without sharing
 
 
@@ -68,8 +73,11 @@ def common_prefix(a, b):
     return lo
 
 
-def pack(turns, device="cpu"):
-    """The prefix tree of turns [(prompt_ids, action_ids)] as one packed sequence. No prompt or action may be empty."""
+def pack(turns, device="cpu", whole=False):
+    """The prefix tree of turns [(prompt_ids, action_ids)] as one packed sequence. No prompt or action may be empty.
+
+    whole: a turn's `actions` are all its tokens, its prompt's too.
+    """
     seqs = [[*prompt, *action] for prompt, action in turns]
     ids, pos, parent, runs, actions = [], [], [], [], [None] * len(turns)
     path, before = [], []
@@ -86,7 +94,7 @@ def pack(turns, device="cpu"):
         path = path[:shared] + list(range(start, end))
         if end > start:
             runs[-1][2] = path
-        actions[i] = torch.tensor(path[len(turns[i][0]):], device=device)
+        actions[i] = torch.tensor(path[0 if whole else len(turns[i][0]):], device=device)
         before = seq
     as_tensor = lambda x, dtype=None: torch.tensor(x, dtype=dtype, device=device)
     q, kv = [end - start for start, end, _ in runs], [len(path) for _, _, path in runs]
@@ -195,29 +203,123 @@ def head_logps(hidden, weight, targets):
 
 
 class TreeLM(torch.nn.Module):
-    """A transformers causal LM as the one forward of the method: a packed tree to log-probs of chosen tokens.
+    """A transformers causal LM as the one forward of the method: a packed tree to numbers of chosen tokens.
 
-    It is what FSDP wraps: the head's weight, often the embedding's too, is then used inside the root's own forward.
+    These are log-probs; with head "regression" what a linear head makes of their last hidden states. It is what FSDP
+    wraps: the head's weight, often the embedding's too, is then used inside the root's own forward.
     """
 
-    def __init__(self, lm, device=None):
+    def __init__(self, lm, device=None, head="logratio"):
         super().__init__()
         self.lm, self.device, self.dtype = lm.eval(), torch.device(device or lm.device), lm.dtype
+        self.config, self.pictures = lm.config.get_text_config(), None
+        width = self.config.hidden_size
+        self.score = torch.nn.Linear(width, 1, bias=False, device=lm.device) if head == "regression" else None
+
+    def layers(self):
+        """Every transformer layer, that of pictures first."""
+        return [*self.lm.model.visual.blocks, *self.lm.model.language_model.layers] if sees(self.lm.config) else \
+            [*self.lm.model.layers]
 
     def forward(self, tree, scored, chunk):
-        """Log-probs (N,) of the tokens at the flat indices `scored` (N,); the head runs on `chunk` tokens at a time."""
+        """(N,) numbers of the tokens at the flat indices `scored` (N,); log-probs of `chunk` tokens at a time."""
         at_once = 2 ** 24 if self.device.type == "cpu" else 2 ** 26  # logits: 64 MB, or 256 MB, in fp32
-        chunk = chunk or max(64, at_once // self.lm.config.vocab_size)
-        hidden = self.lm.model(input_ids=tree.ids[None], position_ids=tree.pos[None], runs=tree.runs,
-                               use_cache=False).last_hidden_state[0]  # (T, width)
+        chunk = chunk or max(64, at_once // self.config.vocab_size)
+        if sees(self.lm.config):
+            inputs, read = self.embed(tree), self.lm.model.language_model
+        else:
+            inputs, read = {"input_ids": tree.ids[None], "position_ids": tree.pos[None]}, self.lm.model
+        hidden = read(**inputs, runs=tree.runs, use_cache=False).last_hidden_state[0]  # (T, width)
+        if self.score:
+            return F.linear(hidden[scored].float(), self.score.weight.float())[:, 0]
         hidden, targets = hidden[tree.parent[scored]], tree.ids[scored]
         return torch.cat([checkpoint(head_logps, hidden[i:i + chunk], self.lm.lm_head.weight, targets[i:i + chunk],
                                      use_reentrant=False) for i in range(0, len(scored), chunk)])
+
+    def embed(self, tree):
+        """Embeddings and positions of a tree with pictures, each of which is looked at once, however often it is shown.
+
+        All ranks call the vision tower equally often: where a tree has no picture, it looks at an empty one.
+        """
+        ids, v, grids = tree.ids.tolist(), self.lm.config.vision_config, self.pictures.grids if self.pictures else []
+        pos, at = picture_positions(ids, tree.parent.tolist(), grids)
+        numbers = sorted({i - PICTURE for i in ids if i >= PICTURE})
+        if numbers:
+            pixels, sizes = self.pictures.pixels(numbers)
+        else:
+            pixels = torch.zeros(4, v.in_channels * v.temporal_patch_size * v.patch_size ** 2)
+            sizes = torch.tensor([[1, 2, 2]])
+        seen = self.lm.model.visual(pixels.to(self.device, self.dtype), grid_thw=sizes.to(self.device)).pooler_output
+        first = dict(zip(numbers, accumulate([0, *(math.prod(grids[n]) for n in numbers)])))
+        shown = [t for t, i in enumerate(ids) if i >= PICTURE]
+        index = [first[ids[t] - PICTURE] + at[t] for t in shown]
+        as_tensor = lambda x: torch.tensor(x, dtype=torch.long, device=self.device)
+        words = self.lm.get_input_embeddings()(tree.ids.where(tree.ids < PICTURE, 0))
+        words = words.index_put((as_tensor(shown),), Gather.apply(seen, as_tensor(index))) + 0 * seen.sum()
+        return {"inputs_embeds": words[None], "position_ids": as_tensor(pos).T[:, None]}
+
+
+def sees(config):
+    """Whether a model of this config looks at pictures."""
+    return hasattr(config, "vision_config")
+
+
+def picture_positions(ids, parents, grids):
+    """Qwen2-VL's positions of a tree's tokens, [(time, row, column)], and each one's index in its picture.
+
+    A word stands after all before it on its path; a picture's tokens after those, by row and column.
+    """
+    pos, at, after, start = [], [], [], []  # after: the next word's position; start: where the token's picture stands
+    for i, parent in zip(ids, parents):
+        inside = i >= PICTURE and parent >= 0 and ids[parent] == i
+        at.append(at[parent] + 1 if inside else 0)
+        start.append(start[parent] if inside else after[parent] if parent >= 0 else 0)
+        rows, columns = grids[i - PICTURE] if i >= PICTURE else (1, 1)
+        row, column = divmod(at[-1], columns)
+        pos.append((start[-1], start[-1] + row, start[-1] + column))
+        after.append(start[-1] + max(rows, columns))
+    return pos, at
+
+
+class Pictures:
+    """PNG files of pages, as prompts show them to Qwen2-VL: number n is files[n], of grids[n] = (rows, columns) tokens.
+
+    A picture has at most `most` tokens; a larger one is scaled down.
+    """
+
+    def __init__(self, path, config, most, files=()):
+        """path: the model's directory; files: {page: its file}."""
+        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen
+        self.processor, self.resize = qwen.Qwen2VLImageProcessorPil.from_pretrained(path), qwen.smart_resize
+        self.size = {"shortest_edge": 4 * SIDE ** 2, "longest_edge": most * SIDE ** 2}
+        self.ends = config.vision_start_token_id, config.vision_end_token_id
+        self.numbers, self.files, self.grids = {}, [], []
+        for page, file in dict(files).items():
+            self.add(page, file)
+
+    def add(self, page, file):
+        with open(file, "rb") as f:
+            width, height = struct.unpack(">16x2I", f.read(24))
+        self.numbers[page] = len(self.files)
+        self.files.append(file)
+        self.grids.append(tuple(x // SIDE for x in self.resize(height, width, SIDE, *self.size.values())))
+
+    def ids(self, text):
+        """The ids that show the picture of the last page in a text; () where it has none."""
+        n = self.numbers.get(extract_page(text))
+        return () if n is None else (self.ends[0], *[PICTURE + n] * math.prod(self.grids[n]), self.ends[1])
+
+    def pixels(self, numbers):
+        """(patches, pixels of a patch) of these pictures one after another, and their grids (pictures, 3)."""
+        from PIL import Image
+        images = [Image.open(self.files[n]).convert("RGB") for n in numbers]
+        return self.processor(images, size=self.size, return_tensors="pt").values()
 
 
 def action_logps(model, turns, max_tokens=None, chunk=None):
     """Per-token log-probs of each action given its prompt: (L_i,) fp32 tensors on the CPU, in the order of `turns`.
 
+    Of a model with a regression head its value of each turn, (1,): the mean over all tokens, prompt and action.
     A token shared by several actions is scored once. A tree of more than max_tokens is computed branch by branch, again
     in the backward pass: the same values and gradients in bounded memory. Under torchrun every rank must call it, with
     turns of its own; who has fewer branches fills up, since FSDP's collectives must meet.
@@ -227,11 +329,14 @@ def action_logps(model, turns, max_tokens=None, chunk=None):
     logps, anchor = [None] * len(turns), torch.ones((), requires_grad=True)
 
     def part_logps(part, anchor):
-        tree = pack([turns[i] for i in part], model.device)
+        tree = pack([turns[i] for i in part], model.device, whole=model.score is not None)
         scored, where = torch.cat(tree.actions).unique(return_inverse=True)
         COUNT["computed"] += len(tree.ids)
         COUNT["unshared"] += tree.unshared
-        return model(tree, scored, chunk)[where].cpu()  # few numbers: losses are made on the CPU
+        numbers = model(tree, scored, chunk)[where].cpu()  # few numbers: losses are made on the CPU
+        if model.score is not None:
+            return torch.stack([x.mean() for x in numbers.split([len(a) for a in tree.actions])])
+        return numbers
 
     for n in range(rounds):
         part = parts[min(n, len(parts) - 1)]
@@ -240,11 +345,16 @@ def action_logps(model, turns, max_tokens=None, chunk=None):
         else:  # the branch runs without gradient now, and with it when the loss's gradient comes back
             flat = checkpoint(part_logps, part, anchor, use_reentrant=True)
         if n < len(parts):
-            for i, x in zip(part, flat.split([len(turns[i][1]) for i in part])):
+            for i, x in zip(part, flat.split(sizes(model, [turns[i] for i in part]))):
                 logps[i] = x
         else:
             logps[0] = logps[0] + 0 * flat.sum()
     return logps
+
+
+def sizes(model, turns):
+    """How many numbers action_logps gives of each turn."""
+    return [len(action) if model.score is None else 1 for _, action in turns]
 
 
 # --- batches of bounded memory, the same number on every rank ---------------------------------------------------------
@@ -291,7 +401,7 @@ def deal(parts, turns_of):
 @torch.no_grad()
 def score(model, turns, max_tokens, what="scoring"):
     """action_logps of any number of turns, without gradient, in trees of at most max_tokens, by all ranks together."""
-    parts, logps = branches(turns, max_tokens), [torch.zeros(len(action)) for _, action in turns]
+    parts, logps = branches(turns, max_tokens), [torch.zeros(n) for n in sizes(model, turns)]
     for n in progress(what, range(RANK, len(parts) + -len(parts) % WORLD, WORLD)):
         part = parts[min(n, len(parts) - 1)]  # every rank as often
         for i, x in zip(part, action_logps(model, [turns[i] for i in part])):
@@ -317,17 +427,23 @@ def render(tokenizer, messages, thinking=0):
     """Token ids of a conversation up to where the assistant's next message starts.
 
     The template's own control tokens are the only ones: one that is spelled out inside a message stays plain text.
-    thinking: 1 leaves templates that know `enable_thinking` to their models' thinking, 0 switches it off.
+    thinking: 1 leaves templates that know `enable_thinking` to their models' thinking, 0 switches it off. A message's
+    "ids" stand after its content as they are: those of a picture.
     """
-    control = ["\ue000", *control_tokens(tokenizer)]
+    control = ["\ue000", "\ue002", *control_tokens(tokenizer)]
     spelled = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))))
     hide = lambda text: spelled.sub(lambda m: f"\ue000{control.index(m[0])}\ue001", text)
-    text = tokenizer.apply_chat_template([{"role": m["role"], "content": hide(m["content"])} for m in messages],
-                                         tokenize=False, add_generation_prompt=True, enable_thinking=bool(thinking))
-    ids = []
-    for i, part in enumerate(re.split("\ue000(\\d+)\ue001", text)):  # text, index of a hidden token, text, ...
-        for piece in (control[int(part)][:1], control[int(part)][1:]) if i % 2 else (part,):
-            ids += tokenizer(piece, add_special_tokens=False)["input_ids"]
+    text = tokenizer.apply_chat_template(
+        [{"role": m["role"], "content": hide(m["content"]) + f"\ue002{t}\ue003" * bool(m.get("ids"))}
+         for t, m in enumerate(messages)], tokenize=False, add_generation_prompt=True, enable_thinking=bool(thinking))
+    ids, plain = [], lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    parts = re.split("([\ue000\ue002])(\\d+)[\ue001\ue003]", text)  # text, what is hidden, its index, text, ...
+    for before, what, n in zip(parts[::3], [*parts[1::3], None], [*parts[2::3], None]):
+        ids += plain(before)
+        if what == "\ue000":
+            ids += plain(control[int(n)][:1]) + plain(control[int(n)][1:])
+        elif what:
+            ids += messages[int(n)]["ids"]
     return ids
 
 
@@ -336,6 +452,7 @@ def plain_ids(tokenizer, text):
     return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
+@functools.cache
 def end_of_turn(tokenizer):
     """Token ids with which the template closes an assistant message, up to and with its first control token."""
     mark = "\ue000"
@@ -351,18 +468,40 @@ def thinks(record):
     return (record.get("meta") or {}).get("thinking", 0)
 
 
-def turns_of(tokenizer, record, hidden=None):
+def action_ids(tokenizer, message, sampled=True, pictures=None):
+    """Ids of an action: the stored `token_ids`, what was really sampled; where there are none (demonstrations,
+    published data), the raw `output` (else `content`) and the end of turn.
+
+    sampled=False: for who judges it as text. It is tokenised anew, and the picture of its page, of `pictures`, added.
+    """
+    if sampled and message.get("token_ids"):
+        return tuple(message["token_ids"])
+    text = message.get("output") or message["content"]
+    shown = pictures.ids(text) if pictures and not sampled else ()
+    return (*plain_ids(tokenizer, text), *shown, *end_of_turn(tokenizer))
+
+
+def as_read(history, hidden=None, pictures=None):
+    """A conversation as a critic reads it: `hidden`, the information c, in front of it.
+
+    With `pictures`, a Pictures, the agent's pages are shown after its messages, and c, a page, after the first one.
+    """
+    if not pictures:
+        return history if hidden is None else with_hidden(history, hidden)
+    shown = [{**m, "ids": pictures.ids(m["content"])} if m["role"] == "assistant" else m for m in history]
+    return shown if hidden is None else [{**shown[0], "ids": pictures.ids(hidden)}, *shown[1:]]
+
+
+def turns_of(tokenizer, record, hidden=None, sampled=True, pictures=None):
     """[(prompt_ids, action_ids)] of the assistant messages in a record's dialogue_history, in order.
 
-    An action is the stored `token_ids`, what was really sampled; where there are none (demonstrations, published data),
-    the raw `output` (else `content`) and the end of turn. `hidden`, the information c, is put in front of the prompts.
+    hidden and pictures: see `as_read`; sampled: see `action_ids`.
     """
-    history, eot = record["dialogue_history"], end_of_turn(tokenizer)
-    seen, thinking = with_hidden(history, hidden) if hidden is not None else history, thinks(record)
-    turns = [(tuple(render(tokenizer, seen[:t], thinking)),
-              tuple(m.get("token_ids") or plain_ids(tokenizer, m.get("output") or m["content"]) + eot))
+    history = record["dialogue_history"]
+    seen = as_read(history, hidden, pictures)
+    turns = [(tuple(render(tokenizer, seen[:t], thinks(record))), action_ids(tokenizer, m, sampled, pictures))
              for t, m in enumerate(history) if m["role"] == "assistant"]
-    if any(max(action) >= len(tokenizer) for _, action in turns):
+    if sampled and any(max(action) >= len(tokenizer) for _, action in turns):
         fail("token_ids in the records are not of this --model's tokenizer: take the model that sampled them")
     return turns
 
@@ -402,12 +541,17 @@ def load_lm(path, device):
     return lm.to(device), tokenizer
 
 
-def load(path, device="cpu", attention="auto", dtype=torch.float32, **sharding):
+def load(path, device="cpu", attention="auto", dtype=torch.float32, head="logratio", **sharding):
     """(TreeLM, tokenizer) to score with, its weights in dtype; with `sharding`, to train: see `shard`.
 
     The weights go from the safetensors files straight to where they belong: no rank reads what it does not keep.
     """
-    path, tokenizer, c = open_directory(path, weights=True)
+    path, tokenizer, config = open_directory(path, weights=True)
+    c, make, vision = config.get_text_config(), AutoModelForCausalLM, {}
+    if sees(config):
+        if config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
+            fail(f"{path!r} looks at pictures in a way not known here; Qwen2-VL and Qwen2.5-VL are")
+        make, vision = AutoModelForImageTextToText, {"vision_config": "sdpa"}
     if any(t != "full_attention" for t in getattr(c, "layer_types", None) or []) or \
             getattr(c, "final_logit_softcapping", None) or getattr(c, "attn_logit_softcapping", None) or \
             (not getattr(c, "layer_types", None) and getattr(c, "sliding_window", None)):
@@ -415,39 +559,50 @@ def load(path, device="cpu", attention="auto", dtype=torch.float32, **sharding):
     device = torch.device(device)
     attention = "tree_" + pick_attention(attention, device, dtype)
     with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(c, dtype=torch.float32 if sharding else dtype,
-                                              attn_implementation=attention)
+        lm = make.from_config(config, dtype=torch.float32 if sharding else dtype,
+                              attn_implementation={"text_config": attention, **vision} if vision else attention)
     if os.path.exists(os.path.join(path, "generation_config.json")):
         lm.generation_config = GenerationConfig.from_pretrained(path)
-    model = TreeLM(lm, device)
+    model = TreeLM(lm, device, head)
     if sharding:
         shard(model, dtype, **sharding)
     model.to_empty(device="cpu" if sharding.get("offload") else device)
     lm.tie_weights()
-    with torch.device(device):
-        lm.model.rotary_emb = type(lm.model.rotary_emb)(config=c)  # computed, not stored in files
+    for module in lm.modules():
+        for name, child in module.named_children():
+            if "inv_freq" in child._buffers:  # computed, not stored in files
+                with torch.device(device):
+                    setattr(module, name, type(child)(config=child.config))
     read_weights(model, path)
     return model, tokenizer
 
 
 def weights(model):
-    """{name in Hugging Face files: parameter}, a tied one once."""
-    return {name.removeprefix("lm."): p for name, p in model.named_parameters()}
+    """{name in Hugging Face files: parameter}, a tied one once. Qwen2-VL's files name its parts in an older way."""
+    in_file = lambda name: name.removeprefix("lm.").replace("model.language_model.", "model.").replace(
+        "model.visual.", "visual.")
+    return {in_file(name): p for name, p in model.named_parameters()}
 
 
 def read_weights(model, path):
-    """Fills the parameters, wherever they lie, from the safetensors files of a directory."""
+    """Fills the parameters, wherever they lie, from the safetensors files of a directory; a new head with noise."""
+    wanted, reader = weights(model), dcp.HuggingFaceStorageReader(path)
+    if model.score is not None and "score.weight" not in reader.read_metadata().state_dict_metadata:
+        p = wanted.pop("score.weight")
+        new = torch.randn(p.shape, generator=torch.Generator().manual_seed(0)) / p.shape[1] ** 0.5
+        with torch.no_grad():
+            p.copy_(distribute_tensor(new, p.device_mesh, p.placements) if isinstance(p, DTensor) else new)
     try:
         with torch.no_grad():
-            dcp.load({name: p.detach() for name, p in weights(model).items()},
-                     storage_reader=dcp.HuggingFaceStorageReader(path), no_dist=not dist.is_initialized())
+            dcp.load({name: p.detach() for name, p in wanted.items()}, storage_reader=reader,
+                     no_dist=not dist.is_initialized())
     except Exception as e:
         fail(f"the weights in {path!r} are not those of its config.json: {str(e).splitlines()[-1]}")
 
 
 def recompute_layers(model):
     """Layers keep their inputs alone, and are computed again in the backward pass."""
-    for layer in model.lm.model.layers:
+    for layer in model.layers():
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
@@ -457,7 +612,7 @@ def shard(model, dtype, replicate=1, offload=0, recompute=0):
     replicate: so many copies of the model, each spread over WORLD / replicate processes (HSDP). offload: weights and
     moments rest in CPU memory. recompute: a layer's activations are computed again in the backward pass, not kept.
     """
-    layers, model.dtype = model.lm.model.layers, dtype
+    model.dtype = dtype
     if recompute:
         recompute_layers(model)
     if WORLD == 1 and dtype == torch.float32 and not offload:
@@ -468,7 +623,7 @@ def shard(model, dtype, replicate=1, offload=0, recompute=0):
     how = {"mesh": mesh if replicate > 1 else mesh["shard"],
            "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
            "offload_policy": CPUOffloadPolicy(pin_memory=model.device.type == "cuda") if offload else OffloadPolicy()}
-    for module in (*layers, model):
+    for module in (*model.layers(), model):
         fully_shard(module, **how)
         module.set_gradient_divide_factor(1.0)  # gradients are summed: each loss is divided by the global count
         module.set_force_sum_reduction_for_comms(True)
@@ -493,6 +648,7 @@ def save(model, tokenizer, out):
         model.lm.config.dtype = model.dtype  # which save_pretrained takes to be that of the fp32 weights
         model.lm.config.save_pretrained(out)
         tokenizer.save_pretrained(out)
+        model.pictures and model.pictures.processor.save_pretrained(out)
 
 
 # --- checkpoints of a run: weights and moments, as sharded safetensors that any number of processes reads -------------
@@ -541,6 +697,8 @@ def restore(model, optimizer, log):
 
 def reference(model, turns, max_tokens, out):
     """score() under the weights that training starts from, kept in `out` for a run that resumes."""
+    if model.score is not None:  # its values stand for themselves
+        return [torch.zeros(1)] * len(turns)
     path = os.path.join(out, "reference.safetensors")
     if from_rank_0(lambda: os.path.exists(path)):
         return list(load_file(path)["logps"].split([len(action) for _, action in turns]))
@@ -602,13 +760,16 @@ def plan(args, config, steps, turns_in, scored):
     activations, counted on the meta device for the largest tree.
     """
     dtype, again = {"fp32": torch.float32}.get(args.dtype, torch.bfloat16), args.recompute != 0
+    if sees(config):
+        fail("--dry_run does not know models that look at pictures")
     with torch.device("meta"):
-        model = TreeLM(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="tree_meta"))
+        model = TreeLM(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="tree_meta"),
+                       head=getattr(args, "head", "logratio"))
     if again:
         recompute_layers(model)
     width, size = dtype.itemsize, lambda module: sum(p.numel() for p in module.parameters())
-    total, layer, c = size(model), size(model.lm.model.layers[0]), model.lm.config
-    body, head, attend = layer * c.num_hidden_layers, c.vocab_size * c.hidden_size, \
+    total, layer, c, whole = size(model), size(model.layers()[0]), model.config, model.score is not None
+    body, head, attend = layer * c.num_hidden_layers, 0 if whole else c.vocab_size * c.hidden_size, \
         4 * c.num_hidden_layers * (c.num_attention_heads * (getattr(c, "head_dim", None) or 0) or c.hidden_size)
 
     flops = tokens = rounds = 0
@@ -631,7 +792,7 @@ def plan(args, config, steps, turns_in, scored):
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # FSDP takes it away
     with LiveBytes(model.parameters()) as live:
         tree = pack(largest, "meta")
-        n = len(set(torch.cat(pack(largest).actions).tolist()))
+        n = most_tokens if whole else len(set(torch.cat(pack(largest).actions).tolist()))
         model(tree, torch.empty(n, dtype=torch.long, device="meta"), None).sum().backward()
     gb = {"weights_gradients_moments": 16 * total * args.replicate / args.dry_run,
           "gathered": (total - body) * (width + 4) + layer * (3 * width + 4), "activations": live.peak}
@@ -643,8 +804,10 @@ def plan(args, config, steps, turns_in, scored):
             "gb_a_gpu": {name: short(x / 1e9) for name, x in {**gb, "total": sum(gb.values())}.items()}}
 
 
-# Words, numbers, `name=` and each function's head and body are one token: dialogues of about 80 tokens.
-PIECES = r"I WANT TO ANSWER:\n|Hidden reference:\n|def \w+\(x|\): return [^\n]+| ?\w+=|\d+| ?\w+|[^\w]"
+# Words, numbers, `name=`, a function's head and body, and what stands between a page's slots are one token each.
+SLOT = r'[^\n]*?class="(?:bg-|text-|grid-cols-)'  # of a page: up to where a slot begins
+PIECES = r"I WANT TO ANSWER:\n|Hidden reference:\n|def \w+\(x|\): return [^\n]+|<html>" + SLOT + \
+    r'|(?:-\d00)?(?: [^\n"]*)?">(?:' + SLOT + r'|[^\n"]*)| ?\w+=|\d+| ?\w+|[^\w]'
 
 
 def tiny(records, seed):

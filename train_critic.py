@@ -4,7 +4,9 @@
     loss = -log sigmoid( beta sum_t A(o_t+, a_t+, c) - beta sum_t A(o_t-, a_t-, c) )  + nll_coef NLL(tau+)     (eq. 2)
 
 tau+ has the higher reward of the two, pi starts as pi_ref, c stands in front of the conversation. Afterwards every
-message and every candidate is scored, and the records go on to stdout with `advantage`.
+message and every candidate is scored, and the records go on to stdout with `advantage`. With --head regression A is a
+linear head on the mean of all token states of (c, o_t, a_t). A --model that sees (Qwen2-VL, Qwen2.5-VL) is shown the
+pages of frontend tasks, the agent's and c, as pictures.
 
     python train_critic.py --model runs/base --out runs/critic < trajectories.jsonl > scored.jsonl
     torchrun --nproc_per_node=8 train_critic.py --resume 1 --out runs/critic < trajectories.jsonl > scored.jsonl
@@ -13,11 +15,13 @@ message and every candidate is scored, and the records go on to stdout with `adv
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
 
-from colbench import agent_messages, hidden_information, task_id
+from colbench import (Renderer, agent_messages, browser_flags, extract_page, hidden_information, kind_of,
+                      task_id)
 from utils import (Log, digest, drop_checkpoints, fail, from_rank_0, join, lr_at, machine_flags, open_stdout, parser,
                    progress, read_jsonl, rng, run, summed)
 
@@ -37,6 +41,9 @@ def get_args(argv=None):
     p.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn",
                    help="mean log-ratio of each turn (eq. 3), one mean a trajectory (released code), or plain sums")
     p.add_argument("--hidden_info", type=int, choices=[0, 1], default=1, help="0: it reads what the agent reads")
+    p.add_argument("--head", choices=["logratio", "regression"], default="logratio",
+                   help="eq. 3, or a linear head on the mean state: then --model need not be the agent's")
+    p.add_argument("--picture_tokens", type=int, default=1024, help="a model that sees: of a page's picture, at most")
     # optimization
     p.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
     p.add_argument("--batch_size", type=int, default=8, help="pairs a step")
@@ -44,6 +51,7 @@ def get_args(argv=None):
     p.add_argument("--clip", type=float, default=1.0, help="gradient norm is clipped here")
     p.add_argument("--seed", type=int, default=0)
     machine_flags(p)
+    browser_flags(p)
     return p.parse_args(argv)
 
 
@@ -96,22 +104,48 @@ def batches(groups, batch_size, *seed):
     return [flat[i:i + batch_size] for i in range(0, len(flat), batch_size)]
 
 
+def draw(args, records):
+    """{page: PNG file in --out/pictures} of all that a critic which sees is shown: the agent's pages and the wanted."""
+    folder, pages = os.path.join(args.out, "pictures"), {}
+    for r in records:
+        if kind_of(r["task"]) == "frontend":
+            said = [x for m in agent_messages(r) for x in (m["content"], m.get("output"), *(
+                c["output"] for c in m.get("candidates", ())))]
+            for page in filter(None, map(extract_page, [*said, hidden_information(r["task"])])):
+                pages[page] = os.path.join(folder, digest(page) + ".png")
+    os.makedirs(folder, exist_ok=True)
+    new = [page for page, file in pages.items() if not os.path.exists(file)]
+    if new:
+        with Renderer(os.cpu_count(), args.browser, args.allow_network) as renderer, \
+                ThreadPoolExecutor(2 * renderer.workers) as pool:
+            for _ in progress("drawing pages", pool.map(lambda page: renderer.save(page, pages[page]), new), len(new)):
+                pass
+    drawn = {page: file for page, file in pages.items() if os.path.exists(file)}
+    if len(drawn) < len(pages):
+        print(f"{len(pages) - len(drawn)} of {len(pages)} pages can't be drawn and are not shown", file=sys.stderr)
+    return drawn
+
+
 def prepare(args, records):
-    """Reads stdin into records; returns (turns, of, train, held, too_long).
+    """Reads stdin into records; returns (turns, of, train, held, too_long, pictures).
 
     of[i][t] holds the indices in turns of record i's t-th message and of its candidates, None for one too long; train
-    and held are pairs by task.
+    and held are pairs by task; pictures is {page: PNG file}, None for a model that sees none.
     """
-    from model import open_directory, turns_of
+    from model import Pictures, action_ids, open_directory, sees, turns_of
     need = "task.problem_description", "task.ground_truth", "dialogue_history", "reward"
     records.extend(read_jsonl(sys.stdin, need, skip_bad=args.skip_bad))
-    tokenizer, turns, of, long = open_directory(args.model)[1], [], [], 0
+    path, tokenizer, config = open_directory(args.model)
+    pictures, turns, of, long = None, [], [], 0
+    if sees(config) and not args.dry_run:
+        pictures = Pictures(path, config, args.picture_tokens, draw(args, records))
+    how = args.head == "logratio", pictures
     for r in records:
         of.append([])
-        own = turns_of(tokenizer, r, hidden_information(r["task"]) if args.hidden_info else None)
+        own = turns_of(tokenizer, r, hidden_information(r["task"]) if args.hidden_info else None, *how)
         for message, (prompt, action) in zip(agent_messages(r), own):
             of[-1].append([])
-            for a in (action, *(tuple(c["token_ids"]) for c in message.get("candidates", ()))):
+            for a in (action, *(action_ids(tokenizer, c, *how) for c in message.get("candidates", ()))):
                 fits = len(prompt) + len(a) <= args.max_length
                 of[-1][-1].append(len(turns) if fits else None)
                 turns += [(prompt, a)] * fits
@@ -126,7 +160,7 @@ def prepare(args, records):
     train = {t: p for t, p in pairs.items() if t not in held}
     if not train:
         fail(f"--held_out {args.held_out} keeps all {len(held)} tasks with pairs out of training")
-    return turns, of, train, held, long
+    return turns, of, train, held, long, pictures and dict(zip(pictures.numbers, pictures.files))
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -134,10 +168,11 @@ def prepare(args, records):
 def main(args):
     emit, device, records = open_stdout(), join(), []  # the records stay on rank 0
     log = None if args.dry_run else Log(args)
-    from model import (action_logps, count, deal, load, machine, micro_batches, open_directory, plan, reference,
-                       restore, save, save_checkpoint, score, whole)
+    from model import (Pictures, action_logps, count, deal, load, machine, micro_batches, open_directory, plan,
+                       reference, restore, save, save_checkpoint, score, whole)
 
-    turns, of, train, held, too_long = from_rank_0(lambda: prepare(args, records))
+    turns, of, train, held, too_long, files = from_rank_0(lambda: prepare(args, records))
+    nll_coef = args.nll_coef if args.head == "logratio" else 0  # values have no likelihood
     keys = lambda i: [at[0] for at in of[i]]  # the turns of trajectory i
     used_by = lambda pairs: sorted({k for pair in pairs for i in pair for k in keys(i)})
     turns_in = lambda pairs: [turns[k] for k in used_by(pairs)]
@@ -152,7 +187,9 @@ def main(args):
         return emit(plan(args, open_directory(args.model)[2], steps, turns_in, [turns, turns]))
     log.begin(steps=len(steps), pairs=sum(map(len, train.values())), tasks=len(train), too_long=too_long,
               held_out_pairs=sum(map(len, held.values())), data=digest([turns, list(train.values())]))
-    model, tokenizer = load(args.model, device, args.attention, **machine(args, device))
+    model, tokenizer = load(args.model, device, args.attention, head=args.head, **machine(args, device))
+    if files is not None:
+        model.pictures = Pictures(args.model, model.lm.config, args.picture_tokens, files)
     ref = reference(model, turns, args.max_tokens, args.out)  # once: pi_ref is where pi starts
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=device.type == "cuda" and not args.offload)
@@ -162,7 +199,7 @@ def main(args):
         for part, weight in deal(micro_batches(batch, turns_in, args.max_tokens), turns_in):
             logps = dict(zip(used_by(part), action_logps(model, turns_in(part), args.max_tokens)))
             losses, margins = zip(*(critic_loss(*([x[k] for k in keys(i)] for x in (logps, ref) for i in pair),
-                                                args.beta, args.nll_coef, args.normalize) for pair in part))
+                                                args.beta, nll_coef, args.normalize) for pair in part))
             loss = weight * sum(losses) / len(batch)
             loss.backward()
             total, right = total + loss.item(), right + weight * sum((m > 0).item() for m in margins) / len(batch)
@@ -180,7 +217,7 @@ def main(args):
         save(model, tokenizer, args.out)
         with open(os.path.join(args.out, "critic.json"), "w") as f:  # what collect.py --best_of needs to score with it
             json.dump({"ref": os.path.abspath(args.model) if os.path.isdir(args.model) else args.model,
-                       "hidden_info": args.hidden_info, "normalize": args.normalize}, f)
+                       **{k: getattr(args, k) for k in ("hidden_info", "normalize", "head", "picture_tokens")}}, f)
         log(last=True, finished=len(steps), held_out_accuracy_before=accuracy(held, ref),
             held_out_accuracy=accuracy(held, logps), **count())
     drop_checkpoints(args.out)

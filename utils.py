@@ -303,7 +303,7 @@ class Log:
     seconds unless last=True. Only rank 0 writes; `finished` is known to all.
     """
     MAY_CHANGE = {"out", "max_tokens", "attention", "recompute", "replicate", "offload", "save_every", "resume",
-                  "overwrite"}  # between a run and the one that resumes it
+                  "overwrite", "browser"}  # between a run and the one that resumes it
 
     def __init__(self, args, every=10):
         self.args, self.out, self.every, self.said = args, args.out, every, 0.0
@@ -325,7 +325,7 @@ class Log:
         except OSError as e:
             fail(f"--out {out}: {e.strerror}")
         atexit.register(remove_empty, out)
-        if not set(os.listdir(out)) - {"metrics.jsonl.part"}:  # new, or killed as it began
+        if not set(os.listdir(out)) - {"metrics.jsonl.part", "pictures"}:  # new, or killed as it began
             return [], 0
         if not os.path.exists(self.path):
             fail(f"--out {out} exists already and holds no run: name another")
@@ -350,7 +350,7 @@ class Log:
                          "it must be the same")
         if self.finished:
             return
-        for name in os.listdir(self.out) if not self.rows else ():  # --overwrite 1
+        for name in set(os.listdir(self.out)) - {"pictures"} if not self.rows else ():  # --overwrite 1
             path = os.path.join(self.out, name)
             shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
         rows = [r for r in self.rows if "step" not in r or r["step"] < self.step]

@@ -91,8 +91,10 @@ def records(text):
 
 def demos(n, seed=0, **knobs):
     args = colbench.get_args(["demos", *(str(x) for k, v in knobs.items() for x in ("--" + k, v))])
-    tasks = colbench.builtin_tasks("train", seed, args.min_slots, args.max_slots, args.usual)
-    return [colbench.demonstration(next(tasks), utils.rng("demo", seed, i), args) for i in range(n)]
+    args.seed = seed
+    tasks = colbench.builtin(args, "train")
+    demo = colbench.page_demonstration if args.kind == "frontend" else colbench.demonstration
+    return [demo(next(tasks), utils.rng("demo", seed, i), args) for i in range(n)]
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 import contextlib
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -18,7 +19,7 @@ import torch
 import colbench
 import model as M
 from colbench import CACHE, PAGE, Renderer, RenderError, similarity
-from conftest import ROOT, gone, lines, records, script
+from conftest import ROOT, demos, gone, lines, records, script
 from test_endpoints import Server, chat
 from utils import family
 
@@ -285,7 +286,7 @@ def test_kinds_are_not_mixed():
     assert done.returncode == 1 and "stdin, line 1: no 'task.test_cases'" in done.stderr
 
 
-@pytest.mark.parametrize("resize", ["official", "letterbox"])
+@pytest.mark.parametrize("resize", ["official", "letterbox", "both"])
 def test_clip_is_the_cosine_of_the_real_classes_embeddings(resize, tmp_path, renderer):
     """A tiny CLIP of the real class with random weights; the oracle is transformers' whole CLIPModel."""
     import io
@@ -298,24 +299,60 @@ def test_clip_is_the_cosine_of_the_real_classes_embeddings(resize, tmp_path, ren
                                  text_config={**small, "vocab_size": 99}, projection_dim=16)).eval()
     model.save_pretrained(tmp_path)
     CLIPImageProcessorPil().save_pretrained(tmp_path)
-    pages = [PLAIN, PLAIN.replace("</body>", "<p class='bg-red-500 h-64'>a tall one</p>" * 9 + "</body>"), "none"]
-    done = script("colbench.py", "grade", "--clip", tmp_path, "--resize", resize, stdin=map(answered, pages))
+    tall = PLAIN.replace("</body>", "<p class='bg-red-500 h-64'>a tall one</p>" * 9 + "</body>")
+    done = script("colbench.py", "grade", "--clip", tmp_path, "--resize", resize,
+                  stdin=map(answered, [PLAIN, tall, "none"] * 4))
     assert done.returncode == 0, done.stderr
     got = records(done.stdout)
-    pictures = [Image.open(io.BytesIO(renderer.render(p)["png"])).convert("RGB") for p in pages[:2]]
-    if resize == "letterbox":
+
+    def cosine(way):
+        pictures = [Image.open(io.BytesIO(renderer.render(p)["png"])).convert("RGB") for p in (PLAIN, tall)]
         assert pictures[1].height > pictures[1].width
-        for i, p in enumerate(pictures):
+        for i, p in enumerate(pictures if way == "letterbox" else ()):
             side = max(p.size)
             pictures[i] = Image.new("RGB", (side, side), (255, 255, 255))
             pictures[i].paste(p, ((side - p.width) // 2, (side - p.height) // 2))
-    with torch.no_grad():
-        features = model.get_image_features(CLIPImageProcessorPil()(pictures, return_tensors="pt")["pixel_values"])
-    features = getattr(features, "pooler_output", features)
-    want = torch.cosine_similarity(features[0], features[1], dim=0).item()
-    assert got[0]["reward"] == pytest.approx(1, abs=1e-5) and got[1]["reward"] == pytest.approx(max(0, want), abs=1e-5)
-    assert abs(want) < 0.9999 and got[2]["reward"] == 0
-    assert {r["reward_by"] for r in got} == {"clip" + " letterbox" * (resize == "letterbox")}
+        with torch.no_grad():
+            features = model.get_image_features(CLIPImageProcessorPil()(pictures, return_tensors="pt")["pixel_values"])
+        features = getattr(features, "pooler_output", features)
+        return torch.cosine_similarity(features[0], features[1], dim=0).item()
+    first = "letterbox" if resize == "letterbox" else "official"
+    want = cosine(first)
+    assert abs(want) < 0.9999 and {r["reward_by"] for r in got} == {"clip" + " letterbox" * (resize == "letterbox")}
+    for r, value in zip(got, [1, max(0, want), 0] * 4):
+        assert r["reward"] == pytest.approx(value, abs=1e-5)
+    if resize == "both":
+        other = cosine("letterbox")
+        assert abs(other - want) > 1e-4
+        assert [r["reward_letterbox"] for r in got[:3]] == pytest.approx([1, max(0, other), 0], abs=1e-5)
+        out = script("evaluate.py", stdin=[{**r, "dialogue_history": [{"role": "user", "content": "a shop"}]} for r in got])
+        (result,) = records(out.stdout)
+        assert result["letterbox"] == pytest.approx((1 + max(0, other)) / 3, abs=1e-4) and "letterbox %" in out.stderr
+    else:
+        assert not any("reward_letterbox" in r for r in got)
+
+
+def test_clip_serves_threads_in_batches(tmp_path, renderer):
+    """Eight threads, one vision tower: far fewer forwards than pages, and what one page alone gets."""
+    from transformers import CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModelWithProjection
+    CLIPVisionModelWithProjection(CLIPVisionConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+                                                   num_attention_heads=2, projection_dim=16)).save_pretrained(tmp_path)
+    CLIPImageProcessorPil().save_pretrained(tmp_path)
+    pages = [renderer.render(f"<p class='bg-red-500 p-{i}'>{i}</p>") for i in range(12)]
+    alone = [colbench.Clip(tmp_path).embedding(dict(p), "official") for p in pages]
+    clip, sizes = colbench.Clip(tmp_path), []
+    run = clip.model.forward
+
+    def slow(pixels, **kwargs):
+        sizes.append(len(pixels))
+        time.sleep(0.3)
+        return run(pixels, **kwargs)
+    clip.model.forward = slow
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(lambda p: clip.embedding(p, "official"), pages))
+    assert sum(sizes) == 12 and len(sizes) < 6
+    for x, y in zip(alone, together):
+        assert torch.allclose(x, y, atol=1e-6)
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -361,7 +398,7 @@ def test_episodes_are_pages_shown_to_a_human_who_sees_both(tiny_dir, tmp_path, r
         assert r["task"]["kind"] == "frontend" and r["reward_by"] == "blocks" and len(history) == 2 * turns
         assert "no scripts" in history[0]["content"] and history[0]["content"].endswith("a shop")
         if turns == 4:
-            assert history[2]["content"] == "I can't see your page: no page."
+            assert history[2]["content"] == "i can't see your page: no page"
             assert [len(m["content"]) for m in history[4:7:2]] == [1000, 1000]
             assert history[4]["content"].startswith("blue") and history[6]["content"].startswith("the same")
             assert r["answer"] == PLAIN and r["reward"] == 1
@@ -389,6 +426,84 @@ def test_published_episodes_get_candidates_without_a_browser_or_a_human(tiny_dir
     assert all(len(r["dialogue_history"][1]["candidates"]) == 2 for r in got)
 
 
-def test_the_scripted_human_knows_no_pages(tiny_dir):
-    done = script("collect.py", "--model", tiny_dir, stdin=[{"problem_description": "a shop", "ground_truth": PLAIN}])
-    assert done.returncode == 1 and done.stdout == "" and "--human http" in done.stderr and "Traceback" not in done.stderr
+# --- built-in pages and their human -----------------------------------------------------------------------------------
+
+def drawn_remarks(renderer, page, other):
+    return [remark for _, remark in colbench.differences(renderer.render(page), renderer.render(other),
+                                                         renderer.sheet.colours)]
+
+
+def test_built_in_pages_share_nothing_between_splits_and_hide_their_slots():
+    by = {split: [r["task"] for r in records(script("colbench.py", "tasks", "--kind", "frontend", "--split", split,
+                                                    "--usual", 0, "--n", 200).stdout)] for split in colbench.SPLITS}
+    ids = [t["id"] for tasks in by.values() for t in tasks]
+    assert len(set(ids)) == 600 and all(colbench.kind_of(t) == "frontend" for tasks in by.values() for t in tasks)
+    assert len({t["problem_description"] for t in by["train"]}) == len(colbench.THEMES)
+    assert [t["id"] for t in by["train"]] != [t["id"] for t in records(script(
+        "colbench.py", "tasks", "--kind", "frontend", "--usual", 0, "--n", 200, "--seed", 1).stdout) for t in [t["task"]]]
+    done = script("colbench.py", "tasks", "--kind", "frontend", "--n", 5000)
+    assert done.returncode == 1 and "has no 5000 such tasks" in done.stderr and "slots" not in done.stderr
+
+
+def test_the_scripted_human_names_a_true_difference_in_the_words_of_the_demonstrations(renderer):
+    """Of 40 pairs of built-in pages, drawn: what is said is so, nothing is said of equal ones; every slot counts."""
+    costs, r = {}, random.Random(0)
+    for i in range(40):
+        wanted, shown = ({k: r.choice(v) for k, v in colbench.PAGE_SLOTS.items()} for _ in range(2))
+        if i % 2:  # one slot alone, in turn
+            slot = list(wanted)[i // 2 % 5]
+            shown = {**wanted, slot: next(v for v in colbench.PAGE_SLOTS[slot] if v != wanted[slot])}
+        pages = [colbench.builtin_page("school", values) for values in (shown, wanted)]
+        true = {colbench.PAGE_REMARKS[k].format(wanted[k], shown[k]) for k in wanted if wanted[k] != shown[k]}
+        said = drawn_remarks(renderer, *pages)
+        assert said[0] in true and (len(true) > 1 or said == list(true)), (said, true)
+        likeness = similarity(*map(renderer.render, pages))
+        if i % 2:
+            costs.setdefault(slot, []).append(1 - likeness)
+        assert drawn_remarks(renderer, pages[0], pages[0]) == []
+    assert len(costs) == 5 and all(min(c) > 0.005 for c in costs.values()), costs
+
+
+@pytest.mark.parametrize("change, remark", [
+    (("A Shop", "My Garden"), "the title should say 'A Shop'"), (("green", "blue"), "the header should be green, not blue"),
+    (("</body>", "<img src=https://picsum.photos/90></body>"), "picture: there should be 1, not 2"),
+    (("text-3xl", "text-lg"), "the header should be larger"),
+    (("text-3xl", "text-3xl text-right"), "the title should be left, not right"),
+    (("bg-gray-100", "bg-pink-200"), "the background should be gray, not pink")])
+def test_the_scripted_human_sees_any_page(change, remark, renderer):
+    assert drawn_remarks(renderer, PLAIN.replace(*change), PLAIN)[0] == remark
+
+
+def test_demonstrations_of_pages_go_as_the_flags_say():
+    made = demos(300, kind="frontend", at_once=0, early=0, silent=0, noise=0, distract=0, hidden=0)
+    for r in made:
+        *_, before, last = r["dialogue_history"]
+        assert r["answer"] == r["task"]["ground_truth"] or last["role"] == "assistant" and len(r["dialogue_history"]) == 12
+        assert last["content"] == f"{colbench.ANSWER} that page" or len(r["dialogue_history"]) == 12
+    said = {m["content"] for r in demos(300, kind="frontend") for m in r["dialogue_history"] if m["role"] == "user"}
+    assert colbench.RIGHT in said and any("columns" in x for x in said) and any("can't see" in x for x in said)
+    assert sum(colbench.HIDDEN[:10] in r["dialogue_history"][0]["content"] for r in demos(200, kind="frontend")) in range(50, 110)
+    assert all(r["dialogue_history"][1]["content"].startswith(colbench.ANSWER) for r in demos(20, kind="frontend", at_once=1, silent=0))
+
+
+def test_episodes_with_the_scripted_human_who_looks(tmp_path, renderer):
+    """A tiny model trained on a few demonstrations plays; each reply is what the two drawn pages differ in most."""
+    base = tmp_path / "base"
+    done = script("train_policy.py", "--loss", "rft", "--all", 1, "--model", "tiny", "--lr", 3e-3, "--epochs", 6, "--out",
+                  base, stdin=demos(200, kind="frontend", hidden=0, at_once=0, early=0, silent=0, noise=0))
+    assert done.returncode == 0, done.stderr
+    tasks_in = records(script("colbench.py", "tasks", "--kind", "frontend", "--n", 3).stdout)
+    done = script("collect.py", "--model", base, "--max_tokens", 40, "--max_turns", 4, "-k", 2, stdin=tasks_in)
+    assert done.returncode == 0, done.stderr
+    remarks = 0
+    for r in records(done.stdout):
+        for message, reply in zip(r["dialogue_history"][1::2], r["dialogue_history"][2::2]):
+            if page := colbench.extract_page(message["content"]):
+                found = drawn_remarks(renderer, page, r["task"]["ground_truth"])
+                assert reply["content"] == (found[0] if found else colbench.RIGHT)
+                remarks += bool(found)
+            else:
+                assert reply["content"] == "i can't see your page: no page"
+        assert r["reward"] == (similarity(*map(renderer.render, (r["answer"], r["task"]["ground_truth"])))
+                               if r["answer"] else 0)
+    assert remarks > 3

@@ -1,0 +1,256 @@
+"""Critics that see: Qwen2-VL's and Qwen2.5-VL's own forward against the packed tree's; regression heads; a whole pipe."""
+import math
+import os
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2VLConfig,
+                          Qwen2VLForConditionalGeneration)
+
+import colbench
+import model as M
+from conftest import demos, lines, records, script, shell
+
+pytest.importorskip("PIL", reason="pillow is not installed (README, \"Frontend Design\")")
+from PIL import Image, ImageDraw  # noqa: E402
+
+TEXT = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            max_position_embeddings=4096, initializer_range=0.08, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]})
+EYES = {"qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration,
+                     dict(depth=2, embed_dim=32, hidden_size=64, num_heads=2, mlp_ratio=2, initializer_range=0.08)),
+        "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration,
+                       dict(depth=2, hidden_size=32, intermediate_size=64, out_hidden_size=64, num_heads=2,
+                            window_size=56, fullatt_block_indexes=[1], initializer_range=0.08))}
+
+
+def tiny_that_sees(kind, out):
+    """Saves a tiny random model of a real class, whose words are those of demonstrations; returns the transformers one."""
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+    _, tokenizer = M.tiny(demos(100, kind="frontend"), 0)
+    tokenizer.add_tokens(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"], special_tokens=True)
+    start, end, image = (tokenizer.convert_tokens_to_ids(f"<|{t}|>") for t in ("vision_start", "vision_end", "image_pad"))
+    config, make, vision = EYES[kind]
+    torch.manual_seed(0)
+    config = config(text_config={**TEXT, "vocab_size": len(tokenizer)}, vision_config=vision, image_token_id=image,
+                    video_token_id=image, vision_start_token_id=start, vision_end_token_id=end)
+    lm = make(config).eval()
+    for part in (lm, tokenizer, Qwen2VLImageProcessorPil()):
+        part.save_pretrained(out)
+    return lm
+
+
+@pytest.fixture(scope="module", params=EYES)
+def seeing(request, tmp_path_factory):
+    """(directory, the transformers model, Pictures of six pages of different sizes) of each class."""
+    out = tmp_path_factory.mktemp(request.param)
+    lm = tiny_that_sees(request.param, str(out))
+    files = []
+    for i, size in enumerate([(60, 60), (120, 60), (60, 120), (120, 60), (200, 90), (56, 56)]):
+        picture = Image.new("RGB", size, (40 * i, 255 - 40 * i, 80))
+        ImageDraw.Draw(picture).rectangle([5 * i, 10, 30, 40], fill="white")
+        picture.save(out / f"{i}.png")
+        files.append(str(out / f"{i}.png"))
+    return str(out), lm, M.Pictures(str(out), lm.config, 12, {f"<html>{i}</html>": f for i, f in enumerate(files)})
+
+
+def episode(pages, hidden):
+    history = [{"role": "user", "content": "a page for the bakery"}]
+    for page in pages:
+        history += [{"role": "assistant", "content": f"here <html>{page}</html>"}, {"role": "user", "content": "it looks right"}]
+    return {"task": {"problem_description": "x", "ground_truth": f"<html>{hidden}</html>"}, "dialogue_history": history[:-1]}
+
+
+def all_turns(tokenizer, pictures, sampled):
+    """Turns of three episodes: two with the same reference, one without; some pages have no picture."""
+    return [turn for pages, hidden in (((0, 1, 9), 4), ((0, 3), 4), ((2, 2), None))
+            for turn in M.turns_of(tokenizer, episode(pages, hidden), hidden is not None and f"<html>{hidden}</html>" or None,
+                                   sampled, pictures)]
+
+
+def own_forward(lm, pictures, seq):
+    """The transformers model on one sequence: (hidden states, logits)."""
+    shown = [i >= M.PICTURE for i in seq]
+    order = [i - M.PICTURE for i, before in zip(seq, [None, *seq]) if i >= M.PICTURE and i != before]
+    ids = torch.tensor([[lm.config.image_token_id if i >= M.PICTURE else i for i in seq]])
+    more = {}
+    if order:
+        pixels, grids = pictures.pixels(order)
+        more = {"pixel_values": pixels, "image_grid_thw": grids}
+    out = lm.model(input_ids=ids, mm_token_type_ids=torch.tensor([shown]).int(), use_cache=False, **more)
+    return out.last_hidden_state[0]
+
+
+@pytest.mark.parametrize("head", ["logratio", "regression"])
+def test_a_tree_with_pictures_has_the_values_and_gradients_of_separate_forwards(head, seeing):
+    path, lm, pictures = seeing
+    model, tokenizer = M.load(path, head=head)
+    model.pictures = pictures
+    turns = all_turns(tokenizer, pictures, head == "logratio")
+    assert len(turns) == 7 and all(any(i >= M.PICTURE for i in p) for p, _ in turns[:5])
+    before = dict(M.COUNT)
+    got = M.action_logps(model, turns)
+    assert M.COUNT["computed"] - before["computed"] < 0.6 * (M.COUNT["unshared"] - before["unshared"])
+    want = []
+    for prompt, action in turns:
+        hidden = own_forward(lm, pictures, [*prompt, *action])
+        if head == "regression":
+            want.append((hidden @ model.score.weight[0].detach()).mean()[None])
+        else:
+            logps = lm.lm_head(hidden).log_softmax(-1)[len(prompt) - 1:-1]
+            want.append(logps.gather(1, torch.tensor(action)[:, None])[:, 0])
+    for x, y in zip(got, want):
+        assert x.shape == y.shape and torch.allclose(x, y, atol=2e-5), (x, y)
+    weights = [math.sin(i) for i in range(len(turns))]
+    for numbers in (got, want):
+        sum(w * x.sum() for w, x in zip(weights, numbers)).backward()
+    theirs = {n: p.grad for n, p in lm.named_parameters()}
+    some = 0
+    for name, p in model.lm.named_parameters():
+        if theirs[name] is None:  # lm_head has no part in a regression
+            assert p.grad is None or not p.grad.any(), name
+            continue
+        some += theirs[name].abs().max() > 1e-4
+        assert torch.allclose(p.grad, theirs[name], atol=1e-5 + 1e-4 * theirs[name].abs().max()), name
+    assert some > 40  # the vision tower's, too
+    lm.zero_grad()
+
+
+def test_positions_are_those_of_the_real_classes(seeing):
+    _, lm, pictures = seeing
+    tokenizer = M.open_directory(seeing[0])[1]
+    for prompt, action in all_turns(tokenizer, pictures, False):
+        seq = [*prompt, *action]
+        pos, _ = M.picture_positions(seq, range(-1, len(seq) - 1), pictures.grids)
+        grids = [[1, 2 * r, 2 * c] for i, before in zip(seq, [None, *seq]) if i >= M.PICTURE and i != before
+                 for r, c in [pictures.grids[i - M.PICTURE]]]
+        want, _ = lm.model.get_rope_index(torch.tensor([seq]), torch.tensor([[i >= M.PICTURE for i in seq]]).int(),
+                                          torch.tensor(grids))
+        assert torch.equal(torch.tensor(pos).T, want[:, 0])
+
+
+def test_branches_of_a_tree_with_pictures_give_the_same(seeing):
+    path, _, pictures = seeing
+    model, tokenizer = M.load(path, head="regression")
+    model.pictures = pictures
+    turns = all_turns(tokenizer, pictures, False)
+    whole = torch.cat(M.action_logps(model, turns))
+    whole.sin().sum().backward()
+    grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    parts = torch.cat(M.action_logps(model, turns, max_tokens=80))
+    parts.sin().sum().backward()
+    assert torch.allclose(whole, parts, atol=1e-5)
+    for n, p in model.named_parameters():
+        assert n not in grads or torch.allclose(p.grad, grads[n], atol=1e-5 + 1e-4 * grads[n].abs().max()), n
+
+
+# --- a regression head on text ----------------------------------------------------------------------------------------
+
+def test_a_turns_value_is_the_head_on_the_mean_state_of_all_its_tokens(tiny_dir, episodes):
+    model, tokenizer = M.load(tiny_dir, head="regression")
+    turns = [turn for r in episodes[:3] for turn in M.turns_of(tokenizer, r, "the reference", sampled=False)]
+    reference, _ = M.load_lm(tiny_dir, "cpu")
+    for (prompt, action), value in zip(turns, M.action_logps(model, turns)):
+        states = reference.model(torch.tensor([[*prompt, *action]])).last_hidden_state[0]
+        assert torch.allclose(value, F.linear(states.mean(0), model.score.weight), atol=1e-5)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_regression_critic_learns_scores_resumes_and_chooses(world, rewarded, tiny_dir, tasks, tmp_path):
+    for r in rewarded:  # what tells the two apart
+        for m in colbench.agent_messages(r):
+            m["output"] = "what is the rate?" if r["reward"] == 1 else "what is the color?"
+    flags = ["--model", tiny_dir, "--head", "regression", "--held_out", 0, "--lr", 1e-3, "--beta", 1, "--epochs", 8,
+             "--batch_size", 4, "--save_every", 3]
+    (tmp_path / "in").write_text(lines(rewarded))
+    launch = f"torchrun --nproc_per_node={world}" if world > 1 else "python"
+    done = shell(f"{launch} train_critic.py {' '.join(map(str, flags))} --out {tmp_path}/c < {tmp_path}/in")
+    assert done.returncode == 0, done.stderr
+    first, *steps, last = records((tmp_path / "c" / "metrics.jsonl").read_text())
+    assert steps[-1]["loss"] < 0.1 < steps[0]["loss"]
+    out = records(done.stdout)
+    total = {(r["task"]["id"], r["sample"]): sum(m["advantage"] for m in colbench.agent_messages(r)) for r in out}
+    assert all(total[task, 0] > total[task, 1] for task, _ in total)
+    again = script("train_critic.py", *flags, "--resume", 1, "--out", tmp_path / "c", stdin=rewarded)
+    for r, s in zip(out, records(again.stdout)):
+        for m, n in zip(colbench.agent_messages(r), colbench.agent_messages(s)):
+            assert m["advantage"] == pytest.approx(n["advantage"], abs=1e-4)
+    done = script("collect.py", "--model", tiny_dir, "--best_of", 3, "--critic", tmp_path / "c", "--max_turns", 2,
+                  "--max_tokens", 20, stdin=tasks[:1])
+    assert done.returncode == 0 and len(records(done.stdout)) == 1, done.stderr
+
+
+# --- the whole pipe with pictures -------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def pages_played(tmp_path_factory):
+    """Three built-in pages, each once as it should be and once not, with candidates; (tiny text agent, records)."""
+    pytest.importorskip("playwright", reason="playwright is not installed (README, \"Frontend Design\")")
+    if not any(map(shutil.which, colbench.BROWSERS)) or not os.path.exists(f"{colbench.CACHE}/tailwind.min.css"):
+        pytest.skip("no Chromium, or no Tailwind style sheet (README, \"Frontend Design\")")
+    agent = str(tmp_path_factory.mktemp("agent") / "tiny")
+    M.save(*M.tiny(demos(200, kind="frontend"), 0), agent)
+    made = demos(6, kind="frontend", hidden=0, silent=0, noise=0, at_once=0, early=0, max_turns=3)
+    for i, r in enumerate(made):
+        r["task"], r["sample"], r["reward"] = made[i // 2 * 2]["task"], i % 2, float(i % 2)
+        r["dialogue_history"][0]["content"] = r["task"]["problem_description"]
+        for m in colbench.agent_messages(r):
+            if i % 2:
+                m["output"] = m["content"] = r["task"]["ground_truth"]
+            m["candidates"] = [{"output": o, "token_ids": [7 + n], "logprob": -1.0}
+                               for n, o in enumerate((m["output"], "<html><body>nothing</body></html>", "no page"))]
+    return agent, made
+
+
+@pytest.mark.parametrize("head", ["regression", "logratio"])
+def test_a_critic_that_sees_trains_scores_resumes_and_chooses(head, pages_played, tmp_path):
+    agent, played = pages_played
+    tiny_that_sees("qwen2_vl", str(tmp_path / "vl"))
+    if head == "logratio":  # it is then the agent's model
+        for r in played:
+            for m in colbench.agent_messages(r):
+                for c in m["candidates"]:
+                    c.pop("token_ids", None)
+    (tmp_path / "in").write_text(lines(played))
+    command = f"""train_critic.py --model {tmp_path}/vl --head {head} --pairs all --held_out 0 --lr 3e-3 --beta 1 \
+        --epochs 12 --batch_size 4 --picture_tokens 60 < {tmp_path}/in"""
+    done = shell(f"python {command} --out {tmp_path}/c")
+    assert done.returncode == 0, done.stderr
+    _, *steps, last = records((tmp_path / "c" / "metrics.jsonl").read_text())
+    assert steps[-1]["loss"] < 0.3 < steps[0]["loss"] and last["sharing"] > 1.5
+    out = records(done.stdout)
+    assert all(math.isfinite(c["advantage"]) for r in out for m in colbench.agent_messages(r)
+               for c in (m, *m["candidates"]))
+    pictures = os.listdir(tmp_path / "c" / "pictures")
+    assert len(pictures) > 5 and all(f.endswith(".png") for f in pictures)
+    again = shell(f"python {command} --out {tmp_path}/c --resume 1 --browser /bin/false")  # all are drawn already
+    assert again.returncode == 0 and again.stdout == done.stdout, again.stderr
+    if head == "logratio":
+        return
+
+    spread = shell(f"torchrun --nproc_per_node=2 {command} --max_tokens 300 --out {tmp_path}/c2")
+    assert spread.returncode == 0, spread.stderr
+    _, *others, _ = records((tmp_path / "c2" / "metrics.jsonl").read_text())
+    assert len(steps) == len(others) and sorted(os.listdir(tmp_path / "c2" / "pictures")) == sorted(pictures)
+    for a, b in list(zip(steps, others))[:3]:  # later AdamW has made something of the rounding
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+
+    done = script("train_policy.py", "--model", agent, "--lr", 1e-4, "--out", tmp_path / "p", stdin=out)
+    assert done.returncode == 0, done.stderr
+    flags = ["--model", tmp_path / "p", "--max_turns", 2, "--max_tokens", 30]
+    done = script("collect.py", *flags, "--best_of", 2, "--critic", tmp_path / "c", stdin=[played[0]["task"]])
+    assert done.returncode == 0, done.stderr
+    done = script("evaluate.py", stdin=done.stdout)
+    assert done.returncode == 0 and records(done.stdout)[0]["episodes"] == 1, done.stderr
+
+
+def test_what_a_critic_that_sees_cannot_do_is_said(pages_played, tmp_path):
+    tiny_that_sees("qwen2_5_vl", str(tmp_path / "vl"))
+    for flags, message in ((["--dry_run", 8], "--dry_run does not know models that look at pictures"),
+                           (["--browser", "/nowhere/chromium"], "--browser /nowhere/chromium: no such program")):
+        done = script("train_critic.py", "--model", tmp_path / "vl", *flags, "--pairs", "all", "--out", tmp_path / "c",
+                      stdin=pages_played[1])
+        assert done.returncode == 1 and done.stderr == f"error: {message}\n" and done.stdout == ""
