@@ -329,7 +329,7 @@ def action_logps(model, turns, max_tokens=None, chunk=None):
     logps, anchor = [None] * len(turns), torch.ones((), requires_grad=True)
 
     def part_logps(part, anchor):
-        tree = pack([turns[i] for i in part], model.device, whole=model.score is not None)
+        tree = pack([turns[i] for i in part], model.device, model.score is not None)
         scored, where = torch.cat(tree.actions).unique(return_inverse=True)
         COUNT["computed"] += len(tree.ids)
         COUNT["unshared"] += tree.unshared

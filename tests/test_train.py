@@ -195,6 +195,7 @@ for name, flags, given, taken in json.loads(sys.argv[2]):
     model.most = lambda n: seen.append(n) or most(n)
     script.main(script.get_args(flags))
     json.dump(seen, open(f"{taken}.{model.RANK}", "w"))
+model.dist.destroy_process_group()  # as utils.run does: gloo's threads may abort a process that just ends
 """
 SPREAD = {2: (["critic", "dpo", "mtdpo"], []),
           4: (["critic", "dpo"], ["--replicate", 2, "--recompute", 1, "--offload", 1])}
