@@ -171,6 +171,11 @@ def test_a_regression_critic_learns_scores_resumes_and_chooses(world, rewarded, 
     assert done.returncode == 0, done.stderr
     first, *steps, last = records((tmp_path / "c" / "metrics.jsonl").read_text())
     assert steps[-1]["loss"] < 0.1 < steps[0]["loss"]
+    model, tokenizer = M.load(tiny_dir, head="regression")  # step 0, pair by pair, from eq. 2
+    sums = {(r["task"]["id"], r["sample"]): sum(M.action_logps(model, M.turns_of(
+        tokenizer, r, colbench.hidden_information(r["task"]), sampled=False))).item() for r in rewarded}
+    losses = [math.log1p(math.exp(sums[task, 1] - sums[task, 0])) for task in {task for task, _ in sums}]
+    assert first["pairs"] == len(losses) and steps[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
     out = records(done.stdout)
     total = {(r["task"]["id"], r["sample"]): sum(m["advantage"] for m in colbench.agent_messages(r)) for r in out}
     assert all(total[task, 0] > total[task, 1] for task, _ in total)
@@ -228,7 +233,11 @@ def test_a_critic_that_sees_trains_scores_resumes_and_chooses(head, pages_played
     assert len(pictures) > 5 and all(f.endswith(".png") for f in pictures)
     again = shell(f"python {command} --out {tmp_path}/c --resume 1 --browser /bin/false")  # all are drawn already
     assert again.returncode == 0 and again.stdout == done.stdout, again.stderr
-    if head == "logratio":
+    if head == "logratio":  # pictures outlive a run that a kill ended before it began, and one that is overwritten
+        shutil.copytree(tmp_path / "c" / "pictures", tmp_path / "d" / "pictures")
+        for flags in ("", "--overwrite 1"):
+            done = shell(f"python {command} --epochs 1 --out {tmp_path}/d --browser /bin/false {flags}")
+            assert done.returncode == 0 and sorted(os.listdir(tmp_path / "d" / "pictures")) == sorted(pictures), done.stderr
         return
 
     spread = shell(f"torchrun --nproc_per_node=2 {command} --max_tokens 300 --out {tmp_path}/c2")
