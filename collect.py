@@ -237,17 +237,17 @@ def critic_engine(args, players):
     """await critic(task, history, actions): the actions' advantages. One that sees has players.pages draw."""
     import torch
 
-    from model import Pictures, action_ids, as_read, load, open_directory, render, score, sees
-    from train_critic import advantage
+    from model import Pictures, load, open_directory, score, sees
+    from train_critic import HEADS, advantage, judged
     try:
         with open(os.path.join(args.critic, "critic.json")) as f:
-            critic = {"head": "logratio", **json.load(f)}
+            critic = json.load(f)
     except OSError:
         fail(f"--critic {args.critic}: no critic.json there; name a directory that train_critic.py made")
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    sampled, (path, tokenizer, config) = critic["head"] == "logratio", open_directory(args.critic)
-    models = [load(path, device, dtype=dtype, head=critic["head"])[0],
-              *[load(critic["ref"], device, dtype=dtype)[0]] * sampled]
+    trained, has_head = critic["head"] != "gain", critic["head"] in HEADS
+    path, tokenizer, config = open_directory(args.critic if trained else critic["ref"])
+    models = [load(where, device, dtype=dtype, head=has_head)[0] for where in (path, critic["ref"])[:2 - has_head]]
     players.critic_sees, pictures, folder = sees(config), None, tempfile.TemporaryDirectory()
     if players.critic_sees:
         pictures = Pictures(path, config, critic["picture_tokens"])
@@ -255,24 +255,23 @@ def critic_engine(args, players):
             model.pictures = pictures
 
     def work(requests):
-        turns = [turn for request in requests for turn in request]
+        both = [turns for request in requests for turns in request]
+        found = [score(model, turns, 16384) for model, turns in zip(models, map(list, zip(*both)))]
         scores = iter([advantage(p, *(ref or [torch.zeros(1)]), critic["normalize"]).item()
-                       for p, *ref in zip(*(score(model, turns, 16384) for model in models))])
+                       for p, *ref in zip(*found)])
         return [[next(scores) for _ in request] for request in requests]
 
     batcher = Batcher(work, 1024, size=len)  # `score` cuts the work by tokens itself
 
     async def judge(task, history, actions):
-        hidden = hidden_information(task) if critic["hidden_info"] else None
         if pictures:
-            texts = *(m["content"] for m in history), *(a["output"] for a in actions), hidden
+            texts = *(m["content"] for m in history), *(a["output"] for a in actions), hidden_information(task)
             for page in {extract_page(text) for text in texts} - {""}:
                 file = os.path.join(folder.name, digest(page) + ".png")
                 os.path.exists(file) or await asyncio.to_thread(players.pages.renderer.save, page, file)
                 if os.path.exists(file) and page not in pictures.numbers:
                     pictures.add(page, file)
-        prompt = tuple(render(tokenizer, as_read(history, hidden, pictures), args.thinking))
-        return await batcher([(prompt, action_ids(tokenizer, a, sampled, pictures)) for a in actions])
+        return await batcher(judged(critic, tokenizer, task, history, actions, args.thinking, pictures))
 
     return judge
 

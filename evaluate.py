@@ -199,7 +199,8 @@ nav {width: 24em; flex: none; border-right: 1px solid #ccc; display: flex; flex-
 form {padding: 8px; display: grid; gap: 6px} input, select {font: inherit; padding: 3px; width: 100%}
 ol {list-style: none; margin: 0; padding: 0; overflow-y: auto; flex: 1} li {padding: 4px 8px; cursor: pointer;
 content-visibility: auto; contain-intrinsic-size: auto 2.4em} li:hover {background: #eee} li.open {background: #dbeafe}
-li b {display: block; font-weight: 600} li span {display: inline-block; width: 3.5em} #count, li span, summary, .n {color: #555}
+li b {display: block; font-weight: 600} li span {display: inline-block; width: 3.5em}
+#count, li span, summary, .n {color: #555}
 main {flex: 1; overflow: auto; padding: 12px} .side {display: flex; gap: 12px; align-items: flex-start}
 .side > * {flex: 1 1 0; min-width: 18em} h3 {margin: 0 0 6px} img {max-width: 100%; border: 1px solid #ccc}
 pre {white-space: pre-wrap; overflow-wrap: anywhere; margin: 0; font: 12px ui-monospace, monospace}

@@ -205,16 +205,16 @@ def head_logps(hidden, weight, targets):
 class TreeLM(torch.nn.Module):
     """A transformers causal LM as the one forward of the method: a packed tree to numbers of chosen tokens.
 
-    These are log-probs; with head "regression" what a linear head makes of their last hidden states. It is what FSDP
-    wraps: the head's weight, often the embedding's too, is then used inside the root's own forward.
+    These are log-probs; with a `head` what a linear one makes of their last hidden states. It is what FSDP wraps: the
+    head's weight, often the embedding's too, is then used inside the root's own forward.
     """
 
-    def __init__(self, lm, device=None, head="logratio"):
+    def __init__(self, lm, device=None, head=False):
         super().__init__()
         self.lm, self.device, self.dtype = lm.eval(), torch.device(device or lm.device), lm.dtype
         self.config, self.pictures = lm.config.get_text_config(), None
         width = self.config.hidden_size
-        self.score = torch.nn.Linear(width, 1, bias=False, device=lm.device) if head == "regression" else None
+        self.score = torch.nn.Linear(width, 1, bias=False, device=lm.device) if head else None
 
     def layers(self):
         """Every transformer layer, that of pictures first."""
@@ -475,6 +475,8 @@ def action_ids(tokenizer, message, sampled=True, pictures=None):
     sampled=False: for who judges it as text. It is tokenised anew, and the picture of its page, of `pictures`, added.
     """
     if sampled and message.get("token_ids"):
+        if max(message["token_ids"]) >= len(tokenizer):
+            fail("token_ids in the records are not of this --model's tokenizer: take the model that sampled them")
         return tuple(message["token_ids"])
     text = message.get("output") or message["content"]
     shown = pictures.ids(text) if pictures and not sampled else ()
@@ -492,18 +494,11 @@ def as_read(history, hidden=None, pictures=None):
     return shown if hidden is None else [{**shown[0], "ids": pictures.ids(hidden)}, *shown[1:]]
 
 
-def turns_of(tokenizer, record, hidden=None, sampled=True, pictures=None):
-    """[(prompt_ids, action_ids)] of the assistant messages in a record's dialogue_history, in order.
-
-    hidden and pictures: see `as_read`; sampled: see `action_ids`.
-    """
+def turns_of(tokenizer, record):
+    """[(prompt_ids, action_ids)] of the assistant messages in a record's dialogue_history, in order."""
     history = record["dialogue_history"]
-    seen = as_read(history, hidden, pictures)
-    turns = [(tuple(render(tokenizer, seen[:t], thinks(record))), action_ids(tokenizer, m, sampled, pictures))
-             for t, m in enumerate(history) if m["role"] == "assistant"]
-    if sampled and any(max(action) >= len(tokenizer) for _, action in turns):
-        fail("token_ids in the records are not of this --model's tokenizer: take the model that sampled them")
-    return turns
+    return [(tuple(render(tokenizer, history[:t], thinks(record))), action_ids(tokenizer, m))
+            for t, m in enumerate(history) if m["role"] == "assistant"]
 
 
 # --- loading, sharding, saving ----------------------------------------------------------------------------------------
@@ -541,7 +536,7 @@ def load_lm(path, device):
     return lm.to(device), tokenizer
 
 
-def load(path, device="cpu", attention="auto", dtype=torch.float32, head="logratio", **sharding):
+def load(path, device="cpu", attention="auto", dtype=torch.float32, head=False, **sharding):
     """(TreeLM, tokenizer) to score with, its weights in dtype; with `sharding`, to train: see `shard`.
 
     The weights go from the safetensors files straight to where they belong: no rank reads what it does not keep.
@@ -764,7 +759,7 @@ def plan(args, config, steps, turns_in, scored):
         fail("--dry_run does not know models that look at pictures")
     with torch.device("meta"):
         model = TreeLM(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="tree_meta"),
-                       head=getattr(args, "head", "logratio"))
+                       head=getattr(args, "head", "logratio") != "logratio")
     if again:
         recompute_layers(model)
     width, size = dtype.itemsize, lambda module: sum(p.numel() for p in module.parameters())

@@ -4,9 +4,14 @@
     loss = -log sigmoid( beta sum_t A(o_t+, a_t+, c) - beta sum_t A(o_t-, a_t-, c) )  + nll_coef NLL(tau+)     (eq. 2)
 
 tau+ has the higher reward of the two, pi starts as pi_ref, c stands in front of the conversation. Afterwards every
-message and every candidate is scored, and the records go on to stdout with `advantage`. With --head regression A is a
-linear head on the mean of all token states of (c, o_t, a_t). A --model that sees (Qwen2-VL, Qwen2.5-VL) is shown the
-pages of frontend tasks, the agent's and c, as pictures.
+message and every candidate is scored, and the records go on to stdout with `advantage`. --head names the rivals:
+
+logratio    eq. 3
+regression  A is a linear head on the mean of all token states of (c, o_t, a_t); eq. 2 without NLL
+value       so is the logit of the trajectory's success, learned by binary cross-entropy on every turn of the pairs
+gain        nothing is trained: how much a_t raises the mean log-prob, under --model, of the reference as the answer
+
+A --model that sees (Qwen2-VL, Qwen2.5-VL) is shown the pages of frontend tasks, the agent's and c, as pictures.
 
     python train_critic.py --model runs/base --out runs/critic < trajectories.jsonl > scored.jsonl
     torchrun --nproc_per_node=8 train_critic.py --resume 1 --out runs/critic < trajectories.jsonl > scored.jsonl
@@ -20,10 +25,12 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.nn.functional as F
 
-from colbench import (Renderer, agent_messages, browser_flags, extract_page, hidden_information, kind_of,
-                      task_id)
+from colbench import (ANSWER, Renderer, agent_messages, browser_flags, extract_page, hidden_information, kind_of,
+                      read_action, task_id)
 from utils import (Log, digest, drop_checkpoints, fail, from_rank_0, join, lr_at, machine_flags, open_stdout, parser,
                    progress, read_jsonl, rng, run, summed)
+
+HEADS = "regression", "value"  # those with a head of their own
 
 
 def get_args(argv=None):
@@ -41,8 +48,10 @@ def get_args(argv=None):
     p.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn",
                    help="mean log-ratio of each turn (eq. 3), one mean a trajectory (released code), or plain sums")
     p.add_argument("--hidden_info", type=int, choices=[0, 1], default=1, help="0: it reads what the agent reads")
-    p.add_argument("--head", choices=["logratio", "regression"], default="logratio",
-                   help="eq. 3, or a linear head on the mean state: then --model need not be the agent's")
+    p.add_argument("--ref_context", choices=["hidden", "agent"], default="hidden",
+                   help="whether pi_ref reads c, too (eq. 3), or what the agent reads (released code)")
+    p.add_argument("--head", choices=["logratio", *HEADS, "gain"], default="logratio",
+                   help="what A is, see above; --model need be the agent's for logratio alone")
     p.add_argument("--picture_tokens", type=int, default=1024, help="a model that sees: of a page's picture, at most")
     # optimization
     p.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
@@ -75,6 +84,12 @@ def critic_loss(chosen, rejected, ref_chosen, ref_rejected, beta, nll_coef, norm
     margin = trajectory_score(chosen, ref_chosen, normalize) - trajectory_score(rejected, ref_rejected, normalize)
     margin = beta * margin
     return -F.logsigmoid(margin) - nll_coef * torch.cat(chosen).mean(), margin
+
+
+def value_loss(chosen, rejected):
+    """(loss, margin) of one pair whose turns, lists of (1,) logits, tell whether their trajectory is the better one."""
+    right, wrong = torch.cat(chosen), torch.cat(rejected)
+    return torch.cat([F.softplus(-right), F.softplus(wrong)]).mean(), right.mean() - wrong.mean()
 
 
 # --- pairs and batches ------------------------------------------------------------------------------------------------
@@ -126,41 +141,64 @@ def draw(args, records):
     return drawn
 
 
+def judged(critic, tokenizer, task, history, actions, thinking=0, pictures=None):
+    """[(turn, reference turn)] of actions after a history: their log-probs, or the first one's value, tell A.
+
+    critic: head, hidden_info and ref_context, as critic.json holds them; actions: messages or candidates.
+    """
+    from model import action_ids, as_read, end_of_turn, plain_ids, render
+    c, sampled = hidden_information(task), critic["head"] == "logratio"
+    read = lambda history, c=None: tuple(render(tokenizer, as_read(history, c, pictures), thinking))
+    if critic["head"] == "gain":
+        goal = c if kind_of(task) == "frontend" else f"{ANSWER}\n{c}"
+        goal, before = (*plain_ids(tokenizer, goal), *end_of_turn(tokenizer)), read(history)
+        says = lambda a: {"role": "assistant", "content": read_action(a.get("output") or a["content"], False)[0]}
+        return [((read([*history, says(a)]), goal), (before, goal)) for a in actions]
+    prompt = read(history, c if critic["hidden_info"] else None)
+    ref_prompt = prompt if critic["ref_context"] == "hidden" else read(history)
+    ids = [action_ids(tokenizer, a, sampled, pictures) for a in actions]
+    return [((prompt, a), (ref_prompt, a)) for a in ids]
+
+
 def prepare(args, records):
-    """Reads stdin into records; returns (turns, of, train, held, too_long, pictures).
+    """Reads stdin into records; returns (turns, ref_turns, of, train, held, too_long, pictures).
 
     of[i][t] holds the indices in turns of record i's t-th message and of its candidates, None for one too long; train
     and held are pairs by task; pictures is {page: PNG file}, None for a model that sees none.
     """
-    from model import Pictures, action_ids, open_directory, sees, turns_of
+    from model import Pictures, open_directory, sees, thinks
     need = "task.problem_description", "task.ground_truth", "dialogue_history", "reward"
     records.extend(read_jsonl(sys.stdin, need, skip_bad=args.skip_bad))
     path, tokenizer, config = open_directory(args.model)
     pictures, turns, of, long = None, [], [], 0
     if sees(config) and not args.dry_run:
         pictures = Pictures(path, config, args.picture_tokens, draw(args, records))
-    how = args.head == "logratio", pictures
     for r in records:
         of.append([])
-        own = turns_of(tokenizer, r, hidden_information(r["task"]) if args.hidden_info else None, *how)
-        for message, (prompt, action) in zip(agent_messages(r), own):
+        for t, message in enumerate(r["dialogue_history"]):
+            if message["role"] != "assistant":
+                continue
             of[-1].append([])
-            for a in (action, *(action_ids(tokenizer, c, *how) for c in message.get("candidates", ()))):
-                fits = len(prompt) + len(a) <= args.max_length
+            for both in judged(vars(args), tokenizer, r["task"], r["dialogue_history"][:t],
+                               [message, *message.get("candidates", ())], thinks(r), pictures):
+                fits = max(len(prompt) + len(action) for prompt, action in both) <= args.max_length
                 of[-1][-1].append(len(turns) if fits else None)
-                turns += [(prompt, a)] * fits
+                turns += [both] * fits
                 long += not fits
+    turns, ref_turns = map(list, zip(*turns)) if turns else ([], [])
     pairs = trajectory_pairs(records, args.pairs, args.margin, lambda i: all(at[0] is not None for at in of[i]))
     if long:
         print(f"{long} of {len(turns) + long} turns are longer than --max_length and left out", file=sys.stderr)
-    if not pairs:
+    if args.head == "gain":  # all pairs tell how good it is
+        args.held_out = 1
+    elif not pairs:
         fail(f"no pairs in {len(records)} trajectories: no task has a solved and a worse one (--pairs all --margin 0 "
              "takes whatever differs; collect.py -k draws more per task)")
     held = {t: p for t, p in pairs.items() if rng("held out", args.seed, t).random() < args.held_out}
     train = {t: p for t, p in pairs.items() if t not in held}
-    if not train:
+    if not train and args.head != "gain":
         fail(f"--held_out {args.held_out} keeps all {len(held)} tasks with pairs out of training")
-    return turns, of, train, held, long, pictures and dict(zip(pictures.numbers, pictures.files))
+    return turns, ref_turns, of, train, held, long, pictures and dict(zip(pictures.numbers, pictures.files))
 
 
 # --- training ---------------------------------------------------------------------------------------------------------
@@ -171,35 +209,41 @@ def main(args):
     from model import (Pictures, action_logps, count, deal, load, machine, micro_batches, open_directory, plan,
                        reference, restore, save, save_checkpoint, score, whole)
 
-    turns, of, train, held, too_long, files = from_rank_0(lambda: prepare(args, records))
+    turns, ref_turns, of, train, held, too_long, files = from_rank_0(lambda: prepare(args, records))
     nll_coef = args.nll_coef if args.head == "logratio" else 0  # values have no likelihood
     keys = lambda i: [at[0] for at in of[i]]  # the turns of trajectory i
     used_by = lambda pairs: sorted({k for pair in pairs for i in pair for k in keys(i)})
     turns_in = lambda pairs: [turns[k] for k in used_by(pairs)]
 
+    def objective(pair, logps):
+        chosen, rejected, *refs = ([x[k] for k in keys(i)] for x in (logps, ref) for i in pair)
+        return value_loss(chosen, rejected) if args.head == "value" else \
+            critic_loss(chosen, rejected, *refs, args.beta, nll_coef, args.normalize)
+
     def accuracy(pairs, logps):
-        margins = [critic_loss(*([x[k] for k in keys(i)] for x in (logps, ref) for i in pair), args.beta, 0,
-                               args.normalize)[1].item() for p in pairs.values() for pair in p]
+        margins = [objective(pair, logps)[1].item() for p in pairs.values() for pair in p]
         return sum((m > 0) + 0.5 * (m == 0) for m in margins) / len(margins) if margins else None
 
     steps = [batch for e in range(args.epochs) for batch in batches(train.values(), args.batch_size, args.seed, e)]
     if args.dry_run:
-        return emit(plan(args, open_directory(args.model)[2], steps, turns_in, [turns, turns]))
+        if not steps:
+            fail(f"--dry_run: --head {args.head} trains nothing")
+        return emit(plan(args, open_directory(args.model)[2], steps, turns_in, [turns, ref_turns]))
     log.begin(steps=len(steps), pairs=sum(map(len, train.values())), tasks=len(train), too_long=too_long,
-              held_out_pairs=sum(map(len, held.values())), data=digest([turns, list(train.values())]))
-    model, tokenizer = load(args.model, device, args.attention, head=args.head, **machine(args, device))
+              held_out_pairs=sum(map(len, held.values())), data=digest([turns, ref_turns, list(train.values())]))
+    model, tokenizer = load(args.model, device, args.attention, head=args.head in HEADS, **machine(args, device))
     if files is not None:
         model.pictures = Pictures(args.model, model.lm.config, args.picture_tokens, files)
-    ref = reference(model, turns, args.max_tokens, args.out)  # once: pi_ref is where pi starts
+    ref = reference(model, ref_turns, args.max_tokens, args.out)  # once: pi_ref is where pi starts
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=device.type == "cuda" and not args.offload)
-    restore(model, optimizer, log)
+    if steps:
+        restore(model, optimizer, log)
     for step in progress("critic", range(log.step, len(steps))):
         batch, total, right = steps[step], 0.0, 0.0
         for part, weight in deal(micro_batches(batch, turns_in, args.max_tokens), turns_in):
             logps = dict(zip(used_by(part), action_logps(model, turns_in(part), args.max_tokens)))
-            losses, margins = zip(*(critic_loss(*([x[k] for k in keys(i)] for x in (logps, ref) for i in pair),
-                                                args.beta, nll_coef, args.normalize) for pair in part))
+            losses, margins = zip(*(objective(pair, logps) for pair in part))
             loss = weight * sum(losses) / len(batch)
             loss.backward()
             total, right = total + loss.item(), right + weight * sum((m > 0).item() for m in margins) / len(batch)
@@ -214,10 +258,12 @@ def main(args):
             save_checkpoint(model, optimizer, args.out, step + 1)
     logps = score(model, turns, args.max_tokens, "advantages")
     if not log.finished:
-        save(model, tokenizer, args.out)
+        if steps:
+            save(model, tokenizer, args.out)
         with open(os.path.join(args.out, "critic.json"), "w") as f:  # what collect.py --best_of needs to score with it
             json.dump({"ref": os.path.abspath(args.model) if os.path.isdir(args.model) else args.model,
-                       **{k: getattr(args, k) for k in ("hidden_info", "normalize", "head", "picture_tokens")}}, f)
+                       **{k: getattr(args, k) for k in ("head", "hidden_info", "ref_context", "normalize",
+                                                        "picture_tokens")}}, f)
         log(last=True, finished=len(steps), held_out_accuracy_before=accuracy(held, ref),
             held_out_accuracy=accuracy(held, logps), **count())
     drop_checkpoints(args.out)

@@ -51,6 +51,14 @@ def test_critic_loss_is_eq_2(normalize, beta, nll_coef):
         assert close(margin, want) and close(loss, loop_loss(want, chosen, nll_coef))
 
 
+def test_value_loss_is_the_cross_entropy_of_success():
+    chosen, rejected = [[0.5], [-1.0], [2.0]], [[0.3], [-0.2]]
+    loss, margin = train_critic.value_loss(*map(tensors, (chosen, rejected)))
+    sigmoid = lambda x: 1 / (1 + math.exp(-x))
+    want = -sum(math.log(sigmoid(x)) for x, in chosen) - sum(math.log(1 - sigmoid(x)) for x, in rejected)
+    assert close(loss, want / 5) and close(margin, 0.5 - 0.05)
+
+
 def test_the_normalizations_differ():
     args = list(map(tensors, trajectories(0)))
     margins = [train_critic.critic_loss(*args, 1, 0, n)[1].item() for n in ("turn", "trajectory", "none")]
@@ -182,6 +190,28 @@ def test_c_changes_the_critic_unless_it_may_not_read_it(rewarded, tiny_dir, tmp_
                   for out, _, _ in runs]
         assert len(scores[0]) > 8 and all(map(math.isfinite, scores[0])) and any(scores[0])
         assert (scores[0] != scores[1]) == (runs[0][1] != runs[1][1]) == bool(hidden_info)
+
+
+def decoded(tokenizer, ids):
+    return tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def test_what_each_critic_reads(tiny_dir):
+    """c stands before both, or pi's prompt alone, or neither's; gain asks for the answer after a message and before."""
+    import model as M
+    tokenizer = M.open_directory(tiny_dir)[1]
+    task = {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x * rate"}
+    history, action = [{"role": "user", "content": "write f(x)"}], {"output": "what is the rate?"}
+    read = lambda **critic: [[decoded(tokenizer, ids) for turn in both for ids in turn] for both in train_critic.judged(
+        {"head": "logratio", "hidden_info": 1, "ref_context": "hidden", **critic}, tokenizer, task, history, [action])][0]
+    blind = "<|begin|><|user|>write f(x)<|end|><|assistant|>"
+    seeing = blind.replace("write", "Hidden reference:\ndef f(x, rate=3): return x * rate\n\nwrite")
+    said = "what is the rate?<|end|>"
+    assert read() == read(head="value") == read(head="regression") == [seeing, said] * 2
+    assert read(ref_context="agent") == [seeing, said, blind, said]
+    assert read(hidden_info=0) == read(hidden_info=0, ref_context="agent") == [blind, said] * 2
+    answer = "I WANT TO ANSWER:\ndef f(x, rate=3): return x * rate<|end|>"
+    assert read(head="gain") == [blind + said + "<|assistant|>", answer, blind, answer]
 
 
 @pytest.mark.parametrize("loss", ["dpo", "mtdpo", "rft"])

@@ -198,7 +198,7 @@ def dialogue(*contents):
 
 
 def turns_of(tokenizer, history, hidden=None, thinking=0):
-    return M.turns_of(tokenizer, {"dialogue_history": history, "meta": {"thinking": thinking}}, hidden)
+    return M.turns_of(tokenizer, {"dialogue_history": M.as_read(history, hidden), "meta": {"thinking": thinking}})
 
 
 PLAIN = dialogue("write f(x): the price", "what is the fee?", "fee=3",

@@ -1,17 +1,16 @@
-"""Critics that see: Qwen2-VL's and Qwen2.5-VL's own forward against the packed tree's; regression heads; a whole pipe."""
+"""Critics that see: Qwen2-VL's and Qwen2.5-VL's own forward against the packed tree's; the whole pipe with pictures."""
 import math
 import os
 import shutil
 
 import pytest
 import torch
-import torch.nn.functional as F
 from transformers import (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2VLConfig,
                           Qwen2VLForConditionalGeneration)
 
 import colbench
 import model as M
-from conftest import demos, lines, records, script, shell
+from conftest import critic_turns, demos, lines, records, script, shell
 
 pytest.importorskip("PIL", reason="pillow is not installed (README, \"Frontend Design\")")
 from PIL import Image, ImageDraw  # noqa: E402
@@ -63,11 +62,10 @@ def episode(pages, hidden):
     return {"task": {"problem_description": "x", "ground_truth": f"<html>{hidden}</html>"}, "dialogue_history": history[:-1]}
 
 
-def all_turns(tokenizer, pictures, sampled):
+def all_turns(tokenizer, pictures, head):
     """Turns of three episodes: two with the same reference, one without; some pages have no picture."""
     return [turn for pages, hidden in (((0, 1, 9), 4), ((0, 3), 4), ((2, 2), None))
-            for turn in M.turns_of(tokenizer, episode(pages, hidden), hidden is not None and f"<html>{hidden}</html>" or None,
-                                   sampled, pictures)]
+            for turn in critic_turns(tokenizer, episode(pages, hidden), head, hidden is not None, pictures)]
 
 
 def own_forward(lm, pictures, seq):
@@ -86,9 +84,9 @@ def own_forward(lm, pictures, seq):
 @pytest.mark.parametrize("head", ["logratio", "regression"])
 def test_a_tree_with_pictures_has_the_values_and_gradients_of_separate_forwards(head, seeing):
     path, lm, pictures = seeing
-    model, tokenizer = M.load(path, head=head)
+    model, tokenizer = M.load(path, head=head == "regression")
     model.pictures = pictures
-    turns = all_turns(tokenizer, pictures, head == "logratio")
+    turns = all_turns(tokenizer, pictures, head)
     assert len(turns) == 7 and all(any(i >= M.PICTURE for i in p) for p, _ in turns[:5])
     before = dict(M.COUNT)
     got = M.action_logps(model, turns)
@@ -121,7 +119,7 @@ def test_a_tree_with_pictures_has_the_values_and_gradients_of_separate_forwards(
 def test_positions_are_those_of_the_real_classes(seeing):
     _, lm, pictures = seeing
     tokenizer = M.open_directory(seeing[0])[1]
-    for prompt, action in all_turns(tokenizer, pictures, False):
+    for prompt, action in all_turns(tokenizer, pictures, "regression"):
         seq = [*prompt, *action]
         pos, _ = M.picture_positions(seq, range(-1, len(seq) - 1), pictures.grids)
         grids = [[1, 2 * r, 2 * c] for i, before in zip(seq, [None, *seq]) if i >= M.PICTURE and i != before
@@ -133,9 +131,9 @@ def test_positions_are_those_of_the_real_classes(seeing):
 
 def test_branches_of_a_tree_with_pictures_give_the_same(seeing):
     path, _, pictures = seeing
-    model, tokenizer = M.load(path, head="regression")
+    model, tokenizer = M.load(path, head=True)
     model.pictures = pictures
-    turns = all_turns(tokenizer, pictures, False)
+    turns = all_turns(tokenizer, pictures, "regression")
     whole = torch.cat(M.action_logps(model, turns))
     whole.sin().sum().backward()
     grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
@@ -145,47 +143,6 @@ def test_branches_of_a_tree_with_pictures_give_the_same(seeing):
     assert torch.allclose(whole, parts, atol=1e-5)
     for n, p in model.named_parameters():
         assert n not in grads or torch.allclose(p.grad, grads[n], atol=1e-5 + 1e-4 * grads[n].abs().max()), n
-
-
-# --- a regression head on text ----------------------------------------------------------------------------------------
-
-def test_a_turns_value_is_the_head_on_the_mean_state_of_all_its_tokens(tiny_dir, episodes):
-    model, tokenizer = M.load(tiny_dir, head="regression")
-    turns = [turn for r in episodes[:3] for turn in M.turns_of(tokenizer, r, "the reference", sampled=False)]
-    reference, _ = M.load_lm(tiny_dir, "cpu")
-    for (prompt, action), value in zip(turns, M.action_logps(model, turns)):
-        states = reference.model(torch.tensor([[*prompt, *action]])).last_hidden_state[0]
-        assert torch.allclose(value, F.linear(states.mean(0), model.score.weight), atol=1e-5)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_regression_critic_learns_scores_resumes_and_chooses(world, rewarded, tiny_dir, tasks, tmp_path):
-    for r in rewarded:  # what tells the two apart
-        for m in colbench.agent_messages(r):
-            m["output"] = "what is the rate?" if r["reward"] == 1 else "what is the color?"
-    flags = ["--model", tiny_dir, "--head", "regression", "--held_out", 0, "--lr", 1e-3, "--beta", 1, "--epochs", 8,
-             "--batch_size", 4, "--save_every", 3]
-    (tmp_path / "in").write_text(lines(rewarded))
-    launch = f"torchrun --nproc_per_node={world}" if world > 1 else "python"
-    done = shell(f"{launch} train_critic.py {' '.join(map(str, flags))} --out {tmp_path}/c < {tmp_path}/in")
-    assert done.returncode == 0, done.stderr
-    first, *steps, last = records((tmp_path / "c" / "metrics.jsonl").read_text())
-    assert steps[-1]["loss"] < 0.1 < steps[0]["loss"]
-    model, tokenizer = M.load(tiny_dir, head="regression")  # step 0, pair by pair, from eq. 2
-    sums = {(r["task"]["id"], r["sample"]): sum(M.action_logps(model, M.turns_of(
-        tokenizer, r, colbench.hidden_information(r["task"]), sampled=False))).item() for r in rewarded}
-    losses = [math.log1p(math.exp(sums[task, 1] - sums[task, 0])) for task in {task for task, _ in sums}]
-    assert first["pairs"] == len(losses) and steps[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
-    out = records(done.stdout)
-    total = {(r["task"]["id"], r["sample"]): sum(m["advantage"] for m in colbench.agent_messages(r)) for r in out}
-    assert all(total[task, 0] > total[task, 1] for task, _ in total)
-    again = script("train_critic.py", *flags, "--resume", 1, "--out", tmp_path / "c", stdin=rewarded)
-    for r, s in zip(out, records(again.stdout)):
-        for m, n in zip(colbench.agent_messages(r), colbench.agent_messages(s)):
-            assert m["advantage"] == pytest.approx(n["advantage"], abs=1e-4)
-    done = script("collect.py", "--model", tiny_dir, "--best_of", 3, "--critic", tmp_path / "c", "--max_turns", 2,
-                  "--max_tokens", 20, stdin=tasks[:1])
-    assert done.returncode == 0 and len(records(done.stdout)) == 1, done.stderr
 
 
 # --- the whole pipe with pictures -------------------------------------------------------------------------------------
