@@ -1012,10 +1012,10 @@ class Renderer:
     def save(self, page, path):
         """Writes the page's picture, a PNG file, whole or not at all; none where it can't be drawn."""
         with contextlib.suppress(RenderError):
-            png = self.render(page)["png"]
-            with open(path + ".part", "wb") as f:
+            png, part = self.render(page)["png"], f"{path}.{threading.get_ident()}.part"
+            with open(part, "wb") as f:
                 f.write(png)
-            os.replace(path + ".part", path)
+            os.replace(part, path)
 
     async def draw(self, page):
         async with self.slots:

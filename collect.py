@@ -241,7 +241,7 @@ def critic_engine(args, players):
     from train_critic import HEADS, advantage, judged
     try:
         with open(os.path.join(args.critic, "critic.json")) as f:
-            critic = json.load(f)
+            critic = {"head": "logratio", "ref_context": "hidden", **json.load(f)}
     except OSError:
         fail(f"--critic {args.critic}: no critic.json there; name a directory that train_critic.py made")
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
@@ -264,7 +264,7 @@ def critic_engine(args, players):
     batcher = Batcher(work, 1024, size=len)  # `score` cuts the work by tokens itself
 
     async def judge(task, history, actions):
-        if pictures:
+        if pictures and kind_of(task) == "frontend":
             texts = *(m["content"] for m in history), *(a["output"] for a in actions), hidden_information(task)
             for page in {extract_page(text) for text in texts} - {""}:
                 file = os.path.join(folder.name, digest(page) + ".png")

@@ -4,6 +4,7 @@
     python evaluate.py base=base0.jsonl,base1.jsonl sweet=sweet0.jsonl,sweet1.jsonl       # several seeds as one system
     python collect.py --model runs/base < test.jsonl | tee base.jsonl | python evaluate.py
     python evaluate.py base.jsonl sweet.jsonl --html report.html        # and every episode, to look at
+    python evaluate.py --results 1 results*.jsonl --plot figure.png     # earlier results: one table, one figure
 
 tests_passed  share of the hidden tests passed: the mean reward; of frontend tasks how alike the pages look
 success       share of the episodes that pass them all (not of frontend tasks)
@@ -22,6 +23,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -42,6 +44,10 @@ def get_args(argv=None):
                    help="a system's graded records; with NAME=, its runs of several seeds; -: stdin")
     skip_bad_flag(p)
     p.add_argument("--bootstrap", type=int, default=2000, help="resamples of the tasks; 0: no intervals")
+    p.add_argument("--results", type=int, choices=[0, 1], default=0,
+                   help="1: the files hold what this program wrote; nothing is measured anew")
+    p.add_argument("--plot", metavar="FILE", help="draw the systems: NAME@X is the point at X of the curve NAME (best of "
+                   "X, X trajectories), others are level lines; wants matplotlib")
     p.add_argument("--html", metavar="FILE", help="write a page that shows every episode, all systems side by side")
     browser_flags(p)
     return p.parse_args(argv)
@@ -81,6 +87,13 @@ def measure(record):
 
 # --- systems ----------------------------------------------------------------------------------------------------------
 
+def opened(path):
+    try:
+        return sys.stdin if path == "-" else open(path, encoding="utf-8")
+    except OSError as e:
+        fail(f"{path}: {e.strerror}")
+
+
 def read_system(name, files, skip_bad, keep):
     """The records of a system, summed by task: {"clusters": {(file index, task id): measures}, "rules", ...}.
 
@@ -88,11 +101,7 @@ def read_system(name, files, skip_bad, keep):
     """
     clusters, episodes, rules = {}, 0, set()
     for i, path in enumerate(files):
-        try:
-            stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
-        except OSError as e:
-            fail(f"{path}: {e.strerror}")
-        for record in read_jsonl(stream, NEED, "stdin" if path == "-" else path, skip_bad):
+        for record in read_jsonl(opened(path), NEED, "stdin" if path == "-" else path, skip_bad):
             key = i, task_id(record["task"])  # a task in two seeds' files is two clusters: two models played it
             clusters[key] = clusters.get(key, 0) + measure(record)
             episodes += 1
@@ -189,6 +198,38 @@ def table(results):
     rules = sorted({rule for r in results for rule in r["rules"]})
     return "\n".join([*lines, f"[95 % bootstrap intervals over tasks]; grader's rules: {', '.join(rules)}"
                       + "; NOT COMPARABLE" * (len(rules) > 1)])
+
+
+def plot(results, path):
+    """Success, of pages likeness, of systems NAME@X against X, a curve with intervals per NAME; others as level lines."""
+    try:
+        import matplotlib
+    except ImportError:
+        fail("--plot wants matplotlib: pip install matplotlib")
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    metric = "success" if any(r["success"] is not None for r in results) else "tests_passed"
+    curves, (figure, axes) = {}, pyplot.subplots(figsize=(6, 4), layout="constrained")
+    for r in (r for r in results if r[metric] is not None):
+        at = re.fullmatch(r"(.+)@(\d+\.?\d*)", r["system"])
+        curves.setdefault(at[1] if at else r["system"], []).append((float(at[2]) if at else None, 100 * r[metric], [
+            100 * y for y in r[metric + "_95"] or (r[metric],) * 2]))
+    for i, (name, points) in enumerate(curves.items()):
+        if points[0][0] is None:
+            axes.axhline(points[0][1], label=name, color=f"C{i}", linestyle="--")
+        else:
+            x, y, interval = zip(*sorted(points))
+            axes.plot(x, y, marker="o", label=name, color=f"C{i}")
+            axes.fill_between(x, *zip(*interval), color=f"C{i}", alpha=0.15, linewidth=0)
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:g}")
+    axes.set_ylabel("success %" if metric == "success" else "likeness %")
+    axes.legend()
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as e:  # an unknown kind of file
+        fail(f"--plot {path}: {e}")
+    pyplot.close(figure)
 
 
 # --- the report: one file, which needs no server ----------------------------------------------------------------------
@@ -335,18 +376,26 @@ class Report:
 
 def main(args):
     emit, report = open_stdout(), Report()
-    if args.html:
+    if args.html and args.results:
+        fail("--html shows episodes, and --results 1 has none")
+    for flag in ("html", "plot"):
         try:
-            open(args.html, "a").close()  # before the work
+            getattr(args, flag) and open(getattr(args, flag), "a").close()  # before the work
         except OSError as e:
-            fail(f"--html {args.html}: {e.strerror}")
-    systems = read_systems(args.files, args.skip_bad, report.add if args.html else lambda *_: None)
-    results = [result(system, systems[0], args.bootstrap) for system in systems]
+            fail(f"--{flag} {getattr(args, flag)}: {e.strerror}")
+    if args.results:
+        results = [r for path in args.files for r in read_jsonl(
+            opened(path), ("system", "rules", *METRICS[:1]), "stdin" if path == "-" else path, args.skip_bad)]
+    else:
+        systems = read_systems(args.files, args.skip_bad, report.add if args.html else lambda *_: None)
+        results = [result(system, systems[0], args.bootstrap) for system in systems]
+        for r in results:
+            emit(r)
     print(table(results), file=sys.stderr)
-    for r in results:
-        emit(r)
+    if args.plot:
+        plot(results, args.plot)
     if args.html:
-        report.write(args.html, [system["name"] for system in systems], args)
+        report.write(args.html, [r["system"] for r in results], args)
 
 
 if __name__ == "__main__":

@@ -159,3 +159,34 @@ def test_bad_input(tmp_path, flags, stdin, message):
 def test_the_record_is_json_for_the_sweep_table(tmp_path):
     (r,), _ = run(tmp_path, "s.jsonl", s=[episode("x", 1), episode("y", 0.5)])
     assert json.loads(json.dumps(r)) == r and all(f"{m}_95" in r for m in evaluate.METRICS)
+
+
+def test_earlier_results_make_one_table(tmp_path):
+    one, table = run(tmp_path, "a.jsonl", "b.jsonl", a=[episode(t, 1) for t in "abc"], b=[episode(t, 0.5) for t in "abc"])
+    (tmp_path / "r.jsonl").write_text(lines(one))
+    again, both = run(tmp_path, "--results", 1, "r.jsonl", "r.jsonl")
+    assert again == [] and both.splitlines()[:3] == table.splitlines()[:3] and len(both.splitlines()) == 6
+    for flags, message in ((["--results", 1, "a.jsonl"], "a.jsonl, line 1: no 'system'"),
+                           (["--results", 1, "r.jsonl", "--html", "x.html"], "--html shows episodes"),
+                           (["a.jsonl", "--plot", "x.nothing"], "--plot x.nothing: ")):
+        if "--plot" in flags:
+            pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+        done = script("evaluate.py", *flags, cwd=tmp_path)
+        assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_plot_draws_curves_with_intervals_and_level_lines(tmp_path, monkeypatch):
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed")
+    files = {name: [episode(t, float(i < solved)) for i, t in enumerate("abcd")]
+             for name, solved in (("base", 1), ("c1", 2), ("c4", 4), ("c2", 3))}
+    run(tmp_path, "base.jsonl", "critic@4=c4.jsonl", "critic@1=c1.jsonl", "critic@2=c2.jsonl", "--plot", "f.png", **files)
+    assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    results, _ = run(tmp_path, "base.jsonl", "critic@4=c4.jsonl", "critic@1=c1.jsonl", "critic@2=c2.jsonl")
+    evaluate.plot(results, tmp_path / "g.png")
+    level, curve = pyplot.gcf().axes[0].lines
+    assert list(level.get_ydata()) == [25, 25] and level.get_label() == "base" and curve.get_label() == "critic"
+    assert list(curve.get_xdata()) == [1, 2, 4] and list(curve.get_ydata()) == [50, 75, 100]
+    low, high = np.array([r["success_95"] for r in results if r["system"] == "critic@1"][0]) * 100
+    band = pyplot.gcf().axes[0].collections[0].get_paths()[0].vertices
+    assert {y for x, y in band if x == 1} == {low, high}

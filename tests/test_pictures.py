@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 import torch
-from transformers import (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2VLConfig,
-                          Qwen2VLForConditionalGeneration)
+from transformers import (CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModelWithProjection, Qwen2_5_VLConfig,
+                          Qwen2_5_VLForConditionalGeneration, Qwen2VLConfig, Qwen2VLForConditionalGeneration)
 
 import colbench
 import model as M
@@ -206,11 +206,14 @@ def test_a_critic_that_sees_trains_scores_resumes_and_chooses(head, pages_played
 
     done = script("train_policy.py", "--model", agent, "--lr", 1e-4, "--out", tmp_path / "p", stdin=out)
     assert done.returncode == 0, done.stderr
-    flags = ["--model", tmp_path / "p", "--max_turns", 2, "--max_tokens", 30]
-    done = script("collect.py", *flags, "--best_of", 2, "--critic", tmp_path / "c", stdin=[played[0]["task"]])
-    assert done.returncode == 0, done.stderr
+    CLIPVisionModelWithProjection(CLIPVisionConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                                                   num_attention_heads=2, projection_dim=16)).save_pretrained(tmp_path / "clip")
+    CLIPImageProcessorPil().save_pretrained(tmp_path / "clip")
+    flags = ["--model", tmp_path / "p", "--max_turns", 2, "--max_tokens", 30, "--clip", tmp_path / "clip"]
+    done = script("collect.py", *flags, "-k", 3, "--best_of", 2, "--critic", tmp_path / "c", stdin=[played[0]["task"]])
+    assert done.returncode == 0 and {r["reward_by"] for r in records(done.stdout)} == {"clip"}, done.stderr
     done = script("evaluate.py", stdin=done.stdout)
-    assert done.returncode == 0 and records(done.stdout)[0]["episodes"] == 1, done.stderr
+    assert done.returncode == 0 and records(done.stdout)[0]["episodes"] == 3, done.stderr
 
 
 def test_what_a_critic_that_sees_cannot_do_is_said(pages_played, tmp_path):
