@@ -352,14 +352,17 @@ def builtin_page(theme, values):
 
 def builtin_pages(split, seed, usual=0.0):
     """Endless frontend tasks, as builtin_tasks: a page with five slots, of which the description tells the theme."""
-    r = rng("pages", split, seed)
-    while True:
+    r, misses = rng("pages", split, seed), 0
+    while misses < 10_000:  # in a row: there is none
         theme = r.choice(THEMES)
         values = {k: v[0] if r.random() < usual else r.choice(v) for k, v in PAGE_SLOTS.items()}
+        misses += 1
         if SPLITS[rng("pages", theme, values).randrange(3)] == split:
+            misses = 0
             yield {"id": "-".join([theme, *values.values()]), "kind": "frontend",
                    "problem_description": f"a page for the {theme}", "agent_prompt": "{problem_description}",
                    "ground_truth": builtin_page(theme, values)}
+    fail(f"the {split} split has no page with --usual {usual}")
 
 
 def page_demonstration(task, r, args):

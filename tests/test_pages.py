@@ -1,5 +1,6 @@
 """Pages in a real Chromium: the same bytes each time, nothing reached, bounded failures; how alike pages look."""
 import contextlib
+import functools
 import json
 import os
 import random
@@ -37,6 +38,15 @@ PLAIN = f"""<html>{LINK}<body class="bg-gray-100"><header class="bg-green-500 te
 def renderer():
     with Renderer() as r:
         yield r
+
+
+@pytest.fixture(scope="module")
+def blocks():
+    """Pages drawn without pictures, each once; .colours names Tailwind's."""
+    with Renderer(pictures=0) as r:
+        draw = functools.cache(r.render)
+        draw.colours = r.sheet.colours
+        yield draw
 
 
 @pytest.fixture(scope="module")
@@ -211,23 +221,23 @@ def without_a_section(page):
                 return page[:part.start()] + page[part.end():]
 
 
-def test_similarity_orders_the_real_pages(renderer, tasks):
+def test_similarity_orders_the_real_pages(blocks, tasks):
     """Itself = 1 > less a section > another page of the theme > an empty one, in at least 95 % of the pages."""
     theme = lambda t: t["problem_description"].split(":")[0]
     themes = Counter(map(theme, tasks))
     with ThreadPoolExecutor(2) as pool:
-        pages = list(pool.map(lambda t: renderer.render(t["ground_truth"]), tasks))
-    empty, verdicts = renderer.render("<html><body></body></html>"), []
+        pages = list(pool.map(lambda t: blocks(t["ground_truth"]), tasks))
+    empty, verdicts = blocks("<html><body></body></html>"), []
     for i, task in enumerate(tasks):
         if (less := without_a_section(task["ground_truth"])) and (i % 3 == 0 or themes[theme(task)] > 1):
             other = next((j for j, t in enumerate(tasks) if j != i and theme(t) == theme(task)), i - 1)
-            scores = [similarity(pages[i], page) for page in (pages[i], renderer.render(less), pages[other], empty)]
+            scores = [similarity(pages[i], page) for page in (pages[i], blocks(less), pages[other], empty)]
             verdicts.append(scores[0] == 1 and scores == sorted(set(scores), reverse=True))
     assert len(verdicts) > 50 and sum(verdicts) >= 0.95 * len(verdicts), (sum(verdicts), len(verdicts))
 
 
-def test_similarity_is_symmetric_bounded_and_falls_with_each_difference(renderer):
-    page = lambda colour="green", text="A Shop", extra="": renderer.render(PLAIN.replace("green", colour).replace(
+def test_similarity_is_symmetric_bounded_and_falls_with_each_difference(blocks):
+    page = lambda colour="green", text="A Shop", extra="": blocks(PLAIN.replace("green", colour).replace(
         "A Shop", text).replace("</body>", extra + "</body>"))
     same, blue, words, more = page(), page("blue"), page(text="My Garden"), page(extra="<p>more</p>" * 9)
     assert similarity(same, same) == 1
@@ -235,7 +245,7 @@ def test_similarity_is_symmetric_bounded_and_falls_with_each_difference(renderer
         assert similarity(same, other) == pytest.approx(similarity(other, same)) and 0 <= similarity(same, other) < 1
     both = page("blue", "My Garden")
     assert similarity(same, both) < min(similarity(same, blue), similarity(same, words))
-    nothing = renderer.render("<html></html>")
+    nothing = blocks("<html></html>")
     assert similarity(nothing, nothing) == 1 and similarity(same, nothing) < 0.12
 
 
@@ -428,24 +438,37 @@ def test_published_episodes_get_candidates_without_a_browser_or_a_human(tiny_dir
 
 # --- built-in pages and their human -----------------------------------------------------------------------------------
 
-def drawn_remarks(renderer, page, other):
-    return [remark for _, remark in colbench.differences(renderer.render(page), renderer.render(other),
-                                                         renderer.sheet.colours)]
+def drawn_remarks(blocks, page, other):
+    return [remark for _, remark in colbench.differences(blocks(page), blocks(other), blocks.colours)]
+
+
+def usual_pages(split):
+    """All pages of a split in which every slot has its usual value; where there are none, that is said."""
+    found = {}
+    with contextlib.suppress(SystemExit):
+        for t, _ in zip(colbench.builtin_pages(split, 0, 1.0), range(200)):
+            found[t["id"]] = t
+    return found.values()
 
 
 def test_built_in_pages_share_nothing_between_splits_and_hide_their_slots():
-    by = {split: [r["task"] for r in records(script("colbench.py", "tasks", "--kind", "frontend", "--split", split,
-                                                    "--usual", 0, "--n", 200).stdout)] for split in colbench.SPLITS}
-    ids = [t["id"] for tasks in by.values() for t in tasks]
-    assert len(set(ids)) == 600 and all(colbench.kind_of(t) == "frontend" for tasks in by.values() for t in tasks)
+    first = lambda split, seed, n=200: [t for t, _ in zip(colbench.builtin_pages(split, seed), range(n))]
+    by = {split: first(split, 0) for split in colbench.SPLITS}
+    ids = {split: {t["id"] for t in made} for split, made in by.items()}
+    assert min(map(len, ids.values())) > 150 and len(set.union(*ids.values())) == sum(map(len, ids.values()))
+    assert {colbench.kind_of(t) for made in by.values() for t in made} == {"frontend"}
     assert len({t["problem_description"] for t in by["train"]}) == len(colbench.THEMES)
-    assert [t["id"] for t in by["train"]] != [t["id"] for t in records(script(
-        "colbench.py", "tasks", "--kind", "frontend", "--usual", 0, "--n", 200, "--seed", 1).stdout) for t in [t["task"]]]
-    done = script("colbench.py", "tasks", "--kind", "frontend", "--n", 5000)
-    assert done.returncode == 1 and "has no 5000 such tasks" in done.stderr and "slots" not in done.stderr
+    assert first("train", 0) == by["train"] != first("train", 1)
+    usual = [t for split in colbench.SPLITS for t in usual_pages(split)]
+    assert len(usual) == len(colbench.THEMES) and all(t["id"].endswith("-gray-red-left-1-black") for t in usual)
+    done = script("colbench.py", "tasks", "--kind", "frontend", "--usual", 0, "--n", 9)
+    made = [r["task"] for r in records(done.stdout)]
+    assert len({t["id"] for t in made}) == 9 and made[0] == by["train"][0]
+    done = script("colbench.py", "tasks", "--kind", "frontend", "--n", 700)
+    assert done.returncode == 1 and "has no 700 such tasks" in done.stderr and "slots" not in done.stderr
 
 
-def test_the_scripted_human_names_a_true_difference_in_the_words_of_the_demonstrations(renderer):
+def test_the_scripted_human_names_a_true_difference_in_the_words_of_the_demonstrations(blocks):
     """Of 40 pairs of built-in pages, drawn: what is said is so, nothing is said of equal ones; every slot counts."""
     costs, r = {}, random.Random(0)
     for i in range(40):
@@ -455,12 +478,12 @@ def test_the_scripted_human_names_a_true_difference_in_the_words_of_the_demonstr
             shown = {**wanted, slot: next(v for v in colbench.PAGE_SLOTS[slot] if v != wanted[slot])}
         pages = [colbench.builtin_page("school", values) for values in (shown, wanted)]
         true = {colbench.PAGE_REMARKS[k].format(wanted[k], shown[k]) for k in wanted if wanted[k] != shown[k]}
-        said = drawn_remarks(renderer, *pages)
+        said = drawn_remarks(blocks, *pages)
         assert said[0] in true and (len(true) > 1 or said == list(true)), (said, true)
-        likeness = similarity(*map(renderer.render, pages))
+        likeness = similarity(*map(blocks, pages))
         if i % 2:
             costs.setdefault(slot, []).append(1 - likeness)
-        assert drawn_remarks(renderer, pages[0], pages[0]) == []
+        assert drawn_remarks(blocks, pages[0], pages[0]) == []
     assert len(costs) == 5 and all(min(c) > 0.005 for c in costs.values()), costs
 
 
@@ -470,8 +493,14 @@ def test_the_scripted_human_names_a_true_difference_in_the_words_of_the_demonstr
     (("text-3xl", "text-lg"), "the header should be larger"),
     (("text-3xl", "text-3xl text-right"), "the title should be left, not right"),
     (("bg-gray-100", "bg-pink-200"), "the background should be gray, not pink")])
-def test_the_scripted_human_sees_any_page(change, remark, renderer):
-    assert drawn_remarks(renderer, PLAIN.replace(*change), PLAIN)[0] == remark
+def test_the_scripted_human_sees_any_page(change, remark, blocks):
+    assert drawn_remarks(blocks, PLAIN.replace(*change), PLAIN)[0] == remark
+
+
+def test_blocks_are_the_same_without_a_picture(renderer, blocks, tasks):
+    for page in (PLAIN, tasks[0]["ground_truth"]):
+        with_picture = dict(renderer.render(page))
+        assert with_picture.pop("png") and with_picture == blocks(page)
 
 
 def test_demonstrations_of_pages_go_as_the_flags_say():
@@ -486,7 +515,7 @@ def test_demonstrations_of_pages_go_as_the_flags_say():
     assert all(r["dialogue_history"][1]["content"].startswith(colbench.ANSWER) for r in demos(20, kind="frontend", at_once=1, silent=0))
 
 
-def test_episodes_with_the_scripted_human_who_looks(tmp_path, renderer):
+def test_episodes_with_the_scripted_human_who_looks(tmp_path, blocks):
     """A tiny model trained on a few demonstrations plays; each reply is what the two drawn pages differ in most."""
     base = tmp_path / "base"
     done = script("train_policy.py", "--loss", "rft", "--all", 1, "--model", "tiny", "--lr", 3e-3, "--epochs", 6, "--out",
@@ -499,11 +528,11 @@ def test_episodes_with_the_scripted_human_who_looks(tmp_path, renderer):
     for r in records(done.stdout):
         for message, reply in zip(r["dialogue_history"][1::2], r["dialogue_history"][2::2]):
             if page := colbench.extract_page(message["content"]):
-                found = drawn_remarks(renderer, page, r["task"]["ground_truth"])
+                found = drawn_remarks(blocks, page, r["task"]["ground_truth"])
                 assert reply["content"] == (found[0] if found else colbench.RIGHT)
                 remarks += bool(found)
             else:
                 assert reply["content"] == "i can't see your page: no page"
-        assert r["reward"] == (similarity(*map(renderer.render, (r["answer"], r["task"]["ground_truth"])))
+        assert r["reward"] == (similarity(*map(blocks, (r["answer"], r["task"]["ground_truth"])))
                                if r["answer"] else 0)
     assert remarks > 3
