@@ -468,9 +468,14 @@ def thinks(record):
     return (record.get("meta") or {}).get("thinking", 0)
 
 
+def raw(message):
+    """What the agent wrote in a message or candidate, maybe nothing: `output`, else `content`."""
+    return message.get("output") or message.get("content") or ""
+
+
 def action_ids(tokenizer, message, sampled=True, pictures=None):
     """Ids of an action: the stored `token_ids`, what was really sampled; where there are none (demonstrations,
-    published data), the raw `output` (else `content`) and the end of turn.
+    published data), its raw text and the end of turn.
 
     sampled=False: for who judges it as text. It is tokenised anew, and the picture of its page, of `pictures`, added.
     """
@@ -478,7 +483,7 @@ def action_ids(tokenizer, message, sampled=True, pictures=None):
         if max(message["token_ids"]) >= len(tokenizer):
             fail("token_ids in the records are not of this --model's tokenizer: take the model that sampled them")
         return tuple(message["token_ids"])
-    text = message.get("output") or message["content"]
+    text = raw(message)
     shown = pictures.ids(text) if pictures and not sampled else ()
     return (*plain_ids(tokenizer, text), *shown, *end_of_turn(tokenizer))
 

@@ -146,13 +146,13 @@ def judged(critic, tokenizer, task, history, actions, thinking=0, pictures=None)
 
     critic: head, hidden_info and ref_context, as critic.json holds them; actions: messages or candidates.
     """
-    from model import action_ids, as_read, end_of_turn, plain_ids, render
+    from model import action_ids, as_read, end_of_turn, plain_ids, raw, render
     c, sampled = hidden_information(task), critic["head"] == "logratio"
     read = lambda history, c=None: tuple(render(tokenizer, as_read(history, c, pictures), thinking))
     if critic["head"] == "gain":
         goal = c if kind_of(task) == "frontend" else f"{ANSWER}\n{c}"
         goal, before = (*plain_ids(tokenizer, goal), *end_of_turn(tokenizer)), read(history)
-        says = lambda a: {"role": "assistant", "content": read_action(a.get("output") or a["content"], False)[0]}
+        says = lambda a: {"role": "assistant", "content": read_action(raw(a), False)[0]}
         return [((read([*history, says(a)]), goal), (before, goal)) for a in actions]
     prompt = read(history, c if critic["hidden_info"] else None)
     ref_prompt = prompt if critic["ref_context"] == "hidden" else read(history)

@@ -210,6 +210,10 @@ def test_what_each_critic_reads(tiny_dir):
     assert read() == read(head="value") == read(head="regression") == [seeing, said] * 2
     assert read(ref_context="agent") == [seeing, said, blind, said]
     assert read(hidden_info=0) == read(hidden_info=0, ref_context="agent") == [blind, said] * 2
+    action["output"] = ""  # a candidate that ended at once
+    assert read(head="value")[1] == read(head="value")[3] == "<|end|>"
+    assert read(head="gain")[0] == blind + "<|end|><|assistant|>"
+    action["output"] = "what is the rate?"
     answer = "I WANT TO ANSWER:\ndef f(x, rate=3): return x * rate<|end|>"
     assert read(head="gain") == [blind + said + "<|assistant|>", answer, blind, answer]
 
