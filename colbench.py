@@ -8,6 +8,7 @@ One record is one line of JSON, and every stage adds fields to it (README, "The 
     python colbench.py demos --n 8000 --seed 0 > demos.jsonl                     # scripted demonstrations on them
     python colbench.py grade < answers.jsonl > graded.jsonl                      # adds reward and tests; pages, too
     python colbench.py check < tasks.jsonl > good.jsonl                          # drops tasks without stable values
+    python colbench.py judge --endpoint http://localhost:8000/v1 < episodes.jsonl > scored.jsonl     # an LLM as critic
     python colbench.py generate --endpoint http://localhost:8000/v1 < texts.jsonl > tasks.jsonl     # an LLM makes tasks
 """
 import asyncio
@@ -86,6 +87,21 @@ one that you have in mind, which the designer can't see. You described yours lik
 
 Tell the designer what to change first: in at most four sentences the largest differences in layout, colours, sizes \
 and texts, said of your page as it should be. Write no code, and do not mention pictures."""
+JUDGE_PROMPT = """An assistant works for a colleague who wants something that it can't see. It finds out by talking to \
+them, and hands it in at the end.
+
+What the colleague wants:
+{hidden_information}
+
+The conversation so far:
+{dialogue}
+
+Two messages that the assistant might send next:
+A: {a}
+
+B: {b}
+
+Which one brings it nearer to handing in exactly what is wanted? Reply with one letter, A or B."""
 HIDDEN = "Hidden reference:\n{hidden}\n\n"   # put before the conversation for who may read it
 
 
@@ -134,12 +150,16 @@ def first_message(task, max_turns, agent_prompt=None):
                                             problem_description=task["problem_description"])}
 
 
+def spoken(history):
+    """A dialogue as text for an LLM, without its first message, the agent's instructions."""
+    return "\n".join(f"{'Assistant' if m['role'] == 'assistant' else 'You'}: {m['content']}" for m in history[1:])
+
+
 def human_prompt(task, history, prompt=None):
     """What an LLM that plays the human reads: `prompt` or that of the kind, filled in, without the first message."""
-    said = "\n".join(f"{'Assistant' if m['role'] == 'assistant' else 'You'}: {m['content']}" for m in history[1:])
     prompt = prompt or (PAGE_HUMAN_PROMPT if kind_of(task) == "frontend" else HUMAN_PROMPT)
     return fill(prompt, problem_description=task["problem_description"],
-                hidden_information=hidden_information(task), dialogue=said)
+                hidden_information=hidden_information(task), dialogue=spoken(history))
 
 
 def fill(prompt, **values):
@@ -1315,6 +1335,69 @@ def page_grader(args, workers, pictures=0):
                       allow_network=args.allow_network, pictures=bool(args.clip) or pictures)
 
 
+# --- an LLM as the critic ---------------------------------------------------------------------------------------------
+
+async def judge(servers, model, task, history, actions):
+    """The advantages of messages or candidates by an LLM: each is compared with two others, the next one in a circle
+    and the one before, once as A and once as B; the share that it wins. Of equal texts both win half."""
+    texts = [read_action(a.get("output") or a.get("content") or "", False)[0] for a in actions]
+    dialogue, wins = spoken(history), [0.0] * len(actions)
+
+    async def compare(i, j):
+        if texts[i] == texts[j]:
+            return (i, j)
+
+        async def ask(client):
+            prompt = fill(JUDGE_PROMPT, hidden_information=hidden_information(task), dialogue=dialogue, a=texts[i],
+                          b=texts[j])
+            reply = await client.chat.completions.create(model=model, temperature=0, seed=0, max_tokens=1024,
+                                                         messages=[{"role": "user", "content": prompt}])
+            letter = re.search(r"\b[AB]\b", said(reply.choices[0].message.content or ""))
+            if not letter:
+                raise ValueError("neither A nor B in the reply")
+            return (i,) if letter[0] == "A" else (j,)
+        return await servers(ask)
+
+    n = len(actions)
+    for winners in await asyncio.gather(*(compare(i, (i + 1) % n) for i in range(n) if n > 1)):
+        for i in winners:
+            wins[i] += 0.5 / len(winners)
+    return wins
+
+
+async def judge_records(args, emit):
+    """Adds an LLM's `advantage` to the messages and candidates of records, in their order."""
+    servers = Endpoint(args.endpoint, args.in_flight)
+    model, failed, window = await servers.model(args.model), 0, collections.deque()
+
+    async def judged(record):
+        history = record["dialogue_history"]
+        turns = [(t, [m, *m.get("candidates", ())]) for t, m in enumerate(history) if m["role"] == "assistant"]
+        found = await asyncio.gather(*(judge(servers, model, record["task"], history[:t], actions)
+                                       for t, actions in turns))
+        for (_, actions), advantages in zip(turns, found):
+            for action, advantage in zip(actions, advantages):
+                action["advantage"] = advantage
+        return record
+
+    async def first():
+        try:
+            emit(await window.popleft())
+        except EndpointError as e:
+            print(f"a record is left out: {e}", file=sys.stderr)
+            return 1
+        return 0
+
+    need = "task.problem_description", "task.ground_truth", "dialogue_history"
+    for record in read_jsonl(sys.stdin, need, skip_bad=args.skip_bad):
+        window.append(asyncio.ensure_future(judged(record)))
+        if len(window) >= args.in_flight:
+            failed += await first()
+    while window:
+        failed += await first()
+    return failed
+
+
 # --- new tasks from an LLM --------------------------------------------------------------------------------------------
 
 TASK_PROMPT = """Invent one Python programming task that the text below makes you think of. Someone will ask for the \
@@ -1412,15 +1495,17 @@ def get_args(argv=None):
     c = add("check", "drop tasks whose reference gives no stable values, and name weak ones")
     g.add_argument("--reference", type=int, choices=[0, 1], default=0, help="1: grade the references, a control")
     g.add_argument("--rules", choices=["honest", "official"], default="honest", help="official: as the released scorer")
+    j = add("judge", "have an LLM compare messages and candidates, given the reference: `advantage` is what they win")
     n = add("generate", "have an LLM make tasks of texts on stdin, {\"text\": ...} each, and keep the sound ones")
-    n.add_argument("--endpoint", required=True, help="http://host:port/v1[,http://...] of a chat model")
-    n.add_argument("--model", help="its name, where the servers serve several")
+    for q in (j, n):
+        q.add_argument("--endpoint", required=True, help="http://host:port/v1[,http://...] of a chat model")
+        q.add_argument("--model", help="its name, where the servers serve several")
+        q.add_argument("--in_flight", type=int, default=64, help="requests under way at each server")
     n.add_argument("--chars", type=int, default=2000, help="of each text that it reads")
     n.add_argument("--temperature", type=float, default=1.0)
     n.add_argument("--seed", type=int, default=0)
-    n.add_argument("--in_flight", type=int, default=64, help="requests under way at each server")
     n.add_argument("--unsafe", type=int, choices=[0, 1], default=0, help="1: run answers even without a sandbox")
-    for q in (g, c, n):
+    for q in (g, c, j, n):
         skip_bad_flag(q)
     for q in (g, c):
         page_flags(q)
@@ -1475,6 +1560,9 @@ def main(args):
         tasks, demo = builtin(args, "train"), page_demonstration if args.kind == "frontend" else demonstration
         for i in range(args.n):
             emit(demo(next(tasks), rng("demo", args.seed, i), args))
+    elif args.command == "judge":
+        if failed := asyncio.run(judge_records(args, emit)):
+            fail(f"{failed} records could not be judged and were not written")
     elif args.command == "generate":
         asyncio.run(generate(args, emit))
     elif args.command == "grade":

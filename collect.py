@@ -12,6 +12,7 @@ Records that already have a dialogue only get candidates.
 import asyncio
 import atexit
 import base64
+import functools
 import itertools
 import json
 import os
@@ -22,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 from colbench import (Grader, GraderError, NOT_SEEN, NoReference, REPLY_CHARS, RenderError, extract_page,
-                      first_message, gradable, hidden_information, human_prompt, kind_of, last_page, page_flags,
+                      first_message, gradable, hidden_information, human_prompt, judge, kind_of, last_page, page_flags,
                       page_grader, read_action, redact, said, scripted_human, task_id)
 from utils import (Endpoint, EndpointError, digest, end_with_us, fail, family, open_stdout, parser, progress,
                    read_jsonl, rng, run, skip_bad_flag, version)
@@ -51,7 +52,8 @@ def get_args(argv=None):
     p.add_argument("--candidates", type=int, default=0, help="alternatives to sample at every turn (stage 2 wants 16)")
     p.add_argument("--candidates_share", type=float, default=1.0, help="share of the episodes that get candidates")
     p.add_argument("--best_of", type=int, default=1, help="actions sampled a turn; the critic's best one is sent")
-    p.add_argument("--critic", help="directory of train_critic.py; it READS HIDDEN INFORMATION: no policy comparison")
+    p.add_argument("--critic", help="directory of train_critic.py, or http://host:port/v1 of an LLM that judges; it "
+                   "READS HIDDEN INFORMATION: no policy comparison")
     # engine
     p.add_argument("--engine", default="auto", help="transformers, vllm, or http://host:port/v1[,http://...]: vLLM "
                    "servers of --model; auto: vllm where it and a GPU are there, else transformers")
@@ -263,7 +265,7 @@ def critic_engine(args, players):
 
     batcher = Batcher(work, 1024, size=len)  # `score` cuts the work by tokens itself
 
-    async def judge(task, history, actions):
+    async def advantages(task, history, actions):
         if pictures and kind_of(task) == "frontend":
             texts = *(m["content"] for m in history), *(a["output"] for a in actions), hidden_information(task)
             for page in {extract_page(text) for text in texts} - {""}:
@@ -273,7 +275,7 @@ def critic_engine(args, players):
                     pictures.add(page, file)
         return await batcher(judged(critic, tokenizer, task, history, actions, args.thinking, pictures))
 
-    return judge
+    return advantages
 
 
 def use_vllm(engine):
@@ -314,7 +316,10 @@ class Players:
             self.engine = await http_engine(args, stop)
         else:
             self.engine = (vllm_engine if use_vllm(args.engine) else transformers_engine)(args, stop)
-        self.critic = critic_engine(args, self) if args.critic else None
+        self.critic = critic_engine(args, self) if args.critic and not http(args.critic) else None
+        if args.critic and not self.critic:
+            judges = Endpoint(args.critic, args.in_flight, args.timeout, args.retries)
+            self.critic = functools.partial(judge, judges, await judges.model())
         return self
 
     async def human(self, task, history):

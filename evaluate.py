@@ -46,8 +46,8 @@ def get_args(argv=None):
     p.add_argument("--bootstrap", type=int, default=2000, help="resamples of the tasks; 0: no intervals")
     p.add_argument("--results", type=int, choices=[0, 1], default=0,
                    help="1: the files hold what this program wrote; nothing is measured anew")
-    p.add_argument("--plot", metavar="FILE", help="draw the systems: NAME@X is the point at X of the curve NAME (best of "
-                   "X, X trajectories), others are level lines; wants matplotlib")
+    p.add_argument("--plot", metavar="FILE", help="draw the systems: NAME@X is the point at X of the curve NAME (best "
+                   "of X, X trajectories), others are level lines; wants matplotlib")
     p.add_argument("--html", metavar="FILE", help="write a page that shows every episode, all systems side by side")
     browser_flags(p)
     return p.parse_args(argv)
@@ -201,7 +201,7 @@ def table(results):
 
 
 def plot(results, path):
-    """Success, of pages likeness, of systems NAME@X against X, a curve with intervals per NAME; others as level lines."""
+    """Success, of pages likeness, of systems NAME@X against X, a curve with intervals a NAME; others as level lines."""
     try:
         import matplotlib
     except ImportError:

@@ -1,7 +1,9 @@
 """Servers as human, as engine and as maker of tasks: real HTTP, to a server of the test's own that fails as servers do."""
+import asyncio
 import http.server
 import json
 import random
+import re
 import threading
 import time
 
@@ -10,7 +12,7 @@ import pytest
 import colbench
 import model as M
 from conftest import records, script
-from utils import rng
+from utils import Endpoint, EndpointError, rng
 
 
 TIMEOUT = 3  # seconds; more than a busy machine needs to answer
@@ -222,3 +224,57 @@ def test_generate_keeps_the_sound_tasks():
     assert task["ground_truth"] == "def price(n):\n    " + bodies["good"] and len(task["test_cases"]) == 10
     assert task["test_cases"]["test10"] == "price(10)" and task["problem_description"] == "Write price(n), the price of n."
     assert "1 good" in done.stderr and "nothing_of_this_name" in done.stderr and "same value" in done.stderr
+
+
+def prefers(word, trouble=0.0):
+    """A judge who takes the message with more of a word, and thinks first."""
+    def reply(path, body):
+        prompt = body["messages"][0]["content"]
+        a, b = re.search(r"\nA: (.*)\n\nB: (.*)\n\nWhich", prompt, re.S).groups()
+        assert "def f(x, rate=3)" in prompt and body["temperature"] == 0 and a != b
+        return chat(f"<think>B or A?</think>The answer is {'A' if a.count(word) > b.count(word) else 'B'}.")
+    return Server(reply, trouble)
+
+
+def judged(actions, server, retries=8):
+    async def main():
+        servers = Endpoint(server.url, timeout=TIMEOUT, retries=retries)
+        task = {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x"}
+        return await colbench.judge(servers, "m", task, [{"role": "user", "content": "write f(x)"}], actions)
+    return asyncio.run(main())
+
+
+def test_a_judge_gives_each_message_the_share_of_its_comparisons_that_it_wins():
+    said = [{"content": "so", "output": "no no OUTPUT: so"}, *({"output": x} for x in ("no", "no no", "no no no", "no no no"))]
+    # so < no < no no < no no no = no no no > so, in a circle
+    assert judged(said, prefers("no", trouble=0.3)) == [0, 0.5, 0.5, 0.75, 0.75]
+    assert judged(said[:1], prefers("no")) == [0] and judged(said[:2], prefers("no")) == [0, 1]
+    with pytest.raises(EndpointError, match="neither A nor B"):
+        judged(said, Server(lambda path, body: chat("neither")), retries=1)
+
+
+def test_judge_keeps_the_records_and_their_order():
+    history = [{"role": "user", "content": "write f(x)"}, {"role": "assistant", "content": "x", "candidates": [{"output": "yes"}]},
+               {"role": "user", "content": "what?"}, {"role": "assistant", "content": "y", "candidates": [{"output": "yes"}]}]
+    made = [{"task": {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x"}, "n": n,
+             "dialogue_history": history} for n in range(20)]
+    server = prefers("yes")
+    done = script("colbench.py", "judge", "--endpoint", server.url, "--in_flight", 3, stdin=made)
+    assert done.returncode == 0, done.stderr
+    for n, r in enumerate(records(done.stdout)):
+        assert r["n"] == n
+        for m in colbench.agent_messages(r):
+            assert m.pop("advantage") == 0 and m["candidates"][0].pop("advantage") == 1
+        assert r["dialogue_history"] == history
+    prompts = [body["messages"][0]["content"] for _, body, _ in server.seen]
+    assert len(prompts) == 80 and sum("Assistant: x\nYou: what?" in p for p in prompts) == 40
+
+
+def test_a_judge_chooses_messages(tiny_dir, tasks):
+    task = {**tasks[0]["task"], "hidden_information": "def f(x, rate=3)"}
+    server, flags = prefers("e"), ["--model", tiny_dir, "--max_turns", 1, "--max_tokens", 20]
+    done = script("collect.py", *flags, "--best_of", 4, "--critic", server.url, stdin=[task])
+    assert done.returncode == 0 and 0 < len(server.seen) <= 4, done.stderr
+    chosen, first = (records(d.stdout)[0]["dialogue_history"][1]["output"].count("e")
+                     for d in (done, script("collect.py", *flags, stdin=[task])))
+    assert chosen >= first and chosen > 0
