@@ -427,14 +427,14 @@ def render(tokenizer, messages, thinking=0):
     """Token ids of a conversation up to where the assistant's next message starts.
 
     The template's own control tokens are the only ones: one that is spelled out inside a message stays plain text.
-    thinking: 1 leaves templates that know `enable_thinking` to their models' thinking, 0 switches it off. A message's
-    "ids" stand after its content as they are: those of a picture.
+    thinking: 1 leaves templates that know `enable_thinking` to their models' thinking, 0 switches it off. What a
+    message has under PICTURE, a key that no data can have, are ids that stand after its content as they are.
     """
     control = ["\ue000", "\ue002", *control_tokens(tokenizer)]
     spelled = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))))
     hide = lambda text: spelled.sub(lambda m: f"\ue000{control.index(m[0])}\ue001", text)
     text = tokenizer.apply_chat_template(
-        [{"role": m["role"], "content": hide(m["content"]) + f"\ue002{t}\ue003" * bool(m.get("ids"))}
+        [{"role": m["role"], "content": hide(m["content"]) + f"\ue002{t}\ue003" * bool(m.get(PICTURE))}
          for t, m in enumerate(messages)], tokenize=False, add_generation_prompt=True, enable_thinking=bool(thinking))
     ids, plain = [], lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     parts = re.split("([\ue000\ue002])(\\d+)[\ue001\ue003]", text)  # text, what is hidden, its index, text, ...
@@ -443,7 +443,7 @@ def render(tokenizer, messages, thinking=0):
         if what == "\ue000":
             ids += plain(control[int(n)][:1]) + plain(control[int(n)][1:])
         elif what:
-            ids += messages[int(n)]["ids"]
+            ids += messages[int(n)][PICTURE]
     return ids
 
 
@@ -491,12 +491,14 @@ def action_ids(tokenizer, message, sampled=True, pictures=None):
 def as_read(history, hidden=None, pictures=None):
     """A conversation as a critic reads it: `hidden`, the information c, in front of it.
 
-    With `pictures`, a Pictures, the agent's pages are shown after its messages, and c, a page, after the first one.
+    With `pictures`, a Pictures, the agent's pages are shown after its messages, and c after the first one, if drawn.
     """
     if not pictures:
         return history if hidden is None else with_hidden(history, hidden)
-    shown = [{**m, "ids": pictures.ids(m["content"])} if m["role"] == "assistant" else m for m in history]
-    return shown if hidden is None else [{**shown[0], "ids": pictures.ids(hidden)}, *shown[1:]]
+    shown = [{**m, PICTURE: pictures.ids(m["content"])} if m["role"] == "assistant" else m for m in history]
+    if c := pictures.ids(hidden):
+        return [{**shown[0], PICTURE: c}, *shown[1:]]
+    return shown if hidden is None else with_hidden(shown, hidden)
 
 
 def turns_of(tokenizer, record):

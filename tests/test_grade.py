@@ -18,6 +18,7 @@ import colbench as module
 from colbench import Grader, GraderError, check_task, extract_code, grade_records
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
+LISTENER = socket.create_server(("127.0.0.1", 0))  # on any free port
 SECRET = "def f(x):\n    return (x * 7919 + 104729) % 1009 + 3\n"
 
 
@@ -37,10 +38,7 @@ def secrets():
     folder.mkdir(exist_ok=True)
     (folder / "reference.py").write_text(SECRET)
     (folder / "victim").write_text("victim")
-    tcp, udp = socket.socket(), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    tcp.bind(("127.0.0.1", 45678))
-    tcp.listen()
+    tcp, udp = LISTENER, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     udp.bind("\0colbench45678")
     tcp.setblocking(False), udp.setblocking(False)
     yield tcp, udp, folder
@@ -246,7 +244,7 @@ ATTACKS = {
     "truncate": "import os\ndef f(x):\n    os.open('/tmp/colbench_secret/victim', os.O_RDONLY | os.O_TRUNC)",
     "read": "def f(x):\n    open('/tmp/colbench_secret/reference.py')",
     "list home": "import os\ndef f(x):\n    os.listdir(os.path.dirname(os.path.abspath('x')))",
-    "connect": "import socket\ndef f(x):\n    socket.create_connection(('127.0.0.1', 45678))",
+    "connect": "import socket\ndef f(x):\n    socket.create_connection(('127.0.0.1', %d))" % LISTENER.getsockname()[1],
     "environ": "import os\ndef f(x):\n    open(f'/proc/{os.getppid()}/environ', 'rb')",
     "memory": "import os\ndef f(x):\n    open(f'/proc/{os.getppid()}/mem', 'rb')",
     "kill": "import os\ndef f(x):\n    os.kill(os.getppid(), 9)",

@@ -129,6 +129,19 @@ def test_positions_are_those_of_the_real_classes(seeing):
         assert torch.equal(torch.tensor(pos).T, want[:, 0])
 
 
+def test_a_reference_without_a_picture_is_read_as_text(seeing):
+    """So is code; and what data holds under any name is never taken for a picture."""
+    path, lm, pictures = seeing
+    tokenizer = M.open_directory(path)[1]
+    for hidden, as_text in ((4, False), (9, True)):
+        made = episode((0,), hidden)
+        made["dialogue_history"][0] |= {"ids": [M.PICTURE], str(M.PICTURE): [M.PICTURE]}
+        ((prompt, _),) = critic_turns(tokenizer, made, "logratio", 1, pictures)
+        assert any(i >= M.PICTURE for i in prompt) != as_text
+        text = tokenizer.decode([i for i in prompt if i < M.PICTURE])
+        assert ("Hidden reference:\n<html>9</html>" in text) == as_text
+
+
 def test_branches_of_a_tree_with_pictures_give_the_same(seeing):
     path, _, pictures = seeing
     model, tokenizer = M.load(path, head=True)
