@@ -270,7 +270,7 @@ def critic_engine(args, players):
             texts = *(m["content"] for m in history), *(a["output"] for a in actions), hidden_information(task)
             for page in {extract_page(text) for text in texts} - {""}:
                 file = os.path.join(folder.name, digest(page) + ".png")
-                os.path.exists(file) or await asyncio.to_thread(players.pages.renderer.save, page, file)
+                os.path.exists(file) or await players.look(players.pages.renderer.save, page, file)
                 if os.path.exists(file) and page not in pictures.numbers:
                     pictures.add(page, file)
         return await batcher(judged(critic, tokenizer, task, history, actions, args.thinking, pictures))
@@ -305,6 +305,7 @@ class Players:
         """Loads them all; returns self."""
         from model import end_of_turn, open_directory, render
         self.args, self.leaks, self.pages, self.critic_sees = args, 0, None, False
+        self.threads = ThreadPoolExecutor(2 * os.cpu_count())
         self.agent_prompt, self.human_prompt = (read_file(args, flag) for flag in ("agent_prompt", "human_prompt"))
         if http(args.human):
             self.humans = Endpoint(args.human, args.in_flight, args.timeout, args.retries)
@@ -330,11 +331,10 @@ class Players:
             return text[:limit]
         try:
             if kind == "scripted":
-                return await asyncio.to_thread(self.pages.remark, task, message) if page else \
-                    scripted_human(task, message)[:limit]
+                return await self.look(self.pages.remark, task, message) if page else scripted_human(task, message)
             prompt = human_prompt(task, history, self.human_prompt)
             if page:
-                shown = [p["png"] for p in await asyncio.to_thread(self.pages.pair, task, message)]
+                shown = [p["png"] for p in await self.look(self.pages.pair, task, message)]
                 urls = [f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in shown]
                 prompt = [{"type": "text", "text": prompt},
                           *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
@@ -355,6 +355,10 @@ class Players:
         clean, leaks = redact(reply, hidden_information(task))
         self.leaks += bool(leaks)
         return clean if self.args.human_leak == "redact" else reply
+
+    async def look(self, draw, *args):
+        """draw(*args), which waits for a page, in threads of its own: the engine must not stand in that queue."""
+        return await asyncio.get_running_loop().run_in_executor(self.threads, draw, *args)
 
     def text(self, token_ids):
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
