@@ -226,13 +226,13 @@ def test_generate_keeps_the_sound_tasks():
     assert "1 good" in done.stderr and "nothing_of_this_name" in done.stderr and "same value" in done.stderr
 
 
-def prefers(word, trouble=0.0):
-    """A judge who takes the message with more of a word, and thinks first."""
+def prefers(word, trouble=0.0, taste=1):
+    """A judge who takes the message with more of a word, or with taste=-1 less, and thinks first."""
     def reply(path, body):
         prompt = body["messages"][0]["content"]
         a, b = re.search(r"\nA: (.*)\n\nB: (.*)\n\nWhich", prompt, re.S).groups()
         assert "def f(x, rate=3)" in prompt and body["temperature"] == 0 and a != b
-        return chat(f"<think>B or A?</think>The answer is {'A' if a.count(word) > b.count(word) else 'B'}.")
+        return chat(f"<think>B or A?</think>The answer is {'A' if taste * (a.count(word) - b.count(word)) > 0 else 'B'}.")
     return Server(reply, trouble)
 
 
@@ -271,10 +271,12 @@ def test_judge_keeps_the_records_and_their_order():
 
 
 def test_a_judge_chooses_messages(tiny_dir, tasks):
-    task = {**tasks[0]["task"], "hidden_information": "def f(x, rate=3)"}
-    server, flags = prefers("e"), ["--model", tiny_dir, "--max_turns", 1, "--max_tokens", 20]
-    done = script("collect.py", *flags, "--best_of", 4, "--critic", server.url, stdin=[task])
-    assert done.returncode == 0 and 0 < len(server.seen) <= 4, done.stderr
-    chosen, first = (records(d.stdout)[0]["dialogue_history"][1]["output"].count("e")
-                     for d in (done, script("collect.py", *flags, stdin=[task])))
-    assert chosen >= first and chosen > 0
+    """Two judges of opposite taste: what one chooses of the same four draws the other does not."""
+    task, chosen = {**tasks[0]["task"], "hidden_information": "def f(x, rate=3)"}, []
+    for taste in (1, -1):
+        server = prefers("e", taste=taste)
+        done = script("collect.py", "--model", tiny_dir, "--max_turns", 1, "--max_tokens", 20, "--best_of", 4, "--critic",
+                      server.url, stdin=[task])
+        assert done.returncode == 0 and 0 < len(server.seen) <= 4, done.stderr
+        chosen.append(records(done.stdout)[0]["dialogue_history"][1]["output"].count("e"))
+    assert chosen[0] > chosen[1]
