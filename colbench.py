@@ -1131,6 +1131,13 @@ class Renderer:
         await route.abort("aborted")
 
 
+def each_drawn(args, use, pages):
+    """Yields use(renderer, page) of each page, in order, many at once, by the browser of browser_flags."""
+    with Renderer(os.cpu_count(), args.browser, args.allow_network) as renderer, \
+            concurrent.futures.ThreadPoolExecutor(2 * renderer.workers) as pool:
+        yield from pool.map(lambda page: use(renderer, page), pages)
+
+
 # --- frontend: how alike two pages look -------------------------------------------------------------------------------
 
 def colour_of(text):

@@ -249,7 +249,9 @@ def critic_engine(args, players):
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     trained, has_head = critic["head"] != "gain", critic["head"] in HEADS
     path, tokenizer, config = open_directory(args.critic if trained else critic["ref"])
-    models = [load(where, device, dtype=dtype, head=has_head)[0] for where in (path, critic["ref"])[:2 - has_head]]
+    models = [load(path, device, dtype=dtype, head=has_head)[0]]
+    if not has_head:  # gain compares two readings of one model
+        models.append(load(critic["ref"], device, dtype=dtype)[0] if trained else models[0])
     players.critic_sees, pictures, folder = sees(config), None, tempfile.TemporaryDirectory()
     if players.critic_sees:
         pictures = Pictures(path, config, critic["picture_tokens"])

@@ -25,11 +25,10 @@ import json
 import os
 import re
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
-from colbench import (ANSWER, RenderError, Renderer, agent_messages, browser_flags, extract_page, hidden_information,
+from colbench import (ANSWER, RenderError, agent_messages, browser_flags, each_drawn, extract_page, hidden_information,
                       kind_of, slots_of, task_id)
 from utils import fail, open_stdout, parser, progress, read_jsonl, run, skip_bad_flag
 
@@ -335,7 +334,7 @@ class Report:
             "reference": hidden_information(task), "episodes": []})
         text = lambda m: {k: m[k] for k in ("role", "content", "advantage") if k in m} | (
             {"output": m["output"]} if m.get("output", m["content"]) != m["content"] else {})
-        candidates = lambda m: [{"role": "assistant", "content": c["output"], "advantage": c.get("advantage")}
+        candidates = lambda m: [{"role": "assistant", "content": c.get("output", ""), "advantage": c.get("advantage")}
                                 for c in m["candidates"]]
         dialogue = [text(m) | ({"candidates": candidates(m)} if m.get("candidates") else {})
                     for m in record["dialogue_history"]]
@@ -350,20 +349,18 @@ class Report:
             for shown, text in ((t, t["reference"]), *((e, e["answer"]) for e in t["episodes"])):
                 at.setdefault(extract_page(text), []).append(shown)
 
-        def picture(page):
+        def picture(renderer, page):
             with contextlib.suppress(RenderError):
                 picture = Image.open(io.BytesIO(renderer.render(page)["png"])).convert("RGB")
                 picture.thumbnail((480, 1600))
                 picture.save(jpeg := io.BytesIO(), "jpeg", quality=80)
                 return "data:image/jpeg;base64," + base64.b64encode(jpeg.getvalue()).decode()
 
-        with Renderer(os.cpu_count(), args.browser, args.allow_network) as renderer, \
-                ThreadPoolExecutor(2 * renderer.workers) as pool:
-            for page, drawn in zip(at, progress("drawing pages", pool.map(picture, at), len(at))):
-                if drawn:
-                    for shown in at[page]:
-                        shown["picture"] = len(self.pictures)
-                    self.pictures.append(drawn)
+        for page, drawn in zip(at, progress("drawing pages", each_drawn(args, picture, at), len(at))):
+            if drawn:
+                for shown in at[page]:
+                    shown["picture"] = len(self.pictures)
+                self.pictures.append(drawn)
 
     def write(self, path, systems, args):
         if any(t["kind"] == "frontend" for t in self.tasks.values()):
@@ -387,7 +384,7 @@ def main(args):
         results = [r for path in args.files for r in read_jsonl(
             opened(path), ("system", "rules", *METRICS[:1]), "stdin" if path == "-" else path, args.skip_bad)]
     else:
-        systems = read_systems(args.files, args.skip_bad, report.add if args.html else lambda *_: None)
+        systems = read_systems(args.files, args.skip_bad, *[report.add] * bool(args.html))
         results = [result(system, systems[0], args.bootstrap) for system in systems]
         for r in results:
             emit(r)

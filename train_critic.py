@@ -20,12 +20,11 @@ A --model that sees (Qwen2-VL, Qwen2.5-VL) is shown the pages of frontend tasks,
 import json
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as F
 
-from colbench import (ANSWER, Renderer, agent_messages, browser_flags, extract_page, hidden_information, kind_of,
+from colbench import (ANSWER, agent_messages, browser_flags, each_drawn, extract_page, hidden_information, kind_of,
                       read_action, task_id)
 from utils import (Log, digest, drop_checkpoints, fail, from_rank_0, join, lr_at, machine_flags, open_stdout, parser,
                    progress, read_jsonl, rng, run, summed)
@@ -125,16 +124,15 @@ def draw(args, records):
     for r in records:
         if kind_of(r["task"]) == "frontend":
             said = [x for m in agent_messages(r) for x in (m["content"], m.get("output"), *(
-                c["output"] for c in m.get("candidates", ())))]
+                c.get("output") for c in m.get("candidates", ())))]
             for page in filter(None, map(extract_page, [*said, hidden_information(r["task"])])):
                 pages[page] = os.path.join(folder, digest(page) + ".png")
     os.makedirs(folder, exist_ok=True)
     new = [page for page, file in pages.items() if not os.path.exists(file)]
     if new:
-        with Renderer(os.cpu_count(), args.browser, args.allow_network) as renderer, \
-                ThreadPoolExecutor(2 * renderer.workers) as pool:
-            for _ in progress("drawing pages", pool.map(lambda page: renderer.save(page, pages[page]), new), len(new)):
-                pass
+        save = lambda renderer, page: renderer.save(page, pages[page])
+        for _ in progress("drawing pages", each_drawn(args, save, new), len(new)):
+            pass
     drawn = {page: file for page, file in pages.items() if os.path.exists(file)}
     if len(drawn) < len(pages):
         print(f"{len(pages) - len(drawn)} of {len(pages)} pages can't be drawn and are not shown", file=sys.stderr)
