@@ -3,7 +3,8 @@
     loss = -log sigmoid( beta log[pi(a+|o) / pi_ref(a+|o)] - beta log[pi(a-|o) / pi_ref(a-|o)] )               (eq. 4)
            + nll_coef NLL(a+)
 
---loss dpo    a+ from the top half, a- from the bottom half of a turn's candidates by advantage: SWEET-RL
+--loss dpo    a+ from the top half, a- from the bottom half of a turn's candidates by advantage: SWEET-RL; with --mix,
+              pairs of whole trajectories among them
 --loss mtdpo  the same loss on whole trajectories, better against worse by reward: multi-turn DPO, no critic
 --loss rft    NLL of solved trajectories: rejection fine-tuning; with --all 1 of everything: supervised fine-tuning
 
@@ -14,6 +15,7 @@
 """
 import os
 import sys
+from itertools import cycle
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +37,9 @@ def get_args(argv=None):
     p.add_argument("--loss", choices=["dpo", "mtdpo", "rft"], default="dpo")
     # examples
     p.add_argument("--pairs_per_turn", type=int, default=4, help="dpo: pairs drawn from each turn's candidates")
-    p.add_argument("--pairs", choices=["best", "all"], default="best", help="mtdpo: as in train_critic.py")
-    p.add_argument("--margin", type=float, default=0.1, help="mtdpo: as in train_critic.py")
+    p.add_argument("--mix", type=float, default=0, help="dpo: pairs of trajectories, by reward, per pair of candidates")
+    p.add_argument("--pairs", choices=["best", "all"], default="best", help="of trajectories: as in train_critic.py")
+    p.add_argument("--margin", type=float, default=0.1, help="of trajectories: as in train_critic.py")
     p.add_argument("--all", type=int, choices=[0, 1], default=0, help="rft: 1 takes every trajectory, solved or not")
     # objective
     p.add_argument("--beta", type=float, default=0.1)
@@ -71,19 +74,29 @@ def candidate_pairs(message, per_turn, *seed):
 
 def make_examples(args, records, all_turns):
     """Groups of examples that share prefixes, [[([turn, ...], [turn, ...])]]; the right side is empty for rft."""
-    if args.loss == "dpo":
-        messages = [(i, t, m) for i, r in enumerate(records) for t, m in enumerate(agent_messages(r))]
-        groups = [[([(prompt, a)], [(prompt, b)]) for a, b in candidate_pairs(m, args.pairs_per_turn, args.seed, i, t)]
-                  for i, t, m in messages for prompt in [all_turns[i][t][0]]]
-        return [g for g in groups if g]
+    if args.loss == "rft":
+        groups = {}
+        for r, turns in zip(records, all_turns):
+            if args.all or r["reward"] >= 1:
+                groups.setdefault(task_id(r["task"]), []).append((turns, []))
+        return list(groups.values())
+    whole = [[(all_turns[i], all_turns[j]) for i, j in pairs] for pairs in trajectory_pairs(
+        records, args.pairs, args.margin).values()] if args.loss == "mtdpo" or args.mix > 0 else []
     if args.loss == "mtdpo":
-        return [[(all_turns[i], all_turns[j]) for i, j in pairs]
-                for pairs in trajectory_pairs(records, args.pairs, args.margin).values()]
-    groups = {}
-    for r, turns in zip(records, all_turns):
-        if args.all or r["reward"] >= 1:
-            groups.setdefault(task_id(r["task"]), []).append((turns, []))
-    return list(groups.values())
+        return whole
+    groups = []
+    for i, r in enumerate(records):
+        for t, message in enumerate(agent_messages(r)):
+            prompt, pairs = all_turns[i][t][0], candidate_pairs(message, args.pairs_per_turn, args.seed, i, t)
+            groups += [[([(prompt, a)], [(prompt, b)]) for a, b in pairs]] * bool(pairs)
+    if args.mix > 0 and not whole:
+        fail(f"--mix: {NOTHING['mtdpo']}")
+    rng("mix", args.seed).shuffle(whole)
+    left, whole = args.mix * sum(map(len, groups)), cycle(whole)  # few trajectories: each several times
+    while left > 0:
+        groups.append(next(whole))
+        left -= len(groups[-1])
+    return groups
 
 
 NOTHING = {"dpo": "no turn has two candidates with an advantage (collect.py --candidates 16, then train_critic.py)",
@@ -94,7 +107,7 @@ NOTHING = {"dpo": "no turn has two candidates with an advantage (collect.py --ca
 def prepare(args):
     """Reads stdin; returns (groups of examples, how many were too long, --model tiny made of the records' words)."""
     from model import open_directory, tiny, turns_of
-    needs_reward = args.loss == "mtdpo" or args.loss == "rft" and not args.all
+    needs_reward = {"dpo": args.mix > 0, "mtdpo": True, "rft": not args.all}[args.loss]
     need = "task.problem_description", "task.ground_truth", "dialogue_history", *["reward"] * needs_reward
     records = list(read_jsonl(sys.stdin, need, skip_bad=args.skip_bad))
     made = tiny(records, args.seed) if args.model == "tiny" else None

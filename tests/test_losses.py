@@ -152,6 +152,34 @@ def test_candidate_pairs_need_two_different_candidates():
     assert train_policy.candidate_pairs({}, 4, 0) == []
 
 
+def mixed(mix, records=MIXED, **args):
+    """make_examples of dpo with a turn of four candidates in each record, as (pairs of candidates, whole ones)."""
+    candidates = [{"token_ids": [i], "advantage": float(i)} for i in range(4)]
+    records = [{**r, "dialogue_history": [{"role": "assistant", "candidates": candidates}]} for r in records]
+    args = train_policy.get_args(["--out", "x", "--mix", str(mix), *(str(x) for kv in args.items() for x in kv)])
+    groups = train_policy.make_examples(args, records, [[(("o", i), ("a", i))] for i in range(len(records))])
+    examples = [e for g in groups for e in g]
+    return [e for e in examples if e[0][0][1][0] != "a"], [e for e in examples if e[0][0][1][0] == "a"]
+
+
+def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
+    turn = lambda i: [(("o", i), ("a", i))]
+    ours, whole = mixed(0)
+    assert len(ours) == 40 and not whole
+    for mix, n in ((0.05, 2), (0.25, 10), (1, 40)):
+        again, whole = mixed(mix)
+        assert again == ours and len(whole) == n
+        counts = [whole.count((turn(2), turn(j))) for j in (0, 4)]  # all that MIXED has
+        assert sum(counts) == n and counts[0] == counts[1]
+    pairs = {(i, j) for p in train_critic.trajectory_pairs(MIXED, "all", 0.1).values() for i, j in p}
+    assert set(map(str, mixed(1, **{"--pairs": "all"})[1])) == {str((turn(i), turn(j))) for i, j in pairs}
+
+
+def test_mix_wants_pairs_of_trajectories():
+    with pytest.raises(SystemExit, match="--mix: no task has a solved and a worse trajectory"):
+        mixed(0.25, [r for r in MIXED if r["task"]["id"] == "c"])
+
+
 def test_batches_are_a_permutation_and_a_function_of_the_seed():
     groups = [[(g, i) for i in range(1 + g % 4)] for g in range(30)]
     flat = lambda batches: [x for b in batches for x in b]

@@ -30,7 +30,7 @@ from test_model import gradients, some_turns, two_models
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 POLICY = ["train_policy.py", "--lr", 1e-5, "--loss"]
 JOBS = {"critic": ["train_critic.py", "--held_out", 0.3, "--batch_size", 2, "--epochs", 6, "--lr", 1e-4, "--beta", 1],
-        "dpo": [*POLICY, "dpo", "--beta", 1, "--pairs_per_turn", 2, "--batch_size", 17],
+        "dpo": [*POLICY, "dpo", "--beta", 1, "--pairs_per_turn", 2, "--mix", 0.3, "--batch_size", 17],
         "mtdpo": [*POLICY, "mtdpo", "--batch_size", 3, "--epochs", 6],
         "rft": [*POLICY, "rft", "--all", 1, "--batch_size", 5],
         "tiny": [*POLICY, "rft", "--all", 1, "--batch_size", 5, "--epochs", 3, "--model", "tiny"],
@@ -420,7 +420,8 @@ def test_turns_that_are_too_long_are_left_out_and_counted(job, command, data, tm
         left_out.append(agent(long[other])[1]["candidates"][2])
         left_out[-1]["token_ids"] = [7] * LIMIT
         agent(short[other])[1]["candidates"].pop(2)
-    if job == "dpo":  # here turns are examples of their own
+    alone = ["--mix", 0] * (job == "dpo")  # here turns are examples of their own
+    if alone:
         for m in agent(short[3])[2:]:
             del m["candidates"]
     else:
@@ -428,7 +429,7 @@ def test_turns_that_are_too_long_are_left_out_and_counted(job, command, data, tm
     runs = {}
     for name, given, flags in (("all", all_of, []), ("short", short, []), ("long", long, ["--max_length", LIMIT])):
         if name != "all" or job == "dpo":
-            done = script(*command(job, tmp_path / name, "--epochs", 2, *flags), stdin=given)
+            done = script(*command(job, tmp_path / name, "--epochs", 2, *alone, *flags), stdin=given)
             assert done.returncode == 0, done.stderr
             runs[name] = done, metrics(tmp_path / name)[0]
     examples = lambda name: runs[name][1]["pairs" if job == "critic" else "examples"]
