@@ -14,6 +14,8 @@ letterbox     frontend tasks graded by CLIP with --resize both: how alike the wh
 not_drawn     frontend tasks: share of the episodes without a picture
 copied        built-in tasks: of the final function's slots that the human told, the share with the value told
 
+missing       tasks, of each seed, that another system has and this one lacks: its human or server failed, say
+
 Intervals come from a bootstrap over tasks: a resampled task brings all its episodes, for they are not independent.
 A difference to the first system is taken on the tasks that both have, resampled in pairs; so are wins, the share of
 these tasks with a higher mean reward than the first system's, a tie counting half.
@@ -148,11 +150,12 @@ def with_interval(statistic, clusters, resamples):
     return round(float(value), 4) + 0.0, interval  # + 0.0: no -0.0
 
 
-def result(system, first, resamples):
+def result(system, systems, resamples):
     """The JSON record of a system; `minus_first` compares it with the first one, on common (file index, task)s."""
-    clusters = system["clusters"]
+    clusters, first = system["clusters"], systems[0]
     out = {"system": system["name"], "files": system["files"], "rules": system["rules"], "episodes": system["episodes"],
-           "tasks": len({task for _, task in clusters})}
+           "tasks": len({task for _, task in clusters}),
+           "missing": len({key for s in systems for key in s["clusters"]} - clusters.keys())}
     for m, metric in enumerate(METRICS):
         out[metric], out[metric + "_95"] = with_interval(ratio, [c[m] for c in clusters.values()], resamples)
     s = METRICS.index("success")
@@ -180,8 +183,9 @@ def percent(value, interval=None, sign=""):
 def table(results):
     """Aligned text, a row per system, and under it what the numbers rest on."""
     pages, boxed = (any(r[k] is not None for r in results) for k in ("not_drawn", "letterbox"))
+    seeds, missing = any(len(r["files"]) > 1 for r in results), any(r.get("missing") for r in results)
     rows = [["system", "tests %", "success %", "turns", "tokens", "unanswered %", *["letterbox %"] * boxed,
-             *["not drawn %"] * pages, "copied %", "episodes", "tasks",
+             *["not drawn %"] * pages, "copied %", *["seeds"] * seeds, "episodes", "tasks", *["missing"] * missing,
              *["success - first", "tests - first", *["wins %"] * pages, "common"] * (len(results) > 1)]]
     for r in results:
         d = r.get("minus_first")
@@ -189,7 +193,8 @@ def table(results):
                      *("-" if r[k] is None else f"{r[k]:.1f}" for k in ("turns", "tokens")),
                      percent(r["unanswered"]), *[percent(r["letterbox"], r["letterbox_95"])] * boxed,
                      *(percent(r[k]) for k in (*["not_drawn"] * pages, "copied")),
-                     str(r["episodes"]), str(r["tasks"]),
+                     *[str(len(r["files"]))] * seeds, str(r["episodes"]), str(r["tasks"]),
+                     *[str(r.get("missing", "-"))] * missing,
                      *([percent(d[k], d[k + "_95"], "+") for k in COMPARED] +
                        [percent(d["wins"], d["wins_95"])] * pages + [str(d["clusters"])] if d else [])])
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[-1]))]
@@ -385,7 +390,7 @@ def main(args):
             opened(path), ("system", "rules", *METRICS[:1]), "stdin" if path == "-" else path, args.skip_bad)]
     else:
         systems = read_systems(args.files, args.skip_bad, *[report.add] * bool(args.html))
-        results = [result(system, systems[0], args.bootstrap) for system in systems]
+        results = [result(system, systems, args.bootstrap) for system in systems]
         for r in results:
             emit(r)
     print(table(results), file=sys.stderr)

@@ -113,11 +113,15 @@ def test_nothing_in_common(tmp_path):
 def test_seeds_are_joined_under_a_name_and_paired_by_seed(tmp_path):
     files = dict(b0=[episode("x", 0), episode("y", 1)], b1=[episode("x", 1), episode("y", 1)],
                  s0=[episode("x", 1), episode("y", 1)], s1=[episode("x", 1), episode("z", 0)])
-    (b, s), _ = run(tmp_path, "base=b0.jsonl,b1.jsonl", "sweet=s0.jsonl,s1.jsonl", **files)
+    (b, s), table = run(tmp_path, "base=b0.jsonl,b1.jsonl", "sweet=s0.jsonl,s1.jsonl", **files)
     assert (b["system"], b["files"]) == ("base", ["b0.jsonl", "b1.jsonl"])
     assert (b["success"], b["success_by_file"]) == (0.75, [0.5, 1.0])
     assert (s["success"], s["success_by_file"], s["tasks"], s["episodes"]) == (0.75, [1.0, 0.5], 3, 4)
     assert s["minus_first"]["clusters"] == 3 and s["minus_first"]["success"] == 0.3333  # x and y of seed 0, x of seed 1
+    assert (b["missing"], s["missing"]) == (1, 1)  # z and y of seed 1
+    head, *rows = (line.split() for line in table.replace(" %", "%").replace(", ", ",").splitlines()[:3])
+    assert head[head.index("seeds"):head.index("success")] == ["seeds", "episodes", "tasks", "missing"]
+    assert rows[0][-4:] == ["2", "4", "2", "1"] and rows[1][rows[1].index("2"):][:4] == ["2", "4", "3", "1"]
 
 
 def test_names(tmp_path):
