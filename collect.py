@@ -421,7 +421,7 @@ def done_already(path):
         data = f.read()
         whole = data.rfind(b"\n") + 1
         f.truncate(whole)
-    lines = data[:whole].decode().splitlines()
+    lines = data[:whole].splitlines()
     return {(task_id(r["task"]), r["sample"]) for r in (read_jsonl(lines, ("task", "sample"), path) if lines else ())}
 
 

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from jinja2.exceptions import TemplateError
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -433,9 +434,13 @@ def render(tokenizer, messages, thinking=0):
     control = ["\ue000", "\ue002", *control_tokens(tokenizer)]
     spelled = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))))
     hide = lambda text: spelled.sub(lambda m: f"\ue000{control.index(m[0])}\ue001", text)
-    text = tokenizer.apply_chat_template(
-        [{"role": m["role"], "content": hide(m["content"]) + f"\ue002{t}\ue003" * bool(m.get(PICTURE))}
-         for t, m in enumerate(messages)], tokenize=False, add_generation_prompt=True, enable_thinking=bool(thinking))
+    said = [{"role": m["role"], "content": hide(m["content"]) + f"\ue002{t}\ue003" * bool(m.get(PICTURE))}
+            for t, m in enumerate(messages)]
+    try:
+        text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True,
+                                             enable_thinking=bool(thinking))
+    except TemplateError as e:
+        fail(f"this --model's chat template takes no such conversation, {' '.join(m['role'] for m in said)}: {e}")
     ids, plain = [], lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
     parts = re.split("([\ue000\ue002])(\\d+)[\ue001\ue003]", text)  # text, what is hidden, its index, text, ...
     for before, what, n in zip(parts[::3], [*parts[1::3], None], [*parts[2::3], None]):

@@ -106,12 +106,14 @@ NOTHING = {"dpo": "no turn has two candidates with an advantage (collect.py --ca
 
 def prepare(args):
     """Reads stdin; returns (groups of examples, how many were too long, --model tiny made of the records' words)."""
-    from model import open_directory, tiny, turns_of
+    from model import action_ids, open_directory, tiny, turns_of
     needs_reward = {"dpo": args.mix > 0, "mtdpo": True, "rft": not args.all}[args.loss]
     need = "task.problem_description", "task.ground_truth", "dialogue_history", *["reward"] * needs_reward
     records = list(read_jsonl(sys.stdin, need, skip_bad=args.skip_bad))
     made = tiny(records, args.seed) if args.model == "tiny" else None
     tokenizer = made[1] if made else open_directory(args.model)[1]
+    for c in (c for r in records for m in agent_messages(r) for c in m.get("candidates", ())):
+        c["token_ids"] = action_ids(tokenizer, c)  # checked; of its text where it has none
     groups = make_examples(args, records, [turns_of(tokenizer, r) for r in records])
     fits = lambda example: all(len(prompt) + len(action) <= args.max_length
                                for side in example for prompt, action in side)

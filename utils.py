@@ -11,6 +11,7 @@ import marshal
 import math
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -70,16 +71,53 @@ def rng(*key):
 
 # --- JSON lines -------------------------------------------------------------------------------------------------------
 
+ACTION = {"content": str, "output": str, "token_ids": [int], "logprobs": [float], "logprob": float, "advantage": float}
+RECORD = {  # what the fields are, where there are any; all others pass through unseen
+    "task": {"problem_description": str, "ground_truth": str, "hidden_information": str, "agent_prompt": str,
+             "test_cases": {...: str}},
+    "dialogue_history": [{"role": str, **ACTION, "candidates": [ACTION]}],
+    "sample": int, "answer": str, "reward": float, "reward_letterbox": float, "tests": {...: str}, "failure": str,
+    "meta": {"rules": str}, "text": str}
+PLAIN = {  # what a str, an int or a float must be
+    str: ("text", lambda x: isinstance(x, str) and not re.search("[\ud800-\udfff]", x)),
+    int: ("a whole number from 0 on", lambda x: isinstance(x, int) and 0 <= x < 1 << 62),
+    float: ("a finite number", lambda x: isinstance(x, (int, float)) and abs(x) < 1e300)}
+
+
+def misfit(x, shape, path=""):
+    """What in x is not of a shape (a type of PLAIN, [shape] or {key: shape}, ...: any key), or None. Nulls are removed."""
+    if shape in (str, int, float):
+        what, fits = PLAIN[shape]
+        return None if fits(x) else f"{path} is not {what}"
+    if not isinstance(x, type(shape)):
+        return f"{path} is not {'a list' if isinstance(shape, list) else 'an object'}"
+    if isinstance(shape, list):
+        return next(filter(None, (misfit(v, shape[0], f"{path}[{i}]") for i, v in enumerate(x))), None)
+    for key in [key for key in x if x[key] is None and key in shape]:
+        del x[key]
+    return next(filter(None, (misfit(x[key], shape.get(key, shape.get(...)), f"{path}.{key}".lstrip("."))
+                              for key in x if key in shape or ... in shape)), None)
+
+
 def checked(line, need):
     """The record in a line, with every field of `need`; ValueError says what is wrong."""
     try:
         record = json.loads(line)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ValueError(f"not JSON ({e}); every line must be one JSON object") from None
     if not isinstance(record, dict):
         raise ValueError("not a JSON object with fields")
     if "task" not in record and "problem_description" in record:
         record = {"task": record}  # ColBench's published task files hold bare tasks
+    if wrong := misfit(record, RECORD):
+        raise ValueError(wrong)
+    history = record.get("dialogue_history", ())
+    if any(m.get("role") not in ("system", "user", "assistant") or "content" not in m for m in history):
+        raise ValueError("a message of dialogue_history lacks content, or a role of system, user and assistant")
+    if history and history[0]["role"] == "assistant":
+        raise ValueError("dialogue_history starts with the assistant, who has nothing to answer to")
+    if not -1 <= record.get("reward", 0) <= 1:
+        raise ValueError(f"the reward {record['reward']} is not a share of tests or a likeness, at most 1")
     for path in need(record) if callable(need) else need:
         at = record
         for key in path.split("."):
@@ -96,7 +134,7 @@ def read_jsonl(stream, need=(), name="stdin", skip_bad=0):
     left out, and counted on stderr.
     """
     lineno = skipped = 0
-    for lineno, line in enumerate(stream, 1):
+    for lineno, line in enumerate(getattr(stream, "buffer", stream), 1):  # bytes, which may not be text
         try:
             record = checked(line, need)
         except ValueError as e:

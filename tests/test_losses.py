@@ -180,6 +180,27 @@ def test_mix_wants_pairs_of_trajectories():
         mixed(0.25, [r for r in MIXED if r["task"]["id"] == "c"])
 
 
+def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch):
+    """As a judge's are, whose sampler gave none; ids of another model's words are refused."""
+    from model import end_of_turn, open_directory, plain_ids
+    tokenizer = open_directory(tiny_dir)[1]
+    for r in rewarded:
+        for c in (c for m in r["dialogue_history"] for c in m.get("candidates", ())):
+            del c["token_ids"]
+            c["advantage"] = float(len(c["output"]))
+    args = train_policy.get_args(["--model", tiny_dir, "--out", "x"])
+
+    def prepared():
+        monkeypatch.setattr(sys, "stdin", io.StringIO(lines(rewarded)))
+        return train_policy.prepare(args)[0]
+    texts = {c["output"] for r in rewarded for m in r["dialogue_history"] for c in m.get("candidates", ())}
+    ids = {(*plain_ids(tokenizer, text), *end_of_turn(tokenizer)) for text in texts}
+    assert {action for group in prepared() for pair in group for [(_, action)] in pair} <= ids
+    next(m for m in rewarded[0]["dialogue_history"] if "candidates" in m)["candidates"][0]["token_ids"] = [len(tokenizer)]
+    with pytest.raises(SystemExit, match="not of this --model's tokenizer"):
+        prepared()
+
+
 def test_batches_are_a_permutation_and_a_function_of_the_seed():
     groups = [[(g, i) for i in range(1 + g % 4)] for g in range(30)]
     flat = lambda batches: [x for b in batches for x in b]

@@ -271,6 +271,13 @@ def test_thinking():
         history[2]["content"] = PLAIN[2]["content"]
 
 
+def test_a_conversation_that_the_template_refuses_is_one_line(tiny_dir):
+    tokenizer = copy.deepcopy(M.open_directory(tiny_dir)[1])
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(SystemExit, match="error: this --model's chat template takes no such conversation, user user: roles"):
+        M.render(tokenizer, [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+
+
 @pytest.mark.parametrize("name", ["llama3", "gemma"])
 def test_templates_that_trim_do_so_whatever_the_message_spells(name):
     tokenizer = byte_tokenizer(name)
