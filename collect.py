@@ -54,6 +54,8 @@ def get_args(argv=None):
     p.add_argument("--best_of", type=int, default=1, help="actions sampled a turn; the critic's best one is sent")
     p.add_argument("--critic", help="directory of train_critic.py, or http://host:port/v1 of an LLM that judges; it "
                    "READS HIDDEN INFORMATION: no policy comparison")
+    p.add_argument("--prior", type=float, default=0,
+                   help="--best_of: the best by score + prior * its log-prob when sampled, as in train_policy.py")
     # engine
     p.add_argument("--engine", default="auto", help="transformers, vllm, or http://host:port/v1[,http://...]: vLLM "
                    "servers of --model; auto: vllm where it and a GPU are there, else transformers")
@@ -375,7 +377,7 @@ class Players:
         best = 0
         if self.critic:
             scores = await self.critic(task, history, actions)
-            best = max(range(len(scores)), key=scores.__getitem__)
+            best = max(range(len(scores)), key=lambda i: scores[i] + self.args.prior * sum(actions[i]["logprobs"]))
         message = {"role": "assistant", "content": None, **actions[best]}
         if drawn:
             message["candidates"] = [{"output": self.text(ids), "token_ids": ids, "logprob": round(sum(logprobs), 6)}
@@ -430,7 +432,7 @@ async def collect(args, emit):
     before = len(done)
     players = await Players().make(args)
     meta = {k: getattr(args, k) for k in ("model", "human", "temperature", "max_turns", "thinking", "seed", "best_of",
-                                          "critic", "rules")} | {"version": version()}
+                                          "critic", "prior", "rules")} | {"version": version()}
     grader = Grader(rules=args.rules, workers=os.cpu_count(), unsafe=args.unsafe)
     threads = ThreadPoolExecutor(os.cpu_count())
     finished = asyncio.Queue()

@@ -37,6 +37,8 @@ def get_args(argv=None):
     p.add_argument("--loss", choices=["dpo", "mtdpo", "rft"], default="dpo")
     # examples
     p.add_argument("--pairs_per_turn", type=int, default=4, help="dpo: pairs drawn from each turn's candidates")
+    p.add_argument("--prior", type=float, default=0,
+                   help="dpo: candidates are ranked by advantage + prior * the log-prob with which they were sampled")
     p.add_argument("--mix", type=float, default=0, help="dpo: pairs of trajectories, by reward, per pair of candidates")
     p.add_argument("--pairs", choices=["best", "all"], default="best", help="of trajectories: as in train_critic.py")
     p.add_argument("--margin", type=float, default=0.1, help="of trajectories: as in train_critic.py")
@@ -64,9 +66,14 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, nll_coef):
 
 # --- examples: (chosen, rejected), each a list of turns ---------------------------------------------------------------
 
-def candidate_pairs(message, per_turn, *seed):
-    """[(a+, a-)] of one turn: random candidates of the top and of the bottom half by advantage, unless equal."""
-    ranked = sorted((c for c in message.get("candidates", ()) if "advantage" in c), key=lambda c: -c["advantage"])
+def candidate_pairs(message, per_turn, prior, *seed):
+    """[(a+, a-)] of one turn: random candidates of the top and of the bottom half, unless equal.
+
+    They are ranked by A + prior log pi_ref(a|o): as by pi_ref exp(A / prior), which maximises E[A] - prior KL(pi || pi_ref).
+    So what is malformed stays below: the critic has seldom seen it, and neither has the sampler drawn it often.
+    """
+    value = lambda c: c["advantage"] + (prior and prior * c["logprob"])
+    ranked = sorted((c for c in message.get("candidates", ()) if "advantage" in c), key=value, reverse=True)
     half, r = len(ranked) // 2, rng("pairs", *seed)
     pairs = [(r.choice(ranked[:half]), r.choice(ranked[-half:])) for _ in range(per_turn if half else 0)]
     return [(tuple(a["token_ids"]), tuple(b["token_ids"])) for a, b in pairs if a["token_ids"] != b["token_ids"]]
@@ -87,7 +94,8 @@ def make_examples(args, records, all_turns):
     groups = []
     for i, r in enumerate(records):
         for t, message in enumerate(agent_messages(r)):
-            prompt, pairs = all_turns[i][t][0], candidate_pairs(message, args.pairs_per_turn, args.seed, i, t)
+            prompt = all_turns[i][t][0]
+            pairs = candidate_pairs(message, args.pairs_per_turn, args.prior, args.seed, i, t)
             groups += [[([(prompt, a)], [(prompt, b)]) for a, b in pairs]] * bool(pairs)
     if args.mix > 0 and not whole:
         fail(f"--mix: {NOTHING['mtdpo']}")
@@ -114,6 +122,8 @@ def prepare(args):
     tokenizer = made[1] if made else open_directory(args.model)[1]
     for c in (c for r in records for m in agent_messages(r) for c in m.get("candidates", ())):
         c["token_ids"] = action_ids(tokenizer, c)  # checked; of its text where it has none
+        if args.prior and "logprob" not in c:
+            fail("--prior needs the candidates' logprob, which collect.py --candidates writes")
     groups = make_examples(args, records, [turns_of(tokenizer, r) for r in records])
     fits = lambda example: all(len(prompt) + len(action) <= args.max_length
                                for side in example for prompt, action in side)

@@ -138,18 +138,27 @@ def test_order_of_the_input_does_not_matter():
 
 def test_candidate_pairs_take_the_top_against_the_bottom_half():
     candidates = [{"token_ids": [i], "advantage": a} for i, a in enumerate((0.3, -1.0, 2.0, 0.1, -0.5))]
-    pairs = train_policy.candidate_pairs({"candidates": candidates}, 200, 0)
+    pairs = train_policy.candidate_pairs({"candidates": candidates}, 200, 0, 0)
     assert {a for a, _ in pairs} == {(2,), (0,)} and {b for _, b in pairs} == {(1,), (4,)}  # the middle is neither
     assert len(pairs) == 200 and len(set(pairs)) == 4
-    assert pairs == train_policy.candidate_pairs({"candidates": candidates}, 200, 0)
-    assert pairs != train_policy.candidate_pairs({"candidates": candidates}, 200, 1)
+    assert pairs == train_policy.candidate_pairs({"candidates": candidates}, 200, 0, 0)
+    assert pairs != train_policy.candidate_pairs({"candidates": candidates}, 200, 0, 1)
+
+
+def test_the_prior_lifts_what_the_sampler_likes():
+    candidates = [{"token_ids": [i], "advantage": a, "logprob": p}
+                  for i, (a, p) in enumerate(((0.3, -9.0), (0.2, -1.0), (0.1, -5.0), (0.0, -0.5)))]
+    tops = lambda prior: {a for a, _ in train_policy.candidate_pairs({"candidates": candidates}, 200, prior, 0)}
+    assert tops(0) == {(0,), (1,)} and tops(0.02) == {(1,), (0,)} and tops(0.1) == {(1,), (3,)}
+    # 0.1: -0.6, 0.1, -0.4, -0.05; 0.04: -0.06, 0.16, -0.1, -0.02
+    assert tops(0.04) == {(1,), (3,)}
 
 
 def test_candidate_pairs_need_two_different_candidates():
     same = [{"token_ids": [7], "advantage": a} for a in (0.0, 1.0)]
     for candidates in ([], same[:1], same):
-        assert train_policy.candidate_pairs({"candidates": candidates}, 4, 0) == []
-    assert train_policy.candidate_pairs({}, 4, 0) == []
+        assert train_policy.candidate_pairs({"candidates": candidates}, 4, 0, 0) == []
+    assert train_policy.candidate_pairs({}, 4, 0, 0) == []
 
 
 def mixed(mix, records=MIXED, **args):
@@ -196,6 +205,10 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch
     texts = {c["output"] for r in rewarded for m in r["dialogue_history"] for c in m.get("candidates", ())}
     ids = {(*plain_ids(tokenizer, text), *end_of_turn(tokenizer)) for text in texts}
     assert {action for group in prepared() for pair in group for [(_, action)] in pair} <= ids
+    args.prior = 0.1
+    del next(m for m in rewarded[0]["dialogue_history"] if "candidates" in m)["candidates"][0]["logprob"]
+    with pytest.raises(SystemExit, match="--prior needs the candidates' logprob"):
+        prepared()
     next(m for m in rewarded[0]["dialogue_history"] if "candidates" in m)["candidates"][0]["token_ids"] = [len(tokenizer)]
     with pytest.raises(SystemExit, match="not of this --model's tokenizer"):
         prepared()

@@ -191,14 +191,15 @@ def test_best_of_sends_the_critics_favourite(tasks, rewarded, tiny_dir, tmp_path
     hidden = [{"role": "user", "content": f"Hidden reference:\n{task['ground_truth']}\n\n{history[0]['content']}"}]
     for turn in range(6):
         key = (0, task["id"], 0, turn)
-        sent = asyncio.run(p.act(task, history, key, 0))["token_ids"]
         (drawn,) = asyncio.run(ask(p.engine, [(p.render(history), [(*key, j) for j in range(5)])]))
         turns = [(tuple(p.render(hidden)), tuple(ids)) for ids, _ in drawn]
         now, ref = (M.score(M.load(path)[0], turns, 4096) for path in (str(tmp_path / "c"), tiny_dir))
         scores = [advantage(a, b, "turn").item() for a, b in zip(now, ref)]
-        favourites.append(max(range(5), key=scores.__getitem__))
-        assert sent == drawn[favourites[-1]][0]
-    assert len(set(favourites)) > 1
+        for p.args.prior in (0, 0.1):
+            sent = asyncio.run(p.act(task, history, key, 0))["token_ids"]
+            favourites.append(max(range(5), key=lambda i: scores[i] + p.args.prior * sum(drawn[i][1])))
+            assert sent == drawn[favourites[-1]][0]
+    assert len(set(favourites)) > 1 and favourites[::2] != favourites[1::2]
 
 
 def test_dialogues_that_exist_only_get_candidates(episodes, tiny_dir):
