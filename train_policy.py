@@ -69,8 +69,8 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, nll_coef):
 def candidate_pairs(message, per_turn, prior, *seed):
     """[(a+, a-)] of one turn: random candidates of the top and of the bottom half, unless equal.
 
-    They are ranked by A + prior log pi_ref(a|o): as by pi_ref exp(A / prior), which maximises E[A] - prior KL(pi || pi_ref).
-    So what is malformed stays below: the critic has seldom seen it, and neither has the sampler drawn it often.
+    They are ranked by A + prior log pi_ref(a|o), as by pi_ref exp(A / prior), the policy of the highest
+    E[A] - prior KL(pi || pi_ref). What is malformed stays below: the critic does not know it, but it is rare.
     """
     value = lambda c: c["advantage"] + (prior and prior * c["logprob"])
     ranked = sorted((c for c in message.get("candidates", ()) if "advantage" in c), key=value, reverse=True)
@@ -120,7 +120,7 @@ def prepare(args):
     records = list(read_jsonl(sys.stdin, need, skip_bad=args.skip_bad))
     made = tiny(records, args.seed) if args.model == "tiny" else None
     tokenizer = made[1] if made else open_directory(args.model)[1]
-    for c in (c for r in records for m in agent_messages(r) for c in m.get("candidates", ())):
+    for c in (c for r in records for m in agent_messages(r) for c in m.get("candidates", ()) if args.loss == "dpo"):
         c["token_ids"] = action_ids(tokenizer, c)  # checked; of its text where it has none
         if args.prior and "logprob" not in c:
             fail("--prior needs the candidates' logprob, which collect.py --candidates writes")

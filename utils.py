@@ -85,7 +85,7 @@ PLAIN = {  # what a str, an int or a float must be
 
 
 def misfit(x, shape, path=""):
-    """What in x is not of a shape (a type of PLAIN, [shape] or {key: shape}, ...: any key), or None. Nulls are removed."""
+    """What in x is not of a shape (a type of PLAIN, [shape], {key: shape}; ...: any key), or None. Removes nulls."""
     if shape in (str, int, float):
         what, fits = PLAIN[shape]
         return None if fits(x) else f"{path} is not {what}"
@@ -117,7 +117,7 @@ def checked(line, need):
     if history and history[0]["role"] == "assistant":
         raise ValueError("dialogue_history starts with the assistant, who has nothing to answer to")
     if not -1 <= record.get("reward", 0) <= 1:
-        raise ValueError(f"the reward {record['reward']} is not a share of tests or a likeness, at most 1")
+        raise ValueError(f"the reward {record['reward']} is neither a share of tests nor a likeness")
     for path in need(record) if callable(need) else need:
         at = record
         for key in path.split("."):
