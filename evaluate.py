@@ -225,8 +225,9 @@ def plot(results, path):
             x, y, interval = zip(*sorted(points))
             axes.plot(x, y, marker="o", label=name, color=f"C{i}")
             axes.fill_between(x, *zip(*interval), color=f"C{i}", alpha=0.15, linewidth=0)
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter("{x:g}")
+    if xs := sorted({x for points in curves.values() for x, *_ in points if x is not None}):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(xs, [f"{x:g}" for x in xs])
     axes.set_ylabel("success %" if metric == "success" else "likeness %")
     axes.legend()
     try:
