@@ -1579,7 +1579,7 @@ def main(args):
         with grader:
             rewards, failures = [], 0
             for record in grade_records(answers, grader):
-                emit({**record, "meta": {**(record.get("meta") or {}), **rules}})
+                emit({**record, "meta": {**record.get("meta", {}), **rules}})
                 rewards.append(record["reward"])
                 failures += "failure" in record
             n = max(1, len(rewards))

@@ -468,7 +468,7 @@ async def collect(args, emit):
                 if totals["failed"] <= 3:
                     print(f"task {record['task']['id']}, sample {sample} failed: {e}", file=sys.stderr)
                 continue
-            new["meta"] = {**(record.get("meta") or {}), **meta}
+            new["meta"] = {**record.get("meta", {}), **meta}
             finished.put_nowait(asyncio.ensure_future(graded({**record, **new})))
 
     async def graded(record):

@@ -106,7 +106,7 @@ def read_system(name, files, skip_bad, keep):
             key = i, task_id(record["task"])  # a task in two seeds' files is two clusters: two models played it
             clusters[key] = clusters.get(key, 0) + measure(record)
             episodes += 1
-            rules.add((record.get("meta") or {}).get("rules", "unknown"))
+            rules.add(record.get("meta", {}).get("rules", "unknown"))
             keep(name, record)
     return {"name": name, "files": files, "clusters": clusters, "episodes": episodes, "rules": sorted(rules)}
 

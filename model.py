@@ -470,7 +470,7 @@ def end_of_turn(tokenizer):
 
 def thinks(record):
     """Whether the record's dialogue was sampled with --thinking 1."""
-    return (record.get("meta") or {}).get("thinking", 0)
+    return record.get("meta", {}).get("thinking", 0)
 
 
 def raw(message):
