@@ -18,6 +18,7 @@ import evaluate
 import model
 import train_critic
 import train_policy
+import utils
 from conftest import lines
 
 SEED = int(os.environ.get("FUZZ_SEED", 0))
@@ -141,6 +142,14 @@ def test_no_input_gets_past_or_breaks_a_stage(stage, good, tiny_dir, tmp_path, m
             lost += int(twice[1]) if twice else 0
             assert len(out) == there - lost, case
     assert said["ended"] and said["done"] and (said["skipped"] or stage == "rft"), said
+
+
+def test_a_null_is_a_field_that_is_not_there(good):
+    record = json.loads(json.dumps(good[0])) | {"meta": None, "answer": None}
+    record["dialogue_history"][1] |= {"candidates": None, "logprobs": None}
+    (read,) = utils.read_jsonl([json.dumps(record | {"of another": None})])
+    assert "meta" not in read and "answer" not in read and read["of another"] is None
+    assert not {"candidates", "logprobs"} & read["dialogue_history"][1].keys()
 
 
 def test_a_line_of_50_mb_is_a_record_like_any_other(good, monkeypatch, capsys):
