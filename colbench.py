@@ -449,8 +449,8 @@ rseq 334 293   faccessat2 439 439   openat 257 56
 NOT_READING = 0o3 | 0o100 | 0o1000 | 0o10000000  # O_ACCMODE, O_CREAT, O_TRUNC, O_PATH of openat
 
 
-def seccomp_filter():
-    """The BPF program of CALLS, with openat for reading only; b"" on a machine not known here."""
+def seccomp_filter(files=True):
+    """The BPF program of CALLS, with openat for reading only, or not at all; b"" on a machine not known here."""
     known = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
     if platform.machine() not in known:
         return b""
@@ -462,7 +462,9 @@ def seccomp_filter():
     for number in numbers:
         program += [(equal, 0, 1, number), allow] if number >= 0 else []
     # 32: the low word of the third argument, the flags
-    program += [(equal, 0, 3, openat), (load, 0, 0, 32), (any_bit, 1, 0, NOT_READING), allow, deny]
+    if files:
+        program += [(equal, 0, 3, openat), (load, 0, 0, 32), (any_bit, 1, 0, NOT_READING), allow]
+    program += [deny]
     return b"".join(struct.pack("HBBI", *step) for step in program)
 
 
@@ -586,8 +588,10 @@ def run_tests(request, wire):
             line = line[os.write(wire, line):]
 
 
-def serve(paths, bpf, memory):
+def serve(paths, bpf, blind, modules, memory):
     """A fork server on stdin, a Unix socket: "f" with a socket: fork; "k": kill and reap.
+
+    Without Landlock children get `blind`, the filter that lets them open no file, and import no more than `modules`.
 
     A child says its level, reads its request as one line and answers with a line a test; the server
     answers "k" with the child's exit code (negative: the signal), an int. It ends with the grader.
@@ -597,6 +601,13 @@ def serve(paths, bpf, memory):
     libc.syscall.argtypes = 5 * [ctypes.c_long]
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no process of the same user may look into this one
     rules = landlock_rules(libc, paths)
+    if rules is None and blind:
+        bpf = blind
+        for module in modules:
+            try:
+                __import__(module)
+            except ImportError:
+                pass
     control, null, pid = socket.socket(fileno=0), os.open(os.devnull, os.O_RDWR), 0
     run_tests({"code": "def f(): return 1", "tests": ["f()", "g()"], "official": 0}, null)
     gc.collect()  # the run above fills caches that each child would have to fill,
@@ -636,6 +647,9 @@ def serve(paths, bpf, memory):
 
 
 SERVER = (landlock_rules, confine, encode, run_tests, serve)
+COMMON = """_strptime array bisect base64 calendar collections.abc contextlib copy csv dataclasses difflib enum functools hashlib
+heapq html inspect io itertools math numbers numpy operator pprint queue random re sqlite3 statistics string textwrap time typing
+unicodedata urllib.parse uuid zlib"""
 IMPORTS = ("import ctypes, datetime, decimal, fractions, gc, json, os, resource, signal, socket\n"
            "import struct, sys, types\n")
 
@@ -652,7 +666,8 @@ class Server:
 
     def start(self):
         program = IMPORTS + "\n".join(map(inspect.getsource, SERVER))
-        program += f"\nserve({readable_paths()!r}, {seccomp_filter()!r}, {LIMITS['memory']})"
+        program += f"\nserve({readable_paths()!r}, {seccomp_filter()!r}, {seccomp_filter(False)!r}, " \
+                   f"{COMMON.split()}, {LIMITS['memory']})"
         self.control, theirs = socket.socketpair()
         self.control.settimeout(20)
         env = {"PYTHONHASHSEED": str(self.hash_seed), "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
@@ -1243,7 +1258,7 @@ class Clip:
         self.torch, self.image, self.resize = torch, Image, resize
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            self.model = CLIPVisionModelWithProjection.from_pretrained(path).eval().to(self.device)
+            self.model = CLIPVisionModelWithProjection.from_pretrained(path, use_safetensors=True).eval().to(self.device)
             self.prepare = CLIPImageProcessorPil.from_pretrained(path)
         except (OSError, ValueError) as e:
             fail(f"--clip {path}: {str(e).splitlines()[0]}")

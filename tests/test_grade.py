@@ -1,8 +1,10 @@
 """The grader: right verdicts, honest code, hostile code, and nothing left behind."""
+import contextlib
 import ctypes
 import json
 import os
 import platform
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 import colbench as module
+import utils
 from colbench import Grader, GraderError, check_task, extract_code, grade_records
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -234,6 +237,34 @@ def test_inputs_and_modules_are_fresh(grader):
     assert grader.grade(DOUBLE, vandal)["reward"] < 1 and grader.grade(DOUBLE, HONEST)["reward"] == 1
 
 
+ODDITIES = {  # honest code of all kinds, all right
+    "fence": f"Sure! Here it is:\n```python\n{HONEST}\n```\nAnything else?", "unclosed fence": f"```python\n{HONEST}",
+    "no language": f"```\n{HONEST}\n```", "prints": "def f(x):\n    print('[\"value\", 1]')\n    return x * 2",
+    "os": "import os\ndef f(x): return len(os.path.join('', 'a' * 2 * x))", "helper": "def g(x): return x\ndef f(x): return 2 * g(x)",
+    "from star": "from math import *\ndef f(x): return int(fabs(2 * x))", "lambda": "f = lambda x: x << 1",
+    "recursion": "def f(x): return 0 if x == 0 else 2 + f(x - 1)", "class": "class P:\n    two = 2\ndef f(x): return P.two * x",
+    "callable": "class F:\n    def __call__(s, x): return 2 * x\nf = F()", "partial": "import functools, operator\n"
+    "f = functools.partial(operator.mul, 2)", "cache": "import functools\n@functools.lru_cache\ndef f(x): return 2 * x",
+    "dataclass": "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\ndef f(x): return P(x).x * 2",
+    "main": HONEST + "\nif __name__ == '__main__':\n    print(f(int(input())))", "bool": "def f(x): return x * (True + True)",
+    "global": "n = 0\ndef f(x):\n    global n\n    n = 2\n    return x * n", "nested": "def f(x):\n    def g(): return x\n    return g() * 2",
+    "typed": "from typing import List, Optional\ndef f(x: Optional[int]) -> 'List[int]': return 2 * x", "deep":
+    "def f(x): return (lambda n: n if n > 500 else f.__call__(x) if 0 else 2 * x)(0)", "late import":
+    "def f(x):\n    import itertools\n    return sum(itertools.repeat(x, 2))", "regex": "import re\ndef f(x): return int(re.sub('a', '', f'a{2 * x}'))",
+    "decimal": "from decimal import Decimal\ndef f(x): return int(Decimal(x) * 2)", "date": "import datetime\n"
+    "def f(x): return (datetime.date(2020, 1, 1) + datetime.timedelta(2 * x)).toordinal() - datetime.date(2020, 1, 1).toordinal()",
+    "counter": "from collections import Counter\ndef f(x): return Counter('a' * 2 * x)['a']", "try": "def f(x):\n    try: 1 / 0\n"
+    "    except ZeroDivisionError: return 2 * x", "finally": "def f(x):\n    try: return 2 * x\n    finally: pass",
+    "unicode": "def f(größe): return größe * 2  # \u2713", "crlf": "def f(x):\r\n    return x * 2\r\n", "tabs": "def f(x):\n\treturn x * 2",
+    "float that is whole": "def f(x): return x * 2.0", "heap": "import heapq\ndef f(x): return heapq.nsmallest(1, [2 * x, 99])[0]",
+    "big": "def f(x): return (x << 200) // (1 << 199)", "two definitions": "def f(x): return 0\ndef f(x): return 2 * x"}
+
+
+@pytest.mark.parametrize("name", ODDITIES)
+def test_honest_oddities_pass(grader, name):
+    assert set(grader.grade(DOUBLE, ODDITIES[name])["tests"].values()) == {"pass"}
+
+
 # --- attacks ----------------------------------------------------------------------------------------
 
 ATTACKS = {
@@ -254,13 +285,124 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-def test_attacks_meet_a_wall(grader, secrets, name):
+SHUT = {"raised PermissionError", "raised RuntimeError", "raised ValueError", "raised error", "raised OSError"}
+SPENT = {"timeout", "raised MemoryError", "value too large", "raised RecursionError", "raised OverflowError"}
+GONE = {"exited early (0)", "exited early (3)", *(f"killed by signal {n}" for n in range(1, 32))}
+FORGED = {"wrong value", "not plain data", "raised TypeError", "raised KeyError", "raised AttributeError"}
+MISCHIEF = {  # by what it ends in; none may pass
+    "a loop": ("while True: pass", SPENT),
+    "a loop that swallows": ("def f(x):\n    while True:\n        try:\n            while True: pass\n"
+                             "        except BaseException: pass", SPENT),
+    "sleep": ("import time\ntime.sleep(99)", SPENT),
+    "a loop in C": ("def f(x): return sum(range(10 ** 12))", SPENT),
+    "a regex": ("import re\ndef f(x): return re.match('(a+)+$', 'a' * 60 + 'b')", SPENT),
+    "a power": ("def f(x): return 9 ** 9 ** 9", SPENT),
+    "endless generator": ("def f(x):\n    while True: yield x", FORGED),
+    "recursion": ("def f(x): return f(x)", SPENT),
+    "deep syntax": ("x = " + "(" * 5000 + ")" * 5000, {"raised SyntaxError", "raised MemoryError", *GONE}),
+    "growing list": ("x = [0]\nwhile True: x += x", SPENT | GONE),
+    "a string of 1 TB": ("def f(x): return 'a' * (1 << 40)", SPENT),
+    "2 MB": ("def f(x): return 'a' * (2 << 20)", SPENT),
+    "many values": ("def f(x): return list(range(10 ** 6))", SPENT),
+    "itself": ("def f(x):\n    a = []\n    a.append(a)\n    return a", FORGED),
+    "deep value": ("def f(x):\n    a = []\n    for _ in range(100000): a = [a]\n    return a", FORGED | GONE),
+    "prints without end": ("while True: print('x' * 99999)", SPENT),
+    "abort": ("import os\nos.abort()", GONE), "null pointer": ("import ctypes\nctypes.string_at(0)", GONE),
+    "exit": ("import os\ndef f(x): os._exit(0)", GONE), "sys.exit": ("import sys\nsys.exit(0)", {"raised SystemExit"}),
+    "kills itself": ("import ctypes\ndef f(x): ctypes.CDLL(None).raise_(9)", {"raised AttributeError"}),
+    "always equal": ("class E:\n    def __eq__(s, o): return True\ndef f(x): return E()", FORGED),
+    "equal inside": ("class E(int):\n    def __eq__(s, o): return True\n    __hash__ = None\ndef f(x): return [E(7)]", FORGED),
+    "reduce": ("class E:\n    def __reduce__(s): return print, (1,)\ndef f(x): return E()", FORGED),
+    "a forged line": ("import os\ndef f(x):\n    for fd in range(9):\n        try: os.write(fd, b'[\"value\", 2]\\n')\n"
+                      "        except OSError: pass\n    return 0", None),
+    "patches json": ("import json\njson.dumps = lambda v: '[\"value\", 2]'\ndef f(x): return 0", None),
+    "patches encode": ("import __main__\n__main__.encode = lambda v: 2\ndef f(x): return 0", None),
+    "looks at frames": ("import sys\ndef f(x):\n    f = sys._getframe()\n    while f.f_back: f = f.f_back\n"
+                        "    return f.f_locals['request']['wanted']", FORGED),
+    "spawns": ("import subprocess\ndef f(x): return subprocess.run(['true'])", SHUT),
+    "execs": ("import os\ndef f(x): os.execv('/bin/true', ['true'])", SHUT),
+    "kills the group": ("import os\ndef f(x): os.killpg(0, 9)", SHUT),
+    "unlinks": ("import os\ndef f(x): os.unlink('/tmp/colbench_secret/victim')", SHUT),
+    "changes modes": ("import os\ndef f(x): os.chmod('/tmp/colbench_secret/victim', 0)", SHUT),
+    "makes a folder": ("import os\ndef f(x): os.mkdir('/tmp/pwned')", SHUT),
+    "shared memory": ("def f(x): open('/dev/shm/pwned', 'w')", SHUT),
+    "udp": ("import socket\ndef f(x): socket.socket(socket.AF_INET, socket.SOCK_DGRAM)", SHUT),
+    "unix socket": ("import socket\ndef f(x): socket.socket(socket.AF_UNIX).connect('\\0colbench45678')", SHUT),
+    "fcntl": ("import fcntl, os\ndef f(x): fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())", SHUT | {
+        "raised ImportError"}),
+    "its own environment": ("import os\ndef f(x): return os.environ['COLBENCH_SECRET']", FORGED)}
+
+
+def check_attacks(g, secrets):
+    """Every attack ends as it should, outside is as it was, and an honest answer passes after each."""
     before = traces(), offspring()
-    verdicts = set(grader.grade(DOUBLE, ATTACKS[name])["tests"].values())
-    assert verdicts <= {"raised PermissionError", "raised RuntimeError", "raised ValueError", "raised error"}
-    assert (traces(), offspring()) == before and not reached(*secrets[:2])
-    assert grader.grade(DOUBLE, HONEST)["reward"] == 1
+    for name, (answer, ends) in {**{name: (a, SHUT) for name, a in ATTACKS.items()}, **MISCHIEF}.items():
+        graded = g.grade(DOUBLE, answer)
+        if ends:
+            assert {*graded["tests"].values()} <= ends | (SHUT if ends is SPENT else set()), (name, graded)
+        else:  # it may claim a value, and guess one that is right, but no more than one
+            assert graded["reward"] <= 0.25, (name, graded)
+        assert (traces(), offspring()) == before, name
+        assert not (secrets and reached(*secrets)), name
+        assert g.grade(DOUBLE, HONEST)["reward"] == 1, name
+
+
+def quick(monkeypatch):
+    monkeypatch.setattr(module, "LIMITS", {**module.LIMITS, "test": .5, "answer": 1})  # only to save time
+
+
+def test_attacks_meet_a_wall(grader, secrets, monkeypatch):
+    quick(monkeypatch)
+    assert len(ATTACKS) + len(MISCHIEF) >= 50
+    check_attacks(grader, secrets[:2])
+
+
+def landlock_rules(libc, paths):
+    return None
+
+
+def test_without_landlock_a_child_opens_no_file(secrets, monkeypatch):
+    monkeypatch.setattr(module, "SERVER", (landlock_rules, *module.SERVER[1:]))
+    quick(monkeypatch)
+    with Grader(workers=1) as g:
+        assert g.level == "full" and g.grade(DOUBLE, HONEST)["reward"] == 1
+        check_attacks(g, secrets[:2])
+        for name, answer in ODDITIES.items():
+            assert g.grade(DOUBLE, answer)["reward"] == 1, name
+
+
+AS_NOBODY = """
+import json, os, sys
+sys.path[:0] = json.loads(sys.argv[1])
+import test_grade as t
+assert os.geteuid() == 65534
+t.module.LIMITS |= {"test": .5, "answer": 1}
+os.environ["COLBENCH_SECRET"] = t.SECRET
+with t.Grader(workers=1) as g:
+    assert g.level == "full" and g.grade(t.DOUBLE, t.HONEST)["reward"] == 1
+    t.check_attacks(g, None)
+    for name, answer in t.ODDITIES.items():
+        assert g.grade(t.DOUBLE, answer)["reward"] == 1, name
+print("all as it should be")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an unprivileged user already")
+def test_an_unprivileged_user_is_as_safe(secrets, grader, tmp_path):
+    """In a mount namespace in which that user can reach this Python and this checkout."""
+    reach, paths = [sys.base_prefix, *sys.path[1:], str(Path(__file__).parent), str(Path(module.__file__).parent)], []
+    script = f"set -e; chmod 755 {tmp_path}; "
+    for i, path in enumerate(p for p in dict.fromkeys(reach) if os.path.isdir(p)):
+        paths.append(f"/mnt/{i}")
+        script += f"mkdir -p {tmp_path}/{i}; mount --bind {shlex.quote(path)} {tmp_path}/{i}; "
+    script += f"mount --rbind {tmp_path} /mnt; "
+    python = f"/mnt/0/bin/python{sys.version_info[0]}.{sys.version_info[1]}"
+    command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", python, "-c", AS_NOBODY, json.dumps(paths[1:])]
+    done = subprocess.run(["unshare", "-m", "bash", "-c", script + 'cd /; exec "$@"', "bash", *command], text=True,
+                          capture_output=True, timeout=300)
+    if "mount" in done.stderr.split("Traceback")[0] and done.returncode:
+        pytest.skip(f"no mounts here: {done.stderr}")
+    assert done.stdout == "all as it should be\n", done.stderr
 
 
 def test_a_child_finds_nothing_to_read(grader, tmp_path):
@@ -315,6 +457,41 @@ def test_parallel_grading_keeps_apart_and_in_order(grader):
     assert rewards == [r["reward"] for r in graded]
 
 
+def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(grader):
+    """ANSWERS=10000 python -m pytest -q -s tests/test_grade.py -k thousands; it tells the speed."""
+    n, sizes, stop = int(os.environ.get("ANSWERS", 200)), [], threading.Event()
+    hostile = [*ATTACKS.values(), *(answer for answer, ends in MISCHIEF.values() if ends)]
+
+    def watch():
+        while not stop.wait(0.2):
+            mine = utils.family()
+            memory = 0
+            for pid in (os.getpid(), *mine):
+                with contextlib.suppress(OSError):
+                    memory += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+            sizes.append((len(mine), memory))
+
+    def records():
+        for i in range(n):
+            mischief, wrong = i % 5 == 0, i % 5 == 1
+            answer = hostile[i // 5 % len(hostile)] if mischief else f"def f(x):\n    return x + {i + wrong}"
+            yield {"task": task(f"def f(x):\n    return x + {i}", "f(1)"), "answer": answer, "want": not (mischief or wrong)}
+
+    watcher, begin = threading.Thread(target=watch), time.monotonic()
+    watcher.start()
+    graded = list(grade_records(records(), grader))
+    seconds = time.monotonic() - begin
+    stop.set()
+    watcher.join()
+    assert len(graded) == n and all(r["reward"] == r["want"] for r in graded)
+    most, memory = (max(x) for x in zip(*sizes))
+    print(f"\n{n} answers, {n // 5} of them hostile: {n / seconds:.1f} a second with {grader.workers} workers, at most "
+          f"{most} processes and {memory >> 20} MB")
+    assert most < 40 and memory < 6 << 30 and seconds < 30 + n / 5 * 2
+    quarter = len(sizes) // 4
+    assert n < 1000 or max(sizes[-quarter:])[0] <= max(sizes[:quarter])[0] + 4  # nothing piles up
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_server_is_started_again(how):
     with Grader(workers=1) as g:
@@ -349,7 +526,7 @@ def test_levels_are_what_a_child_finds(monkeypatch):
         g.level = "full"
         with pytest.raises(GraderError, match="isolation"):
             g.grade(DOUBLE, HONEST)
-    monkeypatch.setattr(module, "seccomp_filter", lambda: b"")
+    monkeypatch.setattr(module, "seccomp_filter", lambda *_: b"")
     with pytest.raises(GraderError, match="unsafe=1"):
         Grader(workers=1)
     with Grader(workers=1, unsafe=1) as g:
