@@ -15,6 +15,7 @@ import base64
 import functools
 import itertools
 import json
+import math
 import os
 import sys
 import tempfile
@@ -372,6 +373,8 @@ class Players:
         prompt = self.render(history)
         draws = [(*key, j) for j in range(self.args.best_of)] + [(*key, "candidate", j) for j in range(candidates)]
         drawn = await self.engine((prompt, draws))
+        if not all(map(math.isfinite, (x for _, logprobs in drawn for x in logprobs))):
+            raise EndpointError("the model's log-probs are NaN or infinite: are its weights sound?")
         actions, drawn = drawn[:self.args.best_of], drawn[self.args.best_of:]
         actions = [{"output": self.text(ids), "token_ids": ids, "logprobs": logprobs} for ids, logprobs in actions]
         best = 0
@@ -417,14 +420,22 @@ class Players:
 
 def done_already(path):
     """The keys (task id, sample) in a file of finished episodes, from which a last line that was cut off is dropped."""
-    if not os.path.exists(path):
+    def whole_lines(f):
+        for line in f:
+            if line.endswith(b"\n"):
+                yield line
+            else:
+                f.truncate(f.tell() - len(line))
+    try:
+        with open(path, "rb+") as f:
+            lines = whole_lines(f)
+            first = [line for line in [next(lines, None)] if line]
+            records = read_jsonl(itertools.chain(first, lines), ("task", "sample"), path) if first else ()
+            return {(task_id(r["task"]), r["sample"]) for r in records}
+    except FileNotFoundError:
         return set()
-    with open(path, "rb+") as f:
-        data = f.read()
-        whole = data.rfind(b"\n") + 1
-        f.truncate(whole)
-    lines = data[:whole].splitlines()
-    return {(task_id(r["task"]), r["sample"]) for r in (read_jsonl(lines, ("task", "sample"), path) if lines else ())}
+    except OSError as e:
+        fail(f"--resume {path}: {e.strerror}")
 
 
 async def collect(args, emit):

@@ -32,7 +32,7 @@ import numpy as np
 
 from colbench import (ANSWER, RenderError, agent_messages, browser_flags, each_drawn, extract_page, hidden_information,
                       kind_of, slots_of, task_id)
-from utils import fail, open_stdout, parser, progress, read_jsonl, run, skip_bad_flag
+from utils import fail, open_stdout, parser, progress, read_jsonl, run, skip_bad_flag, version, writing
 
 METRICS = ("tests_passed", "success", "turns", "tokens", "unanswered", "letterbox", "not_drawn", "copied")
 COMPARED = ("success", "tests_passed")
@@ -154,7 +154,7 @@ def result(system, systems, resamples):
     """The JSON record of a system; `minus_first` compares it with the first one, on common (file index, task)s."""
     clusters, first = system["clusters"], systems[0]
     out = {"system": system["name"], "files": system["files"], "rules": system["rules"], "episodes": system["episodes"],
-           "tasks": len({task for _, task in clusters}),
+           "tasks": len({task for _, task in clusters}), "version": version(),
            "missing": len({key for s in systems for key in s["clusters"]} - clusters.keys())}
     for m, metric in enumerate(METRICS):
         out[metric], out[metric + "_95"] = with_interval(ratio, [c[m] for c in clusters.values()], resamples)
@@ -230,10 +230,9 @@ def plot(results, path):
         axes.set_xticks(xs, [f"{x:g}" for x in xs])
     axes.set_ylabel("success %" if metric == "success" else "likeness %")
     axes.legend()
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as e:  # an unknown kind of file
-        fail(f"--plot {path}: {e}")
+    with writing(path):
+        figure.savefig(path + ".part", dpi=150, format=os.path.splitext(path)[1][1:] or "png")
+        os.replace(path + ".part", path)
     pyplot.close(figure)
 
 
@@ -373,19 +372,20 @@ class Report:
             self.draw(args)
         data = {"systems": systems, "tasks": list(self.tasks.values()), "pictures": self.pictures}
         data = json.dumps(data).replace("<", "\\u003c")
-        with open(path, "w", encoding="utf-8") as f:
-            f.write(REPORT.replace("DATA", data, 1))
+        with writing(path):
+            with open(path + ".part", "w", encoding="utf-8") as f:
+                f.write(REPORT.replace("DATA", data, 1))
+            os.replace(path + ".part", path)
 
 
 def main(args):
     emit, report = open_stdout(), Report()
     if args.html and args.results:
         fail("--html shows episodes, and --results 1 has none")
-    for flag in ("html", "plot"):
-        try:
-            getattr(args, flag) and open(getattr(args, flag), "a").close()  # before the work
-        except OSError as e:
-            fail(f"--{flag} {getattr(args, flag)}: {e.strerror}")
+    for path in filter(None, (args.html, args.plot)):  # before the work
+        with writing(path):
+            open(path + ".part", "w").close()
+            os.remove(path + ".part")
     if args.results:
         results = [r for path in args.files for r in read_jsonl(
             opened(path), ("system", "rules", *METRICS[:1]), "stdin" if path == "-" else path, args.skip_bad)]

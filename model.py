@@ -8,12 +8,12 @@ task. So `pack` sorts the sequences, which is depth-first order of their prefix 
 once. Attention then runs over `runs`, stretches of new tokens that see their own path from the root.
 """
 import functools
+import glob
 import importlib.util
 import json
 import math
 import os
 import re
-import shutil
 import struct
 import warnings
 import weakref
@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from jinja2.exceptions import TemplateError
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -36,7 +37,7 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
 from transformers.utils import logging
 
 from colbench import extract_page, with_hidden
-from utils import RANK, WORLD, drop_checkpoints, fail, from_rank_0, most, progress, summed
+from utils import RANK, WORLD, drop_checkpoints, fail, from_rank_0, most, progress, reading, remove, summed, writing
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process may read weights, too
 logging.set_verbosity_error()
@@ -525,9 +526,11 @@ def open_directory(path, weights=False):
             from huggingface_hub import snapshot_download
             wanted = ["*.json", "*.jinja", "*.model", *["*.safetensors"] * weights]
             path = snapshot_download(path, allow_patterns=wanted)
-        config, tokenizer = AutoConfig.from_pretrained(path), AutoTokenizer.from_pretrained(path)
+        config, tokenizer = (auto.from_pretrained(path, trust_remote_code=False) for auto in (AutoConfig, AutoTokenizer))
     except (OSError, ValueError) as e:
         fail(f"no model at {path!r}: {str(e).splitlines()[0]}")
+    if weights and not glob.glob(os.path.join(glob.escape(path), "*.safetensors")):
+        fail(f"no weights at {path!r}: only safetensors files are read")
     if not tokenizer.chat_template:
         fail(f"the tokenizer of {path!r} has no chat template: take the instruction-tuned model")
     return path, tokenizer, config
@@ -544,7 +547,8 @@ def machine(args, device):
 def load_lm(path, device):
     """(transformers causal LM, tokenizer) to sample with."""
     path, tokenizer, _ = open_directory(path, weights=True)
-    lm = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32)
+    lm = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32,
+                                              trust_remote_code=False, use_safetensors=True)
     return lm.to(device), tokenizer
 
 
@@ -649,13 +653,14 @@ def save(model, tokenizer, out):
         p = whole(p.detach())
         if RANK == 0:
             state[name] = p.to("cpu", model.dtype)
-    if RANK == 0:
-        model.lm.generation_config.eos_token_id = sorted({end_of_turn(tokenizer)[-1], tokenizer.eos_token_id})
-        model.lm.save_pretrained(out, state_dict=state)
-        model.lm.config.dtype = model.dtype  # which save_pretrained takes to be that of the fp32 weights
-        model.lm.config.save_pretrained(out)
-        tokenizer.save_pretrained(out)
-        model.pictures and model.pictures.processor.save_pretrained(out)
+    with writing(out):
+        if RANK == 0:
+            model.lm.generation_config.eos_token_id = sorted({end_of_turn(tokenizer)[-1], tokenizer.eos_token_id})
+            model.lm.save_pretrained(out, state_dict=state)
+            model.lm.config.dtype = model.dtype  # which save_pretrained takes to be that of the fp32 weights
+            model.lm.config.save_pretrained(out)
+            tokenizer.save_pretrained(out)
+            model.pictures and model.pictures.processor.save_pretrained(out)
 
 
 # --- checkpoints of a run: weights and moments, as sharded safetensors that any number of processes reads -------------
@@ -676,30 +681,40 @@ def training_state(model, optimizer, step):
 def save_checkpoint(model, optimizer, out, step):
     """Writes out/checkpoint-STEP, complete or not at all, then removes the one before."""
     path = os.path.join(out, f"checkpoint-{step}")
+    part, counts = path + ".part", count()
     if RANK == 0:
-        shutil.rmtree(path + ".part", ignore_errors=True)
+        remove(part)
     most(0)  # a barrier
-    dcp.save(training_state(model, optimizer, step),
-             storage_writer=dcp.HuggingFaceStorageWriter(path + ".part", save_distributed=True))
-    counts = count()
-    if RANK == 0:
-        with open(os.path.join(path + ".part", "counts.json"), "w") as f:
-            json.dump(counts, f)
-        os.replace(path + ".part", path)
+    with writing(path):
+        dcp.save(training_state(model, optimizer, step),
+                 storage_writer=dcp.HuggingFaceStorageWriter(part, save_distributed=True))
+        if RANK == 0:
+            with open(os.path.join(part, "counts.json"), "w") as f:
+                json.dump(counts, f)
+            for name in os.listdir(part):  # on the disk before the name is: a machine may lose its power
+                with open(os.path.join(part, name), "rb") as f:
+                    os.fsync(f.fileno())
+            os.replace(part, path)
     drop_checkpoints(out, keep=step)
+    most(0)  # whoever leaves now leaves it whole
 
 
 def restore(model, optimizer, log):
     """Puts in place what the run in log's directory had reached: its last checkpoint, or its final model."""
-    if log.finished:
+    if log.trained:
         read_weights(model, log.out)
+        before = log.trained
     elif log.step:
         path = os.path.join(log.out, f"checkpoint-{log.step}")
-        with torch.no_grad():
+        with reading(path), torch.no_grad():
+            for file in glob.glob(os.path.join(glob.escape(path), "*.safetensors")):
+                safe_open(file, "pt").__exit__(None, None, None)  # it says what is wrong, where torch prints tracebacks
             dcp.load(training_state(model, optimizer, log.step), storage_reader=dcp.HuggingFaceStorageReader(path))
-        with open(os.path.join(path, "counts.json")) as f:
-            before = json.load(f)
-        COUNT.update({key: 0 if RANK else before[key] for key in COUNT})
+            with open(os.path.join(path, "counts.json")) as f:
+                before = json.load(f)
+    else:
+        return
+    COUNT.update({key: 0 if RANK else before[key] for key in COUNT})
 
 
 def reference(model, turns, max_tokens, out):
@@ -708,11 +723,13 @@ def reference(model, turns, max_tokens, out):
         return [torch.zeros(1)] * len(turns)
     path = os.path.join(out, "reference.safetensors")
     if from_rank_0(lambda: os.path.exists(path)):
-        return list(load_file(path)["logps"].split([len(action) for _, action in turns]))
+        with reading(path):
+            return list(load_file(path)["logps"].split([len(action) for _, action in turns]))
     logps = score(model, turns, max_tokens, "reference")
     if RANK == 0:
-        save_file({"logps": torch.cat(logps)}, path + ".part")
-        os.replace(path + ".part", path)
+        with writing(path):
+            save_file({"logps": torch.cat(logps)}, path + ".part")
+            os.replace(path + ".part", path)
     return logps
 
 

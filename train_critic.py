@@ -26,8 +26,8 @@ import torch.nn.functional as F
 
 from colbench import (ANSWER, agent_messages, browser_flags, each_drawn, extract_page, hidden_information, kind_of,
                       read_action, task_id)
-from utils import (Log, digest, drop_checkpoints, fail, from_rank_0, join, lr_at, machine_flags, open_stdout, parser,
-                   progress, read_jsonl, rng, run, summed)
+from utils import (SIGNALS, Log, digest, drop_checkpoints, fail, finite, from_rank_0, join, lr_at, machine_flags,
+                   open_stdout, parser, progress, read_jsonl, rng, run, summed, writing)
 
 HEADS = "regression", "value"  # those with a head of their own
 
@@ -158,6 +158,13 @@ def judged(critic, tokenizer, task, history, actions, thinking=0, pictures=None)
     return [((prompt, a), (ref_prompt, a)) for a in ids]
 
 
+def needed(record, reward=True):
+    """What a trainer needs of a record, for read_jsonl."""
+    if "dialogue_history" in record and not agent_messages(record):
+        raise ValueError("the agent says nothing in dialogue_history")
+    return ("task.problem_description", "task.ground_truth", "dialogue_history", *["reward"] * reward)
+
+
 def prepare(args, records):
     """Reads stdin into records; returns (turns, ref_turns, of, train, held, too_long, pictures).
 
@@ -165,8 +172,7 @@ def prepare(args, records):
     and held are pairs by task; pictures is {page: PNG file}, None for a model that sees none.
     """
     from model import Pictures, open_directory, sees, thinks
-    need = "task.problem_description", "task.ground_truth", "dialogue_history", "reward"
-    records.extend(read_jsonl(sys.stdin, need, skip_bad=args.skip_bad))
+    records.extend(read_jsonl(sys.stdin, needed, skip_bad=args.skip_bad))
     path, tokenizer, config = open_directory(args.model)
     pictures, turns, of, long = None, [], [], 0
     if sees(config) and not args.dry_run:
@@ -237,7 +243,7 @@ def main(args):
                                   fused=device.type == "cuda" and not args.offload)
     if steps:
         restore(model, optimizer, log)
-    for step in progress("critic", range(log.step, len(steps))):
+    for step in log.steps("critic", len(steps)):
         batch, total, right = steps[step], 0.0, 0.0
         for part, weight in deal(micro_batches(batch, turns_in, args.max_tokens), turns_in):
             logps = dict(zip(used_by(part), action_logps(model, turns_in(part), args.max_tokens)))
@@ -245,20 +251,25 @@ def main(args):
             loss = weight * sum(losses) / len(batch)
             loss.backward()
             total, right = total + loss.item(), right + weight * sum((m > 0).item() for m in margins) / len(batch)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)).item()
+        total, right, signal = summed(total, right, SIGNALS.first)
+        finite(step, loss=total, grad_norm=norm)
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, len(steps), args.lr)
         optimizer.step()
         optimizer.zero_grad()
-        total, right = summed(total, right)
-        log(step=step, loss=total, accuracy=right, grad_norm=whole(norm).item(), lr=group["lr"])
-        if args.save_every and (step + 1) % args.save_every == 0:
+        log(step=step, loss=total, accuracy=right, grad_norm=norm, lr=group["lr"])
+        if signal or args.save_every and (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
+        if signal:
+            SIGNALS.end()
+    if steps and not log.trained:
+        save(model, tokenizer, args.out)
+        log(last=True, trained=len(steps), **count())
     logps = score(model, turns, args.max_tokens, "advantages")
     if not log.finished:
-        if steps:
-            save(model, tokenizer, args.out)
-        with open(os.path.join(args.out, "critic.json"), "w") as f:  # what collect.py --best_of needs to score with it
+        path = os.path.join(args.out, "critic.json")
+        with writing(path), open(path, "w") as f:  # what collect.py --best_of needs to score with it
             json.dump({"ref": os.path.abspath(args.model) if os.path.isdir(args.model) else args.model,
                        **{k: getattr(args, k) for k in ("head", "hidden_info", "ref_context", "normalize",
                                                         "picture_tokens")}}, f)

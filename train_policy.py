@@ -21,9 +21,9 @@ import torch
 import torch.nn.functional as F
 
 from colbench import agent_messages, task_id
-from train_critic import batches, trajectory_pairs  # the pairs and the order of the critic
-from utils import (Log, digest, drop_checkpoints, fail, from_rank_0, join, lr_at, machine_flags, most, open_stdout,
-                   parser, progress, read_jsonl, rng, run, summed)
+from train_critic import batches, needed, trajectory_pairs  # the pairs and the order of the critic
+from utils import (SIGNALS, Log, digest, drop_checkpoints, fail, finite, from_rank_0, join, lr_at, machine_flags, most,
+                   open_stdout, parser, read_jsonl, rng, run, summed)
 
 PAPER = {"dpo": {"batch_size": 8, "epochs": 1}, "mtdpo": {"batch_size": 8, "epochs": 4},
          "rft": {"batch_size": 32, "epochs": 4}}
@@ -107,7 +107,7 @@ def make_examples(args, records, all_turns):
     return groups
 
 
-NOTHING = {"dpo": "no turn has two candidates with an advantage (collect.py --candidates 16, then train_critic.py)",
+NOTHING = {"dpo": "no turn has two unlike candidates with an advantage (collect.py --candidates 16, then train_critic.py)",
            "mtdpo": "no task has a solved and a worse trajectory (--pairs all --margin 0 takes whatever differs)",
            "rft": "no trajectory is solved (--all 1 takes every one)"}
 
@@ -116,8 +116,7 @@ def prepare(args):
     """Reads stdin; returns (groups of examples, how many were too long, --model tiny made of the records' words)."""
     from model import action_ids, open_directory, tiny, turns_of
     needs_reward = {"dpo": args.mix > 0, "mtdpo": True, "rft": not args.all}[args.loss]
-    need = "task.problem_description", "task.ground_truth", "dialogue_history", *["reward"] * needs_reward
-    records = list(read_jsonl(sys.stdin, need, skip_bad=args.skip_bad))
+    records = list(read_jsonl(sys.stdin, lambda r: needed(r, needs_reward), skip_bad=args.skip_bad))
     made = tiny(records, args.seed) if args.model == "tiny" else None
     tokenizer = made[1] if made else open_directory(args.model)[1]
     for c in (c for r in records for m in agent_messages(r) for c in m.get("candidates", ()) if args.loss == "dpo"):
@@ -161,7 +160,7 @@ def main(args):
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0,
                                   fused=device.type == "cuda" and not args.offload)
     restore(model, optimizer, log)
-    for step in progress("policy", range(log.step, len(steps))):
+    for step in log.steps("policy", len(steps)):
         batch, total, right = steps[step], 0.0, 0.0
         tokens = sum(len(action) for chosen, _ in batch for _, action in chosen)
         for part, weight in deal(micro_batches(batch, turns_in, args.max_tokens), turns_in):
@@ -177,16 +176,19 @@ def main(args):
                 right += weight * sum((m > 0).item() for m in margins) / len(batch)
             loss.backward()
             total += loss.item()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        norm = whole(torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)).item()
+        total, right, signal = summed(total, right, SIGNALS.first)
+        finite(step, loss=total, grad_norm=norm)
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, len(steps), args.lr)
         optimizer.step()
         optimizer.zero_grad()
-        total, right = summed(total, right)
-        log(step=step, loss=total, accuracy=None if args.loss == "rft" else right, grad_norm=whole(norm).item(),
+        log(step=step, loss=total, accuracy=None if args.loss == "rft" else right, grad_norm=norm,
             lr=group["lr"])
-        if args.save_every and (step + 1) % args.save_every == 0:
+        if signal or args.save_every and (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
+        if signal:
+            SIGNALS.end()
     if not log.finished:
         save(model, tokenizer, args.out)
         log(last=True, finished=len(steps), **count())

@@ -3,7 +3,10 @@ import argparse
 import asyncio
 import atexit
 import contextlib
+import ctypes
+import errno
 import fcntl
+import functools
 import glob
 import hashlib
 import json
@@ -13,9 +16,12 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
+from importlib.metadata import PackageNotFoundError, version as package_version
 
 from tqdm import tqdm
 
@@ -62,6 +68,14 @@ def machine_flags(p):
 def fail(message):
     """End the program with one clear line on stderr and exit status 1."""
     raise SystemExit(f"error: {message}")
+
+
+def finite(step, **values):
+    """Ends a run before a step that would spoil the weights."""
+    for name, value in values.items():
+        if not math.isfinite(value):
+            fail(f"step {step}: the {name} is {value}, and this step would spoil the weights. A lower --lr, a lower "
+                 "--beta or --dtype fp32 may help; the last checkpoint is whole")
 
 
 def rng(*key):
@@ -162,31 +176,123 @@ def open_stdout():
         if RANK:
             return
         try:
-            data.write(json.dumps(record) + "\n")
-        except BrokenPipeError:
-            raise ReaderGone from None
+            line = json.dumps(record, allow_nan=False) + "\n"
+        except ValueError:
+            fail("a result is NaN or infinite, so no more is written: are the model's weights sound?")
+        with SIGNALS.writing:
+            try:
+                data.write(line)
+            except OSError as e:
+                raise StdoutError(e.errno, e.strerror) from None
     return emit
 
 
-class ReaderGone(Exception):
-    """Whoever read our stdout has gone. Not any other broken pipe: a grader's or a server's is an error."""
+def plain_stderr():
+    """Keeps what a model, a server or a file says from steering the terminal: control characters are shown as "?"."""
+    write, control = sys.stderr.write, re.compile("(?!^)\r|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+    sys.stderr.write = lambda text: write(control.sub("?", text))
+
+
+class StdoutError(OSError):
+    """Our stdout takes no more: the disk is full, or the reader has gone. Not any other broken pipe, a grader's, say."""
+
+
+@contextlib.contextmanager
+def one_line(what, hint, part=None):
+    """Ends the program by one line, what: the reason, hint, where what is done inside fails; `part` is removed then."""
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as e:  # of the system, of safetensors, of torch's checkpoints, which is no Exception
+        with contextlib.suppress(OSError):
+            part and remove(part)
+        said = [line.strip() for line in str(e).splitlines() if line.strip()] or [type(e).__name__]
+        fail(f"{what}: {getattr(e, 'strerror', None) or said[-1]}{hint}")
+
+
+def writing(path):
+    """with writing(path): what writes there, or path.part, which may be what fills the disk."""
+    return one_line(f"{path} can't be written", SIGNALS.hint, path + ".part")
+
+
+def reading(path):
+    """with reading(path): what reads a file of the run that is resumed."""
+    return one_line(f"{path} is damaged, so this run can't go on", "; --overwrite 1 starts it over")
+
+
+class Signals:
+    """SIGTERM and Ctrl-C end the program with one line: at once, or after the step under way where steps are made.
+
+    It ends by the signal itself, so that a shell's loop ends, too. A thread waits for them, for the main one may be
+    inside a kernel, or wait for another rank. `first` is the number of the one that came while steps were made.
+    """
+
+    def __init__(self):
+        self.writing, self.steps, self.first, self.hint = threading.Lock(), False, 0, ""
+
+    def listen(self, hint):
+        ours, theirs = os.pipe()
+        os.set_blocking(theirs, False)
+        signal.set_wakeup_fd(theirs)
+        self.hint = hint
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda *_: None)  # what counts is the byte in the pipe
+        os.register_at_fork(after_in_child=self.forget)
+        threading.Thread(target=self.watch, args=(ours,), daemon=True).start()
+
+    @staticmethod
+    def forget():
+        """In a forked child, whose signals are its own."""
+        signal.set_wakeup_fd(-1)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL)
+
+    def watch(self, pipe):
+        since = math.inf
+        while number := os.read(pipe, 1)[0]:
+            if number in (signal.SIGTERM, signal.SIGINT):
+                since = min(since, time.monotonic())
+                if not self.steps or time.monotonic() > since + 2:  # no echo: torchrun passes on what all have heard
+                    self.end(number)
+                self.first = self.first or number
+
+    def end(self, number=None):
+        """Ends the program by a signal, if none came here then by that of another rank; never within a line of stdout."""
+        number = number or self.first or signal.SIGTERM
+        self.writing.acquire(timeout=5)
+        if RANK == 0:
+            line = f"error: ended by {signal.Signals(number).name}{self.hint}\n"
+            os.write(2, ("\n" * sys.stderr.isatty() + line).encode())
+        ctypes.CDLL(None).signal(number, 0)  # the default action; Python's signal.signal is for the main thread alone
+        os.kill(os.getpid(), number)
+
+
+SIGNALS = Signals()
 
 
 def run(main, args):
-    """main(args), ended cleanly where the reader of stdout has gone (`| head -1`) or by Ctrl-C."""
+    """main(args), ended with one line by a signal and where stdout takes no more; quietly where its reader has gone."""
+    plain_stderr()
+    SIGNALS.listen("; --resume goes on from what was finished" if hasattr(args, "resume") else "")
     try:
         main(args)
         if "torch" in sys.modules and (dist := sys.modules["torch"].distributed).is_initialized():
             dist.destroy_process_group()
-    except SystemExit:
-        if RANK:
-            time.sleep(5)  # rank 0 says it; torchrun ends the others then
+    except StdoutError as e:
+        if e.errno != errno.EPIPE:
+            print(f"error: stdout: {e.strerror}{SIGNALS.hint}", file=sys.stderr)
+        os._exit(e.errno != errno.EPIPE)  # no flush at exit: it would only fail again
+    except BaseException as e:
+        SIGNALS.steps = False
+        if WORLD > 1:  # rank 0 says what all would say: torchrun then ends the others, and who failed as another died
+            time.sleep(5 if RANK else 1)
+        if SIGNALS.first:
+            SIGNALS.end()
+        if RANK and isinstance(e, SystemExit):
             sys.exit(1)
         raise
-    except ReaderGone:
-        os._exit(0)  # no flush at exit: it would only meet the closed pipe again
-    except KeyboardInterrupt:
-        fail("interrupted")
 
 
 def family(of=None):
@@ -284,6 +390,8 @@ def join():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if alone:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # which would listen to the network, for nobody
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo",
                                 timeout=datetime.timedelta(hours=1), **alone)
@@ -338,7 +446,8 @@ class Log:
     """The --out directory of a run, which no other run can share: metrics.jsonl, a copy of the script.
 
     metrics.jsonl: first the facts of the run, then a line per call. Lines also go to stderr, at most one every `every`
-    seconds unless last=True. Only rank 0 writes; `finished` is known to all.
+    seconds unless last=True. Only rank 0 writes. All know `step`, and of a run to be resumed the row that says that it is
+    `trained`, its model written, and whether it is `finished`.
     """
     MAY_CHANGE = {"out", "max_tokens", "attention", "recompute", "replicate", "offload", "save_every", "resume",
                   "overwrite", "browser"}  # between a run and the one that resumes it
@@ -347,9 +456,10 @@ class Log:
         self.args, self.out, self.every, self.said = args, args.out, every, 0.0
         self.path = os.path.join(args.out, "metrics.jsonl")
         self.rows, self.step = from_rank_0(self.claim)
-        self.finished = bool(self.rows) and "finished" in self.rows[-1]
-        if self.finished:
-            self.step = self.rows[-1]["finished"]
+        ends = [row for row in self.rows if "trained" in row or "finished" in row]
+        self.trained, self.finished = bool(ends) and ends[0], bool(ends) and "finished" in ends[-1]
+        if ends:
+            self.step = self.trained.get("trained", self.trained.get("finished"))
 
     def claim(self):
         """Takes the directory; returns the rows of the run to be resumed, [] for a new one, and its last checkpoint."""
@@ -371,8 +481,9 @@ class Log:
             return [], 0  # the old run goes when the new one begins
         if not args.resume:
             fail(f"--out {out} holds a run already: name another, or --resume 1 continues it, --overwrite 1 removes it")
-        with open(self.path) as f:
+        with reading(self.path), open(self.path) as f:
             rows = [json.loads(line) for line in f if line.endswith("}\n")]  # a kill may have cut the last line
+            rows[0]["args"]
         return rows, max([0, *checkpoints(out)])
 
     def begin(self, **facts):
@@ -389,26 +500,43 @@ class Log:
         if self.finished:
             return
         for name in set(os.listdir(self.out)) - {"pictures"} if not self.rows else ():  # --overwrite 1
-            path = os.path.join(self.out, name)
-            shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
+            remove(os.path.join(self.out, name))
         rows = [r for r in self.rows if "step" not in r or r["step"] < self.step]
         rows += [{"resumed": self.step, **new}] * bool(rows)
-        with open(self.path + ".part", "w") as f:
-            f.writelines(json.dumps(row) + "\n" for row in rows or [new])
-        os.replace(self.path + ".part", self.path)
-        self.file = open(self.path, "a", buffering=1)
-        if sys.argv[0].endswith(".py"):
-            shutil.copy(sys.argv[0], self.out)
+        with writing(self.path):
+            with open(self.path + ".part", "w") as f:
+                f.writelines(json.dumps(row) + "\n" for row in rows or [new])
+            os.replace(self.path + ".part", self.path)
+            self.file = open(self.path, "a", buffering=1)
+            if sys.argv[0].endswith(".py"):
+                shutil.copy(sys.argv[0], self.out)
+
+    def steps(self, what, n):
+        """Yields the steps up to n that are still to be made. Meanwhile a signal waits for the end of one."""
+        SIGNALS.steps = True
+        yield from progress(what, range(self.step, n))
+        SIGNALS.steps = False
+        if SIGNALS.first:
+            SIGNALS.end()
 
     def __call__(self, last=False, **row):
         if RANK:
             return
-        self.file.write(json.dumps(row) + "\n")
+        with writing(self.path):
+            self.file.write(json.dumps(row) + "\n")
         if last or time.time() - self.said > self.every:
             self.said = time.time()
             tqdm.write("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()
                                  if v is not None),
                        file=sys.stderr)
+
+
+def remove(path):
+    """Removes a file, or a directory with all that is in it, if it is there."""
+    if os.path.isdir(path):
+        shutil.rmtree(path)
+    elif os.path.exists(path):
+        os.remove(path)
 
 
 def remove_empty(out):
@@ -426,7 +554,7 @@ def drop_checkpoints(out, keep=None):
     """Removes the checkpoints in out, and what a kill left of one, but that of step `keep`."""
     for name in os.listdir(out) if RANK == 0 else ():
         if name.startswith("checkpoint-") and name != f"checkpoint-{keep}":
-            shutil.rmtree(os.path.join(out, name))
+            remove(os.path.join(out, name))
 
 
 def digest(x):
@@ -434,11 +562,16 @@ def digest(x):
     return hashlib.sha256(marshal.dumps(x, 2)).hexdigest()[:16]
 
 
+@functools.cache
 def version():
-    """The commit of this checkout, marked where files differ from it; "unknown" outside git."""
+    """The commit of this checkout, marked where files differ from it ("unknown" outside git), and what it runs on."""
     here = os.path.dirname(os.path.abspath(__file__))
     git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True)
-    return git.stdout.strip() or "unknown"
+    found = [("python", ".".join(map(str, sys.version_info[:3])))]
+    for package in ("torch", "transformers", "vllm", "flash-attn"):
+        with contextlib.suppress(PackageNotFoundError):
+            found.append((package, package_version(package)))
+    return ", ".join([git.stdout.strip() or "unknown", *map(" ".join, found)])
 
 
 def progress(what, items=None, total=None):

@@ -2,6 +2,7 @@
 import functools
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -29,11 +30,12 @@ for line in sys.stdin:
     pid = os.fork()
     if not pid:
         for fd, path in enumerate(files):
-            os.dup2(os.open(path, os.O_RDWR), fd)
+            os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), fd)
         os.chdir(cwd)
         sys.argv, sys.stdin, sys.path[0] = argv, open(0, encoding="utf-8"), os.path.dirname(argv[0])
         runpy.run_path(argv[0], run_name="__main__")
         sys.exit()
+    print(pid, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
 
@@ -44,10 +46,11 @@ def forks():
     return subprocess.Popen([sys.executable, "-c", FORKS, ROOT], text=True, stdin=pipe, stdout=pipe, env=CPU)
 
 
-def script(name, *flags, stdin="", cwd=ROOT, fresh=False):
+def script(name, *flags, stdin="", cwd=ROOT, fresh=False, out=None, kill=None):
     """Runs `python name flags`; returns it finished, with text in stdout and stderr. stdin: text or records.
 
     In a fork of a process that has torch loaded, which saves seconds a call; fresh=True starts a new interpreter.
+    out: a file to which stdout is appended. kill: (seconds, signal) to send it, if it has not ended by then.
     """
     stdin = stdin if isinstance(stdin, str) else lines(stdin)
     command = [os.path.join(ROOT, name), *map(str, flags)]
@@ -59,8 +62,11 @@ def script(name, *flags, stdin="", cwd=ROOT, fresh=False):
         for path in files:
             with open(path, "w", encoding="utf-8") as f:
                 f.write(stdin if path == files[0] else "")
-        forks().stdin.write(json.dumps([command, str(cwd), files]) + "\n")
+        forks().stdin.write(json.dumps([command, str(cwd), [files[0], str(out or files[1]), files[2]]]) + "\n")
         forks().stdin.flush()
+        pid = int(forks().stdout.readline())
+        if kill and not select.select([forks().stdout], [], [], kill[0])[0]:
+            os.kill(pid, kill[1])
         code = int(forks().stdout.readline())
         return subprocess.CompletedProcess(command, code, *(open(f, encoding="utf-8").read() for f in files[1:]))
 

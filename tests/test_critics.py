@@ -33,7 +33,7 @@ def test_a_critic_with_a_head_learns_scores_resumes_and_chooses(head, world, rew
     launch = f"torchrun --nproc_per_node={world}" if world > 1 else "python"
     done = shell(f"{launch} train_critic.py {' '.join(map(str, flags))} --out {tmp_path}/c < {tmp_path}/in")
     assert done.returncode == 0, done.stderr
-    first, *steps, last = records((tmp_path / "c" / "metrics.jsonl").read_text())
+    first, *steps, _, _ = records((tmp_path / "c" / "metrics.jsonl").read_text())
     assert steps[-1]["loss"] < reached < steps[0]["loss"]
     model, tokenizer = M.load(tiny_dir, head=True)  # step 0, pair by pair, from eq. 2
     sums = {(r["task"]["id"], r["sample"]): sum(M.action_logps(model, critic_turns(tokenizer, r, "regression"))).item()

@@ -172,7 +172,7 @@ def test_earlier_results_make_one_table(tmp_path):
     assert again == [] and both.splitlines()[:3] == table.splitlines()[:3] and len(both.splitlines()) == 6
     for flags, message in ((["--results", 1, "a.jsonl"], "a.jsonl, line 1: no 'system'"),
                            (["--results", 1, "r.jsonl", "--html", "x.html"], "--html shows episodes"),
-                           (["a.jsonl", "--plot", "x.nothing"], "--plot x.nothing: ")):
+                           (["a.jsonl", "--plot", "x.nothing"], "x.nothing can't be written: Format")):
         if "--plot" in flags:
             pytest.importorskip("matplotlib", reason="matplotlib is not installed")
         done = script("evaluate.py", *flags, cwd=tmp_path)
@@ -187,7 +187,7 @@ def test_plot_draws_curves_with_intervals_and_level_lines(tmp_path, monkeypatch)
     assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
     results, _ = run(tmp_path, "base.jsonl", "critic@4=c4.jsonl", "critic@1=c1.jsonl", "critic@2=c2.jsonl")
-    evaluate.plot(results, tmp_path / "g.png")
+    evaluate.plot(results, str(tmp_path / "g.png"))
     level, curve = pyplot.gcf().axes[0].lines
     assert list(level.get_ydata()) == [25, 25] and level.get_label() == "base" and curve.get_label() == "critic"
     assert list(curve.get_xdata()) == [1, 2, 4] and list(curve.get_ydata()) == [50, 75, 100]

@@ -300,7 +300,7 @@ def test_training_starts_at_log_2_and_micro_batches_do_not_matter(script, reward
     for max_tokens in (100, 10 ** 6):
         out = tmp_path / str(max_tokens)
         _, saved, metrics = train(script, monkeypatch, rewarded, *flags, "--max_tokens", max_tokens, "--out", out)
-        first, *steps, last = map(json.loads, metrics.splitlines())
+        first, *steps, last = (row for row in map(json.loads, metrics.splitlines()) if "trained" not in row)
         assert first["args"]["lr"] == 1e-4 and first["steps"] == len([s for s in steps if "step" in s]) == 3
         assert abs(steps[0]["loss"] - math.log(2)) < 1e-5 and steps[-1]["loss"] < math.log(2)
         runs.append((steps, load(saved)))

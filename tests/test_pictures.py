@@ -194,7 +194,7 @@ def test_a_critic_that_sees_trains_scores_resumes_and_chooses(head, pages_played
         --epochs 12 --batch_size 4 --picture_tokens 60 < {tmp_path}/in"""
     done = shell(f"python {command} --out {tmp_path}/c")
     assert done.returncode == 0, done.stderr
-    _, *steps, last = records((tmp_path / "c" / "metrics.jsonl").read_text())
+    _, *steps, _, last = records((tmp_path / "c" / "metrics.jsonl").read_text())
     assert steps[-1]["loss"] < 0.3 < steps[0]["loss"] and last["sharing"] > 1.5
     out = records(done.stdout)
     assert all(math.isfinite(c["advantage"]) for r in out for m in colbench.agent_messages(r)
@@ -212,7 +212,7 @@ def test_a_critic_that_sees_trains_scores_resumes_and_chooses(head, pages_played
 
     spread = shell(f"torchrun --nproc_per_node=2 {command} --max_tokens 300 --out {tmp_path}/c2")
     assert spread.returncode == 0, spread.stderr
-    _, *others, _ = records((tmp_path / "c2" / "metrics.jsonl").read_text())
+    _, *others, _, _ = records((tmp_path / "c2" / "metrics.jsonl").read_text())
     assert len(steps) == len(others) and sorted(os.listdir(tmp_path / "c2" / "pictures")) == sorted(pictures)
     for a, b in list(zip(steps, others))[:3]:  # later AdamW has made something of the rounding
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)

@@ -118,4 +118,4 @@ def test_pages_are_shown_as_pictures(tmp_path, tab):
 def test_a_report_that_cannot_be_written_is_said_first(tmp_path):
     done = script("evaluate.py", "--html", tmp_path / "none" / "x.html", stdin=[episode(0, 1.0)])
     assert done.returncode == 1 and done.stdout == "" and done.stderr == \
-        f"error: --html {tmp_path}/none/x.html: No such file or directory\n"
+        f"error: {tmp_path}/none/x.html can't be written: No such file or directory\n"

@@ -220,16 +220,17 @@ def test_many_processes_and_small_branches_make_the_same_steps(world, whole, com
 
 
 def test_two_agents_are_two_machines(whole, command, data, tmp_path):
-    """Only the first one's stdin is read, only it writes. The model is made on the first one, too."""
+    """Only the first one's stdin is read, only it writes; the model is made there, too. The second one comes late."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     launch = lambda n: [*TORCHRUN, "--nnodes=2", f"--node_rank={n}", "--master_addr=127.0.0.1", f"--master_port={port}"]
     tiny = command("tiny", tmp_path / "out", "--max_tokens", 150)
     (tmp_path / "wrong.jsonl").write_text("this is no record\n")
-    with started(tiny, data.parent / "demos.jsonl", launch(0)) as first, \
-            started(tiny, tmp_path / "wrong.jsonl", launch(1)) as second:
-        done, other = ended(first), ended(second)
+    with started(tiny, data.parent / "demos.jsonl", launch(0)) as first:
+        time.sleep(4)
+        with started(tiny, tmp_path / "wrong.jsonl", launch(1)) as second:
+            done, other = ended(first), ended(second)
     assert done.returncode == other.returncode == 0, done.stderr + other.stderr
     assert not other.stdout
     same_to_rounding(whole("tiny"), tmp_path / "out", done.stdout)
@@ -271,6 +272,25 @@ def test_a_dead_rank_ends_the_job_and_one_process_finishes_it(whole, command, da
     assert done.returncode == 0, done.stderr
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
     assert 2 <= resumed["resumed"] < metrics(out)[0]["steps"] and resumed["world"] == 1
+    same_to_rounding(whole("mtdpo"), out, done.stdout)
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_torchrun_ended_by_a_signal_has_its_last_step_on_disk_and_says_so_once(how, whole, command, data, tmp_path):
+    out = tmp_path / "out"
+    mtdpo = command("mtdpo", out, "--save_every", 0)
+    with started(mtdpo, data, [*TORCHRUN, "--standalone", "--nproc_per_node=2"]) as p:
+        until(lambda: (out / "metrics.jsonl").exists() and len(steps(out)) > 2, p)
+        begin = time.time()
+        p.send_signal(how)
+        done = ended(p, 60)
+        assert time.time() < begin + 10 and not running(p.mark)
+    ours = done.stderr.split("Traceback")[0]  # torchrun shows its own one
+    assert ours.count("error: ") == done.stderr.count("error: ended by") == 1 and done.stderr.count("Traceback") <= 1
+    assert "torch/distributed/run.py" in done.stderr and not done.stdout
+    assert (out / f"checkpoint-{steps(out)[-1]['step'] + 1}").exists() and not (out / "model.safetensors").exists()
+    done = script(*mtdpo, "--resume", 1, stdin=data.read_text())
+    assert done.returncode == 0, done.stderr
     same_to_rounding(whole("mtdpo"), out, done.stdout)
 
 
