@@ -1,0 +1,88 @@
+"""Resident memory of the stages along many records.
+
+    python tests/bench_memory.py [--records 50000]
+
+Each stage is fed through a pipe that holds some ten records, so what it has read is known; its MB, and those of the
+processes that it has started, are noted after each tenth of the records. As JSON on stdout, a line a stage. The agent
+and critic are tiny and untrained, records have 3 turns, a tenth of them 4 candidates a turn.
+"""
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+import colbench  # noqa: E402
+import model  # noqa: E402
+from conftest import CPU, ROOT, demos, lines, records, script  # noqa: E402
+from utils import family  # noqa: E402
+
+STAGES = {"collect": ["collect.py", "--model", "MODEL", "-k", 10, "--max_tokens", 8, "--max_turns", 3],
+          "resume": ["collect.py", "--model", "MODEL", "-k", 1, "--max_tokens", 8, "--resume", "DONE"],
+          "grade": ["colbench.py", "grade"], "evaluate": ["evaluate.py", "--bootstrap", 10],
+          "critic": ["train_critic.py", "--model", "MODEL", "--out", "OUT", "--batch_size", 10 ** 6, "--epochs", 1],
+          "policy": ["train_policy.py", "--model", "MODEL", "--out", "OUT", "--batch_size", 10 ** 6]}
+
+
+def megabytes(pid):
+    total = 0
+    for p in (pid, *family(pid)):
+        with contextlib.suppress(OSError):  # it has just ended
+            total += int(open(f"/proc/{p}/statm").read().split()[1]) * 4096
+    return total >> 20
+
+
+def along(command, given, n, folder):
+    """MB of a stage after each tenth of n lines that it takes from `given`, and at most until it ends."""
+    names = {"MODEL": f"{folder}/model", "OUT": f"{folder}/{command[0]}.out", "DONE": f"{folder}/done"}
+    p = subprocess.Popen([sys.executable, os.path.join(ROOT, command[0]), *(names.get(f, str(f)) for f in command[1:])],
+                         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=CPU)
+    seen = []
+    for i in range(1, n + 1):
+        p.stdin.write(next(given).encode())
+        if i % (n // 10) == 0:
+            seen.append(megabytes(p.pid))
+    p.stdin.close()
+    _, status, usage = os.wait4(p.pid, 0)
+    assert status == 0
+    return seen, usage.ru_maxrss >> 10
+
+
+def main():
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--records", type=int, default=50000)
+    p.add_argument("stages", nargs="*", default=list(STAGES))
+    args = p.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(*model.tiny(demos(200), seed=0), f"{folder}/model")
+        tasks = [{"task": next(colbench.builtin_tasks("train", 0, 2, 4, 0.65))} for _ in range(50)]
+        play = ["collect.py", "--model", f"{folder}/model", "--max_turns", 3, "--max_tokens", 8, "-k"]
+        some = records(script(*play, 9, stdin=tasks).stdout) + records(script(*play, 1, "--candidates", 4, stdin=tasks).stdout)
+        for r in some:
+            for m in r["dialogue_history"]:
+                for i, c in enumerate(m.get("candidates", ())):
+                    c["advantage"] = float(i)
+
+        def many(i=0):
+            while True:
+                r = json.loads(json.dumps(some[i % len(some)]))
+                r["task"]["id"], r["reward"], i = str(i // 10), float(i % 10 == 0), i + 1
+                yield lines([r])
+
+        with open(f"{folder}/done", "w") as f:
+            given = many()
+            f.writelines(next(given) for _ in range(args.records))
+        for name in args.stages:
+            n, given = args.records, many()
+            if name in ("collect", "resume"):
+                n = args.records // 10
+                given = (lines([{"task": {**tasks[i % 50]["task"], "id": str(i)}}]) for i in range(n))
+            seen, most = along(STAGES[name], given, n, folder)
+            print(json.dumps({"stage": name, "records": args.records, "mb_at_each_tenth": seen, "most": most}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
