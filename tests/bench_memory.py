@@ -13,6 +13,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 
 sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
 import colbench  # noqa: E402
@@ -36,7 +37,7 @@ def megabytes(pid):
 
 
 def along(command, given, n, folder):
-    """MB of a stage after each tenth of n lines that it takes from `given`, and at most until it ends."""
+    """MB of a stage after each tenth of n lines that it takes from `given`, and at most after the last one."""
     names = {"MODEL": f"{folder}/model", "OUT": f"{folder}/{command[0]}.out", "DONE": f"{folder}/done"}
     p = subprocess.Popen([sys.executable, os.path.join(ROOT, command[0]), *(names.get(f, str(f)) for f in command[1:])],
                          stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=CPU)
@@ -46,9 +47,12 @@ def along(command, given, n, folder):
         if i % (n // 10) == 0:
             seen.append(megabytes(p.pid))
     p.stdin.close()
-    _, status, usage = os.wait4(p.pid, 0)
-    assert status == 0
-    return seen, usage.ru_maxrss >> 10
+    most = 0
+    while p.poll() is None:
+        most = max(most, megabytes(p.pid))
+        time.sleep(0.2)
+    assert p.returncode == 0
+    return seen, most
 
 
 def main():
@@ -81,7 +85,7 @@ def main():
                 n = args.records // 10
                 given = (lines([{"task": {**tasks[i % 50]["task"], "id": str(i)}}]) for i in range(n))
             seen, most = along(STAGES[name], given, n, folder)
-            print(json.dumps({"stage": name, "records": args.records, "mb_at_each_tenth": seen, "most": most}), flush=True)
+            print(json.dumps({"stage": name, "records": args.records, "mb_at_each_tenth": seen, "then_at_most": most}), flush=True)
 
 
 if __name__ == "__main__":
