@@ -230,7 +230,7 @@ def plot(results, path):
         axes.set_xticks(xs, [f"{x:g}" for x in xs])
     axes.set_ylabel("success %" if metric == "success" else "likeness %")
     axes.legend()
-    with writing(path):
+    with writing(path, path + ".part"):
         figure.savefig(path + ".part", dpi=150, format=os.path.splitext(path)[1][1:] or "png")
         os.replace(path + ".part", path)
     pyplot.close(figure)
@@ -372,7 +372,7 @@ class Report:
             self.draw(args)
         data = {"systems": systems, "tasks": list(self.tasks.values()), "pictures": self.pictures}
         data = json.dumps(data).replace("<", "\\u003c")
-        with writing(path):
+        with writing(path, path + ".part"):
             with open(path + ".part", "w", encoding="utf-8") as f:
                 f.write(REPORT.replace("DATA", data, 1))
             os.replace(path + ".part", path)

@@ -685,7 +685,7 @@ def save_checkpoint(model, optimizer, out, step):
     if RANK == 0:
         remove(part)
     most(0)  # a barrier
-    with writing(path):
+    with writing(path, part):
         dcp.save(training_state(model, optimizer, step),
                  storage_writer=dcp.HuggingFaceStorageWriter(part, save_distributed=True))
         if RANK == 0:
@@ -727,7 +727,7 @@ def reference(model, turns, max_tokens, out):
             return list(load_file(path)["logps"].split([len(action) for _, action in turns]))
     logps = score(model, turns, max_tokens, "reference")
     if RANK == 0:
-        with writing(path):
+        with writing(path, path + ".part"):
             save_file({"logps": torch.cat(logps)}, path + ".part")
             os.replace(path + ".part", path)
     return logps

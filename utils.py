@@ -211,9 +211,9 @@ def one_line(what, hint, part=None):
         fail(f"{what}: {getattr(e, 'strerror', None) or said[-1]}{hint}")
 
 
-def writing(path):
-    """with writing(path): what writes there, or path.part, which may be what fills the disk."""
-    return one_line(f"{path} can't be written", SIGNALS.hint, path + ".part")
+def writing(path, part=None):
+    """with writing(path, part): what writes there, maybe by way of `part`, which may be what fills the disk."""
+    return one_line(f"{path} can't be written", SIGNALS.hint, part)
 
 
 def reading(path):
@@ -503,10 +503,11 @@ class Log:
             remove(os.path.join(self.out, name))
         rows = [r for r in self.rows if "step" not in r or r["step"] < self.step]
         rows += [{"resumed": self.step, **new}] * bool(rows)
-        with writing(self.path):
-            with open(self.path + ".part", "w") as f:
+        part = self.path + ".part"
+        with writing(self.path, part):
+            with open(part, "w") as f:
                 f.writelines(json.dumps(row) + "\n" for row in rows or [new])
-            os.replace(self.path + ".part", self.path)
+            os.replace(part, self.path)
             self.file = open(self.path, "a", buffering=1)
             if sys.argv[0].endswith(".py"):
                 shutil.copy(sys.argv[0], self.out)

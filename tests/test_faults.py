@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import colbench
 import utils
-from conftest import CPU, ROOT, lines, records, script
+from conftest import CPU, ROOT, lines, records, script, shell
 from test_readme import SCRIPTS
 
 KILLS, SEED = int(os.environ.get("KILLS", 6)), os.environ.get("FAULT_SEED", "0")
@@ -354,3 +354,32 @@ def listening(pid):
         with contextlib.suppress(OSError):
             links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
     return [listens[x] for x in links if x in listens]
+
+
+# --- the same again ---------------------------------------------------------------------------------------------------
+
+CHAIN = """set -euo pipefail; export PYTHONHASHSEED=$(basename $OUT)
+python colbench.py tasks --n 3 --seed 4 | tee $OUT/tasks | python collect.py --model MODEL --seed 5 -k 2 --max_turns 3 \\
+  --max_tokens 20 --candidates 4 | tee $OUT/played | sed 's/"sample": 1,\\(.*\\)"reward": [0-9.]*/"sample": 1,\\1"reward": 1.0/' |
+  python train_critic.py --model MODEL --seed 6 --held_out 0 --lr 1e-4 --out $OUT/critic | tee $OUT/scored |
+  python train_policy.py --model MODEL --seed 7 --lr 1e-4 --out $OUT/policy > $OUT/summary
+python colbench.py demos --n 20 --seed 8 > $OUT/demos &
+python colbench.py grade < $OUT/played > $OUT/graded &
+python evaluate.py --html $OUT/report.html < $OUT/scored > $OUT/results; wait
+"""
+
+
+def test_the_same_seeds_give_the_same_bytes_and_stand_in_what_is_written(tiny_dir, tmp_path):
+    for seed in ("1", "2"):  # of Python's hashes, which order sets; not ours
+        (tmp_path / seed).mkdir()
+        done = shell(CHAIN.replace("MODEL", tiny_dir).replace("$OUT", str(tmp_path / seed)))
+        assert done.returncode == 0, done.stderr
+    for name in ("tasks", "played", "scored", "summary", "demos", "graded", "results", "report.html",
+                 "critic/model.safetensors", "policy/model.safetensors", "critic/reference.safetensors"):
+        a, b = ((tmp_path / seed / name).read_bytes() for seed in "12")
+        assert a and a == b.replace(f"{tmp_path}/2".encode(), f"{tmp_path}/1".encode()), name
+    meta = records((tmp_path / "1/played").read_text())[0]["meta"]
+    rows = [records((tmp_path / f"1/{x}/metrics.jsonl").read_text())[0] for x in ("critic", "policy")]
+    assert [meta["seed"], *(row["args"]["seed"] for row in rows)] == [5, 6, 7]
+    for version in (meta["version"], *(row["version"] for row in rows), records((tmp_path / "1/results").read_text())[0]["version"]):
+        assert f"python {sys.version.split()[0]}, torch 2." in version and "transformers 5." in version
