@@ -647,9 +647,9 @@ def serve(paths, bpf, blind, modules, memory):
 
 
 SERVER = (landlock_rules, confine, encode, run_tests, serve)
-COMMON = """_strptime array bisect base64 calendar collections.abc contextlib copy csv dataclasses difflib enum functools hashlib
-heapq html inspect io itertools math numbers numpy operator pprint queue random re sqlite3 statistics string textwrap time typing
-unicodedata urllib.parse uuid zlib"""
+COMMON = """_strptime array bisect base64 calendar collections.abc contextlib copy csv dataclasses difflib enum functools
+hashlib heapq html inspect io itertools math numbers numpy operator pprint queue random re sqlite3 statistics string
+textwrap time typing unicodedata urllib.parse uuid zlib"""
 IMPORTS = ("import ctypes, datetime, decimal, fractions, gc, json, os, resource, signal, socket\n"
            "import struct, sys, types\n")
 
@@ -1258,7 +1258,8 @@ class Clip:
         self.torch, self.image, self.resize = torch, Image, resize
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            self.model = CLIPVisionModelWithProjection.from_pretrained(path, use_safetensors=True).eval().to(self.device)
+            self.model = CLIPVisionModelWithProjection.from_pretrained(path, use_safetensors=True)
+            self.model.eval().to(self.device)
             self.prepare = CLIPImageProcessorPil.from_pretrained(path)
         except (OSError, ValueError) as e:
             fail(f"--clip {path}: {str(e).splitlines()[0]}")

@@ -242,30 +242,13 @@ def critic_engine(args, players):
     """await critic(task, history, actions): the actions' advantages. One that sees has players.pages draw."""
     import torch
 
-    from model import Pictures, load, open_directory, score, sees
-    from train_critic import HEADS, advantage, judged
-    try:
-        with open(os.path.join(args.critic, "critic.json")) as f:
-            critic = {"head": "logratio", "ref_context": "hidden", **json.load(f)}
-    except OSError:
-        fail(f"--critic {args.critic}: no critic.json there; name a directory that train_critic.py made")
+    from train_critic import advantages as scores_of, judged, read_critic
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    trained, has_head = critic["head"] != "gain", critic["head"] in HEADS
-    path, tokenizer, config = open_directory(args.critic if trained else critic["ref"])
-    models = [load(path, device, dtype=dtype, head=has_head)[0]]
-    if not has_head:  # gain compares two readings of one model
-        models.append(load(critic["ref"], device, dtype=dtype)[0] if trained else models[0])
-    players.critic_sees, pictures, folder = sees(config), None, tempfile.TemporaryDirectory()
-    if players.critic_sees:
-        pictures = Pictures(path, config, critic["picture_tokens"])
-        for model in models:
-            model.pictures = pictures
+    critic, tokenizer, models, pictures = read_critic(args.critic, device, dtype=dtype)
+    players.critic_sees, folder = bool(pictures), tempfile.TemporaryDirectory()
 
     def work(requests):
-        both = [turns for request in requests for turns in request]
-        found = [score(model, turns, 16384) for model, turns in zip(models, map(list, zip(*both)))]
-        scores = iter([advantage(p, *(ref or [torch.zeros(1)]), critic["normalize"]).item()
-                       for p, *ref in zip(*found)])
+        scores = iter(scores_of(critic, models, [turns for request in requests for turns in request], 16384))
         return [[next(scores) for _ in request] for request in requests]
 
     batcher = Batcher(work, 1024, size=len)  # `score` cuts the work by tokens itself

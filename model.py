@@ -526,7 +526,7 @@ def open_directory(path, weights=False):
             from huggingface_hub import snapshot_download
             wanted = ["*.json", "*.jinja", "*.model", *["*.safetensors"] * weights]
             path = snapshot_download(path, allow_patterns=wanted)
-        config, tokenizer = (auto.from_pretrained(path, trust_remote_code=False) for auto in (AutoConfig, AutoTokenizer))
+        config, tokenizer = (x.from_pretrained(path, trust_remote_code=False) for x in (AutoConfig, AutoTokenizer))
     except (OSError, ValueError) as e:
         fail(f"no model at {path!r}: {str(e).splitlines()[0]}")
     if weights and not glob.glob(os.path.join(glob.escape(path), "*.safetensors")):

@@ -15,11 +15,13 @@ A --model that sees (Qwen2-VL, Qwen2.5-VL) is shown the pages of frontend tasks,
 
     python train_critic.py --model runs/base --out runs/critic < trajectories.jsonl > scored.jsonl
     torchrun --nproc_per_node=8 train_critic.py --resume 1 --out runs/critic < trajectories.jsonl > scored.jsonl
+    python train_critic.py --score 1 --out runs/critic < more.jsonl > more-scored.jsonl     # by a finished critic
     for b in 0.1 0.3 1; do python train_critic.py --beta $b --out runs/critic$b < trajectories.jsonl > $b.jsonl; done
 """
 import json
 import os
 import sys
+from itertools import islice
 
 import torch
 import torch.nn.functional as F
@@ -51,6 +53,8 @@ def get_args(argv=None):
                    help="whether pi_ref reads c, too (eq. 3), or what the agent reads (released code)")
     p.add_argument("--head", choices=["logratio", *HEADS, "gain"], default="logratio",
                    help="what A is, see above; --model need be the agent's for logratio alone")
+    p.add_argument("--score", type=int, choices=[0, 1], default=0,
+                   help="1: score stdin with the finished critic in --out, a stream of any length; nothing is trained")
     p.add_argument("--picture_tokens", type=int, default=1024, help="a model that sees: of a page's picture, at most")
     # optimization
     p.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
@@ -158,6 +162,38 @@ def judged(critic, tokenizer, task, history, actions, thinking=0, pictures=None)
     return [((prompt, a), (ref_prompt, a)) for a in ids]
 
 
+def turns_judged(critic, tokenizer, records, max_length, pictures):
+    """([(turn, reference turn)], of, how many were too long) of the records' messages and candidates, see prepare."""
+    from model import thinks
+    turns, of, long = [], [], 0
+    for r in records:
+        of.append([])
+        for t, message in enumerate(r["dialogue_history"]):
+            if message["role"] != "assistant":
+                continue
+            of[-1].append([])
+            for both in judged(critic, tokenizer, r["task"], r["dialogue_history"][:t],
+                               [message, *message.get("candidates", ())], thinks(r), pictures):
+                fits = max(len(prompt) + len(action) for prompt, action in both) <= max_length
+                of[-1][-1].append(len(turns) if fits else None)
+                turns += [both] * fits
+                long += not fits
+    if long:
+        print(f"{long} of {len(turns) + long} turns are longer than --max_length and left out", file=sys.stderr)
+    return turns, of, long
+
+
+def scored(records, of, advantages):
+    """Yields the records with the advantages of their messages and candidates."""
+    for r, at in zip(records, of):
+        for message, ks in zip(agent_messages(r), at):
+            for said, k in zip((message, *message.get("candidates", ())), ks):
+                said.pop("advantage", None)  # of whoever scored it before
+                if k is not None:
+                    said["advantage"] = advantages[k]
+        yield r
+
+
 def needed(record, reward=True):
     """What a trainer needs of a record, for read_jsonl."""
     if "dialogue_history" in record and not agent_messages(record):
@@ -171,28 +207,15 @@ def prepare(args, records):
     of[i][t] holds the indices in turns of record i's t-th message and of its candidates, None for one too long; train
     and held are pairs by task; pictures is {page: PNG file}, None for a model that sees none.
     """
-    from model import Pictures, open_directory, sees, thinks
+    from model import Pictures, open_directory, sees
     records.extend(read_jsonl(sys.stdin, needed, skip_bad=args.skip_bad))
     path, tokenizer, config = open_directory(args.model)
-    pictures, turns, of, long = None, [], [], 0
+    pictures = None
     if sees(config) and not args.dry_run:
         pictures = Pictures(path, config, args.picture_tokens, draw(args, records))
-    for r in records:
-        of.append([])
-        for t, message in enumerate(r["dialogue_history"]):
-            if message["role"] != "assistant":
-                continue
-            of[-1].append([])
-            for both in judged(vars(args), tokenizer, r["task"], r["dialogue_history"][:t],
-                               [message, *message.get("candidates", ())], thinks(r), pictures):
-                fits = max(len(prompt) + len(action) for prompt, action in both) <= args.max_length
-                of[-1][-1].append(len(turns) if fits else None)
-                turns += [both] * fits
-                long += not fits
+    turns, of, long = turns_judged(vars(args), tokenizer, records, args.max_length, pictures)
     turns, ref_turns = map(list, zip(*turns)) if turns else ([], [])
     pairs = trajectory_pairs(records, args.pairs, args.margin, lambda i: all(at[0] is not None for at in of[i]))
-    if long:
-        print(f"{long} of {len(turns) + long} turns are longer than --max_length and left out", file=sys.stderr)
     if args.head == "gain":  # all pairs tell how good it is
         args.held_out = 1
     elif not pairs:
@@ -205,10 +228,75 @@ def prepare(args, records):
     return turns, ref_turns, of, train, held, long, pictures and dict(zip(pictures.numbers, pictures.files))
 
 
+# --- a critic that is there already -----------------------------------------------------------------------------------
+
+def read_critic(folder, device, *how, **sharding):
+    """(critic.json's dict, tokenizer, models, pictures) of a --out; `how` and `sharding` as of model.load.
+
+    models: the critic's, and where A compares two log-probs the reference. pictures: None for one that does not see.
+    """
+    from model import Pictures, load, open_directory, sees
+    try:
+        with open(os.path.join(folder, "critic.json")) as f:
+            critic = {"head": "logratio", "ref_context": "hidden", **json.load(f)}
+    except (OSError, ValueError) as e:
+        fail(f"no critic in {folder}: critic.json: {getattr(e, 'strerror', e)}; name the --out of a train_critic.py "
+             "that has finished")
+    trained, has_head = critic["head"] != "gain", critic["head"] in HEADS
+    path, tokenizer, config = open_directory(folder if trained else critic["ref"])
+    models = [load(path, device, *how, head=has_head, **sharding)[0]]
+    if not has_head:  # gain compares two readings of one model
+        models.append(load(critic["ref"], device, *how, **sharding)[0] if trained else models[0])
+    pictures = Pictures(path, config, critic["picture_tokens"]) if sees(config) else None
+    for model in models:
+        model.pictures = pictures
+    return critic, tokenizer, models, pictures
+
+
+def advantages(critic, models, both, max_tokens):
+    """A of each (turn, reference turn), a list of floats."""
+    from model import score
+    if not both:
+        return []
+    found = [score(model, turns, max_tokens) for model, turns in zip(models, map(list, zip(*both)))]
+    return [advantage(p, *(ref or [torch.zeros(1)]), critic["normalize"]).item() for p, *ref in zip(*found)]
+
+
+def score_stream(args, emit, device):
+    """--score 1: some records at a time, so that the memory does not grow with their number."""
+    from model import machine
+    critic, tokenizer, models, pictures = read_critic(args.out, device, args.attention, **machine(args, device))
+    stream, records, bad = read_jsonl(sys.stdin, lambda r: needed(r, reward=False), skip_bad=args.skip_bad), [], []
+
+    def some():
+        records.clear()  # they stay on rank 0
+        try:
+            records.extend(islice(stream, 64))
+        except SystemExit as e:  # a bad line: those before it are scored first
+            bad.append(e)
+        if bad and not records:
+            raise bad[0]
+        drawn = draw(args, records) if pictures else {}
+        for page, file in drawn.items():
+            page in pictures.numbers or pictures.add(page, file)
+        return *turns_judged(critic, tokenizer, records, args.max_length, pictures)[:2], drawn
+
+    while True:
+        both, of, drawn = from_rank_0(some)
+        if not of:
+            return
+        for page, file in drawn.items():
+            page in pictures.numbers or pictures.add(page, file)
+        for r in scored(records, of, advantages(critic, models, both, args.max_tokens)):
+            emit(r)
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 def main(args):
     emit, device, records = open_stdout(), join(), []  # the records stay on rank 0
+    if args.score:
+        return score_stream(args, emit, device)
     log = None if args.dry_run else Log(args)
     from model import (Pictures, action_logps, count, deal, load, machine, micro_batches, open_directory, plan,
                        reference, restore, save, save_checkpoint, score, whole)
@@ -276,12 +364,7 @@ def main(args):
         log(last=True, finished=len(steps), held_out_accuracy_before=accuracy(held, ref),
             held_out_accuracy=accuracy(held, logps), **count())
     drop_checkpoints(args.out)
-    for r, at in zip(records, of):
-        for message, ks in zip(agent_messages(r), at):
-            for scored, k in zip((message, *message.get("candidates", ())), ks):
-                scored.pop("advantage", None)  # of whoever scored it before
-                if k is not None:
-                    scored["advantage"] = advantage(logps[k], ref[k], args.normalize).item()
+    for r in scored(records, of, [advantage(p, r, args.normalize).item() for p, r in zip(logps, ref)]):
         emit(r)
 
 

@@ -107,7 +107,7 @@ def make_examples(args, records, all_turns):
     return groups
 
 
-NOTHING = {"dpo": "no turn has two unlike candidates with an advantage (collect.py --candidates 16, then train_critic.py)",
+NOTHING = {"dpo": "no turn has two unlike candidates with an advantage (collect.py --candidates 16, train_critic.py)",
            "mtdpo": "no task has a solved and a worse trajectory (--pairs all --margin 0 takes whatever differs)",
            "rft": "no trajectory is solved (--all 1 takes every one)"}
 

@@ -188,13 +188,14 @@ def open_stdout():
 
 
 def plain_stderr():
-    """Keeps what a model, a server or a file says from steering the terminal: control characters are shown as "?"."""
-    write, control = sys.stderr.write, re.compile("(?!^)\r|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+    """Keeps what models, servers and files say from steering the terminal: control characters are shown as "?"."""
+    write = sys.stderr.write
+    control = re.compile("(?!^)\r|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
     sys.stderr.write = lambda text: write(control.sub("?", text))
 
 
 class StdoutError(OSError):
-    """Our stdout takes no more: the disk is full, or the reader has gone. Not any other broken pipe, a grader's, say."""
+    """Our stdout takes no more: a full disk, a reader who has gone. Not any other broken pipe, a grader's, say."""
 
 
 @contextlib.contextmanager
@@ -259,7 +260,7 @@ class Signals:
                 self.first = self.first or number
 
     def end(self, number=None):
-        """Ends the program by a signal, if none came here then by that of another rank; never within a line of stdout."""
+        """Ends the program by a signal, maybe one that only another rank got; never within a line of stdout."""
         number = number or self.first or signal.SIGTERM
         self.writing.acquire(timeout=5)
         if RANK == 0:
@@ -425,19 +426,26 @@ def from_rank_0(make):
     """
     if WORLD == 1:
         return make()
-    import datetime
-
     import torch.distributed as dist
-    patient, box = dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30)), [None]
+    box = [None]
     if RANK == 0:
         try:
             box = [make()]
         except SystemExit as e:
             box = [e]
-    dist.broadcast_object_list(box, src=0, group=patient)
+    dist.broadcast_object_list(box, src=0, group=patient())
     if isinstance(box[0], SystemExit):
         raise box[0]
     return box[0]
+
+
+@functools.cache
+def patient():
+    """A group of all ranks that waits for 30 days."""
+    import datetime
+
+    import torch.distributed as dist
+    return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
 
 
 # --- an --out directory -----------------------------------------------------------------------------------------------
@@ -446,8 +454,8 @@ class Log:
     """The --out directory of a run, which no other run can share: metrics.jsonl, a copy of the script.
 
     metrics.jsonl: first the facts of the run, then a line per call. Lines also go to stderr, at most one every `every`
-    seconds unless last=True. Only rank 0 writes. All know `step`, and of a run to be resumed the row that says that it is
-    `trained`, its model written, and whether it is `finished`.
+    seconds unless last=True. Only rank 0 writes. All know `step`, and of a run to be resumed the row that says that its
+    model is `trained` and written, and whether it is `finished`.
     """
     MAY_CHANGE = {"out", "max_tokens", "attention", "recompute", "replicate", "offload", "save_every", "resume",
                   "overwrite", "browser"}  # between a run and the one that resumes it

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import random
 import subprocess
 import sys
 import tempfile
@@ -24,6 +25,7 @@ from utils import family  # noqa: E402
 STAGES = {"collect": ["collect.py", "--model", "MODEL", "-k", 10, "--max_tokens", 8, "--max_turns", 3],
           "resume": ["collect.py", "--model", "MODEL", "-k", 1, "--max_tokens", 8, "--resume", "DONE"],
           "grade": ["colbench.py", "grade"], "evaluate": ["evaluate.py", "--bootstrap", 10],
+          "score": ["train_critic.py", "--score", 1, "--out", "CRITIC"],
           "critic": ["train_critic.py", "--model", "MODEL", "--out", "OUT", "--batch_size", 10 ** 6, "--epochs", 1],
           "policy": ["train_policy.py", "--model", "MODEL", "--out", "OUT", "--batch_size", 10 ** 6]}
 
@@ -38,9 +40,9 @@ def megabytes(pid):
 
 def along(command, given, n, folder):
     """MB of a stage after each tenth of n lines that it takes from `given`, and at most after the last one."""
-    names = {"MODEL": f"{folder}/model", "OUT": f"{folder}/{command[0]}.out", "DONE": f"{folder}/done"}
+    names = {"MODEL": f"{folder}/model", "CRITIC": f"{folder}/critic", "OUT": f"{folder}/{command[0]}.out", "DONE": f"{folder}/done"}
     p = subprocess.Popen([sys.executable, os.path.join(ROOT, command[0]), *(names.get(f, str(f)) for f in command[1:])],
-                         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=CPU)
+                         stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=sys.stderr, env=CPU)
     seen = []
     for i in range(1, n + 1):
         p.stdin.write(next(given).encode())
@@ -62,9 +64,12 @@ def main():
     args = p.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model.save(*model.tiny(demos(200), seed=0), f"{folder}/model")
-        tasks = [{"task": next(colbench.builtin_tasks("train", 0, 2, 4, 0.65))} for _ in range(50)]
+        builtin = colbench.builtin_tasks("train", 0, 2, 4, 0.65)
+        tasks = [{"task": next(builtin)} for _ in range(50)]
         play = ["collect.py", "--model", f"{folder}/model", "--max_turns", 3, "--max_tokens", 8, "-k"]
-        some = records(script(*play, 9, stdin=tasks).stdout) + records(script(*play, 1, "--candidates", 4, stdin=tasks).stdout)
+        some = records(script(*play, 9, stdin=tasks).stdout)
+        some += records(script(*play, 1, "--candidates", 4, stdin=tasks).stdout)
+        random.Random(0).shuffle(some)
         for r in some:
             for m in r["dialogue_history"]:
                 for i, c in enumerate(m.get("candidates", ())):
@@ -76,16 +81,20 @@ def main():
                 r["task"]["id"], r["reward"], i = str(i // 10), float(i % 10 == 0), i + 1
                 yield lines([r])
 
+        given = many()
+        learned = "".join(next(given) for _ in range(50))
+        script("train_critic.py", "--model", f"{folder}/model", "--out", f"{folder}/critic", "--epochs", 1, stdin=learned)
         with open(f"{folder}/done", "w") as f:
-            given = many()
             f.writelines(next(given) for _ in range(args.records))
         for name in args.stages:
             n, given = args.records, many()
             if name in ("collect", "resume"):
                 n = args.records // 10
                 given = (lines([{"task": {**tasks[i % 50]["task"], "id": str(i)}}]) for i in range(n))
+            elif name in ("critic", "policy"):  # which hold what they learn from
+                n = args.records // 10
             seen, most = along(STAGES[name], given, n, folder)
-            print(json.dumps({"stage": name, "records": args.records, "mb_at_each_tenth": seen, "then_at_most": most}), flush=True)
+            print(json.dumps({"stage": name, "lines": n, "mb_at_each_tenth": seen, "then_at_most": most}), flush=True)
 
 
 if __name__ == "__main__":

@@ -55,6 +55,32 @@ def test_a_critic_with_a_head_learns_scores_resumes_and_chooses(head, world, rew
     assert done.returncode == 0 and len(records(done.stdout)) == 1, done.stderr
 
 
+@pytest.mark.parametrize("head, world", [("logratio", 1), ("regression", 1), ("gain", 1), ("logratio", 2)])
+def test_a_finished_critic_scores_a_stream_as_it_scored_what_it_learned_from(head, world, rewarded, tiny_dir, tmp_path):
+    flags = f"--out {tmp_path}/c --model {tiny_dir} --head {head} --normalize none --ref_context agent --held_out 0 --lr 1e-3"
+    first = script("train_critic.py", *flags.split(), stdin=rewarded)
+    assert first.returncode == 0, first.stderr
+    many = [{**r, "sample": 100 * i + r["sample"]} for i in range(10) for r in rewarded]  # two portions
+    for r in many:
+        del r["reward"]
+    (tmp_path / "in").write_text(lines(many) + "no record\n" + lines(many[:1]))
+    launch = f"torchrun --nproc_per_node={world}" if world > 1 else "python"
+    done = shell(f"{launch} train_critic.py --score 1 --out {tmp_path}/c < {tmp_path}/in")
+    assert done.returncode and "error: stdin, line 81: not JSON" in done.stderr and done.stderr.count("error: ") == 1
+    want, got = records(first.stdout), records(done.stdout)
+    assert len(got) == len(many) == 80
+    moved = 0
+    for i, r in enumerate(got):
+        assert {**r, "dialogue_history": 0} == {**many[i], "dialogue_history": 0}
+        for m, n in zip(colbench.agent_messages(r), colbench.agent_messages(want[i % len(want)]), strict=True):
+            for a, b in zip([m, *m["candidates"]], [n, *n["candidates"]], strict=True):
+                assert a["advantage"] == pytest.approx(b["advantage"], abs=1e-4, rel=1e-4)
+                moved += abs(b["advantage"]) > 1e-3
+    assert moved > 100
+    done = script("train_critic.py", "--score", 1, "--out", tiny_dir, stdin=rewarded)
+    assert done.returncode == 1 and done.stderr.startswith("error: no critic in") and done.stderr.count("\n") == 1
+
+
 def test_gain_trains_nothing_and_is_how_much_likelier_the_reference_gets(rewarded, tiny_dir, tasks, tmp_path):
     done = script("train_critic.py", "--model", tiny_dir, "--head", "gain", "--out", tmp_path / "c", stdin=rewarded)
     assert done.returncode == 0, done.stderr

@@ -348,7 +348,7 @@ def check_attacks(g, secrets):
 
 
 def quick(monkeypatch):
-    monkeypatch.setattr(module, "LIMITS", {**module.LIMITS, "test": .5, "answer": 1})  # only to save time
+    monkeypatch.setattr(module, "LIMITS", {**module.LIMITS, "test": .5, "answer": .5})  # only to save time
 
 
 def test_attacks_meet_a_wall(grader, secrets, monkeypatch):
@@ -376,7 +376,7 @@ import json, os, sys
 sys.path[:0] = json.loads(sys.argv[1])
 import test_grade as t
 assert os.geteuid() == 65534
-t.module.LIMITS |= {"test": .5, "answer": 1}
+t.module.LIMITS |= {"test": .5, "answer": .5}
 os.environ["COLBENCH_SECRET"] = t.SECRET
 with t.Grader(workers=1) as g:
     assert g.level == "full" and g.grade(t.DOUBLE, t.HONEST)["reward"] == 1
