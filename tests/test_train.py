@@ -324,6 +324,18 @@ def test_a_killed_run_resumes_to_the_same_bits(job, killed, whole, command, data
         assert metrics(out)[-1][key] == metrics(whole(job)[0])[-1][key]
 
 
+def test_a_critic_killed_while_it_scores_only_scores(whole, command, data, tmp_path):
+    """What such a kill leaves: a model that is written, and neither its last row nor a checkpoint."""
+    out = shutil.copytree(whole("critic")[0], tmp_path / "out")
+    *rows, last = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (out / "metrics.jsonl").write_text("".join(rows))
+    (out / "critic.json").unlink()
+    done = script(*command("critic", out, "--resume", 1), stdin=data.read_text())
+    assert done.returncode == 0, done.stderr
+    same_bits(whole("critic"), out, done.stdout)
+    assert json.loads(last) == metrics(out)[-1] and (out / "critic.json").exists()
+
+
 def test_a_run_killed_before_its_first_checkpoint_starts_over(whole, command, data, tmp_path):
     out = tmp_path / "out"
     mtdpo = command("mtdpo", out, "--save_every", 0)
