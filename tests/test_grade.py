@@ -125,15 +125,8 @@ VERDICTS = [
     ("_exit", "import os\ndef f(x):\n    os._exit(0)", ["exited early (0)"] * 4),
     ("crash once", "import os\ndef f(x):\n    if x == 2: os._exit(3)\n    return x * 2",
      ["pass", "exited early (3)", "pass", "pass"]),
-    ("prints", "def f(x):\n    print('[\"value\", 1]', flush=True)\n    return x * 2", ["pass"] * 4),
     ("stdin", "def f(x):\n    return input()", ["raised EOFError"] * 4),
-    ("helper", "def g(x): return x\ndef f(x): return g(x) * 2", ["pass"] * 4),
     ("import", "import math\ndef f(x): return math.floor(x * 2)", ["pass"] * 4),
-    ("recursion", "def f(x): return 0 if x == 0 else 2 + f(x - 1)", ["pass"] * 4),
-    ("class", "class P:\n    two = 2\ndef f(x): return P.two * x", ["pass"] * 4),
-    ("dataclass", "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int'\n"
-     "def f(x): return P(x).x * 2", ["pass"] * 4),
-    ("main guard", HONEST + "\nif __name__ == '__main__':\n    f(int(input()))", ["pass"] * 4),
     ("globals", "n = 0\ndef f(x):\n    global n\n    n += 1\n    return x * 2 * n", ["pass"] * 4),
     ("forged eq", "class E:\n    def __eq__(s, o): return True\ndef f(x): return E()", ["not plain data"] * 4),
     ("forged subclass", "class E(int):\n    def __eq__(s, o): return True\n    __hash__ = int.__hash__\n"
@@ -144,7 +137,6 @@ VERDICTS = [
     ("too large", "def f(x): return 'a' * (2 << 20)", ["value too large"] * 4),
     ("memory", "def f(x): return len(bytearray(2 << 30))", ["raised MemoryError"] * 4),
     ("no such module", "import nosuchmodule", ["raised ModuleNotFoundError: nosuchmodule"] * 4),
-    ("fence", f"Here:\n```python\n{HONEST}\n```\nDone.", ["pass"] * 4),
 ]
 
 
