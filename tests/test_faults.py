@@ -112,6 +112,19 @@ def test_a_stage_killed_again_and_again_ends_as_if_it_had_not_been(name, tasks, 
     assert resumed or adds or name == "evaluate.py"
 
 
+def test_a_signal_waits_for_the_end_of_a_line():
+    """The line of 1 MB is half way through a pipe when the signal comes."""
+    code = "import argparse, utils; emit = utils.open_stdout(); " \
+           "utils.run(lambda _: [emit({'x': 'y' * 1_000_000}) for _ in range(9)], argparse.Namespace())"
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
+        data = p.stdout.read(1000)
+        p.send_signal(signal.SIGTERM)
+        time.sleep(0.5)
+        data += p.stdout.read()
+        assert p.wait() == -signal.SIGTERM and p.stderr.read() == b"error: ended by SIGTERM\n"
+    assert data.endswith(b"\n") and all("x" in r for r in records(data.decode()))
+
+
 # --- disks that take no more ------------------------------------------------------------------------------------------
 
 @pytest.fixture
