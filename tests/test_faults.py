@@ -154,7 +154,7 @@ def complaint(done, *said):
 
 
 @pytest.mark.parametrize("name, kilobytes, path", [
-    ("train_critic.py", 24, "reference.safetensors"), ("train_policy.py", 900, "checkpoint-1"),
+    ("train_critic.py", 36, "reference.safetensors"), ("train_policy.py", 900, "checkpoint-1"),
     ("train_policy.py", 5000, "checkpoint-2"), ("train_critic.py", 4300, "")])
 def test_a_full_disk_leaves_the_last_checkpoint(name, kilobytes, path, scored, tiny_dir, tmp_path, disk):
     """Of the tiny model's checkpoints, 3.2 MB each, and weights, 1.1 MB, not all find room."""
