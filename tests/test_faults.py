@@ -343,7 +343,7 @@ def test_a_models_own_code_and_pickles_are_not_run(scored, tasks, tiny_dir, tmp_
 
 
 @pytest.mark.parametrize("command", [["train_policy.py", "--epochs", 99, "--batch_size", 1, "--out", "OUT"],
-                                     ["collect.py", "-k", 99, "--max_turns", 9]], ids=lambda c: c[0])
+                                     ["collect.py", "-k", 999, "--max_tokens", 5, "--max_turns", 2]], ids=lambda c: c[0])
 def test_nothing_listens_on_the_network(command, scored, tasks, tiny_dir, tmp_path):
     (tmp_path / "in.jsonl").write_text(lines(tasks if command[0] == "collect.py" else scored))
     flags = [str(tmp_path / "out") if f == "OUT" else str(f) for f in command[1:]]
