@@ -111,7 +111,7 @@ def test_a_stage_killed_again_and_again_ends_as_if_it_had_not_been(name, tasks, 
             if how != signal.SIGKILL and says != said and "step" in rows[-1]:  # after a step: its checkpoint is there
                 assert (tmp_path / out / f"checkpoint-{rows[-1]['step'] + 1}").exists()
     same(out, run(out))
-    assert resumed or adds or name == "evaluate.py"
+    assert resumed or adds or name == "evaluate.py" or KILLS < 30  # a few may all come before the first checkpoint
 
 
 def test_a_signal_waits_for_the_end_of_a_line():
