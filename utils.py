@@ -427,13 +427,13 @@ def from_rank_0(make):
     if WORLD == 1:
         return make()
     import torch.distributed as dist
-    box = [None]
+    group, box = patient(), [None]  # made before rank 0 goes to wait: this wait is not patient
     if RANK == 0:
         try:
             box = [make()]
         except SystemExit as e:
             box = [e]
-    dist.broadcast_object_list(box, src=0, group=patient())
+    dist.broadcast_object_list(box, src=0, group=group)
     if isinstance(box[0], SystemExit):
         raise box[0]
     return box[0]

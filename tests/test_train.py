@@ -251,6 +251,22 @@ def test_under_torchrun_an_error_is_said_once_and_leaves_nothing(flags, message,
     assert len(errors) == 1 and message in errors[0], done.stderr
 
 
+PATIENCE = """
+import datetime, sys, time
+sys.path.insert(0, sys.argv[1])
+import torch.distributed as dist, utils
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
+print(utils.from_rank_0(lambda: time.sleep(8) or "here"), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_the_others_wait_for_rank_0_longer_than_for_each_other(tmp_path):
+    """It may wait for hours on stdin, before the first group of their own as well."""
+    (tmp_path / "wait.py").write_text(PATIENCE)
+    assert torchrun(2, [tmp_path / "wait.py", ROOT], os.devnull).stdout.split() == ["here", "here"]
+
+
 def test_a_dead_rank_ends_the_job_and_one_process_finishes_it(whole, command, data, tmp_path):
     """Here stdin is a pipe that takes its time, elsewhere a file."""
     out, sent = tmp_path / "out", data.read_text()
