@@ -17,6 +17,7 @@ import re
 import struct
 import warnings
 import weakref
+from array import array
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -54,16 +55,18 @@ class Tree(NamedTuple):
     pos: torch.Tensor     # (T,) depth: the position in every sequence that holds the token
     parent: torch.Tensor  # (T,) flat index of the token before it on its path; its hidden state predicts the token
     runs: "Runs"          # stretches of new tokens; each attends to its own path from the root
-    actions: list         # per turn, (L,) flat indices of its action's tokens
+    actions: list         # per turn, (L,) flat indices of its action's tokens, on the CPU
     unshared: int         # tokens of the turns laid out one by one
 
 
-class Runs(NamedTuple):
-    paths: torch.Tensor   # flat indices of each run's path, root to its own last token, one path after another
-    q: list               # tokens of each run, which follow one another
-    kv: list              # tokens of its path, of which its own are the last
-    cu_q: torch.Tensor    # (runs + 1,) int32, where each run's tokens begin, and the end: as flash attention wants it
-    cu_kv: torch.Tensor   # (runs + 1,) int32, the same of its path in `paths`
+class Runs:
+    """Stretches of new tokens. A plain class: of what layers are given FSDP walks through every list and named tuple."""
+
+    def __init__(self, paths, q, kv, device):
+        ends = lambda lengths: torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        self.paths = paths.to(device)     # flat indices of each run's path, root to its last token, one after another
+        self.q, self.kv = q, kv           # lists: tokens of each run; tokens of its path, of which its own are the last
+        self.cu_q, self.cu_kv = ends(q), ends(kv)  # (runs + 1,) where each begins, and the end: as flash attention wants
 
 
 def common_prefix(a, b):
@@ -82,7 +85,7 @@ def pack(turns, device="cpu", whole=False):
     """
     seqs = [[*prompt, *action] for prompt, action in turns]
     ids, pos, parent, runs, actions = [], [], [], [], [None] * len(turns)
-    path, before = [], []
+    path, before = array("q"), []
     for i in sorted(range(len(turns)), key=seqs.__getitem__):
         seq, shared = seqs[i], common_prefix(before, seqs[i])
         start, end = len(ids), len(ids) + len(seq) - shared
@@ -93,15 +96,15 @@ def pack(turns, device="cpu", whole=False):
         ids += seq[shared:]
         pos += range(shared, len(seq))
         parent += [path[shared - 1] if shared else -1, *range(start, end - 1)][:end - start]
-        path = path[:shared] + list(range(start, end))
+        path = path[:shared] + array("q", range(start, end))
         if end > start:
             runs[-1][2] = path
-        actions[i] = torch.tensor(path[0 if whole else len(turns[i][0]):], device=device)
+        actions[i] = torch.frombuffer(path, dtype=torch.long)[0 if whole else len(turns[i][0]):]
         before = seq
-    as_tensor = lambda x, dtype=None: torch.tensor(x, dtype=dtype, device=device)
-    q, kv = [end - start for start, end, _ in runs], [len(path) for _, _, path in runs]
-    runs = Runs(as_tensor([i for _, _, path in runs for i in path]), q, kv,
-                as_tensor([0, *accumulate(q)], torch.int32), as_tensor([0, *accumulate(kv)], torch.int32))
+    starts, ends, paths = zip(*runs)
+    runs = Runs(torch.cat([torch.frombuffer(path, dtype=torch.long) for path in paths]),
+                [end - start for start, end in zip(starts, ends)], list(map(len, paths)), device)
+    as_tensor = lambda x: torch.tensor(x, device=device)
     return Tree(as_tensor(ids), as_tensor(pos), as_tensor(parent), runs, actions, sum(map(len, seqs)))
 
 
@@ -233,7 +236,7 @@ class TreeLM(torch.nn.Module):
             inputs, read = {"input_ids": tree.ids[None], "position_ids": tree.pos[None]}, self.lm.model
         hidden = read(**inputs, runs=tree.runs, use_cache=False).last_hidden_state[0]  # (T, width)
         if self.score:
-            return F.linear(hidden[scored].float(), self.score.weight.float())[:, 0]
+            return hidden[scored].float() @ self.score.weight[0].float()
         hidden, targets = hidden[tree.parent[scored]], tree.ids[scored]
         return torch.cat([checkpoint(head_logps, hidden[i:i + chunk], self.lm.lm_head.weight, targets[i:i + chunk],
                                      use_reentrant=False) for i in range(0, len(scored), chunk)])
@@ -335,7 +338,8 @@ def action_logps(model, turns, max_tokens=None, chunk=None):
         scored, where = torch.cat(tree.actions).unique(return_inverse=True)
         COUNT["computed"] += len(tree.ids)
         COUNT["unshared"] += tree.unshared
-        numbers = model(tree, scored, chunk)[where].cpu()  # few numbers: losses are made on the CPU
+        numbers = model(tree._replace(actions=None), scored.to(model.device), chunk)  # FSDP would move each to the GPU
+        numbers = numbers.cpu()[where]  # few: losses are made on the CPU
         if model.score is not None:
             return torch.stack([x.mean() for x in numbers.split([len(a) for a in tree.actions])])
         return numbers
@@ -344,8 +348,8 @@ def action_logps(model, turns, max_tokens=None, chunk=None):
         part = parts[min(n, len(parts) - 1)]
         if rounds == 1 or not torch.is_grad_enabled():
             flat = part_logps(part, anchor)
-        else:  # the branch runs without gradient now, and with it when the loss's gradient comes back
-            flat = checkpoint(part_logps, part, anchor, use_reentrant=True)
+        else:  # without gradient now, and with it when the loss's comes back: each after the next one, for autograd
+            flat = anchor = checkpoint(part_logps, part, anchor, use_reentrant=True)  # runs whatever else is ready
         if n < len(parts):
             for i, x in zip(part, flat.split(sizes(model, [turns[i] for i in part]))):
                 logps[i] = x

@@ -279,8 +279,7 @@ def run(main, args):
     SIGNALS.listen("; --resume goes on from what was finished" if hasattr(args, "resume") else "")
     try:
         main(args)
-        if "torch" in sys.modules and (dist := sys.modules["torch"].distributed).is_initialized():
-            dist.destroy_process_group()
+        leave()
     except StdoutError as e:
         if e.errno != errno.EPIPE:
             print(f"error: stdout: {e.strerror}{SIGNALS.hint}", file=sys.stderr)
@@ -289,11 +288,23 @@ def run(main, args):
         SIGNALS.steps = False
         if WORLD > 1:  # rank 0 says what all would say: torchrun then ends the others, and who failed as another died
             time.sleep(5 if RANK else 1)
+        else:
+            leave()
         if SIGNALS.first:
             SIGNALS.end()
         if RANK and isinstance(e, SystemExit):
             sys.exit(1)
+        if type(e).__name__ == "OutOfMemoryError":  # torch's, of a GPU
+            less = "A lower --max_tokens, --recompute 1, --offload 1 or more GPUs need less, see --dry_run" \
+                if hasattr(args, "offload") else "Fewer at a time need less (--concurrency)"
+            fail(f"{str(e).partition(' Of the ')[0]} {less}{SIGNALS.hint}")
         raise
+
+
+def leave():
+    """Ends what `join` began."""
+    if "torch" in sys.modules and (dist := sys.modules["torch"].distributed).is_initialized():
+        dist.destroy_process_group()
 
 
 def family(of=None):

@@ -46,7 +46,7 @@ def along(command, given, n, folder):
     seen = []
     for i in range(1, n + 1):
         p.stdin.write(next(given).encode())
-        if i % (n // 10) == 0:
+        if i % max(1, n // 10) == 0:
             seen.append(megabytes(p.pid))
     p.stdin.close()
     most = 0

@@ -54,7 +54,7 @@ from utils import fail  # noqa: E402
 TRL = "1.16.0"
 PROMPTS, ACTION, CANDIDATES, HIDDEN, BETA = range(400, 1501, 220), (40, 80), 16, 260, 0.1
 #           width, MLP, layers, heads, KV heads, head size, vocabulary, tied
-SHAPES = {"small": (768, 2048, 2, 12, 3, 64, 4096, False), "memory": (128, 384, 2, 4, 1, 32, 128256, False),
+SHAPES = {"tiny": (64, 128, 1, 2, 1, 32, 256, True), "small": (768, 2048, 2, 12, 3, 64, 4096, False), "memory": (128, 384, 2, 4, 1, 32, 128256, False),
           "1b": (2048, 8192, 16, 32, 8, 64, 128256, True), "3b": (3072, 8192, 28, 24, 8, 128, 128256, True),
           "8b": (4096, 14336, 32, 32, 8, 128, 128256, False)}
 TOKENS = {False: 0, True: 0}  # that went through a model without gradient, and with
@@ -130,7 +130,7 @@ def examples(job, vocab):
     if job == "scoring":
         return [(prompt, c["token_ids"]) for prompt, candidates in states for c in candidates]
     return [([(prompt, a)], [(prompt, b)]) for t, (prompt, candidates) in enumerate(states)
-            for a, b in candidate_pairs({"candidates": candidates}, 4, t)]
+            for a, b in candidate_pairs({"candidates": candidates}, 4, 0, t)]
 
 
 def loss_of(job, *sides):
@@ -310,7 +310,7 @@ def compare(job, args):
                 norm = lambda xs: sum(x.double().norm().item() ** 2 for x in xs) ** 0.5
                 cost["differs"] = [norm(x - y for x, y in zip(a, b)) / norm(b)
                                    for a, b in ((got[:1], first[:1]), (got[1:], first[1:])) if b]
-    figures = {"job": job, **vars(args), "parameters": lm.num_parameters(), "ways": {}}
+    figures = {**vars(args), "job": job, "parameters": lm.num_parameters(), "ways": {}}
     for name in ways:
         way = figures["ways"][name] = {"peak": peaks[name], "peak_ratio": peaks["shared"] / peaks[name]}
         if costs[name]:

@@ -1,4 +1,5 @@
 """What the tests share: running a script, a tiny untrained model, a few episodes that collect.py played with it."""
+import contextlib
 import functools
 import json
 import os
@@ -43,7 +44,7 @@ for line in sys.stdin:
 @functools.cache
 def forks():
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", FORKS, ROOT], text=True, stdin=pipe, stdout=pipe, env=CPU)
+    return subprocess.Popen([sys.executable, "-c", FORKS, ROOT], bufsize=0, stdin=pipe, stdout=pipe, env=CPU)
 
 
 def script(name, *flags, stdin="", cwd=ROOT, fresh=False, out=None, kill=None):
@@ -62,11 +63,12 @@ def script(name, *flags, stdin="", cwd=ROOT, fresh=False, out=None, kill=None):
         for path in files:
             with open(path, "w", encoding="utf-8") as f:
                 f.write(stdin if path == files[0] else "")
-        forks().stdin.write(json.dumps([command, str(cwd), [files[0], str(out or files[1]), files[2]]]) + "\n")
-        forks().stdin.flush()
+        line = json.dumps([command, str(cwd), [files[0], str(out or files[1]), files[2]]])
+        forks().stdin.write(line.encode() + b"\n")
         pid = int(forks().stdout.readline())
         if kill and not select.select([forks().stdout], [], [], kill[0])[0]:
-            os.kill(pid, kill[1])
+            with contextlib.suppress(ProcessLookupError):  # it ended just now
+                os.kill(pid, kill[1])
         code = int(forks().stdout.readline())
         return subprocess.CompletedProcess(command, code, *(open(f, encoding="utf-8").read() for f in files[1:]))
 

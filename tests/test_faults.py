@@ -127,6 +127,17 @@ def test_a_signal_waits_for_the_end_of_a_line():
     assert data.endswith(b"\n") and all("x" in r for r in records(data.decode()))
 
 
+def test_a_full_gpu_is_one_line():
+    code = "import argparse, torch, utils\ndef main(args): raise torch.OutOfMemoryError('CUDA out of memory. Tried to "\
+           "allocate 46.00 MiB. GPU 0 has 80.00 GiB of which 0 bytes is free. Of the allocated memory 78.62 GiB ...')\n" \
+           "utils.run(main, argparse.Namespace(offload=0, resume=0))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == "error: CUDA out of memory. Tried to allocate 46.00 MiB. GPU 0 has 80.00 GiB of which 0 bytes " \
+        "is free. A lower --max_tokens, --recompute 1, --offload 1 or more GPUs need less, see --dry_run; --resume goes " \
+        "on from what was finished\n"
+
+
 # --- disks that take no more ------------------------------------------------------------------------------------------
 
 @pytest.fixture

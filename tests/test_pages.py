@@ -22,6 +22,7 @@ import model as M
 from colbench import CACHE, PAGE, Renderer, RenderError, similarity
 from conftest import ROOT, demos, gone, lines, records, script
 from test_endpoints import Server, chat
+from test_readme import benchmark
 from utils import family
 
 pytest.importorskip("playwright", reason="playwright is not installed (README, \"Frontend Design\")")
@@ -536,3 +537,7 @@ def test_episodes_with_the_scripted_human_who_looks(tmp_path, blocks):
         assert r["reward"] == (similarity(*map(blocks, (r["answer"], r["task"]["ground_truth"])))
                                if r["answer"] else 0)
     assert remarks > 3
+
+
+def test_the_benchmark_of_pages_runs():
+    benchmark("render", "--rounds 1 --pages 2")

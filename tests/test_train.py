@@ -542,6 +542,16 @@ def test_branches_give_the_same_values_and_gradients(family, bound, monkeypatch)
         assert all(torch.equal(a, b) for a, b in zip(M.action_logps(model, turns, bound), got))
 
 
+def test_no_two_branches_are_computed_again_at_once():
+    """Each one's gradient comes after the next one's: on a GPU, the engine takes up whatever else is ready meanwhile."""
+    model, _ = two_models("llama_tied", torch.float64)
+    below = lambda node: {node} | {x for n, _ in node.next_functions if n for x in below(n)}
+    everything = below(torch.cat(M.action_logps(model, some_turns(), 30)).grad_fn)
+    branches = [n for n in everything if n.name() == "CheckpointFunctionBackward"]
+    above = sorted(sum(n in below(other) for other in branches) for n in branches)
+    assert above == list(range(1, len(branches) + 1)) and len(branches) > 2
+
+
 def test_deal_gives_every_rank_as_many_parts_of_about_the_same_size(monkeypatch):
     r = random.Random(0)
     for _ in range(300):
@@ -615,7 +625,7 @@ def test_gradients_of_what_many_branches_share_are_summed_in_fp32(device):
         seen.append((k, v))
         return k * up + v * up
 
-    runs = M.Runs(paths, [5], [1000], None, None)
+    runs = M.Runs(paths, [5], [1000], device)
     M.tree_attention(kernel, None, query, key, value, None, runs=runs)[0].sum().backward()
     plain = key.detach()[0].transpose(0, 1).clone().requires_grad_()
     (plain[paths] * up).sum().backward()
