@@ -24,8 +24,9 @@ shared           action_logps of the whole batch in one tree, pi_ref once
 Every repeat runs each of them, in turn. The table's ratios are its CPU time (cuda: wall time) over that of `shared`:
 median [min, max] of the repeats, and of the bound, which is the ratio if a token cost the same everywhere (1 forward, 3
 forward and backward). pi_ref is part of the first epoch; later epochs need it no more, but for `official` and `trl`. Peak
-memory is what a step needs beyond weights and gradients (a pair at a time: with the longest). The figures are on stdout
-as JSON too. Exits with 1 if losses, gradients (whole vectors) or scores differ by more than 1e-5 of their norm.
+memory is what a step needs beyond weights and gradients (a pair at a time: with the longest). `of matmuls` is the share
+of the machine's own rate in large matrix products that the layers' weights alone come to, in a later epoch. The figures
+are on stdout as JSON too. Exits with 1 if losses, gradients (whole vectors) or scores differ by more than 1e-5 of their norm.
 """
 import argparse
 import copy
@@ -57,6 +58,7 @@ PROMPTS, ACTION, CANDIDATES, HIDDEN, BETA = range(400, 1501, 220), (40, 80), 16,
 SHAPES = {"tiny": (64, 128, 1, 2, 1, 32, 256, True), "small": (768, 2048, 2, 12, 3, 64, 4096, False), "memory": (128, 384, 2, 4, 1, 32, 128256, False),
           "1b": (2048, 8192, 16, 32, 8, 64, 128256, True), "3b": (3072, 8192, 28, 24, 8, 128, 128256, True),
           "8b": (4096, 14336, 32, 32, 8, 128, 128256, False)}
+TIME = {"cpu": "cpu", "cuda": "wall"}  # what is compared
 TOKENS = {False: 0, True: 0}  # that went through a model without gradient, and with
 
 
@@ -281,9 +283,18 @@ def peak(fn, device):
     return int(os.read(receive, 99))
 
 
+def matmul_rate(device, dtype):
+    """FLOP/s in large square products."""
+    n = 8192 if device == "cuda" else 1024
+    a = torch.randn(n, n, device=device, dtype=dtype)
+    costs = [measure(lambda: [a @ a for _ in range(5)], device)[1] for _ in range(6)]
+    return 5 * 2 * n ** 3 / statistics.median(cost[TIME[device]] for cost in costs[1:])
+
+
 def compare(job, args):
     """Runs the contenders of one job; the figures, as they go to stdout."""
-    lm, ref = build(args.shape, args.device, torch.bfloat16 if args.dtype == "bf16" else torch.float32)
+    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
+    lm, ref = build(args.shape, args.device, dtype)
     items = examples(job, lm.config.vocab_size)
     ways = scorers(lm) if job == "scoring" else {
         "official": official(job, lm, ref), **(trl(lm, ref, items) if job == "policy" and not args.memory else {}),
@@ -310,15 +321,18 @@ def compare(job, args):
                 norm = lambda xs: sum(x.double().norm().item() ** 2 for x in xs) ** 0.5
                 cost["differs"] = [norm(x - y for x, y in zip(a, b)) / norm(b)
                                    for a, b in ((got[:1], first[:1]), (got[1:], first[1:])) if b]
-    figures = {**vars(args), "job": job, "parameters": lm.num_parameters(), "ways": {}}
+    rate = matmul_rate(args.device, dtype)
+    seconds = 2 * sum(p.numel() for layer in lm.model.layers for p in layer.parameters()) / rate  # a token
+    figures = {**vars(args), "job": job, "parameters": lm.num_parameters(), "matmul_tflops": rate / 1e12, "ways": {}}
     for name in ways:
         way = figures["ways"][name] = {"peak": peaks[name], "peak_ratio": peaks["shared"] / peaks[name]}
         if costs[name]:
-            way |= {"costs": costs[name], "differs": costs[name][0][1]["differs"]}
+            way |= {"costs": costs[name], "differs": costs[name][0][1]["differs"], "of_matmuls": statistics.median(
+                seconds * cost["weighted_tokens"] / cost[TIME[args.device]] for _, cost in costs[name])}
             for epoch, k in (("first", 1), ("later", 0)):
                 total = lambda name, key: [k * a[key] + b[key] for a, b in costs[name]]
                 over = lambda key: [a / b for a, b in zip(total(name, key), total("shared", key))]
-                x = over("wall" if args.device == "cuda" else "cpu")
+                x = over(TIME[args.device])
                 way[epoch] = {"times": statistics.median(x), "min": min(x), "max": max(x),
                               "bound": over("weighted_tokens")[0]}
     return figures
@@ -328,15 +342,15 @@ def table(figures):
     """The same for people."""
     say = lambda *x: print(*x, file=sys.stderr)
     say(f"\n{figures['job']}: {figures['parameters'] / 1e6:.0f}M parameters, {figures['dtype']}, {figures['device']}")
-    say(f"{'':16}  tokens: backward  forward   CPU s  wall s  peak MB  {'first epoch':>28} of bound  {'later':>24} of bound")
+    say(f"{'':16}  tokens: backward  forward   CPU s  wall s  of matmuls  peak MB  {'first epoch':>28} of bound  {'later':>24} of bound")
     for name, way in figures["ways"].items():
         line = f"{name:16}"
         if "costs" in way:
             (before, cost), middle = way["costs"][0], lambda key: statistics.median(
                 a[key] + b[key] for a, b in way["costs"])
             line += f"  {cost['forward_backward']:16} {before['forward_only'] + cost['forward_only']:8}"
-            line += f" {middle('cpu'):7.2f} {middle('wall'):7.2f}"
-        line += f"  {way['peak'] / 2 ** 20:7.0f}"
+            line += f" {middle('cpu'):7.2f} {middle('wall'):7.2f}  {way['of_matmuls']:10.0%}"
+        line = f"{line:71}  {way['peak'] / 2 ** 20:7.0f}"
         for epoch in ("first", "later") if "costs" in way else ():
             e = way[epoch]
             line += f"   {e['times']:6.2f} [{e['min']:5.2f}, {e['max']:5.2f}] / {e['bound']:5.2f} {e['times'] / e['bound']:6.0%}"
