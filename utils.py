@@ -288,8 +288,8 @@ def run(main, args):
         SIGNALS.steps = False
         if WORLD > 1:  # rank 0 says what all would say: torchrun then ends the others, and who failed as another died
             time.sleep(5 if RANK else 1)
-        else:
-            leave()
+        elif "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
+            leave()  # or NCCL prints a warning
         if SIGNALS.first:
             SIGNALS.end()
         if RANK and isinstance(e, SystemExit):
