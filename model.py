@@ -784,8 +784,9 @@ def plan(args, config, steps, turns_in, scored):
     FLOPs are 2 a weight and token, 4 L H D a token and key; three times that for a token trained on, and once more
     where layers or branches are computed again; hours are at 400 TFLOP/s a GPU. FSDP sends the weights for both passes
     and the fp32 gradients of each micro-batch; at 300 GB/s. Both rates are guesses of an H100 with NVLink. Memory, GB
-    a GPU: fp32 weights, gradients and moments, spread; a layer and the root as FSDP gathers them, with their gradients;
-    activations, counted on the meta device for the largest tree.
+    a GPU: fp32 weights, gradients and moments, spread; the root's weights and a layer with its gradients, as FSDP gathers
+    them; activations and the head's gradient, counted on the meta device for the largest tree. The total is of these, or
+    of when a backward pass ends, with the root's gradients in place of what is gathered and of activations.
     """
     dtype, again = {"fp32": torch.float32}.get(args.dtype, torch.bfloat16), args.recompute != 0
     if sees(config):
@@ -822,14 +823,16 @@ def plan(args, config, steps, turns_in, scored):
         tree = pack(largest, "meta")
         n = most_tokens if whole else len(set(torch.cat(pack(largest).actions).tolist()))
         model(tree, torch.empty(n, dtype=torch.long, device="meta"), None).sum().backward()
+    root = total - body
     gb = {"weights_gradients_moments": 16 * total * args.replicate / args.dry_run,
-          "gathered": (total - body) * (width + 4) + layer * (3 * width + 4), "activations": live.peak}
+          "gathered": root * width + layer * (3 * width + 4), "activations": live.peak}
+    gb["total"] = gb["weights_gradients_moments"] + max(gb["gathered"] + gb["activations"], root * (width + 4))
     short = lambda x: float(f"{x:.3g}")
     return {"gpus": args.dry_run, "parameters": total, "steps": len(steps), "examples": sum(map(len, steps)),
             "training_tokens": tokens, "scoring_tokens": sum(n for n, *_ in scoring), "largest_tree": most_tokens,
             "petaflops": short(flops / 1e15), "hours": {"computing": short(flops / 400e12 / args.dry_run / 3600),
                                                         "sending": short((args.dry_run > 1) * sent / 300e9 / 3600)},
-            "gb_a_gpu": {name: short(x / 1e9) for name, x in {**gb, "total": sum(gb.values())}.items()}}
+            "gb_a_gpu": {name: short(x / 1e9) for name, x in gb.items()}}
 
 
 # Words, numbers, `name=`, a function's head and body, and what stands between a page's slots are one token each.

@@ -92,5 +92,11 @@ def test_more_gpus_hold_less_each_and_an_8b_model_takes_16_gb_on_8():
     assert plan["gb_a_gpu"]["weights_gradients_moments"] == pytest.approx(16.06, rel=0.01)
     # by hand: 32 layers' inputs in 2 bytes, 1 GB; the head's gradient twice, 2.1 GB; its logits, a layer's insides
     assert 3.1 < plan["gb_a_gpu"]["activations"] < 6
+    # a layer has 218M weights: 3 * 2 + 4 bytes each; embedding and head 1.05B: 2 bytes each, and with few activations
+    # the most is at the end, when their gradients are in 16 and in 32 bits
+    assert plan["gb_a_gpu"]["gathered"] == pytest.approx(2.18 + 2.1, rel=0.01)
+    assert plan["gb_a_gpu"]["total"] == pytest.approx(16.06 + 4.28 + plan["gb_a_gpu"]["activations"], rel=0.01)
+    few = planned(config, [[((1,) * 9, (5,) * 4)]], dry_run=8, dtype="auto", recompute=None)["gb_a_gpu"]
+    assert few["activations"] < 2.5 and few["total"] == pytest.approx(16.06 + max(6.3, 4.28 + few["activations"]), rel=0.01)
     halves = planned(config, [[(prompt, (5,) * 400)]], dry_run=16, replicate=2, dtype="auto", recompute=None)
     assert halves["gb_a_gpu"]["weights_gradients_moments"] == plan["gb_a_gpu"]["weights_gradients_moments"]
