@@ -194,9 +194,9 @@ def test_a_killed_grader_leaves_no_browser_behind(tmp_path):
         its = family(process.pid)
         assert len(its) > 3
         process.send_signal(how)
-        _, said = process.communicate(timeout=15)
+        _, said = process.communicate(timeout=60)
         assert process.returncode and "Traceback" not in said
-        gone(its, seconds=3)
+        gone(its)
 
 
 def test_a_part_of_the_sheet_draws_the_real_pages_as_the_whole_does(renderer, tasks):
