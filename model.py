@@ -203,8 +203,7 @@ def pick_attention(name, device, dtype):
 def head_logps(hidden, weight, targets):
     """log softmax(hidden @ weight.T)[targets], (N,), in fp32 or better. Checkpointed: no (N, vocab) logits are kept."""
     logits = F.linear(hidden, weight)
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    return logits.gather(1, targets[:, None])[:, 0] - logits.logsumexp(1)
+    return -F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets, reduction="none")
 
 
 class TreeLM(torch.nn.Module):

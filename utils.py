@@ -276,7 +276,8 @@ SIGNALS = Signals()
 def run(main, args):
     """main(args), ended with one line by a signal and where stdout takes no more; quietly where its reader has gone."""
     plain_stderr()
-    SIGNALS.listen("; --resume goes on from what was finished" if hasattr(args, "resume") else "")
+    resumes = hasattr(args, "resume") and not getattr(args, "score", 0)
+    SIGNALS.listen("; --resume goes on from what was finished" if resumes else "")
     try:
         main(args)
         leave()
