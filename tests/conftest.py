@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,8 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background, and all that we start inherits it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # for the scripts: what the tests compare is of the CPU
 
 import colbench  # noqa: E402
