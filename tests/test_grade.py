@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import platform
+import select
 import shlex
 import signal
 import socket
@@ -595,3 +596,23 @@ def test_shared_references_pass(grader):
     graded = grade_records(({"task": t, "answer": t["ground_truth"]} for t in tasks), grader)
     failed = {i: r["tests"]["test1"] for i, r in enumerate(graded) if r["reward"] < 1}
     assert set(failed) <= {214, 235, 264}, failed
+
+
+@pytest.mark.parametrize("unread", [False, True])
+def test_a_fork_server_ends_quietly_when_its_grader_dies_before_the_answer(unread, tmp_path, capfd):
+    """The grader dies between its "k" and the answer, or before it reads that: no traceback, and their folder goes."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    server = module.Server(0, str(folder))
+    server.start()
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        socket.send_fds(server.control, [b"f"], [theirs.fileno()])
+        assert ours.recv(99)  # the child is there
+        unread or server.process.send_signal(signal.SIGSTOP)
+        server.control.sendall(b"k")
+        unread and select.select([server.control], [], [])
+        server.control.close()
+        server.process.send_signal(signal.SIGCONT)
+        assert server.process.wait(20) == 0
+    assert capfd.readouterr() == ("", "") and not folder.exists()
