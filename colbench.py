@@ -9,8 +9,8 @@ One record is one line of JSON, and every stage adds fields to it (README, "The 
     python colbench.py grade < answers.jsonl > graded.jsonl                      # adds reward and tests; pages, too
     python colbench.py check < tasks.jsonl > good.jsonl                          # drops tasks without stable values
     python colbench.py judge --endpoint http://localhost:8000/v1 < episodes.jsonl > scored.jsonl     # an LLM as critic
-    python colbench.py generate --endpoint http://localhost:8000/v1 < texts.jsonl > tasks.jsonl     # an LLM makes tasks
 """
+import ast
 import asyncio
 import builtins
 import collections
@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import datetime
 import decimal
+import enum
 import fractions
 import functools
 import gc
@@ -42,10 +43,12 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import textwrap
 import threading
 import time
 import types
 import urllib.parse
+from typing import NamedTuple
 
 from utils import Endpoint, EndpointError, fail, open_stdout, parser, read_jsonl, rng, run, skip_bad_flag
 
@@ -420,16 +423,27 @@ def page_demonstration(task, r, args):
     return {"task": task, "sample": 0, "dialogue_history": history, "answer": last_page(history)}
 
 
-# --- the grader: a sandbox --------------------------------------------------------------------------------------------
+# --- the grader: a sandbox --------------------------------------------------------------------------
 #
 # grader --"fork", one end of a new socket--> fork server --fork--> child: confines itself, then
-#    \__________code and tests; values_______________________________/   reads from its socket
+#    \__________answer and tests; lines______________________________/   reads from its socket
 #
-# The server never sees code, values or references, so a child inherits nothing worth reading; the
-# servers of references and of answers are apart. All that a child can do is claim values, as JSON:
-# the grader rebuilds trusted types from it and compares.
+# The server never sees code, values or references, so a child inherits nothing worth reading. The
+# servers of references and of answers are apart. A child is the answer's from the first line of code
+# that it runs: all that it sends is a claim, as bytes. Verdicts are made further below, of values
+# that the grader itself rebuilt from those bytes.
 
-LIMITS = dict(test=1, answer=6, memory=1 << 30, value=1 << 20)  # s, s, bytes, bytes of JSON a value
+LIMITS = {
+    "test": 1, "answer": 6,       # seconds; a reference gets three times as long
+    "memory": 1 << 30,            # bytes of a child
+    "code": 1 << 18,              # characters of an answer
+    "line": 1 << 20,              # bytes of one value on the wire
+    "lines": 1 << 24,             # bytes of all values of one answer
+    "items": 100_000,             # elements in one value
+    "digits": 4_000,              # of a Decimal, a Fraction's halves, a Decimal's exponent
+    "alike": 16,                  # keys of one hash in one set or dict
+    "expected": 1 << 26,          # bytes of all references' values that are kept
+}
 
 # The system calls that a child may make: name, number on x86_64, on aarch64 (-1: it has none). All
 # others fail with EPERM: fork and threads, exec, signals, sockets, fcntl, prlimit, ptrace, shm, ...
@@ -437,33 +451,41 @@ CALLS = """
 read 0 63   write 1 64   close 3 57   stat 4 -1   fstat 5 80   lstat 6 -1   poll 7 -1   lseek 8 62
 mmap 9 222   mprotect 10 226   munmap 11 215   brk 12 214   rt_sigaction 13 134   exit 60 93
 rt_sigprocmask 14 135   rt_sigreturn 15 139   pread64 17 67   readv 19 65   writev 20 66
-access 21 -1   sched_yield 24 124   mremap 25 216   madvise 28 233   dup 32 23   nanosleep 35 101
+access 21 -1   sched_yield 24 124   mremap 25 216   dup 32 23   nanosleep 35 101
 getpid 39 172   uname 63 160   getcwd 79 17   readlink 89 -1   gettimeofday 96 169
 getrusage 98 165   sysinfo 99 179   times 100 153   getuid 102 174   getgid 104 176
 geteuid 107 175   getegid 108 177   getppid 110 173   sigaltstack 131 132   gettid 186 178
 time 201 -1   futex 202 98   sched_getaffinity 204 123   getdents64 217 61   getrandom 318 278
 restart_syscall 219 128   clock_gettime 228 113   clock_getres 229 114   clock_nanosleep 230 115
 exit_group 231 94   newfstatat 262 79   readlinkat 267 78   faccessat 269 48   statx 332 291
-rseq 334 293   faccessat2 439 439   openat 257 56
+rseq 334 293   faccessat2 439 439
 """
+OPENAT, MADVISE = (257, 56), (28, 233)  # allowed by their third argument, flags or advice
 NOT_READING = 0o3 | 0o100 | 0o1000 | 0o10000000  # O_ACCMODE, O_CREAT, O_TRUNC, O_PATH of openat
+ADVICE = 0, 1, 2, 3, 4, 8, 14, 15  # normal to dontneed, free, (no)hugepage: what allocators ask for
 
 
 def seccomp_filter(files=True):
-    """The BPF program of CALLS, with openat for reading only, or not at all; b"" on a machine not known here."""
-    known = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
+    """The BPF program of CALLS, with openat for reading only, or not at all.
+
+    b"" on a processor whose numbers are not known here.
+    """
+    known = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
     if platform.machine() not in known:
         return b""
     column, arch = known[platform.machine()]
-    *numbers, openat = map(int, CALLS.split()[column::3])
     load, equal, any_bit, leave = 0x20, 0x15, 0x45, 0x06  # then: jump if true, if false, operand
     allow, deny, kill = (leave, 0, 0, 0x7FFF0000), (leave, 0, 0, 0x00050001), (leave, 0, 0, 1 << 31)
-    program = [(load, 0, 0, 4), (equal, 1, 0, arch), kill, (load, 0, 0, 0)]
-    for number in numbers:
-        program += [(equal, 0, 1, number), allow] if number >= 0 else []
-    # 32: the low word of the third argument, the flags
+    number_of_call, third_argument = (load, 0, 0, 0), (load, 0, 0, 32)
+    program = [(load, 0, 0, 4), (equal, 1, 0, arch), kill, number_of_call]
+    for number in map(int, CALLS.split()[column + 1::3]):
+        if number >= 0:
+            program += [(equal, 0, 1, number), allow]
+    advice = [(equal, len(ADVICE) - i, 0, value) for i, value in enumerate(ADVICE)]
+    program += [(equal, 0, len(advice) + 3, MADVISE[column]), third_argument, *advice, deny, allow]
     if files:
-        program += [(equal, 0, 3, openat), (load, 0, 0, 32), (any_bit, 1, 0, NOT_READING), allow]
+        flags = (any_bit, 0, 1, NOT_READING)
+        program += [(equal, 0, 4, OPENAT[column]), third_argument, flags, deny, allow]
     program += [deny]
     return b"".join(struct.pack("HBBI", *step) for step in program)
 
@@ -475,8 +497,8 @@ def readable_paths():
             "/usr/share/zoneinfo"]
 
 
-# The next five functions are the whole program of a fork server: `python -c` gets their source
-# alone, so that nothing else of this file (the built-in tasks!) is in a child's memory.
+# The next functions, up to `serve`, are the whole program of a fork server: `python -c` gets their
+# source alone, so that nothing else of this file (the built-in tasks!) is in a child's memory.
 
 def landlock_rules(libc, paths):
     """A Landlock ruleset that allows only reading below `paths`; None without Landlock."""
@@ -522,47 +544,171 @@ def confine(libc, rules, bpf, memory):
     return "full"
 
 
-def encode(value):
-    """A value as JSON: None, bool, float, str and small int as they are, all else [type, ...].
+def official_code(answer):
+    """The code in an answer as the released scorer cuts it out: a bare fence's language tag stays in."""
+    for fence in ("```python", "```"):
+        if fence in answer:
+            answer = answer.split(fence)[1].split("```")[0]
+    return answer
 
-    Subclasses (a namedtuple, a Counter) go as their base, arrays as lists; TypeError: no such data.
+
+def forms(text):
+    """A text as it stands, and without its indentation (which line 1 lost where it was stripped)."""
+    yield text
+    yield textwrap.dedent(text)
+    margins = re.findall(r"^([ \t]*)(?:def|class|import|from|@)\b", text, re.M)[1:]
+    yield textwrap.dedent(min(margins, key=len, default="") + text)
+
+
+def compiled(text):
+    """(form, code object) of the first form of a text that is Python; None where none is."""
+    for form in forms(text):
+        try:
+            return form, compile(form, "<answer>", "exec")
+        except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError):
+            pass
+    return None
+
+
+def definitions(form):
+    """(the names that a module's top level binds, whether it does nothing else)."""
+    names, nothing_else = set(), True
+    for node in ast.parse(form).body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in node.names}
+        else:
+            nothing_else = False
+    return names, nothing_else
+
+
+def fenced_code(answer, wanted):
+    """Code objects of an answer's fenced blocks: the first that binds a wanted name, after its helpers.
+
+    Helpers are earlier blocks of definitions alone. Blocks in ```python count before those in ```,
+    and these before other languages. A block ends at the first fence that leaves it Python, so that
+    a docstring may hold a fence.
     """
-    if type(value).__module__ == "numpy":
-        value = value.tolist()
-    if value is None or isinstance(value, bool):
+    blocks, at = {}, 0
+    fence = re.compile(r"(`{3,}|~{3,})[ \t]*([\w+#.-]*)[ \t]*")
+    while opening := fence.search(answer, at):
+        mark, language = opening[1], opening[2].lower()
+        tagged = answer[opening.end():opening.end() + 1] in ("", "\r", "\n") or language.startswith("py")
+        body = opening.end() if tagged else opening.end(1)  # "```x = 1": code right behind the fence
+        ends = [found.start() for found in re.finditer(re.escape(mark), answer[body:])]
+        for end in ends[:20] or [len(answer) - body]:
+            if block := compiled(answer[body:body + end]):
+                break
+        else:
+            end = ends[0] if ends else len(answer) - body
+        order = 0 if re.fullmatch(r"py(thon)?[\d.]*", language) else 1 if not language else 2
+        blocks.setdefault(order, []).append(block)
+        at = body + end + len(mark)
+    best, helpers = blocks[min(blocks)] if blocks else [], []
+    if len(best) > 1:
+        for form, code in filter(None, best):
+            names, nothing_else = definitions(form)
+            if names & wanted:
+                return [*helpers, code]
+            helpers += [code] if nothing_else else []
+    return [best[0][1]] if best and best[0] else []
+
+
+def unfenced_code(answer):
+    """Code objects of the Python that stands in prose: from its first line as far as it compiles."""
+    lines = answer.splitlines()
+    start = re.compile(r"\s*(def \w+ *\(|class \w+ *[(:]|import \w|from [\w.]+ import |@\w|\w+ *= *lambda\b)")
+    for first in [i for i, line in enumerate(lines) if start.match(line)][:3]:
+        ends = [i for i in range(first + 1, len(lines)) if not lines[i][:1].isspace()]
+        for end in [len(lines), *ends[:-31:-1]]:
+            if block := compiled("\n".join(lines[first:end])):
+                return [block[1]]
+    return []
+
+
+def answer_code(answer, tests):
+    """Code objects of an answer, to be run one after another; SyntaxError where nothing is Python.
+
+    Which part of the text is code is settled before any of it runs, whatever the tests give.
+    """
+    answer = answer.lstrip("\ufeff")  # a byte order mark
+    whole = None if re.match(r"\s*(```|~~~)", answer) else compiled(answer)
+    if whole:
+        return [whole[1]]
+    wanted = set(re.findall(r"\w+", " ".join(tests)))
+    return fenced_code(answer, wanted) or unfenced_code(answer) or [compile(answer, "<answer>", "exec")]
+
+
+class Rows:
+    """By what a child tells the values of a class apart: parts, which are values again, or a text."""
+    fields = lambda *names: lambda value: [getattr(value, name) for name in names]
+    halves = lambda value: [list(dict(value).keys()), list(dict(value).values())]
+    PARTS = {
+        **dict.fromkeys(("builtins.tuple", "builtins.set", "builtins.frozenset", "builtins.dict_keys",
+                         "collections.deque", "collections.UserList", "array.array"), list),
+        **dict.fromkeys(("builtins.dict", "builtins.dict_items", "builtins.mappingproxy",
+                         "collections.Counter", "collections.OrderedDict", "collections.UserDict",
+                         "collections.ChainMap"), halves),
+        "builtins.complex": fields("real", "imag"),
+        "builtins.range": fields("start", "stop", "step"),
+        "builtins.slice": fields("start", "stop", "step"),
+        "fractions.Fraction": fields("numerator", "denominator"),
+        "datetime.timedelta": fields("days", "seconds", "microseconds")}
+    TEXTS = {
+        "builtins.bytes": bytes.hex, "builtins.bytearray": bytearray.hex,
+        "builtins.memoryview": lambda value: value.tobytes().hex(),
+        "collections.UserString": str, "decimal.Decimal": str,
+        **dict.fromkeys(("datetime.datetime", "datetime.date", "datetime.time"),
+                        lambda value: value.isoformat()),
+        **dict.fromkeys(("uuid.UUID", "pathlib.PurePosixPath", "ipaddress.IPv4Address",
+                         "ipaddress.IPv6Address", "ipaddress.IPv4Network", "ipaddress.IPv6Network"), str)}
+
+
+def encode(value):
+    """A value as what json.dumps takes: plain data as it is, all else {class: its parts or text}.
+
+    A subclass goes as the nearest base that has a row (a namedtuple as a tuple), an array of numpy as
+    lists. TypeError: a value of no such class.
+    """
+    kind = type(value)
+    if kind is str or kind is float or kind is bool or value is None:
         return value
+    if kind.__module__ == "numpy":
+        return encode(value.tolist())
+    if isinstance(value, int):
+        return int(value) if -1 << 63 <= value < 1 << 63 else {"int": hex(value)}
+    if isinstance(value, list):
+        return [encode(v) for v in value]
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, float):
         return float(value)
-    if isinstance(value, int):
-        return int(value) if -1 << 63 <= value < 1 << 63 else ["int", hex(value)]
-    for base in (list, tuple, set, frozenset):
-        if isinstance(value, base):
-            return [base.__name__, *[encode(v) for v in value]]
-    if isinstance(value, dict):
-        return ["dict", *[[encode(k), encode(v)] for k, v in value.items()]]
-    for base, text in ((bytes, bytes.hex), (bytearray, bytearray.hex), (decimal.Decimal, str),
-                       (datetime.datetime, datetime.datetime.isoformat),
-                       (datetime.date, datetime.date.isoformat),
-                       (datetime.time, datetime.time.isoformat)):
-        if isinstance(value, base):
-            return [base.__name__, text(value)]
-    for base, fields in ((complex, "real imag"), (fractions.Fraction, "numerator denominator"),
-                         (range, "start stop step"),
-                         (datetime.timedelta, "days seconds microseconds")):
-        if isinstance(value, base):
-            return [base.__name__, *[encode(getattr(value, field)) for field in fields.split()]]
     if isinstance(value, type) and value.__module__ == "builtins":
-        return ["type", value.__name__]
-    raise TypeError("not plain data")
+        return {"type": value.__name__}
+    for base in kind.__mro__:
+        row = f"{base.__module__.split('.')[0]}.{base.__name__}"
+        if row in Rows.PARTS:
+            return {base.__name__: [encode(part) for part in Rows.PARTS[row](value)]}
+        if row in Rows.TEXTS:
+            return {base.__name__: Rows.TEXTS[row](value)}
+    raise TypeError(type(value).__name__)
 
 
 def run_tests(request, wire):
-    """Runs an answer {code, tests, official}; writes a line of JSON a test to descriptor `wire`."""
-    error = code = None
+    """Runs {text, tests, role, official}; writes a line of JSON a test to descriptor `wire`.
+
+    The line is ["value", encode(value)], ["raised", class of the exception], or ["refused", why].
+    """
+    error, official, codes = None, request["official"], []
     try:
-        code = compile(request["code"], "<answer>", "exec")
+        if request["role"] == "answer" and not official:
+            codes = answer_code(request["text"], request["tests"])
+        else:
+            code = official_code(request["text"]) if request["role"] == "answer" else request["text"]
+            codes = [compile(code, "<answer>", "exec")]
     except BaseException as e:
         error = e
     for test in request["tests"]:
@@ -570,20 +716,24 @@ def run_tests(request, wire):
         space = vars(module)
         # the released scorer's exec inside a function has two namespaces: what the code defines
         # at its top level is invisible from inside its functions
-        local = {} if request["official"] else space
+        local = {} if official else space
         try:
             if error:
                 raise error
-            exec(code, space, local)
+            for code in codes:
+                exec(code, space, local)
             value = eval(test, space, local)
             try:
-                line = ["value", encode(value)]
-            except (TypeError, RecursionError):
-                line = ["error", "not plain data"]
+                if official and getattr(value, "ndim", 0) and value.size != 1:
+                    raise TypeError("an array, whose == is no verdict")
+                sys.setrecursionlimit(max(3000, sys.getrecursionlimit()))  # nested data
+                line = json.dumps(["value", encode(value)])
+            except (TypeError, RecursionError) as e:
+                line = json.dumps(["refused", f"{type(e).__name__}: {e}"])
         except BaseException as e:  # SystemExit, KeyboardInterrupt: one more wrong answer
             missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
-            line = ["error", f"raised {type(e).__name__}{missing}"]
-        line = json.dumps(line).encode() + b"\n"
+            line = json.dumps(["raised", type(e).__name__ + missing])
+        line = line.encode() + b"\n"
         while line:
             line = line[os.write(wire, line):]
 
@@ -591,16 +741,19 @@ def run_tests(request, wire):
 def serve(paths, bpf, blind, modules, memory):
     """A fork server on stdin, a Unix socket: "f" with a socket: fork; "k": kill and reap.
 
-    Without Landlock children get `blind`, the filter that lets them open no file, and import no more than `modules`.
-
     A child says its level, reads its request as one line and answers with a line a test; the server
     answers "k" with the child's exit code (negative: the signal), an int. It ends with the grader.
+    Without Landlock a child gets `blind`, the filter that lets it open no file, and can import no more
+    than `modules`.
     """
     libc = ctypes.CDLL(None)
     libc.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
     libc.syscall.argtypes = 5 * [ctypes.c_long]
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no process of the same user may look into this one
     rules = landlock_rules(libc, paths)
+    version_3 = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))
+    if libc.capset(version_3, ctypes.create_string_buffer(24)):  # 24 zero bytes: root keeps none
+        raise OSError("capset failed")
     if rules is None and blind:
         bpf = blind
         for module in modules:
@@ -609,7 +762,9 @@ def serve(paths, bpf, blind, modules, memory):
             except ImportError:
                 pass
     control, null, pid = socket.socket(fileno=0), os.open(os.devnull, os.O_RDWR), 0
-    run_tests({"code": "def f(): return 1", "tests": ["f()", "g()"], "official": 0}, null)
+    text = "def f(x):\n    for i in range(3):\n        x += i\n    return [x, 0.5, 'a', {'b': (x, None)}]"
+    warm = {"text": text, "tests": ["f(1)", "g(2)"], "role": "answer", "official": 0}
+    run_tests(warm, null)
     gc.collect()  # the run above fills caches that each child would have to fill,
     gc.freeze()  # and frozen pages are left alone by a child's collector: twice the speed in all
     while True:
@@ -652,12 +807,12 @@ def serve(paths, bpf, blind, modules, memory):
             return
 
 
-SERVER = (landlock_rules, confine, encode, run_tests, serve)
+SERVER = (landlock_rules, confine, official_code, forms, compiled, definitions, fenced_code, unfenced_code,
+          answer_code, Rows, encode, run_tests, serve)
 COMMON = """_strptime array bisect base64 calendar collections.abc contextlib copy csv dataclasses difflib enum functools
 hashlib heapq html inspect io itertools math numbers numpy operator pprint queue random re sqlite3 statistics string
 textwrap time typing unicodedata urllib.parse uuid zlib"""
-IMPORTS = ("import ctypes, datetime, decimal, fractions, gc, json, os, resource, signal, socket\n"
-           "import struct, sys, types\n")
+IMPORTS = "import ast, ctypes, gc, json, os, re, resource, signal, socket, struct, sys, textwrap, types\n"
 
 
 class GraderError(Exception):
@@ -690,7 +845,7 @@ class Server:
             self.process = None
 
     def run(self, level, request, seconds, left):
-        """Runs one child: its level and [(kind, what)], a test each up to one that ends the child.
+        """Runs one child: its level and, up to a test that ends it, each test's line or Outcome.
 
         A server that fails is restarted once; a child below `level` (None: any) is a GraderError.
         """
@@ -703,7 +858,8 @@ class Server:
                 with ours:
                     with theirs:
                         socket.send_fds(self.control, [b"f"], [theirs.fileno()])
-                    found, lines, why = self.talk(ours, request, seconds, end)
+                    found = handshake(ours, request)
+                    lines, last = read_lines(ours, len(request["tests"]), seconds, end)
                 self.control.sendall(b"k")
                 status = struct.unpack("i", self.control.recv(4))[0]
             except (OSError, struct.error) as e:
@@ -716,105 +872,228 @@ class Server:
                 raise
             if found != (level or found):
                 raise GraderError(f"isolation is {found!r} now, was {level!r}")
-            if why == "ended":
-                why = f"killed by signal {-status}" if status < 0 else f"exited early ({status})"
-            return found, lines + ([("error", why)] if why else [])
+            if last and last.verdict is Verdict.ENDED:
+                by = f"signal {-status}" if status < 0 else f"status {status}"
+                last = Outcome(Verdict.ENDED, by)
+            return found, lines + ([last] if last else [])
 
-    def talk(self, wire, request, seconds, end):
-        """The child's level, its [(kind, what)], and why it stopped early (None: it did not)."""
-        buffer, level, lines = b"", None, []
-        deadline = time.monotonic() + 10
-        while level is None or len(lines) < len(request["tests"]):
-            if b"\n" in buffer:
-                line, buffer = buffer.split(b"\n", 1)
-                if level is None:  # said before the child has read any code
-                    level = line.decode()
-                    wire.sendall(json.dumps(request).encode() + b"\n")
-                else:
-                    lines.append(rebuild(line))
-                deadline = min(end, time.monotonic() + seconds)
-                continue
-            if len(buffer) > LIMITS["value"]:
-                return level, lines, "value too large"
+
+def handshake(wire, request):
+    """Waits for a child's level, which it says before it has read any code, and sends the request."""
+    wire.settimeout(10)
+    level = b""
+    while not level.endswith(b"\n"):
+        more = wire.recv(64)  # TimeoutError is an OSError
+        if not more:
+            raise OSError("a child did not start")
+        level += more
+    wire.sendall(json.dumps(request).encode() + b"\n")
+    return level.decode().strip()
+
+
+def read_lines(wire, n, seconds, end):
+    """(a child's first lines, at most n, each within `seconds` of the one before; why there are fewer).
+
+    `end` bounds them all, in time.monotonic's seconds; LIMITS bound their bytes. The second is an
+    Outcome, None where all n came. What comes after the n-th is not read.
+    """
+    lines, buffer, room = [], bytearray(), LIMITS["lines"]
+    deadline = min(end, time.monotonic() + seconds)
+    while len(lines) < n:
+        seen = 0
+        while (cut := buffer.find(b"\n", seen)) < 0:
+            seen = len(buffer)
+            if seen > LIMITS["line"]:
+                return lines, Outcome(Verdict.REFUSED, f"more than {LIMITS['line']:,} bytes")
+            if seen > room:
+                return lines, Outcome(Verdict.REFUSED, f"more than {LIMITS['lines']:,} bytes in all")
             try:
                 wire.settimeout(max(deadline - time.monotonic(), 1e-3))
                 more = wire.recv(1 << 16)
             except TimeoutError:
-                more = None
+                return lines, Outcome(Verdict.TIMEOUT)
             except ConnectionError:
                 more = b""
             if not more:
-                if level is None:
-                    raise OSError("a child did not start")
-                return level, lines, "timeout" if more is None else "ended"
+                return lines, Outcome(Verdict.ENDED)
             buffer += more
-        return level, lines, None
+        lines.append(bytes(buffer[:cut]))
+        del buffer[:cut + 1]
+        room -= cut
+        deadline = min(end, time.monotonic() + seconds)
+    return lines, None
 
 
-# --- the grader: values and verdicts ----------------------------------------------------------------------------------
+# --- the grader: from claims to verdicts ------------------------------------------------------------
+#
+# bytes off the wire --claim()--> Value or Outcome --compare()--> Outcome. `claim` bounds all that it
+# computes, and makes values of trusted types alone. Verdict.PASS is written once, in `compare`, behind
+# the comparison.
 
-TYPES = {name: t for name, t in vars(builtins).items() if isinstance(t, type)}
-
-
-def plain(x):
-    """The value behind encode()'s JSON, of trusted types; any exception means it was forged."""
-    if not isinstance(x, list):
-        return x
-    kind, *args = x
-    if kind == "int":
-        if len(args[0]) > 100_000:  # comparing it with a Decimal takes quadratic time
-            raise ValueError("too large")
-        return int(args[0], 16)
-    if kind in ("bytes", "bytearray"):
-        return bytes.fromhex(args[0])
-    if kind in ("list", "tuple"):
-        return [plain(v) for v in args] if kind == "list" else tuple([plain(v) for v in args])
-    if kind in ("set", "frozenset", "dict"):
-        keys = [plain(v[0] if kind == "dict" else v) for v in args]
-        if len(set(map(hash, keys))) < len(keys) - 100:  # made to collide: quadratic time
-            raise ValueError("forged")
-        return frozenset(keys) if kind != "dict" else dict(zip(keys, [plain(v) for _, v in args]))
-    if kind == "type":
-        return type(None) if args[0] == "NoneType" else TYPES[args[0]]
-    if kind in ("datetime", "date", "time"):
-        return getattr(datetime, kind).fromisoformat(args[0])
-    make = {"complex": complex, "range": range, "Decimal": decimal.Decimal,
-            "Fraction": fractions.Fraction, "timedelta": datetime.timedelta}[kind]
-    return make(*[plain(v) for v in args])
+class Verdict(enum.Enum):
+    """How a test ended, in the grader's own words: no text of a child's can be one."""
+    PASS = "pass"
+    WRONG = "wrong value"
+    RAISED = "raised"
+    REFUSED = "value refused"
+    TIMEOUT = "timeout"
+    ENDED = "process ended"
+    NO_ANSWER = "no answer"
+    NOT_RUN = "not run"
+    NOT_EXPECTED = "no expected value from the reference"
 
 
-def rebuild(line):
-    """A child's line as ("value", of trusted types) or ("error", reason)."""
+class Outcome(NamedTuple):
+    """A verdict, with a note of the grader's and what the child claims, kept apart and bounded."""
+    verdict: Verdict
+    note: str = ""
+    said: str = ""
+
+    def __str__(self):
+        text = ": ".join(filter(None, (self.verdict.value, self.note)))
+        return f"{text} {json.dumps(self.said[:80])}" if self.said else text
+
+
+class Value(NamedTuple):
+    """What a child claims that a test gave, rebuilt of trusted types."""
+    value: object
+
+
+class Refused(ValueError):
+    """A claim beyond a bound; the text is the grader's own."""
+
+
+def keys(values):
+    """The keys of a set or dict. Refused where many were made to collide: quadratic time."""
+    alike = collections.Counter(map(hash, values))
+    if max(alike.values(), default=0) > LIMITS["alike"]:
+        raise Refused(f"more than {LIMITS['alike']} keys of one hash")
+    return values
+
+
+def mapping(halves):
+    """A dict of [keys, values]."""
+    found, values = halves
+    if type(found) is not list or type(values) is not list:
+        raise TypeError
+    return dict(zip(keys(found), values, strict=True))
+
+
+def numbers(make, *kinds, bits=63):
+    """A function of a list of numbers of these kinds, whose integers have at most so many bits."""
+    def of(parts):
+        if not all(type(part) in kinds for part in parts):
+            raise TypeError
+        if any(type(part) is int and part.bit_length() > bits for part in parts):
+            raise Refused(f"a {make.__name__} of more than {bits:,} bits")
+        return make(*parts)
+    return of
+
+
+def decimal_number(text):
+    """The Fraction or float that a Decimal equals: unlike Decimals they compare in linear time."""
+    number = decimal.Decimal(text)
+    if number.is_nan():
+        return float("nan")
+    if number.is_infinite():
+        return float(number)
+    if len(text) > LIMITS["digits"] or abs(number.as_tuple().exponent) > LIMITS["digits"]:
+        raise Refused(f"a Decimal of more than {LIMITS['digits']:,} digits")
+    return fractions.Fraction(number)
+
+
+def marked(name):
+    """A function that pairs a claim with a class of its own: equal to a pair of the same class alone."""
+    mark = type(name, (), {})
+    return lambda content: (mark, content)
+
+
+TYPES = {name: t for name, t in vars(builtins).items() if isinstance(t, type)} | {"NoneType": type(None)}
+FROM_PARTS = {
+    "tuple": tuple, "UserList": list, "deque": collections.deque, "array": marked("array"),
+    "slice": lambda parts: slice(*parts), "range": numbers(range, int),
+    "complex": numbers(complex, int, float), "timedelta": numbers(datetime.timedelta, int),
+    "Fraction": numbers(fractions.Fraction, int, bits=round(LIMITS["digits"] * math.log2(10))),
+    **{name: lambda parts: frozenset(keys(parts)) for name in ("set", "frozenset", "dict_keys")},
+    **dict.fromkeys(("dict", "mappingproxy", "UserDict", "ChainMap"), mapping),
+    "OrderedDict": lambda halves: collections.OrderedDict(mapping(halves)),
+    "Counter": lambda halves: collections.Counter(mapping(halves)),
+    "dict_items": lambda halves, mark=marked("dict_items"): mark(mapping(halves))}
+FROM_TEXT = {
+    "int": lambda text: int(text, 16), "type": TYPES.__getitem__, "UserString": str,
+    "Decimal": decimal_number,
+    **dict.fromkeys(("bytes", "bytearray", "memoryview"), bytes.fromhex),
+    **{name: getattr(datetime, name).fromisoformat for name in ("datetime", "date", "time")},
+    **{name: marked(name) for name in ("UUID", "PurePosixPath", "IPv4Address", "IPv6Address",
+                                       "IPv4Network", "IPv6Network")}}
+
+
+def rebuild(pairs):
+    """{class: its parts or text}, as encode() writes it, as a value; json.loads gives it innermost first."""
+    [(name, content)] = pairs
+    if type(content) is list:
+        return FROM_PARTS[name](content)
+    if type(content) is str:
+        return FROM_TEXT[name](content)
+    raise TypeError
+
+
+WIRE = json.JSONDecoder(object_pairs_hook=rebuild, parse_constant=float)  # a new NaN each: unequal
+
+
+def claim(line):
+    """A child's line as Value or Outcome; an Outcome, of which there is no line, as it is. Never raises.
+
+    Takes less than 0.1 s and some 20 MB, whatever the line: its bytes are bounded by read_lines.
+    """
+    if isinstance(line, Outcome):
+        return line
     try:
-        kind, what = json.loads(line)
-        if kind == "error":
-            return "error", re.sub(r"[^ -~]", "?", what)[:80]
-        return "value", plain(what)
+        text = line.decode("ascii")  # json.dumps writes nothing else
+        if sum(map(text.count, ",[{")) > LIMITS["items"]:
+            raise Refused(f"more than {LIMITS['items']:,} items")
+        (kind, what), end = WIRE.scan_once(text, 0)
+        if end != len(text):
+            raise ValueError
+        if kind == "value":
+            return Value(what)
+        verdict = {"raised": Verdict.RAISED, "refused": Verdict.REFUSED}[kind]
+        return Outcome(verdict, said=what if type(what) is str else "")
+    except Refused as e:
+        return Outcome(Verdict.REFUSED, str(e))
+    except RecursionError:
+        return Outcome(Verdict.REFUSED, "nested too deeply")
     except Exception:  # the line is hostile: there is no telling what it makes fail
-        return "error", "not plain data"
+        return Outcome(Verdict.REFUSED, "no line of plain data")
 
 
-def same(expected, got):
-    """expected == got; False where even these types can't compare (signalling NaN, deep list)."""
+def comparable(line):
+    """A reference's line as it is; the Outcome of all its tests where it holds no value to compare."""
+    found = claim(line)
+    if isinstance(found, Outcome):
+        note = ", ".join(filter(None, (found.verdict.value, found.note)))
+        return Outcome(Verdict.NOT_EXPECTED, note, found.said)
+    return Outcome(Verdict.NOT_EXPECTED, "None") if found.value is None else line
+
+
+def compare(wanted, given):
+    """The Outcome of a test: `wanted` is a comparable line, `given` the answer's line or Outcome."""
+    wanted, given = claim(wanted), claim(given)
+    if isinstance(wanted, Outcome) or isinstance(given, Outcome):
+        return wanted if isinstance(wanted, Outcome) else given
     try:
-        return bool(expected == got)
-    except Exception:  # whatever a comparison raises, the two are not the same
-        return False
+        return Outcome(Verdict.PASS if wanted.value == given.value else Verdict.WRONG)
+    except Exception:  # too deep, or out of memory
+        return Outcome(Verdict.REFUSED, "it can't be compared")
 
 
 OFFICIAL_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(",
                   "quit(", "argparse")  # the released scorer gives an answer with one of them 0
 
 
-def extract_code(answer, official=False):
-    """The first ```python block, else the first fenced one (it may be unclosed), else all of it.
-
-    The released scorer keeps the language tag of a fence that is not ```python: a NameError later.
-    """
-    python, tag = ("```python", "") if official else (r"```python\b", r"(?:[\w+-]*[ \t]*\r?\n)?")
-    block = (re.search(python + r"(.*?)(?:```|\Z)", answer, re.S)
-             or re.search("```" + tag + r"(.*?)(?:```|\Z)", answer, re.S))
-    return block[1] if block else answer
+def kept_size(key, lines):
+    """About the bytes that the lines of a reference take, with their key's texts (4 a character)."""
+    return sum(100 + 4 * len(text) for text in key) + sum(100 + len(line) for line in lines)
 
 
 class Grader:
@@ -834,10 +1113,9 @@ class Grader:
         for role, idle in self.servers.items():
             for _ in range(workers):
                 idle.put(Server(int(role == "other seed"), self.cwd))
-        # a reference gets three times the time: a busy machine must not spoil what is then cached
-        self.expected = functools.lru_cache(1024)(functools.partial(self.values, patience=3))
+        self.kept, self.kept_bytes, self.lock = {}, 0, threading.Lock()  # see expected()
         try:
-            self.values("", [], "answer")
+            self.lines("", [], "answer")
             if self.level == "rlimits" and not unsafe:
                 raise GraderError("no seccomp here, so candidate code could do all that you can: "
                                   "unsafe=1 runs it all the same")
@@ -859,41 +1137,68 @@ class Grader:
         os.path.exists(self.cwd) and os.rmdir(self.cwd)
         self.workers = 0  # a second close finds nothing to do
 
-    def values(self, code, tests, role="reference", patience=1):
-        """Each test's ("value", rebuilt) or ("error", reason), within `patience` x the limits."""
+    def lines(self, text, tests, role="reference", patience=1):
+        """What a reference's code or an answer's text gives for each test: a child's line of bytes, or
+        the Outcome of having none. `patience` stretches the time limits."""
         results, end = [], time.monotonic() + LIMITS["answer"] * patience
         server = self.servers[role].get()
         try:
             while self.level is None or len(results) < len(tests):
                 left = end - time.monotonic()
                 if left <= 0:
-                    return results + [("error", "timeout")] * (len(tests) - len(results))
-                request = dict(code=code, tests=tests[len(results):], official=self.official)
+                    return results + [Outcome(Verdict.TIMEOUT)] * (len(tests) - len(results))
+                request = dict(text=text, tests=tests[len(results):], official=self.official,
+                               role="answer" if role == "answer" else "reference")
                 self.level, more = server.run(self.level, request, patience * LIMITS["test"], left)
                 results += more
         finally:
             self.servers[role].put(server)
         return results
 
+    def expected(self, code, tests):
+        """The lines of a reference; an Outcome where there is no value to compare with.
+
+        The last ones are kept, at most LIMITS["expected"] bytes: thousands of ordinary tasks.
+        """
+        key = (code, *tests)
+        with self.lock:
+            if key in self.kept:
+                self.kept[key] = found = self.kept.pop(key)  # used last, so dropped last
+                return found
+        # three times the time: a busy machine must not spoil what is then kept
+        found = [comparable(line) for line in self.lines(code, tests, patience=3)]
+        with self.lock:
+            if key not in self.kept:  # another thread may have been as fast
+                self.kept[key] = found
+                self.kept_bytes += kept_size(key, found)
+            while self.kept_bytes > LIMITS["expected"]:
+                oldest = next(iter(self.kept))
+                self.kept_bytes -= kept_size(oldest, self.kept.pop(oldest))
+        return found
+
     def grade(self, task, answer):
         """{"reward": share of tests passed, "tests": {name: "pass" or the reason why not}}."""
-        names, tests = list(task["test_cases"]), tuple(task["test_cases"].values())
+        names, tests = list(task["test_cases"]), list(task["test_cases"].values())
         if not tests:
             raise GraderError("a task without test cases can't be graded")
-        word = next((w for w in OFFICIAL_WORDS if self.official and answer and w in answer), None)
-        if word or not (answer or "").strip():
-            why = f"official rules: {word!r} in the answer" if word else "no answer"
-            return {"reward": 0.0, "tests": dict.fromkeys(names, why)}
-        wanted = self.expected(task["ground_truth"], tests)
-        usable = [kind == "value" and want is not None for kind, want in wanted]
-        code = extract_code(answer, self.official)
-        got = iter(self.values(code, [t for t, use in zip(tests, usable) if use], "answer"))
-        verdicts = {}
-        for name, use, (_, want) in zip(names, usable, wanted):
-            kind, what = next(got) if use else ("error", f"no expected value: {want or 'None'}")
-            right = "pass" if kind == "value" and same(want, what) else "wrong value"
-            verdicts[name] = what if kind == "error" else right
-        return {"reward": list(verdicts.values()).count("pass") / len(names), "tests": verdicts}
+        answer = answer or ""
+        outcomes = [self.not_run(answer)] * len(tests)
+        if not outcomes[0]:
+            wanted = self.expected(task["ground_truth"], tests)
+            asked = [t for t, line in zip(tests, wanted) if isinstance(line, bytes)]
+            given = iter(self.lines(answer, asked, "answer"))
+            outcomes = [compare(line, next(given)) if isinstance(line, bytes) else line for line in wanted]
+        passed = sum(outcome.verdict is Verdict.PASS for outcome in outcomes)
+        return {"reward": passed / len(tests), "tests": dict(zip(names, map(str, outcomes)))}
+
+    def not_run(self, answer):
+        """The Outcome of an answer that needs no run; None where it does."""
+        if not answer.strip():
+            return Outcome(Verdict.NO_ANSWER)
+        if len(answer) > LIMITS["code"]:
+            return Outcome(Verdict.NOT_RUN, f"it has more than {LIMITS['code']:,} characters")
+        word = next((w for w in OFFICIAL_WORDS if self.official and w in answer), None)
+        return Outcome(Verdict.NOT_RUN, f"the official rules refuse {word!r}") if word else None
 
 
 def grade_records(records, grader):
@@ -912,21 +1217,20 @@ def grade_records(records, grader):
 def check_task(grader, task):
     """([what keeps it from being graded], [what makes it a poor judge]) of a task, which is run 3 times."""
     names, tests = list(task["test_cases"]), list(task["test_cases"].values())
-    runs = [grader.values(task["ground_truth"], tests, role)
-            for role in ("reference", "reference", "other seed")]  # the last with another hash seed
-    broken, weak, first = [], [], runs[0]
-    for i, (name, (kind, what)) in enumerate(zip(names, first)):
-        if kind == "error" and what.startswith("raised ModuleNotFoundError: "):
-            broken.append("needs module " + what.split(": ")[1])
-        elif kind == "error":
-            broken.append(f"{name}: {what.replace('raised', 'raises')}")
-        elif what is None:
-            broken.append(f"{name}: None")
-        elif not all(run[i][0] == "value" and same(what, run[i][1]) for run in runs[1:]):
+    first, *others = [grader.lines(task["ground_truth"], tests, role)
+                      for role in ("reference", "reference", "other seed")]  # another hash seed
+    broken, weak = [], []
+    for i, (name, line) in enumerate(zip(names, map(comparable, first))):
+        module = re.match("ModuleNotFoundError: (.*)", getattr(line, "said", ""))
+        if module:
+            broken.append(f"needs module {module[1]}")
+        elif isinstance(line, Outcome):
+            broken.append(f"{name}: {line.note} {line.said}".rstrip())
+        elif any(compare(line, other[i]).verdict is not Verdict.PASS for other in others):
             broken.append(f"{name}: value differs between two runs")
         if tests.index(tests[i]) < i:
             weak.append(f"{name}: repeats {names[tests.index(tests[i])]}")
-    if len(tests) > 1 and all(kind == "value" and same(first[0][1], v) for kind, v in first):
+    if len(tests) > 1 and all(compare(first[0], line).verdict is Verdict.PASS for line in first):
         weak.append("all tests give the same value")
     return list(dict.fromkeys(broken)), weak
 
@@ -1427,66 +1731,6 @@ async def judge_records(args, emit):
     return failed
 
 
-# --- new tasks from an LLM --------------------------------------------------------------------------------------------
-
-TASK_PROMPT = """Invent one Python programming task that the text below makes you think of. Someone will ask for the \
-function loosely and a programmer will have to find out the details by asking, so the function must hold details that \
-the description does not tell: constants, limits, rounding, what happens in edge cases, how the result is built.
-
-Text:
-{text}
-
-Write exactly these three parts and nothing else.
-DESCRIPTION:
-one to three sentences that ask for the function by its name and parameters, and leave those details out
-CODE:
-the complete function, 5 to 50 lines, standard library only, imports inside it, the same result for the same arguments
-TESTS:
-ten lines, each a call of the function with literal arguments that brings out a detail, each another one"""
-
-
-def read_task(reply):
-    """The task in an LLM's reply to TASK_PROMPT; ValueError where a part is missing."""
-    parts = re.split(r"^\W*(DESCRIPTION|CODE|TESTS)\W*$", reply, flags=re.M)
-    found = dict(zip(parts[1::2], parts[2::2]))
-    if found.keys() != {"DESCRIPTION", "CODE", "TESTS"}:
-        raise ValueError("the reply lacks DESCRIPTION, CODE or TESTS")
-    calls = [re.sub(r"^\s*(\d+[.)]|[-*])?\s*`?|`?\s*$", "", line) for line in extract_code(found["TESTS"]).splitlines()]
-    task = {"problem_description": found["DESCRIPTION"].strip(), "ground_truth": extract_code(found["CODE"]).strip(),
-            "test_cases": {f"test{i}": call for i, call in enumerate(filter(None, calls), 1)}}
-    if not all(task.values()):
-        raise ValueError("an empty part")
-    return {**task, "id": task_id(task)}
-
-
-async def generate(args, emit):
-    """Asks an LLM for a task per text on stdin, and emits those that check_task finds nothing in."""
-    servers = Endpoint(args.endpoint, args.in_flight)
-    model = await servers.model(args.model)
-    counts, texts = collections.Counter(), read_jsonl(sys.stdin, ("text",), skip_bad=args.skip_bad)
-
-    async def worker(grader):
-        for record in texts:
-            async def ask(client):
-                prompt = fill(TASK_PROMPT, text=record["text"][:args.chars])
-                reply = await client.chat.completions.create(model=model, temperature=args.temperature, seed=args.seed,
-                                                             messages=[{"role": "user", "content": prompt}])
-                return read_task(reply.choices[0].message.content)
-            try:
-                task = await servers(ask)
-                found = await asyncio.to_thread(check_task, grader, task)
-            except EndpointError as e:
-                found = [str(e)], []
-            counts["; ".join(map(str, found[0] + found[1])) or "good"] += 1
-            if found == ([], []):
-                emit({"task": task})
-
-    with Grader("honest", os.cpu_count(), args.unsafe) as grader:
-        await asyncio.gather(*(worker(grader) for _ in range(args.in_flight)))
-    for reason, n in counts.most_common(20):
-        print(f"{n} {reason}", file=sys.stderr)
-
-
 # --- command line -----------------------------------------------------------------------------------------------------
 
 def browser_flags(p):
@@ -1525,16 +1769,10 @@ def get_args(argv=None):
     g.add_argument("--reference", type=int, choices=[0, 1], default=0, help="1: grade the references, a control")
     g.add_argument("--rules", choices=["honest", "official"], default="honest", help="official: as the released scorer")
     j = add("judge", "have an LLM compare messages and candidates, given the reference: `advantage` is what they win")
-    n = add("generate", "have an LLM make tasks of texts on stdin, {\"text\": ...} each, and keep the sound ones")
-    for q in (j, n):
-        q.add_argument("--endpoint", required=True, help="http://host:port/v1[,http://...] of a chat model")
-        q.add_argument("--model", help="its name, where the servers serve several")
-        q.add_argument("--in_flight", type=int, default=64, help="requests under way at each server")
-    n.add_argument("--chars", type=int, default=2000, help="of each text that it reads")
-    n.add_argument("--temperature", type=float, default=1.0)
-    n.add_argument("--seed", type=int, default=0)
-    n.add_argument("--unsafe", type=int, choices=[0, 1], default=0, help="1: run answers even without a sandbox")
-    for q in (g, c, j, n):
+    j.add_argument("--endpoint", required=True, help="http://host:port/v1[,http://...] of a chat model")
+    j.add_argument("--model", help="its name, where the servers serve several")
+    j.add_argument("--in_flight", type=int, default=64, help="requests under way at each server")
+    for q in (g, c, j):
         skip_bad_flag(q)
     for q in (g, c):
         page_flags(q)
@@ -1592,8 +1830,6 @@ def main(args):
     elif args.command == "judge":
         if failed := asyncio.run(judge_records(args, emit)):
             fail(f"{failed} records could not be judged and were not written")
-    elif args.command == "generate":
-        asyncio.run(generate(args, emit))
     elif args.command == "grade":
         records, grader = to_grade(args, *["answer"] * (not args.reference))
         answers = ({**r, "answer": r["task"]["ground_truth"]} if args.reference else r for r in records)

@@ -195,37 +195,6 @@ def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(tiny_d
             assert len(m["candidates"]) == 3 and all((prompt, tuple(c["token_ids"])) in answers for c in m["candidates"])
 
 
-TASK = """DESCRIPTION:
-Write price(n), the price of n.
-
-**CODE:**
-```python
-def price(n):
-    {}
-```
-TESTS:
-""" + "\n".join(f"{i}. `price({i})`" for i in range(1, 11))
-
-
-def test_generate_keeps_the_sound_tasks():
-    bodies = {"good": "return n * 3 + 17 if n > 2 else 0", "None": "pass", "unstable": "return object().__hash__()",
-              "same": "return 1", "raises": "return 1 // 0", "module": "import nothing_of_this_name; return n"}
-
-    def reply(path, body):
-        for text, code in bodies.items():
-            if f"about {text}." in body["messages"][0]["content"]:
-                return chat(TASK.format(code))
-        return chat("I'd rather not.")
-    done = script("colbench.py", "generate", "--endpoint", Server(reply, trouble=0.2).url, "--in_flight", 4,
-                  stdin=[{"text": f"about {text}."} for text in bodies])
-    assert done.returncode == 0, done.stderr
-    (got,) = records(done.stdout)
-    task = got["task"]
-    assert task["ground_truth"] == "def price(n):\n    " + bodies["good"] and len(task["test_cases"]) == 10
-    assert task["test_cases"]["test10"] == "price(10)" and task["problem_description"] == "Write price(n), the price of n."
-    assert "1 good" in done.stderr and "nothing_of_this_name" in done.stderr and "same value" in done.stderr
-
-
 def prefers(word, trouble=0.0, taste=1):
     """A judge who takes the message with more of a word, or with taste=-1 less, and thinks first."""
     def reply(path, body):

@@ -19,7 +19,7 @@ import pytest
 
 import colbench as module
 import utils
-from colbench import Grader, GraderError, check_task, extract_code, grade_records
+from colbench import Grader, GraderError, Outcome, Value, Verdict, check_task, claim, grade_records
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 LISTENER = socket.create_server(("127.0.0.1", 0))  # on any free port
@@ -114,30 +114,30 @@ VERDICTS = [
     ("half", "def f(x):\n    return x * 2 if x < 3 else 0", ["pass"] * 2 + ["wrong value"] * 2),
     ("none", None, ["no answer"] * 4),
     ("blank", " \n", ["no answer"] * 4),
-    ("syntax", "def f(x) return x", ["raised SyntaxError"] * 4),
-    ("nul", "def f(x): return 2*x\0", ["raised ValueError"] * 4),  # SyntaxError from Python 3.12 on
-    ("surrogate", "def f(x): return '\ud800'", ["raised UnicodeEncodeError"] * 4),
-    ("wrong name", "def g(x): return x", ["raised NameError"] * 4),
+    ("syntax", "def f(x) return x", ['raised "SyntaxError"'] * 4),
+    ("nul", "def f(x): return 2*x\0", ['raised "ValueError"'] * 4),  # SyntaxError from Python 3.12 on
+    ("surrogate", "def f(x): return '\ud800'", ['raised "UnicodeEncodeError"'] * 4),
+    ("wrong name", "def g(x): return x", ['raised "NameError"'] * 4),
     ("raises once", "def f(x):\n    return x * 2 if x != 2 else 1 / 0",
-     ["pass", "raised ZeroDivisionError", "pass", "pass"]),
+     ["pass", 'raised "ZeroDivisionError"', "pass", "pass"]),
     ("loop once", "def f(x):\n    while x == 2: pass\n    return x * 2", ["pass", "timeout", "pass", "pass"]),
-    ("sys.exit", "import sys\ndef f(x):\n    sys.exit(0)", ["raised SystemExit"] * 4),
-    ("exit at import", "raise SystemExit(0)", ["raised SystemExit"] * 4),
-    ("_exit", "import os\ndef f(x):\n    os._exit(0)", ["exited early (0)"] * 4),
+    ("sys.exit", "import sys\ndef f(x):\n    sys.exit(0)", ['raised "SystemExit"'] * 4),
+    ("exit at import", "raise SystemExit(0)", ['raised "SystemExit"'] * 4),
+    ("_exit", "import os\ndef f(x):\n    os._exit(0)", ["process ended: status 0"] * 4),
     ("crash once", "import os\ndef f(x):\n    if x == 2: os._exit(3)\n    return x * 2",
-     ["pass", "exited early (3)", "pass", "pass"]),
-    ("stdin", "def f(x):\n    return input()", ["raised EOFError"] * 4),
+     ["pass", "process ended: status 3", "pass", "pass"]),
+    ("stdin", "def f(x):\n    return input()", ['raised "EOFError"'] * 4),
     ("import", "import math\ndef f(x): return math.floor(x * 2)", ["pass"] * 4),
     ("globals", "n = 0\ndef f(x):\n    global n\n    n += 1\n    return x * 2 * n", ["pass"] * 4),
-    ("forged eq", "class E:\n    def __eq__(s, o): return True\ndef f(x): return E()", ["not plain data"] * 4),
+    ("forged eq", "class E:\n    def __eq__(s, o): return True\ndef f(x): return E()", ['value refused "TypeError: E"'] * 4),
     ("forged subclass", "class E(int):\n    def __eq__(s, o): return True\n    __hash__ = int.__hash__\n"
      "def f(x): return E(0)", ["wrong value"] * 4),
     ("claims to pass", "def f(x): return True", ["wrong value"] * 4),
-    ("generator", "def f(x): yield x * 2", ["not plain data"] * 4),
-    ("cycle", "def f(x):\n    a = []\n    a.append(a)\n    return a", ["not plain data"] * 4),
-    ("too large", "def f(x): return 'a' * (2 << 20)", ["value too large"] * 4),
-    ("memory", "def f(x): return len(bytearray(2 << 30))", ["raised MemoryError"] * 4),
-    ("no such module", "import nosuchmodule", ["raised ModuleNotFoundError: nosuchmodule"] * 4),
+    ("generator", "def f(x): yield x * 2", ['value refused "TypeError: generator"'] * 4),
+    ("cycle", "def f(x):\n    a = []\n    a.append(a)\n    return a", ['value refused "RecursionError: maximum recursion depth exceeded"'] * 4),
+    ("too large", "def f(x): return 'a' * (2 << 20)", ["value refused: more than 1,048,576 bytes"] * 4),
+    ("memory", "def f(x): return len(bytearray(2 << 30))", ['raised "MemoryError"'] * 4),
+    ("no such module", "import nosuchmodule", ['raised "ModuleNotFoundError: nosuchmodule"'] * 4),
 ]
 
 
@@ -162,58 +162,18 @@ def test_official_against_honest(grader):
         recursive = task("def f(n):\n    return n if n < 2 else f(n - 1) + f(n - 2)", "f(1)", "f(5)")
         assert official.grade(recursive, recursive["ground_truth"])["reward"] == 0.5
         attack = "def f(x):\n    import subprocess\n    return subprocess.run(['touch', '/tmp/pwned'])"
-        assert official.grade(DOUBLE, attack)["tests"]["test1"] == "raised PermissionError"
+        assert official.grade(DOUBLE, attack)["tests"]["test1"] == 'raised "PermissionError"'
     assert [grader.grade(DOUBLE, a)["reward"] for a in cases] == [1] * 10
     with pytest.raises(ValueError):
         Grader(rules="oficial")
-
-
-def test_extract_code():
-    assert extract_code("a\n```python\nx\n```\nb").strip() == "x"
-    assert extract_code("```python\nx\n").strip() == "x"
-    assert extract_code("```\nx\n```\n```\ny\n```").strip() == "x"
-    assert extract_code("```bash\nls\n```\n```python\ny\n```").strip() == "y"
-    assert extract_code("```py\r\nx\r\n```").strip() == "x"
-    assert extract_code("x = 1") == "x = 1"
-
-
-def test_values_survive_the_journey(grader):
-    """The oracle is Python itself: each expression's value, evaluated here, comes back equal and of its type."""
-    import datetime, decimal, fractions  # noqa: E401 (names for eval)
-    names = dict(datetime=datetime, decimal=decimal, fractions=fractions)
-    expressions = ["True", "-5", "2**63", "-2**70000", "1e300", "float('inf')", "'\\ud800\\0é'", "b'\\xff'",
-                   "[1, [2.5, None]]", "(1, (2,))", "{1, 2}", "frozenset({(1, 2)})", "{(1, 'a'): [1], None: 2}",
-                   "1j", "range(2, 9, 3)", "decimal.Decimal('0.10')", "fractions.Fraction(2, 6)",
-                   "datetime.datetime(2024, 1, 2, 3, tzinfo=datetime.timezone.utc)", "datetime.date(2024, 1, 2)",
-                   "datetime.time(1, 2)", "datetime.timedelta(days=-1, seconds=3)", "[int, type(None)]"]
-    got = grader.values("import datetime, decimal, fractions", expressions)
-    for expression, (kind, value) in zip(expressions, got):
-        want = eval(expression, names)
-        assert kind == "value" and value == want and (type(value) is type(want) or isinstance(want, set))
-    assert grader.values("from collections import *\nP = namedtuple('P', 'a')", ["P(1)", "Counter('aa')"]) == \
-        [("value", (1,)), ("value", {"a": 2})]
-
-
-@pytest.mark.parametrize("line", [
-    b"", b"{}", b"[]", b'["value"]', b'["value", ["os.system", "id"]]', b'["value", ["int", 5]]',
-    b'["value", ["set", ["list"]]]', b'["value", ["int", "' + b"f" * 200_000 + b'"]]', b"9" * 10_000,
-    b'["value", ' + b'["list", ' * 5000 + b"1" + b"]" * 5001, b'["value", ["type", "exec"]]', b'["error", 3]',
-    b'["value", ["set", ' + b", ".join(b'["int", "%x"]' % (i * (2**61 - 1)) for i in range(1, 30_000)) + b"]]"])
-def test_forged_lines_are_refused_quickly(line):
-    start = time.process_time()
-    assert module.rebuild(line) == ("error", "not plain data")
-    assert time.process_time() - start < 5  # the colliding set alone would take half a minute
-
-
-def test_comparison_is_made_of_trusted_types_and_never_raises():
-    assert module.same(1, 1.0) and not module.same(module.decimal.Decimal("sNaN"), 1)
 
 
 def test_reference_without_a_value_never_passes(grader):
     odd = task("def f(x):\n    if x == 1: return None\n    if x == 2: raise KeyError\n    return x",
                "f(1)", "f(2)", "f(3)")
     assert grader.grade(odd, odd["ground_truth"]) == {"reward": 1 / 3, "tests": {
-        "test1": "no expected value: None", "test2": "no expected value: raised KeyError", "test3": "pass"}}
+        "test1": "no expected value from the reference: None",
+        "test2": 'no expected value from the reference: raised "KeyError"', "test3": "pass"}}
     with pytest.raises(GraderError):
         grader.grade({"ground_truth": "", "test_cases": {}}, HONEST)
 
@@ -278,10 +238,12 @@ ATTACKS = {
 }
 
 
-SHUT = {"raised PermissionError", "raised RuntimeError", "raised ValueError", "raised error", "raised OSError"}
-SPENT = {"timeout", "raised MemoryError", "value too large", "raised RecursionError", "raised OverflowError"}
-GONE = {"exited early (0)", "exited early (3)", *(f"killed by signal {n}" for n in range(1, 32))}
-FORGED = {"wrong value", "not plain data", "raised TypeError", "raised KeyError", "raised AttributeError"}
+SHUT = {'raised "PermissionError"', 'raised "RuntimeError"', 'raised "ValueError"', 'raised "error"', 'raised "OSError"'}
+SPENT = {"timeout", 'raised "MemoryError"', "value refused: more than 1,048,576 bytes", 'raised "RecursionError"', 'raised "OverflowError"'}
+GONE = {"process ended: status 0", "process ended: status 3", *(f"process ended: signal {n}" for n in range(1, 32))}
+FORGED = {"wrong value", *(f'value refused "TypeError: {name}"' for name in ("generator", "E", "method")), "value refused: nested too deeply",
+          'value refused "RecursionError: maximum recursion depth exceeded"', "value refused: no line of plain data",
+          'raised "TypeError"', 'raised "KeyError"', 'raised "AttributeError"'}
 MISCHIEF = {  # by what it ends in; none may pass
     "a loop": ("while True: pass", SPENT),
     "a loop that swallows": ("def f(x):\n    while True:\n        try:\n            while True: pass\n"
@@ -292,7 +254,7 @@ MISCHIEF = {  # by what it ends in; none may pass
     "a power": ("def f(x): return 9 ** 9 ** 9", SPENT),
     "endless generator": ("def f(x):\n    while True: yield x", FORGED),
     "recursion": ("def f(x): return f(x)", SPENT),
-    "deep syntax": ("x = " + "(" * 5000 + ")" * 5000, {"raised SyntaxError", "raised MemoryError", *GONE}),
+    "deep syntax": ("x = " + "(" * 5000 + ")" * 5000, {'raised "SyntaxError"', 'raised "MemoryError"', *GONE}),
     "growing list": ("x = [0]\nwhile True: x += x", SPENT | GONE),
     "a string of 1 TB": ("def f(x): return 'a' * (1 << 40)", SPENT),
     "2 MB": ("def f(x): return 'a' * (2 << 20)", SPENT),
@@ -301,8 +263,8 @@ MISCHIEF = {  # by what it ends in; none may pass
     "deep value": ("def f(x):\n    a = []\n    for _ in range(100000): a = [a]\n    return a", FORGED | GONE),
     "prints without end": ("while True: print('x' * 99999)", SPENT),
     "abort": ("import os\nos.abort()", GONE), "null pointer": ("import ctypes\nctypes.string_at(0)", GONE),
-    "exit": ("import os\ndef f(x): os._exit(0)", GONE), "sys.exit": ("import sys\nsys.exit(0)", {"raised SystemExit"}),
-    "kills itself": ("import ctypes\ndef f(x): ctypes.CDLL(None).raise_(9)", {"raised AttributeError"}),
+    "exit": ("import os\ndef f(x): os._exit(0)", GONE), "sys.exit": ("import sys\nsys.exit(0)", {'raised "SystemExit"'}),
+    "kills itself": ("import ctypes\ndef f(x): ctypes.CDLL(None).raise_(9)", {'raised "AttributeError"'}),
     "always equal": ("class E:\n    def __eq__(s, o): return True\ndef f(x): return E()", FORGED),
     "equal inside": ("class E(int):\n    def __eq__(s, o): return True\n    __hash__ = None\ndef f(x): return [E(7)]", FORGED),
     "reduce": ("class E:\n    def __reduce__(s): return print, (1,)\ndef f(x): return E()", FORGED),
@@ -322,7 +284,7 @@ MISCHIEF = {  # by what it ends in; none may pass
     "udp": ("import socket\ndef f(x): socket.socket(socket.AF_INET, socket.SOCK_DGRAM)", SHUT),
     "unix socket": ("import socket\ndef f(x): socket.socket(socket.AF_UNIX).connect('\\0colbench45678')", SHUT),
     "fcntl": ("import fcntl, os\ndef f(x): fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())", SHUT | {
-        "raised ImportError"}),
+        'raised "ImportError"'}),
     "its own environment": ("import os\ndef f(x): return os.environ['COLBENCH_SECRET']", FORGED)}
 
 
@@ -413,17 +375,25 @@ def modules(): return [m for m in sys.modules if m in ("colbench", "grader", "ra
 def argv(): return sys.argv
 def source(): return "ground_truth" in repr(vars(sys.modules["__main__"]))
 """
-    environ, fds, modules, argv, source = grader.values(
-        probe, ["environ()", "fds()", "modules()", "argv()", "source()"], "answer")
-    assert set(environ[1]) <= {"PYTHONHASHSEED", "TZ", "OPENBLAS_NUM_THREADS", "LC_CTYPE"}
-    assert fds == ("value", 4)  # /dev/null three times, and the wire
-    assert modules == ("value", []) and argv == ("value", ["-c"]) and source == ("value", False)
+    environ, fds, modules, argv, source = (claim(line).value for line in grader.lines(
+        probe, ["environ()", "fds()", "modules()", "argv()", "source()"], "answer"))
+    assert set(environ) <= {"PYTHONHASHSEED", "TZ", "OPENBLAS_NUM_THREADS", "LC_CTYPE"}
+    assert fds == 4  # /dev/null three times, and the wire
+    assert modules == [] and argv == ["-c"] and not source
+
+
+def test_fork_servers_and_so_their_children_hold_no_capability(grader):
+    grader.grade(DOUBLE, HONEST)
+    server = next(server for server in grader.servers["answer"].queue if server.process)
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    held = dict(line.split(":\t") for line in status.splitlines() if line.startswith("Cap"))
+    assert {held[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {"0" * 16}
 
 
 def test_an_answer_cannot_read_an_earlier_one(grader):
     """The server sees neither code nor values, so none is in the heap that the next child inherits."""
     mark = "marker_" + "of_an_earlier_answer"
-    grader.values(f"def {mark}(): return '{mark}' * 50", [f"{mark}()"] * 3, "answer")
+    grader.lines(f"def {mark}(): return '{mark}' * 50", [f"{mark}()"] * 3, "answer")
     if os.geteuid():
         pytest.skip("only root may read a server's memory: it is not dumpable")
     for server in grader.servers["answer"].queue:
@@ -513,8 +483,8 @@ def test_levels_are_what_a_child_finds(monkeypatch):
     with Grader(workers=1) as g:
         assert g.level in ("seccomp", "rlimits") and g.grade(DOUBLE, HONEST)["reward"] == 1
         writes = "def f(x): open('/tmp/pwned', 'w')"
-        assert g.grade(DOUBLE, writes)["tests"]["test1"] == "raised PermissionError"
-        assert g.grade(DOUBLE, writes.replace("'w'", "'r+'"))["tests"]["test1"] == "raised PermissionError"
+        assert g.grade(DOUBLE, writes)["tests"]["test1"] == 'raised "PermissionError"'
+        assert g.grade(DOUBLE, writes.replace("'w'", "'r+'"))["tests"]["test1"] == 'raised "PermissionError"'
         monkeypatch.undo()
         g.level = "full"
         with pytest.raises(GraderError, match="isolation"):
@@ -527,12 +497,12 @@ def test_levels_are_what_a_child_finds(monkeypatch):
 
 
 def test_close_leaves_nothing():
-    before, folders = offspring(), set(os.listdir("/tmp"))
+    before = offspring()
     with Grader(workers=3) as g:
         list(grade_records(({"task": DOUBLE, "answer": HONEST} for _ in range(9)), g))
         assert offspring() != before
     g.close()  # twice is fine
-    assert offspring() == before and not {n for n in set(os.listdir("/tmp")) - folders if "colbench" in n}
+    assert offspring() == before and not os.path.exists(g.cwd)
 
 
 def test_a_killed_grader_leaves_nothing():
@@ -558,8 +528,8 @@ def test_check_task(grader):
                "    if x == 6:\n        import random\n        return random.random()\n    return x",
                *[f"f({i})" for i in range(1, 8)], "f(7)")
     assert check_task(grader, bad) == ([
-        "needs module nosuch", "test2: None", "test3: raises KeyError", "test4: value differs between two runs",
-        "test5: not plain data", "test6: value differs between two runs"],
+        "needs module nosuch", "test2: None", "test3: raised KeyError", "test4: value differs between two runs",
+        "test5: value refused TypeError: function", "test6: value differs between two runs"],
         ["test8: repeats test7"])
     assert check_task(grader, DOUBLE) == ([], [])
     assert check_task(grader, task("def f(x): return 1", "f(1)", "f(2)")) == ([], ["all tests give the same value"])
@@ -582,7 +552,9 @@ def test_shared_attacks(secrets, grader, monkeypatch):
         for record in shared("sandbox/answers.jsonl"):
             start = time.monotonic()
             graded = g.grade(record["task"], record["answer"])
-            assert graded["reward"] == pytest.approx(record["expect"]["reward"]), (record["id"], graded)
+            # upstream reads the first block alone; a person, and so these rules, its import and the function
+            reward = 1 if record["id"] == "b05_two_fences" else record["expect"]["reward"]
+            assert graded["reward"] == pytest.approx(reward), (record["id"], graded)
             assert time.monotonic() - start < 20, record["id"]
             assert g.grade(DOUBLE, HONEST)["reward"] == 1, record["id"]
             assert (traces(), offspring()) == before, record["id"]
