@@ -440,7 +440,7 @@ LIMITS = {
     "line": 1 << 20,              # bytes of one value on the wire
     "lines": 1 << 24,             # bytes of all values of one answer
     "items": 100_000,             # elements in one value
-    "digits": 4_000,              # of a Decimal, a Fraction's halves, a Decimal's exponent
+    "digits": 1_000,              # of a Decimal, a Fraction's halves, a Decimal's exponent
     "alike": 16,                  # keys of one hash in one set or dict
     "expected": 1 << 26,          # bytes of all references' values that are kept
 }
@@ -544,6 +544,13 @@ def confine(libc, rules, bpf, memory):
     return "full"
 
 
+class Marks:
+    """What tells code from prose in the text of an answer."""
+    FENCE = re.compile(r"(`{3,}|~{3,})[ \t]*([\w+#.-]*)[ \t]*")
+    FIRST_LINE = re.compile(r"\s*(def \w+ *\(|async def |class \w+ *[(:]|import \w|from [\w.]+ import "
+                            r"|@\w|\w+ *= *lambda\b)")
+
+
 def official_code(answer):
     """The code in an answer as the released scorer cuts it out: a bare fence's language tag stays in."""
     for fence in ("```python", "```"):
@@ -593,40 +600,41 @@ def fenced_code(answer, wanted):
     a docstring may hold a fence.
     """
     blocks, at = {}, 0
-    fence = re.compile(r"(`{3,}|~{3,})[ \t]*([\w+#.-]*)[ \t]*")
-    while opening := fence.search(answer, at):
+    while (opening := Marks.FENCE.search(answer, at)) and sum(map(len, blocks.values())) < 40:
         mark, language = opening[1], opening[2].lower()
-        tagged = answer[opening.end():opening.end() + 1] in ("", "\r", "\n") or language.startswith("py")
+        tagged = language.startswith("py") or answer[opening.end():][:1] in ("", "\r", "\n")
         body = opening.end() if tagged else opening.end(1)  # "```x = 1": code right behind the fence
         ends = [found.start() for found in re.finditer(re.escape(mark), answer[body:])]
-        for end in ends[:20] or [len(answer) - body]:
+        ends = ends[:20] or [len(answer) - body]
+        for end in ends:
             if block := compiled(answer[body:body + end]):
                 break
         else:
-            end = ends[0] if ends else len(answer) - body
-        order = 0 if re.fullmatch(r"py(thon)?[\d.]*", language) else 1 if not language else 2
+            end = ends[0]
+        order = 0 if language.startswith("py") else 2 if language else 1
         blocks.setdefault(order, []).append(block)
         at = body + end + len(mark)
-    best, helpers = blocks[min(blocks)] if blocks else [], []
+    best, helpers = blocks[min(blocks)] if blocks else [None], []
     if len(best) > 1:
         for form, code in filter(None, best):
             names, nothing_else = definitions(form)
             if names & wanted:
                 return [*helpers, code]
-            helpers += [code] if nothing_else else []
-    return [best[0][1]] if best and best[0] else []
+            if nothing_else:
+                helpers.append(code)
+    return [best[0][1]] if best[0] else []
 
 
 def unfenced_code(answer):
-    """Code objects of the Python that stands in prose: from its first line as far as it compiles."""
+    """(form, code object) of the Python that stands in prose, from its first line on as far as it compiles."""
     lines = answer.splitlines()
-    start = re.compile(r"\s*(def \w+ *\(|class \w+ *[(:]|import \w|from [\w.]+ import |@\w|\w+ *= *lambda\b)")
-    for first in [i for i, line in enumerate(lines) if start.match(line)][:3]:
+    starts = [i for i, line in enumerate(lines) if Marks.FIRST_LINE.match(line)]
+    for first in starts[:3]:
         ends = [i for i in range(first + 1, len(lines)) if not lines[i][:1].isspace()]
         for end in [len(lines), *ends[:-31:-1]]:
             if block := compiled("\n".join(lines[first:end])):
-                return [block[1]]
-    return []
+                return block
+    return None
 
 
 def answer_code(answer, tests):
@@ -635,11 +643,17 @@ def answer_code(answer, tests):
     Which part of the text is code is settled before any of it runs, whatever the tests give.
     """
     answer = answer.lstrip("\ufeff")  # a byte order mark
-    whole = None if re.match(r"\s*(```|~~~)", answer) else compiled(answer)
+    fence = Marks.FENCE.search(answer)
+    before = answer[:fence.start()].strip() if fence else answer
+    whole = compiled(answer) if before else None  # "~~~python" is Python, too
+    if not whole and any(map(Marks.FIRST_LINE.match, before.splitlines())):
+        whole = unfenced_code(answer)
+        if whole and fence and fence[1] not in whole[0]:  # a fence in a docstring is text
+            whole = None
     if whole:
         return [whole[1]]
     wanted = set(re.findall(r"\w+", " ".join(tests)))
-    return fenced_code(answer, wanted) or unfenced_code(answer) or [compile(answer, "<answer>", "exec")]
+    return fenced_code(answer, wanted) or [compile(answer, "<answer>", "exec")]
 
 
 class Rows:
@@ -807,7 +821,7 @@ def serve(paths, bpf, blind, modules, memory):
             return
 
 
-SERVER = (landlock_rules, confine, official_code, forms, compiled, definitions, fenced_code, unfenced_code,
+SERVER = (landlock_rules, confine, Marks, official_code, forms, compiled, definitions, fenced_code, unfenced_code,
           answer_code, Rows, encode, run_tests, serve)
 COMMON = """_strptime array bisect base64 calendar collections.abc contextlib copy csv dataclasses difflib enum functools
 hashlib heapq html inspect io itertools math numbers numpy operator pprint queue random re sqlite3 statistics string
@@ -1008,6 +1022,15 @@ def marked(name):
     return lambda content: (mark, content)
 
 
+def items_view(halves, unhashable=marked("dict_items")):
+    """The items of a dict of [keys, values]: as in Python equal to a set of pairs, if they are hashable."""
+    found = mapping(halves)
+    try:
+        return frozenset(keys(list(found.items())))
+    except TypeError:
+        return unhashable(found)
+
+
 TYPES = {name: t for name, t in vars(builtins).items() if isinstance(t, type)} | {"NoneType": type(None)}
 FROM_PARTS = {
     "tuple": tuple, "UserList": list, "deque": collections.deque, "array": marked("array"),
@@ -1018,7 +1041,7 @@ FROM_PARTS = {
     **dict.fromkeys(("dict", "mappingproxy", "UserDict", "ChainMap"), mapping),
     "OrderedDict": lambda halves: collections.OrderedDict(mapping(halves)),
     "Counter": lambda halves: collections.Counter(mapping(halves)),
-    "dict_items": lambda halves, mark=marked("dict_items"): mark(mapping(halves))}
+    "dict_items": items_view}
 FROM_TEXT = {
     "int": lambda text: int(text, 16), "type": TYPES.__getitem__, "UserString": str,
     "Decimal": decimal_number,

@@ -1,0 +1,174 @@
+"""The text of an answer: which part of it is code, read as a person would, and as the released scorer does."""
+import multiprocessing
+import signal
+
+import pytest
+
+from colbench import Grader, answer_code
+from test_grade import DOUBLE, HONEST, ODDITIES, full, task
+from test_claims import SPACE, VALUES
+
+RIGHT, WRONG = "def f(x):\n    return x * 2\n", "def f(x):\n    return x * 3\n"
+
+
+@pytest.fixture(scope="module")
+def graders():
+    if not full():
+        pytest.skip("no Landlock or another processor")
+    with Grader(workers=1) as honest, Grader("official", workers=1) as official:
+        yield honest, official
+
+
+def indented(text, by="    "):
+    return "".join(by + line for line in text.splitlines(keepends=True))
+
+
+DOCSTRING = 'def f(x):\n    """Doubles.\n\n    ```python\n    def f(x): return {inner}\n    ```\n    """\n    return {outer}\n'
+FORMS = {  # each with {} where the code stands; a person finds it at a glance
+    "bare": "{}", "fence": "Here:\n```python\n{}```\nDone.", "unclosed": "```python\n{}", "no language": "```\n{}```",
+    "py": "```py\n{}```", "Python3": "```Python3\n{}```", "space": "```  python \n{}```", "tildes": "~~~\n{}~~~",
+    "tildes python": "Code:\n\n~~~python\n{}~~~\n", "four ticks": "````python\n{}````", "crlf fence": "```python\r\n{}\r\n```\r\n",
+    "byte order mark": "\ufeff{}", "mark and fence": "\ufeff```python\n{}```", "prose before": "Here is the function you asked for.\n\n{}",
+    "prose after": "{}\nThis doubles its argument.", "prose around": "Sure! It doubles.\n\n{}\nHope that helps, and don't\nhesitate to ask.",
+    "prose that names code": "From what you said, import nothing:\n{}", "shell fence first": "```bash\npip install x\n```\n```python\n{}```",
+    "usage after": "```python\n{}```\nUsage:\n```python\nprint(f(2))\n```", "output after": "```python\n{}```\nOutput:\n```\n4\n```",
+    "imports in an earlier block": "```python\nimport math\n```\nand\n```python\n{}```", "title": "# Solution\n\n{}",
+    "heading and fence": "### Answer\n\n```python\n{}```\n\n**Note:** it's simple.", "inline fence": "The code is ```python\n{}```",
+    "unusual info": "```python title=\"double.py\"\n{}```", "quote in prose": "It's what you're after:\n```python\n{}```\nIsn't it?"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_is_read_as_a_person_would_and_wrong_code_in_it_stays_wrong(graders, form):
+    for code, reward in ((RIGHT, 1), (WRONG, 0)):
+        assert graders[0].grade(DOUBLE, FORMS[form].format(code))["reward"] == reward
+
+
+@pytest.mark.parametrize("code, reward", [(RIGHT, 1), (WRONG, 0)])
+def test_indentation_of_the_whole(graders, code, reward):
+    two = "import math\n\n" + code + "\ndef g(x):\n    return f(x)\n"
+    for text in (code, two):
+        for answer in (indented(text), indented(text).strip(), indented(text, "\t"), indented(f"```python\n{text}```\n", "   "),
+                       f"1. The code:\n{indented(f'```python{chr(10)}{text}```')}", f"Here:\n\n{indented(text)}\nBye."):
+            assert graders[0].grade(DOUBLE, answer)["reward"] == reward, answer
+
+
+@pytest.mark.parametrize("form", ["{}", "```python\n{}```", "```\n{}\n```", "Here it is:\n\n{}", "~~~python\n{}~~~"])
+def test_a_fence_in_a_docstring_is_text(graders, form):
+    assert graders[0].grade(DOUBLE, form.format(DOCSTRING.format(inner="x * 3", outer="x * 2")))["reward"] == 1
+    assert graders[0].grade(DOUBLE, form.format(DOCSTRING.format(inner="x * 2", outer="x * 3")))["reward"] == 0
+
+
+def test_helpers_in_an_earlier_block(graders):
+    grade = lambda *blocks: graders[0].grade(DOUBLE, "\nthen\n".join(f"```python\n{b}\n```" for b in blocks))["reward"]
+    uses = "def f(x):\n    return g(x)"
+    assert grade("def g(x): return 2 * x", uses) == grade("import math", "def g(x): return math.floor(x * 2)", uses) == 1
+    assert grade("def g(x): return 3 * x", uses) == 0  # the helper is wrong
+    assert grade(uses, "def g(x): return 2 * x") == 0  # the function's own block is the last that counts
+    assert grade(WRONG, RIGHT) == 0 and grade(RIGHT, WRONG) == 1  # the first version counts, never the better one
+    assert grade("print(f(1))", RIGHT) == 1 and grade("g = 1 / 0", RIGHT) == 0  # a definition that fails is the answer's
+
+
+def test_no_answer_has_two_tries(graders):
+    """What is code is settled before any of it runs: an answer can't be read twice, once by each reading."""
+    both = f"{WRONG}\n'''\n```python\n{RIGHT}```\n'''\n"  # Python as it stands
+    assert graders[0].grade(DOUBLE, both)["reward"] == 0
+    assert graders[0].grade(DOUBLE, f"```python\n{WRONG}```\n\n{RIGHT}")["reward"] == 0
+    for inside, reward in ((RIGHT, 1), (WRONG, 0)):  # a fence is what is meant, whatever stands before it
+        assert graders[0].grade(DOUBLE, f"{WRONG}\n```python\n{inside}```")["reward"] == reward
+        assert graders[0].grade(DOUBLE, f"{RIGHT}\n```python\n{inside}```")["reward"] == reward
+    raises = "```python\nraise KeyError\n```\n```python\n" + RIGHT + "```"
+    assert graders[0].grade(DOUBLE, raises)["reward"] == 1  # no definitions: not a part of the answer
+
+
+@pytest.mark.parametrize("text", ["```" * 9000, "~~~python\n" * 9000, "def f(\n" * 9000, " \n" * 99_000, "'''" * 30_001, "(" * 99_000,
+                                  "```python\n" + "x = '''\n```\n" * 5000, "\tdef f(x):\n  @\n" * 5000, "-" * 9999 + "1", "\ud800" * 99, "\0"])
+def test_odd_texts_get_nothing_and_the_next_answer_its_due(graders, text):
+    for grader in graders:
+        assert grader.grade(DOUBLE, text)["reward"] == 0
+        assert grader.grade(DOUBLE, HONEST)["reward"] == 1
+
+
+def test_an_answer_too_long_is_not_run(graders):
+    assert set(graders[0].grade(DOUBLE, RIGHT + "#" * (1 << 18))["tests"].values()) == {"not run: it has more than 262,144 characters"}
+
+
+# --- the released scorer ------------------------------------------------------------------------------------------------
+
+def released(reference, answer, tests):
+    """Our words for what the released scorer does: the share of tests passed, in this very process."""
+    if any(word in answer for word in ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(", "quit(",
+                                       "argparse")):
+        return 0.0
+    for mark in ("```python", "```"):
+        if mark in answer:
+            answer = answer.split(mark)[1].split("```")[0]
+
+    def value(code, test):
+        try:
+            exec(code)
+            return eval(test)
+        except Exception:
+            return None
+
+    def late(*_):
+        raise TimeoutError
+    passed = 0
+    for test in tests:
+        wanted = value(reference, test)
+        signal.signal(signal.SIGALRM, late)
+        signal.alarm(1)
+        got = value(answer, test)
+        signal.alarm(0)
+        try:
+            passed += bool(wanted == got and wanted is not None)
+        except ValueError:  # arrays
+            pass
+        except ArithmeticError:  # a signalling NaN ends the released scorer
+            return None
+    return passed / len(tests)
+
+
+def test_where_official_rules_differ_from_the_released_scorer(graders):
+    """As the docstring of Grader says; each is graded 0 here, and 1 or nothing at all there."""
+    same = "def f(x):\n    import math\n    return {}"
+    for answer, there in ((same.format("[math.nan]"), 1), (same.format("math.sqrt"), 1),
+                          ("def f(x):\n    class E:\n        __eq__ = lambda s, o: True\n    return E()", 1)):
+        reference = same.format("7") if "class" in answer else answer
+        assert released(reference, answer, ["f(1)"]) == there
+        assert graders[1].grade(task(reference, "f(1)"), answer)["reward"] == 0
+
+
+def honest_corpus():
+    """(name, task, answer): forms, oddities and values, right and wrong."""
+    for name, form in FORMS.items():
+        yield f"form {name}", DOUBLE, form.format(RIGHT)
+        yield f"form {name}, wrong", DOUBLE, form.format(WRONG)
+    for name, answer in ODDITIES.items():
+        yield f"oddity {name}", DOUBLE, answer
+    imports = "import array as arrays, collections, datetime, decimal, fractions, ipaddress, math, pathlib, types, uuid\n    array = arrays.array"
+    for text in VALUES:
+        code = f"def f(x):\n    {imports}\n    return [{text}, x]"
+        yield f"value {text}", task(code, "f(1)", "f(2)"), code
+    arrays = "def f(x):\n    import numpy\n    return numpy.array({})"
+    for data in ("[x]", "[x, x]", "[]", "x"):
+        yield f"array {data}", task(arrays.format(data), "f(1)"), arrays.format(data)
+
+
+def oracle(pipe, cases):
+    import builtins
+    builtins.input = lambda *_: (_ for _ in ()).throw(EOFError())
+    pipe.send([released(t["ground_truth"], answer, list(t["test_cases"].values())) for _, t, answer in cases])
+
+
+def test_official_rules_give_the_released_scorers_verdicts(graders):
+    cases = list(honest_corpus())
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = multiprocessing.get_context("fork").Process(target=oracle, args=(theirs, cases))
+    process.start()
+    theirs.close()
+    wanted = ours.recv()
+    process.join()
+    got = [graders[1].grade(t, answer)["reward"] for _, t, answer in cases]
+    differ = {name: (w, g) for (name, *_), w, g in zip(cases, wanted, got) if w != g and w is not None}
+    assert differ == {}
+    assert len(cases) > 180 and wanted.count(None) == 1 and 0.3 < sum(filter(None, wanted)) / len(cases) < 0.9

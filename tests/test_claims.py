@@ -1,0 +1,316 @@
+"""What a child claims: generated lines at the wire, forgeries from inside, values, and code in a text.
+
+    CLAIMS=100000 CLAIMS_SEED=1 python -m pytest -q tests/test_claims.py -k "wire or inside"     # more, and others
+"""
+import ast
+import collections
+import datetime
+import decimal
+import fractions
+import inspect
+import ipaddress
+import itertools
+import json
+import math
+import os
+import pathlib
+import random
+import socket
+import threading
+import time
+import tracemalloc
+import types
+import uuid
+from array import array
+
+import pytest
+
+import colbench
+from colbench import Grader, Outcome, Value, Verdict, claim, comparable, compare, encode, read_lines
+from test_grade import DOUBLE, HONEST, full, task
+
+N, SEED = int(os.environ.get("CLAIMS", 10_000)), int(os.environ.get("CLAIMS_SEED", 0))
+
+
+@pytest.fixture(scope="module")
+def graders():
+    if not full():
+        pytest.skip("no Landlock or another processor: hostile code runs at level full only")
+    with Grader(workers=1) as honest, Grader("official", workers=1) as official:
+        yield honest, official
+
+
+def line(value):
+    return json.dumps(["value", encode(value)]).encode()
+
+
+# --- the wire -----------------------------------------------------------------------------------------------------------
+
+SECRET = 728_531_908_117  # in every expected value, in no generated line
+WANTED = [line(value) for value in (
+    SECRET, [SECRET, 0.5], {"a": SECRET}, {SECRET, 1}, (decimal.Decimal(SECRET) / 8,), str(SECRET),
+    [fractions.Fraction(SECRET, 7)] * 50, [decimal.Decimal(SECRET) + i for i in range(200)],
+    [float("nan"), SECRET], collections.Counter({SECRET: 1}))]
+WORDS = ["pass", "value", "raised", "refused", "error", *(v.value for v in Verdict), *Verdict.__members__]
+NAMES = [*colbench.FROM_PARTS, *colbench.FROM_TEXT, "os.system", "__class__", "exec", "list", "Outcome", ""]
+TEXTS = ["1e1000000000", "-1E-999999999", "sNaN", "NaN123", "Infinity", "0x" + "f" * 9000, "-0x0", "\ud800", "\0", "é" * 9,
+         "2024-01-02T03:04:05+00:00", "9999-12-31", "24:00", "1/3", "::1", "10.0.0.0/8", "int", "NoneType", "7" * 5000,
+         "1_0", " 1 ", "0b1", "ff" * 700, "12345678" * 4, "../../etc/passwd", *WORDS]
+EDGES = [0, -1, 1, 2**31, 2**63 - 1, -2**63, 2**63, 2**64, 10**400, 0.0, -0.0, 5e-324, 1.7e308, math.inf, -math.inf, float('nan'),
+         0.1, True, False, None, 2**61 - 1, 3 * (2**61 - 1)]
+
+
+def tree(r, depth):
+    """JSON at random, of the encoding's names where they belong and where they don't."""
+    kind = r.random()
+    if depth == 0 or kind < 0.35:
+        return r.choice([r.choice(EDGES), r.choice(TEXTS), r.randrange(-9, 9), r.random()])
+    parts = [tree(r, depth - 1) for _ in range(r.choice([0, 1, 2, 2, 3, 3, 6]))]
+    if kind < 0.5:
+        return parts
+    return {r.choice(NAMES): r.choice([parts, parts, r.choice(TEXTS), {r.choice(NAMES): parts}, None, 7])
+            for _ in range(1 if r.random() < 0.95 else 2)}
+
+
+def nest(opening, inner, closing, n):
+    return opening * n + inner + closing * n
+
+
+def collide(r):
+    """Keys of one hash, as a set's or a dict's, plain or within tuples."""
+    n, step = r.choice([20, 3000, 20_000]), 2**61 - 1
+    wrap = r.choice(["%s", '{"tuple": [%s]}', '{"frozenset": [%s]}', '{"Fraction": [%s, 1]}'])
+    ones = ",".join(wrap % json.dumps({"int": hex(i * step)}) for i in range(n))
+    return '["value", {"%s": [%s]}]' % (r.choice(["set", "frozenset", "dict_keys"]), ones) if r.random() < 0.7 else \
+        '["value", {"dict": [[%s], [%s]]}]' % (ones, ",".join(["1"] * n))
+
+
+def large(r):
+    """Lines at the bounds: of bytes, items, digits, depth."""
+    n = r.choice([300, 900, 5000, 40_000, 99_000, 101_000, 260_000])
+    return r.choice([
+        lambda: '["value", %s]' % nest("[", "1", "]", min(n, 200_000)),
+        lambda: '["value", %s]' % nest('{"tuple": [', "1", "]}", min(n, 40_000)),
+        lambda: '["value", %s]' % nest('{"frozenset": [', "1", "]}", min(n, 40_000)),
+        lambda: '["value", [%s]]' % ",".join([r.choice(['[]', '{"tuple":[]}', '1e1', '""', '"ab"', '{"set":[]}', '{"Decimal":"1"}',
+                                                       '{"Fraction":[1,3]}', '{"UUID":"1"}', '{"IPv6Address":"::"}', 'NaN', '-0',
+                                                       '{"Counter":[[],[]]}', '{"deque":[]}', '{"date":"2024-01-01"}'])] * n),
+        lambda: '["value", {"int": "%s"}]' % ("f" * 4 * n),
+        lambda: '["value", [%s]]' % ",".join(['{"int": "%s"}' % ("f" * 900)] * (n // 900)),
+        lambda: '["value", [%s]]' % ",".join(['{"Decimal": "%s"}' % ("7" * 3999)] * min(250, n // 300)),
+        lambda: '["value", [%s]]' % ",".join(['{"Fraction": [{"int": "%s1"}, {"int": "%s3"}]}' % ("a" * 3300, "b" * 3300)]
+                                             * min(150, n // 300)),
+        lambda: '["value", {"range": [0, {"int": "%s"}, {"int": "%s"}]}]' % ("f" * 2 * n, "3" * n),
+        lambda: '["value", %s]' % ("9" * n), lambda: '["value", "%s"]' % ("\\ud800" * min(n, 150_000)),
+        lambda: '["value", "%s"]' % ("x" * (1 << 21)), lambda: '["raised", "%s"]' % ("pass" * n),
+        lambda: collide(r)])()
+
+
+def sent(r):
+    """What a hostile child sends in place of one line: bytes, which may hold none, two, or a torn one."""
+    kind = r.random()
+    if kind < 0.04:
+        return large(r).encode() + b"\n"
+    if kind < 0.1:
+        return r.choice([b"", b"\n", b"\n\n", b"[]\n", b"pass\n", b'"pass"\n', b'["pass"]\n', b'["value"]\n', b"{}\n",
+                         b'["pass", "pass"]\n', b"\xff\xfe\n", b'["value", "\xed\xa0\x80"]\n', "['value', 1]\n".encode("utf-16"),
+                         b'\xef\xbb\xbf["value", 1]\n', b"nul\0l\n", bytes(r.randrange(256) for _ in range(99)) + b"\n"])
+    head = r.choice(["value"] * 8 + WORDS)
+    text = json.dumps([head, tree(r, r.choice([1, 2, 3, 5]))], ensure_ascii=r.random() < 0.97)
+    data = text.encode("utf-8", "surrogatepass")
+    if kind < 0.2:
+        at = r.randrange(len(data))
+        data = r.choice([data[:at], data[at:], data[:at] + bytes([r.randrange(256)]) + data[at + 1:], data[:at] + b"\n" + data[at:],
+                         data + data, data.replace(b"[", b"[[" * 3)])
+    return data + r.choice([b"\n"] * 9 + [b"", b"\n" + data + b"\n", b"\r\n"])
+
+
+def received(data):
+    """The line, or the Outcome of there being none, by the function that reads a real child."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        def write():
+            with theirs:
+                try:
+                    theirs.sendall(data)
+                except OSError:  # who reads no further
+                    pass
+        writer = threading.Thread(target=write)
+        writer.start()
+        lines, last = read_lines(ours, 1, 9, time.monotonic() + 9)
+    writer.join()
+    return lines[0] if lines else last
+
+
+def test_no_line_at_the_wire_earns_a_reward_raises_or_takes_long():
+    """10,000 generated lines against ten expected values; the slowest and the largest are looked at."""
+    r, slowest, verdicts = random.Random(f"wire {SEED}"), (0, b""), collections.Counter()
+    for _ in range(N):
+        data, wanted = sent(r), r.choice(WANTED)
+        got = received(data)
+        assert isinstance(got, (bytes, Outcome))
+        seconds = math.inf
+        for _ in range(3):  # the least of three: another process may have had the core's caches
+            start = time.thread_time()
+            outcome = compare(wanted, got)
+            seconds = min(seconds, time.thread_time() - start)
+            if seconds < 0.05:
+                break
+        slowest = max(slowest, (seconds, data[:200]))
+        assert isinstance(outcome, Outcome) and outcome.verdict is not Verdict.PASS, data[:500]
+        assert str(outcome) != "pass" and len(str(outcome)) < 1200 and "\n" not in str(outcome)
+        verdicts[outcome.verdict] += 1
+    assert slowest[0] < 0.1, slowest
+    assert {Verdict.WRONG, Verdict.RAISED, Verdict.REFUSED, Verdict.ENDED} <= verdicts.keys(), verdicts
+
+
+def test_the_largest_lines_take_bounded_memory():
+    r = random.Random(f"large {SEED}")
+    tracemalloc.start()
+    try:
+        for _ in range(40):
+            data = large(r).encode()[:colbench.LIMITS["line"]]
+            tracemalloc.reset_peak()
+            before = tracemalloc.get_traced_memory()[0]
+            claim(data)
+            assert tracemalloc.get_traced_memory()[1] - before < 24 << 20, data[:100]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("wanted", WANTED[:8])
+def test_the_same_line_passes_and_one_bit_less_does_not(wanted):
+    assert compare(wanted, received(wanted + b"\n")).verdict is Verdict.PASS
+    other = wanted.replace(b"8", b"9", 1)
+    assert other != wanted and compare(wanted, received(other + b"\n")).verdict is Verdict.WRONG
+
+
+def test_a_verdict_of_pass_is_written_once_behind_the_comparison():
+    """What decides is in `compare`; `grade` counts it."""
+    source = ast.parse(inspect.getsource(colbench))
+    where = [function.name for function in ast.walk(source) if isinstance(function, ast.FunctionDef)
+             for node in ast.walk(function) if isinstance(node, ast.Attribute) and node.attr == "PASS"]
+    assert collections.Counter(where) == {"compare": 1, "grade": 1, "check_task": 2}
+
+
+@pytest.mark.parametrize("data, why", [
+    (b'["value", %s]' % nest(b"[", b"1", b"]", 3000), "nested too deeply"),
+    (b'["value", [%s]]' % b",".join([b"1"] * 200_000), "more than 100,000 items"),
+    (b'["value", {"Fraction": [{"int": "%s"}, 3]}]' % (b"f" * 5000), "a Fraction of more than 3,322 bits"),
+    (b'["value", {"Decimal": "1E+1000000000"}]', "a Decimal of more than 1,000 digits"),
+    (b'["value", {"range": [0, {"int": "%s"}, 1]}]' % (b"f" * 99), "a range of more than 63 bits"),
+    (b'["value", {"set": [%s]}]' % b",".join(b'{"int": "%x"}' % (i * (2**61 - 1)) for i in range(40)),
+     "more than 16 keys of one hash"), (b'["value", {"tuple": "12"}]', "no line of plain data")])
+def test_a_bound_names_itself_and_is_the_tasks_fault_where_the_reference_breaks_it(data, why):
+    assert claim(data) == Outcome(Verdict.REFUSED, why)
+    assert comparable(data) == Outcome(Verdict.NOT_EXPECTED, f"value refused, {why}")
+
+
+# --- from inside --------------------------------------------------------------------------------------------------------
+
+HIDDEN = task("def f(x):\n    return (x * 7919 + 104729) % 1009 + 3", *(f"f({i})" for i in range(4)))
+LINES = ['["error", "pass"]', '["pass", "pass"]', '["value", true]', '["value", {"type": "object"}]', "pass", '"pass"', "",
+         '["raised", "pass"]', '["value", NaN]', '["value", {"Decimal": "1e1000000000"}]', '["value", 1]\\n["value", 2]',
+         '["value", "pass"]', '["refused", "pass"]', '["value", {"Fraction": ["1e99", 3]}]', '{"value": 1}']
+VANDALS = {
+    "json": "import json\njson.dumps = lambda *a, **k: LINE\ndef f(x): return 0",
+    "encoder": "import json\njson.encoder.encode_basestring_ascii = json.encoder.c_make_encoder = lambda *a: LINE\ndef f(x): return 0",
+    "main": "import __main__ as m\nm.encode = lambda *a: LINE\nm.json = type('J', (), {'dumps': lambda *a: LINE})\ndef f(x): return 0",
+    "stdout": "import sys, io\nsys.stdout = sys.stderr = sys.__stdout__ = io.StringIO(LINE)\nprint(LINE)\ndef f(x): print(LINE); return 0",
+    "builtins": "import builtins\nbuiltins.isinstance = lambda *a: True\nbuiltins.type = lambda *a: LINE\nbuiltins.len = lambda *a: 0\n"
+                "def f(x): return 0",
+    "every descriptor": "import posix\ndef f(x):\n    for fd in range(64):\n        try: posix.write(fd, LINE.encode() + b'\\n')\n"
+                        "        except OSError: pass\n    return 0",
+    "writev": "import os\ndef f(x):\n    for fd in range(64):\n        try: os.writev(fd, [LINE.encode(), b'\\n'])\n"
+              "        except OSError: pass\n    os._exit(0)",
+    "libc": "import ctypes\ndef f(x):\n    for fd in range(9): ctypes.CDLL(None).write(fd, LINE.encode() + b'\\n', len(LINE) + 1)\n    return 0",
+    "many lines at import": "import os\nfor fd in range(3, 9):\n    try: os.write(fd, (LINE + '\\n').encode() * 9)\n"
+                            "    except OSError: pass\ndef f(x): return 0",
+    "frames": "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n        for name, value in {**frame.f_locals, **frame.f_globals}.items():\n"
+              "            if type(value) is dict and 'tests' in value: value['tests'] = ['1'] * 9\n        frame = frame.f_back\n    return LINE",
+    "garbage": "import gc\ndef f(x):\n    for o in gc.get_objects():\n        if type(o) is dict and 'tests' in o: o.clear()\n"
+               "        if type(o) is list and o and o[0] == 'value': o[:] = [LINE]\n    return 0",
+    "tracing": "import sys\ndef trace(frame, event, arg):\n    if 'line' in frame.f_locals: frame.f_locals['line'] = LINE\n    return trace\n"
+               "sys.settrace(trace)\ndef f(x): return 0",
+    "os.write": "import os\nwrite = os.write\nos.write = lambda fd, data: write(fd, LINE.encode() + b'\\n') and len(data)\ndef f(x): return 0",
+    "class": "class E(int):\n    def __eq__(s, o): return True\n    def __repr__(s): return LINE\n    __hash__ = int.__hash__\ndef f(x): return E(0)",
+    "raises": "class pass_(BaseException): pass\npass_.__name__ = LINE\ndef f(x): raise pass_(LINE)"}
+
+
+def forge(grader, names=VANDALS):
+    """No vandal earns a reward, and none spoils the next answer's."""
+    for name in names:
+        for text in LINES:
+            answer = f"LINE = {text!r}.replace('\\\\n', chr(10))\n" + VANDALS[name]
+            graded = grader.grade(HIDDEN, answer)
+            assert graded["reward"] == 0 and "pass" not in graded["tests"].values(), (name, text, graded)
+        assert grader.grade(DOUBLE, HONEST)["reward"] == 1, name
+
+
+@pytest.mark.parametrize("name", VANDALS)
+def test_no_answer_forges_a_reward_from_inside(graders, name, monkeypatch):
+    monkeypatch.setattr(colbench, "LIMITS", {**colbench.LIMITS, "test": .5, "answer": .5})  # only to save time
+    for grader in graders:
+        forge(grader, [name])
+
+
+# --- values -------------------------------------------------------------------------------------------------------------
+
+SPACE = {m.__name__: m for m in (collections, datetime, decimal, fractions, ipaddress, math, pathlib, types, uuid)} | {"array": array}
+VALUES = """None | True | 1 | 1.0 | 0 | -0.0 | 0.5 | 2**63 | 2**70000 | 2.0**63 | 1e300 | math.inf | float('nan') | 1+0j | 1j
+'' | 'a' | '\\ud800\\0é' | b'a' | b'' | bytearray(b'a') | memoryview(b'a') | collections.UserString('a')
+[] | [1] | [1.0, [None]] | [float('nan')] | [[float('nan')]] | () | (1,) | ((1,),) | set() | {1} | frozenset({1}) | {(1, 'a')} | {1: 1}.keys()
+{} | {1: 1} | {1: [1], 'a': ()} | {(1,): {2: 3}} | {1: 1}.items() | {1: [1]}.items() | {1: 2}.items() | {(1, 1)} | types.MappingProxyType({1: 1})
+collections.OrderedDict([(1, 1), (2, 2)]) | collections.OrderedDict([(2, 2), (1, 1)]) | {1: 1, 2: 2} | {2: 2, 1: 1}
+collections.Counter('a') | collections.Counter({'a': 1, 'b': 0}) | {'a': 1} | collections.defaultdict(list, {1: 1})
+collections.UserList([1]) | collections.UserDict({1: 1}) | collections.ChainMap({1: 1}) | collections.namedtuple('P', 'a')(1)
+collections.deque([1]) | collections.deque([1], 5) | collections.deque([[1]]) | array('i', [1]) | array('d', [1]) | array('d', [2])
+range(0) | range(3) | range(0, 3) | range(0, 4, 2) | range(0, 3, 2) | slice(1) | slice(None, 1) | slice(1, 2, 'a') | int | type(None)
+decimal.Decimal('0.5') | decimal.Decimal('0.50') | decimal.Decimal('NaN') | decimal.Decimal('sNaN') | decimal.Decimal('-Infinity')
+decimal.Decimal(1) | decimal.Decimal('1E+300') | decimal.Decimal('0.1') | fractions.Fraction(1, 2) | fractions.Fraction(1) | 0.1
+datetime.datetime(2024, 1, 2) | datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc) | datetime.date(2024, 1, 2)
+datetime.datetime(2024, 1, 2, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=1))) | datetime.time(1, 2) | datetime.timedelta(1)
+datetime.timedelta(hours=24) | uuid.UUID(int=1) | uuid.UUID('00000000-0000-0000-0000-000000000001') | uuid.UUID(int=2) | '::1'
+pathlib.Path('a') | pathlib.PurePosixPath('a') | pathlib.Path('a/../a') | ipaddress.ip_address('::1') | ipaddress.ip_address('10.0.0.1')
+ipaddress.ip_network('10.0.0.0/8') | ipaddress.ip_network('::/8')"""
+VALUES = [text.strip() for text in VALUES.replace("\n", "|").split("|")]
+
+
+def test_two_values_are_equal_where_python_says_so():
+    """The oracle is ==, on all pairs of some 100 values, each evaluated anew and once more within a list."""
+    differ = []
+    for a, b in itertools.product(VALUES, repeat=2):
+        for form in "{}", "[{}, 0]":
+            x, y = (eval(form.format(text), dict(SPACE)) for text in (a, b))
+            try:
+                equal = bool(x == y)
+            except (decimal.InvalidOperation, TypeError):  # a signalling NaN, an unhashable item
+                equal = False
+            if x is None:
+                continue
+            wanted = comparable(line(x))
+            assert isinstance(wanted, bytes), (a, wanted)
+            if (compare(wanted, line(y)).verdict is Verdict.PASS) != equal:
+                differ.append((form.format(a), form.format(b), equal))
+    assert not differ, differ
+
+
+@pytest.mark.parametrize("text", ["10 ** 130_000", "(1 << 4_000_000) + 1", "nest(900)", "list(range(99_000))", "'a' * 1_000_000"])
+def test_long_and_deep_values_are_compared(graders, text):
+    code = "def nest(n):\n    a = []\n    for _ in range(n): a = [a]\n    return a\ndef f(x): return "
+    want = task(code + text, "f(1)")
+    assert graders[0].grade(want, want["ground_truth"])["reward"] == 1
+    assert graders[0].grade(want, code + text.replace("9", "8").replace("0_000", "0_001"))["reward"] == 0
+
+
+REFUSED = {"generator": "(i for i in [1])", "dict_values": "{1: 2}.values()", "function": "f", "module": "__import__('math')",
+           "object": "object()", "Pattern": "__import__('re').compile('a')", "map": "map(str, [1])"}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_plain_equality_is_refused_by_its_name(graders, name):
+    want = task("def f(x): return [1]", "f(1)")
+    assert graders[0].grade(want, f"def f(x): return {REFUSED[name]}")["tests"] == {"test1": f'value refused "TypeError: {name}"'}
+    odd = task(f"def f(x): return {REFUSED[name]}", "f(1)")
+    assert graders[0].grade(odd, odd["ground_truth"])["tests"]["test1"] == \
+        f'no expected value from the reference: value refused "TypeError: {name}"'
