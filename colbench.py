@@ -10,6 +10,9 @@ One record is one line of JSON, and every stage adds fields to it (README, "The 
     python colbench.py check < tasks.jsonl > good.jsonl                          # drops tasks without stable values
     python colbench.py judge --endpoint http://localhost:8000/v1 < episodes.jsonl > scored.jsonl     # an LLM as critic
 """
+from utils import (Endpoint, EndpointError, fail, open_stdout, parser, read_jsonl, rng, run, say,
+                   skip_bad_flag)
+
 import ast
 import asyncio
 import builtins
@@ -50,7 +53,6 @@ import types
 import urllib.parse
 from typing import NamedTuple
 
-from utils import Endpoint, EndpointError, fail, open_stdout, parser, read_jsonl, rng, run, skip_bad_flag
 
 ANSWER = "I WANT TO ANSWER:"   # what follows is the final answer
 OUTPUT = "OUTPUT:"             # what stands before is the agent's private thought
@@ -1740,7 +1742,7 @@ async def judge_records(args, emit):
         try:
             emit(await window.popleft())
         except EndpointError as e:
-            print(f"a record is left out: {e}", file=sys.stderr)
+            say(f"a record is left out: {e}")
             return 1
         return 0
 
@@ -1865,10 +1867,10 @@ def main(args):
                 failures += "failure" in record
             n = max(1, len(rewards))
             mean, solved = 100 * sum(rewards) / n, 100 * rewards.count(1) / n
-            print(f"{len(rewards)} answers: tests passed {mean:.1f} %, success {solved:.1f} %; "
-                  f"grader: {args.rules} rules, sandbox {grader.level}" if rules else
-                  f"{len(rewards)} pages: likeness {mean:.1f} % by {record['reward_by'] if rewards else '-'}, "
-                  f"{failures} not drawn", file=sys.stderr)
+            say(f"{len(rewards)} answers: tests passed {mean:.1f} %, success {solved:.1f} %; "
+                f"grader: {args.rules} rules, sandbox {grader.level}" if rules else
+                f"{len(rewards)} pages: likeness {mean:.1f} % by "
+                f"{record['reward_by'] if rewards else '-'}, {failures} not drawn")
     else:
         records, grader = to_grade(args)
         with grader:
@@ -1876,7 +1878,8 @@ def main(args):
                 check = check_task if isinstance(grader, Grader) else check_page
                 broken, weak = check(grader, record["task"])
                 if broken or weak:
-                    print(f"line {i}: {'dropped' if broken else 'kept'}: {'; '.join(broken + weak)}", file=sys.stderr)
+                    said = "dropped" if broken else "kept"
+                    say(f"line {i}: {said}: {'; '.join(broken + weak)}")
                 broken or emit(record)
 
 

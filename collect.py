@@ -6,9 +6,14 @@
     ... | python collect.py --model runs/base -k 4 --resume all.jsonl >> all.jsonl          # go on after a kill
 
 An episode is a coroutine, and none waits for another: engine, critic and human serve whoever asks. Episodes are written
-as they finish. Each draw is a function of (seed, task, sample, turn), not of its company in a batch (but for rounding).
+as they finish. Each draw is a function of (seed, task, sample, turn), not of its company in a batch
+but for rounding: after a kill and --resume batches have other company, so log-probs differ by some
+1e-6 from those of a run without a kill, and a text does where that decides a draw, which is rare.
 Records that already have a dialogue only get candidates.
 """
+from utils import (Endpoint, EndpointError, digest, end_with_us, fail, family, open_stdout, parser, progress,
+                   read_jsonl, rng, run, say, skip_bad_flag, version)
+
 import asyncio
 import atexit
 import base64
@@ -26,8 +31,6 @@ from importlib.util import find_spec
 from colbench import (Grader, GraderError, NOT_SEEN, NoReference, REPLY_CHARS, RenderError, extract_page,
                       first_message, gradable, hidden_information, human_prompt, judge, kind_of, last_page, page_flags,
                       page_grader, read_action, redact, said, scripted_human, task_id)
-from utils import (Endpoint, EndpointError, digest, end_with_us, fail, family, open_stdout, parser, progress,
-                   read_jsonl, rng, run, skip_bad_flag, version)
 
 
 def get_args(argv=None):
@@ -291,20 +294,21 @@ class Players:
 
     async def make(self, args):
         """Loads them all; returns self."""
-        from model import end_of_turn, open_directory, render
+        from model import end_of_turn, open_directory, render, weights_digest
         self.args, self.leaks, self.pages, self.critic_sees = args, 0, None, False
         self.threads = ThreadPoolExecutor(2 * os.cpu_count())
         self.agent_prompt, self.human_prompt = (read_file(args, flag) for flag in ("agent_prompt", "human_prompt"))
         if http(args.human):
             self.humans = Endpoint(args.human, args.in_flight, args.timeout, args.retries)
             self.human_model = await self.humans.model(args.human_model)
-        self.tokenizer = open_directory(args.model)[1]
+        directory, self.tokenizer, _ = open_directory(args.model)
         self.render = lambda history: render(self.tokenizer, history, args.thinking)
         stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id}
         if http(args.engine):
             self.engine = await http_engine(args, stop)
         else:
             self.engine = (vllm_engine if use_vllm(args.engine) else transformers_engine)(args, stop)
+        self.weights = weights_digest(directory)  # None where only servers have them
         self.critic = critic_engine(args, self) if args.critic and not http(args.critic) else None
         if args.critic and not self.critic:
             judges = Endpoint(args.critic, args.in_flight, args.timeout, args.retries)
@@ -401,8 +405,13 @@ class Players:
 
 # --- all episodes -----------------------------------------------------------------------------------------------------
 
-def done_already(path):
-    """The keys (task id, sample) in a file of finished episodes, from which a last line that was cut off is dropped."""
+def done_already(path, skip_bad):
+    """({(task id, sample)}, {digest of the agent's weights}) of a file of finished episodes.
+
+    A last line that was cut off is dropped from it.
+    """
+    keys, weights = set(), set()
+
     def whole_lines(f):
         for line in f:
             if line.endswith(b"\n"):
@@ -413,20 +422,30 @@ def done_already(path):
         with open(path, "rb+") as f:
             lines = whole_lines(f)
             first = [line for line in [next(lines, None)] if line]
-            records = read_jsonl(itertools.chain(first, lines), ("task", "sample"), path) if first else ()
-            return {(task_id(r["task"]), r["sample"]) for r in records}
+            need = "task.problem_description", "task.ground_truth", "sample"
+            lines = itertools.chain(first, lines)
+            records = read_jsonl(lines, need, path, skip_bad) if first else ()
+            for r in records:
+                keys.add((task_id(r["task"]), r["sample"]))
+                weights.add(r.get("meta", {}).get("model_weights"))
     except FileNotFoundError:
-        return set()
+        pass
     except OSError as e:
         fail(f"--resume {path}: {e.strerror}")
+    return keys, weights - {None}
 
 
 async def collect(args, emit):
-    done, seen = done_already(args.resume) if args.resume else set(), Counter()
+    seen = Counter()
+    done, weights = done_already(args.resume, args.skip_bad) if args.resume else (set(), set())
     before = len(done)
     players = await Players().make(args)
+    if players.weights and weights - {players.weights}:
+        fail(f"--resume {args.resume} holds episodes of other weights than those at --model "
+             f"{args.model}: take the old weights, or another file")
     meta = {k: getattr(args, k) for k in ("model", "human", "temperature", "max_turns", "thinking", "seed", "best_of",
-                                          "critic", "prior", "rules")} | {"version": version()}
+                                          "critic", "prior", "rules")}
+    meta |= {"model_weights": players.weights, "version": version()}
     grader = Grader(rules=args.rules, workers=os.cpu_count(), unsafe=args.unsafe)
     threads = ThreadPoolExecutor(os.cpu_count())
     finished = asyncio.Queue()
@@ -460,7 +479,7 @@ async def collect(args, emit):
             except EndpointError as e:  # never a made-up reply: the episode is not written, and --resume plays it again
                 totals["failed"] += 1
                 if totals["failed"] <= 3:
-                    print(f"task {record['task']['id']}, sample {sample} failed: {e}", file=sys.stderr)
+                    say(f"task {record['task']['id']}, sample {sample} failed: {e}")
                 continue
             new["meta"] = {**record.get("meta", {}), **meta}
             finished.put_nowait(asyncio.ensure_future(graded({**record, **new})))
@@ -492,14 +511,15 @@ async def collect(args, emit):
         players.pages.__exit__()
     n = max(1, totals["episodes"])
     what = "likeness" if players.pages else "tests passed"
-    print(f"{totals['episodes']} episodes ({before} done before): {what} {100 * totals['reward'] / n:.1f} %, "
-          f"success {100 * totals['solved'] / n:.1f} %, {totals['tokens'] / n:.0f} tokens each; "
-          f"grader: {args.rules} rules, sandbox {grader.level}", file=sys.stderr)
+    say(f"{totals['episodes']} episodes ({before} done before): "
+        f"{what} {100 * totals['reward'] / n:.1f} %, success {100 * totals['solved'] / n:.1f} %, "
+        f"{totals['tokens'] / n:.0f} tokens each; "
+        f"grader: {args.rules} rules, sandbox {grader.level}")
     if players.leaks:
-        print(f"the human quoted hidden code in {players.leaks} replies "
-              f"({'cut out' if args.human_leak == 'redact' else '--human_leak redact cuts it out'})", file=sys.stderr)
+        cut = "cut out" if args.human_leak == "redact" else "--human_leak redact cuts it out"
+        say(f"the human quoted hidden code in {players.leaks} replies ({cut})")
     if totals["repeated"]:
-        print(f"{totals['repeated']} episodes of tasks that stdin repeats were left out", file=sys.stderr)
+        say(f"{totals['repeated']} episodes of tasks that stdin repeats were left out")
     if totals["failed"]:
         trouble.append(SystemExit(f"error: {totals['failed']} episodes failed and were not written; "
                                   "--resume FILE plays them again"))

@@ -20,6 +20,9 @@ Intervals come from a bootstrap over tasks: a resampled task brings all its epis
 A difference to the first system is taken on the tasks that both have, resampled in pairs; so are wins, the share of
 these tasks with a higher mean reward than the first system's, a tie counting half.
 """
+from utils import (fail, open_stdout, parser, progress, read_jsonl, run, say, skip_bad_flag,
+                   version, writing)
+
 import base64
 import contextlib
 import io
@@ -32,7 +35,6 @@ import numpy as np
 
 from colbench import (ANSWER, RenderError, agent_messages, browser_flags, each_drawn, extract_page, hidden_information,
                       kind_of, slots_of, task_id)
-from utils import fail, open_stdout, parser, progress, read_jsonl, run, skip_bad_flag, version, writing
 
 METRICS = ("tests_passed", "success", "turns", "tokens", "unanswered", "letterbox", "not_drawn", "copied")
 COMPARED = ("success", "tests_passed")
@@ -98,16 +100,26 @@ def opened(path):
 def read_system(name, files, skip_bad, keep):
     """The records of a system, summed by task: {"clusters": {(file index, task id): measures}, "rules", ...}.
 
-    keep(system's name, record) is called with each.
+    keep(system's name, record) is called with each. Of a file's episodes with the same task and
+    sample the first counts.
     """
-    clusters, episodes, rules = {}, 0, set()
+    clusters, episodes, rules, seen, repeated = {}, 0, set(), {}, 0
     for i, path in enumerate(files):
         for record in read_jsonl(opened(path), NEED, "stdin" if path == "-" else path, skip_bad):
             key = i, task_id(record["task"])  # a task in two seeds' files is two clusters: two models played it
+            if "sample" in record:  # published episodes have none
+                samples = seen.setdefault(key, set())
+                if record["sample"] in samples:
+                    repeated += 1
+                    continue
+                samples.add(record["sample"])
             clusters[key] = clusters.get(key, 0) + measure(record)
             episodes += 1
             rules.add(record.get("meta", {}).get("rules", "unknown"))
             keep(name, record)
+    if repeated:
+        say(f"{name}: {repeated} episodes, by task and sample, were there before and are not "
+            "counted (several seeds? NAME=FILE,FILE)")
     return {"name": name, "files": files, "clusters": clusters, "episodes": episodes, "rules": sorted(rules)}
 
 
@@ -181,7 +193,7 @@ def percent(value, interval=None, sign=""):
 
 
 def table(results):
-    """Aligned text, a row per system, and under it what the numbers rest on."""
+    """Lines of aligned text, one per system, and under them what the numbers rest on."""
     pages, boxed = (any(r[k] is not None for r in results) for k in ("not_drawn", "letterbox"))
     seeds, missing = any(len(r["files"]) > 1 for r in results), any(r.get("missing") for r in results)
     rows = [["system", "tests %", "success %", "turns", "tokens", "unanswered %", *["letterbox %"] * boxed,
@@ -200,8 +212,8 @@ def table(results):
     widths = [max(len(row[i]) for row in rows if i < len(row)) for i in range(len(rows[-1]))]
     lines = ["  ".join(f"{c:>{w}}" if i else f"{c:<{w}}" for i, (c, w) in enumerate(zip(row, widths))) for row in rows]
     rules = sorted({rule for r in results for rule in r["rules"]})
-    return "\n".join([*lines, f"[95 % bootstrap intervals over tasks]; grader's rules: {', '.join(rules)}"
-                      + "; NOT COMPARABLE" * (len(rules) > 1)])
+    return [*lines, "[95 % bootstrap intervals over tasks]; grader's rules: "
+            + ", ".join(rules) + "; NOT COMPARABLE" * (len(rules) > 1)]
 
 
 def plot(results, path):
@@ -394,7 +406,8 @@ def main(args):
         results = [result(system, systems, args.bootstrap) for system in systems]
         for r in results:
             emit(r)
-    print(table(results), file=sys.stderr)
+    for line in table(results):
+        say(line)
     if args.plot:
         plot(results, args.plot)
     if args.html:

@@ -18,6 +18,9 @@ A --model that sees (Qwen2-VL, Qwen2.5-VL) is shown the pages of frontend tasks,
     python train_critic.py --score 1 --out runs/critic < more.jsonl > more-scored.jsonl     # by a finished critic
     for b in 0.1 0.3 1; do python train_critic.py --beta $b --out runs/critic$b < trajectories.jsonl > $b.jsonl; done
 """
+from utils import (SIGNALS, Log, digest, drop_checkpoints, fail, finite, from_rank_0, join, lr_at, machine_flags,
+                   open_stdout, parser, progress, read_jsonl, rng, run, say, summed, writing)
+
 import json
 import os
 import sys
@@ -28,8 +31,6 @@ import torch.nn.functional as F
 
 from colbench import (ANSWER, agent_messages, browser_flags, each_drawn, extract_page, hidden_information, kind_of,
                       read_action, task_id)
-from utils import (SIGNALS, Log, digest, drop_checkpoints, fail, finite, from_rank_0, join, lr_at, machine_flags,
-                   open_stdout, parser, progress, read_jsonl, rng, run, summed, writing)
 
 HEADS = "regression", "value"  # those with a head of their own
 
@@ -139,7 +140,7 @@ def draw(args, records):
             pass
     drawn = {page: file for page, file in pages.items() if os.path.exists(file)}
     if len(drawn) < len(pages):
-        print(f"{len(pages) - len(drawn)} of {len(pages)} pages can't be drawn and are not shown", file=sys.stderr)
+        say(f"{len(pages) - len(drawn)} of {len(pages)} pages can't be drawn and are not shown")
     return drawn
 
 
@@ -179,7 +180,7 @@ def turns_judged(critic, tokenizer, records, max_length, pictures):
                 turns += [both] * fits
                 long += not fits
     if long:
-        print(f"{long} of {len(turns) + long} turns are longer than --max_length and left out", file=sys.stderr)
+        say(f"{long} of {len(turns) + long} turns are longer than --max_length and left out")
     return turns, of, long
 
 
@@ -298,7 +299,8 @@ def main(args):
     if args.score:
         return score_stream(args, emit, device)
     log = None if args.dry_run else Log(args)
-    from model import (Pictures, action_logps, count, deal, load, machine, micro_batches, open_directory, plan,
+    from model import (Pictures, action_logps, base_digest, count, deal, load, machine,
+                       micro_batches, open_directory, plan,
                        reference, restore, save, save_checkpoint, score, whole)
 
     turns, ref_turns, of, train, held, too_long, files = from_rank_0(lambda: prepare(args, records))
@@ -322,7 +324,9 @@ def main(args):
             fail(f"--dry_run: --head {args.head} trains nothing")
         return emit(plan(args, open_directory(args.model)[2], steps, turns_in, [turns, ref_turns]))
     log.begin(steps=len(steps), pairs=sum(map(len, train.values())), tasks=len(train), too_long=too_long,
-              held_out_pairs=sum(map(len, held.values())), data=digest([turns, ref_turns, list(train.values())]))
+              held_out_pairs=sum(map(len, held.values())),
+              data=digest([turns, ref_turns, list(train.values())]),
+              model_weights=base_digest(args.model))
     model, tokenizer = load(args.model, device, args.attention, head=args.head in HEADS, **machine(args, device))
     if files is not None:
         model.pictures = Pictures(args.model, model.lm.config, args.picture_tokens, files)

@@ -13,6 +13,9 @@
     torchrun --nproc_per_node=8 train_policy.py --resume 1 --out runs/sweet < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
+from utils import (SIGNALS, Log, digest, drop_checkpoints, fail, finite, from_rank_0, join, lr_at, machine_flags, most,
+                   open_stdout, parser, read_jsonl, rng, run, say, summed)
+
 import os
 import sys
 from itertools import cycle
@@ -22,8 +25,6 @@ import torch.nn.functional as F
 
 from colbench import agent_messages, task_id
 from train_critic import batches, needed, trajectory_pairs  # the pairs and the order of the critic
-from utils import (SIGNALS, Log, digest, drop_checkpoints, fail, finite, from_rank_0, join, lr_at, machine_flags, most,
-                   open_stdout, parser, read_jsonl, rng, run, summed)
 
 PAPER = {"dpo": {"batch_size": 8, "epochs": 1}, "mtdpo": {"batch_size": 8, "epochs": 4},
          "rft": {"batch_size": 32, "epochs": 4}}
@@ -128,7 +129,7 @@ def prepare(args):
                                for side in example for prompt, action in side)
     short = [g for g in ([e for e in group if fits(e)] for group in groups) if g]
     if long := sum(map(len, groups)) - sum(map(len, short)):
-        print(f"{long} examples have turns longer than --max_length and are left out", file=sys.stderr)
+        say(f"{long} examples have turns longer than --max_length and are left out")
     if not short:
         fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
     return short, long, made
@@ -139,7 +140,8 @@ def prepare(args):
 def main(args):
     emit, device = open_stdout(), join()
     log = None if args.dry_run else Log(args)
-    from model import (action_logps, count, deal, load, machine, micro_batches, open_directory, plan, reference,
+    from model import (action_logps, base_digest, count, deal, load, machine, micro_batches,
+                       open_directory, plan, reference,
                        restore, save, save_checkpoint, whole)
     batch_size, epochs = (getattr(args, k) or PAPER[args.loss][k] for k in ("batch_size", "epochs"))
     turns_in = lambda examples: sorted({turn for example in examples for side in example for turn in side})
@@ -150,7 +152,8 @@ def main(args):
     if args.dry_run:
         return emit(plan(args, made[0].lm.config if made else open_directory(args.model)[2], steps, turns_in, [turns]))
     log.begin(steps=len(steps), examples=sum(map(len, groups)), groups=len(groups), too_long=too_long,
-              data=digest(groups))
+              data=digest(groups),
+              model_weights=None if made else base_digest(args.model))  # made of the data
     start = args.model
     if made:
         save(*made, start := os.path.join(args.out, "init"))

@@ -1,9 +1,36 @@
-"""What several scripts share and nobody would ablate: flags, JSON lines, servers, processes, --out, the lr curve."""
+"""What several scripts share and nobody would ablate: flags, JSON lines, servers, processes, --out, the lr curve.
+
+Scripts import it first: it sets up their streams and signals before anything that loads slowly.
+"""
+import ctypes
+import os
+import signal
+import sys
+
+
+def set_up_process():
+    """Opens a script's closed streams, ends it by Ctrl-C until `run` listens, and a rank with its torchrun."""
+    while (null := os.open(os.devnull, os.O_RDWR)) < 3:  # else files get a closed stream's number
+        os.set_inheritable(null, True)
+    os.close(null)
+    sys.stdin = sys.stdin or open(0)
+    sys.stderr = sys.stderr or open(2, "w", errors="replace")
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        parent = os.getppid()
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: killed when the parent's thread ends
+        if os.getppid() != parent:  # it has ended before
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+if os.path.dirname(os.path.abspath(getattr(sys.modules["__main__"], "__file__", "/"))) == os.path.dirname(__file__):
+    set_up_process()  # not in a test or a notebook that imports this
+
 import argparse
 import asyncio
 import atexit
 import contextlib
-import ctypes
 import errno
 import fcntl
 import functools
@@ -12,13 +39,10 @@ import hashlib
 import json
 import marshal
 import math
-import os
 import random
 import re
 import shutil
-import signal
 import subprocess
-import sys
 import threading
 import time
 from importlib.metadata import PackageNotFoundError, version as package_version
@@ -65,9 +89,23 @@ def machine_flags(p):
                    help="print the steps, tokens, hours and memory of a run on N GPUs, and train nothing")
 
 
+# characters that steer a terminal, but for tabs and line ends
+CONTROL = "[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
+
+
+def inline(message):
+    """The message without line breaks: a task's id, say, can't begin a line of its own."""
+    return re.sub(f"{CONTROL}|[\r\n]", "?", str(message))
+
+
+def say(message):
+    """Print one line for people on stderr."""
+    print(inline(message), file=sys.stderr)
+
+
 def fail(message):
     """End the program with one clear line on stderr and exit status 1."""
-    raise SystemExit(f"error: {message}")
+    raise SystemExit(f"error: {inline(message)}")
 
 
 def finite(step, **values):
@@ -91,7 +129,7 @@ RECORD = {  # what the fields are, where there are any; all others pass through 
              "test_cases": {...: str}},
     "dialogue_history": [{"role": str, **ACTION, "candidates": [ACTION]}],
     "sample": int, "answer": str, "reward": float, "reward_letterbox": float, "tests": {...: str}, "failure": str,
-    "meta": {"rules": str}, "text": str}
+    "meta": {"rules": str, "model_weights": str}, "text": str}
 PLAIN = {  # what a str, an int or a float must be
     str: ("text", lambda x: isinstance(x, str) and not re.search("[\ud800-\udfff]", x)),
     int: ("a whole number from 0 on", lambda x: isinstance(x, int) and 0 <= x < 1 << 62),
@@ -158,7 +196,7 @@ def read_jsonl(stream, need=(), name="stdin", skip_bad=0):
             continue
         yield record
     if skipped:
-        print(f"{skipped} of {lineno} lines of {name} are no such records and were skipped", file=sys.stderr)
+        say(f"{skipped} of {lineno} lines of {name} are no such records and were skipped")
     if not lineno:
         fail(f"{name} is empty: nothing to do (did the stage before it fail?)")
 
@@ -169,6 +207,8 @@ def open_stdout():
     Call it before libraries load. A reader that goes away (`| head`) ends the program quietly: see `run`. Of several
     processes only rank 0 writes.
     """
+    if sys.stdout is None:
+        fail("stdout is closed, and results go there")
     data = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
 
@@ -190,8 +230,14 @@ def open_stdout():
 def plain_stderr():
     """Keeps what models, servers and files say from steering the terminal: control characters are shown as "?"."""
     write = sys.stderr.write
-    control = re.compile("(?!^)\r|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-    sys.stderr.write = lambda text: write(control.sub("?", text))
+    control = re.compile(f"(?!^)\r|{CONTROL}")
+
+    def plain(text):
+        try:
+            return write(control.sub("?", text))
+        except OSError:  # it takes no more, say its reader has gone: what it would say goes nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    sys.stderr.write = plain
 
 
 class StdoutError(OSError):
@@ -283,7 +329,7 @@ def run(main, args):
         leave()
     except StdoutError as e:
         if e.errno != errno.EPIPE:
-            print(f"error: stdout: {e.strerror}{SIGNALS.hint}", file=sys.stderr)
+            say(f"error: stdout: {e.strerror}{SIGNALS.hint}")
         os._exit(e.errno != errno.EPIPE)  # no flush at exit: it would only fail again
     except BaseException as e:
         SIGNALS.steps = False
@@ -512,7 +558,8 @@ class Log:
         new = {"args": vars(self.args), "argv": sys.argv, "version": version(), "world": WORLD, **facts}
         if RANK:
             return
-        before = [("flag --", self.rows[0]["args"], vars(self.args)), ("", self.rows[0], facts)] if self.rows else []
+        before = [("flag --", self.rows[0]["args"], vars(self.args)),
+                  ("", facts | self.rows[0], facts)] if self.rows else []  # old ones lack some
         for what, old, now in before:
             for key in now:
                 if key not in self.MAY_CHANGE and old.get(key) != now[key]:

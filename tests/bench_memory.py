@@ -78,7 +78,8 @@ def main():
         def many(i=0):
             while True:
                 r = json.loads(json.dumps(some[i % len(some)]))
-                r["task"]["id"], r["reward"], i = str(i // 10), float(i % 10 == 0), i + 1
+                r["task"]["id"], r["sample"] = str(i // 10), i % 10
+                r["reward"], i = float(i % 10 == 0), i + 1
                 yield lines([r])
 
         given = many()

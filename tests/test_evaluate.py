@@ -124,6 +124,23 @@ def test_seeds_are_joined_under_a_name_and_paired_by_seed(tmp_path):
     assert rows[0][-4:] == ["2", "4", "2", "1"] and rows[1][rows[1].index("2"):][:4] == ["2", "4", "3", "1"]
 
 
+def test_an_episode_that_is_there_twice_counts_once(tmp_path):
+    rs = [episode("x", 1, sample=0), episode("x", 0, sample=1), episode("y", 1, sample=0)]
+    twice = [*rs, episode("x", 0, sample=0), episode("y", 0, sample=0), rs[1]]
+    once, said = run(tmp_path, "s.jsonl", s=rs)
+    assert "not counted" not in said
+    got, said = run(tmp_path, "s.jsonl", "--html", tmp_path / "r.html", s=twice)
+    assert got == once and [line for line in said.splitlines() if "not counted" in line] == [
+        "s: 3 episodes, by task and sample, were there before and are not counted "
+        "(several seeds? NAME=FILE,FILE)"]
+    run(tmp_path, "s.jsonl", "--html", tmp_path / "once.html", s=rs)
+    assert (tmp_path / "r.html").read_text() == (tmp_path / "once.html").read_text()
+    (r,), said = run(tmp_path, "a=s.jsonl,s.jsonl", s=rs)  # two seeds may give the same
+    assert r["episodes"] == 6 and "not counted" not in said
+    (r,), said = run(tmp_path, "n.jsonl", n=[episode("x", 1), episode("x", 0)])  # of no sample
+    assert r["episodes"] == 2 and "not counted" not in said
+
+
 def test_names(tmp_path):
     rs = [episode("x", 1)]
     (tmp_path / "lr=1").mkdir(), (tmp_path / "lr=2").mkdir()

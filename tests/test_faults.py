@@ -138,6 +138,67 @@ def test_a_full_gpu_is_one_line():
         "on from what was finished\n"
 
 
+# --- streams that are closed, a stop before the start ---------------------------------------------
+
+def runs(tiny_dir, out):
+    """Every script with flags under which it reads stdin."""
+    return {"collect.py": ["--model", tiny_dir, "--max_tokens", 5, "--max_turns", 2],
+            "evaluate.py": [], "colbench.py": ["grade"],
+            "train_critic.py": ["--model", tiny_dir, "--out", out],
+            "train_policy.py": ["--model", tiny_dir, "--out", out]}
+
+
+@pytest.mark.parametrize("name", [f"{s}.py" for s in SCRIPTS])
+def test_a_closed_stdin_is_an_empty_one(name, tiny_dir, tmp_path):
+    flags = " ".join(map(str, runs(tiny_dir, tmp_path / "out")[name]))
+    done = shell(f"python {name} {flags} <&-")
+    complaint(done, "stdin is empty: nothing to do (did the stage before it fail?)")
+    assert not done.stdout
+
+
+@pytest.mark.parametrize("name, to", [*((f"{s}.py", "2>&-") for s in SCRIPTS),
+                                      ("evaluate.py", "2>/dev/full")])
+def test_where_stderr_takes_nothing_the_results_are_the_same(name, to, tasks, scored, tiny_dir,
+                                                             tmp_path):
+    flags, given = runs(tiny_dir, "out")[name], tmp_path / "in.jsonl"
+    given.write_text(lines(tasks if name == "collect.py" else scored))
+    whole = script(name, *flags, stdin=given.read_text(), cwd=tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    command = f"python {ROOT}/{name} {' '.join(map(str, flags))} < {given} {to}"
+    done = shell(command, cwd=tmp_path / "elsewhere")
+    assert done.returncode == 0 and whole.stderr and not done.stderr
+    assert done.stdout == whole.stdout != ""
+    if "--out" in flags:
+        assert weights(tmp_path / "elsewhere" / "out") == weights(tmp_path / "out")
+
+
+def test_a_closed_stdout_is_one_line():
+    done = shell("python colbench.py tasks --n 3 >&-")
+    assert done.returncode == 1 and done.stderr == "error: stdout is closed, and results go there\n"
+
+
+@pytest.mark.parametrize("name, module", [
+    *((f"{s}.py", "tqdm") for s in SCRIPTS), ("train_critic.py", "torch"),
+    ("train_policy.py", "torch"), ("collect.py", "torch"), ("collect.py", "asyncio"),
+    ("colbench.py", "asyncio"), ("evaluate.py", "numpy")])
+def test_ctrl_c_while_modules_load_is_no_traceback(name, module, tiny_dir, tmp_path):
+    """The module here is one that takes its time."""
+    loads = tmp_path / "loads"
+    (tmp_path / f"{module}.py").write_text(
+        f"import time\nopen({str(loads)!r}, 'w')\ntime.sleep(60)")
+    flags = map(str, runs(tiny_dir, tmp_path / "out")[name])
+    with subprocess.Popen([sys.executable, f"{ROOT}/{name}", *flags], stdin=subprocess.DEVNULL,
+                          stderr=subprocess.PIPE, text=True,
+                          env={**CPU, "PYTHONPATH": str(tmp_path)}) as p:
+        while not loads.exists():
+            assert p.poll() is None, p.stderr.read()
+            time.sleep(0.01)
+        p.send_signal(signal.SIGINT)
+        said = p.communicate()[1]
+    assert p.returncode == -signal.SIGINT and said in (
+        "", "error: ended by SIGINT; --resume goes on from what was finished\n")
+
+
 # --- disks that take no more ------------------------------------------------------------------------------------------
 
 @pytest.fixture
@@ -277,11 +338,19 @@ def test_degenerate_data_trains_or_is_refused_in_one_line(odd, scored, tiny_dir,
             assert "NaN" not in done.stdout + (out / "metrics.jsonl").read_text()
 
 
-def test_weights_that_are_not_finite_are_never_trained_on_or_played_with(tasks, scored, tiny_dir, tmp_path):
+@pytest.fixture
+def spoiled(tiny_dir, tmp_path):
+    """The tiny model with a NaN among its weights."""
     bad = shutil.copytree(tiny_dir, tmp_path / "bad")
     state = load_file(bad / "model.safetensors")
     state["model.norm.weight"][0] = float("nan")
     save_file(state, bad / "model.safetensors", {"format": "pt"})
+    return bad
+
+
+def test_weights_that_are_not_finite_are_never_trained_on_or_played_with(tasks, scored, spoiled,
+                                                                         tmp_path):
+    bad = spoiled
     for name in ("train_critic.py", "train_policy.py"):
         complaint(script(name, "--model", bad, "--out", tmp_path / name, stdin=scored), "step 0: the loss is nan", "--lr")
         assert not (tmp_path / name / "model.safetensors").exists()
@@ -314,6 +383,22 @@ def test_what_is_said_cannot_steer_a_terminal(scored, tasks, tiny_dir, tmp_path)
         assert not {*d.stderr} & {*evil[:1], "\x07", "\x9b", "\u202e", "\r"}, repr(d.stderr)
         assert "\x1b" not in d.stdout  # JSON escapes it
     assert sum("?]0;pwned" in d.stderr for d in done) >= 3, [d.stderr for d in done]
+
+
+def test_what_data_says_starts_no_line(scored, tasks, spoiled, tiny_dir):
+    ends = "\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029"
+    evil = "x" + "".join(f"{end}error: forged" for end in ends)
+    task = {**tasks[0]["task"], "id": evil, "test_cases": {evil: "f(" + evil}}
+    (result,) = records(script("evaluate.py", stdin=scored).stdout)
+    done = [script("evaluate.py", stdin=[{**scored[0], "meta": {"rules": evil}}]),
+            script("evaluate.py", stdin=[{**scored[0], "tests": {evil: 1}}]),
+            script("evaluate.py", "--results", 1, stdin=[{**result, "system": evil}]),
+            script("colbench.py", "check", stdin=[{"task": task}]),
+            script("collect.py", "--model", tiny_dir, stdin=[{**scored[0], "task": task}]),
+            script("collect.py", "--model", spoiled, "--max_tokens", 5, stdin=[{"task": task}])]
+    for d in done:
+        assert "forged" in d.stderr
+        assert not any(line.startswith("error: forged") for line in d.stderr.splitlines()), d.stderr
 
 
 def test_nothing_is_unpickled_evaluated_or_run_by_a_shell():

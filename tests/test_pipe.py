@@ -3,6 +3,7 @@ import asyncio
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import collect
 import model as M
@@ -238,6 +240,40 @@ def test_resume_after_kill_gives_each_episode_once(tiny_dir, tmp_path):
     keys = [(r["task"]["id"], r["sample"]) for r in rs]
     assert len(keys) == len(set(keys)) == 42 and file.read_bytes().startswith(killed)
     assert set(keys) == {(r["task"]["id"], s) for r in records(tasks) for s in range(7)}
+
+
+@pytest.mark.parametrize("lacks", ["problem_description", "ground_truth"])
+def test_what_is_no_episode_in_a_resumed_file_is_named(lacks, tasks, episodes, tiny_dir, tmp_path):
+    file, bad = tmp_path / "all.jsonl", json.loads(json.dumps(episodes[1]))
+    del bad["task"][lacks]
+    file.write_text(lines([episodes[0], bad, *episodes[2:]]))
+    flags = ["--model", tiny_dir, "-k", 2, "--max_tokens", 5, "--resume", file]
+    error = complaint(script("collect.py", *flags, stdin=tasks))
+    assert error.startswith(f"error: {file}, line 2: no 'task.{lacks}' in this record")
+    done = script("collect.py", *flags, "--skip_bad", 1, stdin=tasks)
+    (again,) = records(done.stdout)  # it is played again
+    assert (again["task"]["id"], again["sample"]) == (bad["task"]["id"], bad["sample"])
+
+
+def test_a_file_is_resumed_only_with_the_weights_that_played_it(tasks, tiny_dir, tmp_path):
+    base, file = shutil.copytree(tiny_dir, tmp_path / "base"), tmp_path / "all.jsonl"
+    play = lambda: script("collect.py", "--model", base, "--max_tokens", 5, "--max_turns", 2,
+                          "--resume", file, stdin=tasks)
+    rs = records(play().stdout)
+    assert {r["meta"]["model_weights"] for r in rs} == {M.weights_digest(str(base))}
+    file.write_text(lines(rs[:-1]))
+    state = load_file(base / "model.safetensors")
+    save_file({k: v * 1.001 for k, v in state.items()}, base / "model.safetensors")
+    error = complaint(play())
+    assert error == (f"error: --resume {file} holds episodes of other weights than those at "
+                     f"--model {base}: take the old weights, or another file")
+    save_file(state, base / "model.safetensors")  # the same again, in another file
+    (again,) = records(play().stdout)
+    assert (again["task"], again["answer"]) == (rs[-1]["task"], rs[-1]["answer"])
+    for r in rs:  # of before this was noted: nobody can know
+        del r["meta"]["model_weights"]
+    file.write_text(lines(rs[:-1]))
+    assert len(records(play().stdout)) == 1
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import model as M
-from conftest import CPU, ROOT, demos, lines, records, script
+from conftest import CPU, ROOT, demos, gone, lines, records, script
 from test_model import gradients, some_turns, two_models
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -310,6 +310,17 @@ def test_torchrun_ended_by_a_signal_has_its_last_step_on_disk_and_says_so_once(h
     same_to_rounding(whole("mtdpo"), out, done.stdout)
 
 
+def test_ranks_end_with_a_torchrun_that_gets_kill_9(command, data, tmp_path):
+    out = tmp_path / "out"
+    with started(command("mtdpo", out, "--epochs", 9999, "--save_every", 0), data,
+                 [*TORCHRUN, "--standalone", "--nproc_per_node=2"]) as p:
+        until(lambda: (out / "metrics.jsonl").exists() and steps(out), p)
+        ranks = running(p.mark, "RANK=0") + running(p.mark, "RANK=1")
+        assert len(ranks) == 2
+        p.kill()
+        gone(ranks)
+
+
 # --- a killed run -----------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
@@ -430,6 +441,58 @@ def test_only_the_same_run_is_resumed(flags, change, message, killed, command, d
     done = script(*command("critic", out, "--resume", 1, "--save_every", 2, *flags), stdin=change(data.read_text()))
     assert message.format(out=out) in refused(done)
     assert (metrics(out), sorted(os.listdir(out))) == before
+
+
+@pytest.mark.parametrize("job", ["critic", "mtdpo"])
+def test_a_run_is_resumed_only_with_the_weights_it_began_with(job, command, data, tiny_dir,
+                                                              tmp_path):
+    base = shutil.copytree(tiny_dir, tmp_path / "base")
+    out, older = tmp_path / "out", tmp_path / "older"
+    train = command(job, out, "--save_every", 2, "--model", base)
+    kill_at(lambda: (out / "checkpoint-2").exists(), train, data)
+    resume = lambda *flags: script(*train, "--resume", 1, *flags, stdin=data.read_text())
+    files = lambda: {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
+    before, weights = files(), load_file(base / "model.safetensors")
+    save_file({k: v * 1.001 for k, v in weights.items()}, base / "model.safetensors")
+    error = refused(resume())
+    assert error.startswith("error: --resume 1: model_weights was ") and files() == before
+
+    shutil.copytree(out, older)  # a run that did not note them
+    rows = metrics(out)
+    del rows[0]["model_weights"]
+    (older / "metrics.jsonl").write_text(lines(rows))
+    done = resume("--out", older)
+    assert done.returncode == 0, done.stderr
+
+    half, names = len(weights) // 2, sorted(weights)  # the same weights in other files
+    for name, part in (("model", names[half:]), ("another", names[:half])):
+        save_file({k: weights[k] for k in part}, base / f"{name}.safetensors")
+    done = resume()
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_digest_of_weights_sees_the_start_middle_and_end_of_each_tensor(tmp_path):
+    big, path = torch.randn(90_000), tmp_path / "x.safetensors"
+
+    def after(**more):
+        save_file({"small": torch.arange(1500), **more}, path)
+        return M.weights_digest(str(tmp_path))
+
+    assert M.weights_digest(str(tmp_path)) is None
+    was = after(big=big)
+    assert after(big=big.clone()) == was
+    for at in (0, 45_000, 89_999, 20_000):
+        changed = big.clone()
+        changed[at] += 1
+        assert (after(big=changed) == was) == (at == 20_000)  # where it does not look
+    assert len({was, after(bigger=big), after(big=big.view(300, 300)), after(big=big.int())}) == 4
+    for at in range(0, 1500, 50):  # one of 12 KiB is read as a whole
+        small = torch.arange(1500)
+        small[at] += 1
+        assert after(big=big, small=small) != was
+    path.write_bytes(b"no header")
+    with pytest.raises(SystemExit, match="error: .*x.safetensors is damaged"):
+        M.weights_digest(str(tmp_path))
 
 
 def test_two_runs_cannot_share_an_out(whole, command, data, tmp_path):
