@@ -1127,6 +1127,24 @@ class Grader:
     rules: "honest", or "official" for the verdicts of the released scorer. workers: answers graded
     at once. level: the isolation that a child really found, "full", "seccomp" (it can read files)
     or "rlimits" (it can do what this user can: GraderError unless unsafe=1).
+
+    What stops what:
+    - seccomp: other processes, network, signals, shared memory, and all writing but to its own wire.
+    - Landlock: reading outside the libraries. Without it a child opens no file at all.
+    - no capabilities, no new privileges: what root could do with the calls that are left.
+    - rlimits, time limits, the kill of its process group: memory and time.
+    - a fork server that has seen nothing: reading the reference or other answers from memory.
+    - claims as bytes, rebuilt within LIMITS: forged verdicts, values that hang or fill this process.
+    This process takes some 64 MB for references and some 40 MB a worker, whatever the tasks.
+
+    A test passes if the reference's value == the answer's, both rebuilt of plain data: None never
+    passes, NaN equals nothing, floats are exact, subclasses go as their base. Refused, since no == tells
+    them apart between processes: functions, iterators, dict_values, instances of classes of one's own.
+
+    The official rules differ from the released scorer where that trusts the answer's own objects: an
+    object that is the reference's very own (math.nan in a list, math.sqrt) and a class whose == says
+    True pass there, not here. What ends the scorer there (SystemExit, a signalling NaN) fails one test
+    here, and a reference has 3 s a test. Its names (signal, multiprocessing) are not an answer's here.
     """
 
     def __init__(self, rules="honest", workers=2, unsafe=0):

@@ -131,7 +131,7 @@ RECORD = {  # what the fields are, where there are any; all others pass through 
     "sample": int, "answer": str, "reward": float, "reward_letterbox": float, "tests": {...: str}, "failure": str,
     "meta": {"rules": str, "model_weights": str}, "text": str}
 PLAIN = {  # what a str, an int or a float must be
-    str: ("text", lambda x: isinstance(x, str) and not re.search("[\ud800-\udfff]", x)),
+    str: ("text", lambda x: isinstance(x, str)),
     int: ("a whole number from 0 on", lambda x: isinstance(x, int) and 0 <= x < 1 << 62),
     float: ("a finite number", lambda x: isinstance(x, (int, float)) and abs(x) < 1e300)}
 
@@ -151,10 +151,23 @@ def misfit(x, shape, path=""):
                               for key in x if key in shape or ... in shape)), None)
 
 
+def encodable(x):
+    """JSON data with "\ufffd" for every lone surrogate, which a model may sample and no UTF-8 file can hold."""
+    if isinstance(x, str):
+        return x.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(x, list):
+        return [encodable(v) for v in x]
+    if isinstance(x, dict):
+        return {encodable(k): encodable(v) for k, v in x.items()}
+    return x
+
+
 def checked(line, need):
     """The record in a line, with every field of `need`; ValueError says what is wrong."""
     try:
         record = json.loads(line)
+        if b"\\ud" in line.lower() or b"\xed" in line:
+            record = encodable(record)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"not JSON ({e}); every line must be one JSON object") from None
     if not isinstance(record, dict):
@@ -186,7 +199,7 @@ def read_jsonl(stream, need=(), name="stdin", skip_bad=0):
     left out, and counted on stderr.
     """
     lineno = skipped = 0
-    for lineno, line in enumerate(getattr(stream, "buffer", stream), 1):  # bytes, which may not be text
+    for lineno, line in enumerate(getattr(stream, "buffer", stream), 1):  # bytes, which may not be UTF-8
         try:
             record = checked(line, need)
         except ValueError as e:

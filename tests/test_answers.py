@@ -1,12 +1,19 @@
 """The text of an answer: which part of it is code, read as a person would, and as the released scorer does."""
+import json
 import multiprocessing
+import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
 from colbench import Grader, answer_code
+from conftest import CPU, ROOT, records, script
 from test_grade import DOUBLE, HONEST, ODDITIES, full, task
-from test_claims import SPACE, VALUES
+from test_claims import VALUES
+from utils import family, read_jsonl
 
 RIGHT, WRONG = "def f(x):\n    return x * 2\n", "def f(x):\n    return x * 3\n"
 
@@ -172,3 +179,38 @@ def test_official_rules_give_the_released_scorers_verdicts(graders):
     differ = {name: (w, g) for (name, *_), w, g in zip(cases, wanted, got) if w != g and w is not None}
     assert differ == {}
     assert len(cases) > 180 and wanted.count(None) == 1 and 0.3 < sum(filter(None, wanted)) / len(cases) < 0.9
+
+
+# --- answers on stdin ---------------------------------------------------------------------------------------------------
+
+def test_any_text_is_graded_and_the_answers_after_it_as_if_it_had_not_been_there():
+    record = {"task": {"problem_description": "d", **DOUBLE}, "dialogue_history": [{"role": "user", "content": "\ud800 and \udc00\ud800"}]}
+    texts = ["\ud800", f"{RIGHT}# \ud800 \udfff", "\udc00\ud800", "def f(x): return '\ud800' * x", "\0", "x" * 300_000, "", "\u2028", WRONG]
+    stdin = [{**record, "answer": text} for odd in texts for text in (odd, RIGHT)]
+    done = script("colbench.py", "grade", stdin=stdin)
+    assert done.returncode == 0, done.stderr
+    assert [r["reward"] for r in records(done.stdout)] == [x for odd in (0, 1, 0, 0, 0, 0, 0, 0, 0) for x in (odd, 1)]
+    (read,) = read_jsonl([b'{"answer": "\xed\xa0\x80 \\ud83d\\ude00 \\udc00"}'])  # as bytes and as escapes, and a whole pair
+    assert read == {"answer": "\ufffd \U0001f600 \ufffd"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_grading_of_a_hostile_answer_long_before_its_time_is_up(number):
+    """24 tests that each take 6 s in all; the signal's line comes at once. Waits for 5 s, which a busy machine allows."""
+    slow = {"task": {"problem_description": "d", **DOUBLE}, "answer": "while True: pass"}
+    grading = subprocess.Popen([sys.executable, "colbench.py", "grade", "--workers", "1"], cwd=ROOT, text=True, env=CPU,
+                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    grading.stdin.write(json.dumps({**slow, "answer": RIGHT}) + "\n" + json.dumps(slow) + "\n" + (json.dumps(slow) + "\n") * 9)
+    grading.stdin.flush()
+    deadline = time.monotonic() + 60
+    while not family(grading.pid) and time.monotonic() < deadline:
+        time.sleep(.05)
+    time.sleep(1)
+    children = family(grading.pid)
+    grading.send_signal(number)
+    assert grading.wait(5) == -number and children
+    assert grading.stderr.read() == f"error: ended by {number.name}\n"
+    while children & set(map(int, filter(str.isdigit, os.listdir("/proc")))) and time.monotonic() < deadline:
+        time.sleep(.05)
+    assert not children & set(map(int, filter(str.isdigit, os.listdir("/proc"))))

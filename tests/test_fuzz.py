@@ -147,7 +147,7 @@ def test_no_input_gets_past_or_breaks_a_stage(stage, good, tiny_dir, tmp_path, m
 def test_a_null_is_a_field_that_is_not_there(good):
     record = json.loads(json.dumps(good[0])) | {"meta": None, "answer": None}
     record["dialogue_history"][1] |= {"candidates": None, "logprobs": None}
-    (read,) = utils.read_jsonl([json.dumps(record | {"of another": None})])
+    (read,) = utils.read_jsonl([json.dumps(record | {"of another": None}).encode()])
     assert "meta" not in read and "answer" not in read and read["of another"] is None
     assert not {"candidates", "logprobs"} & read["dialogue_history"][1].keys()
 

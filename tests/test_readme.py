@@ -49,7 +49,7 @@ def benchmark(name, flags):
 
 
 @pytest.mark.parametrize("name, flags", [
-    ("grade", "--rounds 1 --tasks 3"), ("memory", "--records 20 grade"),
+    ("grade", "--rounds 1 --tasks 3"), ("grade", "--memory 1 --tasks 2"), ("memory", "--records 20 grade"),
     ("train", "--repeats 1 --shape tiny"),  # fails where losses or gradients are not the official procedure's
     ("collect", "--episodes 4 --batch 4 --delay 0.01 --max_tokens 8 --max_turns 2 --repeats 1")])
 def test_the_benchmarks_run(name, flags):
