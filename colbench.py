@@ -549,12 +549,12 @@ def confine(libc, rules, bpf, memory):
 class Marks:
     """What tells code from prose in the text of an answer."""
     FENCE = re.compile(r"(`{3,}|~{3,})[ \t]*([\w+#.-]*)[ \t]*")
-    FIRST_LINE = re.compile(r"\s*(def \w+ *\(|async def |class \w+ *[(:]|import \w|from [\w.]+ import "
-                            r"|@\w|\w+ *= *lambda\b)")
+    FIRST_LINE = re.compile(r"\s*(def \w+ *\(|async def |class \w+ *[(:]|import \w"
+                            r"|from [\w.]+ import |@\w|\w+ *= *lambda\b)")
 
 
 def official_code(answer):
-    """The code in an answer as the released scorer cuts it out: a bare fence's language tag stays in."""
+    """The code in an answer as the released scorer cuts it out, with a bare fence's tag."""
     for fence in ("```python", "```"):
         if fence in answer:
             answer = answer.split(fence)[1].split("```")[0]
@@ -562,7 +562,7 @@ def official_code(answer):
 
 
 def forms(text):
-    """A text as it stands, and without its indentation (which line 1 lost where it was stripped)."""
+    """A text as it is, and without its indentation (which line 1 lost if the text was stripped)."""
     yield text
     yield textwrap.dedent(text)
     margins = re.findall(r"^([ \t]*)(?:def|class|import|from|@)\b", text, re.M)[1:]
@@ -595,7 +595,7 @@ def definitions(form):
 
 
 def fenced_code(answer, wanted):
-    """Code objects of an answer's fenced blocks: the first that binds a wanted name, after its helpers.
+    """Code objects of fenced blocks: the first that binds a wanted name, after its helpers.
 
     Helpers are earlier blocks of definitions alone. Blocks in ```python count before those in ```,
     and these before other languages. A block ends at the first fence that leaves it Python, so that
@@ -605,7 +605,7 @@ def fenced_code(answer, wanted):
     while (opening := Marks.FENCE.search(answer, at)) and sum(map(len, blocks.values())) < 40:
         mark, language = opening[1], opening[2].lower()
         tagged = language.startswith("py") or answer[opening.end():][:1] in ("", "\r", "\n")
-        body = opening.end() if tagged else opening.end(1)  # "```x = 1": code right behind the fence
+        body = opening.end() if tagged else opening.end(1)  # "```x = 1" holds code, no tag
         ends = [found.start() for found in re.finditer(re.escape(mark), answer[body:])]
         ends = ends[:20] or [len(answer) - body]
         for end in ends:
@@ -628,7 +628,10 @@ def fenced_code(answer, wanted):
 
 
 def unfenced_code(answer):
-    """(form, code object) of the Python that stands in prose, from its first line on as far as it compiles."""
+    """(form, code object) of the Python that stands in prose; None where there is none.
+
+    It begins at the first line that looks like code, and goes as far as it compiles.
+    """
     lines = answer.splitlines()
     starts = [i for i, line in enumerate(lines) if Marks.FIRST_LINE.match(line)]
     for first in starts[:3]:
@@ -659,12 +662,13 @@ def answer_code(answer, tests):
 
 
 class Rows:
-    """By what a child tells the values of a class apart: parts, which are values again, or a text."""
+    """What tells the values of a class apart: parts, which are values again, or a text."""
     fields = lambda *names: lambda value: [getattr(value, name) for name in names]
     halves = lambda value: [list(dict(value).keys()), list(dict(value).values())]
     PARTS = {
-        **dict.fromkeys(("builtins.tuple", "builtins.set", "builtins.frozenset", "builtins.dict_keys",
-                         "collections.deque", "collections.UserList", "array.array"), list),
+        **dict.fromkeys(("builtins.tuple", "builtins.set", "builtins.frozenset",
+                         "builtins.dict_keys", "collections.deque", "collections.UserList",
+                         "array.array"), list),
         **dict.fromkeys(("builtins.dict", "builtins.dict_items", "builtins.mappingproxy",
                          "collections.Counter", "collections.OrderedDict", "collections.UserDict",
                          "collections.ChainMap"), halves),
@@ -680,14 +684,15 @@ class Rows:
         **dict.fromkeys(("datetime.datetime", "datetime.date", "datetime.time"),
                         lambda value: value.isoformat()),
         **dict.fromkeys(("uuid.UUID", "pathlib.PurePosixPath", "ipaddress.IPv4Address",
-                         "ipaddress.IPv6Address", "ipaddress.IPv4Network", "ipaddress.IPv6Network"), str)}
+                         "ipaddress.IPv6Address", "ipaddress.IPv4Network",
+                         "ipaddress.IPv6Network"), str)}
 
 
 def encode(value):
     """A value as what json.dumps takes: plain data as it is, all else {class: its parts or text}.
 
-    A subclass goes as the nearest base that has a row (a namedtuple as a tuple), an array of numpy as
-    lists. TypeError: a value of no such class.
+    A subclass goes as the nearest base that has a row (a namedtuple as a tuple), an array of numpy
+    as lists. TypeError: a value of no such class.
     """
     kind = type(value)
     if kind is str or kind is float or kind is bool or value is None:
@@ -718,13 +723,13 @@ def run_tests(request, wire):
 
     The line is ["value", encode(value)], ["raised", class of the exception], or ["refused", why].
     """
-    error, official, codes = None, request["official"], []
+    error, official, text, codes = None, request["official"], request["text"], []
     try:
         if request["role"] == "answer" and not official:
-            codes = answer_code(request["text"], request["tests"])
+            codes = answer_code(text, request["tests"])
         else:
-            code = official_code(request["text"]) if request["role"] == "answer" else request["text"]
-            codes = [compile(code, "<answer>", "exec")]
+            text = official_code(text) if request["role"] == "answer" else text
+            codes = [compile(text, "<answer>", "exec")]
     except BaseException as e:
         error = e
     for test in request["tests"]:
@@ -759,8 +764,8 @@ def serve(paths, bpf, blind, modules, memory):
 
     A child says its level, reads its request as one line and answers with a line a test; the server
     answers "k" with the child's exit code (negative: the signal), an int. It ends with the grader.
-    Without Landlock a child gets `blind`, the filter that lets it open no file, and can import no more
-    than `modules`.
+    Without Landlock a child gets `blind`, the filter that lets it open no file, and can import no
+    more than `modules`.
     """
     libc = ctypes.CDLL(None)
     libc.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
@@ -778,7 +783,7 @@ def serve(paths, bpf, blind, modules, memory):
             except ImportError:
                 pass
     control, null, pid = socket.socket(fileno=0), os.open(os.devnull, os.O_RDWR), 0
-    text = "def f(x):\n    for i in range(3):\n        x += i\n    return [x, 0.5, 'a', {'b': (x, None)}]"
+    text = "def f(x):\n    for i in range(3): x += i\n    return [x, 0.5, 'a', {'b': (x, None)}]"
     warm = {"text": text, "tests": ["f(1)", "g(2)"], "role": "answer", "official": 0}
     run_tests(warm, null)
     gc.collect()  # the run above fills caches that each child would have to fill,
@@ -823,12 +828,15 @@ def serve(paths, bpf, blind, modules, memory):
             return
 
 
-SERVER = (landlock_rules, confine, Marks, official_code, forms, compiled, definitions, fenced_code, unfenced_code,
-          answer_code, Rows, encode, run_tests, serve)
-COMMON = """_strptime array bisect base64 calendar collections.abc contextlib copy csv dataclasses difflib enum functools
-hashlib heapq html inspect io itertools math numbers numpy operator pprint queue random re sqlite3 statistics string
-textwrap time typing unicodedata urllib.parse uuid zlib"""
-IMPORTS = "import ast, ctypes, gc, json, os, re, resource, signal, socket, struct, sys, textwrap, types\n"
+SERVER = (landlock_rules, confine, Marks, official_code, forms, compiled, definitions, fenced_code,
+          unfenced_code, answer_code, Rows, encode, run_tests, serve)
+COMMON = """_strptime array bisect base64 calendar collections.abc contextlib copy csv dataclasses
+difflib enum functools hashlib heapq html inspect io ipaddress itertools math numbers numpy operator
+pathlib pprint queue random re sqlite3 statistics string textwrap
+time typing unicodedata urllib.parse uuid zlib"""
+IMPORTS = """import ast, ctypes, gc, json, os, re, resource, signal, socket, struct, sys, textwrap
+import types
+"""
 
 
 class GraderError(Exception):
@@ -843,8 +851,8 @@ class Server:
 
     def start(self):
         program = IMPORTS + "\n".join(map(inspect.getsource, SERVER))
-        program += f"\nserve({readable_paths()!r}, {seccomp_filter()!r}, {seccomp_filter(False)!r}, " \
-                   f"{COMMON.split()}, {LIMITS['memory']})"
+        filters = f"{seccomp_filter()!r}, {seccomp_filter(False)!r}"
+        program += f"\nserve({readable_paths()!r}, {filters}, {COMMON.split()}, {LIMITS['memory']})"
         self.control, theirs = socket.socketpair()
         self.control.settimeout(20)
         env = {"PYTHONHASHSEED": str(self.hash_seed), "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
@@ -895,7 +903,7 @@ class Server:
 
 
 def handshake(wire, request):
-    """Waits for a child's level, which it says before it has read any code, and sends the request."""
+    """A child's level, which it says before it has read any code; then sends it the request."""
     wire.settimeout(10)
     level = b""
     while not level.endswith(b"\n"):
@@ -908,10 +916,10 @@ def handshake(wire, request):
 
 
 def read_lines(wire, n, seconds, end):
-    """(a child's first lines, at most n, each within `seconds` of the one before; why there are fewer).
+    """(a child's first n lines, or fewer; an Outcome that says why fewer, else None).
 
-    `end` bounds them all, in time.monotonic's seconds; LIMITS bound their bytes. The second is an
-    Outcome, None where all n came. What comes after the n-th is not read.
+    Each may take `seconds` from the one before; all must have come by `end`, as time.monotonic has
+    it. LIMITS bound their bytes. What comes after the n-th is not read.
     """
     lines, buffer, room = [], bytearray(), LIMITS["lines"]
     deadline = min(end, time.monotonic() + seconds)
@@ -922,7 +930,8 @@ def read_lines(wire, n, seconds, end):
             if seen > LIMITS["line"]:
                 return lines, Outcome(Verdict.REFUSED, f"more than {LIMITS['line']:,} bytes")
             if seen > room:
-                return lines, Outcome(Verdict.REFUSED, f"more than {LIMITS['lines']:,} bytes in all")
+                why = f"more than {LIMITS['lines']:,} bytes in all"
+                return lines, Outcome(Verdict.REFUSED, why)
             try:
                 wire.settimeout(max(deadline - time.monotonic(), 1e-3))
                 more = wire.recv(1 << 16)
@@ -940,11 +949,11 @@ def read_lines(wire, n, seconds, end):
     return lines, None
 
 
-# --- the grader: from claims to verdicts ------------------------------------------------------------
+# --- the grader: from claims to verdicts --------------------------------------------------------
 #
-# bytes off the wire --claim()--> Value or Outcome --compare()--> Outcome. `claim` bounds all that it
-# computes, and makes values of trusted types alone. Verdict.PASS is written once, in `compare`, behind
-# the comparison.
+# bytes off the wire --claim()--> Value or Outcome --compare()--> Outcome. `claim` bounds all that
+# it computes, and makes values of trusted types alone. Verdict.PASS is given once, in `compare`,
+# behind the comparison.
 
 class Verdict(enum.Enum):
     """How a test ended, in the grader's own words: no text of a child's can be one."""
@@ -1019,13 +1028,13 @@ def decimal_number(text):
 
 
 def marked(name):
-    """A function that pairs a claim with a class of its own: equal to a pair of the same class alone."""
+    """A function that pairs a claim with a new class: equal to its own pairs alone."""
     mark = type(name, (), {})
     return lambda content: (mark, content)
 
 
 def items_view(halves, unhashable=marked("dict_items")):
-    """The items of a dict of [keys, values]: as in Python equal to a set of pairs, if they are hashable."""
+    """A dict's items, of [keys, values]. As in Python they equal a set of pairs, if hashable."""
     found = mapping(halves)
     try:
         return frozenset(keys(list(found.items())))
@@ -1033,7 +1042,8 @@ def items_view(halves, unhashable=marked("dict_items")):
         return unhashable(found)
 
 
-TYPES = {name: t for name, t in vars(builtins).items() if isinstance(t, type)} | {"NoneType": type(None)}
+TYPES = {name: t for name, t in vars(builtins).items() if isinstance(t, type)}
+TYPES["NoneType"] = type(None)
 FROM_PARTS = {
     "tuple": tuple, "UserList": list, "deque": collections.deque, "array": marked("array"),
     "slice": lambda parts: slice(*parts), "range": numbers(range, int),
@@ -1054,7 +1064,7 @@ FROM_TEXT = {
 
 
 def rebuild(pairs):
-    """{class: its parts or text}, as encode() writes it, as a value; json.loads gives it innermost first."""
+    """The value that encode() wrote as {class: its parts or text}; the innermost comes first."""
     [(name, content)] = pairs
     if type(content) is list:
         return FROM_PARTS[name](content)
@@ -1067,9 +1077,9 @@ WIRE = json.JSONDecoder(object_pairs_hook=rebuild, parse_constant=float)  # a ne
 
 
 def claim(line):
-    """A child's line as Value or Outcome; an Outcome, of which there is no line, as it is. Never raises.
+    """A child's line as a Value or an Outcome; an Outcome stays as it is. Never raises.
 
-    Takes less than 0.1 s and some 20 MB, whatever the line: its bytes are bounded by read_lines.
+    Takes less than 0.1 s and some 20 MB whatever the line, whose bytes read_lines bounds.
     """
     if isinstance(line, Outcome):
         return line
@@ -1093,7 +1103,7 @@ def claim(line):
 
 
 def comparable(line):
-    """A reference's line as it is; the Outcome of all its tests where it holds no value to compare."""
+    """A reference's line as it is; an Outcome where it holds no value to compare with."""
     found = claim(line)
     if isinstance(found, Outcome):
         note = ", ".join(filter(None, (found.verdict.value, found.note)))
@@ -1102,7 +1112,7 @@ def comparable(line):
 
 
 def compare(wanted, given):
-    """The Outcome of a test: `wanted` is a comparable line, `given` the answer's line or Outcome."""
+    """The Outcome of a test. wanted: a comparable line; given: the answer's line or Outcome."""
     wanted, given = claim(wanted), claim(given)
     if isinstance(wanted, Outcome) or isinstance(given, Outcome):
         return wanted if isinstance(wanted, Outcome) else given
@@ -1117,7 +1127,7 @@ OFFICIAL_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "tra
 
 
 def kept_size(key, lines):
-    """About the bytes that the lines of a reference take, with their key's texts (4 a character)."""
+    """About the bytes that a reference's lines take, with the texts of their key."""
     return sum(100 + 4 * len(text) for text in key) + sum(100 + len(line) for line in lines)
 
 
@@ -1129,22 +1139,23 @@ class Grader:
     or "rlimits" (it can do what this user can: GraderError unless unsafe=1).
 
     What stops what:
-    - seccomp: other processes, network, signals, shared memory, and all writing but to its own wire.
+    - seccomp: other processes, network, signals, shared memory, writing to all but its own wire.
     - Landlock: reading outside the libraries. Without it a child opens no file at all.
     - no capabilities, no new privileges: what root could do with the calls that are left.
     - rlimits, time limits, the kill of its process group: memory and time.
     - a fork server that has seen nothing: reading the reference or other answers from memory.
-    - claims as bytes, rebuilt within LIMITS: forged verdicts, values that hang or fill this process.
+    - claims as bytes, rebuilt within LIMITS: forged verdicts, values that hang or fill a grader.
     This process takes some 64 MB for references and some 40 MB a worker, whatever the tasks.
 
     A test passes if the reference's value == the answer's, both rebuilt of plain data: None never
-    passes, NaN equals nothing, floats are exact, subclasses go as their base. Refused, since no == tells
-    them apart between processes: functions, iterators, dict_values, instances of classes of one's own.
+    passes, NaN equals nothing, floats are exact, subclasses go as their base. Refused, since no ==
+    tells them apart between processes: functions, iterators, dict_values, instances of classes of
+    the answer's own.
 
-    The official rules differ from the released scorer where that trusts the answer's own objects: an
-    object that is the reference's very own (math.nan in a list, math.sqrt) and a class whose == says
-    True pass there, not here. What ends the scorer there (SystemExit, a signalling NaN) fails one test
-    here, and a reference has 3 s a test. Its names (signal, multiprocessing) are not an answer's here.
+    The official rules differ from the released scorer where that trusts the answer's own objects:
+    one that is the reference's very own (math.nan in a list, math.sqrt), and a class whose == says
+    True, pass there, not here. What ends the scorer there (SystemExit, a signalling NaN) fails one
+    test here. A reference has 3 s a test here. The scorer's own names are not an answer's here.
     """
 
     def __init__(self, rules="honest", workers=2, unsafe=0):
@@ -1181,8 +1192,10 @@ class Grader:
         self.workers = 0  # a second close finds nothing to do
 
     def lines(self, text, tests, role="reference", patience=1):
-        """What a reference's code or an answer's text gives for each test: a child's line of bytes, or
-        the Outcome of having none. `patience` stretches the time limits."""
+        """For each test the line of bytes that a child sent, or the Outcome of having none.
+
+        text: a reference's code or an answer; patience stretches the time limits.
+        """
         results, end = [], time.monotonic() + LIMITS["answer"] * patience
         server = self.servers[role].get()
         try:
@@ -1230,7 +1243,8 @@ class Grader:
             wanted = self.expected(task["ground_truth"], tests)
             asked = [t for t, line in zip(tests, wanted) if isinstance(line, bytes)]
             given = iter(self.lines(answer, asked, "answer"))
-            outcomes = [compare(line, next(given)) if isinstance(line, bytes) else line for line in wanted]
+            outcomes = [compare(line, next(given)) if isinstance(line, bytes) else line
+                        for line in wanted]
         passed = sum(outcome.verdict is Verdict.PASS for outcome in outcomes)
         return {"reward": passed / len(tests), "tests": dict(zip(names, map(str, outcomes)))}
 
@@ -1258,7 +1272,7 @@ def grade_records(records, grader):
 
 
 def check_task(grader, task):
-    """([what keeps it from being graded], [what makes it a poor judge]) of a task, which is run 3 times."""
+    """([what keeps a task from being graded], [what makes it a poor judge]), of three runs."""
     names, tests = list(task["test_cases"]), list(task["test_cases"].values())
     first, *others = [grader.lines(task["ground_truth"], tests, role)
                       for role in ("reference", "reference", "other seed")]  # another hash seed

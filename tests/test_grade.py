@@ -333,8 +333,12 @@ import test_grade as t
 assert os.geteuid() == 65534
 t.module.LIMITS |= {"test": .5, "answer": .5}
 os.environ["COLBENCH_SECRET"] = t.SECRET
+import test_claims
+with t.Grader("official", workers=1) as g:
+    test_claims.forge(g)
 with t.Grader(workers=1) as g:
     assert g.level == "full" and g.grade(t.DOUBLE, t.HONEST)["reward"] == 1
+    test_claims.forge(g)
     t.check_attacks(g, None)
     for name, answer in t.ODDITIES.items():
         assert g.grade(t.DOUBLE, answer)["reward"] == 1, name
