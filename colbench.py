@@ -444,6 +444,7 @@ LIMITS = {
     "items": 100_000,             # elements in one value
     "digits": 1_000,              # of a Decimal, a Fraction's halves, a Decimal's exponent
     "alike": 16,                  # keys of one hash in one set or dict
+    "work": 500_000,              # steps to rebuild one value, see spend()
     "expected": 1 << 26,          # bytes of all references' values that are kept
 }
 
@@ -548,9 +549,10 @@ def confine(libc, rules, bpf, memory):
 
 class Marks:
     """What tells code from prose in the text of an answer."""
-    FENCE = re.compile(r"(`{3,}|~{3,})[ \t]*([\w+#.-]*)[ \t]*")
+    FENCE = re.compile(r"(`{3,}|~{3,})[ \t]*\{?\.?([\w+#-]*)\}?[ \t]*")
     FIRST_LINE = re.compile(r"\s*(def \w+ *\(|async def |class \w+ *[(:]|import \w"
-                            r"|from [\w.]+ import |@\w|\w+ *= *lambda\b)")
+                            r"|from [\w.]+ import |@\w|\w+ *(:[^=]+)?= *\S)")
+    WORD = re.compile(r"\A\s*(?:sure|okay|ok|python|code|solution|answer)\s*\n|\n(?:done|end)\s*\Z", re.I)
 
 
 def official_code(answer):
@@ -579,52 +581,91 @@ def compiled(text):
     return None
 
 
-def definitions(form):
-    """(the names that a module's top level binds, whether it does nothing else)."""
-    names, nothing_else = set(), True
-    for node in ast.parse(form).body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+def names_in(form):
+    """(the names that a module's top level binds, but for functions that are stubs; all its names)."""
+    tree, bound, functions = ast.parse(form), set(), (ast.FunctionDef, ast.AsyncFunctionDef)
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    for node in tree.body:
+        if isinstance(node, (*functions, ast.ClassDef)):
             names.add(node.name)
-        elif isinstance(node, ast.Assign):
-            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            body = [x for x in node.body if not isinstance(getattr(x, "value", 0), ast.Constant)]
+            if isinstance(node, ast.ClassDef) or not all(isinstance(x, ast.Pass) for x in body) \
+                    or any(isinstance(x, ast.Return) for x in node.body):
+                bound.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            names |= {alias.asname or alias.name for alias in node.names}
+            bound |= {alias.asname or alias.name for alias in node.names}
         else:
-            nothing_else = False
-    return names, nothing_else
+            bound |= {x.id for x in ast.walk(node)
+                      if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+    return bound, names | bound
 
 
-def fenced_code(answer, wanted):
-    """Code objects of fenced blocks: the first that binds a wanted name, after its helpers.
+def called_in(tests):
+    """The names that test expressions call."""
+    names = set()
+    for test in tests:
+        try:
+            calls = [x.func for x in ast.walk(ast.parse(test)) if isinstance(x, ast.Call)]
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            continue
+        names |= {function.id for function in calls if isinstance(function, ast.Name)}
+    return names
 
-    Helpers are earlier blocks of definitions alone. Blocks in ```python count before those in ```,
-    and these before other languages. A block ends at the first fence that leaves it Python, so that
-    a docstring may hold a fence.
+
+def fenced_blocks(answer):
+    """[(rank, form, code object)] of the fenced blocks that are Python, in order.
+
+    rank: 0 for ```python, 1 for ```, 2 for other languages. A block ends at the first fence that
+    leaves it Python, so that a docstring may hold a fence.
     """
-    blocks, at = {}, 0
-    while (opening := Marks.FENCE.search(answer, at)) and sum(map(len, blocks.values())) < 40:
-        mark, language = opening[1], opening[2].lower()
-        tagged = language.startswith("py") or answer[opening.end():][:1] in ("", "\r", "\n")
-        body = opening.end() if tagged else opening.end(1)  # "```x = 1" holds code, no tag
-        ends = [found.start() for found in re.finditer(re.escape(mark), answer[body:])]
-        ends = ends[:20] or [len(answer) - body]
+    blocks, at = [], 0
+    for _ in range(200):
+        opening = Marks.FENCE.search(answer, at)
+        if not opening:
+            break
+        mark, language, at = opening[1], opening[2].lower(), opening.end()
+        tag = at if language.startswith("py") else opening.end(1)
+        body = answer.find("\n", tag) + 1 or len(answer)
+        if mark in answer[tag:body] or Marks.FIRST_LINE.match(answer, tag, body):
+            body = tag  # code on the fence's own line
+        found = [m.start() for m in re.finditer(re.escape(mark), answer[body:])]
+        ends = [body + end for end in found[:20]] or [len(answer)]
         for end in ends:
-            if block := compiled(answer[body:body + end]):
+            text = answer[body:end]
+            block = compiled(text) if re.sub("#.*", "", text).strip() else None
+            if block:
+                rank = 0 if language.startswith("py") else 2 if language else 1
+                blocks.append((rank, *block))
+                at = end + len(mark)
                 break
         else:
-            end = ends[0]
-        order = 0 if language.startswith("py") else 2 if language else 1
-        blocks.setdefault(order, []).append(block)
-        at = body + end + len(mark)
-    best, helpers = blocks[min(blocks)] if blocks else [None], []
-    if len(best) > 1:
-        for form, code in filter(None, best):
-            names, nothing_else = definitions(form)
-            if names & wanted:
-                return [*helpers, code]
-            if nothing_else:
-                helpers.append(code)
-    return [best[0][1]] if best[0] else []
+            closing = Marks.FENCE.match(answer, ends[0])
+            if closing and not closing[2]:  # else it opens a block within this one
+                at = closing.end()
+    return blocks
+
+
+def fenced_code(answer, tests):
+    """Code objects of fenced blocks: the first that binds what the tests call, and its helpers.
+
+    Of several versions the first counts, as for the released scorer. Helpers are other blocks that bind names, none of them twice, and do not name what is called.
+    """
+    blocks = fenced_blocks(answer)
+    if len(blocks) < 2:
+        return [code for _, _, code in blocks]
+    wanted, bound = called_in(tests), set()
+    names = [names_in(form) for _, form, _ in blocks]
+    mains = [i for i in range(len(blocks)) if names[i][0] & wanted]
+    if not mains:
+        return [min(blocks, key=lambda block: block[0])[2]]
+    main = min(mains, key=lambda i: blocks[i][0])
+    codes = []
+    for i, (rank, _, code) in enumerate(blocks):
+        helps = rank < 2 and names[i][0] and not names[i][0] & bound and not names[i][1] & wanted
+        if i == main or helps:
+            codes.append(code)
+            bound |= names[i][0]
+    return codes
 
 
 def unfenced_code(answer):
@@ -636,7 +677,7 @@ def unfenced_code(answer):
     starts = [i for i, line in enumerate(lines) if Marks.FIRST_LINE.match(line)]
     for first in starts[:3]:
         ends = [i for i in range(first + 1, len(lines)) if not lines[i][:1].isspace()]
-        for end in [len(lines), *ends[:-31:-1]]:
+        for end in [len(lines), *ends[:-61:-1]]:
             if block := compiled("\n".join(lines[first:end])):
                 return block
     return None
@@ -647,18 +688,20 @@ def answer_code(answer, tests):
 
     Which part of the text is code is settled before any of it runs, whatever the tests give.
     """
-    answer = answer.lstrip("\ufeff")  # a byte order mark
+    answer = Marks.WORD.sub("", answer.lstrip("\ufeff"))
     fence = Marks.FENCE.search(answer)
     before = answer[:fence.start()].strip() if fence else answer
     whole = compiled(answer) if before else None  # "~~~python" is Python, too
+    if not whole and not answer.isascii():
+        answer = answer.translate({0xFEFF: None, 0x200B: None, 0xA0: " "})  # marks, odd spaces
     if not whole and any(map(Marks.FIRST_LINE.match, before.splitlines())):
         whole = unfenced_code(answer)
         if whole and fence and fence[1] not in whole[0]:  # a fence in a docstring is text
             whole = None
-    if whole:
-        return [whole[1]]
-    wanted = set(re.findall(r"\w+", " ".join(tests)))
-    return fenced_code(answer, wanted) or [compile(answer, "<answer>", "exec")]
+    codes = [whole[1]] if whole else fenced_code(answer, tests)
+    if not codes and fence:  # one that never closes, and prose behind it
+        codes = [block[1] for block in [unfenced_code(answer)] if block]
+    return codes or [compile(answer, "<answer>", "exec")]
 
 
 class Rows:
@@ -828,8 +871,8 @@ def serve(paths, bpf, blind, modules, memory):
             return
 
 
-SERVER = (landlock_rules, confine, Marks, official_code, forms, compiled, definitions, fenced_code,
-          unfenced_code, answer_code, Rows, encode, run_tests, serve)
+SERVER = (landlock_rules, confine, Marks, official_code, forms, compiled, names_in, called_in,
+          fenced_blocks, fenced_code, unfenced_code, answer_code, Rows, encode, run_tests, serve)
 COMMON = """_strptime array bisect base64 calendar collections.abc contextlib copy csv dataclasses
 difflib enum functools hashlib heapq html inspect io ipaddress itertools math numbers numpy operator
 pathlib pprint queue random re sqlite3 statistics string textwrap
@@ -868,8 +911,10 @@ class Server:
             self.control.close()
             self.process = None
 
-    def run(self, level, request, seconds, left):
+    def run(self, level, request, seconds, left, room):
         """Runs one child: its level and, up to a test that ends it, each test's line or Outcome.
+
+        seconds: for each test, left: for all, room: bytes for all their lines.
 
         A server that fails is restarted once; a child below `level` (None: any) is a GraderError.
         """
@@ -877,13 +922,13 @@ class Server:
             try:
                 if self.process is None:
                     self.start()
-                end = time.monotonic() + left
                 ours, theirs = socket.socketpair()
                 with ours:
                     with theirs:
                         socket.send_fds(self.control, [b"f"], [theirs.fileno()])
                     found = handshake(ours, request)
-                    lines, last = read_lines(ours, len(request["tests"]), seconds, end)
+                    end = time.monotonic() + left
+                    lines, last = read_lines(ours, len(request["tests"]), seconds, end, room)
                 self.control.sendall(b"k")
                 status = struct.unpack("i", self.control.recv(4))[0]
             except (OSError, struct.error) as e:
@@ -915,16 +960,16 @@ def handshake(wire, request):
     return level.decode().strip()
 
 
-def read_lines(wire, n, seconds, end):
+def read_lines(wire, n, seconds, end, room):
     """(a child's first n lines, or fewer; an Outcome that says why fewer, else None).
 
     Each may take `seconds` from the one before; all must have come by `end`, as time.monotonic has
-    it. LIMITS bound their bytes. What comes after the n-th is not read.
+    it, and have at most `room` bytes. What comes after the n-th is not read.
     """
-    lines, buffer, room = [], bytearray(), LIMITS["lines"]
+    lines, buffer = [], bytearray()
     deadline = min(end, time.monotonic() + seconds)
     while len(lines) < n:
-        seen = 0
+        seen, late = 0, 0
         while (cut := buffer.find(b"\n", seen)) < 0:
             seen = len(buffer)
             if seen > LIMITS["line"]:
@@ -932,13 +977,17 @@ def read_lines(wire, n, seconds, end):
             if seen > room:
                 why = f"more than {LIMITS['lines']:,} bytes in all"
                 return lines, Outcome(Verdict.REFUSED, why)
+            left = deadline - time.monotonic()
+            late += left <= 0  # this process may have been: it reads what lies there, and no more
             try:
-                wire.settimeout(max(deadline - time.monotonic(), 1e-3))
-                more = wire.recv(1 << 16)
+                wire.settimeout(max(left, 1e-3))
+                more = wire.recv(1 << 16) if late < 9 else None
             except TimeoutError:
-                return lines, Outcome(Verdict.TIMEOUT)
+                more = None
             except ConnectionError:
                 more = b""
+            if more is None:
+                return lines, Outcome(Verdict.TIMEOUT)
             if not more:
                 return lines, Outcome(Verdict.ENDED)
             buffer += more
@@ -976,7 +1025,7 @@ class Outcome(NamedTuple):
 
     def __str__(self):
         text = ": ".join(filter(None, (self.verdict.value, self.note)))
-        return f"{text} {json.dumps(self.said[:80])}" if self.said else text
+        return f"{text} {json.dumps(self.said)}" if self.said else text
 
 
 class Value(NamedTuple):
@@ -988,11 +1037,35 @@ class Refused(ValueError):
     """A claim beyond a bound; the text is the grader's own."""
 
 
+WORK = threading.local()  # .left: the steps that the claim in this thread may still take
+
+
+def spend(steps):
+    """Counts steps, of some 50 ns or 50 bytes, that a claim costs beyond its length. Or Refused."""
+    WORK.left -= steps
+    if WORK.left < 0:
+        raise Refused(f"more than {LIMITS['work']:,} steps to rebuild it")
+
+
+def steps_to_compare(key):
+    """About the steps to compare a key with another one of the same hash."""
+    if isinstance(key, tuple):
+        return 1 + sum(map(steps_to_compare, key))
+    if isinstance(key, frozenset):  # each element with as many as have its hash
+        return LIMITS["alike"] * (1 + sum(map(steps_to_compare, key)))
+    return 30 if isinstance(key, fractions.Fraction) else 1
+
+
 def keys(values):
-    """The keys of a set or dict. Refused where many were made to collide: quadratic time."""
-    alike = collections.Counter(map(hash, values))
-    if max(alike.values(), default=0) > LIMITS["alike"]:
-        raise Refused(f"more than {LIMITS['alike']} keys of one hash")
+    """The keys of a set or dict. Refused where their hashes collide too much: quadratic time."""
+    hashes = [hash(value) for value in values]
+    alike = collections.Counter(hashes)
+    if len(alike) < len(hashes):
+        if max(alike.values()) > LIMITS["alike"]:
+            raise Refused(f"more than {LIMITS['alike']} keys of one hash")
+        for value, number in zip(values, hashes):
+            if alike[number] > 1:
+                spend(alike[number] * steps_to_compare(value))
     return values
 
 
@@ -1007,12 +1080,28 @@ def mapping(halves):
 def numbers(make, *kinds, bits=63):
     """A function of a list of numbers of these kinds, whose integers have at most so many bits."""
     def of(parts):
+        spend(20)
         if not all(type(part) in kinds for part in parts):
             raise TypeError
         if any(type(part) is int and part.bit_length() > bits for part in parts):
             raise Refused(f"a {make.__name__} of more than {bits:,} bits")
         return make(*parts)
     return of
+
+
+class Tally(dict):
+    """A Counter: a missing key counts 0. Counter's own == compares nested ones twice a level."""
+
+    def __eq__(self, other):
+        if not isinstance(other, Tally):
+            return dict.__eq__(self, other)
+        mine, others = ({k: n for k, n in x.items() if n != 0} for x in (self, other))
+        return mine == others
+
+
+def costly(make, steps):
+    """make, which takes so many steps more than the length of what it is given."""
+    return lambda content: spend(steps) or make(content)
 
 
 def decimal_number(text):
@@ -1022,8 +1111,10 @@ def decimal_number(text):
         return float("nan")
     if number.is_infinite():
         return float(number)
-    if len(text) > LIMITS["digits"] or abs(number.as_tuple().exponent) > LIMITS["digits"]:
+    digits = len(text) + abs(number.as_tuple().exponent)
+    if digits > LIMITS["digits"]:
         raise Refused(f"a Decimal of more than {LIMITS['digits']:,} digits")
+    spend(40 + digits)
     return fractions.Fraction(number)
 
 
@@ -1045,14 +1136,15 @@ def items_view(halves, unhashable=marked("dict_items")):
 TYPES = {name: t for name, t in vars(builtins).items() if isinstance(t, type)}
 TYPES["NoneType"] = type(None)
 FROM_PARTS = {
-    "tuple": tuple, "UserList": list, "deque": collections.deque, "array": marked("array"),
+    "tuple": tuple, "UserList": list, "array": marked("array"),
+    "deque": costly(collections.deque, 30),
     "slice": lambda parts: slice(*parts), "range": numbers(range, int),
     "complex": numbers(complex, int, float), "timedelta": numbers(datetime.timedelta, int),
     "Fraction": numbers(fractions.Fraction, int, bits=round(LIMITS["digits"] * math.log2(10))),
     **{name: lambda parts: frozenset(keys(parts)) for name in ("set", "frozenset", "dict_keys")},
     **dict.fromkeys(("dict", "mappingproxy", "UserDict", "ChainMap"), mapping),
-    "OrderedDict": lambda halves: collections.OrderedDict(mapping(halves)),
-    "Counter": lambda halves: collections.Counter(mapping(halves)),
+    "OrderedDict": costly(lambda halves: collections.OrderedDict(mapping(halves)), 20),
+    "Counter": costly(lambda halves: Tally(mapping(halves)), 20),
     "dict_items": items_view}
 FROM_TEXT = {
     "int": lambda text: int(text, 16), "type": TYPES.__getitem__, "UserString": str,
@@ -1083,6 +1175,7 @@ def claim(line):
     """
     if isinstance(line, Outcome):
         return line
+    WORK.left = LIMITS["work"]
     try:
         text = line.decode("ascii")  # json.dumps writes nothing else
         if sum(map(text.count, ",[{")) > LIMITS["items"]:
@@ -1093,7 +1186,7 @@ def claim(line):
         if kind == "value":
             return Value(what)
         verdict = {"raised": Verdict.RAISED, "refused": Verdict.REFUSED}[kind]
-        return Outcome(verdict, said=what if type(what) is str else "")
+        return Outcome(verdict, said=what[:80] if type(what) is str else "")
     except Refused as e:
         return Outcome(Verdict.REFUSED, str(e))
     except RecursionError:
@@ -1128,7 +1221,7 @@ OFFICIAL_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "tra
 
 def kept_size(key, lines):
     """About the bytes that a reference's lines take, with the texts of their key."""
-    return sum(100 + 4 * len(text) for text in key) + sum(100 + len(line) for line in lines)
+    return sum(100 + 4 * len(text) for text in key) + sum(500 + len(line) for line in lines)
 
 
 class Grader:
@@ -1205,7 +1298,9 @@ class Grader:
                     return results + [Outcome(Verdict.TIMEOUT)] * (len(tests) - len(results))
                 request = dict(text=text, tests=tests[len(results):], official=self.official,
                                role="answer" if role == "answer" else "reference")
-                self.level, more = server.run(self.level, request, patience * LIMITS["test"], left)
+                room = LIMITS["lines"] - sum(len(x) for x in results if isinstance(x, bytes))
+                self.level, more = server.run(self.level, request, patience * LIMITS["test"],
+                                              left, room)
                 results += more
         finally:
             self.servers[role].put(server)

@@ -41,7 +41,12 @@ FORMS = {  # each with {} where the code stands; a person finds it at a glance
     "usage after": "```python\n{}```\nUsage:\n```python\nprint(f(2))\n```", "output after": "```python\n{}```\nOutput:\n```\n4\n```",
     "imports in an earlier block": "```python\nimport math\n```\nand\n```python\n{}```", "title": "# Solution\n\n{}",
     "heading and fence": "### Answer\n\n```python\n{}```\n\n**Note:** it's simple.", "inline fence": "The code is ```python\n{}```",
-    "unusual info": "```python title=\"double.py\"\n{}```", "quote in prose": "It's what you're after:\n```python\n{}```\nIsn't it?"}
+    "unusual info": "```python title=\"double.py\"\n{}```", "helper in another fence": "```\ndef g(x):\n    return x\n```\n```python\n{}```",
+    "prose word": "Sure\n\n{}", "tag alone": "python\n{}", "done": "{}\nDone", "constants in prose": "As agreed:\n\nTWO = 2\n\n{}",
+    "markdown around": "```markdown\n```python\n{}```\n```", "stray fence": "Use ``` for code.\n\n```python\n{}```\n",
+    "braces": "```{{python}}\n{}```", "dot": "```{{.python}}\n{}```", "file name": "```python double.py\n{}```", "copy": "```python copy\n{}```",
+    "unclosed and prose": "```python\n{}\nThis doubles x, as you wished.", "code, then usage in python": "```\n{}```\n```python\nprint(f(3))\n```",
+    "odd spaces": "```python\n\ufeff{}\u200b\n```", "no-break space": "def g(x):\n\xa0\xa0\xa0\xa0return x\n{}", "quote in prose": "It's what you're after:\n```python\n{}```\nIsn't it?"}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -70,7 +75,9 @@ def test_helpers_in_an_earlier_block(graders):
     uses = "def f(x):\n    return g(x)"
     assert grade("def g(x): return 2 * x", uses) == grade("import math", "def g(x): return math.floor(x * 2)", uses) == 1
     assert grade("def g(x): return 3 * x", uses) == 0  # the helper is wrong
-    assert grade(uses, "def g(x): return 2 * x") == 0  # the function's own block is the last that counts
+    assert grade(uses, "def g(x): return 2 * x") == 1 and grade(uses, "def g(x): return 3 * x") == 0
+    assert grade("def g(x): return 3 * x", uses, "def g(x): return 2 * x") == 0  # nothing is defined twice
+    assert grade("def f(x): ...", RIGHT) == 1 and grade("def f(x):\n    '''TODO'''\n    pass", WRONG) == 0  # a stub is no version
     assert grade(WRONG, RIGHT) == 0 and grade(RIGHT, WRONG) == 1  # the first version counts, never the better one
     assert grade("print(f(1))", RIGHT) == 1 and grade("g = 1 / 0", RIGHT) == 0  # a definition that fails is the answer's
 

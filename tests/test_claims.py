@@ -85,6 +85,18 @@ def collide(r):
         '["value", {"dict": [[%s], [%s]]}]' % (ones, ",".join(["1"] * n))
 
 
+def nested(r):
+    """Sets in tuples in sets, level by level of keys that hash alike, since hash(-1) == hash(-2)."""
+    key = r.choice(['{"Decimal": "%d"}', '{"int": "%#x"}'])
+    text = '{"set": [%s]}' % ", ".join(key % (i * (2**61 - 1)) for i in range(1, r.choice([3, 9, 17])))
+    for _ in range(r.randrange(1, 9)):
+        alike = ["".join(f", -{b}" for b in bits) for bits in itertools.product("12", repeat=r.choice([1, 2, 3, 4]))]
+        if len(text) * len(alike) > 1_000_000:
+            break
+        text = '{"set": [%s]}' % ", ".join('{"tuple": [%s%s]}' % (text, tail) for tail in alike)
+    return '["value", %s]' % text
+
+
 def large(r):
     """Lines at the bounds: of bytes, items, digits, depth."""
     n = r.choice([300, 900, 5000, 40_000, 99_000, 101_000, 260_000])
@@ -103,7 +115,9 @@ def large(r):
         lambda: '["value", {"range": [0, {"int": "%s"}, {"int": "%s"}]}]' % ("f" * 2 * n, "3" * n),
         lambda: '["value", %s]' % ("9" * n), lambda: '["value", "%s"]' % ("\\ud800" * min(n, 150_000)),
         lambda: '["value", "%s"]' % ("x" * (1 << 21)), lambda: '["raised", "%s"]' % ("pass" * n),
-        lambda: collide(r)])()
+        lambda: '["value", [%s]]' % ",".join(['{"Decimal": "%s"}' % r.choice(["1E999", "5E-400", "0.5"])] * min(n, 49_000)),
+        lambda: '["value", {"set": [%s]}]' % ",".join('{"Decimal": "%dE-990"}' % i for i in range(min(n, 40_000))),
+        lambda: nested(r), lambda: nested(r), lambda: collide(r)])()
 
 
 def sent(r):
@@ -137,7 +151,7 @@ def received(data):
                     pass
         writer = threading.Thread(target=write)
         writer.start()
-        lines, last = read_lines(ours, 1, 9, time.monotonic() + 9)
+        lines, last = read_lines(ours, 1, 9, time.monotonic() + 9, 1 << 24)
     writer.join()
     return lines[0] if lines else last
 
@@ -176,6 +190,44 @@ def test_the_largest_lines_take_bounded_memory():
             assert tracemalloc.get_traced_memory()[1] - before < 24 << 20, data[:100]
     finally:
         tracemalloc.stop()
+
+
+def test_bytes_that_drip_past_a_deadline_are_not_waited_for():
+    """A clock and a wire of our own: each byte comes half a millisecond after the one before, for ever."""
+    class Drip:
+        read = 0
+
+        def settimeout(self, seconds):
+            self.left = seconds
+
+        def recv(self, n):
+            self.read += 1
+            time.sleep(5e-4)
+            return b"1"
+    wire = Drip()
+    lines, last = read_lines(wire, 1, 0.05, time.monotonic() + 9, 1 << 24)
+    assert not lines and last == Outcome(Verdict.TIMEOUT) and wire.read < 500
+
+
+def test_the_lines_of_an_answer_are_bounded_over_all_its_children(graders, monkeypatch):
+    monkeypatch.setattr(colbench, "LIMITS", {**colbench.LIMITS, "lines": 3 << 20})
+    dies = "import os\nn = 0\ndef f(x):\n    if x % 2: os._exit(0)\n    return str(x) * 900_000"
+    outcomes = graders[0].lines(dies, [f"f({i})" for i in range(40)], "answer")
+    assert sum(len(x) for x in outcomes if isinstance(x, bytes)) <= 3 << 20 and len(outcomes) == 40
+    assert Outcome(Verdict.REFUSED, "more than 3,145,728 bytes in all") in outcomes
+
+
+def test_what_a_child_says_is_kept_short(graders):
+    odd = task("def f(x): raise type('A' * 10 ** 6, (Exception,), {})", "f(1)")
+    assert len(graders[0].grade(odd, odd["ground_truth"])["tests"]["test1"]) < 200
+    assert graders[0].kept_bytes < 4 << 20
+
+
+def test_nested_counters_are_compared_in_linear_time(graders):
+    deep = task("def f(x):\n    from collections import Counter\n    c = Counter(a=1, b=0)\n    for _ in range(60): c = Counter(a=c)\n"
+                "    return c", "f(1)")
+    assert graders[0].grade(deep, deep["ground_truth"].replace(", b=0", ""))["reward"] == 1
+    assert graders[0].grade(deep, deep["ground_truth"].replace("a=1", "a=2"))["reward"] == 0
 
 
 @pytest.mark.parametrize("wanted", WANTED[:8])
