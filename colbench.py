@@ -552,7 +552,8 @@ class Marks:
     FENCE = re.compile(r"(`{3,}|~{3,})[ \t]*\{?\.?([\w+#-]*)\}?[ \t]*")
     FIRST_LINE = re.compile(r"\s*(def \w+ *\(|async def |class \w+ *[(:]|import \w"
                             r"|from [\w.]+ import |@\w|\w+ *(:[^=]+)?= *\S)")
-    WORD = re.compile(r"\A\s*(?:sure|okay|ok|python|code|solution|answer)\s*\n|\n(?:done|end)\s*\Z", re.I)
+    WORD = re.compile(r"\A\s*(?:sure|okay|ok|python|code|solution|answer)\s*\n"
+                      r"|\n(?:done|end)\s*\Z", re.I)  # Python, too, but for what they name
 
 
 def official_code(answer):
@@ -582,7 +583,7 @@ def compiled(text):
 
 
 def names_in(form):
-    """(the names that a module's top level binds, but for functions that are stubs; all its names)."""
+    """(names that a module's top level binds, save functions that are stubs; all its names)."""
     tree, bound, functions = ast.parse(form), set(), (ast.FunctionDef, ast.AsyncFunctionDef)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     for node in tree.body:
@@ -648,7 +649,8 @@ def fenced_blocks(answer):
 def fenced_code(answer, tests):
     """Code objects of fenced blocks: the first that binds what the tests call, and its helpers.
 
-    Of several versions the first counts, as for the released scorer. Helpers are other blocks that bind names, none of them twice, and do not name what is called.
+    Of several versions the first counts, as for the released scorer. Helpers are other blocks that
+    bind names, none of them twice, and do not name what is called.
     """
     blocks = fenced_blocks(answer)
     if len(blocks) < 2:
