@@ -1,7 +1,7 @@
 """Models, chat templates, and the one primitive of the method: log-probs of actions, over a tree of shared prefixes.
 
-A turn is (prompt_ids, action_ids): what the agent read and what it wrote, as token ids. Critic scores, DPO, multi-turn
-DPO, fine-tuning, ranking and best-of-N are all functions of `action_logps(model, turns)`.
+A turn is (prompt_ids, action_ids): what the agent read and what it wrote, as tuples of token ids. Critic scores, DPO,
+multi-turn DPO, fine-tuning, ranking and best-of-N are all functions of `action_logps(model, turns)`.
 
 Candidates of a turn share their history, turns of a trajectory extend one another, trajectories of a task share the
 task. So `pack` sorts the sequences, which is depth-first order of their prefix tree, and lays every shared prefix out
@@ -38,13 +38,15 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
 from transformers.utils import logging
 
 from colbench import extract_page, with_hidden
-from utils import RANK, WORLD, drop_checkpoints, fail, from_rank_0, most, progress, reading, remove, summed, writing
+from utils import (RANK, WORLD, barrier, drop_checkpoints, fail, from_rank_0, most, progress, reading, remove,
+                   rng, summed, writing)
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process may read weights, too
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 SIDE = 28  # pixels of a picture's token: patches of 14, merged by two
 PICTURE = 1 << 20  # ids from here on are tokens of picture id - PICTURE: so no prefix is shared by unlike pictures
+TURN = 0  # under this key, which no JSON has, a trainer keeps the turn of a message or a candidate
 COUNT = {"computed": 0, "unshared": 0}  # tokens that went through the model, and would have without sharing
 
 
@@ -78,10 +80,10 @@ def common_prefix(a, b):
     return lo
 
 
-def pack(turns, device="cpu", whole=False):
+def pack(turns, device="cpu", with_prompts=False):
     """The prefix tree of turns [(prompt_ids, action_ids)] as one packed sequence. No prompt or action may be empty.
 
-    whole: a turn's `actions` are all its tokens, its prompt's too.
+    with_prompts: a turn's `actions` are all its tokens, those of its prompt, too.
     """
     seqs = [[*prompt, *action] for prompt, action in turns]
     ids, pos, parent, runs, actions = [], [], [], [], [None] * len(turns)
@@ -99,7 +101,7 @@ def pack(turns, device="cpu", whole=False):
         path = path[:shared] + array("q", range(start, end))
         if end > start:
             runs[-1][2] = path
-        actions[i] = torch.frombuffer(path, dtype=torch.long)[0 if whole else len(turns[i][0]):]
+        actions[i] = torch.frombuffer(path, dtype=torch.long)[0 if with_prompts else len(turns[i][0]):]
         before = seq
     starts, ends, paths = zip(*runs)
     runs = Runs(torch.cat([torch.frombuffer(path, dtype=torch.long) for path in paths]),
@@ -302,6 +304,9 @@ class Pictures:
             self.add(page, file)
 
     def add(self, page, file):
+        """Takes a page in, unless it is there already."""
+        if page in self.numbers:
+            return
         with open(file, "rb") as f:
             width, height = struct.unpack(">16x2I", f.read(24))
         self.numbers[page] = len(self.files)
@@ -362,7 +367,27 @@ def sizes(model, turns):
     return [len(action) if model.score is None else 1 for _, action in turns]
 
 
-# --- batches of bounded memory, the same number on every rank ---------------------------------------------------------
+# --- pairs, and batches of bounded memory, as many on every rank --------------------------------------
+
+class Pair(NamedTuple):
+    """What a loss is made of: turns (prompt_ids, action_ids) that a model should prefer to others."""
+    chosen: tuple         # the turns of the better trajectory, or the one turn of the better candidate
+    rejected: tuple = ()  # those of the worse one; fine-tuning has none
+    gap: float = 0.0      # how much better: the difference of the two rewards, or of the two advantages
+
+
+def turns_in(pairs):
+    """The turns of some pairs, each once."""
+    return sorted({turn for pair in pairs for turn in (*pair.chosen, *pair.rejected)})
+
+
+def batches(groups, batch_size, *seed):
+    """One epoch's batches of pairs, a function of the seed. A group stays together: its pairs share prefixes."""
+    groups = list(groups)
+    rng("order", *seed).shuffle(groups)
+    pairs = [pair for group in groups for pair in group]
+    return [pairs[i:i + batch_size] for i in range(0, len(pairs), batch_size)]
+
 
 def branches(turns, max_tokens):
     """Indices of turns in parts [[i, ...]] of at most max_tokens tree tokens, or one turn, neighbours together."""
@@ -378,29 +403,32 @@ def branches(turns, max_tokens):
     return parts
 
 
-def micro_batches(examples, turns_of, max_tokens):
-    """Halves the examples until the tree of each part, pack(turns_of(part)), has at most max_tokens, or one example."""
-    if len(examples) == 1 or tree_tokens(turns_of(examples)) <= max_tokens:
-        return [examples]
-    half = len(examples) // 2
-    return [m for part in (examples[:half], examples[half:]) for m in micro_batches(part, turns_of, max_tokens)]
+def micro_batches(pairs, max_tokens):
+    """The pairs in parts whose tree has at most max_tokens, or that are one pair: halved until they are."""
+    if len(pairs) == 1 or tree_tokens(turns_in(pairs)) <= max_tokens:
+        return [pairs]
+    half = len(pairs) // 2
+    return [*micro_batches(pairs[:half], max_tokens), *micro_batches(pairs[half:], max_tokens)]
 
 
-def deal(parts, turns_of):
-    """This rank's share [(part, weight)] of a step's micro-batches: as many on every rank, of about the same size.
+def deal(parts):
+    """This rank's share of a step's micro-batches, [(part, weight)]: as many parts on every rank, of similar size.
 
-    The largest are halved until every rank has as many; where no more can be, the last part is dealt with weight 0.
+    The largest parts are halved until the ranks can share them out evenly. Where only single pairs are
+    left to halve, the last part is dealt more than once, with weight 0.
     """
     if WORLD == 1:
         return [(part, 1.0) for part in parts]
-    sized = lambda part: (tree_tokens(turns_of(part)), part)
+    sized = lambda part: (tree_tokens(turns_in(part)), part)
     parts = [sized(part) for part in parts]
     while len(parts) % WORLD and max(len(part) for _, part in parts) > 1:
         big = max((x for x in parts if len(x[1]) > 1), key=lambda x: x[0])
         parts.remove(big)
-        parts += [sized(big[1][:len(big[1]) // 2]), sized(big[1][len(big[1]) // 2:])]
+        half = len(big[1]) // 2
+        parts += [sized(big[1][:half]), sized(big[1][half:])]
     parts = [part for _, part in sorted(parts, key=lambda x: -x[0])]
-    return ([(part, 1.0) for part in parts] + [(parts[-1], 0.0)] * (-len(parts) % WORLD))[RANK::WORLD]
+    fillers = [(parts[-1], 0.0)] * (-len(parts) % WORLD)
+    return ([(part, 1.0) for part in parts] + fillers)[RANK::WORLD]
 
 
 @torch.no_grad()
@@ -539,7 +567,7 @@ def open_directory(path, weights=False):
     return path, tokenizer, config
 
 
-def machine(args, device):
+def load_options(args, device):
     """The flags of utils.machine_flags as `load` and `shard` take them."""
     gpu = device.type == "cuda"
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(args.dtype, torch.bfloat16 if gpu else torch.float32)
@@ -644,7 +672,7 @@ def shard(model, dtype, replicate=1, offload=0, recompute=0):
     return model
 
 
-def whole(tensor):
+def gathered(tensor):
     """A parameter or gradient gathered from all ranks, which must all call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -653,7 +681,7 @@ def save(model, tokenizer, out):
     """Writes a Hugging Face directory: weights as safetensors in the dtype they compute in, tokenizer, template."""
     state = {}
     for name, p in weights(model).items():
-        p = whole(p.detach())
+        p = gathered(p.detach())
         if RANK == 0:
             state[name] = p.to("cpu", model.dtype)
     with writing(out):
@@ -687,7 +715,7 @@ def save_checkpoint(model, optimizer, out, step):
     part, counts = path + ".part", count()
     if RANK == 0:
         remove(part)
-    most(0)  # a barrier
+    barrier()
     with writing(path, part):
         dcp.save(training_state(model, optimizer, step),
                  storage_writer=dcp.HuggingFaceStorageWriter(part, save_distributed=True))
@@ -699,7 +727,7 @@ def save_checkpoint(model, optimizer, out, step):
                     os.fsync(f.fileno())
             os.replace(part, path)
     drop_checkpoints(out, keep=step)
-    most(0)  # whoever leaves now leaves it whole
+    barrier()  # whoever leaves now leaves it whole
 
 
 def restore(model, optimizer, log):
@@ -777,8 +805,8 @@ class LiveBytes(TorchDispatchMode):
         self.now -= n
 
 
-def plan(args, config, steps, turns_in, scored):
-    """What a run on args.dry_run GPUs would take: a dict. steps: [[example, ...], ...]; scored: [[turn, ...], ...].
+def dry_run(args, config, steps, scored):
+    """What a run on args.dry_run GPUs would take: a dict. steps: [[pair, ...], ...]; scored: [[turn, ...], ...].
 
     FLOPs are 2 a weight and token, 4 L H D a token and key; three times that for a token trained on, and once more
     where layers or branches are computed again; hours are at 400 TFLOP/s a GPU. FSDP sends the weights for both passes
@@ -790,20 +818,22 @@ def plan(args, config, steps, turns_in, scored):
     dtype, again = {"fp32": torch.float32}.get(args.dtype, torch.bfloat16), args.recompute != 0
     if sees(config):
         fail("--dry_run does not know models that look at pictures")
+    if not steps:
+        fail("--dry_run: there are no steps to take")
     with torch.device("meta"):
         model = TreeLM(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="tree_meta"),
                        head=getattr(args, "head", "logratio") != "logratio")
     if again:
         recompute_layers(model)
     width, size = dtype.itemsize, lambda module: sum(p.numel() for p in module.parameters())
-    total, layer, c, whole = size(model), size(model.layers()[0]), model.config, model.score is not None
-    body, head, attend = layer * c.num_hidden_layers, 0 if whole else c.vocab_size * c.hidden_size, \
+    total, layer, c, has_head = size(model), size(model.layers()[0]), model.config, model.score is not None
+    body, head, attend = layer * c.num_hidden_layers, 0 if has_head else c.vocab_size * c.hidden_size, \
         4 * c.num_hidden_layers * (c.num_attention_heads * (getattr(c, "head_dim", None) or 0) or c.hidden_size)
 
     flops = tokens = rounds = 0
     largest, most_tokens = None, 0
     for batch in steps:
-        parts = [turns_in(part) for part in micro_batches(batch, turns_in, args.max_tokens)]
+        parts = [turns_in(part) for part in micro_batches(batch, args.max_tokens)]
         trees = [[[turns[i] for i in b] for b in branches(turns, args.max_tokens)] for turns in parts]
         rounds += -(-sum(map(len, trees)) // args.dry_run)
         for tree, twice in ((tree, len(part) > 1) for part in trees for tree in part):
@@ -820,7 +850,7 @@ def plan(args, config, steps, turns_in, scored):
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # FSDP takes it away
     with LiveBytes(model.parameters()) as live:
         tree = pack(largest, "meta")
-        n = most_tokens if whole else len(set(torch.cat(pack(largest).actions).tolist()))
+        n = most_tokens if has_head else len(set(torch.cat(pack(largest).actions).tolist()))
         model(tree, torch.empty(n, dtype=torch.long, device="meta"), None).sum().backward()
     root = total - body
     gb = {"weights_gradients_moments": 16 * total * args.replicate / args.dry_run,

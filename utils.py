@@ -422,6 +422,11 @@ def most(n):
     return n.item()
 
 
+def barrier():
+    """Waits until all ranks are here."""
+    most(0)
+
+
 def summed(*numbers):
     """Each number summed over all ranks, which must all call this: a list of floats."""
     if WORLD == 1:
