@@ -130,7 +130,7 @@ def agent_messages(record):
 
 
 def training_fields(record, reward=True):
-    """The fields that a trainer needs of a record, for read_jsonl; ValueError where the agent never speaks."""
+    """The fields that a trainer needs of a record, for read_jsonl; the agent must say something."""
     if "dialogue_history" in record and not agent_messages(record):
         raise ValueError("the agent says nothing in dialogue_history")
     fields = ["task.problem_description", "task.ground_truth", "dialogue_history"]

@@ -248,7 +248,8 @@ def critic_engine(args, players):
     players.critic_sees, folder = bool(pictures), tempfile.TemporaryDirectory()
 
     def work(requests):
-        scores = score_turns(critic, models, dict(turns for request in requests for turns in request), 16384)
+        ref_of = dict(turns for request in requests for turns in request)
+        scores = score_turns(critic, models, ref_of, 16384)
         return [[scores[turn] for turn, _ in request] for request in requests]
 
     batcher = Batcher(work, 1024, size=len)  # `score` cuts the work by tokens itself
@@ -261,7 +262,8 @@ def critic_engine(args, players):
                 os.path.exists(file) or await players.look(players.pages.renderer.save, page, file)
                 if os.path.exists(file) and page not in pictures.numbers:
                     pictures.add(page, file)
-        return await batcher(critic_turns(critic, tokenizer, task, history, actions, args.thinking, pictures))
+        return await batcher(critic_turns(critic, tokenizer, task, history, actions, args.thinking,
+                                          pictures))
 
     return advantages
 

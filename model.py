@@ -1,7 +1,8 @@
 """Models, chat templates, and the one primitive of the method: log-probs of actions, over a tree of shared prefixes.
 
-A turn is (prompt_ids, action_ids): what the agent read and what it wrote, as tuples of token ids. Critic scores, DPO,
-multi-turn DPO, fine-tuning, ranking and best-of-N are all functions of `action_logps(model, turns)`.
+A turn is (prompt_ids, action_ids): what the agent read and what it wrote, as tuples of token ids.
+Critic scores, DPO, multi-turn DPO, fine-tuning, ranking and best-of-N are all functions of
+`action_logps(model, turns)`.
 
 Candidates of a turn share their history, turns of a trajectory extend one another, trajectories of a task share the
 task. So `pack` sorts the sequences, which is depth-first order of their prefix tree, and lays every shared prefix out
@@ -38,8 +39,8 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
 from transformers.utils import logging
 
 from colbench import extract_page, with_hidden
-from utils import (RANK, WORLD, barrier, drop_checkpoints, fail, from_rank_0, most, progress, reading, remove,
-                   rng, summed, writing)
+from utils import (RANK, WORLD, barrier, drop_checkpoints, fail, from_rank_0, most, progress,
+                   reading, remove, rng, summed, writing)
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process may read weights, too
 logging.set_verbosity_error()
@@ -101,7 +102,8 @@ def pack(turns, device="cpu", with_prompts=False):
         path = path[:shared] + array("q", range(start, end))
         if end > start:
             runs[-1][2] = path
-        actions[i] = torch.frombuffer(path, dtype=torch.long)[0 if with_prompts else len(turns[i][0]):]
+        first = 0 if with_prompts else len(turns[i][0])
+        actions[i] = torch.frombuffer(path, dtype=torch.long)[first:]
         before = seq
     starts, ends, paths = zip(*runs)
     runs = Runs(torch.cat([torch.frombuffer(path, dtype=torch.long) for path in paths]),
@@ -367,13 +369,13 @@ def sizes(model, turns):
     return [len(action) if model.score is None else 1 for _, action in turns]
 
 
-# --- pairs, and batches of bounded memory, as many on every rank --------------------------------------
+# --- pairs, and batches of bounded memory, as many on every rank ----------------------------------
 
 class Pair(NamedTuple):
-    """What a loss is made of: turns (prompt_ids, action_ids) that a model should prefer to others."""
-    chosen: tuple         # the turns of the better trajectory, or the one turn of the better candidate
+    """One example of a loss: two trajectories of a task, or two candidates of a turn."""
+    chosen: tuple         # the turns, (prompt_ids, action_ids), of the better one
     rejected: tuple = ()  # those of the worse one; fine-tuning has none
-    gap: float = 0.0      # how much better: the difference of the two rewards, or of the two advantages
+    gap: float = 0.0      # how much better it is: the difference of the rewards, or of what ranked
 
 
 def turns_in(pairs):
@@ -382,7 +384,8 @@ def turns_in(pairs):
 
 
 def batches(groups, batch_size, *seed):
-    """One epoch's batches of pairs, a function of the seed. A group stays together: its pairs share prefixes."""
+    """One epoch's batches of pairs, a function of the seed. Pairs of a group share prefixes: they
+    stay together."""
     groups = list(groups)
     rng("order", *seed).shuffle(groups)
     pairs = [pair for group in groups for pair in group]
@@ -404,7 +407,7 @@ def branches(turns, max_tokens):
 
 
 def micro_batches(pairs, max_tokens):
-    """The pairs in parts whose tree has at most max_tokens, or that are one pair: halved until they are."""
+    """The pairs in parts, halved until a part's tree has at most max_tokens, or is of one pair."""
     if len(pairs) == 1 or tree_tokens(turns_in(pairs)) <= max_tokens:
         return [pairs]
     half = len(pairs) // 2
@@ -412,10 +415,10 @@ def micro_batches(pairs, max_tokens):
 
 
 def deal(parts):
-    """This rank's share of a step's micro-batches, [(part, weight)]: as many parts on every rank, of similar size.
+    """This rank's share [(part, weight)] of a step's micro-batches, all of weight 1.
 
-    The largest parts are halved until the ranks can share them out evenly. Where only single pairs are
-    left to halve, the last part is dealt more than once, with weight 0.
+    Every rank gets as many, of similar size: the largest are halved until the ranks can share them
+    evenly. Where all are single pairs, the last one fills the ranks up, with weight 0.
     """
     if WORLD == 1:
         return [(part, 1.0) for part in parts]
@@ -750,7 +753,7 @@ def restore(model, optimizer, log):
 
 def reference(model, turns, max_tokens, out):
     """score() under the weights that training starts from, kept in `out` for a run that resumes."""
-    if model.score is not None:  # its values stand for themselves
+    if model.score is not None or not turns:  # a head's values stand for themselves
         return [torch.zeros(1)] * len(turns)
     path = os.path.join(out, "reference.safetensors")
     if from_rank_0(lambda: os.path.exists(path)):
@@ -806,7 +809,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def dry_run(args, config, steps, scored):
-    """What a run on args.dry_run GPUs would take: a dict. steps: [[pair, ...], ...]; scored: [[turn, ...], ...].
+    """What a run on args.dry_run GPUs would take, a dict. steps: [[Pair]]; scored: [[turn]].
 
     FLOPs are 2 a weight and token, 4 L H D a token and key; three times that for a token trained on, and once more
     where layers or branches are computed again; hours are at 400 TFLOP/s a GPU. FSDP sends the weights for both passes
@@ -826,9 +829,10 @@ def dry_run(args, config, steps, scored):
     if again:
         recompute_layers(model)
     width, size = dtype.itemsize, lambda module: sum(p.numel() for p in module.parameters())
-    total, layer, c, has_head = size(model), size(model.layers()[0]), model.config, model.score is not None
-    body, head, attend = layer * c.num_hidden_layers, 0 if has_head else c.vocab_size * c.hidden_size, \
-        4 * c.num_hidden_layers * (c.num_attention_heads * (getattr(c, "head_dim", None) or 0) or c.hidden_size)
+    total, layer, c = size(model), size(model.layers()[0]), model.config
+    has_head = model.score is not None
+    body, head = layer * c.num_hidden_layers, 0 if has_head else c.vocab_size * c.hidden_size
+    attend = 4 * c.num_hidden_layers * (c.num_attention_heads * (getattr(c, "head_dim", None) or 0) or c.hidden_size)
 
     flops = tokens = rounds = 0
     largest, most_tokens = None, 0

@@ -1,22 +1,25 @@
-"""Stage 1: the critic. It reads the hidden information c, and learns from pairs of trajectories which turns were good.
+"""Stage 1: the critic. It reads the hidden information c, and learns from pairs of trajectories
+which turns were good.
 
-    A(o_t, a_t, c) = 1/L_t sum_l log [ pi(a_t^l | o_t, a_t^<l, c) / pi_ref(a_t^l | o_t, a_t^<l, c) ]      (eq. 3)
-    loss = -log sigmoid( beta sum_t A(o_t+, a_t+, c) - beta sum_t A(o_t-, a_t-, c) )                      (eq. 2)
-           + nll_coef * NLL(tau+)
+    A(o_t, a_t, c) = 1/L_t sum_l log [ pi(a_t^l | o_t, a_t^<l, c) / pi_ref(...) ]            (eq. 3)
+    loss = -log sigmoid( beta sum_t A(o_t+, a_t+, c) - beta sum_t A(o_t-, a_t-, c) )         (eq. 2)
+           + nll_coef NLL(tau+)
 
-tau+ and tau- are trajectories of one task, and tau+ has the higher reward. pi starts as pi_ref. After training every
-message and every candidate gets its `advantage` A, and the records go on to stdout. --head names the rivals of eq. 3:
+tau+ and tau- are trajectories of one task, and tau+ has the higher reward. pi starts as pi_ref.
+After training every message and every candidate gets its `advantage` A, and the records go on to
+stdout. --head names the rivals of eq. 3:
 
 logratio    A is eq. 3
-regression  A is a linear head on the mean hidden state of (c, o_t, a_t), trained by eq. 2 without the NLL
-value       A is a linear head's logit that the trajectory succeeds, trained by cross-entropy on the turns of the pairs
+regression  A is a linear head on the mean hidden state of (c, o_t, a_t); eq. 2 without the NLL
+value       A is a linear head's logit that the trajectory succeeds, trained by cross-entropy on
+            every turn of the pairs
 
-A --model that sees (Qwen2-VL, Qwen2.5-VL) gets the pages of frontend tasks, the agent's and c, as pictures.
+A --model that sees (Qwen2-VL, Qwen2.5-VL) gets the pages of frontend tasks as pictures.
 
     python train_critic.py --model runs/base --out runs/critic < trajectories.jsonl > scored.jsonl
-    torchrun --nproc_per_node=8 train_critic.py --resume 1 --out runs/critic < trajectories.jsonl > scored.jsonl
-    python train_critic.py --score 1 --out runs/critic < more.jsonl > more-scored.jsonl     # by a finished critic
-    for b in 0.1 0.3 1; do python train_critic.py --beta $b --out runs/critic$b < trajectories.jsonl > $b.jsonl; done
+    torchrun --nproc_per_node=8 train_critic.py --out runs/critic < trajectories.jsonl > scored.jsonl
+    python train_critic.py --score 1 --out runs/critic < more.jsonl > scored.jsonl  # trains nothing
+    for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
 import json
 import os
@@ -32,24 +35,27 @@ from model import (TURN, Pair, Pictures, action_ids, action_logps, as_read, batc
                    dry_run, gathered, load, load_options, micro_batches, open_directory, reference,
                    render, restore, save, save_checkpoint, score, sees, thinks, turns_in)
 from utils import (SIGNALS, Log, digest, drop_checkpoints, fail, finite, from_rank_0, join, lr_at,
-                   machine_flags, open_stdout, parser, progress, read_jsonl, rng, run, summed, writing)
+                   machine_flags, open_stdout, parser, progress, read_jsonl, rng, run, summed,
+                   writing)
 
 
 def get_args(argv=None):
     p = parser(__doc__)
-    p.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct", help="pi_ref, and where pi starts")
-    p.add_argument("--out", required=True, help="new directory for the critic and its metrics.jsonl")
+    p.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct",
+                   help="pi_ref, and where pi starts")
+    p.add_argument("--out", required=True, help="new directory for the model and its metrics.jsonl")
     # pairs
     p.add_argument("--pairs", choices=["best", "all"], default="best",
-                   help="best: a task's best trajectory, if solved, against each worse one; all: any two")
-    p.add_argument("--margin", type=float, default=0.1, help="all: least difference of the two rewards")
+                   help="best: a task's best trajectory, if solved, and each worse one; all: any 2")
+    p.add_argument("--margin", type=float, default=0.1,
+                   help="--pairs all: least difference of the two rewards")
     p.add_argument("--held_out", type=float, default=0.1,
                    help="share of the tasks kept out of training, to report accuracy on")
     # what the critic is
     p.add_argument("--head", choices=["logratio", "regression", "value"], default="logratio",
                    help="what A is, see above; --model must be the agent's for logratio only")
     p.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn",
-                   help="mean log-ratio of each turn (eq. 3), of the whole trajectory (released code), or sums")
+                   help="mean log-ratio of a turn (eq. 3), of a trajectory (released code); sums")
     p.add_argument("--hidden_info", type=int, choices=[0, 1], default=1,
                    help="0: the critic reads what the agent reads")
     p.add_argument("--ref_context", choices=["hidden", "agent"], default="hidden",
@@ -57,13 +63,14 @@ def get_args(argv=None):
     p.add_argument("--picture_tokens", type=int, default=1024,
                    help="a model that sees: the most tokens of a page's picture")
     p.add_argument("--score", type=int, choices=[0, 1], default=0,
-                   help="1: train nothing; score a stream of any length with the finished critic in --out")
+                   help="1: score stdin, of any length, with the finished critic in --out")
     # objective
     p.add_argument("--beta", type=float, default=0.1)
-    p.add_argument("--nll_coef", type=float, default=0.01, help="weight of the chosen side's NLL per token")
+    p.add_argument("--nll_coef", type=float, default=0.01,
+                   help="weight of the chosen side's NLL per token")
     # optimization
     p.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
-    p.add_argument("--batch_size", type=int, default=8, help="pairs a step, over all GPUs")
+    p.add_argument("--batch_size", type=int, default=8, help="pairs a step")
     p.add_argument("--epochs", type=int, default=4)
     p.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
     p.add_argument("--seed", type=int, default=0)
@@ -72,10 +79,10 @@ def get_args(argv=None):
     return p.parse_args(argv)
 
 
-# --- the loss -----------------------------------------------------------------------------------------
+# --- the loss -------------------------------------------------------------------------------------
 
 def advantage(logps, ref_logps, normalize):
-    """Eq. 3 for one action: (L,) log-probs under pi and pi_ref to a scalar; normalize="none" takes the sum."""
+    """Eq. 3, one action: (L,) log-probs to a scalar; normalize="none" takes the sum."""
     ratio = logps - ref_logps
     return ratio.sum() if normalize == "none" else ratio.mean()
 
@@ -88,35 +95,25 @@ def trajectory_score(logps, ref_logps, normalize):
 
 
 def critic_loss(chosen, rejected, ref_chosen, ref_rejected, beta, nll_coef, normalize):
-    """Eq. 2 for one pair: each side is a trajectory's list of (L_t,) log-probs. Returns (loss, margin)."""
+    """(loss, margin) of one pair, eq. 2: each side is a trajectory's list of (L_t,) log-probs."""
     margin = beta * (trajectory_score(chosen, ref_chosen, normalize)
                      - trajectory_score(rejected, ref_rejected, normalize))
     return -F.logsigmoid(margin) - nll_coef * torch.cat(chosen).mean(), margin
 
 
 def value_loss(chosen, rejected):
-    """--head value: lists of (1,) logits, one a turn, that the turn's trajectory is the better one."""
+    """(loss, margin) of one pair: (1,) logits, one a turn, that its trajectory is chosen."""
     chosen, rejected = torch.cat(chosen), torch.cat(rejected)
     loss = torch.cat([F.softplus(-chosen), F.softplus(rejected)]).mean()
     return loss, chosen.mean() - rejected.mean()
 
 
-def pair_loss(args, pair, logps, ref):
-    """(loss, margin) of a Pair; logps and ref hold each turn's log-probs, {turn: (L,)}."""
-    chosen, rejected = ([logps[turn] for turn in side] for side in (pair.chosen, pair.rejected))
-    ref_chosen, ref_rejected = ([ref[turn] for turn in side] for side in (pair.chosen, pair.rejected))
-    if args.head == "value":
-        return value_loss(chosen, rejected)
-    nll_coef = args.nll_coef if args.head == "logratio" else 0  # a regression has no likelihood
-    return critic_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, nll_coef, args.normalize)
-
-
-# --- data ---------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 def critic_turns(critic, tokenizer, task, history, actions, thinking=0, pictures=None):
-    """[(turn, reference turn)] of actions after a history: what pi and pi_ref read, and the action.
+    """[(turn, reference turn)] of actions after a history: the prompts of pi and pi_ref differ.
 
-    critic: the flags head, hidden_info and ref_context; actions: messages or candidates.
+    critic: {flag: value} of head, hidden_info and ref_context; actions: messages or candidates.
     """
     def prompt(hidden=None):
         return tuple(render(tokenizer, as_read(history, hidden, pictures), thinking))
@@ -128,7 +125,7 @@ def critic_turns(critic, tokenizer, task, history, actions, thinking=0, pictures
 
 
 def add_turns(critic, tokenizer, records, max_length, pictures):
-    """Gives the agent's messages and their candidates their turn, under TURN; None where it is too long.
+    """Gives the agent's messages and candidates their turn, under TURN; None where it is too long.
 
     Returns ({turn: reference turn}, how many are too long).
     """
@@ -139,25 +136,27 @@ def add_turns(critic, tokenizer, records, max_length, pictures):
             if message["role"] != "assistant":
                 continue
             actions = [message, *message.get("candidates", ())]
-            turns = critic_turns(critic, tokenizer, r["task"], history[:t], actions, thinks(r), pictures)
+            turns = critic_turns(critic, tokenizer, r["task"], history[:t], actions, thinks(r),
+                                 pictures)
             for action, (turn, ref_turn) in zip(actions, turns):
-                action[TURN] = turn if len(turn[0]) + len(turn[1]) <= max_length else None
-                if action[TURN]:
+                fits = sum(map(len, turn)) <= max_length
+                action[TURN] = turn if fits else None
+                if fits:
                     ref_of[turn] = ref_turn
                 else:
                     too_long += 1
     if too_long:
-        print(f"{too_long} turns are longer than --max_length and get no advantage", file=sys.stderr)
+        print(f"{too_long} turns are longer than --max_length: no advantage", file=sys.stderr)
     return ref_of, too_long
 
 
 def add_advantages(record, advantages):
-    """Puts the advantage of each message and candidate, of {turn: advantage}, in the place of its turn."""
+    """The record, with advantages[turn] in the place of each message's and candidate's turn."""
     for message in agent_messages(record):
         for action in (message, *message.get("candidates", ())):
             turn = action.pop(TURN)
             action.pop("advantage", None)  # another critic's
-            if turn:
+            if turn is not None:
                 action["advantage"] = advantages[turn]
     return record
 
@@ -170,7 +169,8 @@ def draw_pages(args, records):
             continue
         texts = [hidden_information(r["task"])]
         for m in agent_messages(r):
-            texts += [m["content"], m.get("output"), *(c.get("output") for c in m.get("candidates", ()))]
+            texts += [m["content"], m.get("output")]
+            texts += [candidate.get("output") for candidate in m.get("candidates", ())]
         for page in filter(None, map(extract_page, texts)):
             pages[page] = os.path.join(folder, digest(page) + ".png")
     os.makedirs(folder, exist_ok=True)
@@ -187,7 +187,7 @@ def draw_pages(args, records):
 
 
 def trajectory_pairs(records, mode, margin):
-    """{task id: [Pair]} of records that have their turns: two of one task, wherever they stand, by reward."""
+    """{task id: [Pair]}: two trajectories of a task, wherever they stand in records, by reward."""
     by_task, pairs = {}, {}
     for r in records:
         turns = tuple(m[TURN] for m in agent_messages(r))
@@ -208,8 +208,8 @@ def trajectory_pairs(records, mode, margin):
 def prepare(args, records):
     """Reads stdin into `records`, whose messages and candidates get their turns.
 
-    Returns ({turn: reference turn}, {task: [Pair]} to train on and held out, how many turns are too long,
-    a Pictures or None).
+    Returns ({turn: reference turn}, {task id: [Pair]} to train on, the same held out, how many
+    turns are too long, and a Pictures or None).
     """
     records += read_jsonl(sys.stdin, training_fields, skip_bad=args.skip_bad)
     path, tokenizer, config = open_directory(args.model)
@@ -219,16 +219,19 @@ def prepare(args, records):
     ref_of, too_long = add_turns(vars(args), tokenizer, records, args.max_length, pictures)
     pairs = trajectory_pairs(records, args.pairs, args.margin)
     if not pairs:
-        fail(f"no pairs in {len(records)} trajectories: no task has a solved and a worse one (--pairs all "
-             "--margin 0 takes whatever differs; collect.py -k draws more per task)")
-    held = {t: p for t, p in pairs.items() if rng("held out", args.seed, t).random() < args.held_out}
-    train = {t: p for t, p in pairs.items() if t not in held}
+        fail(f"no pairs in {len(records)} trajectories: no task has a solved and a worse one "
+             "(--pairs all --margin 0 takes whatever differs; collect.py -k draws more per task)")
+    train, held = {}, {}
+    for task in pairs:
+        kept_out = rng("held out", args.seed, task).random() < args.held_out
+        side = held if kept_out else train
+        side[task] = pairs[task]
     if not train:
         fail(f"--held_out {args.held_out} keeps all {len(held)} tasks with pairs out of training")
     return ref_of, train, held, too_long, pictures
 
 
-# --- a finished critic, for --score 1 and collect.py --critic -----------------------------------------
+# --- a finished critic, for --score 1 and collect.py --critic -------------------------------------
 
 def load_critic(folder, device, *how, **options):
     """(critic.json's dict, tokenizer, models, Pictures or None) of a finished run's --out.
@@ -239,10 +242,10 @@ def load_critic(folder, device, *how, **options):
         with open(os.path.join(folder, "critic.json")) as f:
             critic = {"head": "logratio", "ref_context": "hidden", **json.load(f)}
     except (OSError, ValueError) as e:
-        fail(f"no critic in {folder}: critic.json: {getattr(e, 'strerror', e)}; name the --out of a "
-             "train_critic.py that has finished")
+        fail(f"no critic in {folder}: critic.json: {getattr(e, 'strerror', e)}; name the --out of "
+             "a train_critic.py that has finished")
     if critic["head"] not in ("logratio", "regression", "value"):
-        fail(f"the critic in {folder} has --head {critic['head']}, which this version does not know")
+        fail(f"the critic in {folder} is of --head {critic['head']}, which is not known here")
     has_head = critic["head"] != "logratio"
     path, tokenizer, config = open_directory(folder)
     models = [load(path, device, *how, head=has_head, **options)[0]]
@@ -259,10 +262,11 @@ def score_turns(critic, models, ref_of, max_tokens):
     if not ref_of:
         return {}
     logps = score(models[0], list(ref_of), max_tokens)
-    ref = [torch.zeros(1)] * len(ref_of)
+    ref_logps = [torch.zeros(1)] * len(ref_of)
     if len(models) > 1:
-        ref = score(models[1], list(ref_of.values()), max_tokens)
-    return {turn: advantage(p, r, critic["normalize"]).item() for turn, p, r in zip(ref_of, logps, ref)}
+        ref_logps = score(models[1], list(ref_of.values()), max_tokens)
+    return {turn: advantage(*both, critic["normalize"]).item()
+            for turn, *both in zip(ref_of, logps, ref_logps)}
 
 
 def score_stream(args, emit, device):
@@ -272,6 +276,10 @@ def score_stream(args, emit, device):
     fields = lambda record: training_fields(record, reward=False)
     stream = read_jsonl(sys.stdin, fields, skip_bad=args.skip_bad)
     records, bad_line = [], []  # rank 0 alone has them
+
+    def show(drawn):
+        for page, file in drawn.items():
+            pictures.add(page, file)
 
     def read_some():
         records.clear()
@@ -283,11 +291,8 @@ def score_stream(args, emit, device):
             raise bad_line[0]
         drawn = draw_pages(args, records) if pictures else {}
         show(drawn)
-        return add_turns(critic, tokenizer, records, args.max_length, pictures)[0], drawn, len(records)
-
-    def show(drawn):
-        for page, file in drawn.items():
-            pictures.add(page, file)
+        ref_of, _ = add_turns(critic, tokenizer, records, args.max_length, pictures)
+        return ref_of, drawn, len(records)
 
     while True:
         ref_of, drawn, n = from_rank_0(read_some)
@@ -299,7 +304,7 @@ def score_stream(args, emit, device):
             emit(add_advantages(r, advantages))
 
 
-# --- training -----------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 def main(args):
     emit, device = open_stdout(), join()
@@ -320,16 +325,29 @@ def main(args):
     model, tokenizer = load(args.model, device, args.attention, head=args.head != "logratio",
                             **load_options(args, device))
     model.pictures = pictures
-    ref = dict(zip(turns, reference(model, ref_turns, args.max_tokens, args.out)))  # pi is pi_ref now
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0,
-                                  fused=device.type == "cuda" and not args.offload)
+    ref = dict(zip(turns, reference(model, ref_turns, args.max_tokens, args.out)))
+    fused = device.type == "cuda" and not args.offload
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
+                                  weight_decay=0.0, fused=fused)
     restore(model, optimizer, log)
+
+    def pair_loss(pair, logps):
+        """(loss, margin) of a Pair, by the log-probs of its turns, {turn: (L,)}."""
+        sides = pair.chosen, pair.rejected
+        chosen, rejected = ([logps[turn] for turn in side] for side in sides)
+        ref_chosen, ref_rejected = ([ref[turn] for turn in side] for side in sides)
+        if args.head == "value":
+            return value_loss(chosen, rejected)
+        nll_coef = args.nll_coef if args.head == "logratio" else 0  # a regression has no likelihood
+        return critic_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, nll_coef,
+                           args.normalize)
+
     for step in log.steps("critic", len(steps)):
         batch, total, right = steps[step], 0.0, 0.0
         for part, weight in deal(micro_batches(batch, args.max_tokens)):
             part_turns = turns_in(part)
             logps = dict(zip(part_turns, action_logps(model, part_turns, args.max_tokens)))
-            losses, margins = zip(*(pair_loss(args, pair, logps, ref) for pair in part))
+            losses, margins = zip(*(pair_loss(pair, logps) for pair in part))
             loss = weight * sum(losses) / len(batch)
             loss.backward()
             total += loss.item()
@@ -355,7 +373,7 @@ def main(args):
 
     def accuracy(logps):
         """Share of the held-out pairs that are ranked right; ties count half."""
-        margins = [pair_loss(args, pair, logps, ref)[1].item() for pairs in held.values() for pair in pairs]
+        margins = [pair_loss(pair, logps)[1].item() for pairs in held.values() for pair in pairs]
         return sum((m > 0) + 0.5 * (m == 0) for m in margins) / len(margins) if margins else None
 
     if not log.finished:

@@ -1,14 +1,17 @@
-"""Stage 2: the policy. It learns from pairs of candidates that the critic ranked, and never reads hidden information.
+"""Stage 2: the policy. It learns from pairs of candidates that the critic ranked, and never reads
+the hidden information.
 
-    loss = -log sigmoid( beta log[pi(a+|o) / pi_ref(a+|o)] - beta log[pi(a-|o) / pi_ref(a-|o)] )          (eq. 4)
-           + nll_coef * NLL(a+)
+    loss = -log sigmoid( beta log[pi(a+|o) / pi_ref(a+|o)] - beta log[pi(a-|o) / pi_ref(a-|o)] )
+           + nll_coef NLL(a+)                                                               (eq. 4)
 
---loss dpo    SWEET-RL: a+ from the upper, a- from the lower half of a turn's candidates, ranked by advantage; --mix
-              puts pairs of whole trajectories among them
---loss mtdpo  multi-turn DPO, no critic: the same loss on whole trajectories of a task, ranked by reward
---loss rft    rejection fine-tuning: the NLL of solved trajectories; with --all 1 of all: supervised fine-tuning
+--loss names what it learns from:
 
-    python train_policy.py --loss rft --all 1 --model tiny --out runs/base < demos.jsonl     # makes the tiny base
+dpo    SWEET-RL: a+ is of the upper, a- of the lower half of a turn's candidates by advantage;
+       --mix puts pairs of whole trajectories among them
+mtdpo  multi-turn DPO, without a critic: a+ and a- are trajectories of a task, ranked by reward
+rft    rejection fine-tuning: the NLL of solved trajectories, or with --all 1 of all (supervised)
+
+    python train_policy.py --loss rft --all 1 --model tiny --out runs/base < demos.jsonl
     python train_policy.py --model runs/base --out runs/sweet < scored.jsonl
     torchrun --nproc_per_node=8 train_policy.py --resume 1 --out runs/sweet < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
@@ -21,8 +24,8 @@ import torch
 import torch.nn.functional as F
 
 from colbench import agent_messages, task_id, training_fields
-from model import (TURN, Pair, action_ids, action_logps, batches, count, deal, dry_run, gathered, load,
-                   load_options, micro_batches, open_directory, reference, restore, save,
+from model import (TURN, Pair, action_ids, action_logps, batches, count, deal, dry_run, gathered,
+                   load, load_options, micro_batches, open_directory, reference, restore, save,
                    save_checkpoint, tiny, turns_in, turns_of)
 from utils import (SIGNALS, Log, barrier, digest, drop_checkpoints, fail, finite, from_rank_0, join,
                    lr_at, machine_flags, open_stdout, parser, read_jsonl, rng, run, summed)
@@ -31,67 +34,55 @@ from utils import (SIGNALS, Log, barrier, digest, drop_checkpoints, fail, finite
 def get_args(argv=None):
     p = parser(__doc__)
     p.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct",
-                   help="pi_ref, and where pi starts; tiny: a new one, whose words are those of the records")
-    p.add_argument("--out", required=True, help="new directory for the policy and its metrics.jsonl")
+                   help="pi_ref, and where pi starts; tiny: a new one, with the records' words")
+    p.add_argument("--out", required=True, help="new directory for the model and its metrics.jsonl")
     p.add_argument("--loss", choices=["dpo", "mtdpo", "rft"], default="dpo")
     # pairs
-    p.add_argument("--pairs_per_turn", type=int, default=4, help="dpo: pairs drawn from a turn's candidates")
+    p.add_argument("--pairs_per_turn", type=int, default=4,
+                   help="dpo: pairs drawn from a turn's candidates")
     p.add_argument("--prior", type=float, default=0,
-                   help="dpo: rank candidates by advantage + prior * the log-prob they were sampled with")
+                   help="dpo: rank candidates by advantage + prior * log-prob when sampled")
     p.add_argument("--mix", type=float, default=0,
                    help="dpo: pairs of trajectories, as of mtdpo, for each pair of candidates")
-    p.add_argument("--pairs", choices=["best", "all"], default="best", help="mtdpo: as in train_critic.py")
-    p.add_argument("--margin", type=float, default=0.1, help="mtdpo: as in train_critic.py")
-    p.add_argument("--all", type=int, choices=[0, 1], default=0, help="rft: 1 takes unsolved trajectories, too")
+    p.add_argument("--pairs", choices=["best", "all"], default="best",
+                   help="mtdpo, --mix: as in train_critic.py")
+    p.add_argument("--margin", type=float, default=0.1, help="mtdpo, --mix: as in train_critic.py")
+    p.add_argument("--all", type=int, choices=[0, 1], default=0,
+                   help="rft: 1 takes unsolved trajectories, too")
     # objective
     p.add_argument("--beta", type=float, default=0.1)
-    p.add_argument("--nll_coef", type=float, default=0.01, help="weight of the chosen side's NLL per token")
+    p.add_argument("--nll_coef", type=float, default=0.01,
+                   help="weight of the chosen side's NLL per token")
     # optimization
     p.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
     p.add_argument("--batch_size", type=int,
-                   help="pairs (rft: trajectories) a step, over all GPUs; not given: the paper's 8 (rft: 32)")
+                   help="pairs a step; not given: the paper's 8 (rft: 32 trajectories)")
     p.add_argument("--epochs", type=int, help="not given: the paper's 1 (mtdpo, rft: 4)")
     p.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
     p.add_argument("--seed", type=int, default=0)
     machine_flags(p)
     args = p.parse_args(argv)
-    args.batch_size = args.batch_size or {"dpo": 8, "mtdpo": 8, "rft": 32}[args.loss]
-    args.epochs = args.epochs or {"dpo": 1, "mtdpo": 4, "rft": 4}[args.loss]
+    args.batch_size = args.batch_size or (32 if args.loss == "rft" else 8)
+    args.epochs = args.epochs or (1 if args.loss == "dpo" else 4)
     return args
 
 
-# --- the loss -----------------------------------------------------------------------------------------
+# --- the loss -------------------------------------------------------------------------------------
 
 def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, nll_coef):
-    """Eq. 4 for one pair: (L,) log-probs of an action, or of a trajectory's. Returns (loss, margin)."""
+    """(loss, margin) of one pair, eq. 4: (L,) log-probs of an action, or of a trajectory's."""
     margin = beta * ((chosen.sum() - ref_chosen.sum()) - (rejected.sum() - ref_rejected.sum()))
     return -F.logsigmoid(margin) - nll_coef * chosen.mean(), margin
 
 
-def pair_loss(args, pair, logps, ref):
-    """(loss, margin) of a Pair; logps and ref hold each turn's log-probs, {turn: (L,)}."""
-    chosen = torch.cat([logps[turn] for turn in pair.chosen])
-    if args.loss == "rft":
-        return -chosen.sum(), torch.zeros(())
-    rejected = torch.cat([logps[turn] for turn in pair.rejected])
-    ref_chosen, ref_rejected = (torch.cat([ref[turn] for turn in side]) for side in (pair.chosen, pair.rejected))
-    return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, args.nll_coef)
-
-
-def batch_weight(args, batch):
-    """What the sum of a batch's losses is divided by: its pairs, or for rft its tokens."""
-    if args.loss == "rft":
-        return sum(len(action) for pair in batch for _, action in pair.chosen)
-    return len(batch)
-
-
-# --- data ---------------------------------------------------------------------------------------------
+# --- data -----------------------------------------------------------------------------------------
 
 def candidate_pairs(candidates, per_turn, prior, *seed):
-    """[Pair] of one turn: random candidates of the upper and of the lower half by advantage + prior * log-prob.
+    """[Pair] of one turn: random candidates of the upper half, each with one of the lower half.
 
-    This is the order of pi_ref exp(A / prior), the policy with the highest E[A] - prior KL(pi || pi_ref).
-    Malformed candidates stay low in it: the critic has never seen one, but they are rare.
+    They are ranked by A + prior * log pi_ref(a|o), the order of pi_ref exp(A / prior): the policy
+    with the highest E[A] - prior * KL(pi || pi_ref). It keeps malformed candidates low: the critic
+    does not know them, but they are rare.
     """
     value = lambda c: c["advantage"] + (prior and prior * c["logprob"])
     ranked = sorted((c for c in candidates if "advantage" in c), key=value, reverse=True)
@@ -105,7 +96,7 @@ def candidate_pairs(candidates, per_turn, prior, *seed):
 
 
 def trajectory_pairs(records, mode, margin):
-    """{task id: [Pair]} of records that have their turns: two of one task, wherever they stand, by reward."""
+    """{task id: [Pair]}: two trajectories of a task, wherever they stand in records, by reward."""
     by_task, pairs = {}, {}
     for r in records:
         turns = tuple(m[TURN] for m in agent_messages(r))
@@ -122,15 +113,15 @@ def trajectory_pairs(records, mode, margin):
     return pairs
 
 
-NOTHING = {"dpo": "no turn has two unlike candidates with an advantage (collect.py --candidates 16, "
-                  "train_critic.py)",
-           "mtdpo": "no task has a solved and a worse trajectory (--pairs all --margin 0 takes whatever "
-                    "differs)",
+NOTHING = {"dpo": "no turn has two unlike candidates with an advantage "
+                  "(collect.py --candidates 16, train_critic.py)",
+           "mtdpo": "no task has a solved and a worse trajectory "
+                    "(--pairs all --margin 0 takes whatever differs)",
            "rft": "no trajectory is solved (--all 1 takes every one)"}
 
 
 def make_groups(args, records):
-    """[[Pair]] of records that have their turns: a group is of one turn, or of one task, and shares prefixes."""
+    """[[Pair]], in groups that share prefixes: the pairs of one turn, or of one task."""
     if args.loss == "rft":
         groups = {}
         for r in records:
@@ -146,8 +137,8 @@ def make_groups(args, records):
     groups = []
     for i, r in enumerate(records):
         for t, message in enumerate(agent_messages(r)):
-            pairs = candidate_pairs(message.get("candidates", ()), args.pairs_per_turn, args.prior,
-                                    args.seed, i, t)
+            candidates = message.get("candidates", ())
+            pairs = candidate_pairs(candidates, args.pairs_per_turn, args.prior, args.seed, i, t)
             if pairs:
                 groups.append(pairs)
     if args.mix > 0 and not trajectories:
@@ -163,8 +154,8 @@ def make_groups(args, records):
 
 
 def prepare(args):
-    """Reads stdin; returns ([[Pair]], how many pairs are too long, (model, tokenizer) made for --model tiny)."""
-    needs_reward = {"dpo": args.mix > 0, "mtdpo": True, "rft": not args.all}[args.loss]
+    """Returns ([[Pair]] of stdin, how many were too long, --model tiny's (model, tokenizer))."""
+    needs_reward = {"mtdpo": True, "rft": not args.all}.get(args.loss, args.mix > 0)
     fields = lambda record: training_fields(record, needs_reward)
     records = list(read_jsonl(sys.stdin, fields, skip_bad=args.skip_bad))
     made = tiny(records, args.seed) if args.model == "tiny" else None
@@ -172,23 +163,22 @@ def prepare(args):
     for r in records:
         for message, turn in zip(agent_messages(r), turns_of(tokenizer, r)):
             message[TURN] = turn
-            for c in message.get("candidates", ()) if args.loss == "dpo" else ():
-                c[TURN] = turn[0], action_ids(tokenizer, c)  # its prompt is the message's
-                if args.prior and "logprob" not in c:
-                    fail("--prior needs the candidates' logprob, which collect.py --candidates writes")
+            for candidate in message.get("candidates", ()) if args.loss == "dpo" else ():
+                candidate[TURN] = turn[0], action_ids(tokenizer, candidate)
+                if args.prior and "logprob" not in candidate:
+                    fail("--prior needs the candidates' logprob: see collect.py --candidates")
     groups = make_groups(args, records)
-    fits = lambda pair: all(len(prompt) + len(action) <= args.max_length
-                            for prompt, action in turns_in([pair]))
+    fits = lambda pair: all(sum(map(len, turn)) <= args.max_length for turn in turns_in([pair]))
     short = [[pair for pair in group if fits(pair)] for group in groups]
     too_long = sum(map(len, groups)) - sum(map(len, short))
     if too_long:
-        print(f"{too_long} pairs have turns longer than --max_length and are left out", file=sys.stderr)
+        print(f"{too_long} pairs are longer than --max_length and left out", file=sys.stderr)
     if not any(short):
         fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
     return [group for group in short if group], too_long, made
 
 
-# --- training -----------------------------------------------------------------------------------------
+# --- training -------------------------------------------------------------------------------------
 
 def main(args):
     emit, device = open_stdout(), join()
@@ -200,7 +190,8 @@ def main(args):
     if args.dry_run:
         config = made[0].lm.config if made else open_directory(args.model)[2]
         return emit(dry_run(args, config, steps, [turns]))
-    log.begin(steps=len(steps), examples=sum(map(len, groups)), groups=len(groups), too_long=too_long,
+    log.begin(steps=len(steps), examples=sum(map(len, groups)), groups=len(groups),
+              too_long=too_long,
               data=digest([[digest(pair[:2]) for pair in group] for group in groups]))
 
     start = args.model
@@ -209,19 +200,31 @@ def main(args):
         save(*made, start)
         barrier()
     model, tokenizer = load(start, device, args.attention, **load_options(args, device))
-    ref = {}
-    if turns:
-        ref = dict(zip(turns, reference(model, turns, args.max_tokens, args.out)))  # pi is pi_ref now
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.0,
-                                  fused=device.type == "cuda" and not args.offload)
+    ref = dict(zip(turns, reference(model, turns, args.max_tokens, args.out)))
+    fused = device.type == "cuda" and not args.offload
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
+                                  weight_decay=0.0, fused=fused)
     restore(model, optimizer, log)
+
+    def pair_loss(pair, logps):
+        """(loss, margin) of a Pair, by the log-probs of its turns, {turn: (L,)}."""
+        sides = pair.chosen, pair.rejected
+        if args.loss == "rft":
+            return -torch.cat([logps[turn] for turn in pair.chosen]).sum(), torch.zeros(())
+        chosen, rejected = (torch.cat([logps[turn] for turn in side]) for side in sides)
+        ref_chosen, ref_rejected = (torch.cat([ref[turn] for turn in side]) for side in sides)
+        return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, args.nll_coef)
+
     for step in log.steps("policy", len(steps)):
         batch, total, right = steps[step], 0.0, 0.0
+        size = len(batch)
+        if args.loss == "rft":  # its loss is a mean over tokens
+            size = sum(len(action) for pair in batch for _, action in pair.chosen)
         for part, weight in deal(micro_batches(batch, args.max_tokens)):
             part_turns = turns_in(part)
             logps = dict(zip(part_turns, action_logps(model, part_turns, args.max_tokens)))
-            losses, margins = zip(*(pair_loss(args, pair, logps, ref) for pair in part))
-            loss = weight * sum(losses) / batch_weight(args, batch)
+            losses, margins = zip(*(pair_loss(pair, logps) for pair in part))
+            loss = weight * sum(losses) / size
             loss.backward()
             total += loss.item()
             right += weight * sum((m > 0).item() for m in margins) / len(batch)

@@ -112,7 +112,7 @@ def critic_turns(tokenizer, record, head, hidden_info=1, pictures=None):
     """The turns by which a critic judges a record's messages."""
     import train_critic
     critic, history = {"head": head, "hidden_info": hidden_info, "ref_context": "hidden"}, record["dialogue_history"]
-    return [train_critic.judged(critic, tokenizer, record["task"], history[:t], [m], 0, pictures)[0][0]
+    return [train_critic.critic_turns(critic, tokenizer, record["task"], history[:t], [m], 0, pictures)[0][0]
             for t, m in enumerate(history) if m["role"] == "assistant"]
 
 
