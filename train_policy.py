@@ -61,10 +61,7 @@ def get_args(argv=None):
     p.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
     p.add_argument("--seed", type=int, default=0)
     machine_flags(p)
-    args = p.parse_args(argv)
-    args.batch_size = args.batch_size or (32 if args.loss == "rft" else 8)
-    args.epochs = args.epochs or (1 if args.loss == "dpo" else 4)
-    return args
+    return p.parse_args(argv)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -185,8 +182,10 @@ def main(args):
     log = None if args.dry_run else Log(args)
     groups, too_long, made = from_rank_0(lambda: prepare(args))
     turns = turns_in(pair for group in groups for pair in group) if args.loss != "rft" else []
-    steps = [batch for epoch in range(args.epochs)
-             for batch in batches(groups, args.batch_size, args.seed, epoch)]
+    batch_size = args.batch_size or (32 if args.loss == "rft" else 8)
+    epochs = args.epochs or (1 if args.loss == "dpo" else 4)
+    steps = [batch for epoch in range(epochs)
+             for batch in batches(groups, batch_size, args.seed, epoch)]
     if args.dry_run:
         config = made[0].lm.config if made else open_directory(args.model)[2]
         return emit(dry_run(args, config, steps, [turns]))

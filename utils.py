@@ -407,7 +407,7 @@ def join():
     if alone:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # which would listen to the network, for nobody
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo",
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                                 timeout=datetime.timedelta(hours=1), **alone)
     return device
 
@@ -521,8 +521,9 @@ class Log:
         for what, old, now in before:
             for key in now:
                 if key not in self.MAY_CHANGE and old.get(key) != now[key]:
+                    hint = " (an older version may have read the same data otherwise)" if key == "data" else ""
                     fail(f"--resume 1: {what}{key} was {old.get(key)} in the run in {self.out}, now {now[key]}: "
-                         "it must be the same")
+                         f"it must be the same{hint}")
         if self.finished:
             return
         for name in set(os.listdir(self.out)) - {"pictures"} if not self.rows else ():  # --overwrite 1
