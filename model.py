@@ -375,7 +375,7 @@ class Pair(NamedTuple):
     """One example of a loss: two trajectories of a task, or two candidates of a turn."""
     chosen: tuple         # the turns, (prompt_ids, action_ids), of the better one
     rejected: tuple = ()  # those of the worse one; fine-tuning has none
-    gap: float = 0.0      # how much better it is: the difference of the rewards, or of what ranked
+    gap: float = 0.0      # how much better it is, in reward; a candidate, in what ranks candidates
 
 
 def turns_in(pairs):
@@ -384,8 +384,7 @@ def turns_in(pairs):
 
 
 def batches(groups, batch_size, *seed):
-    """One epoch's batches of pairs, a function of the seed. Pairs of a group share prefixes: they
-    stay together."""
+    """One epoch's batches of pairs, a function of the seed; a group's pairs stay together."""
     groups = list(groups)
     rng("order", *seed).shuffle(groups)
     pairs = [pair for group in groups for pair in group]
@@ -415,10 +414,10 @@ def micro_batches(pairs, max_tokens):
 
 
 def deal(parts):
-    """This rank's share [(part, weight)] of a step's micro-batches, all of weight 1.
+    """This rank's share of a step's micro-batches, [(part, weight)], each of weight 1.
 
-    Every rank gets as many, of similar size: the largest are halved until the ranks can share them
-    evenly. Where all are single pairs, the last one fills the ranks up, with weight 0.
+    Every rank gets the same number, of similar sizes: the largest parts are halved until they can
+    be shared out evenly. Where no part can be halved, the last one is added with weight 0.
     """
     if WORLD == 1:
         return [(part, 1.0) for part in parts]
@@ -832,7 +831,8 @@ def dry_run(args, config, steps, scored):
     total, layer, c = size(model), size(model.layers()[0]), model.config
     has_head = model.score is not None
     body, head = layer * c.num_hidden_layers, 0 if has_head else c.vocab_size * c.hidden_size
-    attend = 4 * c.num_hidden_layers * (c.num_attention_heads * (getattr(c, "head_dim", None) or 0) or c.hidden_size)
+    heads = c.num_attention_heads * (getattr(c, "head_dim", None) or 0) or c.hidden_size
+    attend = 4 * c.num_hidden_layers * heads
 
     flops = tokens = rounds = 0
     largest, most_tokens = None, 0

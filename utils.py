@@ -521,7 +521,9 @@ class Log:
         for what, old, now in before:
             for key in now:
                 if key not in self.MAY_CHANGE and old.get(key) != now[key]:
-                    hint = " (an older version may have read the same data otherwise)" if key == "data" else ""
+                    hint = ""
+                    if key == "data":
+                        hint = " (an older version may have read the same data otherwise)"
                     fail(f"--resume 1: {what}{key} was {old.get(key)} in the run in {self.out}, now {now[key]}: "
                          f"it must be the same{hint}")
         if self.finished:

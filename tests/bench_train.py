@@ -124,16 +124,20 @@ def examples(job, vocab):
     if job == "critic":
         first = words(HIDDEN + PROMPTS[0])
         trajectories = [dialogue(first) for _ in range(4)]
-        records = [{"task": {"id": "0", "problem_description": "", "ground_truth": ""}, "reward": reward,
+        task = {"id": "0", "problem_description": "", "ground_truth": ""}
+        records = [{"task": task, "reward": reward,
                     "dialogue_history": [{"role": "assistant", TURN: turn} for turn in turns]}
                    for reward, turns in zip((1, 0.6, 0.3, 0), trajectories)]
         pairs = trajectory_pairs(records, "all", 0.1)["0"]
     else:
-        states = [[{TURN: (prompt, words(r.randint(*ACTION))), "advantage": r.random()} for _ in range(CANDIDATES)]
+        action = lambda: words(r.randint(*ACTION))
+        candidate = lambda prompt: {TURN: (prompt, action()), "advantage": r.random()}
+        states = [[candidate(prompt) for _ in range(CANDIDATES)]
                   for prompt, _ in dialogue(words(PROMPTS[0]))]
         if job == "scoring":
             return [c[TURN] for candidates in states for c in candidates]
-        pairs = [pair for t, candidates in enumerate(states) for pair in candidate_pairs(candidates, 4, 0, t)]
+        pairs = [pair for t, candidates in enumerate(states)
+                 for pair in candidate_pairs(candidates, 4, 0, t)]
     return [(list(pair.chosen), list(pair.rejected)) for pair in pairs]
 
 

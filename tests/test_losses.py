@@ -118,14 +118,16 @@ def trajectory(i, task, reward):
 
 
 # tasks interleaved: i and i + 1 are never of one task
-MIXED = [trajectory(i, t, r) for i, (t, r) in enumerate([("a", 0.3), ("b", 1.0), ("a", 1.0), ("c", 0.5), ("a", 0.35), ("b", 1.0),
-                                        ("c", 0.9), ("a", 1.0), ("d", 1.0), ("c", 0.5)])]
+MIXED = [trajectory(i, t, r) for i, (t, r) in enumerate([
+    ("a", 0.3), ("b", 1.0), ("a", 1.0), ("c", 0.5), ("a", 0.35), ("b", 1.0), ("c", 0.9), ("a", 1.0),
+    ("d", 1.0), ("c", 0.5)])]
 
 
 def numbers(script, records, mode, margin):
     """{task: [(i, j)]} of a script's pairs of the trajectories with these numbers."""
-    pairs = script.trajectory_pairs(records, mode, margin)
-    return {task: sorted((p.chosen[0][0][1], p.rejected[0][0][1]) for p in ps) for task, ps in pairs.items()}
+    number = lambda turns: turns[0][0][1]
+    return {task: sorted((number(pair.chosen), number(pair.rejected)) for pair in pairs)
+            for task, pairs in script.trajectory_pairs(records, mode, margin).items()}
 
 
 BOTH = pytest.mark.parametrize("script", [train_critic, train_policy], ids=["critic", "policy"])
@@ -135,7 +137,8 @@ BOTH = pytest.mark.parametrize("script", [train_critic, train_policy], ids=["cri
 def test_best_pairs_a_solved_trajectory_with_each_worse_one_of_its_task(script):
     assert numbers(script, MIXED, "best", 0.1) == {"a": [(2, 0), (2, 4)]}
     # b: all solved; c: none solved; d: only one
-    assert [round(p.gap, 9) for p in script.trajectory_pairs(MIXED, "best", 0.1)["a"]] == [0.7, 0.65]
+    gaps = [pair.gap for pair in script.trajectory_pairs(MIXED, "best", 0.1)["a"]]
+    assert gaps == pytest.approx([0.7, 0.65])
 
 
 @BOTH
@@ -149,12 +152,14 @@ def test_all_pairs_differ_by_the_margin_and_by_more_than_nothing(script):
 @BOTH
 def test_order_of_the_input_does_not_matter(script):
     shuffled = random.Random(0).sample(MIXED, len(MIXED))
-    assert shuffled != MIXED and numbers(script, shuffled, "all", 0) == numbers(script, MIXED, "all", 0)
+    assert shuffled != MIXED
+    assert numbers(script, shuffled, "all", 0) == numbers(script, MIXED, "all", 0)
 
 
 def test_a_trajectory_with_a_turn_that_is_too_long_is_in_no_pair_of_the_critic():
-    short = [*MIXED[:2], {**MIXED[2], "dialogue_history": [{"role": "assistant", TURN: None}]}, *MIXED[3:]]
-    assert numbers(train_critic, short, "best", 0.1) == {"a": [(7, 0), (7, 4)]}
+    long = {**MIXED[2], "dialogue_history": [{"role": "assistant", TURN: None}]}
+    records = [*MIXED[:2], long, *MIXED[3:]]
+    assert numbers(train_critic, records, "best", 0.1) == {"a": [(7, 0), (7, 4)]}
 
 
 def candidate(i, advantage, logprob=None):
@@ -163,21 +168,25 @@ def candidate(i, advantage, logprob=None):
 
 def drawn(candidates, *args):
     """[(a+, a-)] of candidate_pairs, by the candidates' numbers."""
-    return [(p.chosen[0][1][0], p.rejected[0][1][0]) for p in train_policy.candidate_pairs(candidates, *args)]
+    number = lambda turns: turns[0][1][0]
+    pairs = train_policy.candidate_pairs(candidates, *args)
+    return [(number(pair.chosen), number(pair.rejected)) for pair in pairs]
 
 
 def test_candidate_pairs_take_the_top_against_the_bottom_half():
     candidates = [candidate(i, a) for i, a in enumerate((0.3, -1.0, 2.0, 0.1, -0.5))]
     pairs = drawn(candidates, 200, 0, 0)
-    assert {a for a, _ in pairs} == {2, 0} and {b for _, b in pairs} == {1, 4}  # the middle is neither
+    assert {a for a, _ in pairs} == {2, 0}
+    assert {b for _, b in pairs} == {1, 4}  # the middle is neither
     assert len(pairs) == 200 and len(set(pairs)) == 4
     assert pairs == drawn(candidates, 200, 0, 0) != drawn(candidates, 200, 0, 1)
-    gaps = {(p.chosen[0][1][0], p.rejected[0][1][0]): p.gap for p in train_policy.candidate_pairs(candidates, 200, 0, 0)}
-    assert gaps == {(2, 1): 3.0, (2, 4): 2.5, (0, 1): 1.3, (0, 4): 0.8}
+    gaps = {pair.gap for pair in train_policy.candidate_pairs(candidates, 200, 0, 0)}
+    assert sorted(gaps) == pytest.approx([0.8, 1.3, 2.5, 3.0])
 
 
 def test_the_prior_lifts_what_the_sampler_likes():
-    candidates = [candidate(i, a, p) for i, (a, p) in enumerate(((0.3, -9.0), (0.2, -1.0), (0.1, -5.0), (0.0, -0.5)))]
+    candidates = [candidate(i, a, p) for i, (a, p) in enumerate([
+        (0.3, -9.0), (0.2, -1.0), (0.1, -5.0), (0.0, -0.5)])]
     tops = lambda prior: {a for a, _ in drawn(candidates, 200, prior, 0)}
     assert tops(0) == {0, 1} and tops(0.02) == {1, 0} and tops(0.1) == {1, 3}
     # 0.1: -0.6, 0.1, -0.4, -0.05; 0.04: -0.06, 0.16, -0.1, -0.02
@@ -191,12 +200,14 @@ def test_candidate_pairs_need_two_different_candidates():
 
 
 def mixed(mix, records=MIXED, **args):
-    """make_groups of dpo with four candidates in each record: (pairs of candidates, pairs of trajectories)."""
+    """make_groups of dpo, 4 candidates a record: (pairs of candidates, pairs of trajectories)."""
+    flags = ["--out", "x", "--mix", str(mix), *(str(x) for kv in args.items() for x in kv)]
     candidates = [candidate(i, float(i)) for i in range(4)]
-    with_candidates = lambda r: {**r, "dialogue_history": [{**r["dialogue_history"][0], "candidates": candidates}]}
-    args = train_policy.get_args(["--out", "x", "--mix", str(mix), *(str(x) for kv in args.items() for x in kv)])
-    pairs = [p for group in train_policy.make_groups(args, [with_candidates(r) for r in records]) for p in group]
-    of_candidates = [p for p in pairs if p.chosen[0][0] == "o"]
+    message = lambda r: {**r["dialogue_history"][0], "candidates": candidates}
+    records = [{**r, "dialogue_history": [message(r)]} for r in records]
+    groups = train_policy.make_groups(train_policy.get_args(flags), records)
+    pairs = [pair for group in groups for pair in group]
+    of_candidates = [pair for pair in pairs if pair.chosen[0][0] == "o"]
     return of_candidates, [(p.chosen[0], p.rejected[0]) for p in pairs if p not in of_candidates]
 
 
@@ -208,7 +219,8 @@ def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
         assert again == ours and len(whole) == n
         counts = [whole.count((turn(2), turn(j))) for j in (0, 4)]  # all that MIXED has
         assert sum(counts) == n and counts[0] == counts[1]
-    pairs = {(turn(i), turn(j)) for ps in numbers(train_policy, MIXED, "all", 0.1).values() for i, j in ps}
+    by_task = numbers(train_policy, MIXED, "all", 0.1)
+    pairs = {(turn(i), turn(j)) for pairs in by_task.values() for i, j in pairs}
     assert set(mixed(1, **{"--pairs": "all"})[1]) == pairs
 
 
@@ -292,8 +304,13 @@ def test_what_each_critic_reads(tiny_dir):
     tokenizer = M.open_directory(tiny_dir)[1]
     task = {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x * rate"}
     history, action = [{"role": "user", "content": "write f(x)"}], {"output": "what is the rate?"}
-    read = lambda **critic: [[decoded(tokenizer, ids) for turn in both for ids in turn] for both in train_critic.critic_turns(
-        {"head": "logratio", "hidden_info": 1, "ref_context": "hidden", **critic}, tokenizer, task, history, [action])][0]
+
+    def read(**critic):
+        """[prompt, action, reference's prompt, action], as text."""
+        critic = {"head": "logratio", "hidden_info": 1, "ref_context": "hidden", **critic}
+        [(turn, ref_turn)] = train_critic.critic_turns(critic, tokenizer, task, history, [action])
+        return [decoded(tokenizer, ids) for ids in (*turn, *ref_turn)]
+
     blind = "<|begin|><|user|>write f(x)<|end|><|assistant|>"
     seeing = blind.replace("write", "Hidden reference:\ndef f(x, rate=3): return x * rate\n\nwrite")
     said = "what is the rate?<|end|>"

@@ -86,7 +86,9 @@ def test_more_gpus_hold_less_each_and_an_8b_model_takes_16_gb_on_8():
     config = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                          num_attention_heads=32, num_key_value_heads=8)
     prompt = tuple(range(3000))
-    plan = planned(config, [M.Pair(((prompt, (5,) * 400),), ((prompt, (6,) * 300),))], dry_run=8, dtype="auto", recompute=None)
+    flags = {"dtype": "auto", "recompute": None}
+    chosen, rejected = ((prompt, (5,) * 400),), ((prompt, (6,) * 300),)
+    plan = planned(config, [M.Pair(chosen, rejected)], dry_run=8, **flags)
     assert plan["parameters"] == 8_030_261_248 and plan["largest_tree"] == 3700
     assert plan["gb_a_gpu"]["weights_gradients_moments"] == pytest.approx(16.06, rel=0.01)
     # by hand: 32 layers' inputs in 2 bytes, 1 GB; the head's gradient twice, 2.1 GB; its logits, a layer's insides
@@ -95,7 +97,7 @@ def test_more_gpus_hold_less_each_and_an_8b_model_takes_16_gb_on_8():
     # the most is at the end, when their gradients are in 16 and in 32 bits
     assert plan["gb_a_gpu"]["gathered"] == pytest.approx(2.18 + 2.1, rel=0.01)
     assert plan["gb_a_gpu"]["total"] == pytest.approx(16.06 + 4.28 + plan["gb_a_gpu"]["activations"], rel=0.01)
-    few = planned(config, [M.Pair((((1,) * 9, (5,) * 4),))], dry_run=8, dtype="auto", recompute=None)["gb_a_gpu"]
+    few = planned(config, [M.Pair((((1,) * 9, (5,) * 4),))], dry_run=8, **flags)["gb_a_gpu"]
     assert few["activations"] < 2.5 and few["total"] == pytest.approx(16.06 + max(6.3, 4.28 + few["activations"]), rel=0.01)
-    halves = planned(config, [M.Pair(((prompt, (5,) * 400),))], dry_run=16, replicate=2, dtype="auto", recompute=None)
+    halves = planned(config, [M.Pair(chosen)], dry_run=16, replicate=2, **flags)
     assert halves["gb_a_gpu"]["weights_gradients_moments"] == plan["gb_a_gpu"]["weights_gradients_moments"]
