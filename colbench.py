@@ -134,6 +134,14 @@ def agent_messages(record):
     return [m for m in record["dialogue_history"] if m["role"] == "assistant"]
 
 
+def training_fields(record, reward=True):
+    """The fields that a trainer needs of a record, for read_jsonl; the agent must say something."""
+    if "dialogue_history" in record and not agent_messages(record):
+        raise ValueError("the agent says nothing in dialogue_history")
+    fields = ["task.problem_description", "task.ground_truth", "dialogue_history"]
+    return fields + ["reward"] if reward else fields
+
+
 def kind_of(task):
     """"backend" or "frontend": the task's `kind`; ColBench's files have none, and pages no test cases."""
     page = "test_cases" not in task and re.search("<(html|body)", str(task.get("ground_truth")), re.I)

@@ -245,14 +245,15 @@ def critic_engine(args, players):
     """await critic(task, history, actions): the actions' advantages. One that sees has players.pages draw."""
     import torch
 
-    from train_critic import advantages as scores_of, judged, read_critic
+    from train_critic import critic_turns, load_critic, score_turns
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    critic, tokenizer, models, pictures = read_critic(args.critic, device, dtype=dtype)
+    critic, tokenizer, models, pictures = load_critic(args.critic, device, dtype=dtype)
     players.critic_sees, folder = bool(pictures), tempfile.TemporaryDirectory()
 
     def work(requests):
-        scores = iter(scores_of(critic, models, [turns for request in requests for turns in request], 16384))
-        return [[next(scores) for _ in request] for request in requests]
+        ref_of = dict(turns for request in requests for turns in request)
+        scores = score_turns(critic, models, ref_of, 16384)
+        return [[scores[turn] for turn, _ in request] for request in requests]
 
     batcher = Batcher(work, 1024, size=len)  # `score` cuts the work by tokens itself
 
@@ -264,7 +265,8 @@ def critic_engine(args, players):
                 os.path.exists(file) or await players.look(players.pages.renderer.save, page, file)
                 if os.path.exists(file) and page not in pictures.numbers:
                     pictures.add(page, file)
-        return await batcher(judged(critic, tokenizer, task, history, actions, args.thinking, pictures))
+        return await batcher(critic_turns(critic, tokenizer, task, history, actions, args.thinking,
+                                          pictures))
 
     return advantages
 

@@ -1,7 +1,8 @@
 """Models, chat templates, and the one primitive of the method: log-probs of actions, over a tree of shared prefixes.
 
-A turn is (prompt_ids, action_ids): what the agent read and what it wrote, as token ids. Critic scores, DPO, multi-turn
-DPO, fine-tuning, ranking and best-of-N are all functions of `action_logps(model, turns)`.
+A turn is (prompt_ids, action_ids): what the agent read and what it wrote, as tuples of token ids.
+Critic scores, DPO, multi-turn DPO, fine-tuning, ranking and best-of-N are all functions of
+`action_logps(model, turns)`.
 
 Candidates of a turn share their history, turns of a trajectory extend one another, trajectories of a task share the
 task. So `pack` sorts the sequences, which is depth-first order of their prefix tree, and lays every shared prefix out
@@ -38,14 +39,15 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
 from transformers.utils import logging
 
 from colbench import extract_page, with_hidden
-from utils import (RANK, WORLD, digest, drop_checkpoints, fail, from_rank_0, most, one_line,
-                   progress, reading, remove, summed, writing)
+from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, from_rank_0, most, one_line,
+                   progress, reading, remove, rng, summed, writing)
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process may read weights, too
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 SIDE = 28  # pixels of a picture's token: patches of 14, merged by two
 PICTURE = 1 << 20  # ids from here on are tokens of picture id - PICTURE: so no prefix is shared by unlike pictures
+TURN = 0  # under this key, which no JSON has, a trainer keeps the turn of a message or a candidate
 COUNT = {"computed": 0, "unshared": 0}  # tokens that went through the model, and would have without sharing
 
 
@@ -79,10 +81,10 @@ def common_prefix(a, b):
     return lo
 
 
-def pack(turns, device="cpu", whole=False):
+def pack(turns, device="cpu", with_prompts=False):
     """The prefix tree of turns [(prompt_ids, action_ids)] as one packed sequence. No prompt or action may be empty.
 
-    whole: a turn's `actions` are all its tokens, its prompt's too.
+    with_prompts: a turn's `actions` are all its tokens, those of its prompt, too.
     """
     seqs = [[*prompt, *action] for prompt, action in turns]
     ids, pos, parent, runs, actions = [], [], [], [], [None] * len(turns)
@@ -100,7 +102,8 @@ def pack(turns, device="cpu", whole=False):
         path = path[:shared] + array("q", range(start, end))
         if end > start:
             runs[-1][2] = path
-        actions[i] = torch.frombuffer(path, dtype=torch.long)[0 if whole else len(turns[i][0]):]
+        first = 0 if with_prompts else len(turns[i][0])
+        actions[i] = torch.frombuffer(path, dtype=torch.long)[first:]
         before = seq
     starts, ends, paths = zip(*runs)
     runs = Runs(torch.cat([torch.frombuffer(path, dtype=torch.long) for path in paths]),
@@ -303,6 +306,9 @@ class Pictures:
             self.add(page, file)
 
     def add(self, page, file):
+        """Takes a page in, unless it is there already."""
+        if page in self.numbers:
+            return
         with open(file, "rb") as f:
             width, height = struct.unpack(">16x2I", f.read(24))
         self.numbers[page] = len(self.files)
@@ -363,7 +369,27 @@ def sizes(model, turns):
     return [len(action) if model.score is None else 1 for _, action in turns]
 
 
-# --- batches of bounded memory, the same number on every rank ---------------------------------------------------------
+# --- pairs, and batches of bounded memory, as many on every rank ----------------------------------
+
+class Pair(NamedTuple):
+    """One example of a loss: two trajectories of a task, or two candidates of a turn."""
+    chosen: tuple         # the turns, (prompt_ids, action_ids), of the better one
+    rejected: tuple = ()  # those of the worse one; fine-tuning has none
+    gap: float = 0.0      # how much better it is, in reward; a candidate, in what ranks candidates
+
+
+def turns_in(pairs):
+    """The turns of some pairs, each once."""
+    return sorted({turn for pair in pairs for turn in (*pair.chosen, *pair.rejected)})
+
+
+def batches(groups, batch_size, *seed):
+    """One epoch's batches of pairs, a function of the seed; a group's pairs stay together."""
+    groups = list(groups)
+    rng("order", *seed).shuffle(groups)
+    pairs = [pair for group in groups for pair in group]
+    return [pairs[i:i + batch_size] for i in range(0, len(pairs), batch_size)]
+
 
 def branches(turns, max_tokens):
     """Indices of turns in parts [[i, ...]] of at most max_tokens tree tokens, or one turn, neighbours together."""
@@ -379,29 +405,32 @@ def branches(turns, max_tokens):
     return parts
 
 
-def micro_batches(examples, turns_of, max_tokens):
-    """Halves the examples until the tree of each part, pack(turns_of(part)), has at most max_tokens, or one example."""
-    if len(examples) == 1 or tree_tokens(turns_of(examples)) <= max_tokens:
-        return [examples]
-    half = len(examples) // 2
-    return [m for part in (examples[:half], examples[half:]) for m in micro_batches(part, turns_of, max_tokens)]
+def micro_batches(pairs, max_tokens):
+    """The pairs in parts, halved until a part's tree has at most max_tokens, or is of one pair."""
+    if len(pairs) == 1 or tree_tokens(turns_in(pairs)) <= max_tokens:
+        return [pairs]
+    half = len(pairs) // 2
+    return [*micro_batches(pairs[:half], max_tokens), *micro_batches(pairs[half:], max_tokens)]
 
 
-def deal(parts, turns_of):
-    """This rank's share [(part, weight)] of a step's micro-batches: as many on every rank, of about the same size.
+def deal(parts):
+    """This rank's share of a step's micro-batches, [(part, weight)], each of weight 1.
 
-    The largest are halved until every rank has as many; where no more can be, the last part is dealt with weight 0.
+    Every rank gets the same number, of similar sizes: the largest parts are halved until they can
+    be shared out evenly. Where no part can be halved, the last one is added with weight 0.
     """
     if WORLD == 1:
         return [(part, 1.0) for part in parts]
-    sized = lambda part: (tree_tokens(turns_of(part)), part)
+    sized = lambda part: (tree_tokens(turns_in(part)), part)
     parts = [sized(part) for part in parts]
     while len(parts) % WORLD and max(len(part) for _, part in parts) > 1:
         big = max((x for x in parts if len(x[1]) > 1), key=lambda x: x[0])
         parts.remove(big)
-        parts += [sized(big[1][:len(big[1]) // 2]), sized(big[1][len(big[1]) // 2:])]
+        half = len(big[1]) // 2
+        parts += [sized(big[1][:half]), sized(big[1][half:])]
     parts = [part for _, part in sorted(parts, key=lambda x: -x[0])]
-    return ([(part, 1.0) for part in parts] + [(parts[-1], 0.0)] * (-len(parts) % WORLD))[RANK::WORLD]
+    fillers = [(parts[-1], 0.0)] * (-len(parts) % WORLD)
+    return ([(part, 1.0) for part in parts] + fillers)[RANK::WORLD]
 
 
 @torch.no_grad()
@@ -568,7 +597,7 @@ def base_digest(path):
     return None if RANK else weights_digest(open_directory(path, weights=True)[0])
 
 
-def machine(args, device):
+def load_options(args, device):
     """The flags of utils.machine_flags as `load` and `shard` take them."""
     gpu = device.type == "cuda"
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(args.dtype, torch.bfloat16 if gpu else torch.float32)
@@ -673,7 +702,7 @@ def shard(model, dtype, replicate=1, offload=0, recompute=0):
     return model
 
 
-def whole(tensor):
+def gathered(tensor):
     """A parameter or gradient gathered from all ranks, which must all call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -682,7 +711,7 @@ def save(model, tokenizer, out):
     """Writes a Hugging Face directory: weights as safetensors in the dtype they compute in, tokenizer, template."""
     state = {}
     for name, p in weights(model).items():
-        p = whole(p.detach())
+        p = gathered(p.detach())
         if RANK == 0:
             state[name] = p.to("cpu", model.dtype)
     with writing(out):
@@ -716,7 +745,7 @@ def save_checkpoint(model, optimizer, out, step):
     part, counts = path + ".part", count()
     if RANK == 0:
         remove(part)
-    most(0)  # a barrier
+    barrier()
     with writing(path, part):
         dcp.save(training_state(model, optimizer, step),
                  storage_writer=dcp.HuggingFaceStorageWriter(part, save_distributed=True))
@@ -728,7 +757,7 @@ def save_checkpoint(model, optimizer, out, step):
                     os.fsync(f.fileno())
             os.replace(part, path)
     drop_checkpoints(out, keep=step)
-    most(0)  # whoever leaves now leaves it whole
+    barrier()  # whoever leaves now leaves it whole
 
 
 def restore(model, optimizer, log):
@@ -751,7 +780,7 @@ def restore(model, optimizer, log):
 
 def reference(model, turns, max_tokens, out):
     """score() under the weights that training starts from, kept in `out` for a run that resumes."""
-    if model.score is not None:  # its values stand for themselves
+    if model.score is not None or not turns:  # a head's values stand for themselves
         return [torch.zeros(1)] * len(turns)
     path = os.path.join(out, "reference.safetensors")
     if from_rank_0(lambda: os.path.exists(path)):
@@ -806,8 +835,8 @@ class LiveBytes(TorchDispatchMode):
         self.now -= n
 
 
-def plan(args, config, steps, turns_in, scored):
-    """What a run on args.dry_run GPUs would take: a dict. steps: [[example, ...], ...]; scored: [[turn, ...], ...].
+def dry_run(args, config, steps, scored):
+    """What a run on args.dry_run GPUs would take, a dict. steps: [[Pair]]; scored: [[turn]].
 
     FLOPs are 2 a weight and token, 4 L H D a token and key; three times that for a token trained on, and once more
     where layers or branches are computed again; hours are at 400 TFLOP/s a GPU. FSDP sends the weights for both passes
@@ -819,20 +848,24 @@ def plan(args, config, steps, turns_in, scored):
     dtype, again = {"fp32": torch.float32}.get(args.dtype, torch.bfloat16), args.recompute != 0
     if sees(config):
         fail("--dry_run does not know models that look at pictures")
+    if not steps:
+        fail("--dry_run: there are no steps to take")
     with torch.device("meta"):
         model = TreeLM(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="tree_meta"),
                        head=getattr(args, "head", "logratio") != "logratio")
     if again:
         recompute_layers(model)
     width, size = dtype.itemsize, lambda module: sum(p.numel() for p in module.parameters())
-    total, layer, c, whole = size(model), size(model.layers()[0]), model.config, model.score is not None
-    body, head, attend = layer * c.num_hidden_layers, 0 if whole else c.vocab_size * c.hidden_size, \
-        4 * c.num_hidden_layers * (c.num_attention_heads * (getattr(c, "head_dim", None) or 0) or c.hidden_size)
+    total, layer, c = size(model), size(model.layers()[0]), model.config
+    has_head = model.score is not None
+    body, head = layer * c.num_hidden_layers, 0 if has_head else c.vocab_size * c.hidden_size
+    heads = c.num_attention_heads * (getattr(c, "head_dim", None) or 0) or c.hidden_size
+    attend = 4 * c.num_hidden_layers * heads
 
     flops = tokens = rounds = 0
     largest, most_tokens = None, 0
     for batch in steps:
-        parts = [turns_in(part) for part in micro_batches(batch, turns_in, args.max_tokens)]
+        parts = [turns_in(part) for part in micro_batches(batch, args.max_tokens)]
         trees = [[[turns[i] for i in b] for b in branches(turns, args.max_tokens)] for turns in parts]
         rounds += -(-sum(map(len, trees)) // args.dry_run)
         for tree, twice in ((tree, len(part) > 1) for part in trees for tree in part):
@@ -849,7 +882,7 @@ def plan(args, config, steps, turns_in, scored):
         p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # FSDP takes it away
     with LiveBytes(model.parameters()) as live:
         tree = pack(largest, "meta")
-        n = most_tokens if whole else len(set(torch.cat(pack(largest).actions).tolist()))
+        n = most_tokens if has_head else len(set(torch.cat(pack(largest).actions).tolist()))
         model(tree, torch.empty(n, dtype=torch.long, device="meta"), None).sum().backward()
     root = total - body
     gb = {"weights_gradients_moments": 16 * total * args.replicate / args.dry_run,

@@ -466,7 +466,7 @@ def join():
     if alone:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # which would listen to the network, for nobody
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "cpu:gloo",
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
                                 timeout=datetime.timedelta(hours=1), **alone)
     return device
 
@@ -479,6 +479,11 @@ def most(n):
     import torch.distributed as dist
     dist.all_reduce(n := torch.tensor(n), dist.ReduceOp.MAX)
     return n.item()
+
+
+def barrier():
+    """Waits until all ranks are here."""
+    most(0)
 
 
 def summed(*numbers):
@@ -576,8 +581,11 @@ class Log:
         for what, old, now in before:
             for key in now:
                 if key not in self.MAY_CHANGE and old.get(key) != now[key]:
+                    hint = ""
+                    if key == "data":
+                        hint = " (an older version may have read the same data otherwise)"
                     fail(f"--resume 1: {what}{key} was {old.get(key)} in the run in {self.out}, now {now[key]}: "
-                         "it must be the same")
+                         f"it must be the same{hint}")
         if self.finished:
             return
         for name in set(os.listdir(self.out)) - {"pictures"} if not self.rows else ():  # --overwrite 1

@@ -47,7 +47,7 @@ os.environ["TQDM_DISABLE"] = "1"
 import torch  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
-from model import TreeLM, action_logps, pick_attention, score  # noqa: E402
+from model import TURN, TreeLM, action_logps, pick_attention, score  # noqa: E402
 from train_critic import critic_loss, trajectory_pairs  # noqa: E402
 from train_policy import candidate_pairs, dpo_loss  # noqa: E402
 from utils import fail  # noqa: E402
@@ -124,15 +124,21 @@ def examples(job, vocab):
     if job == "critic":
         first = words(HIDDEN + PROMPTS[0])
         trajectories = [dialogue(first) for _ in range(4)]
-        records = [{"task": {"id": "0", "problem_description": "", "ground_truth": ""}, "reward": reward}
-                   for reward in (1, 0.6, 0.3, 0)]
-        return [(trajectories[i], trajectories[j]) for i, j in trajectory_pairs(records, "all", 0.1)["0"]]
-    states = [(prompt, [{"token_ids": words(r.randint(*ACTION)), "advantage": r.random()} for _ in range(CANDIDATES)])
-              for prompt, _ in dialogue(words(PROMPTS[0]))]
-    if job == "scoring":
-        return [(prompt, c["token_ids"]) for prompt, candidates in states for c in candidates]
-    return [([(prompt, a)], [(prompt, b)]) for t, (prompt, candidates) in enumerate(states)
-            for a, b in candidate_pairs({"candidates": candidates}, 4, 0, t)]
+        task = {"id": "0", "problem_description": "", "ground_truth": ""}
+        records = [{"task": task, "reward": reward,
+                    "dialogue_history": [{"role": "assistant", TURN: turn} for turn in turns]}
+                   for reward, turns in zip((1, 0.6, 0.3, 0), trajectories)]
+        pairs = trajectory_pairs(records, "all", 0.1)["0"]
+    else:
+        action = lambda: words(r.randint(*ACTION))
+        candidate = lambda prompt: {TURN: (prompt, action()), "advantage": r.random()}
+        states = [[candidate(prompt) for _ in range(CANDIDATES)]
+                  for prompt, _ in dialogue(words(PROMPTS[0]))]
+        if job == "scoring":
+            return [c[TURN] for candidates in states for c in candidates]
+        pairs = [pair for t, candidates in enumerate(states)
+                 for pair in candidate_pairs(candidates, 4, 0, t)]
+    return [(list(pair.chosen), list(pair.rejected)) for pair in pairs]
 
 
 def loss_of(job, *sides):

@@ -112,8 +112,10 @@ def critic_turns(tokenizer, record, head, hidden_info=1, pictures=None):
     """The turns by which a critic judges a record's messages."""
     import train_critic
     critic, history = {"head": head, "hidden_info": hidden_info, "ref_context": "hidden"}, record["dialogue_history"]
-    return [train_critic.judged(critic, tokenizer, record["task"], history[:t], [m], 0, pictures)[0][0]
+    turns_after = functools.partial(train_critic.critic_turns, critic, tokenizer, record["task"])
+    both = [turns_after(history[:t], [m], 0, pictures)
             for t, m in enumerate(history) if m["role"] == "assistant"]
+    return [turn for [(turn, _)] in both]
 
 
 @pytest.fixture(scope="session", autouse=True)

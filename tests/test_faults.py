@@ -354,7 +354,9 @@ def test_weights_that_are_not_finite_are_never_trained_on_or_played_with(tasks, 
     for name in ("train_critic.py", "train_policy.py"):
         complaint(script(name, "--model", bad, "--out", tmp_path / name, stdin=scored), "step 0: the loss is nan", "--lr")
         assert not (tmp_path / name / "model.safetensors").exists()
-    complaint(script("train_critic.py", "--head", "gain", "--model", bad, "--out", tmp_path / "gain", stdin=scored), "NaN")
+    critic = {"ref": tiny_dir, "hidden_info": 1, "normalize": "turn"}
+    (bad / "critic.json").write_text(json.dumps(critic))
+    complaint(script("train_critic.py", "--score", 1, "--out", bad, stdin=scored), "NaN")
     done = script("collect.py", "--model", bad, "--max_tokens", 5, stdin=tasks)
     assert done.returncode and not done.stdout and "log-probs are NaN or infinite" in done.stderr
 

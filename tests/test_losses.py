@@ -12,6 +12,7 @@ from safetensors.torch import load
 import train_critic
 import train_policy
 from conftest import lines
+from model import TURN, batches
 
 # --- the oracle: floats and loops, written from the equations ---------------------------------------------------------
 
@@ -106,73 +107,111 @@ def test_a_bad_pair_pushes_harder_than_a_good_one():
 
 # --- pairs ------------------------------------------------------------------------------------------------------------
 
-def trajectory(task, reward):
-    return {"task": {"id": task, "problem_description": "p", "ground_truth": "g"}, "reward": reward}
+def turn(i):
+    return (("o", i), ("a", i))
+
+
+def trajectory(i, task, reward):
+    """Number i, of one turn."""
+    return {"task": {"id": task, "problem_description": "p", "ground_truth": "g"}, "reward": reward,
+            "dialogue_history": [{"role": "assistant", TURN: turn(i)}]}
 
 
 # tasks interleaved: i and i + 1 are never of one task
-MIXED = [trajectory(t, r) for t, r in [("a", 0.3), ("b", 1.0), ("a", 1.0), ("c", 0.5), ("a", 0.35), ("b", 1.0),
-                                        ("c", 0.9), ("a", 1.0), ("d", 1.0), ("c", 0.5)]]
+MIXED = [trajectory(i, t, r) for i, (t, r) in enumerate([
+    ("a", 0.3), ("b", 1.0), ("a", 1.0), ("c", 0.5), ("a", 0.35), ("b", 1.0), ("c", 0.9), ("a", 1.0),
+    ("d", 1.0), ("c", 0.5)])]
 
 
-def test_best_pairs_a_solved_trajectory_with_each_worse_one_of_its_task():
-    assert train_critic.trajectory_pairs(MIXED, "best", 0.1) == {"a": [(2, 0), (2, 4)]}
+def numbers(script, records, mode, margin):
+    """{task: [(i, j)]} of a script's pairs of the trajectories with these numbers."""
+    number = lambda turns: turns[0][0][1]
+    return {task: sorted((number(pair.chosen), number(pair.rejected)) for pair in pairs)
+            for task, pairs in script.trajectory_pairs(records, mode, margin).items()}
+
+
+BOTH = pytest.mark.parametrize("script", [train_critic, train_policy], ids=["critic", "policy"])
+
+
+@BOTH
+def test_best_pairs_a_solved_trajectory_with_each_worse_one_of_its_task(script):
+    assert numbers(script, MIXED, "best", 0.1) == {"a": [(2, 0), (2, 4)]}
     # b: all solved; c: none solved; d: only one
+    gaps = [pair.gap for pair in script.trajectory_pairs(MIXED, "best", 0.1)["a"]]
+    assert gaps == pytest.approx([0.7, 0.65])
 
 
-def test_all_pairs_differ_by_the_margin_and_by_more_than_nothing():
-    at = lambda margin: {t: sorted(p) for t, p in train_critic.trajectory_pairs(MIXED, "all", margin).items()}
+@BOTH
+def test_all_pairs_differ_by_the_margin_and_by_more_than_nothing(script):
+    at = lambda margin: numbers(script, MIXED, "all", margin)
     assert at(0.1) == {"a": [(2, 0), (2, 4), (7, 0), (7, 4)], "c": [(6, 3), (6, 9)]}
     assert at(0.0) == {"a": [(2, 0), (2, 4), (4, 0), (7, 0), (7, 4)], "c": [(6, 3), (6, 9)]}
     assert at(0.5) == {"a": [(2, 0), (2, 4), (7, 0), (7, 4)]}
 
 
-def test_order_of_the_input_does_not_matter():
-    order = list(range(len(MIXED)))
-    random.Random(0).shuffle(order)
-    shuffled = train_critic.trajectory_pairs([MIXED[i] for i in order], "all", 0)
-    plain = train_critic.trajectory_pairs(MIXED, "all", 0)
-    assert {(t, order[i], order[j]) for t, p in shuffled.items() for i, j in p} == \
-        {(t, i, j) for t, p in plain.items() for i, j in p}
+@BOTH
+def test_order_of_the_input_does_not_matter(script):
+    shuffled = random.Random(0).sample(MIXED, len(MIXED))
+    assert shuffled != MIXED
+    assert numbers(script, shuffled, "all", 0) == numbers(script, MIXED, "all", 0)
+
+
+def test_a_trajectory_with_a_turn_that_is_too_long_is_in_no_pair_of_the_critic():
+    long = {**MIXED[2], "dialogue_history": [{"role": "assistant", TURN: None}]}
+    records = [*MIXED[:2], long, *MIXED[3:]]
+    assert numbers(train_critic, records, "best", 0.1) == {"a": [(7, 0), (7, 4)]}
+
+
+def candidate(i, advantage, logprob=None):
+    return {TURN: ("o", (i,)), "advantage": advantage, "logprob": logprob}
+
+
+def drawn(candidates, *args):
+    """[(a+, a-)] of candidate_pairs, by the candidates' numbers."""
+    number = lambda turns: turns[0][1][0]
+    pairs = train_policy.candidate_pairs(candidates, *args)
+    return [(number(pair.chosen), number(pair.rejected)) for pair in pairs]
 
 
 def test_candidate_pairs_take_the_top_against_the_bottom_half():
-    candidates = [{"token_ids": [i], "advantage": a} for i, a in enumerate((0.3, -1.0, 2.0, 0.1, -0.5))]
-    pairs = train_policy.candidate_pairs({"candidates": candidates}, 200, 0, 0)
-    assert {a for a, _ in pairs} == {(2,), (0,)} and {b for _, b in pairs} == {(1,), (4,)}  # the middle is neither
+    candidates = [candidate(i, a) for i, a in enumerate((0.3, -1.0, 2.0, 0.1, -0.5))]
+    pairs = drawn(candidates, 200, 0, 0)
+    assert {a for a, _ in pairs} == {2, 0}
+    assert {b for _, b in pairs} == {1, 4}  # the middle is neither
     assert len(pairs) == 200 and len(set(pairs)) == 4
-    assert pairs == train_policy.candidate_pairs({"candidates": candidates}, 200, 0, 0)
-    assert pairs != train_policy.candidate_pairs({"candidates": candidates}, 200, 0, 1)
+    assert pairs == drawn(candidates, 200, 0, 0) != drawn(candidates, 200, 0, 1)
+    gaps = {pair.gap for pair in train_policy.candidate_pairs(candidates, 200, 0, 0)}
+    assert sorted(gaps) == pytest.approx([0.8, 1.3, 2.5, 3.0])
 
 
 def test_the_prior_lifts_what_the_sampler_likes():
-    candidates = [{"token_ids": [i], "advantage": a, "logprob": p}
-                  for i, (a, p) in enumerate(((0.3, -9.0), (0.2, -1.0), (0.1, -5.0), (0.0, -0.5)))]
-    tops = lambda prior: {a for a, _ in train_policy.candidate_pairs({"candidates": candidates}, 200, prior, 0)}
-    assert tops(0) == {(0,), (1,)} and tops(0.02) == {(1,), (0,)} and tops(0.1) == {(1,), (3,)}
+    candidates = [candidate(i, a, p) for i, (a, p) in enumerate([
+        (0.3, -9.0), (0.2, -1.0), (0.1, -5.0), (0.0, -0.5)])]
+    tops = lambda prior: {a for a, _ in drawn(candidates, 200, prior, 0)}
+    assert tops(0) == {0, 1} and tops(0.02) == {1, 0} and tops(0.1) == {1, 3}
     # 0.1: -0.6, 0.1, -0.4, -0.05; 0.04: -0.06, 0.16, -0.1, -0.02
-    assert tops(0.04) == {(1,), (3,)}
+    assert tops(0.04) == {1, 3}
 
 
 def test_candidate_pairs_need_two_different_candidates():
-    same = [{"token_ids": [7], "advantage": a} for a in (0.0, 1.0)]
-    for candidates in ([], same[:1], same):
-        assert train_policy.candidate_pairs({"candidates": candidates}, 4, 0, 0) == []
-    assert train_policy.candidate_pairs({}, 4, 0, 0) == []
+    same = [candidate(7, a) for a in (0.0, 1.0)]
+    for candidates in ([], same[:1], same, [{TURN: ("o", (i,))} for i in range(4)]):
+        assert drawn(candidates, 4, 0, 0) == []
 
 
 def mixed(mix, records=MIXED, **args):
-    """make_examples of dpo with a turn of four candidates in each record, as (pairs of candidates, whole ones)."""
-    candidates = [{"token_ids": [i], "advantage": float(i)} for i in range(4)]
-    records = [{**r, "dialogue_history": [{"role": "assistant", "candidates": candidates}]} for r in records]
-    args = train_policy.get_args(["--out", "x", "--mix", str(mix), *(str(x) for kv in args.items() for x in kv)])
-    groups = train_policy.make_examples(args, records, [[(("o", i), ("a", i))] for i in range(len(records))])
-    examples = [e for g in groups for e in g]
-    return [e for e in examples if e[0][0][1][0] != "a"], [e for e in examples if e[0][0][1][0] == "a"]
+    """make_groups of dpo, 4 candidates a record: (pairs of candidates, pairs of trajectories)."""
+    flags = ["--out", "x", "--mix", str(mix), *(str(x) for kv in args.items() for x in kv)]
+    candidates = [candidate(i, float(i)) for i in range(4)]
+    message = lambda r: {**r["dialogue_history"][0], "candidates": candidates}
+    records = [{**r, "dialogue_history": [message(r)]} for r in records]
+    groups = train_policy.make_groups(train_policy.get_args(flags), records)
+    pairs = [pair for group in groups for pair in group]
+    of_candidates = [pair for pair in pairs if pair.chosen[0][0] == "o"]
+    return of_candidates, [(p.chosen[0], p.rejected[0]) for p in pairs if p not in of_candidates]
 
 
 def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
-    turn = lambda i: [(("o", i), ("a", i))]
     ours, whole = mixed(0)
     assert len(ours) == 40 and not whole
     for mix, n in ((0.05, 2), (0.25, 10), (1, 40)):
@@ -180,8 +219,9 @@ def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
         assert again == ours and len(whole) == n
         counts = [whole.count((turn(2), turn(j))) for j in (0, 4)]  # all that MIXED has
         assert sum(counts) == n and counts[0] == counts[1]
-    pairs = {(i, j) for p in train_critic.trajectory_pairs(MIXED, "all", 0.1).values() for i, j in p}
-    assert set(map(str, mixed(1, **{"--pairs": "all"})[1])) == {str((turn(i), turn(j))) for i, j in pairs}
+    by_task = numbers(train_policy, MIXED, "all", 0.1)
+    pairs = {(turn(i), turn(j)) for pairs in by_task.values() for i, j in pairs}
+    assert set(mixed(1, **{"--pairs": "all"})[1]) == pairs
 
 
 def test_mix_wants_pairs_of_trajectories():
@@ -191,7 +231,7 @@ def test_mix_wants_pairs_of_trajectories():
 
 def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch):
     """As a judge's are, whose sampler gave none; ids of another model's words are refused."""
-    from model import end_of_turn, open_directory, plain_ids
+    from model import end_of_turn, open_directory, plain_ids, turns_in
     tokenizer = open_directory(tiny_dir)[1]
     for r in rewarded:
         for c in (c for m in r["dialogue_history"] for c in m.get("candidates", ())):
@@ -204,7 +244,7 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch
         return train_policy.prepare(args)[0]
     texts = {c["output"] for r in rewarded for m in r["dialogue_history"] for c in m.get("candidates", ())}
     ids = {(*plain_ids(tokenizer, text), *end_of_turn(tokenizer)) for text in texts}
-    assert {action for group in prepared() for pair in group for [(_, action)] in pair} <= ids
+    assert {action for group in prepared() for _, action in turns_in(group)} <= ids
     args.prior = 0.1
     del next(m for m in rewarded[0]["dialogue_history"] if "candidates" in m)["candidates"][0]["logprob"]
     with pytest.raises(SystemExit, match="--prior needs the candidates' logprob"):
@@ -217,10 +257,10 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch
 def test_batches_are_a_permutation_and_a_function_of_the_seed():
     groups = [[(g, i) for i in range(1 + g % 4)] for g in range(30)]
     flat = lambda batches: [x for b in batches for x in b]
-    one = train_critic.batches(groups, 8, 0, 0)
+    one = batches(groups, 8, 0, 0)
     assert sorted(flat(one)) == sorted(flat(groups)) and [len(b) for b in one[:-1]] == [8] * (len(one) - 1)
-    assert one == train_critic.batches(groups, 8, 0, 0)
-    assert all(one != train_critic.batches(groups, 8, *seed) for seed in ((1, 0), (0, 1)))  # seed, epoch
+    assert one == batches(groups, 8, 0, 0)
+    assert all(one != batches(groups, 8, *seed) for seed in ((1, 0), (0, 1)))  # seed, epoch
     order = flat(one)
     assert all(order.index((g, i)) == order.index((g, 0)) + i for group in groups for g, i in group)
     assert groups[3] == [(3, 0), (3, 1), (3, 2), (3, 3)]  # and the input is left alone
@@ -259,13 +299,18 @@ def decoded(tokenizer, ids):
 
 
 def test_what_each_critic_reads(tiny_dir):
-    """c stands before both, or pi's prompt alone, or neither's; gain asks for the answer after a message and before."""
+    """c stands before both, or pi's prompt alone, or neither's."""
     import model as M
     tokenizer = M.open_directory(tiny_dir)[1]
     task = {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x * rate"}
     history, action = [{"role": "user", "content": "write f(x)"}], {"output": "what is the rate?"}
-    read = lambda **critic: [[decoded(tokenizer, ids) for turn in both for ids in turn] for both in train_critic.judged(
-        {"head": "logratio", "hidden_info": 1, "ref_context": "hidden", **critic}, tokenizer, task, history, [action])][0]
+
+    def read(**critic):
+        """[prompt, action, reference's prompt, action], as text."""
+        critic = {"head": "logratio", "hidden_info": 1, "ref_context": "hidden", **critic}
+        [(turn, ref_turn)] = train_critic.critic_turns(critic, tokenizer, task, history, [action])
+        return [decoded(tokenizer, ids) for ids in (*turn, *ref_turn)]
+
     blind = "<|begin|><|user|>write f(x)<|end|><|assistant|>"
     seeing = blind.replace("write", "Hidden reference:\ndef f(x, rate=3): return x * rate\n\nwrite")
     said = "what is the rate?<|end|>"
@@ -274,10 +319,6 @@ def test_what_each_critic_reads(tiny_dir):
     assert read(hidden_info=0) == read(hidden_info=0, ref_context="agent") == [blind, said] * 2
     action["output"] = ""  # a candidate that ended at once
     assert read(head="value")[1] == read(head="value")[3] == "<|end|>"
-    assert read(head="gain")[0] == blind + "<|end|><|assistant|>"
-    action["output"] = "what is the rate?"
-    answer = "I WANT TO ANSWER:\ndef f(x, rate=3): return x * rate<|end|>"
-    assert read(head="gain") == [blind + said + "<|assistant|>", answer, blind, answer]
 
 
 @pytest.mark.parametrize("loss", ["dpo", "mtdpo", "rft"])

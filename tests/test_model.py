@@ -114,13 +114,13 @@ def test_sharing_saves_tokens_on_candidates(tiny_dir):
 
 
 def test_micro_batches_partition_in_order_and_bound():
-    turns = [t for seed in range(4) for t in some_turns(seed)]
-    of = lambda part: [turns[i] for i in part]
+    turns = [(tuple(p), tuple(a)) for seed in range(4) for p, a in some_turns(seed)]
+    pairs = [M.Pair(tuple(turns[i:i + 2]), (turns[-i],)) for i in range(len(turns))]
     for bound in (1, 30, 50, 100, 10 ** 9):
-        parts = M.micro_batches(list(range(len(turns))), of, bound)
-        assert [i for part in parts for i in part] == list(range(len(turns)))
-        assert all(len(part) == 1 or len(M.pack(of(part)).ids) <= bound for part in parts)
-    assert len(M.micro_batches(list(range(len(turns))), of, 10 ** 9)) == 1
+        parts = M.micro_batches(pairs, bound)
+        assert [pair for part in parts for pair in part] == pairs
+        assert all(len(part) == 1 or len(M.pack(M.turns_in(part)).ids) <= bound for part in parts)
+    assert len(M.micro_batches(pairs, 10 ** 9)) == 1 < len(M.micro_batches(pairs, 100))
 
 
 def test_score_equals_action_logps():

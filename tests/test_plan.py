@@ -38,8 +38,7 @@ def test_tokens_are_those_of_the_run(job, bound, rewarded, tiny_dir, tmp_path):
 
 def planned(config, examples, **more):
     args = SimpleNamespace(**{"dry_run": 1, "replicate": 1, "max_tokens": 10 ** 6, "dtype": "fp32", "recompute": 0, **more})
-    turns_in = lambda part: [turn for example in part for turn in example]
-    return M.plan(args, config, [examples], turns_in, [turns_in(examples)])
+    return M.dry_run(args, config, [examples], [M.turns_in(examples)])
 
 
 @pytest.mark.parametrize("recompute", [0, 1])
@@ -47,7 +46,7 @@ def test_flops_and_memory_are_those_of_a_step(recompute):
     config = LlamaConfig(vocab_size=1000, hidden_size=192, intermediate_size=512, num_hidden_layers=4, head_dim=32,
                          num_attention_heads=6, num_key_value_heads=6, attn_implementation="tree_sdpa")
     turns = sorted({(tuple(20 * p), tuple(10 * a)) for p, a in some_turns()})
-    plan = planned(config, [[turn] for turn in turns], recompute=recompute)
+    plan = planned(config, [M.Pair((turn,)) for turn in turns], recompute=recompute)
     model = M.TreeLM(LlamaForCausalLM(config))
     assert plan["parameters"] == sum(p.numel() for p in model.parameters())
     assert plan["gb_a_gpu"]["weights_gradients_moments"] == pytest.approx(16 * plan["parameters"] / 1e9, rel=0.01)
@@ -87,7 +86,9 @@ def test_more_gpus_hold_less_each_and_an_8b_model_takes_16_gb_on_8():
     config = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
                          num_attention_heads=32, num_key_value_heads=8)
     prompt = tuple(range(3000))
-    plan = planned(config, [[(prompt, (5,) * 400)], [(prompt, (6,) * 300)]], dry_run=8, dtype="auto", recompute=None)
+    flags = {"dtype": "auto", "recompute": None}
+    chosen, rejected = ((prompt, (5,) * 400),), ((prompt, (6,) * 300),)
+    plan = planned(config, [M.Pair(chosen, rejected)], dry_run=8, **flags)
     assert plan["parameters"] == 8_030_261_248 and plan["largest_tree"] == 3700
     assert plan["gb_a_gpu"]["weights_gradients_moments"] == pytest.approx(16.06, rel=0.01)
     # by hand: 32 layers' inputs in 2 bytes, 1 GB; the head's gradient twice, 2.1 GB; its logits, a layer's insides
@@ -96,7 +97,7 @@ def test_more_gpus_hold_less_each_and_an_8b_model_takes_16_gb_on_8():
     # the most is at the end, when their gradients are in 16 and in 32 bits
     assert plan["gb_a_gpu"]["gathered"] == pytest.approx(2.18 + 2.1, rel=0.01)
     assert plan["gb_a_gpu"]["total"] == pytest.approx(16.06 + 4.28 + plan["gb_a_gpu"]["activations"], rel=0.01)
-    few = planned(config, [[((1,) * 9, (5,) * 4)]], dry_run=8, dtype="auto", recompute=None)["gb_a_gpu"]
+    few = planned(config, [M.Pair((((1,) * 9, (5,) * 4),))], dry_run=8, **flags)["gb_a_gpu"]
     assert few["activations"] < 2.5 and few["total"] == pytest.approx(16.06 + max(6.3, 4.28 + few["activations"]), rel=0.01)
-    halves = planned(config, [[(prompt, (5,) * 400)]], dry_run=16, replicate=2, dtype="auto", recompute=None)
+    halves = planned(config, [M.Pair(chosen)], dry_run=16, replicate=2, **flags)
     assert halves["gb_a_gpu"]["weights_gradients_moments"] == plan["gb_a_gpu"]["weights_gradients_moments"]

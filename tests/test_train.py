@@ -620,23 +620,23 @@ def test_deal_gives_every_rank_as_many_parts_of_about_the_same_size(monkeypatch)
     for _ in range(300):
         world, bound = r.randrange(2, 6), r.choice([1, 20, 60, 10 ** 9])
         lengths = [r.randrange(1, 40) for _ in range(r.randrange(1, 20))]
-        of = lambda part: [((0, i), (1,) * lengths[i]) for i in part]
-        size = lambda part: M.tree_tokens(of(part))
-        parts = M.micro_batches(list(range(len(lengths))), of, bound)
+        pairs = [M.Pair((((0, i), (1,) * n),)) for i, n in enumerate(lengths)]
+        size = lambda part: M.tree_tokens(M.turns_in(part))
+        parts = M.micro_batches(pairs, bound)
         monkeypatch.setattr(M, "WORLD", world)
         shares = []
         for rank in range(world):
             monkeypatch.setattr(M, "RANK", rank)
-            shares.append(M.deal(parts, of))
+            shares.append(M.deal(parts))
         assert len({len(share) for share in shares}) == 1
         assert len(shares[0]) <= -(-len(parts) // world)  # no more rounds than there must be
         total = Counter()
         for part, weight in (x for share in shares for x in share):
             assert weight in (0, 1) and part and (len(part) == 1 or size(part) <= bound)
-            total.update({i: weight for i in part})
+            total.update({pair: weight for pair in part})
         if any(weight == 0 for share in shares for _, weight in share):  # only where nothing is left to halve
             assert all(len(part) == 1 for share in shares for part, _ in share)
-        assert total == {i: 1 for i in range(len(lengths))}
+        assert total == {pair: 1 for pair in pairs}
         rounds = [[size(part) for part, _ in dealt] for dealt in zip(*shares)]
         assert all(min(a) >= max(b) for a, b in zip(rounds, rounds[1:]))  # neighbours in size work side by side
 
