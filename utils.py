@@ -166,7 +166,8 @@ def checked(line, need):
     """The record in a line, with every field of `need`; ValueError says what is wrong."""
     try:
         record = json.loads(line)
-        if b"\\ud" in line.lower() or b"\xed" in line:
+        line = line.encode("utf-8", "surrogatepass") if isinstance(line, str) else line
+        if b"\\ud" in line.lower() or b"\xed" in line:  # the only ways to spell one
             record = encodable(record)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"not JSON ({e}); every line must be one JSON object") from None
