@@ -594,12 +594,12 @@ def names_in(form):
     """(names that a module's top level binds, save functions that are stubs; all its names)."""
     tree, bound, functions = ast.parse(form), set(), (ast.FunctionDef, ast.AsyncFunctionDef)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    empty = lambda x: isinstance(x, ast.Pass) or \
+        isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)  # a docstring, an ellipsis
     for node in tree.body:
         if isinstance(node, (*functions, ast.ClassDef)):
             names.add(node.name)
-            body = [x for x in node.body if not isinstance(getattr(x, "value", 0), ast.Constant)]
-            if isinstance(node, ast.ClassDef) or not all(isinstance(x, ast.Pass) for x in body) \
-                    or any(isinstance(x, ast.Return) for x in node.body):
+            if isinstance(node, ast.ClassDef) or not all(map(empty, node.body)):
                 bound.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             bound |= {alias.asname or alias.name for alias in node.names}
@@ -1216,13 +1216,16 @@ def comparable(line):
 
 def compare(wanted, given):
     """The Outcome of a test. wanted: a comparable line; given: the answer's line or Outcome."""
-    wanted, given = claim(wanted), claim(given)
-    if isinstance(wanted, Outcome) or isinstance(given, Outcome):
-        return wanted if isinstance(wanted, Outcome) else given
-    try:
-        return Outcome(Verdict.PASS if wanted.value == given.value else Verdict.WRONG)
-    except Exception:  # too deep, or out of memory
-        return Outcome(Verdict.REFUSED, "it can't be compared")
+    same = wanted == given and b"nan" not in given.lower()  # alike bytes are alike values
+    if not same:
+        wanted, given = claim(wanted), claim(given)
+        if isinstance(wanted, Outcome) or isinstance(given, Outcome):
+            return wanted if isinstance(wanted, Outcome) else given
+        try:
+            same = wanted.value == given.value
+        except Exception:  # too deep, or out of memory
+            return Outcome(Verdict.REFUSED, "it can't be compared")
+    return Outcome(Verdict.PASS if same else Verdict.WRONG)
 
 
 OFFICIAL_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(",
@@ -1382,7 +1385,8 @@ def check_task(grader, task):
     first, *others = [grader.lines(task["ground_truth"], tests, role)
                       for role in ("reference", "reference", "other seed")]  # another hash seed
     broken, weak = [], []
-    for i, (name, line) in enumerate(zip(names, map(comparable, first))):
+    first = [comparable(line) for line in first]
+    for i, (name, line) in enumerate(zip(names, first)):
         module = re.match("ModuleNotFoundError: (.*)", getattr(line, "said", ""))
         if module:
             broken.append(f"needs module {module[1]}")
@@ -1392,7 +1396,8 @@ def check_task(grader, task):
             broken.append(f"{name}: value differs between two runs")
         if tests.index(tests[i]) < i:
             weak.append(f"{name}: repeats {names[tests.index(tests[i])]}")
-    if len(tests) > 1 and all(compare(first[0], line).verdict is Verdict.PASS for line in first):
+    if len(tests) > 1 and isinstance(first[0], bytes) and \
+            all(compare(first[0], line).verdict is Verdict.PASS for line in first):
         weak.append("all tests give the same value")
     return list(dict.fromkeys(broken)), weak
 
