@@ -559,9 +559,8 @@ class Marks:
     """What tells code from prose in the text of an answer."""
     FENCE = re.compile(r"(`{3,}|~{3,})[ \t]*\{?\.?([\w+#-]*)\}?[ \t]*")
     FIRST_LINE = re.compile(r"\s*(def \w+ *\(|async def |class \w+ *[(:]|import \w"
-                            r"|from [\w.]+ import |@\w|\w+ *(:[^=]+)?= *\S)")
-    WORD = re.compile(r"\A\s*(?:sure|okay|ok|python|code|solution|answer)\s*\n"
-                      r"|\n(?:done|end)\s*\Z", re.I)  # Python, too, but for what they name
+                            r"|from [\w.]+ import |@\w|\w+(?: *:[^=\n]+)? = \S)")
+    WORD = re.compile(r"\A\s*[^\W\d]\w*[ \t]*\n|\n[^\W\d]\w*\s*\Z")  # "Sure", "Done": names, too
 
 
 def official_code(answer):
@@ -594,7 +593,7 @@ def names_in(form):
     """(names that a module's top level binds, save functions that are stubs; all its names)."""
     tree, bound, functions = ast.parse(form), set(), (ast.FunctionDef, ast.AsyncFunctionDef)
     names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    empty = lambda x: isinstance(x, ast.Pass) or \
+    empty = lambda x: isinstance(x, ast.Pass) or "NotImplementedError" in ast.dump(x) or \
         isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)  # a docstring, an ellipsis
     for node in tree.body:
         if isinstance(node, (*functions, ast.ClassDef)):
@@ -638,12 +637,12 @@ def fenced_blocks(answer):
         if mark in answer[tag:body] or Marks.FIRST_LINE.match(answer, tag, body):
             body = tag  # code on the fence's own line
         found = [m.start() for m in re.finditer(re.escape(mark), answer[body:])]
-        ends = [body + end for end in found[:20]] or [len(answer)]
+        rank = 0 if language.startswith("py") else 2 if language else 1
+        ends = [body + end for end in found[:20 if rank < 2 else 2]] or [len(answer)]
         for end in ends:
-            text = answer[body:end]
+            text = Marks.WORD.sub("", answer[body:end])
             block = compiled(text) if re.sub("#.*", "", text).strip() else None
             if block:
-                rank = 0 if language.startswith("py") else 2 if language else 1
                 blocks.append((rank, *block))
                 at = end + len(mark)
                 break
@@ -654,28 +653,33 @@ def fenced_blocks(answer):
     return blocks
 
 
+def globals_of(code):
+    """The names that a code object and those within it look up outside their functions."""
+    inner = [globals_of(x) for x in code.co_consts if isinstance(x, types.CodeType)]
+    return set(code.co_names).union(*inner)
+
+
 def fenced_code(answer, tests):
     """Code objects of fenced blocks: the first that binds what the tests call, and its helpers.
 
-    Of several versions the first counts, as for the released scorer. Helpers are other blocks that
-    bind names, none of them twice, and do not name what is called.
+    Of several versions the first counts, as for the released scorer. A helper is another block that
+    is the first to bind a name which main, the tests or another helper need.
     """
     blocks = fenced_blocks(answer)
     if len(blocks) < 2:
         return [code for _, _, code in blocks]
-    wanted, bound = called_in(tests), set()
-    names = [names_in(form) for _, form, _ in blocks]
+    names, wanted = [names_in(form) for _, form, _ in blocks], called_in(tests)
     mains = [i for i in range(len(blocks)) if names[i][0] & wanted]
     if not mains:
         return [min(blocks, key=lambda block: block[0])[2]]
-    main = min(mains, key=lambda i: blocks[i][0])
-    codes = []
-    for i, (rank, _, code) in enumerate(blocks):
-        helps = rank < 2 and names[i][0] and not names[i][0] & bound and not names[i][1] & wanted
-        if i == main or helps:
-            codes.append(code)
-            bound |= names[i][0]
-    return codes
+    chosen = [min(mains, key=lambda i: blocks[i][0])]
+    needed, bound = set(re.findall(r"\w+", " ".join(tests))), set()
+    for i in chosen:  # which grows
+        needed |= globals_of(blocks[i][2])
+        bound |= names[i][0]
+        chosen += [j for j, (rank, _, _) in enumerate(blocks) if rank < 2 and j not in chosen
+                   and names[j][0] & needed - bound and not names[j][1] & wanted][:1]
+    return [blocks[i][2] for i in sorted(chosen)]
 
 
 def unfenced_code(answer):
@@ -687,7 +691,7 @@ def unfenced_code(answer):
     starts = [i for i, line in enumerate(lines) if Marks.FIRST_LINE.match(line)]
     for first in starts[:3]:
         ends = [i for i in range(first + 1, len(lines)) if not lines[i][:1].isspace()]
-        for end in [len(lines), *ends[:-61:-1]]:
+        for end in [len(lines), *ends[:-401:-1]]:
             if block := compiled("\n".join(lines[first:end])):
                 return block
     return None
@@ -882,7 +886,7 @@ def serve(paths, bpf, blind, modules, memory):
 
 
 SERVER = (landlock_rules, confine, Marks, official_code, forms, compiled, names_in, called_in,
-          fenced_blocks, fenced_code, unfenced_code, answer_code, Rows, encode, run_tests, serve)
+          fenced_blocks, globals_of, fenced_code, unfenced_code, answer_code, Rows, encode, run_tests, serve)
 COMMON = """_strptime array bisect base64 calendar collections.abc contextlib copy csv dataclasses
 difflib enum functools hashlib heapq html inspect io ipaddress itertools math numbers numpy operator
 pathlib pprint queue random re sqlite3 statistics string textwrap
@@ -976,10 +980,10 @@ def read_lines(wire, n, seconds, end, room):
     Each may take `seconds` from the one before; all must have come by `end`, as time.monotonic has
     it, and have at most `room` bytes. What comes after the n-th is not read.
     """
-    lines, buffer = [], bytearray()
+    lines, buffer, late = [], bytearray(), 0
     deadline = min(end, time.monotonic() + seconds)
     while len(lines) < n:
-        seen, late = 0, 0
+        seen = 0
         while (cut := buffer.find(b"\n", seen)) < 0:
             seen = len(buffer)
             if seen > LIMITS["line"]:
@@ -1059,6 +1063,8 @@ def spend(steps):
 
 def steps_to_compare(key):
     """About the steps to compare a key with another one of the same hash."""
+    if isinstance(key, slice):  # hashable from Python 3.12 on
+        key = key.start, key.stop, key.step
     if isinstance(key, tuple):
         return 1 + sum(map(steps_to_compare, key))
     if isinstance(key, frozenset):  # each element with as many as have its hash
@@ -1090,7 +1096,7 @@ def mapping(halves):
 def numbers(make, *kinds, bits=63):
     """A function of a list of numbers of these kinds, whose integers have at most so many bits."""
     def of(parts):
-        spend(20)
+        spend(60)  # a Fraction is hashed several times, in Python
         if not all(type(part) in kinds for part in parts):
             raise TypeError
         if any(type(part) is int and part.bit_length() > bits for part in parts):
@@ -1124,7 +1130,7 @@ def decimal_number(text):
     digits = len(text) + abs(number.as_tuple().exponent)
     if digits > LIMITS["digits"]:
         raise Refused(f"a Decimal of more than {LIMITS['digits']:,} digits")
-    spend(40 + digits)
+    spend(60 + digits)
     return fractions.Fraction(number)
 
 

@@ -46,7 +46,9 @@ FORMS = {  # each with {} where the code stands; a person finds it at a glance
     "markdown around": "```markdown\n```python\n{}```\n```", "stray fence": "Use ``` for code.\n\n```python\n{}```\n",
     "braces": "```{{python}}\n{}```", "dot": "```{{.python}}\n{}```", "file name": "```python double.py\n{}```", "copy": "```python copy\n{}```",
     "unclosed and prose": "```python\n{}\nThis doubles x, as you wished.", "code, then usage in python": "```\n{}```\n```python\nprint(f(3))\n```",
-    "odd spaces": "```python\n\ufeff{}\u200b\n```", "no-break space": "def g(x):\n\xa0\xa0\xa0\xa0return x\n{}", "quote in prose": "It's what you're after:\n```python\n{}```\nIsn't it?"}
+    "odd spaces": "```python\n\ufeff{}\u200b\n```", "no-break space": "def g(x):\n\xa0\xa0\xa0\xa0return x\n{}", "info": "```python filename=double.py\n{}```", "tag within": "```\npython\n{}```", "Bye": "{}\n\nBye",
+    "not implemented": "```python\ndef f(x):\n    raise NotImplementedError\n```\n```python\n{}```",
+    "much prose": "{}\n" + "and more\n" * 300, "bash blocks": "```bash\nls -l\n```\n" * 40 + "```python\n{}```", "quote in prose": "It's what you're after:\n```python\n{}```\nIsn't it?"}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -79,7 +81,11 @@ def test_helpers_in_an_earlier_block(graders):
     assert grade("def g(x): return 3 * x", uses, "def g(x): return 2 * x") == 0  # nothing is defined twice
     assert grade("def f(x): ...", RIGHT) == 1 and grade("def f(x):\n    '''TODO'''\n    pass", WRONG) == 0  # a stub is no version
     assert grade(WRONG, RIGHT) == 0 and grade(RIGHT, WRONG) == 1  # the first version counts, never the better one
-    assert grade("print(f(1))", RIGHT) == 1 and grade("g = 1 / 0", RIGHT) == 0  # a definition that fails is the answer's
+    for other in ("print(f(1))", "g = 1 / 0", "cost = rates.get(zone) * x", "import no_such_module", "while True: y = 1"):
+        assert grade(other, RIGHT) == grade(RIGHT, other) == 1 and grade(WRONG, other) == 0  # nobody needs it
+    assert grade("g = 1 / 0", uses) == grade("import no_such_module as g", uses) == 0  # somebody does
+    assert grade("BASE = 1", "TWO = BASE + 1", "def g(x):\n    return x * TWO", uses) == 1
+    assert grade("BASE = 2", "TWO = BASE + 1", "def g(x):\n    return x * TWO", uses) == 0
 
 
 def test_no_answer_has_two_tries(graders):
