@@ -439,8 +439,8 @@ def page_demonstration(task, r, args):
 #    \__________answer and tests; lines______________________________/   reads from its socket
 #
 # The server never sees code, values or references, so a child inherits nothing worth reading. The
-# servers of references and of answers are apart. A child is the answer's from the first line of code
-# that it runs: all that it sends is a claim, as bytes. Verdicts are made further below, of values
+# servers of references and of answers are apart. A child is the answer's from the first line of
+# code that it runs: all that it sends is a claim, as bytes. Verdicts are made further below, of values
 # that the grader itself rebuilt from those bytes.
 
 LIMITS = {
@@ -886,7 +886,8 @@ def serve(paths, bpf, blind, modules, memory):
 
 
 SERVER = (landlock_rules, confine, Marks, official_code, forms, compiled, names_in, called_in,
-          fenced_blocks, globals_of, fenced_code, unfenced_code, answer_code, Rows, encode, run_tests, serve)
+          fenced_blocks, globals_of, fenced_code, unfenced_code, answer_code, Rows, encode,
+          run_tests, serve)
 COMMON = """_strptime array bisect base64 calendar collections.abc contextlib copy csv dataclasses
 difflib enum functools hashlib heapq html inspect io ipaddress itertools math numbers numpy operator
 pathlib pprint queue random re sqlite3 statistics string textwrap

@@ -99,8 +99,8 @@ def inline(message):
 
 
 def say(message):
-    """Print one line for people on stderr."""
-    print(inline(message), file=sys.stderr)
+    """Print one line for people on stderr, at once: a signal's line must not come into it."""
+    sys.stderr.write(inline(message) + "\n")
 
 
 def fail(message):

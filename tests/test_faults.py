@@ -56,7 +56,8 @@ STAGES = {
 def test_a_stage_killed_again_and_again_ends_as_if_it_had_not_been(name, tasks, scored, tiny_dir, tmp_path):
     flags, adds = STAGES[name]
     model = ["--model", tiny_dir] * (name != "evaluate.py")
-    stdin = lines(tasks if adds else scored * 100 if name == "evaluate.py" else scored)
+    many = [{**r, "sample": 100 * i + r["sample"]} for i in range(100) for r in scored]
+    stdin = lines(tasks if adds else many if name == "evaluate.py" else scored)
 
     def run(out, kill=None):
         if adds:
