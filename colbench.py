@@ -2050,8 +2050,8 @@ async def judge_records(args, emit):
             return 1
         return 0
 
-    need = "task.problem_description", "task.ground_truth", "dialogue_history"
-    for record in read_jsonl(sys.stdin, need, skip_bad=args.skip_bad):
+    fields = lambda record: [*task_fields(record), "dialogue_history"]
+    for record in read_jsonl(sys.stdin, fields, skip_bad=args.skip_bad):
         window.append(asyncio.ensure_future(judged(record)))
         if len(window) >= args.in_flight:
             failed += await first()
