@@ -1776,7 +1776,7 @@ class Clip:
         return min(1.0, max(0.0, (x @ y).item()))
 
 
-# --- environments: all that a kind of task decides --------------------------------------------------
+# --- environments: all that a kind of task decides ------------------------------------------------
 
 class Environment:
     """One kind of task: a class by itself knows the task, an instance plays the human and grades.
@@ -1819,7 +1819,7 @@ class Environment:
 
     @classmethod
     def page(cls, text):
-        """The HTML page that draws a text's answer; "" where there is nothing to draw."""
+        """The HTML page in a text, "" where there is none. A kind with pages inherits from Pages."""
         return ""
 
     def scripted_human(self, task, message):
@@ -1858,7 +1858,7 @@ def percent_of(rewards):
 
 
 class Functions(Environment):
-    """Backend Programming: the answer is a Python function, the reward its share of tests passed."""
+    """Backend Programming: the answer is a function, the reward the share of tests it passes."""
     agent_prompt, human_prompt = AGENT_PROMPT, HUMAN_PROMPT
     fields = ("task.test_cases",)
     reward_name = "tests passed"

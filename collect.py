@@ -243,7 +243,7 @@ def seed_of(key):
 
 
 def critic_engine(args, players):
-    """await critic(task, history, actions): the actions' advantages. One that sees gets pictures."""
+    """await critic(task, history, actions): the actions' advantages."""
     import torch
 
     from train_critic import critic_turns, load_critic, score_turns
@@ -364,7 +364,7 @@ class Players:
         return clean if self.args.human_leak == "redact" else reply
 
     async def wait(self, kind, method, *args):
-        """method(*args) of an environment; where that draws, in threads that the engine does not use."""
+        """method(*args) of an environment; where it draws, in threads that the engine leaves."""
         if not kind.drawn:
             return method(*args)
         return await asyncio.get_running_loop().run_in_executor(self.threads, method, *args)

@@ -6,7 +6,8 @@
     python evaluate.py base.jsonl sweet.jsonl --html report.html        # and every episode, to look at
     python evaluate.py --results 1 results*.jsonl --plot figure.png     # earlier results: one table, one figure
 
-tests_passed  the mean reward, by its kind's name in the table: share of the hidden tests passed; of pages likeness
+tests_passed  the mean reward: share of the hidden tests passed; of frontend tasks how alike the
+              pages look. The table's head is the first word of the kind's reward_name.
 success       share of the episodes of reward 1 (not of frontend tasks)
 turns         messages of the agent; tokens: what it sampled in all of them
 unanswered    share of the episodes whose rounds ran out: the last message was graded, but it is no answer
@@ -214,9 +215,10 @@ def table(results):
     mean = reward_name(results).partition(" ")[0]
     pages, boxed = (any(r[k] is not None for r in results) for k in ("not_drawn", "letterbox"))
     seeds, missing = any(len(r["files"]) > 1 for r in results), any(r.get("missing") for r in results)
-    rows = [["system", f"{mean} %", "success %", "turns", "tokens", "unanswered %", *["letterbox %"] * boxed,
-             *["not drawn %"] * pages, "copied %", *["seeds"] * seeds, "episodes", "tasks", *["missing"] * missing,
-             *["success - first", f"{mean} - first", *["wins %"] * pages, "common"] * (len(results) > 1)]]
+    rows = [["system", f"{mean} %", "success %", "turns", "tokens", "unanswered %",
+             *["letterbox %"] * boxed, *["not drawn %"] * pages, "copied %", *["seeds"] * seeds, "episodes", "tasks", *["missing"] * missing,
+             *["success - first", f"{mean} - first", *["wins %"] * pages, "common"]
+             * (len(results) > 1)]]
     for r in results:
         d = r.get("minus_first")
         rows.append([r["system"], *(percent(r[k], r[k + "_95"]) for k in ("tests_passed", "success")),
@@ -235,7 +237,7 @@ def table(results):
 
 
 def plot(results, path):
-    """Success, or else the mean reward, of systems NAME@X against X, a curve with intervals a NAME; others as level lines."""
+    """Success, or else the mean reward: a curve over X of the systems NAME@X, others as levels."""
     try:
         import matplotlib
     except ImportError:

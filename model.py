@@ -515,7 +515,7 @@ def action_ids(tokenizer, message, sampled=True, picture=()):
     """Ids of an action: the stored `token_ids`, what was really sampled; where there are none (demonstrations,
     published data), its raw text and the end of turn.
 
-    sampled=False: a critic judges it as text. It is tokenised anew, with its picture's ids behind it.
+    sampled=False: a critic judges it as text. It is tokenised anew; picture's ids stand behind it.
     """
     if sampled and message.get("token_ids"):
         if max(message["token_ids"]) >= len(tokenizer):

@@ -119,9 +119,9 @@ def test_published_tasks_without_a_kind_are_recognised(kind, task):
 def test_a_kind_without_a_human_says_so():
     args = colbench.get_args(["grade"])
     args.kind = "bare"
-    bare, task = colbench.Environment(args, 1), {"kind": "backend", "problem_description": "x"}
-    calls = [lambda: bare.tasks("train", args), lambda: bare.demonstration(task, None, args),
-             lambda: bare.scripted_human(task, "?")]
+    bare = colbench.Environment(args, 1)
+    calls = [lambda: bare.tasks("train", args), lambda: bare.demonstration({}, None, args),
+             lambda: bare.scripted_human({}, "?")]
     for call in calls:
         with pytest.raises(SystemExit, match="error: .*(no built-in|no demonstrations|no scripted)"):
             call()
