@@ -1819,7 +1819,7 @@ class Environment:
 
     @classmethod
     def page(cls, text):
-        """The HTML page in a text, "" where there is none. A kind with pages inherits from Pages."""
+        """The HTML page in a text, or "". A kind that has pages inherits from Pages."""
         return ""
 
     def scripted_human(self, task, message):

@@ -216,7 +216,8 @@ def table(results):
     pages, boxed = (any(r[k] is not None for r in results) for k in ("not_drawn", "letterbox"))
     seeds, missing = any(len(r["files"]) > 1 for r in results), any(r.get("missing") for r in results)
     rows = [["system", f"{mean} %", "success %", "turns", "tokens", "unanswered %",
-             *["letterbox %"] * boxed, *["not drawn %"] * pages, "copied %", *["seeds"] * seeds, "episodes", "tasks", *["missing"] * missing,
+             *["letterbox %"] * boxed, *["not drawn %"] * pages, "copied %",
+             *["seeds"] * seeds, "episodes", "tasks", *["missing"] * missing,
              *["success - first", f"{mean} - first", *["wins %"] * pages, "common"]
              * (len(results) > 1)]]
     for r in results:

@@ -199,7 +199,8 @@ def dialogue(*contents):
 
 
 def turns_of(tokenizer, history, hidden=None, thinking=0):
-    return M.turns_of(tokenizer, {"dialogue_history": as_read(history, hidden), "meta": {"thinking": thinking}})
+    read = as_read(history, hidden)
+    return M.turns_of(tokenizer, {"dialogue_history": read, "meta": {"thinking": thinking}})
 
 
 PLAIN = dialogue("write f(x): the price", "what is the fee?", "fee=3",
