@@ -20,7 +20,6 @@ import base64
 import contextlib
 import functools
 import itertools
-import json
 import math
 import os
 import sys
