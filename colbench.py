@@ -56,7 +56,6 @@ from typing import NamedTuple
 
 ANSWER = "I WANT TO ANSWER:"   # what follows is the final answer
 OUTPUT = "OUTPUT:"             # what stands before is the agent's private thought
-REPLY_CHARS = {"backend": 400, "frontend": 1000}  # the human's reply is cut here
 
 AGENT_PROMPT = """You write a Python function for a colleague. The description below leaves out details that only they \
 know, and hidden unit tests check those details. Talk to them: in each message ask one short question about one \
@@ -134,33 +133,45 @@ def agent_messages(record):
     return [m for m in record["dialogue_history"] if m["role"] == "assistant"]
 
 
+def kind_of(task):
+    """The task's `kind`. Published tasks have none: a page without tests is "frontend"."""
+    reference = str(task.get("ground_truth"))
+    page = "test_cases" not in task and re.search("<(html|body)", reference, re.I)
+    return task.get("kind", "frontend" if page else "backend")
+
+
+def environment(task):
+    """The class in ENVIRONMENTS of a task's kind; ValueError if there is none."""
+    kind, known = kind_of(task), list(ENVIRONMENTS)
+    if kind not in known:
+        raise ValueError(f"unknown task.kind {repr(kind)[:40]}; known are {', '.join(known)}")
+    return ENVIRONMENTS[kind]
+
+
+def task_fields(record):
+    """The fields that a record's task must have, for read_jsonl; its kind must be known."""
+    environment(record.get("task", {}))
+    return ["task.problem_description", "task.ground_truth"]
+
+
 def training_fields(record, reward=True):
     """The fields that a trainer needs of a record, for read_jsonl; the agent must say something."""
     if "dialogue_history" in record and not agent_messages(record):
         raise ValueError("the agent says nothing in dialogue_history")
-    fields = ["task.problem_description", "task.ground_truth", "dialogue_history"]
-    return fields + ["reward"] if reward else fields
-
-
-def kind_of(task):
-    """"backend" or "frontend": the task's `kind`; ColBench's files have none, and pages no test cases."""
-    page = "test_cases" not in task and re.search("<(html|body)", str(task.get("ground_truth")), re.I)
-    return "frontend" if task.get("kind", page and "frontend") == "frontend" else "backend"
+    fields = [*task_fields(record), "dialogue_history"]
+    return [*fields, "reward"] if reward else fields
 
 
 def gradable(record):
-    """The fields that a record's task needs to be graded, as read_jsonl takes them."""
-    task = record.get("task")
-    page = isinstance(task, dict) and kind_of(task) == "frontend"
-    return "task.problem_description", "task.ground_truth", *["task.test_cases"] * (not page)
+    """The fields that a record's task needs to be graded, for read_jsonl."""
+    return [*task_fields(record), *environment(record.get("task", {})).fields]
 
 
 def first_message(task, max_turns, agent_prompt=None):
-    """What the agent reads first: `agent_prompt`, else the task's own "agent_prompt", else that of its kind."""
-    of_kind = PAGE_AGENT_PROMPT if kind_of(task) == "frontend" else AGENT_PROMPT
-    prompt = agent_prompt or task.get("agent_prompt") or of_kind
-    return {"role": "user", "content": fill(prompt, max_turns=max_turns,
-                                            problem_description=task["problem_description"])}
+    """What the agent reads first, by `agent_prompt`, else the task's own, else its kind's."""
+    prompt = agent_prompt or task.get("agent_prompt") or environment(task).agent_prompt
+    content = fill(prompt, max_turns=max_turns, problem_description=task["problem_description"])
+    return {"role": "user", "content": content}
 
 
 def spoken(history):
@@ -169,8 +180,10 @@ def spoken(history):
 
 
 def human_prompt(task, history, prompt=None):
-    """What an LLM that plays the human reads: `prompt` or that of the kind, filled in, without the first message."""
-    prompt = prompt or (PAGE_HUMAN_PROMPT if kind_of(task) == "frontend" else HUMAN_PROMPT)
+    """What an LLM that plays the human reads: `prompt`, else that of the task's kind, filled in."""
+    prompt = prompt or environment(task).human_prompt
+    if not prompt:
+        fail(f"tasks of kind {kind_of(task)} have no prompt for an LLM human: --human_prompt FILE")
     return fill(prompt, problem_description=task["problem_description"],
                 hidden_information=hidden_information(task), dialogue=spoken(history))
 
@@ -1775,71 +1788,225 @@ class Clip:
         return min(1.0, max(0.0, (x @ y).item()))
 
 
-class PageGrader:
-    """with PageGrader() as grader: grader.grade(task, answer) of frontend tasks, from any thread.
+# --- environments: all that a kind of task decides ------------------------------------------------
 
-    The reward is how alike the answer's page and the reference look: by `clip`, a Clip, or else by `similarity`. The
-    other arguments are Renderer's. A page that can't be drawn is worth 0, and says why.
+class Environment:
+    """One kind of task: a class by itself knows the task, an instance plays the human and grades.
+
+    An instance is shared by threads. `with` ends what it has started. args: a script's flags;
+    workers: answers graded at once; pictures: an LLM human or a critic looks.
     """
-    def __init__(self, clip=None, **renderer):
-        self.clip, self.renderer = clip, Renderer(**renderer)
-        self.workers = 2 * self.renderer.workers
-        self.reference, self.drawn = (functools.lru_cache(256 if self.renderer.pictures else 1024)(self.renderer.render)
-                                      for _ in range(2))
+    agent_prompt = "{problem_description}"  # may hold {max_turns}, too
+    human_prompt = None             # for an LLM that plays the human; see HUMAN_PROMPT
+    reply_chars = 400               # the human's reply is cut here
+    fields = ()                     # what grade reads of a task beyond description and reference
+    reward_name = "reward"          # in messages; its first word heads a column of evaluate.py
+    measured = "success", "unanswered"  # metrics of evaluate.py that not all kinds have
+    drawn = False                   # whether answers are drawn; then the methods may wait for it
+    advice = ""                     # where a split has too few tasks
+
+    def __init__(self, args, workers, pictures=0):
+        self.workers = workers
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
+        pass
+
+    @classmethod
+    def tasks(cls, split, args):
+        """Endless built-in tasks of a split, for `colbench.py tasks`."""
+        fail(f"--kind {args.kind} has no built-in tasks")
+
+    @classmethod
+    def demonstration(cls, task, r, args):
+        """One scripted episode, a record, for `colbench.py demos`; r: a random.Random."""
+        fail(f"--kind {args.kind} has no demonstrations")
+
+    @classmethod
+    def answer(cls, history, final):
+        """The answer of a dialogue; final: what the agent's last message hands in, or None."""
+        return final
+
+    @classmethod
+    def page(cls, text):
+        """The HTML page in a text, or "". A kind that has pages inherits from Pages."""
+        return ""
+
+    def scripted_human(self, task, message):
+        """The built-in human's reply."""
+        fail("--human scripted: this kind of task has no scripted human")
+
+    def shown(self, task, message):
+        """PNG files, as bytes, that an LLM human looks at."""
+        return []
+
+    def grade(self, task, answer):
+        """{"reward": 0 to 1} and what else is worth keeping in the record."""
+        raise NotImplementedError
+
+    def check(self, task):
+        """([what keeps a task from being graded], [what makes it a poor judge])."""
+        return [], []
+
+    def meta(self):
+        """How it grades, for the record's `meta`."""
+        return {}
+
+    def grader_line(self):
+        """How it grades, for the last message."""
+        return "grader: " + type(self).__name__
+
+    def summary(self, rewards, failures):
+        """What `colbench.py grade` says at its end."""
+        n, mean = len(rewards), percent_of(rewards)
+        return f"{n} answers: {self.reward_name} {mean}; {self.grader_line()}"
+
+
+def percent_of(rewards):
+    """The mean as "70.0 %"."""
+    return f"{100 * sum(rewards) / max(1, len(rewards)):.1f} %"
+
+
+class Functions(Environment):
+    """Backend Programming: the answer is a function, the reward the share of tests it passes."""
+    agent_prompt, human_prompt = AGENT_PROMPT, HUMAN_PROMPT
+    fields = ("task.test_cases",)
+    reward_name = "tests passed"
+    measured = "success", "unanswered", "copied"
+    advice = ": ask for more slots"
+    demonstration = staticmethod(demonstration)
+
+    def __init__(self, args, workers, pictures=0):
+        self.rules, self.workers = getattr(args, "rules", "honest"), workers
+        self.grader = Grader(self.rules, workers, args.unsafe)
+
+    def __exit__(self, *_):
+        self.grader.close()
+
+    @classmethod
+    def tasks(cls, split, args):
+        return builtin_tasks(split, args.seed, args.min_slots, args.max_slots, args.usual)
+
+    def scripted_human(self, task, message):
+        return scripted_human(task, message)
+
+    def grade(self, task, answer):
+        return self.grader.grade(task, answer)
+
+    def check(self, task):
+        return check_task(self.grader, task)
+
+    def meta(self):
+        return {"rules": self.rules}
+
+    def grader_line(self):
+        return f"grader: {self.rules} rules, sandbox {self.grader.level}"
+
+    def summary(self, rewards, failures):
+        solved = percent_of([reward == 1 for reward in rewards])
+        return (f"{len(rewards)} answers: tests passed {percent_of(rewards)}, success {solved}; "
+                + self.grader_line())
+
+
+class Pages(Environment):
+    """Frontend Design: the answer is a web page, the reward how alike it and the reference look.
+
+    The likeness is by --clip, a Clip, or else by `similarity`. A page that can't be drawn is worth
+    0, and the record says why.
+    """
+    agent_prompt, human_prompt = PAGE_AGENT_PROMPT, PAGE_HUMAN_PROMPT
+    reply_chars = 1000
+    reward_name = "likeness"
+    measured = ("not_drawn",)
+    drawn = True
+    demonstration = staticmethod(page_demonstration)
+
+    def __init__(self, args, workers, pictures=0):
+        self.clip, self.by = args.clip and Clip(args.clip, args.resize), "blocks"
+        if self.clip:
+            self.by = "clip letterbox" if self.clip.resize == "letterbox" else "clip"
+        pictures = bool(self.clip) or pictures
+        self.renderer = Renderer(workers, args.browser, args.allow_network, pictures)
+        self.workers = 2 * workers
+        kept = functools.lru_cache(256 if pictures else 1024)
+        self.reference, self.render = kept(self.renderer.render), kept(self.renderer.render)
+
+    def __exit__(self, *_):
         self.renderer.__exit__()
+
+    @classmethod
+    def tasks(cls, split, args):
+        return builtin_pages(split, args.seed, args.usual)
+
+    @classmethod
+    def answer(cls, history, final):
+        return last_page(history)
+
+    @classmethod
+    def page(cls, text):
+        return extract_page(text)
 
     def wanted(self, task):
         """The reference as drawn, once; NoReference where it can't be."""
         try:
             return self.reference(extract_page(task["ground_truth"]) or task["ground_truth"])
         except RenderError as e:
-            raise NoReference(f"task {task_id(task)}: its reference can't be drawn: {e}") from None
+            why = f"task {task_id(task)}: its reference can't be drawn: {e}"
+            raise NoReference(why) from None
 
     def pair(self, task, text):
-        """(the last page in a text, the task's reference) as drawn; RenderError where one can't be."""
-        return self.drawn(extract_page(text)), self.wanted(task)
+        """(the last page in a text, the reference) as drawn; RenderError where one can't be."""
+        return self.render(extract_page(text)), self.wanted(task)
 
-    def remark(self, task, text):
-        """What the scripted human says of the last page in a text: the largest difference to the reference."""
-        found = differences(*self.pair(task, text), self.renderer.sheet.colours)
+    def scripted_human(self, task, message):
+        """The largest difference between the message's page and the reference."""
+        found = differences(*self.pair(task, message), self.renderer.sheet.colours)
         return found[0][1] if found else RIGHT
 
-    def grade(self, task, answer):
-        """{"reward": 0 to 1, "reward_by": "blocks" or "clip"}, and "failure": why there is nothing to compare.
+    def shown(self, task, message):
+        return [picture["png"] for picture in self.pair(task, message)]
 
-        clip.resize "both": the reward is the official one, and there is a "reward_letterbox".
+    def grade(self, task, answer):
+        """{"reward", "reward_by": "blocks" or "clip"}, and "failure" where nothing is compared.
+
+        With --resize both the reward is the official one, and there is a "reward_letterbox".
         """
         try:
             pages, why = self.pair(task, answer), {}
         except RenderError as e:
             pages, why = None, {"failure": str(e)}
         if not self.clip:
-            return {"reward": similarity(*pages) if pages else 0.0, "reward_by": "blocks"} | why
-        ways = ("official", "letterbox") if self.clip.resize == "both" else (self.clip.resize,)
+            reward = similarity(*pages) if pages else 0.0
+            return {"reward": reward, "reward_by": self.by, **why}
+        both = self.clip.resize == "both"
+        ways = ("official", "letterbox") if both else (self.clip.resize,)
         first, *more = (self.clip(*pages, way) if pages else 0.0 for way in ways)
-        return {"reward": first, "reward_by": "clip" + " letterbox" * (ways[0] == "letterbox")} | why | (
-            {"reward_letterbox": more[0]} if more else {})
+        graded = {"reward": first, "reward_by": self.by, **why}
+        return {**graded, "reward_letterbox": more[0]} if more else graded
+
+    def check(self, task):
+        """Its page is drawn twice."""
+        page = extract_page(task["ground_truth"]) or task["ground_truth"]
+        try:
+            first, again = self.renderer.render(page), self.renderer.render(page)
+        except RenderError as e:
+            return [f"can't be drawn: {e}"], []
+        broken = ["two pictures differ"] if first != again else []
+        return broken, [] if first["blocks"] else ["nothing is on it"]
+
+    def grader_line(self):
+        return f"grader: {self.by}"
+
+    def summary(self, rewards, failures):
+        likeness = percent_of(rewards)
+        return f"{len(rewards)} pages: likeness {likeness} by {self.by}, {failures} not drawn"
 
 
-def check_page(grader, task):
-    """check_task for a frontend task: its page is drawn twice."""
-    page = extract_page(task["ground_truth"]) or task["ground_truth"]
-    try:
-        first, again = grader.renderer.render(page), grader.renderer.render(page)
-    except RenderError as e:
-        return [f"can't be drawn: {e}"], []
-    return ["two pictures differ"] * (first != again), ["nothing is on it"] * (not first["blocks"])
-
-
-def page_grader(args, workers, pictures=0):
-    """The PageGrader of page_flags; with `pictures` also where its reward needs none."""
-    return PageGrader(args.clip and Clip(args.clip, args.resize), workers=workers, browser=args.browser,
-                      allow_network=args.allow_network, pictures=bool(args.clip) or pictures)
+ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
+sys.modules["colbench"] = sys.modules[__name__]  # one ENVIRONMENTS, also where this is __main__
+# your own environments are imported here: README, "Your own environment"
 
 
 # --- an LLM as the critic ---------------------------------------------------------------------------------------------
@@ -1895,8 +2062,8 @@ async def judge_records(args, emit):
             return 1
         return 0
 
-    need = "task.problem_description", "task.ground_truth", "dialogue_history"
-    for record in read_jsonl(sys.stdin, need, skip_bad=args.skip_bad):
+    fields = lambda record: [*task_fields(record), "dialogue_history"]
+    for record in read_jsonl(sys.stdin, fields, skip_bad=args.skip_bad):
         window.append(asyncio.ensure_future(judged(record)))
         if len(window) >= args.in_flight:
             failed += await first()
@@ -1930,7 +2097,8 @@ def get_args(argv=None):
                                             formatter_class=p.formatter_class)
     t, d = add("tasks", "write built-in tasks"), add("demos", "write scripted demonstrations on the train split")
     for q in (t, d):
-        q.add_argument("--kind", choices=["backend", "frontend"], default="backend", help="functions, or pages")
+        q.add_argument("--kind", choices=list(ENVIRONMENTS), default="backend",
+                       help="functions, or pages")
     t.add_argument("--split", choices=SPLITS, default="train", help="the splits share no task")
     for q, n, usual in ((t, 500, 0.65), (d, 8000, 0.0)):
         q.add_argument("--n", type=int, default=n, help="how many")
@@ -1962,74 +2130,64 @@ def get_args(argv=None):
     return p.parse_args(argv)
 
 
-def builtin(args, split):
-    """Endless built-in tasks of the flags."""
-    return builtin_pages(split, args.seed, args.usual) if args.kind == "frontend" else \
-        builtin_tasks(split, args.seed, args.min_slots, args.max_slots, args.usual)
-
-
 def to_grade(args, *more):
-    """(stdin's records, their grader): tasks must be of one kind, which the first one tells. more: fields needed."""
-    records = read_jsonl(sys.stdin, lambda r: (*gradable(r)[1:], *more), skip_bad=args.skip_bad)
+    """(stdin's records, their environment): all tasks are of one kind. more: fields needed."""
+    fields = lambda record: [*gradable(record)[1:], *more]  # a description is not
+    records = read_jsonl(sys.stdin, fields, skip_bad=args.skip_bad)
     first = next(records, None)
     kind = kind_of(first["task"]) if first else "backend"
 
     def of_one_kind():
         for r in itertools.chain([first] if first else (), records):
             if kind_of(r["task"]) != kind:
-                fail(f"task {task_id(r['task'])} is of another kind than those before it: give them by themselves")
+                fail(f"task {task_id(r['task'])} is of another kind than those before it: "
+                     "give them by themselves")
             yield r
-    grader = page_grader(args, args.workers, pictures=args.command == "check") if kind == "frontend" else \
-        Grader(getattr(args, "rules", "honest"), args.workers, args.unsafe)
-    return of_one_kind(), grader
+    return of_one_kind(), ENVIRONMENTS[kind](args, args.workers, args.command == "check")
 
 
 def main(args):
     emit = open_stdout()
     if args.command == "tasks":
-        seen = set()
-        for i, task in enumerate(builtin(args, args.split)):
+        kind, seen = ENVIRONMENTS[args.kind], set()
+        for i, task in enumerate(kind.tasks(args.split, args)):
             if len(seen) == args.n:
                 break
             if i > 100 * args.n:
                 fail(f"the {args.split} split has no {args.n} such tasks (found {len(seen)})"
-                     + ": ask for more slots" * (args.kind == "backend"))
+                     + kind.advice)
             if task["id"] not in seen:
                 seen.add(task["id"])
                 emit({"task": task})
     elif args.command == "demos":
-        tasks, demo = builtin(args, "train"), page_demonstration if args.kind == "frontend" else demonstration
+        kind = ENVIRONMENTS[args.kind]
+        tasks = kind.tasks("train", args)
         for i in range(args.n):
-            emit(demo(next(tasks), rng("demo", args.seed, i), args))
+            emit(kind.demonstration(next(tasks), rng("demo", args.seed, i), args))
     elif args.command == "judge":
         if failed := asyncio.run(judge_records(args, emit)):
             fail(f"{failed} records could not be judged and were not written")
     elif args.command == "grade":
-        records, grader = to_grade(args, *["answer"] * (not args.reference))
-        answers = ({**r, "answer": r["task"]["ground_truth"]} if args.reference else r for r in records)
-        rules = {"rules": args.rules} if isinstance(grader, Grader) else {}
+        records, grader = to_grade(args, *[] if args.reference else ["answer"])
+        if args.reference:
+            records = ({**r, "answer": r["task"]["ground_truth"]} for r in records)
+        rewards, failures = [], 0
         with grader:
-            rewards, failures = [], 0
-            for record in grade_records(answers, grader):
-                emit({**record, "meta": {**record.get("meta", {}), **rules}})
+            for record in grade_records(records, grader):
+                emit({**record, "meta": {**record.get("meta", {}), **grader.meta()}})
                 rewards.append(record["reward"])
                 failures += "failure" in record
-            n = max(1, len(rewards))
-            mean, solved = 100 * sum(rewards) / n, 100 * rewards.count(1) / n
-            say(f"{len(rewards)} answers: tests passed {mean:.1f} %, success {solved:.1f} %; "
-                f"grader: {args.rules} rules, sandbox {grader.level}" if rules else
-                f"{len(rewards)} pages: likeness {mean:.1f} % by "
-                f"{record['reward_by'] if rewards else '-'}, {failures} not drawn")
+            say(grader.summary(rewards, failures))
     else:
         records, grader = to_grade(args)
         with grader:
             for i, record in enumerate(records, 1):
-                check = check_task if isinstance(grader, Grader) else check_page
-                broken, weak = check(grader, record["task"])
+                broken, weak = grader.check(record["task"])
                 if broken or weak:
-                    said = "dropped" if broken else "kept"
-                    say(f"line {i}: {said}: {'; '.join(broken + weak)}")
-                broken or emit(record)
+                    verdict = "dropped" if broken else "kept"
+                    say(f"line {i}: {verdict}: {'; '.join(broken + weak)}")
+                if not broken:
+                    emit(record)
 
 
 if __name__ == "__main__":

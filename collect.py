@@ -17,9 +17,9 @@ from utils import (Endpoint, EndpointError, digest, end_with_us, fail, family, o
 import asyncio
 import atexit
 import base64
+import contextlib
 import functools
 import itertools
-import json
 import math
 import os
 import sys
@@ -28,9 +28,9 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
-from colbench import (Grader, GraderError, NOT_SEEN, NoReference, REPLY_CHARS, RenderError, extract_page,
-                      first_message, gradable, hidden_information, human_prompt, judge, kind_of, last_page, page_flags,
-                      page_grader, read_action, redact, said, scripted_human, task_id)
+from colbench import (NOT_SEEN, GraderError, NoReference, RenderError, environment, first_message,
+                      gradable, hidden_information, human_prompt, judge, kind_of, page_flags,
+                      read_action, redact, said, task_id)
 
 
 def get_args(argv=None):
@@ -242,7 +242,7 @@ def seed_of(key):
 
 
 def critic_engine(args, players):
-    """await critic(task, history, actions): the actions' advantages. One that sees has players.pages draw."""
+    """await critic(task, history, actions): the actions' advantages."""
     import torch
 
     from train_critic import critic_turns, load_critic, score_turns
@@ -258,11 +258,12 @@ def critic_engine(args, players):
     batcher = Batcher(work, 1024, size=len)  # `score` cuts the work by tokens itself
 
     async def advantages(task, history, actions):
-        if pictures and kind_of(task) == "frontend":
+        if pictures:
+            kind = players.environment(task)
             texts = *(m["content"] for m in history), *(a["output"] for a in actions), hidden_information(task)
-            for page in {extract_page(text) for text in texts} - {""}:
+            for page in {kind.page(text) for text in texts} - {""}:
                 file = os.path.join(folder.name, digest(page) + ".png")
-                os.path.exists(file) or await players.look(players.pages.renderer.save, page, file)
+                os.path.exists(file) or await players.wait(kind, kind.renderer.save, page, file)
                 if os.path.exists(file) and page not in pictures.numbers:
                     pictures.add(page, file)
         return await batcher(critic_turns(critic, tokenizer, task, history, actions, args.thinking,
@@ -297,7 +298,8 @@ class Players:
     async def make(self, args):
         """Loads them all; returns self."""
         from model import end_of_turn, open_directory, render, weights_digest
-        self.args, self.leaks, self.pages, self.critic_sees = args, 0, None, False
+        self.args, self.leaks, self.critic_sees = args, 0, False
+        self.environments, self.opened = {}, contextlib.ExitStack()
         self.threads = ThreadPoolExecutor(2 * os.cpu_count())
         self.agent_prompt, self.human_prompt = (read_file(args, flag) for flag in ("agent_prompt", "human_prompt"))
         if http(args.human):
@@ -317,18 +319,28 @@ class Players:
             self.critic = functools.partial(judge, judges, await judges.model())
         return self
 
+    def environment(self, task):
+        """The environment of a task's kind, opened when first asked for."""
+        kind = kind_of(task)
+        if kind not in self.environments:
+            looks = http(self.args.human) or self.critic_sees
+            opened = environment(task)(self.args, os.cpu_count(), looks)
+            self.environments[kind] = self.opened.enter_context(opened)
+        return self.environments[kind]
+
     async def human(self, task, history):
-        """The human's reply to the last message of the history, cut at REPLY_CHARS. Of pages it sees its own, too."""
-        kind, _, text = self.args.human.partition(":")
-        message, page, limit = history[-1]["content"], kind_of(task) == "frontend", REPLY_CHARS[kind_of(task)]
-        if kind == "fixed":
+        """The human's reply to the last message of the history, cut at the kind's reply_chars."""
+        who, _, text = self.args.human.partition(":")
+        message, limit = history[-1]["content"], environment(task).reply_chars
+        if who == "fixed":
             return text[:limit]
+        kind = self.environment(task)
         try:
-            if kind == "scripted":
-                return await self.look(self.pages.remark, task, message) if page else scripted_human(task, message)
+            if who == "scripted":
+                return await self.wait(kind, kind.scripted_human, task, message)
             prompt = human_prompt(task, history, self.human_prompt)
-            if page:
-                shown = [p["png"] for p in await self.look(self.pages.pair, task, message)]
+            shown = await self.wait(kind, kind.shown, task, message)
+            if shown:
                 urls = [f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in shown]
                 prompt = [{"type": "text", "text": prompt},
                           *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
@@ -350,9 +362,11 @@ class Players:
         self.leaks += bool(leaks)
         return clean if self.args.human_leak == "redact" else reply
 
-    async def look(self, draw, *args):
-        """draw(*args), which waits for a page, in threads of its own: the engine must not stand in that queue."""
-        return await asyncio.get_running_loop().run_in_executor(self.threads, draw, *args)
+    async def wait(self, kind, method, *args):
+        """method(*args) of an environment; where it draws, in threads that the engine leaves."""
+        if not kind.drawn:
+            return method(*args)
+        return await asyncio.get_running_loop().run_in_executor(self.threads, method, *args)
 
     def text(self, token_ids):
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -388,8 +402,7 @@ class Players:
             if answer is not None:
                 break
             history.append({"role": "user", "content": await self.human(task, history)})
-        if kind_of(task) == "frontend":
-            answer = last_page(history)
+        answer = environment(task).answer(history, answer)
         return {"sample": sample, "dialogue_history": history, "answer": answer}
 
     async def add_candidates(self, record, sample):
@@ -448,7 +461,6 @@ async def collect(args, emit):
     meta = {k: getattr(args, k) for k in ("model", "human", "temperature", "max_turns", "thinking", "seed", "best_of",
                                           "critic", "prior", "rules")}
     meta |= {"model_weights": players.weights, "version": version()}
-    grader = Grader(rules=args.rules, workers=os.cpu_count(), unsafe=args.unsafe)
     threads = ThreadPoolExecutor(os.cpu_count())
     finished = asyncio.Queue()
     bar, trouble, totals = progress("episodes"), [], Counter()
@@ -458,9 +470,8 @@ async def collect(args, emit):
             for record in read_jsonl(sys.stdin, gradable, skip_bad=args.skip_bad):
                 record["task"] = {"kind": kind_of(record["task"]), **record["task"], "id": task_id(record["task"])}
                 played, n = "dialogue_history" in record, seen[record["task"]["id"]]
-                if record["task"]["kind"] == "frontend" and not (played and "reward" in record or players.pages):
-                    players.pages = page_grader(args, os.cpu_count(),
-                                                pictures=http(args.human) or players.critic_sees)
+                if not (played and "reward" in record):
+                    players.environment(record["task"])
                 if played and not args.candidates:
                     fail(f"task {record['task']['id']} has a dialogue already: give --candidates, or cut it out")
                 seen[record["task"]["id"]] += 1
@@ -488,9 +499,9 @@ async def collect(args, emit):
 
     async def graded(record):
         if "reward" not in record:
-            by = players.pages if record["task"]["kind"] == "frontend" else grader
-            record |= await asyncio.get_running_loop().run_in_executor(threads, by.grade, record["task"],
-                                                                       record["answer"])
+            grade = players.environment(record["task"]).grade
+            record |= await asyncio.get_running_loop().run_in_executor(
+                threads, grade, record["task"], record["answer"])
         return record
 
     async def writer():
@@ -507,16 +518,14 @@ async def collect(args, emit):
         await asyncio.gather(*(player(jobs) for _ in range(args.concurrency)))
         finished.put_nowait(None)
 
-    with grader:
+    with players.opened:
         await asyncio.gather(players_then_end(jobs()), writer())
-    if players.pages:
-        players.pages.__exit__()
-    n = max(1, totals["episodes"])
-    what = "likeness" if players.pages else "tests passed"
-    say(f"{totals['episodes']} episodes ({before} done before): "
-        f"{what} {100 * totals['reward'] / n:.1f} %, success {100 * totals['solved'] / n:.1f} %, "
-        f"{totals['tokens'] / n:.0f} tokens each; "
-        f"grader: {args.rules} rules, sandbox {grader.level}")
+    n, kinds = max(1, totals["episodes"]), players.environments.values()
+    what = " and ".join(kind.reward_name for kind in kinds) or "reward"
+    say("; ".join([f"{totals['episodes']} episodes ({before} done before): "
+                   f"{what} {100 * totals['reward'] / n:.1f} %, "
+                   f"success {100 * totals['solved'] / n:.1f} %, "
+                   f"{totals['tokens'] / n:.0f} tokens each", *(k.grader_line() for k in kinds)]))
     if players.leaks:
         cut = "cut out" if args.human_leak == "redact" else "--human_leak redact cuts it out"
         say(f"the human quoted hidden code in {players.leaks} replies ({cut})")

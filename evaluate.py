@@ -6,8 +6,9 @@
     python evaluate.py base.jsonl sweet.jsonl --html report.html        # and every episode, to look at
     python evaluate.py --results 1 results*.jsonl --plot figure.png     # earlier results: one table, one figure
 
-tests_passed  share of the hidden tests passed: the mean reward; of frontend tasks how alike the pages look
-success       share of the episodes that pass them all (not of frontend tasks)
+tests_passed  the mean reward: share of the hidden tests passed; of frontend tasks how alike the
+              pages look. The table's head is the first word of the kind's reward_name.
+success       share of the episodes of reward 1 (not of frontend tasks)
 turns         messages of the agent; tokens: what it sampled in all of them
 unanswered    share of the episodes whose rounds ran out: the last message was graded, but it is no answer
 letterbox     frontend tasks graded by CLIP with --resize both: how alike the whole pages look, not their middle
@@ -33,12 +34,16 @@ import sys
 
 import numpy as np
 
-from colbench import (ANSWER, RenderError, agent_messages, browser_flags, each_drawn, extract_page, hidden_information,
-                      kind_of, slots_of, task_id)
+from colbench import (ANSWER, ENVIRONMENTS, RenderError, agent_messages, browser_flags, each_drawn,
+                      environment, hidden_information, kind_of, slots_of, task_fields, task_id)
 
 METRICS = ("tests_passed", "success", "turns", "tokens", "unanswered", "letterbox", "not_drawn", "copied")
 COMPARED = ("success", "tests_passed")
-NEED = ("task.problem_description", "task.ground_truth", "dialogue_history", "reward")
+
+
+def fields(record):
+    """The fields that a record must have, for read_jsonl."""
+    return [*task_fields(record), "dialogue_history", "reward"]
 
 
 def get_args(argv=None):
@@ -79,13 +84,16 @@ def measure(record):
 
     So a mean over episodes (each counts 1), a share of all slots told, and what an episode lacks (0, 0) are all one.
     """
-    agent, page = agent_messages(record), kind_of(record["task"]) == "frontend"
+    agent, measured = agent_messages(record), environment(record["task"]).measured
     sampled = [len(m["token_ids"]) for m in agent if "token_ids" in m]
     unanswered = not agent or ANSWER not in agent[-1]["content"]
-    return np.array([(record["reward"], 1), (0, 0) if page else (record["reward"] >= 1, 1), (len(agent), 1),
-                     (sum(sampled), bool(sampled)), (0, 0) if page else (unanswered, 1),
-                     (record.get("reward_letterbox", 0), "reward_letterbox" in record),
-                     ("failure" in record, 1) if page else (0, 0), copied(record)], float)
+    of_kind = {"success": (record["reward"] >= 1, 1), "unanswered": (unanswered, 1),
+               "not_drawn": ("failure" in record, 1), "copied": copied(record)}
+    found = {"tests_passed": (record["reward"], 1), "turns": (len(agent), 1),
+             "tokens": (sum(sampled), bool(sampled)),
+             "letterbox": (record.get("reward_letterbox", 0), "reward_letterbox" in record)}
+    found |= {name: of_kind[name] for name in measured}
+    return np.array([found.get(name, (0, 0)) for name in METRICS], float)
 
 
 # --- systems ----------------------------------------------------------------------------------------------------------
@@ -103,9 +111,9 @@ def read_system(name, files, skip_bad, keep):
     keep(system's name, record) is called with each. Of a file's episodes with the same task and
     sample the first counts.
     """
-    clusters, episodes, rules, seen, repeated = {}, 0, set(), {}, 0
+    clusters, episodes, rules, rewards, seen, repeated = {}, 0, set(), set(), {}, 0
     for i, path in enumerate(files):
-        for record in read_jsonl(opened(path), NEED, "stdin" if path == "-" else path, skip_bad):
+        for record in read_jsonl(opened(path), fields, "stdin" if path == "-" else path, skip_bad):
             key = i, task_id(record["task"])  # a task in two seeds' files is two clusters: two models played it
             if "sample" in record:  # published episodes have none
                 samples = seen.setdefault(key, set())
@@ -116,11 +124,13 @@ def read_system(name, files, skip_bad, keep):
             clusters[key] = clusters.get(key, 0) + measure(record)
             episodes += 1
             rules.add(record.get("meta", {}).get("rules", "unknown"))
+            rewards.add(environment(record["task"]).reward_name)
             keep(name, record)
     if repeated:
         say(f"{name}: {repeated} episodes, by task and sample, were there before and are not "
             "counted (several seeds? NAME=FILE,FILE)")
-    return {"name": name, "files": files, "clusters": clusters, "episodes": episodes, "rules": sorted(rules)}
+    return {"name": name, "files": files, "clusters": clusters, "episodes": episodes,
+            "rules": sorted(rules), "rewards": sorted(rewards)}
 
 
 def read_systems(args, skip_bad, keep=lambda *_: None):
@@ -165,7 +175,8 @@ def with_interval(statistic, clusters, resamples):
 def result(system, systems, resamples):
     """The JSON record of a system; `minus_first` compares it with the first one, on common (file index, task)s."""
     clusters, first = system["clusters"], systems[0]
-    out = {"system": system["name"], "files": system["files"], "rules": system["rules"], "episodes": system["episodes"],
+    out = {"system": system["name"], "files": system["files"], "rules": system["rules"],
+           "rewards": system["rewards"], "episodes": system["episodes"],
            "tasks": len({task for _, task in clusters}), "version": version(),
            "missing": len({key for s in systems for key in s["clusters"]} - clusters.keys())}
     for m, metric in enumerate(METRICS):
@@ -192,13 +203,23 @@ def percent(value, interval=None, sign=""):
     return text(value) + (f" [{', '.join(map(text, interval))}]" if interval else "")
 
 
+def reward_name(results):
+    """What the rewards are: "tests passed", "likeness"; of several kinds "reward"."""
+    older = lambda r: ["likeness" if r["success"] is None else "tests passed"]
+    names = {name for r in results for name in r.get("rewards") or older(r)}
+    return names.pop() if len(names) == 1 else "reward"
+
+
 def table(results):
     """Lines of aligned text, one per system, and under them what the numbers rest on."""
+    mean = reward_name(results).partition(" ")[0]
     pages, boxed = (any(r[k] is not None for r in results) for k in ("not_drawn", "letterbox"))
     seeds, missing = any(len(r["files"]) > 1 for r in results), any(r.get("missing") for r in results)
-    rows = [["system", "tests %", "success %", "turns", "tokens", "unanswered %", *["letterbox %"] * boxed,
-             *["not drawn %"] * pages, "copied %", *["seeds"] * seeds, "episodes", "tasks", *["missing"] * missing,
-             *["success - first", "tests - first", *["wins %"] * pages, "common"] * (len(results) > 1)]]
+    rows = [["system", f"{mean} %", "success %", "turns", "tokens", "unanswered %",
+             *["letterbox %"] * boxed, *["not drawn %"] * pages, "copied %",
+             *["seeds"] * seeds, "episodes", "tasks", *["missing"] * missing,
+             *["success - first", f"{mean} - first", *["wins %"] * pages, "common"]
+             * (len(results) > 1)]]
     for r in results:
         d = r.get("minus_first")
         rows.append([r["system"], *(percent(r[k], r[k + "_95"]) for k in ("tests_passed", "success")),
@@ -217,7 +238,7 @@ def table(results):
 
 
 def plot(results, path):
-    """Success, of pages likeness, of systems NAME@X against X, a curve with intervals a NAME; others as level lines."""
+    """Success, or else the mean reward: a curve over X of the systems NAME@X, others as levels."""
     try:
         import matplotlib
     except ImportError:
@@ -240,7 +261,7 @@ def plot(results, path):
     if xs := sorted({x for points in curves.values() for x, *_ in points if x is not None}):
         axes.set_xscale("log", base=2)
         axes.set_xticks(xs, [f"{x:g}" for x in xs])
-    axes.set_ylabel("success %" if metric == "success" else "likeness %")
+    axes.set_ylabel("success %" if metric == "success" else f"{reward_name(results)} %")
     axes.legend()
     with writing(path, path + ".part"):
         figure.savefig(path + ".part", dpi=150, format=os.path.splitext(path)[1][1:] or "png")
@@ -360,11 +381,15 @@ class Report:
 
     def draw(self, args):
         """Adds small pictures of the references' and the answers' pages, each once."""
-        from PIL import Image
         at = {}
         for t in self.tasks.values():
+            page_of = ENVIRONMENTS[t["kind"]].page
             for shown, text in ((t, t["reference"]), *((e, e["answer"]) for e in t["episodes"])):
-                at.setdefault(extract_page(text), []).append(shown)
+                at.setdefault(page_of(text), []).append(shown)
+        at.pop("", None)
+        if not at:
+            return
+        from PIL import Image
 
         def picture(renderer, page):
             with contextlib.suppress(RenderError):
@@ -380,8 +405,7 @@ class Report:
                 self.pictures.append(drawn)
 
     def write(self, path, systems, args):
-        if any(t["kind"] == "frontend" for t in self.tasks.values()):
-            self.draw(args)
+        self.draw(args)
         data = {"systems": systems, "tasks": list(self.tasks.values()), "pictures": self.pictures}
         data = json.dumps(data).replace("<", "\\u003c")
         with writing(path, path + ".part"):

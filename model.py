@@ -38,7 +38,6 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast)
 from transformers.utils import logging
 
-from colbench import extract_page, with_hidden
 from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, from_rank_0, most, one_line,
                    progress, reading, remove, rng, summed, writing)
 
@@ -315,9 +314,9 @@ class Pictures:
         self.files.append(file)
         self.grids.append(tuple(x // SIDE for x in self.resize(height, width, SIDE, *self.size.values())))
 
-    def ids(self, text):
-        """The ids that show the picture of the last page in a text; () where it has none."""
-        n = self.numbers.get(extract_page(text))
+    def ids(self, page):
+        """The ids that show a page's picture; () where it has none."""
+        n = self.numbers.get(page)
         return () if n is None else (self.ends[0], *[PICTURE + n] * math.prod(self.grids[n]), self.ends[1])
 
     def pixels(self, numbers):
@@ -512,32 +511,17 @@ def raw(message):
     return message.get("output") or message.get("content") or ""
 
 
-def action_ids(tokenizer, message, sampled=True, pictures=None):
+def action_ids(tokenizer, message, sampled=True, picture=()):
     """Ids of an action: the stored `token_ids`, what was really sampled; where there are none (demonstrations,
     published data), its raw text and the end of turn.
 
-    sampled=False: for who judges it as text. It is tokenised anew, and the picture of its page, of `pictures`, added.
+    sampled=False: a critic judges it as text. It is tokenised anew; picture's ids stand behind it.
     """
     if sampled and message.get("token_ids"):
         if max(message["token_ids"]) >= len(tokenizer):
             fail("token_ids in the records are not of this --model's tokenizer: take the model that sampled them")
         return tuple(message["token_ids"])
-    text = raw(message)
-    shown = pictures.ids(text) if pictures and not sampled else ()
-    return (*plain_ids(tokenizer, text), *shown, *end_of_turn(tokenizer))
-
-
-def as_read(history, hidden=None, pictures=None):
-    """A conversation as a critic reads it: `hidden`, the information c, in front of it.
-
-    With `pictures`, a Pictures, the agent's pages are shown after its messages, and c after the first one, if drawn.
-    """
-    if not pictures:
-        return history if hidden is None else with_hidden(history, hidden)
-    shown = [{**m, PICTURE: pictures.ids(m["content"])} if m["role"] == "assistant" else m for m in history]
-    if c := pictures.ids(hidden):
-        return [{**shown[0], PICTURE: c}, *shown[1:]]
-    return shown if hidden is None else with_hidden(shown, hidden)
+    return (*plain_ids(tokenizer, raw(message)), *picture, *end_of_turn(tokenizer))
 
 
 def turns_of(tokenizer, record):

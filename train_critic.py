@@ -30,8 +30,8 @@ import os
 import sys
 from itertools import islice
 
-from colbench import (agent_messages, browser_flags, each_drawn, extract_page, hidden_information,
-                      kind_of, task_id, training_fields)
+from colbench import (agent_messages, browser_flags, each_drawn, environment, hidden_information,
+                      task_id, training_fields, with_hidden)
 
 
 def get_args(argv=None):
@@ -80,10 +80,10 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, Pictures, action_ids, action_logps, as_read, base_digest, batches,
+from model import (PICTURE, TURN, Pair, Pictures, action_ids, action_logps, base_digest, batches,
                    count, deal, dry_run, gathered, load, load_options, micro_batches,
-                   open_directory, reference, render, restore, save, save_checkpoint, score, sees,
-                   thinks, turns_in)
+                   open_directory, raw, reference, render, restore, save, save_checkpoint, score,
+                   sees, thinks, turns_in)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -117,18 +117,39 @@ def value_loss(chosen, rejected):
 
 # --- data -----------------------------------------------------------------------------------------
 
+def as_read(history, hidden=None, shown=None):
+    """A conversation as a critic reads it: `hidden`, the information c, in front of it.
+
+    shown(text): the ids of a text's picture, or (). A picture stands behind the agent's message;
+    that of c takes its place, behind the first message.
+    """
+    if shown:
+        history = [{**m, PICTURE: shown(m["content"])} if m["role"] == "assistant" else m
+                   for m in history]
+        if hidden is not None and (c := shown(hidden)):
+            return [{**history[0], PICTURE: c}, *history[1:]]
+    return history if hidden is None else with_hidden(history, hidden)
+
+
 def critic_turns(critic, tokenizer, task, history, actions, thinking=0, pictures=None):
     """[(turn, reference turn)] of actions after a history: the prompts of pi and pi_ref differ.
 
     critic: {flag: value} of head, hidden_info and ref_context; actions: messages or candidates.
     """
+    page = environment(task).page
+    shown = (lambda text: pictures.ids(page(text))) if pictures else None
+
     def prompt(hidden=None):
-        return tuple(render(tokenizer, as_read(history, hidden, pictures), thinking))
+        return tuple(render(tokenizer, as_read(history, hidden, shown), thinking))
+
+    def action(message):
+        if critic["head"] == "logratio":
+            return action_ids(tokenizer, message)
+        return action_ids(tokenizer, message, False, shown(raw(message)) if shown else ())
 
     seen = prompt(hidden_information(task) if critic["hidden_info"] else None)
     ref_seen = seen if critic["ref_context"] == "hidden" else prompt()
-    ids = [action_ids(tokenizer, a, critic["head"] == "logratio", pictures) for a in actions]
-    return [((seen, action), (ref_seen, action)) for action in ids]
+    return [((seen, ids), (ref_seen, ids)) for ids in map(action, actions)]
 
 
 def add_turns(critic, tokenizer, records, max_length, pictures):
@@ -172,13 +193,12 @@ def draw_pages(args, records):
     """{page: PNG file in --out/pictures} of the agent's pages and of the hidden ones."""
     folder, pages = os.path.join(args.out, "pictures"), {}
     for r in records:
-        if kind_of(r["task"]) != "frontend":
-            continue
+        page_of = environment(r["task"]).page
         texts = [hidden_information(r["task"])]
         for m in agent_messages(r):
             texts += [m["content"], m.get("output")]
             texts += [candidate.get("output") for candidate in m.get("candidates", ())]
-        for page in filter(None, map(extract_page, texts)):
+        for page in filter(None, map(page_of, filter(None, texts))):
             pages[page] = os.path.join(folder, digest(page) + ".png")
     os.makedirs(folder, exist_ok=True)
     new = [page for page, file in pages.items() if not os.path.exists(file)]

@@ -125,8 +125,8 @@ def rng(*key):
 
 ACTION = {"content": str, "output": str, "token_ids": [int], "logprobs": [float], "logprob": float, "advantage": float}
 RECORD = {  # what the fields are, where there are any; all others pass through unseen
-    "task": {"problem_description": str, "ground_truth": str, "hidden_information": str, "agent_prompt": str,
-             "test_cases": {...: str}},
+    "task": {"kind": str, "problem_description": str, "ground_truth": str,
+             "hidden_information": str, "agent_prompt": str, "test_cases": {...: str}},
     "dialogue_history": [{"role": str, **ACTION, "candidates": [ACTION]}],
     "sample": int, "answer": str, "reward": float, "reward_letterbox": float, "tests": {...: str}, "failure": str,
     "meta": {"rules": str, "model_weights": str}, "text": str}

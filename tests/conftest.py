@@ -103,9 +103,9 @@ def records(text):
 def demos(n, seed=0, **knobs):
     args = colbench.get_args(["demos", *(str(x) for k, v in knobs.items() for x in ("--" + k, v))])
     args.seed = seed
-    tasks = colbench.builtin(args, "train")
-    demo = colbench.page_demonstration if args.kind == "frontend" else colbench.demonstration
-    return [demo(next(tasks), utils.rng("demo", seed, i), args) for i in range(n)]
+    kind = colbench.ENVIRONMENTS[args.kind]
+    tasks = kind.tasks("train", args)
+    return [kind.demonstration(next(tasks), utils.rng("demo", seed, i), args) for i in range(n)]
 
 
 def critic_turns(tokenizer, record, head, hidden_info=1, pictures=None):

@@ -12,6 +12,7 @@ from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llam
 
 import model as M
 from conftest import demos
+from train_critic import as_read
 
 # --- the tree ---------------------------------------------------------------------------------------------------------
 
@@ -198,7 +199,8 @@ def dialogue(*contents):
 
 
 def turns_of(tokenizer, history, hidden=None, thinking=0):
-    return M.turns_of(tokenizer, {"dialogue_history": M.as_read(history, hidden), "meta": {"thinking": thinking}})
+    read = as_read(history, hidden)
+    return M.turns_of(tokenizer, {"dialogue_history": read, "meta": {"thinking": thinking}})
 
 
 PLAIN = dialogue("write f(x): the price", "what is the fee?", "fee=3",

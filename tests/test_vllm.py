@@ -111,7 +111,7 @@ def test_a_server_answers_as_the_human(tiny_dir, tasks, servers):
     check(records(done.stdout), tiny_dir, tasks)
     again = script("collect.py", "--model", tiny_dir, *PLAY, "--human", servers[1][1], stdin=tasks)
     replies = {m["content"] for r in records(done.stdout) for m in r["dialogue_history"][1:] if m["role"] == "user"}
-    assert replies and all(0 < len(reply) <= colbench.REPLY_CHARS["backend"] for reply in replies)
+    assert replies and all(0 < len(reply) <= colbench.Functions.reply_chars for reply in replies)
     assert replies == {m["content"] for r in records(again.stdout) for m in r["dialogue_history"][1:]
                        if m["role"] == "user"}  # temperature 0
 

@@ -1,0 +1,127 @@
+"""The README's own environment, twenty questions, through all scripts; kinds that nobody knows."""
+import glob
+import os
+import re
+import shutil
+
+import pytest
+
+import colbench
+from conftest import ROOT, lines, records, script
+from test_endpoints import Server, chat
+
+HERE = "# your own environments are imported here"  # a line of colbench.py
+README = open(f"{ROOT}/README.md", encoding="utf-8").read()
+
+
+@pytest.fixture(scope="module")
+def repo(tmp_path_factory):
+    """A copy of the scripts with the README's words.py beside them, and its line in colbench.py."""
+    folder = tmp_path_factory.mktemp("repo")
+    for path in glob.glob(f"{ROOT}/*.py"):
+        shutil.copy(path, folder)
+    (code,) = re.findall(r"<!-- environment -->\n```python\n(.*?)```", README, re.S)
+    (row,) = re.findall(r"below `ENVIRONMENTS`: `(.*?)`", README)
+    (folder / "words.py").write_text(code)
+    text = (folder / "colbench.py").read_text()
+    assert text.count(HERE) == 1
+    (folder / "colbench.py").write_text(text.replace(HERE, f"{row}\n{HERE}"))
+    return folder
+
+
+def run(repo, name, *flags, stdin=""):
+    done = script(str(repo / name), *flags, stdin=stdin, cwd=repo)
+    assert done.returncode == 0, done.stderr
+    return records(done.stdout), done.stderr
+
+
+def test_twenty_questions_go_through_all_scripts(repo):
+    """Demonstrations, base, episodes with both humans, critic, policy, grades and the table."""
+    demos, _ = run(repo, "colbench.py", "demos", "--kind", "words", "--n", 300, "--max_turns", 4)
+    flags = ["--loss", "rft", "--all", 1, "--model", "tiny", "--lr", 3e-3, "--epochs", 6]
+    run(repo, "train_policy.py", *flags, "--out", "base", stdin=demos)
+    tasks, _ = run(repo, "colbench.py", "tasks", "--kind", "words", "--n", 8)
+    assert len({t["task"]["id"] for t in tasks}) == 8
+
+    play = ["--model", "base", "--max_turns", 4, "--max_tokens", 20, "-k", 6, "--candidates", 4]
+    played, told = run(repo, "collect.py", *play, stdin=tasks)
+    found = sum(r["reward"] for r in played)
+    assert len(played) == 48 and 4 < found < 44
+    assert f"words found {100 * found / 48:.1f} %" in told and "grader: Words" in told
+    for r in played:
+        first, *rest = r["dialogue_history"]
+        assert first["content"].endswith("You have 4 messages.")
+        assert r["reward"] == float(r["answer"].strip() == r["task"]["ground_truth"])
+        for question, reply in zip(rest[::2], rest[1::2]):
+            true = re.findall(r"alive|big|fast", r["task"]["hidden_information"])
+            asked = any(name in question["content"] for name in true)
+            assert reply["content"] == ("yes" if asked else "no")
+
+    human = Server(lambda path, body: chat("perhaps"))
+    heard, _ = run(repo, "collect.py", *play, "--human", human.url, stdin=tasks)
+    replies = [m["content"] for r in heard for m in r["dialogue_history"][2::2]]
+    assert replies and set(replies) == {"perhaps"} and len(human.seen) >= len(replies)
+    prompts = [body["messages"][0]["content"] for _, body, _ in human.seen]
+    known = [f"Your word is {t['task']['hidden_information']}. Reply yes or no." for t in tasks]
+    assert all(prompt.partition("\n")[0] in known for prompt in prompts)
+    assert not any("Python" in prompt or "{" in prompt for prompt in prompts)
+
+    critic = ["--model", "base", "--pairs", "all", "--held_out", 0, "--epochs", 1, "--lr", 1e-4]
+    scored, _ = run(repo, "train_critic.py", *critic, "--out", "critic", stdin=played)
+    actions = [a for r in scored for m in colbench.agent_messages(r) for a in (m, *m["candidates"])]
+    assert any(a["advantage"] for a in actions)
+    run(repo, "train_policy.py", "--model", "base", "--out", "sweet", "--lr", 1e-4, stdin=scored)
+    best = ["--best_of", 2, "--critic", "critic"]
+    after, _ = run(repo, "collect.py", "--model", "sweet", *play[2:-2], *best, stdin=tasks)
+    assert len(after) == 48
+
+    (repo / "base.jsonl").write_text(lines(played))
+    (repo / "sweet.jsonl").write_text(lines(after))
+    files = ["base.jsonl", "sweet.jsonl", "--bootstrap", 0, "--html", "report.html"]
+    (base, sweet), table = run(repo, "evaluate.py", *files)
+    assert base["tests_passed"] == base["success"] == round(found / 48, 4)
+    assert base["unanswered"] is not None and base["copied"] is base["not_drawn"] is None
+    assert table.splitlines()[0].split()[:3] == ["system", "words", "%"]
+    assert base["rewards"] == ["words found"] and os.path.getsize(repo / "report.html")
+    bare = [{k: r[k] for k in ("task", "answer")} for r in played]
+    graded, told = run(repo, "colbench.py", "grade", stdin=bare)
+    assert [r["reward"] for r in graded] == [r["reward"] for r in played]
+    assert "48 answers: words found" in told
+    assert run(repo, "colbench.py", "check", stdin=tasks)[0] == tasks
+
+
+@pytest.mark.parametrize("name, flags", [
+    ("colbench.py", "grade"), ("colbench.py", "check"), ("colbench.py", "judge --endpoint URL"),
+    ("collect.py", "--model MODEL"), ("train_critic.py", "--model MODEL --out OUT"),
+    ("train_policy.py", "--model MODEL --out OUT"), ("evaluate.py", "")])
+def test_an_unknown_kind_is_an_error_that_names_the_known_ones(name, flags, tiny_dir, tmp_path):
+    task = {"kind": "words", "problem_description": "a word", "ground_truth": "ant"}
+    history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ant"}]
+    record = {"task": task, "answer": "ant", "reward": 1.0, "dialogue_history": history}
+    values = {"MODEL": tiny_dir, "OUT": tmp_path / "out", "URL": Server(lambda *_: chat("A")).url}
+    flags = [values.get(flag, flag) for flag in flags.split()]
+    done = script(name, *flags, stdin=[record])
+    error = "error: stdin, line 1: unknown task.kind 'words'; known are backend, frontend ("
+    assert done.returncode == 1 and done.stdout == "" and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith(error)
+    done = script(name, *flags, stdin=[{**record, "task": {**task, "kind": ["words"]}}])
+    assert done.returncode == 1 and "stdin, line 1: task.kind is not text" in done.stderr
+
+
+@pytest.mark.parametrize("kind, task", [
+    ("backend", {"ground_truth": "def f(): return '<html>'", "test_cases": {"a": "f()"}}),
+    ("backend", {"ground_truth": "def f(): return 1"}), ("frontend", {"ground_truth": "<BODY>a"}),
+    ("frontend", {"ground_truth": "a", "kind": "frontend"})])
+def test_published_tasks_without_a_kind_are_recognised(kind, task):
+    assert colbench.environment(task) is colbench.ENVIRONMENTS[kind]
+
+
+def test_a_kind_without_a_human_says_so():
+    args = colbench.get_args(["grade"])
+    args.kind = "bare"
+    bare = colbench.Environment(args, 1)
+    calls = [lambda: bare.tasks("train", args), lambda: bare.demonstration({}, None, args),
+             lambda: bare.scripted_human({}, "?")]
+    for call in calls:
+        with pytest.raises(SystemExit, match="error: .*no (built-in|demonstrations|scripted)"):
+            call()
