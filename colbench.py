@@ -1844,7 +1844,7 @@ class Environment:
 
     def grade(self, task, answer):
         """{"reward": 0 to 1} and what else is worth keeping in the record."""
-        raise NotImplementedError
+        fail(f"{type(self).__name__} grades nothing: it needs a method grade")
 
     def check(self, task):
         """([what keeps a task from being graded], [what makes it a poor judge])."""
