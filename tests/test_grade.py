@@ -394,6 +394,19 @@ def test_fork_servers_and_so_their_children_hold_no_capability(grader):
     assert {held[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {"0" * 16}
 
 
+def test_a_child_gives_only_the_advice_that_allocators_give(grader):
+    code = """
+import ctypes, mmap
+libc, size = ctypes.CDLL(None, use_errno=True), 1 << 16
+libc.mmap.restype = ctypes.c_void_p
+def advice(number):
+    at = libc.mmap(None, ctypes.c_size_t(size), 3, 34, -1, ctypes.c_size_t(0))
+    return ctypes.get_errno() if libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(size), number) else 0
+"""
+    got = [claim(x).value for x in grader.lines(code, [f"advice({n})" for n in (0, 4, 8, 9, 10, 12, 21, 100)], "answer")]
+    assert got == [0, 0, 0, 1, 1, 1, 1, 1]  # EPERM: remove, dontfork, mergeable, pageout, hwpoison
+
+
 def test_an_answer_cannot_read_an_earlier_one(grader):
     """The server sees neither code nor values, so none is in the heap that the next child inherits."""
     mark = "marker_" + "of_an_earlier_answer"
