@@ -446,15 +446,15 @@ def page_demonstration(task, r, args):
     return {"task": task, "sample": 0, "dialogue_history": history, "answer": last_page(history)}
 
 
-# --- the grader: a sandbox --------------------------------------------------------------------------
+# --- the grader: a sandbox ------------------------------------------------------------------------
 #
 # grader --"fork", one end of a new socket--> fork server --fork--> child: confines itself, then
 #    \__________answer and tests; lines______________________________/   reads from its socket
 #
 # The server never sees code, values or references, so a child inherits nothing worth reading. The
 # servers of references and of answers are apart. A child is the answer's from the first line of
-# code that it runs: all that it sends is a claim, as bytes. Verdicts are made further below, of values
-# that the grader itself rebuilt from those bytes.
+# code that it runs: all that it sends is a claim, as bytes. Verdicts are made further below, of
+# values that the grader itself rebuilt from those bytes.
 
 LIMITS = {
     "test": 1, "answer": 6,       # seconds; a reference gets three times as long
@@ -568,12 +568,16 @@ def confine(libc, rules, bpf, memory):
     return "full"
 
 
-class Marks:
-    """What tells code from prose in the text of an answer."""
-    FENCE = re.compile(r"(`{3,}|~{3,})[ \t]*\{?\.?([\w+#-]*)\}?[ \t]*")
-    FIRST_LINE = re.compile(r"\s*(def \w+ *\(|async def |class \w+ *[(:]|import \w"
+def marks():
+    """Patterns that tell code from prose in an answer: a fence, a first line, a word by itself."""
+    fence = re.compile(r"(`{3,}|~{3,})[ \t]*\{?\.?([\w+#-]*)\}?[ \t]*")
+    first_line = re.compile(r"\s*(def \w+ *\(|async def |class \w+ *[(:]|import \w"
                             r"|from [\w.]+ import |@\w|\w+(?: *:[^=\n]+)? = \S)")
-    WORD = re.compile(r"\A\s*[^\W\d]\w*[ \t]*\n|\n[^\W\d]\w*\s*\Z")  # "Sure", "Done": names, too
+    word = re.compile(r"\A\s*[^\W\d]\w*[ \t]*\n|\n[^\W\d]\w*\s*\Z")  # a name to Python
+    return fence, first_line, word
+
+
+FENCE, FIRST_LINE, WORD = marks()
 
 
 def official_code(answer):
@@ -641,26 +645,26 @@ def fenced_blocks(answer):
     """
     blocks, at = [], 0
     for _ in range(200):
-        opening = Marks.FENCE.search(answer, at)
+        opening = FENCE.search(answer, at)
         if not opening:
             break
         mark, language, at = opening[1], opening[2].lower(), opening.end()
         tag = at if language.startswith("py") else opening.end(1)
         body = answer.find("\n", tag) + 1 or len(answer)
-        if mark in answer[tag:body] or Marks.FIRST_LINE.match(answer, tag, body):
+        if mark in answer[tag:body] or FIRST_LINE.match(answer, tag, body):
             body = tag  # code on the fence's own line
         found = [m.start() for m in re.finditer(re.escape(mark), answer[body:])]
         rank = 0 if language.startswith("py") else 2 if language else 1
         ends = [body + end for end in found[:20 if rank < 2 else 2]] or [len(answer)]
         for end in ends:
-            text = Marks.WORD.sub("", answer[body:end])
+            text = WORD.sub("", answer[body:end])
             block = compiled(text) if re.sub("#.*", "", text).strip() else None
             if block:
                 blocks.append((rank, *block))
                 at = end + len(mark)
                 break
         else:
-            closing = Marks.FENCE.match(answer, ends[0])
+            closing = FENCE.match(answer, ends[0])
             if closing and not closing[2]:  # else it opens a block within this one
                 at = closing.end()
     return blocks
@@ -701,7 +705,7 @@ def unfenced_code(answer):
     It begins at the first line that looks like code, and goes as far as it compiles.
     """
     lines = answer.splitlines()
-    starts = [i for i, line in enumerate(lines) if Marks.FIRST_LINE.match(line)]
+    starts = [i for i, line in enumerate(lines) if FIRST_LINE.match(line)]
     for first in starts[:3]:
         ends = [i for i in range(first + 1, len(lines)) if not lines[i][:1].isspace()]
         for end in [len(lines), *ends[:-401:-1]]:
@@ -715,13 +719,13 @@ def answer_code(answer, tests):
 
     Which part of the text is code is settled before any of it runs, whatever the tests give.
     """
-    answer = Marks.WORD.sub("", answer.lstrip("\ufeff"))
-    fence = Marks.FENCE.search(answer)
+    answer = WORD.sub("", answer.lstrip("\ufeff"))
+    fence = FENCE.search(answer)
     before = answer[:fence.start()].strip() if fence else answer
     whole = compiled(answer) if before else None  # "~~~python" is Python, too
     if not whole and not answer.isascii():
         answer = answer.translate({0xFEFF: None, 0x200B: None, 0xA0: " "})  # marks, odd spaces
-    if not whole and any(map(Marks.FIRST_LINE.match, before.splitlines())):
+    if not whole and any(map(FIRST_LINE.match, before.splitlines())):
         whole = unfenced_code(answer)
         if whole and fence and fence[1] not in whole[0]:  # a fence in a docstring is text
             whole = None
@@ -731,31 +735,31 @@ def answer_code(answer, tests):
     return codes or [compile(answer, "<answer>", "exec")]
 
 
-class Rows:
-    """What tells the values of a class apart: parts, which are values again, or a text."""
+def rows():
+    """What tells values apart, by class: parts, which are values again, or a text."""
     fields = lambda *names: lambda value: [getattr(value, name) for name in names]
     halves = lambda value: [list(dict(value).keys()), list(dict(value).values())]
-    PARTS = {
-        **dict.fromkeys(("builtins.tuple", "builtins.set", "builtins.frozenset",
-                         "builtins.dict_keys", "collections.deque", "collections.UserList",
-                         "array.array"), list),
-        **dict.fromkeys(("builtins.dict", "builtins.dict_items", "builtins.mappingproxy",
-                         "collections.Counter", "collections.OrderedDict", "collections.UserDict",
-                         "collections.ChainMap"), halves),
+    lists = ("builtins.tuple", "builtins.set", "builtins.frozenset", "builtins.dict_keys",
+             "collections.deque", "collections.UserList", "array.array")
+    dicts = ("builtins.dict", "builtins.dict_items", "builtins.mappingproxy", "collections.Counter",
+             "collections.OrderedDict", "collections.UserDict", "collections.ChainMap")
+    parts = dict.fromkeys(lists, list) | dict.fromkeys(dicts, halves) | {
         "builtins.complex": fields("real", "imag"),
         "builtins.range": fields("start", "stop", "step"),
         "builtins.slice": fields("start", "stop", "step"),
         "fractions.Fraction": fields("numerator", "denominator"),
         "datetime.timedelta": fields("days", "seconds", "microseconds")}
-    TEXTS = {
+    times = "datetime.datetime", "datetime.date", "datetime.time"
+    others = ("collections.UserString", "decimal.Decimal", "uuid.UUID", "pathlib.PurePosixPath",
+              "ipaddress.IPv4Address", "ipaddress.IPv6Address", "ipaddress.IPv4Network",
+              "ipaddress.IPv6Network")
+    texts = dict.fromkeys(times, lambda value: value.isoformat()) | dict.fromkeys(others, str) | {
         "builtins.bytes": bytes.hex, "builtins.bytearray": bytearray.hex,
-        "builtins.memoryview": lambda value: value.tobytes().hex(),
-        "collections.UserString": str, "decimal.Decimal": str,
-        **dict.fromkeys(("datetime.datetime", "datetime.date", "datetime.time"),
-                        lambda value: value.isoformat()),
-        **dict.fromkeys(("uuid.UUID", "pathlib.PurePosixPath", "ipaddress.IPv4Address",
-                         "ipaddress.IPv6Address", "ipaddress.IPv4Network",
-                         "ipaddress.IPv6Network"), str)}
+        "builtins.memoryview": lambda value: value.tobytes().hex()}
+    return parts, texts
+
+
+PARTS, TEXTS = rows()
 
 
 def encode(value):
@@ -781,10 +785,10 @@ def encode(value):
         return {"type": value.__name__}
     for base in kind.__mro__:
         row = f"{base.__module__.split('.')[0]}.{base.__name__}"
-        if row in Rows.PARTS:
-            return {base.__name__: [encode(part) for part in Rows.PARTS[row](value)]}
-        if row in Rows.TEXTS:
-            return {base.__name__: Rows.TEXTS[row](value)}
+        if row in PARTS:
+            return {base.__name__: [encode(part) for part in PARTS[row](value)]}
+        if row in TEXTS:
+            return {base.__name__: TEXTS[row](value)}
     raise TypeError(type(value).__name__)
 
 
@@ -898,9 +902,10 @@ def serve(paths, bpf, blind, modules, memory):
             return
 
 
-SERVER = (landlock_rules, confine, Marks, official_code, forms, compiled, names_in, called_in,
-          fenced_blocks, globals_of, fenced_code, unfenced_code, answer_code, Rows, encode,
+SERVER = (landlock_rules, confine, marks, official_code, forms, compiled, names_in, called_in,
+          fenced_blocks, globals_of, fenced_code, unfenced_code, answer_code, rows, encode,
           run_tests, serve)
+TABLES = "FENCE, FIRST_LINE, WORD = marks()\nPARTS, TEXTS = rows()\n"
 COMMON = """_strptime array bisect base64 calendar collections.abc contextlib copy csv dataclasses
 difflib enum functools hashlib heapq html inspect io ipaddress itertools math numbers numpy operator
 pathlib pprint queue random re sqlite3 statistics string textwrap
@@ -921,7 +926,7 @@ class Server:
         self.hash_seed, self.cwd, self.process, self.control = hash_seed, cwd, None, None
 
     def start(self):
-        program = IMPORTS + "\n".join(map(inspect.getsource, SERVER))
+        program = IMPORTS + "\n".join(map(inspect.getsource, SERVER)) + TABLES
         filters = f"{seccomp_filter()!r}, {seccomp_filter(False)!r}"
         program += f"\nserve({readable_paths()!r}, {filters}, {COMMON.split()}, {LIMITS['memory']})"
         self.control, theirs = socket.socketpair()
