@@ -59,15 +59,15 @@ OUTPUT = "OUTPUT:"             # what stands before is the agent's private thoug
 
 AGENT_PROMPT = """You write a Python function for a colleague. The description below leaves out details that only they \
 know, and hidden unit tests check those details. Talk to them: in each message ask one short question about one \
-detail. You may think first; only what follows "OUTPUT:" is sent. You have {max_turns} messages in all. When you know \
-enough, or in your last message, write "I WANT TO ANSWER:" and after it the complete function, nothing else.
+detail. You may think first; only what follows "{OUTPUT}" is sent. You have {max_turns} messages in all. When you know \
+enough, or in your last message, write "{ANSWER}" and after it the complete function, nothing else.
 
 {problem_description}"""
 PAGE_AGENT_PROMPT = """You build a web page for a colleague who has a certain page in mind; below is how they describe \
 it. In each message send one complete page, from <html> to </html>, with Tailwind's classes (link \
 https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css) and no scripts; pictures come from \
 https://picsum.photos/WIDTH/HEIGHT. They look at it and tell what is most unlike their page; then send a better one. \
-You may think first; only what follows "OUTPUT:" is sent. You have {max_turns} messages in all; your last page counts.
+You may think first; only what follows "{OUTPUT}" is sent. You have {max_turns} messages in all; your last page counts.
 
 {problem_description}"""
 HUMAN_PROMPT = """You are the colleague in the conversation below. You want a Python function and an assistant writes \
@@ -170,7 +170,8 @@ def gradable(record):
 def first_message(task, max_turns, agent_prompt=None):
     """What the agent reads first, by `agent_prompt`, else the task's own, else its kind's."""
     prompt = agent_prompt or task.get("agent_prompt") or environment(task).agent_prompt
-    content = fill(prompt, max_turns=max_turns, problem_description=task["problem_description"])
+    content = fill(prompt, max_turns=max_turns, problem_description=task["problem_description"],
+                   ANSWER=ANSWER, OUTPUT=OUTPUT)
     return {"role": "user", "content": content}
 
 
@@ -1801,7 +1802,7 @@ class Environment:
     An instance is shared by threads. `with` ends what it has started. args: a script's flags;
     workers: answers graded at once; pictures: an LLM human or a critic looks.
     """
-    agent_prompt = "{problem_description}"  # may hold {max_turns}, too
+    agent_prompt = "{problem_description}"  # may hold {max_turns}, {ANSWER} and {OUTPUT}, too
     human_prompt = None             # for an LLM that plays the human; see HUMAN_PROMPT
     reply_chars = 400               # the human's reply is cut here
     fields = ()                     # what grade reads of a task beyond description and reference

@@ -46,7 +46,8 @@ def get_args(argv=None):
                    "{hidden_information} and {dialogue}")
     p.add_argument("--human_leak", choices=["count", "redact"], default="count",
                    help="replies that quote lines of the hidden code are counted; or the lines cut out, too")
-    p.add_argument("--agent_prompt", help="file: the agent's first message, with {problem_description} and {max_turns}")
+    p.add_argument("--agent_prompt", help="file: the agent's first message, with "
+                   "{problem_description}, {max_turns}, {ANSWER} and {OUTPUT}")
     # sampling
     p.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
     p.add_argument("--max_tokens", type=int, default=1024, help="of one message")

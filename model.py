@@ -880,9 +880,10 @@ def dry_run(args, config, steps, scored):
             "gb_a_gpu": {name: short(x / 1e9) for name, x in gb.items()}}
 
 
-# Words, numbers, `name=`, a function's head and body, and what stands between a page's slots are one token each.
+# One token each: words, numbers, `name=`, a marker, a function's head and body, and what stands
+# between a page's slots.
 SLOT = r'[^\n]*?class="(?:bg-|text-|grid-cols-)'  # of a page: up to where a slot begins
-PIECES = r"I WANT TO ANSWER:\n|Hidden reference:\n|def \w+\(x|\): return [^\n]+|<html>" + SLOT + \
+PIECES = r"[A-Z][A-Z ]+:\n|Hidden reference:\n|def \w+\(x|\): return [^\n]+|<html>" + SLOT + \
     r'|(?:-\d00)?(?: [^\n"]*)?">(?:' + SLOT + r'|[^\n"]*)| ?\w+=|\d+| ?\w+|[^\w]'
 
 

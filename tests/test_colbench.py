@@ -8,6 +8,7 @@ import pytest
 import colbench
 from colbench import ANSWER, SLOTS, SPLITS, builtin_tasks, read_action, scripted_human, slots_of, with_hidden
 from conftest import demos, records, script
+from utils import rng
 
 
 def take(n, *args):
@@ -172,3 +173,18 @@ def test_same_command_same_bytes():
         assert one.returncode == 0 and one.stdout == two.stdout != other.stdout and len(records(one.stdout)) == 30
     tasks = [r["task"]["id"] for r in records(script("colbench.py", "tasks", "--n", 400).stdout)]
     assert len(set(tasks)) == 400  # none twice
+
+
+def test_another_answer_marker_is_one_line(monkeypatch):
+    """ANSWER alone tells the prompts, the demonstrations, what an action means, and the tiny model's words."""
+    import model
+    monkeypatch.setattr(colbench, "ANSWER", "MY LAST WORD:")
+    args = colbench.get_args(["demos", "--at_once", "1", "--silent", "0"])
+    (task,) = take(1, "train", 0)
+    made = [colbench.demonstration(task, rng("marker", i), args) for i in range(4)]
+    outputs = [m["content"] for r in made for m in r["dialogue_history"] if m["role"] == "assistant"]
+    assert all(output.startswith("MY LAST WORD:\n") and "I WANT" not in output for output in outputs)
+    assert read_action(outputs[0], False)[1].startswith("def ")
+    assert 'write "MY LAST WORD:"' in colbench.first_message({**task, "agent_prompt": None}, 5)["content"]
+    tokenizer = model.tiny(made, 0)[1]
+    assert "MY LAST WORD:\n" in tokenizer.get_vocab()
