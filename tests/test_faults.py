@@ -350,12 +350,12 @@ def spoiled(tiny_dir, tmp_path):
 
 
 def test_weights_that_are_not_finite_are_never_trained_on_or_played_with(tasks, scored, spoiled,
-                                                                         tmp_path):
+                                                                         tiny_dir, tmp_path):
     bad = spoiled
     for name in ("train_critic.py", "train_policy.py"):
         complaint(script(name, "--model", bad, "--out", tmp_path / name, stdin=scored), "step 0: the loss is nan", "--lr")
         assert not (tmp_path / name / "model.safetensors").exists()
-    critic = {"ref": tiny_dir, "hidden_info": 1, "normalize": "turn"}
+    critic = {"ref": str(tiny_dir), "hidden_info": 1, "normalize": "turn"}
     (bad / "critic.json").write_text(json.dumps(critic))
     complaint(script("train_critic.py", "--score", 1, "--out", bad, stdin=scored), "NaN")
     done = script("collect.py", "--model", bad, "--max_tokens", 5, stdin=tasks)
