@@ -1300,6 +1300,7 @@ class Grader:
             for _ in range(workers):
                 idle.put(Server(int(role == "other seed"), self.cwd))
         self.kept, self.kept_bytes, self.lock = {}, 0, threading.Lock()  # see expected()
+        self.closed = False
         try:
             self.lines("", [], "answer")
             if self.level == "rlimits" and not unsafe:
@@ -1317,9 +1318,12 @@ class Grader:
 
     def close(self):
         """Ends the servers (waiting for answers in work) and removes their empty directory."""
+        self.closed = True
         for idle in self.servers.values():
-            for _ in range(self.workers):
-                idle.get().stop()
+            stopped = [idle.get() for _ in range(self.workers)]
+            for server in stopped:
+                server.stop()
+                idle.put(server)  # a thread that waits for one learns that the grader is closed
         os.path.exists(self.cwd) and os.rmdir(self.cwd)
         self.workers = 0  # a second close finds nothing to do
 
@@ -1331,6 +1335,8 @@ class Grader:
         results, end = [], time.monotonic() + LIMITS["answer"] * patience
         server = self.servers[role].get()
         try:
+            if self.closed:
+                raise GraderError("the grader is closed")
             while self.level is None or len(results) < len(tests):
                 left = end - time.monotonic()
                 if left <= 0:

@@ -522,6 +522,17 @@ def test_close_leaves_nothing():
     assert offspring() == before and not os.path.exists(g.cwd)
 
 
+def test_whoever_waits_for_a_grader_that_closes_is_told():
+    slow = "import time\ndef f(x):\n    time.sleep(.2)\n    return 2 * x"
+    with ThreadPoolExecutor(6) as pool:
+        with Grader(workers=1) as g:
+            assert g.grade(DOUBLE, HONEST)["reward"] == 1
+            jobs = [pool.submit(g.grade, DOUBLE, slow) for _ in range(6)]
+        ended = [job.exception(timeout=60) or job.result()["reward"] for job in jobs]
+    assert any(isinstance(end, GraderError) for end in ended)
+    assert all(isinstance(end, GraderError) or end == 1 for end in ended)
+
+
 def test_a_killed_grader_leaves_nothing():
     code = ("import sys, time; from colbench import Grader; g = Grader(workers=1)\n"
             "print(g.servers['answer'].queue[0].process.pid, g.cwd, flush=True)\n"
