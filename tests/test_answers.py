@@ -9,21 +9,12 @@ import time
 
 import pytest
 
-from colbench import Grader, answer_code
 from conftest import CPU, ROOT, records, script
-from test_grade import DOUBLE, HONEST, ODDITIES, full, task
-from test_claims import VALUES
+from test_grade import DOUBLE, HONEST, ODDITIES, task
+from test_claims import VALUES, graders  # noqa: F401 (a fixture)
 from utils import family, read_jsonl
 
 RIGHT, WRONG = "def f(x):\n    return x * 2\n", "def f(x):\n    return x * 3\n"
-
-
-@pytest.fixture(scope="module")
-def graders():
-    if not full():
-        pytest.skip("no Landlock or another processor")
-    with Grader(workers=1) as honest, Grader("official", workers=1) as official:
-        yield honest, official
 
 
 def indented(text, by="    "):
@@ -209,7 +200,7 @@ def test_any_text_is_graded_and_the_answers_after_it_as_if_it_had_not_been_there
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_grading_of_a_hostile_answer_long_before_its_time_is_up(number):
-    """24 tests that each take 6 s in all; the signal's line comes at once. Waits for 5 s, which a busy machine allows."""
+    """Ten answers that never end, of up to 6 s each; 5 s are allowed, for a busy machine."""
     slow = {"task": {"problem_description": "d", **DOUBLE}, "answer": "while True: pass"}
     grading = subprocess.Popen([sys.executable, "colbench.py", "grade", "--workers", "1"], cwd=ROOT, text=True, env=CPU,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -26,7 +26,7 @@ from array import array
 import pytest
 
 import colbench
-from colbench import Grader, Outcome, Value, Verdict, claim, comparable, compare, encode, read_lines
+from colbench import Grader, Outcome, Verdict, claim, comparable, compare, encode, read_lines
 from test_grade import DOUBLE, HONEST, full, task
 
 N, SEED = int(os.environ.get("CLAIMS", 10_000)), int(os.environ.get("CLAIMS_SEED", 0))

@@ -19,7 +19,7 @@ import pytest
 
 import colbench as module
 import utils
-from colbench import Grader, GraderError, Outcome, Value, Verdict, check_task, claim, grade_records
+from colbench import Grader, GraderError, check_task, claim, grade_records
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 LISTENER = socket.create_server(("127.0.0.1", 0))  # on any free port
