@@ -175,7 +175,7 @@ def first_message(task, max_turns, agent_prompt=None):
     return {"role": "user", "content": content}
 
 
-def spoken(history):
+def dialogue_text(history):
     """A dialogue as text for an LLM, without its first message, the agent's instructions."""
     return "\n".join(f"{'Assistant' if m['role'] == 'assistant' else 'You'}: {m['content']}" for m in history[1:])
 
@@ -186,7 +186,7 @@ def human_prompt(task, history, prompt=None):
     if not prompt:
         fail(f"tasks of kind {kind_of(task)} have no prompt for an LLM human: --human_prompt FILE")
     return fill(prompt, problem_description=task["problem_description"],
-                hidden_information=hidden_information(task), dialogue=spoken(history))
+                hidden_information=hidden_information(task), dialogue=dialogue_text(history))
 
 
 def fill(prompt, **values):
@@ -204,7 +204,7 @@ def redact(reply, hidden):
     return reply, len(quoted)
 
 
-def said(output):
+def without_thinking(output):
     """An output without the thought that a reasoning model puts before it; "" where the thought never ends."""
     return re.sub(r"\A\s*<think>(?!.*</think>).*|\A.*?</think>", "", output, flags=re.S).strip()
 
@@ -214,7 +214,7 @@ def read_action(output, last):
 
     In the last round (`last`) a message that is no answer counts as one, as in the benchmark.
     """
-    output = said(output)
+    output = without_thinking(output)
     thought, found, sent = output.partition(OUTPUT)
     if not found or (ANSWER in thought and ANSWER not in sent):  # the marker may stand inside the answer's code
         sent = output
@@ -2027,7 +2027,7 @@ async def judge(servers, model, task, history, actions):
     """The advantages of messages or candidates by an LLM: each is compared with two others, the next one in a circle
     and the one before, once as A and once as B; the share that it wins. Of equal texts both win half."""
     texts = [read_action(a.get("output") or a.get("content") or "", False)[0] for a in actions]
-    dialogue, wins = spoken(history), [0.0] * len(actions)
+    dialogue, wins = dialogue_text(history), [0.0] * len(actions)
 
     async def compare(i, j):
         if texts[i] == texts[j]:
@@ -2038,7 +2038,7 @@ async def judge(servers, model, task, history, actions):
                           b=texts[j])
             reply = await client.chat.completions.create(model=model, temperature=0, seed=0, max_tokens=1024,
                                                          messages=[{"role": "user", "content": prompt}])
-            letter = re.search(r"\b[AB]\b", said(reply.choices[0].message.content or ""))
+            letter = re.search(r"\b[AB]\b", without_thinking(reply.choices[0].message.content or ""))
             if not letter:
                 raise ValueError("neither A nor B in the reply")
             return (i,) if letter[0] == "A" else (j,)

@@ -11,7 +11,7 @@ but for rounding: after a kill and --resume batches have other company, so log-p
 1e-6 from those of a run without a kill, and a text does where that decides a draw, which is rare.
 Records that already have a dialogue only get candidates.
 """
-from utils import (Endpoint, EndpointError, digest, end_with_us, fail, family, open_stdout, parser, progress,
+from utils import (Endpoint, EndpointError, digest, watchdog, fail, descendants, open_stdout, parser, progress,
                    read_jsonl, rng, run, say, skip_bad_flag, version)
 
 import asyncio
@@ -30,7 +30,7 @@ from importlib.util import find_spec
 
 from colbench import (NOT_SEEN, GraderError, NoReference, RenderError, environment, first_message,
                       gradable, hidden_information, human_prompt, judge, kind_of, page_flags,
-                      read_action, redact, said, task_id)
+                      read_action, redact, without_thinking, task_id)
 
 
 def get_args(argv=None):
@@ -187,7 +187,7 @@ def vllm_engine(args, stop):
         max_model_len=args.max_model_len, enable_prefix_caching=True, logprobs_mode="processed_logprobs",
         generation_config="vllm", disable_log_stats=True, use_tqdm_on_load=False,
         **(cpu if current_platform.is_cpu() else {})))
-    guard = end_with_us(family())  # its processes would outlive a kill of this one, and keep the GPU
+    guard = watchdog(descendants())  # its processes would outlive a kill of this one, and keep the GPU
     atexit.register(lambda: (llm.shutdown(), guard.kill()))
     numbers = itertools.count()
 
@@ -298,7 +298,7 @@ class Players:
 
     async def make(self, args):
         """Loads them all; returns self."""
-        from model import end_of_turn, open_directory, render, weights_digest
+        from model import end_of_turn, find_model, render, weights_digest
         self.args, self.leaks, self.critic_sees = args, 0, False
         self.environments, self.opened = {}, contextlib.ExitStack()
         self.threads = ThreadPoolExecutor(2 * os.cpu_count())
@@ -306,7 +306,7 @@ class Players:
         if http(args.human):
             self.humans = Endpoint(args.human, args.in_flight, args.timeout, args.retries)
             self.human_model = await self.humans.model(args.human_model)
-        directory, self.tokenizer, _ = open_directory(args.model)
+        directory, self.tokenizer, _ = find_model(args.model)
         self.render = lambda history: render(self.tokenizer, history, args.thinking)
         stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id}
         if http(args.engine):
@@ -354,7 +354,7 @@ class Players:
             reply = (await client.chat.completions.create(
                 model=self.human_model, messages=[{"role": "user", "content": prompt}], temperature=0, seed=0,
                 max_tokens=limit)).choices[0].message.content
-            reply = said(reply or "")
+            reply = without_thinking(reply or "")
             if not reply:
                 raise ValueError("an empty reply")
             return reply[:limit]

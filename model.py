@@ -38,8 +38,8 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast)
 from transformers.utils import logging
 
-from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, from_rank_0, most, one_line,
-                   progress, reading, remove, rng, summed, writing)
+from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, from_rank_0, max_over_ranks, fail_on_error,
+                   progress, reading, remove, rng, sum_over_ranks, writing)
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process may read weights, too
 logging.set_verbosity_error()
@@ -111,9 +111,9 @@ def pack(turns, device="cpu", with_prompts=False):
     return Tree(as_tensor(ids), as_tensor(pos), as_tensor(parent), runs, actions, sum(map(len, seqs)))
 
 
-def count():
+def token_counts():
     """COUNT of all ranks together, and how many times fewer tokens sharing made of it."""
-    computed, unshared = map(int, summed(*COUNT.values()))
+    computed, unshared = map(int, sum_over_ranks(*COUNT.values()))
     return {"computed": computed, "unshared": unshared, "sharing": unshared / max(1, computed)}
 
 
@@ -225,14 +225,14 @@ class TreeLM(torch.nn.Module):
 
     def layers(self):
         """Every transformer layer, that of pictures first."""
-        return [*self.lm.model.visual.blocks, *self.lm.model.language_model.layers] if sees(self.lm.config) else \
+        return [*self.lm.model.visual.blocks, *self.lm.model.language_model.layers] if has_vision(self.lm.config) else \
             [*self.lm.model.layers]
 
     def forward(self, tree, scored, chunk):
         """(N,) numbers of the tokens at the flat indices `scored` (N,); log-probs of `chunk` tokens at a time."""
         at_once = 2 ** 24 if self.device.type == "cpu" else 2 ** 26  # logits: 64 MB, or 256 MB, in fp32
         chunk = chunk or max(64, at_once // self.config.vocab_size)
-        if sees(self.lm.config):
+        if has_vision(self.lm.config):
             inputs, read = self.embed(tree), self.lm.model.language_model
         else:
             inputs, read = {"input_ids": tree.ids[None], "position_ids": tree.pos[None]}, self.lm.model
@@ -266,7 +266,7 @@ class TreeLM(torch.nn.Module):
         return {"inputs_embeds": words[None], "position_ids": as_tensor(pos).T[:, None]}
 
 
-def sees(config):
+def has_vision(config):
     """Whether a model of this config looks at pictures."""
     return hasattr(config, "vision_config")
 
@@ -335,7 +335,7 @@ def action_logps(model, turns, max_tokens=None, chunk=None):
     turns of its own; who has fewer branches fills up, since FSDP's collectives must meet.
     """
     parts = branches(turns, max_tokens) if max_tokens else [list(range(len(turns)))]
-    rounds = most(len(parts))
+    rounds = max_over_ranks(len(parts))
     logps, anchor = [None] * len(turns), torch.ones((), requires_grad=True)
 
     def part_logps(part, anchor):
@@ -501,12 +501,12 @@ def end_of_turn(tokenizer):
     return ids[:control[0] + 1] if control else [tokenizer.eos_token_id]
 
 
-def thinks(record):
+def thinking_flag(record):
     """Whether the record's dialogue was sampled with --thinking 1."""
     return record.get("meta", {}).get("thinking", 0)
 
 
-def raw(message):
+def raw_text(message):
     """What the agent wrote in a message or candidate, maybe nothing: `output`, else `content`."""
     return message.get("output") or message.get("content") or ""
 
@@ -521,19 +521,19 @@ def action_ids(tokenizer, message, sampled=True, picture=()):
         if max(message["token_ids"]) >= len(tokenizer):
             fail("token_ids in the records are not of this --model's tokenizer: take the model that sampled them")
         return tuple(message["token_ids"])
-    return (*plain_ids(tokenizer, raw(message)), *picture, *end_of_turn(tokenizer))
+    return (*plain_ids(tokenizer, raw_text(message)), *picture, *end_of_turn(tokenizer))
 
 
 def turns_of(tokenizer, record):
     """[(prompt_ids, action_ids)] of the assistant messages in a record's dialogue_history, in order."""
     history = record["dialogue_history"]
-    return [(tuple(render(tokenizer, history[:t], thinks(record))), action_ids(tokenizer, m))
+    return [(tuple(render(tokenizer, history[:t], thinking_flag(record))), action_ids(tokenizer, m))
             for t, m in enumerate(history) if m["role"] == "assistant"]
 
 
 # --- loading, sharding, saving ----------------------------------------------------------------------------------------
 
-def open_directory(path, weights=False):
+def find_model(path, weights=False):
     """(directory, tokenizer, config) of a Hugging Face directory or hub name, or one line on why not.
 
     From the hub it fetches the weights only where they are asked for.
@@ -562,7 +562,7 @@ def weights_digest(directory):
     """
     parts = []
     for path in glob.glob(os.path.join(glob.escape(directory), "*.safetensors")):
-        with one_line(f"{path} is damaged", ""), open(path, "rb") as f:
+        with fail_on_error(f"{path} is damaged", ""), open(path, "rb") as f:
             length, = struct.unpack("<Q", f.read(8))
             tensors = json.loads(f.read(length))
             tensors.pop("__metadata__", None)
@@ -578,7 +578,7 @@ def weights_digest(directory):
 
 def base_digest(path):
     """weights_digest of a --model by directory or hub name, on rank 0 alone."""
-    return None if RANK else weights_digest(open_directory(path, weights=True)[0])
+    return None if RANK else weights_digest(find_model(path, weights=True)[0])
 
 
 def load_options(args, device):
@@ -591,7 +591,7 @@ def load_options(args, device):
 
 def load_lm(path, device):
     """(transformers causal LM, tokenizer) to sample with."""
-    path, tokenizer, _ = open_directory(path, weights=True)
+    path, tokenizer, _ = find_model(path, weights=True)
     lm = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32,
                                               trust_remote_code=False, use_safetensors=True)
     return lm.to(device), tokenizer
@@ -602,9 +602,9 @@ def load(path, device="cpu", attention="auto", dtype=torch.float32, head=False, 
 
     The weights go from the safetensors files straight to where they belong: no rank reads what it does not keep.
     """
-    path, tokenizer, config = open_directory(path, weights=True)
+    path, tokenizer, config = find_model(path, weights=True)
     c, make, vision = config.get_text_config(), AutoModelForCausalLM, {}
-    if sees(config):
+    if has_vision(config):
         if config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
             fail(f"{path!r} looks at pictures in a way not known here; Qwen2-VL and Qwen2.5-VL are")
         make, vision = AutoModelForImageTextToText, {"vision_config": "sdpa"}
@@ -726,7 +726,7 @@ def training_state(model, optimizer, step):
 def save_checkpoint(model, optimizer, out, step):
     """Writes out/checkpoint-STEP, complete or not at all, then removes the one before."""
     path = os.path.join(out, f"checkpoint-{step}")
-    part, counts = path + ".part", count()
+    part, counts = path + ".part", token_counts()
     if RANK == 0:
         remove(part)
     barrier()
@@ -762,7 +762,7 @@ def restore(model, optimizer, log):
     COUNT.update({key: 0 if RANK else before[key] for key in COUNT})
 
 
-def reference(model, turns, max_tokens, out):
+def reference_logps(model, turns, max_tokens, out):
     """score() under the weights that training starts from, kept in `out` for a run that resumes."""
     if model.score is not None or not turns:  # a head's values stand for themselves
         return [torch.zeros(1)] * len(turns)
@@ -830,7 +830,7 @@ def dry_run(args, config, steps, scored):
     of when a backward pass ends, with the root's gradients in place of what is gathered and of activations.
     """
     dtype, again = {"fp32": torch.float32}.get(args.dtype, torch.bfloat16), args.recompute != 0
-    if sees(config):
+    if has_vision(config):
         fail("--dry_run does not know models that look at pictures")
     if not steps:
         fail("--dry_run: there are no steps to take")

@@ -21,8 +21,8 @@ A --model that sees (Qwen2-VL, Qwen2.5-VL) gets the pages of frontend tasks as p
     python train_critic.py --score 1 --out runs/critic < more.jsonl > scored.jsonl  # trains nothing
     for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
-from utils import (SIGNALS, Log, digest, drop_checkpoints, fail, finite, from_rank_0, join, lr_at,
-                   machine_flags, open_stdout, parser, progress, read_jsonl, rng, run, say, summed,
+from utils import (SIGNALS, Log, digest, drop_checkpoints, fail, check_finite, from_rank_0, init_distributed, lr_at,
+                   machine_flags, open_stdout, parser, progress, read_jsonl, rng, run, say, sum_over_ranks,
                    writing)
 
 import json
@@ -81,9 +81,9 @@ import torch
 import torch.nn.functional as F
 
 from model import (PICTURE, TURN, Pair, Pictures, action_ids, action_logps, base_digest, batches,
-                   count, deal, dry_run, gathered, load, load_options, micro_batches,
-                   open_directory, raw, reference, render, restore, save, save_checkpoint, score,
-                   sees, thinks, turns_in)
+                   token_counts, deal, dry_run, gathered, load, load_options, micro_batches,
+                   find_model, raw_text, reference_logps, render, restore, save, save_checkpoint, score,
+                   has_vision, thinking_flag, turns_in)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def critic_turns(critic, tokenizer, task, history, actions, thinking=0, pictures
     def action(message):
         if critic["head"] == "logratio":
             return action_ids(tokenizer, message)
-        return action_ids(tokenizer, message, False, shown(raw(message)) if shown else ())
+        return action_ids(tokenizer, message, False, shown(raw_text(message)) if shown else ())
 
     seen = prompt(hidden_information(task) if critic["hidden_info"] else None)
     ref_seen = seen if critic["ref_context"] == "hidden" else prompt()
@@ -164,7 +164,7 @@ def add_turns(critic, tokenizer, records, max_length, pictures):
             if message["role"] != "assistant":
                 continue
             actions = [message, *message.get("candidates", ())]
-            turns = critic_turns(critic, tokenizer, r["task"], history[:t], actions, thinks(r),
+            turns = critic_turns(critic, tokenizer, r["task"], history[:t], actions, thinking_flag(r),
                                  pictures)
             for action, (turn, ref_turn) in zip(actions, turns):
                 fits = sum(map(len, turn)) <= max_length
@@ -238,9 +238,9 @@ def prepare(args, records):
     turns are too long, and a Pictures or None).
     """
     records += read_jsonl(sys.stdin, training_fields, skip_bad=args.skip_bad)
-    path, tokenizer, config = open_directory(args.model)
+    path, tokenizer, config = find_model(args.model)
     pictures = None
-    if sees(config) and not args.dry_run:
+    if has_vision(config) and not args.dry_run:
         pictures = Pictures(path, config, args.picture_tokens, draw_pages(args, records))
     ref_of, too_long = add_turns(vars(args), tokenizer, records, args.max_length, pictures)
     pairs = trajectory_pairs(records, args.pairs, args.margin)
@@ -273,11 +273,11 @@ def load_critic(folder, device, *how, **options):
     if critic["head"] not in ("logratio", "regression", "value"):
         fail(f"the critic in {folder} is of --head {critic['head']}, which is not known here")
     has_head = critic["head"] != "logratio"
-    path, tokenizer, config = open_directory(folder)
+    path, tokenizer, config = find_model(folder)
     models = [load(path, device, *how, head=has_head, **options)[0]]
     if not has_head:
         models.append(load(critic["ref"], device, *how, **options)[0])
-    pictures = Pictures(path, config, critic["picture_tokens"]) if sees(config) else None
+    pictures = Pictures(path, config, critic["picture_tokens"]) if has_vision(config) else None
     for model in models:
         model.pictures = pictures
     return critic, tokenizer, models, pictures
@@ -333,7 +333,7 @@ def score_stream(args, emit, device):
 # --- training -------------------------------------------------------------------------------------
 
 def main(args):
-    emit, device = open_stdout(), join()
+    emit, device = open_stdout(), init_distributed()
     if args.score:
         return score_stream(args, emit, device)
     log, records = None if args.dry_run else Log(args), []  # rank 0 alone has the records
@@ -342,7 +342,7 @@ def main(args):
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, args.seed, epoch)]
     if args.dry_run:
-        return emit(dry_run(args, open_directory(args.model)[2], steps, [turns, ref_turns]))
+        return emit(dry_run(args, find_model(args.model)[2], steps, [turns, ref_turns]))
     log.begin(steps=len(steps), pairs=sum(map(len, groups)), tasks=len(groups), too_long=too_long,
               held_out_pairs=sum(map(len, held.values())),
               data=digest([[digest(both) for both in ref_of.items()],
@@ -352,7 +352,7 @@ def main(args):
     model, tokenizer = load(args.model, device, args.attention, head=args.head != "logratio",
                             **load_options(args, device))
     model.pictures = pictures
-    ref = dict(zip(turns, reference(model, ref_turns, args.max_tokens, args.out)))
+    ref = dict(zip(turns, reference_logps(model, ref_turns, args.max_tokens, args.out)))
     fused = device.type == "cuda" and not args.offload
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=fused)
@@ -380,8 +380,8 @@ def main(args):
             total += loss.item()
             right += weight * sum((m > 0).item() for m in margins) / len(batch)
         norm = gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)).item()
-        total, right, signal = summed(total, right, SIGNALS.first)
-        finite(step, loss=total, grad_norm=norm)
+        total, right, signal = sum_over_ranks(total, right, SIGNALS.first)
+        check_finite(step, loss=total, grad_norm=norm)
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, len(steps), args.lr)
         optimizer.step()
@@ -393,7 +393,7 @@ def main(args):
             SIGNALS.end()
     if not log.trained:
         save(model, tokenizer, args.out)
-        log(last=True, trained=len(steps), **count())
+        log(last=True, trained=len(steps), **token_counts())
 
     # the trained critic scores everything
     logps = dict(zip(turns, score(model, turns, args.max_tokens, "advantages")))
@@ -411,7 +411,7 @@ def main(args):
         with writing(path), open(path, "w") as f:  # for load_critic
             json.dump(about, f)
         log(last=True, finished=len(steps), held_out_accuracy_before=accuracy(ref),
-            held_out_accuracy=accuracy(logps), **count())
+            held_out_accuracy=accuracy(logps), **token_counts())
     drop_checkpoints(args.out)
     advantages = {turn: advantage(logps[turn], ref[turn], args.normalize).item() for turn in turns}
     for r in records:

@@ -16,9 +16,9 @@ rft    rejection fine-tuning: the NLL of solved trajectories, or with --all 1 of
     torchrun --nproc_per_node=8 train_policy.py --resume 1 --out runs/sweet < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
-from utils import (SIGNALS, Log, barrier, digest, drop_checkpoints, fail, finite, from_rank_0,
-                   join, lr_at, machine_flags, open_stdout, parser, read_jsonl, rng, run, say,
-                   summed)
+from utils import (SIGNALS, Log, barrier, digest, drop_checkpoints, fail, check_finite, from_rank_0,
+                   init_distributed, lr_at, machine_flags, open_stdout, parser, read_jsonl, rng, run, say,
+                   sum_over_ranks)
 
 import os
 import sys
@@ -66,8 +66,8 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, action_ids, action_logps, base_digest, batches, count, deal,
-                   dry_run, gathered, load, load_options, micro_batches, open_directory, reference,
+from model import (TURN, Pair, action_ids, action_logps, base_digest, batches, token_counts, deal,
+                   dry_run, gathered, load, load_options, micro_batches, find_model, reference_logps,
                    restore, save, save_checkpoint, tiny, turns_in, turns_of)
 
 
@@ -163,7 +163,7 @@ def prepare(args):
     fields = lambda record: training_fields(record, needs_reward)
     records = list(read_jsonl(sys.stdin, fields, skip_bad=args.skip_bad))
     made = tiny(records, args.seed) if args.model == "tiny" else None
-    tokenizer = made[1] if made else open_directory(args.model)[1]
+    tokenizer = made[1] if made else find_model(args.model)[1]
     for r in records:
         for message, turn in zip(agent_messages(r), turns_of(tokenizer, r)):
             message[TURN] = turn
@@ -185,7 +185,7 @@ def prepare(args):
 # --- training -------------------------------------------------------------------------------------
 
 def main(args):
-    emit, device = open_stdout(), join()
+    emit, device = open_stdout(), init_distributed()
     log = None if args.dry_run else Log(args)
     groups, too_long, made = from_rank_0(lambda: prepare(args))
     turns = turns_in(pair for group in groups for pair in group) if args.loss != "rft" else []
@@ -194,7 +194,7 @@ def main(args):
     steps = [batch for epoch in range(epochs)
              for batch in batches(groups, batch_size, args.seed, epoch)]
     if args.dry_run:
-        config = made[0].lm.config if made else open_directory(args.model)[2]
+        config = made[0].lm.config if made else find_model(args.model)[2]
         return emit(dry_run(args, config, steps, [turns]))
     log.begin(steps=len(steps), examples=sum(map(len, groups)), groups=len(groups),
               too_long=too_long,
@@ -207,7 +207,7 @@ def main(args):
         save(*made, start)
         barrier()
     model, tokenizer = load(start, device, args.attention, **load_options(args, device))
-    ref = dict(zip(turns, reference(model, turns, args.max_tokens, args.out)))
+    ref = dict(zip(turns, reference_logps(model, turns, args.max_tokens, args.out)))
     fused = device.type == "cuda" and not args.offload
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=fused)
@@ -236,8 +236,8 @@ def main(args):
             total += loss.item()
             right += weight * sum((m > 0).item() for m in margins) / len(batch)
         norm = gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)).item()
-        total, right, signal = summed(total, right, SIGNALS.first)
-        finite(step, loss=total, grad_norm=norm)
+        total, right, signal = sum_over_ranks(total, right, SIGNALS.first)
+        check_finite(step, loss=total, grad_norm=norm)
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, len(steps), args.lr)
         optimizer.step()
@@ -250,7 +250,7 @@ def main(args):
             SIGNALS.end()
     if not log.finished:
         save(model, tokenizer, args.out)
-        log(last=True, finished=len(steps), **count())
+        log(last=True, finished=len(steps), **token_counts())
     drop_checkpoints(args.out)
     emit({"summary": "train_policy", "out": args.out, "steps": len(steps)})
 

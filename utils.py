@@ -108,7 +108,7 @@ def fail(message):
     raise SystemExit(f"error: {inline(message)}")
 
 
-def finite(step, **values):
+def check_finite(step, **values):
     """Ends a run before a step that would spoil the weights."""
     for name, value in values.items():
         if not math.isfinite(value):
@@ -136,7 +136,7 @@ PLAIN = {  # what a str, an int or a float must be
     float: ("a finite number", lambda x: isinstance(x, (int, float)) and abs(x) < 1e300)}
 
 
-def misfit(x, shape, path=""):
+def shape_error(x, shape, path=""):
     """What in x is not of a shape (a type of PLAIN, [shape], {key: shape}; ...: any key), or None. Removes nulls."""
     if shape in (str, int, float):
         what, fits = PLAIN[shape]
@@ -144,10 +144,10 @@ def misfit(x, shape, path=""):
     if not isinstance(x, type(shape)):
         return f"{path} is not {'a list' if isinstance(shape, list) else 'an object'}"
     if isinstance(shape, list):
-        return next(filter(None, (misfit(v, shape[0], f"{path}[{i}]") for i, v in enumerate(x))), None)
+        return next(filter(None, (shape_error(v, shape[0], f"{path}[{i}]") for i, v in enumerate(x))), None)
     for key in [key for key in x if x[key] is None and key in shape]:
         del x[key]
-    return next(filter(None, (misfit(x[key], shape.get(key, shape.get(...)), f"{path}.{key}".lstrip("."))
+    return next(filter(None, (shape_error(x[key], shape.get(key, shape.get(...)), f"{path}.{key}".lstrip("."))
                               for key in x if key in shape or ... in shape)), None)
 
 
@@ -175,7 +175,7 @@ def checked(line, need):
         raise ValueError("not a JSON object with fields")
     if "task" not in record and "problem_description" in record:
         record = {"task": record}  # ColBench's published task files hold bare tasks
-    if wrong := misfit(record, RECORD):
+    if wrong := shape_error(record, RECORD):
         raise ValueError(wrong)
     history = record.get("dialogue_history", ())
     if any(m.get("role") not in ("system", "user", "assistant") or "content" not in m for m in history):
@@ -259,7 +259,7 @@ class StdoutError(OSError):
 
 
 @contextlib.contextmanager
-def one_line(what, hint, part=None):
+def fail_on_error(what, hint, part=None):
     """Ends the program by one line, what: the reason, hint, where what is done inside fails; `part` is removed then."""
     try:
         yield
@@ -274,12 +274,12 @@ def one_line(what, hint, part=None):
 
 def writing(path, part=None):
     """with writing(path, part): what writes there, maybe by way of `part`, which may be what fills the disk."""
-    return one_line(f"{path} can't be written", SIGNALS.hint, part)
+    return fail_on_error(f"{path} can't be written", SIGNALS.hint, part)
 
 
 def reading(path):
     """with reading(path): what reads a file of the run that is resumed."""
-    return one_line(f"{path} is damaged, so this run can't go on", "; --overwrite 1 starts it over")
+    return fail_on_error(f"{path} is damaged, so this run can't go on", "; --overwrite 1 starts it over")
 
 
 class Signals:
@@ -368,7 +368,7 @@ def leave():
         dist.destroy_process_group()
 
 
-def family(of=None):
+def descendants(of=None):
     """Ids of the processes that a process, or else this one, has started, and of those that they have."""
     of = of or os.getpid()
     parents, found = {}, {of}
@@ -381,7 +381,7 @@ def family(of=None):
     return found - {of}
 
 
-def end_with_us(pids):
+def watchdog(pids):
     """Has processes killed when this one ends, however it ends; returns what sees to it, which may be killed before.
 
     It is a shell that waits for our end of its pipe.
@@ -452,7 +452,7 @@ class Endpoint:
 
 # --- many processes ---------------------------------------------------------------------------------------------------
 
-def join():
+def init_distributed():
     """Joins the processes that torchrun started, or makes a group of one; returns this process's torch.device."""
     import datetime
 
@@ -472,7 +472,7 @@ def join():
     return device
 
 
-def most(n):
+def max_over_ranks(n):
     """The largest n of all ranks, which must all call this."""
     if WORLD == 1:
         return n
@@ -484,10 +484,10 @@ def most(n):
 
 def barrier():
     """Waits until all ranks are here."""
-    most(0)
+    max_over_ranks(0)
 
 
-def summed(*numbers):
+def sum_over_ranks(*numbers):
     """Each number summed over all ranks, which must all call this: a list of floats."""
     if WORLD == 1:
         return list(numbers)

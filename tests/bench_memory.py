@@ -20,7 +20,7 @@ sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), os.path.dirname(os.p
 import colbench  # noqa: E402
 import model  # noqa: E402
 from conftest import CPU, ROOT, demos, lines, records, script  # noqa: E402
-from utils import family  # noqa: E402
+from utils import descendants  # noqa: E402
 
 STAGES = {"collect": ["collect.py", "--model", "MODEL", "-k", 10, "--max_tokens", 8, "--max_turns", 3],
           "resume": ["collect.py", "--model", "MODEL", "-k", 1, "--max_tokens", 8, "--resume", "DONE"],
@@ -32,7 +32,7 @@ STAGES = {"collect": ["collect.py", "--model", "MODEL", "-k", 10, "--max_tokens"
 
 def megabytes(pid):
     total = 0
-    for p in (pid, *family(pid)):
+    for p in (pid, *descendants(pid)):
         with contextlib.suppress(OSError):  # it has just ended
             total += int(open(f"/proc/{p}/statm").read().split()[1]) * 4096
     return total >> 20

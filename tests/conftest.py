@@ -18,10 +18,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background, and all that we start inherits it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+FULL = bool(os.environ.get("FULL"))  # the full dose: kills, fuzz, browsers, vLLM, more processes
 CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # for the scripts: what the tests compare is of the CPU
 
 import colbench  # noqa: E402
 import utils  # noqa: E402
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "full: slow; runs with FULL=1 in the environment")
+
+
+def pytest_collection_modifyitems(config, items):
+    slow = [] if FULL else [item for item in items if item.get_closest_marker("full")]
+    if slow:
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if item not in slow]
 
 
 FORKS = """

@@ -274,7 +274,7 @@ def test_thinking():
 
 
 def test_a_conversation_that_the_template_refuses_is_one_line(tiny_dir):
-    tokenizer = copy.deepcopy(M.open_directory(tiny_dir)[1])
+    tokenizer = copy.deepcopy(M.find_model(tiny_dir)[1])
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(SystemExit, match="error: this --model's chat template takes no such conversation, user user: roles"):
         M.render(tokenizer, [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])

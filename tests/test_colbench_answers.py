@@ -10,9 +10,9 @@ import time
 import pytest
 
 from conftest import CPU, ROOT, records, script
-from test_grade import DOUBLE, HONEST, ODDITIES, task
-from test_claims import VALUES, graders  # noqa: F401 (a fixture)
-from utils import family, read_jsonl
+from test_colbench_grader import DOUBLE, HONEST, ODDITIES, task
+from test_colbench_claims import VALUES, graders  # noqa: F401 (a fixture)
+from utils import descendants, read_jsonl
 
 RIGHT, WRONG = "def f(x):\n    return x * 2\n", "def f(x):\n    return x * 3\n"
 
@@ -208,10 +208,10 @@ def test_a_signal_ends_the_grading_of_a_hostile_answer_long_before_its_time_is_u
     grading.stdin.write(json.dumps({**slow, "answer": RIGHT}) + "\n" + json.dumps(slow) + "\n" + (json.dumps(slow) + "\n") * 9)
     grading.stdin.flush()
     deadline = time.monotonic() + 60
-    while not family(grading.pid) and time.monotonic() < deadline:
+    while not descendants(grading.pid) and time.monotonic() < deadline:
         time.sleep(.05)
     time.sleep(1)
-    children = family(grading.pid)
+    children = descendants(grading.pid)
     grading.send_signal(number)
     assert grading.wait(5) == -number and children
     assert grading.stderr.read() == f"error: ended by {number.name}\n"

@@ -21,9 +21,9 @@ import colbench
 import model as M
 from colbench import CACHE, PAGE, Renderer, RenderError, similarity
 from conftest import ROOT, demos, gone, lines, records, script
-from test_endpoints import Server, chat
+from test_collect_endpoints import Server, chat
 from test_readme import benchmark
-from utils import family
+from utils import descendants
 
 pytest.importorskip("playwright", reason="playwright is not installed (README, \"Frontend Design\")")
 SHEET = os.path.join(CACHE, "tailwind.min.css")
@@ -169,7 +169,7 @@ def test_a_browser_that_does_not_start_grades_nothing(tmp_path):
 
 def browsers():
     """The processes of our own browsers."""
-    return {pid for pid in family() if b"--headless" in open(f"/proc/{pid}/cmdline", "rb").read()}
+    return {pid for pid in descendants() if b"--headless" in open(f"/proc/{pid}/cmdline", "rb").read()}
 
 
 def test_a_killed_browser_loses_no_page():
@@ -191,7 +191,7 @@ def test_a_killed_grader_leaves_no_browser_behind(tmp_path):
         process = subprocess.Popen([sys.executable, "colbench.py", "grade"], cwd=ROOT, stdin=open(tmp_path / "in"),
                                    stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         assert process.stdout.readline()
-        its = family(process.pid)
+        its = descendants(process.pid)
         assert len(its) > 3
         process.send_signal(how)
         _, said = process.communicate(timeout=60)
@@ -382,7 +382,7 @@ BLUE = PLAIN.replace("green", "blue")
 def test_episodes_are_pages_shown_to_a_human_who_sees_both(tiny_dir, tmp_path, renderer):
     """The engine's server answers with pages, the human's with what it was shown; the last page shown is graded."""
     import base64
-    tokenizer = M.open_directory(tiny_dir)[1]
+    tokenizer = M.find_model(tiny_dir)[1]
     said_by_turn = ["I have no page yet", f"Let me see. OUTPUT: {BLUE}", f"OUTPUT: the same: {PLAIN}", "Good luck"]
     drawn = {name: renderer.render(page)["png"] for name, page in (("blue", BLUE), ("plain", PLAIN))}
 

@@ -118,7 +118,7 @@ def test_a_tree_with_pictures_has_the_values_and_gradients_of_separate_forwards(
 
 def test_positions_are_those_of_the_real_classes(seeing):
     _, lm, pictures = seeing
-    tokenizer = M.open_directory(seeing[0])[1]
+    tokenizer = M.find_model(seeing[0])[1]
     for prompt, action in all_turns(tokenizer, pictures, "regression"):
         seq = [*prompt, *action]
         pos, _ = M.picture_positions(seq, range(-1, len(seq) - 1), pictures.grids)
@@ -132,7 +132,7 @@ def test_positions_are_those_of_the_real_classes(seeing):
 def test_a_reference_without_a_picture_is_read_as_text(seeing):
     """So is code; and what data holds under any name is never taken for a picture."""
     path, lm, pictures = seeing
-    tokenizer = M.open_directory(path)[1]
+    tokenizer = M.find_model(path)[1]
     for hidden, as_text in ((4, False), (9, True)):
         made = episode((0,), hidden)
         made["dialogue_history"][0] |= {"ids": [M.PICTURE], str(M.PICTURE): [M.PICTURE]}

@@ -184,7 +184,7 @@ def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(tiny_d
     key = lambda r: (r["task"]["id"], r["sample"])
     got = sorted(records(done.stdout), key=key)
     assert got == sorted(records(again.stdout), key=key)  # each draw has a seed of its own
-    tokenizer, bodies = M.open_directory(tiny_dir)[1], [body for s in servers for _, body, _ in s.seen]
+    tokenizer, bodies = M.find_model(tiny_dir)[1], [body for s in servers for _, body, _ in s.seen]
     assert all(b["temperature"] == 1 and b["top_p"] == 1 for b in bodies)
     answers = {(tuple(b["prompt"]), tuple(sampled("", b)["choices"][0]["token_ids"])) for b in bodies}
     for r in got:

@@ -8,7 +8,7 @@ import pytest
 
 import colbench
 from conftest import ROOT, lines, records, script
-from test_endpoints import Server, chat
+from test_collect_endpoints import Server, chat
 
 HERE = "# your own environments are imported here"  # a line of colbench.py
 README = open(f"{ROOT}/README.md", encoding="utf-8").read()

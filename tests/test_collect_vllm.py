@@ -13,7 +13,7 @@ import torch
 import colbench
 import model as M
 from conftest import CPU, ROOT, gone, lines, records, script
-from utils import family
+from utils import descendants
 
 pytest.importorskip("vllm", reason="vllm is not installed (its CPU build: see .ci/run)")
 FAST = {**CPU, "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
@@ -98,7 +98,7 @@ def test_in_process(tiny_dir, tasks, monkeypatch):
 
 def test_killed_it_leaves_no_process_behind(tiny_dir, tasks, tmp_path):
     process = start(tiny_dir, tasks, tmp_path / "out", *IN_PROCESS, "-k", 500, "--tensor_parallel", 2)
-    its = family(process.pid)
+    its = descendants(process.pid)
     assert len(its) > 3  # an engine, its two workers, and whoever sees to their end
     process.kill()
     process.wait()

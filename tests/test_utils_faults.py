@@ -1,6 +1,6 @@
 """Real faults: kills at random moments, full and read-only disks, data that degenerates; nothing finished is lost.
 
-KILLS=100 python -m pytest -q tests/test_faults.py kills every stage so often; FAULT_SEED=1 at other moments.
+KILLS=100 python -m pytest -q tests/test_utils_faults.py kills every stage so often; FAULT_SEED=1 at other moments.
 """
 import ast
 import contextlib
@@ -457,7 +457,7 @@ def test_nothing_listens_on_the_network(command, scored, tasks, tiny_dir, tmp_pa
             while not list(tmp_path.glob("out/metrics.jsonl")) or len((tmp_path / "out/metrics.jsonl").read_bytes()) < 2000:
                 assert p.poll() is None
                 time.sleep(0.01)
-        found = [a for pid in (p.pid, *utils.family(p.pid)) for a in listening(pid)]
+        found = [a for pid in (p.pid, *utils.descendants(p.pid)) for a in listening(pid)]
         p.kill()
     assert all(a.startswith("0100007F:") for a in found), found  # 127.0.0.1
 

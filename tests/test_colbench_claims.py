@@ -1,6 +1,6 @@
 """What a child claims: generated lines at the wire, forgeries from inside, values, and code in a text.
 
-    CLAIMS=100000 CLAIMS_SEED=1 python -m pytest -q tests/test_claims.py -k "wire or inside"     # more, and others
+    CLAIMS=100000 CLAIMS_SEED=1 python -m pytest -q tests/test_colbench_claims.py -k "wire or inside"     # more, and others
 """
 import ast
 import collections
@@ -27,7 +27,7 @@ import pytest
 
 import colbench
 from colbench import Grader, Outcome, Verdict, claim, comparable, compare, encode, read_lines
-from test_grade import DOUBLE, HONEST, full, task
+from test_colbench_grader import DOUBLE, HONEST, full, task
 
 N, SEED = int(os.environ.get("CLAIMS", 10_000)), int(os.environ.get("CLAIMS_SEED", 0))
 

@@ -329,16 +329,16 @@ def test_without_landlock_a_child_opens_no_file(secrets, monkeypatch):
 AS_NOBODY = """
 import json, os, sys
 sys.path[:0] = json.loads(sys.argv[1])
-import test_grade as t
+import test_colbench_grader as t
 assert os.geteuid() == 65534
 t.module.LIMITS |= {"test": .5, "answer": .5}
 os.environ["COLBENCH_SECRET"] = t.SECRET
-import test_claims
+import test_colbench_claims
 with t.Grader("official", workers=1) as g:
-    test_claims.forge(g)
+    test_colbench_claims.forge(g)
 with t.Grader(workers=1) as g:
     assert g.level == "full" and g.grade(t.DOUBLE, t.HONEST)["reward"] == 1
-    test_claims.forge(g)
+    test_colbench_claims.forge(g)
     t.check_attacks(g, None)
     for name, answer in t.ODDITIES.items():
         assert g.grade(t.DOUBLE, answer)["reward"] == 1, name
@@ -438,13 +438,13 @@ def test_parallel_grading_keeps_apart_and_in_order(grader):
 
 
 def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(grader):
-    """ANSWERS=10000 python -m pytest -q -s tests/test_grade.py -k thousands; it tells the speed."""
+    """ANSWERS=10000 python -m pytest -q -s tests/test_colbench_grader.py -k thousands; it tells the speed."""
     n, sizes, stop = int(os.environ.get("ANSWERS", 200)), [], threading.Event()
     hostile = [*ATTACKS.values(), *(answer for answer, ends in MISCHIEF.values() if ends)]
 
     def watch():
         while not stop.wait(0.2):
-            mine = utils.family()
+            mine = utils.descendants()
             memory = 0
             for pid in (os.getpid(), *mine):
                 with contextlib.suppress(OSError):

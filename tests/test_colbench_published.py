@@ -83,7 +83,7 @@ def test_offline_trajectories_go_into_every_stage(trajectories, tiny_dir, tmp_pa
 
 
 def test_the_raw_output_is_what_is_trained(trajectories, tiny_dir):
-    _, tokenizer, _ = M.open_directory(tiny_dir)
+    _, tokenizer, _ = M.find_model(tiny_dir)
     (_, asked), (prompt, _) = M.turns_of(tokenizer, trajectories[0])
     assert tokenizer.decode(asked) == "I don't know the rate. OUTPUT: What is the rate?<|end|>"
     assert "What is the rate?" in tokenizer.decode(prompt) and "I don't know" not in tokenizer.decode(prompt)

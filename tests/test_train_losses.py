@@ -231,8 +231,8 @@ def test_mix_wants_pairs_of_trajectories():
 
 def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch):
     """As a judge's are, whose sampler gave none; ids of another model's words are refused."""
-    from model import end_of_turn, open_directory, plain_ids, turns_in
-    tokenizer = open_directory(tiny_dir)[1]
+    from model import end_of_turn, find_model, plain_ids, turns_in
+    tokenizer = find_model(tiny_dir)[1]
     for r in rewarded:
         for c in (c for m in r["dialogue_history"] for c in m.get("candidates", ())):
             del c["token_ids"]
@@ -301,7 +301,7 @@ def decoded(tokenizer, ids):
 def test_what_each_critic_reads(tiny_dir):
     """c stands before both, or pi's prompt alone, or neither's."""
     import model as M
-    tokenizer = M.open_directory(tiny_dir)[1]
+    tokenizer = M.find_model(tiny_dir)[1]
     task = {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x * rate"}
     history, action = [{"role": "user", "content": "write f(x)"}], {"output": "what is the rate?"}
 
