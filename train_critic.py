@@ -1,36 +1,35 @@
-"""Stage 1: the critic. It reads the hidden information c, and learns from pairs of trajectories
+"""Stage 1: the critic. It reads the hidden information c and learns from pairs of trajectories
 which turns were good.
 
     A(o_t, a_t, c) = 1/L_t sum_l log [ pi(a_t^l | o_t, a_t^<l, c) / pi_ref(...) ]            (eq. 3)
     loss = -log sigmoid( beta sum_t A(o_t+, a_t+, c) - beta sum_t A(o_t-, a_t-, c) )         (eq. 2)
            + nll_coef NLL(tau+)
 
-tau+ and tau- are trajectories of one task, and tau+ has the higher reward. pi starts as pi_ref.
-After training every message and every candidate gets its `advantage` A, and the records go on to
-stdout. --head names the rivals of eq. 3:
+tau+ and tau- are trajectories of one task; tau+ has the higher reward. pi starts as pi_ref.
+After training, every message and every candidate gets its `advantage` A, and the records go on
+to stdout. --head selects what A is:
 
-logratio    A is eq. 3
-regression  A is a linear head on the mean hidden state of (c, o_t, a_t); eq. 2 without the NLL
-value       A is a linear head's logit that the trajectory succeeds, trained by cross-entropy on
+logratio    eq. 3
+regression  a linear head on the mean hidden state of (c, o_t, a_t); eq. 2 without the NLL
+value       a linear head's logit that the trajectory succeeds, trained by cross-entropy on
             every turn of the pairs
 
-A --model that sees (Qwen2-VL, Qwen2.5-VL) gets the pages of frontend tasks as pictures.
+A --model with vision (Qwen2-VL, Qwen2.5-VL) reads the pages of frontend tasks as pictures.
 
     python train_critic.py --model runs/base --out runs/critic < trajectories.jsonl > scored.jsonl
     torchrun --nproc_per_node=8 train_critic.py --out runs/critic < trajectories.jsonl > scored.jsonl
     python train_critic.py --score 1 --out runs/critic < more.jsonl > scored.jsonl  # trains nothing
     for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
-from utils import (SIGNALS, Log, digest, drop_checkpoints, fail, check_finite, from_rank_0, init_distributed, lr_at,
-                   machine_flags, open_stdout, parser, progress, read_jsonl, rng, run, say, sum_over_ranks,
-                   writing)
+from utils import (RANK, Log, check_finite, digest, drop_checkpoints, end_by_signal, fail, from_rank_0,
+                   init_distributed, lr_at, machine_flags, open_stdout, parser, read_jsonl, rng,
+                   run, say, stop_signal, sum_over_ranks, writing)
 
 import json
 import os
 import sys
-from itertools import islice
 
-from colbench import (agent_messages, browser_flags, each_drawn, environment, hidden_information,
+from colbench import (agent_messages, browser_flags, draw_pages, environment, hidden_information,
                       task_id, training_fields, with_hidden)
 
 
@@ -39,51 +38,50 @@ def get_args(argv=None):
     p.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct",
                    help="pi_ref, and where pi starts")
     p.add_argument("--out", required=True, help="new directory for the model and its metrics.jsonl")
-    # pairs
-    p.add_argument("--pairs", choices=["best", "all"], default="best",
+    g = p.add_argument_group("pairs")
+    g.add_argument("--pairs", choices=["best", "all"], default="best",
                    help="best: a task's best trajectory, if solved, and each worse one; all: any 2")
-    p.add_argument("--margin", type=float, default=0.1,
+    g.add_argument("--margin", type=float, default=0.1,
                    help="--pairs all: least difference of the two rewards")
-    p.add_argument("--held_out", type=float, default=0.1,
+    g.add_argument("--held_out", type=float, default=0.1,
                    help="share of the tasks kept out of training, to report accuracy on")
-    # what the critic is
-    p.add_argument("--head", choices=["logratio", "regression", "value"], default="logratio",
-                   help="what A is, see above; --model must be the agent's for logratio only")
-    p.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn",
-                   help="mean log-ratio of a turn (eq. 3), of a trajectory (released code); sums")
-    p.add_argument("--hidden_info", type=int, choices=[0, 1], default=1,
+    g = p.add_argument_group("the critic")
+    g.add_argument("--head", choices=["logratio", "regression", "value"], default="logratio",
+                   help="what A is, see above; only logratio needs the agent's own --model")
+    g.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn",
+                   help="mean log-ratio of a turn (eq. 3) or a trajectory (released code); or sum")
+    g.add_argument("--hidden_info", type=int, choices=[0, 1], default=1,
                    help="0: the critic reads what the agent reads")
-    p.add_argument("--ref_context", choices=["hidden", "agent"], default="hidden",
+    g.add_argument("--ref_context", choices=["hidden", "agent"], default="hidden",
                    help="pi_ref reads c, too (eq. 3), or what the agent reads (released code)")
-    p.add_argument("--picture_tokens", type=int, default=1024,
-                   help="a model that sees: the most tokens of a page's picture")
-    p.add_argument("--score", type=int, choices=[0, 1], default=0,
+    g.add_argument("--picture_tokens", type=int, default=1024,
+                   help="model with vision: most tokens of a page's picture")
+    g.add_argument("--score", type=int, choices=[0, 1], default=0,
                    help="1: score stdin, of any length, with the finished critic in --out")
-    # objective
-    p.add_argument("--beta", type=float, default=0.1)
-    p.add_argument("--nll_coef", type=float, default=0.01,
+    g = p.add_argument_group("objective and optimization")
+    g.add_argument("--beta", type=float, default=0.1)
+    g.add_argument("--nll_coef", type=float, default=0.01,
                    help="weight of the chosen side's NLL per token")
-    # optimization
-    p.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
-    p.add_argument("--batch_size", type=int, default=8, help="pairs a step")
-    p.add_argument("--epochs", type=int, default=4)
-    p.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
-    p.add_argument("--seed", type=int, default=0)
+    g.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
+    g.add_argument("--batch_size", type=int, default=8, help="pairs a step, over all GPUs")
+    g.add_argument("--epochs", type=int, default=4)
+    g.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    g.add_argument("--seed", type=int, default=0)
     machine_flags(p)
     browser_flags(p)
     return p.parse_args(argv)
 
 
 if __name__ == "__main__":
-    ARGS = get_args()  # a wrong flag is told before anything slow is loaded
+    ARGS = get_args()  # before the slow imports: a wrong flag is told at once
 
 import torch
 import torch.nn.functional as F
 
 from model import (PICTURE, TURN, Pair, Pictures, action_ids, action_logps, base_digest, batches,
-                   token_counts, deal, dry_run, gathered, load, load_options, micro_batches,
-                   find_model, raw_text, reference_logps, render, restore, save, save_checkpoint, score,
-                   has_vision, thinking_flag, turns_in)
+                   deal, dry_run, find_model, gathered, has_vision, load, load_options,
+                   micro_batches, raw_text, reference_logps, render, restore, save,
+                   save_checkpoint, score, thinking_flag, token_counts, turns_in)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -109,48 +107,64 @@ def critic_loss(chosen, rejected, ref_chosen, ref_rejected, beta, nll_coef, norm
 
 
 def value_loss(chosen, rejected):
-    """(loss, margin) of one pair: (1,) logits, one a turn, that its trajectory is chosen."""
+    """(loss, margin) of one pair: (1,) logits, one a turn, that its trajectory is the chosen one."""
     chosen, rejected = torch.cat(chosen), torch.cat(rejected)
     loss = torch.cat([F.softplus(-chosen), F.softplus(rejected)]).mean()
     return loss, chosen.mean() - rejected.mean()
 
 
-# --- data -----------------------------------------------------------------------------------------
+# --- what the critic reads ------------------------------------------------------------------------
 
-def as_read(history, hidden=None, shown=None):
-    """A conversation as a critic reads it: `hidden`, the information c, in front of it.
+def as_read(history, hidden=None, picture_ids=None):
+    """A conversation as a critic reads it, with `hidden`, the information c, in front.
 
-    shown(text): the ids of a text's picture, or (). A picture stands behind the agent's message;
-    that of c takes its place, behind the first message.
+    picture_ids(text): the ids of the picture of the page in a text, or (). A message's picture
+    stands behind it. The picture of c stands behind the first message and replaces c's text.
     """
-    if shown:
-        history = [{**m, PICTURE: shown(m["content"])} if m["role"] == "assistant" else m
+    if picture_ids:
+        history = [{**m, PICTURE: picture_ids(m["content"])} if m["role"] == "assistant" else m
                    for m in history]
-        if hidden is not None and (c := shown(hidden)):
-            return [{**history[0], PICTURE: c}, *history[1:]]
+        hidden_picture = picture_ids(hidden) if hidden is not None else ()
+        if hidden_picture:
+            return [{**history[0], PICTURE: hidden_picture}, *history[1:]]
     return history if hidden is None else with_hidden(history, hidden)
 
 
 def critic_turns(critic, tokenizer, task, history, actions, thinking=0, pictures=None):
     """[(turn, reference turn)] of actions after a history: the prompts of pi and pi_ref differ.
 
-    critic: {flag: value} of head, hidden_info and ref_context; actions: messages or candidates.
+    critic: {flag: value} of head, hidden_info and ref_context. actions: messages or candidates.
     """
-    page = environment(task).page
-    shown = (lambda text: pictures.ids(page(text))) if pictures else None
+    page_in = environment(task).page
+    picture_ids = (lambda text: pictures.ids(page_in(text))) if pictures else None
 
-    def prompt(hidden=None):
-        return tuple(render(tokenizer, as_read(history, hidden, shown), thinking))
+    def prompt_ids(hidden=None):
+        return tuple(render(tokenizer, as_read(history, hidden, picture_ids), thinking))
 
-    def action(message):
+    def ids_of(action):
         if critic["head"] == "logratio":
-            return action_ids(tokenizer, message)
-        return action_ids(tokenizer, message, False, shown(raw_text(message)) if shown else ())
+            return action_ids(tokenizer, action)
+        picture = picture_ids(raw_text(action)) if pictures else ()
+        return action_ids(tokenizer, action, False, picture)
 
-    seen = prompt(hidden_information(task) if critic["hidden_info"] else None)
-    ref_seen = seen if critic["ref_context"] == "hidden" else prompt()
-    return [((seen, ids), (ref_seen, ids)) for ids in map(action, actions)]
+    prompt = prompt_ids(hidden_information(task) if critic["hidden_info"] else None)
+    ref_prompt = prompt if critic["ref_context"] == "hidden" else prompt_ids()
+    return [((prompt, ids), (ref_prompt, ids)) for ids in map(ids_of, actions)]
 
+
+def pages_in(records):
+    """The pages that the critic looks at: the hidden ones and those that the agent wrote."""
+    pages = set()
+    for r in records:
+        texts = [hidden_information(r["task"])]
+        for message in agent_messages(r):
+            texts += [message["content"], message.get("output")]
+            texts += [candidate.get("output") for candidate in message.get("candidates", ())]
+        pages.update(environment(r["task"]).page(text) for text in texts if text)
+    return sorted(pages - {""})
+
+
+# --- data -----------------------------------------------------------------------------------------
 
 def add_turns(critic, tokenizer, records, max_length, pictures):
     """Gives the agent's messages and candidates their turn, under TURN; None where it is too long.
@@ -164,17 +178,16 @@ def add_turns(critic, tokenizer, records, max_length, pictures):
             if message["role"] != "assistant":
                 continue
             actions = [message, *message.get("candidates", ())]
-            turns = critic_turns(critic, tokenizer, r["task"], history[:t], actions, thinking_flag(r),
-                                 pictures)
+            turns = critic_turns(critic, tokenizer, r["task"], history[:t], actions,
+                                 thinking_flag(r), pictures)
             for action, (turn, ref_turn) in zip(actions, turns):
                 fits = sum(map(len, turn)) <= max_length
                 action[TURN] = turn if fits else None
+                too_long += not fits
                 if fits:
                     ref_of[turn] = ref_turn
-                else:
-                    too_long += 1
     if too_long:
-        say(f"{too_long} turns are longer than --max_length: no advantage")
+        say(f"{too_long} turns are longer than --max_length and are left out")
     return ref_of, too_long
 
 
@@ -187,29 +200,6 @@ def add_advantages(record, advantages):
             if turn is not None:
                 action["advantage"] = advantages[turn]
     return record
-
-
-def draw_pages(args, records):
-    """{page: PNG file in --out/pictures} of the agent's pages and of the hidden ones."""
-    folder, pages = os.path.join(args.out, "pictures"), {}
-    for r in records:
-        page_of = environment(r["task"]).page
-        texts = [hidden_information(r["task"])]
-        for m in agent_messages(r):
-            texts += [m["content"], m.get("output")]
-            texts += [candidate.get("output") for candidate in m.get("candidates", ())]
-        for page in filter(None, map(page_of, filter(None, texts))):
-            pages[page] = os.path.join(folder, digest(page) + ".png")
-    os.makedirs(folder, exist_ok=True)
-    new = [page for page, file in pages.items() if not os.path.exists(file)]
-    if new:
-        save_page = lambda renderer, page: renderer.save(page, pages[page])
-        for _ in progress("drawing pages", each_drawn(args, save_page, new), len(new)):
-            pass
-    drawn = {page: file for page, file in pages.items() if os.path.exists(file)}
-    if len(drawn) < len(pages):
-        say(f"{len(pages) - len(drawn)} of {len(pages)} pages can't be drawn and are not shown")
-    return drawn
 
 
 def trajectory_pairs(records, mode, margin):
@@ -232,16 +222,17 @@ def trajectory_pairs(records, mode, margin):
 
 
 def prepare(args, records):
-    """Reads stdin into `records`, whose messages and candidates get their turns.
+    """Reads stdin into `records` and gives their messages and candidates turns.
 
     Returns ({turn: reference turn}, {task id: [Pair]} to train on, the same held out, how many
-    turns are too long, and a Pictures or None).
+    turns are too long, and Pictures or None).
     """
     records += read_jsonl(sys.stdin, training_fields, skip_bad=args.skip_bad)
     path, tokenizer, config = find_model(args.model)
     pictures = None
     if has_vision(config) and not args.dry_run:
-        pictures = Pictures(path, config, args.picture_tokens, draw_pages(args, records))
+        files = draw_pages(args, pages_in(records), os.path.join(args.out, "pictures"))
+        pictures = Pictures(path, config, args.picture_tokens, files)
     ref_of, too_long = add_turns(vars(args), tokenizer, records, args.max_length, pictures)
     pairs = trajectory_pairs(records, args.pairs, args.margin)
     if not pairs:
@@ -262,7 +253,7 @@ def prepare(args, records):
 def load_critic(folder, device, *how, **options):
     """(critic.json's dict, tokenizer, models, Pictures or None) of a finished run's --out.
 
-    models: pi, and with --head logratio pi_ref; how and options: see model.load.
+    models: [pi, pi_ref], or [pi] where a head gives A. how and options: see model.load.
     """
     try:
         with open(os.path.join(folder, "critic.json")) as f:
@@ -284,47 +275,45 @@ def load_critic(folder, device, *how, **options):
 
 
 def score_turns(critic, models, ref_of, max_tokens):
-    """{turn: its advantage, a float} of {turn: reference turn}."""
+    """{turn: its advantage, a float} of {turn: reference turn}, by the models of load_critic."""
     if not ref_of:
         return {}
     logps = score(models[0], list(ref_of), max_tokens)
     ref_logps = [torch.zeros(1)] * len(ref_of)
     if len(models) > 1:
         ref_logps = score(models[1], list(ref_of.values()), max_tokens)
-    return {turn: advantage(*both, critic["normalize"]).item()
-            for turn, *both in zip(ref_of, logps, ref_logps)}
+    return {turn: advantage(p, ref, critic["normalize"]).item()
+            for turn, p, ref in zip(ref_of, logps, ref_logps)}
+
+
+def in_chunks(stream, size):
+    """Lists of `size` records. A bad line ends the stream after the records before it."""
+    chunk = []
+    try:
+        for record in stream:
+            chunk.append(record)
+            if len(chunk) == size:
+                yield chunk
+                chunk = []
+    except SystemExit:
+        yield chunk
+        raise
+    yield chunk
 
 
 def score_stream(args, emit, device):
-    """--score 1: 64 records at a time, so that the memory does not grow with their number."""
+    """--score 1: scores 64 records at a time, so memory does not grow with their number."""
     critic, tokenizer, models, pictures = load_critic(args.out, device, args.attention,
                                                       **load_options(args, device))
     fields = lambda record: training_fields(record, reward=False)
-    stream = read_jsonl(sys.stdin, fields, skip_bad=args.skip_bad)
-    records, bad_line = [], []  # rank 0 alone has them
-
-    def show(drawn):
-        for page, file in drawn.items():
-            pictures.add(page, file)
-
-    def read_some():
-        records.clear()
-        try:
-            records.extend(islice(stream, 64))
-        except SystemExit as e:  # those before the bad line are scored first
-            bad_line.append(e)
-        if bad_line and not records:
-            raise bad_line[0]
-        drawn = draw_pages(args, records) if pictures else {}
-        show(drawn)
+    chunks = in_chunks(read_jsonl(sys.stdin, fields, skip_bad=args.skip_bad), 64)
+    while (records := from_rank_0(lambda: next(chunks, None))) is not None:
+        if pictures:
+            folder = os.path.join(args.out, "pictures")
+            drawn = from_rank_0(lambda: draw_pages(args, pages_in(records), folder))
+            for page, file in drawn.items():
+                pictures.add(page, file)
         ref_of, _ = add_turns(critic, tokenizer, records, args.max_length, pictures)
-        return ref_of, drawn, len(records)
-
-    while True:
-        ref_of, drawn, n = from_rank_0(read_some)
-        if not n:
-            return
-        show(drawn)
         advantages = score_turns(critic, models, ref_of, args.max_tokens)
         for r in records:
             emit(add_advantages(r, advantages))
@@ -336,7 +325,8 @@ def main(args):
     emit, device = open_stdout(), init_distributed()
     if args.score:
         return score_stream(args, emit, device)
-    log, records = None if args.dry_run else Log(args), []  # rank 0 alone has the records
+    log = None if args.dry_run else Log(args)
+    records = []  # on rank 0 alone, to be written at the end
     ref_of, train, held, too_long, pictures = from_rank_0(lambda: prepare(args, records))
     groups, turns, ref_turns = list(train.values()), list(ref_of), list(ref_of.values())
     steps = [batch for epoch in range(args.epochs)
@@ -360,11 +350,10 @@ def main(args):
 
     def pair_loss(pair, logps):
         """(loss, margin) of a Pair, by the log-probs of its turns, {turn: (L,)}."""
-        sides = pair.chosen, pair.rejected
-        chosen, rejected = ([logps[turn] for turn in side] for side in sides)
-        ref_chosen, ref_rejected = ([ref[turn] for turn in side] for side in sides)
+        chosen, rejected = ([logps[turn] for turn in side] for side in pair[:2])
         if args.head == "value":
             return value_loss(chosen, rejected)
+        ref_chosen, ref_rejected = ([ref[turn] for turn in side] for side in pair[:2])
         nll_coef = args.nll_coef if args.head == "logratio" else 0  # a regression has no likelihood
         return critic_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, nll_coef,
                            args.normalize)
@@ -380,36 +369,36 @@ def main(args):
             total += loss.item()
             right += weight * sum((m > 0).item() for m in margins) / len(batch)
         norm = gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)).item()
-        total, right, signal = sum_over_ranks(total, right, SIGNALS.first)
+        total, right, stop = sum_over_ranks(total, right, stop_signal())
         check_finite(step, loss=total, grad_norm=norm)
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, len(steps), args.lr)
         optimizer.step()
         optimizer.zero_grad()
         log(step=step, loss=total, accuracy=right, grad_norm=norm, lr=group["lr"])
-        if signal or args.save_every and (step + 1) % args.save_every == 0:
+        if stop or args.save_every and (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
-        if signal:
-            SIGNALS.end()
+        if stop:
+            end_by_signal()
     if not log.trained:
         save(model, tokenizer, args.out)
         log(last=True, trained=len(steps), **token_counts())
 
     # the trained critic scores everything
     logps = dict(zip(turns, score(model, turns, args.max_tokens, "advantages")))
-
-    def accuracy(logps):
-        """Share of the held-out pairs that are ranked right; ties count half."""
-        margins = [pair_loss(pair, logps)[1].item() for pairs in held.values() for pair in pairs]
-        return sum((m > 0) + 0.5 * (m == 0) for m in margins) / len(margins) if margins else None
-
     if not log.finished:
         about = {"ref": os.path.abspath(args.model) if os.path.isdir(args.model) else args.model}
-        for key in ("head", "hidden_info", "ref_context", "normalize", "picture_tokens"):
-            about[key] = getattr(args, key)
-        path = os.path.join(args.out, "critic.json")
-        with writing(path), open(path, "w") as f:  # for load_critic
-            json.dump(about, f)
+        for flag in ("head", "hidden_info", "ref_context", "normalize", "picture_tokens"):
+            about[flag] = getattr(args, flag)
+        if RANK == 0:
+            with writing(os.path.join(args.out, "critic.json")) as part, open(part, "w") as f:
+                json.dump(about, f)  # for load_critic
+
+        def accuracy(logps):
+            """Share of the held-out pairs that are ranked right; ties count half. None: no pairs."""
+            margins = [pair_loss(p, logps)[1].item() for pairs in held.values() for p in pairs]
+            return sum((m > 0) + 0.5 * (m == 0) for m in margins) / len(margins) if margins else None
+
         log(last=True, finished=len(steps), held_out_accuracy_before=accuracy(ref),
             held_out_accuracy=accuracy(logps), **token_counts())
     drop_checkpoints(args.out)

@@ -4,10 +4,10 @@ the hidden information.
     loss = -log sigmoid( beta log[pi(a+|o) / pi_ref(a+|o)] - beta log[pi(a-|o) / pi_ref(a-|o)] )
            + nll_coef NLL(a+)                                                               (eq. 4)
 
---loss names what it learns from:
+--loss selects what it learns from:
 
 dpo    SWEET-RL: a+ is of the upper, a- of the lower half of a turn's candidates by advantage;
-       --mix puts pairs of whole trajectories among them
+       --mix adds pairs of whole trajectories
 mtdpo  multi-turn DPO, without a critic: a+ and a- are trajectories of a task, ranked by reward
 rft    rejection fine-tuning: the NLL of solved trajectories, or with --all 1 of all (supervised)
 
@@ -16,15 +16,15 @@ rft    rejection fine-tuning: the NLL of solved trajectories, or with --all 1 of
     torchrun --nproc_per_node=8 train_policy.py --resume 1 --out runs/sweet < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
-from utils import (SIGNALS, Log, barrier, digest, drop_checkpoints, fail, check_finite, from_rank_0,
-                   init_distributed, lr_at, machine_flags, open_stdout, parser, read_jsonl, rng, run, say,
-                   sum_over_ranks)
+from utils import (Log, barrier, check_finite, digest, drop_checkpoints, end_by_signal, fail,
+                   from_rank_0, init_distributed, lr_at, machine_flags, open_stdout, parser,
+                   read_jsonl, rng, run, say, stop_signal, sum_over_ranks)
 
 import os
 import sys
 from itertools import cycle
 
-from colbench import agent_messages, task_id, training_fields
+from colbench import PIECES, agent_messages, task_id, training_fields
 
 
 def get_args(argv=None):
@@ -33,42 +33,42 @@ def get_args(argv=None):
                    help="pi_ref, and where pi starts; tiny: a new one, with the records' words")
     p.add_argument("--out", required=True, help="new directory for the model and its metrics.jsonl")
     p.add_argument("--loss", choices=["dpo", "mtdpo", "rft"], default="dpo")
-    # pairs
-    p.add_argument("--pairs_per_turn", type=int, default=4,
+    g = p.add_argument_group("pairs")
+    g.add_argument("--pairs_per_turn", type=int, default=4,
                    help="dpo: pairs drawn from a turn's candidates")
-    p.add_argument("--prior", type=float, default=0,
+    g.add_argument("--prior", type=float, default=0,
                    help="dpo: rank candidates by advantage + prior * log-prob when sampled")
-    p.add_argument("--mix", type=float, default=0,
-                   help="dpo: pairs of trajectories, as of mtdpo, for each pair of candidates")
-    p.add_argument("--pairs", choices=["best", "all"], default="best",
+    g.add_argument("--mix", type=float, default=0,
+                   help="dpo: pairs of trajectories, as in mtdpo, for each pair of candidates")
+    g.add_argument("--pairs", choices=["best", "all"], default="best",
                    help="mtdpo, --mix: as in train_critic.py")
-    p.add_argument("--margin", type=float, default=0.1, help="mtdpo, --mix: as in train_critic.py")
-    p.add_argument("--all", type=int, choices=[0, 1], default=0,
+    g.add_argument("--margin", type=float, default=0.1, help="mtdpo, --mix: as in train_critic.py")
+    g.add_argument("--all", type=int, choices=[0, 1], default=0,
                    help="rft: 1 takes unsolved trajectories, too")
-    # objective
-    p.add_argument("--beta", type=float, default=0.1)
-    p.add_argument("--nll_coef", type=float, default=0.01,
+    g = p.add_argument_group("objective and optimization")
+    g.add_argument("--beta", type=float, default=0.1)
+    g.add_argument("--nll_coef", type=float, default=0.01,
                    help="weight of the chosen side's NLL per token")
-    # optimization
-    p.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
-    p.add_argument("--batch_size", type=int,
-                   help="pairs a step; not given: the paper's 8 (rft: 32 trajectories)")
-    p.add_argument("--epochs", type=int, help="not given: the paper's 1 (mtdpo, rft: 4)")
-    p.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
-    p.add_argument("--seed", type=int, default=0)
+    g.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
+    g.add_argument("--batch_size", type=int,
+                   help="pairs a step, over all GPUs; not given: 8, as in the paper (rft: 32)")
+    g.add_argument("--epochs", type=int, help="not given: 1, as in the paper (mtdpo, rft: 4)")
+    g.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    g.add_argument("--seed", type=int, default=0)
     machine_flags(p)
     return p.parse_args(argv)
 
 
 if __name__ == "__main__":
-    ARGS = get_args()  # a wrong flag is told before anything slow is loaded
+    ARGS = get_args()  # before the slow imports: a wrong flag is told at once
 
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, action_ids, action_logps, base_digest, batches, token_counts, deal,
-                   dry_run, gathered, load, load_options, micro_batches, find_model, reference_logps,
-                   restore, save, save_checkpoint, tiny, turns_in, turns_of)
+from model import (TURN, Pair, action_ids, action_logps, base_digest, batches, deal, dry_run,
+                   find_model, gathered, load, load_options, micro_batches, reference_logps,
+                   render, restore, save, save_checkpoint, thinking_flag, tiny, token_counts,
+                   turns_in)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -81,15 +81,42 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, nll_coef):
 
 # --- data -----------------------------------------------------------------------------------------
 
+def add_turns(args, tokenizer, records):
+    """Gives the agent's messages and candidates their turn, under TURN; None where it is too long.
+
+    Returns how many are too long.
+    """
+    too_long = 0
+    for r in records:
+        history = r["dialogue_history"]
+        for t, message in enumerate(history):
+            if message["role"] != "assistant":
+                continue
+            candidates = message.get("candidates", ()) if args.loss == "dpo" else ()
+            prompt = tuple(render(tokenizer, history[:t], thinking_flag(r)))
+            for action in (message, *candidates):
+                turn = prompt, action_ids(tokenizer, action)
+                fits = sum(map(len, turn)) <= args.max_length
+                action[TURN] = turn if fits else None
+                too_long += not fits
+    if too_long:
+        say(f"{too_long} turns are longer than --max_length and are left out")
+    return too_long
+
+
 def candidate_pairs(candidates, per_turn, prior, *seed):
     """[Pair] of one turn: random candidates of the upper half, each with one of the lower half.
 
-    They are ranked by A + prior * log pi_ref(a|o), the order of pi_ref exp(A / prior): the policy
-    with the highest E[A] - prior * KL(pi || pi_ref). It keeps malformed candidates low: the critic
-    does not know them, but they are rare.
+    They are ranked by A + prior * log pi_ref(a|o), the order of pi_ref exp(A / prior). That is the
+    policy with the highest E[A] - prior * KL(pi || pi_ref).
     """
-    value = lambda c: c["advantage"] + (prior and prior * c["logprob"])
-    ranked = sorted((c for c in candidates if "advantage" in c), key=value, reverse=True)
+    def value(candidate):
+        if prior and "logprob" not in candidate:
+            fail("--prior needs the candidates' logprob: see collect.py --candidates")
+        return candidate["advantage"] + (prior and prior * candidate["logprob"])
+
+    ranked = [c for c in candidates if "advantage" in c and c[TURN] is not None]
+    ranked.sort(key=value, reverse=True)
     half, random = len(ranked) // 2, rng("pairs", *seed)
     pairs = []
     for _ in range(per_turn if half else 0):
@@ -104,7 +131,8 @@ def trajectory_pairs(records, mode, margin):
     by_task, pairs = {}, {}
     for r in records:
         turns = tuple(m[TURN] for m in agent_messages(r))
-        by_task.setdefault(task_id(r["task"]), []).append((r["reward"], turns))
+        if None not in turns:
+            by_task.setdefault(task_id(r["task"]), []).append((r["reward"], turns))
     for task, rows in by_task.items():
         best = max(rows, key=lambda row: row[0])
         if mode == "best":
@@ -117,6 +145,16 @@ def trajectory_pairs(records, mode, margin):
     return pairs
 
 
+def solved_trajectories(records, take_all):
+    """{task id: [Pair]} for rft: each trajectory of reward 1, or with take_all each one, alone."""
+    groups = {}
+    for r in records:
+        turns = tuple(m[TURN] for m in agent_messages(r))
+        if None not in turns and (take_all or r["reward"] >= 1):
+            groups.setdefault(task_id(r["task"]), []).append(Pair(turns))
+    return groups
+
+
 NOTHING = {"dpo": "no turn has two unlike candidates with an advantage "
                   "(collect.py --candidates 16, train_critic.py)",
            "mtdpo": "no task has a solved and a worse trajectory "
@@ -127,12 +165,7 @@ NOTHING = {"dpo": "no turn has two unlike candidates with an advantage "
 def make_groups(args, records):
     """[[Pair]], in groups that share prefixes: the pairs of one turn, or of one task."""
     if args.loss == "rft":
-        groups = {}
-        for r in records:
-            if args.all or r["reward"] >= 1:
-                turns = tuple(m[TURN] for m in agent_messages(r))
-                groups.setdefault(task_id(r["task"]), []).append(Pair(turns))
-        return list(groups.values())
+        return list(solved_trajectories(records, args.all).values())
     trajectories = []
     if args.loss == "mtdpo" or args.mix > 0:
         trajectories = list(trajectory_pairs(records, args.pairs, args.margin).values())
@@ -158,28 +191,20 @@ def make_groups(args, records):
 
 
 def prepare(args):
-    """Returns ([[Pair]] of stdin, how many were too long, --model tiny's (model, tokenizer))."""
-    needs_reward = {"mtdpo": True, "rft": not args.all}.get(args.loss, args.mix > 0)
+    """Returns ([[Pair]] of stdin, how many turns are too long, tiny model).
+
+    The last is --model tiny's (model, tokenizer), made here; None for other models.
+    """
+    needs_reward = {"mtdpo": True, "rft": not args.all, "dpo": args.mix > 0}[args.loss]
     fields = lambda record: training_fields(record, needs_reward)
     records = list(read_jsonl(sys.stdin, fields, skip_bad=args.skip_bad))
-    made = tiny(records, args.seed) if args.model == "tiny" else None
+    made = tiny(records, args.seed, PIECES) if args.model == "tiny" else None
     tokenizer = made[1] if made else find_model(args.model)[1]
-    for r in records:
-        for message, turn in zip(agent_messages(r), turns_of(tokenizer, r)):
-            message[TURN] = turn
-            for candidate in message.get("candidates", ()) if args.loss == "dpo" else ():
-                candidate[TURN] = turn[0], action_ids(tokenizer, candidate)
-                if args.prior and "logprob" not in candidate:
-                    fail("--prior needs the candidates' logprob: see collect.py --candidates")
+    too_long = add_turns(args, tokenizer, records)
     groups = make_groups(args, records)
-    fits = lambda pair: all(sum(map(len, turn)) <= args.max_length for turn in turns_in([pair]))
-    short = [[pair for pair in group if fits(pair)] for group in groups]
-    too_long = sum(map(len, groups)) - sum(map(len, short))
-    if too_long:
-        say(f"{too_long} pairs are longer than --max_length and left out")
-    if not any(short):
+    if not groups:
         fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
-    return [group for group in short if group], too_long, made
+    return groups, too_long, made
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -215,11 +240,10 @@ def main(args):
 
     def pair_loss(pair, logps):
         """(loss, margin) of a Pair, by the log-probs of its turns, {turn: (L,)}."""
-        sides = pair.chosen, pair.rejected
         if args.loss == "rft":
             return -torch.cat([logps[turn] for turn in pair.chosen]).sum(), torch.zeros(())
-        chosen, rejected = (torch.cat([logps[turn] for turn in side]) for side in sides)
-        ref_chosen, ref_rejected = (torch.cat([ref[turn] for turn in side]) for side in sides)
+        chosen, rejected = (torch.cat([logps[turn] for turn in side]) for side in pair[:2])
+        ref_chosen, ref_rejected = (torch.cat([ref[turn] for turn in side]) for side in pair[:2])
         return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, args.nll_coef)
 
     for step in log.steps("policy", len(steps)):
@@ -236,7 +260,7 @@ def main(args):
             total += loss.item()
             right += weight * sum((m > 0).item() for m in margins) / len(batch)
         norm = gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)).item()
-        total, right, signal = sum_over_ranks(total, right, SIGNALS.first)
+        total, right, stop = sum_over_ranks(total, right, stop_signal())
         check_finite(step, loss=total, grad_norm=norm)
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, len(steps), args.lr)
@@ -244,10 +268,10 @@ def main(args):
         optimizer.zero_grad()
         accuracy = None if args.loss == "rft" else right
         log(step=step, loss=total, accuracy=accuracy, grad_norm=norm, lr=group["lr"])
-        if signal or args.save_every and (step + 1) % args.save_every == 0:
+        if stop or args.save_every and (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
-        if signal:
-            SIGNALS.end()
+        if stop:
+            end_by_signal()
     if not log.finished:
         save(model, tokenizer, args.out)
         log(last=True, finished=len(steps), **token_counts())
