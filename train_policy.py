@@ -81,10 +81,10 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, nll_coef):
 
 # --- data -----------------------------------------------------------------------------------------
 
-def add_turns(args, tokenizer, records):
+def add_turns(tokenizer, records, max_length):
     """Gives the agent's messages and candidates their turn, under TURN; None where it is too long.
 
-    Returns how many are too long.
+    Candidates without an advantage get none. Returns how many are too long.
     """
     too_long = 0
     for r in records:
@@ -92,11 +92,11 @@ def add_turns(args, tokenizer, records):
         for t, message in enumerate(history):
             if message["role"] != "assistant":
                 continue
-            candidates = message.get("candidates", ()) if args.loss == "dpo" else ()
+            candidates = [c for c in message.get("candidates", ()) if "advantage" in c]
             prompt = tuple(render(tokenizer, history[:t], thinking_flag(r)))
             for action in (message, *candidates):
                 turn = prompt, action_ids(tokenizer, action)
-                fits = sum(map(len, turn)) <= args.max_length
+                fits = sum(map(len, turn)) <= max_length
                 action[TURN] = turn if fits else None
                 too_long += not fits
     if too_long:
@@ -195,12 +195,12 @@ def prepare(args):
 
     The last is --model tiny's (model, tokenizer), made here; None for other models.
     """
-    needs_reward = {"mtdpo": True, "rft": not args.all, "dpo": args.mix > 0}[args.loss]
+    needs_reward = {"mtdpo": True, "rft": not args.all}.get(args.loss, args.mix > 0)
     fields = lambda record: training_fields(record, needs_reward)
     records = list(read_jsonl(sys.stdin, fields, skip_bad=args.skip_bad))
     made = tiny(records, args.seed, PIECES) if args.model == "tiny" else None
     tokenizer = made[1] if made else find_model(args.model)[1]
-    too_long = add_turns(args, tokenizer, records)
+    too_long = add_turns(tokenizer, records, args.max_length)
     groups = make_groups(args, records)
     if not groups:
         fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
@@ -215,7 +215,7 @@ def main(args):
     groups, too_long, made = from_rank_0(lambda: prepare(args))
     turns = turns_in(pair for group in groups for pair in group) if args.loss != "rft" else []
     batch_size = args.batch_size or (32 if args.loss == "rft" else 8)
-    epochs = args.epochs or (1 if args.loss == "dpo" else 4)
+    epochs = args.epochs or {"mtdpo": 4, "rft": 4}.get(args.loss, 1)
     steps = [batch for epoch in range(epochs)
              for batch in batches(groups, batch_size, args.seed, epoch)]
     if args.dry_run:
