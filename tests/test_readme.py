@@ -1,13 +1,20 @@
-"""The README's and the docstrings' commands use flags that exist; .ci/run runs the quickstart and the tests themselves."""
+"""The README: its commands use flags that exist, its edits work.
+
+.ci/run runs the quickstart and the tests themselves."""
+import glob
+import math
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from importlib import import_module
 
 import pytest
 
-from conftest import CPU, ROOT
+import colbench
+from conftest import CPU, ROOT, lines, records, script
 
 SCRIPTS = ("collect", "train_critic", "train_policy", "evaluate", "colbench")
 
@@ -59,3 +66,98 @@ def test_the_benchmarks_run(name, flags):
 def test_there_are_commands():
     found = [script for script, _ in all_commands()]
     assert all(found.count(script) >= 2 for script in SCRIPTS), found
+
+
+# --- "Change X -> edit Y": each patch of tests/experiments/edits is applied to a copy ---------------
+
+def edited(name, folder):
+    """The path of a copy of the scripts with a patch applied."""
+    for path in glob.glob(f"{ROOT}/*.py"):
+        shutil.copy(path, folder)
+    patch = f"{ROOT}/tests/experiments/edits/{name}.diff"
+    subprocess.run(["git", "apply", "--whitespace=error", patch], cwd=folder, check=True)
+    return folder
+
+
+def first_step(out):
+    """The metrics of a run's first step."""
+    rows = records(open(f"{out}/metrics.jsonl").read())
+    return next(row for row in rows if row.get("step") == 0)
+
+
+def train(copy, name, stdin, tiny_dir, *flags):
+    """Runs a trainer of the copy; returns its first step's metrics and its stdout's records."""
+    out = copy / "out"
+    done = script(f"{copy}/{name}.py", "--model", tiny_dir, "--out", out, "--nll_coef", 0, *flags,
+                  stdin=stdin, fresh=True)
+    assert done.returncode == 0, done.stderr
+    return first_step(out), records(done.stdout)
+
+
+@pytest.fixture
+def ranked(rewarded):
+    """Episodes whose candidates have advantages."""
+    for r in rewarded:
+        for message in colbench.agent_messages(r):
+            for i, candidate in enumerate(message["candidates"]):
+                candidate["advantage"] = float(i)
+    return rewarded
+
+
+def test_every_edit_is_in_the_readme_and_has_a_test():
+    edits = {os.path.basename(path) for path in glob.glob(f"{ROOT}/tests/experiments/edits/*")}
+    named = set(re.findall(r"\b\w+\.diff\b", open(f"{ROOT}/README.md").read()))
+    tested = set(re.findall(r'edited\("(\w+)"', open(__file__).read()))
+    assert edits == named == {f"{name}.diff" for name in tested}
+
+
+@pytest.mark.full
+def test_the_edit_ipo(ranked, tiny_dir, tmp_path):
+    copy = edited("ipo", tmp_path)
+    first, _ = train(copy, "train_policy", ranked, tiny_dir, "--beta", 0.1)
+    assert first["loss"] == pytest.approx(25)  # (0 - 1 / (2 beta)) ** 2
+
+
+@pytest.mark.full
+def test_the_edit_grpo(ranked, tiny_dir, tmp_path):
+    copy = edited("grpo", tmp_path)
+    first, _ = train(copy, "train_policy", ranked, tiny_dir, "--loss", "grpo", "--batch_size", 8)
+    assert abs(first["loss"]) < 1  # ratios of 1: the mean of some normalised advantages
+    assert first["grad_norm"] > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_edit_margin_by_gap(world, rewarded, tiny_dir, tmp_path):
+    copy = edited("margin_by_gap", tmp_path)
+    command = ["train_critic.py", "--model", tiny_dir, "--out", "out", "--nll_coef", "0"]
+    launch = [sys.executable] if world == 1 else [
+        os.path.join(os.path.dirname(sys.executable), "torchrun"), "--standalone",
+        f"--nproc_per_node={world}"]
+    subprocess.run([*launch, *command, "--held_out", "0"], cwd=copy, input=lines(rewarded),
+                   text=True, check=True, env=CPU, stdout=subprocess.DEVNULL)
+    assert first_step(copy / "out")["loss"] == pytest.approx(math.log(1 + math.exp(0.7)))
+
+
+@pytest.mark.full
+def test_the_edit_sqrt_length(rewarded, tiny_dir, tmp_path):
+    copy = edited("sqrt_length", tmp_path)
+    flags = "--lr", 1e-3, "--epochs", 1, "--held_out", 0
+    _, scored = train(copy, "train_critic", rewarded, tiny_dir, *flags)
+    plain = script("train_critic.py", "--score", 1, "--out", copy / "out", stdin=scored)
+    compared = 0
+    for ours, theirs in zip(scored, records(plain.stdout), strict=True):
+        for a, b in zip(colbench.agent_messages(ours), colbench.agent_messages(theirs)):
+            length = len(a["token_ids"])
+            assert a["advantage"] == pytest.approx(b["advantage"] * length ** 0.5, rel=1e-3)
+            compared += length > 1 and a["advantage"] != 0
+    assert compared
+
+
+@pytest.mark.full
+def test_the_edit_marker(tmp_path):
+    copy = edited("marker", tmp_path)
+    demos = script(f"{copy}/colbench.py", "demos", "--n", 50, fresh=True).stdout
+    assert "MY ANSWER IS:" in demos and "I WANT TO ANSWER" not in demos
+    train(copy, "train_policy", demos, "tiny", "--loss", "rft", "--all", 1, "--epochs", 1)
+    assert "MY ANSWER IS:" in open(copy / "out" / "tokenizer.json").read()  # one token of its own
