@@ -13,9 +13,7 @@ One record is one line of JSON, and every stage adds fields to it (README, "The 
 from utils import (Endpoint, EndpointError, fail, open_stdout, parser, read_jsonl, rng, run, say,
                    skip_bad_flag)
 
-import ast
 import asyncio
-import builtins
 import collections
 import concurrent.futures
 import contextlib
@@ -33,6 +31,7 @@ import io
 import itertools
 import json
 import math
+import operator
 import os
 import platform
 import queue
@@ -43,6 +42,7 @@ import signal
 import socket
 import struct
 import subprocess
+import symtable
 import sys
 import sysconfig
 import tempfile
@@ -452,10 +452,10 @@ def page_demonstration(task, r, args):
 # grader --"fork", one end of a new socket--> fork server --fork--> child: confines itself, then
 #    \__________answer and tests; lines______________________________/   reads from its socket
 #
-# The server never sees code, values or references, so a child inherits nothing worth reading. The
-# servers of references and of answers are apart. A child is the answer's from the first line of
-# code that it runs: all that it sends is a claim, as bytes. Verdicts are made further below, of
-# values that the grader itself rebuilt from those bytes.
+# The fork server never sees code, values or references, so a child inherits nothing worth reading.
+# References and answers have separate servers. From the first line of an answer's code on, the
+# child belongs to the answer: all that it sends is a claim, as bytes. The next section makes the
+# verdicts, of values that the grader itself rebuilt from those bytes.
 
 LIMITS = {
     "test": 1, "answer": 6,       # seconds; a reference gets three times as long
@@ -464,7 +464,7 @@ LIMITS = {
     "line": 1 << 20,              # bytes of one value on the wire
     "lines": 1 << 24,             # bytes of all values of one answer
     "items": 100_000,             # elements in one value
-    "digits": 1_000,              # of a Decimal, a Fraction's halves, a Decimal's exponent
+    "digits": 1_000,              # of a Decimal or its exponent, of a Fraction's or range's integers
     "alike": 16,                  # keys of one hash in one set or dict
     "work": 500_000,              # steps to rebuild one value, see spend()
     "expected": 1 << 26,          # bytes of all references' values that are kept
@@ -491,9 +491,9 @@ ADVICE = 0, 1, 2, 3, 4, 8, 14, 15  # normal to dontneed, free, (no)hugepage: wha
 
 
 def seccomp_filter(files=True):
-    """The BPF program of CALLS, with openat for reading only, or not at all.
+    """The BPF program that allows CALLS, harmless advice and, if `files`, openat for reading.
 
-    b"" on a processor whose numbers are not known here.
+    b"" on a processor whose call numbers are not listed.
     """
     known = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
     if platform.machine() not in known:
@@ -522,8 +522,9 @@ def readable_paths():
             "/usr/share/zoneinfo"]
 
 
-# The next functions, up to `serve`, are the whole program of a fork server: `python -c` gets their
-# source alone, so that nothing else of this file (the built-in tasks!) is in a child's memory.
+# The lines between the next mark and "fork server: end" are the whole program of a fork server.
+# `python -c` gets their text alone: nothing else of this file (the built-in tasks!) is in a child.
+# fork server: begin
 
 def landlock_rules(libc, paths):
     """A Landlock ruleset that allows only reading below `paths`; None without Landlock."""
@@ -531,7 +532,9 @@ def landlock_rules(libc, paths):
     if abi < 1:
         return None
     files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
-    attr = struct.pack("QQQ", files, 3, 3)[:8 if abi < 4 else 16 if abi < 6 else 24]  # tcp, ipc
+    attr = struct.pack("QQQ", files, 3, 3)  # files, TCP, IPC: as much as this kernel knows
+    if abi < 6:
+        attr = attr[:16 if abi >= 4 else 8]
     buffer = ctypes.create_string_buffer(attr)
     rules = libc.syscall(444, ctypes.addressof(buffer), len(attr), 0, 0)
     for path in filter(os.path.exists, paths):
@@ -559,47 +562,43 @@ def confine(libc, rules, bpf, memory):
         head = struct.pack("H6xQ", len(bpf) // 8, ctypes.addressof(code))
         head = ctypes.create_string_buffer(head)
         libc.prctl(22, 2, ctypes.addressof(head), 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-    for level, forbidden in (("rlimits", lambda: os.kill(os.getpid(), 0)),
-                             ("seccomp", lambda: os.listdir("/"))):
-        try:
-            forbidden()
-            return level
-        except PermissionError:
-            pass
-    return "full"
+    try:
+        os.kill(os.getpid(), 0)
+        return "rlimits"
+    except PermissionError:
+        pass
+    try:
+        os.listdir("/")
+        return "seccomp"
+    except PermissionError:
+        return "full"
 
 
-def marks():
-    """Patterns that tell code from prose in an answer: a fence, a first line, a word by itself."""
-    fence = re.compile(r"(`{3,}|~{3,})[ \t]*\{?\.?([\w+#-]*)\}?[ \t]*")
-    first_line = re.compile(r"\s*(def \w+ *\(|async def |class \w+ *[(:]|import \w"
-                            r"|from [\w.]+ import |@\w|\w+(?: *:[^=\n]+)? = \S)")
-    word = re.compile(r"\A\s*[^\W\d]\w*[ \t]*\n|\n[^\W\d]\w*\s*\Z")  # a name to Python
-    return fence, first_line, word
-
-
-FENCE, FIRST_LINE, WORD = marks()
-
-
-def official_code(answer):
-    """The code in an answer as the released scorer cuts it out, with a bare fence's tag."""
-    for fence in ("```python", "```"):
-        if fence in answer:
-            answer = answer.split(fence)[1].split("```")[0]
-    return answer
+FENCE = re.compile(r"(`{3,}|~{3,})([ \t]*\{?\.?([\w+#-]*)\}?)[^\n]*\n?")  # mark, tag, language
+FIRST_LINE = re.compile(  # a line that is code and not prose
+    r"\s*(def \w+ *\(|async def |class \w+ *[(:]|import \w|from [\w.]+ import |@\w"
+    r"|\w+(?: *:[^=\n]+)? = \S)")
+WORD = re.compile(r"\A\s*[^\W\d]\w*[ \t]*\n|\n[^\W\d]\w*\s*\Z")  # "Sure", "Done": Python, and prose
+ODD_SPACES = {0xFEFF: None, 0x200B: None, 0xA0: " "}  # byte order mark, zero width, no-break
 
 
 def forms(text):
-    """A text as it is, and without its indentation (which line 1 lost if the text was stripped)."""
-    yield text
-    yield textwrap.dedent(text)
-    margins = re.findall(r"^([ \t]*)(?:def|class|import|from|@)\b", text, re.M)[1:]
-    yield textwrap.dedent(min(margins, key=len, default="") + text)
+    """A text as it is, without indentation, and without odd spaces."""
+    text = WORD.sub("", text)
+    for text in (text, text.translate(ODD_SPACES)):
+        yield text
+        yield textwrap.dedent(text)
+        first, newline, rest = text.partition("\n")  # a strip() may have indented line 1 less
+        yield first.lstrip() + newline + textwrap.dedent(rest)
 
 
 def compiled(text):
     """(form, code object) of the first form of a text that is Python; None where none is."""
+    tried = set()
     for form in forms(text):
+        if form in tried:
+            continue
+        tried.add(form)
         try:
             return form, compile(form, "<answer>", "exec")
         except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError):
@@ -607,240 +606,229 @@ def compiled(text):
     return None
 
 
+def code_in_prose(text):
+    """compiled() of the part from the first line of code on, as far as that is Python; or None."""
+    lines = text.splitlines()
+    starts = [i for i, line in enumerate(lines) if FIRST_LINE.match(line)]
+    for start in starts[:3]:
+        ends = [i for i in range(start + 1, len(lines)) if not lines[i][:1].isspace()]
+        for end in [len(lines), *reversed(ends[-400:])]:
+            found = compiled("\n".join(lines[start:end]))
+            if found:
+                return found
+    return None
+
+
 def names_in(form):
-    """(names that a module's top level binds, save functions that are stubs; all its names)."""
-    tree, bound, functions = ast.parse(form), set(), (ast.FunctionDef, ast.AsyncFunctionDef)
-    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    empty = lambda x: isinstance(x, ast.Pass) or "NotImplementedError" in ast.dump(x) or \
-        isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)  # a docstring, an ellipsis
-    for node in tree.body:
-        if isinstance(node, (*functions, ast.ClassDef)):
-            names.add(node.name)
-            if isinstance(node, ast.ClassDef) or not all(map(empty, node.body)):
-                bound.add(node.name)
-        elif isinstance(node, (ast.Import, ast.ImportFrom)):
-            bound |= {alias.asname or alias.name for alias in node.names}
-        else:
-            bound |= {x.id for x in ast.walk(node)
-                      if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
-    return bound, names | bound
+    """(the names that Python code binds at its top level, the global names that it uses)."""
+    top = symtable.symtable(form, "<answer>", "exec")
+    bound = {symbol.get_name() for symbol in top.get_symbols()
+             if symbol.is_assigned() or symbol.is_imported()}
+    used, scopes = set(), [top]
+    for scope in scopes:  # which grows
+        used |= {symbol.get_name() for symbol in scope.get_symbols() if symbol.is_global()}
+        scopes += scope.get_children()
+    return bound, used
 
 
-def called_in(tests):
-    """The names that test expressions call."""
-    names = set()
-    for test in tests:
-        try:
-            calls = [x.func for x in ast.walk(ast.parse(test)) if isinstance(x, ast.Call)]
-        except (SyntaxError, ValueError, MemoryError, RecursionError):
-            continue
-        names |= {function.id for function in calls if isinstance(function, ast.Name)}
-    return names
+class Block:
+    """A fenced block: its code object, the names that it binds, and those that it uses."""
+
+    def __init__(self, form, code, python):
+        self.code, self.python = code, python  # python: the fence says so
+        self.bound, self.used = names_in(form)
 
 
 def fenced_blocks(answer):
-    """[(rank, form, code object)] of the fenced blocks that are Python, in order.
+    """The Blocks of an answer that are Python and bind a name, in order.
 
-    rank: 0 for ```python, 1 for ```, 2 for other languages. A block ends at the first fence that
-    leaves it Python, so that a docstring may hold a fence.
+    A block ends at the first fence that leaves it Python, so that a docstring may hold a fence.
     """
     blocks, at = [], 0
-    for _ in range(200):
-        opening = FENCE.search(answer, at)
-        if not opening:
-            break
-        mark, language, at = opening[1], opening[2].lower(), opening.end()
-        tag = at if language.startswith("py") else opening.end(1)
-        body = answer.find("\n", tag) + 1 or len(answer)
-        if mark in answer[tag:body] or FIRST_LINE.match(answer, tag, body):
-            body = tag  # code on the fence's own line
-        found = [m.start() for m in re.finditer(re.escape(mark), answer[body:])]
-        rank = 0 if language.startswith("py") else 2 if language else 1
-        ends = [body + end for end in found[:20 if rank < 2 else 2]] or [len(answer)]
-        for end in ends:
-            text = WORD.sub("", answer[body:end])
-            block = compiled(text) if re.sub("#.*", "", text).strip() else None
-            if block:
-                blocks.append((rank, *block))
-                at = end + len(mark)
+    while opening := FENCE.search(answer, at):
+        mark, python = opening[1], opening[3].lower().startswith("py")
+        start, after_tag = opening.end(), opening.end(2 if python else 1)
+        if FIRST_LINE.match(answer, after_tag):  # code on the fence's own line
+            start = after_tag
+        ends = [end.start() for end in re.compile(re.escape(mark)).finditer(answer, start)]
+        ends = ends[:20] or [len(answer)]
+        readings = [(compiled, end) for end in ends] + [(code_in_prose, ends[0])]
+        for read, end in readings:
+            found = read(answer[start:end])
+            block = Block(*found, python) if found else None
+            if block and block.bound:
+                blocks.append(block)
                 break
-        else:
-            closing = FENCE.match(answer, ends[0])
-            if closing and not closing[2]:  # else it opens a block within this one
-                at = closing.end()
+        closing = FENCE.match(answer, end)
+        opens_another = closing and closing[3]
+        at = end if opens_another else end + len(mark)
     return blocks
 
 
-def globals_of(code):
-    """The names that a code object and those within it look up outside their functions."""
-    inner = [globals_of(x) for x in code.co_consts if isinstance(x, types.CodeType)]
-    return set(code.co_names).union(*inner)
-
-
 def fenced_code(answer, tests):
-    """Code objects of fenced blocks: the first that binds what the tests call, and its helpers.
+    """Code objects of the fenced blocks that bind what the tests use, and of those blocks' helpers.
 
-    Of several versions the first counts, as for the released scorer. A helper is another block that
-    is the first to bind a name which main, the tests or another helper need.
+    Of several versions the first counts, and one in ```python before others, as for the released
+    scorer. A helper is a block that binds a name which a chosen block uses.
     """
     blocks = fenced_blocks(answer)
-    if len(blocks) < 2:
-        return [code for _, _, code in blocks]
-    names, wanted = [names_in(form) for _, form, _ in blocks], called_in(tests)
-    mains = [i for i in range(len(blocks)) if names[i][0] & wanted]
-    if not mains:
-        return [min(blocks, key=lambda block: block[0])[2]]
-    chosen = [min(mains, key=lambda i: blocks[i][0])]
-    needed, bound = set(re.findall(r"\w+", " ".join(tests))), set()
-    for i in chosen:  # which grows
-        needed |= globals_of(blocks[i][2])
-        bound |= names[i][0]
-        chosen += [j for j, (rank, _, _) in enumerate(blocks) if rank < 2 and j not in chosen
-                   and names[j][0] & needed - bound and not names[j][1] & wanted][:1]
-    return [blocks[i][2] for i in sorted(chosen)]
-
-
-def unfenced_code(answer):
-    """(form, code object) of the Python that stands in prose; None where there is none.
-
-    It begins at the first line that looks like code, and goes as far as it compiles.
-    """
-    lines = answer.splitlines()
-    starts = [i for i, line in enumerate(lines) if FIRST_LINE.match(line)]
-    for first in starts[:3]:
-        ends = [i for i in range(first + 1, len(lines)) if not lines[i][:1].isspace()]
-        for end in [len(lines), *ends[:-401:-1]]:
-            if block := compiled("\n".join(lines[first:end])):
-                return block
-    return None
+    ranked = sorted(blocks, key=operator.attrgetter("python"), reverse=True)
+    needed, chosen = [], []
+    for test in tests:
+        found = compiled(test.strip())
+        if found:
+            needed += names_in(found[0])[1]
+    for name in needed:  # which grows
+        if any(name in block.bound for block in chosen):
+            continue
+        versions = [block for block in ranked if name in block.bound]
+        if versions:
+            chosen.append(versions[0])
+            needed += versions[0].used
+    return [block.code for block in blocks if block in (chosen or ranked[:1])]
 
 
 def answer_code(answer, tests):
     """Code objects of an answer, to be run one after another; SyntaxError where nothing is Python.
 
-    Which part of the text is code is settled before any of it runs, whatever the tests give.
+    The whole answer if it is Python, else its fenced blocks, else the code in its prose. Which part
+    of the text is code is settled before any of it runs, whatever the tests give.
     """
-    answer = WORD.sub("", answer.lstrip("\ufeff"))
-    fence = FENCE.search(answer)
-    before = answer[:fence.start()].strip() if fence else answer
-    whole = compiled(answer) if before else None  # "~~~python" is Python, too
-    if not whole and not answer.isascii():
-        answer = answer.translate({0xFEFF: None, 0x200B: None, 0xA0: " "})  # marks, odd spaces
-    if not whole and any(map(FIRST_LINE.match, before.splitlines())):
-        whole = unfenced_code(answer)
-        if whole and fence and fence[1] not in whole[0]:  # a fence in a docstring is text
-            whole = None
-    codes = [whole[1]] if whole else fenced_code(answer, tests)
-    if not codes and fence:  # one that never closes, and prose behind it
-        codes = [block[1] for block in [unfenced_code(answer)] if block]
-    return codes or [compile(answer, "<answer>", "exec")]
+    found = compiled(answer)
+    codes = [] if found else fenced_code(answer, tests)
+    if not codes:
+        found = found or code_in_prose(answer)
+        codes = [found[1]] if found else [compile(answer, "<answer>", "exec")]
+    return codes
 
 
-def rows():
-    """What tells values apart, by class: parts, which are values again, or a text."""
-    fields = lambda *names: lambda value: [getattr(value, name) for name in names]
-    halves = lambda value: [list(dict(value).keys()), list(dict(value).values())]
-    lists = ("builtins.tuple", "builtins.set", "builtins.frozenset", "builtins.dict_keys",
-             "collections.deque", "collections.UserList", "array.array")
-    dicts = ("builtins.dict", "builtins.dict_items", "builtins.mappingproxy", "collections.Counter",
-             "collections.OrderedDict", "collections.UserDict", "collections.ChainMap")
-    parts = dict.fromkeys(lists, list) | dict.fromkeys(dicts, halves) | {
-        "builtins.complex": fields("real", "imag"),
-        "builtins.range": fields("start", "stop", "step"),
-        "builtins.slice": fields("start", "stop", "step"),
-        "fractions.Fraction": fields("numerator", "denominator"),
-        "datetime.timedelta": fields("days", "seconds", "microseconds")}
-    times = "datetime.datetime", "datetime.date", "datetime.time"
-    others = ("collections.UserString", "decimal.Decimal", "uuid.UUID", "pathlib.PurePosixPath",
-              "ipaddress.IPv4Address", "ipaddress.IPv6Address", "ipaddress.IPv4Network",
-              "ipaddress.IPv6Network")
-    texts = dict.fromkeys(times, lambda value: value.isoformat()) | dict.fromkeys(others, str) | {
-        "builtins.bytes": bytes.hex, "builtins.bytearray": bytearray.hex,
-        "builtins.memoryview": lambda value: value.tobytes().hex()}
-    return parts, texts
+def halves(value):
+    return list(value), list(value.values())
 
 
-PARTS, TEXTS = rows()
+# What tells the values of a class apart: a list of values, or a text. REBUILD is the other end.
+CONTENT = {
+    "builtins.tuple": list, "builtins.set": list, "builtins.frozenset": list,
+    "builtins.dict_keys": list, "collections.deque": list,
+    "builtins.dict": halves, "collections.Counter": halves, "collections.OrderedDict": halves,
+    "builtins.complex": operator.attrgetter("real", "imag"),
+    "builtins.range": operator.attrgetter("start", "stop", "step"),
+    "fractions.Fraction": operator.attrgetter("numerator", "denominator"),
+    "datetime.timedelta": operator.attrgetter("days", "seconds", "microseconds"),
+    "datetime.datetime": operator.methodcaller("isoformat"),
+    "datetime.date": operator.methodcaller("isoformat"),
+    "datetime.time": operator.methodcaller("isoformat"),
+    "decimal.Decimal": str, "uuid.UUID": str, "pathlib.PurePosixPath": str,
+    "builtins.bytes": bytes.hex, "builtins.bytearray": bytearray.hex,
+}
 
 
 def encode(value):
-    """A value as what json.dumps takes: plain data as it is, all else {class: its parts or text}.
+    """A value as what json.dumps takes: plain data as it is, all else {class: content}.
 
-    A subclass goes as the nearest base that has a row (a namedtuple as a tuple), an array of numpy
-    as lists. TypeError: a value of no such class.
+    A subclass goes as the nearest base in CONTENT (a namedtuple as a tuple), an array of numpy as
+    lists. TypeError: a value of another class.
     """
     kind = type(value)
-    if kind is str or kind is float or kind is bool or value is None:
+    if value is None or kind is bool:
         return value
     if kind.__module__ == "numpy":
         return encode(value.tolist())
-    if isinstance(value, int):
-        return int(value) if -1 << 63 <= value < 1 << 63 else {"int": hex(value)}
-    if isinstance(value, list):
-        return [encode(v) for v in value]
     if isinstance(value, str):
         return str.__str__(value)
+    if isinstance(value, int):
+        return int(value) if -1 << 63 <= value < 1 << 63 else {"int": hex(value)}
     if isinstance(value, float):
         return float(value)
+    if isinstance(value, list):
+        return [encode(v) for v in value]
     if isinstance(value, type) and value.__module__ == "builtins":
         return {"type": value.__name__}
     for base in kind.__mro__:
-        row = f"{base.__module__.split('.')[0]}.{base.__name__}"
-        if row in PARTS:
-            return {base.__name__: [encode(part) for part in PARTS[row](value)]}
-        if row in TEXTS:
-            return {base.__name__: TEXTS[row](value)}
-    raise TypeError(type(value).__name__)
+        name = f"{base.__module__.split('.')[0]}.{base.__name__}"
+        if name in CONTENT:
+            content = CONTENT[name](value)
+            is_text = isinstance(content, str)
+            return {base.__name__: content if is_text else [encode(part) for part in content]}
+    raise TypeError(kind.__name__)
+
+
+def run_test(codes, error, test, official):
+    """The line of one test, in a fresh module: ["value", encode(value)], ["raised", class of the
+    exception], or ["refused", why the value can't be encoded]. error: why there is no code to run.
+    """
+    module = sys.modules["answer"] = types.ModuleType("answer")
+    space = vars(module)
+    # the released scorer's exec inside a function has two namespaces: what the code defines
+    # at its top level is invisible from inside its functions
+    local = {} if official else space
+    try:
+        if error:
+            raise error
+        for code in codes:
+            exec(code, space, local)
+        value = eval(test, space, local)
+        try:
+            if official and getattr(value, "ndim", 0) and value.size != 1:
+                raise TypeError("an array, whose == is no verdict")
+            sys.setrecursionlimit(max(3000, sys.getrecursionlimit()))  # nested data
+            return json.dumps(["value", encode(value)])
+        except (TypeError, RecursionError) as e:
+            return json.dumps(["refused", f"{type(e).__name__}: {e}"])
+    except BaseException as e:  # SystemExit, KeyboardInterrupt: one more wrong answer
+        missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
+        return json.dumps(["raised", type(e).__name__ + missing])
 
 
 def run_tests(request, wire):
-    """Runs {text, tests, role, official}; writes a line of JSON a test to descriptor `wire`.
+    """Runs {text, tests, prose, official}; writes a line a test to the descriptor `wire`.
 
-    The line is ["value", encode(value)], ["raised", class of the exception], or ["refused", why].
+    prose: the text may be more than code.
     """
-    error, official, text, codes = None, request["official"], request["text"], []
+    codes, error = [], None
     try:
-        if request["role"] == "answer" and not official:
-            codes = answer_code(text, request["tests"])
+        if request["prose"]:
+            codes = answer_code(request["text"], request["tests"])
         else:
-            text = official_code(text) if request["role"] == "answer" else text
-            codes = [compile(text, "<answer>", "exec")]
+            codes = [compile(request["text"], "<answer>", "exec")]
     except BaseException as e:
         error = e
     for test in request["tests"]:
-        module = sys.modules["answer"] = types.ModuleType("answer")
-        space = vars(module)
-        # the released scorer's exec inside a function has two namespaces: what the code defines
-        # at its top level is invisible from inside its functions
-        local = {} if official else space
-        try:
-            if error:
-                raise error
-            for code in codes:
-                exec(code, space, local)
-            value = eval(test, space, local)
-            try:
-                if official and getattr(value, "ndim", 0) and value.size != 1:
-                    raise TypeError("an array, whose == is no verdict")
-                sys.setrecursionlimit(max(3000, sys.getrecursionlimit()))  # nested data
-                line = json.dumps(["value", encode(value)])
-            except (TypeError, RecursionError) as e:
-                line = json.dumps(["refused", f"{type(e).__name__}: {e}"])
-        except BaseException as e:  # SystemExit, KeyboardInterrupt: one more wrong answer
-            missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
-            line = json.dumps(["raised", type(e).__name__ + missing])
-        line = line.encode() + b"\n"
+        line = run_test(codes, error, test, request["official"]).encode() + b"\n"
         while line:
             line = line[os.write(wire, line):]
+
+
+def be_child(wire, null, confinement):
+    """The life of a child: it confines itself, says its level, and answers one request."""
+    try:
+        os.setsid()
+        for fd in (0, 1, 2):
+            os.dup2(null, fd)
+        os.close(null)  # `wire` is the only way out now; confine() closes the rules
+        os.write(wire, confine(*confinement).encode() + b"\n")
+        request = b""
+        while not request.endswith(b"\n"):
+            request += os.read(wire, 1 << 20) or os._exit(1)
+        run_tests(json.loads(request), wire)
+    finally:
+        os._exit(0)
+
+
+def end_child(pid):
+    """Kills a child with all that it started; returns its exit code, negative for a signal."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:  # no group: the child never came to setsid
+        os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def serve(paths, bpf, blind, modules, memory):
     """A fork server on stdin, a Unix socket: "f" with a socket: fork; "k": kill and reap.
 
-    A child says its level, reads its request as one line and answers with a line a test; the server
-    answers "k" with the child's exit code (negative: the signal), an int. It ends with the grader.
-    Without Landlock a child gets `blind`, the filter that lets it open no file, and can import no
-    more than `modules`.
+    It answers "k" with the child's exit code, an int, and ends with the grader. Without Landlock a
+    child gets `blind`, the filter that lets it open no file, and can import only `modules`.
     """
     libc = ctypes.CDLL(None)
     libc.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
@@ -859,8 +847,7 @@ def serve(paths, bpf, blind, modules, memory):
                 pass
     control, null, pid = socket.socket(fileno=0), os.open(os.devnull, os.O_RDWR), 0
     text = "def f(x):\n    for i in range(3): x += i\n    return [x, 0.5, 'a', {'b': (x, None)}]"
-    warm = {"text": text, "tests": ["f(1)", "g(2)"], "role": "answer", "official": 0}
-    run_tests(warm, null)
+    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "prose": True, "official": False}, null)
     gc.collect()  # the run above fills caches that each child would have to fill,
     gc.freeze()  # and frozen pages are left alone by a child's collector: twice the speed in all
     while True:
@@ -871,49 +858,41 @@ def serve(paths, bpf, blind, modules, memory):
         if order == b"f":
             pid = os.fork()
             if pid == 0:
-                try:
-                    os.setsid()
-                    for fd in (0, 1, 2):
-                        os.dup2(null, fd)
-                    os.close(null)  # `fds[0]` is the only way out now; confine() closes the rules
-                    os.write(fds[0], confine(libc, rules, bpf, memory).encode() + b"\n")
-                    request = b""
-                    while not request.endswith(b"\n"):
-                        request += os.read(fds[0], 1 << 20) or os._exit(1)
-                    run_tests(json.loads(request), fds[0])
-                finally:
-                    os._exit(0)
+                be_child(fds[0], null, (libc, rules, bpf, memory))
             os.close(fds[0])
-        elif pid:  # "k", or the grader is gone
-            for kill in (os.killpg, os.kill):
-                try:
-                    kill(pid, signal.SIGKILL)
-                except ProcessLookupError:  # no group: the child never came to setsid
-                    pass
-            status, pid = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 0
+            continue
+        if pid:  # "k", or the grader died
+            status, pid = end_child(pid), 0
             try:
-                order and control.sendall(struct.pack("i", status))
-            except BrokenPipeError:  # it died while it waited for this one
+                control.sendall(struct.pack("i", status))
+            except ConnectionError:  # it died while it waited for this one
                 pass
-        if not order:  # the grader died without close(): the last one out removes their folder
+        if not order:  # the grader died without close(): the last server removes their folder
             try:
                 os.rmdir(os.getcwd())
             except OSError:
                 pass
             return
 
+# fork server: end
 
-SERVER = (landlock_rules, confine, marks, official_code, forms, compiled, names_in, called_in,
-          fenced_blocks, globals_of, fenced_code, unfenced_code, answer_code, rows, encode,
-          run_tests, serve)
-TABLES = "FENCE, FIRST_LINE, WORD = marks()\nPARTS, TEXTS = rows()\n"
+
+IMPORTS = """import ctypes, gc, json, operator, os, re, resource, signal, socket, struct, symtable
+import sys, textwrap, types
+"""
 COMMON = """_strptime array bisect base64 calendar collections.abc contextlib copy csv dataclasses
 difflib enum functools hashlib heapq html inspect io ipaddress itertools math numbers numpy operator
 pathlib pprint queue random re sqlite3 statistics string textwrap
 time typing unicodedata urllib.parse uuid zlib"""
-IMPORTS = """import ast, ctypes, gc, json, os, re, resource, signal, socket, struct, sys, textwrap
-import types
-"""
+
+
+def server_program():
+    """The source of a fork server, which is a part of this file."""
+    source = inspect.getsource(sys.modules[__name__])
+    begin, end = source.index("\n# fork server: begin"), source.index("\n# fork server: end")
+    filters = f"{seccomp_filter()!r}, {seccomp_filter(False)!r}"
+    call = f"serve({readable_paths()!r}, {filters}, {COMMON.split()}, {LIMITS['memory']})"
+    return f"{IMPORTS}{source[begin:end]}\n{call}\n"
 
 
 class GraderError(Exception):
@@ -927,16 +906,13 @@ class Server:
         self.hash_seed, self.cwd, self.process, self.control = hash_seed, cwd, None, None
 
     def start(self):
-        program = IMPORTS + "\n".join(map(inspect.getsource, SERVER)) + TABLES
-        filters = f"{seccomp_filter()!r}, {seccomp_filter(False)!r}"
-        program += f"\nserve({readable_paths()!r}, {filters}, {COMMON.split()}, {LIMITS['memory']})"
         self.control, theirs = socket.socketpair()
         self.control.settimeout(20)
         env = {"PYTHONHASHSEED": str(self.hash_seed), "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
+        command = [sys.executable, "-s", "-P", "-B", "-c", server_program()]
         with theirs:  # not -I: it would ignore the hash seed
-            self.process = subprocess.Popen([sys.executable, "-s", "-P", "-B", "-c", program],
-                                            stdin=theirs, stdout=subprocess.DEVNULL, env=env,
-                                            cwd=self.cwd, start_new_session=True)
+            self.process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL,
+                                            env=env, cwd=self.cwd, start_new_session=True)
 
     def stop(self):
         if self.process:
@@ -952,46 +928,39 @@ class Server:
 
         A server that fails is restarted once; a child below `level` (None: any) is a GraderError.
         """
-        for attempt in (1, 2):
+        for _ in range(2):
             try:
-                if self.process is None:
-                    self.start()
-                ours, theirs = socket.socketpair()
-                with ours:
-                    with theirs:
-                        socket.send_fds(self.control, [b"f"], [theirs.fileno()])
-                    found = handshake(ours, request)
-                    end = time.monotonic() + left
-                    lines, last = read_lines(ours, len(request["tests"]), seconds, end, room)
-                self.control.sendall(b"k")
-                status = struct.unpack("i", self.control.recv(4))[0]
-            except (OSError, struct.error) as e:
-                self.stop()
-                if attempt == 2:
-                    raise GraderError(f"a fork server failed twice: {e!r}") from e
-                continue
-            except BaseException:  # Ctrl-C: the server waits for a "k" that will not come
-                self.stop()
-                raise
-            if found != (level or found):
-                raise GraderError(f"isolation is {found!r} now, was {level!r}")
-            if last and last.verdict is Verdict.ENDED:
-                by = f"signal {-status}" if status < 0 else f"status {status}"
-                last = Outcome(Verdict.ENDED, by)
-            return found, lines + ([last] if last else [])
+                return self.run_child(level, request, seconds, left, room)
+            except BaseException as e:
+                self.stop()  # it may be waiting for a "k" that will not come
+                error = e
+                if not isinstance(e, (OSError, struct.error)):
+                    raise
+        raise GraderError(f"a fork server failed twice: {error!r}") from error
 
-
-def handshake(wire, request):
-    """A child's level, which it says before it has read any code; then sends it the request."""
-    wire.settimeout(10)
-    level = b""
-    while not level.endswith(b"\n"):
-        more = wire.recv(64)  # TimeoutError is an OSError
-        if not more:
-            raise OSError("a child did not start")
-        level += more
-    wire.sendall(json.dumps(request).encode() + b"\n")
-    return level.decode().strip()
+    def run_child(self, level, request, seconds, left, room):
+        """As run(), with OSError or struct.error where the server fails."""
+        if self.process is None:
+            self.start()
+        ours, theirs = socket.socketpair()
+        with ours:
+            with theirs:
+                socket.send_fds(self.control, [b"f"], [theirs.fileno()])
+            ours.settimeout(10)
+            found = ours.recv(64).decode().strip()  # said before it has read any code
+            if not found:
+                raise OSError("a child did not start")
+            ours.sendall(json.dumps(request).encode() + b"\n")
+            end = time.monotonic() + left
+            lines, last = read_lines(ours, len(request["tests"]), seconds, end, room)
+        self.control.sendall(b"k")
+        status = struct.unpack("i", self.control.recv(4))[0]
+        if level and found != level:
+            raise GraderError(f"isolation is {found!r} now, was {level!r}")
+        if last and last.verdict is Verdict.ENDED:
+            how = f"signal {-status}" if status < 0 else f"status {status}"
+            last = Outcome(Verdict.ENDED, how)
+        return found, lines + ([last] if last else [])
 
 
 def read_lines(wire, n, seconds, end, room):
@@ -1000,36 +969,42 @@ def read_lines(wire, n, seconds, end, room):
     Each may take `seconds` from the one before; all must have come by `end`, as time.monotonic has
     it, and have at most `room` bytes. What comes after the n-th is not read.
     """
-    lines, buffer, late = [], bytearray(), 0
-    deadline = min(end, time.monotonic() + seconds)
+    lines, buffer = [], bytearray()
     while len(lines) < n:
-        seen = 0
-        while (cut := buffer.find(b"\n", seen)) < 0:
-            seen = len(buffer)
-            if seen > LIMITS["line"]:
-                return lines, Outcome(Verdict.REFUSED, f"more than {LIMITS['line']:,} bytes")
-            if seen > room:
-                why = f"more than {LIMITS['lines']:,} bytes in all"
-                return lines, Outcome(Verdict.REFUSED, why)
-            left = deadline - time.monotonic()
-            late += left <= 0  # this process may have been: it reads what lies there, and no more
-            try:
-                wire.settimeout(max(left, 1e-3))
-                more = wire.recv(1 << 16) if late < 9 else None
-            except TimeoutError:
-                more = None
-            except ConnectionError:
-                more = b""
-            if more is None:
-                return lines, Outcome(Verdict.TIMEOUT)
-            if not more:
-                return lines, Outcome(Verdict.ENDED)
-            buffer += more
-        lines.append(bytes(buffer[:cut]))
-        del buffer[:cut + 1]
-        room -= cut
         deadline = min(end, time.monotonic() + seconds)
+        why_not = read_line(wire, buffer, deadline, room)
+        if why_not:
+            return lines, why_not
+        line, _, buffer = buffer.partition(b"\n")
+        lines.append(bytes(line))
+        room -= len(line)
     return lines, None
+
+
+def read_line(wire, buffer, deadline, room):
+    """Fills `buffer` until it holds a line; returns None, or an Outcome where no line comes."""
+    searched, late = 0, False
+    while buffer.find(b"\n", searched) < 0:
+        searched = len(buffer)
+        if searched > LIMITS["line"]:
+            return Outcome(Verdict.REFUSED, f"more than {LIMITS['line']:,} bytes")
+        if searched > room:
+            return Outcome(Verdict.REFUSED, f"more than {LIMITS['lines']:,} bytes in all")
+        if late:
+            return Outcome(Verdict.TIMEOUT)
+        left = deadline - time.monotonic()
+        late = left <= 0  # perhaps this process is: it reads once more, what lies there
+        wire.settimeout(max(left, 1e-3))
+        try:
+            more = wire.recv(1 << 18)
+        except TimeoutError:
+            return Outcome(Verdict.TIMEOUT)
+        except ConnectionError:
+            more = b""
+        if not more:
+            return Outcome(Verdict.ENDED)
+        buffer += more
+    return None
 
 
 # --- the grader: from claims to verdicts --------------------------------------------------------
@@ -1083,8 +1058,6 @@ def spend(steps):
 
 def steps_to_compare(key):
     """About the steps to compare a key with another one of the same hash."""
-    if isinstance(key, slice):  # hashable from Python 3.12 on
-        key = key.start, key.stop, key.step
     if isinstance(key, tuple):
         return 1 + sum(map(steps_to_compare, key))
     if isinstance(key, frozenset):  # each element with as many as have its hash
@@ -1105,100 +1078,93 @@ def keys(values):
     return values
 
 
-def mapping(halves):
+def set_of(parts):
+    return frozenset(keys(parts))
+
+
+def mapping(parts):
     """A dict of [keys, values]."""
-    found, values = halves
-    if type(found) is not list or type(values) is not list:
+    names, values = parts
+    if type(names) is not list or type(values) is not list:
         raise TypeError
-    return dict(zip(keys(found), values, strict=True))
+    return dict(zip(keys(names), values, strict=True))
 
 
-def numbers(make, *kinds, bits=63):
-    """A function of a list of numbers of these kinds, whose integers have at most so many bits."""
-    def of(parts):
-        spend(60)  # a Fraction is hashed several times, in Python
-        if not all(type(part) in kinds for part in parts):
-            raise TypeError
-        if any(type(part) is int and part.bit_length() > bits for part in parts):
-            raise Refused(f"a {make.__name__} of more than {bits:,} bits")
+def counter(parts):
+    """A Counter of numbers: nested ones would take time exponential in their depth to compare."""
+    counts = mapping(parts)
+    for key, number in counts.items():
+        if type(number) not in (int, float, bool):
+            raise Refused("a Counter of other things than numbers")
+        spend(4 * steps_to_compare(key))  # its == looks each key up four times, in Python
+    return collections.Counter(counts)
+
+
+def ordered(parts):
+    return collections.OrderedDict(mapping(parts))
+
+
+def of_numbers(make):
+    """`make` for a list of numbers, whose integers have a bounded number of digits."""
+    bound = 10 ** LIMITS["digits"]
+
+    def rebuilt(parts):
+        for part in parts:
+            if type(part) not in (int, float):
+                raise TypeError
+            if type(part) is int and abs(part) >= bound:
+                raise Refused(f"a {make.__name__} of more than {LIMITS['digits']:,} digits")
         return make(*parts)
-    return of
+    return rebuilt
 
 
-class Tally(dict):
-    """A Counter: a missing key counts 0. Counter's own == compares nested ones twice a level."""
-
-    def __eq__(self, other):
-        if not isinstance(other, Tally):
-            return dict.__eq__(self, other)
-        mine, others = ({k: n for k, n in x.items() if n != 0} for x in (self, other))
-        return mine == others
-
-
-def costly(make, steps):
-    """make, which takes so many steps more than the length of what it is given."""
-    return lambda content: spend(steps) or make(content)
+def integer(text):
+    return int(text, 16)
 
 
 def decimal_number(text):
-    """The Fraction or float that a Decimal equals: unlike Decimals they compare in linear time."""
+    """The Fraction or float that a Decimal equals: a Decimal takes long to compare with an int."""
     number = decimal.Decimal(text)
-    if number.is_nan():
-        return float("nan")
-    if number.is_infinite():
+    if not number.is_finite():
         return float(number)
-    digits = len(text) + abs(number.as_tuple().exponent)
+    digits = len(text) + abs(number.adjusted())
     if digits > LIMITS["digits"]:
         raise Refused(f"a Decimal of more than {LIMITS['digits']:,} digits")
-    spend(60 + digits)
+    spend(digits)
     return fractions.Fraction(number)
 
 
-def marked(name):
-    """A function that pairs a claim with a new class: equal to its own pairs alone."""
-    mark = type(name, (), {})
-    return lambda content: (mark, content)
+def tagged(name):
+    """A function that pairs a text with a new class: such a pair equals its own kind alone."""
+    tag = type(name, (), {})
+
+    def rebuilt(text):
+        return tag, text
+    return rebuilt
 
 
-def items_view(halves, unhashable=marked("dict_items")):
-    """A dict's items, of [keys, values]. As in Python they equal a set of pairs, if hashable."""
-    found = mapping(halves)
-    try:
-        return frozenset(keys(list(found.items())))
-    except TypeError:
-        return unhashable(found)
-
-
-TYPES = {name: t for name, t in vars(builtins).items() if isinstance(t, type)}
-TYPES["NoneType"] = type(None)
-FROM_PARTS = {
-    "tuple": tuple, "UserList": list, "array": marked("array"),
-    "deque": costly(collections.deque, 30),
-    "slice": lambda parts: slice(*parts), "range": numbers(range, int),
-    "complex": numbers(complex, int, float), "timedelta": numbers(datetime.timedelta, int),
-    "Fraction": numbers(fractions.Fraction, int, bits=round(LIMITS["digits"] * math.log2(10))),
-    **{name: lambda parts: frozenset(keys(parts)) for name in ("set", "frozenset", "dict_keys")},
-    **dict.fromkeys(("dict", "mappingproxy", "UserDict", "ChainMap"), mapping),
-    "OrderedDict": costly(lambda halves: collections.OrderedDict(mapping(halves)), 20),
-    "Counter": costly(lambda halves: Tally(mapping(halves)), 20),
-    "dict_items": items_view}
-FROM_TEXT = {
-    "int": lambda text: int(text, 16), "type": TYPES.__getitem__, "UserString": str,
-    "Decimal": decimal_number,
-    **dict.fromkeys(("bytes", "bytearray", "memoryview"), bytes.fromhex),
-    **{name: getattr(datetime, name).fromisoformat for name in ("datetime", "date", "time")},
-    **{name: marked(name) for name in ("UUID", "PurePosixPath", "IPv4Address", "IPv6Address",
-                                       "IPv4Network", "IPv6Network")}}
+# How a value is rebuilt of what CONTENT tells: by the type of that, then by the value's class.
+REBUILD = {
+    list: {
+        "tuple": tuple, "set": set_of, "frozenset": set_of, "dict_keys": set_of,
+        "deque": collections.deque, "dict": mapping, "OrderedDict": ordered, "Counter": counter,
+        "complex": of_numbers(complex), "range": of_numbers(range),
+        "Fraction": of_numbers(fractions.Fraction), "timedelta": of_numbers(datetime.timedelta)},
+    str: {
+        "int": integer, "Decimal": decimal_number, "bytes": bytes.fromhex,
+        "bytearray": bytes.fromhex, "datetime": datetime.datetime.fromisoformat,
+        "date": datetime.date.fromisoformat, "time": datetime.time.fromisoformat,
+        "UUID": tagged("UUID"), "PurePosixPath": tagged("PurePosixPath"), "type": tagged("type")}}
+STEPS = {"deque": 30, "OrderedDict": 20, "Counter": 20, "Decimal": 60, "Fraction": 60,
+         "complex": 60, "range": 60, "timedelta": 60}  # beyond the length of their content
 
 
 def rebuild(pairs):
-    """The value that encode() wrote as {class: its parts or text}; the innermost comes first."""
+    """The value that encode() wrote as {class: content}; the innermost comes first."""
     [(name, content)] = pairs
-    if type(content) is list:
-        return FROM_PARTS[name](content)
-    if type(content) is str:
-        return FROM_TEXT[name](content)
-    raise TypeError
+    if name in STEPS:
+        spend(STEPS[name])
+    return REBUILD[type(content)][name](content)
 
 
 WIRE = json.JSONDecoder(object_pairs_hook=rebuild, parse_constant=float)  # a new NaN each: unequal
@@ -1242,7 +1208,7 @@ def comparable(line):
 
 def compare(wanted, given):
     """The Outcome of a test. wanted: a comparable line; given: the answer's line or Outcome."""
-    same = wanted == given and b"nan" not in given.lower()  # alike bytes are alike values
+    same = wanted == given and b"nan" not in given.lower()  # equal bytes are equal values
     if not same:
         wanted, given = claim(wanted), claim(given)
         if isinstance(wanted, Outcome) or isinstance(given, Outcome):
@@ -1258,9 +1224,12 @@ OFFICIAL_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "tra
                   "quit(", "argparse")  # the released scorer gives an answer with one of them 0
 
 
-def kept_size(key, lines):
-    """About the bytes that a reference's lines take, with the texts of their key."""
-    return sum(100 + 4 * len(text) for text in key) + sum(500 + len(line) for line in lines)
+def official_code(answer):
+    """The code in an answer as the released scorer cuts it out, with a bare fence's tag."""
+    for fence in ("```python", "```"):
+        if fence in answer:
+            answer = answer.split(fence)[1].split("```")[0]
+    return answer
 
 
 class Grader:
@@ -1280,14 +1249,16 @@ class Grader:
     This process takes some 64 MB for references and some 40 MB a worker, whatever the tasks.
 
     A test passes if the reference's value == the answer's, both rebuilt of plain data: None never
-    passes, NaN equals nothing, floats are exact, subclasses go as their base. Refused, since no ==
-    tells them apart between processes: functions, iterators, dict_values, instances of classes of
-    the answer's own.
+    passes, NaN equals nothing, floats are exact, a subclass counts as its base. Plain data are the
+    classes in CONTENT, numbers, texts, lists, None, built-in types and numpy's arrays. All else is
+    refused by its name: functions, iterators, dict_items, dict_values, slices, memoryviews, mapping
+    proxies, array.array, UserDict, UserList, UserString, ChainMap, ipaddress, the answer's own
+    classes and their instances.
 
-    The official rules differ from the released scorer where that trusts the answer's own objects:
-    one that is the reference's very own (math.nan in a list, math.sqrt), and a class whose == says
-    True, pass there, not here. What ends the scorer there (SystemExit, a signalling NaN) fails one
-    test here. A reference has 3 s a test here. The scorer's own names are not an answer's here.
+    The official rules differ from the released scorer in these. Refused values may pass there. So
+    may objects that are the reference's very own (math.nan in a list, math.sqrt), and those whose
+    == says True. What ends the scorer there (SystemExit, a signalling NaN) fails one test here. A
+    reference has 3 s a test here. The scorer's own names are hidden from an answer here.
     """
 
     def __init__(self, rules="honest", workers=2, unsafe=0):
@@ -1324,8 +1295,8 @@ class Grader:
             for server in stopped:
                 server.stop()
                 idle.put(server)  # a thread that waits for one learns that the grader is closed
-        os.path.exists(self.cwd) and os.rmdir(self.cwd)
-        self.workers = 0  # a second close finds nothing to do
+        if os.path.exists(self.cwd):
+            os.rmdir(self.cwd)
 
     def lines(self, text, tests, role="reference", patience=1):
         """For each test the line of bytes that a child sent, or the Outcome of having none.
@@ -1333,6 +1304,9 @@ class Grader:
         text: a reference's code or an answer; patience stretches the time limits.
         """
         results, end = [], time.monotonic() + LIMITS["answer"] * patience
+        request = {"text": text, "prose": role == "answer", "official": self.official}
+        if role == "answer" and self.official:
+            request |= {"text": official_code(text), "prose": False}
         server = self.servers[role].get()
         try:
             if self.closed:
@@ -1341,8 +1315,7 @@ class Grader:
                 left = end - time.monotonic()
                 if left <= 0:
                     return results + [Outcome(Verdict.TIMEOUT)] * (len(tests) - len(results))
-                request = dict(text=text, tests=tests[len(results):], official=self.official,
-                               role="answer" if role == "answer" else "reference")
+                request["tests"] = tests[len(results):]
                 room = LIMITS["lines"] - sum(len(x) for x in results if isinstance(x, bytes))
                 self.level, more = server.run(self.level, request, patience * LIMITS["test"],
                                               left, room)
@@ -1354,22 +1327,19 @@ class Grader:
     def expected(self, code, tests):
         """The lines of a reference; an Outcome where there is no value to compare with.
 
-        The last ones are kept, at most LIMITS["expected"] bytes: thousands of ordinary tasks.
+        They are kept, up to LIMITS["expected"] bytes: thousands of ordinary tasks.
         """
         key = (code, *tests)
-        with self.lock:
-            if key in self.kept:
-                self.kept[key] = found = self.kept.pop(key)  # used last, so dropped last
-                return found
-        # three times the time: a busy machine must not spoil what is then kept
-        found = [comparable(line) for line in self.lines(code, tests, patience=3)]
-        with self.lock:
-            if key not in self.kept:  # another thread may have been as fast
+        found = self.kept.get(key)
+        if found is None:
+            # three times the time: a busy machine must not spoil what is then kept
+            found = [comparable(line) for line in self.lines(code, tests, patience=3)]
+            size = sum(map(sys.getsizeof, (*key, *found)))
+            with self.lock:
+                if self.kept_bytes + size > LIMITS["expected"]:
+                    self.kept, self.kept_bytes = {}, 0
                 self.kept[key] = found
-                self.kept_bytes += kept_size(key, found)
-            while self.kept_bytes > LIMITS["expected"]:
-                oldest = next(iter(self.kept))
-                self.kept_bytes -= kept_size(oldest, self.kept.pop(oldest))
+                self.kept_bytes += size
         return found
 
     def grade(self, task, answer):
@@ -1378,8 +1348,10 @@ class Grader:
         if not tests:
             raise GraderError("a task without test cases can't be graded")
         answer = answer or ""
-        outcomes = [self.not_run(answer)] * len(tests)
-        if not outcomes[0]:
+        reason = self.not_run(answer)
+        if reason:
+            outcomes = [reason] * len(tests)
+        else:
             wanted = self.expected(task["ground_truth"], tests)
             asked = [t for t, line in zip(tests, wanted) if isinstance(line, bytes)]
             given = iter(self.lines(answer, asked, "answer"))
@@ -1394,8 +1366,10 @@ class Grader:
             return Outcome(Verdict.NO_ANSWER)
         if len(answer) > LIMITS["code"]:
             return Outcome(Verdict.NOT_RUN, f"it has more than {LIMITS['code']:,} characters")
-        word = next((w for w in OFFICIAL_WORDS if self.official and w in answer), None)
-        return Outcome(Verdict.NOT_RUN, f"the official rules refuse {word!r}") if word else None
+        for word in OFFICIAL_WORDS:
+            if self.official and word in answer:
+                return Outcome(Verdict.NOT_RUN, f"the official rules refuse {word!r}")
+        return None
 
 
 def grade_records(records, grader):

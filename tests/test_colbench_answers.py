@@ -1,7 +1,9 @@
-"""The text of an answer: which part of it is code, read as a person would, and as the released scorer does."""
-import json
+"""The text of an answer: which part of it is code, to a person, and to the released scorer.
+
+Two texts that a person understands are read otherwise: a stub of the function in an earlier block
+counts as its first version, and a fence in the docstring of code without a fence counts as a fence.
+"""
 import multiprocessing
-import os
 import signal
 import subprocess
 import sys
@@ -9,7 +11,7 @@ import time
 
 import pytest
 
-from conftest import CPU, ROOT, records, script
+from conftest import CPU, ROOT, gone, lines, records, script
 from test_colbench_grader import DOUBLE, HONEST, ODDITIES, task
 from test_colbench_claims import VALUES, graders  # noqa: F401 (a fixture)
 from utils import descendants, read_jsonl
@@ -21,25 +23,51 @@ def indented(text, by="    "):
     return "".join(by + line for line in text.splitlines(keepends=True))
 
 
-DOCSTRING = 'def f(x):\n    """Doubles.\n\n    ```python\n    def f(x): return {inner}\n    ```\n    """\n    return {outer}\n'
+DOCSTRING = '''def f(x):
+    """Doubles.
+
+    ```python
+    def f(x): return {inner}
+    ```
+    """
+    return {outer}
+'''
 FORMS = {  # each with {} where the code stands; a person finds it at a glance
-    "bare": "{}", "fence": "Here:\n```python\n{}```\nDone.", "unclosed": "```python\n{}", "no language": "```\n{}```",
-    "py": "```py\n{}```", "Python3": "```Python3\n{}```", "space": "```  python \n{}```", "tildes": "~~~\n{}~~~",
-    "tildes python": "Code:\n\n~~~python\n{}~~~\n", "four ticks": "````python\n{}````", "crlf fence": "```python\r\n{}\r\n```\r\n",
-    "byte order mark": "\ufeff{}", "mark and fence": "\ufeff```python\n{}```", "prose before": "Here is the function you asked for.\n\n{}",
-    "prose after": "{}\nThis doubles its argument.", "prose around": "Sure! It doubles.\n\n{}\nHope that helps, and don't\nhesitate to ask.",
-    "prose that names code": "From what you said, import nothing:\n{}", "shell fence first": "```bash\npip install x\n```\n```python\n{}```",
-    "usage after": "```python\n{}```\nUsage:\n```python\nprint(f(2))\n```", "output after": "```python\n{}```\nOutput:\n```\n4\n```",
-    "imports in an earlier block": "```python\nimport math\n```\nand\n```python\n{}```", "title": "# Solution\n\n{}",
-    "heading and fence": "### Answer\n\n```python\n{}```\n\n**Note:** it's simple.", "inline fence": "The code is ```python\n{}```",
-    "unusual info": "```python title=\"double.py\"\n{}```", "helper in another fence": "```\ndef g(x):\n    return x\n```\n```python\n{}```",
-    "prose word": "Sure\n\n{}", "tag alone": "python\n{}", "done": "{}\nDone", "constants in prose": "As agreed:\n\nTWO = 2\n\n{}",
-    "markdown around": "```markdown\n```python\n{}```\n```", "stray fence": "Use ``` for code.\n\n```python\n{}```\n",
-    "braces": "```{{python}}\n{}```", "dot": "```{{.python}}\n{}```", "file name": "```python double.py\n{}```", "copy": "```python copy\n{}```",
-    "unclosed and prose": "```python\n{}\nThis doubles x, as you wished.", "code, then usage in python": "```\n{}```\n```python\nprint(f(3))\n```",
-    "odd spaces": "```python\n\ufeff{}\u200b\n```", "no-break space": "def g(x):\n\xa0\xa0\xa0\xa0return x\n{}", "info": "```python filename=double.py\n{}```", "tag within": "```\npython\n{}```", "Bye": "{}\n\nBye",
-    "not implemented": "```python\ndef f(x):\n    raise NotImplementedError\n```\n```python\n{}```",
-    "much prose": "{}\n" + "and more\n" * 300, "bash blocks": "```bash\nls -l\n```\n" * 40 + "```python\n{}```", "quote in prose": "It's what you're after:\n```python\n{}```\nIsn't it?"}
+    "bare": "{}", "fence": "Here:\n```python\n{}```\nDone.", "unclosed": "```python\n{}",
+    "no language": "```\n{}```",
+    "py": "```py\n{}```", "Python3": "```Python3\n{}```", "space": "```  python \n{}```",
+    "tildes": "~~~\n{}~~~",
+    "tildes python": "Code:\n\n~~~python\n{}~~~\n", "four ticks": "````python\n{}````",
+    "crlf fence": "```python\r\n{}\r\n```\r\n",
+    "byte order mark": "\ufeff{}", "mark and fence": "\ufeff```python\n{}```",
+    "prose before": "Here is the function you asked for.\n\n{}",
+    "prose after": "{}\nThis doubles its argument.",
+    "prose around": "Sure! It doubles.\n\n{}\nHope that helps, and don't\nhesitate to ask.",
+    "prose that names code": "From what you said, import nothing:\n{}",
+    "shell fence first": "```bash\npip install x\n```\n```python\n{}```",
+    "usage after": "```python\n{}```\nUsage:\n```python\nprint(f(2))\n```",
+    "output after": "```python\n{}```\nOutput:\n```\n4\n```",
+    "imports in an earlier block": "```python\nimport math\n```\nand\n```python\n{}```",
+    "title": "# Solution\n\n{}",
+    "heading and fence": "### Answer\n\n```python\n{}```\n\n**Note:** it's simple.",
+    "inline fence": "The code is ```python\n{}```",
+    "unusual info": "```python title=\"double.py\"\n{}```",
+    "helper in another fence": "```\ndef g(x):\n    return x\n```\n```python\n{}```",
+    "prose word": "Sure\n\n{}", "tag alone": "python\n{}", "done": "{}\nDone",
+    "constants in prose": "As agreed:\n\nTWO = 2\n\n{}",
+    "markdown around": "```markdown\n```python\n{}```\n```",
+    "stray fence": "Use ``` for code.\n\n```python\n{}```\n",
+    "braces": "```{{python}}\n{}```", "dot": "```{{.python}}\n{}```",
+    "file name": "```python double.py\n{}```", "copy": "```python copy\n{}```",
+    "unclosed and prose": "```python\n{}\nThis doubles x, as you wished.",
+    "code, then usage in python": "```\n{}```\n```python\nprint(f(3))\n```",
+    "odd spaces": "```python\n\ufeff{}\u200b\n```",
+    "no-break space": "def g(x):\n\xa0\xa0\xa0\xa0return x\n{}",
+    "info": "```python filename=double.py\n{}```", "tag within": "```\npython\n{}```",
+    "Bye": "{}\n\nBye",
+    "much prose": "{}\n" + "and more\n" * 300,
+    "bash blocks": "```bash\nls -l\n```\n" * 40 + "```python\n{}```",
+    "quote in prose": "It's what you're after:\n```python\n{}```\nIsn't it?"}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -52,47 +80,64 @@ def test_a_form_is_read_as_a_person_would_and_wrong_code_in_it_stays_wrong(grade
 def test_indentation_of_the_whole(graders, code, reward):
     two = "import math\n\n" + code + "\ndef g(x):\n    return f(x)\n"
     for text in (code, two):
-        for answer in (indented(text), indented(text).strip(), indented(text, "\t"), indented(f"```python\n{text}```\n", "   "),
-                       f"1. The code:\n{indented(f'```python{chr(10)}{text}```')}", f"Here:\n\n{indented(text)}\nBye."):
+        for answer in (indented(text), indented(text).strip(), indented(text, "\t"),
+                       indented(f"```python\n{text}```\n", "   "),
+                       f"1. The code:\n{indented(f'```python{chr(10)}{text}```')}",
+                       f"Here:\n\n{indented(text)}\nBye."):
             assert graders[0].grade(DOUBLE, answer)["reward"] == reward, answer
 
 
-@pytest.mark.parametrize("form", ["{}", "```python\n{}```", "```\n{}\n```", "Here it is:\n\n{}", "~~~python\n{}~~~"])
+@pytest.mark.parametrize("form", ["{}", "```python\n{}```", "```\n{}\n```", "~~~python\n{}~~~"])
 def test_a_fence_in_a_docstring_is_text(graders, form):
-    assert graders[0].grade(DOUBLE, form.format(DOCSTRING.format(inner="x * 3", outer="x * 2")))["reward"] == 1
-    assert graders[0].grade(DOUBLE, form.format(DOCSTRING.format(inner="x * 2", outer="x * 3")))["reward"] == 0
+    for inner, outer, reward in (("x * 3", "x * 2", 1), ("x * 2", "x * 3", 0)):
+        answer = form.format(DOCSTRING.format(inner=inner, outer=outer))
+        assert graders[0].grade(DOUBLE, answer)["reward"] == reward
 
 
-def test_helpers_in_an_earlier_block(graders):
-    grade = lambda *blocks: graders[0].grade(DOUBLE, "\nthen\n".join(f"```python\n{b}\n```" for b in blocks))["reward"]
-    uses = "def f(x):\n    return g(x)"
-    assert grade("def g(x): return 2 * x", uses) == grade("import math", "def g(x): return math.floor(x * 2)", uses) == 1
-    assert grade("def g(x): return 3 * x", uses) == 0  # the helper is wrong
-    assert grade(uses, "def g(x): return 2 * x") == 1 and grade(uses, "def g(x): return 3 * x") == 0
-    assert grade("def g(x): return 3 * x", uses, "def g(x): return 2 * x") == 0  # nothing is defined twice
-    assert grade("def f(x): ...", RIGHT) == 1 and grade("def f(x):\n    '''TODO'''\n    pass", WRONG) == 0  # a stub is no version
-    assert grade(WRONG, RIGHT) == 0 and grade(RIGHT, WRONG) == 1  # the first version counts, never the better one
-    for other in ("print(f(1))", "g = 1 / 0", "cost = rates.get(zone) * x", "import no_such_module", "while True: y = 1"):
-        assert grade(other, RIGHT) == grade(RIGHT, other) == 1 and grade(WRONG, other) == 0  # nobody needs it
-    assert grade("g = 1 / 0", uses) == grade("import no_such_module as g", uses) == 0  # somebody does
-    assert grade("BASE = 1", "TWO = BASE + 1", "def g(x):\n    return x * TWO", uses) == 1
-    assert grade("BASE = 2", "TWO = BASE + 1", "def g(x):\n    return x * TWO", uses) == 0
+USES = "def f(x):\n    return g(x)"
+BLOCKS = [  # the blocks of an answer, and its reward
+    (["def g(x): return 2 * x", USES], 1),
+    (["import math", "def g(x): return math.floor(x * 2)", USES], 1),
+    (["def g(x): return 3 * x", USES], 0),  # the helper is wrong
+    ([USES, "def g(x): return 2 * x"], 1),
+    ([USES, "def g(x): return 3 * x"], 0),
+    (["def g(x): return 3 * x", USES, "def g(x): return 2 * x"], 0),  # nothing is defined twice
+    ([WRONG, RIGHT], 0),  # the first version counts, never the better one
+    ([RIGHT, WRONG], 1),
+    (["g = 1 / 0", USES], 0),
+    (["import no_such_module as g", USES], 0),
+    (["BASE = 1", "TWO = BASE + 1", "def g(x):\n    return x * TWO", USES], 1),
+    (["BASE = 2", "TWO = BASE + 1", "def g(x):\n    return x * TWO", USES], 0),
+]
+for OTHER in ("print(f(1))", "g = 1 / 0", "cost = rates.get(zone) * x", "import no_such_module",
+              "x = 9\nprint(f(x))", "while True: y = 1"):  # blocks that nothing else uses
+    BLOCKS += [([OTHER, RIGHT], 1), ([RIGHT, OTHER], 1), ([OTHER, WRONG], 0)]
+
+
+@pytest.mark.parametrize("blocks, reward", BLOCKS)
+def test_blocks_that_the_answer_uses_are_run_and_no_others(graders, blocks, reward):
+    answer = "\nthen\n".join(f"```python\n{block}\n```" for block in blocks)
+    assert graders[0].grade(DOUBLE, answer)["reward"] == reward
 
 
 def test_no_answer_has_two_tries(graders):
-    """What is code is settled before any of it runs: an answer can't be read twice, once by each reading."""
+    """What is code is settled before any of it runs: an answer can't be read in two ways."""
     both = f"{WRONG}\n'''\n```python\n{RIGHT}```\n'''\n"  # Python as it stands
     assert graders[0].grade(DOUBLE, both)["reward"] == 0
     assert graders[0].grade(DOUBLE, f"```python\n{WRONG}```\n\n{RIGHT}")["reward"] == 0
-    for inside, reward in ((RIGHT, 1), (WRONG, 0)):  # a fence is what is meant, whatever stands before it
+    for inside, reward in ((RIGHT, 1),
+                           (WRONG, 0)):  # a fence is what is meant, whatever stands before it
         assert graders[0].grade(DOUBLE, f"{WRONG}\n```python\n{inside}```")["reward"] == reward
         assert graders[0].grade(DOUBLE, f"{RIGHT}\n```python\n{inside}```")["reward"] == reward
     raises = "```python\nraise KeyError\n```\n```python\n" + RIGHT + "```"
-    assert graders[0].grade(DOUBLE, raises)["reward"] == 1  # no definitions: not a part of the answer
+    assert graders[0].grade(DOUBLE,
+                            raises)["reward"] == 1  # no definitions: not a part of the answer
 
 
-@pytest.mark.parametrize("text", ["```" * 9000, "~~~python\n" * 9000, "def f(\n" * 9000, " \n" * 99_000, "'''" * 30_001, "(" * 99_000,
-                                  "```python\n" + "x = '''\n```\n" * 5000, "\tdef f(x):\n  @\n" * 5000, "-" * 9999 + "1", "\ud800" * 99, "\0"])
+@pytest.mark.parametrize("text", [
+    "```" * 9000, "~~~python\n" * 9000, "def f(\n" * 900, " \n" * 99_000, "'''" * 30_001,
+    "(" * 99_000, "```python\n" + "x = '''\n```\n" * 5000, "\tdef f(x):\n  @\n" * 5000,
+    "-" * 9999 + "1", "\ud800" * 99, "\0"])
 def test_odd_texts_get_nothing_and_the_next_answer_its_due(graders, text):
     for grader in graders:
         assert grader.grade(DOUBLE, text)["reward"] == 0
@@ -100,15 +145,17 @@ def test_odd_texts_get_nothing_and_the_next_answer_its_due(graders, text):
 
 
 def test_an_answer_too_long_is_not_run(graders):
-    assert set(graders[0].grade(DOUBLE, RIGHT + "#" * (1 << 18))["tests"].values()) == {"not run: it has more than 262,144 characters"}
+    graded = graders[0].grade(DOUBLE, RIGHT + "#" * (1 << 18))
+    assert set(graded["tests"].values()) == {"not run: it has more than 262,144 characters"}
 
 
-# --- the released scorer ------------------------------------------------------------------------------------------------
+# --- the released scorer --------------------------------------------------------------------------
 
 def released(reference, answer, tests):
-    """Our words for what the released scorer does: the share of tests passed, in this very process."""
-    if any(word in answer for word in ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(", "quit(",
-                                       "argparse")):
+    """What the released scorer does, in our words: the share of tests passed, in this process."""
+    words = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(",
+             "quit(", "argparse")
+    if any(word in answer for word in words):
         return 0.0
     for mark in ("```python", "```"):
         if mark in answer:
@@ -143,7 +190,8 @@ def test_where_official_rules_differ_from_the_released_scorer(graders):
     """As the docstring of Grader says; each is graded 0 here, and 1 or nothing at all there."""
     same = "def f(x):\n    import math\n    return {}"
     for answer, there in ((same.format("[math.nan]"), 1), (same.format("math.sqrt"), 1),
-                          ("def f(x):\n    class E:\n        __eq__ = lambda s, o: True\n    return E()", 1)):
+                          ("def f(x):\n    class E:\n        __eq__ = lambda s, o: True\n"
+                           "    return E()", 1)):
         reference = same.format("7") if "class" in answer else answer
         assert released(reference, answer, ["f(1)"]) == there
         assert graders[1].grade(task(reference, "f(1)"), answer)["reward"] == 0
@@ -156,7 +204,7 @@ def honest_corpus():
         yield f"form {name}, wrong", DOUBLE, form.format(WRONG)
     for name, answer in ODDITIES.items():
         yield f"oddity {name}", DOUBLE, answer
-    imports = "import array as arrays, collections, datetime, decimal, fractions, ipaddress, math, pathlib, types, uuid\n    array = arrays.array"
+    imports = "import collections, datetime, decimal, fractions, math, pathlib, uuid"
     for text in VALUES:
         code = f"def f(x):\n    {imports}\n    return [{text}, x]"
         yield f"value {text}", task(code, "f(1)", "f(2)"), code
@@ -168,7 +216,8 @@ def honest_corpus():
 def oracle(pipe, cases):
     import builtins
     builtins.input = lambda *_: (_ for _ in ()).throw(EOFError())
-    pipe.send([released(t["ground_truth"], answer, list(t["test_cases"].values())) for _, t, answer in cases])
+    pipe.send([released(t["ground_truth"], answer, list(t["test_cases"].values())) for _, t,
+               answer in cases])
 
 
 def test_official_rules_give_the_released_scorers_verdicts(graders):
@@ -180,21 +229,27 @@ def test_official_rules_give_the_released_scorers_verdicts(graders):
     wanted = ours.recv()
     process.join()
     got = [graders[1].grade(t, answer)["reward"] for _, t, answer in cases]
-    differ = {name: (w, g) for (name, *_), w, g in zip(cases, wanted, got) if w != g and w is not None}
+    differ = {name: (w, g) for (name, *_), w, g in zip(cases, wanted, got) if w != g
+              and w is not None}
     assert differ == {}
-    assert len(cases) > 180 and wanted.count(None) == 1 and 0.3 < sum(filter(None, wanted)) / len(cases) < 0.9
+    assert len(cases) > 180 and None not in wanted and 0.3 < sum(filter(None,
+        wanted)) / len(cases) < 0.9
 
 
-# --- answers on stdin ---------------------------------------------------------------------------------------------------
+# --- answers on stdin -----------------------------------------------------------------------------
 
 def test_any_text_is_graded_and_the_answers_after_it_as_if_it_had_not_been_there():
-    record = {"task": {"problem_description": "d", **DOUBLE}, "dialogue_history": [{"role": "user", "content": "\ud800 and \udc00\ud800"}]}
-    texts = ["\ud800", f"{RIGHT}# \ud800 \udfff", "\udc00\ud800", "def f(x): return '\ud800' * x", "\0", "x" * 300_000, "", "\u2028", WRONG]
+    record = {"task": {"problem_description": "d", **DOUBLE},
+              "dialogue_history": [{"role": "user", "content": "\ud800 and \udc00\ud800"}]}
+    texts = ["\ud800", f"{RIGHT}# \ud800 \udfff", "\udc00\ud800", "def f(x): return '\ud800' * x",
+             "\0", "x" * 300_000, "", "\u2028", WRONG]
     stdin = [{**record, "answer": text} for odd in texts for text in (odd, RIGHT)]
     done = script("colbench.py", "grade", stdin=stdin)
     assert done.returncode == 0, done.stderr
-    assert [r["reward"] for r in records(done.stdout)] == [x for odd in (0, 1, 0, 0, 0, 0, 0, 0, 0) for x in (odd, 1)]
-    (read,) = read_jsonl([b'{"answer": "\xed\xa0\x80 \\ud83d\\ude00 \\udc00"}'])  # as bytes and as escapes, and a whole pair
+    rewards = [r["reward"] for r in records(done.stdout)]
+    assert rewards[::2] == [0, 1, 0, 0, 0, 0, 0, 0, 0] and set(rewards[1::2]) == {1}
+    (read,) = read_jsonl([b'{"answer": "\xed\xa0\x80 \\ud83d\\ude00 '
+                          b'\\udc00"}'])  # as bytes and as escapes, and a whole pair
     assert read == {"answer": "\ufffd \U0001f600 \ufffd"}
 
 
@@ -202,10 +257,13 @@ def test_any_text_is_graded_and_the_answers_after_it_as_if_it_had_not_been_there
 def test_a_signal_ends_the_grading_of_a_hostile_answer_long_before_its_time_is_up(number):
     """Ten answers that never end, of up to 6 s each; 5 s are allowed, for a busy machine."""
     slow = {"task": {"problem_description": "d", **DOUBLE}, "answer": "while True: pass"}
-    grading = subprocess.Popen([sys.executable, "colbench.py", "grade", "--workers", "1"], cwd=ROOT, text=True, env=CPU,
-                               stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
-    grading.stdin.write(json.dumps({**slow, "answer": RIGHT}) + "\n" + json.dumps(slow) + "\n" + (json.dumps(slow) + "\n") * 9)
+    pipe = subprocess.PIPE
+    grading = subprocess.Popen(
+        [sys.executable, "colbench.py", "grade", "--workers", "1"], cwd=ROOT, text=True, env=CPU,
+        stdin=pipe, stdout=pipe, stderr=pipe,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    records = [{**slow, "answer": RIGHT}] + [slow] * 10
+    grading.stdin.write(lines(records))
     grading.stdin.flush()
     deadline = time.monotonic() + 60
     while not descendants(grading.pid) and time.monotonic() < deadline:
@@ -215,6 +273,4 @@ def test_a_signal_ends_the_grading_of_a_hostile_answer_long_before_its_time_is_u
     grading.send_signal(number)
     assert grading.wait(5) == -number and children
     assert grading.stderr.read() == f"error: ended by {number.name}\n"
-    while children & set(map(int, filter(str.isdigit, os.listdir("/proc")))) and time.monotonic() < deadline:
-        time.sleep(.05)
-    assert not children & set(map(int, filter(str.isdigit, os.listdir("/proc"))))
+    gone(children)

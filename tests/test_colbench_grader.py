@@ -19,6 +19,7 @@ import pytest
 
 import colbench as module
 import utils
+from conftest import FULL
 from colbench import Grader, GraderError, check_task, claim, grade_records
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -27,7 +28,8 @@ SECRET = "def f(x):\n    return (x * 7919 + 104729) % 1009 + 3\n"
 
 
 def task(reference, *tests):
-    return {"ground_truth": reference, "test_cases": {f"test{i}": t for i, t in enumerate(tests, 1)}}
+    return {"ground_truth": reference,
+            "test_cases": {f"test{i}": t for i, t in enumerate(tests, 1)}}
 
 
 DOUBLE = task("def f(x):\n    return x * 2", "f(1)", "f(2)", "f(3)", "f(4)")
@@ -54,7 +56,7 @@ def secrets():
 
 
 def full():
-    """Whether this machine has all that level "full" needs, asked of the kernel and not of the grader."""
+    """Whether this machine has all that level "full" needs: the kernel is asked, not the grader."""
     landlock = ctypes.CDLL(None).syscall(ctypes.c_long(444), None, ctypes.c_size_t(0), 1) > 0
     return landlock and platform.machine() in ("x86_64", "aarch64")
 
@@ -106,7 +108,7 @@ def reached(tcp, udp):
     return False
 
 
-# --- verdicts ---------------------------------------------------------------------------------------
+# --- verdicts -------------------------------------------------------------------------------------
 
 VERDICTS = [
     ("right", HONEST, ["pass"] * 4),
@@ -115,12 +117,14 @@ VERDICTS = [
     ("none", None, ["no answer"] * 4),
     ("blank", " \n", ["no answer"] * 4),
     ("syntax", "def f(x) return x", ['raised "SyntaxError"'] * 4),
-    ("nul", "def f(x): return 2*x\0", ['raised "ValueError"'] * 4),  # SyntaxError from Python 3.12 on
+    ("nul", "def f(x): return 2*x\0", ['raised "ValueError"'] * 4),
+    # SyntaxError from Python 3.12 on
     ("surrogate", "def f(x): return '\ud800'", ['raised "UnicodeEncodeError"'] * 4),
     ("wrong name", "def g(x): return x", ['raised "NameError"'] * 4),
     ("raises once", "def f(x):\n    return x * 2 if x != 2 else 1 / 0",
      ["pass", 'raised "ZeroDivisionError"', "pass", "pass"]),
-    ("loop once", "def f(x):\n    while x == 2: pass\n    return x * 2", ["pass", "timeout", "pass", "pass"]),
+    ("loop once", "def f(x):\n    while x == 2: pass\n    return x * 2",
+     ["pass", "timeout", "pass", "pass"]),
     ("sys.exit", "import sys\ndef f(x):\n    sys.exit(0)", ['raised "SystemExit"'] * 4),
     ("exit at import", "raise SystemExit(0)", ['raised "SystemExit"'] * 4),
     ("_exit", "import os\ndef f(x):\n    os._exit(0)", ["process ended: status 0"] * 4),
@@ -129,19 +133,24 @@ VERDICTS = [
     ("stdin", "def f(x):\n    return input()", ['raised "EOFError"'] * 4),
     ("import", "import math\ndef f(x): return math.floor(x * 2)", ["pass"] * 4),
     ("globals", "n = 0\ndef f(x):\n    global n\n    n += 1\n    return x * 2 * n", ["pass"] * 4),
-    ("forged eq", "class E:\n    def __eq__(s, o): return True\ndef f(x): return E()", ['value refused "TypeError: E"'] * 4),
-    ("forged subclass", "class E(int):\n    def __eq__(s, o): return True\n    __hash__ = int.__hash__\n"
+    ("forged eq", "class E:\n    def __eq__(s, o): return True\ndef f(x): return E()",
+     ['value refused "TypeError: E"'] * 4),
+    ("forged subclass", "class E(int):\n    def __eq__(s, o): return True\n"
+                        "    __hash__ = int.__hash__\n"
      "def f(x): return E(0)", ["wrong value"] * 4),
     ("claims to pass", "def f(x): return True", ["wrong value"] * 4),
     ("generator", "def f(x): yield x * 2", ['value refused "TypeError: generator"'] * 4),
-    ("cycle", "def f(x):\n    a = []\n    a.append(a)\n    return a", ['value refused "RecursionError: maximum recursion depth exceeded"'] * 4),
-    ("too large", "def f(x): return 'a' * (2 << 20)", ["value refused: more than 1,048,576 bytes"] * 4),
+    ("cycle", "def f(x):\n    a = []\n    a.append(a)\n    return a",
+     ['value refused "RecursionError: maximum recursion depth exceeded"'] * 4),
+    ("too large", "def f(x): return 'a' * (2 << 20)",
+     ["value refused: more than 1,048,576 bytes"] * 4),
     ("memory", "def f(x): return len(bytearray(2 << 30))", ['raised "MemoryError"'] * 4),
     ("no such module", "import nosuchmodule", ['raised "ModuleNotFoundError: nosuchmodule"'] * 4),
 ]
 
 
-@pytest.mark.parametrize("answer, verdicts", [v[1:] for v in VERDICTS], ids=[v[0] for v in VERDICTS])
+@pytest.mark.parametrize("answer, verdicts", [v[1:] for v in VERDICTS],
+                         ids=[v[0] for v in VERDICTS])
 def test_verdicts(grader, answer, verdicts):
     graded = grader.grade(DOUBLE, answer)
     got = list(graded["tests"].values())
@@ -155,13 +164,16 @@ def test_official_against_honest(grader):
              "import math\ndef f(x): return math.floor(x * 2)",
              "def f(x): return 0 if x == 0 else 2 + f(x - 1)",
              "def f(x):\n    import os\n    return x * 2", HONEST + "  # never call exit(1)",
-             f"```\n{HONEST}\n```", f"```py\n{HONEST}\n```", f"Use argparse.\n```python\n{HONEST}\n```",
+             f"```\n{HONEST}\n```", f"```py\n{HONEST}\n```",
+             f"Use argparse.\n```python\n{HONEST}\n```",
              "def f(x):\n    import math\n    return math.floor(x * 2)"]
     with Grader(rules="official", workers=1) as official:
-        assert [official.grade(DOUBLE, a)["reward"] for a in cases] == [1, 0, 0, 0, 0, 0, 1, 0, 0, 1]
-        recursive = task("def f(n):\n    return n if n < 2 else f(n - 1) + f(n - 2)", "f(1)", "f(5)")
+        assert [official.grade(DOUBLE, a)["reward"] for a in cases] == [1, 0, 0, 0, 0, 0, 1, 0, 0,
+            1]
+        recursive = task("def f(n):\n    return n if n < 2 else f(n - 1) + f(n - 2)", "f(1)",
+                         "f(5)")
         assert official.grade(recursive, recursive["ground_truth"])["reward"] == 0.5
-        attack = "def f(x):\n    import subprocess\n    return subprocess.run(['touch', '/tmp/pwned'])"
+        attack = "def f(x):\n    import subprocess\n    subprocess.run(['touch', '/tmp/pwned'])"
         assert official.grade(DOUBLE, attack)["tests"]["test1"] == 'raised "PermissionError"'
     assert [grader.grade(DOUBLE, a)["reward"] for a in cases] == [1] * 10
     with pytest.raises(ValueError):
@@ -187,30 +199,51 @@ def test_inputs_and_modules_are_fresh(grader):
     mutating = task("def f(a):\n    return sum(a)", "f([1, 2])", "f([1, 2])")
     assert grader.grade(mutating, "def f(a):\n    a.append(0)\n    return sum(a)")["reward"] == 1
     vandal = "import math, json\njson.dumps = math.floor = None\n" + HONEST
-    assert grader.grade(DOUBLE, vandal)["reward"] < 1 and grader.grade(DOUBLE, HONEST)["reward"] == 1
+    assert grader.grade(DOUBLE, vandal)["reward"] < 1
+    assert grader.grade(DOUBLE, HONEST)["reward"] == 1
 
 
 ODDITIES = {  # honest code of all kinds, all right
-    "fence": f"Sure! Here it is:\n```python\n{HONEST}\n```\nAnything else?", "unclosed fence": f"```python\n{HONEST}",
-    "no language": f"```\n{HONEST}\n```", "prints": "def f(x):\n    print('[\"value\", 1]')\n    return x * 2",
-    "os": "import os\ndef f(x): return len(os.path.join('', 'a' * 2 * x))", "helper": "def g(x): return x\ndef f(x): return 2 * g(x)",
-    "from star": "from math import *\ndef f(x): return int(fabs(2 * x))", "lambda": "f = lambda x: x << 1",
-    "recursion": "def f(x): return 0 if x == 0 else 2 + f(x - 1)", "class": "class P:\n    two = 2\ndef f(x): return P.two * x",
-    "callable": "class F:\n    def __call__(s, x): return 2 * x\nf = F()", "partial": "import functools, operator\n"
-    "f = functools.partial(operator.mul, 2)", "cache": "import functools\n@functools.lru_cache\ndef f(x): return 2 * x",
-    "dataclass": "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\ndef f(x): return P(x).x * 2",
-    "main": HONEST + "\nif __name__ == '__main__':\n    print(f(int(input())))", "bool": "def f(x): return x * (True + True)",
-    "global": "n = 0\ndef f(x):\n    global n\n    n = 2\n    return x * n", "nested": "def f(x):\n    def g(): return x\n    return g() * 2",
-    "typed": "from typing import List, Optional\ndef f(x: Optional[int]) -> 'List[int]': return 2 * x", "deep":
-    "def f(x): return (lambda n: n if n > 500 else f.__call__(x) if 0 else 2 * x)(0)", "late import":
-    "def f(x):\n    import itertools\n    return sum(itertools.repeat(x, 2))", "regex": "import re\ndef f(x): return int(re.sub('a', '', f'a{2 * x}'))",
-    "decimal": "from decimal import Decimal\ndef f(x): return int(Decimal(x) * 2)", "date": "import datetime\n"
-    "def f(x): return (datetime.date(2020, 1, 1) + datetime.timedelta(2 * x)).toordinal() - datetime.date(2020, 1, 1).toordinal()",
-    "counter": "from collections import Counter\ndef f(x): return Counter('a' * 2 * x)['a']", "try": "def f(x):\n    try: 1 / 0\n"
-    "    except ZeroDivisionError: return 2 * x", "finally": "def f(x):\n    try: return 2 * x\n    finally: pass",
-    "unicode": "def f(größe): return größe * 2  # \u2713", "crlf": "def f(x):\r\n    return x * 2\r\n", "tabs": "def f(x):\n\treturn x * 2",
-    "float that is whole": "def f(x): return x * 2.0", "heap": "import heapq\ndef f(x): return heapq.nsmallest(1, [2 * x, 99])[0]",
-    "big": "def f(x): return (x << 200) // (1 << 199)", "two definitions": "def f(x): return 0\ndef f(x): return 2 * x"}
+    "fence": f"Sure! Here it is:\n```python\n{HONEST}\n```\nAnything else?",
+    "unclosed fence": f"```python\n{HONEST}",
+    "no language": f"```\n{HONEST}\n```",
+    "prints": "def f(x):\n    print('[\"value\", 1]')\n    return x * 2",
+    "os": "import os\ndef f(x): return len(os.path.join('', 'a' * 2 * x))",
+    "helper": "def g(x): return x\ndef f(x): return 2 * g(x)",
+    "from star": "from math import *\ndef f(x): return int(fabs(2 * x))",
+    "lambda": "f = lambda x: x << 1",
+    "recursion": "def f(x): return 0 if x == 0 else 2 + f(x - 1)",
+    "class": "class P:\n    two = 2\ndef f(x): return P.two * x",
+    "callable": "class F:\n    def __call__(s, x): return 2 * x\nf = F()",
+    "partial": "import functools, operator\n"
+    "f = functools.partial(operator.mul, 2)",
+    "cache": "import functools\n@functools.lru_cache\ndef f(x): return 2 * x",
+    "dataclass": "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
+                 "def f(x): return P(x).x * 2",
+    "main": HONEST + "\nif __name__ == '__main__':\n    print(f(int(input())))",
+    "bool": "def f(x): return x * (True + True)",
+    "global": "n = 0\ndef f(x):\n    global n\n    n = 2\n    return x * n",
+    "nested": "def f(x):\n    def g(): return x\n    return g() * 2",
+    "typed": "from typing import List, Optional\n"
+             "def f(x: Optional[int]) -> 'List[int]': return 2 * x", "deep":
+    "def f(x): return (lambda n: n if n > 500 else f.__call__(x) if 0 else 2 * x)(0)",
+    "late import":
+    "def f(x):\n    import itertools\n    return sum(itertools.repeat(x, 2))",
+    "regex": "import re\ndef f(x): return int(re.sub('a', '', f'a{2 * x}'))",
+    "decimal": "from decimal import Decimal\ndef f(x): return int(Decimal(x) * 2)",
+    "date": "import datetime\n"
+    "def f(x): return (datetime.date(2020, 1, 1) + datetime.timedelta(2 * x)).toordinal() - "
+    "datetime.date(2020, 1, 1).toordinal()",
+    "counter": "from collections import Counter\ndef f(x): return Counter('a' * 2 * x)['a']",
+    "try": "def f(x):\n    try: 1 / 0\n"
+    "    except ZeroDivisionError: return 2 * x",
+    "finally": "def f(x):\n    try: return 2 * x\n    finally: pass",
+    "unicode": "def f(größe): return größe * 2  # \u2713",
+    "crlf": "def f(x):\r\n    return x * 2\r\n", "tabs": "def f(x):\n\treturn x * 2",
+    "float that is whole": "def f(x): return x * 2.0",
+    "heap": "import heapq\ndef f(x): return heapq.nsmallest(1, [2 * x, 99])[0]",
+    "big": "def f(x): return (x << 200) // (1 << 199)",
+    "two definitions": "def f(x): return 0\ndef f(x): return 2 * x"}
 
 
 @pytest.mark.parametrize("name", ODDITIES)
@@ -218,35 +251,45 @@ def test_honest_oddities_pass(grader, name):
     assert set(grader.grade(DOUBLE, ODDITIES[name])["tests"].values()) == {"pass"}
 
 
-# --- attacks ----------------------------------------------------------------------------------------
+# --- attacks --------------------------------------------------------------------------------------
 
 ATTACKS = {
     "fork bomb": "import os\ndef f(x):\n    while True: os.fork()",
     "threads": "import _thread\ndef f(x):\n    _thread.start_new_thread(f, (x,))",
     "write": "def f(x):\n    open('pwned', 'w')",
     "write tmp": "def f(x):\n    open('/tmp/pwned', 'w')",
-    "truncate": "import os\ndef f(x):\n    os.open('/tmp/colbench_secret/victim', os.O_RDONLY | os.O_TRUNC)",
+    "truncate": "import os\ndef f(x):\n"
+                "    os.open('/tmp/colbench_secret/victim', os.O_RDONLY | os.O_TRUNC)",
     "read": "def f(x):\n    open('/tmp/colbench_secret/reference.py')",
     "list home": "import os\ndef f(x):\n    os.listdir(os.path.dirname(os.path.abspath('x')))",
-    "connect": "import socket\ndef f(x):\n    socket.create_connection(('127.0.0.1', %d))" % LISTENER.getsockname()[1],
+    "connect": "import socket\ndef f(x):\n"
+               "    socket.create_connection(('127.0.0.1', %d))" % LISTENER.getsockname()[1],
     "environ": "import os\ndef f(x):\n    open(f'/proc/{os.getppid()}/environ', 'rb')",
     "memory": "import os\ndef f(x):\n    open(f'/proc/{os.getppid()}/mem', 'rb')",
     "kill": "import os\ndef f(x):\n    os.kill(os.getppid(), 9)",
-    "raise limits": "import resource\ndef f(x):\n    resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
+    "raise limits": "import resource\ndef f(x):\n"
+                    "    resource.setrlimit(resource.RLIMIT_AS, (-1, -1))",
     "ptrace": "import ctypes, os\nlibc = ctypes.CDLL(None)\ndef f(x):\n"
               "    if libc.ptrace(16, os.getppid(), 0, 0) < 0: raise PermissionError",
 }
 
 
-SHUT = {'raised "PermissionError"', 'raised "RuntimeError"', 'raised "ValueError"', 'raised "error"', 'raised "OSError"'}
-SPENT = {"timeout", 'raised "MemoryError"', "value refused: more than 1,048,576 bytes", 'raised "RecursionError"', 'raised "OverflowError"'}
-GONE = {"process ended: status 0", "process ended: status 3", *(f"process ended: signal {n}" for n in range(1, 32))}
-FORGED = {"wrong value", *(f'value refused "TypeError: {name}"' for name in ("generator", "E", "method")), "value refused: nested too deeply",
-          'value refused "RecursionError: maximum recursion depth exceeded"', "value refused: no line of plain data",
+SHUT = {'raised "PermissionError"', 'raised "RuntimeError"', 'raised "ValueError"',
+        'raised "error"', 'raised "OSError"'}
+SPENT = {"timeout", 'raised "MemoryError"', "value refused: more than 1,048,576 bytes",
+         'raised "RecursionError"', 'raised "OverflowError"'}
+GONE = {"process ended: status 0", "process ended: status 3",
+        *(f"process ended: signal {n}" for n in range(1, 32))}
+FORGED = {"wrong value", *(f'value refused "TypeError: {name}"'
+                           for name in ("generator", "E", "method")),
+                           "value refused: nested too deeply",
+          'value refused "RecursionError: maximum recursion depth exceeded"',
+          "value refused: no line of plain data",
           'raised "TypeError"', 'raised "KeyError"', 'raised "AttributeError"'}
 MISCHIEF = {  # by what it ends in; none may pass
     "a loop": ("while True: pass", SPENT),
-    "a loop that swallows": ("def f(x):\n    while True:\n        try:\n            while True: pass\n"
+    "a loop that swallows": ("def f(x):\n    while True:\n        try:\n"
+                             "            while True: pass\n"
                              "        except BaseException: pass", SPENT),
     "sleep": ("import time\ntime.sleep(99)", SPENT),
     "a loop in C": ("def f(x): return sum(range(10 ** 12))", SPENT),
@@ -254,25 +297,34 @@ MISCHIEF = {  # by what it ends in; none may pass
     "a power": ("def f(x): return 9 ** 9 ** 9", SPENT),
     "endless generator": ("def f(x):\n    while True: yield x", FORGED),
     "recursion": ("def f(x): return f(x)", SPENT),
-    "deep syntax": ("x = " + "(" * 5000 + ")" * 5000, {'raised "SyntaxError"', 'raised "MemoryError"', *GONE}),
+    "deep syntax": ("x = " + "(" * 5000 + ")" * 5000,
+                    {'raised "SyntaxError"', 'raised "MemoryError"', *GONE}),
     "growing list": ("x = [0]\nwhile True: x += x", SPENT | GONE),
     "a string of 1 TB": ("def f(x): return 'a' * (1 << 40)", SPENT),
     "2 MB": ("def f(x): return 'a' * (2 << 20)", SPENT),
     "many values": ("def f(x): return list(range(10 ** 6))", SPENT),
     "itself": ("def f(x):\n    a = []\n    a.append(a)\n    return a", FORGED),
-    "deep value": ("def f(x):\n    a = []\n    for _ in range(100000): a = [a]\n    return a", FORGED | GONE),
+    "deep value": ("def f(x):\n    a = []\n    for _ in range(100000): a = [a]\n    return a",
+                   FORGED | GONE),
     "prints without end": ("while True: print('x' * 99999)", SPENT),
-    "abort": ("import os\nos.abort()", GONE), "null pointer": ("import ctypes\nctypes.string_at(0)", GONE),
-    "exit": ("import os\ndef f(x): os._exit(0)", GONE), "sys.exit": ("import sys\nsys.exit(0)", {'raised "SystemExit"'}),
-    "kills itself": ("import ctypes\ndef f(x): ctypes.CDLL(None).raise_(9)", {'raised "AttributeError"'}),
+    "abort": ("import os\nos.abort()", GONE),
+    "null pointer": ("import ctypes\nctypes.string_at(0)", GONE),
+    "exit": ("import os\ndef f(x): os._exit(0)", GONE),
+    "sys.exit": ("import sys\nsys.exit(0)", {'raised "SystemExit"'}),
+    "kills itself": ("import ctypes\ndef f(x): ctypes.CDLL(None).raise_(9)",
+                     {'raised "AttributeError"'}),
     "always equal": ("class E:\n    def __eq__(s, o): return True\ndef f(x): return E()", FORGED),
-    "equal inside": ("class E(int):\n    def __eq__(s, o): return True\n    __hash__ = None\ndef f(x): return [E(7)]", FORGED),
+    "equal inside": ("class E(int):\n    def __eq__(s, o): return True\n    __hash__ = None\n"
+                     "def f(x): return [E(7)]", FORGED),
     "reduce": ("class E:\n    def __reduce__(s): return print, (1,)\ndef f(x): return E()", FORGED),
-    "a forged line": ("import os\ndef f(x):\n    for fd in range(9):\n        try: os.write(fd, b'[\"value\", 2]\\n')\n"
+    "a forged line": ("import os\ndef f(x):\n    for fd in range(9):\n"
+                      "        try: os.write(fd, b'[\"value\", 2]\\n')\n"
                       "        except OSError: pass\n    return 0", None),
-    "patches json": ("import json\njson.dumps = lambda v: '[\"value\", 2]'\ndef f(x): return 0", None),
+    "patches json": ("import json\njson.dumps = lambda v: '[\"value\", 2]'\ndef f(x): return 0",
+                     None),
     "patches encode": ("import __main__\n__main__.encode = lambda v: 2\ndef f(x): return 0", None),
-    "looks at frames": ("import sys\ndef f(x):\n    f = sys._getframe()\n    while f.f_back: f = f.f_back\n"
+    "looks at frames": ("import sys\ndef f(x):\n    f = sys._getframe()\n"
+                        "    while f.f_back: f = f.f_back\n"
                         "    return f.f_locals['request']['wanted']", FORGED),
     "spawns": ("import subprocess\ndef f(x): return subprocess.run(['true'])", SHUT),
     "execs": ("import os\ndef f(x): os.execv('/bin/true', ['true'])", SHUT),
@@ -282,19 +334,25 @@ MISCHIEF = {  # by what it ends in; none may pass
     "makes a folder": ("import os\ndef f(x): os.mkdir('/tmp/pwned')", SHUT),
     "shared memory": ("def f(x): open('/dev/shm/pwned', 'w')", SHUT),
     "udp": ("import socket\ndef f(x): socket.socket(socket.AF_INET, socket.SOCK_DGRAM)", SHUT),
-    "unix socket": ("import socket\ndef f(x): socket.socket(socket.AF_UNIX).connect('\\0colbench45678')", SHUT),
+    "unix socket": ("import socket\n"
+                    "def f(x): socket.socket(socket.AF_UNIX).connect('\\0colbench45678')", SHUT),
     "fcntl": ("import fcntl, os\ndef f(x): fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())", SHUT | {
         'raised "ImportError"'}),
     "its own environment": ("import os\ndef f(x): return os.environ['COLBENCH_SECRET']", FORGED)}
 
 
-def check_attacks(g, secrets):
-    """Every attack ends as it should, outside is as it was, and an honest answer passes after each."""
+EVERY = {**{name: (answer, SHUT) for name, answer in ATTACKS.items()}, **MISCHIEF}
+FEW = {name: EVERY[name] for name in [*ATTACKS, "sleep", "udp", "a forged line", "abort"]}
+
+
+def check_attacks(g, secrets, attacks=EVERY):
+    """Every attack ends as it should, outside all is as it was; an honest answer passes after."""
     before = traces(), offspring()
-    for name, (answer, ends) in {**{name: (a, SHUT) for name, a in ATTACKS.items()}, **MISCHIEF}.items():
+    for name, (answer, ends) in attacks.items():
         graded = g.grade(DOUBLE, answer)
         if ends:
-            assert {*graded["tests"].values()} <= ends | (SHUT if ends is SPENT else set()), (name, graded)
+            assert {*graded["tests"].values()} <= ends | (SHUT if ends is SPENT else set()), (name,
+                graded)
         else:  # it may claim a value, and guess one that is right, but no more than one
             assert graded["reward"] <= 0.25, (name, graded)
         assert (traces(), offspring()) == before, name
@@ -303,7 +361,8 @@ def check_attacks(g, secrets):
 
 
 def quick(monkeypatch):
-    monkeypatch.setattr(module, "LIMITS", {**module.LIMITS, "test": .5, "answer": .5})  # only to save time
+    monkeypatch.setattr(module, "LIMITS",
+                        {**module.LIMITS, "test": .5, "answer": .5})  # only to save time
 
 
 def test_attacks_meet_a_wall(grader, secrets, monkeypatch):
@@ -312,16 +371,15 @@ def test_attacks_meet_a_wall(grader, secrets, monkeypatch):
     check_attacks(grader, secrets[:2])
 
 
-def landlock_rules(libc, paths):
-    return None
-
-
 def test_without_landlock_a_child_opens_no_file(secrets, monkeypatch):
-    monkeypatch.setattr(module, "SERVER", (landlock_rules, *module.SERVER[1:]))
+    program = module.server_program()
+    without = program.replace("rules = landlock_rules(libc, paths)", "rules = None")
+    assert without != program
+    monkeypatch.setattr(module, "server_program", lambda: without)
     quick(monkeypatch)
     with Grader(workers=1) as g:
         assert g.level == "full" and g.grade(DOUBLE, HONEST)["reward"] == 1
-        check_attacks(g, secrets[:2])
+        check_attacks(g, secrets[:2], EVERY if FULL else FEW)
         for name, answer in ODDITIES.items():
             assert g.grade(DOUBLE, answer)["reward"] == 1, name
 
@@ -334,12 +392,15 @@ assert os.geteuid() == 65534
 t.module.LIMITS |= {"test": .5, "answer": .5}
 os.environ["COLBENCH_SECRET"] = t.SECRET
 import test_colbench_claims
+vandals = list(test_colbench_claims.VANDALS)
+if not t.FULL:
+    vandals = ["json", "every descriptor"]
 with t.Grader("official", workers=1) as g:
-    test_colbench_claims.forge(g)
+    test_colbench_claims.forge(g, vandals)
 with t.Grader(workers=1) as g:
     assert g.level == "full" and g.grade(t.DOUBLE, t.HONEST)["reward"] == 1
-    test_colbench_claims.forge(g)
-    t.check_attacks(g, None)
+    test_colbench_claims.forge(g, vandals)
+    t.check_attacks(g, None, t.EVERY if t.FULL else t.FEW)
     for name, answer in t.ODDITIES.items():
         assert g.grade(t.DOUBLE, answer)["reward"] == 1, name
 print("all as it should be")
@@ -349,15 +410,18 @@ print("all as it should be")
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an unprivileged user already")
 def test_an_unprivileged_user_is_as_safe(secrets, grader, tmp_path):
     """In a mount namespace in which that user can reach this Python and this checkout."""
-    reach, paths = [sys.base_prefix, *sys.path[1:], str(Path(__file__).parent), str(Path(module.__file__).parent)], []
+    reach, paths = [sys.base_prefix, *sys.path[1:], str(Path(__file__).parent),
+                    str(Path(module.__file__).parent)], []
     script = f"set -e; chmod 755 {tmp_path}; "
     for i, path in enumerate(p for p in dict.fromkeys(reach) if os.path.isdir(p)):
         paths.append(f"/mnt/{i}")
         script += f"mkdir -p {tmp_path}/{i}; mount --bind {shlex.quote(path)} {tmp_path}/{i}; "
     script += f"mount --rbind {tmp_path} /mnt; "
     python = f"/mnt/0/bin/python{sys.version_info[0]}.{sys.version_info[1]}"
-    command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", python, "-c", AS_NOBODY, json.dumps(paths[1:])]
-    done = subprocess.run(["unshare", "-m", "bash", "-c", script + 'cd /; exec "$@"', "bash", *command], text=True,
+    command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", python, "-c",
+               AS_NOBODY, json.dumps(paths[1:])]
+    done = subprocess.run(["unshare", "-m", "bash", "-c", script + 'cd /; exec "$@"', "bash",
+                           *command], text=True,
                           capture_output=True, timeout=300)
     if "mount" in done.stderr.split("Traceback")[0] and done.returncode:
         pytest.skip(f"no mounts here: {done.stderr}")
@@ -365,7 +429,7 @@ def test_an_unprivileged_user_is_as_safe(secrets, grader, tmp_path):
 
 
 def test_a_child_finds_nothing_to_read(grader, tmp_path):
-    """Probes of a child, by its own report: environment, descriptors, parents' memory maps, modules."""
+    """What a child reports of its environment, descriptors, modules and command line."""
     probe = """
 import os, sys, ctypes
 def environ(): return sorted(os.environ)
@@ -401,14 +465,16 @@ libc, size = ctypes.CDLL(None, use_errno=True), 1 << 16
 libc.mmap.restype = ctypes.c_void_p
 def advice(number):
     at = libc.mmap(None, ctypes.c_size_t(size), 3, 34, -1, ctypes.c_size_t(0))
-    return ctypes.get_errno() if libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(size), number) else 0
+    failed = libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(size), number)
+    return ctypes.get_errno() if failed else 0
 """
-    got = [claim(x).value for x in grader.lines(code, [f"advice({n})" for n in (0, 4, 8, 9, 10, 12, 21, 100)], "answer")]
+    tests = [f"advice({n})" for n in (0, 4, 8, 9, 10, 12, 21, 100)]
+    got = [claim(line).value for line in grader.lines(code, tests, "answer")]
     assert got == [0, 0, 0, 1, 1, 1, 1, 1]  # EPERM: remove, dontfork, mergeable, pageout, hwpoison
 
 
 def test_an_answer_cannot_read_an_earlier_one(grader):
-    """The server sees neither code nor values, so none is in the heap that the next child inherits."""
+    """The server sees neither code nor values, so the next child's heap holds none of them."""
     mark = "marker_" + "of_an_earlier_answer"
     grader.lines(f"def {mark}(): return '{mark}' * 50", [f"{mark}()"] * 3, "answer")
     if os.geteuid():
@@ -424,7 +490,7 @@ def test_an_answer_cannot_read_an_earlier_one(grader):
                         assert mark.encode() not in memory.read(high - low)
 
 
-# --- the grader itself ------------------------------------------------------------------------------
+# --- the grader itself ----------------------------------------------------------------------------
 
 def test_parallel_grading_keeps_apart_and_in_order(grader):
     records = [{"task": task(f"def f(x):\n    return x + {i}", "f(1)", "f(2)"), "keep": i,
@@ -438,8 +504,8 @@ def test_parallel_grading_keeps_apart_and_in_order(grader):
 
 
 def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(grader):
-    """ANSWERS=10000 python -m pytest -q -s tests/test_colbench_grader.py -k thousands; it tells the speed."""
-    n, sizes, stop = int(os.environ.get("ANSWERS", 200)), [], threading.Event()
+    """ANSWERS=10000 python -m pytest -q -s tests/test_colbench_grader.py -k thousands"""
+    n, sizes, stop = int(os.environ.get("ANSWERS", 300 if FULL else 60)), [], threading.Event()
     hostile = [*ATTACKS.values(), *(answer for answer, ends in MISCHIEF.values() if ends)]
 
     def watch():
@@ -454,8 +520,11 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(grader):
     def records():
         for i in range(n):
             mischief, wrong = i % 5 == 0, i % 5 == 1
-            answer = hostile[i // 5 % len(hostile)] if mischief else f"def f(x):\n    return x + {i + wrong}"
-            yield {"task": task(f"def f(x):\n    return x + {i}", "f(1)"), "answer": answer, "want": not (mischief or wrong)}
+            answer = f"def f(x):\n    return x + {i + wrong}"
+            if mischief:
+                answer = hostile[i // 5 % len(hostile)]
+            yield {"task": task(f"def f(x):\n    return x + {i}", "f(1)"), "answer": answer,
+                   "want": not (mischief or wrong)}
 
     watcher, begin = threading.Thread(target=watch), time.monotonic()
     watcher.start()
@@ -465,14 +534,16 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(grader):
     watcher.join()
     assert len(graded) == n and all(r["reward"] == r["want"] for r in graded)
     most, memory = (max(x) for x in zip(*sizes))
-    print(f"\n{n} answers, {n // 5} of them hostile: {n / seconds:.1f} a second with {grader.workers} workers, at most "
+    print(f"\n{n} answers, {n // 5} of them hostile: {n / seconds:.1f} a second with "
+          f"{grader.workers} workers, at most "
           f"{most} processes and {memory >> 20} MB")
     assert most < 40 and memory < 6 << 30 and seconds < 30 + n / 5 * 2
     quarter = len(sizes) // 4
     assert n < 1000 or max(sizes[-quarter:])[0] <= max(sizes[:quarter])[0] + 4  # nothing piles up
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSEGV])
+@pytest.mark.parametrize("how", [signal.SIGKILL,
+                                 pytest.param(signal.SIGSEGV, marks=pytest.mark.full)])
 def test_a_killed_server_is_started_again(how):
     with Grader(workers=1) as g:
         assert g.grade(DOUBLE, HONEST)["reward"] == 1
@@ -499,9 +570,9 @@ def test_levels_are_what_a_child_finds(monkeypatch):
     monkeypatch.setattr(module, "readable_paths", lambda: ["/"])  # as on a machine without Landlock
     with Grader(workers=1) as g:
         assert g.level in ("seccomp", "rlimits") and g.grade(DOUBLE, HONEST)["reward"] == 1
-        writes = "def f(x): open('/tmp/pwned', 'w')"
-        assert g.grade(DOUBLE, writes)["tests"]["test1"] == 'raised "PermissionError"'
-        assert g.grade(DOUBLE, writes.replace("'w'", "'r+'"))["tests"]["test1"] == 'raised "PermissionError"'
+        for mode in ("w", "r+"):
+            writes = f"def f(x): open('/tmp/pwned', '{mode}')"
+            assert g.grade(DOUBLE, writes)["tests"]["test1"] == 'raised "PermissionError"'
         monkeypatch.undo()
         g.level = "full"
         with pytest.raises(GraderError, match="isolation"):
@@ -551,36 +622,43 @@ def test_a_killed_grader_leaves_nothing():
 
 
 def test_check_task(grader):
-    bad = task("def f(x):\n    if x == 1: import nosuch\n    if x == 2: return None\n    if x == 3: raise KeyError\n"
+    bad = task("def f(x):\n    if x == 1: import nosuch\n    if x == 2: return None\n"
+               "    if x == 3: raise KeyError\n"
                "    if x == 4: return list({'a', 'b', 'c', 'd', 'e'})\n    if x == 5: return f\n"
-               "    if x == 6:\n        import random\n        return random.random()\n    return x",
+               "    if x == 6:\n        import random\n        return random.random()\n"
+               "    return x",
                *[f"f({i})" for i in range(1, 8)], "f(7)")
     assert check_task(grader, bad) == ([
-        "needs module nosuch", "test2: None", "test3: raised KeyError", "test4: value differs between two runs",
+        "needs module nosuch", "test2: None", "test3: raised KeyError",
+        "test4: value differs between two runs",
         "test5: value refused TypeError: function", "test6: value differs between two runs"],
         ["test8: repeats test7"])
     assert check_task(grader, DOUBLE) == ([], [])
-    assert check_task(grader, task("def f(x): return 1", "f(1)", "f(2)")) == ([], ["all tests give the same value"])
+    assert check_task(grader, task("def f(x): return 1", "f(1)", "f(2)")) == ([],
+        ["all tests give the same value"])
 
 
-# --- the shared files, where they are ---------------------------------------------------------------
+# --- the shared files, where they are -------------------------------------------------------------
 
 def shared(name):
     path = SHARED / name
     return [json.loads(line) for line in path.open()] if path.exists() else []
 
 
-@pytest.mark.skipif(not (SHARED / "sandbox").exists(), reason="no ../shared/sandbox beside this checkout")
+@pytest.mark.full
+@pytest.mark.skipif(not (SHARED / "sandbox").exists(),
+                    reason="no ../shared/sandbox beside this checkout")
 def test_shared_attacks(secrets, grader, monkeypatch):
     """Every record: its reward, and the grader's invariants after each."""
-    monkeypatch.setattr(module, "LIMITS", {**module.LIMITS, "test": .5, "answer": 2})  # only to save time
+    monkeypatch.setattr(module, "LIMITS",
+                        {**module.LIMITS, "test": .5, "answer": 2})  # only to save time
     with Grader(workers=1) as g:
         g.grade(DOUBLE, HONEST)
         before = traces(), offspring()
         for record in shared("sandbox/answers.jsonl"):
             start = time.monotonic()
             graded = g.grade(record["task"], record["answer"])
-            # upstream reads the first block alone; a person, and so these rules, its import and the function
+            # the released scorer reads the first block alone; these rules read both
             reward = 1 if record["id"] == "b05_two_fences" else record["expect"]["reward"]
             assert graded["reward"] == pytest.approx(reward), (record["id"], graded)
             assert time.monotonic() - start < 20, record["id"]
@@ -589,18 +667,26 @@ def test_shared_attacks(secrets, grader, monkeypatch):
             assert not reached(*secrets[:2]), record["id"]
 
 
-@pytest.mark.skipif(not (SHARED / "colbench").exists(), reason="no ../shared/colbench beside this checkout")
+@pytest.mark.skipif(not (SHARED / "colbench").exists(),
+                    reason="no ../shared/colbench beside this checkout")
 def test_shared_references_pass(grader):
-    """References as answers: all but a task without its module, one of random numbers, one that writes files."""
-    tasks = shared("colbench/backend_tasks.jsonl")
+    """References as answers, all of them or every tenth: they pass, but for three odd ones.
+
+    One needs a module that is not here, one gives random numbers, and one writes files.
+    """
+    step = 1 if FULL else 10
+    tasks = shared("colbench/backend_tasks.jsonl")[::step]
     graded = grade_records(({"task": t, "answer": t["ground_truth"]} for t in tasks), grader)
-    failed = {i: r["tests"]["test1"] for i, r in enumerate(graded) if r["reward"] < 1}
+    failed = {step * i: r["tests"]["test1"] for i, r in enumerate(graded) if r["reward"] < 1}
     assert set(failed) <= {214, 235, 264}, failed
 
 
 @pytest.mark.parametrize("unread", [False, True])
 def test_a_fork_server_ends_quietly_when_its_grader_dies_before_the_answer(unread, tmp_path, capfd):
-    """The grader dies between its "k" and the answer, or before it reads that: no traceback, and their folder goes."""
+    """The grader dies between its "k" and the answer, or before it reads that.
+
+    There is no traceback, and their folder goes.
+    """
     folder = tmp_path / "folder"
     folder.mkdir()
     server = module.Server(0, str(folder))
