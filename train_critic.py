@@ -21,9 +21,9 @@ A --model that sees (Qwen2-VL, Qwen2.5-VL) gets the pages of frontend tasks as p
     python train_critic.py --score 1 --out runs/critic < more.jsonl > scored.jsonl  # trains nothing
     for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
-from utils import (SIGNALS, Log, digest, drop_checkpoints, fail, check_finite, from_rank_0, init_distributed, lr_at,
-                   machine_flags, open_stdout, parser, progress, read_jsonl, rng, run, say, sum_over_ranks,
-                   writing)
+from utils import (Log, digest, drop_checkpoints, end_by_signal, fail, check_finite, from_rank_0,
+                   init_distributed, lr_at, machine_flags, open_stdout, parser, progress,
+                   read_jsonl, rng, run, say, stop_signal, sum_over_ranks, writing)
 
 import json
 import os
@@ -380,7 +380,7 @@ def main(args):
             total += loss.item()
             right += weight * sum((m > 0).item() for m in margins) / len(batch)
         norm = gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)).item()
-        total, right, signal = sum_over_ranks(total, right, SIGNALS.first)
+        total, right, signal = sum_over_ranks(total, right, stop_signal())
         check_finite(step, loss=total, grad_norm=norm)
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, len(steps), args.lr)
@@ -390,7 +390,7 @@ def main(args):
         if signal or args.save_every and (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
         if signal:
-            SIGNALS.end()
+            end_by_signal()
     if not log.trained:
         save(model, tokenizer, args.out)
         log(last=True, trained=len(steps), **token_counts())
@@ -408,7 +408,7 @@ def main(args):
         for key in ("head", "hidden_info", "ref_context", "normalize", "picture_tokens"):
             about[key] = getattr(args, key)
         path = os.path.join(args.out, "critic.json")
-        with writing(path), open(path, "w") as f:  # for load_critic
+        with writing(path) as part, open(part, "w") as f:  # for load_critic
             json.dump(about, f)
         log(last=True, finished=len(steps), held_out_accuracy_before=accuracy(ref),
             held_out_accuracy=accuracy(logps), **token_counts())

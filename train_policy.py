@@ -16,9 +16,9 @@ rft    rejection fine-tuning: the NLL of solved trajectories, or with --all 1 of
     torchrun --nproc_per_node=8 train_policy.py --resume 1 --out runs/sweet < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
-from utils import (SIGNALS, Log, barrier, digest, drop_checkpoints, fail, check_finite, from_rank_0,
-                   init_distributed, lr_at, machine_flags, open_stdout, parser, read_jsonl, rng, run, say,
-                   sum_over_ranks)
+from utils import (Log, barrier, digest, drop_checkpoints, end_by_signal, fail, check_finite,
+                   from_rank_0, init_distributed, lr_at, machine_flags, open_stdout, parser,
+                   read_jsonl, rng, run, say, stop_signal, sum_over_ranks)
 
 import os
 import sys
@@ -236,7 +236,7 @@ def main(args):
             total += loss.item()
             right += weight * sum((m > 0).item() for m in margins) / len(batch)
         norm = gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)).item()
-        total, right, signal = sum_over_ranks(total, right, SIGNALS.first)
+        total, right, signal = sum_over_ranks(total, right, stop_signal())
         check_finite(step, loss=total, grad_norm=norm)
         for group in optimizer.param_groups:
             group["lr"] = lr_at(step, len(steps), args.lr)
@@ -247,7 +247,7 @@ def main(args):
         if signal or args.save_every and (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
         if signal:
-            SIGNALS.end()
+            end_by_signal()
     if not log.finished:
         save(model, tokenizer, args.out)
         log(last=True, finished=len(steps), **token_counts())
