@@ -1,4 +1,4 @@
-"""What several scripts share: flags, messages, signals, JSON lines, servers, ranks, the --out directory.
+"""What several scripts share: flags, messages, signals, JSON lines, servers, ranks, --out.
 
 A script imports it before anything that loads slowly: this sets up its streams and Ctrl-C.
 """
@@ -19,12 +19,12 @@ def set_up_process():
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while modules load
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a rank ends with its torchrun
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with torchrun
 
 
-main_file = os.path.abspath(getattr(sys.modules["__main__"], "__file__", "/"))
-if os.path.dirname(main_file) == os.path.dirname(os.path.abspath(__file__)):
-    set_up_process()  # a script of this directory runs, not a test or a notebook
+main_file = getattr(sys.modules["__main__"], "__file__", "/")
+if os.path.dirname(os.path.abspath(main_file)) == os.path.dirname(os.path.abspath(__file__)):
+    set_up_process()  # for the scripts beside this file, not for a test or a notebook
 
 import argparse
 import asyncio
@@ -65,13 +65,15 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
 def parser(doc):
     """An ArgumentParser that describes itself by `doc` and takes no abbreviated flags."""
     p = argparse.ArgumentParser(description=doc, formatter_class=Help, allow_abbrev=False)
-
-    def silent_error(message):
-        time.sleep(5)  # rank 0 says it; torchrun then ends the other ranks
-        sys.exit(2)
     if RANK:
-        p.error = silent_error
+        p.error = end_after_rank_0
     return p
+
+
+def end_after_rank_0(message=None):
+    """Ends another rank without a word: rank 0 has the same error, says it, and torchrun ends all."""
+    time.sleep(5)
+    sys.exit(2)
 
 
 def skip_bad_flag(p):
@@ -181,26 +183,30 @@ def check_finite(step, **values):
 
 
 def progress(what, items=None, total=None):
-    """A tqdm bar over items, or to update by hand up to `total`; silent if stderr is no terminal."""
+    """A tqdm bar over items, or to update by hand up to `total`; only if stderr is a terminal."""
     silent = RANK > 0 or not sys.stderr.isatty()
     return tqdm(items, total=total, desc=what, disable=silent, leave=False)
 
 
-# --- signals: SIGTERM and Ctrl-C end the program with one line --------------------------------------
+# --- signals --------------------------------------------------------------------------------------
 
 PROCESS = SimpleNamespace(
-    hint="",  # how to go on after an end: what --resume does
-    busy=False,  # a step, or a line of stdout, is finished before a signal ends the program
-    signal=0,  # the signal that came meanwhile
-    signal_time=0.0)
+    hint="",  # the end of an error's line: how to go on
+    busy=False,  # in a step loop or a line of stdout, which a signal must not cut
+    signal=0,  # the number of the signal that came meanwhile
+    signal_time=0.0)  # when it came, in seconds
 
 
 def on_signal(number, frame):
-    """Ends the program, or notes the signal if busy. Another one 2 seconds later ends it anyway."""
+    """SIGTERM or Ctrl-C: ends the program with one line, or notes the signal if it is busy.
+
+    Another signal more than 2 seconds later ends it anyway. An earlier one may be an echo:
+    torchrun passes on to the ranks what the terminal sent to them, too.
+    """
     now = time.monotonic()
     if PROCESS.busy and not PROCESS.signal:
         PROCESS.signal, PROCESS.signal_time = number, now
-    elif not PROCESS.busy or now > PROCESS.signal_time + 2:  # torchrun passes on what all ranks got
+    elif not PROCESS.busy or now > PROCESS.signal_time + 2:
         end_by_signal(number)
 
 
@@ -210,17 +216,17 @@ def stop_signal():
 
 
 def end_by_signal(number=None):
-    """Says so, and ends by the signal's default action, so that a shell's loop ends, too.
+    """Says so, and ends by the signal's default action: so a shell's loop ends, too.
 
-    number: not given: stop_signal(), or SIGTERM if only another rank got one.
+    Without a number it is stop_signal(), or SIGTERM if only another rank got a signal.
     """
     number = number or PROCESS.signal or signal.SIGTERM
-    for other in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(other, signal.SIG_IGN)  # one line is enough
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)  # or a second line would come into this one
     if RANK == 0:
         line = f"error: ended by {signal.Signals(number).name}{PROCESS.hint}\n"
         if sys.stderr.isatty():
-            line = "\n" + line  # below the progress bar
+            line = "\n" + line  # below a progress bar
         with contextlib.suppress(OSError):
             os.write(2, line.encode())
     signal.signal(number, signal.SIG_DFL)
@@ -229,30 +235,31 @@ def end_by_signal(number=None):
 
 @contextlib.contextmanager
 def signals_wait():
-    """A signal that comes inside ends the program at the end of the context, not before."""
+    """A signal that comes inside ends the program at the end of the outermost such context."""
+    outer = PROCESS.busy
     PROCESS.busy = True
     try:
         yield
     finally:
-        PROCESS.busy = False
-        if PROCESS.signal:
+        PROCESS.busy = outer
+        if PROCESS.signal and not outer:
             end_by_signal()
 
 
 def resume_hint():
-    """The end of an error's line if --resume can go on: "; --resume ...", or ""."""
+    """How an error's line ends: "; --resume ..." if that can go on, or ""."""
     return PROCESS.hint
 
 
 def run(main, args):
-    """Calls main(args). A signal, a full disk and a full GPU are one line; `| head` is none."""
+    """Calls main(args). Signals, a full disk or GPU end it with one line, `| head` silently."""
     if hasattr(args, "resume") and not getattr(args, "score", 0):
         PROCESS.hint = "; --resume goes on from what was finished"
     for number in (signal.SIGTERM, signal.SIGINT):
-        if signal.getsignal(number) != signal.SIG_IGN:
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup and a shell's background ignore some
             signal.signal(number, on_signal)
-            default = functools.partial(signal.signal, number, signal.SIG_DFL)
-            os.register_at_fork(after_in_child=default)
+            os.register_at_fork(after_in_child=functools.partial(
+                signal.signal, number, signal.SIG_DFL))
     try:
         main(args)
     except StdoutError as e:
@@ -260,14 +267,12 @@ def run(main, args):
             sys.exit(0)
         fail(f"stdout: {e.strerror}{PROCESS.hint}")
     except BaseException as e:
-        if WORLD > 1:
-            # Rank 0 speaks for all, and torchrun ends the others. If another rank died, torchrun
-            # ends rank 0 within its second, before it prints a traceback of lost connections.
-            time.sleep(5 if RANK else 1)
-            if RANK and isinstance(e, SystemExit):
-                sys.exit(1)
-        else:
+        if WORLD == 1:
             leave_group()  # or NCCL prints a warning
+        elif RANK and isinstance(e, SystemExit):
+            end_after_rank_0()
+        else:  # if it only lost the connection to a rank that died, torchrun ends it meanwhile
+            time.sleep(5 if RANK else 1)
         if type(e).__name__ == "OutOfMemoryError":  # torch's, of a GPU
             fail(f"{str(e).partition(' Of the ')[0]} A lower --max_tokens or --concurrency, "
                  f"--recompute 1, --offload 1 or more GPUs need less{PROCESS.hint}")
@@ -342,7 +347,7 @@ def check_shape(value, shape, path=""):
 
 
 def replace_surrogates(data):
-    """JSON data with U+FFFD for every lone surrogate. A model may sample one; no file can hold it."""
+    """JSON data with U+FFFD for lone surrogates, which a model may sample and no file can hold."""
     text = json.dumps(data, ensure_ascii=False)
     return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
@@ -422,7 +427,7 @@ def open_stdout():
         try:
             line = json.dumps(record, allow_nan=False) + "\n"
         except ValueError:
-            fail("a result is NaN or infinite, so no more is written: are the model's weights sound?")
+            fail("a result is NaN or infinite, and no more is written: are the weights sound?")
         data = memoryview(line.encode())
         with signals_wait():
             try:
@@ -585,17 +590,16 @@ def patient_group():
 class Log:
     """The --out directory of a run, locked against other runs: metrics.jsonl, the script's copy.
 
-    metrics.jsonl has a row of the run's flags and facts, then a row for each call. A call is also
-    shown on stderr, but only every `every` seconds unless last=True. Only rank 0 writes.
-
-    For a run that is resumed, every rank knows `step`, its last checkpoint; `trained`, the row that
-    says that its model is written (or None); and whether it is `finished`.
+    metrics.jsonl has a row of the run's flags and facts, then a row for each log(...). Only rank 0
+    writes. All ranks know of a run that is resumed its last checkpoint's `step`; the row `trained`,
+    which says that the model is written, or None; and whether it is `finished`.
     """
+    SHOW_EVERY = 10  # seconds between rows on stderr
     MAY_CHANGE = {"out", "max_tokens", "attention", "recompute", "replicate", "offload",
                   "save_every", "resume", "overwrite", "browser"}  # flags, when a run is resumed
 
-    def __init__(self, args, every=10):
-        self.args, self.out, self.every, self.last_shown = args, args.out, every, 0.0
+    def __init__(self, args):
+        self.args, self.out, self.last_shown = args, args.out, 0.0
         self.path = os.path.join(args.out, "metrics.jsonl")
         self.rows, self.step = from_rank_0(self.claim)
         ends = [row for row in self.rows if "trained" in row or "finished" in row]
@@ -605,7 +609,7 @@ class Log:
             self.step = ends[0].get("trained", ends[0].get("finished"))
 
     def claim(self):
-        """Locks --out. Returns the rows of the run to resume ([]: a new one) and its checkpoint."""
+        """Locks --out. Returns the rows of the run to resume, or [], and its last step, or 0."""
         args, out = self.args, self.out
         try:
             os.makedirs(out, exist_ok=True)
@@ -628,7 +632,8 @@ class Log:
         with reading(self.path), open(self.path) as f:
             rows = [json.loads(line) for line in f if line.endswith("}\n")]  # a kill may cut one
             rows[0]["args"]  # or it is no such file
-        return rows, max([0, *checkpoints(out)])
+        checkpoints = re.findall(r"^checkpoint-(\d+)$", "\n".join(os.listdir(out)), re.M)
+        return rows, max([0, *map(int, checkpoints)])
 
     def begin(self, **facts):
         """Writes the first row, or goes on at self.step if flags and facts are the same."""
@@ -664,20 +669,20 @@ class Log:
                      "it must be the same")
 
     def steps(self, what, n):
-        """Yields the steps up to n that are still to be made. A signal waits for the step's end:
+        """Yields the steps below n that are not made yet. Meanwhile signals are only noted:
 
-        if sum_over_ranks(stop_signal())[0], save a checkpoint and call end_by_signal().
+        after each step look at stop_signal(), save a checkpoint and call end_by_signal().
         """
         with signals_wait():
             yield from progress(what, range(self.step, n))
 
     def __call__(self, last=False, **row):
-        """Adds a row to metrics.jsonl, and maybe shows it."""
+        """Adds a row to metrics.jsonl; shows it if it is the last one or 10 seconds went by."""
         if RANK:
             return
         with fail_on_error(f"{self.path} can't be written", resume_hint()):
             self.file.write(json.dumps(row) + "\n")
-        if last or time.time() - self.last_shown > self.every:
+        if last or time.time() - self.last_shown > self.SHOW_EVERY:
             self.last_shown = time.time()
             values = {key: value for key, value in row.items() if value is not None}
             say("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
@@ -696,12 +701,6 @@ def remove_empty(out):
     """Removes an empty directory: the --out of a run that failed before it began."""
     with contextlib.suppress(OSError):
         os.rmdir(out)
-
-
-def checkpoints(out):
-    """The steps of the complete checkpoints in out."""
-    names = [name.removeprefix("checkpoint-") for name in os.listdir(out)]
-    return [int(name) for name in names if name.isdigit()]
 
 
 def drop_checkpoints(out, keep=None):
