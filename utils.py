@@ -71,7 +71,7 @@ def parser(doc):
 
 
 def end_after_rank_0(message=None):
-    """Ends another rank without a word: rank 0 has the same error, says it, and torchrun ends all."""
+    """Ends a rank silently. Rank 0 has the same error and says it; torchrun then ends them all."""
     time.sleep(5)
     sys.exit(2)
 
@@ -84,27 +84,27 @@ def skip_bad_flag(p):
 def machine_flags(p):
     """The trainers' flags for speed, memory and checkpoints. Only --dtype changes results."""
     g = p.add_argument_group("speed and memory (only --dtype changes results)")
-    g.add_argument("--max_tokens", type=int, default=16384,
+    g.add_argument("--max_tokens", type=int, default=16384, metavar="N",
                    help="tokens of a tree computed at once: bounds the memory")
     g.add_argument("--attention", choices=["auto", "flash", "torch", "sdpa"], default="auto",
                    help="flash: package flash-attn; torch: its varlen kernel; sdpa: a loop; "
                         "auto: the first of them that works here")
     g.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto",
-                   help="of computation and saved model, weights train in fp32; "
+                   help="of the computation and the saved model; weights train in fp32; "
                         "auto: bf16 on a GPU")
     g.add_argument("--recompute", type=int, choices=[0, 1],
                    help="1: compute activations again in the backward pass; not given: 1 on a GPU")
-    g.add_argument("--replicate", type=int, default=1,
-                   help="copies of the model; each is sharded over WORLD_SIZE / copies ranks")
+    g.add_argument("--replicate", type=int, default=1, metavar="N",
+                   help="copies of the model; each is spread over 1/N of the processes")
     g.add_argument("--offload", type=int, choices=[0, 1], default=0,
                    help="1: weights and moments rest in CPU memory")
     g.add_argument("--dry_run", type=int, default=0, metavar="N",
                    help="print steps, tokens, hours and memory of a run on N GPUs; train nothing")
     g = p.add_argument_group("input and --out")
-    g.add_argument("--max_length", type=int, default=16384,
-                   help="leave out and count turns of more tokens, prompt and action")
+    g.add_argument("--max_length", type=int, default=16384, metavar="N",
+                   help="leave out and count turns of more tokens (prompt and action)")
     skip_bad_flag(g)
-    g.add_argument("--save_every", type=int, default=100,
+    g.add_argument("--save_every", type=int, default=100, metavar="N",
                    help="steps between checkpoints to resume from; 0: none")
     g.add_argument("--resume", type=int, choices=[0, 1], default=0,
                    help="1: continue the run in --out, or start it if there is none")

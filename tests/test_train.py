@@ -232,6 +232,7 @@ SPREAD = {2: (["critic", "dpo", "mtdpo"], []),
           4: (["critic", "dpo"], ["--replicate", 2, "--recompute", 1, "--offload", 1])}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", SPREAD)
 def test_many_processes_and_small_branches_make_the_same_steps(world, whole, command, data,
                                                                tmp_path):
@@ -253,6 +254,7 @@ def test_many_processes_and_small_branches_make_the_same_steps(world, whole, com
     assert filled > 5  # ranks with fewer branches than another
 
 
+@pytest.mark.full
 def test_two_agents_are_two_machines(whole, command, data, tmp_path):
     """Only the first one reads stdin, writes, and makes the model. The second one comes late."""
     with socket.socket() as s:
@@ -273,6 +275,7 @@ def test_two_agents_are_two_machines(whole, command, data, tmp_path):
     same_to_rounding(whole("tiny"), tmp_path / "out", done.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("flags, message", [
     ([], "error: stdin, line 2: not JSON"),
     (["--learning_rate", 1], "error: unrecognized arguments: --learning_rate 1")],
@@ -300,12 +303,14 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.full
 def test_the_others_wait_for_rank_0_longer_than_for_each_other(tmp_path):
     """It may wait for hours on stdin, before the first group of their own as well."""
     (tmp_path / "wait.py").write_text(PATIENCE)
     assert torchrun(2, [tmp_path / "wait.py", ROOT], os.devnull).stdout.split() == ["here", "here"]
 
 
+@pytest.mark.full
 def test_a_dead_rank_ends_the_job_and_one_process_finishes_it(whole, command, data, tmp_path):
     """Here stdin is a pipe that takes its time, elsewhere a file."""
     out, sent = tmp_path / "out", data.read_text()
@@ -331,6 +336,7 @@ def test_a_dead_rank_ends_the_job_and_one_process_finishes_it(whole, command, da
     same_to_rounding(whole("mtdpo"), out, done.stdout)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_torchrun_ended_by_a_signal_has_its_last_step_on_disk_and_says_so_once(
         how, whole, command, data, tmp_path):
@@ -353,6 +359,7 @@ def test_torchrun_ended_by_a_signal_has_its_last_step_on_disk_and_says_so_once(
     same_to_rounding(whole("mtdpo"), out, done.stdout)
 
 
+@pytest.mark.full
 def test_ranks_end_with_a_torchrun_that_gets_kill_9(command, data, tmp_path):
     out = tmp_path / "out"
     with started(command("mtdpo", out, "--epochs", 9999, "--save_every", 0), data,
@@ -406,6 +413,7 @@ def test_a_critic_killed_while_it_scores_only_scores(whole, command, data, tmp_p
     assert json.loads(last) == metrics(out)[-1] and (out / "critic.json").exists()
 
 
+@pytest.mark.full
 def test_a_run_killed_before_its_first_checkpoint_starts_over(whole, command, data, tmp_path):
     out = tmp_path / "out"
     mtdpo = command("mtdpo", out, "--save_every", 0)
@@ -417,6 +425,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(whole, command, da
         same_bits(whole("mtdpo"), out, done.stdout)
 
 
+@pytest.mark.full
 def test_two_processes_finish_what_one_began(killed, whole, command, data, tmp_path):
     out = shutil.copytree(killed("critic"), tmp_path / "out")
     resume = command("critic", out, "--resume", 1, "--max_tokens", 200)
@@ -490,6 +499,7 @@ def test_only_the_same_run_is_resumed(flags, change, message, killed, command, d
     assert (metrics(out), sorted(os.listdir(out))) == before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("job", ["critic", "mtdpo"])
 def test_a_run_is_resumed_only_with_the_weights_it_began_with(job, command, data, tiny_dir,
                                                               tmp_path):
@@ -542,6 +552,7 @@ def test_the_digest_of_weights_sees_the_start_middle_and_end_of_each_tensor(tmp_
         M.weights_digest(str(tmp_path))
 
 
+@pytest.mark.full
 def test_two_runs_cannot_share_an_out(whole, command, data, tmp_path):
     """The second is refused while the first waits for stdin and while it trains."""
     out = tmp_path / "out"
