@@ -21,8 +21,8 @@ Intervals come from a bootstrap over tasks: a resampled task brings all its epis
 A difference to the first system is taken on the tasks that both have, resampled in pairs; so are wins, the share of
 these tasks with a higher mean reward than the first system's, a tie counting half.
 """
-from utils import (fail, fail_on_error, open_stdout, parser, progress, read_jsonl, run, say, skip_bad_flag,
-                   version, writing)
+from utils import (fail, fail_on_error, open_stdout, parser, progress, read_jsonl, run, say,
+                   skip_bad_flag, version, writing)
 
 import base64
 import contextlib

@@ -5,6 +5,7 @@ FAULT_SEED=1 kills at other moments.
 """
 import ast
 import contextlib
+import errno
 import json
 import os
 import random
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -299,6 +301,22 @@ def test_ctrl_c_while_modules_load_is_no_traceback(name, module, tiny_dir, tmp_p
 
 
 # --- disks that take no more ----------------------------------------------------------------------
+
+def test_writing_leaves_all_or_nothing(tmp_path):
+    """It makes a file or a directory; after an error the one before is as it was."""
+    file, folder = tmp_path / "file", tmp_path / "folder"
+    with utils.writing(str(file)) as part:
+        Path(part).write_text("x")
+        assert not file.exists()
+    with utils.writing(str(folder)) as part:
+        os.mkdir(part)
+    for path in (file, folder):
+        with pytest.raises(SystemExit, match=f"error: {path} can't be written: No space left$"):
+            with utils.writing(str(path)) as part:
+                os.mkdir(part)
+                raise OSError(errno.ENOSPC, "No space left")
+    assert file.read_text() == "x" and sorted(os.listdir(tmp_path)) == ["file", "folder"]
+
 
 @pytest.fixture
 def disk(tmp_path):
