@@ -38,8 +38,9 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast)
 from transformers.utils import logging
 
-from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, from_rank_0, max_over_ranks, fail_on_error,
-                   progress, reading, remove, rng, sum_over_ranks, writing)
+from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, from_rank_0,
+                   max_over_ranks, progress, reading, remove, resume_hint, rng, sum_over_ranks,
+                   writing)
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process may read weights, too
 logging.set_verbosity_error()
@@ -698,7 +699,7 @@ def save(model, tokenizer, out):
         p = gathered(p.detach())
         if RANK == 0:
             state[name] = p.to("cpu", model.dtype)
-    with writing(out):
+    with fail_on_error(f"{out} can't be written", resume_hint()):
         if RANK == 0:
             model.lm.generation_config.eos_token_id = sorted({end_of_turn(tokenizer)[-1], tokenizer.eos_token_id})
             model.lm.save_pretrained(out, state_dict=state)
@@ -730,16 +731,16 @@ def save_checkpoint(model, optimizer, out, step):
     if RANK == 0:
         remove(part)
     barrier()
-    with writing(path, part):
+    with fail_on_error(f"{path} can't be written", resume_hint(), part):  # all ranks write
         dcp.save(training_state(model, optimizer, step),
                  storage_writer=dcp.HuggingFaceStorageWriter(part, save_distributed=True))
-        if RANK == 0:
+    if RANK == 0:
+        with writing(path):
             with open(os.path.join(part, "counts.json"), "w") as f:
                 json.dump(counts, f)
-            for name in os.listdir(part):  # on the disk before the name is: a machine may lose its power
+            for name in os.listdir(part):  # a power cut must not leave empty files
                 with open(os.path.join(part, name), "rb") as f:
                     os.fsync(f.fileno())
-            os.replace(part, path)
     drop_checkpoints(out, keep=step)
     barrier()  # whoever leaves now leaves it whole
 
@@ -772,9 +773,8 @@ def reference_logps(model, turns, max_tokens, out):
             return list(load_file(path)["logps"].split([len(action) for _, action in turns]))
     logps = score(model, turns, max_tokens, "reference")
     if RANK == 0:
-        with writing(path, path + ".part"):
-            save_file({"logps": torch.cat(logps)}, path + ".part")
-            os.replace(path + ".part", path)
+        with writing(path) as part:
+            save_file({"logps": torch.cat(logps)}, part)
     return logps
 
 

@@ -1,6 +1,6 @@
-"""What several scripts share and nobody would ablate: flags, JSON lines, servers, processes, --out, the lr curve.
+"""What several scripts share: flags, messages, signals, JSON lines, servers, ranks, --out.
 
-Scripts import it first: it sets up their streams and signals before anything that loads slowly.
+A script imports it before anything that loads slowly: this sets up its streams and Ctrl-C.
 """
 import ctypes
 import os
@@ -9,23 +9,22 @@ import sys
 
 
 def set_up_process():
-    """Opens a script's closed streams, ends it by Ctrl-C until `run` listens, and a rank with its torchrun."""
-    while (null := os.open(os.devnull, os.O_RDWR)) < 3:  # else files get a closed stream's number
-        os.set_inheritable(null, True)
-    os.close(null)
+    """Prepares a script's process: closed streams, Ctrl-C, and the end of a torchrun."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
+        if stream is None:  # closed: the next file that is opened would get its number
+            os.dup2(null, number)
     sys.stdin = sys.stdin or open(0)
-    sys.stderr = sys.stderr or open(2, "w", errors="replace")
+    sys.stderr = sys.stderr or open(2, "w")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while modules load
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        parent = os.getppid()
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: killed when the parent's thread ends
-        if os.getppid() != parent:  # it has ended before
-            os.kill(os.getpid(), signal.SIGKILL)
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with torchrun
 
 
-if os.path.dirname(os.path.abspath(getattr(sys.modules["__main__"], "__file__", "/"))) == os.path.dirname(__file__):
-    set_up_process()  # not in a test or a notebook that imports this
+main_file = getattr(sys.modules["__main__"], "__file__", "/")
+if os.path.dirname(os.path.abspath(main_file)) == os.path.dirname(os.path.abspath(__file__)):
+    set_up_process()  # for the scripts beside this file, not for a test or a notebook
 
 import argparse
 import asyncio
@@ -43,187 +42,383 @@ import random
 import re
 import shutil
 import subprocess
-import threading
 import time
+from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version as package_version
+from types import SimpleNamespace
 
 from tqdm import tqdm
 
-RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # torchrun's; alone: 0 of 1
+RANK = int(os.environ.get("RANK", 0))  # torchrun sets both; without it: rank 0 of 1
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
+if WORLD > 1:  # loads slowly, and one process needs none of it
+    import torch
+    import torch.distributed as dist
+
+
+# --- flags ----------------------------------------------------------------------------------------
+
+class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of a description, and shows the flags' defaults."""
 
 
 def parser(doc):
-    """An ArgumentParser that shows `doc` and the defaults in --help and takes no abbreviated flags."""
-    class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-        pass
+    """An ArgumentParser that describes itself by `doc` and takes no abbreviated flags."""
     p = argparse.ArgumentParser(description=doc, formatter_class=Help, allow_abbrev=False)
-    p.error = p.error if RANK == 0 else lambda message: time.sleep(5) or sys.exit(2)  # one process says it
+    if RANK:
+        p.error = end_after_rank_0
     return p
+
+
+def end_after_rank_0(message=None):
+    """Ends a rank silently. Rank 0 has the same error and says it; torchrun then ends them all."""
+    time.sleep(5)
+    sys.exit(2)
 
 
 def skip_bad_flag(p):
     p.add_argument("--skip_bad", type=int, choices=[0, 1], default=0,
-                   help="1: lines that are no records are left out and counted; else the first one ends the program")
+                   help="1: leave out and count bad lines; 0: the first one ends the program")
 
 
 def machine_flags(p):
-    """The trainers' flags that change where and how fast a run computes, but not what, except --dtype."""
-    skip_bad_flag(p)
-    p.add_argument("--max_tokens", type=int, default=16384, help="tree tokens computed at once: bounds the memory")
-    p.add_argument("--max_length", type=int, default=16384,
-                   help="a turn of more tokens, prompt and action, is left out and counted")
-    p.add_argument("--attention", choices=["auto", "flash", "torch", "sdpa"], default="auto",
-                   help="flash: the flash-attn package; torch: torch's varlen kernel; sdpa: a loop; auto: the first "
-                   "that this machine has")
-    p.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto",
-                   help="of the computation and the saved model; weights train in fp32; auto: bf16 on a GPU")
-    p.add_argument("--recompute", type=int, choices=[0, 1],
-                   help="1: activations are computed again in the backward pass; not given: 1 on a GPU")
-    p.add_argument("--replicate", type=int, default=1, help="copies of the model, each spread over the other processes")
-    p.add_argument("--offload", type=int, choices=[0, 1], default=0, help="1: weights and moments rest in CPU memory")
-    p.add_argument("--save_every", type=int, default=100, help="steps between checkpoints to resume from; 0: none")
-    p.add_argument("--resume", type=int, choices=[0, 1], default=0,
-                   help="1: continue the run in --out where it was killed; start it where there is none")
-    p.add_argument("--overwrite", type=int, choices=[0, 1], default=0, help="1: remove the run in --out first")
-    p.add_argument("--dry_run", type=int, default=0, metavar="N",
-                   help="print the steps, tokens, hours and memory of a run on N GPUs, and train nothing")
+    """The trainers' flags for speed, memory and checkpoints. Only --dtype changes results."""
+    g = p.add_argument_group("speed and memory (only --dtype changes results)")
+    g.add_argument("--max_tokens", type=int, default=16384, metavar="N",
+                   help="tokens of a tree computed at once: bounds the memory")
+    g.add_argument("--attention", choices=["auto", "flash", "torch", "sdpa"], default="auto",
+                   help="flash: package flash-attn; torch: its varlen kernel; sdpa: a loop; "
+                        "auto: the first of them that works here")
+    g.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto",
+                   help="of the computation and the saved model; weights train in fp32; "
+                        "auto: bf16 on a GPU")
+    g.add_argument("--recompute", type=int, choices=[0, 1],
+                   help="1: compute activations again in the backward pass; not given: 1 on a GPU")
+    g.add_argument("--replicate", type=int, default=1, metavar="N",
+                   help="copies of the model; each is spread over 1/N of the processes")
+    g.add_argument("--offload", type=int, choices=[0, 1], default=0,
+                   help="1: weights and moments rest in CPU memory")
+    g.add_argument("--dry_run", type=int, default=0, metavar="N",
+                   help="print steps, tokens, hours and memory of a run on N GPUs; train nothing")
+    g = p.add_argument_group("input and --out")
+    g.add_argument("--max_length", type=int, default=16384, metavar="N",
+                   help="leave out and count turns of more tokens (prompt and action)")
+    skip_bad_flag(g)
+    g.add_argument("--save_every", type=int, default=100, metavar="N",
+                   help="steps between checkpoints to resume from; 0: none")
+    g.add_argument("--resume", type=int, choices=[0, 1], default=0,
+                   help="1: continue the run in --out, or start it if there is none")
+    g.add_argument("--overwrite", type=int, choices=[0, 1], default=0,
+                   help="1: remove the run in --out first")
 
 
-# characters that steer a terminal, but for tabs and line ends
-CONTROL = "[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]"
+# --- messages and errors --------------------------------------------------------------------------
+
+# Characters that steer a terminal or end a line.
+CONTROL = re.compile("[\0-\x08\n-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def inline(message):
-    """The message without line breaks: a task's id, say, can't begin a line of its own."""
-    return re.sub(f"{CONTROL}|[\r\n]", "?", str(message))
+    """The message on one line: data in it can't steer the terminal or begin a line of its own."""
+    return CONTROL.sub("?", str(message))
 
 
 def say(message):
-    """Print one line for people on stderr, at once: a signal's line must not come into it."""
-    sys.stderr.write(inline(message) + "\n")
+    """Prints one line for people on stderr."""
+    try:
+        tqdm.write(inline(message) + "\n", file=sys.stderr, end="")
+    except OSError:  # stderr is full or its reader has gone: the results count
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 def fail(message):
-    """End the program with one clear line on stderr and exit status 1."""
+    """Ends the program with one line on stderr and exit status 1."""
     raise SystemExit(f"error: {inline(message)}")
+
+
+@contextlib.contextmanager
+def fail_on_error(what, hint="", part=None):
+    """Ends the program by "error: WHAT: reasonHINT" if the code inside fails.
+
+    The file or directory `part` is removed then.
+    """
+    try:
+        yield
+    except (SystemExit, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as e:  # torch's error of checkpoints is no Exception
+        if part:
+            with contextlib.suppress(OSError):
+                remove(part)
+        last_line = str(e).strip().rpartition("\n")[2].strip() or type(e).__name__
+        fail(f"{what}: {getattr(e, 'strerror', None) or last_line}{hint}")
+
+
+@contextlib.contextmanager
+def writing(path):
+    """Yields path + ".part". What is written there, a file or a directory, becomes `path`.
+
+    On an error it is removed, and the program ends by one line. Of several ranks only rank 0 may
+    use it. Where all write to the directory, they do that before, under fail_on_error.
+    """
+    part = path + ".part"
+    with fail_on_error(f"{path} can't be written", resume_hint(), part):
+        yield part
+        os.replace(part, path)
+
+
+def reading(path):
+    """A context for reading a file of the run that is resumed; an error ends the program."""
+    hint = "; --overwrite 1 starts it over"
+    return fail_on_error(f"{path} is damaged, so this run can't go on", hint)
 
 
 def check_finite(step, **values):
     """Ends a run before a step that would spoil the weights."""
     for name, value in values.items():
         if not math.isfinite(value):
-            fail(f"step {step}: the {name} is {value}, and this step would spoil the weights. A lower --lr, a lower "
-                 "--beta or --dtype fp32 may help; the last checkpoint is whole")
+            fail(f"step {step}: the {name} is {value}, and this step would spoil the weights. "
+                 "A lower --lr, a lower --beta or --dtype fp32 may help; the last checkpoint "
+                 "is whole")
 
 
-def rng(*key):
-    """A random.Random that is a pure function of `key`, the same on every machine and Python."""
-    return random.Random(hashlib.sha256(json.dumps(key).encode()).digest())
+def progress(what, items=None, total=None):
+    """A tqdm bar over items, or to update by hand up to `total`; only if stderr is a terminal."""
+    silent = RANK > 0 or not sys.stderr.isatty()
+    return tqdm(items, total=total, desc=what, disable=silent, leave=False)
 
 
-# --- JSON lines -------------------------------------------------------------------------------------------------------
+# --- signals --------------------------------------------------------------------------------------
 
-ACTION = {"content": str, "output": str, "token_ids": [int], "logprobs": [float], "logprob": float, "advantage": float}
-RECORD = {  # what the fields are, where there are any; all others pass through unseen
+PROCESS = SimpleNamespace(
+    hint="",  # the end of an error's line: how to go on
+    busy=False,  # in a step loop or a line of stdout, which a signal must not cut
+    signal=0,  # the number of the signal that came meanwhile
+    signal_time=0.0)  # when it came, in seconds
+
+
+def on_signal(number, frame):
+    """SIGTERM or Ctrl-C: ends the program with one line, or notes the signal if it is busy.
+
+    Another signal more than 2 seconds later ends it anyway. An earlier one may be an echo:
+    torchrun passes on to the ranks what the terminal sent to them, too.
+    """
+    now = time.monotonic()
+    if PROCESS.busy and not PROCESS.signal:
+        PROCESS.signal, PROCESS.signal_time = number, now
+    elif not PROCESS.busy or now > PROCESS.signal_time + 2:
+        end_by_signal(number)
+
+
+def stop_signal():
+    """The number of the signal that asked the step loop to end; 0: none did."""
+    return PROCESS.signal
+
+
+def end_by_signal(number=None):
+    """Says so, and ends by the signal's default action: so a shell's loop ends, too.
+
+    Without a number it is stop_signal(), or SIGTERM if only another rank got a signal.
+    """
+    number = number or PROCESS.signal or signal.SIGTERM
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, signal.SIG_IGN)  # or a second line would come into this one
+    if RANK == 0:
+        line = f"error: ended by {signal.Signals(number).name}{PROCESS.hint}\n"
+        if sys.stderr.isatty():
+            line = "\n" + line  # below a progress bar
+        with contextlib.suppress(OSError):
+            os.write(2, line.encode())
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+@contextlib.contextmanager
+def signals_wait():
+    """A signal that comes inside ends the program at the end of the outermost such context."""
+    outer = PROCESS.busy
+    PROCESS.busy = True
+    try:
+        yield
+    finally:
+        PROCESS.busy = outer
+        if PROCESS.signal and not outer:
+            end_by_signal()
+
+
+def resume_hint():
+    """How an error's line ends: "; --resume ..." if that can go on, or ""."""
+    return PROCESS.hint
+
+
+def run(main, args):
+    """Calls main(args). Signals, a full disk or GPU end it with one line, `| head` silently."""
+    if hasattr(args, "resume") and not getattr(args, "score", 0):
+        PROCESS.hint = "; --resume goes on from what was finished"
+    for number in (signal.SIGTERM, signal.SIGINT):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup and a shell's background ignore some
+            signal.signal(number, on_signal)
+            os.register_at_fork(after_in_child=functools.partial(
+                signal.signal, number, signal.SIG_DFL))
+    try:
+        main(args)
+    except StdoutError as e:
+        if e.errno == errno.EPIPE:  # the reader has gone
+            sys.exit(0)
+        fail(f"stdout: {e.strerror}{PROCESS.hint}")
+    except BaseException as e:
+        if WORLD == 1:
+            leave_group()  # or NCCL prints a warning
+        elif RANK and isinstance(e, SystemExit):
+            end_after_rank_0()
+        else:  # if it only lost the connection to a rank that died, torchrun ends it meanwhile
+            time.sleep(5 if RANK else 1)
+        if type(e).__name__ == "OutOfMemoryError":  # torch's, of a GPU
+            fail(f"{str(e).partition(' Of the ')[0]} A lower --max_tokens or --concurrency, "
+                 f"--recompute 1, --offload 1 or more GPUs need less{PROCESS.hint}")
+        raise
+    leave_group()
+
+
+def descendants(pid=None):
+    """PIDs of all descendants of a process (default: this one)."""
+    pid = pid or os.getpid()
+    parents = {}
+    for path in glob.glob("/proc/[0-9]*/stat"):
+        with contextlib.suppress(OSError), open(path) as f:
+            child, _, rest = f.read().partition(" (")
+            parents[int(child)] = int(rest.rpartition(")")[2].split()[1])
+    family, size = {pid}, 0
+    while len(family) > size:
+        size = len(family)
+        family |= {child for child, parent in parents.items() if parent in family}
+    return family - {pid}
+
+
+def watchdog(pids):
+    """Kills these processes when this one ends, however it ends.
+
+    Returns the watchdog's process; kill that to cancel it.
+    """
+    script = 'read line; kill -9 "$@"'  # the pipe to its stdin closes when this process ends
+    return subprocess.Popen(["sh", "-c", script, "sh", *map(str, pids)], stdin=subprocess.PIPE,
+                            stderr=subprocess.DEVNULL, start_new_session=True)
+
+
+# --- JSON lines -----------------------------------------------------------------------------------
+
+# The shapes of the fields that the scripts read, where a record has them. All others pass through.
+# A shape is a type of PLAIN, [shape], or {key: shape}, where the key ... stands for any key.
+ACTION = {"content": str, "output": str, "token_ids": [int], "logprobs": [float],
+          "logprob": float, "advantage": float}
+RECORD = {
     "task": {"kind": str, "problem_description": str, "ground_truth": str,
              "hidden_information": str, "agent_prompt": str, "test_cases": {...: str}},
     "dialogue_history": [{"role": str, **ACTION, "candidates": [ACTION]}],
-    "sample": int, "answer": str, "reward": float, "reward_letterbox": float, "tests": {...: str}, "failure": str,
-    "meta": {"rules": str, "model_weights": str}, "text": str}
-PLAIN = {  # what a str, an int or a float must be
+    "sample": int, "answer": str, "reward": float, "reward_letterbox": float,
+    "tests": {...: str}, "failure": str, "meta": {"rules": str, "model_weights": str},
+    "text": str}
+PLAIN = {
     str: ("text", lambda x: isinstance(x, str)),
-    int: ("a whole number from 0 on", lambda x: isinstance(x, int) and 0 <= x < 1 << 62),
+    int: ("a whole number from 0 on", lambda x: isinstance(x, int) and 0 <= x < 2 ** 62),
     float: ("a finite number", lambda x: isinstance(x, (int, float)) and abs(x) < 1e300)}
 
 
-def shape_error(x, shape, path=""):
-    """What in x is not of a shape (a type of PLAIN, [shape], {key: shape}; ...: any key), or None. Removes nulls."""
-    if shape in (str, int, float):
+def check_shape(value, shape, path=""):
+    """Raises ValueError if a value is not of the shape; removes keys whose value is None."""
+    if isinstance(shape, type):
         what, fits = PLAIN[shape]
-        return None if fits(x) else f"{path} is not {what}"
-    if not isinstance(x, type(shape)):
-        return f"{path} is not {'a list' if isinstance(shape, list) else 'an object'}"
-    if isinstance(shape, list):
-        return next(filter(None, (shape_error(v, shape[0], f"{path}[{i}]") for i, v in enumerate(x))), None)
-    for key in [key for key in x if x[key] is None and key in shape]:
-        del x[key]
-    return next(filter(None, (shape_error(x[key], shape.get(key, shape.get(...)), f"{path}.{key}".lstrip("."))
-                              for key in x if key in shape or ... in shape)), None)
+        if not fits(value):
+            raise ValueError(f"{path} is not {what}")
+    elif isinstance(shape, list):
+        if not isinstance(value, list):
+            raise ValueError(f"{path} is not a list")
+        for i, item in enumerate(value):
+            check_shape(item, shape[0], f"{path}[{i}]")
+    else:
+        if not isinstance(value, dict):
+            raise ValueError(f"{path} is not an object")
+        for key in list(value):
+            expected = shape.get(key, shape.get(...))
+            if key in shape and value[key] is None:
+                del value[key]
+            elif expected:
+                check_shape(value[key], expected, f"{path}.{key}".lstrip("."))
 
 
-def encodable(x):
-    """JSON data with "\ufffd" for every lone surrogate, which a model may sample and no UTF-8 file can hold."""
-    if isinstance(x, str):
-        return x.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if isinstance(x, list):
-        return [encodable(v) for v in x]
-    if isinstance(x, dict):
-        return {encodable(k): encodable(v) for k, v in x.items()}
-    return x
+def replace_surrogates(data):
+    """JSON data with U+FFFD for lone surrogates, which a model may sample and no file can hold."""
+    text = json.dumps(data, ensure_ascii=False)
+    return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
 
 
-def checked(line, need):
-    """The record in a line, with every field of `need`; ValueError says what is wrong."""
+def parse_record(line, need):
+    """The record in a line (bytes), with every field of `need`; ValueError says what is wrong."""
     try:
         record = json.loads(line)
-        line = line.encode("utf-8", "surrogatepass") if isinstance(line, str) else line
-        if b"\\ud" in line.lower() or b"\xed" in line:  # the only ways to spell one
-            record = encodable(record)
+        if b"\\ud" in line.lower() or b"\xed" in line:  # the ways to write a surrogate
+            record = replace_surrogates(record)
     except (ValueError, RecursionError) as e:
         raise ValueError(f"not JSON ({e}); every line must be one JSON object") from None
     if not isinstance(record, dict):
         raise ValueError("not a JSON object with fields")
     if "task" not in record and "problem_description" in record:
         record = {"task": record}  # ColBench's published task files hold bare tasks
-    if wrong := shape_error(record, RECORD):
-        raise ValueError(wrong)
+    check_shape(record, RECORD)
     history = record.get("dialogue_history", ())
-    if any(m.get("role") not in ("system", "user", "assistant") or "content" not in m for m in history):
-        raise ValueError("a message of dialogue_history lacks content, or a role of system, user and assistant")
+    for message in history:
+        if message.get("role") not in ("system", "user", "assistant") or "content" not in message:
+            raise ValueError("a message of dialogue_history lacks content, or a role of system, "
+                             "user and assistant")
     if history and history[0]["role"] == "assistant":
         raise ValueError("dialogue_history starts with the assistant, who has nothing to answer to")
     if not -1 <= record.get("reward", 0) <= 1:
-        raise ValueError(f"the reward {record['reward']} is neither a share of tests nor a likeness")
+        raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
     for path in need(record) if callable(need) else need:
-        at = record
+        value = record
         for key in path.split("."):
-            at = at.get(key) if isinstance(at, dict) else None
-        if at in (None, {}, []):
+            value = value.get(key) if isinstance(value, dict) else None
+        if value in (None, {}, []):
             raise ValueError(f"no {path!r} in this record")
     return record
 
 
 def read_jsonl(stream, need=(), name="stdin", skip_bad=0):
-    """Yields one dict a line; fails naming the line that is not JSON, not an object, or lacks a field of `need`.
+    """Yields a dict for each line. A bad line ends the program by an error that names the line.
 
-    A field is a path such as "task.ground_truth"; `need` may be a function of the record. With skip_bad such lines are
-    left out, and counted on stderr.
+    need: fields that each record must have, as paths such as "task.ground_truth"; or a function
+    that returns them for a record. With skip_bad, bad lines are left out and counted on stderr.
     """
-    lineno = skipped = 0
-    for lineno, line in enumerate(getattr(stream, "buffer", stream), 1):  # bytes, which may not be UTF-8
+    number = skipped = 0
+    lines = getattr(stream, "buffer", stream)  # bytes: they may not be UTF-8
+    for number, line in enumerate(lines, 1):
         try:
-            record = checked(line, need)
+            record = parse_record(line, need)
         except ValueError as e:
             if not skip_bad:
-                fail(f"{name}, line {lineno}: {e} (--skip_bad 1 leaves such lines out)")
+                fail(f"{name}, line {number}: {e} (--skip_bad 1 leaves such lines out)")
             skipped += 1
             continue
         yield record
     if skipped:
-        say(f"{skipped} of {lineno} lines of {name} are no such records and were skipped")
-    if not lineno:
+        say(f"{skipped} of {number} lines of {name} are no such records and were skipped")
+    if not number:
         fail(f"{name} is empty: nothing to do (did the stage before it fail?)")
 
 
-def open_stdout():
-    """Keeps stdout for data alone: returns emit(record), and sends what any library prints to stderr.
+class StdoutError(OSError):
+    """Stdout takes no more: its disk is full, or its reader has gone."""
 
-    Call it before libraries load. A reader that goes away (`| head`) ends the program quietly: see `run`. Of several
-    processes only rank 0 writes.
+
+def open_stdout():
+    """Keeps stdout for records: returns emit(record), which writes one as a line of JSON.
+
+    What libraries print goes to stderr: call this before they load. Of several ranks only rank 0
+    writes. A signal never cuts a line.
     """
     if sys.stdout is None:
         fail("stdout is closed, and results go there")
-    data = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    stdout = os.dup(1)
     os.dup2(2, 1)
 
     def emit(record):
@@ -232,175 +427,29 @@ def open_stdout():
         try:
             line = json.dumps(record, allow_nan=False) + "\n"
         except ValueError:
-            fail("a result is NaN or infinite, so no more is written: are the model's weights sound?")
-        with SIGNALS.writing:
+            fail("a result is NaN or infinite, and no more is written: are the weights sound?")
+        data = memoryview(line.encode())
+        with signals_wait():
             try:
-                data.write(line)
+                while data:  # a pipe may take a part
+                    data = data[os.write(stdout, data):]
             except OSError as e:
                 raise StdoutError(e.errno, e.strerror) from None
     return emit
 
 
-def plain_stderr():
-    """Keeps what models, servers and files say from steering the terminal: control characters are shown as "?"."""
-    write = sys.stderr.write
-    control = re.compile(f"(?!^)\r|{CONTROL}")
-
-    def plain(text):
-        try:
-            return write(control.sub("?", text))
-        except OSError:  # it takes no more, say its reader has gone: what it would say goes nowhere
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-    sys.stderr.write = plain
-
-
-class StdoutError(OSError):
-    """Our stdout takes no more: a full disk, a reader who has gone. Not any other broken pipe, a grader's, say."""
-
-
-@contextlib.contextmanager
-def fail_on_error(what, hint, part=None):
-    """Ends the program by one line, what: the reason, hint, where what is done inside fails; `part` is removed then."""
-    try:
-        yield
-    except (SystemExit, KeyboardInterrupt, GeneratorExit):
-        raise
-    except BaseException as e:  # of the system, of safetensors, of torch's checkpoints, which is no Exception
-        with contextlib.suppress(OSError):
-            part and remove(part)
-        said = [line.strip() for line in str(e).splitlines() if line.strip()] or [type(e).__name__]
-        fail(f"{what}: {getattr(e, 'strerror', None) or said[-1]}{hint}")
-
-
-def writing(path, part=None):
-    """with writing(path, part): what writes there, maybe by way of `part`, which may be what fills the disk."""
-    return fail_on_error(f"{path} can't be written", SIGNALS.hint, part)
-
-
-def reading(path):
-    """with reading(path): what reads a file of the run that is resumed."""
-    return fail_on_error(f"{path} is damaged, so this run can't go on", "; --overwrite 1 starts it over")
-
-
-class Signals:
-    """SIGTERM and Ctrl-C end the program with one line: at once, or after the step under way where steps are made.
-
-    It ends by the signal itself, so that a shell's loop ends, too. A thread waits for them, for the main one may be
-    inside a kernel, or wait for another rank. `first` is the number of the one that came while steps were made.
-    """
-
-    def __init__(self):
-        self.writing, self.steps, self.first, self.hint = threading.Lock(), False, 0, ""
-
-    def listen(self, hint):
-        ours, theirs = os.pipe()
-        os.set_blocking(theirs, False)
-        signal.set_wakeup_fd(theirs)
-        self.hint = hint
-        for number in (signal.SIGTERM, signal.SIGINT):
-            if signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, lambda *_: None)  # what counts is the byte in the pipe
-        os.register_at_fork(after_in_child=self.forget)
-        threading.Thread(target=self.watch, args=(ours,), daemon=True).start()
-
-    @staticmethod
-    def forget():
-        """In a forked child, whose signals are its own."""
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
-
-    def watch(self, pipe):
-        since = math.inf
-        while number := os.read(pipe, 1)[0]:
-            if number in (signal.SIGTERM, signal.SIGINT):
-                since = min(since, time.monotonic())
-                if not self.steps or time.monotonic() > since + 2:  # no echo: torchrun passes on what all have heard
-                    self.end(number)
-                self.first = self.first or number
-
-    def end(self, number=None):
-        """Ends the program by a signal, maybe one that only another rank got; never within a line of stdout."""
-        number = number or self.first or signal.SIGTERM
-        self.writing.acquire(timeout=5)
-        if RANK == 0:
-            line = f"error: ended by {signal.Signals(number).name}{self.hint}\n"
-            os.write(2, ("\n" * sys.stderr.isatty() + line).encode())
-        ctypes.CDLL(None).signal(number, 0)  # the default action; Python's signal.signal is for the main thread alone
-        os.kill(os.getpid(), number)
-
-
-SIGNALS = Signals()
-
-
-def run(main, args):
-    """main(args), ended with one line by a signal and where stdout takes no more; quietly where its reader has gone."""
-    plain_stderr()
-    resumes = hasattr(args, "resume") and not getattr(args, "score", 0)
-    SIGNALS.listen("; --resume goes on from what was finished" if resumes else "")
-    try:
-        main(args)
-        leave()
-    except StdoutError as e:
-        if e.errno != errno.EPIPE:
-            say(f"error: stdout: {e.strerror}{SIGNALS.hint}")
-        os._exit(e.errno != errno.EPIPE)  # no flush at exit: it would only fail again
-    except BaseException as e:
-        SIGNALS.steps = False
-        if WORLD > 1:  # rank 0 says what all would say: torchrun then ends the others, and who failed as another died
-            time.sleep(5 if RANK else 1)
-        elif "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized():
-            leave()  # or NCCL prints a warning
-        if SIGNALS.first:
-            SIGNALS.end()
-        if RANK and isinstance(e, SystemExit):
-            sys.exit(1)
-        if type(e).__name__ == "OutOfMemoryError":  # torch's, of a GPU
-            less = "A lower --max_tokens, --recompute 1, --offload 1 or more GPUs need less, see --dry_run" \
-                if hasattr(args, "offload") else "Fewer at a time need less (--concurrency)"
-            fail(f"{str(e).partition(' Of the ')[0]} {less}{SIGNALS.hint}")
-        raise
-
-
-def leave():
-    """Ends what `join` began."""
-    if "torch" in sys.modules and (dist := sys.modules["torch"].distributed).is_initialized():
-        dist.destroy_process_group()
-
-
-def descendants(of=None):
-    """Ids of the processes that a process, or else this one, has started, and of those that they have."""
-    of = of or os.getpid()
-    parents, found = {}, {of}
-    for path in glob.glob("/proc/[0-9]*/stat"):
-        with contextlib.suppress(OSError), open(path) as f:
-            pid, _, rest = f.read().partition(" (")
-            parents[int(pid)] = int(rest.rpartition(")")[2].split()[1])
-    while more := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= more
-    return found - {of}
-
-
-def watchdog(pids):
-    """Has processes killed when this one ends, however it ends; returns what sees to it, which may be killed before.
-
-    It is a shell that waits for our end of its pipe.
-    """
-    return subprocess.Popen(["sh", "-c", 'read x; kill -9 "$@"', "sh", *map(str, pids)], stdin=subprocess.PIPE,
-                            stderr=subprocess.DEVNULL, start_new_session=True)
-
-
-# --- servers ----------------------------------------------------------------------------------------------------------
+# --- servers --------------------------------------------------------------------------------------
 
 class EndpointError(Exception):
     """No server gave a usable reply, or one says that the request itself is wrong."""
 
 
 class Endpoint:
-    """OpenAI-compatible servers: each request goes to the least busy one, and on to another where that fails.
+    """OpenAI-compatible servers. A request goes to the least busy one, after an error to another.
 
-    urls: "http://host:port/v1", several comma-separated. At most `in_flight` requests are under way at each. A server
-    that failed rests, ever longer, while the others go on. The API key is taken from the environment alone.
+    urls: "http://host:port/v1", several with commas between. in_flight: most requests under way at
+    each. timeout: seconds. A server that failed rests, ever longer, while the others go on. The
+    API key comes from the environment only.
     """
 
     def __init__(self, urls, in_flight=64, timeout=120, retries=8):
@@ -408,77 +457,91 @@ class Endpoint:
             import openai
         except ImportError:
             fail("an http:// engine or human needs the openai client: pip install openai")
-        self.openai, self.timeout, self.retries = openai, timeout, retries
-        self.urls = urls.split(",")
-        self.clients = [openai.AsyncOpenAI(base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"),
-                                           timeout=timeout, max_retries=0) for url in self.urls]
-        self.rooms = [asyncio.Semaphore(in_flight) for _ in self.urls]
-        self.asked, self.failed, self.rests = ([0] * len(self.urls) for _ in range(3))
+        self.timeout, self.retries = timeout, retries
+        self.errors = (openai.OpenAIError, TimeoutError, ValueError, TypeError, AttributeError,
+                       LookupError)
+        key = os.environ.get("OPENAI_API_KEY", "none")
+        self.servers = []
+        for url in urls.split(","):  # no retries of the client: those would be at the same server
+            client = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=timeout, max_retries=0)
+            self.servers.append(SimpleNamespace(url=url, client=client, waiting=0, failures=0,
+                                                rests_until=0, room=asyncio.Semaphore(in_flight)))
 
     async def __call__(self, request):
-        """await request(client), which raises ValueError where the reply is of no use; EndpointError at the end."""
+        """await request(client), with retries; it raises ValueError if a reply is of no use."""
+        def load(server):
+            return max(0, server.rests_until - time.monotonic()), server.waiting
+
         for attempt in range(self.retries + 1):
             if attempt:
                 await asyncio.sleep(min(30, 0.25 * 2 ** attempt) * random.uniform(0.5, 1))
-            n = min(range(len(self.urls)), key=lambda n: (max(0, self.rests[n] - time.monotonic()), self.asked[n]))
-            self.asked[n] += 1
+            server = min(self.servers, key=load)
+            server.waiting += 1
             try:
-                async with self.rooms[n]:
-                    reply = await asyncio.wait_for(request(self.clients[n]), self.timeout)
-                self.failed[n] = 0
+                async with server.room:
+                    reply = await asyncio.wait_for(request(server.client), self.timeout)
+                server.failures = 0
                 return reply
-            except (self.openai.OpenAIError, TimeoutError, ValueError, TypeError, AttributeError, LookupError) as e:
-                reason = f"{self.urls[n]}: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
-                if getattr(e, "status_code", 500) in (400, 401, 403, 404, 413, 422):
-                    break
-                self.failed[n] += 1
-                self.rests[n] = time.monotonic() + min(60, 2 ** self.failed[n] - 2)
+            except self.errors as e:
+                reason = f"{server.url}: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
+                if getattr(e, "status_code", 0) in (400, 401, 403, 404, 413, 422):
+                    break  # no server would take this request
+                server.failures += 1
+                server.rests_until = time.monotonic() + min(60, 2 ** server.failures - 2)
             finally:
-                self.asked[n] -= 1
+                server.waiting -= 1
         raise EndpointError(reason)
 
     async def model(self, wanted=None):
-        """The name of the model that the servers serve, `wanted` if that is among them; fails where none answers."""
+        """The name of the model: `wanted` if it is served, else the only one. Fails otherwise."""
         async def names(client):
-            return [m.id for m in (await client.models.list()).data]
+            return [model.id for model in (await client.models.list()).data]
         try:
             served = await self(names)
         except EndpointError as e:
             fail(e)
-        if wanted not in served and len(served) != 1:
-            fail(f"{self.urls[0]} serves {', '.join(served)}: say which")
-        return wanted if wanted in served else served[0]
+        if wanted in served:
+            return wanted
+        if len(served) != 1:
+            fail(f"{self.servers[0].url} serves {', '.join(served)}: say which")
+        return served[0]
 
 
-# --- many processes ---------------------------------------------------------------------------------------------------
+# --- ranks ----------------------------------------------------------------------------------------
 
 def init_distributed():
-    """Joins the processes that torchrun started, or makes a group of one; returns this process's torch.device."""
-    import datetime
-
+    """Joins the ranks that torchrun started, or makes a group of one; returns a torch.device."""
     import torch
     import torch.distributed as dist
-    device = torch.device("cpu")
+    device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # trees differ in size
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # sizes vary
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    if alone:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # which would listen to the network, for nobody
+        backend = "cpu:gloo,cuda:nccl"
+    alone = {}
+    if "RANK" not in os.environ:
+        alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would listen to the network
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                                timeout=datetime.timedelta(hours=1), **alone)
+        dist.init_process_group(backend, timeout=timedelta(hours=1), **alone)
     return device
+
+
+def leave_group():
+    """Ends what init_distributed began."""
+    if "torch" in sys.modules:
+        dist = sys.modules["torch"].distributed
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def max_over_ranks(n):
     """The largest n of all ranks, which must all call this."""
     if WORLD == 1:
         return n
-    import torch
-    import torch.distributed as dist
-    dist.all_reduce(n := torch.tensor(n), dist.ReduceOp.MAX)
+    n = torch.tensor(n)
+    dist.all_reduce(n, dist.ReduceOp.MAX)
     return n.item()
 
 
@@ -491,64 +554,62 @@ def sum_over_ranks(*numbers):
     """Each number summed over all ranks, which must all call this: a list of floats."""
     if WORLD == 1:
         return list(numbers)
-    import torch
-    import torch.distributed as dist
-    dist.all_reduce(numbers := torch.tensor(numbers, dtype=torch.float64))
+    numbers = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(numbers)
     return numbers.tolist()
 
 
 def from_rank_0(make):
-    """make()'s result on every rank, or its failure: it runs on rank 0 alone, which may wait for hours on stdin.
+    """Calls make() on rank 0 only; returns its result, or raises its SystemExit, on every rank.
 
-    Under torchrun all ranks inherit one stdin: by a pipe rank 0 got it all, from a file lines were torn between them.
+    So one rank reads stdin, which torchrun gives to all of them. It may wait there for hours.
     """
     if WORLD == 1:
         return make()
-    import torch.distributed as dist
-    group, box = patient(), [None]  # made before rank 0 goes to wait: this wait is not patient
+    group = patient_group()  # made before rank 0 waits: a new group has an hour to meet
+    result = [None]
     if RANK == 0:
         try:
-            box = [make()]
+            result = [make()]
         except SystemExit as e:
-            box = [e]
-    dist.broadcast_object_list(box, src=0, group=group)
-    if isinstance(box[0], SystemExit):
-        raise box[0]
-    return box[0]
+            result = [e]
+    dist.broadcast_object_list(result, src=0, group=group)
+    if isinstance(result[0], SystemExit):
+        raise result[0]
+    return result[0]
 
 
 @functools.cache
-def patient():
-    """A group of all ranks that waits for 30 days."""
-    import datetime
-
-    import torch.distributed as dist
-    return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
+def patient_group():
+    """A group of all ranks whose collectives wait for 30 days."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=30))
 
 
-# --- an --out directory -----------------------------------------------------------------------------------------------
+# --- the --out directory of a run -----------------------------------------------------------------
 
 class Log:
-    """The --out directory of a run, which no other run can share: metrics.jsonl, a copy of the script.
+    """The --out directory of a run, locked against other runs: metrics.jsonl, the script's copy.
 
-    metrics.jsonl: first the facts of the run, then a line per call. Lines also go to stderr, at most one every `every`
-    seconds unless last=True. Only rank 0 writes. All know `step`, and of a run to be resumed the row that says that its
-    model is `trained` and written, and whether it is `finished`.
+    metrics.jsonl has a row of the run's flags and facts, then a row for each log(...). Only rank 0
+    writes. All ranks know of a run that is resumed its last checkpoint's `step`; the row `trained`,
+    which says that the model is written, or None; and whether it is `finished`.
     """
-    MAY_CHANGE = {"out", "max_tokens", "attention", "recompute", "replicate", "offload", "save_every", "resume",
-                  "overwrite", "browser"}  # between a run and the one that resumes it
+    SHOW_EVERY = 10  # seconds between rows on stderr
+    MAY_CHANGE = {"out", "max_tokens", "attention", "recompute", "replicate", "offload",
+                  "save_every", "resume", "overwrite", "browser"}  # flags, when a run is resumed
 
-    def __init__(self, args, every=10):
-        self.args, self.out, self.every, self.said = args, args.out, every, 0.0
+    def __init__(self, args):
+        self.args, self.out, self.last_shown = args, args.out, 0.0
         self.path = os.path.join(args.out, "metrics.jsonl")
         self.rows, self.step = from_rank_0(self.claim)
         ends = [row for row in self.rows if "trained" in row or "finished" in row]
-        self.trained, self.finished = bool(ends) and ends[0], bool(ends) and "finished" in ends[-1]
+        self.trained = ends[0] if ends else None
+        self.finished = bool(ends) and "finished" in ends[-1]
         if ends:
-            self.step = self.trained.get("trained", self.trained.get("finished"))
+            self.step = ends[0].get("trained", ends[0].get("finished"))
 
     def claim(self):
-        """Takes the directory; returns the rows of the run to be resumed, [] for a new one, and its last checkpoint."""
+        """Locks --out. Returns the rows of the run to resume, or [], and its last step, or 0."""
         args, out = self.args, self.out
         try:
             os.makedirs(out, exist_ok=True)
@@ -559,67 +620,73 @@ class Log:
         except OSError as e:
             fail(f"--out {out}: {e.strerror}")
         atexit.register(remove_empty, out)
-        if not set(os.listdir(out)) - {"metrics.jsonl.part", "pictures"}:  # new, or killed as it began
-            return [], 0
+        if not set(os.listdir(out)) - {"metrics.jsonl.part", "pictures"}:
+            return [], 0  # it is new, or the run was killed as it began
         if not os.path.exists(self.path):
             fail(f"--out {out} exists already and holds no run: name another")
         if args.overwrite:
-            return [], 0  # the old run goes when the new one begins
+            return [], 0  # begin() removes the old run
         if not args.resume:
-            fail(f"--out {out} holds a run already: name another, or --resume 1 continues it, --overwrite 1 removes it")
+            fail(f"--out {out} holds a run already: name another, or --resume 1 continues it, "
+                 "--overwrite 1 removes it")
         with reading(self.path), open(self.path) as f:
-            rows = [json.loads(line) for line in f if line.endswith("}\n")]  # a kill may have cut the last line
-            rows[0]["args"]
-        return rows, max([0, *checkpoints(out)])
+            rows = [json.loads(line) for line in f if line.endswith("}\n")]  # a kill may cut one
+            rows[0]["args"]  # or it is no such file
+        checkpoints = re.findall(r"^checkpoint-(\d+)$", "\n".join(os.listdir(out)), re.M)
+        return rows, max([0, *map(int, checkpoints)])
 
     def begin(self, **facts):
-        """Starts the record, or goes on at self.step: a run that is resumed must be of the same flags and facts."""
-        new = {"args": vars(self.args), "argv": sys.argv, "version": version(), "world": WORLD, **facts}
+        """Writes the first row, or goes on at self.step if flags and facts are the same."""
         if RANK:
             return
-        before = [("flag --", self.rows[0]["args"], vars(self.args)),
-                  ("", facts | self.rows[0], facts)] if self.rows else []  # old ones lack some
-        for what, old, now in before:
-            for key in now:
-                if key not in self.MAY_CHANGE and old.get(key) != now[key]:
-                    hint = ""
-                    if key == "data":
-                        hint = " (an older version may have read the same data otherwise)"
-                    fail(f"--resume 1: {what}{key} was {old.get(key)} in the run in {self.out}, now {now[key]}: "
-                         f"it must be the same{hint}")
+        if self.rows:
+            self.check_same(facts)
         if self.finished:
             return
-        for name in set(os.listdir(self.out)) - {"pictures"} if not self.rows else ():  # --overwrite 1
-            remove(os.path.join(self.out, name))
-        rows = [r for r in self.rows if "step" not in r or r["step"] < self.step]
-        rows += [{"resumed": self.step, **new}] * bool(rows)
-        part = self.path + ".part"
-        with writing(self.path, part):
-            with open(part, "w") as f:
-                f.writelines(json.dumps(row) + "\n" for row in rows or [new])
-            os.replace(part, self.path)
+        if not self.rows:
+            for name in set(os.listdir(self.out)) - {"pictures"}:  # --overwrite 1
+                remove(os.path.join(self.out, name))
+        first = {"args": vars(self.args), "argv": sys.argv, "version": version(), "world": WORLD,
+                 **facts}
+        rows = [row for row in self.rows if row.get("step", -1) < self.step]
+        rows.append({"resumed": self.step, **first} if rows else first)
+        with writing(self.path) as part, open(part, "w") as f:
+            f.writelines(json.dumps(row) + "\n" for row in rows)
+        with fail_on_error(f"{self.out} can't be written", resume_hint()):
             self.file = open(self.path, "a", buffering=1)
             if sys.argv[0].endswith(".py"):
                 shutil.copy(sys.argv[0], self.out)
 
+    def check_same(self, facts):
+        """Fails if the run to resume had other flags or facts. Old runs may lack some facts."""
+        first = self.rows[0]
+        values = [(f"flag --{name}", first["args"].get(name), value)
+                  for name, value in vars(self.args).items() if name not in self.MAY_CHANGE]
+        values += [(name, first.get(name, value), value) for name, value in facts.items()]
+        for name, before, now in values:
+            if before != now:
+                fail(f"--resume 1: {name} was {before} in the run in {self.out}, now {now}: "
+                     "it must be the same")
+
     def steps(self, what, n):
-        """Yields the steps up to n that are still to be made. Meanwhile a signal waits for the end of one."""
-        SIGNALS.steps = True
-        yield from progress(what, range(self.step, n))
-        SIGNALS.steps = False
-        if SIGNALS.first:
-            SIGNALS.end()
+        """Yields the steps below n that are not made yet. Meanwhile signals are only noted:
+
+        after each step look at stop_signal(), save a checkpoint and call end_by_signal().
+        """
+        with signals_wait():
+            yield from progress(what, range(self.step, n))
 
     def __call__(self, last=False, **row):
+        """Adds a row to metrics.jsonl; shows it if it is the last one or 10 seconds went by."""
         if RANK:
             return
-        with writing(self.path):
+        with fail_on_error(f"{self.path} can't be written", resume_hint()):
             self.file.write(json.dumps(row) + "\n")
-        if last or time.time() - self.said > self.every:
-            self.said = time.time()
-            tqdm.write("  ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()
-                                 if v is not None),
-                       file=sys.stderr)
+        if last or time.time() - self.last_shown > self.SHOW_EVERY:
+            self.last_shown = time.time()
+            values = {key: value for key, value in row.items() if value is not None}
+            say("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+                          for key, value in values.items()))
 
 
 def remove(path):
@@ -631,21 +698,33 @@ def remove(path):
 
 
 def remove_empty(out):
-    """Leaves no empty --out behind where a run fails before it begins."""
+    """Removes an empty directory: the --out of a run that failed before it began."""
     with contextlib.suppress(OSError):
         os.rmdir(out)
 
 
-def checkpoints(out):
-    """The steps of the complete checkpoints in out."""
-    return [int(name[11:]) for name in os.listdir(out) if name[:11] == "checkpoint-" and name[11:].isdigit()]
-
-
 def drop_checkpoints(out, keep=None):
-    """Removes the checkpoints in out, and what a kill left of one, but that of step `keep`."""
-    for name in os.listdir(out) if RANK == 0 else ():
-        if name.startswith("checkpoint-") and name != f"checkpoint-{keep}":
-            remove(os.path.join(out, name))
+    """Removes the checkpoints in out, also what a kill left of one, except that of step `keep`."""
+    if RANK == 0:
+        for name in os.listdir(out):
+            if name.startswith("checkpoint-") and name != f"checkpoint-{keep}":
+                remove(os.path.join(out, name))
+
+
+def lr_at(step, steps, peak):
+    """Learning rate of 0-based `step`: 3 % linear warm-up to `peak`, a cosine to a tenth of it."""
+    warmup = max(1, round(0.03 * steps))
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    done = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+
+
+# --- randomness, hashes, versions -----------------------------------------------------------------
+
+def rng(*key):
+    """A random.Random that is a pure function of `key`, the same on every machine and Python."""
+    return random.Random(hashlib.sha256(json.dumps(key).encode()).digest())
 
 
 def digest(x):
@@ -655,25 +734,12 @@ def digest(x):
 
 @functools.cache
 def version():
-    """The commit of this checkout, marked where files differ from it ("unknown" outside git), and what it runs on."""
+    """This checkout's commit ("unknown" outside git, marked if files differ) and the packages'."""
     here = os.path.dirname(os.path.abspath(__file__))
-    git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"], capture_output=True, text=True)
-    found = [("python", ".".join(map(str, sys.version_info[:3])))]
+    git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"],
+                         capture_output=True, text=True)
+    parts = [git.stdout.strip() or "unknown", "python " + ".".join(map(str, sys.version_info[:3]))]
     for package in ("torch", "transformers", "vllm", "flash-attn"):
         with contextlib.suppress(PackageNotFoundError):
-            found.append((package, package_version(package)))
-    return ", ".join([git.stdout.strip() or "unknown", *map(" ".join, found)])
-
-
-def progress(what, items=None, total=None):
-    """A tqdm bar over items (or to update by hand, up to total) on a terminal; silent elsewhere."""
-    return tqdm(items, total=total, desc=what, disable=RANK > 0 or not sys.stderr.isatty(), leave=False)
-
-
-def lr_at(step, steps, peak):
-    """Learning rate of 0-based `step`: 3 % linear warm-up to `peak`, then a cosine to a tenth of it."""
-    warmup = max(1, round(0.03 * steps))
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
-    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+            parts.append(f"{package} {package_version(package)}")
+    return ", ".join(parts)

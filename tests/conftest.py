@@ -1,4 +1,4 @@
-"""What the tests share: running a script, a tiny untrained model, a few episodes that collect.py played with it."""
+"""What the tests share: running a script, a tiny untrained model, a few of its episodes."""
 import contextlib
 import functools
 import json
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -16,10 +17,11 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in a shell's background, and all that we start inherits it
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # in the background of a shell, and all processes that the tests start would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 FULL = bool(os.environ.get("FULL"))  # the full dose: kills, fuzz, browsers, vLLM, more processes
-CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # for the scripts: what the tests compare is of the CPU
+CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # the scripts' environment: no GPU
 
 import colbench  # noqa: E402
 import utils  # noqa: E402
@@ -39,7 +41,8 @@ def pytest_collection_modifyitems(config, items):
 FORKS = """
 import gc, json, os, runpy, sys
 sys.path.insert(0, sys.argv[1])
-import model, numpy, transformers.models.auto.modeling_auto, transformers.models.llama.modeling_llama  # slow
+import model, numpy  # these load slowly
+import transformers.models.auto.modeling_auto, transformers.models.llama.modeling_llama
 gc.freeze()  # a fork need not copy torch only to tear it down
 for line in sys.stdin:
     argv, cwd, files = json.loads(line)
@@ -58,49 +61,56 @@ for line in sys.stdin:
 
 @functools.cache
 def forks():
-    pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", FORKS, ROOT], bufsize=0, stdin=pipe, stdout=pipe, env=CPU)
+    return subprocess.Popen([sys.executable, "-c", FORKS, ROOT], bufsize=0, env=CPU,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def script(name, *flags, stdin="", cwd=ROOT, fresh=False, out=None, kill=None):
-    """Runs `python name flags`; returns it finished, with text in stdout and stderr. stdin: text or records.
+    """Runs `python name flags`; returns the CompletedProcess, with text in stdout and stderr.
 
-    In a fork of a process that has torch loaded, which saves seconds a call; fresh=True starts a new interpreter.
-    out: a file to which stdout is appended. kill: (seconds, signal) to send it, if it has not ended by then.
+    It runs in a fork of a process that has torch loaded, which saves seconds a call. stdin: text
+    or records. fresh=True: a new interpreter. out: a file to which stdout is appended. kill:
+    (seconds, signal) to send it, if it has not ended by then.
     """
     stdin = stdin if isinstance(stdin, str) else lines(stdin)
     command = [os.path.join(ROOT, name), *map(str, flags)]
     if fresh:
         command = [sys.executable, *command]
-        return subprocess.run(command, input=stdin, text=True, capture_output=True, cwd=cwd, timeout=120, env=CPU)
+        return subprocess.run(command, input=stdin, text=True, capture_output=True, cwd=cwd,
+                              timeout=120, env=CPU)
     with tempfile.TemporaryDirectory() as d:
-        files = [os.path.join(d, f) for f in ("in", "out", "err")]
-        for path in files:
-            with open(path, "w", encoding="utf-8") as f:
-                f.write(stdin if path == files[0] else "")
-        line = json.dumps([command, str(cwd), [files[0], str(out or files[1]), files[2]]])
-        forks().stdin.write(line.encode() + b"\n")
+        files = [Path(d, name) for name in ("in", "out", "err")]
+        for file in files:
+            file.write_text("", encoding="utf-8")
+        files[0].write_text(stdin, encoding="utf-8")
+        order = [command, str(cwd), [str(files[0]), str(out or files[1]), str(files[2])]]
+        forks().stdin.write(json.dumps(order).encode() + b"\n")
         pid = int(forks().stdout.readline())
         if kill and not select.select([forks().stdout], [], [], kill[0])[0]:
             with contextlib.suppress(ProcessLookupError):  # it ended just now
                 os.kill(pid, kill[1])
         code = int(forks().stdout.readline())
-        return subprocess.CompletedProcess(command, code, *(open(f, encoding="utf-8").read() for f in files[1:]))
+        said = [file.read_text(encoding="utf-8") for file in files[1:]]
+        return subprocess.CompletedProcess(command, code, *said)
 
 
 def shell(command, cwd=ROOT):
-    """Runs a bash command with `python` the one of the tests; returns the finished process."""
+    """Runs a bash command with `python` the one of the tests; returns the CompletedProcess."""
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    return subprocess.run(["bash", "-c", command], text=True, capture_output=True, cwd=cwd, timeout=180,
-                          env={**CPU, "PATH": path})
+    return subprocess.run(["bash", "-c", command], text=True, capture_output=True, cwd=cwd,
+                          timeout=180, env={**CPU, "PATH": path})
 
 
 def gone(pids, seconds=20):
-    """Fails unless these processes have ended within so many seconds."""
-    alive = lambda pid: os.path.exists(f"/proc/{pid}") and ") Z " not in open(f"/proc/{pid}/stat").read()
+    """Fails unless these processes have ended within so many seconds; zombies have."""
+    def alive(pid):
+        with contextlib.suppress(OSError):
+            return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+        return False
+
     end = time.time() + seconds
     while left := [pid for pid in pids if alive(pid)]:
-        assert time.time() < end, [open(f"/proc/{pid}/cmdline").read() for pid in left if alive(pid)]
+        assert time.time() < end, left
         time.sleep(0.1)
 
 
@@ -123,7 +133,8 @@ def demos(n, seed=0, **knobs):
 def critic_turns(tokenizer, record, head, hidden_info=1, pictures=None):
     """The turns by which a critic judges a record's messages."""
     import train_critic
-    critic, history = {"head": head, "hidden_info": hidden_info, "ref_context": "hidden"}, record["dialogue_history"]
+    critic = {"head": head, "hidden_info": hidden_info, "ref_context": "hidden"}
+    history = record["dialogue_history"]
     turns_after = functools.partial(train_critic.critic_turns, critic, tokenizer, record["task"])
     both = [turns_after(history[:t], [m], 0, pictures)
             for t, m in enumerate(history) if m["role"] == "assistant"]
@@ -157,7 +168,7 @@ def tasks():
 
 @pytest.fixture(scope="session")
 def collected(tasks, tiny_dir):
-    """collect.py's stdout on the tasks: 2 episodes each with 4 candidates a turn. It speaks noise."""
+    """collect.py's stdout on the tasks: 2 episodes each, 4 candidates a turn. All text is noise."""
     done = script("collect.py", "--model", tiny_dir, *PLAY, stdin=tasks)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -170,7 +181,7 @@ def episodes(collected):
 
 @pytest.fixture
 def rewarded(episodes):
-    """The episodes with rewards that differ within each task: sample 0 is solved, sample 1 is not."""
+    """The episodes with rewards: of each task sample 0 is solved, sample 1 is not."""
     for r in episodes:
         r["reward"] = 1.0 if r["sample"] == 0 else 0.3
     return episodes

@@ -1,9 +1,11 @@
-"""Real faults: kills at random moments, full and read-only disks, data that degenerates; nothing finished is lost.
+"""Faults: kills at random moments, full and read-only disks, degenerate data. No work is lost.
 
-KILLS=100 python -m pytest -q tests/test_utils_faults.py kills every stage so often; FAULT_SEED=1 at other moments.
+FULL=1 KILLS=100 python -m pytest -q tests/test_utils_faults.py kills every stage 100 times;
+FAULT_SEED=1 kills at other moments.
 """
 import ast
 import contextlib
+import errno
 import json
 import os
 import random
@@ -12,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -44,82 +47,107 @@ def key(r):
     return r["task"]["id"], r["sample"]
 
 
-# stage: flags, and whether its output is what it adds to a file or what its last run prints
+# stage: its flags. collect.py appends to OUT, evaluate.py writes it, the trainers make it.
 STAGES = {
-    "collect.py": (["-k", 4, "--max_tokens", 12, "--max_turns", 3, "--concurrency", 3, "--resume", "OUT"], True),
-    "train_critic.py": (["--out", "OUT", "--save_every", 1, "--batch_size", 1, "--epochs", 2, "--resume", 1], False),
-    "train_policy.py": (["--out", "OUT", "--save_every", 1, "--batch_size", 4, "--resume", 1], False),
-    "evaluate.py": (["--bootstrap", 300, "--html", "OUT"], False)}
+    "collect.py": ["-k", 4, "--max_tokens", 12, "--max_turns", 3, "--concurrency", 3,
+                   "--resume", "OUT"],
+    "train_critic.py": ["--out", "OUT", "--save_every", 1, "--batch_size", 1, "--epochs", 2,
+                        "--resume", 1],
+    "train_policy.py": ["--out", "OUT", "--save_every", 1, "--batch_size", 4, "--resume", 1],
+    "evaluate.py": ["--bootstrap", 300, "--html", "OUT"]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", STAGES)
-def test_a_stage_killed_again_and_again_ends_as_if_it_had_not_been(name, tasks, scored, tiny_dir, tmp_path):
-    flags, adds = STAGES[name]
-    model = ["--model", tiny_dir] * (name != "evaluate.py")
+def test_a_stage_killed_again_and_again_ends_as_if_it_had_not_been(name, tasks, scored, tiny_dir,
+                                                                   tmp_path):
+    appends, trains = name == "collect.py", name.startswith("train")
+    model = [] if name == "evaluate.py" else ["--model", tiny_dir]
     many = [{**r, "sample": 100 * i + r["sample"]} for i in range(100) for r in scored]
-    stdin = lines(tasks if adds else many if name == "evaluate.py" else scored)
+    stdin = {"collect.py": tasks, "evaluate.py": many}.get(name, scored)
 
     def run(out, kill=None):
-        if adds:
-            (tmp_path / out).touch()
-        return script(name, *model, *(tmp_path / out if f == "OUT" else f for f in flags), stdin=stdin,
-                      out=tmp_path / out if adds else None, kill=kill)
+        flags = [out if flag == "OUT" else flag for flag in STAGES[name]]
+        if appends:
+            out.touch()
+        return script(name, *model, *flags, stdin=stdin, out=out if appends else None, kill=kill)
 
     begin = time.monotonic()
-    whole = run("whole")
+    whole_out = tmp_path / "whole"
+    whole = run(whole_out)
     seconds = time.monotonic() - begin
     assert whole.returncode == 0, whole.stderr
 
-    def same(out, done):
+    def check_same(out, done):
         assert done.returncode == 0, done.stderr
-        if adds:
-            got, want = (sorted(records((tmp_path / f).read_text()), key=key) for f in (out, "whole"))
+        if appends:
+            got, want = (sorted(records(path.read_text()), key=key) for path in (out, whole_out))
             for m in (m for r in got + want for m in r["dialogue_history"]):
                 m.pop("logprobs", None)  # other company in a batch, other rounding
             assert got == want
-        elif name == "evaluate.py":
-            assert done.stdout == whole.stdout and (tmp_path / out).read_text() == (tmp_path / "whole").read_text()
+        elif trains:
+            assert done.stdout.replace(str(out), str(whole_out)) == whole.stdout
+            assert weights(out) == weights(whole_out)
         else:
-            assert done.stdout.replace(out, "whole") == whole.stdout
-            assert weights(tmp_path / out) == weights(tmp_path / "whole")
+            assert done.stdout == whole.stdout and out.read_text() == whole_out.read_text()
 
-    r, kills, resumed, out, at = random.Random(f"{SEED} {name}"), 0, 0, "killed0", (signal.SIGKILL,) * 2 + (
-        signal.SIGTERM, signal.SIGINT)
+    def check_killed(out, done, how, rows_before):
+        """What it leaves is whole; ended by SIGTERM or SIGINT, its last step is in a checkpoint."""
+        if name == "evaluate.py":
+            assert done.stdout in (whole.stdout, "")
+            assert not out.exists() or out.read_text() == whole_out.read_text()
+        rows = metrics(out) if trains else []
+        if how != signal.SIGKILL and len(rows) > rows_before and "step" in rows[-1]:
+            assert (out / f"checkpoint-{rows[-1]['step'] + 1}").exists()
+
+    def metrics(out):
+        """The whole rows of a trainer's log."""
+        path = out / "metrics.jsonl"
+        return records(path.read_text().rpartition("\n")[0]) if path.exists() else []
+
+    r, kills, resumed, out = random.Random(f"{SEED} {name}"), 0, 0, tmp_path / "killed0"
     while kills < KILLS:
-        how, begin = r.choice(at), time.monotonic()
-        said = (tmp_path / out / "metrics.jsonl").read_text() if (tmp_path / out / "metrics.jsonl").exists() else ""
-        cut = adds and (tmp_path / out).exists() and not (tmp_path / out).read_bytes().endswith(b"\n")
+        how = r.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+        rows_before = len(metrics(out)) if trains else 0
+        was_cut = appends and out.exists() and not out.read_bytes().endswith(b"\n")
+        begin = time.monotonic()
         done = run(out, (0.3 + r.random() * seconds, how))
-        if done.returncode == 0 or how != signal.SIGKILL and "error: " not in done.stderr:  # it had done its work
-            same(out, done if done.returncode == 0 else run(out))
-            out = f"killed{kills}"
+        too_late = how != signal.SIGKILL and "error: " not in done.stderr
+        if done.returncode == 0 or too_late:  # it had done its work
+            check_same(out, done if done.returncode == 0 else run(out))
+            out = tmp_path / f"killed{kills}"
             continue
         kills += 1
         assert done.returncode == -how, (done.returncode, done.stderr)
         if how != signal.SIGKILL:
             (error,) = (line for line in done.stderr.splitlines() if "error" in line.lower())
-            assert error.startswith(f"error: ended by {how.name}") and "Traceback" not in done.stderr, done.stderr
+            assert error.startswith(f"error: ended by {how.name}")
+            assert "Traceback" not in done.stderr, done.stderr
             assert time.monotonic() - begin < seconds + 10
-            written = (tmp_path / out).read_text() if adds and not cut else done.stdout
+            written = out.read_text() if appends and not was_cut else done.stdout
             assert not written or written.endswith("\n")
-        if name == "evaluate.py":
-            assert done.stdout in (whole.stdout, "") and (
-                not (tmp_path / out).exists() or (tmp_path / out).read_text() == (tmp_path / "whole").read_text())
-        elif not adds and (tmp_path / out / "metrics.jsonl").exists():
-            says = (tmp_path / out / "metrics.jsonl").read_text()
-            rows = [json.loads(line) for line in says.split("\n")[:-1]]
-            resumed += "resumed" in rows[-1] or any("resumed" in row for row in rows)
-            if how != signal.SIGKILL and says != said and "step" in rows[-1]:  # after a step: its checkpoint is there
-                assert (tmp_path / out / f"checkpoint-{rows[-1]['step'] + 1}").exists()
-    same(out, run(out))
-    assert resumed or adds or name == "evaluate.py" or KILLS < 30  # a few may all come before the first checkpoint
+        check_killed(out, done, how, rows_before)
+        if trains:
+            resumed += any("resumed" in row for row in metrics(out))
+    check_same(out, run(out))
+    # a few kills may all come before the first checkpoint
+    assert resumed or not trains or KILLS < 30
+
+
+EMIT = """
+import argparse, utils
+def main(args):
+    emit = utils.open_stdout()
+    for _ in range(9):
+        emit({"x": "y" * 1_000_000})
+utils.run(main, argparse.Namespace())
+"""
 
 
 def test_a_signal_waits_for_the_end_of_a_line():
     """The line of 1 MB is half way through a pipe when the signal comes."""
-    code = "import argparse, utils; emit = utils.open_stdout(); " \
-           "utils.run(lambda _: [emit({'x': 'y' * 1_000_000}) for _ in range(9)], argparse.Namespace())"
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
+    with subprocess.Popen([sys.executable, "-c", EMIT], cwd=ROOT, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as p:
         data = p.stdout.read(1000)
         p.send_signal(signal.SIGTERM)
         time.sleep(0.5)
@@ -128,15 +156,85 @@ def test_a_signal_waits_for_the_end_of_a_line():
     assert data.endswith(b"\n") and all("x" in r for r in records(data.decode()))
 
 
+STEPS = """
+import argparse, sys, time, utils
+args = argparse.Namespace(out=sys.argv[1], resume=0, overwrite=0)
+def main(args):
+    log = utils.Log(args)
+    log.begin()
+    for step in log.steps("wait", 1):
+        print("in a step", flush=True)
+        for _ in range(600):
+            time.sleep(0.1)
+utils.run(main, args)
+"""
+
+
+def test_a_second_signal_ends_a_step_that_takes_too_long(tmp_path):
+    """The first one waits for the step's end, and so does its echo, which torchrun sends."""
+    with subprocess.Popen([sys.executable, "-c", STEPS, tmp_path / "out"], cwd=ROOT, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
+        p.stdout.readline()
+        p.send_signal(signal.SIGINT)
+        time.sleep(0.3)
+        p.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            p.wait(2)
+        p.send_signal(signal.SIGINT)
+        assert p.wait(5) == -signal.SIGINT
+        said = p.stderr.read()
+    assert said == "error: ended by SIGINT; --resume goes on from what was finished\n"
+
+
+CHILD = """
+import argparse, os, signal, time, utils
+def main(args):
+    child = os.fork()
+    if not child:
+        time.sleep(60)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+utils.run(main, argparse.Namespace())
+"""
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_forked_child_has_the_usual_signals_and_an_ignored_one_stays_ignored(ignored):
+    def ignore():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with subprocess.Popen([sys.executable, "-c", CHILD], cwd=ROOT, text=True,
+                          preexec_fn=ignore if ignored else None,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
+        child = int(p.stdout.readline())
+        if ignored:
+            os.kill(child, signal.SIGINT)
+            p.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        how = signal.SIGTERM if ignored else signal.SIGINT
+        os.kill(child, how)
+        assert p.communicate() == (f"{-how}\n", "") and p.returncode == 0
+
+
+FULL_GPU = """
+import argparse, utils
+class OutOfMemoryError(RuntimeError):  # as torch's
+    pass
+def main(args):
+    raise OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 46.00 MiB. GPU 0 has 80.00 GiB of which 0 bytes is "
+        "free. Of the allocated memory 78.62 GiB ...")
+utils.run(main, argparse.Namespace(offload=0, resume=0))
+"""
+
+
 def test_a_full_gpu_is_one_line():
-    code = "import argparse, torch, utils\ndef main(args): raise torch.OutOfMemoryError('CUDA out of memory. Tried to "\
-           "allocate 46.00 MiB. GPU 0 has 80.00 GiB of which 0 bytes is free. Of the allocated memory 78.62 GiB ...')\n" \
-           "utils.run(main, argparse.Namespace(offload=0, resume=0))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", FULL_GPU], cwd=ROOT, capture_output=True,
+                          text=True)
     assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == "error: CUDA out of memory. Tried to allocate 46.00 MiB. GPU 0 has 80.00 GiB of which 0 bytes " \
-        "is free. A lower --max_tokens, --recompute 1, --offload 1 or more GPUs need less, see --dry_run; --resume goes " \
-        "on from what was finished\n"
+    assert done.stderr == (
+        "error: CUDA out of memory. Tried to allocate 46.00 MiB. GPU 0 has 80.00 GiB of which 0 "
+        "bytes is free. A lower --max_tokens or --concurrency, --recompute 1, --offload 1 or more "
+        "GPUs need less; --resume goes on from what was finished\n")
 
 
 # --- streams that are closed, a stop before the start ---------------------------------------------
@@ -149,6 +247,7 @@ def runs(tiny_dir, out):
             "train_policy.py": ["--model", tiny_dir, "--out", out]}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [f"{s}.py" for s in SCRIPTS])
 def test_a_closed_stdin_is_an_empty_one(name, tiny_dir, tmp_path):
     flags = " ".join(map(str, runs(tiny_dir, tmp_path / "out")[name]))
@@ -157,6 +256,7 @@ def test_a_closed_stdin_is_an_empty_one(name, tiny_dir, tmp_path):
     assert not done.stdout
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name, to", [*((f"{s}.py", "2>&-") for s in SCRIPTS),
                                       ("evaluate.py", "2>/dev/full")])
 def test_where_stderr_takes_nothing_the_results_are_the_same(name, to, tasks, scored, tiny_dir,
@@ -200,7 +300,23 @@ def test_ctrl_c_while_modules_load_is_no_traceback(name, module, tiny_dir, tmp_p
         "", "error: ended by SIGINT; --resume goes on from what was finished\n")
 
 
-# --- disks that take no more ------------------------------------------------------------------------------------------
+# --- disks that take no more ----------------------------------------------------------------------
+
+def test_writing_leaves_all_or_nothing(tmp_path):
+    """It makes a file or a directory; after an error the one before is as it was."""
+    file, folder = tmp_path / "file", tmp_path / "folder"
+    with utils.writing(str(file)) as part:
+        Path(part).write_text("x")
+        assert not file.exists()
+    with utils.writing(str(folder)) as part:
+        os.mkdir(part)
+    for path in (file, folder):
+        with pytest.raises(SystemExit, match=f"error: {path} can't be written: No space left$"):
+            with utils.writing(str(path)) as part:
+                os.mkdir(part)
+                raise OSError(errno.ENOSPC, "No space left")
+    assert file.read_text() == "x" and sorted(os.listdir(tmp_path)) == ["file", "folder"]
+
 
 @pytest.fixture
 def disk(tmp_path):
@@ -210,7 +326,8 @@ def disk(tmp_path):
     def mount(kilobytes):
         path = tmp_path / "disk"
         path.mkdir()
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", path], capture_output=True)
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={kilobytes}k", "tmpfs", path],
+                              capture_output=True)
         if done.returncode:
             pytest.skip("only root may mount a small disk")
         mounted.append(path)
@@ -228,114 +345,148 @@ def complaint(done, *said):
     return error
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name, kilobytes, path", [
     ("train_critic.py", 36, "reference.safetensors"), ("train_policy.py", 900, "checkpoint-1"),
     ("train_policy.py", 5000, "checkpoint-2"), ("train_critic.py", 4300, "")])
-def test_a_full_disk_leaves_the_last_checkpoint(name, kilobytes, path, scored, tiny_dir, tmp_path, disk):
+def test_a_full_disk_leaves_the_last_checkpoint(name, kilobytes, path, scored, tiny_dir, tmp_path,
+                                                disk):
     """Of the tiny model's checkpoints, 3.2 MB each, and weights, 1.1 MB, not all find room."""
-    run = lambda out: script(name, "--model", tiny_dir, "--save_every", 1, "--batch_size", 8, "--resume", 1, "--out", out,
-                             stdin=scored)
+    def run(out):
+        return script(name, "--model", tiny_dir, "--save_every", 1, "--batch_size", 8,
+                      "--resume", 1, "--out", out, stdin=scored)
+
     whole, small = run(tmp_path / "whole"), disk(kilobytes)
     out = small / "out"
-    complaint(run(out), f"{out}/{path}" if path else str(out), "can't be written: ", "No space left on device",
-              "--resume goes on")
+    complaint(run(out), f"{out}/{path}" if path else str(out), "can't be written: ",
+              "No space left on device", "--resume goes on")
     assert not [p for p in os.listdir(out) if p.endswith(".part")]
     steps = [int(p[11:]) for p in os.listdir(out) if p.startswith("checkpoint-")]
     assert len(steps) <= 1 and (path != "checkpoint-2" or steps == [1])
-    subprocess.run(["mount", "-o", "remount,size=50m", small], check=True)
+    resize(small, "size=50m")
     done = run(out)
-    assert done.returncode == 0 and (resumed := [r for r in records((out / "metrics.jsonl").read_text())
-                                                 if "resumed" in r]) and resumed[0]["resumed"] == max([0, *steps])
+    assert done.returncode == 0, done.stderr
+    rows = records((out / "metrics.jsonl").read_text())
+    assert [row["resumed"] for row in rows if "resumed" in row] == [max([0, *steps])]
     assert done.stdout.replace(str(out), "X") == whole.stdout.replace(str(tmp_path / "whole"), "X")
     assert weights(out) == weights(tmp_path / "whole")
 
 
+def resize(path, options):
+    subprocess.run(["mount", "-o", f"remount,{options}", path], check=True)
+
+
+@pytest.mark.full
 def test_a_full_disk_under_stdout_keeps_whole_lines(tasks, scored, tiny_dir, disk):
     small = disk(40)
-    play = ["-k", 4, "--model", tiny_dir, "--max_tokens", 12, "--max_turns", 3, "--resume", small / "all.jsonl"]
-    (small / "all.jsonl").touch()
-    complaint(script("collect.py", *play, stdin=tasks, out=small / "all.jsonl"), "stdout: No space left", "--resume")
-    subprocess.run(["mount", "-o", "remount,size=50m", small], check=True)
-    done = script("collect.py", *play, stdin=tasks, out=small / "all.jsonl")
+    out = small / "all.jsonl"
+    play = ["collect.py", "-k", 4, "--model", tiny_dir, "--max_tokens", 12, "--max_turns", 3,
+            "--resume", out]
+    out.touch()
+    complaint(script(*play, stdin=tasks, out=out), "stdout: No space left", "--resume")
+    resize(small, "size=50m")
+    done = script(*play, stdin=tasks, out=out)
     assert done.returncode == 0 and "(0 done before)" not in done.stderr, done.stderr
-    assert len({key(r) for r in records((small / "all.jsonl").read_text())}) == 16
-    for name, flags in (("evaluate.py", []), ("colbench.py", ["grade"]), (
-            "train_critic.py", ["--model", tiny_dir, "--out", small / "out"])):
-        complaint(script(name, *flags, stdin=scored, out="/dev/full"), "stdout: No space left")
+    assert len({key(r) for r in records(out.read_text())}) == 16
+    for command in (["evaluate.py"], ["colbench.py", "grade"],
+                    ["train_critic.py", "--model", tiny_dir, "--out", small / "out"]):
+        complaint(script(*command, stdin=scored, out="/dev/full"), "stdout: No space left")
 
 
-def test_what_cannot_be_written_is_said_before_the_work(scored, tiny_dir, tmp_path, disk):
+def test_what_cannot_be_written_is_said_before_the_work(scored, tiny_dir, disk):
     small = disk(100)
     (small / "all.jsonl").write_text("{}")
-    subprocess.run(["mount", "-o", "remount,ro", small], check=True)
+    resize(small, "ro")
     for name in ("train_critic.py", "train_policy.py"):
-        complaint(script(name, "--model", tiny_dir, "--out", small / "out", stdin=scored), f"--out {small}/out: Read-only")
+        done = script(name, "--model", tiny_dir, "--out", small / "out", stdin=scored)
+        complaint(done, f"--out {small}/out: Read-only")
     for flag in ("--html", "--plot"):
-        complaint(script("evaluate.py", flag, small / "x.html", stdin=scored), f"{small}/x.html can't be written: ")
-    complaint(script("collect.py", "--model", tiny_dir, "--resume", small / "all.jsonl", stdin=""),
-              f"--resume {small}/all.jsonl: Read-only")
+        done = script("evaluate.py", flag, small / "x.html", stdin=scored)
+        complaint(done, f"{small}/x.html can't be written: ")
+    done = script("collect.py", "--model", tiny_dir, "--resume", small / "all.jsonl")
+    complaint(done, f"--resume {small}/all.jsonl: Read-only")
 
 
-@pytest.mark.parametrize("damage", [lambda f: f.unlink(), lambda f: f.write_bytes(f.read_bytes()[:9000]),
-                                    lambda f: f.write_bytes(b"")], ids=["gone", "cut", "empty"])
+DAMAGE = {"gone": lambda file: file.unlink(), "empty": lambda file: file.write_bytes(b""),
+          "cut": lambda file: file.write_bytes(file.read_bytes()[:9000])}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_named(damage, scored, tiny_dir, tmp_path):
     out = tmp_path / "out"
-    train = ["train_policy.py", "--model", tiny_dir, "--out", out, "--save_every", 1, "--batch_size", 1, "--resume", 1]
+    train = ["train_policy.py", "--model", tiny_dir, "--out", out, "--save_every", 1,
+             "--batch_size", 1, "--resume", 1]
     while not list(out.glob("checkpoint-*")):
         script(*train, stdin=scored, kill=(1 + 2 * random.random(), signal.SIGTERM))
     (checkpoint,) = out.glob("checkpoint-*")
-    damage(next(checkpoint.glob("*.safetensors")))
+    DAMAGE[damage](next(checkpoint.glob("*.safetensors")))
     complaint(script(*train, stdin=scored), str(checkpoint), "--overwrite 1")
     done = script(*train[:-2], "--overwrite", 1, stdin=scored)
     assert done.returncode == 0, done.stderr
 
 
-# --- data and models that degenerate ----------------------------------------------------------------------------------
+# --- data and models that degenerate --------------------------------------------------------------
 
-def change(rs, message=lambda m: m, candidates=lambda c: c):
-    """Copies of the records whose agent's messages went through `message`, their lists of candidates through the other."""
+def change(rs, message=None, candidates=None):
+    """Copies of the records, with new fields from message(m) and lists from candidates(list)."""
     rs = json.loads(json.dumps(rs))
     for m in (m for r in rs for m in r["dialogue_history"] if m["role"] == "assistant"):
-        m["candidates"] = candidates(m["candidates"])
-        for x in (m, *m["candidates"]):
+        if candidates:
+            m["candidates"] = candidates(m["candidates"])
+        for x in (m, *m["candidates"]) if message else ():
             x.update(message(x))
     return rs
 
 
-ODD = {  # what it does to the records, and of each trainer a part of its complaint, or None where it trains
-    "one trajectory a task": (lambda rs: [r for r in rs if r["sample"] == 0], "no pairs in 4", None, "nothing to train"),
-    "all rewards equal": (lambda rs: [{**r, "reward": 1.0} for r in rs], "no pairs in 8", None, "nothing to train on"),
-    "all fail": (lambda rs: [{**r, "reward": 0.0} for r in rs], "no pairs in 8", None, "nothing to train on"),
-    "actions of nothing": (lambda rs: change(rs, lambda m: {"content": "", "output": "", "token_ids": []}), None,
-                           "no turn has two unlike candidates", None),
-    "actions of one token": (lambda rs: change(rs, lambda m: {"token_ids": m["token_ids"][-1:]}), None, None, None),
-    "the same candidate 16 times": (lambda rs: change(rs, candidates=lambda c: c[:1] * 16), None,
-                                    "no turn has two unlike candidates", None),
-    "one candidate": (lambda rs: change(rs, candidates=lambda c: c[:1]), None, "no turn has two unlike", None),
+def set_all(**fields):
+    return lambda rs: [{**r, **fields} for r in rs]
+
+
+def say_nothing(rs):
+    return [{**r, "dialogue_history": r["dialogue_history"][:1]} for r in rs]
+
+
+EMPTY = {"content": "", "output": "", "token_ids": []}
+UNLIKE = "no turn has two unlike candidates"
+# what it does to the records; a part of the complaint of each run below, or None where it trains
+ODD = {
+    "one trajectory a task": (lambda rs: [r for r in rs if r["sample"] == 0],
+                              "no pairs in 4", None, "nothing to train on"),
+    "all rewards equal": (set_all(reward=1.0), "no pairs in 8", None, "nothing to train on"),
+    "all fail": (set_all(reward=0.0), "no pairs in 8", None, "nothing to train on"),
+    "actions of nothing": (lambda rs: change(rs, lambda m: EMPTY), None, UNLIKE, None),
+    "actions of one token": (lambda rs: change(rs, lambda m: {"token_ids": m["token_ids"][-1:]}),
+                             None, None, None),
+    "the same candidate 16 times": (lambda rs: change(rs, candidates=lambda c: c[:1] * 16),
+                                    None, UNLIKE, None),
+    "one candidate": (lambda rs: change(rs, candidates=lambda c: c[:1]), None, UNLIKE, None),
     "equal advantages": (lambda rs: change(rs, lambda m: {"advantage": 0.5}), None, None, None),
     "huge advantages": (lambda rs: change(rs, lambda m: {"advantage": -1e299}), None, None, None),
-    "all too long": (lambda rs: change(rs, lambda m: {"token_ids": m["token_ids"] * 900}), "no pairs", "nothing", "nothing"),
-    "an agent that says nothing": (lambda rs: [{**r, "dialogue_history": r["dialogue_history"][:1]} for r in rs],
-                                   *["line 1: the agent says nothing"] * 3),
-    "a reward of 2": (lambda rs: [{**r, "reward": 2} for r in rs], *["line 1: the reward 2 is neither"] * 3),
+    "all too long": (lambda rs: change(rs, lambda m: {"token_ids": m["token_ids"] * 900}),
+                     "no pairs", "nothing", "nothing"),
+    "an agent that says nothing": (say_nothing, *["line 1: the agent says nothing"] * 3),
+    "a reward of 2": (set_all(reward=2), *["line 1: the reward 2 is not between"] * 3),
     "a log-prob of NaN": (lambda rs: change(rs, lambda m: {"logprob": float("nan")}),
                           *["logprob is not a finite number"] * 3)}
+ODD_RUNS = [["train_critic.py"], ["train_policy.py", "--nll_coef", 0.1],
+            ["train_policy.py", "--loss", "mtdpo"]]
 
 
 @pytest.mark.parametrize("odd", ODD)
 def test_degenerate_data_trains_or_is_refused_in_one_line(odd, scored, tiny_dir, tmp_path):
-    make, *said = ODD[odd]
-    runs = ("train_critic.py",), ("train_policy.py", "--nll_coef", 0.1), ("train_policy.py", "--loss", "mtdpo")
-    for (name, *flags), message in zip(runs, said, strict=True):
-        out = tmp_path / "-".join([name, *map(str, flags)])
-        done = script(name, "--model", tiny_dir, "--out", out, "--epochs", 1, "--max_length", 4000, *flags,
-                      stdin=make(scored))
+    make, *complaints = ODD[odd]
+    for i, (command, message) in enumerate(zip(ODD_RUNS, complaints, strict=True)):
+        out = tmp_path / str(i)
+        done = script(*command, "--model", tiny_dir, "--out", out, "--epochs", 1,
+                      "--max_length", 4000, stdin=make(scored))
         if message:
             complaint(done, message)
             assert not out.exists()
         else:
             assert done.returncode == 0, done.stderr
-            assert all(x.isfinite().all() for x in load_file(out / "model.safetensors").values())
+            trained = load_file(out / "model.safetensors")
+            assert all(x.isfinite().all() for x in trained.values())
             assert "NaN" not in done.stdout + (out / "metrics.jsonl").read_text()
 
 
@@ -353,7 +504,8 @@ def test_weights_that_are_not_finite_are_never_trained_on_or_played_with(tasks, 
                                                                          tiny_dir, tmp_path):
     bad = spoiled
     for name in ("train_critic.py", "train_policy.py"):
-        complaint(script(name, "--model", bad, "--out", tmp_path / name, stdin=scored), "step 0: the loss is nan", "--lr")
+        done = script(name, "--model", bad, "--out", tmp_path / name, stdin=scored)
+        complaint(done, "step 0: the loss is nan", "--lr")
         assert not (tmp_path / name / "model.safetensors").exists()
     critic = {"ref": str(tiny_dir), "hidden_info": 1, "normalize": "turn"}
     (bad / "critic.json").write_text(json.dumps(critic))
@@ -364,26 +516,32 @@ def test_weights_that_are_not_finite_are_never_trained_on_or_played_with(tasks, 
 
 @pytest.mark.parametrize("name", ["train_critic.py", "train_policy.py"])
 def test_a_step_that_would_spoil_the_weights_is_not_made(name, scored, tiny_dir, tmp_path):
-    train = [name, "--model", tiny_dir, "--out", tmp_path / "out", "--save_every", 1, "--epochs", 40]
-    complaint(script(*train, "--lr", 1e30, "--clip", 1e30, stdin=scored), "the weights", "--lr")
-    steps = [row for row in records((tmp_path / "out" / "metrics.jsonl").read_text()) if "step" in row]
-    (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
-    assert checkpoint.name == f"checkpoint-{len(steps)}" and not (tmp_path / "out" / "model.safetensors").exists()
+    out = tmp_path / "out"
+    done = script(name, "--model", tiny_dir, "--out", out, "--save_every", 1, "--epochs", 40,
+                  "--lr", 1e30, "--clip", 1e30, stdin=scored)
+    complaint(done, "the weights", "--lr")
+    steps = [row for row in records((out / "metrics.jsonl").read_text()) if "step" in row]
+    (checkpoint,) = out.glob("checkpoint-*")
+    assert checkpoint.name == f"checkpoint-{len(steps)}"
+    assert not (out / "model.safetensors").exists()
 
 
-# --- trust ------------------------------------------------------------------------------------------------------------
+# --- trust ----------------------------------------------------------------------------------------
 
 def test_what_is_said_cannot_steer_a_terminal(scored, tasks, tiny_dir, tmp_path):
     evil = "\x1b]0;pwned\x07\x1b[2J\x9b31m\u202e\r"
+    task = {**tasks[0]["task"], "id": evil}
+    odd_task = {**task, "test_cases": {evil: "f(" + evil}}
     done = [script("evaluate.py", stdin=[{**scored[0], "meta": {"rules": evil}}]),
             script("evaluate.py", stdin=[{**scored[0], "tests": {evil: 1}}]),
             script("colbench.py", "grade", stdin=[{**scored[0], "reward": evil}]),
-            script("colbench.py", "check", stdin=[{**tasks[0], "id": evil, "test_cases": {evil: "f(" + evil}}]),
+            script("colbench.py", "check", stdin=[odd_task]),
             script("train_policy.py", "--model", evil, "--out", tmp_path / "x", stdin=scored),
-            script("collect.py", "--model", tiny_dir, "--max_tokens", 5, "--human", "http://127.0.0.1:9/v1", "--retries", 0,
-                   stdin=[{**tasks[0]["task"], "id": evil}] if "task" in tasks[0] else [{**tasks[0], "id": evil}])]
+            script("collect.py", "--model", tiny_dir, "--max_tokens", 5, "--retries", 0,
+                   "--human", "http://127.0.0.1:9/v1", stdin=[task])]
     for d in done:
-        assert not {*d.stderr} & {*evil[:1], "\x07", "\x9b", "\u202e", "\r"}, repr(d.stderr)
+        steering = {*evil[:1], "\x07", "\x9b", "\u202e", "\r"}
+        assert not {*d.stderr} & steering, repr(d.stderr)
         assert "\x1b" not in d.stdout  # JSON escapes it
     assert sum("?]0;pwned" in d.stderr for d in done) >= 3, [d.stderr for d in done]
 
@@ -404,24 +562,33 @@ def test_what_data_says_starts_no_line(scored, tasks, spoiled, tiny_dir):
         assert not any(line.startswith("error: forged") for line in d.stderr.splitlines()), d.stderr
 
 
+PICKLES = {"pickle", "dill", "cloudpickle", "shelve", "joblib"}
+RUNS_TEXT = {"eval", "exec", "compile", "os.system", "os.popen", "torch.load", "pickle.load",
+             "pickle.loads"}
+
+
 def test_nothing_is_unpickled_evaluated_or_run_by_a_shell():
     """Of the scripts' own code; what the grader's children run is a string to them."""
+    children = {"builtin_task", *(f.__name__ for f in colbench.SERVER)}  # it runs own expressions
     for name in (*(f"{s}.py" for s in SCRIPTS), "model.py", "utils.py"):
         tree = ast.parse(open(f"{ROOT}/{name}", encoding="utf-8").read())
-        children = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef) and name == "colbench.py"
-                    and f.name in {"builtin_task", *(g.__name__ for g in colbench.SERVER)}]  # its own expressions
-        allowed = {id(x) for f in children for x in ast.walk(f)}
-        for node in (x for x in ast.walk(tree) if id(x) not in allowed):
+        allowed = set()
+        for f in ast.walk(tree) if name == "colbench.py" else ():
+            if isinstance(f, ast.FunctionDef) and f.name in children:
+                allowed |= {id(node) for node in ast.walk(f)}
+        for node in ast.walk(tree):
+            if id(node) in allowed:
+                continue
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 names = {a.name for a in node.names} | {getattr(node, "module", None)}
-                assert not names & {"pickle", "dill", "cloudpickle", "shelve", "joblib"}, (name, node.lineno)
+                assert not names & PICKLES, (name, node.lineno)
             if isinstance(node, ast.Call):
-                called = ast.unparse(node.func)
-                assert called not in ("eval", "exec", "compile", "os.system", "os.popen", "torch.load", "pickle.load",
-                                      "pickle.loads"), (name, node.lineno)
+                assert ast.unparse(node.func) not in RUNS_TEXT, (name, node.lineno)
                 for k in node.keywords:
-                    assert k.arg not in ("shell", "trust_remote_code") or ast.unparse(k.value) == "False", (name, node.lineno)
-                    assert k.arg != "use_safetensors" or ast.unparse(k.value) == "True"
+                    if k.arg in ("shell", "trust_remote_code"):
+                        assert ast.unparse(k.value) == "False", (name, node.lineno)
+                    if k.arg == "use_safetensors":
+                        assert ast.unparse(k.value) == "True", (name, node.lineno)
 
 
 def test_a_models_own_code_and_pickles_are_not_run(scored, tasks, tiny_dir, tmp_path):
@@ -432,7 +599,8 @@ def test_a_models_own_code_and_pickles_are_not_run(scored, tasks, tiny_dir, tmp_
     config = json.loads((bad / "config.json").read_text())
     auto = {"AutoConfig": "configuration_evil.C", "AutoModelForCausalLM": "modeling_evil.C"}
     (bad / "config.json").write_text(json.dumps({**config, "model_type": "evil", "auto_map": auto}))
-    runs = ([["collect.py", "--max_tokens", 5], tasks], [["train_critic.py", "--out", tmp_path / "out"], scored])
+    runs = [(["collect.py", "--max_tokens", 5], tasks),
+            (["train_critic.py", "--out", tmp_path / "out"], scored)]
     for command, stdin in runs:
         complaint(script(*command, "--model", bad, stdin=stdin), "no model at", "custom code")
     (bad / "config.json").write_text(json.dumps(config))
@@ -443,60 +611,79 @@ def test_a_models_own_code_and_pickles_are_not_run(scored, tasks, tiny_dir, tmp_
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("command", [["train_policy.py", "--epochs", 99, "--batch_size", 1, "--out", "OUT"],
-                                     ["collect.py", "-k", 999, "--max_tokens", 5, "--max_turns", 2]], ids=lambda c: c[0])
+@pytest.mark.full
+@pytest.mark.parametrize("command", [
+    ["train_policy.py", "--epochs", 99, "--batch_size", 1, "--out", "OUT"],
+    ["collect.py", "-k", 999, "--max_tokens", 5, "--max_turns", 2]], ids=["trains", "plays"])
 def test_nothing_listens_on_the_network(command, scored, tasks, tiny_dir, tmp_path):
-    (tmp_path / "in.jsonl").write_text(lines(tasks if command[0] == "collect.py" else scored))
-    flags = [str(tmp_path / "out") if f == "OUT" else str(f) for f in command[1:]]
-    with open(tmp_path / "in.jsonl") as given, subprocess.Popen(
-            [sys.executable, f"{ROOT}/{command[0]}", "--model", tiny_dir, *flags], stdin=given, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, env=CPU) as p:
+    log = tmp_path / "out" / "metrics.jsonl"
+    stdin = tmp_path / "in.jsonl"
+    stdin.write_text(lines(tasks if command[0] == "collect.py" else scored))
+    flags = [str(log.parent) if flag == "OUT" else str(flag) for flag in command[1:]]
+    with open(stdin) as given, subprocess.Popen(
+            [sys.executable, f"{ROOT}/{command[0]}", "--model", tiny_dir, *flags], stdin=given,
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=CPU) as p:
         if command[0] == "collect.py":
             p.stdout.readline()
         else:
-            while not list(tmp_path.glob("out/metrics.jsonl")) or len((tmp_path / "out/metrics.jsonl").read_bytes()) < 2000:
+            while not log.exists() or log.stat().st_size < 2000:
                 assert p.poll() is None
                 time.sleep(0.01)
-        found = [a for pid in (p.pid, *utils.descendants(p.pid)) for a in listening(pid)]
+        addresses = [a for pid in (p.pid, *utils.descendants(p.pid)) for a in listening(pid)]
         p.kill()
-    assert all(a.startswith("0100007F:") for a in found), found  # 127.0.0.1
+    assert all(a.startswith("0100007F:") for a in addresses), addresses  # 127.0.0.1
 
 
 def listening(pid):
     """The addresses, in hexadecimal, on which a process listens."""
-    rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/{pid}/net/{name}").readlines()[1:]]
-    listens = {f"socket:[{row[9]}]": row[1] for row in rows if row[3] == "0A"}
+    listens = {}
+    for name in ("tcp", "tcp6"):
+        for line in open(f"/proc/{pid}/net/{name}").readlines()[1:]:
+            row = line.split()
+            if row[3] == "0A":
+                listens[f"socket:[{row[9]}]"] = row[1]
     links = []
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
             links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    return [listens[x] for x in links if x in listens]
+    return [listens[link] for link in links if link in listens]
 
 
-# --- the same again ---------------------------------------------------------------------------------------------------
+# --- the same again -------------------------------------------------------------------------------
 
-CHAIN = """set -euo pipefail; export PYTHONHASHSEED=$(basename $OUT)
-python colbench.py tasks --n 3 --seed 4 | tee $OUT/tasks | python collect.py --model MODEL --seed 5 -k 2 --max_turns 3 \\
-  --max_tokens 20 --candidates 4 | tee $OUT/played | sed 's/"sample": 1,\\(.*\\)"reward": [0-9.]*/"sample": 1,\\1"reward": 1.0/' |
-  python train_critic.py --model MODEL --seed 6 --held_out 0 --lr 1e-4 --out $OUT/critic | tee $OUT/scored |
-  python train_policy.py --model MODEL --seed 7 --lr 1e-4 --out $OUT/policy > $OUT/summary
+CHAIN = """
+set -euo pipefail; export PYTHONHASHSEED=$(basename $OUT)
+solve() { sed 's/"sample": 1,\\(.*\\)"reward": [0-9.]*/"sample": 1,\\1"reward": 1.0/'; }
+python colbench.py tasks --n 3 --seed 4 | tee $OUT/tasks |
+  python collect.py --model MODEL --seed 5 -k 2 --max_turns 3 --max_tokens 20 --candidates 4 |
+  tee $OUT/played | solve |
+  python train_critic.py --model MODEL --seed 6 --held_out 0 --lr 1e-4 --out $OUT/critic |
+  tee $OUT/scored | python train_policy.py --model MODEL --seed 7 --lr 1e-4 --out $OUT/policy \
+  > $OUT/summary
 python colbench.py demos --n 20 --seed 8 > $OUT/demos &
 python colbench.py grade < $OUT/played > $OUT/graded &
 python evaluate.py --html $OUT/report.html < $OUT/scored > $OUT/results; wait
 """
+CHAIN_FILES = ["tasks", "played", "scored", "summary", "demos", "graded", "results", "report.html",
+               "critic/model.safetensors", "policy/model.safetensors",
+               "critic/reference.safetensors"]
 
 
+@pytest.mark.full
 def test_the_same_seeds_give_the_same_bytes_and_stand_in_what_is_written(tiny_dir, tmp_path):
     for seed in ("1", "2"):  # of Python's hashes, which order sets; not ours
         (tmp_path / seed).mkdir()
         done = shell(CHAIN.replace("MODEL", tiny_dir).replace("$OUT", str(tmp_path / seed)))
         assert done.returncode == 0, done.stderr
-    for name in ("tasks", "played", "scored", "summary", "demos", "graded", "results", "report.html",
-                 "critic/model.safetensors", "policy/model.safetensors", "critic/reference.safetensors"):
+    for name in CHAIN_FILES:
         a, b = ((tmp_path / seed / name).read_bytes() for seed in "12")
         assert a and a == b.replace(f"{tmp_path}/2".encode(), f"{tmp_path}/1".encode()), name
-    meta = records((tmp_path / "1/played").read_text())[0]["meta"]
-    rows = [records((tmp_path / f"1/{x}/metrics.jsonl").read_text())[0] for x in ("critic", "policy")]
-    assert [meta["seed"], *(row["args"]["seed"] for row in rows)] == [5, 6, 7]
-    for version in (meta["version"], *(row["version"] for row in rows), records((tmp_path / "1/results").read_text())[0]["version"]):
-        assert f"python {sys.version.split()[0]}, torch 2." in version and "transformers 5." in version
+
+    def first(name):
+        return records((tmp_path / "1" / name).read_text())[0]
+    meta, results = first("played")["meta"], first("results")
+    critic, policy = first("critic/metrics.jsonl"), first("policy/metrics.jsonl")
+    assert [meta["seed"], critic["args"]["seed"], policy["args"]["seed"]] == [5, 6, 7]
+    for row in (meta, results, critic, policy):
+        assert f"python {sys.version.split()[0]}, torch 2." in row["version"]
+        assert "transformers 5." in row["version"]

@@ -1,4 +1,4 @@
-"""Broken JSON lines into every stage: one clear line that names the place, or a counted skip; never a traceback.
+"""Broken JSON lines into every stage: one line names the place, or they are skipped and counted.
 
 Every case is a function of (SEED, stage, number), so a failing one can be run again by its id.
 """
@@ -19,17 +19,25 @@ import model
 import train_critic
 import train_policy
 import utils
-from conftest import lines
+from conftest import lines, records
 
 SEED = int(os.environ.get("FUZZ_SEED", 0))
-JUNK = (True, False, -1, 7, 1.5, 10 ** 30, float("nan"), float("inf"), "", "x", "\ud800", "\x00\x1b[2J", "<html>" * 9,
-        "y" * 300_000, [], {}, [[]], [None], ["a", 1], {"a": None}, {"role": "user"}, {"role": "wizard", "content": "x"})
+JUNK = (True, False, -1, 7, 1.5, 10 ** 30, float("nan"), float("inf"),
+        "", "x", "\ud800", "\x00\x1b[2J", "<html>" * 9, "y" * 300_000,
+        [], {}, [[]], [None], ["a", 1], {"a": None}, {"role": "user"},
+        {"role": "wizard", "content": "x"})
 
 
 def places(x, path=()):
     """The paths of all values in x, nested ones, too."""
-    yield from [path] if path else []
-    for key, value in x.items() if isinstance(x, dict) else enumerate(x) if isinstance(x, list) else ():
+    if path:
+        yield path
+    children = []
+    if isinstance(x, dict):
+        children = x.items()
+    elif isinstance(x, list):
+        children = enumerate(x)
+    for key, value in children:
         yield from places(value, (*path, key))
 
 
@@ -51,16 +59,28 @@ def broken_value(r, record):
 def broken_line(r, line):
     """The bytes of a line, cut, damaged, or with what JSON allows and nobody expects."""
     at = r.randrange(1, len(line))
-    return r.choice((
-        lambda: line[:at], lambda: line[at:], lambda: line[:at] + b"\xff\xfe" + line[at:], lambda: line + line,
-        lambda: line[:at] + b"\x00" + line[at:], lambda: b"", lambda: b"   ", lambda: b"null", lambda: b"[1, 2]",
-        lambda: b"\xef\xbb\xbf" + line, lambda: b"[" * 100_000, lambda: b'{"a":' * 500 + b"1" + b"}" * 500,
-        lambda: b'{"task": 5, ' + line[1:], lambda: line[:-1] + b', "task": {}}', lambda: line[:-1] + b', "sample": 1}',
-        lambda: b'{"x": ' + b"1" * 5000 + b", " + line[1:], lambda: line.decode().encode("utf-16")))()
+    return r.choice([
+        lambda: line[:at],
+        lambda: line[at:],
+        lambda: line[:at] + b"\xff\xfe" + line[at:],
+        lambda: line[:at] + b"\x00" + line[at:],
+        lambda: line + line,
+        lambda: b"",
+        lambda: b"   ",
+        lambda: b"null",
+        lambda: b"[1, 2]",
+        lambda: b"\xef\xbb\xbf" + line,
+        lambda: b"[" * 100_000,
+        lambda: b'{"a":' * 500 + b"1" + b"}" * 500,
+        lambda: b'{"task": 5, ' + line[1:],
+        lambda: line[:-1] + b', "task": {}}',
+        lambda: line[:-1] + b', "sample": 1}',
+        lambda: b'{"x": ' + b"1" * 5000 + b", " + line[1:],
+        lambda: line.decode().encode("utf-16")])()
 
 
 def damaged(r, given):
-    """(JSON lines as bytes, the line that is broken): one of the records is, or the file as a whole is odd."""
+    """(JSON lines as bytes, the number of the broken line); or the file as a whole is odd."""
     rows, end = [json.dumps(x).encode() for x in given], b"\n"
     i, kind = r.randrange(len(rows)), r.random()
     if kind < 0.6:
@@ -79,8 +99,8 @@ def damaged(r, given):
 
 @pytest.fixture(scope="module")
 def good(collected):
-    """Episodes that every stage takes: two a task, one of them solved, with candidates and advantages, short."""
-    rs = sorted(map(json.loads, collected.splitlines()), key=lambda r: (r["task"]["id"], r["sample"]))[:4]
+    """Short episodes that every stage takes: two a task, one of them solved, with advantages."""
+    rs = sorted(records(collected), key=lambda r: (r["task"]["id"], r["sample"]))[:4]
     for r in rs:
         r["reward"] = 1.0 if r["sample"] == 0 else 0.3
         r["dialogue_history"] = r["dialogue_history"][:4]
@@ -97,51 +117,70 @@ def good(collected):
     return rs
 
 
+def only_task(record):
+    return {"task": record["task"]}
+
+
+TRAIN = ["--model", "MODEL", "--out", "OUT"]
 STAGES = {  # module, flags, cases, what it reads of an episode
     "evaluate": (evaluate, ["--bootstrap", "0"], 1100, None),
     "report": (evaluate, ["--bootstrap", "0", "--html", "HTML"], 200, None),
     "grade": (colbench, ["grade", "--workers", "1"], 100, None),
-    "check": (colbench, ["check", "--workers", "1"], 40, lambda r: {"task": r["task"]}),
+    "check": (colbench, ["check", "--workers", "1"], 40, only_task),
     "collect": (collect, ["--model", "MODEL", "--max_tokens", "2", "--max_turns", "2"], 80,
-                lambda r: {"task": r["task"]}),
-    "candidates": (collect, ["--model", "MODEL", "--max_tokens", "2", "--candidates", "2"], 80, None),
-    "critic": (train_critic, ["--model", "MODEL", "--out", "OUT", "--epochs", "1", "--held_out", "0"], 150, None),
-    "dpo": (train_policy, ["--model", "MODEL", "--out", "OUT", "--batch_size", "64", "--mix", "0.5"], 150, None),
-    "rft": (train_policy, ["--model", "MODEL", "--out", "OUT", "--loss", "rft", "--epochs", "1"], 100, None)}
+                only_task),
+    "candidates": (collect, ["--model", "MODEL", "--max_tokens", "2", "--candidates", "2"], 80,
+                   None),
+    "critic": (train_critic, [*TRAIN, "--epochs", "1", "--held_out", "0"], 150, None),
+    "dpo": (train_policy, [*TRAIN, "--batch_size", "64", "--mix", "0.5"], 150, None),
+    "rft": (train_policy, [*TRAIN, "--loss", "rft", "--epochs", "1"], 100, None)}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", STAGES)
 def test_no_input_gets_past_or_breaks_a_stage(stage, good, tiny_dir, tmp_path, monkeypatch, capfd):
     module, flags, cases, read = STAGES[stage]
     load_lm = cache(model.load_lm)
     monkeypatch.setattr(model, "load_lm", load_lm)
-    said = {"ended": 0, "done": 0, "skipped": 0}
+    given = [read(record) for record in good] if read else good
+    ends = {"error": 0, "done": 0, "skipped": 0}
     for n in range(cases):
         r = random.Random(f"{SEED} {stage} {n}")
-        (data, line), skip, out = damaged(r, [read(x) if read else x for x in good]), n % 2, []
-        names = {"MODEL": tiny_dir, "OUT": str(tmp_path / str(n)), "HTML": str(tmp_path / "report.html")}
+        data, line = damaged(r, given)
+        skip, out = n % 2, []
+        names = {"MODEL": tiny_dir, "OUT": str(tmp_path / str(n)),
+                 "HTML": str(tmp_path / "report.html")}
+        argv = [*(names.get(flag, flag) for flag in flags), "--skip_bad", str(skip)]
         monkeypatch.setattr(module, "open_stdout", lambda: lambda x: out.append(json.dumps(x)))
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
         error = ""
         try:
-            module.main(module.get_args([*(names.get(f, f) for f in flags), "--skip_bad", str(skip)]))
+            module.main(module.get_args(argv))
         except SystemExit as e:
             error = str(e.code)
         case = f"{stage} {n}: {data[:3000]!r}"
-        err = capfd.readouterr().err
-        skipped = re.search(r"(\d+) of (\d+) lines of stdin are no such records and were skipped", err)
-        assert "Traceback" not in err, case
-        said["ended" if error else "skipped" if skipped else "done"] += 1
+        said = capfd.readouterr().err
+        assert "Traceback" not in said, case
+        skipped = re.search(r"(\d+) of \d+ lines of stdin are no such records", said)
+        ends["error" if error else "skipped" if skipped else "done"] += 1
         if error:
-            assert error.startswith("error: ") and "\n" not in error and len(error) < 500, (error[:999], case)
-            named = re.match(r"error: stdin, line (\d+): .+ \(--skip_bad 1 leaves such lines out\)$", error)
-            assert int(named[1]) == line and not skip if named else ", line " not in error, (error, case)
-        elif module is not evaluate and stage not in ("dpo", "rft", "check"):
-            there, lost = data.count(b"\n") + (not data.endswith(b"\n")), int(skipped[1]) if skipped else 0
-            twice = re.search(r"(\d+) episodes of tasks that stdin repeats", err)
-            lost += int(twice[1]) if twice else 0
-            assert len(out) == there - lost, case
-    assert said["ended"] and said["done"] and (said["skipped"] or stage == "rft"), said
+            check_error(error, line, skip, case)
+        elif stage in ("grade", "collect", "candidates", "critic"):  # a record for each line
+            n_lines = data.count(b"\n") + (not data.endswith(b"\n"))
+            twice = re.search(r"(\d+) episodes of tasks that stdin repeats", said)
+            lost = sum(int(match[1]) for match in (skipped, twice) if match)
+            assert len(out) == n_lines - lost, case
+    assert ends["error"] and ends["done"] and (ends["skipped"] or stage == "rft"), ends
+
+
+def check_error(error, line, skip, case):
+    """It is one line; if it names a line of stdin, that is the broken one."""
+    assert error.startswith("error: ") and "\n" not in error and len(error) < 500, (error, case)
+    named = re.match(r"error: stdin, line (\d+): .+ \(--skip_bad 1 leaves such lines out\)$", error)
+    if named:
+        assert int(named[1]) == line and not skip, (error, case)
+    else:
+        assert ", line " not in error, (error, case)
 
 
 def test_a_null_is_a_field_that_is_not_there(good):
