@@ -21,7 +21,7 @@ Intervals come from a bootstrap over tasks: a resampled task brings all its epis
 A difference to the first system is taken on the tasks that both have, resampled in pairs; so are wins, the share of
 these tasks with a higher mean reward than the first system's, a tie counting half.
 """
-from utils import (fail, open_stdout, parser, progress, read_jsonl, run, say, skip_bad_flag,
+from utils import (fail, fail_on_error, open_stdout, parser, progress, read_jsonl, run, say, skip_bad_flag,
                    version, writing)
 
 import base64
@@ -263,9 +263,8 @@ def plot(results, path):
         axes.set_xticks(xs, [f"{x:g}" for x in xs])
     axes.set_ylabel("success %" if metric == "success" else f"{reward_name(results)} %")
     axes.legend()
-    with writing(path, path + ".part"):
-        figure.savefig(path + ".part", dpi=150, format=os.path.splitext(path)[1][1:] or "png")
-        os.replace(path + ".part", path)
+    with writing(path) as part:
+        figure.savefig(part, dpi=150, format=os.path.splitext(path)[1][1:] or "png")
     pyplot.close(figure)
 
 
@@ -408,10 +407,8 @@ class Report:
         self.draw(args)
         data = {"systems": systems, "tasks": list(self.tasks.values()), "pictures": self.pictures}
         data = json.dumps(data).replace("<", "\\u003c")
-        with writing(path, path + ".part"):
-            with open(path + ".part", "w", encoding="utf-8") as f:
-                f.write(REPORT.replace("DATA", data, 1))
-            os.replace(path + ".part", path)
+        with writing(path) as part, open(part, "w", encoding="utf-8") as f:
+            f.write(REPORT.replace("DATA", data, 1))
 
 
 def main(args):
@@ -419,7 +416,7 @@ def main(args):
     if args.html and args.results:
         fail("--html shows episodes, and --results 1 has none")
     for path in filter(None, (args.html, args.plot)):  # before the work
-        with writing(path):
+        with fail_on_error(f"{path} can't be written"):
             open(path + ".part", "w").close()
             os.remove(path + ".part")
     if args.results:

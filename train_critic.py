@@ -21,7 +21,7 @@ A --model that sees (Qwen2-VL, Qwen2.5-VL) gets the pages of frontend tasks as p
     python train_critic.py --score 1 --out runs/critic < more.jsonl > scored.jsonl  # trains nothing
     for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
-from utils import (SIGNALS, Log, digest, drop_checkpoints, fail, check_finite, from_rank_0, init_distributed, lr_at,
+from utils import (RANK, SIGNALS, Log, digest, drop_checkpoints, fail, check_finite, from_rank_0, init_distributed, lr_at,
                    machine_flags, open_stdout, parser, progress, read_jsonl, rng, run, say, sum_over_ranks,
                    writing)
 
@@ -342,7 +342,8 @@ def main(args):
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, args.seed, epoch)]
     if args.dry_run:
-        return emit(dry_run(args, find_model(args.model)[2], steps, [turns, ref_turns]))
+        scored = [turns] if args.head != "logratio" else [turns, ref_turns]
+        return emit(dry_run(args, find_model(args.model)[2], steps, scored))
     log.begin(steps=len(steps), pairs=sum(map(len, groups)), tasks=len(groups), too_long=too_long,
               held_out_pairs=sum(map(len, held.values())),
               data=digest([[digest(both) for both in ref_of.items()],
@@ -408,8 +409,9 @@ def main(args):
         for key in ("head", "hidden_info", "ref_context", "normalize", "picture_tokens"):
             about[key] = getattr(args, key)
         path = os.path.join(args.out, "critic.json")
-        with writing(path), open(path, "w") as f:  # for load_critic
-            json.dump(about, f)
+        if RANK == 0:
+            with writing(path) as part, open(part, "w") as f:  # for load_critic
+                json.dump(about, f)
         log(last=True, finished=len(steps), held_out_accuracy_before=accuracy(ref),
             held_out_accuracy=accuracy(logps), **token_counts())
     drop_checkpoints(args.out)

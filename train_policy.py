@@ -24,7 +24,7 @@ import os
 import sys
 from itertools import cycle
 
-from colbench import agent_messages, task_id, training_fields
+from colbench import PIECES, agent_messages, task_id, training_fields
 
 
 def get_args(argv=None):
@@ -162,7 +162,7 @@ def prepare(args):
     needs_reward = {"mtdpo": True, "rft": not args.all}.get(args.loss, args.mix > 0)
     fields = lambda record: training_fields(record, needs_reward)
     records = list(read_jsonl(sys.stdin, fields, skip_bad=args.skip_bad))
-    made = tiny(records, args.seed) if args.model == "tiny" else None
+    made = tiny(records, args.seed, PIECES) if args.model == "tiny" else None
     tokenizer = made[1] if made else find_model(args.model)[1]
     for r in records:
         for message, turn in zip(agent_messages(r), turns_of(tokenizer, r)):

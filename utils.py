@@ -259,7 +259,7 @@ class StdoutError(OSError):
 
 
 @contextlib.contextmanager
-def fail_on_error(what, hint, part=None):
+def fail_on_error(what, hint="", part=None):
     """Ends the program by one line, what: the reason, hint, where what is done inside fails; `part` is removed then."""
     try:
         yield
@@ -272,9 +272,21 @@ def fail_on_error(what, hint, part=None):
         fail(f"{what}: {getattr(e, 'strerror', None) or said[-1]}{hint}")
 
 
-def writing(path, part=None):
-    """with writing(path, part): what writes there, maybe by way of `part`, which may be what fills the disk."""
-    return fail_on_error(f"{path} can't be written", SIGNALS.hint, part)
+def resume_hint():
+    """What an error of a run that can be resumed ends with."""
+    return SIGNALS.hint
+
+
+@contextlib.contextmanager
+def writing(path):
+    """Yields path + ".part". What is written there, a file or a directory, becomes `path`.
+
+    On an error it is removed, and the program ends by one line. Only rank 0 may use it.
+    """
+    part = path + ".part"
+    with fail_on_error(f"{path} can't be written", resume_hint(), part):
+        yield part
+        os.replace(part, path)
 
 
 def reading(path):
@@ -593,11 +605,10 @@ class Log:
             remove(os.path.join(self.out, name))
         rows = [r for r in self.rows if "step" not in r or r["step"] < self.step]
         rows += [{"resumed": self.step, **new}] * bool(rows)
-        part = self.path + ".part"
-        with writing(self.path, part):
+        with writing(self.path) as part:
             with open(part, "w") as f:
                 f.writelines(json.dumps(row) + "\n" for row in rows or [new])
-            os.replace(part, self.path)
+        with fail_on_error(f"{self.out} can't be written", resume_hint()):
             self.file = open(self.path, "a", buffering=1)
             if sys.argv[0].endswith(".py"):
                 shutil.copy(sys.argv[0], self.out)
@@ -613,7 +624,7 @@ class Log:
     def __call__(self, last=False, **row):
         if RANK:
             return
-        with writing(self.path):
+        with fail_on_error(f"{self.path} can't be written", resume_hint()):
             self.file.write(json.dumps(row) + "\n")
         if last or time.time() - self.said > self.every:
             self.said = time.time()

@@ -1,16 +1,21 @@
-"""The tree of shared prefixes against separate forwards; chat templates; the tiny model."""
+"""The tree against separate forwards; its parts, and the ranks' shares; kernels; chat templates."""
 import copy
+import functools
 import json
 import os
 import random
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
-                          Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
+from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer, LlamaConfig,
+                          LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config,
+                          Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
 import model as M
+from colbench import PIECES
 from conftest import demos
 from train_critic import as_read
 
@@ -68,6 +73,12 @@ def gradients(model, logps):
     return {n.removeprefix("lm."): p.grad for n, p in model.named_parameters()}
 
 
+def same_gradients(got, want, limit=5e-7):  # transformers' norms are fp32 in any dtype
+    scale = max(g.abs().max() for g in want.values())
+    for name in want:
+        assert (got[name] - want[name]).abs().max() <= limit * scale, name
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_and_gradients_equal_separate_forwards(family, dtype):
@@ -81,16 +92,13 @@ def test_values_and_gradients_equal_separate_forwards(family, dtype):
             assert (x - y).abs().max() <= (1e-6 if dtype == torch.float32 else 1e-12) * y.abs().max().clamp(min=1)
         got, want = gradients(tree, got), gradients(plain, want)
         assert got.keys() == want.keys() and len(got) > 10
-        scale = max(g.abs().max() for g in want.values())
-        limit = 3e-6 if dtype == torch.float32 else 5e-7  # transformers' norms are fp32 in both
-        for name in want:
-            assert (got[name] - want[name]).abs().max() <= limit * scale, name
+        same_gradients(got, want, 3e-6 if dtype == torch.float32 else 5e-7)
 
 
-def test_pack_lays_every_prefix_out_once():
+def test_a_tree_lays_every_prefix_out_once():
     for seed in range(20):
         turns = some_turns(seed)
-        tree = M.pack(turns)
+        tree = M.Tree(turns)
         prefixes = {(*p, *a)[:n + 1] for p, a in turns for n in range(len(p) + len(a))}
         assert len(tree.ids) == len(prefixes) == M.tree_tokens(turns)
         assert tree.unshared == sum(len(p) + len(a) for p, a in turns)
@@ -101,7 +109,8 @@ def test_pack_lays_every_prefix_out_once():
             assert tree.ids[at].tolist() == list(action)
             assert path(at[-1].item()) == [*prompt, *action]
             assert tree.pos[at].tolist() == list(range(len(prompt), len(prompt) + len(action)))
-        assert sum(tree.runs.q) == len(tree.ids) and tree.runs.cu_kv[-1] == sum(tree.runs.kv) == len(tree.runs.paths)
+        assert sum(tree.q) == tree.cu_q[-1] == len(tree.ids)
+        assert sum(tree.kv) == tree.cu_kv[-1] == len(tree.paths)
 
 
 def test_sharing_saves_tokens_on_candidates(tiny_dir):
@@ -120,7 +129,7 @@ def test_micro_batches_partition_in_order_and_bound():
     for bound in (1, 30, 50, 100, 10 ** 9):
         parts = M.micro_batches(pairs, bound)
         assert [pair for part in parts for pair in part] == pairs
-        assert all(len(part) == 1 or len(M.pack(M.turns_in(part)).ids) <= bound for part in parts)
+        assert all(len(part) == 1 or len(M.Tree(M.turns_in(part)).ids) <= bound for part in parts)
     assert len(M.micro_batches(pairs, 10 ** 9)) == 1 < len(M.micro_batches(pairs, 100))
 
 
@@ -131,6 +140,191 @@ def test_score_equals_action_logps():
     for bound in (1, 64, 10 ** 9):
         for x, y in zip(M.score(tree, turns, bound), want):
             assert not x.requires_grad and torch.allclose(x, y, rtol=0, atol=1e-5)
+
+
+# --- a tree in parts ------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("bound", [1, 30, 64])
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3"])
+def test_parts_of_a_tree_give_the_same_values_and_gradients(family, bound, monkeypatch):
+    model, _ = two_models(family, torch.float64)
+    turns = [turn for seed in range(3) for turn in some_turns(seed)]
+    want = M.action_logps(model, turns)
+    want_gradients = gradients(model, want)
+    model.zero_grad()
+    trees = []
+
+    class NotedTree(M.Tree):
+        def __init__(self, turns, *more, **options):
+            super().__init__(turns, *more, **options)
+            trees.append((len(turns), len(self.ids)))
+
+    monkeypatch.setattr(M, "Tree", NotedTree)
+    got = M.action_logps(model, turns, bound)
+    assert sum(n for n, _ in trees) == len(turns) and len(trees) > 3
+    got_gradients = gradients(model, got)
+    assert sum(n for n, _ in trees) == 2 * len(turns)  # again in the backward pass
+    assert all(tokens <= bound or n == 1 for n, tokens in trees)
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
+    same_gradients(got_gradients, want_gradients)
+    with torch.no_grad():
+        again = M.action_logps(model, turns, bound)
+    assert all(torch.equal(a, b) for a, b in zip(again, got))
+
+
+def test_no_two_parts_are_recomputed_at_once():
+    """Each one's gradient comes after the next one's.
+
+    Else autograd would take up whatever else is ready on a GPU, and hold several parts.
+    """
+    model, _ = two_models("llama_tied", torch.float64)
+
+    def below(node):
+        nodes = {node}
+        for following, _ in node.next_functions:
+            if following:
+                nodes |= below(following)
+        return nodes
+
+    everything = below(torch.cat(M.action_logps(model, some_turns(), 30)).grad_fn)
+    parts = [node for node in everything if node.name() == "CheckpointFunctionBackward"]
+    above = sorted(sum(node in below(other) for other in parts) for node in parts)
+    assert above == list(range(1, len(parts) + 1)) and len(parts) > 2
+
+
+def test_deal_gives_every_rank_as_many_parts_of_about_the_same_size():
+    r = random.Random(0)
+
+    def size(part):
+        return M.tree_tokens(M.turns_in(part))
+
+    for _ in range(300):
+        world, bound = r.randrange(2, 6), r.choice([1, 20, 60, 10 ** 9])
+        lengths = [r.randrange(1, 40) for _ in range(r.randrange(1, 20))]
+        pairs = [M.Pair((((0, i), (1,) * n),)) for i, n in enumerate(lengths)]
+        parts = M.micro_batches(pairs, bound)
+        shares = [M.deal(parts, rank, world) for rank in range(world)]
+        assert len({len(share) for share in shares}) == 1
+        assert len(shares[0]) <= -(-len(parts) // world)  # no more rounds than there must be
+        total = Counter()
+        for part, weight in (x for share in shares for x in share):
+            assert weight in (0, 1) and part and (len(part) == 1 or size(part) <= bound)
+            total.update({pair: weight for pair in part})
+        if any(weight == 0 for share in shares for _, weight in share):
+            assert all(len(part) == 1 for share in shares for part, _ in share)  # nothing to halve
+        assert total == {pair: 1 for pair in pairs}
+        rounds = [[size(part) for part, _ in dealt] for dealt in zip(*shares)]
+        assert all(min(a) >= max(b) for a, b in zip(rounds, rounds[1:]))  # alike ones side by side
+
+
+def test_one_process_computes_its_parts_in_their_order():
+    pairs = [M.Pair((((0, i), (1,) * n),)) for i, n in enumerate((3, 9, 1, 20))]
+    parts = M.micro_batches(pairs, 10)
+    assert len(parts) > 2 and M.deal(parts, 0, 1) == [(part, 1.0) for part in parts]
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def loop_kernel(q, k, v, tree, scale):
+    """The oracle of the kernels: of n queries and m keys, query i sees the first m - n + i + 1."""
+    out, cu_q, cu_kv = [], tree.cu_q.tolist(), tree.cu_kv.tolist()
+    for start, end, first, last in zip(cu_q, cu_q[1:], cu_kv, cu_kv[1:]):
+        copies = q.shape[1] // k.shape[1]
+        keys, values = (x[first:last].repeat_interleave(copies, 1) for x in (k, v))
+        for i in range(start, end):
+            seen = last - first - (end - 1 - i)
+            weights = torch.einsum("hd,khd->hk", q[i], keys[:seen]).mul(scale).softmax(-1)
+            out.append(torch.einsum("hk,khd->hd", weights, values[:seen]))
+    return torch.stack(out)
+
+
+AttentionInterface.register("tree_loop", functools.partial(M.tree_attention, loop_kernel))
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3"])
+def test_sdpa_gives_what_a_loop_over_the_layout_of_flash_kernels_gives(family):
+    model, _ = two_models(family, torch.float64)
+    turns = some_turns()
+    want = M.action_logps(model, turns)
+    want_gradients = {n: g.clone() for n, g in gradients(model, want).items()}
+    model.zero_grad()
+    model.lm.config._attn_implementation = "tree_loop"
+    tree = M.Tree(turns)
+    assert any(queries < keys for queries, keys in zip(tree.q, tree.kv, strict=True))
+    got = M.action_logps(model, turns)
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
+    same_gradients(gradients(model, got), want_gradients)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_gradients_of_what_many_branches_share_are_summed_in_fp32(device):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 5, 8).to(device, torch.bfloat16).requires_grad_()
+                         for _ in range(3))
+    paths = torch.arange(5, device=device).repeat(200)
+    up = torch.rand(1000, 2, 8).to(device, torch.bfloat16)
+    seen = []
+
+    def kernel(q, k, v, *more):
+        seen.append((k, v))
+        return k * up + v * up
+
+    tree = SimpleNamespace(paths=paths)
+    M.tree_attention(kernel, None, query, key, value, None, tree=tree)[0].sum().backward()
+    plain = key.detach()[0].transpose(0, 1).clone().requires_grad_()
+    (plain[paths] * up).sum().backward()
+    exact = up.double().view(200, 5, 2, 8).sum(0)
+
+    def error(gradient):
+        return ((gradient - exact).abs() / exact).max().item()
+
+    for x, (taken,) in ((key, {k for k, _ in seen}), (value, {v for _, v in seen})):
+        assert torch.equal(taken, x[0].transpose(0, 1)[paths])
+        assert error(x.grad[0].transpose(0, 1)) <= 2 ** -8 < error(plain.grad) / 2
+
+
+def bf16_error(attention, device, exact=None):
+    """(rms of values' errors, largest relative error of a parameter's gradient).
+
+    Without `exact`, the exact (values, gradients).
+    """
+    r = random.Random(0)
+
+    def ids(n):
+        return tuple(r.randrange(300) for _ in range(n))
+
+    turns, history = [], ids(150)
+    for _ in range(4):
+        turns += [(history, ids(r.randrange(5, 70))) for _ in range(12)]
+        history += turns[-1][1] + ids(30)
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=300, hidden_size=256, intermediate_size=512,
+                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                         initializer_range=0.06, attn_implementation="tree_" + attention)
+    lm = LlamaForCausalLM(config).bfloat16()
+    model = M.TreeLM(lm.to(device, torch.bfloat16 if exact else torch.float32))
+    logps = M.action_logps(model, turns)
+    values = torch.cat(logps).detach()
+    grads = {n: g.float() for n, g in gradients(model, logps).items()}
+    if not exact:
+        return values, grads
+    off = [((g - exact[1][n]).norm() / exact[1][n].norm()).item() for n, g in grads.items()]
+    return (values - exact[0]).square().mean().sqrt().item(), max(off)
+
+
+@GPU
+@pytest.mark.parametrize("kernel", ["torch", "flash"])
+def test_flash_kernels_are_as_exact_as_sdpa_in_16_bits(kernel):
+    """Runs have fewer queries than keys: a mask not aligned at the end would be far off."""
+    if kernel == "flash":
+        pytest.importorskip("flash_attn", reason="the package flash-attn is not installed")
+    exact = bf16_error("sdpa", "cuda")
+    got, want = bf16_error(kernel, "cuda", exact), bf16_error("sdpa", "cuda", exact)
+    assert want[0] < 0.1 and want[1] < 0.1
+    assert got[0] < 2 * want[0] and got[1] < 2 * want[1]
 
 
 # --- chat templates ---------------------------------------------------------------------------------------------------
@@ -319,14 +513,14 @@ def test_tiny_tokenizer_round_trips_any_text(tiny_dir):
 
 
 def test_tiny_is_a_function_of_its_seed():
-    weights = [M.tiny(demos(30), seed)[0].state_dict() for seed in (0, 0, 1)]
+    weights = [M.tiny(demos(30), seed, PIECES)[0].state_dict() for seed in (0, 0, 1)]
     same = lambda a, b: all(torch.equal(a[k], b[k]) for k in a)
     assert same(weights[0], weights[1]) and not same(weights[0], weights[2])
-    assert sum(p.numel() for p in M.tiny(demos(200), 0)[0].parameters()) < 400_000
+    assert sum(p.numel() for p in M.tiny(demos(200), 0, PIECES)[0].parameters()) < 400_000
 
 
 def test_saving_and_loading_change_nothing(tmp_path):
-    model, tokenizer = M.tiny(demos(50), 0)
+    model, tokenizer = M.tiny(demos(50), 0, PIECES)
     M.save(model, tokenizer, str(tmp_path / "m"))
     again, tokenizer_again = M.load(str(tmp_path / "m"))
     turns = [t for d in demos(5, seed=4) for t in M.turns_of(tokenizer, d)]
