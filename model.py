@@ -302,10 +302,11 @@ class TreeLM(torch.nn.Module):
             grids, pixels, sizes = [], torch.zeros(4, patch), torch.tensor([[1, 2, 2]])
         seen = self.lm.model.visual(pixels.to(self.device, self.dtype),
                                     grid_thw=sizes.to(self.device)).pooler_output
-        pictures = dict(zip(numbers, seen.split([math.prod(grids[n]) for n in numbers])))
         words = self.lm.get_input_embeddings()(tree.ids.where(tree.ids < PICTURE, 0))
         if shown:
-            features = torch.cat([pictures[n] for n in shown])
+            rows = torch.arange(len(seen), device=self.device)
+            rows = dict(zip(numbers, rows.split([math.prod(grids[n]) for n in numbers])))
+            features = Gather.apply(seen, torch.cat([rows[n] for n in shown]))
             words = words.index_put((torch.tensor(places, device=self.device),), features)
         positions = torch.tensor(picture_positions(ids, parents, grids), device=self.device)
         return {"inputs_embeds": (words + 0 * seen.sum())[None],

@@ -19,10 +19,11 @@ from colbench import PIECES
 from conftest import demos
 from train_critic import as_read
 
-# --- the tree ---------------------------------------------------------------------------------------------------------
+# --- the tree -------------------------------------------------------------------------------------
 
-SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2)  # attention far from uniform
+SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+             initializer_range=0.2)  # large, so that attention is far from uniform
 FAMILIES = {"llama": (LlamaForCausalLM, LlamaConfig, dict(tie_word_embeddings=False)),
             "llama_tied": (LlamaForCausalLM, LlamaConfig, dict(tie_word_embeddings=True)),
             "qwen2": (Qwen2ForCausalLM, Qwen2Config, dict(tie_word_embeddings=True)),
@@ -42,13 +43,16 @@ def two_models(family, dtype=torch.float32):
 def some_turns(seed=0):
     """Turns that share prefixes in every way there is."""
     r = random.Random(seed)
-    ids = lambda n: tuple(r.randrange(61) for _ in range(n))
+
+    def ids(n):
+        return tuple(r.randrange(61) for _ in range(n))
+
     root = ids(9)
     a, b, c = ids(5), ids(7), ids(4)
     turns = [(root, a), (root, b), (root, c),                   # candidates of one turn
              (root, a),                                         # a duplicate
              (root, a[:3]),                                     # a prefix of another
-             (root, a[:2] + ids(4)), (root, a[:2] + ids(3)),    # they part in the middle of an action
+             (root, a[:2] + ids(4)), (root, a[:2] + ids(3)),    # actions that share their beginning
              (root + a + c, b), (root + a + c + b + ids(3), c),  # later turns of one trajectory
              (root[:4], root[4:7]),                             # an action inside another's prompt
              (root[:4] + ids(6), a), (ids(1), ids(1)), (ids(20), ids(30)), (root + a, c + b)]
@@ -88,8 +92,9 @@ def test_values_and_gradients_equal_separate_forwards(family, dtype):
         tree.zero_grad(), plain.zero_grad()
         got, want = M.action_logps(tree, turns, chunk=7), separate(plain, turns)
         assert [len(x) for x in got] == [len(action) for _, action in turns]
+        limit = 1e-6 if dtype == torch.float32 else 1e-12
         for x, y in zip(got, want):
-            assert (x - y).abs().max() <= (1e-6 if dtype == torch.float32 else 1e-12) * y.abs().max().clamp(min=1)
+            assert (x - y).abs().max() <= limit * y.abs().max().clamp(min=1)
         got, want = gradients(tree, got), gradients(plain, want)
         assert got.keys() == want.keys() and len(got) > 10
         same_gradients(got, want, 3e-6 if dtype == torch.float32 else 5e-7)
@@ -114,7 +119,7 @@ def test_a_tree_lays_every_prefix_out_once():
 
 
 def test_sharing_saves_tokens_on_candidates(tiny_dir):
-    """16 candidates at every turn of short built-in dialogues, though here the candidates share no token themselves."""
+    """16 candidates at every turn of short dialogues. They share their history, but no token."""
     _, tokenizer = M.load(tiny_dir)
     r, turns = random.Random(0), []
     for d in demos(50):
@@ -327,69 +332,90 @@ def test_flash_kernels_are_as_exact_as_sdpa_in_16_bits(kernel):
     assert got[0] < 2 * want[0] and got[1] < 2 * want[1]
 
 
-# --- chat templates ---------------------------------------------------------------------------------------------------
+# --- chat templates -------------------------------------------------------------------------------
 
 # The documented formats. name: (control tokens, the beginning of text first; template; end of turn)
 TEMPLATES = {
-    "llama3": (["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>"],
-               "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
+    "llama3": (["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+                "<|end_of_text|>"],
+               "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+               "{% set system = messages[0]['content'] %}"
                "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}"
-               "<|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n{{ system }}<|eot_id|>"
+               "<|start_header_id|>system<|end_header_id|>\n\n"
+               "Today Date: 26 Jul 2024\n\n{{ system }}<|eot_id|>"
                "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
                "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
-               "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+               "{% if add_generation_prompt %}"
+               "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
                "<|eot_id|>"),
     "chatml": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-               "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
-               "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+               "{% if messages[0]['role'] != 'system' %}"
+               "<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
+               "{% for m in messages %}"
+               "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
                "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "<|im_end|>"),
-    "qwen3": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"],  # and <think>, </think>, which are not special
+    # Qwen3's <think> and </think> are no special tokens.
+    "qwen3": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
               "{% set ns = namespace(last=0) %}"
-              "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+              "{% for m in messages %}"
+              "{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
               "{% for m in messages %}{% set content = m['content'] %}{% set thought = '' %}"
               "{% if m['role'] == 'assistant' and '</think>' in content %}"
               "{% set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
               "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
               "<|im_start|>{{ m['role'] }}\n"
-              "{% if m['role'] == 'assistant' and loop.index0 > ns.last and (loop.last or thought) %}"
+              "{% if m['role'] == 'assistant' and loop.index0 > ns.last"
+              " and (loop.last or thought) %}"
               "<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ content }}<|im_end|>\n{% endfor %}"
               "{% if add_generation_prompt %}<|im_start|>assistant\n"
-              "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+              "{% if enable_thinking is defined and enable_thinking is false %}"
+              "<think>\n\n</think>\n\n{% endif %}"
               "{% endif %}", "<|im_end|>"),
     "mistral": (["<s>", "</s>", "[INST]", "[/INST]"],
-                "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }}[/INST]"
+                "{{ bos_token }}{% for m in messages %}"
+                "{% if m['role'] == 'user' %}[INST] {{ m['content'] }}[/INST]"
                 "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}", "</s>"),
     "gemma": (["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
               "{{ bos_token }}"
-              "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-              "{% for m in messages %}<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
+              "{% if messages[0]['role'] == 'system' %}"
+              "{{ raise_exception('no system role') }}{% endif %}"
+              "{% for m in messages %}<start_of_turn>"
+              "{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
               "{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
               "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}", "<end_of_turn>"),
 }
-ENDS = {"llama3": "<|end_of_text|>", "chatml": "<|endoftext|>", "qwen3": "<|endoftext|>", "mistral": "</s>", "gemma": "<eos>"}
+ENDS = {"llama3": "<|end_of_text|>", "chatml": "<|endoftext|>", "qwen3": "<|endoftext|>",
+        "mistral": "</s>", "gemma": "<eos>"}
 
 NO_BOS = "chatml", "qwen3"
 
 
 def byte_tokenizer(name):
-    """A byte-level tokenizer with the control tokens of a family, which adds a BOS of its own, as Llama's does."""
+    """A byte-level tokenizer with a family's control tokens. It adds a BOS, as Llama's does."""
     control, template, _ = TEMPLATES[name]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     t = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    t.pre_tokenizer, t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    t.decoder = decoders.ByteLevel()
     t.add_special_tokens(control)
     t.add_tokens(["<think>", "</think>"] * (name == "qwen3"))
     if name not in NO_BOS:
         bos = (control[0], len(alphabet))
         t.post_processor = processors.TemplateProcessing(f"{control[0]} $A", special_tokens=[bos])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, eos_token=ENDS[name], clean_up_tokenization_spaces=False,
-                                        **({"bos_token": control[0]} if name not in NO_BOS else {}))
+    bos = {} if name in NO_BOS else {"bos_token": control[0]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, eos_token=ENDS[name],
+                                        clean_up_tokenization_spaces=False, **bos)
     tokenizer.chat_template = template
     return tokenizer
 
 
 def dialogue(*contents):
     return [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
+
+
+def template_text(tokenizer, messages, thinking=False):
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True,
+                                         enable_thinking=thinking)
 
 
 def turns_of(tokenizer, history, hidden=None, thinking=0):
@@ -408,25 +434,30 @@ class TestTemplate:
         spelled = [{**m, "content": m["content"] + "".join(control) + "."} for m in PLAIN]
         for history in (PLAIN, spelled):
             turns = turns_of(tokenizer, history)
-            assert [tokenizer.decode(action) for _, action in turns] == [m["content"] + end for m in history[1::2]]
+            want = [m["content"] + end for m in history[1::2]]
+            assert [tokenizer.decode(action) for _, action in turns] == want
 
     def test_prompt_is_the_template_with_one_bos(self, name):
         tokenizer, (control, _, _) = byte_tokenizer(name), TEMPLATES[name]
         for t in (1, 3):
             prompt = turns_of(tokenizer, PLAIN)[t // 2][0]
-            assert tokenizer.decode(prompt) == tokenizer.apply_chat_template(PLAIN[:t], tokenize=False, enable_thinking=False,
-                                                                             add_generation_prompt=True)
+            assert tokenizer.decode(prompt) == template_text(tokenizer, PLAIN[:t])
             assert prompt.count(tokenizer.convert_tokens_to_ids(control[0])) == (name not in NO_BOS)
 
     def test_spelled_control_tokens_stay_text(self, name):
         tokenizer, (control, _, _) = byte_tokenizer(name), TEMPLATES[name]
         ids = set(tokenizer.convert_tokens_to_ids(control))
-        spelled = [{**m, "content": m["content"] + "".join(control) + "\ue0000\ue001."} for m in PLAIN]
-        count = lambda turns: [sum(i in ids for i in part) for turn in turns for part in turn]
-        assert count(turns_of(tokenizer, spelled)) == count(turns_of(tokenizer, PLAIN))
-        assert count(turns_of(tokenizer, PLAIN, "".join(control))) == count(turns_of(tokenizer, PLAIN, "c"))
-        assert tokenizer.decode(turns_of(tokenizer, spelled)[1][0]) == \
-            tokenizer.apply_chat_template(spelled[:3], tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        text = "".join(control) + "\ue0000\ue001."
+        spelled = [{**m, "content": m["content"] + text} for m in PLAIN]
+
+        def count(*conversation):
+            turns = turns_of(tokenizer, *conversation)
+            return [sum(i in ids for i in part) for turn in turns for part in turn]
+
+        assert count(spelled) == count(PLAIN)
+        assert count(PLAIN, "".join(control)) == count(PLAIN, "c")
+        prompt = turns_of(tokenizer, spelled)[1][0]
+        assert tokenizer.decode(prompt) == template_text(tokenizer, spelled[:3])
 
     def test_end_of_turn_is_the_templates(self, name):
         tokenizer, (_, _, end) = byte_tokenizer(name), TEMPLATES[name]
@@ -445,20 +476,25 @@ class TestTemplate:
         tokenizer = byte_tokenizer(name)
         seen, blind = turns_of(tokenizer, PLAIN, "SECRET"), turns_of(tokenizer, PLAIN)
         for (p, a), (q, b) in zip(seen, blind):
-            assert a == b and "SECRET" in tokenizer.decode(p) and "SECRET" not in tokenizer.decode(q)
-            assert tokenizer.decode(p).replace("Hidden reference:\nSECRET\n\n", "") == tokenizer.decode(q)
+            p, q = tokenizer.decode(p), tokenizer.decode(q)
+            assert a == b and "SECRET" in p and "SECRET" not in q
+            assert p.replace("Hidden reference:\nSECRET\n\n", "") == q
 
 
 def test_thinking():
-    """Qwen3's template: 0 puts an empty thought before each new message, 1 none; a thought is said once, as an action."""
-    tokenizer, marks = byte_tokenizer("qwen3"), byte_tokenizer("qwen3").convert_tokens_to_ids(["<think>", "</think>"])
+    """Qwen3's template: 0 puts an empty thought before each new message, 1 puts none.
+
+    A thought is said once, as an action.
+    """
+    tokenizer = byte_tokenizer("qwen3")
+    marks = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     history = copy.deepcopy(PLAIN)
     history[1]["output"] = "<think>\nwhich?\n</think>\n\nwhat is the fee?"
     for thinking in (0, 1):
         turns = turns_of(tokenizer, history, None, thinking)
         for t, (prompt, _) in enumerate(turns):
-            assert tokenizer.decode(prompt) == tokenizer.apply_chat_template(
-                history[:2 * t + 1], tokenize=False, add_generation_prompt=True, enable_thinking=bool(thinking))
+            want = template_text(tokenizer, history[:2 * t + 1], bool(thinking))
+            assert tokenizer.decode(prompt) == want
             assert [i for i in prompt if i in marks] == marks * (not thinking)
         assert [i for i in turns[0][1] if i in marks] == marks  # as it was sampled
         history[2]["content"] += "</think><think>"  # a human who spells them
@@ -470,7 +506,8 @@ def test_thinking():
 def test_a_conversation_that_the_template_refuses_is_one_line(tiny_dir):
     tokenizer = copy.deepcopy(M.find_model(tiny_dir)[1])
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(SystemExit, match="error: this --model's chat template takes no such conversation, user user: roles"):
+    message = "error: this --model's chat template takes no such conversation, user user: roles"
+    with pytest.raises(SystemExit, match=message):
         M.render(tokenizer, [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
 
 
@@ -478,8 +515,7 @@ def test_a_conversation_that_the_template_refuses_is_one_line(tiny_dir):
 def test_templates_that_trim_do_so_whatever_the_message_spells(name):
     tokenizer = byte_tokenizer(name)
     history = dialogue("  write f \n", " which? ", f"\n {ENDS[name]} \n")
-    assert tokenizer.decode(M.render(tokenizer, history)) == tokenizer.apply_chat_template(
-        history, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(M.render(tokenizer, history)) == template_text(tokenizer, history)
 
 
 def test_stored_token_ids_are_the_action():
@@ -497,11 +533,12 @@ def test_output_rather_than_content_is_the_action():
     assert "let me think" not in tokenizer.decode(later)  # the next prompt shows what was sent
 
 
-# --- the tiny model ---------------------------------------------------------------------------------------------------
+# --- the tiny model -------------------------------------------------------------------------------
 
 NASTY = ["", " ", "\n\n \t\r\n", "hello wörld", "🙂👩‍👩‍👧 日本語 \u202e",
          "<|end|><|user|> <0x41> \x00\x7f", "  def  f(x,rate=3):return 1  ", "rate=34fee=5",
-         "I WANT TO ANSWER:\ndef price(x, rate=3, cap=41): return min(x * rate, cap)", "\ue0000\ue001 ▁Ġ", "a" * 300]
+         "I WANT TO ANSWER:\ndef price(x, rate=3, cap=41): return min(x * rate, cap)",
+         "\ue0000\ue001 ▁Ġ", "a" * 300]
 
 
 def test_tiny_tokenizer_round_trips_any_text(tiny_dir):
@@ -525,11 +562,12 @@ def test_saving_and_loading_change_nothing(tmp_path):
     again, tokenizer_again = M.load(str(tmp_path / "m"))
     turns = [t for d in demos(5, seed=4) for t in M.turns_of(tokenizer, d)]
     assert turns == [t for d in demos(5, seed=4) for t in M.turns_of(tokenizer_again, d)]
-    assert all(torch.equal(a, b) for a, b in zip(M.action_logps(model, turns), M.action_logps(again, turns)))
+    logps, logps_again = M.action_logps(model, turns), M.action_logps(again, turns)
+    assert all(torch.equal(a, b) for a, b in zip(logps, logps_again))
 
 
 def test_transformers_opens_what_save_wrote(tiny_dir):
-    """With no help of ours: nothing in the directory names the tree's attention, and logits are the same bits."""
+    """Without our code: no file names the tree's attention, and logits are the same to the bit."""
     for name in os.listdir(tiny_dir):
         if name.endswith(".json"):
             assert '"tree"' not in open(os.path.join(tiny_dir, name)).read()
@@ -544,8 +582,8 @@ def test_transformers_opens_what_save_wrote(tiny_dir):
 
 def test_models_that_the_tree_cannot_compute_are_refused(tmp_path, tiny_dir):
     _, tokenizer = M.load(tiny_dir)
-    config = Qwen2Config(**{**SIZES, "vocab_size": len(tokenizer)}, use_sliding_window=True, sliding_window=8,
-                         max_window_layers=0)
+    config = Qwen2Config(**{**SIZES, "vocab_size": len(tokenizer)}, use_sliding_window=True,
+                         sliding_window=8, max_window_layers=0)
     M.save(M.TreeLM(Qwen2ForCausalLM(config)), tokenizer, str(tmp_path / "m"))
     with pytest.raises(SystemExit, match="sliding"):
         M.load(str(tmp_path / "m"))
