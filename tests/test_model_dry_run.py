@@ -1,4 +1,4 @@
-"""--dry_run: tokens as those of the run, FLOPs as torch counts them, memory as autograd keeps it."""
+"""--dry_run: tokens as in the run, FLOPs as torch counts them, memory as autograd keeps it."""
 import json
 from types import SimpleNamespace
 
@@ -34,7 +34,7 @@ def test_tokens_are_those_of_the_run(job, world, rewarded, tiny_dir, tmp_path):
             for i, c in enumerate(m.get("candidates", ())):
                 c["advantage"] = float(i)
     name, *flags = FLAGS[job]
-    flags = [name, "--model", tiny_dir, *flags, "--max_tokens", 1500, "--out"]
+    flags = [name, "--model", tiny_dir, *flags, "--max_tokens", 4000, "--out"]
     given = demos(12) if job == "tiny" else rewarded
     dry = script(*flags, tmp_path / "dry", "--dry_run", world, stdin=given)
     assert dry.returncode == 0 and not (tmp_path / "dry").exists(), dry.stderr
