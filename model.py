@@ -94,7 +94,7 @@ class Tree:
             ids += seq[shared:]
             pos += range(shared, len(seq))
             path = path[:shared] + array("q", range(start, len(ids)))
-            parent += (array("q", [-1]) + path)[shared:-1]
+            parent += path[shared - 1:-1] if shared else [-1, *path[:-1]]
             if runs and shared == len(before):  # it extends the last sequence: one run serves both
                 start, _ = runs.pop()
             runs.append((start, path))
@@ -953,16 +953,17 @@ def activation_bytes(config, turns, size, recompute):
 def dry_run(args, config, steps, scored):
     """What a run on args.dry_run GPUs would take, a dict. steps: [[Pair]]; scored: [[turn]].
 
-    tokens: `official` are those of the released procedure, for each pair two sequences padded to
-    the longer one. `computed` are those of all GPUs, as the trainers deal the pairs to them, but
-    without recomputation. `slowest_rank`: each step's slowest GPU, times their number.
-    petaflops: 2 a weight and token, and 4 a layer, attention dimension, token and key; three times
-    that in training, and once more for what is recomputed.
-    gb_a_gpu: the share of fp32 weights, gradients and moments; what FSDP gathers, the embedding,
-    the head and a layer with its gradients; activations. At the end of a backward pass the
-    gradients of embedding and head replace the last two: `total` has whatever is more.
-    Guesses: activations (a formula), and hours. These are at 400 TFLOP/s and 300 GB/s a GPU, as of
-    an H100 with NVLink; weights are sent for both passes, fp32 gradients once a micro-batch.
+    tokens: `official` are those of the released procedure: for each pair two sequences, the turns
+    of a side in one, padded to the longer one. `computed` are those of all GPUs, as the trainers
+    deal the pairs to them, without recomputation. `slowest_rank`: the tokens of each step's slowest
+    GPU, times the number of GPUs.
+    petaflops: 2 for each weight and token, and 4 for each layer, attention dimension, token and
+    key; three times that in training, and once more for what is recomputed.
+    gb_a_gpu: the GPU's share of fp32 weights, gradients and moments; what FSDP gathers, which is
+    the embedding, the head and a layer with its gradients; activations. At the end of a backward
+    pass the gradients of embedding and head replace the last two. `total` takes the larger sum.
+    Guesses: the activations, by a formula; the hours, at 400 TFLOP/s and 300 GB/s a GPU (an H100
+    with NVLink). Weights are sent for both passes, fp32 gradients once, in each micro-batch.
     """
     if has_vision(config):
         fail("--dry_run does not know models that see pictures")
