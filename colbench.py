@@ -447,8 +447,8 @@ def page_demonstration(task, r, args):
     return {"task": task, "sample": 0, "dialogue_history": history, "answer": last_page(history)}
 
 
-# Words of one token for `--model tiny`: words, numbers, `name=`, a marker, a function's head and body, and
-# what stands between a page's slots.
+# What is one token of `--model tiny`: a word, a number, `name=`, a marker, a function's head, its
+# body, and what stands between a page's slots.
 BEFORE_SLOT = r'[^\n]*?class="(?:bg-|text-|grid-cols-)'
 PIECES = (
     r"[A-Z][A-Z ]+:\n|Hidden reference:\n"

@@ -21,9 +21,9 @@ A --model that sees (Qwen2-VL, Qwen2.5-VL) gets the pages of frontend tasks as p
     python train_critic.py --score 1 --out runs/critic < more.jsonl > scored.jsonl  # trains nothing
     for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
-from utils import (RANK, SIGNALS, Log, digest, drop_checkpoints, fail, check_finite, from_rank_0, init_distributed, lr_at,
-                   machine_flags, open_stdout, parser, progress, read_jsonl, rng, run, say, sum_over_ranks,
-                   writing)
+from utils import (RANK, SIGNALS, Log, digest, drop_checkpoints, fail, check_finite, from_rank_0,
+                   init_distributed, lr_at, machine_flags, open_stdout, parser, progress,
+                   read_jsonl, rng, run, say, sum_over_ranks, writing)
 
 import json
 import os
