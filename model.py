@@ -263,11 +263,8 @@ class TreeLM(torch.nn.Module):
             return [*self.lm.model.visual.blocks, *self.lm.model.language_model.layers]
         return [*self.lm.model.layers]
 
-    def forward(self, tree, scored, chunk=None):
-        """(N,) numbers of the tokens at the flat indices `scored`, (N,).
-
-        chunk: how many tokens have logits at a time. Checkpoints keep none for the backward pass.
-        """
+    def forward(self, tree, scored):
+        """(N,) numbers of the tokens at the flat indices `scored`, (N,)."""
         if has_vision(self.lm.config):
             inputs, decoder = self.embed(tree), self.lm.model.language_model
         else:
@@ -277,7 +274,8 @@ class TreeLM(torch.nn.Module):
         if self.score:
             return hidden[scored].float() @ self.score.weight[0].float()
         hidden, targets = hidden[tree.parent[scored]], tree.ids[scored]
-        chunk = chunk or max(64, LOGITS[self.device.type] // self.config.vocab_size)
+        # Logits of a few tokens at a time: the checkpoints keep none for the backward pass.
+        chunk = max(1, LOGITS[self.device.type] // self.config.vocab_size)
         logps = []
         for i in range(0, len(scored), chunk):
             logps.append(checkpoint(head_logps, hidden[i:i + chunk], self.lm.lm_head.weight,
@@ -313,7 +311,7 @@ class TreeLM(torch.nn.Module):
                 "position_ids": positions.T[:, None]}
 
 
-def action_logps(model, turns, max_tokens=None, chunk=None):
+def action_logps(model, turns, max_tokens=None):
     """Log-probs of each action given its prompt: a list of (L,) fp32 tensors on the CPU.
 
     A model with a head gives one value a turn instead, (1,): the mean over its tokens, those of
@@ -328,7 +326,7 @@ def action_logps(model, turns, max_tokens=None, chunk=None):
     logps = [None] * len(turns)
 
     def compute(part, anchor):
-        return tree_logps(model, [turns[i] for i in part], chunk)
+        return tree_logps(model, [turns[i] for i in part])
 
     for n in range(rounds):
         # A rank with fewer parts repeats its last one: every rank must join every collective.
@@ -347,14 +345,14 @@ def action_logps(model, turns, max_tokens=None, chunk=None):
     return logps
 
 
-def tree_logps(model, turns, chunk=None):
+def tree_logps(model, turns):
     """action_logps by a single tree, one turn's numbers after another's in one tensor."""
     tree = Tree(turns, model.device, with_prompts=model.score is not None)
     COUNT["computed"] += len(tree.ids)
     COUNT["unshared"] += tree.unshared
     # A token that several actions share is scored once.
     scored, where = torch.cat(tree.actions).unique(return_inverse=True)
-    numbers = model(tree, scored.to(model.device), chunk)
+    numbers = model(tree, scored.to(model.device))
     numbers = numbers.cpu()[where]  # they are few: losses are computed on the CPU
     if model.score is None:
         return numbers
