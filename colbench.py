@@ -447,6 +447,17 @@ def page_demonstration(task, r, args):
     return {"task": task, "sample": 0, "dialogue_history": history, "answer": last_page(history)}
 
 
+# What is one token of `--model tiny`: a word, a number, `name=`, a marker, a function's head, its
+# body, and what stands between a page's slots.
+BEFORE_SLOT = r'[^\n]*?class="(?:bg-|text-|grid-cols-)'
+PIECES = (
+    r"[A-Z][A-Z ]+:\n|Hidden reference:\n"
+    r"|def \w+\(x|\): return [^\n]+"
+    r"|<html>" + BEFORE_SLOT +
+    r'|(?:-\d00)?(?: [^\n"]*)?">(?:' + BEFORE_SLOT + r'|[^\n"]*)'
+    r"| ?\w+=|\d+| ?\w+|[^\w]")
+
+
 # --- the grader: a sandbox ------------------------------------------------------------------------
 #
 # grader --"fork", one end of a new socket--> fork server --fork--> child: confines itself, then

@@ -1,12 +1,18 @@
-"""Models, chat templates, and the one primitive of the method: log-probs of actions, over a tree of shared prefixes.
+"""The model: log-probs of many actions by one forward over the tree of their shared prefixes.
 
 A turn is (prompt_ids, action_ids): what the agent read and what it wrote, as tuples of token ids.
-Critic scores, DPO, multi-turn DPO, fine-tuning, ranking and best-of-N are all functions of
-`action_logps(model, turns)`.
+Every loss and every score of this repo is a function of `action_logps(model, turns)`.
 
-Candidates of a turn share their history, turns of a trajectory extend one another, trajectories of a task share the
-task. So `pack` sorts the sequences, which is depth-first order of their prefix tree, and lays every shared prefix out
-once. Attention then runs over `runs`, stretches of new tokens that see their own path from the root.
+Turns share prefixes. Candidates have the same history, the turns of a trajectory extend one
+another, and the trajectories of a task begin with its description. `pack` sorts the turns, which
+puts their prefix tree in depth-first order, and lays out every shared prefix once:
+
+    turns   a b c | d       ids      a  b  c  d  e  f  x
+            a b c | e f     pos      0  1  2  3  3  4  2    position in its own sequence
+            a b   | x       parent  -1  0  1  2  2  4  1    index of the token before it
+                            runs    [a  b  c  d][e  f][x]
+
+A run is a stretch of new tokens. It attends to its path from the root: a b c e f for the second.
 """
 import functools
 import glob
@@ -17,9 +23,9 @@ import os
 import re
 import struct
 import warnings
-import weakref
 from array import array
 from itertools import accumulate
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -29,112 +35,117 @@ import torch.nn.functional as F
 from jinja2.exceptions import TemplateError
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy,
+                                    OffloadPolicy, fully_shard)
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText,
-                          AutoTokenizer, GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast)
+from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
+                          AutoModelForImageTextToText, AutoTokenizer, GenerationConfig,
+                          LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast)
 from transformers.utils import logging
 
-from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, from_rank_0,
-                   max_over_ranks, progress, reading, remove, resume_hint, rng, sum_over_ranks,
-                   writing)
+from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error,
+                   from_rank_0, max_over_ranks, progress, reading, remove, resume_hint, rng,
+                   sum_over_ranks, writing)
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process may read weights, too
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads, too
 logging.set_verbosity_error()
 logging.disable_progress_bar()
-SIDE = 28  # pixels of a picture's token: patches of 14, merged by two
-PICTURE = 1 << 20  # ids from here on are tokens of picture id - PICTURE: so no prefix is shared by unlike pictures
-TURN = 0  # under this key, which no JSON has, a trainer keeps the turn of a message or a candidate
-COUNT = {"computed": 0, "unshared": 0}  # tokens that went through the model, and would have without sharing
+
+TURN = 0  # a trainer keeps a message's or candidate's turn under this key, which JSON can't have
+PICTURE = 1 << 20  # the id PICTURE + n is a token of picture n; also the key of a message's picture
+SIDE = 28  # pixels along a side of such a token
+LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 26}  # logits held at once: 64 MB or 256 MB in fp32
+COUNT = {"computed": 0, "unshared": 0}  # tokens computed so far; the same without sharing
 
 
-# --- the tree ---------------------------------------------------------------------------------------------------------
-
-class Tree(NamedTuple):
-    ids: torch.Tensor     # (T,) token ids, depth first
-    pos: torch.Tensor     # (T,) depth: the position in every sequence that holds the token
-    parent: torch.Tensor  # (T,) flat index of the token before it on its path; its hidden state predicts the token
-    runs: "Runs"          # stretches of new tokens; each attends to its own path from the root
-    actions: list         # per turn, (L,) flat indices of its action's tokens, on the CPU
-    unshared: int         # tokens of the turns laid out one by one
-
-
-class Runs:
-    """Stretches of new tokens. A plain class: of what layers are given FSDP walks through every list and named tuple."""
-
-    def __init__(self, paths, q, kv, device):
-        ends = lambda lengths: torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-        self.paths = paths.to(device)     # flat indices of each run's path, root to its last token, one after another
-        self.q, self.kv = q, kv           # lists: tokens of each run; tokens of its path, of which its own are the last
-        self.cu_q, self.cu_kv = ends(q), ends(kv)  # (runs + 1,) where each begins, and the end: as flash attention wants
-
+# --- turns and their tree -------------------------------------------------------------------------
 
 def common_prefix(a, b):
-    """Length of the common prefix of two lists, by binary search over slices (each compared in C)."""
-    lo, hi = 0, min(len(a), len(b))
-    while lo < hi:
-        mid = (lo + hi + 1) // 2
-        lo, hi = (mid, hi) if a[lo:mid] == b[lo:mid] else (lo, mid - 1)
-    return lo
+    """Length of the common prefix of two lists, by binary search: comparing slices is fast."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
-def pack(turns, device="cpu", with_prompts=False):
-    """The prefix tree of turns [(prompt_ids, action_ids)] as one packed sequence. No prompt or action may be empty.
+class Tree:
+    """The prefix tree of turns. No prompt and no action may be empty.
 
-    with_prompts: a turn's `actions` are all its tokens, those of its prompt, too.
+    A plain class: FSDP would search a tuple or dataclass for tensors to move.
     """
-    seqs = [[*prompt, *action] for prompt, action in turns]
-    ids, pos, parent, runs, actions = [], [], [], [], [None] * len(turns)
-    path, before = array("q"), []
-    for i in sorted(range(len(turns)), key=seqs.__getitem__):
-        seq, shared = seqs[i], common_prefix(before, seqs[i])
-        start, end = len(ids), len(ids) + len(seq) - shared
-        if runs and shared == len(before) and runs[-1][1] == start:
-            runs[-1][1] = end  # it extends the last run: one longer run serves both
-        elif end > start:
-            runs.append([start, end, None])
-        ids += seq[shared:]
-        pos += range(shared, len(seq))
-        parent += [path[shared - 1] if shared else -1, *range(start, end - 1)][:end - start]
-        path = path[:shared] + array("q", range(start, end))
-        if end > start:
-            runs[-1][2] = path
-        first = 0 if with_prompts else len(turns[i][0])
-        actions[i] = torch.frombuffer(path, dtype=torch.long)[first:]
+
+    def __init__(self, turns, device="cpu", with_prompts=False):
+        """with_prompts: `actions` hold the tokens of the prompts, too."""
+        seqs = [[*prompt, *action] for prompt, action in turns]
+        ids, pos, parent, actions = [], [], [], [None] * len(turns)
+        runs = []  # (flat index of the first token, path)
+        before, path = [], array("q")  # the last sequence, and the flat indices of its tokens
+        for i in sorted(range(len(turns)), key=seqs.__getitem__):
+            seq = seqs[i]
+            shared = common_prefix(before, seq)
+            start = len(ids)
+            ids += seq[shared:]
+            pos += range(shared, len(seq))
+            path = path[:shared] + array("q", range(start, len(ids)))
+            parent += path[shared - 1:-1] if shared else [-1, *path[:-1]]
+            if runs and shared == len(before):  # it extends the last sequence: one run serves both
+                start, _ = runs.pop()
+            runs.append((start, path))
+            first = 0 if with_prompts else len(turns[i][0])
+            actions[i] = torch.frombuffer(path, dtype=torch.long)[first:]
+            before = seq
+        starts, paths = zip(*runs)
+        flat_paths = torch.cat([torch.frombuffer(path, dtype=torch.long) for path in paths])
+
+        self.ids = torch.tensor(ids, device=device)        # (T,) token ids in depth-first order
+        self.pos = torch.tensor(pos, device=device)        # (T,) depth: the position in a sequence
+        self.parent = torch.tensor(parent, device=device)  # (T,) flat index of the token before
+        self.actions = actions  # for each turn the flat indices (L,) of its action, on the CPU
+        self.unshared = sum(map(len, seqs))  # tokens of all turns one by one
+
+        self.paths = flat_paths.to(device)   # (K,) flat indices of the runs' paths, concatenated
+        self.q = [end - start for start, end in zip(starts, [*starts[1:], len(ids)])]
+        self.kv = [len(path) for path in paths]  # tokens of each path; q: of each run
+        self.cu_q = torch.tensor([0, *accumulate(self.q)], dtype=torch.int32, device=device)
+        self.cu_kv = torch.tensor([0, *accumulate(self.kv)], dtype=torch.int32, device=device)
+
+
+def tree_size(turns):
+    """(tokens, keys): the tokens of the turns' tree, and how many keys they attend to in all."""
+    tokens, keys, before = 0, 0, []
+    for seq in sorted([*prompt, *action] for prompt, action in turns):
+        shared = common_prefix(before, seq)
+        tokens += len(seq) - shared
+        keys += (len(seq) * (len(seq) + 1) - shared * (shared + 1)) // 2
         before = seq
-    starts, ends, paths = zip(*runs)
-    runs = Runs(torch.cat([torch.frombuffer(path, dtype=torch.long) for path in paths]),
-                [end - start for start, end in zip(starts, ends)], list(map(len, paths)), device)
-    as_tensor = lambda x: torch.tensor(x, device=device)
-    return Tree(as_tensor(ids), as_tensor(pos), as_tensor(parent), runs, actions, sum(map(len, seqs)))
+    return tokens, keys
+
+
+def tree_tokens(turns):
+    """The tokens of the turns' tree."""
+    return tree_size(turns)[0]
 
 
 def token_counts():
-    """COUNT of all ranks together, and how many times fewer tokens sharing made of it."""
+    """COUNT over all ranks, and `sharing`: how many times fewer tokens the trees computed."""
     computed, unshared = map(int, sum_over_ranks(*COUNT.values()))
     return {"computed": computed, "unshared": unshared, "sharing": unshared / max(1, computed)}
 
 
-def tree_size(turns):
-    """(tokens, keys): how many tokens `pack(turns)` computes, and how many keys they attend to in all."""
-    seqs = sorted([*prompt, *action] for prompt, action in turns)
-    shared = [0, *map(common_prefix, seqs, seqs[1:])]
-    upto = lambda n: n * (n + 1) // 2
-    return sum(map(len, seqs)) - sum(shared), sum(upto(len(s)) for s in seqs) - sum(map(upto, shared))
-
-
-def tree_tokens(turns):
-    """How many tokens `pack(turns)` computes."""
-    return tree_size(turns)[0]
-
-
-# --- attention over runs ----------------------------------------------------------------------------------------------
+# --- attention over runs --------------------------------------------------------------------------
 
 class Gather(torch.autograd.Function):
-    """x[index], whose gradient is summed in fp32: in bf16 a prefix that 100 branches share would lose 1 % of it."""
+    """x[index], with the gradient summed in fp32.
+
+    Summed in bf16, the gradient of a prefix that 100 branches share would be 1 % off.
+    """
 
     @staticmethod
     def forward(ctx, x, index):
@@ -144,45 +155,53 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        index, = ctx.saved_tensors
         wide = torch.promote_types(grad.dtype, torch.float32)
         total = torch.zeros(ctx.rows, *grad.shape[1:], dtype=wide, device=grad.device)
-        return total.index_add_(0, ctx.saved_tensors[0], grad.to(wide)).to(grad.dtype), None
+        return total.index_add_(0, index, grad.to(wide)).to(grad.dtype), None
 
 
-def tree_attention(kernel, module, query, key, value, attention_mask, scaling=None, runs=None, **kwargs):
-    """Attention of a packed tree, as transformers' AttentionInterface wants it, by a kernel for many short sequences.
+def tree_attention(kernel, module, query, key, value, attention_mask, scaling=None, tree=None,
+                   **kwargs):
+    """Attention of a packed tree, in the form that transformers' AttentionInterface wants.
 
-    query (1, H, T, D), key and value (1, KV, T, D) to (1, T, H, D). Every run is one sequence: its tokens as queries,
-    its path as keys, and a causal mask aligned at the end, since its own tokens are the path's last.
+    query (1, H, T, D), key and value (1, KV, T, D) give (1, T, H, D). Each run is a sequence for
+    the kernel: its tokens are the queries, its path the keys. The mask is causal, aligned at the
+    end, because the run's tokens are the last of its path.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
-    return kernel(q, Gather.apply(k, runs.paths), Gather.apply(v, runs.paths), runs, scaling)[None], None
+    out = kernel(q, Gather.apply(k, tree.paths), Gather.apply(v, tree.paths), tree, scaling)
+    return out[None], None
 
 
-def sdpa_kernel(q, k, v, runs, scale):
-    """One scaled_dot_product_attention a run: the reference, and the form for the CPU."""
-    by_run = lambda x, lengths: (y.transpose(0, 1)[None] for y in x.split(lengths))  # (1, heads, length, D) each
-    out = [F.scaled_dot_product_attention(*run, attn_mask=end_aligned(n, m, q.device), is_causal=n == m, scale=scale,
-                                          enable_gqa=True)
-           for *run, n, m in zip(by_run(q, runs.q), by_run(k, runs.kv), by_run(v, runs.kv), runs.q, runs.kv)]
+def sdpa_kernel(q, k, v, tree, scale):
+    """One scaled_dot_product_attention for each run: the reference, and the kernel for the CPU."""
+    def by_run(x, lengths):
+        return [part.transpose(0, 1)[None] for part in x.split(lengths)]  # (1, heads, length, D)
+
+    out = []
+    for q_run, k_run, v_run in zip(by_run(q, tree.q), by_run(k, tree.kv), by_run(v, tree.kv)):
+        queries, keys = q_run.shape[2], k_run.shape[2]
+        mask = None
+        if queries < keys:  # else is_causal means the same
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
+            mask = mask.tril(keys - queries)
+        out.append(F.scaled_dot_product_attention(
+            q_run, k_run, v_run, attn_mask=mask, is_causal=mask is None, scale=scale,
+            enable_gqa=True))
     return torch.cat(out, 2)[0].transpose(0, 1)
 
 
-def end_aligned(q, kv, device):
-    """(q, kv) causal mask in which the last query sees every key; None for q = kv, where is_causal means the same."""
-    return None if q == kv else torch.ones(q, kv, dtype=torch.bool, device=device).tril(kv - q)
-
-
-def torch_kernel(q, k, v, runs, scale):
+def torch_kernel(q, k, v, tree, scale):
     from torch.nn.attention.varlen import varlen_attn
-    return varlen_attn(q, k, v, runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv), scale=scale, window_size=(-1, 0),
-                       enable_gqa=q.shape[1] != k.shape[1])
+    return varlen_attn(q, k, v, tree.cu_q, tree.cu_kv, max(tree.q), max(tree.kv), scale=scale,
+                       window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1])
 
 
-def flash_kernel(q, k, v, runs, scale):
+def flash_kernel(q, k, v, tree, scale):
     from flash_attn import flash_attn_varlen_func
-    return flash_attn_varlen_func(q, k, v, runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv), softmax_scale=scale,
-                                  causal=True)
+    return flash_attn_varlen_func(q, k, v, tree.cu_q, tree.cu_kv, max(tree.q), max(tree.kv),
+                                  softmax_scale=scale, causal=True)
 
 
 for name, kernel in (("sdpa", sdpa_kernel), ("torch", torch_kernel), ("flash", flash_kernel)):
@@ -190,201 +209,247 @@ for name, kernel in (("sdpa", sdpa_kernel), ("torch", torch_kernel), ("flash", f
 
 
 def pick_attention(name, device, dtype):
-    """The kernel behind --attention: flash needs a GPU, 16 bits and its package, torch the first two."""
-    fit, installed = device.type == "cuda" and dtype != torch.float32, importlib.util.find_spec("flash_attn")
+    """The name of the kernel for --attention. flash and torch need a GPU and 16 bits."""
+    installed = importlib.util.find_spec("flash_attn")
+    if device.type != "cuda" or dtype == torch.float32:
+        if name not in ("auto", "sdpa"):
+            fail(f"--attention {name} needs a GPU and --dtype bf16; sdpa runs everywhere")
+        return "sdpa"
     if name == "auto":
-        return "sdpa" if not fit else "flash" if installed else "torch"
-    if name != "sdpa" and not fit:
-        fail(f"--attention {name} needs a GPU and --dtype bf16; sdpa runs everywhere")
+        return "flash" if installed else "torch"
     if name == "flash" and not installed:
-        fail("--attention flash needs the package flash-attn (pip install flash-attn --no-build-isolation); "
-             "torch's own kernel is --attention torch")
+        fail("--attention flash needs the package flash-attn (pip install flash-attn "
+             "--no-build-isolation); --attention torch is torch's own kernel")
     return name
 
 
-# --- the forward ------------------------------------------------------------------------------------------------------
+# --- the forward ----------------------------------------------------------------------------------
 
 def head_logps(hidden, weight, targets):
-    """log softmax(hidden @ weight.T)[targets], (N,), in fp32 or better. Checkpointed: no (N, vocab) logits are kept."""
+    """log softmax(hidden @ weight.T)[targets], (N,), in fp32, or in fp64 for fp64 inputs."""
     logits = F.linear(hidden, weight)
-    return -F.cross_entropy(logits if logits.dtype == torch.float64 else logits.float(), targets, reduction="none")
+    if logits.dtype != torch.float64:
+        logits = logits.float()
+    return -F.cross_entropy(logits, targets, reduction="none")
+
+
+def has_vision(config):
+    """Whether a model of this config sees pictures."""
+    return hasattr(config, "vision_config")
 
 
 class TreeLM(torch.nn.Module):
-    """A transformers causal LM as the one forward of the method: a packed tree to numbers of chosen tokens.
+    """A transformers causal LM whose forward takes a Tree.
 
-    These are log-probs; with a `head` what a linear one makes of their last hidden states. It is what FSDP wraps: the
-    head's weight, often the embedding's too, is then used inside the root's own forward.
+    It gives log-probs of chosen tokens, or with `head` the outputs of a linear head on their last
+    hidden states. FSDP wraps this module, and not the LM, so that the LM head's weight is used in
+    the forward of the module that gathers it.
     """
 
     def __init__(self, lm, device=None, head=False):
         super().__init__()
-        self.lm, self.device, self.dtype = lm.eval(), torch.device(device or lm.device), lm.dtype
-        self.config, self.pictures = lm.config.get_text_config(), None
-        width = self.config.hidden_size
-        self.score = torch.nn.Linear(width, 1, bias=False, device=lm.device) if head else None
+        self.lm = lm.eval()
+        self.device = torch.device(device or lm.device)
+        self.dtype = lm.dtype
+        self.config = lm.config.get_text_config()
+        self.pictures = None  # the Pictures that tokens of pictures are of
+        self.score = None
+        if head:
+            self.score = torch.nn.Linear(self.config.hidden_size, 1, bias=False, device=lm.device)
 
     def layers(self):
-        """Every transformer layer, that of pictures first."""
-        return [*self.lm.model.visual.blocks, *self.lm.model.language_model.layers] if has_vision(self.lm.config) else \
-            [*self.lm.model.layers]
-
-    def forward(self, tree, scored, chunk):
-        """(N,) numbers of the tokens at the flat indices `scored` (N,); log-probs of `chunk` tokens at a time."""
-        at_once = 2 ** 24 if self.device.type == "cpu" else 2 ** 26  # logits: 64 MB, or 256 MB, in fp32
-        chunk = chunk or max(64, at_once // self.config.vocab_size)
+        """Every transformer layer, those of the vision tower first."""
         if has_vision(self.lm.config):
-            inputs, read = self.embed(tree), self.lm.model.language_model
+            return [*self.lm.model.visual.blocks, *self.lm.model.language_model.layers]
+        return [*self.lm.model.layers]
+
+    def forward(self, tree, scored):
+        """(N,) numbers of the tokens at the flat indices `scored`, (N,)."""
+        if has_vision(self.lm.config):
+            inputs, decoder = self.embed(tree), self.lm.model.language_model
         else:
-            inputs, read = {"input_ids": tree.ids[None], "position_ids": tree.pos[None]}, self.lm.model
-        hidden = read(**inputs, runs=tree.runs, use_cache=False).last_hidden_state[0]  # (T, width)
+            inputs = {"input_ids": tree.ids[None], "position_ids": tree.pos[None]}
+            decoder = self.lm.model
+        hidden = decoder(**inputs, tree=tree, use_cache=False).last_hidden_state[0]  # (T, width)
         if self.score:
             return hidden[scored].float() @ self.score.weight[0].float()
         hidden, targets = hidden[tree.parent[scored]], tree.ids[scored]
-        return torch.cat([checkpoint(head_logps, hidden[i:i + chunk], self.lm.lm_head.weight, targets[i:i + chunk],
-                                     use_reentrant=False) for i in range(0, len(scored), chunk)])
+        # Logits of a few tokens at a time: the checkpoints keep none for the backward pass.
+        chunk = max(1, LOGITS[self.device.type] // self.config.vocab_size)
+        logps = []
+        for i in range(0, len(scored), chunk):
+            logps.append(checkpoint(head_logps, hidden[i:i + chunk], self.lm.lm_head.weight,
+                                    targets[i:i + chunk], use_reentrant=False))
+        return torch.cat(logps)
 
     def embed(self, tree):
-        """Embeddings and positions of a tree with pictures, each of which is looked at once, however often it is shown.
+        """A tree's embeddings and positions. The vision tower sees each picture once.
 
-        All ranks call the vision tower equally often: where a tree has no picture, it looks at an empty one.
+        A tree without pictures sends it an empty one: every rank must join FSDP's collectives.
         """
-        ids, v, grids = tree.ids.tolist(), self.lm.config.vision_config, self.pictures.grids if self.pictures else []
-        pos, at = picture_positions(ids, tree.parent.tolist(), grids)
-        numbers = sorted({i - PICTURE for i in ids if i >= PICTURE})
-        if numbers:
+        ids, parents = tree.ids.tolist(), tree.parent.tolist()
+        places = [t for t, i in enumerate(ids) if i >= PICTURE]
+        shown = [ids[t] - PICTURE for t in places if ids[parents[t]] != ids[t]]  # where each starts
+        numbers = sorted(set(shown))
+        if shown:
+            grids = self.pictures.grids
             pixels, sizes = self.pictures.pixels(numbers)
         else:
-            pixels = torch.zeros(4, v.in_channels * v.temporal_patch_size * v.patch_size ** 2)
-            sizes = torch.tensor([[1, 2, 2]])
-        seen = self.lm.model.visual(pixels.to(self.device, self.dtype), grid_thw=sizes.to(self.device)).pooler_output
-        first = dict(zip(numbers, accumulate([0, *(math.prod(grids[n]) for n in numbers)])))
-        shown = [t for t, i in enumerate(ids) if i >= PICTURE]
-        index = [first[ids[t] - PICTURE] + at[t] for t in shown]
-        as_tensor = lambda x: torch.tensor(x, dtype=torch.long, device=self.device)
+            vision = self.lm.config.vision_config
+            patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size ** 2
+            grids, pixels, sizes = [], torch.zeros(4, patch), torch.tensor([[1, 2, 2]])
+        seen = self.lm.model.visual(pixels.to(self.device, self.dtype),
+                                    grid_thw=sizes.to(self.device)).pooler_output
         words = self.lm.get_input_embeddings()(tree.ids.where(tree.ids < PICTURE, 0))
-        words = words.index_put((as_tensor(shown),), Gather.apply(seen, as_tensor(index))) + 0 * seen.sum()
-        return {"inputs_embeds": words[None], "position_ids": as_tensor(pos).T[:, None]}
+        if shown:
+            rows = torch.arange(len(seen), device=self.device)
+            rows = dict(zip(numbers, rows.split([math.prod(grids[n]) for n in numbers])))
+            features = Gather.apply(seen, torch.cat([rows[n] for n in shown]))
+            words = words.index_put((torch.tensor(places, device=self.device),), features)
+        positions = torch.tensor(picture_positions(ids, parents, grids), device=self.device)
+        return {"inputs_embeds": (words + 0 * seen.sum())[None],
+                "position_ids": positions.T[:, None]}
 
 
-def has_vision(config):
-    """Whether a model of this config looks at pictures."""
-    return hasattr(config, "vision_config")
+def action_logps(model, turns, max_tokens=None):
+    """Log-probs of each action given its prompt: a list of (L,) fp32 tensors on the CPU.
 
-
-def picture_positions(ids, parents, grids):
-    """Qwen2-VL's positions of a tree's tokens, [(time, row, column)], and each one's index in its picture.
-
-    A word stands after all before it on its path; a picture's tokens after those, by row and column.
+    A model with a head gives one value a turn instead, (1,): the mean over its tokens, those of
+    the prompt included. A larger tree than max_tokens is computed in parts, once more in the
+    backward pass: the same values and gradients in bounded memory. Under torchrun every rank must
+    call this, each with turns of its own.
     """
-    pos, at, after, start = [], [], [], []  # after: the next word's position; start: where the token's picture stands
-    for i, parent in zip(ids, parents):
-        inside = i >= PICTURE and parent >= 0 and ids[parent] == i
-        at.append(at[parent] + 1 if inside else 0)
-        start.append(start[parent] if inside else after[parent] if parent >= 0 else 0)
-        rows, columns = grids[i - PICTURE] if i >= PICTURE else (1, 1)
-        row, column = divmod(at[-1], columns)
-        pos.append((start[-1], start[-1] + row, start[-1] + column))
-        after.append(start[-1] + max(rows, columns))
-    return pos, at
+    parts = branches(turns, max_tokens) if max_tokens else [list(range(len(turns)))]
+    rounds = max_over_ranks(len(parts))
+    recompute = rounds > 1 and torch.is_grad_enabled()
+    anchor = torch.ones((), requires_grad=True)
+    logps = [None] * len(turns)
 
+    def compute(part, anchor):
+        return tree_logps(model, [turns[i] for i in part])
+
+    for n in range(rounds):
+        # A rank with fewer parts repeats its last one: every rank must join every collective.
+        part = parts[min(n, len(parts) - 1)]
+        if recompute:
+            # Recompute in backward. `anchor` chains the parts, so that autograd recomputes one at
+            # a time, the last one first.
+            numbers = anchor = checkpoint(compute, part, anchor, use_reentrant=True)
+        else:
+            numbers = compute(part, anchor)
+        if n >= len(parts):
+            logps[0] = logps[0] + 0 * numbers.sum()  # it needs a backward pass, with no effect
+            continue
+        for i, x in zip(part, numbers.split(sizes(model, [turns[i] for i in part]))):
+            logps[i] = x
+    return logps
+
+
+def tree_logps(model, turns):
+    """action_logps by a single tree, one turn's numbers after another's in one tensor."""
+    tree = Tree(turns, model.device, with_prompts=model.score is not None)
+    COUNT["computed"] += len(tree.ids)
+    COUNT["unshared"] += tree.unshared
+    # A token that several actions share is scored once.
+    scored, where = torch.cat(tree.actions).unique(return_inverse=True)
+    numbers = model(tree, scored.to(model.device))
+    numbers = numbers.cpu()[where]  # they are few: losses are computed on the CPU
+    if model.score is None:
+        return numbers
+    by_turn = numbers.split([len(action) for action in tree.actions])
+    return torch.stack([x.mean() for x in by_turn])
+
+
+def sizes(model, turns):
+    """How many numbers action_logps gives for each turn."""
+    if model.score is not None:
+        return [1] * len(turns)
+    return [len(action) for _, action in turns]
+
+
+# --- pictures: a critic that sees -----------------------------------------------------------------
 
 class Pictures:
-    """PNG files of pages, as prompts show them to Qwen2-VL: number n is files[n], of grids[n] = (rows, columns) tokens.
+    """PNG files of pages, as Qwen2-VL reads them. Picture n is files[n].
 
-    A picture has at most `most` tokens; a larger one is scaled down.
+    Its tokens are a grid of grids[n] = (rows, columns). Pictures of more than max_tokens tokens
+    are scaled down.
     """
 
-    def __init__(self, path, config, most, files=()):
-        """path: the model's directory; files: {page: its file}."""
+    def __init__(self, path, config, max_tokens, files=()):
+        """path: the model's directory; files: {page: its PNG file}."""
         from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen
-        self.processor, self.resize = qwen.Qwen2VLImageProcessorPil.from_pretrained(path), qwen.smart_resize
-        self.size = {"shortest_edge": 4 * SIDE ** 2, "longest_edge": most * SIDE ** 2}
-        self.ends = config.vision_start_token_id, config.vision_end_token_id
+        self.processor = qwen.Qwen2VLImageProcessorPil.from_pretrained(path)
+        self.resize = qwen.smart_resize
+        self.size = {"shortest_edge": 4 * SIDE ** 2, "longest_edge": max_tokens * SIDE ** 2}
+        self.start, self.end = config.vision_start_token_id, config.vision_end_token_id
         self.numbers, self.files, self.grids = {}, [], []
         for page, file in dict(files).items():
             self.add(page, file)
 
     def add(self, page, file):
-        """Takes a page in, unless it is there already."""
+        """Gives a new page the next number."""
         if page in self.numbers:
             return
         with open(file, "rb") as f:
-            width, height = struct.unpack(">16x2I", f.read(24))
+            width, height = struct.unpack(">16x2I", f.read(24))  # from the PNG's header
+        height, width = self.resize(height, width, SIDE, *self.size.values())
         self.numbers[page] = len(self.files)
         self.files.append(file)
-        self.grids.append(tuple(x // SIDE for x in self.resize(height, width, SIDE, *self.size.values())))
+        self.grids.append((height // SIDE, width // SIDE))
 
     def ids(self, page):
-        """The ids that show a page's picture; () where it has none."""
-        n = self.numbers.get(page)
-        return () if n is None else (self.ends[0], *[PICTURE + n] * math.prod(self.grids[n]), self.ends[1])
+        """Token ids that show a page; () if it has no picture."""
+        if page not in self.numbers:
+            return ()
+        n = self.numbers[page]
+        return (self.start, *[PICTURE + n] * math.prod(self.grids[n]), self.end)
 
     def pixels(self, numbers):
-        """(patches, pixels of a patch) of these pictures one after another, and their grids (pictures, 3)."""
+        """(patches, pixels of a patch) of all these pictures; their grids of patches, (N, 3)."""
         from PIL import Image
         images = [Image.open(self.files[n]).convert("RGB") for n in numbers]
         return self.processor(images, size=self.size, return_tensors="pt").values()
 
 
-def action_logps(model, turns, max_tokens=None, chunk=None):
-    """Per-token log-probs of each action given its prompt: (L_i,) fp32 tensors on the CPU, in the order of `turns`.
+def picture_positions(ids, parents, grids):
+    """[(time, row, column)]: Qwen2-VL's position of each token of a tree.
 
-    Of a model with a regression head its value of each turn, (1,): the mean over all tokens, prompt and action.
-    A token shared by several actions is scored once. A tree of more than max_tokens is computed branch by branch, again
-    in the backward pass: the same values and gradients in bounded memory. Under torchrun every rank must call it, with
-    turns of its own; who has fewer branches fills up, since FSDP's collectives must meet.
+    A token of text has three times the same position, after all before it on its path. A picture
+    starts there, too, and its tokens add their row and column.
     """
-    parts = branches(turns, max_tokens) if max_tokens else [list(range(len(turns)))]
-    rounds = max_over_ranks(len(parts))
-    logps, anchor = [None] * len(turns), torch.ones((), requires_grad=True)
-
-    def part_logps(part, anchor):
-        tree = pack([turns[i] for i in part], model.device, model.score is not None)
-        scored, where = torch.cat(tree.actions).unique(return_inverse=True)
-        COUNT["computed"] += len(tree.ids)
-        COUNT["unshared"] += tree.unshared
-        numbers = model(tree._replace(actions=None), scored.to(model.device), chunk)  # FSDP would move each to the GPU
-        numbers = numbers.cpu()[where]  # few: losses are made on the CPU
-        if model.score is not None:
-            return torch.stack([x.mean() for x in numbers.split([len(a) for a in tree.actions])])
-        return numbers
-
-    for n in range(rounds):
-        part = parts[min(n, len(parts) - 1)]
-        if rounds == 1 or not torch.is_grad_enabled():
-            flat = part_logps(part, anchor)
-        else:  # without gradient now, and with it when the loss's comes back: each after the next one, for autograd
-            flat = anchor = checkpoint(part_logps, part, anchor, use_reentrant=True)  # runs whatever else is ready
-        if n < len(parts):
-            for i, x in zip(part, flat.split(sizes(model, [turns[i] for i in part]))):
-                logps[i] = x
-        else:
-            logps[0] = logps[0] + 0 * flat.sum()
-    return logps
+    positions, starts, offsets, ends = [], [], [], []  # offset: a token's index in its picture
+    for i, parent in zip(ids, parents):
+        is_picture = i >= PICTURE
+        start, offset = 0, 0
+        if is_picture and parent >= 0 and ids[parent] == i:
+            start, offset = starts[parent], offsets[parent] + 1
+        elif parent >= 0:
+            start = ends[parent]
+        rows, columns = grids[i - PICTURE] if is_picture else (1, 1)
+        positions.append((start, start + offset // columns, start + offset % columns))
+        starts.append(start)
+        offsets.append(offset)
+        ends.append(start + max(rows, columns))
+    return positions
 
 
-def sizes(model, turns):
-    """How many numbers action_logps gives of each turn."""
-    return [len(action) if model.score is None else 1 for _, action in turns]
-
-
-# --- pairs, and batches of bounded memory, as many on every rank ----------------------------------
+# --- pairs, batches, and each rank's share --------------------------------------------------------
 
 class Pair(NamedTuple):
     """One example of a loss: two trajectories of a task, or two candidates of a turn."""
     chosen: tuple         # the turns, (prompt_ids, action_ids), of the better one
-    rejected: tuple = ()  # those of the worse one; fine-tuning has none
-    gap: float = 0.0      # how much better it is, in reward; a candidate, in what ranks candidates
+    rejected: tuple = ()  # the turns of the worse one; fine-tuning has none
+    gap: float = 0.0      # by how much the chosen one's reward is higher, or its rank's value
 
 
 def turns_in(pairs):
-    """The turns of some pairs, each once."""
+    """The sorted turns of some pairs, each once."""
     return sorted({turn for pair in pairs for turn in (*pair.chosen, *pair.rejected)})
 
 
 def batches(groups, batch_size, *seed):
-    """One epoch's batches of pairs, a function of the seed; a group's pairs stay together."""
+    """One epoch's batches of the groups of pairs, shuffled by `seed`. A group stays together."""
     groups = list(groups)
     rng("order", *seed).shuffle(groups)
     pairs = [pair for group in groups for pair in group]
@@ -392,7 +457,11 @@ def batches(groups, batch_size, *seed):
 
 
 def branches(turns, max_tokens):
-    """Indices of turns in parts [[i, ...]] of at most max_tokens tree tokens, or one turn, neighbours together."""
+    """The turns in parts [[index]] whose trees have at most max_tokens tokens each.
+
+    A longer turn is a part of its own. The parts follow the sorted order of the turns, so that
+    turns with a long common prefix share a part.
+    """
     parts, size, before = [], max_tokens, []
     for i in sorted(range(len(turns)), key=turns.__getitem__):
         seq = [*turns[i][0], *turns[i][1]]
@@ -401,88 +470,113 @@ def branches(turns, max_tokens):
             parts.append([])
             size, new = 0, len(seq)
         parts[-1].append(i)
-        size, before = size + new, seq
+        size += new
+        before = seq
     return parts
 
 
 def micro_batches(pairs, max_tokens):
-    """The pairs in parts, halved until a part's tree has at most max_tokens, or is of one pair."""
+    """The pairs in parts, halved until a part's tree has at most max_tokens or it is one pair."""
     if len(pairs) == 1 or tree_tokens(turns_in(pairs)) <= max_tokens:
         return [pairs]
     half = len(pairs) // 2
     return [*micro_batches(pairs[:half], max_tokens), *micro_batches(pairs[half:], max_tokens)]
 
 
-def deal(parts):
-    """This rank's share of a step's micro-batches, [(part, weight)], each of weight 1.
+def even_parts(parts, world):
+    """A step's micro-batches as [(part, weight)], the largest first, a multiple of `world`.
 
-    Every rank gets the same number, of similar sizes: the largest parts are halved until they can
-    be shared out evenly. Where no part can be halved, the last one is added with weight 0.
+    The largest parts are halved until the ranks can share them out evenly. If all are single
+    pairs, the last one is repeated with weight 0: every rank needs as many.
     """
-    if WORLD == 1:
+    if world == 1:
         return [(part, 1.0) for part in parts]
-    sized = lambda part: (tree_tokens(turns_in(part)), part)
-    parts = [sized(part) for part in parts]
-    while len(parts) % WORLD and max(len(part) for _, part in parts) > 1:
-        big = max((x for x in parts if len(x[1]) > 1), key=lambda x: x[0])
-        parts.remove(big)
-        half = len(big[1]) // 2
-        parts += [sized(big[1][:half]), sized(big[1][half:])]
-    parts = [part for _, part in sorted(parts, key=lambda x: -x[0])]
-    fillers = [(parts[-1], 0.0)] * (-len(parts) % WORLD)
-    return ([(part, 1.0) for part in parts] + fillers)[RANK::WORLD]
+    sized = [(tree_tokens(turns_in(part)), part) for part in parts]
+    while len(sized) % world and max(len(part) for _, part in sized) > 1:
+        largest = max((x for x in sized if len(x[1]) > 1), key=itemgetter(0))
+        sized.remove(largest)
+        half = len(largest[1]) // 2
+        for part in (largest[1][:half], largest[1][half:]):
+            sized.append((tree_tokens(turns_in(part)), part))
+    parts = [part for _, part in sorted(sized, key=itemgetter(0), reverse=True)]
+    fillers = [(parts[-1], 0.0)] * (-len(parts) % world)
+    return [(part, 1.0) for part in parts] + fillers
+
+
+def deal(parts, rank=RANK, world=WORLD):
+    """A rank's share of a step's micro-batches, [(part, weight)]: as many as every other's."""
+    return even_parts(parts, world)[rank::world]
 
 
 @torch.no_grad()
 def score(model, turns, max_tokens, what="scoring"):
-    """action_logps of any number of turns, without gradient, in trees of at most max_tokens, by all ranks together."""
-    parts, logps = branches(turns, max_tokens), [torch.zeros(n) for n in sizes(model, turns)]
-    for n in progress(what, range(RANK, len(parts) + -len(parts) % WORLD, WORLD)):
-        part = parts[min(n, len(parts) - 1)]  # every rank as often
-        for i, x in zip(part, action_logps(model, [turns[i] for i in part])):
-            logps[i] = x if n < len(parts) else logps[i]
+    """action_logps of any number of turns without gradient: every rank gets all of them.
+
+    The ranks share the work, in trees of at most max_tokens tokens. `what` names the progress bar.
+    """
+    parts = branches(turns, max_tokens)
+    logps = [torch.zeros(n) for n in sizes(model, turns)]
+    rounds = -(-len(parts) // WORLD)
+    for n in progress(what, range(RANK, rounds * WORLD, WORLD)):
+        part = parts[min(n, len(parts) - 1)]  # a rank without a part repeats the last one
+        part_logps = action_logps(model, [turns[i] for i in part])
+        if n < len(parts):
+            for i, x in zip(part, part_logps):
+                logps[i] = x
     if isinstance(model, FSDPModule):
-        model.reshard()  # else the root's weights stay gathered, and an optimizer made now would not hold its shards
+        model.reshard()  # so that an optimizer made after this finds the shards of all weights
     if WORLD > 1 and turns:
-        dist.all_reduce(flat := torch.cat(logps))
+        flat = torch.cat(logps)
+        dist.all_reduce(flat)
         logps = list(flat.split([len(x) for x in logps]))
     return logps
 
 
-# --- turns: chat templates in, token ids out --------------------------------------------------------------------------
+# --- chat templates: conversations to token ids ---------------------------------------------------
 
 @functools.cache
 def control_tokens(tokenizer):
-    """Tokens that steer the model: the special ones, and others that the template spells (Qwen3's <think>)."""
-    return [t.content for t in tokenizer.added_tokens_decoder.values()
-            if t.special or t.content.strip() and t.content in tokenizer.chat_template]
+    """Tokens that steer the model: special ones, and others in the template (Qwen3's <think>)."""
+    return [token.content for token in tokenizer.added_tokens_decoder.values()
+            if token.special or token.content.strip() and token.content in tokenizer.chat_template]
 
 
 def render(tokenizer, messages, thinking=0):
-    """Token ids of a conversation up to where the assistant's next message starts.
+    """Token ids of a conversation, up to where the assistant's next message starts.
 
-    The template's own control tokens are the only ones: one that is spelled out inside a message stays plain text.
-    thinking: 1 leaves templates that know `enable_thinking` to their models' thinking, 0 switches it off. What a
-    message has under PICTURE, a key that no data can have, are ids that stand after its content as they are.
+    A control token that a message spells stays plain text. The ids of a message's picture, under
+    the key PICTURE, follow its content. thinking: 0 switches off the thinking of models whose
+    template has `enable_thinking`. Fails if the template refuses the conversation.
     """
+    # In the text that the template gets, "\ue000N\ue001" stands for spelled control token N, and
+    # "\ue002N\ue003" for the picture of message N.
     control = ["\ue000", "\ue002", *control_tokens(tokenizer)]
     spelled = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))))
-    hide = lambda text: spelled.sub(lambda m: f"\ue000{control.index(m[0])}\ue001", text)
-    said = [{"role": m["role"], "content": hide(m["content"]) + f"\ue002{t}\ue003" * bool(m.get(PICTURE))}
-            for t, m in enumerate(messages)]
+
+    def plain(text):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    hidden = []
+    for n, message in enumerate(messages):
+        content = spelled.sub(lambda m: f"\ue000{control.index(m[0])}\ue001", message["content"])
+        if message.get(PICTURE):
+            content += f"\ue002{n}\ue003"
+        hidden.append({"role": message["role"], "content": content})
     try:
-        text = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True,
+        text = tokenizer.apply_chat_template(hidden, tokenize=False, add_generation_prompt=True,
                                              enable_thinking=bool(thinking))
     except TemplateError as e:
-        fail(f"this --model's chat template takes no such conversation, {' '.join(m['role'] for m in said)}: {e}")
-    ids, plain = [], lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-    parts = re.split("([\ue000\ue002])(\\d+)[\ue001\ue003]", text)  # text, what is hidden, its index, text, ...
-    for before, what, n in zip(parts[::3], [*parts[1::3], None], [*parts[2::3], None]):
-        ids += plain(before)
-        if what == "\ue000":
-            ids += plain(control[int(n)][:1]) + plain(control[int(n)][1:])
-        elif what:
-            ids += messages[int(n)][PICTURE]
+        roles = " ".join(message["role"] for message in messages)
+        fail(f"this --model's chat template takes no such conversation, {roles}: {e}")
+    pieces = re.split("([\ue000\ue002]\\d+[\ue001\ue003])", text)  # text, placeholder, text, ...
+    ids = plain(pieces[0])
+    for placeholder, after in zip(pieces[1::2], pieces[2::2]):
+        n = int(placeholder[1:-1])
+        if placeholder[0] == "\ue002":
+            ids += messages[n][PICTURE]
+        else:  # in two parts, it is no control token
+            ids += plain(control[n][:1]) + plain(control[n][1:])
+        ids += plain(after)
     return ids
 
 
@@ -493,13 +587,15 @@ def plain_ids(tokenizer, text):
 
 @functools.cache
 def end_of_turn(tokenizer):
-    """Token ids with which the template closes an assistant message, up to and with its first control token."""
+    """Token ids that end the template's assistant message, up to its first control token."""
     mark = "\ue000"
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}],
-                                         tokenize=False)
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
     ids = tokenizer(text.rpartition(mark)[2], add_special_tokens=False)["input_ids"]
-    control = [i for i, t in enumerate(ids) if t in tokenizer.added_tokens_decoder]
-    return ids[:control[0] + 1] if control else [tokenizer.eos_token_id]
+    for n, i in enumerate(ids):
+        if i in tokenizer.added_tokens_decoder:
+            return ids[:n + 1]
+    return [tokenizer.eos_token_id]
 
 
 def thinking_flag(record):
@@ -508,116 +604,125 @@ def thinking_flag(record):
 
 
 def raw_text(message):
-    """What the agent wrote in a message or candidate, maybe nothing: `output`, else `content`."""
+    """What the agent wrote in a message or candidate: `output`, or `content`, or ""."""
     return message.get("output") or message.get("content") or ""
 
 
 def action_ids(tokenizer, message, sampled=True, picture=()):
-    """Ids of an action: the stored `token_ids`, what was really sampled; where there are none (demonstrations,
-    published data), its raw text and the end of turn.
+    """Token ids of an action: the stored `token_ids`, which are what was sampled.
 
-    sampled=False: a critic judges it as text. It is tokenised anew; picture's ids stand behind it.
+    Without them (demonstrations, published data), or with sampled=False, its raw text is
+    tokenized. The ids of a picture and the end of turn follow.
     """
     if sampled and message.get("token_ids"):
         if max(message["token_ids"]) >= len(tokenizer):
-            fail("token_ids in the records are not of this --model's tokenizer: take the model that sampled them")
+            fail("token_ids in the records are not of this --model's tokenizer: "
+                 "take the model that sampled them")
         return tuple(message["token_ids"])
     return (*plain_ids(tokenizer, raw_text(message)), *picture, *end_of_turn(tokenizer))
 
 
 def turns_of(tokenizer, record):
-    """[(prompt_ids, action_ids)] of the assistant messages in a record's dialogue_history, in order."""
-    history = record["dialogue_history"]
-    return [(tuple(render(tokenizer, history[:t], thinking_flag(record))), action_ids(tokenizer, m))
-            for t, m in enumerate(history) if m["role"] == "assistant"]
+    """The turns [(prompt_ids, action_ids)] of the assistant messages in a record, in order."""
+    history, thinking = record["dialogue_history"], thinking_flag(record)
+    return [(tuple(render(tokenizer, history[:t], thinking)), action_ids(tokenizer, message))
+            for t, message in enumerate(history) if message["role"] == "assistant"]
 
 
-# --- loading, sharding, saving ----------------------------------------------------------------------------------------
+# --- loading, sharding, saving --------------------------------------------------------------------
+
+def weight_files(folder):
+    """The safetensors files of a folder."""
+    return glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))
+
 
 def find_model(path, weights=False):
-    """(directory, tokenizer, config) of a Hugging Face directory or hub name, or one line on why not.
+    """(folder, tokenizer, config) of a Hugging Face folder or hub name; fails if it has none.
 
-    From the hub it fetches the weights only where they are asked for.
+    Weights are fetched from the hub only if `weights` is true.
     """
     try:
         if not os.path.isdir(path):
             from huggingface_hub import snapshot_download
-            wanted = ["*.json", "*.jinja", "*.model", *["*.safetensors"] * weights]
-            path = snapshot_download(path, allow_patterns=wanted)
-        config, tokenizer = (x.from_pretrained(path, trust_remote_code=False) for x in (AutoConfig, AutoTokenizer))
+            patterns = ["*.json", "*.jinja", "*.model"]
+            if weights:
+                patterns.append("*.safetensors")
+            path = snapshot_download(path, allow_patterns=patterns)
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as e:
         fail(f"no model at {path!r}: {str(e).splitlines()[0]}")
-    if weights and not glob.glob(os.path.join(glob.escape(path), "*.safetensors")):
+    if weights and not weight_files(path):
         fail(f"no weights at {path!r}: only safetensors files are read")
     if not tokenizer.chat_template:
         fail(f"the tokenizer of {path!r} has no chat template: take the instruction-tuned model")
     return path, tokenizer, config
 
 
-def weights_digest(directory):
-    """A short hash of the weights in a directory's safetensors files; None where there are none.
+def weights_digest(folder):
+    """A short hash of the weights in a folder's safetensors files; None if there are none.
 
-    Of each tensor it takes name, type, shape and 4 KiB at the start, middle and end, so 16 GB cost
-    a thousand small reads. It sees training, which moves every tensor, but no edit between these
-    places. The number and order of the files do not matter.
+    It is of each tensor's name, type and shape, and of 4 KiB at its start, middle and end: quick
+    for 16 GB. Training moves every tensor, so it changes the hash. An edit between these places
+    does not, nor do the number and names of the files.
     """
-    parts = []
-    for path in glob.glob(os.path.join(glob.escape(directory), "*.safetensors")):
+    tensors = []
+    for path in weight_files(folder):
         with fail_on_error(f"{path} is damaged", ""), open(path, "rb") as f:
-            length, = struct.unpack("<Q", f.read(8))
-            tensors = json.loads(f.read(length))
-            tensors.pop("__metadata__", None)
-            for name, tensor in tensors.items():
-                begin, end = (8 + length + offset for offset in tensor["data_offsets"])
-                what = [name, tensor["dtype"], tensor["shape"]]
-                for at in (begin, (begin + end) // 2 - 2048, end - 4096):
-                    f.seek(at := max(begin, at))
-                    what.append(f.read(min(4096, end - at)))
-                parts.append(what)
-    return digest(sorted(parts)) if parts else None
+            header_size, = struct.unpack("<Q", f.read(8))
+            header = json.loads(f.read(header_size))
+            header.pop("__metadata__", None)
+            for name, tensor in header.items():
+                begin, end = (8 + header_size + offset for offset in tensor["data_offsets"])
+                facts = [name, tensor["dtype"], tensor["shape"]]
+                for place in (begin, (begin + end) // 2 - 2048, end - 4096):
+                    place = max(begin, place)
+                    f.seek(place)
+                    facts.append(f.read(min(4096, end - place)))
+                tensors.append(facts)
+    return digest(sorted(tensors)) if tensors else None
 
 
 def base_digest(path):
-    """weights_digest of a --model by directory or hub name, on rank 0 alone."""
+    """weights_digest of a --model, a folder or hub name; None on all ranks but rank 0."""
     return None if RANK else weights_digest(find_model(path, weights=True)[0])
 
 
 def load_options(args, device):
-    """The flags of utils.machine_flags as `load` and `shard` take them."""
+    """Keyword arguments of `load` from the flags of utils.machine_flags."""
     gpu = device.type == "cuda"
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}.get(args.dtype, torch.bfloat16 if gpu else torch.float32)
-    return {"dtype": dtype, "replicate": args.replicate, "offload": args.offload,
+    dtypes = {"auto": torch.bfloat16 if gpu else torch.float32,
+              "bf16": torch.bfloat16, "fp32": torch.float32}
+    return {"dtype": dtypes[args.dtype], "replicate": args.replicate, "offload": args.offload,
             "recompute": gpu if args.recompute is None else args.recompute}
 
 
 def load_lm(path, device):
     """(transformers causal LM, tokenizer) to sample with."""
     path, tokenizer, _ = find_model(path, weights=True)
-    lm = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa", dtype=torch.float32,
-                                              trust_remote_code=False, use_safetensors=True)
+    lm = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa",
+                                              dtype=torch.float32, trust_remote_code=False,
+                                              use_safetensors=True)
     return lm.to(device), tokenizer
 
 
 def load(path, device="cpu", attention="auto", dtype=torch.float32, head=False, **sharding):
-    """(TreeLM, tokenizer) to score with, its weights in dtype; with `sharding`, to train: see `shard`.
+    """(TreeLM, tokenizer) of a folder or hub name, with weights in dtype, to score with.
 
-    The weights go from the safetensors files straight to where they belong: no rank reads what it does not keep.
+    sharding: keyword arguments of `shard`, to train with fp32 weights. Fails if the packed forward
+    can't compute the model. No rank reads weights that it does not keep.
     """
     path, tokenizer, config = find_model(path, weights=True)
-    c, make, vision = config.get_text_config(), AutoModelForCausalLM, {}
-    if has_vision(config):
-        if config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
-            fail(f"{path!r} looks at pictures in a way not known here; Qwen2-VL and Qwen2.5-VL are")
-        make, vision = AutoModelForImageTextToText, {"vision_config": "sdpa"}
-    if any(t != "full_attention" for t in getattr(c, "layer_types", None) or []) or \
-            getattr(c, "final_logit_softcapping", None) or getattr(c, "attn_logit_softcapping", None) or \
-            (not getattr(c, "layer_types", None) and getattr(c, "sliding_window", None)):
-        fail(f"{path!r} uses sliding windows or soft caps, which the packed forward does not compute")
+    refuse_unknown(path, config)
     device = torch.device(device)
     attention = "tree_" + pick_attention(attention, device, dtype)
+    make = AutoModelForCausalLM
+    if has_vision(config):
+        make = AutoModelForImageTextToText
+        attention = {"text_config": attention, "vision_config": "sdpa"}
     with torch.device("meta"):
         lm = make.from_config(config, dtype=torch.float32 if sharding else dtype,
-                              attn_implementation={"text_config": attention, **vision} if vision else attention)
+                              attn_implementation=attention)
     if os.path.exists(os.path.join(path, "generation_config.json")):
         lm.generation_config = GenerationConfig.from_pretrained(path)
     model = TreeLM(lm, device, head)
@@ -627,150 +732,189 @@ def load(path, device="cpu", attention="auto", dtype=torch.float32, head=False, 
     lm.tie_weights()
     for module in lm.modules():
         for name, child in module.named_children():
-            if "inv_freq" in child._buffers:  # computed, not stored in files
+            if "inv_freq" in child._buffers:  # rotary frequencies are computed, not stored in files
                 with torch.device(device):
                     setattr(module, name, type(child)(config=child.config))
     read_weights(model, path)
     return model, tokenizer
 
 
+def refuse_unknown(path, config):
+    """Fails if the packed forward can't compute a model of this config."""
+    if has_vision(config) and config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
+        fail(f"{path!r} sees pictures in a way not known here; Qwen2-VL and Qwen2.5-VL are known")
+    text = config.get_text_config()
+    windows = getattr(text, "sliding_window", None)
+    if getattr(text, "layer_types", None):
+        windows = set(text.layer_types) != {"full_attention"}
+    caps = ("final_logit_softcapping", "attn_logit_softcapping")
+    if windows or any(getattr(text, cap, None) for cap in caps):
+        fail(f"{path!r} uses sliding windows or soft caps, which the packed forward can't compute")
+
+
 def weights(model):
-    """{name in Hugging Face files: parameter}, a tied one once. Qwen2-VL's files name its parts in an older way."""
-    in_file = lambda name: name.removeprefix("lm.").replace("model.language_model.", "model.").replace(
-        "model.visual.", "visual.")
-    return {in_file(name): p for name, p in model.named_parameters()}
+    """{name in Hugging Face files: parameter}; a tied one once. Qwen2-VL's files use old names."""
+    named = {}
+    for name, p in model.named_parameters():
+        name = name.removeprefix("lm.").replace("model.language_model.", "model.")
+        named[name.replace("model.visual.", "visual.")] = p
+    return named
 
 
 def read_weights(model, path):
-    """Fills the parameters, wherever they lie, from the safetensors files of a directory; a new head with noise."""
+    """Fills the parameters, or their shards, from the safetensors files of a folder.
+
+    A head that is not in the files gets random numbers.
+    """
     wanted, reader = weights(model), dcp.HuggingFaceStorageReader(path)
-    if model.score is not None and "score.weight" not in reader.read_metadata().state_dict_metadata:
+    stored = reader.read_metadata().state_dict_metadata
+    if model.score is not None and "score.weight" not in stored:
         p = wanted.pop("score.weight")
         new = torch.randn(p.shape, generator=torch.Generator().manual_seed(0)) / p.shape[1] ** 0.5
+        if isinstance(p, DTensor):
+            new = distribute_tensor(new, p.device_mesh, p.placements)
         with torch.no_grad():
-            p.copy_(distribute_tensor(new, p.device_mesh, p.placements) if isinstance(p, DTensor) else new)
+            p.copy_(new)
     try:
         with torch.no_grad():
             dcp.load({name: p.detach() for name, p in wanted.items()}, storage_reader=reader,
                      no_dist=not dist.is_initialized())
     except Exception as e:
-        fail(f"the weights in {path!r} are not those of its config.json: {str(e).splitlines()[-1]}")
+        fail(f"the weights in {path!r} are not those of its config.json: "
+             f"{str(e).splitlines()[-1]}")
 
 
 def recompute_layers(model):
-    """Layers keep their inputs alone, and are computed again in the backward pass."""
+    """Each layer keeps only its inputs, and is computed again in the backward pass."""
     for layer in model.layers():
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def shard(model, dtype, replicate=1, offload=0, recompute=0):
-    """FSDP2: fp32 weights, gradients and moments spread over all processes, computation in dtype.
+    """Shards the model by FSDP2: fp32 weights, gradients and moments, computation in dtype.
 
-    replicate: so many copies of the model, each spread over WORLD / replicate processes (HSDP). offload: weights and
-    moments rest in CPU memory. recompute: a layer's activations are computed again in the backward pass, not kept.
+    replicate: the number of copies of the model, each on WORLD / replicate ranks (HSDP).
+    offload: 1 keeps weights and moments in CPU memory. recompute: see recompute_layers.
     """
     model.dtype = dtype
     if recompute:
         recompute_layers(model)
     if WORLD == 1 and dtype == torch.float32 and not offload:
-        return model
+        return
     if WORLD % replicate:
         fail(f"--replicate {replicate} does not divide the {WORLD} processes")
-    mesh = init_device_mesh(model.device.type, (replicate, WORLD // replicate), mesh_dim_names=("replicate", "shard"))
-    how = {"mesh": mesh if replicate > 1 else mesh["shard"],
-           "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-           "offload_policy": CPUOffloadPolicy(pin_memory=model.device.type == "cuda") if offload else OffloadPolicy()}
+    mesh = init_device_mesh(model.device.type, (replicate, WORLD // replicate),
+                            mesh_dim_names=("replicate", "shard"))
+    if replicate == 1:
+        mesh = mesh["shard"]
+    offloading = OffloadPolicy()
+    if offload:
+        offloading = CPUOffloadPolicy(pin_memory=model.device.type == "cuda")
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*model.layers(), model):
-        fully_shard(module, **how)
-        module.set_gradient_divide_factor(1.0)  # gradients are summed: each loss is divided by the global count
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offloading)
+        # Gradients are summed over the ranks: each loss is divided by the global count already.
+        module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    return model
 
 
 def gathered(tensor):
-    """A parameter or gradient gathered from all ranks, which must all call this."""
+    """A parameter or gradient gathered from all ranks; every rank must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def save(model, tokenizer, out):
-    """Writes a Hugging Face directory: weights as safetensors in the dtype they compute in, tokenizer, template."""
+    """Writes a Hugging Face folder: weights in the computation's dtype, tokenizer, template."""
     state = {}
     for name, p in weights(model).items():
         p = gathered(p.detach())
         if RANK == 0:
             state[name] = p.to("cpu", model.dtype)
+    if RANK:
+        return
     with fail_on_error(f"{out} can't be written", resume_hint()):
-        if RANK == 0:
-            model.lm.generation_config.eos_token_id = sorted({end_of_turn(tokenizer)[-1], tokenizer.eos_token_id})
-            model.lm.save_pretrained(out, state_dict=state)
-            model.lm.config.dtype = model.dtype  # which save_pretrained takes to be that of the fp32 weights
-            model.lm.config.save_pretrained(out)
-            tokenizer.save_pretrained(out)
-            model.pictures and model.pictures.processor.save_pretrained(out)
+        ends = {end_of_turn(tokenizer)[-1], tokenizer.eos_token_id}
+        model.lm.generation_config.eos_token_id = sorted(ends)
+        model.lm.save_pretrained(out, state_dict=state)
+        model.lm.config.dtype = model.dtype  # save_pretrained has noted that of the fp32 weights
+        model.lm.config.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+        if model.pictures:
+            model.pictures.processor.save_pretrained(out)
 
 
-# --- checkpoints of a run: weights and moments, as sharded safetensors that any number of processes reads -------------
+# --- checkpoints: weights and moments in safetensors files for any number of processes ------------
 
 def training_state(model, optimizer, step):
-    """{name: tensor} of weights and AdamW's moments, which it makes where the optimizer has not stepped yet."""
+    """{name: tensor} of the weights and of AdamW's two moments, whose step count becomes `step`.
+
+    An optimizer that has not stepped yet gets moments of zeros, for `restore` to fill.
+    """
     state = {}
     for name, p in weights(model).items():
-        at = optimizer.state[p]
-        if not at:
-            at.update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
-            at["step"] = torch.zeros((), device=p.device if optimizer.defaults["fused"] else "cpu")
-        at["step"].fill_(step)
-        state |= {name: p.detach(), "exp_avg." + name: at["exp_avg"], "exp_avg_sq." + name: at["exp_avg_sq"]}
+        moments = optimizer.state[p]
+        if not moments:
+            on = p.device if optimizer.defaults["fused"] else "cpu"
+            moments["step"] = torch.zeros((), device=on)
+            moments["exp_avg"] = torch.zeros_like(p)
+            moments["exp_avg_sq"] = torch.zeros_like(p)
+        moments["step"].fill_(step)
+        state[name] = p.detach()
+        state["exp_avg." + name] = moments["exp_avg"]
+        state["exp_avg_sq." + name] = moments["exp_avg_sq"]
     return state
 
 
 def save_checkpoint(model, optimizer, out, step):
-    """Writes out/checkpoint-STEP, complete or not at all, then removes the one before."""
+    """Writes out/checkpoint-STEP, complete or not at all; then removes the one before."""
     path = os.path.join(out, f"checkpoint-{step}")
     part, counts = path + ".part", token_counts()
     if RANK == 0:
         remove(part)
     barrier()
-    with fail_on_error(f"{path} can't be written", resume_hint(), part):  # all ranks write
-        dcp.save(training_state(model, optimizer, step),
-                 storage_writer=dcp.HuggingFaceStorageWriter(part, save_distributed=True))
+    with fail_on_error(f"{path} can't be written", resume_hint(), part):
+        writer = dcp.HuggingFaceStorageWriter(part, save_distributed=True)
+        dcp.save(training_state(model, optimizer, step), storage_writer=writer)
     if RANK == 0:
         with writing(path):
             with open(os.path.join(part, "counts.json"), "w") as f:
                 json.dump(counts, f)
-            for name in os.listdir(part):  # a power cut must not leave empty files
+            for name in os.listdir(part):  # on the disk before it is renamed: power may fail
                 with open(os.path.join(part, name), "rb") as f:
                     os.fsync(f.fileno())
     drop_checkpoints(out, keep=step)
-    barrier()  # whoever leaves now leaves it whole
+    barrier()  # no rank may end the program while rank 0 still writes
 
 
 def restore(model, optimizer, log):
-    """Puts in place what the run in log's directory had reached: its last checkpoint, or its final model."""
+    """Loads what the run in log's folder has reached: its last checkpoint, or its final model."""
     if log.trained:
         read_weights(model, log.out)
-        before = log.trained
+        counts = log.trained
     elif log.step:
         path = os.path.join(log.out, f"checkpoint-{log.step}")
         with reading(path), torch.no_grad():
-            for file in glob.glob(os.path.join(glob.escape(path), "*.safetensors")):
-                safe_open(file, "pt").__exit__(None, None, None)  # it says what is wrong, where torch prints tracebacks
-            dcp.load(training_state(model, optimizer, log.step), storage_reader=dcp.HuggingFaceStorageReader(path))
+            for file in weight_files(path):
+                with safe_open(file, "pt"):
+                    pass  # a damaged file is one clear error here, but tracebacks in dcp.load
+            dcp.load(training_state(model, optimizer, log.step),
+                     storage_reader=dcp.HuggingFaceStorageReader(path))
             with open(os.path.join(path, "counts.json")) as f:
-                before = json.load(f)
+                counts = json.load(f)
     else:
         return
-    COUNT.update({key: 0 if RANK else before[key] for key in COUNT})
+    for key in COUNT:
+        COUNT[key] = 0 if RANK else counts[key]  # the counts are of all ranks together
 
 
 def reference_logps(model, turns, max_tokens, out):
-    """score() under the weights that training starts from, kept in `out` for a run that resumes."""
-    if model.score is not None or not turns:  # a head's values stand for themselves
-        return [torch.zeros(1)] * len(turns)
+    """score() by the untrained weights, kept in `out` for a run that resumes."""
+    if model.score is not None or not turns:
+        return [torch.zeros(1)] * len(turns)  # a head's values are advantages without a reference
     path = os.path.join(out, "reference.safetensors")
     if from_rank_0(lambda: os.path.exists(path)):
         with reading(path):
-            return list(load_file(path)["logps"].split([len(action) for _, action in turns]))
+            return list(load_file(path)["logps"].split(sizes(model, turns)))
     logps = score(model, turns, max_tokens, "reference")
     if RANK == 0:
         with writing(path) as part:
@@ -778,142 +922,152 @@ def reference_logps(model, turns, max_tokens, out):
     return logps
 
 
-# --- --dry_run: what a run would take ---------------------------------------------------------------------------------
+# --- --dry_run: what a run would take -------------------------------------------------------------
 
-class ShapesOnly(torch.autograd.Function):
-    """What flash attention keeps and returns, without its numbers: the kernel "tree_meta"."""
+def activation_bytes(config, turns, size, recompute):
+    """Peak bytes of activations for the tree of turns, in numbers of `size` bytes.
 
-    @staticmethod
-    def forward(ctx, q, k, v):
-        out = torch.empty_like(q)
-        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:2], dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
-
-
-AttentionInterface.register("tree_meta", functools.partial(
-    tree_attention, lambda q, k, v, runs, scale: ShapesOnly.apply(q, k, v)))
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of the tensors made inside it, but for views of `known` ones: `peak` is the most at once."""
-
-    def __init__(self, known=()):
-        super().__init__()
-        self.now, self.peak, self.seen = 0, 0, weakref.WeakSet(x.untyped_storage() for x in known)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(x, torch.Tensor) and (storage := x.untyped_storage()) not in self.seen:
-                self.seen.add(storage)
-                weakref.finalize(storage, self.free, storage.nbytes())
-                self.now += storage.nbytes()
-                self.peak = max(self.peak, self.now)
-        return out
-
-    def free(self, n):
-        self.now -= n
+    A formula for what autograd keeps of Llama's layers, without the allocator's unused memory.
+    """
+    tree, c = Tree(turns), config
+    tokens, layers = len(tree.ids), c.num_hidden_layers
+    width, mlp = c.hidden_size, c.intermediate_size
+    head_size = getattr(c, "head_dim", None) or width // c.num_attention_heads
+    layer = tokens * 2 * width * (4 + 2 * size)                    # two norms, partly in fp32
+    layer += tokens * 2 * c.num_attention_heads * head_size * size  # queries, attention's output
+    layer += len(tree.paths) * 2 * c.num_key_value_heads * head_size * size  # keys and values
+    layer += tokens * 4 * mlp * size                               # the MLP
+    gradients = tokens * (2 * mlp + width) * size                  # the MLP's backward
+    head = c.vocab_size * width * size
+    if c.tie_word_embeddings:
+        gradients += head  # it waits for the embedding's
+    logits = min(LOGITS["cuda"], len(torch.cat(tree.actions).unique()) * c.vocab_size)
+    at_head = logits * (12 + 2 * size) + 2 * head
+    if recompute:
+        return layers * tokens * width * size + max(layer + gradients, at_head)
+    return layers * layer + max(gradients, at_head)
 
 
 def dry_run(args, config, steps, scored):
     """What a run on args.dry_run GPUs would take, a dict. steps: [[Pair]]; scored: [[turn]].
 
-    FLOPs are 2 a weight and token, 4 L H D a token and key; three times that for a token trained on, and once more
-    where layers or branches are computed again; hours are at 400 TFLOP/s a GPU. FSDP sends the weights for both passes
-    and the fp32 gradients of each micro-batch; at 300 GB/s. Both rates are guesses of an H100 with NVLink. Memory, GB
-    a GPU: fp32 weights, gradients and moments, spread; the root's weights and a layer with its gradients, as FSDP gathers
-    them; activations and the head's gradient, counted on the meta device for the largest tree. The total is of these, or
-    of when a backward pass ends, with the root's gradients in place of what is gathered and of activations.
+    tokens: `official` are those of the released procedure: for each pair two sequences, the turns
+    of a side in one, padded to the longer one. `computed` are those of all GPUs, as the trainers
+    deal the pairs to them, without recomputation. `slowest_rank`: the tokens of each step's slowest
+    GPU, times the number of GPUs.
+    petaflops: 2 for each weight and token, and 4 for each layer, attention dimension, token and
+    key; three times that in training, and once more for what is recomputed.
+    gb_a_gpu: the GPU's share of fp32 weights, gradients and moments; what FSDP gathers, which is
+    the embedding, the head and a layer with its gradients; activations. At the end of a backward
+    pass the gradients of embedding and head replace the last two. `total` takes the larger sum.
+    Guesses: the activations, by a formula; the hours, at 400 TFLOP/s and 300 GB/s a GPU (an H100
+    with NVLink). Weights are sent for both passes, fp32 gradients once, in each micro-batch.
     """
-    dtype, again = {"fp32": torch.float32}.get(args.dtype, torch.bfloat16), args.recompute != 0
     if has_vision(config):
-        fail("--dry_run does not know models that look at pictures")
+        fail("--dry_run does not know models that see pictures")
     if not steps:
         fail("--dry_run: there are no steps to take")
+    gpus, size, recompute = args.dry_run, 4 if args.dtype == "fp32" else 2, args.recompute != 0
     with torch.device("meta"):
-        model = TreeLM(AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="tree_meta"),
-                       head=getattr(args, "head", "logratio") != "logratio")
-    if again:
-        recompute_layers(model)
-    width, size = dtype.itemsize, lambda module: sum(p.numel() for p in module.parameters())
-    total, layer, c = size(model), size(model.layers()[0]), model.config
-    has_head = model.score is not None
-    body, head = layer * c.num_hidden_layers, 0 if has_head else c.vocab_size * c.hidden_size
-    heads = c.num_attention_heads * (getattr(c, "head_dim", None) or 0) or c.hidden_size
-    attend = 4 * c.num_hidden_layers * heads
+        model = AutoModelForCausalLM.from_config(config)
+    c = config
+    parameters = sum(p.numel() for p in model.parameters())
+    layer = sum(p.numel() for p in model.model.layers[0].parameters())
+    body = layer * c.num_hidden_layers
+    root = parameters - body
+    head_size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    head = c.vocab_size * c.hidden_size
+    attention = 4 * c.num_hidden_layers * c.num_attention_heads * head_size
 
-    flops = tokens = rounds = 0
-    largest, most_tokens = None, 0
+    def trees(turns):
+        return [[turns[i] for i in part] for part in branches(turns, args.max_tokens)]
+
+    def cost(tree):
+        """(tokens, FLOPs of a forward through the layers, through the head)"""
+        tokens, keys = tree_size(tree)
+        actions = sum(len(action) for _, action in tree)
+        return tokens, 2 * body * tokens + attention * keys, 2 * head * actions
+
+    tokens = {"official": 0, "computed": 0, "slowest_rank": 0}
+    flops = calls = scoring_tokens = scoring_calls = most = 0
     for batch in steps:
-        parts = [turns_in(part) for part in micro_batches(batch, args.max_tokens)]
-        trees = [[[turns[i] for i in b] for b in branches(turns, args.max_tokens)] for turns in parts]
-        rounds += -(-sum(map(len, trees)) // args.dry_run)
-        for tree, twice in ((tree, len(part) > 1) for part in trees for tree in part):
-            (n, keys), actions = tree_size(tree), sum(len(action) for _, action in tree)
-            flops += (2 * body * n + attend * keys) * (3 + again + twice) + 2 * head * actions * (4 + twice)
-            tokens += n * (1 + twice)
-            largest, most_tokens = (tree, n) if n > most_tokens else (largest, most_tokens)
-    scoring = [tree_size([turns[i] for i in b]) + (sum(len(turns[i][1]) for i in b),)
-               for turns in scored for b in branches(turns, args.max_tokens)]
-    flops += sum(2 * body * n + attend * keys + 2 * head * actions for n, keys, actions in scoring)
-    sent = (rounds * (2 * width + 4) + -(-len(scoring) // args.dry_run) * width) * total
+        for pair in batch:
+            sides = [tree_tokens(side) for side in (pair.chosen, pair.rejected) if side]
+            tokens["official"] += len(sides) * max(sides)
+        by_rank = [0] * gpus
+        parts = even_parts(micro_batches(batch, args.max_tokens), gpus)
+        for n in range(0, len(parts), gpus):  # the ranks' next parts
+            ranks = [trees(turns_in(part)) for part, _ in parts[n:n + gpus]]
+            rounds = max(map(len, ranks))
+            calls += rounds
+            again = rounds > 1
+            for rank, own in enumerate(ranks):
+                for tree in own + own[-1:] * (rounds - len(own)):  # as action_logps repeats them
+                    size_of_tree, layers, at_head = cost(tree)
+                    by_rank[rank] += size_of_tree
+                    flops += layers * (3 + recompute + again) + at_head * (4 + again)
+                    if size_of_tree > most:
+                        most, largest = size_of_tree, tree
+        tokens["computed"] += sum(by_rank)
+        tokens["slowest_rank"] += gpus * max(by_rank)
+    for turns in scored:
+        costs = [cost(tree) for tree in trees(turns)]
+        costs += costs[-1:] * (-len(costs) % gpus)  # as `score` repeats them
+        scoring_calls += len(costs) // gpus
+        scoring_tokens += sum(n for n, _, _ in costs)
+        flops += sum(layers + at_head for _, layers, at_head in costs)
+    sent = parameters * (calls * (2 * size + 4) + scoring_calls * size) if gpus > 1 else 0
 
-    for p in model.parameters():
-        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))  # FSDP takes it away
-    with LiveBytes(model.parameters()) as live:
-        tree = pack(largest, "meta")
-        n = most_tokens if has_head else len(set(torch.cat(pack(largest).actions).tolist()))
-        model(tree, torch.empty(n, dtype=torch.long, device="meta"), None).sum().backward()
-    root = total - body
-    gb = {"weights_gradients_moments": 16 * total * args.replicate / args.dry_run,
-          "gathered": root * width + layer * (3 * width + 4), "activations": live.peak}
-    gb["total"] = gb["weights_gradients_moments"] + max(gb["gathered"] + gb["activations"], root * (width + 4))
-    short = lambda x: float(f"{x:.3g}")
-    return {"gpus": args.dry_run, "parameters": total, "steps": len(steps), "examples": sum(map(len, steps)),
-            "training_tokens": tokens, "scoring_tokens": sum(n for n, *_ in scoring), "largest_tree": most_tokens,
-            "petaflops": short(flops / 1e15), "hours": {"computing": short(flops / 400e12 / args.dry_run / 3600),
-                                                        "sending": short((args.dry_run > 1) * sent / 300e9 / 3600)},
+    gb = {"weights_gradients_moments": 16 * parameters * args.replicate / gpus,
+          "gathered": root * size + layer * (3 * size + 4),
+          "activations": activation_bytes(c, largest, size, recompute)}
+    passing = max(gb["gathered"] + gb["activations"], root * (size + 4))
+    gb["total"] = gb["weights_gradients_moments"] + passing
+
+    def short(x):
+        return float(f"{x:.3g}")
+
+    return {"gpus": gpus, "parameters": parameters, "steps": len(steps),
+            "examples": sum(map(len, steps)), "tokens": tokens, "scoring_tokens": scoring_tokens,
+            "largest_tree": most, "petaflops": short(flops / 1e15),
+            "hours": {"computing": short(flops / 400e12 / gpus / 3600),
+                      "sending": short(sent / 300e9 / 3600)},
             "gb_a_gpu": {name: short(x / 1e9) for name, x in gb.items()}}
 
 
-# One token each: words, numbers, `name=`, a marker, a function's head and body, and what stands
-# between a page's slots.
-SLOT = r'[^\n]*?class="(?:bg-|text-|grid-cols-)'  # of a page: up to where a slot begins
-PIECES = r"[A-Z][A-Z ]+:\n|Hidden reference:\n|def \w+\(x|\): return [^\n]+|<html>" + SLOT + \
-    r'|(?:-\d00)?(?: [^\n"]*)?">(?:' + SLOT + r'|[^\n"]*)| ?\w+=|\d+| ?\w+|[^\w]'
+# --- a tiny model ---------------------------------------------------------------------------------
 
+def tiny(records, seed, pieces):
+    """(TreeLM, tokenizer): an untrained Llama of about 260k parameters, with the records' words.
 
-def tiny(records, seed):
-    """(TreeLM, tokenizer): a from-scratch Llama of about 260k parameters whose words are those of the records.
-
-    Text with other words still goes in and out unchanged, byte by byte.
+    pieces: a regular expression that splits text into words of one token. Text of other words is
+    spelled byte by byte, so that any text goes in and out unchanged.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     counts = {}
-    for r in records:
-        for m in r["dialogue_history"]:
-            for piece in re.findall(PIECES, m.get("output") or m["content"]):
+    for record in records:
+        for message in record["dialogue_history"]:
+            for piece in re.findall(pieces, raw_text(message)):
                 counts[piece] = counts.get(piece, 0) + 1
     special = ["<|pad|>", "<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    vocab = [(t, 0.0) for t in special] + [(f"<0x{b:02X}>", -20.0) for b in range(256)]
-    vocab += [(w, -1.0) for w in sorted(counts) if counts[w] > 1]  # equal scores: the fewest pieces win
+    vocab = [(token, 0.0) for token in special]
+    vocab += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
+    # Words have equal scores, so that the fewest pieces win.
+    vocab += [(word, -1.0) for word in sorted(counts) if counts[word] > 1]
     t = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
-    t.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    t.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), "isolated")
     t.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    t.add_special_tokens([AddedToken(s, normalized=False) for s in special])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, bos_token="<|begin|>", eos_token="<|end|>",
-                                        pad_token="<|pad|>", clean_up_tokenization_spaces=False,
-                                        additional_special_tokens=special[3:])
-    tokenizer.chat_template = ("{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>"
-                               "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    t.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=t, bos_token="<|begin|>", eos_token="<|end|>", pad_token="<|pad|>",
+        clean_up_tokenization_spaces=False, additional_special_tokens=special[3:])
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
     torch.manual_seed(seed)
-    # the usual initializer_range of 0.02 never learns to copy a slot's value into the code at this size
-    config = LlamaConfig(vocab_size=len(vocab), hidden_size=96, intermediate_size=256, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=16384,
-                         tie_word_embeddings=True, initializer_range=0.08,
-                         bos_token_id=1, eos_token_id=2, pad_token_id=0, attn_implementation="tree_sdpa")
+    # With the usual initializer_range of 0.02 a model of this size never learns to copy a value.
+    config = LlamaConfig(vocab_size=len(vocab), hidden_size=96, intermediate_size=256,
+                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                         head_dim=32, max_position_embeddings=16384, tie_word_embeddings=True,
+                         initializer_range=0.08, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+                         attn_implementation="tree_sdpa")
     return TreeLM(LlamaForCausalLM(config)), tokenizer

@@ -332,7 +332,8 @@ def main(args):
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, args.seed, epoch)]
     if args.dry_run:
-        return emit(dry_run(args, find_model(args.model)[2], steps, [turns, ref_turns]))
+        scored = [turns, ref_turns] if args.head == "logratio" else [turns]
+        return emit(dry_run(args, find_model(args.model)[2], steps, scored))
     log.begin(steps=len(steps), pairs=sum(map(len, groups)), tasks=len(groups), too_long=too_long,
               held_out_pairs=sum(map(len, held.values())),
               data=digest([[digest(both) for both in ref_of.items()],

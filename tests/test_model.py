@@ -1,23 +1,29 @@
-"""The tree of shared prefixes against separate forwards; chat templates; the tiny model."""
+"""The tree against separate forwards; its parts, and the ranks' shares; kernels; chat templates."""
 import copy
+import functools
 import json
 import os
 import random
+from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast,
-                          Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
+from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer, LlamaConfig,
+                          LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config,
+                          Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
 import model as M
+from colbench import PIECES
 from conftest import demos
 from train_critic import as_read
 
-# --- the tree ---------------------------------------------------------------------------------------------------------
+# --- the tree -------------------------------------------------------------------------------------
 
-SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.2)  # attention far from uniform
+SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+             initializer_range=0.2)  # large, so that attention is far from uniform
 FAMILIES = {"llama": (LlamaForCausalLM, LlamaConfig, dict(tie_word_embeddings=False)),
             "llama_tied": (LlamaForCausalLM, LlamaConfig, dict(tie_word_embeddings=True)),
             "qwen2": (Qwen2ForCausalLM, Qwen2Config, dict(tie_word_embeddings=True)),
@@ -37,13 +43,16 @@ def two_models(family, dtype=torch.float32):
 def some_turns(seed=0):
     """Turns that share prefixes in every way there is."""
     r = random.Random(seed)
-    ids = lambda n: tuple(r.randrange(61) for _ in range(n))
+
+    def ids(n):
+        return tuple(r.randrange(61) for _ in range(n))
+
     root = ids(9)
     a, b, c = ids(5), ids(7), ids(4)
     turns = [(root, a), (root, b), (root, c),                   # candidates of one turn
              (root, a),                                         # a duplicate
              (root, a[:3]),                                     # a prefix of another
-             (root, a[:2] + ids(4)), (root, a[:2] + ids(3)),    # they part in the middle of an action
+             (root, a[:2] + ids(4)), (root, a[:2] + ids(3)),    # actions that share their beginning
              (root + a + c, b), (root + a + c + b + ids(3), c),  # later turns of one trajectory
              (root[:4], root[4:7]),                             # an action inside another's prompt
              (root[:4] + ids(6), a), (ids(1), ids(1)), (ids(20), ids(30)), (root + a, c + b)]
@@ -68,29 +77,34 @@ def gradients(model, logps):
     return {n.removeprefix("lm."): p.grad for n, p in model.named_parameters()}
 
 
+def same_gradients(got, want, limit=5e-7):  # transformers' norms are fp32 in any dtype
+    scale = max(g.abs().max() for g in want.values())
+    for name in want:
+        assert (got[name] - want[name]).abs().max() <= limit * scale, name
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_values_and_gradients_equal_separate_forwards(family, dtype):
+def test_values_and_gradients_equal_separate_forwards(family, dtype, monkeypatch):
+    monkeypatch.setitem(M.LOGITS, "cpu", 7 * SIZES["vocab_size"])  # of 7 tokens at a time
     tree, plain = two_models(family, dtype)
     for seed in range(3):
         turns = some_turns(seed)
         tree.zero_grad(), plain.zero_grad()
-        got, want = M.action_logps(tree, turns, chunk=7), separate(plain, turns)
+        got, want = M.action_logps(tree, turns), separate(plain, turns)
         assert [len(x) for x in got] == [len(action) for _, action in turns]
+        limit = 1e-6 if dtype == torch.float32 else 1e-12
         for x, y in zip(got, want):
-            assert (x - y).abs().max() <= (1e-6 if dtype == torch.float32 else 1e-12) * y.abs().max().clamp(min=1)
+            assert (x - y).abs().max() <= limit * y.abs().max().clamp(min=1)
         got, want = gradients(tree, got), gradients(plain, want)
         assert got.keys() == want.keys() and len(got) > 10
-        scale = max(g.abs().max() for g in want.values())
-        limit = 3e-6 if dtype == torch.float32 else 5e-7  # transformers' norms are fp32 in both
-        for name in want:
-            assert (got[name] - want[name]).abs().max() <= limit * scale, name
+        same_gradients(got, want, 3e-6 if dtype == torch.float32 else 5e-7)
 
 
-def test_pack_lays_every_prefix_out_once():
+def test_a_tree_lays_every_prefix_out_once():
     for seed in range(20):
         turns = some_turns(seed)
-        tree = M.pack(turns)
+        tree = M.Tree(turns)
         prefixes = {(*p, *a)[:n + 1] for p, a in turns for n in range(len(p) + len(a))}
         assert len(tree.ids) == len(prefixes) == M.tree_tokens(turns)
         assert tree.unshared == sum(len(p) + len(a) for p, a in turns)
@@ -101,11 +115,12 @@ def test_pack_lays_every_prefix_out_once():
             assert tree.ids[at].tolist() == list(action)
             assert path(at[-1].item()) == [*prompt, *action]
             assert tree.pos[at].tolist() == list(range(len(prompt), len(prompt) + len(action)))
-        assert sum(tree.runs.q) == len(tree.ids) and tree.runs.cu_kv[-1] == sum(tree.runs.kv) == len(tree.runs.paths)
+        assert sum(tree.q) == tree.cu_q[-1] == len(tree.ids)
+        assert sum(tree.kv) == tree.cu_kv[-1] == len(tree.paths)
 
 
 def test_sharing_saves_tokens_on_candidates(tiny_dir):
-    """16 candidates at every turn of short built-in dialogues, though here the candidates share no token themselves."""
+    """16 candidates at every turn of short dialogues. They share their history, but no token."""
     _, tokenizer = M.load(tiny_dir)
     r, turns = random.Random(0), []
     for d in demos(50):
@@ -120,7 +135,7 @@ def test_micro_batches_partition_in_order_and_bound():
     for bound in (1, 30, 50, 100, 10 ** 9):
         parts = M.micro_batches(pairs, bound)
         assert [pair for part in parts for pair in part] == pairs
-        assert all(len(part) == 1 or len(M.pack(M.turns_in(part)).ids) <= bound for part in parts)
+        assert all(len(part) == 1 or len(M.Tree(M.turns_in(part)).ids) <= bound for part in parts)
     assert len(M.micro_batches(pairs, 10 ** 9)) == 1 < len(M.micro_batches(pairs, 100))
 
 
@@ -133,69 +148,275 @@ def test_score_equals_action_logps():
             assert not x.requires_grad and torch.allclose(x, y, rtol=0, atol=1e-5)
 
 
-# --- chat templates ---------------------------------------------------------------------------------------------------
+# --- a tree in parts ------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("bound", [1, 30, 64])
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3"])
+def test_parts_of_a_tree_give_the_same_values_and_gradients(family, bound, monkeypatch):
+    model, _ = two_models(family, torch.float64)
+    turns = [turn for seed in range(3) for turn in some_turns(seed)]
+    want = M.action_logps(model, turns)
+    want_gradients = gradients(model, want)
+    model.zero_grad()
+    trees = []
+
+    class NotedTree(M.Tree):
+        def __init__(self, turns, *more, **options):
+            super().__init__(turns, *more, **options)
+            trees.append((len(turns), len(self.ids)))
+
+    monkeypatch.setattr(M, "Tree", NotedTree)
+    got = M.action_logps(model, turns, bound)
+    assert sum(n for n, _ in trees) == len(turns) and len(trees) > 3
+    got_gradients = gradients(model, got)
+    assert sum(n for n, _ in trees) == 2 * len(turns)  # again in the backward pass
+    assert all(tokens <= bound or n == 1 for n, tokens in trees)
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
+    same_gradients(got_gradients, want_gradients)
+    with torch.no_grad():
+        again = M.action_logps(model, turns, bound)
+    assert all(torch.equal(a, b) for a, b in zip(again, got))
+
+
+def test_no_two_parts_are_recomputed_at_once():
+    """Each one's gradient comes after the next one's.
+
+    Else autograd would take up whatever else is ready on a GPU, and hold several parts.
+    """
+    model, _ = two_models("llama_tied", torch.float64)
+
+    def below(node):
+        nodes = {node}
+        for following, _ in node.next_functions:
+            if following:
+                nodes |= below(following)
+        return nodes
+
+    everything = below(torch.cat(M.action_logps(model, some_turns(), 30)).grad_fn)
+    parts = [node for node in everything if node.name() == "CheckpointFunctionBackward"]
+    above = sorted(sum(node in below(other) for other in parts) for node in parts)
+    assert above == list(range(1, len(parts) + 1)) and len(parts) > 2
+
+
+def test_deal_gives_every_rank_as_many_parts_of_about_the_same_size():
+    r = random.Random(0)
+
+    def size(part):
+        return M.tree_tokens(M.turns_in(part))
+
+    for _ in range(300):
+        world, bound = r.randrange(2, 6), r.choice([1, 20, 60, 10 ** 9])
+        lengths = [r.randrange(1, 40) for _ in range(r.randrange(1, 20))]
+        pairs = [M.Pair((((0, i), (1,) * n),)) for i, n in enumerate(lengths)]
+        parts = M.micro_batches(pairs, bound)
+        shares = [M.deal(parts, rank, world) for rank in range(world)]
+        assert len({len(share) for share in shares}) == 1
+        assert len(shares[0]) <= -(-len(parts) // world)  # no more rounds than there must be
+        total = Counter()
+        for part, weight in (x for share in shares for x in share):
+            assert weight in (0, 1) and part and (len(part) == 1 or size(part) <= bound)
+            total.update({pair: weight for pair in part})
+        if any(weight == 0 for share in shares for _, weight in share):
+            assert all(len(part) == 1 for share in shares for part, _ in share)  # nothing to halve
+        assert total == {pair: 1 for pair in pairs}
+        rounds = [[size(part) for part, _ in dealt] for dealt in zip(*shares)]
+        assert all(min(a) >= max(b) for a, b in zip(rounds, rounds[1:]))  # alike ones side by side
+
+
+def test_one_process_computes_its_parts_in_their_order():
+    pairs = [M.Pair((((0, i), (1,) * n),)) for i, n in enumerate((3, 9, 1, 20))]
+    parts = M.micro_batches(pairs, 10)
+    assert len(parts) > 2 and M.deal(parts, 0, 1) == [(part, 1.0) for part in parts]
+
+
+# --- kernels --------------------------------------------------------------------------------------
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def loop_kernel(q, k, v, tree, scale):
+    """The oracle of the kernels: of n queries and m keys, query i sees the first m - n + i + 1."""
+    out, cu_q, cu_kv = [], tree.cu_q.tolist(), tree.cu_kv.tolist()
+    for start, end, first, last in zip(cu_q, cu_q[1:], cu_kv, cu_kv[1:]):
+        copies = q.shape[1] // k.shape[1]
+        keys, values = (x[first:last].repeat_interleave(copies, 1) for x in (k, v))
+        for i in range(start, end):
+            seen = last - first - (end - 1 - i)
+            weights = torch.einsum("hd,khd->hk", q[i], keys[:seen]).mul(scale).softmax(-1)
+            out.append(torch.einsum("hk,khd->hd", weights, values[:seen]))
+    return torch.stack(out)
+
+
+AttentionInterface.register("tree_loop", functools.partial(M.tree_attention, loop_kernel))
+
+
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3"])
+def test_sdpa_gives_what_a_loop_over_the_layout_of_flash_kernels_gives(family):
+    model, _ = two_models(family, torch.float64)
+    turns = some_turns()
+    want = M.action_logps(model, turns)
+    want_gradients = {n: g.clone() for n, g in gradients(model, want).items()}
+    model.zero_grad()
+    model.lm.config._attn_implementation = "tree_loop"
+    tree = M.Tree(turns)
+    assert any(queries < keys for queries, keys in zip(tree.q, tree.kv, strict=True))
+    got = M.action_logps(model, turns)
+    assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
+    same_gradients(gradients(model, got), want_gradients)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
+def test_gradients_of_what_many_branches_share_are_summed_in_fp32(device):
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 5, 8).to(device, torch.bfloat16).requires_grad_()
+                         for _ in range(3))
+    paths = torch.arange(5, device=device).repeat(200)
+    up = torch.rand(1000, 2, 8).to(device, torch.bfloat16)
+    seen = []
+
+    def kernel(q, k, v, *more):
+        seen.append((k, v))
+        return k * up + v * up
+
+    tree = SimpleNamespace(paths=paths)
+    M.tree_attention(kernel, None, query, key, value, None, tree=tree)[0].sum().backward()
+    plain = key.detach()[0].transpose(0, 1).clone().requires_grad_()
+    (plain[paths] * up).sum().backward()
+    exact = up.double().view(200, 5, 2, 8).sum(0)
+
+    def error(gradient):
+        return ((gradient - exact).abs() / exact).max().item()
+
+    for x, (taken,) in ((key, {k for k, _ in seen}), (value, {v for _, v in seen})):
+        assert torch.equal(taken, x[0].transpose(0, 1)[paths])
+        assert error(x.grad[0].transpose(0, 1)) <= 2 ** -8 < error(plain.grad) / 2
+
+
+def bf16_error(attention, device, exact=None):
+    """(rms of values' errors, largest relative error of a parameter's gradient).
+
+    Without `exact`, the exact (values, gradients).
+    """
+    r = random.Random(0)
+
+    def ids(n):
+        return tuple(r.randrange(300) for _ in range(n))
+
+    turns, history = [], ids(150)
+    for _ in range(4):
+        turns += [(history, ids(r.randrange(5, 70))) for _ in range(12)]
+        history += turns[-1][1] + ids(30)
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=300, hidden_size=256, intermediate_size=512,
+                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                         initializer_range=0.06, attn_implementation="tree_" + attention)
+    lm = LlamaForCausalLM(config).bfloat16()
+    model = M.TreeLM(lm.to(device, torch.bfloat16 if exact else torch.float32))
+    logps = M.action_logps(model, turns)
+    values = torch.cat(logps).detach()
+    grads = {n: g.float() for n, g in gradients(model, logps).items()}
+    if not exact:
+        return values, grads
+    off = [((g - exact[1][n]).norm() / exact[1][n].norm()).item() for n, g in grads.items()]
+    return (values - exact[0]).square().mean().sqrt().item(), max(off)
+
+
+@GPU
+@pytest.mark.parametrize("kernel", ["torch", "flash"])
+def test_flash_kernels_are_as_exact_as_sdpa_in_16_bits(kernel):
+    """Runs have fewer queries than keys: a mask not aligned at the end would be far off."""
+    if kernel == "flash":
+        pytest.importorskip("flash_attn", reason="the package flash-attn is not installed")
+    exact = bf16_error("sdpa", "cuda")
+    got, want = bf16_error(kernel, "cuda", exact), bf16_error("sdpa", "cuda", exact)
+    assert want[0] < 0.1 and want[1] < 0.1
+    assert got[0] < 2 * want[0] and got[1] < 2 * want[1]
+
+
+# --- chat templates -------------------------------------------------------------------------------
 
 # The documented formats. name: (control tokens, the beginning of text first; template; end of turn)
 TEMPLATES = {
-    "llama3": (["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>"],
-               "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
+    "llama3": (["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+                "<|end_of_text|>"],
+               "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+               "{% set system = messages[0]['content'] %}"
                "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}"
-               "<|start_header_id|>system<|end_header_id|>\n\nToday Date: 26 Jul 2024\n\n{{ system }}<|eot_id|>"
+               "<|start_header_id|>system<|end_header_id|>\n\n"
+               "Today Date: 26 Jul 2024\n\n{{ system }}<|eot_id|>"
                "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
                "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
-               "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+               "{% if add_generation_prompt %}"
+               "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
                "<|eot_id|>"),
     "chatml": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-               "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
-               "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+               "{% if messages[0]['role'] != 'system' %}"
+               "<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
+               "{% for m in messages %}"
+               "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
                "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "<|im_end|>"),
-    "qwen3": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"],  # and <think>, </think>, which are not special
+    # Qwen3's <think> and </think> are no special tokens.
+    "qwen3": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
               "{% set ns = namespace(last=0) %}"
-              "{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+              "{% for m in messages %}"
+              "{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
               "{% for m in messages %}{% set content = m['content'] %}{% set thought = '' %}"
               "{% if m['role'] == 'assistant' and '</think>' in content %}"
               "{% set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
               "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
               "<|im_start|>{{ m['role'] }}\n"
-              "{% if m['role'] == 'assistant' and loop.index0 > ns.last and (loop.last or thought) %}"
+              "{% if m['role'] == 'assistant' and loop.index0 > ns.last"
+              " and (loop.last or thought) %}"
               "<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ content }}<|im_end|>\n{% endfor %}"
               "{% if add_generation_prompt %}<|im_start|>assistant\n"
-              "{% if enable_thinking is defined and enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+              "{% if enable_thinking is defined and enable_thinking is false %}"
+              "<think>\n\n</think>\n\n{% endif %}"
               "{% endif %}", "<|im_end|>"),
     "mistral": (["<s>", "</s>", "[INST]", "[/INST]"],
-                "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }}[/INST]"
+                "{{ bos_token }}{% for m in messages %}"
+                "{% if m['role'] == 'user' %}[INST] {{ m['content'] }}[/INST]"
                 "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}", "</s>"),
     "gemma": (["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
               "{{ bos_token }}"
-              "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-              "{% for m in messages %}<start_of_turn>{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
+              "{% if messages[0]['role'] == 'system' %}"
+              "{{ raise_exception('no system role') }}{% endif %}"
+              "{% for m in messages %}<start_of_turn>"
+              "{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
               "{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
               "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}", "<end_of_turn>"),
 }
-ENDS = {"llama3": "<|end_of_text|>", "chatml": "<|endoftext|>", "qwen3": "<|endoftext|>", "mistral": "</s>", "gemma": "<eos>"}
+ENDS = {"llama3": "<|end_of_text|>", "chatml": "<|endoftext|>", "qwen3": "<|endoftext|>",
+        "mistral": "</s>", "gemma": "<eos>"}
 
 NO_BOS = "chatml", "qwen3"
 
 
 def byte_tokenizer(name):
-    """A byte-level tokenizer with the control tokens of a family, which adds a BOS of its own, as Llama's does."""
+    """A byte-level tokenizer with a family's control tokens. It adds a BOS, as Llama's does."""
     control, template, _ = TEMPLATES[name]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     t = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    t.pre_tokenizer, t.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    t.decoder = decoders.ByteLevel()
     t.add_special_tokens(control)
     t.add_tokens(["<think>", "</think>"] * (name == "qwen3"))
     if name not in NO_BOS:
         bos = (control[0], len(alphabet))
         t.post_processor = processors.TemplateProcessing(f"{control[0]} $A", special_tokens=[bos])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, eos_token=ENDS[name], clean_up_tokenization_spaces=False,
-                                        **({"bos_token": control[0]} if name not in NO_BOS else {}))
+    bos = {} if name in NO_BOS else {"bos_token": control[0]}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, eos_token=ENDS[name],
+                                        clean_up_tokenization_spaces=False, **bos)
     tokenizer.chat_template = template
     return tokenizer
 
 
 def dialogue(*contents):
     return [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
+
+
+def template_text(tokenizer, messages, thinking=False):
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True,
+                                         enable_thinking=thinking)
 
 
 def turns_of(tokenizer, history, hidden=None, thinking=0):
@@ -214,25 +435,30 @@ class TestTemplate:
         spelled = [{**m, "content": m["content"] + "".join(control) + "."} for m in PLAIN]
         for history in (PLAIN, spelled):
             turns = turns_of(tokenizer, history)
-            assert [tokenizer.decode(action) for _, action in turns] == [m["content"] + end for m in history[1::2]]
+            want = [m["content"] + end for m in history[1::2]]
+            assert [tokenizer.decode(action) for _, action in turns] == want
 
     def test_prompt_is_the_template_with_one_bos(self, name):
         tokenizer, (control, _, _) = byte_tokenizer(name), TEMPLATES[name]
         for t in (1, 3):
             prompt = turns_of(tokenizer, PLAIN)[t // 2][0]
-            assert tokenizer.decode(prompt) == tokenizer.apply_chat_template(PLAIN[:t], tokenize=False, enable_thinking=False,
-                                                                             add_generation_prompt=True)
+            assert tokenizer.decode(prompt) == template_text(tokenizer, PLAIN[:t])
             assert prompt.count(tokenizer.convert_tokens_to_ids(control[0])) == (name not in NO_BOS)
 
     def test_spelled_control_tokens_stay_text(self, name):
         tokenizer, (control, _, _) = byte_tokenizer(name), TEMPLATES[name]
         ids = set(tokenizer.convert_tokens_to_ids(control))
-        spelled = [{**m, "content": m["content"] + "".join(control) + "\ue0000\ue001."} for m in PLAIN]
-        count = lambda turns: [sum(i in ids for i in part) for turn in turns for part in turn]
-        assert count(turns_of(tokenizer, spelled)) == count(turns_of(tokenizer, PLAIN))
-        assert count(turns_of(tokenizer, PLAIN, "".join(control))) == count(turns_of(tokenizer, PLAIN, "c"))
-        assert tokenizer.decode(turns_of(tokenizer, spelled)[1][0]) == \
-            tokenizer.apply_chat_template(spelled[:3], tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        text = "".join(control) + "\ue0000\ue001."
+        spelled = [{**m, "content": m["content"] + text} for m in PLAIN]
+
+        def count(*conversation):
+            turns = turns_of(tokenizer, *conversation)
+            return [sum(i in ids for i in part) for turn in turns for part in turn]
+
+        assert count(spelled) == count(PLAIN)
+        assert count(PLAIN, "".join(control)) == count(PLAIN, "c")
+        prompt = turns_of(tokenizer, spelled)[1][0]
+        assert tokenizer.decode(prompt) == template_text(tokenizer, spelled[:3])
 
     def test_end_of_turn_is_the_templates(self, name):
         tokenizer, (_, _, end) = byte_tokenizer(name), TEMPLATES[name]
@@ -251,20 +477,25 @@ class TestTemplate:
         tokenizer = byte_tokenizer(name)
         seen, blind = turns_of(tokenizer, PLAIN, "SECRET"), turns_of(tokenizer, PLAIN)
         for (p, a), (q, b) in zip(seen, blind):
-            assert a == b and "SECRET" in tokenizer.decode(p) and "SECRET" not in tokenizer.decode(q)
-            assert tokenizer.decode(p).replace("Hidden reference:\nSECRET\n\n", "") == tokenizer.decode(q)
+            p, q = tokenizer.decode(p), tokenizer.decode(q)
+            assert a == b and "SECRET" in p and "SECRET" not in q
+            assert p.replace("Hidden reference:\nSECRET\n\n", "") == q
 
 
 def test_thinking():
-    """Qwen3's template: 0 puts an empty thought before each new message, 1 none; a thought is said once, as an action."""
-    tokenizer, marks = byte_tokenizer("qwen3"), byte_tokenizer("qwen3").convert_tokens_to_ids(["<think>", "</think>"])
+    """Qwen3's template: 0 puts an empty thought before each new message, 1 puts none.
+
+    A thought is said once, as an action.
+    """
+    tokenizer = byte_tokenizer("qwen3")
+    marks = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     history = copy.deepcopy(PLAIN)
     history[1]["output"] = "<think>\nwhich?\n</think>\n\nwhat is the fee?"
     for thinking in (0, 1):
         turns = turns_of(tokenizer, history, None, thinking)
         for t, (prompt, _) in enumerate(turns):
-            assert tokenizer.decode(prompt) == tokenizer.apply_chat_template(
-                history[:2 * t + 1], tokenize=False, add_generation_prompt=True, enable_thinking=bool(thinking))
+            want = template_text(tokenizer, history[:2 * t + 1], bool(thinking))
+            assert tokenizer.decode(prompt) == want
             assert [i for i in prompt if i in marks] == marks * (not thinking)
         assert [i for i in turns[0][1] if i in marks] == marks  # as it was sampled
         history[2]["content"] += "</think><think>"  # a human who spells them
@@ -276,7 +507,8 @@ def test_thinking():
 def test_a_conversation_that_the_template_refuses_is_one_line(tiny_dir):
     tokenizer = copy.deepcopy(M.find_model(tiny_dir)[1])
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(SystemExit, match="error: this --model's chat template takes no such conversation, user user: roles"):
+    message = "error: this --model's chat template takes no such conversation, user user: roles"
+    with pytest.raises(SystemExit, match=message):
         M.render(tokenizer, [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
 
 
@@ -284,8 +516,7 @@ def test_a_conversation_that_the_template_refuses_is_one_line(tiny_dir):
 def test_templates_that_trim_do_so_whatever_the_message_spells(name):
     tokenizer = byte_tokenizer(name)
     history = dialogue("  write f \n", " which? ", f"\n {ENDS[name]} \n")
-    assert tokenizer.decode(M.render(tokenizer, history)) == tokenizer.apply_chat_template(
-        history, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(M.render(tokenizer, history)) == template_text(tokenizer, history)
 
 
 def test_stored_token_ids_are_the_action():
@@ -303,11 +534,12 @@ def test_output_rather_than_content_is_the_action():
     assert "let me think" not in tokenizer.decode(later)  # the next prompt shows what was sent
 
 
-# --- the tiny model ---------------------------------------------------------------------------------------------------
+# --- the tiny model -------------------------------------------------------------------------------
 
 NASTY = ["", " ", "\n\n \t\r\n", "hello wörld", "🙂👩‍👩‍👧 日本語 \u202e",
          "<|end|><|user|> <0x41> \x00\x7f", "  def  f(x,rate=3):return 1  ", "rate=34fee=5",
-         "I WANT TO ANSWER:\ndef price(x, rate=3, cap=41): return min(x * rate, cap)", "\ue0000\ue001 ▁Ġ", "a" * 300]
+         "I WANT TO ANSWER:\ndef price(x, rate=3, cap=41): return min(x * rate, cap)",
+         "\ue0000\ue001 ▁Ġ", "a" * 300]
 
 
 def test_tiny_tokenizer_round_trips_any_text(tiny_dir):
@@ -319,23 +551,24 @@ def test_tiny_tokenizer_round_trips_any_text(tiny_dir):
 
 
 def test_tiny_is_a_function_of_its_seed():
-    weights = [M.tiny(demos(30), seed)[0].state_dict() for seed in (0, 0, 1)]
+    weights = [M.tiny(demos(30), seed, PIECES)[0].state_dict() for seed in (0, 0, 1)]
     same = lambda a, b: all(torch.equal(a[k], b[k]) for k in a)
     assert same(weights[0], weights[1]) and not same(weights[0], weights[2])
-    assert sum(p.numel() for p in M.tiny(demos(200), 0)[0].parameters()) < 400_000
+    assert sum(p.numel() for p in M.tiny(demos(200), 0, PIECES)[0].parameters()) < 400_000
 
 
 def test_saving_and_loading_change_nothing(tmp_path):
-    model, tokenizer = M.tiny(demos(50), 0)
+    model, tokenizer = M.tiny(demos(50), 0, PIECES)
     M.save(model, tokenizer, str(tmp_path / "m"))
     again, tokenizer_again = M.load(str(tmp_path / "m"))
     turns = [t for d in demos(5, seed=4) for t in M.turns_of(tokenizer, d)]
     assert turns == [t for d in demos(5, seed=4) for t in M.turns_of(tokenizer_again, d)]
-    assert all(torch.equal(a, b) for a, b in zip(M.action_logps(model, turns), M.action_logps(again, turns)))
+    logps, logps_again = M.action_logps(model, turns), M.action_logps(again, turns)
+    assert all(torch.equal(a, b) for a, b in zip(logps, logps_again))
 
 
 def test_transformers_opens_what_save_wrote(tiny_dir):
-    """With no help of ours: nothing in the directory names the tree's attention, and logits are the same bits."""
+    """Without our code: no file names the tree's attention, and logits are the same to the bit."""
     for name in os.listdir(tiny_dir):
         if name.endswith(".json"):
             assert '"tree"' not in open(os.path.join(tiny_dir, name)).read()
@@ -350,8 +583,8 @@ def test_transformers_opens_what_save_wrote(tiny_dir):
 
 def test_models_that_the_tree_cannot_compute_are_refused(tmp_path, tiny_dir):
     _, tokenizer = M.load(tiny_dir)
-    config = Qwen2Config(**{**SIZES, "vocab_size": len(tokenizer)}, use_sliding_window=True, sliding_window=8,
-                         max_window_layers=0)
+    config = Qwen2Config(**{**SIZES, "vocab_size": len(tokenizer)}, use_sliding_window=True,
+                         sliding_window=8, max_window_layers=0)
     M.save(M.TreeLM(Qwen2ForCausalLM(config)), tokenizer, str(tmp_path / "m"))
     with pytest.raises(SystemExit, match="sliding"):
         M.load(str(tmp_path / "m"))

@@ -1,12 +1,13 @@
-"""Critics that see: Qwen2-VL's and Qwen2.5-VL's own forward against the packed tree's; the whole pipe with pictures."""
+"""Critics that see: Qwen2-VL's own forward against the tree's; the whole pipe with pictures."""
 import math
 import os
 import shutil
 
 import pytest
 import torch
-from transformers import (CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModelWithProjection, Qwen2_5_VLConfig,
-                          Qwen2_5_VLForConditionalGeneration, Qwen2VLConfig, Qwen2VLForConditionalGeneration)
+from transformers import (CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModelWithProjection,
+                          Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2VLConfig,
+                          Qwen2VLForConditionalGeneration)
 
 import colbench
 import model as M
@@ -15,26 +16,31 @@ from conftest import critic_turns, demos, lines, records, script, shell
 pytest.importorskip("PIL", reason="pillow is not installed (README, \"Frontend Design\")")
 from PIL import Image, ImageDraw  # noqa: E402
 
-TEXT = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-            max_position_embeddings=4096, initializer_range=0.08, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+TEXT = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.08,
+            bos_token_id=1, eos_token_id=2, pad_token_id=0,
             rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]})
 EYES = {"qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration,
-                     dict(depth=2, embed_dim=32, hidden_size=64, num_heads=2, mlp_ratio=2, initializer_range=0.08)),
+                     dict(depth=2, embed_dim=32, hidden_size=64, num_heads=2, mlp_ratio=2,
+                          initializer_range=0.08)),
         "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration,
-                       dict(depth=2, hidden_size=32, intermediate_size=64, out_hidden_size=64, num_heads=2,
-                            window_size=56, fullatt_block_indexes=[1], initializer_range=0.08))}
+                       dict(depth=2, hidden_size=32, intermediate_size=64, out_hidden_size=64,
+                            num_heads=2, window_size=56, fullatt_block_indexes=[1],
+                            initializer_range=0.08))}
 
 
 def tiny_that_sees(kind, out):
-    """Saves a tiny random model of a real class, whose words are those of demonstrations; returns the transformers one."""
+    """Saves a tiny random model of a real class, with demonstrations' words; returns the LM."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-    _, tokenizer = M.tiny(demos(100, kind="frontend"), 0)
-    tokenizer.add_tokens(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"], special_tokens=True)
-    start, end, image = (tokenizer.convert_tokens_to_ids(f"<|{t}|>") for t in ("vision_start", "vision_end", "image_pad"))
+    _, tokenizer = M.tiny(demos(100, kind="frontend"), 0, colbench.PIECES)
+    new = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+    tokenizer.add_tokens(new, special_tokens=True)
+    start, end, image = tokenizer.convert_tokens_to_ids(new)
     config, make, vision = EYES[kind]
     torch.manual_seed(0)
-    config = config(text_config={**TEXT, "vocab_size": len(tokenizer)}, vision_config=vision, image_token_id=image,
-                    video_token_id=image, vision_start_token_id=start, vision_end_token_id=end)
+    config = config(text_config={**TEXT, "vocab_size": len(tokenizer)}, vision_config=vision,
+                    image_token_id=image, video_token_id=image, vision_start_token_id=start,
+                    vision_end_token_id=end)
     lm = make(config).eval()
     for part in (lm, tokenizer, Qwen2VLImageProcessorPil()):
         part.save_pretrained(out)
@@ -43,41 +49,50 @@ def tiny_that_sees(kind, out):
 
 @pytest.fixture(scope="module", params=EYES)
 def seeing(request, tmp_path_factory):
-    """(directory, the transformers model, Pictures of six pages of different sizes) of each class."""
+    """(directory, the transformers model, Pictures of six pages of several sizes) of each class."""
     out = tmp_path_factory.mktemp(request.param)
     lm = tiny_that_sees(request.param, str(out))
-    files = []
+    files = {}
     for i, size in enumerate([(60, 60), (120, 60), (60, 120), (120, 60), (200, 90), (56, 56)]):
         picture = Image.new("RGB", size, (40 * i, 255 - 40 * i, 80))
         ImageDraw.Draw(picture).rectangle([5 * i, 10, 30, 40], fill="white")
         picture.save(out / f"{i}.png")
-        files.append(str(out / f"{i}.png"))
-    return str(out), lm, M.Pictures(str(out), lm.config, 12, {f"<html>{i}</html>": f for i, f in enumerate(files)})
+        files[f"<html>{i}</html>"] = str(out / f"{i}.png")
+    return str(out), lm, M.Pictures(str(out), lm.config, 12, files)
 
 
 def episode(pages, hidden):
     history = [{"role": "user", "content": "a page for the bakery"}]
     for page in pages:
-        history += [{"role": "assistant", "content": f"here <html>{page}</html>"}, {"role": "user", "content": "it looks right"}]
-    return {"task": {"problem_description": "x", "ground_truth": f"<html>{hidden}</html>"}, "dialogue_history": history[:-1]}
+        history += [{"role": "assistant", "content": f"here <html>{page}</html>"},
+                    {"role": "user", "content": "it looks right"}]
+    task = {"problem_description": "x", "ground_truth": f"<html>{hidden}</html>"}
+    return {"task": task, "dialogue_history": history[:-1]}
 
 
 def all_turns(tokenizer, pictures, head):
-    """Turns of three episodes: two with the same reference, one without; some pages have no picture."""
-    return [turn for pages, hidden in (((0, 1, 9), 4), ((0, 3), 4), ((2, 2), None))
-            for turn in critic_turns(tokenizer, episode(pages, hidden), head, hidden is not None, pictures)]
+    """Turns of three episodes: two with the same reference, one without. Page 9 has no picture."""
+    turns = []
+    for pages, hidden in (((0, 1, 9), 4), ((0, 3), 4), ((2, 2), None)):
+        turns += critic_turns(tokenizer, episode(pages, hidden), head, hidden is not None, pictures)
+    return turns
+
+
+def pictures_in(seq):
+    """The numbers of a sequence's pictures, in order."""
+    return [i - M.PICTURE for i, before in zip(seq, [None, *seq])
+            if i >= M.PICTURE and i != before]
 
 
 def own_forward(lm, pictures, seq):
-    """The transformers model on one sequence: (hidden states, logits)."""
-    shown = [i >= M.PICTURE for i in seq]
-    order = [i - M.PICTURE for i, before in zip(seq, [None, *seq]) if i >= M.PICTURE and i != before]
+    """The transformers model's hidden states of one sequence."""
+    shown = torch.tensor([[i >= M.PICTURE for i in seq]]).int()
     ids = torch.tensor([[lm.config.image_token_id if i >= M.PICTURE else i for i in seq]])
     more = {}
-    if order:
-        pixels, grids = pictures.pixels(order)
+    if pictures_in(seq):
+        pixels, grids = pictures.pixels(pictures_in(seq))
         more = {"pixel_values": pixels, "image_grid_thw": grids}
-    out = lm.model(input_ids=ids, mm_token_type_ids=torch.tensor([shown]).int(), use_cache=False, **more)
+    out = lm.model(input_ids=ids, mm_token_type_ids=shown, use_cache=False, **more)
     return out.last_hidden_state[0]
 
 
@@ -90,7 +105,8 @@ def test_a_tree_with_pictures_has_the_values_and_gradients_of_separate_forwards(
     assert len(turns) == 7 and all(any(i >= M.PICTURE for i in p) for p, _ in turns[:5])
     before = dict(M.COUNT)
     got = M.action_logps(model, turns)
-    assert M.COUNT["computed"] - before["computed"] < 0.6 * (M.COUNT["unshared"] - before["unshared"])
+    counted = {key: M.COUNT[key] - before[key] for key in before}
+    assert counted["computed"] < 0.6 * counted["unshared"]
     want = []
     for prompt, action in turns:
         hidden = own_forward(lm, pictures, [*prompt, *action])
@@ -111,7 +127,8 @@ def test_a_tree_with_pictures_has_the_values_and_gradients_of_separate_forwards(
             assert p.grad is None or not p.grad.any(), name
             continue
         some += theirs[name].abs().max() > 1e-4
-        assert torch.allclose(p.grad, theirs[name], atol=1e-5 + 1e-4 * theirs[name].abs().max()), name
+        limit = 1e-5 + 1e-4 * theirs[name].abs().max()
+        assert torch.allclose(p.grad, theirs[name], atol=limit), name
     assert some > 40  # the vision tower's, too
     lm.zero_grad()
 
@@ -121,11 +138,10 @@ def test_positions_are_those_of_the_real_classes(seeing):
     tokenizer = M.find_model(seeing[0])[1]
     for prompt, action in all_turns(tokenizer, pictures, "regression"):
         seq = [*prompt, *action]
-        pos, _ = M.picture_positions(seq, range(-1, len(seq) - 1), pictures.grids)
-        grids = [[1, 2 * r, 2 * c] for i, before in zip(seq, [None, *seq]) if i >= M.PICTURE and i != before
-                 for r, c in [pictures.grids[i - M.PICTURE]]]
-        want, _ = lm.model.get_rope_index(torch.tensor([seq]), torch.tensor([[i >= M.PICTURE for i in seq]]).int(),
-                                          torch.tensor(grids))
+        pos = M.picture_positions(seq, range(-1, len(seq) - 1), pictures.grids)
+        grids = [(1, *(2 * x for x in pictures.grids[n])) for n in pictures_in(seq)]
+        shown = torch.tensor([[i >= M.PICTURE for i in seq]]).int()
+        want, _ = lm.model.get_rope_index(torch.tensor([seq]), shown, torch.tensor(grids))
         assert torch.equal(torch.tensor(pos).T, want[:, 0])
 
 
@@ -155,19 +171,21 @@ def test_branches_of_a_tree_with_pictures_give_the_same(seeing):
     parts.sin().sum().backward()
     assert torch.allclose(whole, parts, atol=1e-5)
     for n, p in model.named_parameters():
-        assert n not in grads or torch.allclose(p.grad, grads[n], atol=1e-5 + 1e-4 * grads[n].abs().max()), n
+        if n in grads:
+            assert torch.allclose(p.grad, grads[n], atol=1e-5 + 1e-4 * grads[n].abs().max()), n
 
 
-# --- the whole pipe with pictures -------------------------------------------------------------------------------------
+# --- the whole pipe with pictures -----------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def pages_played(tmp_path_factory):
-    """Three built-in pages, each once as it should be and once not, with candidates; (tiny text agent, records)."""
-    pytest.importorskip("playwright", reason="playwright is not installed (README, \"Frontend Design\")")
-    if not any(map(shutil.which, colbench.BROWSERS)) or not os.path.exists(f"{colbench.CACHE}/tailwind.min.css"):
+    """(tiny text agent, records): three built-in pages, each once right and once not."""
+    pytest.importorskip("playwright", reason="no playwright (README, \"Frontend Design\")")
+    sheet = os.path.join(colbench.CACHE, "tailwind.min.css")
+    if not any(map(shutil.which, colbench.BROWSERS)) or not os.path.exists(sheet):
         pytest.skip("no Chromium, or no Tailwind style sheet (README, \"Frontend Design\")")
     agent = str(tmp_path_factory.mktemp("agent") / "tiny")
-    M.save(*M.tiny(demos(200, kind="frontend"), 0), agent)
+    M.save(*M.tiny(demos(200, kind="frontend"), 0, colbench.PIECES), agent)
     made = demos(6, kind="frontend", hidden=0, silent=0, noise=0, at_once=0, early=0, max_turns=3)
     for i, r in enumerate(made):
         r["task"], r["sample"], r["reward"] = made[i // 2 * 2]["task"], i % 2, float(i % 2)
@@ -175,8 +193,9 @@ def pages_played(tmp_path_factory):
         for m in colbench.agent_messages(r):
             if i % 2:
                 m["output"] = m["content"] = r["task"]["ground_truth"]
-            m["candidates"] = [{"output": o, "token_ids": [7 + n], "logprob": -1.0}
-                               for n, o in enumerate((m["output"], "<html><body>nothing</body></html>", "no page"))]
+            outputs = m["output"], "<html><body>nothing</body></html>", "no page"
+            m["candidates"] = [{"output": output, "token_ids": [7 + n], "logprob": -1.0}
+                               for n, output in enumerate(outputs)]
     return agent, made
 
 
@@ -190,8 +209,9 @@ def test_a_critic_that_sees_trains_scores_resumes_and_chooses(head, pages_played
                 for c in m["candidates"]:
                     c.pop("token_ids", None)
     (tmp_path / "in").write_text(lines(played))
-    command = f"""train_critic.py --model {tmp_path}/vl --head {head} --pairs all --held_out 0 --lr 3e-3 --beta 1 \
-        --epochs 12 --batch_size 4 --picture_tokens 60 < {tmp_path}/in"""
+    command = f"""train_critic.py --model {tmp_path}/vl --head {head} --pairs all --held_out 0 \
+        --lr 3e-3 --beta 1 --epochs 12 --batch_size 4 --picture_tokens 60 < {tmp_path}/in"""
+    quiet = "--browser /bin/false"  # all pages are drawn already
     done = shell(f"python {command} --out {tmp_path}/c")
     assert done.returncode == 0, done.stderr
     _, *steps, _, last = records((tmp_path / "c" / "metrics.jsonl").read_text())
@@ -201,38 +221,48 @@ def test_a_critic_that_sees_trains_scores_resumes_and_chooses(head, pages_played
                for c in (m, *m["candidates"]))
     pictures = os.listdir(tmp_path / "c" / "pictures")
     assert len(pictures) > 5 and all(f.endswith(".png") for f in pictures)
-    again = shell(f"python {command} --out {tmp_path}/c --resume 1 --browser /bin/false")  # all are drawn already
+    again = shell(f"python {command} --out {tmp_path}/c --resume 1 {quiet}")
     assert again.returncode == 0 and again.stdout == done.stdout, again.stderr
-    if head == "logratio":  # pictures outlive a run that a kill ended before it began, and one that is overwritten
+    if head == "logratio":
+        # Pictures outlive a run that was killed before it began, and one that is overwritten.
         shutil.copytree(tmp_path / "c" / "pictures", tmp_path / "d" / "pictures")
         for flags in ("", "--overwrite 1"):
-            done = shell(f"python {command} --epochs 1 --out {tmp_path}/d --browser /bin/false {flags}")
-            assert done.returncode == 0 and sorted(os.listdir(tmp_path / "d" / "pictures")) == sorted(pictures), done.stderr
+            done = shell(f"python {command} --epochs 1 --out {tmp_path}/d {quiet} {flags}")
+            assert done.returncode == 0, done.stderr
+            assert sorted(os.listdir(tmp_path / "d" / "pictures")) == sorted(pictures)
         return
 
     spread = shell(f"torchrun --nproc_per_node=2 {command} --max_tokens 300 --out {tmp_path}/c2")
     assert spread.returncode == 0, spread.stderr
     _, *others, _, _ = records((tmp_path / "c2" / "metrics.jsonl").read_text())
-    assert len(steps) == len(others) and sorted(os.listdir(tmp_path / "c2" / "pictures")) == sorted(pictures)
+    assert len(steps) == len(others)
+    assert sorted(os.listdir(tmp_path / "c2" / "pictures")) == sorted(pictures)
     for a, b in list(zip(steps, others))[:3]:  # later AdamW has made something of the rounding
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
 
-    done = script("train_policy.py", "--model", agent, "--lr", 1e-4, "--out", tmp_path / "p", stdin=out)
+    policy, clip = tmp_path / "p", tmp_path / "clip"
+    done = script("train_policy.py", "--model", agent, "--lr", 1e-4, "--out", policy, stdin=out)
     assert done.returncode == 0, done.stderr
-    CLIPVisionModelWithProjection(CLIPVisionConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-                                                   num_attention_heads=2, projection_dim=16)).save_pretrained(tmp_path / "clip")
-    CLIPImageProcessorPil().save_pretrained(tmp_path / "clip")
-    flags = ["--model", tmp_path / "p", "--max_turns", 2, "--max_tokens", 30, "--clip", tmp_path / "clip"]
-    done = script("collect.py", *flags, "-k", 3, "--best_of", 2, "--critic", tmp_path / "c", stdin=[played[0]["task"]])
-    assert done.returncode == 0 and {r["reward_by"] for r in records(done.stdout)} == {"clip"}, done.stderr
+    config = CLIPVisionConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+                              num_attention_heads=2, projection_dim=16)
+    CLIPVisionModelWithProjection(config).save_pretrained(clip)
+    CLIPImageProcessorPil().save_pretrained(clip)
+    flags = ["--model", policy, "--max_turns", 2, "--max_tokens", 30, "--clip", clip]
+    best_of = ["-k", 3, "--best_of", 2, "--critic", tmp_path / "c"]
+    done = script("collect.py", *flags, *best_of, stdin=[played[0]["task"]])
+    assert done.returncode == 0, done.stderr
+    assert {r["reward_by"] for r in records(done.stdout)} == {"clip"}
     done = script("evaluate.py", stdin=done.stdout)
     assert done.returncode == 0 and records(done.stdout)[0]["episodes"] == 3, done.stderr
 
 
 def test_what_a_critic_that_sees_cannot_do_is_said(pages_played, tmp_path):
     tiny_that_sees("qwen2_5_vl", str(tmp_path / "vl"))
-    for flags, message in ((["--dry_run", 8], "--dry_run does not know models that look at pictures"),
-                           (["--browser", "/nowhere/chromium"], "--browser /nowhere/chromium: no such program")):
-        done = script("train_critic.py", "--model", tmp_path / "vl", *flags, "--pairs", "all", "--out", tmp_path / "c",
-                      stdin=pages_played[1])
+    browser = ["--browser", "/nowhere/chromium"]
+    for flags, message in (
+            (["--dry_run", 8], "--dry_run does not know models that see pictures"),
+            (browser, "--browser /nowhere/chromium: no such program")):
+        done = script("train_critic.py", "--model", tmp_path / "vl", *flags, "--pairs", "all",
+                      "--out", tmp_path / "c", stdin=pages_played[1])
         assert done.returncode == 1 and done.stderr == f"error: {message}\n" and done.stdout == ""

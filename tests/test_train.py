@@ -1,4 +1,4 @@
-"""Both trainers as real processes: many, killed and resumed; --out; the kernels of the tree.
+"""Both trainers as real processes: many, killed and resumed, and what --out allows.
 
 The oracle of almost all of it is `whole`: the same job in one process that nobody disturbs.
 """
@@ -15,17 +15,15 @@ import subprocess
 import sys
 import time
 import uuid
-from collections import Counter
 from glob import glob
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 import model as M
 from conftest import CPU, ROOT, demos, gone, lines, records, script
-from test_model import gradients, some_turns, two_models
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 POLICY = ["train_policy.py", "--lr", 1e-5, "--loss"]
@@ -641,154 +639,3 @@ def test_bf16_computes_and_saves_in_16_bits_and_trains_in_32(killed, whole, tiny
     lm = AutoModelForCausalLM.from_pretrained(whole("bf16")[0])
     assert lm.dtype == torch.bfloat16 and lm(torch.arange(6, 60)[None]).logits.isfinite().all()
     assert all(torch.equal(p, saved[n]) for n, p in lm.named_parameters())
-
-
-# --- a tree in branches ---------------------------------------------------------------------------
-
-@pytest.mark.parametrize("bound", [1, 30, 64])
-@pytest.mark.parametrize("family", ["llama_tied", "qwen3"])
-def test_branches_give_the_same_values_and_gradients(family, bound, monkeypatch):
-    model, _ = two_models(family, torch.float64)
-    turns, trees, pack = [t for seed in range(3) for t in some_turns(seed)], [], M.pack
-    want = M.action_logps(model, turns)
-    want_gradients = gradients(model, want)
-    model.zero_grad()
-    monkeypatch.setattr(M, "pack", lambda turns, *more: trees.append((len(turns), pack(turns, *more))) or trees[-1][1])
-    got = M.action_logps(model, turns, bound)
-    assert sum(n for n, _ in trees) == len(turns) and len(trees) > 3
-    got_gradients = gradients(model, got)
-    assert sum(n for n, _ in trees) == 2 * len(turns)  # again in the backward pass
-    assert all(len(tree.ids) <= bound or n == 1 for n, tree in trees)
-    assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
-    scale = max(g.abs().max() for g in want_gradients.values())
-    for name, g in want_gradients.items():
-        assert (got_gradients[name] - g).abs().max() < 5e-7 * scale, name  # transformers' norms are fp32
-    with torch.no_grad():
-        assert all(torch.equal(a, b) for a, b in zip(M.action_logps(model, turns, bound), got))
-
-
-def test_no_two_branches_are_computed_again_at_once():
-    """Each one's gradient comes after the next one's: on a GPU, the engine takes up whatever else is ready meanwhile."""
-    model, _ = two_models("llama_tied", torch.float64)
-    below = lambda node: {node} | {x for n, _ in node.next_functions if n for x in below(n)}
-    everything = below(torch.cat(M.action_logps(model, some_turns(), 30)).grad_fn)
-    branches = [n for n in everything if n.name() == "CheckpointFunctionBackward"]
-    above = sorted(sum(n in below(other) for other in branches) for n in branches)
-    assert above == list(range(1, len(branches) + 1)) and len(branches) > 2
-
-
-def test_deal_gives_every_rank_as_many_parts_of_about_the_same_size(monkeypatch):
-    r = random.Random(0)
-    for _ in range(300):
-        world, bound = r.randrange(2, 6), r.choice([1, 20, 60, 10 ** 9])
-        lengths = [r.randrange(1, 40) for _ in range(r.randrange(1, 20))]
-        pairs = [M.Pair((((0, i), (1,) * n),)) for i, n in enumerate(lengths)]
-        size = lambda part: M.tree_tokens(M.turns_in(part))
-        parts = M.micro_batches(pairs, bound)
-        monkeypatch.setattr(M, "WORLD", world)
-        shares = []
-        for rank in range(world):
-            monkeypatch.setattr(M, "RANK", rank)
-            shares.append(M.deal(parts))
-        assert len({len(share) for share in shares}) == 1
-        assert len(shares[0]) <= -(-len(parts) // world)  # no more rounds than there must be
-        total = Counter()
-        for part, weight in (x for share in shares for x in share):
-            assert weight in (0, 1) and part and (len(part) == 1 or size(part) <= bound)
-            total.update({pair: weight for pair in part})
-        if any(weight == 0 for share in shares for _, weight in share):  # only where nothing is left to halve
-            assert all(len(part) == 1 for share in shares for part, _ in share)
-        assert total == {pair: 1 for pair in pairs}
-        rounds = [[size(part) for part, _ in dealt] for dealt in zip(*shares)]
-        assert all(min(a) >= max(b) for a, b in zip(rounds, rounds[1:]))  # neighbours in size work side by side
-
-
-# --- kernels --------------------------------------------------------------------------------------
-
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-def loop_kernel(q, k, v, runs, scale):
-    """What the kernels are to compute: of a run's n queries and m keys, query i sees the first m - n + i + 1."""
-    out, (cu_q, cu_kv) = [], (runs.cu_q.tolist(), runs.cu_kv.tolist())
-    for start, end, first, last in zip(cu_q, cu_q[1:], cu_kv, cu_kv[1:]):
-        keys, values = (x[first:last].repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        for i in range(start, end):
-            seen = last - first - (end - 1 - i)
-            weights = torch.einsum("hd,khd->hk", q[i], keys[:seen]).mul(scale).softmax(-1)
-            out.append(torch.einsum("hk,khd->hd", weights, values[:seen]))
-    return torch.stack(out)
-
-
-AttentionInterface.register("tree_loop", functools.partial(M.tree_attention, loop_kernel))
-
-
-@pytest.mark.parametrize("family", ["llama_tied", "qwen3"])
-def test_sdpa_gives_the_values_and_gradients_of_a_loop_over_the_layout_of_flash_kernels(family):
-    model, _ = two_models(family, torch.float64)
-    turns = some_turns()
-    want = M.action_logps(model, turns)
-    want_gradients = {n: g.clone() for n, g in gradients(model, want).items()}
-    model.zero_grad()
-    model.lm.config._attn_implementation = "tree_loop"
-    runs = M.pack(turns).runs
-    assert any(a < b for a, b in zip(runs.q, runs.kv, strict=True))
-    got = M.action_logps(model, turns)
-    assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
-    scale = max(g.abs().max() for g in want_gradients.values())
-    for name, g in gradients(model, got).items():
-        assert (g - want_gradients[name]).abs().max() < 5e-7 * scale, name  # transformers' norms are fp32
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-def test_gradients_of_what_many_branches_share_are_summed_in_fp32(device):
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 2, 5, 8).to(device, torch.bfloat16).requires_grad_() for _ in range(3))
-    paths, up = torch.arange(5, device=device).repeat(200), torch.rand(1000, 2, 8).to(device, torch.bfloat16)
-    seen = []
-
-    def kernel(q, k, v, *more):
-        seen.append((k, v))
-        return k * up + v * up
-
-    runs = M.Runs(paths, [5], [1000], device)
-    M.tree_attention(kernel, None, query, key, value, None, runs=runs)[0].sum().backward()
-    plain = key.detach()[0].transpose(0, 1).clone().requires_grad_()
-    (plain[paths] * up).sum().backward()
-    exact = up.double().view(200, 5, 2, 8).sum(0)
-    error = lambda g: ((g - exact).abs() / exact).max().item()
-    for x, (taken,) in ((key, {k for k, _ in seen}), (value, {v for _, v in seen})):
-        assert torch.equal(taken, x[0].transpose(0, 1)[paths])
-        assert error(x.grad[0].transpose(0, 1)) <= 2 ** -8 < error(plain.grad) / 2
-
-
-def bf16_error(attention, device, exact=None):
-    """(rms of values' errors, largest relative error of a parameter's gradient); without `exact` what is exact."""
-    r = random.Random(0)
-    ids = lambda n: tuple(r.randrange(300) for _ in range(n))
-    turns, history = [], ids(150)
-    for _ in range(4):
-        turns += [(history, ids(r.randrange(5, 70))) for _ in range(12)]
-        history += turns[-1][1] + ids(30)
-    torch.manual_seed(0)
-    lm = LlamaForCausalLM(LlamaConfig(
-        vocab_size=300, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, initializer_range=0.06, attn_implementation="tree_" + attention)).bfloat16()
-    model = M.TreeLM(lm.to(device, torch.bfloat16 if exact else torch.float32))
-    logps = M.action_logps(model, turns)
-    values, grads = torch.cat(logps).detach(), {n: g.float() for n, g in gradients(model, logps).items()}
-    if not exact:
-        return values, grads
-    return (values - exact[0]).square().mean().sqrt().item(), max(
-        ((g - exact[1][n]).norm() / exact[1][n].norm()).item() for n, g in grads.items())
-
-
-@GPU
-@pytest.mark.parametrize("kernel", ["torch", "flash"])
-def test_flash_kernels_are_as_exact_as_sdpa_in_16_bits(kernel):
-    """Runs have fewer queries than keys here: a mask that is not aligned at the end would be far off."""
-    if kernel == "flash":
-        pytest.importorskip("flash_attn", reason="the package flash-attn is not installed")
-    exact = bf16_error("sdpa", "cuda")
-    got, want = bf16_error(kernel, "cuda", exact), bf16_error("sdpa", "cuda", exact)
-    assert want[0] < 0.1 and want[1] < 0.1
-    assert got[0] < 2 * want[0] and got[1] < 2 * want[1]
