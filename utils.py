@@ -259,7 +259,7 @@ class StdoutError(OSError):
 
 
 @contextlib.contextmanager
-def fail_on_error(what, hint, part=None):
+def fail_on_error(what, hint="", part=None):
     """Ends the program by one line, what: the reason, hint, where what is done inside fails; `part` is removed then."""
     try:
         yield
@@ -272,9 +272,14 @@ def fail_on_error(what, hint, part=None):
         fail(f"{what}: {getattr(e, 'strerror', None) or said[-1]}{hint}")
 
 
+@contextlib.contextmanager
 def writing(path, part=None):
-    """with writing(path, part): what writes there, maybe by way of `part`, which may be what fills the disk."""
-    return fail_on_error(f"{path} can't be written", SIGNALS.hint, part)
+    """with writing(path) as part: what is written to `part` becomes `path` at the end."""
+    own = path + ".part"
+    with fail_on_error(f"{path} can't be written", SIGNALS.hint, part or own):
+        yield own
+        if part is None and os.path.exists(own):
+            os.replace(own, path)
 
 
 def reading(path):
