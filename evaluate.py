@@ -356,7 +356,7 @@ li span, summary, .advantage, #count {color: #555}
 main {flex: 1; overflow: auto; padding: 12px}
 .side {display: flex; gap: 12px; align-items: flex-start}
 .side > * {flex: 1 1 0; min-width: 18em}
-h3 {margin: 0 0 6px}
+h3, .title {margin: 0 0 6px; font-weight: 600}
 img {max-width: 100%; border: 1px solid #ccc}
 img:not([src]) {display: none}
 pre {margin: 0; font: 12px ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere}
@@ -374,7 +374,7 @@ summary {cursor: pointer}
 <option value="some">solved by some, not by all</option>
 <option value="none">solved by none</option>
 <option value="differ">mean rewards differ</option>
-</select><div id="count"></div></form><ol>
+</select><div id="count"></div></form>
 """
 SCRIPT = """<script>
 const pictures = JSON.parse(document.getElementById('pictures').textContent);
@@ -406,3 +406,151 @@ filter();
 if (rows.length) show(rows[0]);
 </script>
 """
+
+
+def pre(text, style=""):
+    return f'<pre class="{style}">{html.escape(text)}</pre>'
+
+
+def line(style, text):
+    return f'<div class="{style}">{html.escape(text)}</div>'
+
+
+def folded(summary, content, attributes=""):
+    return f"<details {attributes}><summary>{summary}</summary>{content}</details>"
+
+
+def message(m, largest):
+    """A message and its candidates, best first; the bars' colours are their advantages."""
+    parts, bar, advantage = [], "", m.get("advantage")
+    if advantage is not None:
+        hue, strength = (142 if advantage > 0 else 0), min(1, abs(advantage) / largest)
+        bar = f"border-color: hsl({hue} 70% {88 - 45 * strength:.0f}%)"
+        parts.append(f'<span class="advantage">{advantage:.3f}</span>')
+    parts.append(pre(m["content"]))
+    if m.get("output", m["content"]) != m["content"]:
+        parts.append(folded("as sampled", pre(m["output"])))
+    if candidates := m.get("candidates"):
+        ranked = sorted(candidates, key=lambda c: c.get("advantage", 0), reverse=True)
+        ranked = [{"role": "assistant", "content": c.get("output", ""), **c} for c in ranked]
+        shown = "".join(message(c, largest) for c in ranked)
+        parts.append(folded(f"{len(candidates)} candidates", shown))
+    return f'<div class="box {m["role"]}" style="{bar}">{"".join(parts)}</div>'
+
+
+class Report:
+    """The episodes of all systems as HTML, by task. All texts are escaped: a model wrote them."""
+
+    def __init__(self):
+        self.tasks, self.pages = {}, set()
+
+    def add(self, system, record):
+        task = record["task"]
+        if task_id(task) not in self.tasks:
+            reference = self.artifact(task, hidden_information(task))
+            self.tasks[task_id(task)] = {
+                "name": task["problem_description"][:90], "episodes": {},
+                "head": line("title", task_id(task)) + pre(task["problem_description"]),
+                "reference": f"<section><h3>hidden reference</h3>{reference}</section>"}
+        episodes = self.tasks[task_id(task)]["episodes"]
+        episodes.setdefault(system, []).append((record["reward"], self.episode(record)))
+
+    def artifact(self, task, text):
+        """An answer or a reference: of a page its picture, and the source folded."""
+        page = environment(task).page(text)
+        if not page:
+            return pre(text, "box")
+        self.pages.add(page)
+        return f'<img data-page="{digest(page)}">' + folded("source", pre(text, "box"))
+
+    def episode(self, record):
+        parts = [self.artifact(record["task"], record.get("answer") or "")]
+        if "failure" in record:
+            parts.append(line("fail", record["failure"]))
+        for name, verdict in record.get("tests", {}).items():
+            parts.append(line("pass" if verdict == "pass" else "fail", f"{name}: {verdict}"))
+        history = record["dialogue_history"]
+        actions = [action for m in history for action in (m, *m.get("candidates", ()))]
+        largest = max([1e-9, *(abs(action.get("advantage", 0)) for action in actions)])
+        return "".join(parts + [message(m, largest) for m in history])
+
+    def row(self, task, systems):
+        """A task in the list: its name, each system's mean reward, and what a click shows."""
+        means, shown = {}, [task["reference"]]
+        for system, episodes in task["episodes"].items():
+            means[system] = sum(reward for reward, _ in episodes) / len(episodes)
+            shown.append(f"<section><h3>{html.escape(system)}</h3>")
+            for i, (reward, episode) in enumerate(episodes):
+                attributes = 'class="episode"' + (" open" if i == 0 else "")
+                shown.append(folded(f"episode {i}: reward {reward:.3f}", episode, attributes))
+            shown.append("</section>")
+        solved = sum(mean >= 1 for mean in means.values())
+        outcomes = "none" if not solved else "all" if solved == len(means) else "some"
+        if len(set(means.values())) > 1:
+            outcomes += " differ"
+        cells = [f"{100 * means[s]:.0f}" if s in means else "-" for s in systems]
+        spans = "".join(f"<span>{cell}</span>" for cell in cells)
+        return (f'<li data-outcomes="{outcomes}"><b>{html.escape(task["name"])}</b>{spans}'
+                f'<template>{task["head"]}<div class="side">{"".join(shown)}</div></template></li>')
+
+    def pictures(self, args):
+        """{digest of a page: small picture, as data URL} of the pages that can be drawn."""
+        found = {}
+        if self.pages:
+            from PIL import Image
+            with tempfile.TemporaryDirectory() as folder:
+                for page, file in draw_pages(args, self.pages, folder).items():
+                    picture, jpeg = Image.open(file).convert("RGB"), io.BytesIO()
+                    picture.thumbnail((480, 1600))
+                    picture.save(jpeg, "jpeg", quality=80)
+                    data = base64.b64encode(jpeg.getvalue()).decode()
+                    found[digest(page)] = "data:image/jpeg;base64," + data
+        return found
+
+    def write(self, path, systems, args):
+        pictures = json.dumps(self.pictures(args))
+        note = html.escape(f"mean rewards of {', '.join(systems)} in %")
+        with writing(path) as part, open(part, "w", encoding="utf-8") as f:
+            f.write(f'{STYLE}<ol data-systems="{note}">\n')
+            for task in self.tasks.values():
+                f.write(self.row(task, systems) + "\n")
+            f.write("</ol></nav><main></main>\n")
+            f.write(f'<script type="application/json" id="pictures">{pictures}</script>{SCRIPT}')
+
+
+def check_writable(path):
+    """Ends the program if a file can't be written, before the work; a file there stays as it is."""
+    part = path + ".part"
+    with fail_on_error(f"{path} can't be written", part=part):
+        open(part, "w").close()
+        os.remove(part)
+
+
+def main(args):
+    emit, report = open_stdout(), None
+    if args.html and args.results:
+        fail("--html shows episodes, and --results 1 has none")
+    for path in filter(None, (args.html, args.plot)):
+        check_writable(path)
+    if args.html:
+        report = Report()
+    if args.results:
+        fields = "system", "rules", "tests_passed"
+        results = [r for path in args.files for r in records_of(path, fields, args.skip_bad)]
+    else:
+        systems = named_systems(args.files)
+        for system in systems:
+            system.read(args.skip_bad, report)
+        results = [result(system, systems, args.bootstrap) for system in systems]
+        for r in results:
+            emit(r)
+    for text in table(results):
+        say(text)
+    if args.plot:
+        plot(results, args.plot)
+    if report:
+        report.write(args.html, [r["system"] for r in results], args)
+
+
+if __name__ == "__main__":
+    run(main, get_args())
