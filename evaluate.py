@@ -41,6 +41,7 @@ from colbench import (agent_messages, browser_flags, draw_pages, environment, hi
 METRICS = ("tests_passed", "success", "turns", "tokens", "unanswered", "letterbox", "not_drawn",
            "copied")  # in every result; an environment may have others
 COMPARED = "success", "tests_passed"
+OPTIONAL = {"letterbox %": "-", "not drawn %": "-", "seeds": "1", "missing": "0"}
 NOTHING = np.zeros(2)
 
 
@@ -66,7 +67,7 @@ def get_args(argv=None):
 def measure(record):
     """{metric: (numerator, denominator)}. A system's value is the ratio of their sums.
 
-    So the mean over episodes has 1 as denominator; what an episode lacks is left out.
+    A mean over episodes has the denominator 1 in each. What an episode lacks is left out.
     """
     agent = agent_messages(record)
     measured = {"tests_passed": (record["reward"], 1), "turns": (len(agent), 1)}
@@ -226,55 +227,29 @@ def percent(value, interval=None, sign=""):
     return text
 
 
-def number(metric):
-    """The cells of a column: a metric as "3.5"."""
-    def cell(r):
-        return "-" if r.get(metric) is None else f"{r[metric]:.1f}"
-    return cell
-
-
-def share(metric, interval=False):
-    """The cells of a column: a metric in percent."""
-    def cell(r):
-        return percent(r.get(metric), r.get(f"{metric}_95") if interval else None)
-    return cell
-
-
-def compared(metric, sign=""):
-    """The cells of a column: a metric of the comparison with the first system, which has none."""
-    def cell(r):
-        d = r.get("minus_first")
-        return percent(d[metric], d[f"{metric}_95"], sign) if d else ""
-    return cell
-
-
-def columns(results):
-    """[(head, cells)] of the table: cells(r) is the text of a result."""
-    mean = reward_name(results).partition(" ")[0]
-    has = {metric for r in results for metric in r if r[metric] is not None}
-    others = [name[:-3] for r in results for name in r if name.endswith("_95")]
-    out = [("system", lambda r: r["system"]), (f"{mean} %", share("tests_passed", True)),
-           ("success %", share("success", True)), ("turns", number("turns")),
-           ("tokens", number("tokens")), ("unanswered %", share("unanswered"))]
-    if "letterbox" in has:
-        out.append(("letterbox %", share("letterbox", True)))
-    if "not_drawn" in has:
-        out.append(("not drawn %", share("not_drawn")))
-    out.append(("copied %", share("copied")))
-    for metric in sorted(set(others) - set(METRICS)):
-        out.append((f"{metric.replace('_', ' ')} %", share(metric, True)))
-    if any(len(r["files"]) > 1 for r in results):
-        out.append(("seeds", lambda r: str(len(r["files"]))))
-    out += [("episodes", lambda r: str(r["episodes"])), ("tasks", lambda r: str(r["tasks"]))]
-    if any(r.get("missing") for r in results):
-        out.append(("missing", lambda r: str(r.get("missing", "-"))))
-    if len(results) > 1:
-        out += [("success - first", compared("success", "+")),
-                (f"{mean} - first", compared("tests_passed", "+"))]
-        if "not_drawn" in has:
-            out.append(("wins %", compared("wins")))
-        out.append(("common", lambda r: str(r.get("minus_first", {}).get("clusters", ""))))
-    return out
+def row(r, mean, others, compare):
+    """{head: text} of a result in the table; others: metrics beyond METRICS."""
+    cells = {"system": r["system"],
+             f"{mean} %": percent(r["tests_passed"], r["tests_passed_95"]),
+             "success %": percent(r["success"], r["success_95"])}
+    for metric in ("turns", "tokens"):
+        cells[metric] = "-" if r[metric] is None else f"{r[metric]:.1f}"
+    cells["unanswered %"] = percent(r["unanswered"])
+    cells["letterbox %"] = percent(r["letterbox"], r["letterbox_95"])
+    cells["not drawn %"] = percent(r["not_drawn"])
+    cells["copied %"] = percent(r["copied"])
+    for metric in others:
+        cells[f"{metric} %"] = percent(r.get(metric), r.get(f"{metric}_95"))
+    cells |= {"seeds": str(len(r["files"])), "episodes": str(r["episodes"]),
+              "tasks": str(r["tasks"]), "missing": str(r["missing"])}
+    if compare:
+        cells |= {"success - first": "", f"{mean} - first": "", "wins %": "", "common": ""}
+    if compare and (d := r.get("minus_first")):
+        cells["success - first"] = percent(d["success"], d["success_95"], "+")
+        cells[f"{mean} - first"] = percent(d["tests_passed"], d["tests_passed_95"], "+")
+        cells["wins %"] = percent(d["wins"], d["wins_95"])
+        cells["common"] = str(d["clusters"])
+    return cells
 
 
 def reward_name(results):
@@ -285,8 +260,17 @@ def reward_name(results):
 
 def table(results):
     """Lines of aligned text, one per system, and under them what the numbers rest on."""
-    heads, cells = zip(*columns(results))
-    rows = [heads] + [[cell(r) for cell in cells] for r in results]
+    mean = reward_name(results).partition(" ")[0]
+    measured = {name[:-3] for r in results for name in r if name.endswith("_95")}
+    others = sorted(measured - set(METRICS))
+    rows = [row(r, mean, others, compare=len(results) > 1) for r in results]
+    heads = list(rows[0])
+    for head, nothing in OPTIONAL.items():
+        if all(cells[head] == nothing for cells in rows):
+            heads.remove(head)
+    if "not drawn %" not in heads and "wins %" in heads:
+        heads.remove("wins %")
+    rows = [heads] + [[cells[head] for head in heads] for cells in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for name, *values in rows:
@@ -344,64 +328,48 @@ STYLE = """<!doctype html><meta charset="utf-8"><title>Episodes</title><style>
 body {margin: 0; display: flex; height: 100vh; font: 14px system-ui, sans-serif; color: #111}
 nav {width: 24em; flex: none; display: flex; flex-direction: column; border-right: 1px solid #ccc}
 form {padding: 8px; display: grid; gap: 6px}
-input, select {font: inherit; padding: 3px; width: 100%}
-ol {list-style: none; margin: 0; padding: 0; flex: 1; overflow-y: auto}
-li {padding: 4px 8px; cursor: pointer; content-visibility: auto;
-    contain-intrinsic-size: auto 2.4em}
-li:hover {background: #eee}
-li.open {background: #dbeafe}
-li b {display: block; font-weight: 600}
-li span {display: inline-block; width: 3.5em}
+ol {list-style: none; margin: 0; padding: 0; overflow-y: auto}
+li {padding: 4px 8px; cursor: pointer; content-visibility: auto}
+li:hover {background: #eee} li.open {background: #dbeafe}
+li b {display: block} li span {display: inline-block; width: 3.5em}
 li span, summary, .advantage, #count {color: #555}
-main {flex: 1; overflow: auto; padding: 12px}
-.side {display: flex; gap: 12px; align-items: flex-start}
-.side > * {flex: 1 1 0; min-width: 18em}
-h3, .title {margin: 0 0 6px; font-weight: 600}
-img {max-width: 100%; border: 1px solid #ccc}
-img:not([src]) {display: none}
+main {flex: 1; overflow: auto; padding: 12px} h3 {margin: 0 0 6px} summary {cursor: pointer}
+.side {display: flex; gap: 12px; margin-top: 12px} .side > * {flex: 1 1 0; min-width: 18em}
+img {max-width: 100%; border: 1px solid #ccc} img:not([src]) {display: none}
 pre {margin: 0; font: 12px ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere}
 .box {margin: 6px 0; padding: 6px 8px; border-radius: 6px; background: #f3f4f6}
-.assistant {margin-left: 1.5em; border-left: 6px solid #9ca3af}
-.advantage {float: right}
-.episode > summary {font-weight: 600; margin: 6px 0}
-summary {cursor: pointer}
-.pass {color: #15803d}
-.fail {color: #b91c1c}
+.assistant {margin-left: 1.5em; border-left: 6px solid #9ca3af} .advantage {float: right}
+.episode > summary {font-weight: 600; margin: 6px 0} .pass {color: #15803d} .fail {color: #b91c1c}
 </style>
 <nav><form><input id="search" placeholder="search in everything said"><select id="outcome">
-<option value="">all outcomes</option>
-<option value="all">solved by all systems</option>
-<option value="some">solved by some, not by all</option>
-<option value="none">solved by none</option>
-<option value="differ">mean rewards differ</option>
-</select><div id="count"></div></form>
+<option value="">all outcomes<option value="all">solved by all systems
+<option value="some">solved by some, not by all<option value="none">solved by none
+<option value="differ">mean rewards differ</select><div id="count"></div></form>
 """
 SCRIPT = """<script>
-const pictures = JSON.parse(document.getElementById('pictures').textContent);
 const list = document.querySelector('ol'), main = document.querySelector('main');
-const search = document.getElementById('search'), outcome = document.getElementById('outcome');
-const count = document.getElementById('count'), rows = [...list.children];
+const [search, outcome, count, pictures] =
+  ['search', 'outcome', 'count', 'pictures'].map(id => document.getElementById(id));
+const rows = [...list.children], drawn = JSON.parse(pictures.textContent);
 function show(row) {
   list.querySelector('.open')?.classList.remove('open');
   row.classList.add('open');
   main.replaceChildren(row.querySelector('template').content.cloneNode(true));
   for (const img of main.querySelectorAll('img'))
-    if (pictures[img.dataset.page]) img.src = pictures[img.dataset.page];
+    if (drawn[img.dataset.page]) img.src = drawn[img.dataset.page];
   main.scrollTop = 0;
 }
 function filter() {
-  const words = search.value.toLowerCase();
   const kept = rows.filter(row => {
     row.said ??= row.querySelector('template').content.textContent.toLowerCase();
-    const outcomes = row.dataset.outcomes.split(' ');
-    return row.said.includes(words) && (!outcome.value || outcomes.includes(outcome.value));
+    return row.said.includes(search.value.toLowerCase()) &&
+      (!outcome.value || row.dataset.outcomes.split(' ').includes(outcome.value));
   });
   list.replaceChildren(...kept);
-  count.textContent = `${kept.length} of ${rows.length} tasks; ${list.dataset.systems}`;
+  count.textContent = `${kept.length} of ${rows.length} tasks; ${list.dataset.note}`;
 }
 for (const row of rows) row.onclick = () => show(row);
 search.oninput = outcome.onchange = filter;
-document.querySelector('form').onsubmit = () => false;
 filter();
 if (rows.length) show(rows[0]);
 </script>
@@ -511,7 +479,7 @@ class Report:
         pictures = json.dumps(self.pictures(args))
         note = html.escape(f"mean rewards of {', '.join(systems)} in %")
         with writing(path) as part, open(part, "w", encoding="utf-8") as f:
-            f.write(f'{STYLE}<ol data-systems="{note}">\n')
+            f.write(f'{STYLE}<ol data-note="{note}">\n')
             for task in self.tasks.values():
                 f.write(self.row(task, systems) + "\n")
             f.write("</ol></nav><main></main>\n")
