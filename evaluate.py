@@ -227,7 +227,7 @@ def percent(value, interval=None, sign=""):
     return text
 
 
-def row(r, mean, others, compare):
+def row(r, mean, others):
     """{head: text} of a result in the table; others: metrics beyond METRICS."""
     cells = {"system": r["system"],
              f"{mean} %": percent(r["tests_passed"], r["tests_passed_95"]),
@@ -242,9 +242,7 @@ def row(r, mean, others, compare):
         cells[f"{metric} %"] = percent(r.get(metric), r.get(f"{metric}_95"))
     cells |= {"seeds": str(len(r["files"])), "episodes": str(r["episodes"]),
               "tasks": str(r["tasks"]), "missing": str(r["missing"])}
-    if compare:
-        cells |= {"success - first": "", f"{mean} - first": "", "wins %": "", "common": ""}
-    if compare and (d := r.get("minus_first")):
+    if d := r.get("minus_first"):
         cells["success - first"] = percent(d["success"], d["success_95"], "+")
         cells[f"{mean} - first"] = percent(d["tests_passed"], d["tests_passed_95"], "+")
         cells["wins %"] = percent(d["wins"], d["wins_95"])
@@ -262,15 +260,14 @@ def table(results):
     """Lines of aligned text, one per system, and under them what the numbers rest on."""
     mean = reward_name(results).partition(" ")[0]
     measured = {name[:-3] for r in results for name in r if name.endswith("_95")}
-    others = sorted(measured - set(METRICS))
-    rows = [row(r, mean, others, compare=len(results) > 1) for r in results]
-    heads = list(rows[0])
+    rows = [row(r, mean, sorted(measured - set(METRICS))) for r in results]
+    heads = list(max(rows, key=len))  # the first system has no differences
     for head, nothing in OPTIONAL.items():
         if all(cells[head] == nothing for cells in rows):
             heads.remove(head)
     if "not drawn %" not in heads and "wins %" in heads:
         heads.remove("wins %")
-    rows = [heads] + [[cells[head] for head in heads] for cells in rows]
+    rows = [heads] + [[cells.get(head, "") for head in heads] for cells in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for name, *values in rows:
@@ -327,7 +324,7 @@ STYLE = """<!doctype html><meta charset="utf-8"><title>Episodes</title><style>
 * {box-sizing: border-box}
 body {margin: 0; display: flex; height: 100vh; font: 14px system-ui, sans-serif; color: #111}
 nav {width: 24em; flex: none; display: flex; flex-direction: column; border-right: 1px solid #ccc}
-form {padding: 8px; display: grid; gap: 6px}
+header {padding: 8px; display: grid; gap: 6px}
 ol {list-style: none; margin: 0; padding: 0; overflow-y: auto}
 li {padding: 4px 8px; cursor: pointer; content-visibility: auto}
 li:hover {background: #eee} li.open {background: #dbeafe}
@@ -341,10 +338,10 @@ pre {margin: 0; font: 12px ui-monospace, monospace; white-space: pre-wrap; overf
 .assistant {margin-left: 1.5em; border-left: 6px solid #9ca3af} .advantage {float: right}
 .episode > summary {font-weight: 600; margin: 6px 0} .pass {color: #15803d} .fail {color: #b91c1c}
 </style>
-<nav><form><input id="search" placeholder="search in everything said"><select id="outcome">
+<nav><header><input id="search" placeholder="search in everything said"><select id="outcome">
 <option value="">all outcomes<option value="all">solved by all systems
 <option value="some">solved by some, not by all<option value="none">solved by none
-<option value="differ">mean rewards differ</select><div id="count"></div></form>
+<option value="differ">mean rewards differ</select><div id="count"></div></header>
 """
 SCRIPT = """<script>
 const list = document.querySelector('ol'), main = document.querySelector('main');
@@ -418,7 +415,7 @@ class Report:
             reference = self.artifact(task, hidden_information(task))
             self.tasks[task_id(task)] = {
                 "name": task["problem_description"][:90], "episodes": {},
-                "head": line("title", task_id(task)) + pre(task["problem_description"]),
+                "head": f"<h3>{html.escape(task_id(task))}</h3>{pre(task['problem_description'])}",
                 "reference": f"<section><h3>hidden reference</h3>{reference}</section>"}
         episodes = self.tasks[task_id(task)]["episodes"]
         episodes.setdefault(system, []).append((record["reward"], self.episode(record)))
