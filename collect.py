@@ -235,7 +235,7 @@ def transformers_engine(args, stop):
 
 
 def vllm_engine(args, stop):
-    """Samples by vLLM in this process. Its seeds do not promise the same tokens in another batch."""
+    """Samples by vLLM in this process. Another batch may change its tokens, whatever the seed."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
@@ -520,9 +520,10 @@ def finished_episodes(path, skip_bad):
     fields = "task.problem_description", "task.ground_truth", "sample"
     try:
         with open(path, "rb+") as f:
-            f.truncate(sum(len(line) for line in f if line.endswith(b"\n")))
-            if f.tell():
-                f.seek(0)
+            whole = sum(len(line) for line in f if line.endswith(b"\n"))
+            f.truncate(whole)
+            f.seek(0)
+            if whole:
                 for r in read_jsonl(f, fields, path, skip_bad):
                     keys.add((task_id(r["task"]), r["sample"]))
                     weights.add(r.get("meta", {}).get("model_weights"))

@@ -83,7 +83,7 @@ async def lock_step(players, jobs, batch):
 
 
 async def speed(args, flags):
-    players = await SlowHuman().make(collect.get_args(flags))
+    players = await SlowHuman(collect.get_args(flags)).load()
     players.delay, players.sigma = args.delay, args.sigma
     for episodes in args.episodes:
         tasks = colbench.builtin_tasks("train", 0, 2, 4, 0.65)

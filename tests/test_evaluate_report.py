@@ -57,18 +57,28 @@ def test_the_report_shows_conversations_candidates_and_verdicts_side_by_side(tmp
     report(tmp_path, tab, base=base, sweet=sweet)
     assert texts(tab, "li b") == ["write f0", "write f1", "write f2"]
     assert texts(tab, "li span") == ["0", "100", "50", "-", "-", "100"]
-    assert texts(tab, "main h3") == ["t0", "hidden reference", "base", "reward 0.000", "sweet", "reward 1.000"]
+    assert texts(tab, "main h3") == ["t0", "hidden reference", "base", "sweet"]
+    assert texts(tab, ".episode > summary") == [
+        "episode 0: reward 0.000", "episode 0: reward 1.000"]
     assert texts(tab, ".pass") == ["a: pass"] and texts(tab, ".fail") == ["a: wrong value"]
     assert "def f0(): return 0" in texts(tab, "main pre")  # the reference and both answers
     tab.get_by_text("3 candidates").click()
-    shown = [t for t in texts(tab, "details[open] pre") if "candidate" in t]
+    shown = [t for t in texts(tab, "details[open] details[open] pre") if "candidate" in t]
     assert shown == ["candidate 0.25", "candidate 0.0", "candidate -0.5"]
-    edge = lambda text: tab.locator(".m", has_text=text).last.evaluate("e => getComputedStyle(e).borderLeftColor")
-    red, green = (list(map(int, edge(text)[4:-1].split(", "))) for text in ("candidate -0.5", "candidate 0.25"))
+    red, green = (border(tab, text) for text in ("candidate -0.5", "candidate 0.25"))
     assert red[0] > red[1] and green[1] > green[0]
     tab.locator("li").nth(1).click()
-    tab.get_by_role("button", name="1").click()
-    assert "the other sample" in texts(tab, "main pre")
+    other = tab.get_by_text("the other sample")
+    assert not other.is_visible()
+    tab.get_by_text("episode 1: reward 1.000").click()
+    assert other.is_visible()
+
+
+def border(tab, text):
+    """(red, green, blue) of the bar beside a message."""
+    box = tab.locator(".box", has_text=text).last
+    colour = box.evaluate("e => getComputedStyle(e).borderLeftColor")
+    return [int(x) for x in colour.removeprefix("rgb(").removesuffix(")").split(", ")]
 
 
 def test_search_and_outcomes(tmp_path, tab):
@@ -78,9 +88,11 @@ def test_search_and_outcomes(tmp_path, tab):
     for words, found in (("TWELVE", [0]), ('"twelve"', [0]), ("return 1", [1]), ("nowhere", []), ("", [0, 1, 2])):
         tab.fill("#search", words)
         assert left() == [f"write f{i}" for i in found]
-    for outcome, found in (("1", [2]), ("some", [0]), ("0", [1]), ("differ", [0]), ("", [0, 1, 2])):
+    outcomes = {"all": [2], "some": [0], "none": [1], "differ": [0], "": [0, 1, 2]}
+    for outcome, found in outcomes.items():
         tab.select_option("#outcome", outcome)
-        assert left() == [f"write f{i}" for i in found] and f"{len(found)} of 3 tasks" in tab.inner_text("#count")
+        assert left() == [f"write f{i}" for i in found]
+        assert f"{len(found)} of 3 tasks" in tab.inner_text("#count")
 
 
 def test_what_a_model_wrote_is_never_markup(tmp_path, tab):
