@@ -37,11 +37,12 @@ def get_args(argv=None):
     g = p.add_argument_group("episodes")
     g.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct", help="the agent")
     g.add_argument("-k", type=int, default=1, help="episodes of each task")
-    g.add_argument("--max_turns", type=int, default=10,
+    g.add_argument("--max_turns", type=int, default=10, metavar="N",
                    help="the agent's messages; the last one is its answer")
     g.add_argument("--agent_prompt", metavar="FILE", help="the agent's first message, with "
                    "{problem_description}, {max_turns}, {ANSWER} and {OUTPUT}")
-    g.add_argument("--concurrency", type=int, default=256, help="episodes under way at once")
+    g.add_argument("--concurrency", type=int, default=256, metavar="N",
+                   help="episodes under way at once")
     g.add_argument("--resume", metavar="FILE",
                    help="skip the episodes in FILE, and drop its last line if that is cut off")
     skip_bad_flag(g)
@@ -55,15 +56,15 @@ def get_args(argv=None):
                    help="count the replies that quote hidden code; redact: cut it out, too")
     g = p.add_argument_group("sampling")
     g.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
-    g.add_argument("--max_tokens", type=int, default=1024, help="longest message")
+    g.add_argument("--max_tokens", type=int, default=1024, metavar="N", help="longest message")
     g.add_argument("--thinking", type=int, choices=[0, 1], default=0,
                    help="1: let a model think whose chat template can; nobody sees the thought")
     g.add_argument("--seed", type=int, default=0)
-    g.add_argument("--candidates", type=int, default=0,
+    g.add_argument("--candidates", type=int, default=0, metavar="N",
                    help="alternatives drawn at every turn; stage 2 wants 16")
     g.add_argument("--candidates_share", type=float, default=1.0,
                    help="share of the episodes that get candidates")
-    g.add_argument("--best_of", type=int, default=1,
+    g.add_argument("--best_of", type=int, default=1, metavar="N",
                    help="messages drawn at every turn; the critic's favourite is sent")
     g.add_argument("--critic", help="--out of train_critic.py, or http://host:port/v1 of an LLM; "
                    "it READS HIDDEN INFORMATION, so this is no fair policy")
@@ -72,12 +73,15 @@ def get_args(argv=None):
     g = p.add_argument_group("engine")
     g.add_argument("--engine", default="auto", help="transformers, vllm, or http://host:port/v1"
                    "[,http://...] of vLLM servers; auto: vllm if it and a GPU are there")
-    g.add_argument("--max_batch_tokens", type=int, default=65536,
+    g.add_argument("--max_batch_tokens", type=int, default=65536, metavar="N",
                    help="transformers: prompt tokens in a batch")
-    g.add_argument("--tensor_parallel", type=int, default=1, help="vllm: GPUs of one copy")
-    g.add_argument("--data_parallel", type=int, default=1, help="vllm: copies of the model")
-    g.add_argument("--max_model_len", type=int, help="vllm: longest context, else the model's")
-    g.add_argument("--in_flight", type=int, default=64, help="requests at once to one server")
+    g.add_argument("--tensor_parallel", type=int, default=1, metavar="N",
+                   help="vllm: GPUs of one copy of the model")
+    g.add_argument("--data_parallel", type=int, default=1, metavar="N", help="vllm: copies")
+    g.add_argument("--max_model_len", type=int, metavar="N",
+                   help="vllm: longest context, else the model's")
+    g.add_argument("--in_flight", type=int, default=64, metavar="N",
+                   help="requests at once to one server")
     g.add_argument("--timeout", type=float, default=120, help="seconds of a request")
     g.add_argument("--retries", type=int, default=8, help="of a request, over about a minute")
     g = p.add_argument_group("grading")

@@ -1,4 +1,4 @@
-"""evaluate.py --html, opened in a real Chromium: what it shows, that model text stays text, 2,000 episodes."""
+"""evaluate.py --html in a real Chromium: what it shows, that texts stay texts, 2,000 episodes."""
 import os
 import shutil
 
@@ -7,11 +7,13 @@ import pytest
 import colbench
 from conftest import lines, records, script
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (README, \"Frontend Design\")")
+NO_BROWSER = "no playwright or no Chromium (README, \"Frontend Design\")"
+sync_api = pytest.importorskip("playwright.sync_api", reason=NO_BROWSER)
 BROWSER = next(filter(None, map(shutil.which, colbench.BROWSERS)), None)
 if not BROWSER:
-    pytest.skip("no Chromium (README, \"Frontend Design\")", allow_module_level=True)
-HOSTILE = "</script><script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\"><!--"
+    pytest.skip(NO_BROWSER, allow_module_level=True)
+HOSTILE = ("</script><script>document.title = 'owned'</script></template>"
+           "<img src=x onerror=\"document.title = 'owned'\"><!--")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,8 @@ def report(tmp_path, tab, **systems):
     """Writes the systems' records, has them reported, and opens the report."""
     for name, made in systems.items():
         (tmp_path / f"{name}.jsonl").write_text(lines(made))
-    done = script("evaluate.py", *(tmp_path / f"{name}.jsonl" for name in systems), "--html", tmp_path / "report.html")
+    files = [tmp_path / f"{name}.jsonl" for name in systems]
+    done = script("evaluate.py", *files, "--html", tmp_path / "report.html")
     assert done.returncode == 0 and len(records(done.stdout)) == len(systems), done.stderr
     tab.asked.clear()
     tab.goto(f"file://{tmp_path}/report.html")
@@ -43,16 +46,19 @@ def texts(tab, where):
 
 
 def episode(i, reward, said="which rate?", **more):
-    return {"task": {"id": f"t{i}", "problem_description": f"write f{i}", "ground_truth": f"def f{i}(): return {i}",
-                     "test_cases": {"a": f"f{i}()"}}, "answer": f"def f{i}(): return 0", "reward": reward,
-            "tests": {"a": "pass" if reward == 1 else "wrong value"}, "dialogue_history": [
-                {"role": "user", "content": f"write f{i}"}, {"role": "assistant", "content": said, **more}]}
+    task = {"id": f"t{i}", "problem_description": f"write f{i}",
+            "ground_truth": f"def f{i}(): return {i}", "test_cases": {"a": f"f{i}()"}}
+    history = [{"role": "user", "content": f"write f{i}"},
+               {"role": "assistant", "content": said, **more}]
+    return {"task": task, "answer": f"def f{i}(): return 0", "reward": reward,
+            "tests": {"a": "pass" if reward == 1 else "wrong value"}, "dialogue_history": history}
 
 
 def test_the_report_shows_conversations_candidates_and_verdicts_side_by_side(tmp_path, tab):
-    candidates = [{"output": f"candidate {a}", "token_ids": [1], "advantage": a} for a in (-0.5, 0.25, 0.0)]
-    base = [episode(0, 0.0, output="hm. OUTPUT: which rate?", advantage=0.5, candidates=candidates), episode(1, 0.0),
-            {**episode(1, 1.0, said="the other sample"), "sample": 1}]
+    candidates = [{"output": f"candidate {a}", "token_ids": [1], "advantage": a}
+                  for a in (-0.5, 0.25, 0.0)]
+    first = episode(0, 0.0, output="hm. OUTPUT: which rate?", advantage=0.5, candidates=candidates)
+    base = [first, episode(1, 0.0), {**episode(1, 1.0, said="the other sample"), "sample": 1}]
     sweet = [episode(0, 1.0, said="it is twelve"), episode(2, 1.0)]
     report(tmp_path, tab, base=base, sweet=sweet)
     assert texts(tab, "li b") == ["write f0", "write f1", "write f2"]
@@ -85,7 +91,8 @@ def test_search_and_outcomes(tmp_path, tab):
     report(tmp_path, tab, base=[episode(0, 0.0), episode(1, 0.0), episode(2, 1.0)],
            sweet=[episode(0, 1.0, said='it is "twelve"\n'), episode(1, 0.0), episode(2, 1.0)])
     left = lambda: texts(tab, "li b")
-    for words, found in (("TWELVE", [0]), ('"twelve"', [0]), ("return 1", [1]), ("nowhere", []), ("", [0, 1, 2])):
+    found = {"TWELVE": [0], '"twelve"': [0], "return 1": [1], "nowhere": [], "": [0, 1, 2]}
+    for words, found in found.items():
         tab.fill("#search", words)
         assert left() == [f"write f{i}" for i in found]
     outcomes = {"all": [2], "some": [0], "none": [1], "differ": [0], "": [0, 1, 2]}
@@ -96,9 +103,10 @@ def test_search_and_outcomes(tmp_path, tab):
 
 
 def test_what_a_model_wrote_is_never_markup(tmp_path, tab):
-    r = episode(0, 0.5, said=HOSTILE, advantage=0.1, candidates=[{"output": HOSTILE, "token_ids": [1]}])
+    candidates = [{"output": HOSTILE, "token_ids": [1]}]
+    r = episode(0, 0.5, said=HOSTILE, advantage=0.1, candidates=candidates)
     r = {**r, "answer": HOSTILE, "tests": {HOSTILE: HOSTILE}, "failure": HOSTILE}
-    r["task"] = {**r["task"], "problem_description": HOSTILE, "ground_truth": HOSTILE, "id": HOSTILE}
+    r["task"] |= {"problem_description": HOSTILE, "ground_truth": HOSTILE, "id": HOSTILE}
     report(tmp_path, tab, **{"base": [r]})
     tab.get_by_text("1 candidates").click()
     assert tab.title() == "Episodes" and tab.locator("img, main script").count() == 0
@@ -116,10 +124,12 @@ def test_two_thousand_episodes(tmp_path, tab):
 def test_pages_are_shown_as_pictures(tmp_path, tab):
     if not os.path.exists(os.path.join(colbench.CACHE, "tailwind.min.css")):
         pytest.skip("no Tailwind style sheet (README, \"Frontend Design\")")
-    task = {"id": "a", "kind": "frontend", "problem_description": "a shop", "ground_truth": "<html><h1>A Shop</h1></html>"}
+    task = {"id": "a", "kind": "frontend", "problem_description": "a shop",
+            "ground_truth": "<html><h1>A Shop</h1></html>"}
     play = lambda page, **more: [{"task": task, "answer": page, "reward": 0.5, "dialogue_history": [
         {"role": "user", "content": "a shop"}, {"role": "assistant", "content": page}], **more}]
-    report(tmp_path, tab, base=play("<html><h1>My Shop</h1></html>"), rft=play("<html><h1>A Shop</h1></html>"),
+    report(tmp_path, tab, base=play("<html><h1>My Shop</h1></html>"),
+           rft=play("<html><h1>A Shop</h1></html>"),
            none=play("", failure="no page"))
     sources = tab.locator("main img").evaluate_all("all => all.map(e => [e.src, e.naturalWidth])")
     assert [width for _, width in sources] == [480] * 3
