@@ -42,7 +42,7 @@ METRICS = ("tests_passed", "success", "turns", "tokens", "unanswered", "letterbo
            "copied")  # in every result; an environment may have others
 COMPARED = "success", "tests_passed"
 OPTIONAL = {"letterbox %": "-", "not drawn %": "-", "seeds": "1", "missing": "0"}
-NOTHING = np.zeros(2)
+NOTHING = 0, 0  # numerator and denominator
 
 
 def get_args(argv=None):
@@ -74,8 +74,7 @@ def measure(record):
     sampled = [len(m["token_ids"]) for m in agent if "token_ids" in m]
     if sampled:
         measured["tokens"] = (sum(sampled), 1)
-    measured |= environment(record["task"]).metrics(record)
-    return {metric: np.array(pair, float) for metric, pair in measured.items()}
+    return measured | environment(record["task"]).metrics(record)
 
 
 def needed_fields(record):
@@ -122,8 +121,9 @@ class System:
 
     def add(self, cluster, record):
         sums = self.clusters.setdefault(cluster, {})
-        for metric, pair in measure(record).items():
-            sums[metric] = sums.get(metric, 0) + pair
+        for metric, (numerator, denominator) in measure(record).items():
+            before = sums.get(metric, NOTHING)
+            sums[metric] = before[0] + numerator, before[1] + denominator
         self.episodes += 1
         self.rules.add(record.get("meta", {}).get("rules", "unknown"))
         self.rewards.add(environment(record["task"]).reward_name)
@@ -159,7 +159,7 @@ def minus_first(sums):
 
 def with_interval(statistic, clusters, resamples):
     """(value, [low, high]): statistic(clusters) and its bootstrap interval; None without either."""
-    clusters, n = np.array(clusters), len(clusters)
+    clusters, n = np.array(clusters, float), len(clusters)
     value = statistic(clusters) if n else np.nan
     if np.isnan(value):
         return None, None
@@ -201,14 +201,14 @@ def result(system, systems, resamples):
 
 
 def difference(first, system, resamples):
-    """What a system has more than the first one, on the clusters of both."""
+    """How a system differs from the first one, on the clusters of both."""
     common = [key for key in first.clusters if key in system.clusters]
-    ours, theirs = ([s.clusters[key] for key in common] for s in (system, first))
+    base, ours = ([s.clusters[key] for key in common] for s in (first, system))
     out = {"first": first.name, "clusters": len(common)}
     for metric in COMPARED:
-        pairs = list(zip(measured_in(theirs, metric), measured_in(ours, metric)))
+        pairs = list(zip(measured_in(base, metric), measured_in(ours, metric)))
         out[metric], out[f"{metric}_95"] = with_interval(minus_first, pairs, resamples)
-    pairs = zip(measured_in(theirs, "tests_passed"), measured_in(ours, "tests_passed"))
+    pairs = zip(measured_in(base, "tests_passed"), measured_in(ours, "tests_passed"))
     wins = [(1 + np.sign(b[0] / b[1] - a[0] / a[1])) / 2 for a, b in pairs]
     out["wins"], out["wins_95"] = with_interval(np.mean, wins, resamples)
     return out
@@ -239,7 +239,7 @@ def row(r, mean, others):
     cells["not drawn %"] = percent(r["not_drawn"])
     cells["copied %"] = percent(r["copied"])
     for metric in others:
-        cells[f"{metric} %"] = percent(r.get(metric), r.get(f"{metric}_95"))
+        cells[f"{metric.replace('_', ' ')} %"] = percent(r.get(metric), r.get(f"{metric}_95"))
     cells |= {"seeds": str(len(r["files"])), "episodes": str(r["episodes"]),
               "tasks": str(r["tasks"]), "missing": str(r["missing"])}
     if d := r.get("minus_first"):

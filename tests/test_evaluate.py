@@ -4,6 +4,7 @@ import json
 import numpy as np
 import pytest
 
+import colbench
 import evaluate
 from conftest import lines, records, script
 
@@ -89,6 +90,23 @@ def test_told_slots_are_those_of_the_reference(tmp_path):
           episode("b", 0, turns=2, told=["rate=3"], answer="def f(x, fee=12): return x"),
           episode("c", 0, turns=2, told=["rate=3"], answer="def f(x, rate=4): return x")]
     assert run(tmp_path, "s.jsonl", s=rs)[0][0]["copied"] == 0.5
+
+
+def test_an_environment_brings_its_own_metrics(monkeypatch):
+    class Guesses(colbench.Environment):
+        @classmethod
+        def metrics(cls, record):
+            return {**super().metrics(record), "at_once": (record["reward"] == 1, 1)}
+    monkeypatch.setitem(colbench.ENVIRONMENTS, "guesses", Guesses)
+    system = evaluate.System("s", [])
+    for name, reward in (("a", 1), ("b", 0.5)):
+        record = episode(name, reward)
+        record["task"]["kind"] = "guesses"
+        system.add((0, name), record)
+    r = evaluate.result(system, [system], 0)
+    assert r["at_once"] == r["success"] == 0.5 and r["copied"] is None
+    head, row, _ = evaluate.table([r])
+    assert "at once %" in head and row.split()[1:4] == ["75.0", "50.0", "1.0"]
 
 
 def test_interval_resamples_tasks_not_episodes(tmp_path):
