@@ -10,8 +10,8 @@ One record is one line of JSON, and every stage adds fields to it (README, "The 
     python colbench.py check < tasks.jsonl > good.jsonl                          # drops tasks without stable values
     python colbench.py judge --endpoint http://localhost:8000/v1 < episodes.jsonl > scored.jsonl     # an LLM as critic
 """
-from utils import (Endpoint, EndpointError, fail, open_stdout, parser, read_jsonl, rng, run, say,
-                   skip_bad_flag)
+from utils import (Endpoint, EndpointError, digest, fail, open_stdout, parser, progress, read_jsonl,
+                   rng, run, say, skip_bad_flag)
 
 import asyncio
 import collections
@@ -275,6 +275,22 @@ SPLITS = ("train", "val", "test")
 def slots_of(code):
     """{name: text} of the slots of a reference: the keyword defaults of its first line, `def f(x, rate=3): ...`."""
     return dict(re.findall(r"(\w+)=([^\s,()]+)", code.partition("\n")[0].partition("):")[0]))
+
+
+def copied_slots(record):
+    """(right, told): the slots whose value the human told ("rate=3"); the answer has so many right.
+
+    A slot that was told but is missing in the answer doesn't count.
+    """
+    answer = record.get("answer") or ""
+    if not answer.startswith("def "):
+        return 0, 0
+    wanted, written, told = slots_of(record["task"]["ground_truth"]), slots_of(answer), {}
+    for m in record["dialogue_history"][1:]:
+        if m["role"] == "user":
+            told.update(slots_of(f"f({m['content']}):"))
+    counted = wanted.keys() & told.keys() & written.keys()
+    return sum(written[name] == told[name] for name in counted), len(counted)
 
 
 def names_of(expression):
@@ -1640,6 +1656,20 @@ class Renderer:
         await route.abort("aborted")
 
 
+def draw_pages(args, pages, folder):
+    """{page: PNG file in folder} of the pages that can be drawn; files that are there are taken."""
+    paths = {page: os.path.join(folder, digest(page) + ".png") for page in pages}
+    new = [page for page, path in paths.items() if not os.path.exists(path)]
+    if new:
+        save = lambda renderer, page: renderer.save(page, paths[page])
+        for _ in progress("drawing pages", each_drawn(args, save, new), len(new)):
+            pass
+    drawn = {page: path for page, path in paths.items() if os.path.exists(path)}
+    if len(drawn) < len(paths):
+        say(f"{len(paths) - len(drawn)} of {len(paths)} pages can't be drawn and are not shown")
+    return drawn
+
+
 def each_drawn(args, use, pages):
     """Yields use(renderer, page) of each page, in order, many at once, by the browser of browser_flags."""
     with Renderer(os.cpu_count(), args.browser, args.allow_network) as renderer, \
@@ -1798,7 +1828,6 @@ class Environment:
     reply_chars = 400               # the human's reply is cut here
     fields = ()                     # what grade reads of a task beyond description and reference
     reward_name = "reward"          # in messages; its first word heads a column of evaluate.py
-    measured = "success", "unanswered"  # metrics of evaluate.py that not all kinds have
     drawn = False                   # whether answers are drawn; then the methods may wait for it
     advice = ""                     # where a split has too few tasks
 
@@ -1831,6 +1860,17 @@ class Environment:
         """The HTML page in a text, or "". A kind that has pages inherits from Pages."""
         return ""
 
+    @classmethod
+    def metrics(cls, record):
+        """{name: (numerator, denominator)} of a graded record, for evaluate.py.
+
+        They are means over episodes: of a system the numerators are added up, and so are the
+        denominators. Reward, turns and tokens are measured anyway.
+        """
+        agent = agent_messages(record)
+        answered = agent and ANSWER in agent[-1]["content"]
+        return {"success": (record["reward"] >= 1, 1), "unanswered": (not answered, 1)}
+
     def scripted_human(self, task, message):
         """The built-in human's reply."""
         fail("--human scripted: this kind of task has no scripted human")
@@ -1838,6 +1878,10 @@ class Environment:
     def shown(self, task, message):
         """PNG files, as bytes, that an LLM human looks at."""
         return []
+
+    def picture_file(self, page, folder):
+        """The path of a page's PNG in a folder, drawn if it isn't there; None if it can't be."""
+        return None
 
     def grade(self, task, answer):
         """{"reward": 0 to 1} and what else is worth keeping in the record."""
@@ -1871,7 +1915,6 @@ class Functions(Environment):
     agent_prompt, human_prompt = AGENT_PROMPT, HUMAN_PROMPT
     fields = ("task.test_cases",)
     reward_name = "tests passed"
-    measured = "success", "unanswered", "copied"
     advice = ": ask for more slots"
     demonstration = staticmethod(demonstration)
 
@@ -1885,6 +1928,10 @@ class Functions(Environment):
     @classmethod
     def tasks(cls, split, args):
         return builtin_tasks(split, args.seed, args.min_slots, args.max_slots, args.usual)
+
+    @classmethod
+    def metrics(cls, record):
+        return {**super().metrics(record), "copied": copied_slots(record)}
 
     def scripted_human(self, task, message):
         return scripted_human(task, message)
@@ -1916,7 +1963,6 @@ class Pages(Environment):
     agent_prompt, human_prompt = PAGE_AGENT_PROMPT, PAGE_HUMAN_PROMPT
     reply_chars = 1000
     reward_name = "likeness"
-    measured = ("not_drawn",)
     drawn = True
     demonstration = staticmethod(page_demonstration)
 
@@ -1944,6 +1990,19 @@ class Pages(Environment):
     @classmethod
     def page(cls, text):
         return extract_page(text)
+
+    @classmethod
+    def metrics(cls, record):
+        found = {"not_drawn": ("failure" in record, 1)}
+        if "reward_letterbox" in record:
+            found["letterbox"] = (record["reward_letterbox"], 1)
+        return found
+
+    def picture_file(self, page, folder):
+        path = os.path.join(folder, digest(page) + ".png")
+        if not os.path.exists(path):
+            self.renderer.save(page, path)
+        return path if os.path.exists(path) else None
 
     def wanted(self, task):
         """The reference as drawn, once; NoReference where it can't be."""

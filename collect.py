@@ -1,18 +1,16 @@
-"""Plays episodes: the agent talks to a human over several turns and hands in an answer, which is graded.
+"""Plays episodes: an agent talks with a human and hands in an answer, which is graded.
 
     colbench.py tasks | python collect.py --model runs/base -k 4 > trajectories.jsonl
-    ... | python collect.py --model runs/base -k 4 --candidates 16 > trajectories.jsonl    # alternatives for stage 2
+    ... | python collect.py --model runs/base -k 4 --candidates 16 > trajectories.jsonl
     ... | python collect.py --model runs/base --best_of 4 --critic runs/critic > guided.jsonl
-    ... | python collect.py --model runs/base -k 4 --resume all.jsonl >> all.jsonl          # go on after a kill
+    ... | python collect.py --model runs/base -k 4 --resume all.jsonl >> all.jsonl
 
-An episode is a coroutine, and none waits for another: engine, critic and human serve whoever asks. Episodes are written
-as they finish. Each draw is a function of (seed, task, sample, turn), not of its company in a batch
-but for rounding: after a kill and --resume batches have other company, so log-probs differ by some
-1e-6 from those of a run without a kill, and a text does where that decides a draw, which is rare.
-Records that already have a dialogue only get candidates.
+Many episodes run at once; each is written as it ends. Every draw is a function of (seed, task,
+sample, turn). The other episodes change it by rounding only: after a kill and --resume log-probs
+differ by about 1e-6, and rarely a text. Records that have a dialogue already get candidates only.
 """
-from utils import (Endpoint, EndpointError, digest, watchdog, fail, descendants, open_stdout, parser, progress,
-                   read_jsonl, rng, run, say, skip_bad_flag, version)
+from utils import (Endpoint, EndpointError, descendants, fail, open_stdout, parser, progress,
+                   read_jsonl, rng, run, say, skip_bad_flag, version, watchdog)
 
 import asyncio
 import atexit
@@ -30,80 +28,123 @@ from importlib.util import find_spec
 
 from colbench import (NOT_SEEN, GraderError, NoReference, RenderError, environment, first_message,
                       gradable, hidden_information, human_prompt, judge, kind_of, page_flags,
-                      read_action, redact, without_thinking, task_id)
+                      read_action, redact, task_id, without_thinking)
 
 
 def get_args(argv=None):
     p = parser(__doc__)
-    p.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct", help="the agent")
-    p.add_argument("-k", type=int, default=1, help="episodes a task")
-    p.add_argument("--max_turns", type=int, default=10, help="messages of the agent; the last one is its answer")
-    p.add_argument("--human", default="scripted", help="scripted: that of the built-in tasks, of pages one who names "
-                   "the largest difference in what is drawn; fixed:TEXT: says TEXT; "
-                   "http://host:port/v1[,http://...]: a chat model, at temperature 0")
-    p.add_argument("--human_model", help="its name, where those servers serve several")
-    p.add_argument("--human_prompt", help="file: what it reads, with {problem_description}, "
-                   "{hidden_information} and {dialogue}")
-    p.add_argument("--human_leak", choices=["count", "redact"], default="count",
-                   help="replies that quote lines of the hidden code are counted; or the lines cut out, too")
-    p.add_argument("--agent_prompt", help="file: the agent's first message, with "
+    p.usage = "python collect.py [flags] < tasks.jsonl > trajectories.jsonl"
+    g = p.add_argument_group("episodes")
+    g.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct", help="the agent")
+    g.add_argument("-k", type=int, default=1, help="episodes of each task")
+    g.add_argument("--max_turns", type=int, default=10, metavar="N",
+                   help="the agent's messages; the last one is its answer")
+    g.add_argument("--agent_prompt", metavar="FILE", help="the agent's first message, with "
                    "{problem_description}, {max_turns}, {ANSWER} and {OUTPUT}")
-    # sampling
-    p.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
-    p.add_argument("--max_tokens", type=int, default=1024, help="of one message")
-    p.add_argument("--thinking", type=int, choices=[0, 1], default=0,
-                   help="1: leave models whose chat template knows thinking to it; the human never sees it")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--candidates", type=int, default=0, help="alternatives to sample at every turn (stage 2 wants 16)")
-    p.add_argument("--candidates_share", type=float, default=1.0, help="share of the episodes that get candidates")
-    p.add_argument("--best_of", type=int, default=1, help="actions sampled a turn; the critic's best one is sent")
-    p.add_argument("--critic", help="directory of train_critic.py, or http://host:port/v1 of an LLM that judges; it "
-                   "READS HIDDEN INFORMATION: no policy comparison")
-    p.add_argument("--prior", type=float, default=0,
-                   help="--best_of: the best by score + prior * its log-prob when sampled, as in train_policy.py")
-    # engine
-    p.add_argument("--engine", default="auto", help="transformers, vllm, or http://host:port/v1[,http://...]: vLLM "
-                   "servers of --model; auto: vllm where it and a GPU are there, else transformers")
-    p.add_argument("--tensor_parallel", type=int, default=1, help="vllm: GPUs a copy of the model is spread over")
-    p.add_argument("--data_parallel", type=int, default=1, help="vllm: copies of the model")
-    p.add_argument("--max_model_len", type=int, help="vllm: longest context; not given: the model's")
-    p.add_argument("--max_batch_tokens", type=int, default=65536, help="transformers: context held at once")
-    p.add_argument("--in_flight", type=int, default=64, help="requests under way at each http server")
-    p.add_argument("--timeout", type=float, default=120, help="seconds a request to an http server may take")
-    p.add_argument("--retries", type=int, default=8, help="of a request to http servers, over about a minute")
-    # running
-    page_flags(p)
-    skip_bad_flag(p)
-    p.add_argument("--concurrency", type=int, default=256, help="episodes under way at once")
-    p.add_argument("--resume", metavar="FILE", help="skip the episodes in FILE; a cut-off last line is dropped from it")
-    p.add_argument("--rules", choices=["honest", "official"], default="honest", help="of the grader, see colbench.py")
-    p.add_argument("--unsafe", type=int, choices=[0, 1], default=0, help="1: grade even where no sandbox is to be had")
-    return p.parse_args(argv)
+    g.add_argument("--concurrency", type=int, default=256, metavar="N",
+                   help="episodes under way at once")
+    g.add_argument("--resume", metavar="FILE",
+                   help="skip the episodes in FILE, and drop its last line if that is cut off")
+    skip_bad_flag(g)
+    g = p.add_argument_group("human")
+    g.add_argument("--human", default="scripted", help="scripted: the built-in one; fixed:TEXT: "
+                   "always says TEXT; http://host:port/v1[,http://...]: an LLM at temperature 0")
+    g.add_argument("--human_model", help="the LLM's name, if the servers have several")
+    g.add_argument("--human_prompt", metavar="FILE", help="what the LLM reads, with "
+                   "{problem_description}, {hidden_information} and {dialogue}")
+    g.add_argument("--human_leak", choices=["count", "redact"], default="count",
+                   help="count the replies that quote hidden code; redact: cut it out, too")
+    g = p.add_argument_group("sampling")
+    g.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
+    g.add_argument("--max_tokens", type=int, default=1024, metavar="N", help="longest message")
+    g.add_argument("--thinking", type=int, choices=[0, 1], default=0,
+                   help="1: let a model think whose chat template can; nobody sees the thought")
+    g.add_argument("--seed", type=int, default=0)
+    g.add_argument("--candidates", type=int, default=0, metavar="N",
+                   help="alternatives drawn at every turn; stage 2 wants 16")
+    g.add_argument("--candidates_share", type=float, default=1.0,
+                   help="share of the episodes that get candidates")
+    g.add_argument("--best_of", type=int, default=1, metavar="N",
+                   help="messages drawn at every turn; the critic's favourite is sent")
+    g.add_argument("--critic", help="--out of train_critic.py, or http://host:port/v1 of an LLM; "
+                   "it READS HIDDEN INFORMATION, so this is no fair policy")
+    g.add_argument("--prior", type=float, default=0,
+                   help="--best_of: choose by score + prior * log-prob")
+    g = p.add_argument_group("engine")
+    g.add_argument("--engine", default="auto", help="transformers, vllm, or http://host:port/v1"
+                   "[,http://...] of vLLM servers; auto: vllm if it and a GPU are there")
+    g.add_argument("--max_batch_tokens", type=int, default=65536, metavar="N",
+                   help="transformers: prompt tokens in a batch")
+    g.add_argument("--tensor_parallel", type=int, default=1, metavar="N",
+                   help="vllm: GPUs of one copy of the model")
+    g.add_argument("--data_parallel", type=int, default=1, metavar="N", help="vllm: copies")
+    g.add_argument("--max_model_len", type=int, metavar="N",
+                   help="vllm: longest context, else the model's")
+    g.add_argument("--in_flight", type=int, default=64, metavar="N",
+                   help="requests at once to one server")
+    g.add_argument("--timeout", type=float, default=120, help="seconds of a request")
+    g.add_argument("--retries", type=int, default=8, help="of a request, over about a minute")
+    g = p.add_argument_group("grading")
+    g.add_argument("--rules", choices=["honest", "official"], default="honest",
+                   help="the grader's rules, see colbench.py")
+    g.add_argument("--unsafe", type=int, choices=[0, 1], default=0,
+                   help="1: grade even without a sandbox")
+    page_flags(g)
+    args = p.parse_args(argv)
+    if (args.best_of > 1) != bool(args.critic):
+        fail("--best_of N and --critic DIR go together")
+    if not (args.human == "scripted" or args.human.startswith("fixed:") or http(args.human)):
+        fail(f"--human {args.human!r}: give scripted, fixed:TEXT, or http://host:port/v1")
+    if args.engine not in ("auto", "transformers", "vllm") and not http(args.engine):
+        fail(f"--engine {args.engine!r}: give auto, transformers, vllm, or http://host:port/v1")
+    return args
 
 
-# --- engines: whoever awaits is served, together with all who wait at that moment -------------------------------------
+def http(where):
+    return (where or "").startswith(("http://", "https://"))
+
+
+if __name__ == "__main__":
+    ARGS = get_args()  # a wrong flag is told before anything slow is loaded
+
+import torch
+from transformers import DynamicCache
+
+from model import end_of_turn, find_model, load_lm, render, weights_digest
+from train_critic import critic_turns, load_critic, score_turns
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+
+
+# --- engines: await engine((prompt_ids, draws)) samples the agent's messages ----------------------
+#
+# It gives [(token_ids, logprobs)], one per draw. A draw is the key of its randomness, rng(*draw).
+# token_ids end with a token of `stop` unless max_tokens cut them. logprobs are the sampler's, at
+# its temperature.
 
 class Batcher:
-    """await batcher(request): its part of work(requests), run in a thread for all who wait, up to `limit` by `size`."""
+    """await batcher(request): this request's part of work(requests).
 
-    def __init__(self, work, limit, size=lambda request: 1):
-        self.work, self.limit, self.size, self.waiting, self.running = work, limit, size, [], None
+    work runs in a thread, on the requests that wait at that moment: as many as have a sum of
+    size(request) up to `limit`, but at least one.
+    """
+
+    def __init__(self, work, limit, size):
+        self.work, self.limit, self.size = work, limit, size
+        self.waiting, self.server = [], None
 
     async def __call__(self, request):
-        self.waiting.append((request, asyncio.get_running_loop().create_future()))
-        self.running = self.running or asyncio.ensure_future(self.serve())
-        return await self.waiting[-1][1]
+        future = asyncio.get_running_loop().create_future()
+        self.waiting.append((request, future))
+        if not self.server:
+            self.server = asyncio.ensure_future(self.serve())
+        return await future
 
     async def serve(self):
         while self.waiting:
-            before = 0
-            while before != len(self.waiting):  # let everyone ask who can: fuller batches, and always the same ones
-                before = len(self.waiting)
-                await asyncio.sleep(0)
-            n = room = 0
-            while n < len(self.waiting) and (n == 0 or room + self.size(self.waiting[n][0]) <= self.limit):
-                room, n = room + self.size(self.waiting[n][0]), n + 1
-            batch, self.waiting = self.waiting[:n], self.waiting[n:]
+            await self.all_have_asked()
+            batch = self.next_batch()
             try:
                 results = await asyncio.to_thread(self.work, [request for request, _ in batch])
                 for (_, future), result in zip(batch, results):
@@ -111,66 +152,94 @@ class Batcher:
             except Exception as e:
                 for _, future in batch:
                     future.set_exception(e)
-        self.running = None
+        self.server = None
+
+    async def all_have_asked(self):
+        """Waits while coroutines still add requests: batches are full, and the same every time."""
+        before = 0
+        while before != len(self.waiting):
+            before = len(self.waiting)
+            await asyncio.sleep(0)
+
+    def next_batch(self):
+        n = total = 0
+        for request, _ in self.waiting:
+            total += self.size(request)
+            if n > 0 and total > self.limit:
+                break
+            n += 1
+        batch, self.waiting = self.waiting[:n], self.waiting[n:]
+        return batch
 
 
 def transformers_engine(args, stop):
-    """await engine((prompt_ids, draws)): a list of (token_ids, logprobs), one per draw, whose randomness is rng(*draw).
+    """Samples by transformers in this process."""
+    lm, _ = load_lm(args.model, DEVICE)
 
-    token_ids end with a token of `stop` unless max_tokens cut them; logprobs are those of the sampler.
-    """
-    import torch
-    from transformers import DynamicCache
+    def read(prompts):
+        """(cache, mask, logits of the next token) of prompts, padded on the left."""
+        width = max(map(len, prompts))
+        padding = [width - len(prompt) for prompt in prompts]
+        ids = [[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts)]
+        mask = [[0] * pad + [1] * len(prompt) for pad, prompt in zip(padding, prompts)]
+        ids, mask = torch.tensor(ids, device=DEVICE), torch.tensor(mask, device=DEVICE)
+        cache = DynamicCache(config=lm.config)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = lm(input_ids=ids, attention_mask=mask, position_ids=positions,
+                    past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return cache, mask, logits[:, -1]
 
-    from model import load_lm
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, _ = load_lm(args.model, device)
+    def choose(logits, generators):
+        """(rows, 1) tokens and their log-probs."""
+        logps = (logits.double() / (args.temperature or 1)).log_softmax(-1)
+        if args.temperature:  # invert the cumulative distribution at a uniform number
+            u = torch.tensor([[g.random()] for g in generators], dtype=torch.double, device=DEVICE)
+            cdf = logps.exp().cumsum(-1)
+            token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
+            token = token.clamp(max=cdf.shape[1] - 1)
+        else:
+            token = logps.argmax(-1, keepdim=True)
+        return token, logps.gather(1, token)
 
     @torch.no_grad()
     def sample(requests):
-        width = max(len(prompt) for prompt, _ in requests)
-        ids = torch.tensor([[0] * (width - len(p)) + list(p) for p, _ in requests], device=device)
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p, _ in requests], device=device)
-        cache = DynamicCache(config=model.config)
-        logits = model(input_ids=ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-                       past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-        rows = torch.tensor([i for i, (_, draws) in enumerate(requests) for _ in draws], device=device)
+        cache, mask, logits = read([prompt for prompt, _ in requests])
+        rows = [i for i, (_, draws) in enumerate(requests) for _ in draws]
+        rows = torch.tensor(rows, device=DEVICE)
         cache.batch_select_indices(rows)  # a prompt is read once for all its draws
-        logits, mask = logits[rows], mask[rows]
-        random = [rng(*draw) for _, draws in requests for draw in draws]
-        out = [([], []) for _ in random]
-        alive = list(range(len(random)))
+        mask, logits = mask[rows], logits[rows]
+        generators = [rng(*draw) for _, draws in requests for draw in draws]
+        samples = [([], []) for _ in generators]
+        alive = list(range(len(samples)))
         for _ in range(args.max_tokens):
-            logps = (logits.double() / (args.temperature or 1)).log_softmax(-1)
-            if args.temperature:  # inverse of the cumulative distribution at one uniform number a token
-                u = torch.tensor([random[i].random() for i in alive], dtype=torch.double, device=device)
-                cdf = logps.exp().cumsum(-1)
-                token = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).clamp(max=cdf.shape[1] - 1)
-            else:
-                token = logps.argmax(-1, keepdim=True)
-            keep = []
-            for row, (i, t, logp) in enumerate(zip(alive, token[:, 0].tolist(), logps.gather(1, token)[:, 0].tolist())):
-                out[i][0].append(t)
-                out[i][1].append(round(logp, 6))
-                if t not in stop:
-                    keep.append(row)
+            token, logp = choose(logits, [generators[i] for i in alive])
+            for i, t, p in zip(alive, token[:, 0].tolist(), logp[:, 0].tolist()):
+                samples[i][0].append(t)
+                samples[i][1].append(round(p, 6))
+            keep = [row for row, i in enumerate(alive) if samples[i][0][-1] not in stop]
             if not keep:
                 break
             if len(keep) < len(alive):
-                kept = torch.tensor(keep, device=device)
-                cache.batch_select_indices(kept)
-                token, mask, alive = token[kept], mask[kept], [alive[row] for row in keep]
+                alive = [alive[row] for row in keep]
+                keep = torch.tensor(keep, device=DEVICE)
+                cache.batch_select_indices(keep)
+                token, mask = token[keep], mask[keep]
             mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-            logits = model(input_ids=token, attention_mask=mask, position_ids=mask.sum(1, keepdim=True) - 1,
-                           past_key_values=cache, use_cache=True).logits[:, -1]
-        draws = iter(out)
-        return [[next(draws) for _ in keys] for _, keys in requests]
+            positions = mask.sum(1, keepdim=True) - 1
+            logits = lm(input_ids=token, attention_mask=mask, position_ids=positions,
+                        past_key_values=cache, use_cache=True).logits[:, -1]
+        samples = iter(samples)
+        return [list(itertools.islice(samples, len(draws))) for _, draws in requests]
 
-    return Batcher(sample, args.max_batch_tokens, size=lambda request: len(request[0]) * len(request[1]))
+    def size(request):
+        prompt, draws = request
+        return len(prompt) * len(draws)
+
+    return Batcher(sample, args.max_batch_tokens, size)
 
 
 def vllm_engine(args, stop):
-    """The same by vLLM in this process. Its seeds do not promise the same tokens in another batch."""
+    """Samples by vLLM in this process. Another batch may change its tokens, whatever the seed."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
@@ -180,225 +249,236 @@ def vllm_engine(args, stop):
         from vllm.v1.engine.async_llm import AsyncLLM
     except ImportError as e:
         fail(f"--engine vllm needs the package vllm ({e}): see requirements.txt")
-    # what its CPU build wants: no compiling, room for the cache in bytes, and no chunks, where seeded draws would crash
-    cpu = {"dtype": "float32", "enforce_eager": True, "enable_chunked_prefill": False, "kv_cache_memory_bytes": 1 << 28}
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(
-        model=args.model, tensor_parallel_size=args.tensor_parallel, data_parallel_size=args.data_parallel,
-        max_model_len=args.max_model_len, enable_prefix_caching=True, logprobs_mode="processed_logprobs",
-        generation_config="vllm", disable_log_stats=True, use_tqdm_on_load=False,
-        **(cpu if current_platform.is_cpu() else {})))
-    guard = watchdog(descendants())  # its processes would outlive a kill of this one, and keep the GPU
-    atexit.register(lambda: (llm.shutdown(), guard.kill()))
+    options = dict(tensor_parallel_size=args.tensor_parallel, max_model_len=args.max_model_len,
+                   data_parallel_size=args.data_parallel, logprobs_mode="processed_logprobs",
+                   generation_config="vllm", enable_prefix_caching=True, disable_log_stats=True,
+                   use_tqdm_on_load=False)
+    if current_platform.is_cpu():  # chunked prefill crashes seeded draws there
+        options |= dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False,
+                        kv_cache_memory_bytes=1 << 28)
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=args.model, **options))
+    guard = watchdog(descendants())  # its processes would outlive a kill and keep the GPU
+    atexit.register(guard.kill)
+    atexit.register(llm.shutdown)  # this one runs first
     numbers = itertools.count()
 
-    async def draw(prompt, key):
-        params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=seed_of(key), logprobs=0,
-                                stop_token_ids=sorted(stop), detokenize=False,
-                                output_kind=RequestOutputKind.FINAL_ONLY)
+    async def draw(prompt, seed):
+        params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens,
+                                seed=seed, logprobs=0, stop_token_ids=sorted(stop),
+                                detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        request = {"type": "token", "prompt_token_ids": list(prompt)}
         try:
-            async for reply in llm.generate({"type": "token", "prompt_token_ids": list(prompt)}, params,
-                                            str(next(numbers))):
+            async for reply in llm.generate(request, params, str(next(numbers))):
                 out = reply.outputs[0]
         except Exception as e:  # of many kinds: the prompt is too long, the engine has died
-            raise EndpointError(f"vllm: {type(e).__name__}: {' '.join(str(e).split())[:200]}") from None
-        if out.finish_reason not in ("stop", "length"):
-            raise EndpointError(f"vllm: the action was cut off: finish_reason {out.finish_reason}")
-        return list(out.token_ids), [round(p[t].logprob, 6) for t, p in zip(out.token_ids, out.logprobs)]
+            why = " ".join(str(e).split())[:200]
+            raise EndpointError(f"vllm: {type(e).__name__}: {why}") from None
+        logprobs = [round(p[t].logprob, 6) for t, p in zip(out.token_ids, out.logprobs)]
+        return list(out.token_ids), logprobs
 
-    return all_draws(draw)
+    return one_request_each(draw)
 
 
 async def http_engine(args, stop):
-    """The same from vLLM servers, which take and give token ids: prompts reach the model as they are."""
+    """Samples by vLLM servers, which take and give token ids."""
     servers = Endpoint(args.engine, args.in_flight, args.timeout, args.retries)
     name = await servers.model(args.model)
+    extra = {"top_k": 0, "min_p": 0, "repetition_penalty": 1, "stop_token_ids": sorted(stop),
+             "skip_special_tokens": False, "return_token_ids": True}
 
-    async def draw(prompt, key):
+    async def draw(prompt, seed):
         async def ask(client):
             reply = await client.completions.create(
-                model=name, prompt=list(prompt), temperature=args.temperature, top_p=1, max_tokens=args.max_tokens,
-                seed=seed_of(key), logprobs=0,
-                extra_body={"top_k": 0, "min_p": 0, "repetition_penalty": 1, "stop_token_ids": sorted(stop),
-                            "skip_special_tokens": False, "return_token_ids": True})
+                model=name, prompt=list(prompt), temperature=args.temperature, top_p=1,
+                max_tokens=args.max_tokens, seed=seed, logprobs=0, extra_body=extra)
             out = reply.choices[0]
-            if out.finish_reason not in ("stop", "length"):  # a server that is being ended answers with what it has
-                raise ValueError(f"the action was cut off: finish_reason {out.finish_reason}")
+            if out.finish_reason not in ("stop", "length"):  # the server is shutting down
+                raise ValueError(f"message cut off: finish_reason {out.finish_reason}")
             if not getattr(out, "token_ids", None):
-                raise ValueError("no token_ids in the reply: it takes a vLLM server of 0.10 or newer")
+                raise ValueError("no token_ids in the reply: it takes vLLM 0.10 or newer")
             return out.token_ids, [round(x, 6) for x in out.logprobs.token_logprobs]
         return await servers(ask)
 
-    return all_draws(draw)
+    return one_request_each(draw)
 
 
-def all_draws(draw):
-    """engine((prompt, keys)) of draw(prompt, key), a request each: the server batches them and caches the prompt."""
+def one_request_each(draw):
+    """An engine of draw(prompt, seed): the server batches the draws and caches their prompt."""
     async def engine(request):
-        return await asyncio.gather(*(draw(request[0], key) for key in request[1]))
+        prompt, draws = request
+        seeds = [rng(*key).getrandbits(31) for key in draws]
+        return await asyncio.gather(*(draw(prompt, seed) for seed in seeds))
     return engine
 
 
-def seed_of(key):
-    return rng(*key).getrandbits(31)
+def trained_critic(args):
+    """(critic, its Pictures or None) of a finished run of train_critic.py.
 
-
-def critic_engine(args, players):
-    """await critic(task, history, actions): the actions' advantages."""
-    import torch
-
-    from train_critic import critic_turns, load_critic, score_turns
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    critic, tokenizer, models, pictures = load_critic(args.critic, device, dtype=dtype)
-    players.critic_sees, folder = bool(pictures), tempfile.TemporaryDirectory()
+    await critic(task, history, actions) gives the actions' advantages.
+    """
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    critic, tokenizer, models, pictures = load_critic(args.critic, DEVICE, dtype=dtype)
 
     def work(requests):
-        ref_of = dict(turns for request in requests for turns in request)
+        ref_of = dict(pair for request in requests for pair in request)
         scores = score_turns(critic, models, ref_of, 16384)
         return [[scores[turn] for turn, _ in request] for request in requests]
 
-    batcher = Batcher(work, 1024, size=len)  # `score` cuts the work by tokens itself
+    batcher = Batcher(work, 1024, size=len)  # score_turns splits the turns by their tokens
 
     async def advantages(task, history, actions):
-        if pictures:
-            kind = players.environment(task)
-            texts = *(m["content"] for m in history), *(a["output"] for a in actions), hidden_information(task)
-            for page in {kind.page(text) for text in texts} - {""}:
-                file = os.path.join(folder.name, digest(page) + ".png")
-                os.path.exists(file) or await players.wait(kind, kind.renderer.save, page, file)
-                if os.path.exists(file) and page not in pictures.numbers:
-                    pictures.add(page, file)
-        return await batcher(critic_turns(critic, tokenizer, task, history, actions, args.thinking,
-                                          pictures))
+        turns = critic_turns(critic, tokenizer, task, history, actions, args.thinking, pictures)
+        return await batcher(turns)
 
-    return advantages
+    return advantages, pictures
 
 
-def use_vllm(engine):
-    """--engine auto: vLLM where it is installed and a GPU is there."""
-    import torch
-    return engine == "vllm" or engine == "auto" and torch.cuda.is_available() and bool(find_spec("vllm"))
-
-
-def http(where):
-    return where.startswith(("http://", "https://"))
-
-
-def read_file(args, flag):
-    """The text of the file that a flag names, or None."""
-    try:
-        return open(getattr(args, flag), encoding="utf-8").read() if getattr(args, flag) else None
-    except OSError as e:
-        fail(f"--{flag} {getattr(args, flag)}: {e.strerror}")
-
-
-# --- an episode -------------------------------------------------------------------------------------------------------
+# --- an episode -----------------------------------------------------------------------------------
 
 class Players:
-    """The agent, the human, and maybe a critic: what an episode talks to."""
+    """What an episode talks to: the agent, the human, the critic, and its task's environment."""
 
-    async def make(self, args):
-        """Loads them all; returns self."""
-        from model import end_of_turn, find_model, render, weights_digest
-        self.args, self.leaks, self.critic_sees = args, 0, False
+    def __init__(self, args):
+        self.args, self.leaks = args, 0
         self.environments, self.opened = {}, contextlib.ExitStack()
-        self.threads = ThreadPoolExecutor(2 * os.cpu_count())
-        self.agent_prompt, self.human_prompt = (read_file(args, flag) for flag in ("agent_prompt", "human_prompt"))
+        self.threads = ThreadPoolExecutor(2 * os.cpu_count())  # where a call waits for others
+        self.agent_prompt = read_file("--agent_prompt", args.agent_prompt)
+        self.human_prompt = read_file("--human_prompt", args.human_prompt)
+
+    async def load(self):
+        """Loads the models and asks the servers for theirs; returns self."""
+        args = self.args
         if http(args.human):
             self.humans = Endpoint(args.human, args.in_flight, args.timeout, args.retries)
             self.human_model = await self.humans.model(args.human_model)
         directory, self.tokenizer, _ = find_model(args.model)
-        self.render = lambda history: render(self.tokenizer, history, args.thinking)
+        self.weights = weights_digest(directory)  # None where only servers have them
         stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id}
+        vllm = args.engine == "vllm" or args.engine == "auto" and CUDA and find_spec("vllm")
         if http(args.engine):
             self.engine = await http_engine(args, stop)
+        elif vllm:
+            self.engine = vllm_engine(args, stop)
         else:
-            self.engine = (vllm_engine if use_vllm(args.engine) else transformers_engine)(args, stop)
-        self.weights = weights_digest(directory)  # None where only servers have them
-        self.critic = critic_engine(args, self) if args.critic and not http(args.critic) else None
-        if args.critic and not self.critic:
+            self.engine = transformers_engine(args, stop)
+        self.critic = self.pictures = None
+        if http(args.critic):
             judges = Endpoint(args.critic, args.in_flight, args.timeout, args.retries)
             self.critic = functools.partial(judge, judges, await judges.model())
+        elif args.critic:
+            self.critic, self.pictures = trained_critic(args)
+            self.folder = tempfile.TemporaryDirectory()
         return self
 
     def environment(self, task):
-        """The environment of a task's kind, opened when first asked for."""
+        """The environment of a task's kind, opened at its first use."""
         kind = kind_of(task)
         if kind not in self.environments:
-            looks = http(self.args.human) or self.critic_sees
-            opened = environment(task)(self.args, os.cpu_count(), looks)
-            self.environments[kind] = self.opened.enter_context(opened)
+            pictures = http(self.args.human) or bool(self.pictures)
+            env = environment(task)(self.args, os.cpu_count(), pictures)
+            self.environments[kind] = self.opened.enter_context(env)
         return self.environments[kind]
 
-    async def human(self, task, history):
-        """The human's reply to the last message of the history, cut at the kind's reply_chars."""
-        who, _, text = self.args.human.partition(":")
-        message, limit = history[-1]["content"], environment(task).reply_chars
-        if who == "fixed":
-            return text[:limit]
-        kind = self.environment(task)
-        try:
-            if who == "scripted":
-                return await self.wait(kind, kind.scripted_human, task, message)
-            prompt = human_prompt(task, history, self.human_prompt)
-            shown = await self.wait(kind, kind.shown, task, message)
-            if shown:
-                urls = [f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in shown]
-                prompt = [{"type": "text", "text": prompt},
-                          *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
-        except NoReference as e:
-            raise EndpointError(str(e)) from None
-        except RenderError as e:
-            return NOT_SEEN.format(e)
+    async def call(self, env, method, *args):
+        """method(*args) of an environment, in a thread where it may wait for a browser."""
+        return await self.in_thread(method, *args) if env.drawn else method(*args)
 
-        async def ask(client):
-            reply = (await client.chat.completions.create(
-                model=self.human_model, messages=[{"role": "user", "content": prompt}], temperature=0, seed=0,
-                max_tokens=limit)).choices[0].message.content
-            reply = without_thinking(reply or "")
-            if not reply:
-                raise ValueError("an empty reply")
-            return reply[:limit]
-        reply = await self.humans(ask)
-        clean, leaks = redact(reply, hidden_information(task))
-        self.leaks += bool(leaks)
-        return clean if self.args.human_leak == "redact" else reply
-
-    async def wait(self, kind, method, *args):
-        """method(*args) of an environment; where it draws, in threads that the engine leaves."""
-        if not kind.drawn:
-            return method(*args)
+    async def in_thread(self, method, *args):
         return await asyncio.get_running_loop().run_in_executor(self.threads, method, *args)
+
+    def render(self, history):
+        return render(self.tokenizer, history, self.args.thinking)
 
     def text(self, token_ids):
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
 
     async def act(self, task, history, key, candidates):
-        """The agent's next message, `content` still open, with candidates. key: (seed, task id, sample, turn)."""
-        prompt = self.render(history)
-        draws = [(*key, j) for j in range(self.args.best_of)] + [(*key, "candidate", j) for j in range(candidates)]
-        drawn = await self.engine((prompt, draws))
-        if not all(map(math.isfinite, (x for _, logprobs in drawn for x in logprobs))):
+        """The agent's next message, its `content` still None, with so many candidates.
+
+        key: (seed, task id, sample, turn).
+        """
+        draws = [(*key, j) for j in range(self.args.best_of)]
+        draws += [(*key, "candidate", j) for j in range(candidates)]
+        drawn = await self.engine((self.render(history), draws))
+        if not all(math.isfinite(x) for _, logprobs in drawn for x in logprobs):
             raise EndpointError("the model's log-probs are NaN or infinite: are its weights sound?")
-        actions, drawn = drawn[:self.args.best_of], drawn[self.args.best_of:]
-        actions = [{"output": self.text(ids), "token_ids": ids, "logprobs": logprobs} for ids, logprobs in actions]
-        best = 0
-        if self.critic:
-            scores = await self.critic(task, history, actions)
-            best = max(range(len(scores)), key=lambda i: scores[i] + self.args.prior * sum(actions[i]["logprobs"]))
-        message = {"role": "assistant", "content": None, **actions[best]}
-        if drawn:
-            message["candidates"] = [{"output": self.text(ids), "token_ids": ids, "logprob": round(sum(logprobs), 6)}
-                                     for ids, logprobs in drawn]
+        actions = [{"output": self.text(ids), "token_ids": ids, "logprobs": logprobs}
+                   for ids, logprobs in drawn[:self.args.best_of]]
+        action = await self.best(task, history, actions) if self.critic else actions[0]
+        message = {"role": "assistant", "content": None, **action}
+        if candidates:
+            message["candidates"] = [
+                {"output": self.text(ids), "token_ids": ids, "logprob": round(sum(logprobs), 6)}
+                for ids, logprobs in drawn[self.args.best_of:]]
         return message
 
+    async def best(self, task, history, actions):
+        """The critic's favourite action."""
+        if self.pictures:
+            await self.show_critic(task, history, actions)
+        scores = await self.critic(task, history, actions)
+        values = [score + self.args.prior * sum(action["logprobs"])
+                  for score, action in zip(scores, actions)]
+        return actions[values.index(max(values))]
+
+    async def show_critic(self, task, history, actions):
+        """Adds the pages of all that the critic will read to its pictures."""
+        env = self.environment(task)
+        texts = [m["content"] for m in history] + [a["output"] for a in actions]
+        for page in map(env.page, [*texts, hidden_information(task)]):
+            if page and page not in self.pictures.numbers:
+                file = await self.call(env, env.picture_file, page, self.folder.name)
+                if file:
+                    self.pictures.add(page, file)
+
+    async def human(self, task, history):
+        """The human's reply to the last message."""
+        who, _, text = self.args.human.partition(":")
+        if who == "fixed":
+            return text[:environment(task).reply_chars]
+        env, message = self.environment(task), history[-1]["content"]
+        try:
+            if who == "scripted":
+                return await self.call(env, env.scripted_human, task, message)
+            pictures = await self.call(env, env.shown, task, message)
+        except NoReference:
+            raise
+        except RenderError as e:
+            return NOT_SEEN.format(e)
+        prompt = human_prompt(task, history, self.human_prompt)
+        reply = await self.llm_reply(prompt, pictures, env.reply_chars)
+        redacted, leaks = redact(reply, hidden_information(task))
+        if leaks:
+            self.leaks += 1
+        return redacted if self.args.human_leak == "redact" else reply
+
+    async def llm_reply(self, prompt, pictures, limit):
+        """What an LLM says, cut at `limit` characters; pictures: PNG files as bytes."""
+        content = prompt
+        if pictures:
+            content = [{"type": "text", "text": prompt}]
+            for png in pictures:
+                url = "data:image/png;base64," + base64.b64encode(png).decode()
+                content.append({"type": "image_url", "image_url": {"url": url}})
+
+        async def ask(client):
+            completion = await client.chat.completions.create(
+                model=self.human_model, messages=[{"role": "user", "content": content}],
+                temperature=0, seed=0, max_tokens=limit)
+            reply = without_thinking(completion.choices[0].message.content or "")
+            if not reply:
+                raise ValueError("an empty reply")
+            return reply[:limit]
+        return await self.humans(ask)
+
     async def play(self, task, sample):
-        """One episode: {"sample", "dialogue_history", "answer"}."""
-        a, history = self.args, [first_message(task, self.args.max_turns, self.agent_prompt)]
-        key = (a.seed, task_id(task), sample)
-        candidates = a.candidates if self.wants_candidates(key) else 0
-        for turn in range(a.max_turns):
+        """Plays one episode: {"sample", "dialogue_history", "answer"}."""
+        turns, key = self.args.max_turns, (self.args.seed, task_id(task), sample)
+        candidates = self.candidates(key)
+        history = [first_message(task, turns, self.agent_prompt)]
+        for turn in range(turns):
             message = await self.act(task, history, (*key, turn), candidates)
-            message["content"], answer = read_action(message["output"], turn == a.max_turns - 1)
+            message["content"], answer = read_action(message["output"], last=turn == turns - 1)
             history.append(message)
             if answer is not None:
                 break
@@ -407,43 +487,50 @@ class Players:
         return {"sample": sample, "dialogue_history": history, "answer": answer}
 
     async def add_candidates(self, record, sample):
-        """Candidates for every turn of a dialogue that exists already."""
-        history, turn, key = record["dialogue_history"], 0, (self.args.seed, task_id(record["task"]), sample)
-        for t, message in enumerate(history if self.wants_candidates(key) else ()):
-            if message["role"] == "assistant":
-                drawn = await self.act(record["task"], history[:t], (*key, turn), self.args.candidates)
-                message["candidates"], turn = drawn["candidates"], turn + 1
+        """Gives the agent's messages of a dialogue candidates, in place: {"sample"}."""
+        history, key = record["dialogue_history"], (self.args.seed, task_id(record["task"]), sample)
+        agent = [t for t, m in enumerate(history) if m["role"] == "assistant"]
+        if candidates := self.candidates(key):
+            for turn, t in enumerate(agent):
+                drawn = await self.act(record["task"], history[:t], (*key, turn), candidates)
+                history[t]["candidates"] = drawn["candidates"]
         return {"sample": sample}
 
-    def wants_candidates(self, key):
-        return rng("share", *key).random() < self.args.candidates_share
+    def candidates(self, key):
+        """How many candidates each turn of an episode gets."""
+        chosen = rng("share", *key).random() < self.args.candidates_share
+        return self.args.candidates if chosen else 0
 
 
-# --- all episodes -----------------------------------------------------------------------------------------------------
+def read_file(flag, path):
+    """The text of a flag's file, or None without one."""
+    if not path:
+        return None
+    try:
+        with open(path, encoding="utf-8") as f:
+            return f.read()
+    except OSError as e:
+        fail(f"{flag} {path}: {e.strerror}")
 
-def done_already(path, skip_bad):
-    """({(task id, sample)}, {digest of the agent's weights}) of a file of finished episodes.
 
-    A last line that was cut off is dropped from it.
+# --- all episodes ---------------------------------------------------------------------------------
+
+def finished_episodes(path, skip_bad):
+    """({(task id, sample)}, {digest of the agent's weights}) of the episodes in a file.
+
+    A last line that is cut off is dropped from the file, which may be missing.
     """
     keys, weights = set(), set()
-
-    def whole_lines(f):
-        for line in f:
-            if line.endswith(b"\n"):
-                yield line
-            else:
-                f.truncate(f.tell() - len(line))
+    fields = "task.problem_description", "task.ground_truth", "sample"
     try:
         with open(path, "rb+") as f:
-            lines = whole_lines(f)
-            first = [line for line in [next(lines, None)] if line]
-            need = "task.problem_description", "task.ground_truth", "sample"
-            lines = itertools.chain(first, lines)
-            records = read_jsonl(lines, need, path, skip_bad) if first else ()
-            for r in records:
-                keys.add((task_id(r["task"]), r["sample"]))
-                weights.add(r.get("meta", {}).get("model_weights"))
+            whole = sum(len(line) for line in f if line.endswith(b"\n"))
+            f.truncate(whole)
+            f.seek(0)
+            if whole:
+                for r in read_jsonl(f, fields, path, skip_bad):
+                    keys.add((task_id(r["task"]), r["sample"]))
+                    weights.add(r.get("meta", {}).get("model_weights"))
     except FileNotFoundError:
         pass
     except OSError as e:
@@ -451,107 +538,145 @@ def done_already(path, skip_bad):
     return keys, weights - {None}
 
 
+class Run:
+    """The episodes of stdin's tasks: read, played, graded, written, in that order."""
+
+    META = ("model", "human", "temperature", "max_turns", "thinking", "seed", "best_of", "critic",
+            "prior", "rules")
+
+    def __init__(self, args, emit, players, done):
+        self.args, self.emit, self.players, self.done = args, emit, players, done
+        self.done_before = len(done)
+        self.meta = {flag: getattr(args, flag) for flag in self.META}
+        self.meta |= {"model_weights": players.weights, "version": version()}
+        self.times_read, self.totals, self.error = Counter(), Counter(), None
+        self.played = asyncio.Queue()  # of records that are being graded
+
+    async def all(self):
+        with self.players.opened:
+            await asyncio.gather(self.play_all(), self.write())
+
+    def jobs(self):
+        """Yields (record, sample) of the episodes to play.
+
+        A bad line ends the input. Episodes under way are finished first, then self.error is told.
+        """
+        try:
+            for record in read_jsonl(sys.stdin, gradable, skip_bad=self.args.skip_bad):
+                for sample in self.samples(record):
+                    yield record, sample
+        except SystemExit as e:
+            self.error = e
+
+    def samples(self, record):
+        """Completes a record's task; yields the numbers of its samples that are still to play."""
+        task = record["task"]
+        record["task"] = task = {"kind": kind_of(task), **task, "id": task_id(task)}
+        has_dialogue, n = "dialogue_history" in record, self.times_read[task["id"]]
+        if not has_dialogue or "reward" not in record:
+            self.players.environment(task)  # what can't be opened ends the program before the play
+        if has_dialogue and not self.args.candidates:
+            fail(f"task {task['id']} has a dialogue already: give --candidates, or cut it out")
+        self.times_read[task["id"]] += 1
+        samples = range(self.args.k)
+        if has_dialogue:  # published dialogues have no number
+            samples = [record.get("sample", n)]
+        for sample in samples:
+            key = task["id"], sample
+            if key not in self.done:
+                self.done.add(key)
+                yield sample
+            elif n > 0:
+                self.totals["repeated"] += 1
+
+    async def play_all(self):
+        jobs = self.jobs()
+        await asyncio.gather(*(self.play(jobs) for _ in range(self.args.concurrency)))
+        self.played.put_nowait(None)
+
+    async def play(self, jobs):
+        """Plays one job after another.
+
+        An episode that fails is not written. No reply is made up; --resume plays it again.
+        """
+        for record, sample in jobs:
+            try:
+                if "dialogue_history" in record:
+                    new = await self.players.add_candidates(record, sample)
+                else:
+                    new = await self.players.play(record["task"], sample)
+            except (EndpointError, NoReference) as e:
+                self.totals["failed"] += 1
+                if self.totals["failed"] <= 3:
+                    say(f"task {record['task']['id']}, sample {sample} failed: {e}")
+                continue
+            new["meta"] = {**record.get("meta", {}), **self.meta}
+            graded = asyncio.ensure_future(self.grade({**record, **new}))
+            self.played.put_nowait(graded)
+
+    async def grade(self, record):
+        if "reward" not in record:
+            grade = self.players.environment(record["task"]).grade
+            record |= await self.players.in_thread(grade, record["task"], record["answer"])
+        return record
+
+    async def write(self):
+        """Writes the episodes in the order in which they ended, whatever grading takes."""
+        bar = progress("episodes")
+        while graded := await self.played.get():
+            record = await graded
+            self.emit(record)
+            bar.update()
+            history = record["dialogue_history"]
+            self.totals["episodes"] += 1
+            self.totals["reward"] += record["reward"]
+            self.totals["solved"] += record["reward"] == 1
+            self.totals["tokens"] += sum(len(m.get("token_ids", ())) for m in history)
+
+    def summary(self):
+        """Says how it went; returns the error that ends the program, or None."""
+        totals, environments = self.totals, self.players.environments.values()
+        n = max(1, totals["episodes"])
+        reward = " and ".join(env.reward_name for env in environments) or "reward"
+        parts = [f"{totals['episodes']} episodes ({self.done_before} done before): "
+                 f"{reward} {100 * totals['reward'] / n:.1f} %, "
+                 f"success {100 * totals['solved'] / n:.1f} %, "
+                 f"{totals['tokens'] / n:.0f} tokens each"]
+        say("; ".join(parts + [env.grader_line() for env in environments]))
+        if self.players.leaks:
+            redacts = self.args.human_leak == "redact"
+            cut = "cut out" if redacts else "--human_leak redact cuts it out"
+            say(f"the human quoted hidden code in {self.players.leaks} replies ({cut})")
+        if totals["repeated"]:
+            say(f"{totals['repeated']} episodes of tasks that stdin repeats were left out")
+        if totals["failed"] and not self.error:
+            self.error = SystemExit(f"error: {totals['failed']} episodes failed and were not "
+                                    "written; --resume FILE plays them again")
+        return self.error
+
+
 async def collect(args, emit):
-    seen = Counter()
-    done, weights = done_already(args.resume, args.skip_bad) if args.resume else (set(), set())
-    before = len(done)
-    players = await Players().make(args)
+    """Plays all episodes; returns the error that ends the program, or None."""
+    done, weights = set(), set()
+    if args.resume:
+        done, weights = finished_episodes(args.resume, args.skip_bad)
+    players = await Players(args).load()
     if players.weights and weights - {players.weights}:
         fail(f"--resume {args.resume} holds episodes of other weights than those at --model "
              f"{args.model}: take the old weights, or another file")
-    meta = {k: getattr(args, k) for k in ("model", "human", "temperature", "max_turns", "thinking", "seed", "best_of",
-                                          "critic", "prior", "rules")}
-    meta |= {"model_weights": players.weights, "version": version()}
-    threads = ThreadPoolExecutor(os.cpu_count())
-    finished = asyncio.Queue()
-    bar, trouble, totals = progress("episodes"), [], Counter()
-
-    def jobs():
-        try:
-            for record in read_jsonl(sys.stdin, gradable, skip_bad=args.skip_bad):
-                record["task"] = {"kind": kind_of(record["task"]), **record["task"], "id": task_id(record["task"])}
-                played, n = "dialogue_history" in record, seen[record["task"]["id"]]
-                if not (played and "reward" in record):
-                    players.environment(record["task"])
-                if played and not args.candidates:
-                    fail(f"task {record['task']['id']} has a dialogue already: give --candidates, or cut it out")
-                seen[record["task"]["id"]] += 1
-                for sample in [record.get("sample", n)] if played else range(args.k):  # published ones aren't numbered
-                    if (key := (record["task"]["id"], sample)) not in done:
-                        done.add(key)
-                        yield record, sample
-                    elif n:
-                        totals["repeated"] += 1
-        except SystemExit as e:  # a bad line ends the input; what is under way is finished and written first
-            trouble.append(e)
-
-    async def player(jobs):
-        for record, sample in jobs:
-            played = "dialogue_history" in record
-            try:
-                new = await (players.add_candidates(record, sample) if played else players.play(record["task"], sample))
-            except EndpointError as e:  # never a made-up reply: the episode is not written, and --resume plays it again
-                totals["failed"] += 1
-                if totals["failed"] <= 3:
-                    say(f"task {record['task']['id']}, sample {sample} failed: {e}")
-                continue
-            new["meta"] = {**record.get("meta", {}), **meta}
-            finished.put_nowait(asyncio.ensure_future(graded({**record, **new})))
-
-    async def graded(record):
-        if "reward" not in record:
-            grade = players.environment(record["task"]).grade
-            record |= await asyncio.get_running_loop().run_in_executor(
-                threads, grade, record["task"], record["answer"])
-        return record
-
-    async def writer():
-        while (record := await finished.get()) is not None:  # in the order the dialogues ended, whatever grading takes
-            record = await record
-            emit(record)
-            bar.update()
-            totals["episodes"] += 1
-            totals["reward"] += record["reward"]
-            totals["solved"] += record["reward"] == 1
-            totals["tokens"] += sum(len(m.get("token_ids", ())) for m in record["dialogue_history"])
-
-    async def players_then_end(jobs):
-        await asyncio.gather(*(player(jobs) for _ in range(args.concurrency)))
-        finished.put_nowait(None)
-
-    with players.opened:
-        await asyncio.gather(players_then_end(jobs()), writer())
-    n, kinds = max(1, totals["episodes"]), players.environments.values()
-    what = " and ".join(kind.reward_name for kind in kinds) or "reward"
-    say("; ".join([f"{totals['episodes']} episodes ({before} done before): "
-                   f"{what} {100 * totals['reward'] / n:.1f} %, "
-                   f"success {100 * totals['solved'] / n:.1f} %, "
-                   f"{totals['tokens'] / n:.0f} tokens each", *(k.grader_line() for k in kinds)]))
-    if players.leaks:
-        cut = "cut out" if args.human_leak == "redact" else "--human_leak redact cuts it out"
-        say(f"the human quoted hidden code in {players.leaks} replies ({cut})")
-    if totals["repeated"]:
-        say(f"{totals['repeated']} episodes of tasks that stdin repeats were left out")
-    if totals["failed"]:
-        trouble.append(SystemExit(f"error: {totals['failed']} episodes failed and were not written; "
-                                  "--resume FILE plays them again"))
-    return trouble
+    episodes = Run(args, emit, players, done)
+    await episodes.all()
+    return episodes.summary()
 
 
 def main(args):
-    if (args.best_of > 1) != bool(args.critic):
-        fail("--best_of N and --critic DIR go together")
-    if args.human != "scripted" and not args.human.startswith("fixed:") and not http(args.human):
-        fail(f"--human {args.human!r}: give scripted, fixed:TEXT, or http://host:port/v1")
-    if args.engine not in ("auto", "transformers", "vllm") and not http(args.engine):
-        fail(f"--engine {args.engine!r}: give auto, transformers, vllm, or http://host:port/v1")
     try:
-        trouble = asyncio.run(collect(args, open_stdout()))
+        error = asyncio.run(collect(args, open_stdout()))
     except GraderError as e:
         fail(e)
-    for error in trouble:  # raised outside the event loop, which would print its tasks
+    if error:  # raised here, since the event loop would print its tasks
         raise error
 
 
 if __name__ == "__main__":
-    run(main, get_args())
+    run(main, ARGS)

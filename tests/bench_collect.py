@@ -1,13 +1,14 @@
-"""Collecting without barriers beside the lock-step loop of the released code; its memory; what kills change.
+"""Collecting without barriers beside the lock-step loop of the released code; memory; kills.
 
-    python tests/bench_collect.py [--model runs/base]    # same engine, same seeds, same slow human; a table on stderr
-    python tests/bench_collect.py --memory 10000         # resident memory of collect.py along so many episodes
-    python tests/bench_collect.py --kills 8              # the same episodes with kill -9 and --resume: how many differ
+    python tests/bench_collect.py [--model runs/base]  # speed: same engine, seeds, slow human
+    python tests/bench_collect.py --memory 10000       # resident memory of collect.py
+    python tests/bench_collect.py --kills 8            # what kill -9 and --resume change
 
-The human answers after a time drawn from a log-normal distribution, as the latencies of LLM servers are spread: median
---delay (by default about what the engine takes for a turn of 64), sigma --sigma. Lock-step: all episodes of a batch
-sample, then all wait for the slowest reply; the next batch starts when all have ended. Figures are medians, as JSON on
-stdout. Without --model it makes an untrained tiny one, which never answers: all episodes have --max_turns turns.
+The human answers after a random time, log-normal as LLM servers are: median --delay (by default
+about what the engine takes for a turn of 64), sigma --sigma. Lock-step: all episodes of a batch
+sample, then all wait for the slowest reply; the next batch starts when all have ended. Medians
+go to stdout as JSON. Without --model an untrained tiny one plays. It never answers, so all its
+episodes have --max_turns turns.
 """
 import argparse
 import asyncio
@@ -21,7 +22,8 @@ import sys
 import tempfile
 import time
 
-sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
+TESTS = os.path.dirname(os.path.abspath(__file__))
+sys.path[:0] = [TESTS, os.path.dirname(TESTS)]
 import collect  # noqa: E402
 import colbench  # noqa: E402
 from conftest import ROOT, demos, lines  # noqa: E402
@@ -29,7 +31,8 @@ from utils import rng  # noqa: E402
 
 
 def get_args():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--model", help="directory of the agent")
     p.add_argument("--episodes", type=int, nargs="+", default=[64, 256], help="played in one go")
     p.add_argument("--batch", type=int, default=64, help="episodes under way at once, for both")
@@ -39,12 +42,13 @@ def get_args():
     p.add_argument("--max_tokens", type=int, default=40)
     p.add_argument("--repeats", type=int, default=5)
     p.add_argument("--memory", type=int, default=0, help="episodes; measures memory instead")
-    p.add_argument("--kills", type=int, default=0, help="kills of a run of 1,000 episodes; measures what they change")
+    p.add_argument("--kills", type=int, default=0,
+                   help="kills of a run of 1,000 episodes; measures what they change")
     return p.parse_args()
 
 
 class SlowHuman(collect.Players):
-    """The scripted human of the built-in tasks, who takes his time; how long is a function of the message's place."""
+    """The scripted human, who takes a time that is a function of the message's place."""
 
     async def human(self, task, history):
         seconds = rng("delay", task["id"], task["sample"], len(history)).gauss(0, self.sigma)
@@ -64,26 +68,31 @@ async def without_barriers(players, jobs, batch):
 async def lock_step(players, jobs, batch):
     done = []
     for at in range(0, len(jobs), batch):
-        alive = [(task, [colbench.first_message(task, players.args.max_turns)]) for task in jobs[at:at + batch]]
+        alive = [(task, [colbench.first_message(task, players.args.max_turns)])
+                 for task in jobs[at:at + batch]]
         for turn in range(players.args.max_turns):
-            messages = await asyncio.gather(*(players.act(task, history, (0, task["id"], task["sample"], turn), 0)
-                                              for task, history in alive))
+            messages = await asyncio.gather(*(
+                players.act(task, history, (0, task["id"], task["sample"], turn), 0)
+                for task, history in alive))
             going = []
             for (task, history), message in zip(alive, messages):
-                message["content"], answer = colbench.read_action(message["output"], turn == players.args.max_turns - 1)
+                last = turn == players.args.max_turns - 1
+                message["content"], answer = colbench.read_action(message["output"], last)
                 history.append(message)
                 if answer is None:
                     going.append((task, history))
                 else:
-                    done.append({"sample": task["sample"], "dialogue_history": history, "answer": answer})
+                    done.append({"sample": task["sample"], "dialogue_history": history,
+                                 "answer": answer})
             alive = going
-            for (_, history), reply in zip(alive, await asyncio.gather(*(players.human(*a) for a in alive))):
+            replies = await asyncio.gather(*(players.human(*a) for a in alive))
+            for (_, history), reply in zip(alive, replies):
                 history.append({"role": "user", "content": reply})
     return done
 
 
 async def speed(args, flags):
-    players = await SlowHuman().make(collect.get_args(flags))
+    players = await SlowHuman(collect.get_args(flags)).load()
     players.delay, players.sigma = args.delay, args.sigma
     for episodes in args.episodes:
         tasks = colbench.builtin_tasks("train", 0, 2, 4, 0.65)
@@ -94,21 +103,22 @@ async def speed(args, flags):
                 start = time.perf_counter()
                 done = await way(players, jobs, args.batch)
                 times[way].append(time.perf_counter() - start)
-                texts[way] = {r["sample"]: [m["content"] for m in r["dialogue_history"]] for r in done}
+                texts[way] = {r["sample"]: [m["content"] for m in r["dialogue_history"]]
+                              for r in done}
                 assert len(done) == episodes
         same = sum(texts[lock_step][i] == texts[without_barriers][i] for i in range(episodes))
         ratios = [a / b for a, b in zip(times[lock_step], times[without_barriers])]
         out = {"episodes": episodes, "batch": args.batch, "delay": args.delay, "sigma": args.sigma,
                "episodes_per_second": {way.__name__: round(episodes / statistics.median(t), 2)
                                        for way, t in times.items()},
-               "ratio": round(statistics.median(ratios), 2), "ratios": [round(r, 2) for r in sorted(ratios)],
-               "same_text": same}
+               "ratio": round(statistics.median(ratios), 2),
+               "ratios": [round(r, 2) for r in sorted(ratios)], "same_text": same}
         print(json.dumps(out), flush=True)
 
 
 def start(flags, out, stdin):
-    return subprocess.Popen([sys.executable, "collect.py", *flags], cwd=ROOT, stdin=open(stdin), stdout=out,
-                            stderr=subprocess.DEVNULL)
+    return subprocess.Popen([sys.executable, "collect.py", *flags], cwd=ROOT, stdin=open(stdin),
+                            stdout=out, stderr=subprocess.DEVNULL)
 
 
 def memory(args, flags, folder):
@@ -116,7 +126,8 @@ def memory(args, flags, folder):
     with open(os.path.join(folder, "tasks"), "w") as f:
         tasks = colbench.builtin_tasks("train", 0, 2, 4, 0.65)
         f.write(lines({"task": {**next(tasks), "id": str(i)}} for i in range(args.memory // 10)))
-    process, seen = start([*flags, "-k", "10", "--max_tokens", "8", "--max_turns", "3"], subprocess.PIPE, f.name), []
+    flags = [*flags, "-k", "10", "--max_tokens", "8", "--max_turns", "3"]
+    process, seen = start(flags, subprocess.PIPE, f.name), []
     for n, _ in enumerate(process.stdout, 1):
         if n % (args.memory // 10) == 0:
             status = open(f"/proc/{process.pid}/status").read()
@@ -126,11 +137,12 @@ def memory(args, flags, folder):
 
 
 def kills(args, flags, folder):
-    """Plays 1,000 episodes undisturbed, then again with kills at random moments; counts keys and texts that differ."""
+    """Plays 1,000 episodes, then again with kills at random moments; counts what differs."""
     with open(os.path.join(folder, "tasks"), "w") as f:
         tasks = colbench.builtin_tasks("train", 0, 2, 4, 0.65)
         f.write(lines({"task": {**next(tasks), "id": str(i)}} for i in range(250)))
-    path, flags, random_ = os.path.join(folder, "all"), [*flags, "-k", "4", "--max_turns", "6"], random.Random(0)
+    path, random_ = os.path.join(folder, "all"), random.Random(0)
+    flags = [*flags, "-k", "4", "--max_turns", "6"]
     with open(path + "-whole", "w") as out:
         assert start(flags, out, f.name).wait() == 0
     written = lambda: open(path, "rb").read().count(b"\n")
@@ -158,8 +170,8 @@ if __name__ == "__main__":
             import model
             args.model = os.path.join(folder, "model")
             model.save(*model.tiny(demos(200), 0, colbench.PIECES), args.model)
-        flags = ["--model", args.model, "--engine", "transformers", "--max_turns", str(args.max_turns),
-                 "--max_tokens", str(args.max_tokens)]
+        flags = ["--model", args.model, "--engine", "transformers",
+                 "--max_turns", str(args.max_turns), "--max_tokens", str(args.max_tokens)]
         if args.memory:
             memory(args, flags, folder)
         elif args.kills:

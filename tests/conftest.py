@@ -114,6 +114,17 @@ def gone(pids, seconds=20):
         time.sleep(0.1)
 
 
+def complaint(done):
+    """The one line that says what is wrong; argparse's comes with its usage and exit status 2."""
+    said = done.stderr.splitlines()
+    assert done.returncode != 0 and not done.stdout and "Traceback" not in done.stderr, done.stderr
+    errors = [line for line in said if "error: " in line]
+    assert len(errors) == 1 and said[-1] == errors[0], done.stderr
+    if not done.stderr.startswith("usage:"):  # collect.py may say before what it did until then
+        assert done.returncode == 1 and all("episodes" in line for line in said[:-1]), done.stderr
+    return errors[0]
+
+
 def lines(records):
     return "".join(json.dumps(r) + "\n" for r in records)
 

@@ -1,4 +1,4 @@
-"""Servers as human, as engine and as maker of tasks: real HTTP, to a server of the test's own that fails as servers do."""
+"""Servers as human, engine and judge: real HTTP, to a server of the test's own that fails."""
 import asyncio
 import http.server
 import json
@@ -19,11 +19,15 @@ TIMEOUT = 3  # seconds; more than a busy machine needs to answer
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """An OpenAI-compatible server: `reply(path, body)` gives the JSON; `trouble` is the share of requests that fail."""
+    """An OpenAI-compatible server: `reply(path, body)` gives the JSON.
+
+    trouble: the share of requests that fail, in all the ways that servers have.
+    """
     daemon_threads, request_queue_size = True, 256
 
     def __init__(self, reply, trouble=0.0):
-        self.reply, self.trouble, self.random, self.seen, self.lock = reply, trouble, random.Random(0), [], threading.Lock()
+        self.reply, self.trouble, self.random = reply, trouble, random.Random(0)
+        self.seen, self.lock = [], threading.Lock()
         self.busy = self.busiest = 0
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -65,7 +69,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
                 time.sleep(TIMEOUT + 0.5)
             if kind == "cut":
                 self.close_connection = True
-                return self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n" + good[:20].encode())
+                cut = b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n" + good[:20].encode()
+                return self.wfile.write(cut)
             self.send({"html": "<html>bad gateway</html>", "none": '{"choices": []}',
                        "empty": json.dumps(chat(None))}.get(kind, good))
         finally:
@@ -74,8 +79,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 def chat(text):
+    choice = {"index": 0, "finish_reason": "stop",
+              "message": {"role": "assistant", "content": text}}
     return {"id": "x", "object": "chat.completion", "created": 0, "model": "m",
-            "choices": [{"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": text}}]}
+            "choices": [choice]}
 
 
 def said(path, body):
@@ -92,24 +99,27 @@ def play(tiny_dir, tasks, *flags):
 
 def test_a_flaky_human_loses_no_episode_and_never_becomes_a_made_up_reply(tiny_dir, tasks):
     servers = [Server(said, trouble=0.3), Server(said, trouble=0.3)]
-    urls = ",".join([servers[0].url, "http://127.0.0.1:9/v1", servers[1].url])  # nobody listens at port 9
+    nobody = "http://127.0.0.1:9/v1"
+    urls = ",".join([servers[0].url, nobody, servers[1].url])
     done = play(tiny_dir, tasks, "-k", 6, "--human", urls, "--in_flight", 3)
     assert done.returncode == 0, done.stderr
     got = records(done.stdout)
-    assert sorted((r["task"]["id"], r["sample"]) for r in got) == sorted((t["task"]["id"], i) for t in tasks
-                                                                        for i in range(6))
+    keys = sorted((r["task"]["id"], r["sample"]) for r in got)
+    assert keys == sorted((t["task"]["id"], i) for t in tasks for i in range(6))
     replies = 0
     for r in got:
         history = r["dialogue_history"]
         for t, m in enumerate(history[1:], 1):
             if m["role"] == "user":
                 prompt = colbench.human_prompt(r["task"], history[:t])
-                assert m["content"] == said("", {"messages": [{"content": prompt}]})["choices"][0]["message"]["content"]
+                reply = said("", {"messages": [{"content": prompt}]})["choices"][0]["message"]
+                assert m["content"] == reply["content"]
                 assert r["task"]["ground_truth"] in prompt and history[t - 1]["content"] in prompt
                 replies += 1
     assert replies > 24 and all(s.busiest <= 3 for s in servers)
     seen = [x for s in servers for x in s.seen]
-    assert len(seen) > replies and all(body["temperature"] == 0 for _, body, _ in seen)  # some were asked again
+    assert len(seen) > replies  # some were asked again
+    assert all(body["temperature"] == 0 for _, body, _ in seen)
 
 
 def test_episodes_that_fail_are_not_written_and_are_played_again(tiny_dir, tasks, tmp_path):
@@ -120,16 +130,20 @@ def test_episodes_that_fail_are_not_written_and_are_played_again(tiny_dir, tasks
     flags = ["-k", 2, "--retries", 1, "--human"]
     done = play(tiny_dir, tasks, *flags, Server(reply).url)
     assert done.returncode == 1 and "2 episodes failed" in done.stderr and "empty" in done.stderr
-    assert {r["task"]["id"] for r in records(done.stdout)} == {t["task"]["id"] for t in tasks} - {tasks[1]["task"]["id"]}
+    failed = tasks[1]["task"]["id"]
+    played = {r["task"]["id"] for r in records(done.stdout)}
+    assert played == {t["task"]["id"] for t in tasks} - {failed}
     (tmp_path / "all.jsonl").write_text(done.stdout)
     again = play(tiny_dir, tasks, *flags, Server(said).url, "--resume", tmp_path / "all.jsonl")
-    assert again.returncode == 0 and [r["task"]["id"] for r in records(again.stdout)] == [tasks[1]["task"]["id"]] * 2
+    assert again.returncode == 0
+    assert [r["task"]["id"] for r in records(again.stdout)] == [failed] * 2
 
 
 def test_where_no_server_answers_it_says_so_at_once(tiny_dir, tasks):
     for flag in ("--human", "--engine"):
         done = play(tiny_dir, tasks, flag, "http://127.0.0.1:9/v1", "--retries", 0)
-        assert done.returncode == 1 and done.stdout == "" and done.stderr.startswith("error: http://127.0.0.1:9/v1")
+        assert done.returncode == 1 and done.stdout == ""
+        assert done.stderr.startswith("error: http://127.0.0.1:9/v1")
         assert len(done.stderr.splitlines()) == 1
 
 
@@ -141,44 +155,53 @@ def test_the_key_comes_from_the_environment(tiny_dir, tasks, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
 
     async def ask(client):
-        return await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "?"}])
+        messages = [{"role": "user", "content": "?"}]
+        return await client.chat.completions.create(model="m", messages=messages)
     asyncio.run(Endpoint(server.url)(ask))
     assert server.seen[0][2] == "Bearer sesame"
 
 
 @pytest.mark.parametrize("leak", ["count", "redact"])
 def test_quoted_code_is_counted_and_cut_out(leak, tiny_dir, tasks):
-    done = play(tiny_dir, tasks, "--human_leak", leak, "--human", Server(
-        lambda path, body: chat("sure: " + [line for line in body["messages"][0]["content"].splitlines()
-                                            if line.startswith("def ")][0] + " ok")).url)
-    replies = [m["content"] for r in records(done.stdout) for m in r["dialogue_history"][1:] if m["role"] == "user"]
+    def reply(path, body):
+        prompt = body["messages"][0]["content"]
+        code = next(line for line in prompt.splitlines() if line.startswith("def "))
+        return chat(f"sure: {code} ok")
+    done = play(tiny_dir, tasks, "--human_leak", leak, "--human", Server(reply).url)
+    replies = [m["content"] for r in records(done.stdout) for m in r["dialogue_history"][1:]
+               if m["role"] == "user"]
     assert replies and f"quoted hidden code in {len(replies)} replies" in done.stderr
     for r in records(done.stdout):
         for m in r["dialogue_history"][1:]:
             if m["role"] == "user":
                 quoted = r["task"]["ground_truth"][:390] in m["content"]
-                assert quoted == (leak == "count") and (leak == "count" or m["content"] == "sure: [...] ok")
+                assert quoted == (leak == "count")
+                assert leak == "count" or m["content"] == "sure: [...] ok"
 
 
 def test_redact_is_about_lines_of_code_however_spaced():
     hidden = "def f(x):\n    total = x * 34 + 7\n    if y:\n        return y\n"
     assert colbench.redact("use total=x*34 +7 there", hidden) == ("use [...] there", 1)
-    assert colbench.redact("multiply by 34 and add 7; if y: return", hidden) == ("multiply by 34 and add 7; if y: return", 0)
+    free = "multiply by 34 and add 7; if y: return"
+    assert colbench.redact(free, hidden) == (free, 0)
 
 
 def sampled(path, body):
-    """What a vLLM server says of token ids: ids and log-probs that are functions of prompt and seed."""
+    """What a vLLM server says: token ids and log-probs that are functions of prompt and seed."""
     r = rng(body["prompt"], body["seed"])
-    ids = [r.randrange(6, 300) for _ in range(r.randrange(1, body["max_tokens"]))] + body["stop_token_ids"][:1]
+    ids = [r.randrange(6, 300) for _ in range(r.randrange(1, body["max_tokens"]))]
+    ids += body["stop_token_ids"][:1]
+    logprobs = [-i / 8 for i in range(len(ids))]
     return {"id": "x", "object": "text_completion", "created": 0, "model": "m", "choices": [{
         "index": 0, "text": "", "finish_reason": "stop", "token_ids": ids,
-        "logprobs": {"token_logprobs": [-i / 8 for i in range(len(ids))], "tokens": [], "top_logprobs": [],
+        "logprobs": {"token_logprobs": logprobs, "tokens": [], "top_logprobs": [],
                      "text_offset": []}}]}
 
 
 def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(tiny_dir, tasks):
     servers = [Server(sampled, trouble=0.2), Server(sampled)]
-    flags = ["-k", 2, "--candidates", 3, "--engine", ",".join(s.url for s in servers), "--in_flight", 4]
+    urls = ",".join(s.url for s in servers)
+    flags = ["-k", 2, "--candidates", 3, "--engine", urls, "--in_flight", 4]
     done, again = (play(tiny_dir, tasks, *flags) for _ in range(2))
     assert done.returncode == 0, done.stderr
     key = lambda r: (r["task"]["id"], r["sample"])
@@ -186,22 +209,25 @@ def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(tiny_d
     assert got == sorted(records(again.stdout), key=key)  # each draw has a seed of its own
     tokenizer, bodies = M.find_model(tiny_dir)[1], [body for s in servers for _, body, _ in s.seen]
     assert all(b["temperature"] == 1 and b["top_p"] == 1 for b in bodies)
-    answers = {(tuple(b["prompt"]), tuple(sampled("", b)["choices"][0]["token_ids"])) for b in bodies}
+    answers = {(tuple(b["prompt"]), tuple(sampled("", b)["choices"][0]["token_ids"]))
+               for b in bodies}
     for r in got:
         history = r["dialogue_history"]
         turns = M.turns_of(tokenizer, {"dialogue_history": history})
         for m, (prompt, action) in zip([m for m in history if m["role"] == "assistant"], turns):
-            assert (prompt, action) in answers and m["logprobs"] == [-i / 8 for i in range(len(action))]
-            assert len(m["candidates"]) == 3 and all((prompt, tuple(c["token_ids"])) in answers for c in m["candidates"])
+            assert (prompt, action) in answers and len(m["candidates"]) == 3
+            assert m["logprobs"] == [-i / 8 for i in range(len(action))]
+            assert all((prompt, tuple(c["token_ids"])) in answers for c in m["candidates"])
 
 
 def prefers(word, trouble=0.0, taste=1):
-    """A judge who takes the message with more of a word, or with taste=-1 less, and thinks first."""
+    """A judge who takes the message with more of a word, with taste=-1 less, and thinks first."""
     def reply(path, body):
         prompt = body["messages"][0]["content"]
         a, b = re.search(r"\nA: (.*)\n\nB: (.*)\n\nWhich", prompt, re.S).groups()
         assert "def f(x, rate=3)" in prompt and body["temperature"] == 0 and a != b
-        return chat(f"<think>B or A?</think>The answer is {'A' if taste * (a.count(word) - b.count(word)) > 0 else 'B'}.")
+        better = "A" if taste * (a.count(word) - b.count(word)) > 0 else "B"
+        return chat(f"<think>B or A?</think>The answer is {better}.")
     return Server(reply, trouble)
 
 
@@ -209,12 +235,14 @@ def judged(actions, server, retries=8):
     async def main():
         servers = Endpoint(server.url, timeout=TIMEOUT, retries=retries)
         task = {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x"}
-        return await colbench.judge(servers, "m", task, [{"role": "user", "content": "write f(x)"}], actions)
+        history = [{"role": "user", "content": "write f(x)"}]
+        return await colbench.judge(servers, "m", task, history, actions)
     return asyncio.run(main())
 
 
 def test_a_judge_gives_each_message_the_share_of_its_comparisons_that_it_wins():
-    said = [{"content": "so", "output": "no no OUTPUT: so"}, *({"output": x} for x in ("no", "no no", "no no no", "no no no"))]
+    said = [{"content": "so", "output": "no no OUTPUT: so"}, {"output": "no"}, {"output": "no no"},
+            {"output": "no no no"}, {"output": "no no no"}]
     # so < no < no no < no no no = no no no > so, in a circle
     assert judged(said, prefers("no", trouble=0.3)) == [0, 0.5, 0.5, 0.75, 0.75]
     assert judged(said[:1], prefers("no")) == [0] and judged(said[:2], prefers("no")) == [0, 1]
@@ -223,10 +251,13 @@ def test_a_judge_gives_each_message_the_share_of_its_comparisons_that_it_wins():
 
 
 def test_judge_keeps_the_records_and_their_order():
-    history = [{"role": "user", "content": "write f(x)"}, {"role": "assistant", "content": "x", "candidates": [{"output": "yes"}]},
-               {"role": "user", "content": "what?"}, {"role": "assistant", "content": "y", "candidates": [{"output": "yes"}]}]
-    made = [{"task": {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x"}, "n": n,
-             "dialogue_history": history} for n in range(20)]
+    yes = [{"output": "yes"}]
+    history = [{"role": "user", "content": "write f(x)"},
+               {"role": "assistant", "content": "x", "candidates": yes},
+               {"role": "user", "content": "what?"},
+               {"role": "assistant", "content": "y", "candidates": yes}]
+    task = {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x"}
+    made = [{"task": task, "n": n, "dialogue_history": history} for n in range(20)]
     server = prefers("yes")
     done = script("colbench.py", "judge", "--endpoint", server.url, "--in_flight", 3, stdin=made)
     assert done.returncode == 0, done.stderr
@@ -244,8 +275,8 @@ def test_a_judge_chooses_messages(tiny_dir, tasks):
     task, chosen = {**tasks[0]["task"], "hidden_information": "def f(x, rate=3)"}, []
     for taste in (1, -1):
         server = prefers("e", taste=taste)
-        done = script("collect.py", "--model", tiny_dir, "--max_turns", 1, "--max_tokens", 20, "--best_of", 4, "--critic",
-                      server.url, stdin=[task])
+        flags = ["--max_turns", 1, "--max_tokens", 20, "--best_of", 4, "--critic", server.url]
+        done = script("collect.py", "--model", tiny_dir, *flags, stdin=[task])
         assert done.returncode == 0 and 0 < len(server.seen) <= 4, done.stderr
         chosen.append(records(done.stdout)[0]["dialogue_history"][1]["output"].count("e"))
     assert chosen[0] > chosen[1]

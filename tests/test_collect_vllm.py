@@ -1,4 +1,4 @@
-"""A real vLLM, in its CPU build and on a tiny model: in process, as a server that samples, as a server that answers."""
+"""A real vLLM, in its CPU build, on a tiny model: in process, and as a server of either side."""
 import os
 import signal
 import socket
@@ -16,7 +16,8 @@ from conftest import CPU, ROOT, gone, lines, records, script
 from utils import descendants
 
 pytest.importorskip("vllm", reason="vllm is not installed (its CPU build: see .ci/run)")
-FAST = {**CPU, "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+FAST = {**CPU, "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 PLAY = ["--max_turns", 3, "--max_tokens", 12, "--temperature", 0.7, "--candidates", 2, "-k", 2]
 IN_PROCESS = [*PLAY, "--engine", "vllm", "--max_model_len", 1024]
 
@@ -29,13 +30,15 @@ def servers(tiny_dir, tmp_path_factory):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        flags = ["--host", "127.0.0.1", "--port", port, "--dtype", "float32", "--max-model-len", 2048, "--enforce-eager",
-                 "--no-enable-chunked-prefill", "--kv-cache-memory-bytes", 1 << 26, "--generation-config", "vllm",
+        flags = ["--host", "127.0.0.1", "--port", port, "--dtype", "float32",
+                 "--max-model-len", 2048, "--enforce-eager", "--no-enable-chunked-prefill",
+                 "--kv-cache-memory-bytes", 1 << 26, "--generation-config", "vllm",
                  "--logprobs-mode", "processed_logprobs", "--uvicorn-log-level", "warning"]
         with open(tmp_path_factory.mktemp("server") / "log", "w") as log:
-            out.append((subprocess.Popen(
-                [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", tiny_dir, *map(str, flags)],
-                stdout=log, stderr=log, env=FAST, start_new_session=True), f"http://127.0.0.1:{port}", log.name))
+            server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+            process = subprocess.Popen([*server, "--model", tiny_dir, *map(str, flags)],
+                                       stdout=log, stderr=log, env=FAST, start_new_session=True)
+            out.append((process, f"http://127.0.0.1:{port}", log.name))
     end = time.time() + 300
     for process, url, log in out:
         while True:
@@ -61,8 +64,9 @@ def stop(process):
 def start(tiny_dir, tasks, path, *flags):
     """collect.py, started: its process; stdout goes to the file `path`."""
     with open(path, "w") as out:
-        process = subprocess.Popen([sys.executable, "collect.py", "--model", tiny_dir, *map(str, flags)], cwd=ROOT,
-                                   stdin=subprocess.PIPE, stdout=out, stderr=subprocess.PIPE, text=True, env=FAST)
+        command = [sys.executable, "collect.py", "--model", tiny_dir, *map(str, flags)]
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=out,
+                                   stderr=subprocess.PIPE, text=True, env=FAST)
     process.stdin.write(lines(tasks))
     process.stdin.close()
     end = time.time() + 180
@@ -73,13 +77,13 @@ def start(tiny_dir, tasks, path, *flags):
 
 
 def check(got, tiny_dir, tasks):
-    """Each episode is there once, and every log-prob that the sampler gave is the model's own at that temperature."""
+    """Each episode is there once, and its log-probs are the model's own at that temperature."""
     lm, tokenizer = M.load_lm(tiny_dir, "cpu")
-    assert sorted((r["task"]["id"], r["sample"]) for r in got) == sorted((t["task"]["id"], i) for t in tasks
-                                                                        for i in range(2))
+    keys = sorted((r["task"]["id"], r["sample"]) for r in got)
+    assert keys == sorted((t["task"]["id"], i) for t in tasks for i in range(2))
     for r in got:
-        for m, (prompt, action) in zip([m for m in r["dialogue_history"] if m["role"] == "assistant"],
-                                       M.turns_of(tokenizer, r)):
+        turns = M.turns_of(tokenizer, r)
+        for m, (prompt, action) in zip(colbench.agent_messages(r), turns):
             assert list(action) == m["token_ids"] and len(m["candidates"]) == 2
             logits = lm(torch.tensor([[*prompt, *action]])).logits[0, len(prompt) - 1:-1] / 0.7
             want = logits.log_softmax(-1)[range(len(action)), list(action)]
@@ -89,15 +93,18 @@ def check(got, tiny_dir, tasks):
 def test_in_process(tiny_dir, tasks, monkeypatch):
     for key in FAST:
         monkeypatch.setitem(CPU, key, FAST[key])
-    long = {"task": {**tasks[0]["task"], "id": "long", "problem_description": "one word more " * 600}}
-    done = script("collect.py", "--model", tiny_dir, *IN_PROCESS, "--data_parallel", 2, stdin=[tasks[0], long, *tasks[1:]], fresh=True)
+    long = {**tasks[0]["task"], "id": "long", "problem_description": "one word more " * 600}
+    done = script("collect.py", "--model", tiny_dir, *IN_PROCESS, "--data_parallel", 2,
+                  stdin=[tasks[0], {"task": long}, *tasks[1:]], fresh=True)
     check(records(done.stdout), tiny_dir, tasks)
-    assert done.returncode == 1 and "2 episodes failed" in done.stderr  # a prompt beyond --max_model_len
+    assert done.returncode == 1
+    assert "2 episodes failed" in done.stderr  # the prompt is longer than --max_model_len
     assert "Traceback" not in done.stderr
 
 
 def test_killed_it_leaves_no_process_behind(tiny_dir, tasks, tmp_path):
-    process = start(tiny_dir, tasks, tmp_path / "out", *IN_PROCESS, "-k", 500, "--tensor_parallel", 2)
+    flags = [*IN_PROCESS, "-k", 500, "--tensor_parallel", 2]
+    process = start(tiny_dir, tasks, tmp_path / "out", *flags)
     its = descendants(process.pid)
     assert len(its) > 3  # an engine, its two workers, and whoever sees to their end
     process.kill()
@@ -110,10 +117,15 @@ def test_a_server_answers_as_the_human(tiny_dir, tasks, servers):
     assert done.returncode == 0, done.stderr
     check(records(done.stdout), tiny_dir, tasks)
     again = script("collect.py", "--model", tiny_dir, *PLAY, "--human", servers[1][1], stdin=tasks)
-    replies = {m["content"] for r in records(done.stdout) for m in r["dialogue_history"][1:] if m["role"] == "user"}
+    replies = replies_in(done)
     assert replies and all(0 < len(reply) <= colbench.Functions.reply_chars for reply in replies)
-    assert replies == {m["content"] for r in records(again.stdout) for m in r["dialogue_history"][1:]
-                       if m["role"] == "user"}  # temperature 0
+    assert replies == replies_in(again)  # temperature 0
+
+
+def replies_in(done):
+    """What the human said, in all episodes."""
+    return {m["content"] for r in records(done.stdout) for m in r["dialogue_history"][1:]
+            if m["role"] == "user"}
 
 
 def test_servers_sample_and_one_that_dies_is_left_out(tiny_dir, tasks, servers, tmp_path):

@@ -4,21 +4,28 @@ import json
 import numpy as np
 import pytest
 
+import colbench
 import evaluate
 from conftest import lines, records, script
 
 CODE = "def f(x, rate=3, fee=12): return x * rate + fee"
 
 
-def episode(task, reward, turns=1, tokens=None, answered=True, told=(), answer="x", rules="honest", **more):
+def episode(task, reward, turns=1, tokens=None, answered=True, told=(), answer="x",
+            rules="honest", **more):
     history = [{"role": "user", "content": "write f"}]
     for t in range(turns):
         text = "I WANT TO ANSWER:\n" + answer if answered and t == turns - 1 else "what?"
-        history.append({"role": "assistant", "content": text, **({"token_ids": [1] * tokens} if tokens else {})})
+        message = {"role": "assistant", "content": text}
+        if tokens:
+            message["token_ids"] = [1] * tokens
+        history.append(message)
         if t < turns - 1:
-            history.append({"role": "user", "content": told[t] if t < len(told) else "i do not know"})
-    return {"task": {"id": task, "problem_description": "p", "ground_truth": CODE}, "dialogue_history": history,
-            "answer": answer, "reward": reward, "meta": {"rules": rules}, **more}
+            reply = told[t] if t < len(told) else "i do not know"
+            history.append({"role": "user", "content": reply})
+    return {"task": {"id": task, "problem_description": "p", "ground_truth": CODE},
+            "dialogue_history": history, "answer": answer, "reward": reward,
+            "meta": {"rules": rules}, **more}
 
 
 def run(tmp_path, *flags, stdin="", **files):
@@ -30,18 +37,23 @@ def run(tmp_path, *flags, stdin="", **files):
 
 
 def test_hand_computed(tmp_path):
-    rs = [episode("a", 1.0, turns=3, tokens=5, told=["rate=3", "fee=12"], answer="def f(x, rate=3, fee=12): return x"),
-          episode("a", 0.5, turns=2, tokens=7, told=["fee=12"], answer="def f(x, rate=3, fee=13): return x"),
-          episode("b", 0.2, turns=4, tokens=2, answered=False, told=["rate=3"], answer="what?"),  # no function head
-          episode("c", 1, turns=1, tokens=1, answer="def f(x, rate=4, fee=12): return x")]        # told nothing
+    rs = [episode("a", 1.0, turns=3, tokens=5, told=["rate=3", "fee=12"],
+                  answer="def f(x, rate=3, fee=12): return x"),
+          episode("a", 0.5, turns=2, tokens=7, told=["fee=12"],
+                  answer="def f(x, rate=3, fee=13): return x"),
+          episode("b", 0.2, turns=4, tokens=2, told=["rate=3"], answered=False, answer="what?"),
+          episode("c", 1, turns=1, tokens=1, answer="def f(x, rate=4, fee=12): return x")]
+    # of b no function is read, and c was told nothing
     (r,), table = run(tmp_path, "s.jsonl", s=rs)
     assert (r["system"], r["episodes"], r["tasks"], r["rules"]) == ("s", 4, 3, ["honest"])
     assert r["tests_passed"] == 0.675 and r["success"] == 0.5 and r["turns"] == 2.5
-    assert r["tokens"] == (15 + 14 + 8 + 1) / 4 and r["unanswered"] == 0.25 and r["copied"] == 0.6667  # 2 of 3 slots
+    assert r["tokens"] == (15 + 14 + 8 + 1) / 4 and r["unanswered"] == 0.25
+    assert r["copied"] == 0.6667  # 2 of 3 slots
     assert r["success_by_file"] == [0.5] and "minus_first" not in r
-    low, high = r["success_95"]  # of three tasks (1/2, 0/1, 1/1): some resamples hold only b, some only c
+    low, high = r["success_95"]  # of the tasks (1/2, 0/1, 1/1) some resamples hold only b or c
     assert (low, high) == (0, 1)
-    assert "67.5 [" in table and "50.0 [0.0, 100.0]" in table and table.splitlines()[1].startswith("s ")
+    assert "67.5 [" in table and "50.0 [0.0, 100.0]" in table
+    assert table.splitlines()[1].startswith("s ")
 
 
 def test_what_is_not_there_is_none(tmp_path):
@@ -53,27 +65,48 @@ def test_what_is_not_there_is_none(tmp_path):
 def test_pages_have_likeness_wins_and_failures(tmp_path):
     page = lambda task, reward, **more: {**episode(task, reward, answered=False, **more), "task": {
         "id": task, "problem_description": "p", "ground_truth": "<html></html>"}}
-    ours = [page("a", 1.0), page("b", 0.5), page("b", 0.7), page("c", 0.25), page("d", 0.0, failure="no page")]
+    ours = [page("a", 1.0), page("b", 0.5), page("b", 0.7), page("c", 0.25),
+            page("d", 0.0, failure="no page")]
     rival = [page("a", 0.9), page("b", 0.6), page("c", 0.3), page("e", 1.0)]
     (first, r), table = run(tmp_path, "rival.jsonl", "ours.jsonl", ours=ours, rival=rival)
     assert r["tests_passed"] == 0.49 and r["success"] is None and r["unanswered"] is None
     assert first["not_drawn"] == 0 and r["not_drawn"] == 0.2 and r["minus_first"]["success"] is None
-    assert r["minus_first"]["wins"] == 0.5 and r["minus_first"]["clusters"] == 3  # a won, b tied, c lost
+    d = r["minus_first"]
+    assert d["wins"] == 0.5 and d["clusters"] == 3  # a won, b tied, c lost
     assert "not drawn %" in table and "wins %" in table
     head, *rows = table.splitlines()[:3]
     column = head.index("wins %") + len("wins %")
     assert rows[1][:column].endswith("]") and " 50.0 [" in rows[1]
     (_, r), table = run(tmp_path, "a.jsonl", "b.jsonl", a=[episode("a", 0.2), episode("b", 1)],
                         b=[episode("a", 0.3), episode("b", 1)])
-    assert r["not_drawn"] is None and r["minus_first"]["wins"] == 0.75 and "wins" not in table and "drawn" not in table
+    assert r["not_drawn"] is None and r["minus_first"]["wins"] == 0.75
+    assert "wins" not in table and "drawn" not in table
 
 
 def test_told_slots_are_those_of_the_reference(tmp_path):
-    """Neither what the reference lacks (color) counts, nor what the answer leaves out (rate in the second)."""
-    rs = [episode("a", 0, turns=3, told=["color=7", "fee=12"], answer="def f(x, color=9, fee=12): return x"),
+    """A slot counts if the reference has it (not color) and the answer, too (not rate in b)."""
+    rs = [episode("a", 0, turns=3, told=["color=7", "fee=12"],
+                  answer="def f(x, color=9, fee=12): return x"),
           episode("b", 0, turns=2, told=["rate=3"], answer="def f(x, fee=12): return x"),
           episode("c", 0, turns=2, told=["rate=3"], answer="def f(x, rate=4): return x")]
     assert run(tmp_path, "s.jsonl", s=rs)[0][0]["copied"] == 0.5
+
+
+def test_an_environment_brings_its_own_metrics(monkeypatch):
+    class Guesses(colbench.Environment):
+        @classmethod
+        def metrics(cls, record):
+            return {**super().metrics(record), "at_once": (record["reward"] == 1, 1)}
+    monkeypatch.setitem(colbench.ENVIRONMENTS, "guesses", Guesses)
+    system = evaluate.System("s", [])
+    for name, reward in (("a", 1), ("b", 0.5)):
+        record = episode(name, reward)
+        record["task"]["kind"] = "guesses"
+        system.add((0, name), record)
+    r = evaluate.result(system, [system], 0)
+    assert r["at_once"] == r["success"] == 0.5 and r["copied"] is None
+    head, row, _ = evaluate.table([r])
+    assert "at once %" in head and row.split()[1:4] == ["75.0", "50.0", "1.0"]
 
 
 def test_interval_resamples_tasks_not_episodes(tmp_path):
@@ -90,12 +123,14 @@ def test_interval_of_independent_episodes_is_the_normal_one():
     value, (low, high) = evaluate.with_interval(evaluate.ratio, [(x, 1) for x in rewards], 2000)
     assert abs(value - rewards.mean()) < 1e-4
     assert abs((high - low) / 2 - 1.96 * rewards.std() / 20) < 0.003
-    assert evaluate.with_interval(evaluate.ratio, [(x, 1) for x in rewards], 2000)[1] == [low, high]  # seeded
+    again = evaluate.with_interval(evaluate.ratio, [(x, 1) for x in rewards], 2000)
+    assert again == (value, [low, high])  # seeded
 
 
 def test_a_paired_difference_is_not_widened_by_the_tasks(tmp_path):
     base = [episode(f"t{t}", t % 10 / 10) for t in range(40)]
-    better = [episode(f"t{t}", t % 10 / 10 + 0.1) for t in reversed(range(10, 50))]  # other tasks too, another order
+    tasks = reversed(range(10, 50))  # other tasks too, in another order
+    better = [episode(f"t{t}", t % 10 / 10 + 0.1) for t in tasks]
     (_, r), table = run(tmp_path, "base.jsonl", "better.jsonl", base=base, better=better)
     d = r["minus_first"]
     assert d["first"] == "base" and d["clusters"] == 30
@@ -106,8 +141,8 @@ def test_a_paired_difference_is_not_widened_by_the_tasks(tmp_path):
 
 def test_nothing_in_common(tmp_path):
     (_, r), table = run(tmp_path, "a.jsonl", "b.jsonl", a=[episode("x", 1)], b=[episode("y", 1)])
-    assert r["minus_first"] == {"first": "a", "clusters": 0, "success": None, "success_95": None, "tests_passed": None,
-                                "tests_passed_95": None, "wins": None, "wins_95": None}
+    names = ("success", "success_95", "tests_passed", "tests_passed_95", "wins", "wins_95")
+    assert r["minus_first"] == {"first": "a", "clusters": 0, **dict.fromkeys(names)}
 
 
 def test_seeds_are_joined_under_a_name_and_paired_by_seed(tmp_path):
@@ -116,12 +151,18 @@ def test_seeds_are_joined_under_a_name_and_paired_by_seed(tmp_path):
     (b, s), table = run(tmp_path, "base=b0.jsonl,b1.jsonl", "sweet=s0.jsonl,s1.jsonl", **files)
     assert (b["system"], b["files"]) == ("base", ["b0.jsonl", "b1.jsonl"])
     assert (b["success"], b["success_by_file"]) == (0.75, [0.5, 1.0])
-    assert (s["success"], s["success_by_file"], s["tasks"], s["episodes"]) == (0.75, [1.0, 0.5], 3, 4)
-    assert s["minus_first"]["clusters"] == 3 and s["minus_first"]["success"] == 0.3333  # x and y of seed 0, x of seed 1
+    assert (s["success"], s["success_by_file"]) == (0.75, [1.0, 0.5])
+    assert (s["tasks"], s["episodes"]) == (3, 4)
+    d = s["minus_first"]
+    assert d["clusters"] == 3 and d["success"] == 0.3333  # x and y of seed 0, x of seed 1
     assert (b["missing"], s["missing"]) == (1, 1)  # z and y of seed 1
-    head, *rows = (line.split() for line in table.replace(" %", "%").replace(", ", ",").splitlines()[:3])
-    assert head[head.index("seeds"):head.index("success")] == ["seeds", "episodes", "tasks", "missing"]
-    assert rows[0][-4:] == ["2", "4", "2", "1"] and rows[1][rows[1].index("2"):][:4] == ["2", "4", "3", "1"]
+    whole = table.replace(" %", "%").replace(", ", ",")
+    head, first, second = (line.split() for line in whole.splitlines()[:3])
+    at = head.index("seeds")
+    assert head[at:at + 4] == ["seeds", "episodes", "tasks", "missing"]
+    assert first[-4:] == ["2", "4", "2", "1"]  # of the first system they are the last columns
+    at = second.index("2")
+    assert second[at:at + 4] == ["2", "4", "3", "1"]
 
 
 def test_an_episode_that_is_there_twice_counts_once(tmp_path):
@@ -166,15 +207,19 @@ def test_tasks_without_an_id_are_grouped_by_what_they_are(tmp_path):
 
 
 @pytest.mark.parametrize("flags, stdin, message", [
-    (["s.jsonl"], "", "s.jsonl, line 2: no 'reward'"), (["gone.jsonl"], "", "gone.jsonl: No such file"),
-    (["-"], "", "stdin is empty"), ([], "{\n", "stdin, line 1: not JSON"), (["--bootstrp", "3"], "", "unrecognized")])
+    (["s.jsonl"], "", "s.jsonl, line 2: no 'reward'"),
+    (["gone.jsonl"], "", "gone.jsonl: No such file"),
+    (["-"], "", "stdin is empty"),
+    ([], "{\n", "stdin, line 1: not JSON"),
+    (["--bootstrp", "3"], "", "unrecognized")])
 def test_bad_input(tmp_path, flags, stdin, message):
     bad = episode("x", 1)
     del bad["reward"]
     (tmp_path / "s.jsonl").write_text(lines([episode("x", 1), bad]))
     done = script("evaluate.py", *flags, stdin=stdin, cwd=tmp_path)
     assert done.returncode and message in done.stderr and not done.stdout
-    assert sum("error:" in line for line in done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr
+    assert sum("error:" in line for line in done.stderr.splitlines()) == 1
+    assert "Traceback" not in done.stderr
 
 
 def test_the_record_is_json_for_the_sweep_table(tmp_path):
@@ -183,30 +228,36 @@ def test_the_record_is_json_for_the_sweep_table(tmp_path):
 
 
 def test_earlier_results_make_one_table(tmp_path):
-    one, table = run(tmp_path, "a.jsonl", "b.jsonl", a=[episode(t, 1) for t in "abc"], b=[episode(t, 0.5) for t in "abc"])
+    files = {"a": [episode(t, 1) for t in "abc"], "b": [episode(t, 0.5) for t in "abc"]}
+    one, table = run(tmp_path, "a.jsonl", "b.jsonl", **files)
     (tmp_path / "r.jsonl").write_text(lines(one))
     again, both = run(tmp_path, "--results", 1, "r.jsonl", "r.jsonl")
-    assert again == [] and both.splitlines()[:3] == table.splitlines()[:3] and len(both.splitlines()) == 6
-    for flags, message in ((["--results", 1, "a.jsonl"], "a.jsonl, line 1: no 'system'"),
-                           (["--results", 1, "r.jsonl", "--html", "x.html"], "--html shows episodes"),
-                           (["a.jsonl", "--plot", "x.nothing"], "x.nothing can't be written: Format")):
+    assert again == [] and both.splitlines()[:3] == table.splitlines()[:3]
+    assert len(both.splitlines()) == 6
+    for flags, message in (
+            (["--results", 1, "a.jsonl"], "a.jsonl, line 1: no 'system'"),
+            (["--results", 1, "r.jsonl", "--html", "x.html"], "--html shows episodes"),
+            (["a.jsonl", "--plot", "x.nothing"], "x.nothing can't be written: Format")):
         if "--plot" in flags:
             pytest.importorskip("matplotlib", reason="matplotlib is not installed")
         done = script("evaluate.py", *flags, cwd=tmp_path)
-        assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr, done.stderr
+        assert done.returncode == 1 and message in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_plot_draws_curves_with_intervals_and_level_lines(tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed")
     files = {name: [episode(t, float(i < solved)) for i, t in enumerate("abcd")]
              for name, solved in (("base", 1), ("c1", 2), ("c4", 4), ("c2", 3))}
-    run(tmp_path, "base.jsonl", "critic@4=c4.jsonl", "critic@1=c1.jsonl", "critic@2=c2.jsonl", "--plot", "f.png", **files)
+    systems = ["base.jsonl", "critic@4=c4.jsonl", "critic@1=c1.jsonl", "critic@2=c2.jsonl"]
+    run(tmp_path, *systems, "--plot", "f.png", **files)
     assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"
     monkeypatch.setattr(pyplot, "close", lambda figure: None)
-    results, _ = run(tmp_path, "base.jsonl", "critic@4=c4.jsonl", "critic@1=c1.jsonl", "critic@2=c2.jsonl")
+    results, _ = run(tmp_path, *systems)
     evaluate.plot(results, str(tmp_path / "g.png"))
     level, curve = pyplot.gcf().axes[0].lines
-    assert list(level.get_ydata()) == [25, 25] and level.get_label() == "base" and curve.get_label() == "critic"
+    assert level.get_label() == "base" and curve.get_label() == "critic"
+    assert list(level.get_ydata()) == [25, 25]
     assert list(curve.get_xdata()) == [1, 2, 4] and list(curve.get_ydata()) == [50, 75, 100]
     low, high = np.array([r["success_95"] for r in results if r["system"] == "critic@1"][0]) * 100
     band = pyplot.gcf().axes[0].collections[0].get_paths()[0].vertices

@@ -1,4 +1,4 @@
-"""evaluate.py --html, opened in a real Chromium: what it shows, that model text stays text, 2,000 episodes."""
+"""evaluate.py --html in a real Chromium: what it shows, that texts stay texts, 2,000 episodes."""
 import os
 import shutil
 
@@ -7,11 +7,13 @@ import pytest
 import colbench
 from conftest import lines, records, script
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (README, \"Frontend Design\")")
+NO_BROWSER = "no playwright or no Chromium (README, \"Frontend Design\")"
+sync_api = pytest.importorskip("playwright.sync_api", reason=NO_BROWSER)
 BROWSER = next(filter(None, map(shutil.which, colbench.BROWSERS)), None)
 if not BROWSER:
-    pytest.skip("no Chromium (README, \"Frontend Design\")", allow_module_level=True)
-HOSTILE = "</script><script>document.title = 'owned'</script><img src=x onerror=\"document.title = 'owned'\"><!--"
+    pytest.skip(NO_BROWSER, allow_module_level=True)
+HOSTILE = ("</script><script>document.title = 'owned'</script></template>"
+           "<img src=x onerror=\"document.title = 'owned'\"><!--")
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,8 @@ def report(tmp_path, tab, **systems):
     """Writes the systems' records, has them reported, and opens the report."""
     for name, made in systems.items():
         (tmp_path / f"{name}.jsonl").write_text(lines(made))
-    done = script("evaluate.py", *(tmp_path / f"{name}.jsonl" for name in systems), "--html", tmp_path / "report.html")
+    files = [tmp_path / f"{name}.jsonl" for name in systems]
+    done = script("evaluate.py", *files, "--html", tmp_path / "report.html")
     assert done.returncode == 0 and len(records(done.stdout)) == len(systems), done.stderr
     tab.asked.clear()
     tab.goto(f"file://{tmp_path}/report.html")
@@ -43,50 +46,67 @@ def texts(tab, where):
 
 
 def episode(i, reward, said="which rate?", **more):
-    return {"task": {"id": f"t{i}", "problem_description": f"write f{i}", "ground_truth": f"def f{i}(): return {i}",
-                     "test_cases": {"a": f"f{i}()"}}, "answer": f"def f{i}(): return 0", "reward": reward,
-            "tests": {"a": "pass" if reward == 1 else "wrong value"}, "dialogue_history": [
-                {"role": "user", "content": f"write f{i}"}, {"role": "assistant", "content": said, **more}]}
+    task = {"id": f"t{i}", "problem_description": f"write f{i}",
+            "ground_truth": f"def f{i}(): return {i}", "test_cases": {"a": f"f{i}()"}}
+    history = [{"role": "user", "content": f"write f{i}"},
+               {"role": "assistant", "content": said, **more}]
+    return {"task": task, "answer": f"def f{i}(): return 0", "reward": reward,
+            "tests": {"a": "pass" if reward == 1 else "wrong value"}, "dialogue_history": history}
 
 
 def test_the_report_shows_conversations_candidates_and_verdicts_side_by_side(tmp_path, tab):
-    candidates = [{"output": f"candidate {a}", "token_ids": [1], "advantage": a} for a in (-0.5, 0.25, 0.0)]
-    base = [episode(0, 0.0, output="hm. OUTPUT: which rate?", advantage=0.5, candidates=candidates), episode(1, 0.0),
-            {**episode(1, 1.0, said="the other sample"), "sample": 1}]
+    candidates = [{"output": f"candidate {a}", "token_ids": [1], "advantage": a}
+                  for a in (-0.5, 0.25, 0.0)]
+    first = episode(0, 0.0, output="hm. OUTPUT: which rate?", advantage=0.5, candidates=candidates)
+    base = [first, episode(1, 0.0), {**episode(1, 1.0, said="the other sample"), "sample": 1}]
     sweet = [episode(0, 1.0, said="it is twelve"), episode(2, 1.0)]
     report(tmp_path, tab, base=base, sweet=sweet)
     assert texts(tab, "li b") == ["write f0", "write f1", "write f2"]
     assert texts(tab, "li span") == ["0", "100", "50", "-", "-", "100"]
-    assert texts(tab, "main h3") == ["t0", "hidden reference", "base", "reward 0.000", "sweet", "reward 1.000"]
+    assert texts(tab, "main h3") == ["t0", "hidden reference", "base", "sweet"]
+    assert texts(tab, ".episode > summary") == [
+        "episode 0: reward 0.000", "episode 0: reward 1.000"]
     assert texts(tab, ".pass") == ["a: pass"] and texts(tab, ".fail") == ["a: wrong value"]
     assert "def f0(): return 0" in texts(tab, "main pre")  # the reference and both answers
     tab.get_by_text("3 candidates").click()
-    shown = [t for t in texts(tab, "details[open] pre") if "candidate" in t]
+    shown = [t for t in texts(tab, "details[open] details[open] pre") if "candidate" in t]
     assert shown == ["candidate 0.25", "candidate 0.0", "candidate -0.5"]
-    edge = lambda text: tab.locator(".m", has_text=text).last.evaluate("e => getComputedStyle(e).borderLeftColor")
-    red, green = (list(map(int, edge(text)[4:-1].split(", "))) for text in ("candidate -0.5", "candidate 0.25"))
+    red, green = (border(tab, text) for text in ("candidate -0.5", "candidate 0.25"))
     assert red[0] > red[1] and green[1] > green[0]
     tab.locator("li").nth(1).click()
-    tab.get_by_role("button", name="1").click()
-    assert "the other sample" in texts(tab, "main pre")
+    other = tab.get_by_text("the other sample")
+    assert not other.is_visible()
+    tab.get_by_text("episode 1: reward 1.000").click()
+    assert other.is_visible()
+
+
+def border(tab, text):
+    """(red, green, blue) of the bar beside a message."""
+    box = tab.locator(".box", has_text=text).last
+    colour = box.evaluate("e => getComputedStyle(e).borderLeftColor")
+    return [int(x) for x in colour.removeprefix("rgb(").removesuffix(")").split(", ")]
 
 
 def test_search_and_outcomes(tmp_path, tab):
     report(tmp_path, tab, base=[episode(0, 0.0), episode(1, 0.0), episode(2, 1.0)],
            sweet=[episode(0, 1.0, said='it is "twelve"\n'), episode(1, 0.0), episode(2, 1.0)])
     left = lambda: texts(tab, "li b")
-    for words, found in (("TWELVE", [0]), ('"twelve"', [0]), ("return 1", [1]), ("nowhere", []), ("", [0, 1, 2])):
+    found = {"TWELVE": [0], '"twelve"': [0], "return 1": [1], "nowhere": [], "": [0, 1, 2]}
+    for words, found in found.items():
         tab.fill("#search", words)
         assert left() == [f"write f{i}" for i in found]
-    for outcome, found in (("1", [2]), ("some", [0]), ("0", [1]), ("differ", [0]), ("", [0, 1, 2])):
+    outcomes = {"all": [2], "some": [0], "none": [1], "differ": [0], "": [0, 1, 2]}
+    for outcome, found in outcomes.items():
         tab.select_option("#outcome", outcome)
-        assert left() == [f"write f{i}" for i in found] and f"{len(found)} of 3 tasks" in tab.inner_text("#count")
+        assert left() == [f"write f{i}" for i in found]
+        assert f"{len(found)} of 3 tasks" in tab.inner_text("#count")
 
 
 def test_what_a_model_wrote_is_never_markup(tmp_path, tab):
-    r = episode(0, 0.5, said=HOSTILE, advantage=0.1, candidates=[{"output": HOSTILE, "token_ids": [1]}])
+    candidates = [{"output": HOSTILE, "token_ids": [1]}]
+    r = episode(0, 0.5, said=HOSTILE, advantage=0.1, candidates=candidates)
     r = {**r, "answer": HOSTILE, "tests": {HOSTILE: HOSTILE}, "failure": HOSTILE}
-    r["task"] = {**r["task"], "problem_description": HOSTILE, "ground_truth": HOSTILE, "id": HOSTILE}
+    r["task"] |= {"problem_description": HOSTILE, "ground_truth": HOSTILE, "id": HOSTILE}
     report(tmp_path, tab, **{"base": [r]})
     tab.get_by_text("1 candidates").click()
     assert tab.title() == "Episodes" and tab.locator("img, main script").count() == 0
@@ -104,10 +124,12 @@ def test_two_thousand_episodes(tmp_path, tab):
 def test_pages_are_shown_as_pictures(tmp_path, tab):
     if not os.path.exists(os.path.join(colbench.CACHE, "tailwind.min.css")):
         pytest.skip("no Tailwind style sheet (README, \"Frontend Design\")")
-    task = {"id": "a", "kind": "frontend", "problem_description": "a shop", "ground_truth": "<html><h1>A Shop</h1></html>"}
+    task = {"id": "a", "kind": "frontend", "problem_description": "a shop",
+            "ground_truth": "<html><h1>A Shop</h1></html>"}
     play = lambda page, **more: [{"task": task, "answer": page, "reward": 0.5, "dialogue_history": [
         {"role": "user", "content": "a shop"}, {"role": "assistant", "content": page}], **more}]
-    report(tmp_path, tab, base=play("<html><h1>My Shop</h1></html>"), rft=play("<html><h1>A Shop</h1></html>"),
+    report(tmp_path, tab, base=play("<html><h1>My Shop</h1></html>"),
+           rft=play("<html><h1>A Shop</h1></html>"),
            none=play("", failure="no page"))
     sources = tab.locator("main img").evaluate_all("all => all.map(e => [e.src, e.naturalWidth])")
     assert [width for _, width in sources] == [480] * 3

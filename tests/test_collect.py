@@ -1,0 +1,246 @@
+"""collect.py alone: what it samples, the same bytes again, a kill and --resume, bad input."""
+import asyncio
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import collect
+import model as M
+from colbench import agent_messages, task_id
+from conftest import PLAY, ROOT, complaint, lines, records, script
+from train_critic import advantage
+
+
+def key_of(record):
+    return task_id(record["task"]), record["sample"]
+
+
+def play(model, stdin, *flags, **how):
+    return script("collect.py", "--model", model, *flags, stdin=stdin, **how)
+
+
+# --- the same command again -----------------------------------------------------------------------
+
+def test_collect_gives_the_same_bytes(tasks, collected, tiny_dir):
+    assert play(tiny_dir, tasks, *PLAY, fresh=True).stdout == collected
+    episodes = records(collected)
+    assert len(set(map(key_of, episodes))) == 2 * len(tasks)
+    first = [tuple(agent_messages(r)[0]["token_ids"]) for r in episodes]
+    assert len(set(first)) == len(first)  # each sample has its own draws
+    drawn = [tuple(c["token_ids"]) for r in episodes for m in agent_messages(r)
+             for c in m["candidates"]]
+    assert len(set(drawn)) == len(drawn)
+
+
+def tokens_of(record):
+    """The token ids of all messages and candidates."""
+    return [[a["token_ids"] for a in (m, *m["candidates"])] for m in agent_messages(record)]
+
+
+def test_a_draw_does_not_depend_on_its_company(tasks, collected, tiny_dir):
+    """Other batches, other tasks beside it: the same words (the numbers only but for rounding)."""
+    small = ["--concurrency", 1, "--max_batch_tokens", 100]
+    alone = records(play(tiny_dir, tasks[1:2], *PLAY, *small).stdout)
+    tokens = {key_of(r): tokens_of(r) for r in records(collected)}
+    assert len(alone) == 2 and all(tokens_of(r) == tokens[key_of(r)] for r in alone)
+
+
+# --- what it samples ------------------------------------------------------------------------------
+
+def test_the_samplers_logprobs_are_the_models(episodes, tiny_dir):
+    """Padding, the cache, dropped rows: none changes what the model says of the same tokens."""
+    model, tokenizer = M.load(tiny_dir)
+    for r in episodes:
+        turns = M.turns_of(tokenizer, r)
+        for m, turn, logps in zip(agent_messages(r), turns, M.score(model, turns, 4096)):
+            prompt, action = turn
+            assert list(action) == m["token_ids"] and len(action) <= 40
+            assert torch.allclose(logps, torch.tensor(m["logprobs"]), rtol=0, atol=1e-4)
+            others = [(prompt, tuple(c["token_ids"])) for c in m["candidates"]]
+            for c, logps in zip(m["candidates"], M.score(model, others, 4096)):
+                assert abs(logps.sum().item() - c["logprob"]) < 1e-3
+
+
+def players(tiny_dir, *flags):
+    args = collect.get_args(["--model", tiny_dir, *map(str, flags)])
+    return asyncio.run(collect.Players(args).load())
+
+
+def sample(players, prompt, draws):
+    async def ask():
+        return await players.engine((prompt, draws))
+    return asyncio.run(ask())
+
+
+def test_the_sampler_draws_from_the_models_distribution(tiny_dir):
+    for temperature in (1.0, 0.5):
+        p = players(tiny_dir, "--max_tokens", 1, "--temperature", temperature)
+        prompt = p.render([{"role": "user", "content": "write f"}])
+        drawn = sample(p, prompt, [(0, j) for j in range(6000)])
+        with torch.no_grad():
+            lm, _ = M.load_lm(tiny_dir, "cpu")
+            logits = lm(torch.tensor([prompt])).logits[0, -1].double()
+        logps = (logits / temperature).log_softmax(-1)
+        seen = torch.tensor([logps[ids[0]] for ids, _ in drawn])
+        mean = (logps.exp() * logps).sum()
+        variance = (logps.exp() * (logps - mean) ** 2).sum()
+        assert abs(seen.mean() - mean) < 5 * (variance / 6000) ** 0.5
+    greedy = players(tiny_dir, "--max_tokens", 1, "--temperature", 0)
+    drawn = sample(greedy, prompt, [(0, 0), (0, 1)])
+    assert [ids for ids, _ in drawn] == [[logits.argmax().item()]] * 2
+
+
+def test_best_of_sends_the_critics_favourite(tasks, rewarded, tiny_dir, tmp_path):
+    critic = str(tmp_path / "c")
+    flags = ["--model", tiny_dir, "--out", critic, "--lr", 1e-3, "--held_out", 0]
+    done = script("train_critic.py", *flags, stdin=rewarded)
+    assert done.returncode == 0, done.stderr
+    p = players(tiny_dir, "--best_of", 5, "--critic", critic, "--max_tokens", 12)
+    task, favourites = tasks[0]["task"], []
+    history = [{"role": "user", "content": task["problem_description"]}]
+    hidden = f"Hidden reference:\n{task['ground_truth']}\n\n{history[0]['content']}"
+    read = tuple(p.render([{"role": "user", "content": hidden}]))
+    for turn in range(6):
+        key = (0, task["id"], 0, turn)
+        drawn = sample(p, p.render(history), [(*key, j) for j in range(5)])
+        turns = [(read, tuple(ids)) for ids, _ in drawn]
+        logps, ref_logps = (M.score(M.load(path)[0], turns, 4096) for path in (critic, tiny_dir))
+        scores = [advantage(a, b, "turn").item() for a, b in zip(logps, ref_logps)]
+        for p.args.prior in (0, 0.1):
+            values = [score + p.args.prior * sum(logprobs)
+                      for score, (_, logprobs) in zip(scores, drawn)]
+            favourites.append(values.index(max(values)))
+            sent = asyncio.run(p.act(task, history, key, 0))
+            assert sent["token_ids"] == drawn[favourites[-1]][0]
+    assert len(set(favourites)) > 1 and favourites[::2] != favourites[1::2]
+
+
+def test_dialogues_that_exist_only_get_candidates(episodes, tiny_dir):
+    bare = json.loads(json.dumps(episodes))
+    for r in bare:
+        for m in agent_messages(r):
+            del m["candidates"]
+    done = play(tiny_dir, bare, *PLAY)
+    assert done.returncode == 0, done.stderr
+    again = {key_of(r): r["dialogue_history"] for r in records(done.stdout)}
+    assert again == {key_of(r): r["dialogue_history"] for r in episodes}  # the very same ones
+
+
+# --- a killed run ---------------------------------------------------------------------------------
+
+def test_resume_after_kill_gives_each_episode_once(tiny_dir, tmp_path):
+    file = tmp_path / "all.jsonl"
+    flags = ["--model", tiny_dir, "-k", "7", "--max_tokens", "30", "--max_turns", "3",
+             "--concurrency", "3", "--resume", str(file)]
+    tasks = script("colbench.py", "tasks", "--n", 6).stdout
+    with open(file, "ab") as out:
+        run = subprocess.Popen([sys.executable, "collect.py", *flags], stdin=subprocess.PIPE,
+                               stdout=out, stderr=subprocess.DEVNULL, cwd=ROOT)
+    run.stdin.write(tasks.encode())
+    run.stdin.close()
+    end = time.time() + 60
+    while file.read_bytes().count(b"\n") < 5 and time.time() < end and run.poll() is None:
+        time.sleep(0.005)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    written = file.read_bytes().splitlines(keepends=True)
+    whole, cut = b"".join(written[:5]), written[0][:len(written[0]) // 2]
+    file.write_bytes(whole + cut)  # as if the kill came in the middle of a task, and of a line
+    done = script("collect.py", *flags, stdin=tasks, out=file)
+    assert done.returncode == 0, done.stderr
+    keys = [key_of(r) for r in records(file.read_text())]
+    assert len(keys) == len(set(keys)) == 42 and file.read_bytes().startswith(whole)
+    assert set(keys) == {(r["task"]["id"], s) for r in records(tasks) for s in range(7)}
+
+
+@pytest.mark.parametrize("content", [
+    b"", b"{\"task\": {"], ids=["empty", "cut"])
+def test_a_resumed_file_without_a_whole_line_is_a_new_one(content, tmp_path):
+    file = tmp_path / "all.jsonl"
+    file.write_bytes(content)
+    assert collect.finished_episodes(str(file), 0) == (set(), set())
+    assert file.read_bytes() == b""
+
+
+@pytest.mark.parametrize("lacks", ["problem_description", "ground_truth"])
+def test_what_is_no_episode_in_a_resumed_file_is_named(lacks, tasks, episodes, tiny_dir, tmp_path):
+    file, bad = tmp_path / "all.jsonl", json.loads(json.dumps(episodes[1]))
+    key = key_of(bad)
+    del bad["task"][lacks]
+    file.write_text(lines([episodes[0], bad, *episodes[2:]]))
+    flags = ["-k", 2, "--max_tokens", 5, "--resume", file]
+    error = complaint(play(tiny_dir, tasks, *flags))
+    assert error.startswith(f"error: {file}, line 2: no 'task.{lacks}' in this record")
+    done = play(tiny_dir, tasks, *flags, "--skip_bad", 1)
+    assert list(map(key_of, records(done.stdout))) == [key]  # it is played again
+
+
+def test_a_file_is_resumed_only_with_the_weights_that_played_it(tasks, tiny_dir, tmp_path):
+    base, file = shutil.copytree(tiny_dir, tmp_path / "base"), tmp_path / "all.jsonl"
+    flags = ["--max_tokens", 5, "--max_turns", 2, "--resume", file]
+    rs = records(play(base, tasks, *flags).stdout)
+    assert {r["meta"]["model_weights"] for r in rs} == {M.weights_digest(str(base))}
+    file.write_text(lines(rs[:-1]))
+    state = load_file(base / "model.safetensors")
+    save_file({k: v * 1.001 for k, v in state.items()}, base / "model.safetensors")
+    error = complaint(play(base, tasks, *flags))
+    assert error == (f"error: --resume {file} holds episodes of other weights than those at "
+                     f"--model {base}: take the old weights, or another file")
+    save_file(state, base / "model.safetensors")  # the same again, in another file
+    (again,) = records(play(base, tasks, *flags).stdout)
+    assert (again["task"], again["answer"]) == (rs[-1]["task"], rs[-1]["answer"])
+    for r in rs:  # played before weights were noted: nobody can know
+        del r["meta"]["model_weights"]
+    file.write_text(lines(rs[:-1]))
+    assert len(records(play(base, tasks, *flags).stdout)) == 1
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+TASK = {"problem_description": "p", "ground_truth": "def f(): return 1",
+        "test_cases": {"test1": "f()"}}
+PLAYED = {"task": TASK, "dialogue_history": [{"role": "user", "content": "p"}]}
+
+
+@pytest.mark.parametrize("stdin, message", [
+    (lines([{"task": TASK}])[:-3], "line 1: not JSON"),
+    ("[1]\n", "line 1: not a JSON object"),
+    ("", "stdin is empty"),
+    (lines([{"task": {**TASK, "test_cases": None}}]), "line 1: no 'task.test_cases'"),
+    (lines([{"tusk": TASK}]), "line 1: no 'task.problem_description'"),
+    (lines([PLAYED]), "a dialogue already")],
+    ids=["cut", "list", "empty", "no tests", "no task", "played"])
+def test_collect_complains(stdin, message, tiny_dir):
+    assert message in complaint(play(tiny_dir, stdin))
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--model", "no/such/dir"], "no model at 'no/such/dir'"),
+    (["--best_of", 2], "--critic"),
+    (["--human", "me"], "--human 'me'"),
+    (["--best_of", 2, "--critic", "no/critic"], "no/critic"),
+    (["--agent_prompt", "no/file"], "no/file")])
+def test_collect_complains_of_flags(flags, message, tiny_dir, tasks):
+    assert message in complaint(play(tiny_dir, tasks, *flags))
+
+
+def test_a_bad_line_later_on_loses_nothing_before_it(tasks, tiny_dir):
+    flags = ["--max_tokens", 20, "--max_turns", 2, "--concurrency", 1]
+    done = play(tiny_dir, lines(tasks[:2]) + "{\n", *flags)
+    error = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and error.startswith("error: stdin, line 3: not JSON")
+    assert "Traceback" not in done.stderr and len(records(done.stdout)) == 2
+
+
+def test_help_fits_two_screens(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        collect.get_args(["--help"])
+    assert len(capsys.readouterr().out.splitlines()) <= 100
