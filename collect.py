@@ -11,7 +11,7 @@ but for rounding: after a kill and --resume batches have other company, so log-p
 1e-6 from those of a run without a kill, and a text does where that decides a draw, which is rare.
 Records that already have a dialogue only get candidates.
 """
-from utils import (Endpoint, EndpointError, digest, watchdog, fail, descendants, open_stdout, parser, progress,
+from utils import (Endpoint, EndpointError, watchdog, fail, descendants, open_stdout, parser, progress,
                    read_jsonl, rng, run, say, skip_bad_flag, version)
 
 import asyncio
@@ -29,8 +29,8 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 from colbench import (NOT_SEEN, GraderError, NoReference, RenderError, environment, first_message,
-                      gradable, hidden_information, human_prompt, judge, kind_of, page_flags,
-                      read_action, redact, without_thinking, task_id)
+                      hidden_information, human_prompt, judge, kind_of, needs, page_flags, read_action,
+                      redact, without_thinking, task_id)
 
 
 def get_args(argv=None):
@@ -263,9 +263,8 @@ def critic_engine(args, players):
             kind = players.environment(task)
             texts = *(m["content"] for m in history), *(a["output"] for a in actions), hidden_information(task)
             for page in {kind.page(text) for text in texts} - {""}:
-                file = os.path.join(folder.name, digest(page) + ".png")
-                os.path.exists(file) or await players.wait(kind, kind.renderer.save, page, file)
-                if os.path.exists(file) and page not in pictures.numbers:
+                file = await players.wait(kind, kind.picture_file, page, folder.name)
+                if file:
                     pictures.add(page, file)
         return await batcher(critic_turns(critic, tokenizer, task, history, actions, args.thinking,
                                           pictures))
@@ -468,7 +467,7 @@ async def collect(args, emit):
 
     def jobs():
         try:
-            for record in read_jsonl(sys.stdin, gradable, skip_bad=args.skip_bad):
+            for record in read_jsonl(sys.stdin, needs(to_grade=True), skip_bad=args.skip_bad):
                 record["task"] = {"kind": kind_of(record["task"]), **record["task"], "id": task_id(record["task"])}
                 played, n = "dialogue_history" in record, seen[record["task"]["id"]]
                 if not (played and "reward" in record):

@@ -21,29 +21,24 @@ Intervals come from a bootstrap over tasks: a resampled task brings all its epis
 A difference to the first system is taken on the tasks that both have, resampled in pairs; so are wins, the share of
 these tasks with a higher mean reward than the first system's, a tie counting half.
 """
-from utils import (fail, open_stdout, parser, progress, read_jsonl, run, say, skip_bad_flag,
+from utils import (fail, open_stdout, parser, read_jsonl, run, say, skip_bad_flag,
                    version, writing)
 
 import base64
-import contextlib
 import io
 import json
 import os
 import re
 import sys
+import tempfile
 
 import numpy as np
 
-from colbench import (ANSWER, ENVIRONMENTS, RenderError, agent_messages, browser_flags, each_drawn,
-                      environment, hidden_information, kind_of, slots_of, task_fields, task_id)
+from colbench import (ANSWER, ENVIRONMENTS, agent_messages, browser_flags, draw_pages, environment,
+                      hidden_information, kind_of, needs, slots_of, task_id)
 
 METRICS = ("tests_passed", "success", "turns", "tokens", "unanswered", "letterbox", "not_drawn", "copied")
 COMPARED = ("success", "tests_passed")
-
-
-def fields(record):
-    """The fields that a record must have, for read_jsonl."""
-    return [*task_fields(record), "dialogue_history", "reward"]
 
 
 def get_args(argv=None):
@@ -113,7 +108,7 @@ def read_system(name, files, skip_bad, keep):
     """
     clusters, episodes, rules, rewards, seen, repeated = {}, 0, set(), set(), {}, 0
     for i, path in enumerate(files):
-        for record in read_jsonl(opened(path), fields, "stdin" if path == "-" else path, skip_bad):
+        for record in read_jsonl(opened(path), needs("dialogue_history", "reward"), "stdin" if path == "-" else path, skip_bad):
             key = i, task_id(record["task"])  # a task in two seeds' files is two clusters: two models played it
             if "sample" in record:  # published episodes have none
                 samples = seen.setdefault(key, set())
@@ -391,18 +386,15 @@ class Report:
             return
         from PIL import Image
 
-        def picture(renderer, page):
-            with contextlib.suppress(RenderError):
-                picture = Image.open(io.BytesIO(renderer.render(page)["png"])).convert("RGB")
+        with tempfile.TemporaryDirectory() as folder:
+            for page, file in draw_pages(args, at, folder).items():
+                picture, jpeg = Image.open(file).convert("RGB"), io.BytesIO()
                 picture.thumbnail((480, 1600))
-                picture.save(jpeg := io.BytesIO(), "jpeg", quality=80)
-                return "data:image/jpeg;base64," + base64.b64encode(jpeg.getvalue()).decode()
-
-        for page, drawn in zip(at, progress("drawing pages", each_drawn(args, picture, at), len(at))):
-            if drawn:
+                picture.save(jpeg, "jpeg", quality=80)
                 for shown in at[page]:
                     shown["picture"] = len(self.pictures)
-                self.pictures.append(drawn)
+                encoded = base64.b64encode(jpeg.getvalue()).decode()
+                self.pictures.append("data:image/jpeg;base64," + encoded)
 
     def write(self, path, systems, args):
         self.draw(args)

@@ -880,29 +880,23 @@ def dry_run(args, config, steps, scored):
             "gb_a_gpu": {name: short(x / 1e9) for name, x in gb.items()}}
 
 
-# One token each: words, numbers, `name=`, a marker, a function's head and body, and what stands
-# between a page's slots.
-SLOT = r'[^\n]*?class="(?:bg-|text-|grid-cols-)'  # of a page: up to where a slot begins
-PIECES = r"[A-Z][A-Z ]+:\n|Hidden reference:\n|def \w+\(x|\): return [^\n]+|<html>" + SLOT + \
-    r'|(?:-\d00)?(?: [^\n"]*)?">(?:' + SLOT + r'|[^\n"]*)| ?\w+=|\d+| ?\w+|[^\w]'
+def tiny(records, seed, pieces):
+    """(TreeLM, tokenizer): a from-scratch Llama of about 260k parameters.
 
-
-def tiny(records, seed):
-    """(TreeLM, tokenizer): a from-scratch Llama of about 260k parameters whose words are those of the records.
-
-    Text with other words still goes in and out unchanged, byte by byte.
+    pieces: a regex of what is one token, where it stands twice in the records. Other text still
+    goes in and out unchanged, byte by byte.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     counts = {}
     for r in records:
         for m in r["dialogue_history"]:
-            for piece in re.findall(PIECES, m.get("output") or m["content"]):
+            for piece in re.findall(pieces, m.get("output") or m["content"]):
                 counts[piece] = counts.get(piece, 0) + 1
     special = ["<|pad|>", "<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
     vocab = [(t, 0.0) for t in special] + [(f"<0x{b:02X}>", -20.0) for b in range(256)]
     vocab += [(w, -1.0) for w in sorted(counts) if counts[w] > 1]  # equal scores: the fewest pieces win
     t = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
-    t.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    t.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), "isolated")
     t.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     t.add_special_tokens([AddedToken(s, normalized=False) for s in special])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, bos_token="<|begin|>", eos_token="<|end|>",

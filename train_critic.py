@@ -22,16 +22,15 @@ A --model that sees (Qwen2-VL, Qwen2.5-VL) gets the pages of frontend tasks as p
     for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
 from utils import (SIGNALS, Log, digest, drop_checkpoints, fail, check_finite, from_rank_0, init_distributed, lr_at,
-                   machine_flags, open_stdout, parser, progress, read_jsonl, rng, run, say, sum_over_ranks,
-                   writing)
+                   machine_flags, open_stdout, parser, read_jsonl, rng, run, say, sum_over_ranks, writing)
 
 import json
 import os
 import sys
 from itertools import islice
 
-from colbench import (agent_messages, browser_flags, each_drawn, environment, hidden_information,
-                      task_id, training_fields, with_hidden)
+from colbench import (agent_messages, browser_flags, draw_pages, environment, hidden_information,
+                      needs, task_id, with_hidden)
 
 
 def get_args(argv=None):
@@ -189,27 +188,18 @@ def add_advantages(record, advantages):
     return record
 
 
-def draw_pages(args, records):
+def draw_records(args, records):
     """{page: PNG file in --out/pictures} of the agent's pages and of the hidden ones."""
-    folder, pages = os.path.join(args.out, "pictures"), {}
+    pages = {}
     for r in records:
-        page_of = environment(r["task"]).page
         texts = [hidden_information(r["task"])]
         for m in agent_messages(r):
             texts += [m["content"], m.get("output")]
             texts += [candidate.get("output") for candidate in m.get("candidates", ())]
-        for page in filter(None, map(page_of, filter(None, texts))):
-            pages[page] = os.path.join(folder, digest(page) + ".png")
-    os.makedirs(folder, exist_ok=True)
-    new = [page for page, file in pages.items() if not os.path.exists(file)]
-    if new:
-        save_page = lambda renderer, page: renderer.save(page, pages[page])
-        for _ in progress("drawing pages", each_drawn(args, save_page, new), len(new)):
-            pass
-    drawn = {page: file for page, file in pages.items() if os.path.exists(file)}
-    if len(drawn) < len(pages):
-        say(f"{len(pages) - len(drawn)} of {len(pages)} pages can't be drawn and are not shown")
-    return drawn
+        for text in filter(None, texts):
+            pages[environment(r["task"]).page(text)] = None
+    pages.pop("", None)
+    return draw_pages(args, pages, os.path.join(args.out, "pictures"))
 
 
 def trajectory_pairs(records, mode, margin):
@@ -237,11 +227,12 @@ def prepare(args, records):
     Returns ({turn: reference turn}, {task id: [Pair]} to train on, the same held out, how many
     turns are too long, and a Pictures or None).
     """
-    records += read_jsonl(sys.stdin, training_fields, skip_bad=args.skip_bad)
+    need = needs("dialogue_history", "reward", to_train=True)
+    records += read_jsonl(sys.stdin, need, skip_bad=args.skip_bad)
     path, tokenizer, config = find_model(args.model)
     pictures = None
     if has_vision(config) and not args.dry_run:
-        pictures = Pictures(path, config, args.picture_tokens, draw_pages(args, records))
+        pictures = Pictures(path, config, args.picture_tokens, draw_records(args, records))
     ref_of, too_long = add_turns(vars(args), tokenizer, records, args.max_length, pictures)
     pairs = trajectory_pairs(records, args.pairs, args.margin)
     if not pairs:
@@ -299,8 +290,8 @@ def score_stream(args, emit, device):
     """--score 1: 64 records at a time, so that the memory does not grow with their number."""
     critic, tokenizer, models, pictures = load_critic(args.out, device, args.attention,
                                                       **load_options(args, device))
-    fields = lambda record: training_fields(record, reward=False)
-    stream = read_jsonl(sys.stdin, fields, skip_bad=args.skip_bad)
+    need = needs("dialogue_history", to_train=True)
+    stream = read_jsonl(sys.stdin, need, skip_bad=args.skip_bad)
     records, bad_line = [], []  # rank 0 alone has them
 
     def show(drawn):
@@ -315,7 +306,7 @@ def score_stream(args, emit, device):
             bad_line.append(e)
         if bad_line and not records:
             raise bad_line[0]
-        drawn = draw_pages(args, records) if pictures else {}
+        drawn = draw_records(args, records) if pictures else {}
         show(drawn)
         ref_of, _ = add_turns(critic, tokenizer, records, args.max_length, pictures)
         return ref_of, drawn, len(records)

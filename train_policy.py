@@ -24,7 +24,7 @@ import os
 import sys
 from itertools import cycle
 
-from colbench import agent_messages, task_id, training_fields
+from colbench import PIECES, agent_messages, needs, task_id
 
 
 def get_args(argv=None):
@@ -160,9 +160,9 @@ def make_groups(args, records):
 def prepare(args):
     """Returns ([[Pair]] of stdin, how many were too long, --model tiny's (model, tokenizer))."""
     needs_reward = {"mtdpo": True, "rft": not args.all}.get(args.loss, args.mix > 0)
-    fields = lambda record: training_fields(record, needs_reward)
-    records = list(read_jsonl(sys.stdin, fields, skip_bad=args.skip_bad))
-    made = tiny(records, args.seed) if args.model == "tiny" else None
+    fields = ["dialogue_history", "reward"] if needs_reward else ["dialogue_history"]
+    records = list(read_jsonl(sys.stdin, needs(*fields, to_train=True), skip_bad=args.skip_bad))
+    made = tiny(records, args.seed, PIECES) if args.model == "tiny" else None
     tokenizer = made[1] if made else find_model(args.model)[1]
     for r in records:
         for message, turn in zip(agent_messages(r), turns_of(tokenizer, r)):

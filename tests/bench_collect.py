@@ -157,7 +157,7 @@ if __name__ == "__main__":
         if not args.model:
             import model
             args.model = os.path.join(folder, "model")
-            model.save(*model.tiny(demos(200), seed=0), args.model)
+            model.save(*model.tiny(demos(200), seed=0, pieces=colbench.PIECES), args.model)
         flags = ["--model", args.model, "--engine", "transformers", "--max_turns", str(args.max_turns),
                  "--max_tokens", str(args.max_tokens)]
         if args.memory:

@@ -63,7 +63,7 @@ def main():
     p.add_argument("stages", nargs="*", default=list(STAGES))
     args = p.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        model.save(*model.tiny(demos(200), seed=0), f"{folder}/model")
+        model.save(*model.tiny(demos(200), seed=0, pieces=colbench.PIECES), f"{folder}/model")
         builtin = colbench.builtin_tasks("train", 0, 2, 4, 0.65)
         tasks = [{"task": next(builtin)} for _ in range(50)]
         play = ["collect.py", "--model", f"{folder}/model", "--max_turns", 3, "--max_tokens", 8, "-k"]

@@ -143,7 +143,7 @@ def tiny_dir(tmp_path_factory):
     """A tiny model whose words are those of 200 demonstrations, untrained, saved."""
     import model
     out = str(tmp_path_factory.mktemp("model") / "tiny")
-    model.save(*model.tiny(demos(200), seed=0), out)
+    model.save(*model.tiny(demos(200), seed=0, pieces=colbench.PIECES), out)
     return out
 
 

@@ -186,5 +186,5 @@ def test_another_answer_marker_is_one_line(monkeypatch):
     assert all(output.startswith("MY LAST WORD:\n") and "I WANT" not in output for output in outputs)
     assert read_action(outputs[0], False)[1].startswith("def ")
     assert 'write "MY LAST WORD:"' in colbench.first_message({**task, "agent_prompt": None}, 5)["content"]
-    tokenizer = model.tiny(made, 0)[1]
+    tokenizer = model.tiny(made, 0, colbench.PIECES)[1]
     assert "MY LAST WORD:\n" in tokenizer.get_vocab()

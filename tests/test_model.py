@@ -11,6 +11,7 @@ from transformers import (AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llam
                           Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
 import model as M
+from colbench import PIECES
 from conftest import demos
 from train_critic import as_read
 
@@ -319,14 +320,14 @@ def test_tiny_tokenizer_round_trips_any_text(tiny_dir):
 
 
 def test_tiny_is_a_function_of_its_seed():
-    weights = [M.tiny(demos(30), seed)[0].state_dict() for seed in (0, 0, 1)]
+    weights = [M.tiny(demos(30), seed, PIECES)[0].state_dict() for seed in (0, 0, 1)]
     same = lambda a, b: all(torch.equal(a[k], b[k]) for k in a)
     assert same(weights[0], weights[1]) and not same(weights[0], weights[2])
-    assert sum(p.numel() for p in M.tiny(demos(200), 0)[0].parameters()) < 400_000
+    assert sum(p.numel() for p in M.tiny(demos(200), 0, PIECES)[0].parameters()) < 400_000
 
 
 def test_saving_and_loading_change_nothing(tmp_path):
-    model, tokenizer = M.tiny(demos(50), 0)
+    model, tokenizer = M.tiny(demos(50), 0, PIECES)
     M.save(model, tokenizer, str(tmp_path / "m"))
     again, tokenizer_again = M.load(str(tmp_path / "m"))
     turns = [t for d in demos(5, seed=4) for t in M.turns_of(tokenizer, d)]

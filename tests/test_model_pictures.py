@@ -28,7 +28,7 @@ EYES = {"qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration,
 def tiny_that_sees(kind, out):
     """Saves a tiny random model of a real class, whose words are those of demonstrations; returns the transformers one."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-    _, tokenizer = M.tiny(demos(100, kind="frontend"), 0)
+    _, tokenizer = M.tiny(demos(100, kind="frontend"), 0, colbench.PIECES)
     tokenizer.add_tokens(["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"], special_tokens=True)
     start, end, image = (tokenizer.convert_tokens_to_ids(f"<|{t}|>") for t in ("vision_start", "vision_end", "image_pad"))
     config, make, vision = EYES[kind]
@@ -167,7 +167,7 @@ def pages_played(tmp_path_factory):
     if not any(map(shutil.which, colbench.BROWSERS)) or not os.path.exists(f"{colbench.CACHE}/tailwind.min.css"):
         pytest.skip("no Chromium, or no Tailwind style sheet (README, \"Frontend Design\")")
     agent = str(tmp_path_factory.mktemp("agent") / "tiny")
-    M.save(*M.tiny(demos(200, kind="frontend"), 0), agent)
+    M.save(*M.tiny(demos(200, kind="frontend"), 0, colbench.PIECES), agent)
     made = demos(6, kind="frontend", hidden=0, silent=0, noise=0, at_once=0, early=0, max_turns=3)
     for i, r in enumerate(made):
         r["task"], r["sample"], r["reward"] = made[i // 2 * 2]["task"], i % 2, float(i % 2)
