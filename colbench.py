@@ -1549,8 +1549,6 @@ CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.
 PICTURE_HOSTS = re.compile(
     r"(^|\.)(picsum\.photos|placeholder\.com|placehold\.(co|it)|dummyimage\.com|unsplash\.com|"
     r"loremflickr\.com|placekitten\.com)$")
-PLACEHOLDER = ('<svg xmlns="http://www.w3.org/2000/svg" width="%d" height="%d">'
-               '<rect width="100%%" height="100%%" fill="#9ca3af"/></svg>')
 # What is on a page: its things (pictures, inputs), coloured areas and texts, by tag and box.
 BLOCKS = """limit => document.fonts.ready.then(() => {
   const blocks = [], solid = c => !c.startsWith('rgba') || !c.endsWith(', 0)');
@@ -1591,57 +1589,39 @@ class NoReference(RenderError):
     """Why a task's reference has no picture."""
 
 
-EVERYWHERE = object()  # instead of a class: the rule can apply to each page
-
-
 class Sheet:
-    """Tailwind's style sheet. sheet(page) is the part that a page can use: 3 MB are slow to load.
+    """Tailwind's style sheet. sheet(page): only the rules that can apply, since 3 MB load slowly.
 
-    A rule applies only where one of its classes stands in the page, if each of its selectors
-    names a class.
+    A rule applies if one of its classes stands in the page; some rules have no class.
     """
     RULE = re.compile(r"(@[^{}]+)\{((?:[^{}]*\{[^{}]*\})*)\}|([^{}@]+\{[^{}]*\})")
-    CLASS = re.compile(r"\.((?:\\[0-9a-fA-F]{1,6}\s?|\\.|[\w-])+)")
+    CLASS = re.compile(r"\.((?:\\.|[\w-])+)")
     COLOUR = re.compile(r"\.bg-([\w-]+)\{--tw-bg-opacity:1;background-color:rgba\((\d+,\d+,\d+),")
 
     def __init__(self, css):
         self.colours = {name: tuple(map(int, rgb.split(",")))
                         for name, rgb in self.COLOUR.findall(css)}
-        self.rules, self.of_class = [], collections.defaultdict(list)  # {class: its rules' numbers}
+        self.rules, self.by_class = [], collections.defaultdict(list)  # {class: rules' numbers}
         for at, inner, plain in self.RULE.findall(re.sub(r"/\*.*?\*/", "", css, flags=re.S)):
-            if at and not at.startswith("@media"):  # @keyframes
-                self.add(f"{at}{{{inner}}}", [EVERYWHERE])
-                continue
-            for rule in re.findall(r"[^{}]+\{[^{}]*\}", inner or plain):
-                selectors = rule.partition("{")[0].split(",")
-                classes = [self.CLASS.findall(selector) for selector in selectors]
-                names = {unescape_css(name) for found in classes for name in found}
-                text = f"{at}{{{rule}}}" if at else rule
-                self.add(text, names if all(classes) else [EVERYWHERE])
-
-    def add(self, rule, classes):
-        for name in classes:
-            self.of_class[name].append(len(self.rules))
-        self.rules.append(rule)
+            rules = re.findall(r"[^{}]+\{[^{}]*\}", inner or plain)
+            if at.startswith("@keyframes"):
+                rules = [inner]
+            for rule in rules:
+                for name in self.CLASS.findall(rule.partition("{")[0]) or [""]:
+                    name = name.replace("\\32", "2").replace("\\", "")  # \32xl\:w-1\/2: 2xl:w-1/2
+                    self.by_class[name].append(len(self.rules))
+                self.rules.append(f"{at}{{{rule}}}" if at else rule)
 
     def __call__(self, page):
-        words = {EVERYWHERE, *re.split(r"[\s\"'<>=`]+", html.unescape(page))}
-        used = {n for word in words & self.of_class.keys() for n in self.of_class[word]}
+        words = {"", *re.split(r"[\s\"'<>=`]+", html.unescape(page))}
+        used = {n for word in words & self.by_class.keys() for n in self.by_class[word]}
         return "".join(self.rules[n] for n in sorted(used))
-
-
-def unescape_css(name):
-    r"""The name of a class without CSS escapes: `w-1\/2` is w-1/2, `\32xl` is 2xl."""
-    def plain(match):
-        return chr(int(match[1], 16)) if match[1] else match[2]
-    return re.sub(r"\\(?:([0-9a-fA-F]{1,6})\s?|(.))", plain, name)
 
 
 class Browser:
     """A Chromium with one tab, for one page at a time; started when needed.
 
-    Its methods run in a Renderer's event loop. `api` is playwright.async_api. Those that raise
-    api.Error leave a browser that is started anew.
+    Its methods run in a Renderer's event loop. api: playwright.async_api.
     """
 
     def __init__(self, api, path, allow_network, pictures):
@@ -1661,7 +1641,7 @@ class Browser:
             browser = await driver.chromium.launch(executable_path=self.path, args=flags)
         except self.api.Error as e:  # no page's fault: nothing must be graded
             await self.stop()
-            raise GraderError(f"{self.path} does not start: {one_line(e)[:300]}") from None
+            raise GraderError(f"{self.path} does not start: {reason(e, 300)}") from None
         self.to_close.append(browser.close)
         context = await browser.new_context(
             viewport={side: PAGE[side] for side in ("width", "height")}, java_script_enabled=False,
@@ -1706,8 +1686,8 @@ class Browser:
         request = route.request
         url = urllib.parse.urlsplit(request.url)
         ours = url.hostname == "page.invalid"
-        of_tab = request.is_navigation_request() and not request.frame.parent_frame
-        if ours and of_tab and self.page is not None:
+        loads = ours and request.is_navigation_request() and not request.frame.parent_frame
+        if loads and self.page is not None:
             page, self.page = self.page, None  # given once: a page can't reload for ever
             await route.fulfill(body=page, content_type="text/html; charset=utf-8")
         elif request.resource_type == "stylesheet" and "tailwind" in request.url:
@@ -1715,23 +1695,25 @@ class Browser:
         elif self.allow_network and not ours:
             await route.continue_()
         elif request.resource_type == "image" and PICTURE_HOSTS.search(url.hostname or ""):
-            picture = PLACEHOLDER % picture_size(url.path)
-            await route.fulfill(body=picture, content_type="image/svg+xml")
+            await route.fulfill(body=grey_picture(url.path), content_type="image/svg+xml")
         else:
             await route.abort("aborted")
 
 
-def one_line(error):
-    return " ".join(str(error).split())
+def reason(error, length):
+    """The error's text in one line, cut."""
+    return " ".join(str(error).split())[:length]
 
 
-def picture_size(path):
-    """(width, height) that a placeholder's URL asks for, such as /id/48/100/50."""
+def grey_picture(path):
+    """An SVG file of the size that a picture's URL asks for, such as /id/48/100/50."""
     path = re.sub(r"/(id|seed)/[^/]*", "", path)
     sizes = [min(max(int(n), 1), 4096) for n in re.findall(r"\d{1,5}", path)]
-    if not sizes:
-        return 300, 200
-    return (sizes[-2], sizes[-1]) if len(sizes) > 1 else (sizes[0], sizes[0])
+    if len(sizes) == 1:
+        sizes *= 2
+    width, height = sizes[-2:] or (300, 200)
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">'
+            '<rect width="100%" height="100%" fill="#9ca3af"/></svg>')
 
 
 class Renderer:
@@ -1742,24 +1724,22 @@ class Renderer:
     same page gives the same bytes.
     """
 
-    def __init__(self, workers=2, browser=None, allow_network=0, pictures=1,
-                 tailwind=os.path.join(CACHE, "tailwind.min.css")):
+    def __init__(self, workers=2, browser=None, allow_network=0, pictures=1):
         try:
             from playwright import async_api
         except ImportError:
-            fail("frontend tasks need Playwright and a Chromium: pip install playwright "
-                 "(README, \"Frontend Design\")")
+            fail("pages need Playwright: pip install playwright (README, \"Frontend Design\")")
         path = browser or next(filter(None, map(shutil.which, BROWSERS)), None)
         if not path:
             fail("no Chromium found: --browser PATH names one")
         if not os.access(path, os.X_OK):
             fail(f"--browser {path}: no such program")
+        tailwind = os.path.join(CACHE, "tailwind.min.css")
         try:
             with open(tailwind, "rb") as f:
                 css = f.read()
         except OSError:
-            fail(f"no Tailwind style sheet at {tailwind}: README, \"Frontend Design\", tells how "
-                 "to get it")
+            fail(f"no Tailwind style sheet at {tailwind} (README, \"Frontend Design\")")
         if hashlib.sha256(css).hexdigest() != TAILWIND:
             fail(f"{tailwind} is not Tailwind 2.2.19's dist/tailwind.min.css: its SHA-256 differs")
         self.api, self.workers, self.pictures = async_api, workers, pictures
@@ -1801,8 +1781,8 @@ class Renderer:
                 try:
                     return await browser.draw(page, sheet)
                 except self.api.Error as e:
-                    reason = one_line(e)
-            raise RenderError(reason[:100])
+                    error = e
+            raise RenderError(reason(error, 100))
         finally:
             self.idle.put_nowait(browser)
 
@@ -2104,6 +2084,7 @@ class Functions(Environment):
     measured = "success", "unanswered", "copied"
     pieces = r"def \w+\(x|\): return [^\n]+"  # a built-in function's head and body
     demonstration = staticmethod(demonstration)
+    scripted_human = staticmethod(scripted_human)
 
     def __init__(self, args, workers, pictures=0):
         self.rules, self.workers = getattr(args, "rules", "honest"), workers
@@ -2115,9 +2096,6 @@ class Functions(Environment):
     @classmethod
     def tasks(cls, split, args):
         return builtin_tasks(split, args.seed, args.min_slots, args.max_slots, args.usual)
-
-    def scripted_human(self, task, message):
-        return scripted_human(task, message)
 
     def grade(self, task, answer):
         return self.grader.grade(task, answer)
@@ -2143,6 +2121,7 @@ class Pages(Environment):
               .replace("SLOT", r'[^\n]*?class="(?:bg-|text-|grid-cols-)'))
     drawn = True
     demonstration = staticmethod(page_demonstration)
+    page = staticmethod(extract_page)
 
     def __init__(self, args, workers, pictures=0):
         if args.clip:
@@ -2171,10 +2150,6 @@ class Pages(Environment):
     @classmethod
     def answer(cls, history, final):
         return last_page(history)
-
-    @classmethod
-    def page(cls, text):
-        return extract_page(text)
 
     def pair(self, task, text):
         """(the last page in a text, the reference) as drawn; RenderError if one can't be."""
@@ -2242,7 +2217,7 @@ async def judge(servers, model, task, history, actions):
     texts = [read_action(a.get("output") or a.get("content") or "", False)[0] for a in actions]
 
     async def wins(a, b):
-        """What a wins against b: 1, 0, or a half."""
+        """1 if a wins against b, 0 if b wins, 0.5 if they are equal."""
         if a == b:
             return 0.5
         prompt = fill(JUDGE_PROMPT, hidden_information=hidden_information(task),
@@ -2259,134 +2234,117 @@ async def judge(servers, model, task, history, actions):
             return float(letter[0] == "A")
         return await servers(ask)
 
-    if len(texts) < 2:
-        return [0.0] * len(texts)
+    if len(texts) == 1:
+        return [0.0]
     won = await asyncio.gather(*map(wins, texts, texts[1:] + texts[:1]))
     return [(won[i] + 1 - won[i - 1]) / 2 for i in range(len(texts))]
 
 
-async def judge_records(args, emit):
-    """Writes stdin's records with an LLM's `advantage` at each message and candidate, in order."""
+async def judge_stdin(args, emit):
+    """Records with an LLM's `advantage` at each message and candidate, in order."""
     servers = Endpoint(args.endpoint, args.in_flight)
-    model = await servers.model(args.model)
-
-    async def judge_turn(record, t):
-        history = record["dialogue_history"]
-        actions = [history[t], *history[t].get("candidates", ())]
-        advantages = await judge(servers, model, record["task"], history[:t], actions)
-        for action, advantage in zip(actions, advantages):
-            action["advantage"] = advantage
+    model, window, left_out = await servers.model(args.model), collections.deque(), 0
 
     async def judged(record):
-        roles = [m["role"] for m in record["dialogue_history"]]
-        turns = [t for t, role in enumerate(roles) if role == "assistant"]
-        try:
-            await asyncio.gather(*(judge_turn(record, t) for t in turns))
-        except EndpointError as e:
-            say(f"a record is left out: {e}")
-            return None
+        history = record["dialogue_history"]
+        turns = [(history[:t], [m, *m.get("candidates", ())])
+                 for t, m in enumerate(history) if m["role"] == "assistant"]
+        advantages = await asyncio.gather(
+            *(judge(servers, model, record["task"], before, actions) for before, actions in turns))
+        for (_, actions), numbers in zip(turns, advantages):
+            for action, number in zip(actions, numbers):
+                action["advantage"] = number
         return record
 
-    async def write(job):
-        """Writes a record; how many are left out, 0 or 1."""
-        record = await job
-        if record:
-            emit(record)
-        return int(record is None)
+    async def write_first():
+        nonlocal left_out
+        try:
+            emit(await window.popleft())
+        except EndpointError as e:
+            say(f"a record is left out: {e}")
+            left_out += 1
 
-    jobs, left_out = collections.deque(), 0
     for record in read_jsonl(sys.stdin, needs("dialogue_history"), skip_bad=args.skip_bad):
-        jobs.append(asyncio.ensure_future(judged(record)))
-        if len(jobs) == args.in_flight:
-            left_out += await write(jobs.popleft())
-    for job in jobs:
-        left_out += await write(job)
+        window.append(asyncio.ensure_future(judged(record)))
+        if len(window) == args.in_flight:
+            await write_first()
+    while window:
+        await write_first()
     if left_out:
         fail(f"{left_out} records could not be judged and were not written")
 
 
 # --- command line ---------------------------------------------------------------------------------
 
+def flag(p, name, default, text, **more):
+    """Adds a flag of the default's type."""
+    p.add_argument("--" + name, type=type(default), default=default, help=text, **more)
+
+
 def browser_flags(p):
-    """How pages are drawn."""
-    group = p.add_argument_group("pages (frontend)")
-    group.add_argument("--browser", metavar="PATH", help="Chromium; not given: found by itself")
-    group.add_argument("--allow_network", type=int, choices=[0, 1], default=0,
-                       help="1: pages may load from the web")
-    return group
+    """How pages are drawn. Returns the group of flags."""
+    p = p.add_argument_group("pages (frontend)")
+    p.add_argument("--browser", metavar="PATH", help="Chromium; not given: found by itself")
+    flag(p, "allow_network", 0, "1: pages may load from the web", choices=[0, 1])
+    return p
 
 
 def page_flags(p):
     """How pages are drawn and graded."""
-    group = browser_flags(p)
-    group.add_argument("--clip", metavar="DIR", help="the likeness is CLIP's, from a directory or "
-                       "the hub (the paper's: openai/clip-vit-base-patch32); not given: that of "
-                       "blocks and texts")
-    group.add_argument("--resize", choices=["official", "letterbox", "both"], default="official",
-                       help="CLIP sees the middle of a page, or all of it; both: the reward is "
-                       "the first, reward_letterbox the second")
+    p = browser_flags(p)
+    p.add_argument("--clip", metavar="DIR", help="the likeness is CLIP's, from a directory or the "
+                   "hub (the paper's: openai/clip-vit-base-patch32); not given: that of blocks and "
+                   "texts, which needs no model")
+    flag(p, "resize", "official", "CLIP sees the middle of a page, or all of it; both: the reward "
+         "is the first, reward_letterbox the second", choices=["official", "letterbox", "both"])
 
 
 def get_args(argv=None):
-    p = parser(__doc__)
-    commands = p.add_subparsers(dest="command", required=True)
+    root = parser(__doc__)
+    commands = root.add_subparsers(dest="command", required=True)
 
     def command(name, text):
         return commands.add_parser(name, description=text, help=text, allow_abbrev=False,
-                                   formatter_class=p.formatter_class)
+                                   formatter_class=root.formatter_class)
 
-    def task_flags(p, n, usual):
-        p.add_argument("--kind", choices=list(ENVIRONMENTS), default="backend",
-                       help="backend: functions; frontend: pages")
-        p.add_argument("--n", type=int, default=n, help="how many")
-        p.add_argument("--seed", type=int, default=0, help="another seed, another draw")
-        p.add_argument("--usual", type=float, default=usual,
-                       help="probability of a slot's usual value, which a guess names")
-        p.add_argument("--min_slots", type=int, default=2, help="fewest hidden slots of a function")
-        p.add_argument("--max_slots", type=int, default=4, help="most of them; at most 5")
+    tasks = command("tasks", "write built-in tasks")
+    demos = command("demos", "write scripted demonstrations on tasks of the train split")
+    flag(tasks, "split", "train", "the splits share no task", choices=SPLITS)
+    for p, n, usual in ((tasks, 500, 0.65), (demos, 8000, 0.0)):
+        flag(p, "kind", "backend", "backend: functions; frontend: pages", choices=ENVIRONMENTS)
+        flag(p, "n", n, "how many")
+        flag(p, "seed", 0, "another seed, another draw")
+        flag(p, "usual", usual, "probability of a slot's usual value, which a guess names")
+        flag(p, "min_slots", 2, "hidden slots of a function, at least")
+        flag(p, "max_slots", 4, "and at most; 5 is the longest")
+    flag(demos, "max_turns", 6, "messages the agent may send")
+    script = demos.add_argument_group("the script: probabilities")
+    flag(script, "at_once", 0.15, "the agent answers in its first message")
+    flag(script, "early", 0.3, "it answers in a later one while a slot is unknown")
+    flag(script, "distract", 0.15, "a question is irrelevant or repeated")
+    flag(script, "noise", 0.04, "the answer has a bug")
+    flag(script, "silent", 0.12, "the agent never answers")
+    flag(script, "hidden", 0.4, "it reads the reference in its first message, as the critic does")
 
-    def grade_flags(p):
-        p.add_argument("--workers", type=int, default=os.cpu_count(), help="answers run at once")
-        p.add_argument("--unsafe", type=int, choices=[0, 1], default=0,
-                       help="1: run answers even without a sandbox")
+    grade = command("grade", "add the reward to records that have task and answer")
+    check = command("check", "drop tasks whose reference gives no stable values, name weak ones")
+    flag(grade, "reference", 0, "1: grade the references, a control", choices=[0, 1])
+    flag(grade, "rules", "honest", "official: as the released scorer",
+         choices=["honest", "official"])
+    for p in (grade, check):
+        flag(p, "workers", os.cpu_count(), "answers run at once")
+        flag(p, "unsafe", 0, "1: run answers even without a sandbox", choices=[0, 1])
         skip_bad_flag(p)
         page_flags(p)
 
-    tasks = command("tasks", "write built-in tasks")
-    tasks.add_argument("--split", choices=SPLITS, default="train", help="the splits share no task")
-    task_flags(tasks, n=500, usual=0.65)
-
-    demos = command("demos", "write scripted demonstrations on tasks of the train split")
-    task_flags(demos, n=8000, usual=0.0)
-    demos.add_argument("--max_turns", type=int, default=6, help="messages the agent may send")
-    script = demos.add_argument_group("probabilities")
-    for name, default, what in (
-            ("at_once", 0.15, "the agent answers in its first message"),
-            ("early", 0.3, "it answers in a later one while a slot is unknown"),
-            ("distract", 0.15, "a question is irrelevant or repeated"),
-            ("noise", 0.04, "the answer has a bug"),
-            ("silent", 0.12, "it never answers"),
-            ("hidden", 0.4, "the agent sees the reference, in the first message; for the critic")):
-        script.add_argument("--" + name, type=float, default=default, help=what)
-
-    grade = command("grade", "add reward and tests to records that have task and answer")
-    grade.add_argument("--reference", type=int, choices=[0, 1], default=0,
-                       help="1: grade the references, a control")
-    grade.add_argument("--rules", choices=["honest", "official"], default="honest",
-                       help="official: as the released scorer")
-    grade_flags(grade)
-
-    check = command("check", "drop tasks whose reference gives no stable values, name weak ones")
-    grade_flags(check)
-
-    judged = command("judge", "have an LLM that sees the reference compare messages and "
-                     "candidates: `advantage` is the share that they win")
-    judged.add_argument("--endpoint", required=True,
-                        help="http://host:port/v1[,http://...] of a chat model")
-    judged.add_argument("--model", help="its name, if the servers serve several")
-    judged.add_argument("--in_flight", type=int, default=64, help="requests at once at each server")
-    skip_bad_flag(judged)
-    return p.parse_args(argv)
+    p = command("judge", "have an LLM that sees the reference compare messages and candidates: "
+                "`advantage` is the share of its comparisons that one wins")
+    p.add_argument("--endpoint", required=True,
+                   help="http://host:port/v1[,http://...] of a chat model")
+    p.add_argument("--model", help="its name, if the servers serve several")
+    flag(p, "in_flight", 64, "requests at once at each server")
+    skip_bad_flag(p)
+    return root.parse_args(argv)
 
 
 def write_tasks(args, emit):
@@ -2460,11 +2418,10 @@ def check_stdin(args, emit):
 def main(args):
     emit = open_stdout()
     if args.command == "judge":
-        asyncio.run(judge_records(args, emit))
-    else:
-        commands = {"tasks": write_tasks, "demos": write_demos,
-                    "grade": grade_stdin, "check": check_stdin}
-        commands[args.command](args, emit)
+        return asyncio.run(judge_stdin(args, emit))
+    commands = {"tasks": write_tasks, "demos": write_demos,
+                "grade": grade_stdin, "check": check_stdin}
+    commands[args.command](args, emit)
 
 
 if __name__ == "__main__":
