@@ -325,7 +325,7 @@ def split_of(*key):
 
 
 def draw_values(r, slots, usual):
-    """A value for each of the slots: with probability `usual` the first one, which a guess names."""
+    """A value for each slot. With probability `usual` it is the first one, which a guess names."""
     values = {}
     for name, choices in slots.items():
         is_usual = r.random() < usual
@@ -1983,11 +1983,12 @@ class Clip:
         self.model = model.eval().to(self.device)
         self.lock = threading.Lock()
 
-    def embedding(self, page, resize):
+    def embedding(self, page, letterbox):
         """The unit vector (d,) of a drawn page; it is kept in the page."""
-        if resize not in page:
+        key = "letterbox" if letterbox else "official"
+        if key not in page:
             picture = self.image.open(io.BytesIO(page["png"])).convert("RGB")
-            if resize == "letterbox":
+            if letterbox:
                 side = max(picture.size)
                 corner = (side - picture.width) // 2, (side - picture.height) // 2
                 square = self.image.new("RGB", (side, side), "white")
@@ -1996,12 +1997,12 @@ class Clip:
             pixels = self.prepare(picture, return_tensors="pt")["pixel_values"].to(self.device)
             with self.lock, self.torch.no_grad():
                 vector = self.model(pixels).image_embeds[0].float().cpu()
-            page[resize] = self.torch.nn.functional.normalize(vector, dim=0)
-        return page[resize]
+            page[key] = self.torch.nn.functional.normalize(vector, dim=0)
+        return page[key]
 
-    def __call__(self, page, other, resize):
-        """resize: "official" looks at the centre square, "letterbox" at all, with borders."""
-        x, y = self.embedding(page, resize), self.embedding(other, resize)
+    def __call__(self, page, other, letterbox):
+        """letterbox: 0 looks at the pages' centre squares, 1 at all of them, with white borders."""
+        x, y = self.embedding(page, letterbox), self.embedding(other, letterbox)
         return min(1.0, max(0.0, (x @ y).item()))
 
 
@@ -2124,16 +2125,14 @@ class Pages(Environment):
     page = staticmethod(extract_page)
 
     def __init__(self, args, workers, pictures=0):
+        self.by, self.likeness = "blocks", {"reward": similarity}  # likeness(page, reference)
         if args.clip:
             clip, pictures = Clip(args.clip), 1
-            look = {way: functools.partial(clip, resize=way) for way in ("official", "letterbox")}
-            first = "letterbox" if args.resize == "letterbox" else "official"
+            middle = functools.partial(clip, letterbox=0)
+            whole = functools.partial(clip, letterbox=1)
             self.by = "clip letterbox" if args.resize == "letterbox" else "clip"
-            self.likeness = {"reward": look[first]}
-            if args.resize == "both":
-                self.likeness["reward_letterbox"] = look["letterbox"]
-        else:
-            self.by, self.likeness = "blocks", {"reward": similarity}
+            self.likeness = {"official": {"reward": middle}, "letterbox": {"reward": whole},
+                             "both": {"reward": middle, "reward_letterbox": whole}}[args.resize]
         self.renderer = Renderer(workers, args.browser, args.allow_network, pictures)
         self.workers = 2 * workers
         kept = functools.lru_cache(256 if pictures else 1024)
