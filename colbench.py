@@ -1815,11 +1815,14 @@ def draw_pages(args, pages, folder):
     new = [page for page, path in paths.items() if not os.path.exists(path)]
     if new:
         workers = os.cpu_count()
-        with Renderer(workers, args.browser, args.allow_network) as renderer, \
-                concurrent.futures.ThreadPoolExecutor(2 * workers) as pool:
-            files = pool.map(renderer.picture_file, new, itertools.repeat(folder))
-            for _ in progress("drawing pages", files, len(new)):
-                pass
+        renderer = Renderer(workers, args.browser, args.allow_network)
+        try:
+            with renderer, concurrent.futures.ThreadPoolExecutor(2 * workers) as pool:
+                files = pool.map(renderer.picture_file, new, itertools.repeat(folder))
+                for _ in progress("drawing pages", files, len(new)):
+                    pass
+        except GraderError as e:  # the browser does not start
+            fail(e)
     drawn = {page: path for page, path in paths.items() if os.path.exists(path)}
     if len(drawn) < len(paths):
         say(f"{len(paths) - len(drawn)} of {len(paths)} pages can't be drawn and are not shown")
@@ -2395,10 +2398,9 @@ def grade_stdin(args, emit):
             total += record["reward"]
             solved += record["reward"] == 1
             failed += "failure" in record
-        percent = 100 / max(1, n)
         failures = f", {failed} failed" if failed else ""
-        say(f"{n} answers: {grader.reward_name} {percent * total:.1f} %, "
-            f"success {percent * solved:.1f} %{failures}; {grader.grader_line()}")
+        say(f"{n} answers: {grader.reward_name} {100 * total / max(1, n):.1f} %, "
+            f"success {100 * solved / max(1, n):.1f} %{failures}; {grader.grader_line()}")
 
 
 def check_stdin(args, emit):

@@ -251,6 +251,9 @@ def test_a_browser_that_does_not_start_grades_nothing(tmp_path):
     done = script("colbench.py", "grade", *flags, stdin=[answered(PLAIN)])
     assert done.returncode == 1 and done.stdout == "" and "does not start" in done.stderr
     assert "Traceback" not in done.stderr
+    args = colbench.get_args(["grade", *map(str, flags)])
+    with pytest.raises(SystemExit, match="error: .* does not start"):
+        colbench.draw_pages(args, [PLAIN], tmp_path)
 
 
 def browsers():
