@@ -1,14 +1,16 @@
-"""ColBench: the record, the built-in tasks, the human, the rules of an episode, and a grader that trusts nobody.
+"""ColBench: the record, the built-in tasks, the human, the rules of an episode, and the grader.
 
 One record is one line of JSON, and every stage adds fields to it (README, "The record"):
-    {"task": {"id", "kind", "problem_description", "ground_truth", "test_cases": {"test1": "f(1, 2)", ...}},
-     "sample": 0, "dialogue_history": [{"role", "content"}, ...], "answer": "...", "reward": 0.7, "tests": {...}}
+    {"task": {"id", "kind", "problem_description", "ground_truth",
+              "test_cases": {"test1": "f(1, 2)", ...}},
+     "sample": 0, "dialogue_history": [{"role", "content"}, ...],
+     "answer": "...", "reward": 0.7, "tests": {...}}
 
-    python colbench.py tasks --split train --n 500 --seed 0 > tasks.jsonl        # built-in tasks
-    python colbench.py demos --n 8000 --seed 0 > demos.jsonl                     # scripted demonstrations on them
-    python colbench.py grade < answers.jsonl > graded.jsonl                      # adds reward and tests; pages, too
-    python colbench.py check < tasks.jsonl > good.jsonl                          # drops tasks without stable values
-    python colbench.py judge --endpoint http://localhost:8000/v1 < episodes.jsonl > scored.jsonl     # an LLM as critic
+    python colbench.py tasks --split train --n 500 --seed 0 > tasks.jsonl  # built-in tasks
+    python colbench.py demos --n 8000 --seed 0 > demos.jsonl               # scripted episodes
+    python colbench.py grade < answers.jsonl > graded.jsonl                # adds the reward
+    python colbench.py check < tasks.jsonl > good.jsonl                    # drops broken tasks
+    python colbench.py judge --endpoint http://localhost:8000/v1 < episodes.jsonl > scored.jsonl
 """
 from utils import (Endpoint, EndpointError, digest, fail, open_stdout, parser, progress, read_jsonl,
                    rng, run, say, skip_bad_flag)
@@ -57,21 +59,24 @@ from typing import NamedTuple
 ANSWER = "I WANT TO ANSWER:"   # what follows is the final answer
 OUTPUT = "OUTPUT:"             # what stands before is the agent's private thought
 
-AGENT_PROMPT = """You write a Python function for a colleague. The description below leaves out details that only they \
-know, and hidden unit tests check those details. Talk to them: in each message ask one short question about one \
-detail. You may think first; only what follows "{OUTPUT}" is sent. You have {max_turns} messages in all. When you know \
-enough, or in your last message, write "{ANSWER}" and after it the complete function, nothing else.
+AGENT_PROMPT = """You write a Python function for a colleague. The description below leaves out \
+details that only they know, and hidden unit tests check those details. Talk to them: in each \
+message ask one short question about one detail. You may think first; only what follows "{OUTPUT}" \
+is sent. You have {max_turns} messages in all. When you know enough, or in your last message, \
+write "{ANSWER}" and after it the complete function, nothing else.
 
 {problem_description}"""
-PAGE_AGENT_PROMPT = """You build a web page for a colleague who has a certain page in mind; below is how they describe \
-it. In each message send one complete page, from <html> to </html>, with Tailwind's classes (link \
-https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css) and no scripts; pictures come from \
-https://picsum.photos/WIDTH/HEIGHT. They look at it and tell what is most unlike their page; then send a better one. \
-You may think first; only what follows "{OUTPUT}" is sent. You have {max_turns} messages in all; your last page counts.
+PAGE_AGENT_PROMPT = """You build a web page for a colleague who has a certain page in mind; below \
+is how they describe it. In each message send one complete page, from <html> to </html>, with \
+Tailwind's classes (link https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css) \
+and no scripts; pictures come from https://picsum.photos/WIDTH/HEIGHT. They look at it and tell \
+what is most unlike their page; then send a better one. You may think first; only what follows \
+"{OUTPUT}" is sent. You have {max_turns} messages in all; your last page counts.
 
 {problem_description}"""
-HUMAN_PROMPT = """You are the colleague in the conversation below. You want a Python function and an assistant writes \
-it for you. You described it loosely; the assistant asks until it knows enough.
+HUMAN_PROMPT = """You are the colleague in the conversation below. You want a Python function and \
+an assistant writes it for you. You described it loosely; the assistant asks until it knows \
+enough.
 
 How you described it:
 {problem_description}
@@ -82,17 +87,19 @@ What you really want. The assistant must not see it:
 The conversation so far:
 {dialogue}
 
-Answer the assistant's last message as that colleague, in at most two short sentences. Tell only what was asked for, \
-and only what the function settles; where it settles nothing, say that you do not mind. Write no code, quote none, and \
-do not mention that a function exists."""
-PAGE_HUMAN_PROMPT = """You look at two pictures of web pages: first the one that a designer has made for you, then the \
-one that you have in mind, which the designer can't see. You described yours like this:
+Answer the assistant's last message as that colleague, in at most two short sentences. Tell only \
+what was asked for, and only what the function settles; where it settles nothing, say that you do \
+not mind. Write no code, quote none, and do not mention that a function exists."""
+PAGE_HUMAN_PROMPT = """You look at two pictures of web pages: first the one that a designer has \
+made for you, then the one that you have in mind, which the designer can't see. You described \
+yours like this:
 {problem_description}
 
-Tell the designer what to change first: in at most four sentences the largest differences in layout, colours, sizes \
-and texts, said of your page as it should be. Write no code, and do not mention pictures."""
-JUDGE_PROMPT = """An assistant works for a colleague who wants something that it can't see. It finds out by talking to \
-them, and hands it in at the end.
+Tell the designer what to change first: in at most four sentences the largest differences in \
+layout, colours, sizes and texts, said of your page as it should be. Write no code, and do not \
+mention pictures."""
+JUDGE_PROMPT = """An assistant works for a colleague who wants something that it can't see. It \
+finds out by talking to them, and hands it in at the end.
 
 What the colleague wants:
 {hidden_information}
@@ -106,24 +113,28 @@ A: {a}
 B: {b}
 
 Which one brings it nearer to handing in exactly what is wanted? Reply with one letter, A or B."""
-HIDDEN = "Hidden reference:\n{hidden}\n\n"   # put before the conversation for who may read it
+HIDDEN = "Hidden reference:\n{hidden}\n\n"  # goes before a conversation, for a reader who may know
+RIGHT = "it looks right"                    # what the human says of a page
+NOT_SEEN = "i can't see your page: {}"
 
 
-# --- the episode: what the agent sees, what an action means -----------------------------------------------------------
+# --- the episode: what the agent sees, what an action means ---------------------------------------
 
 def task_id(task):
     """The task's own id, else a hash of its description and reference."""
+    if task.get("id"):
+        return str(task["id"])
     text = task["problem_description"] + "\0" + task["ground_truth"]
-    return str(task.get("id") or hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16])
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def hidden_information(task):
-    """The training-time information c: the reference, unless the task has a `hidden_information` of its own."""
+    """The training-time information c: the task's `hidden_information`, else its reference."""
     return task.get("hidden_information") or task["ground_truth"]
 
 
 def with_hidden(history, hidden):
-    """The same conversation with the hidden information c put in front of its first message."""
+    """A copy of the conversation whose first message starts with the hidden information c."""
     first = {**history[0], "content": HIDDEN.format(hidden=hidden) + history[0]["content"]}
     return [first, *history[1:]]
 
@@ -134,41 +145,42 @@ def agent_messages(record):
 
 
 def kind_of(task):
-    """The task's `kind`. Published tasks have none: a page without tests is "frontend"."""
-    reference = str(task.get("ground_truth"))
-    page = "test_cases" not in task and re.search("<(html|body)", reference, re.I)
-    return task.get("kind", "frontend" if page else "backend")
+    """The task's kind, a key of ENVIRONMENTS; ValueError if it is unknown.
+
+    Published tasks have no `kind`. Without tests and with a page as reference it is "frontend".
+    """
+    kind = task.get("kind")
+    if kind is None:
+        is_page = re.search("<(html|body)", str(task.get("ground_truth")), re.I)
+        kind = "frontend" if is_page and "test_cases" not in task else "backend"
+    if kind not in ENVIRONMENTS:
+        known = ", ".join(ENVIRONMENTS)
+        raise ValueError(f"unknown task.kind {repr(kind)[:40]}; known are {known}")
+    return kind
 
 
 def environment(task):
-    """The class in ENVIRONMENTS of a task's kind; ValueError if there is none."""
-    kind, known = kind_of(task), list(ENVIRONMENTS)
-    if kind not in known:
-        raise ValueError(f"unknown task.kind {repr(kind)[:40]}; known are {', '.join(known)}")
-    return ENVIRONMENTS[kind]
+    """The class of a task's kind; ValueError if the kind is unknown."""
+    return ENVIRONMENTS[kind_of(task)]
 
 
-def task_fields(record):
-    """The fields that a record's task must have, for read_jsonl; its kind must be known."""
-    environment(record.get("task", {}))
-    return ["task.problem_description", "task.ground_truth"]
+def needs(*fields, to_grade=False, to_train=False):
+    """For read_jsonl: a function of a record that lists the fields the record must have.
 
-
-def training_fields(record, reward=True):
-    """The fields that a trainer needs of a record, for read_jsonl; the agent must say something."""
-    if "dialogue_history" in record and not agent_messages(record):
-        raise ValueError("the agent says nothing in dialogue_history")
-    fields = [*task_fields(record), "dialogue_history"]
-    return [*fields, "reward"] if reward else fields
-
-
-def gradable(record):
-    """The fields that a record's task needs to be graded, for read_jsonl."""
-    return [*task_fields(record), *environment(record.get("task", {})).fields]
+    These are the task's description and reference, and `fields`. The task's kind must be known.
+    to_grade: also what the kind's `grade` reads. to_train: the agent must say something.
+    """
+    def need(record):
+        kind = environment(record.get("task", {}))
+        if to_train and "dialogue_history" in record and not agent_messages(record):
+            raise ValueError("the agent says nothing in dialogue_history")
+        graded = kind.fields if to_grade else ()
+        return ["task.problem_description", "task.ground_truth", *graded, *fields]
+    return need
 
 
 def first_message(task, max_turns, agent_prompt=None):
-    """What the agent reads first, by `agent_prompt`, else the task's own, else its kind's."""
+    """The agent's instructions: `agent_prompt` filled in, else the task's own, else its kind's."""
     prompt = agent_prompt or task.get("agent_prompt") or environment(task).agent_prompt
     content = fill(prompt, max_turns=max_turns, problem_description=task["problem_description"],
                    ANSWER=ANSWER, OUTPUT=OUTPUT)
@@ -177,11 +189,12 @@ def first_message(task, max_turns, agent_prompt=None):
 
 def dialogue_text(history):
     """A dialogue as text for an LLM, without its first message, the agent's instructions."""
-    return "\n".join(f"{'Assistant' if m['role'] == 'assistant' else 'You'}: {m['content']}" for m in history[1:])
+    names = {"assistant": "Assistant", "user": "You", "system": "You"}
+    return "\n".join(f"{names[m['role']]}: {m['content']}" for m in history[1:])
 
 
 def human_prompt(task, history, prompt=None):
-    """What an LLM that plays the human reads: `prompt`, else that of the task's kind, filled in."""
+    """What an LLM that plays the human reads: `prompt` filled in, else that of the task's kind."""
     prompt = prompt or environment(task).human_prompt
     if not prompt:
         fail(f"tasks of kind {kind_of(task)} have no prompt for an LLM human: --human_prompt FILE")
@@ -190,23 +203,32 @@ def human_prompt(task, history, prompt=None):
 
 
 def fill(prompt, **values):
-    """prompt with each {name} replaced, in one pass: not str.format, since prompts and tasks hold braces."""
-    return re.sub("{(%s)}" % "|".join(values), lambda m: str(values[m[1]]), prompt)
+    """The prompt with each {name} replaced by its value.
+
+    In one pass, and not by str.format: prompts and tasks may hold braces.
+    """
+    return re.sub("{(%s)}" % "|".join(values), lambda match: str(values[match[1]]), prompt)
 
 
 def redact(reply, hidden):
-    """(reply without the lines of the hidden code that it quotes, how many these are). Short lines do not count."""
-    squeeze = lambda text: "".join(text.split())
-    quoted = [line for line in {line.strip() for line in hidden.splitlines()}
-              if len(squeeze(line)) >= 12 and squeeze(line) in squeeze(reply)]
+    """(the reply with "[...]" for each line of hidden code that it quotes, how many these are).
+
+    Spaces make no difference. Lines of fewer than 12 characters do not count.
+    """
+    def squeeze(text):
+        return "".join(text.split())
+
+    lines = {squeeze(line) for line in hidden.splitlines()}
+    quoted = [line for line in lines if len(line) >= 12 and line in squeeze(reply)]
     for line in sorted(quoted, key=len, reverse=True):
-        reply = re.sub(r"\s*".join(map(re.escape, squeeze(line))), "[...]", reply)
+        reply = re.sub(r"\s*".join(map(re.escape, line)), "[...]", reply)
     return reply, len(quoted)
 
 
 def without_thinking(output):
-    """An output without the thought that a reasoning model puts before it; "" where the thought never ends."""
-    return re.sub(r"\A\s*<think>(?!.*</think>).*|\A.*?</think>", "", output, flags=re.S).strip()
+    """An output without a reasoning model's thought; "" if the thought does not end."""
+    thought = r"\A\s*<think>(?!.*</think>).*|\A.*?</think>"
+    return re.sub(thought, "", output, flags=re.S).strip()
 
 
 def read_action(output, last):
@@ -215,33 +237,57 @@ def read_action(output, last):
     In the last round (`last`) a message that is no answer counts as one, as in the benchmark.
     """
     output = without_thinking(output)
-    thought, found, sent = output.partition(OUTPUT)
-    if not found or (ANSWER in thought and ANSWER not in sent):  # the marker may stand inside the answer's code
-        sent = output
-    sent = sent.strip()
-    answer = sent.partition(ANSWER)[2].strip() if ANSWER in sent else None
-    return sent, sent if answer is None and last else answer
+    thought, marker, sent = output.partition(OUTPUT)
+    in_answer = ANSWER in thought and ANSWER not in sent  # "OUTPUT:" is a part of the answer's code
+    content = (sent if marker and not in_answer else output).strip()
+    _, marker, answer = content.partition(ANSWER)
+    if marker:
+        return content, answer.strip()
+    return content, content if last else None
 
 
 def extract_page(text):
     """The last page in a text: <html>...</html>, else <body>...</body>, else ""."""
     for tag in ("html", "body"):
-        if found := re.findall(rf"<{tag}\b(?:(?!<{tag}\b).)*?</{tag}\s*>", text or "", re.S | re.I):
-            return found[-1]
+        pages = re.findall(rf"<{tag}\b(?:(?!<{tag}\b).)*?</{tag}\s*>", text or "", re.S | re.I)
+        if pages:
+            return pages[-1]
     return ""
 
 
 def last_page(history):
     """The last page that the agent has shown in a dialogue: a frontend episode's answer."""
-    return next(filter(None, (extract_page(m["content"]) for m in reversed(history) if m["role"] == "assistant")), "")
+    shown = [extract_page(m["content"]) for m in history if m["role"] == "assistant"]
+    return next(filter(None, reversed(shown)), "")
 
 
-# --- built-in tasks: small functions with hidden slots ----------------------------------------------------------------
+def scripted_episode(task, max_turns, agent, human, show_hidden=False):
+    """A record of an episode between two functions, for demonstrations.
+
+    agent(turn, reply): its raw output in this turn, after the human's reply (None at first).
+    human(content): the reply. show_hidden: the first message starts with the reference.
+    """
+    history, reply, answer = [first_message(task, max_turns)], None, None
+    for turn in range(max_turns):
+        output = agent(turn, reply)
+        content, answer = read_action(output, turn == max_turns - 1)
+        history.append({"role": "assistant", "content": content, "output": output})
+        if answer is not None:
+            break
+        reply = human(content)
+        history.append({"role": "user", "content": reply})
+    if show_hidden:
+        history = with_hidden(history, task["ground_truth"])
+    answer = environment(task).answer(history, answer)
+    return {"task": task, "sample": 0, "dialogue_history": history, "answer": answer}
+
+
+# --- built-in tasks: small functions with hidden slots --------------------------------------------
 
 # The slots' values are disjoint, so that a small model can learn which number belongs where.
 SLOTS = {"rate": range(2, 10), "fee": range(11, 21), "low": range(21, 31), "step": range(31, 41),
          "cap": range(41, 51), "mod": range(51, 61), "code": range(61, 71), "op": ("min", "max")}
-# One vague description stands for several functions: only asking, or the reference, tells which slots there are.
+# One description stands for several functions: asking, or the reference, tells which slots it has.
 FAMILIES = {  # name: (description, expressions in x and their slots)
     "rent": ("the rent for x days", (
         "x * rate + fee", "min(x * rate + fee, cap)",
@@ -265,16 +311,32 @@ FAMILIES = {  # name: (description, expressions in x and their slots)
         "x % mod * rate + fee", "code if x > cap else x % mod * rate + fee")),
     "toll": ("the toll for x", (
         "x * rate + fee", "code if x < low else x * rate",
-        "code if x < low else x * rate + fee", "code if x < low else min(x * rate + fee, cap * 9)")),
+        "code if x < low else x * rate + fee",
+        "code if x < low else min(x * rate + fee, cap * 9)")),
 }
-BUGS = (("min(", "max("), ("max(", "min("), (" + ", " - "), (" * ", " + "), ("<", ">"), (">", "<"), ("//", "%"),
-        ("%", "//"), ("else x", "else 0"))
+BUGS = (("min(", "max("), ("max(", "min("), (" + ", " - "), (" * ", " + "), ("<", ">"), (">", "<"),
+        ("//", "%"), ("%", "//"), ("else x", "else 0"))
 SPLITS = ("train", "val", "test")
 
 
+def split_of(*key):
+    """The split of what has this key."""
+    return SPLITS[rng(*key).randrange(3)]
+
+
+def draw_values(r, slots, usual):
+    """A value for each slot. With probability `usual` it is the first one, which a guess names."""
+    values = {}
+    for name, choices in slots.items():
+        is_usual = r.random() < usual
+        values[name] = choices[0] if is_usual else r.choice(choices)
+    return values
+
+
 def slots_of(code):
-    """{name: text} of the slots of a reference: the keyword defaults of its first line, `def f(x, rate=3): ...`."""
-    return dict(re.findall(r"(\w+)=([^\s,()]+)", code.partition("\n")[0].partition("):")[0]))
+    """{name: text} of a reference's slots, the keyword defaults in `def f(x, rate=3): ...`."""
+    signature = code.partition("\n")[0].partition(":")[0]
+    return dict(re.findall(r"(\w+)=([^\s,()]+)", signature))
 
 
 def copied_slots(record):
@@ -293,185 +355,211 @@ def copied_slots(record):
     return sum(written[name] == told[name] for name in counted), len(counted)
 
 
-def names_of(expression):
-    return tuple(k for k in SLOTS if re.search(rf"\b{k}\b", expression))
+def slots_in(expression):
+    """The names of the slots that an expression uses."""
+    return tuple(name for name in SLOTS if re.search(rf"\b{name}\b", expression))
 
 
 def builtin_code(name, expression, values):
-    return f"def {name}(x, {', '.join(f'{k}={v}' for k, v in values.items())}): return {expression}"
+    """A function in one line; slots_of reads the values again."""
+    defaults = ", ".join(f"{slot}={value}" for slot, value in values.items())
+    return f"def {name}(x, {defaults}): return {expression}"
 
 
 def builtin_task(name, expression, values):
-    """A task with these slot values, or None. Its ten tests together fail every other value of any one slot."""
-    numbers = [v for v in values.values() if isinstance(v, int)]
+    """A task whose slots have these values; None if another value makes the same function.
+
+    It has ten tests. Any other value of any one slot fails at least one of them.
+    """
     f = eval(f"lambda x, {', '.join(values)}: {expression}")  # our own expression, from FAMILIES
-    others = [{**values, k: v} for k in values for v in SLOTS[k] if v != values[k]]
-    right, *wrong = ({k: {"min": min, "max": max}.get(v, v) for k, v in o.items()} for o in (values, *others))
     r = rng("tests", name, values)
-    pool = sorted({v + d for v in numbers for d in (-2, -1, 0, 1, 2)}
-                  | {-r.randrange(1, 20), *range(4), 500, *r.sample(range(150), 30)})
-    tells = {x: {i for i, o in enumerate(wrong) if f(x, **o) != f(x, **right)} for x in pool}
-    xs, left = [], set(range(len(others)))
-    while left and len(xs) < 10:  # greedily, the input that tells most of the rest
-        xs.append(max((x for x in pool if x not in xs), key=lambda x: len(tells[x] & left)))
-        left -= tells[xs[-1]]
-    if left:  # two values of a slot make the same function
+    numbers = [v for v in values.values() if isinstance(v, int)]
+    inputs = {v + d for v in numbers for d in (-2, -1, 0, 1, 2)}
+    inputs |= {-r.randrange(1, 20), *range(4), 500, *r.sample(range(150), 30)}
+    inputs = sorted(inputs)
+
+    def outputs(values):
+        named = {"min": min, "max": max}
+        values = {slot: named.get(value, value) for slot, value in values.items()}
+        return {x: f(x, **values) for x in inputs}
+
+    right = outputs(values)
+    rivals = [outputs({**values, slot: value})
+              for slot in values for value in SLOTS[slot] if value != values[slot]]
+    chosen = []
+    while rivals and len(chosen) < 10:  # next the input at which the most rivals are wrong
+        wrong = {x: sum(rival[x] != right[x] for rival in rivals) for x in inputs}
+        best = max((x for x in inputs if x not in chosen), key=wrong.get)
+        chosen.append(best)
+        rivals = [rival for rival in rivals if rival[best] == right[best]]
+    if rivals:
         return None
-    xs += r.sample([x for x in pool if x not in xs], 10 - len(xs))
-    r.shuffle(xs)
-    return {"id": "-".join([name, *(f"{k}{v}" for k, v in values.items())]), "kind": "backend",
-            "problem_description": f"write {name}(x): {FAMILIES[name][0]}", "agent_prompt": "{problem_description}",
+    chosen += r.sample([x for x in inputs if x not in chosen], 10 - len(chosen))
+    r.shuffle(chosen)
+    return {"id": "-".join([name, *(f"{slot}{value}" for slot, value in values.items())]),
+            "kind": "backend", "problem_description": f"write {name}(x): {FAMILIES[name][0]}",
+            "agent_prompt": "{problem_description}",
             "ground_truth": builtin_code(name, expression, values),
-            "test_cases": {f"test{i}": f"{name}({x})" for i, x in enumerate(xs, 1)}}
+            "test_cases": {f"test{i}": f"{name}({x})" for i, x in enumerate(chosen, 1)}}
 
 
 def variants(name, min_slots, max_slots):
-    """{slot names: expression} of a family's functions with that many slots."""
-    return {names_of(e): e for e in FAMILIES[name][1] if min_slots <= len(names_of(e)) <= max_slots}
+    """{slot names: expression} of a family's functions that have so many slots."""
+    functions = {slots_in(expression): expression for expression in FAMILIES[name][1]}
+    return {names: e for names, e in functions.items() if min_slots <= len(names) <= max_slots}
 
 
 def builtin_tasks(split, seed, min_slots=2, max_slots=4, usual=0.65):
-    """Endless built-in tasks of a split, drawn by `seed`; the splits share no task, one seed may repeat one.
+    """Endless built-in tasks of a split. The splits share no task; one seed may repeat a task.
 
-    usual: probability that a slot has its usual value, the first of its range, which a guess would name.
+    usual: probability that a slot has its usual value, the first of its range.
     """
     r = rng("tasks", split, seed)
-    families = {name: v for name in FAMILIES if (v := variants(name, min_slots, max_slots))}
+    families = [(name, variants(name, min_slots, max_slots)) for name in FAMILIES]
+    families = [(name, functions) for name, functions in families if functions]
     if not families:
         fail(f"no built-in function has {min_slots} to {max_slots} slots; they have 2 to 5")
     while True:
-        name, functions = r.choice(list(families.items()))
+        name, functions = r.choice(families)
         names, expression = r.choice(list(functions.items()))
-        values = {k: SLOTS[k][0] if r.random() < usual else r.choice(SLOTS[k]) for k in names}
-        task = SPLITS[rng("split", name, values).randrange(3)] == split and builtin_task(name, expression, values)
-        if task:
-            yield task
+        values = draw_values(r, {slot: SLOTS[slot] for slot in names}, usual)
+        if split_of("split", name, values) == split:
+            task = builtin_task(name, expression, values)
+            if task:
+                yield task
 
 
 def scripted_human(task, message):
-    """The built-in human: the value of the first slot that the message names, read off the reference."""
+    """The built-in human: the value of the first slot that the message names."""
     slots = slots_of(hidden_information(task))
-    asked = next((w for w in re.findall(r"\w+", message) if w in slots), None)
-    return f"{asked}={slots[asked]}" if asked else "i do not know"
+    for word in re.findall(r"\w+", message):
+        if word in slots:
+            return f"{word}={slots[word]}"
+    return "i do not know"
 
 
 def demonstration(task, r, args):
-    """One scripted episode of mixed quality: what an imperfect agent might have done. Returns a record.
+    """One scripted episode of mixed quality: what an imperfect agent might do. Returns a record.
 
-    args: at_once, early, distract, noise, silent, hidden (probabilities, see the flags) and max_turns.
+    r: a random.Random. args: max_turns and the probabilities of `colbench.py demos`: at_once,
+    early, distract, noise, silent, hidden.
     """
-    name, history = task["id"].partition("-")[0], [first_message(task, args.max_turns)]
+    name = task["id"].partition("-")[0]
+    functions = variants(name, args.min_slots, args.max_slots)
     slots, told, denied = slots_of(task["ground_truth"]), {}, set()
     informed, silent = r.random() < args.hidden, r.random() < args.silent
-    for turn in range(args.max_turns):
-        possible = {names: e for names, e in variants(name, args.min_slots, args.max_slots).items()
+
+    def answer(possible):
+        """The function by what it knows; the missing slots and values are guessed."""
+        known = tuple(slots) if informed else tuple(slot for slot in SLOTS if slot in told)
+        names = r.choice([known] if known in possible else list(possible))
+        expression = possible[names]
+        guesses = slots if informed else {slot: SLOTS[slot][0] for slot in names}
+        values = {slot: told.get(slot) or guesses[slot] for slot in names}
+        if r.random() < args.noise:  # a bug: one operator is another
+            right, wrong = r.choice([swap for swap in BUGS if swap[0] in expression])
+            expression = expression.replace(right, wrong, 1)
+        return f"{ANSWER}\n{builtin_code(name, expression, values)}"
+
+    def agent(turn, reply):
+        possible = {names: e for names, e in functions.items()
                     if set(told) <= set(names) and not denied & set(names)}
-        unknown = [k for k in SLOTS if k not in told and any(k in names for names in possible)]
+        unknown = [slot for slot in SLOTS if slot not in told and any(slot in n for n in possible)]
         early = r.random() < (args.at_once if turn == 0 else args.early)
         last = turn == args.max_turns - 1
-        if not silent and (not unknown or early or last):
-            known = [n for n in possible if n == tuple(slots if informed else [k for k in SLOTS if k in told])]
-            names = r.choice(known or list(possible))  # what it knows, or takes for all there is, else a guess
-            expression = possible[names]
-            values = {k: told.get(k) or (slots[k] if informed else SLOTS[k][0]) for k in names}
-            if r.random() < args.noise:  # a bug: one operator is another
-                right, wrong = r.choice([swap for swap in BUGS if swap[0] in expression])
-                expression = expression.replace(right, wrong, 1)
-            output = f"{ANSWER}\n{builtin_code(name, expression, values)}"
-        else:
-            asked = r.choice([*SLOTS, "color"] if not unknown or r.random() < args.distract else unknown[:2])
-            output = r.choice((f"what is the {asked}?", f"which {asked} do you want?"))
-        content, answer = read_action(output, last)
-        history.append({"role": "assistant", "content": content, "output": output})
-        if answer is not None:
-            break
+        if not silent and (early or last or not unknown):
+            return answer(possible)
+        distracted = not unknown or r.random() < args.distract
+        asked = r.choice([*SLOTS, "color"] if distracted else unknown[:2])
+        return r.choice((f"what is the {asked}?", f"which {asked} do you want?"))
+
+    def human(content):
         reply = scripted_human(task, content)
         told.update(slots_of(f"f({reply}):"))
-        denied |= {asked} - set(told)
-        history.append({"role": "user", "content": reply})
-    if informed:
-        history = with_hidden(history, task["ground_truth"])
-    return {"task": task, "sample": 0, "dialogue_history": history, "answer": answer}
+        denied.update(set(re.findall(r"\w+", content)) - set(told))  # names of slots, among others
+        return reply
+
+    return scripted_episode(task, args.max_turns, agent, human, show_hidden=informed)
 
 
-# --- built-in pages: five hidden slots, and a human who compares what is drawn ----------------------------------------
+# --- built-in pages: five hidden slots, and a human who compares what is drawn --------------------
 
-PAGE_SLOTS = {"background": ("gray", "yellow", "pink"), "header": ("red", "green", "blue", "purple"),
-              "title": ("left", "center", "right"), "columns": ("1", "2", "3", "4"), "button": ("black", "white")}
+PAGE_SLOTS = {"background": ("gray", "yellow", "pink"),
+              "header": ("red", "green", "blue", "purple"),
+              "title": ("left", "center", "right"), "columns": ("1", "2", "3", "4"),
+              "button": ("black", "white")}
 THEMES = "bakery", "school", "museum", "garden", "library", "market"
 BUILTIN_PAGE = """\
-<html><link rel=stylesheet href=tailwind.css><body class="bg-{background}-300"><header class="bg-{header}-500 p-8">\
-<h1 class="text-{title} text-8xl">the {theme}</h1></header><main class="grid-cols-{columns} grid gap-8 p-8">\
-<p class="p-8 bg-white">a</p><p class="p-8 bg-white">b</p><p class="p-8 bg-white">c</p><p class="p-8 bg-white">d</p>\
+<html><link rel=stylesheet href=tailwind.css><body class="bg-{background}-300">\
+<header class="bg-{header}-500 p-8"><h1 class="text-{title} text-8xl">the {theme}</h1></header>\
+<main class="grid-cols-{columns} grid gap-8 p-8">\
+<p class="p-8 bg-white">a</p><p class="p-8 bg-white">b</p>\
+<p class="p-8 bg-white">c</p><p class="p-8 bg-white">d</p>\
 </main><button class="bg-{button} m-8 p-16"></button></body></html>"""
-REMARK = "the {} should be {{}}, not {{}}"  # what the human says of two pages; see `differences`
-PAGE_REMARKS = {slot: REMARK.format(slot) for slot in PAGE_SLOTS} | {"columns": "there should be {} columns, not {}"}
-RIGHT, NOT_SEEN = "it looks right", "i can't see your page: {}"
+
+
+def remark(what, wanted, shown):
+    """What the scripted human says of a difference between two pages."""
+    if what == "columns":
+        return f"there should be {wanted} columns, not {shown}"
+    return f"the {what} should be {wanted}, not {shown}"
 
 
 def builtin_page(theme, values):
+    """The page of a theme whose slots have these values."""
     return fill(BUILTIN_PAGE, theme=theme, **values)
 
 
 def builtin_pages(split, seed, usual=0.0):
-    """Endless frontend tasks, as builtin_tasks: a page with five slots, of which the description tells the theme."""
-    r, misses = rng("pages", split, seed), 0
-    while misses < 10_000:  # in a row: there is none
+    """Endless frontend tasks, as builtin_tasks. A description tells a page's theme, no slot."""
+    r = rng("pages", split, seed)
+    misses = 0  # in a row: with --usual 1 a split may have no page
+    while misses < 10_000:
         theme = r.choice(THEMES)
-        values = {k: v[0] if r.random() < usual else r.choice(v) for k, v in PAGE_SLOTS.items()}
+        values = draw_values(r, PAGE_SLOTS, usual)
         misses += 1
-        if SPLITS[rng("pages", theme, values).randrange(3)] == split:
+        if split_of("pages", theme, values) == split:
             misses = 0
             yield {"id": "-".join([theme, *values.values()]), "kind": "frontend",
-                   "problem_description": f"a page for the {theme}", "agent_prompt": "{problem_description}",
+                   "problem_description": f"a page for the {theme}",
+                   "agent_prompt": "{problem_description}",
                    "ground_truth": builtin_page(theme, values)}
     fail(f"the {split} split has no page with --usual {usual}")
 
 
 def page_demonstration(task, r, args):
-    """demonstration() of a built-in page. Nothing is drawn: its human names any slot that is wrong, by PAGE_REMARKS."""
+    """demonstration() of a built-in page. Nothing is drawn: the human knows both pages' slots."""
     theme, *values = task["id"].split("-")
-    wanted, history, reply = dict(zip(PAGE_SLOTS, values)), [first_message(task, args.max_turns)], None
+    wanted = dict(zip(PAGE_SLOTS, values))
     informed, silent = r.random() < args.hidden, r.random() < args.silent
-    page = dict(wanted) if informed else {k: r.choice(v) for k, v in PAGE_SLOTS.items()}
-    for turn in range(args.max_turns):
+    page = {slot: wanted[slot] if informed else r.choice(choices)
+            for slot, choices in PAGE_SLOTS.items()}
+
+    def agent(turn, reply):
         if reply == RIGHT and not silent:
-            output = f"{ANSWER} that page"
-        else:
-            early = not silent and r.random() < (args.at_once if turn == 0 else args.early)
-            output = f"{ANSWER}\n" * early + builtin_page(theme, page)
-            if r.random() < args.noise:
-                output = output.replace("</body></html>", "")  # a page that nobody sees
-        content, answer = read_action(output, turn == args.max_turns - 1)
-        history.append({"role": "assistant", "content": content, "output": output})
-        if answer is not None:
-            break
-        wrong = [k for k in wanted if page[k] != wanted[k]]
+            return f"{ANSWER} that page"
+        output = builtin_page(theme, page)
+        if not silent and r.random() < (args.at_once if turn == 0 else args.early):
+            output = f"{ANSWER}\n{output}"
+        if r.random() < args.noise:
+            output = output.replace("</body></html>", "")  # no page at all
+        return output
+
+    def human(content):
+        """Names a difference; the agent mends it, or changes something else."""
+        wrong = [slot for slot in wanted if page[slot] != wanted[slot]]
         slot = r.choice(wrong or list(wanted))
-        reply = PAGE_REMARKS[slot].format(wanted[slot], page[slot]) if wrong else RIGHT
-        if extract_page(content):
-            if r.random() < args.distract:  # it changes something else
-                other = r.choice(list(PAGE_SLOTS))
-                page[other] = r.choice(PAGE_SLOTS[other])
-            else:
-                page[slot] = wanted[slot]
+        if not extract_page(content):
+            return NOT_SEEN.format("no page")
+        reply = remark(slot, wanted[slot], page[slot]) if wrong else RIGHT
+        if r.random() < args.distract:
+            other = r.choice(list(PAGE_SLOTS))
+            page[other] = r.choice(PAGE_SLOTS[other])
         else:
-            reply = NOT_SEEN.format("no page")
-        history.append({"role": "user", "content": reply})
-    if informed:
-        history = with_hidden(history, task["ground_truth"])
-    return {"task": task, "sample": 0, "dialogue_history": history, "answer": last_page(history)}
+            page[slot] = wanted[slot]
+        return reply
 
-
-# What is one token of `--model tiny`: a word, a number, `name=`, a marker, a function's head, its
-# body, and what stands between a page's slots.
-BEFORE_SLOT = r'[^\n]*?class="(?:bg-|text-|grid-cols-)'
-PIECES = (
-    r"[A-Z][A-Z ]+:\n|Hidden reference:\n"
-    r"|def \w+\(x|\): return [^\n]+"
-    r"|<html>" + BEFORE_SLOT +
-    r'|(?:-\d00)?(?: [^\n"]*)?">(?:' + BEFORE_SLOT + r'|[^\n"]*)'
-    r"| ?\w+=|\d+| ?\w+|[^\w]")
+    return scripted_episode(task, args.max_turns, agent, human, show_hidden=informed)
 
 
 # --- the grader: a sandbox ------------------------------------------------------------------------
@@ -1435,37 +1523,51 @@ def check_task(grader, task):
     return list(dict.fromkeys(broken)), weak
 
 
-# --- frontend: pages in a real browser, which reaches nothing ---------------------------------------------------------
+# --- frontend: pages in a real browser, which reaches nothing -------------------------------------
 
-PAGE = {"width": 1280, "height": 720, "tallest": 4096, "bytes": 1 << 20, "seconds": 15, "blocks": 400}
+PAGE = {"width": 1280, "height": 720, "tallest": 4096,  # pixels of a picture
+        "bytes": 1 << 20, "seconds": 15, "blocks": 400}
 BROWSERS = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"
+BROWSER_FLAGS = [
+    "--disable-gpu", "--disable-background-networking", "--disable-component-update",
+    "--disable-quic", "--disable-sync", "--no-first-run",
+    "--hide-scrollbars", "--force-color-profile=srgb", "--font-render-hinting=none",
+    "--disable-lcd-text"]  # the last four: the same bytes on each machine
 # The SHA-256 of dist/tailwind.min.css in tailwindcss@2.2.19.
 TAILWIND = "b6ad97402eddb903e7a5d7a73ee47a679204efbdda4521a391cbad9df509b932"
 CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "colbench")
-PICTURE_HOSTS = re.compile(r"(^|\.)(picsum\.photos|placeholder\.com|placehold\.(co|it)|dummyimage\.com|unsplash\.com|"
-                           r"loremflickr\.com|placekitten\.com)$")
+PICTURE_HOSTS = re.compile(
+    r"(^|\.)(picsum\.photos|placeholder\.com|placehold\.(co|it)|dummyimage\.com|unsplash\.com|"
+    r"loremflickr\.com|placekitten\.com)$")
+# What is on a page: its things (pictures, inputs), coloured areas and texts, by tag and box.
 BLOCKS = """limit => document.fonts.ready.then(() => {
   const blocks = [], solid = c => !c.startsWith('rgba') || !c.endsWith(', 0)');
+  const things = /^(IMG|SVG|IFRAME|VIDEO|CANVAS|INPUT|TEXTAREA|SELECT)$/i;
   const add = (kind, e, what, colour, text) => {
     const r = what.getBoundingClientRect(), tag = e.tagName.toLowerCase();
-    blocks.push({kind, tag, box: [r.left + scrollX, r.top + scrollY, r.width, r.height], colour, text});
+    const box = [r.left + scrollX, r.top + scrollY, r.width, r.height];
+    blocks.push({kind, tag, box, colour, text});
   };
   for (const e of document.body ? document.body.querySelectorAll('*') : []) {
     const r = e.getBoundingClientRect(), s = getComputedStyle(e);
-    if (blocks.length >= limit || r.width < 1 || r.height < 1 || s.visibility != 'visible' || s.opacity == 0) continue;
+    if (blocks.length >= limit || r.width < 1 || r.height < 1) continue;
+    if (s.visibility != 'visible' || s.opacity == 0) continue;
+    const coloured = solid(s.backgroundColor) || s.backgroundImage != 'none';
+    if (things.test(e.tagName)) add('thing', e, e, e.tagName, '');
+    else if (coloured) add('area', e, e, s.backgroundColor, '');
     const texts = [...e.childNodes].filter(n => n.nodeType == 3 && n.textContent.trim());
-    if (/^(IMG|SVG|IFRAME|VIDEO|CANVAS|INPUT|TEXTAREA|SELECT)$/i.test(e.tagName)) add('thing', e, e, e.tagName, '');
-    else if (solid(s.backgroundColor) || s.backgroundImage != 'none') add('area', e, e, s.backgroundColor, '');
     if (texts.length) {  // where its letters are
       const range = document.createRange();
       range.setStartBefore(texts[0]);
       range.setEndAfter(texts[texts.length - 1]);
-      add('text', e, range, s.color, texts.map(n => n.textContent).join(' ').trim().slice(0, 500));
+      const text = texts.map(n => n.textContent).join(' ').trim().slice(0, 500);
+      add('text', e, range, s.color, text);
     }
   }
   const root = document.documentElement, body = document.body;
-  const behind = [body, root].map(e => e ? getComputedStyle(e).backgroundColor : '').find(c => c && solid(c));
-  return {blocks, colour: behind || 'rgb(255, 255, 255)', height: root.scrollHeight};
+  const colours = [body, root].map(e => e ? getComputedStyle(e).backgroundColor : '');
+  const colour = colours.find(c => c && solid(c)) || 'rgb(255, 255, 255)';
+  return {blocks, colour, height: root.scrollHeight};
 })"""
 
 
@@ -1474,362 +1576,444 @@ class RenderError(Exception):
 
 
 class NoReference(RenderError):
-    """Why a task's reference has none."""
+    """Why a task's reference has no picture."""
 
 
 class Sheet:
-    """A style sheet of utility classes, of which sheet(html) gives what a page can use: 3 MB take long at every page.
+    """Tailwind's style sheet. sheet(page): only the rules that can apply, since 3 MB load slowly.
 
-    A rule whose selectors all name classes applies only where one of them stands somewhere in the page.
+    A rule applies if one of its classes stands in the page; some rules have no class.
     """
     RULE = re.compile(r"(@[^{}]+)\{((?:[^{}]*\{[^{}]*\})*)\}|([^{}@]+\{[^{}]*\})")
-    CLASS = re.compile(r"\.((?:\\[0-9a-fA-F]{1,6}\s?|\\.|[\w-])+)")
+    CLASS = re.compile(r"\.((?:\\.|[\w-])+)")
+    COLOUR = re.compile(r"\.bg-([\w-]+)\{--tw-bg-opacity:1;background-color:rgba\((\d+,\d+,\d+),")
 
     def __init__(self, css):
-        self.rules, self.always, self.of = [], [], collections.defaultdict(list)
-        self.colours = {name: tuple(map(int, rgb.split(","))) for name, rgb in re.findall(
-            r"\.bg-([\w-]+)\{--tw-bg-opacity:1;background-color:rgba\((\d+,\d+,\d+),", css)}
+        self.colours = {name: tuple(map(int, rgb.split(",")))
+                        for name, rgb in self.COLOUR.findall(css)}
+        self.rules, self.by_class = [], collections.defaultdict(list)  # {class: rules' numbers}
         for at, inner, plain in self.RULE.findall(re.sub(r"/\*.*?\*/", "", css, flags=re.S)):
-            keep_whole = at and not at.startswith("@media")  # @keyframes
-            for rule in [inner] if keep_whole else re.findall(r"[^{}]+\{[^{}]*\}", inner or plain):
-                selectors = rule.partition("{")[0].split(",")
-                classes = [] if keep_whole else [self.CLASS.findall(x) for x in selectors]
-                for name in {c for cs in classes for c in cs} if classes and all(classes) else ():
-                    self.of[self.plain(name)].append(len(self.rules))
-                if not (classes and all(classes)):
-                    self.always.append(len(self.rules))
+            rules = re.findall(r"[^{}]+\{[^{}]*\}", inner or plain)
+            if at.startswith("@keyframes"):
+                rules = [inner]
+            for rule in rules:
+                for name in self.CLASS.findall(rule.partition("{")[0]) or [""]:
+                    name = name.replace("\\32", "2").replace("\\", "")  # \32xl\:w-1\/2: 2xl:w-1/2
+                    self.by_class[name].append(len(self.rules))
                 self.rules.append(f"{at}{{{rule}}}" if at else rule)
 
-    @staticmethod
-    def plain(name):
-        return re.sub(r"\\(?:([0-9a-fA-F]{1,6})\s?|(.))", lambda m: chr(int(m[1], 16)) if m[1] else m[2], name)
-
     def __call__(self, page):
-        words = set(re.split(r"[\s\"'<>=`]+", html.unescape(page)))
-        return "".join(self.rules[i] for i in sorted({*self.always, *(i for w in words & self.of.keys()
-                                                                      for i in self.of[w])}))
+        words = {"", *re.split(r"[\s\"'<>=`]+", html.unescape(page))}
+        used = {n for word in words & self.by_class.keys() for n in self.by_class[word]}
+        return "".join(self.rules[n] for n in sorted(used))
+
+
+class Browser:
+    """A Chromium with one tab, for one page at a time; started when needed.
+
+    Its methods run in a Renderer's event loop. api: playwright.async_api.
+    """
+
+    def __init__(self, api, path, allow_network, pictures):
+        self.api, self.path, self.allow_network, self.pictures = api, path, allow_network, pictures
+        self.tab, self.to_close = None, []
+        self.page = self.sheet = None  # what the tab may load
+
+    async def start(self):
+        flags = [*BROWSER_FLAGS]
+        if os.geteuid() == 0:
+            flags.append("--no-sandbox")
+        if not self.allow_network:
+            flags.append("--host-resolver-rules=MAP * ~NOTFOUND")
+        driver = await self.api.async_playwright().start()  # it ends with us, the browser with it
+        self.to_close.append(driver.stop)
+        try:
+            browser = await driver.chromium.launch(executable_path=self.path, args=flags)
+        except self.api.Error as e:  # no page's fault: nothing must be graded
+            await self.stop()
+            raise GraderError(f"{self.path} does not start: {reason(e, 300)}") from None
+        self.to_close.append(browser.close)
+        context = await browser.new_context(
+            viewport={side: PAGE[side] for side in ("width", "height")}, java_script_enabled=False,
+            service_workers="block", accept_downloads=False, reduced_motion="reduce",
+            locale="en-US", timezone_id="UTC")
+        await context.route("**/*", self.answer)
+        self.tab = await context.new_page()
+
+    async def stop(self):
+        """Ends browser and driver; a dead or hanging one holds nobody up."""
+        self.tab = None
+        while self.to_close:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self.to_close.pop()(), 5)
+
+    async def draw(self, page, sheet):
+        """See Renderer.render. RenderError if the page takes too long; api.Error if it fails."""
+        try:
+            if not self.tab:
+                await self.start()
+            return await asyncio.wait_for(self.shoot(page, sheet), PAGE["seconds"])
+        except TimeoutError:
+            await self.stop()
+            raise RenderError(f"the page took more than {PAGE['seconds']} s") from None
+        except self.api.Error:
+            await self.stop()
+            raise
+
+    async def shoot(self, page, sheet):
+        self.page, self.sheet = page, sheet
+        await self.tab.goto("https://page.invalid/")
+        drawn = await self.tab.evaluate(BLOCKS, PAGE["blocks"])
+        if self.pictures:
+            height = min(max(drawn["height"], 1), PAGE["tallest"])
+            box = {"x": 0, "y": 0, "width": PAGE["width"], "height": height}
+            drawn["png"] = await self.tab.screenshot(full_page=True, clip=box,
+                                                     animations="disabled")
+        return drawn
+
+    async def answer(self, route):
+        """Answers a request of the tab: with the page, its sheet or a grey picture, or not."""
+        request = route.request
+        url = urllib.parse.urlsplit(request.url)
+        ours = url.hostname == "page.invalid"
+        loads = ours and request.is_navigation_request() and not request.frame.parent_frame
+        if loads and self.page is not None:
+            page, self.page = self.page, None  # given once: a page can't reload for ever
+            await route.fulfill(body=page, content_type="text/html; charset=utf-8")
+        elif request.resource_type == "stylesheet" and "tailwind" in request.url:
+            await route.fulfill(body=self.sheet, content_type="text/css; charset=utf-8")
+        elif self.allow_network and not ours:
+            await route.continue_()
+        elif request.resource_type == "image" and PICTURE_HOSTS.search(url.hostname or ""):
+            await route.fulfill(body=grey_picture(url.path), content_type="image/svg+xml")
+        else:
+            await route.abort("aborted")
+
+
+def reason(error, length):
+    """The error's text in one line, cut."""
+    return " ".join(str(error).split())[:length]
+
+
+def grey_picture(path):
+    """An SVG file of the size that a picture's URL asks for, such as /id/48/100/50."""
+    path = re.sub(r"/(id|seed)/[^/]*", "", path)
+    sizes = [min(max(int(n), 1), 4096) for n in re.findall(r"\d{1,5}", path)]
+    if len(sizes) == 1:
+        sizes *= 2
+    width, height = sizes[-2:] or (300, 200)
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">'
+            '<rect width="100%" height="100%" fill="#9ca3af"/></svg>')
 
 
 class Renderer:
-    """with Renderer() as renderer: renderer.render(page), from any thread: {"png", "blocks", "colour", "height"}.
+    """with Renderer() as renderer: renderer.render(page), from any thread.
 
-    Scripts are off. Every request is answered here, with Tailwind's style sheet or a grey picture of the asked size, or
-    refused; allow_network=1 lets them out. workers: pages at once; pictures=0 leaves "png" out, in half the time. A
-    browser that dies or hangs is started anew.
+    Scripts are off. Every request is answered here or refused; allow_network=1 lets them out.
+    workers: browsers, each with one page at a time. pictures=0: no "png", in half the time. The
+    same page gives the same bytes.
     """
 
-    def __init__(self, workers=2, browser=None, allow_network=0, pictures=1,
-                 tailwind=os.path.join(CACHE, "tailwind.min.css")):
+    def __init__(self, workers=2, browser=None, allow_network=0, pictures=1):
         try:
             from playwright import async_api
         except ImportError:
-            fail("frontend tasks need Playwright and a Chromium: pip install playwright (README, \"Frontend Design\")")
-        self.api, self.allow_network, self.pictures, self.open = async_api, allow_network, pictures, None
-        self.slots, self.alone, self.starting = asyncio.Semaphore(workers), asyncio.Lock(), asyncio.Lock()
-        self.path = browser or next(filter(None, map(shutil.which, BROWSERS)), None)
-        if not self.path or not os.access(self.path, os.X_OK):
-            fail(f"--browser {browser}: no such program" if browser else "no Chromium found: --browser PATH names one")
+            fail("pages need Playwright: pip install playwright (README, \"Frontend Design\")")
+        path = browser or next(filter(None, map(shutil.which, BROWSERS)), None)
+        if not path:
+            fail("no Chromium found: --browser PATH names one")
+        if not os.access(path, os.X_OK):
+            fail(f"--browser {path}: no such program")
+        tailwind = os.path.join(CACHE, "tailwind.min.css")
         try:
             with open(tailwind, "rb") as f:
                 css = f.read()
         except OSError:
-            fail(f"no Tailwind style sheet at {tailwind}: README, \"Frontend Design\", tells how to get it")
+            fail(f"no Tailwind style sheet at {tailwind} (README, \"Frontend Design\")")
         if hashlib.sha256(css).hexdigest() != TAILWIND:
             fail(f"{tailwind} is not Tailwind 2.2.19's dist/tailwind.min.css: its SHA-256 differs")
-        self.sheet, self.loop, self.workers, self.idle = Sheet(css.decode()), asyncio.new_event_loop(), workers, []
+        self.api, self.workers, self.pictures = async_api, workers, pictures
+        self.sheet = Sheet(css.decode())
+        self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.browsers = [Browser(async_api, path, allow_network, pictures) for _ in range(workers)]
+        self.idle = asyncio.LifoQueue()  # last in, first out: few pages start few browsers
+        for one in self.browsers:
+            self.idle.put_nowait(one)
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        self.wait(self.stop(self.open))
+        async def stop():
+            await asyncio.gather(*(browser.stop() for browser in self.browsers))
+        self.wait(stop())
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def wait(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def render(self, page):
-        """The page's picture and blocks; RenderError says why there is none."""
+        """{"png", "blocks", "colour", "height"} of a page, or RenderError says why not.
+
+        GraderError if the browser does not start.
+        """
         if not (page or "").strip():
             raise RenderError("no page")
         if len(page.encode(errors="replace")) > PAGE["bytes"]:
             raise RenderError(f"the page has more than {PAGE['bytes']} bytes")
-        return self.wait(self.draw(page))
+        return self.wait(self.draw(page, self.sheet(page)))
 
-    def save(self, page, path):
-        """Writes the page's picture, a PNG file, whole or not at all; none where it can't be drawn."""
-        with contextlib.suppress(RenderError):
-            png, part = self.render(page)["png"], f"{path}.{threading.get_ident()}.part"
+    async def draw(self, page, sheet):
+        browser = await self.idle.get()
+        try:
+            for _ in range(2):  # again in a new browser: the first may have died of something else
+                try:
+                    return await browser.draw(page, sheet)
+                except self.api.Error as e:
+                    error = e
+            raise RenderError(reason(error, 100))
+        finally:
+            self.idle.put_nowait(browser)
+
+    def picture_file(self, page, folder):
+        """The path of the page's PNG in folder, drawn if it isn't there; None if it can't be."""
+        path = picture_path(page, folder)
+        if not os.path.exists(path):
+            try:
+                png = self.render(page)["png"]
+            except RenderError:
+                return None
+            part = f"{path}.{threading.get_ident()}.part"  # a reader never sees half a file
             with open(part, "wb") as f:
                 f.write(png)
             os.replace(part, path)
+        return path
 
-    async def draw(self, page):
-        async with self.slots:
-            with contextlib.suppress(self.api.Error):
-                return await self.attempt(page)
-        async with self.alone:  # whether it or another page has ended the browser is seen when no other is drawn
-            for _ in range(self.workers):
-                await self.slots.acquire()
-            try:
-                return await self.attempt(page)
-            except self.api.Error as e:
-                raise RenderError(" ".join(str(e).split())[:100]) from None
-            finally:
-                for _ in range(self.workers):
-                    self.slots.release()
 
-    async def attempt(self, page):
-        opened = await self.browser()
-        try:
-            return await asyncio.wait_for(self.shoot(opened, page), PAGE["seconds"])
-        except TimeoutError:
-            await self.stop(opened)  # it may be busy for ever
-            raise RenderError(f"the page took more than {PAGE['seconds']} s") from None
-        except self.api.Error:
-            await self.stop(opened)
-            raise
-
-    async def browser(self):
-        """(driver, browser), started where there is none. The driver ends with us, and the browser with it."""
-        async with self.starting:
-            if not self.open:
-                driver = await self.api.async_playwright().start()
-                flags = ["--disable-gpu", "--disable-background-networking", "--no-first-run", "--disable-sync",
-                         "--disable-quic", "--disable-component-update", "--hide-scrollbars",
-                         "--force-color-profile=srgb", "--font-render-hinting=none", "--disable-lcd-text",
-                         *["--no-sandbox"] * (os.geteuid() == 0),
-                         *["--host-resolver-rules=MAP * ~NOTFOUND"] * (not self.allow_network)]
-                try:
-                    self.open = driver, await driver.chromium.launch(executable_path=self.path, args=flags)
-                except self.api.Error as e:  # no page's fault: nothing must be graded
-                    await driver.stop()
-                    raise GraderError(f"{self.path} does not start: {' '.join(str(e).split())[:300]}") from None
-            return self.open
-
-    async def stop(self, opened):
-        """Ends a browser, once."""
-        if opened and opened is self.open:
-            self.open = None
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(opened[1].close(), 5)
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(opened[0].stop(), 5)
-
-    async def shoot(self, opened, page):
-        """render() in a tab: an idle one, which is kept for the next page if this one does it no harm."""
-        at, tab, job = self.idle.pop() if self.idle else (None, None, None)
-        if at is not opened:
-            context = await opened[1].new_context(
-                viewport={k: PAGE[k] for k in ("width", "height")}, java_script_enabled=False, service_workers="block",
-                accept_downloads=False, reduced_motion="reduce", locale="en-US", timezone_id="UTC")
-            job, tab = {}, await context.new_page()
-            await context.route("**/*", lambda route: self.answer(route, job))
-        job["page"], job["sheet"] = page, self.sheet(page)
-        await tab.goto("https://page.invalid/")
-        seen = await tab.evaluate(BLOCKS, PAGE["blocks"])
-        if self.pictures:
-            box = {"x": 0, "y": 0, "width": PAGE["width"], "height": min(max(seen["height"], 1), PAGE["tallest"])}
-            seen["png"] = await tab.screenshot(full_page=True, clip=box, animations="disabled")
-        self.idle.append((opened, tab, job))
-        return seen
-
-    async def answer(self, route, job):
-        """What a request gets; the page itself once, so that it can't reload for ever."""
-        url, request = urllib.parse.urlsplit(route.request.url), route.request
-        if url.hostname == "page.invalid" and request.is_navigation_request() and not request.frame.parent_frame \
-                and job["page"] is not None:
-            page, job["page"] = job["page"], None
-            return await route.fulfill(body=page, content_type="text/html; charset=utf-8")
-        if request.resource_type == "stylesheet" and "tailwind" in request.url:
-            return await route.fulfill(body=job["sheet"], content_type="text/css; charset=utf-8")
-        if self.allow_network and url.hostname != "page.invalid":
-            return await route.continue_()
-        if request.resource_type == "image" and PICTURE_HOSTS.search(url.hostname or ""):
-            path = re.sub(r"/(id|seed)/[^/]*", "", url.path)
-            sizes = [min(max(int(n), 1), 4096) for n in re.findall(r"\d{1,5}", path)]
-            size = (sizes[-2:] if len(sizes) > 1 else sizes * 2) or (300, 200)
-            return await route.fulfill(content_type="image/svg+xml", body=(
-                '<svg xmlns="http://www.w3.org/2000/svg" width="%d" height="%d"><rect width="100%%" height="100%%" '
-                'fill="#9ca3af"/></svg>' % tuple(size)))
-        await route.abort("aborted")
+def picture_path(page, folder):
+    return os.path.join(folder, digest(page) + ".png")
 
 
 def draw_pages(args, pages, folder):
-    """{page: PNG file in folder} of the pages that can be drawn; files that are there are taken."""
-    paths = {page: os.path.join(folder, digest(page) + ".png") for page in pages}
+    """{page: its PNG file in folder} of the pages that can be drawn; args: see browser_flags.
+
+    Files that are there already are taken as they are. Others are drawn many at once.
+    """
+    os.makedirs(folder, exist_ok=True)
+    paths = {page: picture_path(page, folder) for page in pages}
     new = [page for page, path in paths.items() if not os.path.exists(path)]
     if new:
-        save = lambda renderer, page: renderer.save(page, paths[page])
-        for _ in progress("drawing pages", each_drawn(args, save, new), len(new)):
-            pass
+        workers = os.cpu_count()
+        renderer = Renderer(workers, args.browser, args.allow_network)
+        try:
+            with renderer, concurrent.futures.ThreadPoolExecutor(2 * workers) as pool:
+                files = pool.map(renderer.picture_file, new, itertools.repeat(folder))
+                for _ in progress("drawing pages", files, len(new)):
+                    pass
+        except GraderError as e:  # the browser does not start
+            fail(e)
     drawn = {page: path for page, path in paths.items() if os.path.exists(path)}
     if len(drawn) < len(paths):
         say(f"{len(paths) - len(drawn)} of {len(paths)} pages can't be drawn and are not shown")
     return drawn
 
 
-def each_drawn(args, use, pages):
-    """Yields use(renderer, page) of each page, in order, many at once, by the browser of browser_flags."""
-    with Renderer(os.cpu_count(), args.browser, args.allow_network) as renderer, \
-            concurrent.futures.ThreadPoolExecutor(2 * renderer.workers) as pool:
-        yield from pool.map(lambda page: use(renderer, page), pages)
+# --- frontend: how alike two pages look -----------------------------------------------------------
+
+def colour_of(css):
+    """(r, g, b) of a computed CSS colour."""
+    numbers = [float(x) for x in re.findall(r"[\d.]+", css)]
+    return tuple(numbers[:3]) if len(numbers) >= 3 else (0.0, 0.0, 0.0)
 
 
-# --- frontend: how alike two pages look -------------------------------------------------------------------------------
-
-def colour_of(text):
-    """(r, g, b, a) of a computed CSS colour."""
-    numbers = [float(x) for x in re.findall(r"[\d.]+", text)]
-    return (*numbers[:3], *(numbers[3:4] or [1.0])) if len(numbers) >= 3 else (0.0, 0.0, 0.0, 0.0)
-
-
-def unlike(a, b):
+def colour_distance(a, b):
     """How far two CSS colours are from each other, 0 to 1."""
-    return sum(abs(x - y) for x, y in zip(colour_of(a)[:3], colour_of(b)[:3])) / 765
+    return sum(abs(x - y) for x, y in zip(colour_of(a), colour_of(b))) / 765
 
 
 def weight(block):
     """What a block counts: the square root of its area."""
-    return math.sqrt(max(1.0, block["box"][2] * min(block["box"][3], PAGE["tallest"])))
+    _, _, width, height = block["box"]
+    return math.sqrt(max(1.0, width * min(height, PAGE["tallest"])))
 
 
-def alike(a, b, height):
-    """How alike two blocks of one kind are, 0 to 1: where and how large, colour, text."""
-    near = 1 - sum(abs(x - y) / w for x, y, w in zip(a["box"], b["box"], (PAGE["width"], height) * 2)) / 2
+def text_likeness(a, b):
+    """0 to 1: the share of two texts' pairs of letters that they have in common."""
+    pairs_a, pairs_b = (collections.Counter(zip(x.lower(), x.lower()[1:])) for x in (a, b))
+    if not pairs_a and not pairs_b:
+        return float(a == b)
+    return 2 * (pairs_a & pairs_b).total() / (pairs_a.total() + pairs_b.total())
+
+
+def block_likeness(a, b, height):
+    """How alike two blocks of one kind are, 0 to 1: place and size, colour, text."""
+    sides = (PAGE["width"], height) * 2
+    apart = sum(abs(x - y) / side for x, y, side in zip(a["box"], b["box"], sides))
+    near = max(0, 1 - apart / 2)
     if a["kind"] == "thing":
-        return max(0, near) * (a["colour"] == b["colour"])
-    colour = 1 - unlike(a["colour"], b["colour"])
+        return near * (a["colour"] == b["colour"])
+    colour = 1 - colour_distance(a["colour"], b["colour"])
     if a["kind"] == "area":
-        return max(0, near) * colour ** 2
-    pairs = lambda text: collections.Counter(zip(text.lower(), text.lower()[1:]))
-    x, y = pairs(a["text"]), pairs(b["text"])
-    same = 2 * (x & y).total() / (x.total() + y.total()) if x or y else float(a["text"] == b["text"])
-    return max(0, near) * (0.3 * colour + 0.7 * same)
+        return near * colour ** 2
+    return near * (0.3 * colour + 0.7 * text_likeness(a["text"], b["text"]))
 
 
 def similarity(page, other):
-    """0 to 1, 1 for equal pages: the share of both pages' blocks that have a like one in the other, weighted.
+    """How alike two drawn pages are, 0 to 1; 1 for equal pages. No model's weights are needed.
 
-    The best pairs are matched first. A block counts by its `weight`. The pages' heights and backgrounds are
-    a tenth of the whole. No weights of a model: `reward_by` says "blocks" where this stood in for CLIP.
+    It is the share of both pages' blocks that have a like one in the other, by `weight`. The most
+    alike are matched first. The pages' heights and backgrounds are a tenth of the whole.
     """
     height = max(page["height"], other["height"], 1)
-    scores = sorted(((alike(a, b, height), i, j) for i, a in enumerate(page["blocks"])
-                     for j, b in enumerate(other["blocks"]) if a["kind"] == b["kind"]), key=lambda s: (-s[0], s[1:]))
-    left, right, matched = set(range(len(page["blocks"]))), set(range(len(other["blocks"]))), 0.0
-    for score, i, j in scores:
-        if i in left and j in right:
-            left.remove(i)
-            right.remove(j)
-            matched += score * (weight(page["blocks"][i]) + weight(other["blocks"][j]))
+    scores = [(block_likeness(a, b, height), i, j) for i, a in enumerate(page["blocks"])
+              for j, b in enumerate(other["blocks"]) if a["kind"] == b["kind"]]
+    scores.sort(key=lambda score: (-score[0], score[1:]))
+    matched, left, right = 0.0, set(), set()
+    for likeness, i, j in scores:
+        if i not in left and j not in right:
+            left.add(i)
+            right.add(j)
+            matched += likeness * (weight(page["blocks"][i]) + weight(other["blocks"][j]))
     whole = sum(map(weight, page["blocks"])) + sum(map(weight, other["blocks"]))
-    behind = (1 - unlike(page["colour"], other["colour"])) * min(page["height"], other["height"]) / height
-    return 0.9 * (matched / whole if whole else 1.0) + 0.1 * behind
+    blocks = matched / whole if whole else 1.0
+    behind = 1 - colour_distance(page["colour"], other["colour"])
+    behind = behind * min(page["height"], other["height"]) / height
+    return 0.9 * blocks + 0.1 * behind
 
 
-NAMES = {"h1": "title", "h2": "heading", "h3": "subheading", "p": "paragraph", "a": "link", "li": "list item",
-         "img": "picture", "div": "box", "nav": "navigation", "ul": "list", "td": "cell", "span": "text"}
+NAMES = {"h1": "title", "h2": "heading", "h3": "subheading", "p": "paragraph", "a": "link",
+         "li": "list item", "img": "picture", "div": "box", "nav": "navigation", "ul": "list",
+         "td": "cell", "span": "text"}
+
+
+def columns_of(blocks):
+    """How many of these blocks stand side by side, at most."""
+    rows = collections.Counter(round(block["box"][1]) for block in blocks)
+    return max(rows.values(), default=0)
+
+
+def side_of(block):
+    """In which third of the page a block's middle is."""
+    left, _, width, _ = block["box"]
+    middle = (left + width / 2) / PAGE["width"]
+    if middle < 1 / 3:
+        return "left"
+    return "right" if middle > 2 / 3 else "center"
+
+
+def block_remark(name, shown, wanted, colour):
+    """What the scripted human says of two blocks, or None; colour(css): a colour's name."""
+    if shown["kind"] == "area" and colour(shown["colour"]) != colour(wanted["colour"]):
+        return remark(name, colour(wanted["colour"]), colour(shown["colour"]))
+    if shown["text"] != wanted["text"]:
+        return f"the {name} should say {wanted['text'][:80]!r}"
+    if side_of(shown) != side_of(wanted):
+        return remark(name, side_of(wanted), side_of(shown))
+    if weight(shown) != weight(wanted):
+        return f"the {name} should be {'larger' if weight(shown) < weight(wanted) else 'smaller'}"
+    return None
 
 
 def differences(page, other, colours):
-    """[(loss, remark)], largest first: what makes a page unlike `other`, the one that is wanted; the scripted human.
+    """[(loss, remark)], largest loss first: what makes a drawn page unlike `other`, the wanted one.
 
-    Blocks of one tag are compared in their order. colours: {name: (r, g, b)}. The loss is that of `similarity`.
+    Blocks of one tag are compared in their order. colours: {name: (r, g, b)}. A loss is what the
+    difference costs in `similarity`.
     """
-    found, height = collections.Counter(), max(page["height"], other["height"], 1)
-    scale = 0.9 / max(1.0, sum(map(weight, page["blocks"] + other["blocks"])))
-    loss = lambda x, y: scale * (weight(x) + weight(y)) * (1 - alike(x, y, height))
-    colour = lambda css: min(colours, key=lambda name: math.dist(colours[name], colour_of(css)[:3])).partition("-")[0]
-    middle = lambda b: (b["box"][0] + b["box"][2] / 2) / PAGE["width"]
-    side = lambda b: "left" if middle(b) < 1 / 3 else "right" if middle(b) > 2 / 3 else "center"
-    in_a_row = lambda blocks: max(collections.Counter(round(b["box"][1]) for b in blocks).values(), default=0)
-    if (wanted := colour(other["colour"])) != (shown := colour(page["colour"])):
-        found[REMARK.format("background").format(wanted, shown)] = 0.1 * unlike(page["colour"], other["colour"])
-    for sort in sorted({(b["kind"], b["tag"]) for b in page["blocks"] + other["blocks"]}):
-        shown, wanted = ([b for b in p["blocks"] if (b["kind"], b["tag"]) == sort] for p in (page, other))
-        name, n = NAMES.get(sort[1], sort[1]), min(len(shown), len(wanted))
+    losses = collections.Counter()
+    height = max(page["height"], other["height"], 1)
+    everything = page["blocks"] + other["blocks"]
+    scale = 0.9 / max(1.0, sum(map(weight, everything)))
+
+    def loss(a, b):
+        return scale * (weight(a) + weight(b)) * (1 - block_likeness(a, b, height))
+
+    def colour(css):
+        nearest = min(colours, key=lambda name: math.dist(colours[name], colour_of(css)))
+        return nearest.partition("-")[0]
+
+    shown, wanted = colour(page["colour"]), colour(other["colour"])
+    if shown != wanted:
+        distance = colour_distance(page["colour"], other["colour"])
+        losses[remark("background", wanted, shown)] = 0.1 * distance
+    for kind, tag in sorted({(block["kind"], block["tag"]) for block in everything}):
+        shown, wanted = ([b for b in drawn["blocks"] if (b["kind"], b["tag"]) == (kind, tag)]
+                         for drawn in (page, other))
+        name, n = NAMES.get(tag, tag), min(len(shown), len(wanted))
         if len(shown) != len(wanted):
-            found[f"{name}: there should be {len(wanted)}, not {len(shown)}"] += scale * sum(
-                map(weight, shown[n:] + wanted[n:]))
-        if n > 1 and in_a_row(shown) != in_a_row(wanted):
-            found[PAGE_REMARKS["columns"].format(in_a_row(wanted), in_a_row(shown))] += sum(map(loss, shown, wanted))
+            unmatched = sum(map(weight, shown[n:] + wanted[n:]))
+            losses[f"{name}: there should be {len(wanted)}, not {len(shown)}"] += scale * unmatched
+        columns = columns_of(wanted), columns_of(shown)
+        if n > 1 and columns[0] != columns[1]:
+            losses[remark("columns", *columns)] += sum(map(loss, shown, wanted))
             continue
-        for x, y in zip(shown, wanted):
-            if x["kind"] == "area" and colour(x["colour"]) != colour(y["colour"]):
-                found[REMARK.format(name).format(colour(y["colour"]), colour(x["colour"]))] += loss(x, y)
-            elif x["text"] != y["text"]:
-                found[f"the {name} should say {y['text'][:80]!r}"] += loss(x, y)
-            elif side(x) != side(y):
-                found[REMARK.format(name).format(side(y), side(x))] += loss(x, y)
-            elif weight(x) != weight(y):
-                found[f"the {name} should be {'larger' if weight(x) < weight(y) else 'smaller'}"] += loss(x, y)
-    return sorted(((x, remark) for remark, x in found.items() if x > 1e-9), key=lambda f: (-f[0], f[1]))
+        for a, b in zip(shown, wanted):
+            said = block_remark(name, a, b, colour)
+            if said:
+                losses[said] += loss(a, b)
+    found = [(lost, said) for said, lost in losses.items() if lost > 1e-9]
+    return sorted(found, key=lambda one: (-one[0], one[1]))
 
 
 class Clip:
-    """Cosine similarity of CLIP image embeddings, clipped to [0, 1]; for CLIP ViT-B/32 ColBench's reward.
+    """Cosine similarity of CLIP image embeddings, clipped to [0, 1].
 
-    resize: "official" scores the centre square of a page, "letterbox" all of it, with white borders. Threads that ask
-    at the same time are served in one batch.
+    With CLIP ViT-B/32 it is ColBench's reward. path: a directory or a hub name.
     """
 
-    def __init__(self, path, resize="official"):
+    def __init__(self, path):
         import torch
         from PIL import Image
         from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
-        self.torch, self.image, self.resize = torch, Image, resize
+        self.torch, self.image = torch, Image
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
-            self.model = CLIPVisionModelWithProjection.from_pretrained(path, use_safetensors=True)
-            self.model.eval().to(self.device)
+            model = CLIPVisionModelWithProjection.from_pretrained(path, use_safetensors=True)
             self.prepare = CLIPImageProcessorPil.from_pretrained(path)
         except (OSError, ValueError) as e:
             fail(f"--clip {path}: {str(e).splitlines()[0]}")
-        self.lock, self.waiting = threading.Lock(), collections.deque()
+        self.model = model.eval().to(self.device)
+        self.lock = threading.Lock()
 
-    def embedding(self, page, way):
-        """The page's unit vector (d,), kept with it."""
-        if way not in page:
+    def embedding(self, page, letterbox):
+        """The unit vector (d,) of a drawn page; it is kept in the page."""
+        key = "letterbox" if letterbox else "official"
+        if key not in page:
             picture = self.image.open(io.BytesIO(page["png"])).convert("RGB")
-            if way == "letterbox":
+            if letterbox:
                 side = max(picture.size)
+                corner = (side - picture.width) // 2, (side - picture.height) // 2
                 square = self.image.new("RGB", (side, side), "white")
-                square.paste(picture, ((side - picture.width) // 2, (side - picture.height) // 2))
+                square.paste(picture, corner)
                 picture = square
-            mine = concurrent.futures.Future()
-            self.waiting.append((self.prepare(picture, return_tensors="pt")["pixel_values"], mine))
-            with self.lock:  # whoever has it serves all who wait
-                while not mine.done():
-                    batch = [self.waiting.popleft() for _ in range(min(64, len(self.waiting)))]
-                    with self.torch.no_grad():
-                        found = self.model(self.torch.cat([x for x, _ in batch]).to(self.device)).image_embeds
-                    for (_, its), x in zip(batch, self.torch.nn.functional.normalize(found.float().cpu())):
-                        its.set_result(x)
-            page[way] = mine.result()
-        return page[way]
+            pixels = self.prepare(picture, return_tensors="pt")["pixel_values"].to(self.device)
+            with self.lock, self.torch.no_grad():
+                vector = self.model(pixels).image_embeds[0].float().cpu()
+            page[key] = self.torch.nn.functional.normalize(vector, dim=0)
+        return page[key]
 
-    def __call__(self, page, other, way=None):
-        x, y = (self.embedding(p, way or self.resize) for p in (page, other))
+    def __call__(self, page, other, letterbox):
+        """letterbox: 0 looks at the pages' centre squares, 1 at all of them, with white borders."""
+        x, y = self.embedding(page, letterbox), self.embedding(other, letterbox)
         return min(1.0, max(0.0, (x @ y).item()))
 
 
 # --- environments: all that a kind of task decides ------------------------------------------------
 
 class Environment:
-    """One kind of task: a class by itself knows the task, an instance plays the human and grades.
+    """One kind of task. The class knows the task; an instance plays the human and grades.
 
-    An instance is shared by threads. `with` ends what it has started. args: a script's flags;
-    workers: answers graded at once; pictures: an LLM human or a critic looks.
+    An instance is shared by threads; `with` ends what it has started. args: a script's flags;
+    workers: answers graded at once; pictures: 1 if an LLM human or a critic looks at pages.
     """
     agent_prompt = "{problem_description}"  # may hold {max_turns}, {ANSWER} and {OUTPUT}, too
     human_prompt = None             # for an LLM that plays the human; see HUMAN_PROMPT
     reply_chars = 400               # the human's reply is cut here
     fields = ()                     # what grade reads of a task beyond description and reference
     reward_name = "reward"          # in messages; its first word heads a column of evaluate.py
-    drawn = False                   # whether answers are drawn; then the methods may wait for it
-    advice = ""                     # where a split has too few tasks
+    pieces = ""                     # regex: what is one token to the tiny model
+    drawn = False                   # 1 if answers are drawn: then methods may take long
 
     def __init__(self, args, workers, pictures=0):
         self.workers = workers
@@ -1847,7 +2031,7 @@ class Environment:
 
     @classmethod
     def demonstration(cls, task, r, args):
-        """One scripted episode, a record, for `colbench.py demos`; r: a random.Random."""
+        """A scripted_episode for `colbench.py demos`, drawn by r, a random.Random."""
         fail(f"--kind {args.kind} has no demonstrations")
 
     @classmethod
@@ -1864,12 +2048,16 @@ class Environment:
     def metrics(cls, record):
         """{name: (numerator, denominator)} of a graded record, for evaluate.py.
 
-        They are means over episodes: of a system the numerators are added up, and so are the
-        denominators. Reward, turns and tokens are measured anyway.
+        A system's value is the sum of the numerators over that of the denominators. Reward, turns
+        and tokens are measured anyway.
         """
         agent = agent_messages(record)
         answered = agent and ANSWER in agent[-1]["content"]
         return {"success": (record["reward"] >= 1, 1), "unanswered": (not answered, 1)}
+
+    def picture_file(self, page, folder):
+        """The path of a page's PNG in folder, drawn if it isn't there; None if it can't be."""
+        return None
 
     def scripted_human(self, task, message):
         """The built-in human's reply."""
@@ -1879,35 +2067,17 @@ class Environment:
         """PNG files, as bytes, that an LLM human looks at."""
         return []
 
-    def picture_file(self, page, folder):
-        """The path of a page's PNG in a folder, drawn if it isn't there; None if it can't be."""
-        return None
-
     def grade(self, task, answer):
-        """{"reward": 0 to 1} and what else is worth keeping in the record."""
+        """{"reward": 0 to 1} and what else the record should keep; "failure" says what failed."""
         fail(f"{type(self).__name__} grades nothing: it needs a method grade")
 
     def check(self, task):
         """([what keeps a task from being graded], [what makes it a poor judge])."""
         return [], []
 
-    def meta(self):
-        """How it grades, for the record's `meta`."""
-        return {}
-
     def grader_line(self):
-        """How it grades, for the last message."""
+        """How it grades, for a program's last message."""
         return "grader: " + type(self).__name__
-
-    def summary(self, rewards, failures):
-        """What `colbench.py grade` says at its end."""
-        n, mean = len(rewards), percent_of(rewards)
-        return f"{n} answers: {self.reward_name} {mean}; {self.grader_line()}"
-
-
-def percent_of(rewards):
-    """The mean as "70.0 %"."""
-    return f"{100 * sum(rewards) / max(1, len(rewards)):.1f} %"
 
 
 class Functions(Environment):
@@ -1915,8 +2085,9 @@ class Functions(Environment):
     agent_prompt, human_prompt = AGENT_PROMPT, HUMAN_PROMPT
     fields = ("task.test_cases",)
     reward_name = "tests passed"
-    advice = ": ask for more slots"
+    pieces = r"def \w+\(x|\): return [^\n]+"  # a built-in function's head and body
     demonstration = staticmethod(demonstration)
+    scripted_human = staticmethod(scripted_human)
 
     def __init__(self, args, workers, pictures=0):
         self.rules, self.workers = getattr(args, "rules", "honest"), workers
@@ -1933,48 +2104,45 @@ class Functions(Environment):
     def metrics(cls, record):
         return {**super().metrics(record), "copied": copied_slots(record)}
 
-    def scripted_human(self, task, message):
-        return scripted_human(task, message)
-
     def grade(self, task, answer):
         return self.grader.grade(task, answer)
 
     def check(self, task):
         return check_task(self.grader, task)
 
-    def meta(self):
-        return {"rules": self.rules}
-
     def grader_line(self):
         return f"grader: {self.rules} rules, sandbox {self.grader.level}"
-
-    def summary(self, rewards, failures):
-        solved = percent_of([reward == 1 for reward in rewards])
-        return (f"{len(rewards)} answers: tests passed {percent_of(rewards)}, success {solved}; "
-                + self.grader_line())
 
 
 class Pages(Environment):
     """Frontend Design: the answer is a web page, the reward how alike it and the reference look.
 
     The likeness is by --clip, a Clip, or else by `similarity`. A page that can't be drawn is worth
-    0, and the record says why.
+    0, and "failure" in the record says why.
     """
     agent_prompt, human_prompt = PAGE_AGENT_PROMPT, PAGE_HUMAN_PROMPT
     reply_chars = 1000
     reward_name = "likeness"
+    pieces = (r'<html>SLOT|(?:-\d00)?(?: [^\n"]*)?">(?:SLOT|[^\n"]*)'  # what is between slots
+              .replace("SLOT", r'[^\n]*?class="(?:bg-|text-|grid-cols-)'))
     drawn = True
     demonstration = staticmethod(page_demonstration)
+    page = staticmethod(extract_page)
 
     def __init__(self, args, workers, pictures=0):
-        self.clip, self.by = args.clip and Clip(args.clip, args.resize), "blocks"
-        if self.clip:
-            self.by = "clip letterbox" if self.clip.resize == "letterbox" else "clip"
-        pictures = bool(self.clip) or pictures
+        self.by, self.likeness = "blocks", {"reward": similarity}  # likeness(page, reference)
+        if args.clip:
+            clip, pictures = Clip(args.clip), 1
+            middle = functools.partial(clip, letterbox=0)
+            whole = functools.partial(clip, letterbox=1)
+            self.by = "clip letterbox" if args.resize == "letterbox" else "clip"
+            self.likeness = {"official": {"reward": middle}, "letterbox": {"reward": whole},
+                             "both": {"reward": middle, "reward_letterbox": whole}}[args.resize]
         self.renderer = Renderer(workers, args.browser, args.allow_network, pictures)
         self.workers = 2 * workers
         kept = functools.lru_cache(256 if pictures else 1024)
         self.reference, self.render = kept(self.renderer.render), kept(self.renderer.render)
+        self.picture_file = self.renderer.picture_file
 
     def __exit__(self, *_):
         self.renderer.__exit__()
@@ -1988,33 +2156,20 @@ class Pages(Environment):
         return last_page(history)
 
     @classmethod
-    def page(cls, text):
-        return extract_page(text)
-
-    @classmethod
     def metrics(cls, record):
-        found = {"not_drawn": ("failure" in record, 1)}
+        metrics = {"not_drawn": ("failure" in record, 1)}
         if "reward_letterbox" in record:
-            found["letterbox"] = (record["reward_letterbox"], 1)
-        return found
+            metrics["letterbox"] = (record["reward_letterbox"], 1)
+        return metrics
 
-    def picture_file(self, page, folder):
-        path = os.path.join(folder, digest(page) + ".png")
-        if not os.path.exists(path):
-            self.renderer.save(page, path)
-        return path if os.path.exists(path) else None
-
-    def wanted(self, task):
-        """The reference as drawn, once; NoReference where it can't be."""
+    def pair(self, task, text):
+        """(the last page in a text, the reference) as drawn; RenderError if one can't be."""
+        page = self.render(extract_page(text))
         try:
-            return self.reference(extract_page(task["ground_truth"]) or task["ground_truth"])
+            return page, self.reference(reference_page(task))
         except RenderError as e:
             why = f"task {task_id(task)}: its reference can't be drawn: {e}"
             raise NoReference(why) from None
-
-    def pair(self, task, text):
-        """(the last page in a text, the reference) as drawn; RenderError where one can't be."""
-        return self.render(extract_page(text)), self.wanted(task)
 
     def scripted_human(self, task, message):
         """The largest difference between the message's page and the reference."""
@@ -2025,28 +2180,19 @@ class Pages(Environment):
         return [picture["png"] for picture in self.pair(task, message)]
 
     def grade(self, task, answer):
-        """{"reward", "reward_by": "blocks" or "clip"}, and "failure" where nothing is compared.
-
-        With --resize both the reward is the official one, and there is a "reward_letterbox".
-        """
         try:
-            pages, why = self.pair(task, answer), {}
+            pages = self.pair(task, answer)
         except RenderError as e:
-            pages, why = None, {"failure": str(e)}
-        if not self.clip:
-            reward = similarity(*pages) if pages else 0.0
-            return {"reward": reward, "reward_by": self.by, **why}
-        both = self.clip.resize == "both"
-        ways = ("official", "letterbox") if both else (self.clip.resize,)
-        first, *more = (self.clip(*pages, way) if pages else 0.0 for way in ways)
-        graded = {"reward": first, "reward_by": self.by, **why}
-        return {**graded, "reward_letterbox": more[0]} if more else graded
+            rewards, failure = dict.fromkeys(self.likeness, 0.0), {"failure": str(e)}
+        else:
+            rewards = {name: likeness(*pages) for name, likeness in self.likeness.items()}
+            failure = {}
+        return {**rewards, "reward_by": self.by, **failure}
 
     def check(self, task):
-        """Its page is drawn twice."""
-        page = extract_page(task["ground_truth"]) or task["ground_truth"]
+        """The reference is drawn twice."""
         try:
-            first, again = self.renderer.render(page), self.renderer.render(page)
+            first, again = (self.renderer.render(reference_page(task)) for _ in range(2))
         except RenderError as e:
             return [f"can't be drawn: {e}"], []
         broken = ["two pictures differ"] if first != again else []
@@ -2055,195 +2201,237 @@ class Pages(Environment):
     def grader_line(self):
         return f"grader: {self.by}"
 
-    def summary(self, rewards, failures):
-        likeness = percent_of(rewards)
-        return f"{len(rewards)} pages: likeness {likeness} by {self.by}, {failures} not drawn"
+
+def reference_page(task):
+    return extract_page(task["ground_truth"]) or task["ground_truth"]
 
 
 ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
 sys.modules["colbench"] = sys.modules[__name__]  # one ENVIRONMENTS, also where this is __main__
 # your own environments are imported here: README, "Your own environment"
 
+# A regex of what is one token to the tiny model: a marker, what the kinds add, `name=`, numbers,
+# words, and any other character.
+PIECES = "|".join([r"[A-Z][A-Z ]+:\n|Hidden reference:\n",
+                   *(kind.pieces for kind in ENVIRONMENTS.values() if kind.pieces),
+                   r" ?\w+=|\d+| ?\w+|[^\w]"])
 
-# --- an LLM as the critic ---------------------------------------------------------------------------------------------
+
+# --- an LLM as the critic -------------------------------------------------------------------------
 
 async def judge(servers, model, task, history, actions):
-    """The advantages of messages or candidates by an LLM: each is compared with two others, the next one in a circle
-    and the one before, once as A and once as B; the share that it wins. Of equal texts both win half."""
-    texts = [read_action(a.get("output") or a.get("content") or "", False)[0] for a in actions]
-    dialogue, wins = dialogue_text(history), [0.0] * len(actions)
+    """[advantage] of messages or candidates by an LLM: the share of comparisons that each wins.
 
-    async def compare(i, j):
-        if texts[i] == texts[j]:
-            return (i, j)
+    In a circle, each is compared with the next as A, and with the one before as B. Of equal texts
+    both win half. servers: an Endpoint. EndpointError if no server gives a verdict.
+    """
+    texts = [read_action(a.get("output") or a.get("content") or "", False)[0] for a in actions]
+
+    async def wins(a, b):
+        """1 if a wins against b, 0 if b wins, 0.5 if they are equal."""
+        if a == b:
+            return 0.5
+        prompt = fill(JUDGE_PROMPT, hidden_information=hidden_information(task),
+                      dialogue=dialogue_text(history), a=a, b=b)
 
         async def ask(client):
-            prompt = fill(JUDGE_PROMPT, hidden_information=hidden_information(task), dialogue=dialogue, a=texts[i],
-                          b=texts[j])
-            reply = await client.chat.completions.create(model=model, temperature=0, seed=0, max_tokens=1024,
-                                                         messages=[{"role": "user", "content": prompt}])
-            letter = re.search(r"\b[AB]\b", without_thinking(reply.choices[0].message.content or ""))
+            reply = await client.chat.completions.create(
+                model=model, temperature=0, seed=0, max_tokens=1024,
+                messages=[{"role": "user", "content": prompt}])
+            text = without_thinking(reply.choices[0].message.content or "")
+            letter = re.search(r"\b[AB]\b", text)
             if not letter:
                 raise ValueError("neither A nor B in the reply")
-            return (i,) if letter[0] == "A" else (j,)
+            return float(letter[0] == "A")
         return await servers(ask)
 
-    n = len(actions)
-    for winners in await asyncio.gather(*(compare(i, (i + 1) % n) for i in range(n) if n > 1)):
-        for i in winners:
-            wins[i] += 0.5 / len(winners)
-    return wins
+    if len(texts) == 1:
+        return [0.0]
+    won = await asyncio.gather(*map(wins, texts, texts[1:] + texts[:1]))
+    return [(won[i] + 1 - won[i - 1]) / 2 for i in range(len(texts))]
 
 
-async def judge_records(args, emit):
-    """Adds an LLM's `advantage` to the messages and candidates of records, in their order."""
+async def judge_stdin(args, emit):
+    """Records with an LLM's `advantage` at each message and candidate, in order."""
     servers = Endpoint(args.endpoint, args.in_flight)
-    model, failed, window = await servers.model(args.model), 0, collections.deque()
+    model, window, left_out = await servers.model(args.model), collections.deque(), 0
 
     async def judged(record):
         history = record["dialogue_history"]
-        turns = [(t, [m, *m.get("candidates", ())]) for t, m in enumerate(history) if m["role"] == "assistant"]
-        found = await asyncio.gather(*(judge(servers, model, record["task"], history[:t], actions)
-                                       for t, actions in turns))
-        for (_, actions), advantages in zip(turns, found):
-            for action, advantage in zip(actions, advantages):
-                action["advantage"] = advantage
+        turns = [(history[:t], [m, *m.get("candidates", ())])
+                 for t, m in enumerate(history) if m["role"] == "assistant"]
+        advantages = await asyncio.gather(
+            *(judge(servers, model, record["task"], before, actions) for before, actions in turns))
+        for (_, actions), numbers in zip(turns, advantages):
+            for action, number in zip(actions, numbers):
+                action["advantage"] = number
         return record
 
-    async def first():
+    async def write_first():
+        nonlocal left_out
         try:
             emit(await window.popleft())
         except EndpointError as e:
             say(f"a record is left out: {e}")
-            return 1
-        return 0
+            left_out += 1
 
-    fields = lambda record: [*task_fields(record), "dialogue_history"]
-    for record in read_jsonl(sys.stdin, fields, skip_bad=args.skip_bad):
+    for record in read_jsonl(sys.stdin, needs("dialogue_history"), skip_bad=args.skip_bad):
         window.append(asyncio.ensure_future(judged(record)))
-        if len(window) >= args.in_flight:
-            failed += await first()
+        if len(window) == args.in_flight:
+            await write_first()
     while window:
-        failed += await first()
-    return failed
+        await write_first()
+    if left_out:
+        fail(f"{left_out} records could not be judged and were not written")
 
 
-# --- command line -----------------------------------------------------------------------------------------------------
+# --- command line ---------------------------------------------------------------------------------
+
+def flag(p, name, default, text, **more):
+    """Adds a flag of the default's type."""
+    p.add_argument("--" + name, type=type(default), default=default, help=text, **more)
+
 
 def browser_flags(p):
-    """How pages are drawn."""
-    p.add_argument("--browser", metavar="PATH", help="frontend: Chromium; not given: found by itself")
-    p.add_argument("--allow_network", type=int, choices=[0, 1], default=0, help="frontend: 1 lets pages load the web")
+    """How pages are drawn. Returns the group of flags."""
+    p = p.add_argument_group("pages (frontend)")
+    p.add_argument("--browser", metavar="PATH", help="Chromium; not given: found by itself")
+    flag(p, "allow_network", 0, "1: pages may load from the web", choices=[0, 1])
+    return p
 
 
 def page_flags(p):
-    """How pages are drawn and graded: what PageGrader wants."""
-    p.add_argument("--clip", metavar="DIR", help="frontend: CLIP by directory or hub name (the paper's: openai/"
-                   "clip-vit-base-patch32); not given: a likeness of blocks and texts, without a model's weights")
-    p.add_argument("--resize", choices=["official", "letterbox", "both"], default="official",
-                   help="frontend: what CLIP sees, the middle of a page or all of it; both: the reward is the first, "
-                   "reward_letterbox the second")
-    browser_flags(p)
+    """How pages are drawn and graded."""
+    p = browser_flags(p)
+    p.add_argument("--clip", metavar="DIR", help="the likeness is CLIP's, from a directory or the "
+                   "hub (the paper's: openai/clip-vit-base-patch32); not given: that of blocks and "
+                   "texts, which needs no model")
+    flag(p, "resize", "official", "CLIP sees the middle of a page, or all of it; both: the reward "
+         "is the first, reward_letterbox the second", choices=["official", "letterbox", "both"])
 
 
 def get_args(argv=None):
-    p = parser(__doc__)
-    sub = p.add_subparsers(dest="command", required=True)
-    add = lambda name, text: sub.add_parser(name, description=text, help=text, allow_abbrev=False,
-                                            formatter_class=p.formatter_class)
-    t, d = add("tasks", "write built-in tasks"), add("demos", "write scripted demonstrations on the train split")
-    for q in (t, d):
-        q.add_argument("--kind", choices=list(ENVIRONMENTS), default="backend",
-                       help="functions, or pages")
-    t.add_argument("--split", choices=SPLITS, default="train", help="the splits share no task")
-    for q, n, usual in ((t, 500, 0.65), (d, 8000, 0.0)):
-        q.add_argument("--n", type=int, default=n, help="how many")
-        q.add_argument("--seed", type=int, default=0, help="another seed, another draw")
-        q.add_argument("--usual", type=float, default=usual, help="probability of a slot's usual value, a lucky guess")
-        q.add_argument("--min_slots", type=int, default=2, help="hidden slots of a function at least (length)")
-        q.add_argument("--max_slots", type=int, default=4, help="and at most; 5 is the longest")
-    g = add("grade", "add reward and tests to records that have task and answer")
-    c = add("check", "drop tasks whose reference gives no stable values, and name weak ones")
-    g.add_argument("--reference", type=int, choices=[0, 1], default=0, help="1: grade the references, a control")
-    g.add_argument("--rules", choices=["honest", "official"], default="honest", help="official: as the released scorer")
-    j = add("judge", "have an LLM compare messages and candidates, given the reference: `advantage` is what they win")
-    j.add_argument("--endpoint", required=True, help="http://host:port/v1[,http://...] of a chat model")
-    j.add_argument("--model", help="its name, where the servers serve several")
-    j.add_argument("--in_flight", type=int, default=64, help="requests under way at each server")
-    for q in (g, c, j):
-        skip_bad_flag(q)
-    for q in (g, c):
-        page_flags(q)
-        q.add_argument("--workers", type=int, default=os.cpu_count(), help="answers run at once")
-        q.add_argument("--unsafe", type=int, choices=[0, 1], default=0, help="1: run answers even without a sandbox")
-    d.add_argument("--max_turns", type=int, default=6, help="messages the agent may send")
-    d.add_argument("--at_once", type=float, default=0.15, help="probability of answering in the first message")
-    d.add_argument("--early", type=float, default=0.3, help="of answering in a later one while a slot is unknown")
-    d.add_argument("--distract", type=float, default=0.15, help="of an irrelevant or repeated question")
-    d.add_argument("--noise", type=float, default=0.04, help="of a bug in the answer")
-    d.add_argument("--silent", type=float, default=0.12, help="of a run that never answers")
-    d.add_argument("--hidden", type=float, default=0.4, help="share with the reference in front, for the critic")
-    return p.parse_args(argv)
+    root = parser(__doc__)
+    commands = root.add_subparsers(dest="command", required=True)
+
+    def command(name, text):
+        return commands.add_parser(name, description=text, help=text, allow_abbrev=False,
+                                   formatter_class=root.formatter_class)
+
+    tasks = command("tasks", "write built-in tasks")
+    demos = command("demos", "write scripted demonstrations on tasks of the train split")
+    flag(tasks, "split", "train", "the splits share no task", choices=SPLITS)
+    for p, n, usual in ((tasks, 500, 0.65), (demos, 8000, 0.0)):
+        flag(p, "kind", "backend", "backend: functions; frontend: pages", choices=ENVIRONMENTS)
+        flag(p, "n", n, "how many")
+        flag(p, "seed", 0, "another seed, another draw")
+        flag(p, "usual", usual, "probability of a slot's usual value, which a guess names")
+        flag(p, "min_slots", 2, "hidden slots of a function, at least")
+        flag(p, "max_slots", 4, "and at most; 5 is the longest")
+    flag(demos, "max_turns", 6, "messages the agent may send")
+    script = demos.add_argument_group("the script: probabilities")
+    flag(script, "at_once", 0.15, "the agent answers in its first message")
+    flag(script, "early", 0.3, "it answers in a later one while a slot is unknown")
+    flag(script, "distract", 0.15, "a question is irrelevant or repeated")
+    flag(script, "noise", 0.04, "the answer has a bug")
+    flag(script, "silent", 0.12, "the agent never answers")
+    flag(script, "hidden", 0.4, "it reads the reference in its first message, as the critic does")
+
+    grade = command("grade", "add the reward to records that have task and answer")
+    check = command("check", "drop tasks whose reference gives no stable values, name weak ones")
+    flag(grade, "reference", 0, "1: grade the references, a control", choices=[0, 1])
+    flag(grade, "rules", "honest", "official: as the released scorer",
+         choices=["honest", "official"])
+    for p in (grade, check):
+        flag(p, "workers", os.cpu_count(), "answers run at once")
+        flag(p, "unsafe", 0, "1: run answers even without a sandbox", choices=[0, 1])
+        skip_bad_flag(p)
+        page_flags(p)
+
+    p = command("judge", "have an LLM that sees the reference compare messages and candidates: "
+                "`advantage` is the share of its comparisons that one wins")
+    p.add_argument("--endpoint", required=True,
+                   help="http://host:port/v1[,http://...] of a chat model")
+    p.add_argument("--model", help="its name, if the servers serve several")
+    flag(p, "in_flight", 64, "requests at once at each server")
+    skip_bad_flag(p)
+    return root.parse_args(argv)
 
 
-def to_grade(args, *more):
-    """(stdin's records, their environment): all tasks are of one kind. more: fields needed."""
-    fields = lambda record: [*gradable(record)[1:], *more]  # a description is not
-    records = read_jsonl(sys.stdin, fields, skip_bad=args.skip_bad)
+def write_tasks(args, emit):
+    """Different built-in tasks of a split."""
+    seen = set()
+    for i, task in enumerate(ENVIRONMENTS[args.kind].tasks(args.split, args)):
+        if len(seen) == args.n:
+            return
+        if i > 100 * args.n:
+            fail(f"the {args.split} split has no {args.n} such tasks (found {len(seen)})")
+        if task["id"] not in seen:
+            seen.add(task["id"])
+            emit({"task": task})
+
+
+def write_demos(args, emit):
+    """Demonstrations; a task may come again."""
+    kind = ENVIRONMENTS[args.kind]
+    for i, task in zip(range(args.n), kind.tasks("train", args)):
+        emit(kind.demonstration(task, rng("demo", args.seed, i), args))
+
+
+def open_records(args, *fields):
+    """(stdin's records, the environment of their tasks), which must all be of one kind."""
+    records = read_jsonl(sys.stdin, needs(*fields, to_grade=True), skip_bad=args.skip_bad)
     first = next(records, None)
     kind = kind_of(first["task"]) if first else "backend"
 
     def of_one_kind():
-        for r in itertools.chain([first] if first else (), records):
-            if kind_of(r["task"]) != kind:
-                fail(f"task {task_id(r['task'])} is of another kind than those before it: "
+        for record in itertools.chain([first] if first else [], records):
+            if kind_of(record["task"]) != kind:
+                fail(f"task {task_id(record['task'])} is of another kind than those before it: "
                      "give them by themselves")
-            yield r
+            yield record
+
     return of_one_kind(), ENVIRONMENTS[kind](args, args.workers, args.command == "check")
+
+
+def grade_stdin(args, emit):
+    """Records with their rewards."""
+    records, grader = open_records(args, *([] if args.reference else ["answer"]))
+    if args.reference:
+        records = ({**r, "answer": r["task"]["ground_truth"]} for r in records)
+    n, total, solved, failed = 0, 0.0, 0, 0
+    with grader:
+        for record in grade_records(records, grader):
+            emit({**record, "meta": {**record.get("meta", {}), "rules": args.rules}})
+            n += 1
+            total += record["reward"]
+            solved += record["reward"] == 1
+            failed += "failure" in record
+        failures = f", {failed} failed" if failed else ""
+        say(f"{n} answers: {grader.reward_name} {100 * total / max(1, n):.1f} %, "
+            f"success {100 * solved / max(1, n):.1f} %{failures}; {grader.grader_line()}")
+
+
+def check_stdin(args, emit):
+    """Records whose task can be graded."""
+    records, grader = open_records(args)
+    with grader:
+        for i, record in enumerate(records, 1):
+            broken, weak = grader.check(record["task"])
+            if broken or weak:
+                verdict = "dropped" if broken else "kept"
+                say(f"line {i}: {verdict}: {'; '.join(broken + weak)}")
+            if not broken:
+                emit(record)
 
 
 def main(args):
     emit = open_stdout()
-    if args.command == "tasks":
-        kind, seen = ENVIRONMENTS[args.kind], set()
-        for i, task in enumerate(kind.tasks(args.split, args)):
-            if len(seen) == args.n:
-                break
-            if i > 100 * args.n:
-                fail(f"the {args.split} split has no {args.n} such tasks (found {len(seen)})"
-                     + kind.advice)
-            if task["id"] not in seen:
-                seen.add(task["id"])
-                emit({"task": task})
-    elif args.command == "demos":
-        kind = ENVIRONMENTS[args.kind]
-        tasks = kind.tasks("train", args)
-        for i in range(args.n):
-            emit(kind.demonstration(next(tasks), rng("demo", args.seed, i), args))
-    elif args.command == "judge":
-        if failed := asyncio.run(judge_records(args, emit)):
-            fail(f"{failed} records could not be judged and were not written")
-    elif args.command == "grade":
-        records, grader = to_grade(args, *[] if args.reference else ["answer"])
-        if args.reference:
-            records = ({**r, "answer": r["task"]["ground_truth"]} for r in records)
-        rewards, failures = [], 0
-        with grader:
-            for record in grade_records(records, grader):
-                emit({**record, "meta": {**record.get("meta", {}), **grader.meta()}})
-                rewards.append(record["reward"])
-                failures += "failure" in record
-            say(grader.summary(rewards, failures))
-    else:
-        records, grader = to_grade(args)
-        with grader:
-            for i, record in enumerate(records, 1):
-                broken, weak = grader.check(record["task"])
-                if broken or weak:
-                    verdict = "dropped" if broken else "kept"
-                    say(f"line {i}: {verdict}: {'; '.join(broken + weak)}")
-                if not broken:
-                    emit(record)
+    if args.command == "judge":
+        return asyncio.run(judge_stdin(args, emit))
+    commands = {"tasks": write_tasks, "demos": write_demos,
+                "grade": grade_stdin, "check": check_stdin}
+    commands[args.command](args, emit)
 
 
 if __name__ == "__main__":

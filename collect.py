@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
 from colbench import (NOT_SEEN, GraderError, NoReference, RenderError, environment, first_message,
-                      gradable, hidden_information, human_prompt, judge, kind_of, page_flags,
+                      hidden_information, human_prompt, judge, kind_of, needs, page_flags,
                       read_action, redact, task_id, without_thinking)
 
 
@@ -562,7 +562,7 @@ class Run:
         A bad line ends the input. Episodes under way are finished first, then self.error is told.
         """
         try:
-            for record in read_jsonl(sys.stdin, gradable, skip_bad=self.args.skip_bad):
+            for record in read_jsonl(sys.stdin, needs(to_grade=True), skip_bad=self.args.skip_bad):
                 for sample in self.samples(record):
                     yield record, sample
         except SystemExit as e:

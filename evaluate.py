@@ -36,7 +36,7 @@ import tempfile
 import numpy as np
 
 from colbench import (agent_messages, browser_flags, draw_pages, environment, hidden_information,
-                      task_fields, task_id)
+                      needs, task_id)
 
 METRICS = ("tests_passed", "success", "turns", "tokens", "unanswered", "letterbox", "not_drawn",
            "copied")  # in every result; an environment may have others
@@ -77,10 +77,6 @@ def measure(record):
     return measured | environment(record["task"]).metrics(record)
 
 
-def needed_fields(record):
-    return [*task_fields(record), "dialogue_history", "reward"]
-
-
 def records_of(path, fields, skip_bad):
     """Yields the records of a file, or of stdin ("-")."""
     try:
@@ -104,7 +100,7 @@ class System:
         """Reads the files. Of episodes with the same task and sample in a file the first counts."""
         seen, repeated = set(), 0
         for i, path in enumerate(self.files):
-            for record in records_of(path, needed_fields, skip_bad):
+            for record in records_of(path, needs("dialogue_history", "reward"), skip_bad):
                 cluster = i, task_id(record["task"])
                 key = cluster, record.get("sample")
                 if key in seen:

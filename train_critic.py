@@ -30,7 +30,7 @@ import os
 import sys
 
 from colbench import (agent_messages, browser_flags, draw_pages, environment, hidden_information,
-                      task_id, training_fields, with_hidden)
+                      needs, task_id, with_hidden)
 
 
 def get_args(argv=None):
@@ -227,7 +227,8 @@ def prepare(args, records):
     Returns ({turn: reference turn}, {task id: [Pair]} to train on, the same held out, how many
     turns are too long, and Pictures or None).
     """
-    records += read_jsonl(sys.stdin, training_fields, skip_bad=args.skip_bad)
+    need = needs("dialogue_history", "reward", to_train=True)
+    records += read_jsonl(sys.stdin, need, skip_bad=args.skip_bad)
     path, tokenizer, config = find_model(args.model)
     pictures = None
     if has_vision(config) and not args.dry_run:
@@ -305,8 +306,8 @@ def score_stream(args, emit, device):
     """--score 1: scores 64 records at a time, so memory does not grow with their number."""
     critic, tokenizer, models, pictures = load_critic(args.out, device, args.attention,
                                                       **load_options(args, device))
-    fields = lambda record: training_fields(record, reward=False)
-    chunks = in_chunks(read_jsonl(sys.stdin, fields, skip_bad=args.skip_bad), 64)
+    need = needs("dialogue_history", to_train=True)
+    chunks = in_chunks(read_jsonl(sys.stdin, need, skip_bad=args.skip_bad), 64)
     while (records := from_rank_0(lambda: next(chunks, None))) is not None:
         if pictures:
             folder = os.path.join(args.out, "pictures")

@@ -24,7 +24,7 @@ import os
 import sys
 from itertools import cycle
 
-from colbench import PIECES, agent_messages, task_id, training_fields
+from colbench import PIECES, agent_messages, needs, task_id
 
 
 def get_args(argv=None):
@@ -196,8 +196,9 @@ def prepare(args):
     The last is --model tiny's (model, tokenizer), made here; None for other models.
     """
     needs_reward = {"mtdpo": True, "rft": not args.all}.get(args.loss, args.mix > 0)
-    fields = lambda record: training_fields(record, needs_reward)
-    records = list(read_jsonl(sys.stdin, fields, skip_bad=args.skip_bad))
+    fields = ["dialogue_history", "reward"] if needs_reward else ["dialogue_history"]
+    need = needs(*fields, to_train=True)
+    records = list(read_jsonl(sys.stdin, need, skip_bad=args.skip_bad))
     made = tiny(records, args.seed, PIECES) if args.model == "tiny" else None
     tokenizer = made[1] if made else find_model(args.model)[1]
     too_long = add_turns(tokenizer, records, args.max_length)

@@ -1,4 +1,4 @@
-"""Built-in tasks, the rules of an episode, the scripted human, the demonstrations. (The grader: test_grader.py.)"""
+"""Built-in tasks, the rules of an episode, the scripted human, the demonstrations."""
 import itertools
 import math
 import re
@@ -6,7 +6,8 @@ import re
 import pytest
 
 import colbench
-from colbench import ANSWER, SLOTS, SPLITS, builtin_tasks, read_action, scripted_human, slots_of, with_hidden
+from colbench import (ANSWER, SLOTS, SPLITS, builtin_tasks, read_action, scripted_human, slots_of,
+                      with_hidden)
 from conftest import demos, records, script
 from utils import rng
 
@@ -15,7 +16,7 @@ def take(n, *args):
     return list(itertools.islice(builtin_tasks(*args), n))
 
 
-# --- built-in tasks ---------------------------------------------------------------------------------------------------
+# --- built-in tasks -------------------------------------------------------------------------------
 
 def test_splits_share_no_task_and_the_seed_decides():
     drawn = {split: take(500, split, seed, 2, 5, 0.5) for seed, split in enumerate(SPLITS)}
@@ -23,7 +24,7 @@ def test_splits_share_no_task_and_the_seed_decides():
     codes = {split: {t["ground_truth"] for t in tasks} for split, tasks in drawn.items()}
     for a, b in itertools.combinations(SPLITS, 2):
         assert not ids[a] & ids[b] and not codes[a] & codes[b]
-    assert all(len(ids[s]) == len(codes[s]) > 250 for s in SPLITS)  # small functions have few values: some come twice
+    assert all(len(ids[s]) == len(codes[s]) > 250 for s in SPLITS)  # some come twice
     assert take(50, "val", 3) == take(50, "val", 3) != take(50, "val", 4)
 
 
@@ -33,10 +34,12 @@ def shape(code):
 
 
 def test_tens_of_thousands_of_tasks():
-    shapes = {shape(t["ground_truth"]): slots_of(t["ground_truth"]) for t in take(600, "train", 0, 2, 5)}
+    codes = [task["ground_truth"] for task in take(600, "train", 0, 2, 5)]
+    shapes = {shape(code): slots_of(code) for code in codes}
     sizes = [(len(slots), math.prod(len(SLOTS[k]) for k in slots)) for slots in shapes.values()]
     assert {n for n, _ in sizes} == {2, 3, 4, 5}
-    assert sum(size for n, size in sizes if n <= 4) > 25_000 and sum(size for _, size in sizes) > 100_000
+    assert sum(size for n, size in sizes if n <= 4) > 25_000
+    assert sum(size for _, size in sizes) > 100_000
     values = [v for slot in SLOTS.values() for v in slot]
     assert len(values) == len(set(values))  # a value tells its slot
 
@@ -57,39 +60,44 @@ def test_every_other_value_of_a_slot_fails_a_test():
             for other in map(str, SLOTS[name]):
                 wrong = code.replace(f"{name}={value}", f"{name}={other}", 1)
                 assert (values_of(wrong, tests) == right) == (other == value), (wrong, tests)
-        assert not re.search(r"\d", colbench.first_message(task, 6)["content"])  # the agent must ask
+        said = colbench.first_message(task, 6)["content"]
+        assert not re.search(r"\d", said)  # the agent must ask
 
 
 def test_slots_are_asked_for_by_number():
     for low, high in ((2, 2), (5, 5), (3, 4)):
-        assert all(low <= len(slots_of(t["ground_truth"])) <= high for t in take(60, "train", 0, low, high))
+        for task in take(60, "train", 0, low, high):
+            assert low <= len(slots_of(task["ground_truth"])) <= high
     failed = script("colbench.py", "tasks", "--min_slots", 9, "--max_slots", 9)
     assert failed.returncode == 1 and failed.stderr.startswith("error: ") and not failed.stdout
 
 
 def test_slots_of():
     assert slots_of("def f(x, rate=3, op=max): return f(rate=9)") == {"rate": "3", "op": "max"}
-    assert slots_of("def f(x):\n    y=3\n    return y") == {} == slots_of("") == slots_of("def f(x): return x")
+    for code in ("def f(x):\n    y=3\n    return y", "", "def f(x): return x"):
+        assert slots_of(code) == {}
     assert slots_of("def f(x,a=-1,b='z'): return a") == {"a": "-1", "b": "'z'"}
 
 
-# --- the rules of an episode ------------------------------------------------------------------------------------------
+# --- the rules of an episode ----------------------------------------------------------------------
 
 @pytest.mark.parametrize("output, last, content, answer", [
     ("which rate?", False, "which rate?", None),
     ("  which rate? \n", False, "which rate?", None),
-    ("which rate?", True, "which rate?", "which rate?"),                                # rounds are over: it counts
-    (f"{ANSWER}\ndef f(x): return x\n", False, f"{ANSWER}\ndef f(x): return x", "def f(x): return x"),
+    ("which rate?", True, "which rate?", "which rate?"),  # rounds are over: it counts
+    (f"{ANSWER}\ndef f(x): return x\n", False, f"{ANSWER}\ndef f(x): return x",
+     "def f(x): return x"),
     (f"{ANSWER} def f(x): return x", True, f"{ANSWER} def f(x): return x", "def f(x): return x"),
-    ("I wonder. OUTPUT: which rate?", False, "which rate?", None),                       # thought is private
+    ("I wonder. OUTPUT: which rate?", False, "which rate?", None),  # thought is private
     ("I wonder. OUTPUT: which rate?", True, "which rate?", "which rate?"),
     (f"I wonder.\nOUTPUT:\n{ANSWER}\ncode", False, f"{ANSWER}\ncode", "code"),
     (f"I know. {ANSWER} code", False, f"I know. {ANSWER} code", "code"),
-    (f"{ANSWER}\nprint('OUTPUT:', 3)", False, f"{ANSWER}\nprint('OUTPUT:', 3)", "print('OUTPUT:', 3)"),  # in the code
+    (f"{ANSWER}\nprint('OUTPUT:', 3)", False, f"{ANSWER}\nprint('OUTPUT:', 3)",
+     "print('OUTPUT:', 3)"),  # in the code
     (f"not yet: {ANSWER}? OUTPUT: {ANSWER} code", False, f"{ANSWER} code", "code"),
     (f"{ANSWER} a {ANSWER} b", False, f"{ANSWER} a {ANSWER} b", f"a {ANSWER} b"),
-    (f"<think>\n{ANSWER} no\n</think>\n\nwhich rate?", False, "which rate?", None),       # a reasoning model
-    (f"hm, {ANSWER}\n</think>\n{ANSWER} code", False, f"{ANSWER} code", "code"),            # its template thought first
+    (f"<think>\n{ANSWER} no\n</think>\n\nwhich rate?", False, "which rate?", None),
+    (f"hm, {ANSWER}\n</think>\n{ANSWER} code", False, f"{ANSWER} code", "code"),  # <think> cut
     (f"<think>\n{ANSWER} cut of", False, "", None), (f"<think>\n{ANSWER} cut of", True, "", ""),
     (ANSWER, False, ANSWER, ""), ("", False, "", None), ("", True, "", "")])
 def test_read_action(output, last, content, answer):
@@ -97,39 +105,48 @@ def test_read_action(output, last, content, answer):
 
 
 def test_first_message_takes_braces_as_they_are():
-    task = {"problem_description": "a {dict} {max_turns} {problem_description} {0}", "ground_truth": "g"}
+    task = {"problem_description": "a {dict} {max_turns} {problem_description} {0}",
+            "ground_truth": "g"}
     text = colbench.first_message(task, 7)["content"]
     assert text.endswith(task["problem_description"]) and "You have 7 messages" in text
-    assert colbench.first_message(task, 7, "{max_turns}: {problem_description}")["content"].startswith("7: a {dict}")
+    other = colbench.first_message(task, 7, "{max_turns}: {problem_description}")["content"]
+    assert other.startswith("7: a {dict}")
     assert colbench.first_message({**task, "agent_prompt": "own"}, 7)["content"] == "own"
 
 
 def test_task_id_is_given_or_a_hash():
     task = {"problem_description": "p", "ground_truth": "g"}
-    assert colbench.task_id({**task, "id": "x"}) == "x" and colbench.task_id({**task, "id": 5}) == "5"
+    assert colbench.task_id({**task, "id": "x"}) == "x"
+    assert colbench.task_id({**task, "id": 5}) == "5"
     assert colbench.task_id(task) == colbench.task_id({**task, "test_cases": {}})
-    assert len({colbench.task_id(t) for t in (task, {**task, "ground_truth": "h"},
-                                               {"problem_description": "pg", "ground_truth": ""})}) == 3
-    colbench.task_id({"problem_description": "\ud800", "ground_truth": "g"})  # JSON may spell a lone surrogate
+    others = [{**task, "ground_truth": "h"}, {"problem_description": "pg", "ground_truth": ""}]
+    assert len({colbench.task_id(t) for t in (task, *others)}) == 3
+    surrogate = {"problem_description": "\ud800", "ground_truth": "g"}  # JSON may spell a lone one
+    colbench.task_id(surrogate)
 
 
 def test_with_hidden_changes_the_first_message_of_a_copy():
     history = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     seen = with_hidden(history, "SECRET")
-    assert "SECRET" in seen[0]["content"] and seen[0]["content"].endswith("q") and seen[1] == history[1]
+    assert "SECRET" in seen[0]["content"] and seen[0]["content"].endswith("q")
+    assert seen[1] == history[1]
     assert history[0]["content"] == "q"
 
 
 def test_scripted_human():
     task = {"problem_description": "p", "ground_truth": "def f(x, rate=3, op=max): return x"}
-    for message, reply in (("what is the rate?", "rate=3"), ("which op?", "op=max"), ("op, rate?", "op=max"),
-                           ("what is the fee?", "i do not know"), ("", "i do not know"), ("rates?", "i do not know")):
+    for message, reply in (
+            ("what is the rate?", "rate=3"), ("which op?", "op=max"), ("op, rate?", "op=max"),
+            ("what is the fee?", "i do not know"), ("", "i do not know"),
+            ("rates?", "i do not know")):
         assert scripted_human(task, message) == reply
-    assert scripted_human({**task, "ground_truth": "def f(x):\n    rate = 3"}, "the rate?") == "i do not know"
-    assert scripted_human({**task, "hidden_information": "def f(x, rate=8): ..."}, "the rate?") == "rate=8"
+    no_slots = {**task, "ground_truth": "def f(x):\n    rate = 3"}
+    assert scripted_human(no_slots, "the rate?") == "i do not know"
+    hidden = {**task, "hidden_information": "def f(x, rate=8): ..."}
+    assert scripted_human(hidden, "the rate?") == "rate=8"
 
 
-# --- demonstrations ---------------------------------------------------------------------------------------------------
+# --- demonstrations -------------------------------------------------------------------------------
 
 agent = lambda d: [m for m in d["dialogue_history"] if m["role"] == "assistant"]
 
@@ -137,7 +154,8 @@ agent = lambda d: [m for m in d["dialogue_history"] if m["role"] == "assistant"]
 def test_demonstrations_obey_the_rules():
     for d in demos(300, seed=2):
         said = agent(d)
-        assert 1 <= len(said) <= 6 and [m["role"] for m in d["dialogue_history"]] == ["user", "assistant"] * len(said)
+        roles = [m["role"] for m in d["dialogue_history"]]
+        assert 1 <= len(said) <= 6 and roles == ["user", "assistant"] * len(said)
         for i, m in enumerate(said):
             content, answer = read_action(m["output"], i == 5)
             assert content == m["content"] and (answer is None) == (i < len(said) - 1)
@@ -146,45 +164,52 @@ def test_demonstrations_obey_the_rules():
 
 def test_knobs_of_demonstrations():
     at_once = demos(60, at_once=1, silent=0)
-    assert all(len(agent(d)) == 1 and ANSWER in d["dialogue_history"][1]["content"] for d in at_once)
+    assert all(len(agent(d)) == 1 for d in at_once)
+    assert all(ANSWER in d["dialogue_history"][1]["content"] for d in at_once)
     assert not any(ANSWER in m["output"] for d in demos(60, silent=1) for m in agent(d))
     assert all(len(agent(d)) == 4 for d in demos(60, silent=1, max_turns=4))
     in_front = lambda d: d["task"]["ground_truth"] in d["dialogue_history"][0]["content"]
     fronts = lambda hidden: [in_front(d) for d in demos(200, hidden=hidden)]
     assert all(fronts(1)) and not any(fronts(0)) and 50 < sum(fronts(0.4)) < 110
     good = demos(60, at_once=0, early=0, distract=0, noise=0, silent=0, hidden=0, max_turns=10)
-    assert all(d["answer"] == d["task"]["ground_truth"] and len(agent(d)) > len(slots_of(d["answer"])) for d in good)
+    assert all(d["answer"] == d["task"]["ground_truth"] for d in good)
+    assert all(len(agent(d)) > len(slots_of(d["answer"])) for d in good)
     informed = demos(60, at_once=1, noise=0, silent=0, hidden=1)
     assert all(d["answer"] == d["task"]["ground_truth"] for d in informed)  # it read the reference
     guessed = demos(60, at_once=1, noise=0, silent=0, hidden=0, min_slots=4)
     assert sum(d["answer"] == d["task"]["ground_truth"] for d in guessed) < 30
     buggy = demos(60, at_once=1, noise=1, silent=0, hidden=1)
     assert all(d["answer"] != d["task"]["ground_truth"] for d in buggy)
-    assert all(slots_of(d["answer"]) == slots_of(d["task"]["ground_truth"]) for d in buggy)  # the bug is in the body
+    for d in buggy:  # the bug is in the body
+        assert slots_of(d["answer"]) == slots_of(d["task"]["ground_truth"])
     asked = demos(60, distract=1, at_once=0, early=0, silent=0, noise=0, hidden=0)
     assert sum(m["content"] == "i do not know" for d in asked for m in d["dialogue_history"]) > 60
 
 
-# --- the command line -------------------------------------------------------------------------------------------------
+# --- the command line -----------------------------------------------------------------------------
 
 def test_same_command_same_bytes():
     for flags in (["tasks", "--n", 30, "--split", "test"], ["demos", "--n", 30]):
-        one, two, other = (script("colbench.py", *flags, "--seed", seed, fresh=True) for seed in (5, 5, 6))
-        assert one.returncode == 0 and one.stdout == two.stdout != other.stdout and len(records(one.stdout)) == 30
+        one, two, other = (script("colbench.py", *flags, "--seed", seed, fresh=True)
+                           for seed in (5, 5, 6))
+        assert one.returncode == 0 and len(records(one.stdout)) == 30
+        assert one.stdout == two.stdout != other.stdout
     tasks = [r["task"]["id"] for r in records(script("colbench.py", "tasks", "--n", 400).stdout)]
     assert len(set(tasks)) == 400  # none twice
 
 
 def test_another_answer_marker_is_one_line(monkeypatch):
-    """ANSWER alone tells the prompts, the demonstrations, what an action means, and the tiny model's words."""
+    """ANSWER alone tells the prompts, demonstrations, actions, and the tiny model's words."""
     import model
     monkeypatch.setattr(colbench, "ANSWER", "MY LAST WORD:")
     args = colbench.get_args(["demos", "--at_once", "1", "--silent", "0"])
     (task,) = take(1, "train", 0)
     made = [colbench.demonstration(task, rng("marker", i), args) for i in range(4)]
-    outputs = [m["content"] for r in made for m in r["dialogue_history"] if m["role"] == "assistant"]
-    assert all(output.startswith("MY LAST WORD:\n") and "I WANT" not in output for output in outputs)
+    outputs = [m["content"] for r in made for m in agent(r)]
+    assert all(output.startswith("MY LAST WORD:\n") for output in outputs)
+    assert not any("I WANT" in output for output in outputs)
     assert read_action(outputs[0], False)[1].startswith("def ")
-    assert 'write "MY LAST WORD:"' in colbench.first_message({**task, "agent_prompt": None}, 5)["content"]
+    first = colbench.first_message({**task, "agent_prompt": None}, 5)
+    assert 'write "MY LAST WORD:"' in first["content"]
     tokenizer = model.tiny(made, 0, colbench.PIECES)[1]
     assert "MY LAST WORD:\n" in tokenizer.get_vocab()

@@ -1,4 +1,4 @@
-"""ColBench's public files as they are: bare tasks, and offline trajectories without ids, numbers or token ids."""
+"""ColBench's public files: bare tasks, and trajectories without ids, numbers or token ids."""
 import json
 import os
 
@@ -21,11 +21,13 @@ def public_task(n, **more):
 def public_trajectory(n, block):
     """An offline record: the first block's answers are right, the second's wrong by one."""
     answer = f"def price{n}(x):\n    return x * {n} + {17 + block}"
-    say = lambda text, thought: {"role": "assistant", "content": text, "input": "the prompt as text",
-                                 "output": f"{thought}OUTPUT: {text}"}
+    def say(text, thought):
+        return {"role": "assistant", "content": text, "input": "the prompt as text",
+                "output": f"{thought}OUTPUT: {text}"}
     return {"task": public_task(n), "dialogue_history": [
         {"role": "user", "content": f"a long instruction. I need a function price{n}(x)."},
-        say("What is the rate?", "I don't know the rate. "), {"role": "user", "content": f"It is {n}."},
+        say("What is the rate?", "I don't know the rate. "),
+        {"role": "user", "content": f"It is {n}."},
         say(f"I WANT TO ANSWER:\n```python\n{answer}\n```", "")],
         "answer": f"```python\n{answer}\n```", "reward": 1.0 - block}
 
@@ -40,11 +42,15 @@ def test_bare_tasks(tiny_dir):
     tasks = [public_task(n) for n in (2, 3)]
     for flags in (["grade", "--reference", 1], ["check"]):
         done = script("colbench.py", *flags, stdin=tasks)
-        assert done.returncode == 0 and [r["task"] for r in records(done.stdout)] == tasks, done.stderr
-    assert all(r["reward"] == 1 for r in records(script("colbench.py", "grade", "--reference", 1, stdin=tasks).stdout))
-    got = records(script("collect.py", "--model", tiny_dir, "-k", 2, "--human", "fixed:no", "--max_turns", 2,
-                         "--max_tokens", 5, stdin=[*tasks, tasks[0]]).stdout)  # said again, it is the same task
-    assert sorted((r["task"]["id"], r["sample"]) for r in got) == sorted((task_id(t), i) for t in tasks for i in (0, 1))
+        assert done.returncode == 0, done.stderr
+        assert [r["task"] for r in records(done.stdout)] == tasks
+    done = script("colbench.py", "grade", "--reference", 1, stdin=tasks)
+    assert all(r["reward"] == 1 for r in records(done.stdout))
+    flags = ["--model", tiny_dir, "-k", 2, "--human", "fixed:no", "--max_turns", 2,
+             "--max_tokens", 5]
+    done = script("collect.py", *flags, stdin=[*tasks, tasks[0]])  # said again: the same task
+    got = sorted((r["task"]["id"], r["sample"]) for r in records(done.stdout))
+    assert got == sorted((task_id(task), i) for task in tasks for i in (0, 1))
 
 
 def test_offline_trajectories_go_into_every_stage(trajectories, tiny_dir, tmp_path):
@@ -58,7 +64,7 @@ def test_offline_trajectories_go_into_every_stage(trajectories, tiny_dir, tmp_pa
     scored = records(done.stdout)
     assert done.returncode == 0 and len(scored) == 6, done.stderr
     first = json.loads((tmp_path / "critic" / "metrics.jsonl").read_text().splitlines()[0])
-    assert first["pairs"] == 3 and first["tasks"] == 3  # by task, though no two of one stand together
+    assert first["pairs"] == 3 and first["tasks"] == 3  # by task: no two of one stand together
     for r, before in zip(scored, trajectories):
         assert all("advantage" in m for m in r["dialogue_history"] if m["role"] == "assistant")
         for m in r["dialogue_history"]:
@@ -75,8 +81,10 @@ def test_offline_trajectories_go_into_every_stage(trajectories, tiny_dir, tmp_pa
     assert not any("candidates" in m for r in records(done.stdout) for m in r["dialogue_history"])
     done = script("collect.py", *flags, stdin=trajectories)
     sampled = records(done.stdout)
-    assert sorted((r["task"]["problem_description"], r["sample"], r["reward"]) for r in sampled) == sorted(
-        (public_task(n)["problem_description"], block, 1.0 - block) for n in (2, 3, 4) for block in (0, 1)), done.stderr
+    assert done.returncode == 0, done.stderr
+    got = sorted((r["task"]["problem_description"], r["sample"], r["reward"]) for r in sampled)
+    assert got == sorted((public_task(n)["problem_description"], block, 1.0 - block)
+                         for n in (2, 3, 4) for block in (0, 1))
     scored = script("train_critic.py", *critic, "--out", tmp_path / "critic2", stdin=sampled).stdout
     done = script("train_policy.py", "--model", tiny_dir, "--out", tmp_path / "sweet", stdin=scored)
     assert done.returncode == 0 and json.loads(done.stdout)["steps"] > 0, done.stderr
@@ -86,17 +94,19 @@ def test_the_raw_output_is_what_is_trained(trajectories, tiny_dir):
     _, tokenizer, _ = M.find_model(tiny_dir)
     (_, asked), (prompt, _) = M.turns_of(tokenizer, trajectories[0])
     assert tokenizer.decode(asked) == "I don't know the rate. OUTPUT: What is the rate?<|end|>"
-    assert "What is the rate?" in tokenizer.decode(prompt) and "I don't know" not in tokenizer.decode(prompt)
+    read = tokenizer.decode(prompt)
+    assert "What is the rate?" in read and "I don't know" not in read
 
 
 def test_hidden_information_wins_over_the_reference(trajectories, tiny_dir, tmp_path):
-    """As what the critic reads: with it equal to the reference nothing changes, with another text something does."""
+    """The critic reads it: equal to the reference it changes nothing, another text does."""
     def advantages(name, hidden):
         rs = [{**r, "task": {**r["task"], **hidden(r["task"])}} for r in trajectories]
-        done = script("train_critic.py", "--model", tiny_dir, "--held_out", 0, "--epochs", 1, "--lr", 1e-3, "--out",
-                      tmp_path / name, stdin=rs)
+        flags = ["--model", tiny_dir, "--held_out", 0, "--epochs", 1, "--lr", 1e-3]
+        done = script("train_critic.py", *flags, "--out", tmp_path / name, stdin=rs)
         assert done.returncode == 0, done.stderr
-        return [m["advantage"] for r in records(done.stdout) for m in r["dialogue_history"] if "advantage" in m]
+        messages = [m for r in records(done.stdout) for m in r["dialogue_history"]]
+        return [m["advantage"] for m in messages if "advantage" in m]
     plain = advantages("plain", lambda task: {})
     assert len(plain) == 12 and len(set(plain)) > 3
     assert advantages("same", lambda task: {"hidden_information": task["ground_truth"]}) == plain
@@ -106,12 +116,14 @@ def test_hidden_information_wins_over_the_reference(trajectories, tiny_dir, tmp_
 @pytest.mark.parametrize("name, flags", [
     ("colbench.py", ["grade", "--reference", 1]), ("colbench.py", ["check"]),
     ("collect.py", ["--human", "fixed:no", "--max_turns", 2, "--max_tokens", 5]),
-    ("train_policy.py", ["--loss", "mtdpo", "--epochs", 1]), ("train_critic.py", ["--epochs", 1, "--held_out", 0]),
+    ("train_policy.py", ["--loss", "mtdpo", "--epochs", 1]),
+    ("train_critic.py", ["--epochs", 1, "--held_out", 0]),
     ("evaluate.py", [])])
 def test_partial_lines_are_named_or_skipped(name, flags, trajectories, tiny_dir, tmp_path):
     tasks = name in ("colbench.py", "collect.py")
     good = [json.dumps(public_task(n) if tasks else r) for n, r in enumerate(trajectories)]
-    broken = [good[0][:60], '{"task": {"problem_description": "f"}, "dialogue_history": null}', "[]"]
+    broken = [good[0][:60], "[]",
+              '{"task": {"problem_description": "f"}, "dialogue_history": null}']
     stdin = "\n".join([*good[:3], *broken, *good[3:]]) + "\n"
     model = [] if name in ("colbench.py", "evaluate.py") else ["--model", tiny_dir]
     out = ["--out", tmp_path / "out"] if name.startswith("train") else []
@@ -122,14 +134,20 @@ def test_partial_lines_are_named_or_skipped(name, flags, trajectories, tiny_dir,
     assert done.returncode == 0 and "3 of 9 lines" in done.stderr, done.stderr
 
 
-@pytest.mark.skipif(not os.path.exists(REAL), reason="no real ColBench tasks at ../shared/colbench/backend_tasks.jsonl")
+@pytest.mark.full
+@pytest.mark.skipif(not os.path.exists(REAL), reason="no ../shared/colbench/backend_tasks.jsonl")
 def test_check_finds_the_real_tasks_that_cannot_be_graded():
-    """By 0-based line: a module that is not there, a file written, an order that hashes decide, random numbers."""
-    done = script("colbench.py", "check", stdin=open(REAL).read())
-    said = {int(line.split(":")[0].split()[1]) - 1: line for line in done.stderr.splitlines() if "dropped" in line}
-    assert set(said) == {214, 235, 248, 264} and "bs4" in said[214] and "differs between two runs" in said[264]
-    kept = [r["task"] for r in records(done.stdout)]
-    tasks = [json.loads(line) for line in open(REAL)]
-    assert kept == [t for i, t in enumerate(tasks) if i not in said]  # datetimes (207) and types (211) are values
-    repeats = {i for i, t in enumerate(tasks) if len(set(t["test_cases"].values())) < len(t["test_cases"])}
-    assert repeats == {int(line.split(":")[0].split()[1]) - 1 for line in done.stderr.splitlines() if "repeats" in line}
+    """By 0-based line: a missing module, a file written, an order by hashes, random numbers."""
+    with open(REAL, encoding="utf-8") as f:
+        tasks = [json.loads(line) for line in f]
+    done = script("colbench.py", "check", stdin=tasks)
+    said = [(int(line.split(":")[0].split()[1]) - 1, line)
+            for line in done.stderr.splitlines() if line.startswith("line ")]
+    dropped = {i: line for i, line in said if "dropped" in line}
+    assert set(dropped) == {214, 235, 248, 264}
+    assert "bs4" in dropped[214] and "differs between two runs" in dropped[264]
+    kept = [r["task"] for r in records(done.stdout)]  # datetimes (207), types (211) are values
+    assert kept == [task for i, task in enumerate(tasks) if i not in dropped]
+    tests = [list(task["test_cases"].values()) for task in tasks]
+    repeats = {i for i, calls in enumerate(tests) if len(set(calls)) < len(calls)}
+    assert repeats == {i for i, line in said if "repeats" in line}
