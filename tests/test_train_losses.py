@@ -240,7 +240,7 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch
     args = train_policy.get_args(["--model", tiny_dir, "--out", "x"])
 
     def prepared():
-        monkeypatch.setattr(sys, "stdin", io.StringIO(lines(rewarded)))
+        monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(rewarded).encode()))
         return train_policy.prepare(args)[0]
     texts = {c["output"] for r in rewarded for m in r["dialogue_history"] for c in m.get("candidates", ())}
     ids = {(*plain_ids(tokenizer, text), *end_of_turn(tokenizer)) for text in texts}
@@ -272,7 +272,7 @@ def train(script, monkeypatch, records, *flags):
     """script.main on these records in this process: what it writes, and the weights."""
     out = []
     monkeypatch.setattr(script, "open_stdout", lambda: out.append)
-    monkeypatch.setattr(sys, "stdin", io.StringIO(lines(records)))
+    monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(records).encode()))
     args = script.get_args([str(f) for f in flags])
     script.main(args)
     return out, open(f"{args.out}/model.safetensors", "rb").read(), open(f"{args.out}/metrics.jsonl").read()
