@@ -579,7 +579,7 @@ LIMITS = {
     "line": 1 << 20,              # bytes of one value on the wire
     "lines": 1 << 24,             # bytes of all values of one answer
     "items": 100_000,             # elements in one value
-    "digits": 1_000,              # of a Decimal or its exponent, of a Fraction's or range's integers
+    "digits": 1_000,              # of a Decimal, its exponent, an integer in a Fraction or range
     "alike": 16,                  # keys of one hash in one set or dict
     "work": 500_000,              # steps to rebuild one value, see spend()
     "expected": 1 << 26,          # bytes of all references' values that are kept
@@ -722,7 +722,7 @@ def compiled(text):
 
 
 def code_in_prose(text):
-    """compiled() of the part from the first line of code on, as far as that is Python; or None."""
+    """As compiled(), for the part from the first line of code on, as far as that is Python."""
     lines = text.splitlines()
     starts = [i for i, line in enumerate(lines) if FIRST_LINE.match(line)]
     for start in starts[:3]:
@@ -1037,11 +1037,10 @@ class Server:
             self.process = None
 
     def run(self, level, request, seconds, left, room):
-        """Runs one child: its level and, up to a test that ends it, each test's line or Outcome.
+        """Runs one child. Returns its level, and the line or Outcome of each test that it came to.
 
-        seconds: for each test, left: for all, room: bytes for all their lines.
-
-        A server that fails is restarted once; a child below `level` (None: any) is a GraderError.
+        seconds: for each test, left: for all of them, room: bytes for all their lines. A server
+        that fails is restarted once. GraderError: it fails again, or a child is not at `level`.
         """
         for _ in range(2):
             try:
@@ -1054,7 +1053,7 @@ class Server:
         raise GraderError(f"a fork server failed twice: {error!r}") from error
 
     def run_child(self, level, request, seconds, left, room):
-        """As run(), with OSError or struct.error where the server fails."""
+        """As run(), but OSError or struct.error where the server fails."""
         if self.process is None:
             self.start()
         ours, theirs = socket.socketpair()
@@ -1081,8 +1080,8 @@ class Server:
 def read_lines(wire, n, seconds, end, room):
     """(a child's first n lines, or fewer; an Outcome that says why fewer, else None).
 
-    Each may take `seconds` from the one before; all must have come by `end`, as time.monotonic has
-    it, and have at most `room` bytes. What comes after the n-th is not read.
+    Each may take `seconds` from the one before. All must have come by the time `end`, and have at
+    most `room` bytes together. What comes after the n-th line is not read.
     """
     lines, buffer = [], bytearray()
     while len(lines) < n:
@@ -1108,7 +1107,7 @@ def read_line(wire, buffer, deadline, room):
         if late:
             return Outcome(Verdict.TIMEOUT)
         left = deadline - time.monotonic()
-        late = left <= 0  # perhaps this process is: it reads once more, what lies there
+        late = left <= 0  # this process may have been slow: one last read of what lies there
         wire.settimeout(max(left, 1e-3))
         try:
             more = wire.recv(1 << 18)
@@ -1250,7 +1249,7 @@ def decimal_number(text):
 
 
 def tagged(name):
-    """A function that pairs a text with a new class: such a pair equals its own kind alone."""
+    """A function that pairs a text with a new class. Such a pair equals only others of its kind."""
     tag = type(name, (), {})
 
     def rebuilt(text):
@@ -1258,7 +1257,7 @@ def tagged(name):
     return rebuilt
 
 
-# How a value is rebuilt of what CONTENT tells: by the type of that, then by the value's class.
+# How a value is rebuilt from its content: by the type of the content, then by the value's class.
 REBUILD = {
     list: {
         "tuple": tuple, "set": set_of, "frozenset": set_of, "dict_keys": set_of,

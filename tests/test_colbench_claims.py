@@ -395,7 +395,8 @@ datetime.datetime(2024, 1, 2, 1, tzinfo=datetime.timezone(datetime.timedelta(hou
 datetime.datetime(2024, 1, 2, 3, 4, 5, 6) | datetime.date(2024, 1, 2)
 datetime.time(1, 2) | datetime.timedelta(1) | datetime.timedelta(hours=24)
 uuid.UUID(int=1) | uuid.UUID('00000000-0000-0000-0000-000000000001') | uuid.UUID(int=2)
-int | type(None) | pathlib.Path('a') | pathlib.PurePosixPath('a') | pathlib.Path('a/../a') | ('PurePosixPath', 'a')
+pathlib.Path('a') | pathlib.PurePosixPath('a') | pathlib.Path('a/../a') | ('PurePosixPath', 'a')
+int | type(None)
 """
 VALUES = [text.strip() for text in VALUES.strip().replace("\n", "|").split("|")]
 
@@ -434,7 +435,8 @@ def test_long_and_deep_values_are_compared(graders, text):
 REFUSED = {
     "generator": "(i for i in [1])", "dict_values": "{1: 2}.values()", "function": "f",
     "module": "__import__('math')", "object": "object()", "map": "map(str, [1])",
-    "Pattern": "__import__('re').compile('a')", "type": "type('K', (), {})", "dict_items": "{1: 2}.items()",
+    "Pattern": "__import__('re').compile('a')", "type": "type('K', (), {})",
+    "dict_items": "{1: 2}.items()",
     "slice": "slice(1)", "memoryview": "memoryview(b'a')",
     "array": "__import__('array').array('i', [1])",
     "mappingproxy": "__import__('types').MappingProxyType({})",
