@@ -89,7 +89,7 @@ def get_args(argv=None):
                    help="the grader's rules, see colbench.py")
     g.add_argument("--unsafe", type=int, choices=[0, 1], default=0,
                    help="1: grade even without a sandbox")
-    page_flags(g)
+    page_flags(p)
     args = p.parse_args(argv)
     if (args.best_of > 1) != bool(args.critic):
         fail("--best_of N and --critic DIR go together")

@@ -59,7 +59,13 @@ if WORLD > 1:  # loads slowly, and one process needs none of it
 # --- flags ----------------------------------------------------------------------------------------
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of a description, and shows the flags' defaults."""
+    """Keeps the lines of a description, shows the flags' defaults, 100 columns wide."""
+
+    def __init__(self, prog):
+        super().__init__(prog, max_help_position=28, width=100)
+
+    def _get_help_string(self, action):
+        return action.help if action.default is None else super()._get_help_string(action)
 
 
 def parser(doc):
