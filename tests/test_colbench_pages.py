@@ -149,11 +149,13 @@ def test_what_is_no_page_says_why(page, why, renderer):
         renderer.render(page)
 
 
+@pytest.mark.full
 def test_blocks_are_the_same_without_a_picture(renderer, blocks):
     with_picture = dict(renderer.render(PLAIN))
     assert with_picture.pop("png") and with_picture == blocks(PLAIN)
 
 
+@pytest.mark.full
 def test_pages_are_drawn_into_files_once(tmp_path, capsys):
     """draw_pages: PNG files by page; those that are there are taken; what has none is counted."""
     args = colbench.get_args(["grade"])
@@ -244,6 +246,7 @@ def test_a_page_that_takes_too_long_costs_its_browser_alone(monkeypatch):
         assert r.render(PLAIN) == want
 
 
+@pytest.mark.full
 def test_a_browser_that_does_not_start_grades_nothing(tmp_path):
     (tmp_path / "chromium").write_text("#!/bin/sh\nexit 1\n")
     (tmp_path / "chromium").chmod(0o755)
@@ -565,6 +568,7 @@ def usual_pages(split):
     return found.values()
 
 
+@pytest.mark.full
 def test_built_in_pages_share_nothing_between_splits_and_hide_their_slots():
     def first(split, seed):
         return [t for t, _ in zip(colbench.builtin_pages(split, seed), range(200))]
