@@ -21,7 +21,7 @@ def repo(tmp_path_factory):
     for path in glob.glob(f"{ROOT}/*.py"):
         shutil.copy(path, folder)
     (code,) = re.findall(r"<!-- environment -->\n```python\n(.*?)```", README, re.S)
-    (row,) = re.findall(r"below `ENVIRONMENTS`: `(.*?)`", README)
+    (row,) = re.findall(r"add `(.*?)` below `ENVIRONMENTS`", README)
     (folder / "words.py").write_text(code)
     text = (folder / "colbench.py").read_text()
     assert text.count(HERE) == 1
