@@ -67,8 +67,7 @@ import torch.nn.functional as F
 
 from model import (TURN, Pair, action_ids, action_logps, base_digest, batches, deal, dry_run,
                    find_model, gathered, load, load_options, micro_batches, reference_logps,
-                   render, restore, save, save_checkpoint, thinking_flag, tiny, token_counts,
-                   turns_in)
+                   restore, save, save_checkpoint, tiny, token_counts, turns_in, turns_of)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -88,12 +87,8 @@ def add_turns(tokenizer, records, max_length):
     """
     too_long = 0
     for r in records:
-        history = r["dialogue_history"]
-        for t, message in enumerate(history):
-            if message["role"] != "assistant":
-                continue
+        for message, (prompt, _) in zip(agent_messages(r), turns_of(tokenizer, r)):
             candidates = [c for c in message.get("candidates", ()) if "advantage" in c]
-            prompt = tuple(render(tokenizer, history[:t], thinking_flag(r)))
             for action in (message, *candidates):
                 turn = prompt, action_ids(tokenizer, action)
                 fits = sum(map(len, turn)) <= max_length
