@@ -16,14 +16,14 @@ value       a linear head's logit that the trajectory succeeds, trained by cross
 
 A --model with vision (Qwen2-VL, Qwen2.5-VL) reads the pages of frontend tasks as pictures.
 
-    python train_critic.py --model runs/base --out runs/critic < trajectories.jsonl > scored.jsonl
-    torchrun --nproc_per_node=8 train_critic.py --out runs/critic < trajectories.jsonl > scored.jsonl
+    python train_critic.py --model runs/base --out runs/critic < in.jsonl > scored.jsonl
+    torchrun --nproc_per_node=8 train_critic.py --out runs/critic < in.jsonl > scored.jsonl
     python train_critic.py --score 1 --out runs/critic < more.jsonl > scored.jsonl  # trains nothing
     for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
-from utils import (RANK, Log, check_finite, digest, drop_checkpoints, end_by_signal, fail, from_rank_0,
-                   init_distributed, lr_at, machine_flags, open_stdout, parser, read_jsonl, rng,
-                   run, say, stop_signal, sum_over_ranks, writing)
+from utils import (RANK, Log, check_finite, digest, drop_checkpoints, end_by_signal, fail,
+                   from_rank_0, init_distributed, lr_at, machine_flags, open_stdout, parser,
+                   read_jsonl, rng, run, say, stop_signal, sum_over_ranks, writing)
 
 import json
 import os
@@ -107,7 +107,7 @@ def critic_loss(chosen, rejected, ref_chosen, ref_rejected, beta, nll_coef, norm
 
 
 def value_loss(chosen, rejected):
-    """(loss, margin) of one pair: (1,) logits, one a turn, that its trajectory is the chosen one."""
+    """(loss, margin) of one pair: (1,) logits, one a turn, that its trajectory is chosen."""
     chosen, rejected = torch.cat(chosen), torch.cat(rejected)
     loss = torch.cat([F.softplus(-chosen), F.softplus(rejected)]).mean()
     return loss, chosen.mean() - rejected.mean()
@@ -397,9 +397,10 @@ def main(args):
                 json.dump(about, f)  # for load_critic
 
         def accuracy(logps):
-            """Share of the held-out pairs that are ranked right; ties count half. None: no pairs."""
+            """Share of the held-out pairs ranked right, ties counted half; None without pairs."""
             margins = [pair_loss(p, logps)[1].item() for pairs in held.values() for p in pairs]
-            return sum((m > 0) + 0.5 * (m == 0) for m in margins) / len(margins) if margins else None
+            right = sum((m > 0) + 0.5 * (m == 0) for m in margins)
+            return right / len(margins) if margins else None
 
         log(last=True, finished=len(steps), held_out_accuracy_before=accuracy(ref),
             held_out_accuracy=accuracy(logps), **token_counts())
