@@ -232,7 +232,7 @@ def test_bytes_that_drip_past_a_deadline_are_not_waited_for():
         def recv(self, n):
             self.read += 1
             time.sleep(5e-4)
-            return b"1"
+            return b"1" if self.read < 500 else b""
     wire = Drip()
     lines, last = read_lines(wire, 1, 0.05, time.monotonic() + 9, 1 << 24)
     assert not lines and last == Outcome(Verdict.TIMEOUT) and wire.read < 500
@@ -250,6 +250,14 @@ def test_what_a_child_says_is_kept_short(graders):
     odd = task("def f(x): raise type('A' * 10 ** 6, (Exception,), {})", "f(1)")
     assert len(graders[0].grade(odd, odd["ground_truth"])["tests"]["test1"]) < 200
     assert graders[0].kept_bytes < 4 << 20
+
+
+def test_a_decimal_is_compared_with_a_long_integer_in_little_time():
+    wanted = line(decimal.Decimal(SECRET) / 8)
+    start = time.thread_time()
+    given = b'["value", {"int": "0x%s"}]' % (b"f" * 60_000)
+    assert compare(wanted, given).verdict is Verdict.WRONG
+    assert time.thread_time() - start < 0.1
 
 
 def test_nested_counters_are_refused(graders):
