@@ -24,6 +24,7 @@ import re
 import struct
 import warnings
 from array import array
+from bisect import bisect_left
 from itertools import accumulate
 from operator import itemgetter
 from typing import NamedTuple
@@ -475,37 +476,70 @@ def branches(turns, max_tokens):
     return parts
 
 
-def micro_batches(pairs, max_tokens):
-    """The pairs in parts, halved until a part's tree has at most max_tokens or it is one pair."""
-    if len(pairs) == 1 or tree_tokens(turns_in(pairs)) <= max_tokens:
-        return [pairs]
-    half = len(pairs) // 2
-    return [*micro_batches(pairs[:half], max_tokens), *micro_batches(pairs[half:], max_tokens)]
+def even_parts(pairs, max_tokens, world):
+    """The pairs of a step in parts for `world` ranks, of similar tree tokens, the largest first.
 
-
-def even_parts(parts, world):
-    """A step's micro-batches as [(part, weight)], the largest first, a multiple of `world`.
-
-    The largest parts are halved until the ranks can share them out evenly. If all are single
-    pairs, the last one is repeated with weight 0: every rank needs as many.
+    The pairs are cut in their order, in which neighbours share prefixes. No part's tree has more
+    than max_tokens tokens, unless it is one pair. One rank gets its parts in order.
     """
-    if world == 1:
-        return [(part, 1.0) for part in parts]
-    sized = [(tree_tokens(turns_in(part)), part) for part in parts]
-    while len(sized) % world and max(len(part) for _, part in sized) > 1:
-        largest = max((x for x in sized if len(x[1]) > 1), key=itemgetter(0))
-        sized.remove(largest)
-        half = len(largest[1]) // 2
-        for part in (largest[1][:half], largest[1][half:]):
-            sized.append((tree_tokens(turns_in(part)), part))
-    parts = [part for _, part in sorted(sized, key=itemgetter(0), reverse=True)]
+    seqs = sorted({prompt + action for prompt, action in turns_in(pairs)})
+    shared = [common_prefix(a, b) for a, b in zip(seqs, seqs[1:])]
+    index = {seq: i for i, seq in enumerate(seqs)}
+    leaves = [{index[prompt + action] for prompt, action in turns_in([pair])} for pair in pairs]
+
+    def grow(tree, pair):
+        """The tokens that a pair adds to a tree, a sorted list of indices of seqs, changed here."""
+        tokens = 0
+        for i in leaves[pair]:
+            at = bisect_left(tree, i)
+            if at < len(tree) and tree[at] == i:
+                continue
+            with_last = min(shared[tree[at - 1]:i]) if at > 0 else 0
+            with_next = min(shared[i:tree[at]]) if at < len(tree) else 0
+            tokens += len(seqs[i]) - max(with_last, with_next)
+            tree.insert(at, i)
+        return tokens
+
+    def cut(limit):
+        """[[tokens, pairs]]: parts of at most `limit` tokens, or one pair."""
+        parts, tree = [], []
+        for n, pair in enumerate(pairs):
+            grown = list(tree)
+            tokens = grow(grown, n)
+            if parts and parts[-1][0] + tokens <= limit:
+                tree = grown
+                parts[-1][0] += tokens
+                parts[-1][1].append(pair)
+            else:
+                tree = []
+                parts.append([grow(tree, n), [pair]])
+        return parts
+
+    parts = cut(max_tokens)
+    if world > 1:
+        allowed = -(-len(parts) // world) * world
+        largest_pair = max(grow([], n) for n in range(len(pairs)))
+        low = min(max_tokens, largest_pair - 1)  # a lower limit changes nothing
+        high = min(max_tokens, sum(tokens for tokens, _ in parts))
+        while high - low > 1 + low // 100:  # to one percent
+            middle = (low + high) // 2
+            trial = cut(middle)
+            if len(trial) <= allowed:
+                parts, high = trial, middle
+            else:
+                low = middle
+        parts.sort(key=itemgetter(0), reverse=True)
+    return [part for _, part in parts]
+
+
+def deal(pairs, max_tokens, rank=RANK, world=WORLD):
+    """A rank's share of a step: its micro-batches [(part, weight)], as many as every other rank's.
+
+    Where there are too few parts, the last one is repeated with weight 0.
+    """
+    parts = even_parts(pairs, max_tokens, world)
     fillers = [(parts[-1], 0.0)] * (-len(parts) % world)
-    return [(part, 1.0) for part in parts] + fillers
-
-
-def deal(parts, rank=RANK, world=WORLD):
-    """A rank's share of a step's micro-batches, [(part, weight)]: as many as every other's."""
-    return even_parts(parts, world)[rank::world]
+    return ([(part, 1.0) for part in parts] + fillers)[rank::world]
 
 
 @torch.no_grad()
@@ -995,9 +1029,10 @@ def dry_run(args, config, steps, scored):
             sides = [tree_tokens(side) for side in (pair.chosen, pair.rejected) if side]
             tokens["official"] += len(sides) * max(sides)
         by_rank = [0] * gpus
-        parts = even_parts(micro_batches(batch, args.max_tokens), gpus)
+        parts = even_parts(batch, args.max_tokens, gpus)
+        parts += parts[-1:] * (-len(parts) % gpus)  # as `deal` repeats them
         for n in range(0, len(parts), gpus):  # the ranks' next parts
-            ranks = [trees(turns_in(part)) for part, _ in parts[n:n + gpus]]
+            ranks = [trees(turns_in(part)) for part in parts[n:n + gpus]]
             rounds = max(map(len, ranks))
             calls += rounds
             again = rounds > 1

@@ -80,7 +80,7 @@ import torch.nn.functional as F
 
 from model import (PICTURE, TURN, Pair, Pictures, action_ids, action_logps, base_digest, batches,
                    deal, dry_run, find_model, gathered, has_vision, load, load_options,
-                   micro_batches, raw_text, reference_logps, render, restore, save,
+                   raw_text, reference_logps, render, restore, save,
                    save_checkpoint, score, thinking_flag, token_counts, turns_in)
 
 
@@ -362,7 +362,7 @@ def main(args):
 
     for step in log.steps("critic", len(steps)):
         batch, total, right = steps[step], 0.0, 0.0
-        for part, weight in deal(micro_batches(batch, args.max_tokens)):
+        for part, weight in deal(batch, args.max_tokens):
             part_turns = turns_in(part)
             logps = dict(zip(part_turns, action_logps(model, part_turns, args.max_tokens)))
             losses, margins = zip(*(pair_loss(pair, logps) for pair in part))

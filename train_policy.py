@@ -66,7 +66,7 @@ import torch
 import torch.nn.functional as F
 
 from model import (TURN, Pair, action_ids, action_logps, base_digest, batches, deal, dry_run,
-                   find_model, gathered, load, load_options, micro_batches, reference_logps,
+                   find_model, gathered, load, load_options, reference_logps,
                    restore, save, save_checkpoint, tiny, token_counts, turns_in, turns_of)
 
 
@@ -247,7 +247,7 @@ def main(args):
         size = len(batch)
         if args.loss == "rft":  # its loss is a mean over tokens
             size = sum(len(action) for pair in batch for _, action in pair.chosen)
-        for part, weight in deal(micro_batches(batch, args.max_tokens)):
+        for part, weight in deal(batch, args.max_tokens):
             part_turns = turns_in(part)
             logps = dict(zip(part_turns, action_logps(model, part_turns, args.max_tokens)))
             losses, margins = zip(*(pair_loss(pair, logps) for pair in part))

@@ -129,16 +129,6 @@ def test_sharing_saves_tokens_on_candidates(tiny_dir):
     assert sum(len(p) + len(a) for p, a in turns) > 4.5 * M.tree_tokens(turns)
 
 
-def test_micro_batches_partition_in_order_and_bound():
-    turns = [(tuple(p), tuple(a)) for seed in range(4) for p, a in some_turns(seed)]
-    pairs = [M.Pair(tuple(turns[i:i + 2]), (turns[-i],)) for i in range(len(turns))]
-    for bound in (1, 30, 50, 100, 10 ** 9):
-        parts = M.micro_batches(pairs, bound)
-        assert [pair for part in parts for pair in part] == pairs
-        assert all(len(part) == 1 or len(M.Tree(M.turns_in(part)).ids) <= bound for part in parts)
-    assert len(M.micro_batches(pairs, 10 ** 9)) == 1 < len(M.micro_batches(pairs, 100))
-
-
 def test_score_equals_action_logps():
     tree, _ = two_models("llama_tied")
     turns = [t for seed in range(3) for t in some_turns(seed)]
@@ -198,35 +188,79 @@ def test_no_two_parts_are_recomputed_at_once():
     assert above == list(range(1, len(parts) + 1)) and len(parts) > 2
 
 
-def test_deal_gives_every_rank_as_many_parts_of_about_the_same_size():
+def tree_size(pairs):
+    return M.tree_tokens(M.turns_in(pairs))
+
+
+def random_pairs(r):
+    """Pairs over a small tree of prompts, neighbours mostly with the same prompt."""
+    pairs, prompt = [], (0,)
+    for _ in range(r.randrange(1, 13)):
+        if r.random() < 0.5:
+            prompt = (*prompt[:r.randrange(1, len(prompt) + 1)], *some_ids(r))
+        pairs.append(M.Pair(((prompt, some_ids(r)),), ((prompt, some_ids(r)),)))
+    return pairs
+
+
+def some_ids(r):
+    return tuple(r.randrange(3) for _ in range(r.randrange(1, 12)))
+
+
+def smallest_largest(pairs, n):
+    """The largest tree of the best cut of pairs into at most n neighbouring parts: every cut."""
+    if n == 1:
+        return tree_size(pairs)
+    cuts = [max(tree_size(pairs[:i]), smallest_largest(pairs[i:], n - 1))
+            for i in range(1, len(pairs))]
+    return min([tree_size(pairs), *cuts])
+
+
+def test_parts_are_bounded_and_as_even_as_the_best_cut():
     r = random.Random(0)
+    for _ in range(150):
+        pairs, world = random_pairs(r), r.randrange(1, 4)
+        bound = r.choice([1, 20, 60, 10 ** 9])
+        parts = M.even_parts(pairs, bound, world)
+        assert sorted(pair for part in parts for pair in part) == sorted(pairs)
+        assert all(len(part) == 1 or tree_size(part) <= bound for part in parts)
+        if world == 1:
+            assert [pair for part in parts for pair in part] == pairs  # in their order
+        elif len(parts) <= world:
+            best = smallest_largest(pairs, world)
+            assert max(map(tree_size, parts)) <= best * 1.01 + 1
+    assert len(M.even_parts(random_pairs(r), 10 ** 9, 1)) == 1
 
-    def size(part):
-        return M.tree_tokens(M.turns_in(part))
 
-    for _ in range(300):
-        world, bound = r.randrange(2, 6), r.choice([1, 20, 60, 10 ** 9])
-        lengths = [r.randrange(1, 40) for _ in range(r.randrange(1, 20))]
-        pairs = [M.Pair((((0, i), (1,) * n),)) for i, n in enumerate(lengths)]
-        parts = M.micro_batches(pairs, bound)
-        shares = [M.deal(parts, rank, world) for rank in range(world)]
+def test_deal_gives_every_rank_as_many_parts_and_every_pair_once():
+    r = random.Random(0)
+    for _ in range(200):
+        pairs, world, bound = random_pairs(r), r.randrange(1, 6), r.choice([1, 20, 10 ** 9])
+        shares = [M.deal(pairs, bound, rank, world) for rank in range(world)]
         assert len({len(share) for share in shares}) == 1
-        assert len(shares[0]) <= -(-len(parts) // world)  # no more rounds than there must be
+        rounds = -(-len(M.even_parts(pairs, bound, 1)) // world)
+        assert len(shares[0]) <= rounds  # no more than there must be
         total = Counter()
         for part, weight in (x for share in shares for x in share):
-            assert weight in (0, 1) and part and (len(part) == 1 or size(part) <= bound)
-            total.update({pair: weight for pair in part})
-        if any(weight == 0 for share in shares for _, weight in share):
-            assert all(len(part) == 1 for share in shares for part, _ in share)  # nothing to halve
-        assert total == {pair: 1 for pair in pairs}
-        rounds = [[size(part) for part, _ in dealt] for dealt in zip(*shares)]
-        assert all(min(a) >= max(b) for a, b in zip(rounds, rounds[1:]))  # alike ones side by side
+            assert weight in (0, 1) and part
+            for pair in part:
+                total[pair] += weight
+        assert total == Counter(pairs)
 
 
-def test_one_process_computes_its_parts_in_their_order():
-    pairs = [M.Pair((((0, i), (1,) * n),)) for i, n in enumerate((3, 9, 1, 20))]
-    parts = M.micro_batches(pairs, 10)
-    assert len(parts) > 2 and M.deal(parts, 0, 1) == [(part, 1.0) for part in parts]
+def test_ranks_compute_few_tokens_twice():
+    """Six turns of a trajectory with four pairs each: what is computed against one process."""
+    r, pairs = random.Random(0), []
+    for _ in range(8):
+        prompt = tuple(r.randrange(9) for _ in range(40))
+        for _ in range(6):
+            for _ in range(4):
+                chosen, rejected = ((prompt, (r.randrange(9), r.randrange(9))) for _ in "ab")
+                pairs.append(M.Pair((chosen,), (rejected,)))
+            prompt += tuple(r.randrange(9) for _ in range(12))
+    alone = tree_size(pairs)
+    parts = M.even_parts(pairs, 10 ** 9, 4)
+    assert len(parts) == 4
+    assert sum(map(tree_size, parts)) <= 1.1 * alone and max(map(tree_size, parts)) <= 0.3 * alone
 
 
 # --- kernels --------------------------------------------------------------------------------------
