@@ -504,10 +504,8 @@ def even_parts(pairs, max_tokens, world):
         """[[tokens, pairs]]: parts of at most `limit` tokens, or one pair."""
         parts, tree = [], []
         for n, pair in enumerate(pairs):
-            grown = list(tree)
-            tokens = grow(grown, n)
+            tokens = grow(tree, n)
             if parts and parts[-1][0] + tokens <= limit:
-                tree = grown
                 parts[-1][0] += tokens
                 parts[-1][1].append(pair)
             else:
@@ -519,8 +517,9 @@ def even_parts(pairs, max_tokens, world):
     if world > 1:
         allowed = -(-len(parts) // world) * world
         largest_pair = max(grow([], n) for n in range(len(pairs)))
-        low = min(max_tokens, largest_pair - 1)  # a lower limit changes nothing
-        high = min(max_tokens, sum(tokens for tokens, _ in parts))
+        total = sum(tokens for tokens, _ in parts)
+        low = min(max_tokens, max(largest_pair, total // allowed)) - 1  # lower limits can't do
+        high = min(max_tokens, total)
         while high - low > 1 + low // 100:  # to one percent
             middle = (low + high) // 2
             trial = cut(middle)

@@ -1,11 +1,15 @@
 """Stage 1: the critic. It reads the hidden information c and learns from pairs of trajectories
 which turns were good.
 
-    A(o_t, a_t, c) = 1/L_t sum_l log [ pi(a_t^l | o_t, a_t^<l, c) / pi_ref(...) ]            (eq. 3)
-    loss = -log sigmoid( beta sum_t A(o_t+, a_t+, c) - beta sum_t A(o_t-, a_t-, c) )         (eq. 2)
+    A(o_t, a_t, c) = 1/L_t sum_l log [ pi(a_t^l | o_t, a_t^<l, c) / pi_ref(a_t^l | o_t, a_t^<l, c) ]
+    loss = -log sigmoid( beta sum_t A(o_t+, a_t+, c) - beta sum_t A(o_t-, a_t-, c) )
            + nll_coef NLL(tau+)
 
-tau+ and tau- are trajectories of one task; tau+ has the higher reward. pi starts as pi_ref.
+These are eq. 3 and eq. 2 of the paper. o_t is the dialogue before message t, a_t the message, of
+L_t tokens. tau+ and tau- are trajectories of one task; tau+ has the higher reward. pi starts as
+pi_ref. In the code a *turn* is (prompt_ids, action_ids): a message or candidate as token ids, with
+all that the model reads before it.
+
 After training, every message and every candidate gets its `advantage` A, and the records go on
 to stdout. --head selects what A is:
 
@@ -65,7 +69,7 @@ def get_args(argv=None):
     g.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
     g.add_argument("--batch_size", type=int, default=8, help="pairs a step, over all GPUs")
     g.add_argument("--epochs", type=int, default=4)
-    g.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    g.add_argument("--max_grad_norm", type=float, default=1.0)
     g.add_argument("--seed", type=int, default=0)
     machine_flags(p)
     browser_flags(p)
@@ -131,8 +135,9 @@ def as_read(history, hidden=None, picture_ids=None):
 
 
 def critic_turns(critic, tokenizer, task, history, actions, thinking=0, pictures=None):
-    """[(turn, reference turn)] of actions after a history: the prompts of pi and pi_ref differ.
+    """[(turn, reference turn)] of actions after a history, what pi and what pi_ref read.
 
+    They are the same, unless --ref_context agent takes c from the reference turn's prompt.
     critic: {flag: value} of head, hidden_info and ref_context. actions: messages or candidates.
     """
     page_in = environment(task).page
@@ -167,7 +172,7 @@ def pages_in(records):
 # --- data -----------------------------------------------------------------------------------------
 
 def add_turns(critic, tokenizer, records, max_length, pictures):
-    """Gives the agent's messages and candidates their turn, under TURN; None where it is too long.
+    """Sets action[TURN] for the agent's messages and candidates: their turn, None if too long.
 
     Returns ({turn: reference turn}, how many are too long).
     """
@@ -211,10 +216,12 @@ def trajectory_pairs(records, mode, margin):
             by_task.setdefault(task_id(r["task"]), []).append((r["reward"], turns))
     for task, rows in by_task.items():
         best = max(rows, key=lambda row: row[0])
-        if mode == "best":
-            compared = [(best, row) for row in rows if best[0] >= 1]
-        else:
+        if mode == "all":
             compared = [(a, b) for a in rows for b in rows if a[0] - b[0] >= margin]
+        elif best[0] >= 1:
+            compared = [(best, row) for row in rows]
+        else:
+            compared = []
         better = [Pair(a[1], b[1], gap=a[0] - b[0]) for a, b in compared if a[0] > b[0]]
         if better:
             pairs[task] = better
@@ -280,7 +287,7 @@ def score_turns(critic, models, ref_of, max_tokens):
     if not ref_of:
         return {}
     logps = score(models[0], list(ref_of), max_tokens)
-    ref_logps = [torch.zeros(1)] * len(ref_of)
+    ref_logps = [torch.zeros(1)] * len(ref_of)  # a head's value has no reference
     if len(models) > 1:
         ref_logps = score(models[1], list(ref_of.values()), max_tokens)
     return {turn: advantage(p, ref, critic["normalize"]).item()
@@ -327,7 +334,7 @@ def main(args):
     if args.score:
         return score_stream(args, emit, device)
     log = None if args.dry_run else Log(args)
-    records = []  # on rank 0 alone, to be written at the end
+    records = []  # on rank 0 alone, to be written at the end; the rest goes to every rank
     ref_of, train, held, too_long, pictures = from_rank_0(lambda: prepare(args, records))
     groups, turns, ref_turns = list(train.values()), list(ref_of), list(ref_of.values())
     steps = [batch for epoch in range(args.epochs)
@@ -362,23 +369,24 @@ def main(args):
 
     for step in log.steps("critic", len(steps)):
         batch, total, right = steps[step], 0.0, 0.0
-        for part, weight in deal(batch, args.max_tokens):
+        for part, weight in deal(batch, args.max_tokens):  # weight 0: it only keeps ranks in step
             part_turns = turns_in(part)
             logps = dict(zip(part_turns, action_logps(model, part_turns, args.max_tokens)))
             losses, margins = zip(*(pair_loss(pair, logps) for pair in part))
-            loss = weight * sum(losses) / len(batch)
+            loss = weight * sum(losses) / len(batch)  # FSDP sums the ranks' gradients
             loss.backward()
             total += loss.item()
             right += weight * sum((m > 0).item() for m in margins) / len(batch)
-        norm = gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)).item()
+        norm = gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)).item()
         total, right, stop = sum_over_ranks(total, right, stop_signal())
         check_finite(step, loss=total, grad_norm=norm)
+        lr = lr_at(step, len(steps), args.lr)
         for group in optimizer.param_groups:
-            group["lr"] = lr_at(step, len(steps), args.lr)
+            group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        log(step=step, loss=total, accuracy=right, grad_norm=norm, lr=group["lr"])
-        if stop or args.save_every and (step + 1) % args.save_every == 0:
+        log(step=step, loss=total, accuracy=right, grad_norm=norm, lr=lr)
+        if stop or (args.save_every and (step + 1) % args.save_every == 0):
             save_checkpoint(model, optimizer, args.out, step + 1)
         if stop:
             end_by_signal()
@@ -386,7 +394,7 @@ def main(args):
         save(model, tokenizer, args.out)
         log(last=True, trained=len(steps), **token_counts())
 
-    # the trained critic scores everything
+    # the trained critic scores everything; a run that was killed here is `trained`, not `finished`
     logps = dict(zip(turns, score(model, turns, args.max_tokens, "advantages")))
     if not log.finished:
         about = {"ref": os.path.abspath(args.model) if os.path.isdir(args.model) else args.model}
@@ -396,14 +404,9 @@ def main(args):
             with writing(os.path.join(args.out, "critic.json")) as part, open(part, "w") as f:
                 json.dump(about, f)  # for load_critic
 
-        def accuracy(logps):
-            """Share of the held-out pairs ranked right, ties counted half; None without pairs."""
-            margins = [pair_loss(p, logps)[1].item() for pairs in held.values() for p in pairs]
-            right = sum((m > 0) + 0.5 * (m == 0) for m in margins)
-            return right / len(margins) if margins else None
-
-        log(last=True, finished=len(steps), held_out_accuracy_before=accuracy(ref),
-            held_out_accuracy=accuracy(logps), **token_counts())
+        right = [pair_loss(p, logps)[1].item() > 0 for pairs in held.values() for p in pairs]
+        accuracy = sum(right) / len(right) if right else None
+        log(last=True, finished=len(steps), held_out_accuracy=accuracy, **token_counts())
     drop_checkpoints(args.out)
     advantages = {turn: advantage(logps[turn], ref[turn], args.normalize).item() for turn in turns}
     for r in records:

@@ -53,7 +53,7 @@ def get_args(argv=None):
     g.add_argument("--batch_size", type=int,
                    help="pairs a step, over all GPUs; not given: 8, as in the paper (rft: 32)")
     g.add_argument("--epochs", type=int, help="not given: 1, as in the paper (mtdpo, rft: 4)")
-    g.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    g.add_argument("--max_grad_norm", type=float, default=1.0)
     g.add_argument("--seed", type=int, default=0)
     machine_flags(p)
     return p.parse_args(argv)
@@ -81,7 +81,7 @@ def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, nll_coef):
 # --- data -----------------------------------------------------------------------------------------
 
 def add_turns(tokenizer, records, max_length):
-    """Gives the agent's messages and candidates their turn, under TURN; None where it is too long.
+    """Sets action[TURN] for the agent's messages and candidates: their turn, None if too long.
 
     Candidates without an advantage get none. Returns how many are too long.
     """
@@ -130,10 +130,12 @@ def trajectory_pairs(records, mode, margin):
             by_task.setdefault(task_id(r["task"]), []).append((r["reward"], turns))
     for task, rows in by_task.items():
         best = max(rows, key=lambda row: row[0])
-        if mode == "best":
-            compared = [(best, row) for row in rows if best[0] >= 1]
-        else:
+        if mode == "all":
             compared = [(a, b) for a in rows for b in rows if a[0] - b[0] >= margin]
+        elif best[0] >= 1:
+            compared = [(best, row) for row in rows]
+        else:
+            compared = []
         better = [Pair(a[1], b[1], gap=a[0] - b[0]) for a, b in compared if a[0] > b[0]]
         if better:
             pairs[task] = better
@@ -247,24 +249,25 @@ def main(args):
         size = len(batch)
         if args.loss == "rft":  # its loss is a mean over tokens
             size = sum(len(action) for pair in batch for _, action in pair.chosen)
-        for part, weight in deal(batch, args.max_tokens):
+        for part, weight in deal(batch, args.max_tokens):  # weight 0: it only keeps ranks in step
             part_turns = turns_in(part)
             logps = dict(zip(part_turns, action_logps(model, part_turns, args.max_tokens)))
             losses, margins = zip(*(pair_loss(pair, logps) for pair in part))
-            loss = weight * sum(losses) / size
+            loss = weight * sum(losses) / size  # FSDP sums the ranks' gradients
             loss.backward()
             total += loss.item()
             right += weight * sum((m > 0).item() for m in margins) / len(batch)
-        norm = gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)).item()
+        norm = gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)).item()
         total, right, stop = sum_over_ranks(total, right, stop_signal())
         check_finite(step, loss=total, grad_norm=norm)
+        lr = lr_at(step, len(steps), args.lr)
         for group in optimizer.param_groups:
-            group["lr"] = lr_at(step, len(steps), args.lr)
+            group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
         accuracy = None if args.loss == "rft" else right
-        log(step=step, loss=total, accuracy=accuracy, grad_norm=norm, lr=group["lr"])
-        if stop or args.save_every and (step + 1) % args.save_every == 0:
+        log(step=step, loss=total, accuracy=accuracy, grad_norm=norm, lr=lr)
+        if stop or (args.save_every and (step + 1) % args.save_every == 0):
             save_checkpoint(model, optimizer, args.out, step + 1)
         if stop:
             end_by_signal()

@@ -518,7 +518,7 @@ def test_weights_that_are_not_finite_are_never_trained_on_or_played_with(tasks, 
 def test_a_step_that_would_spoil_the_weights_is_not_made(name, scored, tiny_dir, tmp_path):
     out = tmp_path / "out"
     done = script(name, "--model", tiny_dir, "--out", out, "--save_every", 1, "--epochs", 40,
-                  "--lr", 1e30, "--clip", 1e30, stdin=scored)
+                  "--lr", 1e30, "--max_grad_norm", 1e30, stdin=scored)
     complaint(done, "the weights", "--lr")
     steps = [row for row in records((out / "metrics.jsonl").read_text()) if "step" in row]
     (checkpoint,) = out.glob("checkpoint-*")
