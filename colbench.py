@@ -2205,8 +2205,8 @@ def reference_page(task):
     return extract_page(task["ground_truth"]) or task["ground_truth"]
 
 
+sys.modules["colbench"] = sys.modules[__name__]  # for imports of it, also where it is __main__
 ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
-sys.modules["colbench"] = sys.modules[__name__]  # one ENVIRONMENTS, also where this is __main__
 # your own environments are imported here: README, "Your own environment"
 
 # A regex of what is one token to the tiny model: a marker, what the kinds add, `name=`, numbers,

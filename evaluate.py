@@ -41,7 +41,7 @@ from colbench import (agent_messages, browser_flags, draw_pages, environment, hi
 METRICS = ("tests_passed", "success", "turns", "tokens", "unanswered", "letterbox", "not_drawn",
            "copied")  # in every result; an environment may have others
 COMPARED = "success", "tests_passed"
-OPTIONAL = {"letterbox %": "-", "not drawn %": "-", "seeds": "1", "missing": "0"}
+OPTIONAL = {"letterbox %": "-", "not drawn %": "-", "copied %": "-", "seeds": "1", "missing": "0"}
 NOTHING = 0, 0  # numerator and denominator
 
 

@@ -885,6 +885,8 @@ def training_state(model, optimizer, step):
     """
     state = {}
     for name, p in weights(model).items():
+        if not p.requires_grad:
+            continue
         moments = optimizer.state[p]
         if not moments:
             on = p.device if optimizer.defaults["fused"] else "cpu"

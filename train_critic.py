@@ -36,6 +36,9 @@ import sys
 from colbench import (agent_messages, browser_flags, draw_pages, environment, hidden_information,
                       needs, task_id, with_hidden)
 
+HEADS = "logratio", "regression", "value"
+NORMALIZE = "turn", "trajectory", "none"
+
 
 def get_args(argv=None):
     p = parser(__doc__)
@@ -50,9 +53,9 @@ def get_args(argv=None):
     g.add_argument("--held_out", type=float, default=0.1,
                    help="share of the tasks kept out of training, to report accuracy on")
     g = p.add_argument_group("the critic")
-    g.add_argument("--head", choices=["logratio", "regression", "value"], default="logratio",
+    g.add_argument("--head", choices=HEADS, default="logratio",
                    help="what A is, see above; only logratio needs the agent's own --model")
-    g.add_argument("--normalize", choices=["turn", "trajectory", "none"], default="turn",
+    g.add_argument("--normalize", choices=NORMALIZE, default="turn",
                    help="mean log-ratio of a turn (eq. 3) or a trajectory (released code); or sum")
     g.add_argument("--hidden_info", type=int, choices=[0, 1], default=1,
                    help="0: the critic reads what the agent reads")
@@ -269,8 +272,9 @@ def load_critic(folder, device, *how, **options):
     except (OSError, ValueError) as e:
         fail(f"no critic in {folder}: critic.json: {getattr(e, 'strerror', e)}; name the --out of "
              "a train_critic.py that has finished")
-    if critic["head"] not in ("logratio", "regression", "value"):
-        fail(f"the critic in {folder} is of --head {critic['head']}, which is not known here")
+    for flag, known in (("head", HEADS), ("normalize", NORMALIZE)):
+        if critic[flag] not in known:
+            fail(f"the critic in {folder} is of --{flag} {critic[flag]}, which is not known here")
     has_head = critic["head"] != "logratio"
     path, tokenizer, config = find_model(folder)
     models = [load(path, device, *how, head=has_head, **options)[0]]
@@ -345,7 +349,7 @@ def main(args):
     log.begin(steps=len(steps), pairs=sum(map(len, groups)), tasks=len(groups), too_long=too_long,
               held_out_pairs=sum(map(len, held.values())),
               data=digest([[digest(both) for both in ref_of.items()],
-                           [[digest(pair[:2]) for pair in group] for group in groups]]),
+                           [[digest(tuple(pair)) for pair in group] for group in groups]]),
               model_weights=base_digest(args.model))
 
     model, tokenizer = load(args.model, device, args.attention, head=args.head != "logratio",

@@ -160,7 +160,7 @@ NOTHING = {"dpo": "no turn has two unlike candidates with an advantage "
 
 
 def make_groups(args, records):
-    """[[Pair]], in groups that share prefixes: the pairs of one turn, or of one task."""
+    """[[Pair]], in groups that share prefixes: the pairs of a trajectory's turns, or of a task."""
     if args.loss == "rft":
         return list(solved_trajectories(records, args.all).values())
     trajectories = []
@@ -170,11 +170,12 @@ def make_groups(args, records):
         return trajectories
     groups = []
     for i, r in enumerate(records):
+        pairs = []
         for t, message in enumerate(agent_messages(r)):
             candidates = message.get("candidates", ())
-            pairs = candidate_pairs(candidates, args.pairs_per_turn, args.prior, args.seed, i, t)
-            if pairs:
-                groups.append(pairs)
+            pairs += candidate_pairs(candidates, args.pairs_per_turn, args.prior, args.seed, i, t)
+        if pairs:
+            groups.append(pairs)
     if args.mix > 0 and not trajectories:
         fail(f"--mix: {NOTHING['mtdpo']}")
     rng("mix", args.seed).shuffle(trajectories)
@@ -221,7 +222,7 @@ def main(args):
         return emit(dry_run(args, config, steps, [turns]))
     log.begin(steps=len(steps), examples=sum(map(len, groups)), groups=len(groups),
               too_long=too_long,
-              data=digest([[digest(pair[:2]) for pair in group] for group in groups]),
+              data=digest([[digest(tuple(pair)) for pair in group] for group in groups]),
               model_weights=None if made else base_digest(args.model))
 
     start = args.model

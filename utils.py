@@ -664,9 +664,9 @@ class Log:
                 shutil.copy(sys.argv[0], self.out)
 
     def check_same(self, facts):
-        """Fails if the run to resume had other flags or facts. Old runs may lack some facts."""
+        """Fails if the run to resume had other flags or facts. Old runs may lack some."""
         first = self.rows[0]
-        values = [(f"flag --{name}", first["args"].get(name), value)
+        values = [(f"flag --{name}", first["args"].get(name, value), value)
                   for name, value in vars(self.args).items() if name not in self.MAY_CHANGE]
         values += [(name, first.get(name, value), value) for name, value in facts.items()]
         for name, before, now in values:

@@ -10,7 +10,7 @@ import colbench
 from conftest import ROOT, lines, records, script
 from test_collect_endpoints import Server, chat
 
-HERE = "# your own environments are imported here"  # a line of colbench.py
+HERE = "# your own environments are imported here"  # the line below ENVIRONMENTS
 README = open(f"{ROOT}/README.md", encoding="utf-8").read()
 
 

@@ -39,6 +39,8 @@ def all_commands():
         yield from commands(block.replace("play()", "# play()"))
     for name in SCRIPTS:
         yield from commands(import_module(name).__doc__)
+    for path in glob.glob(f"{ROOT}/tests/experiments/*.sh"):
+        yield from commands(open(path, encoding="utf-8").read())
 
 
 @pytest.mark.parametrize("script, argv", list(all_commands()),

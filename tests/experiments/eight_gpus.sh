@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# ColBench's backend tasks on one machine with eight GPUs: SWEET-RL and RFT, from data to table.
+#
+#   bash tests/experiments/eight_gpus.sh     # after the quickstart's install, `pip install vllm==0.32.0`
+#                                            # and `hf auth login`; flash-attn is optional
+# Nobody has run it on GPUs yet. Killed and started again, it goes on where it was.
+set -euo pipefail
+. .venv/bin/activate
+mkdir -p runs
+hf download facebook/collaborative_agent_bench --repo-type dataset --local-dir data
+human() {
+  CUDA_VISIBLE_DEVICES=0,1,2,3 exec vllm serve meta-llama/Llama-3.1-70B-Instruct \
+      --tensor-parallel-size 4 --max-model-len 16384
+}
+play() {
+  CUDA_VISIBLE_DEVICES=4,5,6,7 python collect.py --human http://localhost:8000/v1 \
+      --data_parallel 4 --max_model_len 16384 "$@"
+}
+until_up() { until curl -sf localhost:8000/health; do sleep 5; done; }
+human & server=$!
+until_up
+# 15,000 episodes, a tenth with 16 candidates a turn; --resume makes it safe to start again
+python colbench.py check < data/backend_tasks/train.jsonl | head -5000 |
+    play -k 3 --candidates 16 --candidates_share 0.1 --resume runs/train.jsonl >> runs/train.jsonl
+kill $server  # training takes all eight
+torchrun --nproc_per_node=8 train_critic.py --resume 1 --out runs/critic \
+    < runs/train.jsonl > runs/scored.jsonl
+torchrun --nproc_per_node=8 train_policy.py --resume 1 --out runs/sweet < runs/scored.jsonl
+torchrun --nproc_per_node=8 train_policy.py --resume 1 --out runs/rft --loss rft < runs/train.jsonl
+human & server=$!
+until_up
+for m in rft sweet; do
+  head -1000 data/backend_tasks/test.jsonl |
+    play --rules official --model runs/$m --resume runs/test-$m.jsonl >> runs/test-$m.jsonl
+done
+python evaluate.py runs/test-rft.jsonl runs/test-sweet.jsonl > runs/table.jsonl
+kill $server
