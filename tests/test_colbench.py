@@ -64,6 +64,7 @@ def test_every_other_value_of_a_slot_fails_a_test():
         assert not re.search(r"\d", said)  # the agent must ask
 
 
+@pytest.mark.full
 def test_slots_are_asked_for_by_number():
     for low, high in ((2, 2), (5, 5), (3, 4)):
         for task in take(60, "train", 0, low, high):

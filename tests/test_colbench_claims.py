@@ -207,6 +207,7 @@ def test_no_line_at_the_wire_earns_a_reward_raises_or_takes_long():
             Verdict.ENDED} <= verdicts.keys(), verdicts
 
 
+@pytest.mark.full
 def test_the_largest_lines_take_bounded_memory():
     r = random.Random(f"large {SEED}")
     tracemalloc.start()
@@ -409,6 +410,7 @@ int | type(None)
 VALUES = [text.strip() for text in VALUES.strip().replace("\n", "|").split("|")]
 
 
+@pytest.mark.full
 def test_two_values_are_equal_where_python_says_so():
     """The oracle is ==, on all pairs of some 80 values, each by itself and within a list."""
     differ = []

@@ -407,6 +407,7 @@ print("all as it should be")
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an unprivileged user already")
 def test_an_unprivileged_user_is_as_safe(secrets, grader, tmp_path):
     """In a mount namespace in which that user can reach this Python and this checkout."""

@@ -358,6 +358,7 @@ def test_similarity_is_symmetric_bounded_and_falls_with_each_difference(blocks):
 
 # --- grading --------------------------------------------------------------------------------------
 
+@pytest.mark.full
 def test_grade_draws_the_last_page_of_an_answer():
     answers = [PLAIN, f"first {BLUE} then\n```html\n{PLAIN}\n```", BLUE, "I have no page", None,
                "<body><p>A Shop</p></body>", "<html><body>cut of"]

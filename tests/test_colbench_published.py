@@ -38,6 +38,7 @@ def trajectories():
     return [public_trajectory(n, block) for block in (0, 1) for n in (2, 3, 4)]
 
 
+@pytest.mark.full
 def test_bare_tasks(tiny_dir):
     tasks = [public_task(n) for n in (2, 3)]
     for flags in (["grade", "--reference", 1], ["check"]):
@@ -53,6 +54,7 @@ def test_bare_tasks(tiny_dir):
     assert got == sorted((task_id(task), i) for task in tasks for i in (0, 1))
 
 
+@pytest.mark.full
 def test_offline_trajectories_go_into_every_stage(trajectories, tiny_dir, tmp_path):
     done = script("colbench.py", "grade", stdin=trajectories)
     assert [r["reward"] for r in records(done.stdout)] == [1.0] * 3 + [0.0] * 3, done.stderr

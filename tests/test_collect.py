@@ -135,6 +135,7 @@ def test_dialogues_that_exist_only_get_candidates(episodes, tiny_dir):
 
 # --- a killed run ---------------------------------------------------------------------------------
 
+@pytest.mark.full
 def test_resume_after_kill_gives_each_episode_once(tiny_dir, tmp_path):
     file = tmp_path / "all.jsonl"
     flags = ["--model", tiny_dir, "-k", "7", "--max_tokens", "30", "--max_turns", "3",

@@ -139,6 +139,7 @@ def test_episodes_that_fail_are_not_written_and_are_played_again(tiny_dir, tasks
     assert [r["task"]["id"] for r in records(again.stdout)] == [failed] * 2
 
 
+@pytest.mark.full
 def test_where_no_server_answers_it_says_so_at_once(tiny_dir, tasks):
     for flag in ("--human", "--engine"):
         done = play(tiny_dir, tasks, flag, "http://127.0.0.1:9/v1", "--retries", 0)
@@ -147,6 +148,7 @@ def test_where_no_server_answers_it_says_so_at_once(tiny_dir, tasks):
         assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_the_key_comes_from_the_environment(tiny_dir, tasks, monkeypatch):
     import asyncio
 
@@ -161,6 +163,7 @@ def test_the_key_comes_from_the_environment(tiny_dir, tasks, monkeypatch):
     assert server.seen[0][2] == "Bearer sesame"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("leak", ["count", "redact"])
 def test_quoted_code_is_counted_and_cut_out(leak, tiny_dir, tasks):
     def reply(path, body):
@@ -198,6 +201,7 @@ def sampled(path, body):
                      "text_offset": []}}]}
 
 
+@pytest.mark.full
 def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(tiny_dir, tasks):
     servers = [Server(sampled, trouble=0.2), Server(sampled)]
     urls = ",".join(s.url for s in servers)
@@ -270,6 +274,7 @@ def test_judge_keeps_the_records_and_their_order():
     assert len(prompts) == 80 and sum("Assistant: x\nYou: what?" in p for p in prompts) == 40
 
 
+@pytest.mark.full
 def test_a_judge_chooses_messages(tiny_dir, tasks):
     """Two judges of opposite taste: what one chooses of the same four draws the other does not."""
     task, chosen = {**tasks[0]["task"], "hidden_information": "def f(x, rate=3)"}, []

@@ -245,6 +245,7 @@ def test_earlier_results_make_one_table(tmp_path):
         assert "Traceback" not in done.stderr
 
 
+@pytest.mark.full
 def test_plot_draws_curves_with_intervals_and_level_lines(tmp_path, monkeypatch):
     pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed")
     files = {name: [episode(t, float(i < solved)) for i, t in enumerate("abcd")]

@@ -23,6 +23,7 @@ LARGE = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336
                     num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("job, world", [
     ("critic", 1), ("value", 1), ("dpo", 1), ("mtdpo", 1), ("tiny", 1),
     pytest.param("critic", 2, marks=pytest.mark.full),

@@ -199,6 +199,7 @@ def pages_played(tmp_path_factory):
     return agent, made
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("head", ["regression", "logratio"])
 def test_a_critic_that_sees_trains_scores_resumes_and_chooses(head, pages_played, tmp_path):
     agent, played = pages_played

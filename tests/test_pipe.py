@@ -91,6 +91,7 @@ def test_unknown_fields_survive_grading(tasks):
     assert all({k: r[k] for k in sent} == sent for r, sent in zip(got, rs))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", ["tasks", "demos", "collect", "train_critic"])
 def test_head_ends_a_stage_cleanly(stage, rewarded, tiny_dir, tmp_path):
     padded = [r | {"padding": "x" * 50_000} for r in rewarded]  # more than a pipe holds
@@ -108,6 +109,7 @@ def test_head_ends_a_stage_cleanly(stage, rewarded, tiny_dir, tmp_path):
 
 # --- the same command again -----------------------------------------------------------------------
 
+@pytest.mark.full
 def test_train_critic_gives_the_same_bytes_and_weights(rewarded, tiny_dir, tmp_path):
     flags = ["--model", tiny_dir, "--lr", 1e-4, "--epochs", 1, "--batch_size", 2, "--held_out", 0]
     runs = [script("train_critic.py", *flags, "--out", tmp_path / out, "--seed", seed,
@@ -177,6 +179,7 @@ def test_the_policy_says_what_it_lacks(loss, message, episodes, tiny_dir, tmp_pa
 
 # --- real tasks -----------------------------------------------------------------------------------
 
+@pytest.mark.full
 @pytest.mark.skipif(not os.path.exists(REAL), reason=f"no real ColBench tasks at {REAL}")
 def test_real_tasks_run_through(tiny_dir, tmp_path):
     tasks = [{"task": json.loads(line)} for line in open(REAL).readlines()[:2]]

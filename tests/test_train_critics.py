@@ -22,6 +22,7 @@ def test_a_turns_value_is_the_head_on_the_mean_state_of_all_its_tokens(tiny_dir,
         assert torch.allclose(value, F.linear(states.mean(0), model.score.weight), atol=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("head, world", [("regression", 1), ("regression", 2), ("value", 1)])
 def test_a_critic_with_a_head_learns_scores_resumes_and_chooses(head, world, rewarded, tiny_dir, tasks, tmp_path):
     for r in rewarded:  # what tells the two apart
@@ -56,6 +57,7 @@ def test_a_critic_with_a_head_learns_scores_resumes_and_chooses(head, world, rew
     assert done.returncode == 0 and len(records(done.stdout)) == 1, done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("head, world", [("logratio", 1), ("regression", 1), ("logratio", 2)])
 def test_a_finished_critic_scores_a_stream_as_it_scored_what_it_learned_from(head, world, rewarded, tiny_dir, tmp_path):
     flags = f"--out {tmp_path}/c --model {tiny_dir} --head {head} --normalize none --ref_context agent --held_out 0 --lr 1e-3"

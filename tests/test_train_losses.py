@@ -282,6 +282,7 @@ def with_c(records, c):
     return [{**r, "task": {**r["task"], "hidden_information": c}} for r in json.loads(json.dumps(records))]
 
 
+@pytest.mark.full
 def test_c_changes_the_critic_unless_it_may_not_read_it(rewarded, tiny_dir, tmp_path, monkeypatch):
     for hidden_info in (1, 0):
         flags = ["--model", tiny_dir, "--hidden_info", hidden_info, "--lr", 1e-4, "--held_out", 0, "--epochs", 1,

@@ -206,6 +206,7 @@ def test_a_forked_child_has_the_usual_signals_and_an_ignored_one_stays_ignored(i
                           preexec_fn=ignore if ignored else None,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
         child = int(p.stdout.readline())
+        time.sleep(0.5)  # until it sleeps
         if ignored:
             os.kill(child, signal.SIGINT)
             p.send_signal(signal.SIGINT)
@@ -473,6 +474,7 @@ ODD_RUNS = [["train_critic.py"], ["train_policy.py", "--nll_coef", 0.1],
             ["train_policy.py", "--loss", "mtdpo"]]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("odd", ODD)
 def test_degenerate_data_trains_or_is_refused_in_one_line(odd, scored, tiny_dir, tmp_path):
     make, *complaints = ODD[odd]
@@ -500,6 +502,7 @@ def spoiled(tiny_dir, tmp_path):
     return bad
 
 
+@pytest.mark.full
 def test_weights_that_are_not_finite_are_never_trained_on_or_played_with(tasks, scored, spoiled,
                                                                          tiny_dir, tmp_path):
     bad = spoiled
@@ -528,6 +531,7 @@ def test_a_step_that_would_spoil_the_weights_is_not_made(name, scored, tiny_dir,
 
 # --- trust ----------------------------------------------------------------------------------------
 
+@pytest.mark.full
 def test_what_is_said_cannot_steer_a_terminal(scored, tasks, tiny_dir, tmp_path):
     evil = "\x1b]0;pwned\x07\x1b[2J\x9b31m\u202e\r"
     task = {**tasks[0]["task"], "id": evil}
@@ -546,6 +550,7 @@ def test_what_is_said_cannot_steer_a_terminal(scored, tasks, tiny_dir, tmp_path)
     assert sum("?]0;pwned" in d.stderr for d in done) >= 3, [d.stderr for d in done]
 
 
+@pytest.mark.full
 def test_what_data_says_starts_no_line(scored, tasks, spoiled, tiny_dir):
     ends = "\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029"
     evil = "x" + "".join(f"{end}error: forged" for end in ends)
@@ -569,7 +574,9 @@ RUNS_TEXT = {"eval", "exec", "compile", "os.system", "os.popen", "torch.load", "
 
 def test_nothing_is_unpickled_evaluated_or_run_by_a_shell():
     """Of the scripts' own code; what the grader's children run is a string to them."""
-    children = {"builtin_task", *(f.__name__ for f in colbench.SERVER)}  # it runs own expressions
+    server = ast.walk(ast.parse(colbench.server_program()))
+    children = {f.name for f in server if isinstance(f, ast.FunctionDef)}
+    children.add("builtin_task")  # it runs own expressions
     for name in (*(f"{s}.py" for s in SCRIPTS), "model.py", "utils.py"):
         tree = ast.parse(open(f"{ROOT}/{name}", encoding="utf-8").read())
         allowed = set()
