@@ -40,6 +40,8 @@ def get_args(argv=None):
                    help="dpo: rank candidates by advantage + prior * log-prob when sampled")
     g.add_argument("--mix", type=float, default=0,
                    help="dpo: pairs of trajectories, as in mtdpo, for each pair of candidates")
+    g.add_argument("--group_by", choices=["turn", "trajectory"], default="turn",
+                   help="dpo: pairs that stay together in a batch; a trajectory's share more")
     g.add_argument("--pairs", choices=["best", "all"], default="best",
                    help="mtdpo, --mix: as in train_critic.py")
     g.add_argument("--margin", type=float, default=0.1, help="mtdpo, --mix: as in train_critic.py")
@@ -160,7 +162,7 @@ NOTHING = {"dpo": "no turn has two unlike candidates with an advantage "
 
 
 def make_groups(args, records):
-    """[[Pair]], in groups that share prefixes: the pairs of a trajectory's turns, or of a task."""
+    """[[Pair]], in groups that share prefixes: the pairs of a turn, a trajectory, or a task."""
     if args.loss == "rft":
         return list(solved_trajectories(records, args.all).values())
     trajectories = []
@@ -170,12 +172,14 @@ def make_groups(args, records):
         return trajectories
     groups = []
     for i, r in enumerate(records):
-        pairs = []
+        by_turn = []
         for t, message in enumerate(agent_messages(r)):
             candidates = message.get("candidates", ())
-            pairs += candidate_pairs(candidates, args.pairs_per_turn, args.prior, args.seed, i, t)
-        if pairs:
-            groups.append(pairs)
+            pairs = candidate_pairs(candidates, args.pairs_per_turn, args.prior, args.seed, i, t)
+            by_turn.append(pairs)
+        if args.group_by == "trajectory":
+            by_turn = [[pair for pairs in by_turn for pair in pairs]]
+        groups += [pairs for pairs in by_turn if pairs]
     if args.mix > 0 and not trajectories:
         fail(f"--mix: {NOTHING['mtdpo']}")
     rng("mix", args.seed).shuffle(trajectories)

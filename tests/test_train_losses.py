@@ -224,6 +224,20 @@ def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
     assert set(mixed(1, **{"--pairs": "all"})[1]) == pairs
 
 
+def test_group_by_changes_what_stays_together_but_no_pair():
+    message = {**MIXED[0]["dialogue_history"][0],
+               "candidates": [candidate(i, float(i)) for i in range(4)]}
+    records = [{**r, "dialogue_history": [message] * 3} for r in MIXED]
+
+    def groups(by):
+        args = train_policy.get_args(["--out", "x", "--group_by", by])
+        return train_policy.make_groups(args, records)
+
+    by_turn, by_trajectory = groups("turn"), groups("trajectory")
+    assert len(by_turn) == 3 * len(by_trajectory) == 3 * len(records)
+    assert [sum(by_turn[i:i + 3], []) for i in range(0, len(by_turn), 3)] == by_trajectory
+
+
 def test_mix_wants_pairs_of_trajectories():
     with pytest.raises(SystemExit, match="--mix: no task has a solved and a worse trajectory"):
         mixed(0.25, [r for r in MIXED if r["task"]["id"] == "c"])
