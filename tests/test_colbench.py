@@ -189,6 +189,7 @@ def test_knobs_of_demonstrations():
 
 # --- the command line -----------------------------------------------------------------------------
 
+@pytest.mark.full
 def test_same_command_same_bytes():
     for flags in (["tasks", "--n", 30, "--split", "test"], ["demos", "--n", 30]):
         one, two, other = (script("colbench.py", *flags, "--seed", seed, fresh=True)

@@ -28,6 +28,7 @@ def play(model, stdin, *flags, **how):
 
 # --- the same command again -----------------------------------------------------------------------
 
+@pytest.mark.full
 def test_collect_gives_the_same_bytes(tasks, collected, tiny_dir):
     assert play(tiny_dir, tasks, *PLAY, fresh=True).stdout == collected
     episodes = records(collected)

@@ -97,6 +97,7 @@ def play(tiny_dir, tasks, *flags):
     return script("collect.py", "--model", tiny_dir, *PLAY, *flags, stdin=tasks)
 
 
+@pytest.mark.full
 def test_a_flaky_human_loses_no_episode_and_never_becomes_a_made_up_reply(tiny_dir, tasks):
     servers = [Server(said, trouble=0.3), Server(said, trouble=0.3)]
     nobody = "http://127.0.0.1:9/v1"
@@ -122,6 +123,7 @@ def test_a_flaky_human_loses_no_episode_and_never_becomes_a_made_up_reply(tiny_d
     assert all(body["temperature"] == 0 for _, body, _ in seen)
 
 
+@pytest.mark.full
 def test_episodes_that_fail_are_not_written_and_are_played_again(tiny_dir, tasks, tmp_path):
     bad = tasks[1]["task"]["problem_description"]
 
@@ -254,6 +256,7 @@ def test_a_judge_gives_each_message_the_share_of_its_comparisons_that_it_wins():
         judged(said, Server(lambda path, body: chat("neither")), retries=1)
 
 
+@pytest.mark.full
 def test_judge_keeps_the_records_and_their_order():
     yes = [{"output": "yes"}]
     history = [{"role": "user", "content": "write f(x)"},

@@ -227,6 +227,7 @@ def test_the_record_is_json_for_the_sweep_table(tmp_path):
     assert json.loads(json.dumps(r)) == r and all(f"{m}_95" in r for m in evaluate.METRICS)
 
 
+@pytest.mark.full
 def test_earlier_results_make_one_table(tmp_path):
     files = {"a": [episode(t, 1) for t in "abc"], "b": [episode(t, 0.5) for t in "abc"]}
     one, table = run(tmp_path, "a.jsonl", "b.jsonl", **files)

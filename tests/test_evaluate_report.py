@@ -113,6 +113,7 @@ def test_what_a_model_wrote_is_never_markup(tmp_path, tab):
     assert texts(tab, "li b") == [HOSTILE[:90]] and texts(tab, "main pre").count(HOSTILE) >= 5
 
 
+@pytest.mark.full
 def test_two_thousand_episodes(tmp_path, tab):
     many = [episode(i % 1000, float(i % 3 == 0), said=f"message {i} " * 50) for i in range(2000)]
     report(tmp_path, tab, base=many[:1000], sweet=many[1000:])

@@ -80,6 +80,7 @@ def test_tokens_by_hand():
     assert plan["tokens"]["computed"] == (3 + 4 + 6) + 12 + 16 and plan["largest_tree"] == 16
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("recompute", [0, 1])
 def test_flops_and_memory_are_those_of_a_step(recompute):
     turns = sorted({(tuple(20 * p), tuple(10 * a)) for p, a in some_turns()})

@@ -23,6 +23,7 @@ weights = lambda out: open(os.path.join(out, "model.safetensors"), "rb").read()
 
 # --- the whole pipe -------------------------------------------------------------------------------
 
+@pytest.mark.full
 def test_one_pipe_from_tasks_to_a_policy(tiny_dir, tmp_path):
     m, d = shlex.quote(tiny_dir), shlex.quote(str(tmp_path))
     done = shell(f"""set -o pipefail

@@ -383,7 +383,7 @@ def killed(command, data, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("job", ["critic", "bf16"])
+@pytest.mark.parametrize("job", ["critic", pytest.param("bf16", marks=pytest.mark.full)])
 def test_a_killed_run_resumes_to_the_same_bits(job, killed, whole, command, data, tmp_path):
     out = shutil.copytree(killed(job), tmp_path / "out")
     (out / "checkpoint-7.part").mkdir()  # what a kill leaves while a checkpoint is being written
