@@ -66,10 +66,11 @@ def get_args(argv=None):
     g.add_argument("--score", type=int, choices=[0, 1], default=0,
                    help="1: score stdin, of any length, with the finished critic in --out")
     g = p.add_argument_group("objective and optimization")
-    g.add_argument("--beta", type=float, default=0.1)
+    g.add_argument("--beta", type=float, default=0.1, help="scale of the margin")
     g.add_argument("--nll_coef", type=float, default=0.01,
                    help="weight of the chosen side's NLL per token")
-    g.add_argument("--lr", type=float, default=2e-7, help="peak learning rate")
+    g.add_argument("--lr", type=float, default=2e-7,
+                   help="peak: 3%% of the steps warm up, then a cosine to a tenth")
     g.add_argument("--batch_size", type=int, default=8, help="pairs a step, over all GPUs")
     g.add_argument("--epochs", type=int, default=4)
     g.add_argument("--max_grad_norm", type=float, default=1.0)
