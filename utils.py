@@ -68,9 +68,10 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
         return action.help if action.default is None else super()._get_help_string(action)
 
 
-def parser(doc):
+def parser(doc, usage="%(prog)s [flags] < records"):
     """An ArgumentParser that describes itself by `doc` and takes no abbreviated flags."""
-    p = argparse.ArgumentParser(description=doc, formatter_class=Help, allow_abbrev=False)
+    p = argparse.ArgumentParser(description=doc, usage=usage, formatter_class=Help,
+                                allow_abbrev=False)
     if RANK:
         p.error = end_after_rank_0
     return p
