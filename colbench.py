@@ -2310,7 +2310,7 @@ def page_flags(p):
 
 
 def get_args(argv=None):
-    root = parser(__doc__)
+    root = parser(__doc__, usage=None)
     commands = root.add_subparsers(dest="command", required=True)
 
     def command(name, text):

@@ -32,8 +32,7 @@ from colbench import (NOT_SEEN, GraderError, NoReference, RenderError, environme
 
 
 def get_args(argv=None):
-    p = parser(__doc__)
-    p.usage = "python collect.py [flags] < tasks.jsonl > trajectories.jsonl"
+    p = parser(__doc__, "%(prog)s [flags] < tasks.jsonl > trajectories.jsonl")
     g = p.add_argument_group("episodes")
     g.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct", help="the agent")
     g.add_argument("-k", type=int, default=1, help="episodes of each task")

@@ -46,8 +46,7 @@ NOTHING = 0, 0  # numerator and denominator
 
 
 def get_args(argv=None):
-    p = parser(__doc__)
-    p.usage = "python evaluate.py [flags] [FILE | NAME=FILE,FILE,... ...] >> results.jsonl"
+    p = parser(__doc__, "%(prog)s [flags] [FILE | NAME=FILE,FILE,... ...] >> results.jsonl")
     p.add_argument("files", nargs="*", default=["-"], metavar="FILE | NAME=FILE,FILE,...",
                    help="a system's graded records, -: stdin; NAME=: its runs of several seeds")
     skip_bad_flag(p)

@@ -41,7 +41,7 @@ NORMALIZE = "turn", "trajectory", "none"
 
 
 def get_args(argv=None):
-    p = parser(__doc__)
+    p = parser(__doc__, "%(prog)s [flags] < trajectories.jsonl > scored.jsonl")
     p.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct",
                    help="pi_ref, and where pi starts")
     p.add_argument("--out", required=True, help="new directory for the model and its metrics.jsonl")

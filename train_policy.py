@@ -28,7 +28,7 @@ from colbench import PIECES, agent_messages, needs, task_id
 
 
 def get_args(argv=None):
-    p = parser(__doc__)
+    p = parser(__doc__, "%(prog)s [flags] < scored.jsonl")
     p.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct",
                    help="pi_ref, and where pi starts; tiny: a new one, with the records' words")
     p.add_argument("--out", required=True, help="new directory for the model and its metrics.jsonl")

@@ -68,7 +68,7 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
         return action.help if action.default is None else super()._get_help_string(action)
 
 
-def parser(doc, usage="%(prog)s [flags] < records"):
+def parser(doc, usage):
     """An ArgumentParser that describes itself by `doc` and takes no abbreviated flags."""
     p = argparse.ArgumentParser(description=doc, usage=usage, formatter_class=Help,
                                 allow_abbrev=False)
