@@ -257,8 +257,13 @@ def vllm_engine(args, stop):
                         kv_cache_memory_bytes=1 << 28)
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=args.model, **options))
     guard = watchdog(descendants())  # its processes would outlive a kill and keep the GPU
-    atexit.register(guard.kill)
-    atexit.register(llm.shutdown)  # this one runs first
+
+    def end():
+        llm.shutdown()
+        llm.shutdown = lambda: None  # __del__ calls it again, when vllm's modules are gone
+        guard.kill()
+
+    atexit.register(end)
     numbers = itertools.count()
 
     async def draw(prompt, seed):
