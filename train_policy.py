@@ -255,7 +255,7 @@ def main(args):
         size = len(batch)
         if args.loss == "rft":  # its loss is a mean over tokens
             size = sum(len(action) for pair in batch for _, action in pair.chosen)
-        for part, weight in deal(batch, args.max_tokens):  # weight 0: it only keeps ranks in step
+        for part, weight in deal(batch, args.max_tokens):  # weight 0: keeps ranks in step
             part_turns = turns_in(part)
             logps = dict(zip(part_turns, action_logps(model, part_turns, args.max_tokens)))
             losses, margins = zip(*(pair_loss(pair, logps) for pair in part))
@@ -263,7 +263,8 @@ def main(args):
             loss.backward()
             total += loss.item()
             right += weight * sum((m > 0).item() for m in margins) / len(batch)
-        norm = gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)).item()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        norm = gathered(norm).item()
         total, right, stop = sum_over_ranks(total, right, stop_signal())
         check_finite(step, loss=total, grad_norm=norm)
         lr = lr_at(step, len(steps), args.lr)
