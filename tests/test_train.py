@@ -305,7 +305,8 @@ dist.destroy_process_group()
 def test_the_others_wait_for_rank_0_longer_than_for_each_other(tmp_path):
     """It may wait for hours on stdin, before the first group of their own as well."""
     (tmp_path / "wait.py").write_text(PATIENCE)
-    assert torchrun(2, [tmp_path / "wait.py", ROOT], os.devnull).stdout.split() == ["here", "here"]
+    done = torchrun(2, [tmp_path / "wait.py", ROOT], os.devnull)
+    assert not done.returncode and done.stdout.count("here") == 2  # two ranks' lines may mix
 
 
 @pytest.mark.full
