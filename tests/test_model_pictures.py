@@ -11,7 +11,7 @@ from transformers import (CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionMod
 
 import colbench
 import model as M
-from conftest import critic_turns, demos, lines, records, script, shell
+from conftest import critic_turns, demos, records, script
 
 pytest.importorskip("PIL", reason="pillow is not installed (README, \"Frontend Design\")")
 from PIL import Image, ImageDraw  # noqa: E402
@@ -209,11 +209,15 @@ def test_a_critic_that_sees_trains_scores_resumes_and_chooses(head, pages_played
             for m in colbench.agent_messages(r):
                 for c in m["candidates"]:
                     c.pop("token_ids", None)
-    (tmp_path / "in").write_text(lines(played))
-    command = f"""train_critic.py --model {tmp_path}/vl --head {head} --pairs all --held_out 0 \
-        --lr 3e-3 --beta 1 --epochs 12 --batch_size 4 --picture_tokens 60 < {tmp_path}/in"""
-    quiet = "--browser /bin/false"  # all pages are drawn already
-    done = shell(f"python {command} --out {tmp_path}/c")
+    quiet = ["--browser", "/bin/false"]  # all pages are drawn already
+
+    def train(name, *more, ranks=1):
+        return script("train_critic.py", "--model", tmp_path / "vl", "--head", head, "--pairs",
+                      "all", "--held_out", 0, "--lr", 3e-3, "--beta", 1, "--epochs", 12,
+                      "--batch_size", 4, "--picture_tokens", 60, "--out", tmp_path / name, *more,
+                      stdin=played, ranks=ranks)
+
+    done = train("c")
     assert done.returncode == 0, done.stderr
     _, *steps, _, last = records((tmp_path / "c" / "metrics.jsonl").read_text())
     assert steps[-1]["loss"] < 0.3 < steps[0]["loss"] and last["sharing"] > 1.5
@@ -222,23 +226,23 @@ def test_a_critic_that_sees_trains_scores_resumes_and_chooses(head, pages_played
                for c in (m, *m["candidates"]))
     pictures = os.listdir(tmp_path / "c" / "pictures")
     assert len(pictures) > 5 and all(f.endswith(".png") for f in pictures)
-    again = shell(f"python {command} --out {tmp_path}/c --resume 1 {quiet}")
+    again = train("c", "--resume", 1, *quiet)
     assert again.returncode == 0 and again.stdout == done.stdout, again.stderr
     if head == "logratio":
         # Pictures outlive a run that was killed before it began, and one that is overwritten.
         shutil.copytree(tmp_path / "c" / "pictures", tmp_path / "d" / "pictures")
-        for flags in ("", "--overwrite 1"):
-            done = shell(f"python {command} --epochs 1 --out {tmp_path}/d {quiet} {flags}")
+        for flags in ([], ["--overwrite", 1]):
+            done = train("d", "--epochs", 1, *quiet, *flags)
             assert done.returncode == 0, done.stderr
             assert sorted(os.listdir(tmp_path / "d" / "pictures")) == sorted(pictures)
         return
 
-    spread = shell(f"torchrun --nproc_per_node=2 {command} --max_tokens 300 --out {tmp_path}/c2")
+    shutil.copytree(tmp_path / "c" / "pictures", tmp_path / "c2" / "pictures")
+    spread = train("c2", "--max_tokens", 300, "--epochs", 1, *quiet, ranks=2)
     assert spread.returncode == 0, spread.stderr
     _, *others, _, _ = records((tmp_path / "c2" / "metrics.jsonl").read_text())
-    assert len(steps) == len(others)
-    assert sorted(os.listdir(tmp_path / "c2" / "pictures")) == sorted(pictures)
-    for a, b in list(zip(steps, others))[:3]:  # later AdamW has made something of the rounding
+    assert 0 < len(others) == len(steps) // 12
+    for a, b in zip(steps, others):  # later AdamW has made something of the rounding
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
 

@@ -14,7 +14,7 @@ from importlib import import_module
 import pytest
 
 import colbench
-from conftest import CPU, ROOT, lines, records, script
+from conftest import CPU, ROOT, records, script
 
 SCRIPTS = ("collect", "train_critic", "train_policy", "evaluate", "colbench")
 
@@ -90,11 +90,11 @@ def first_step(out):
     return next(row for row in rows if row.get("step") == 0)
 
 
-def train(copy, name, stdin, tiny_dir, *flags):
+def train(copy, name, stdin, tiny_dir, *flags, ranks=1):
     """Runs a trainer of the copy; returns its first step's metrics and its stdout's records."""
     out = copy / "out"
     done = script(f"{copy}/{name}.py", "--model", tiny_dir, "--out", out, "--nll_coef", 0, *flags,
-                  stdin=stdin, fresh=True)
+                  stdin=stdin, ranks=ranks)
     assert done.returncode == 0, done.stderr
     return first_step(out), records(done.stdout)
 
@@ -135,13 +135,8 @@ def test_the_edit_grpo(ranked, tiny_dir, tmp_path):
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_edit_margin_by_gap(world, rewarded, tiny_dir, tmp_path):
     copy = edited("margin_by_gap", tmp_path)
-    command = ["train_critic.py", "--model", tiny_dir, "--out", "out", "--nll_coef", "0"]
-    launch = [sys.executable] if world == 1 else [
-        os.path.join(os.path.dirname(sys.executable), "torchrun"), "--standalone",
-        f"--nproc_per_node={world}"]
-    subprocess.run([*launch, *command, "--held_out", "0"], cwd=copy, input=lines(rewarded),
-                   text=True, check=True, env=CPU, stdout=subprocess.DEVNULL)
-    assert first_step(copy / "out")["loss"] == pytest.approx(math.log(1 + math.exp(0.7)))
+    first, _ = train(copy, "train_critic", rewarded, tiny_dir, "--held_out", 0, ranks=world)
+    assert first["loss"] == pytest.approx(math.log(1 + math.exp(0.7)))
 
 
 @pytest.mark.full
@@ -162,7 +157,7 @@ def test_the_edit_sqrt_length(rewarded, tiny_dir, tmp_path):
 @pytest.mark.full
 def test_the_edit_marker(tmp_path):
     copy = edited("marker", tmp_path)
-    demos = script(f"{copy}/colbench.py", "demos", "--n", 50, fresh=True).stdout
+    demos = script(f"{copy}/colbench.py", "demos", "--n", 50).stdout
     assert "MY ANSWER IS:" in demos and "I WANT TO ANSWER" not in demos
     train(copy, "train_policy", demos, "tiny", "--loss", "rft", "--all", 1, "--epochs", 1)
     assert "MY ANSWER IS:" in open(copy / "out" / "tokenizer.json").read()  # one token of its own

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import colbench
 import model as M
-from conftest import critic_turns, lines, records, script, shell
+from conftest import critic_turns, lines, records, script
 
 
 def test_a_turns_value_is_the_head_on_the_mean_state_of_all_its_tokens(tiny_dir, episodes):
@@ -24,64 +24,69 @@ def test_a_turns_value_is_the_head_on_the_mean_state_of_all_its_tokens(tiny_dir,
 
 @pytest.mark.full
 @pytest.mark.parametrize("head, world", [("regression", 1), ("regression", 2), ("value", 1)])
-def test_a_critic_with_a_head_learns_scores_resumes_and_chooses(head, world, rewarded, tiny_dir, tasks, tmp_path):
+def test_a_critic_with_a_head_learns_scores_resumes_and_chooses(head, world, rewarded, tiny_dir,
+                                                                tasks, tmp_path):
     for r in rewarded:  # what tells the two apart
         for m in colbench.agent_messages(r):
             m["output"] = "what is the rate?" if r["reward"] == 1 else "what is the color?"
     epochs, reached = (8, 0.1) if head == "regression" else (24, 0.3)
-    flags = ["--model", tiny_dir, "--head", head, "--held_out", 0, "--lr", 1e-3, "--beta", 1, "--epochs", epochs,
-             "--batch_size", 4, "--save_every", 3]
-    (tmp_path / "in").write_text(lines(rewarded))
-    launch = f"torchrun --nproc_per_node={world}" if world > 1 else "python"
-    done = shell(f"{launch} train_critic.py {' '.join(map(str, flags))} --out {tmp_path}/c < {tmp_path}/in")
+    flags = ["--model", tiny_dir, "--head", head, "--held_out", 0, "--lr", 1e-3, "--beta", 1,
+             "--epochs", epochs, "--batch_size", 4, "--save_every", 3, "--out", tmp_path / "c"]
+    done = script("train_critic.py", *flags, stdin=rewarded, ranks=world)
     assert done.returncode == 0, done.stderr
     first, *steps, _, _ = records((tmp_path / "c" / "metrics.jsonl").read_text())
     assert steps[-1]["loss"] < reached < steps[0]["loss"]
     model, tokenizer = M.load(tiny_dir, head=True)  # step 0, pair by pair, from eq. 2
-    sums = {(r["task"]["id"], r["sample"]): sum(M.action_logps(model, critic_turns(tokenizer, r, "regression"))).item()
+    key = lambda r: (r["task"]["id"], r["sample"])
+    sums = {key(r): sum(M.action_logps(model, critic_turns(tokenizer, r, "regression"))).item()
             for r in rewarded}
-    losses = [math.log1p(math.exp(sums[task, 1] - sums[task, 0])) for task in {task for task, _ in sums}]
+    tasks_of = {task for task, _ in sums}
+    losses = [math.log1p(math.exp(sums[task, 1] - sums[task, 0])) for task in tasks_of]
     assert first["pairs"] == len(losses)
     if head == "regression":
         assert steps[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
     out = records(done.stdout)
     of_turns = sum if head == "regression" else statistics.mean
-    total = {(r["task"]["id"], r["sample"]): of_turns([m["advantage"] for m in colbench.agent_messages(r)]) for r in out}
+    total = {key(r): of_turns([m["advantage"] for m in colbench.agent_messages(r)]) for r in out}
     assert all(total[task, 0] > total[task, 1] for task, _ in total)
-    again = script("train_critic.py", *flags, "--resume", 1, "--out", tmp_path / "c", stdin=rewarded)
+    again = script("train_critic.py", *flags, "--resume", 1, stdin=rewarded)
     for r, s in zip(out, records(again.stdout)):
         for m, n in zip(colbench.agent_messages(r), colbench.agent_messages(s)):
             assert m["advantage"] == pytest.approx(n["advantage"], abs=1e-4)
-    done = script("collect.py", "--model", tiny_dir, "--best_of", 3, "--critic", tmp_path / "c", "--max_turns", 2,
-                  "--max_tokens", 20, stdin=tasks[:1])
+    play = ["--model", tiny_dir, "--best_of", 3, "--critic", tmp_path / "c", "--max_turns", 2]
+    done = script("collect.py", *play, "--max_tokens", 20, stdin=tasks[:1])
     assert done.returncode == 0 and len(records(done.stdout)) == 1, done.stderr
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("head, world", [("logratio", 1), ("regression", 1), ("logratio", 2)])
-def test_a_finished_critic_scores_a_stream_as_it_scored_what_it_learned_from(head, world, rewarded, tiny_dir, tmp_path):
-    flags = f"--out {tmp_path}/c --model {tiny_dir} --head {head} --normalize none --ref_context agent --held_out 0 --lr 1e-3"
-    first = script("train_critic.py", *flags.split(), stdin=rewarded)
+def test_a_finished_critic_scores_a_stream_as_it_scored_what_it_learned_from(head, world, rewarded,
+                                                                             tiny_dir, tmp_path):
+    critic = ["train_critic.py", "--out", tmp_path / "c"]
+    first = script(*critic, "--model", tiny_dir, "--head", head, "--normalize", "none",
+                   "--ref_context", "agent", "--held_out", 0, "--lr", 1e-3, stdin=rewarded)
     assert first.returncode == 0, first.stderr
-    many = [{**r, "sample": 100 * i + r["sample"]} for i in range(10) for r in rewarded]  # two portions
-    for r in many:
+    many = [{**r, "sample": 100 * i + r["sample"]} for i in range(10) for r in rewarded]
+    for r in many:  # two portions
         del r["reward"]
-    (tmp_path / "in").write_text(lines(many) + "no record\n" + lines(many[:1]))
-    launch = f"torchrun --nproc_per_node={world}" if world > 1 else "python"
-    done = shell(f"{launch} train_critic.py --score 1 --out {tmp_path}/c < {tmp_path}/in")
-    assert done.returncode and "error: stdin, line 81: not JSON" in done.stderr and done.stderr.count("error: ") == 1
+    given = lines(many) + "no record\n" + lines(many[:1])
+    done = script(*critic, "--score", 1, stdin=given, ranks=world)
+    assert done.returncode and "error: stdin, line 81: not JSON" in done.stderr
+    assert done.stderr.count("error: ") == 1
     want, got = records(first.stdout), records(done.stdout)
     assert len(got) == len(many) == 80
     moved = 0
     for i, r in enumerate(got):
         assert {**r, "dialogue_history": 0} == {**many[i], "dialogue_history": 0}
-        for m, n in zip(colbench.agent_messages(r), colbench.agent_messages(want[i % len(want)]), strict=True):
+        both = map(colbench.agent_messages, (r, want[i % len(want)]))
+        for m, n in zip(*both, strict=True):
             for a, b in zip([m, *m["candidates"]], [n, *n["candidates"]], strict=True):
                 assert a["advantage"] == pytest.approx(b["advantage"], abs=1e-4, rel=1e-4)
                 moved += abs(b["advantage"]) > 1e-3
     assert moved > 100
     done = script("train_critic.py", "--score", 1, "--out", tiny_dir, stdin=rewarded)
-    assert done.returncode == 1 and done.stderr.startswith("error: no critic in") and done.stderr.count("\n") == 1
+    assert done.returncode == 1 and done.stderr.startswith("error: no critic in")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_critic_of_an_unknown_kind_is_refused_in_one_line(rewarded, tasks, tiny_dir, tmp_path):

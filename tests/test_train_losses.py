@@ -1,4 +1,4 @@
-"""The losses against plain loops over tokens; which pairs are made; what c reaches and what it never reaches."""
+"""The losses against plain loops over tokens; which pairs are made; what c reaches, and never."""
 import io
 import json
 import math
@@ -14,7 +14,7 @@ import train_policy
 from conftest import lines
 from model import TURN, batches
 
-# --- the oracle: floats and loops, written from the equations ---------------------------------------------------------
+# --- the oracle: floats and loops, written from the equations -------------------------------------
 
 def loop_score(logps, ref, normalize):
     total = 0.0
@@ -32,7 +32,10 @@ def loop_loss(margin, chosen, nll_coef):
 
 
 def trajectories(seed):
-    """(chosen, rejected, ref_chosen, ref_rejected): lists of turns of log-probs, 1 to 9 tokens each, 2 and 3 turns."""
+    """(chosen, rejected, ref_chosen, ref_rejected): lists of turns of log-probs.
+
+    A turn has 1 to 9 tokens, a side 2 or 3 turns.
+    """
     r = random.Random(seed)
     lengths = [[r.randrange(1, 10) for _ in range(n)] for n in (2, 3)]
     return [[[-3 * r.random() for _ in range(n)] for n in lengths[side]] for side in (0, 1, 0, 1)]
@@ -48,7 +51,8 @@ def test_critic_loss_is_eq_2(normalize, beta, nll_coef):
     for seed in range(10):
         chosen, rejected, ref_chosen, ref_rejected = args = trajectories(seed)
         loss, margin = train_critic.critic_loss(*map(tensors, args), beta, nll_coef, normalize)
-        want = beta * (loop_score(chosen, ref_chosen, normalize) - loop_score(rejected, ref_rejected, normalize))
+        want = beta * (loop_score(chosen, ref_chosen, normalize)
+                       - loop_score(rejected, ref_rejected, normalize))
         assert close(margin, want) and close(loss, loop_loss(want, chosen, nll_coef))
 
 
@@ -56,13 +60,15 @@ def test_value_loss_is_the_cross_entropy_of_success():
     chosen, rejected = [[0.5], [-1.0], [2.0]], [[0.3], [-0.2]]
     loss, margin = train_critic.value_loss(*map(tensors, (chosen, rejected)))
     sigmoid = lambda x: 1 / (1 + math.exp(-x))
-    want = -sum(math.log(sigmoid(x)) for x, in chosen) - sum(math.log(1 - sigmoid(x)) for x, in rejected)
+    want = -sum(math.log(sigmoid(x)) for x, in chosen)
+    want -= sum(math.log(1 - sigmoid(x)) for x, in rejected)
     assert close(loss, want / 5) and close(margin, 0.5 - 0.05)
 
 
 def test_the_normalizations_differ():
     args = list(map(tensors, trajectories(0)))
-    margins = [train_critic.critic_loss(*args, 1, 0, n)[1].item() for n in ("turn", "trajectory", "none")]
+    margins = [train_critic.critic_loss(*args, 1, 0, normalize)[1].item()
+               for normalize in ("turn", "trajectory", "none")]
     assert len({round(m, 6) for m in margins}) == 3
 
 
@@ -77,27 +83,30 @@ def test_advantage_is_eq_3(normalize):
 @pytest.mark.parametrize("beta, nll_coef", [(0.1, 0.01), (1.0, 1.0)])
 def test_dpo_loss_is_eq_4(beta, nll_coef):
     for seed in range(10):
-        chosen, rejected, ref_chosen, ref_rejected = (side[0] for side in trajectories(seed))
-        loss, margin = train_policy.dpo_loss(*tensors([chosen, rejected, ref_chosen, ref_rejected]), beta, nll_coef)
-        want = beta * (loop_score([chosen], [ref_chosen], "none") - loop_score([rejected], [ref_rejected], "none"))
+        chosen, rejected, ref_chosen, ref_rejected = sides = [x[0] for x in trajectories(seed)]
+        loss, margin = train_policy.dpo_loss(*tensors(sides), beta, nll_coef)
+        want = beta * (loop_score([chosen], [ref_chosen], "none")
+                       - loop_score([rejected], [ref_rejected], "none"))
         assert close(margin, want) and close(loss, loop_loss(want, [chosen], nll_coef))
 
 
 def test_log_2_where_the_policy_is_the_reference_and_swapping_flips_the_margin():
     chosen, rejected, ref_chosen, ref_rejected = map(tensors, trajectories(2))
     for normalize in ("turn", "trajectory", "none"):
-        assert close(train_critic.critic_loss(chosen, rejected, chosen, rejected, 0.7, 0, normalize)[0], math.log(2))
-        there = train_critic.critic_loss(chosen, rejected, ref_chosen, ref_rejected, 0.7, 0, normalize)[1]
-        back = train_critic.critic_loss(rejected, chosen, ref_rejected, ref_chosen, 0.7, 0, normalize)[1]
+        critic_loss = lambda *sides: train_critic.critic_loss(*sides, 0.7, 0, normalize)
+        assert close(critic_loss(chosen, rejected, chosen, rejected)[0], math.log(2))
+        there = critic_loss(chosen, rejected, ref_chosen, ref_rejected)[1]
+        back = critic_loss(rejected, chosen, ref_rejected, ref_chosen)[1]
         assert there != 0 and close(there, -back.item())
     a, b, c, d = chosen[0], rejected[0], ref_chosen[0], ref_rejected[0]
     assert close(train_policy.dpo_loss(a, b, a, b, 0.7, 0)[0], math.log(2))
-    there, back = train_policy.dpo_loss(a, b, c, d, 0.7, 0)[1], train_policy.dpo_loss(b, a, d, c, 0.7, 0)[1]
+    there = train_policy.dpo_loss(a, b, c, d, 0.7, 0)[1]
+    back = train_policy.dpo_loss(b, a, d, c, 0.7, 0)[1]
     assert there != 0 and close(there, -back.item())
 
 
 def test_a_bad_pair_pushes_harder_than_a_good_one():
-    """The gradient with respect to the chosen log-probs raises them, the more the worse the margin; beta scales it."""
+    """The gradient raises the chosen log-probs, the more the worse the margin; beta scales it."""
     for shift in (-2.0, 0.0, 2.0):
         x = torch.tensor([-1.0, -1.0], dtype=torch.float64, requires_grad=True)
         ref = torch.tensor([-1.0 - shift, -1.0], dtype=torch.float64)
@@ -105,7 +114,7 @@ def test_a_bad_pair_pushes_harder_than_a_good_one():
         assert torch.allclose(x.grad, torch.full_like(x, -0.5 / (1 + math.exp(0.5 * shift))))
 
 
-# --- pairs ------------------------------------------------------------------------------------------------------------
+# --- pairs ----------------------------------------------------------------------------------------
 
 def turn(i):
     return (("o", i), ("a", i))
@@ -256,14 +265,16 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch
     def prepared():
         monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(rewarded).encode()))
         return train_policy.prepare(args)[0]
-    texts = {c["output"] for r in rewarded for m in r["dialogue_history"] for c in m.get("candidates", ())}
+    texts = {c["output"] for r in rewarded for m in r["dialogue_history"]
+             for c in m.get("candidates", ())}
     ids = {(*plain_ids(tokenizer, text), *end_of_turn(tokenizer)) for text in texts}
     assert {action for group in prepared() for _, action in turns_in(group)} <= ids
     args.prior = 0.1
-    del next(m for m in rewarded[0]["dialogue_history"] if "candidates" in m)["candidates"][0]["logprob"]
+    message = next(m for m in rewarded[0]["dialogue_history"] if "candidates" in m)
+    del message["candidates"][0]["logprob"]
     with pytest.raises(SystemExit, match="--prior needs the candidates' logprob"):
         prepared()
-    next(m for m in rewarded[0]["dialogue_history"] if "candidates" in m)["candidates"][0]["token_ids"] = [len(tokenizer)]
+    message["candidates"][0]["token_ids"] = [len(tokenizer)]
     with pytest.raises(SystemExit, match="not of this --model's tokenizer"):
         prepared()
 
@@ -272,7 +283,8 @@ def test_batches_are_a_permutation_and_a_function_of_the_seed():
     groups = [[(g, i) for i in range(1 + g % 4)] for g in range(30)]
     flat = lambda batches: [x for b in batches for x in b]
     one = batches(groups, 8, 0, 0)
-    assert sorted(flat(one)) == sorted(flat(groups)) and [len(b) for b in one[:-1]] == [8] * (len(one) - 1)
+    assert sorted(flat(one)) == sorted(flat(groups))
+    assert [len(b) for b in one[:-1]] == [8] * (len(one) - 1)
     assert one == batches(groups, 8, 0, 0)
     assert all(one != batches(groups, 8, *seed) for seed in ((1, 0), (0, 1)))  # seed, epoch
     order = flat(one)
@@ -280,30 +292,32 @@ def test_batches_are_a_permutation_and_a_function_of_the_seed():
     assert groups[3] == [(3, 0), (3, 1), (3, 2), (3, 3)]  # and the input is left alone
 
 
-# --- c: the critic's, never the policy's ------------------------------------------------------------------------------
+# --- c: the critic's, never the policy's ----------------------------------------------------------
 
 def train(script, monkeypatch, records, *flags):
-    """script.main on these records in this process: what it writes, and the weights."""
+    """script.main on these records in this process: what it writes, weights and metrics."""
     out = []
     monkeypatch.setattr(script, "open_stdout", lambda: out.append)
     monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(records).encode()))
     args = script.get_args([str(f) for f in flags])
     script.main(args)
-    return out, open(f"{args.out}/model.safetensors", "rb").read(), open(f"{args.out}/metrics.jsonl").read()
+    with open(f"{args.out}/model.safetensors", "rb") as f, open(f"{args.out}/metrics.jsonl") as g:
+        return out, f.read(), g.read()
 
 
 def with_c(records, c):
-    return [{**r, "task": {**r["task"], "hidden_information": c}} for r in json.loads(json.dumps(records))]
+    copies = json.loads(json.dumps(records))
+    return [{**r, "task": {**r["task"], "hidden_information": c}} for r in copies]
 
 
 @pytest.mark.full
 def test_c_changes_the_critic_unless_it_may_not_read_it(rewarded, tiny_dir, tmp_path, monkeypatch):
     for hidden_info in (1, 0):
-        flags = ["--model", tiny_dir, "--hidden_info", hidden_info, "--lr", 1e-4, "--held_out", 0, "--epochs", 1,
-                 "--out"]
-        runs = [train(train_critic, monkeypatch, with_c(rewarded, c), *flags, tmp_path / f"{c}{hidden_info}")
-                for c in ("rate=3", "fee=7")]
-        scores = [[m["advantage"] for r in out for m in r["dialogue_history"] if m["role"] == "assistant"]
+        flags = ["--model", tiny_dir, "--hidden_info", hidden_info, "--lr", 1e-4, "--held_out", 0,
+                 "--epochs", 1, "--out"]
+        runs = [train(train_critic, monkeypatch, with_c(rewarded, c), *flags,
+                      tmp_path / f"{c}{hidden_info}") for c in ("rate=3", "fee=7")]
+        scores = [[m["advantage"] for r in out for m in r["dialogue_history"] if "advantage" in m]
                   for out, _, _ in runs]
         assert len(scores[0]) > 8 and all(map(math.isfinite, scores[0])) and any(scores[0])
         assert (scores[0] != scores[1]) == (runs[0][1] != runs[1][1]) == bool(hidden_info)
@@ -317,7 +331,8 @@ def test_what_each_critic_reads(tiny_dir):
     """c stands before both, or pi's prompt alone, or neither's."""
     import model as M
     tokenizer = M.find_model(tiny_dir)[1]
-    task = {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x * rate"}
+    code = "def f(x, rate=3): return x * rate"
+    task = {"problem_description": "write f(x)", "ground_truth": code}
     history, action = [{"role": "user", "content": "write f(x)"}], {"output": "what is the rate?"}
 
     def read(**critic):
@@ -343,26 +358,29 @@ def test_c_never_reaches_the_policy(loss, rewarded, tiny_dir, tmp_path, monkeypa
             for i, candidate in enumerate(m.get("candidates", ())):
                 candidate["advantage"] = float(i)
     flags = ["--loss", loss, "--model", tiny_dir, "--lr", 1e-4, "--epochs", 1, "--out"]
-    runs = [train(train_policy, monkeypatch, with_c(rewarded, c), *flags, tmp_path / c) for c in ("one", "two")]
+    runs = [train(train_policy, monkeypatch, with_c(rewarded, c), *flags, tmp_path / c)
+            for c in ("one", "two")]
     assert runs[0][1] == runs[1][1]
     assert runs[0][1] != open(f"{tiny_dir}/model.safetensors", "rb").read()  # it did train
 
 
 @pytest.mark.parametrize("script", [train_critic, train_policy], ids=["critic", "policy"])
-def test_training_starts_at_log_2_and_micro_batches_do_not_matter(script, rewarded, tiny_dir, tmp_path, monkeypatch):
+def test_training_starts_at_log_2_and_micro_batches_do_not_matter(script, rewarded, tiny_dir,
+                                                                  tmp_path, monkeypatch):
     flags = ["--model", tiny_dir, "--lr", 1e-4, "--nll_coef", 0, "--batch_size", 4, "--epochs", 3]
     flags += ["--held_out", 0] if script is train_critic else ["--loss", "mtdpo"]
     runs = []
     for max_tokens in (100, 10 ** 6):
-        out = tmp_path / str(max_tokens)
-        _, saved, metrics = train(script, monkeypatch, rewarded, *flags, "--max_tokens", max_tokens, "--out", out)
-        first, *steps, last = (row for row in map(json.loads, metrics.splitlines()) if "trained" not in row)
-        assert first["args"]["lr"] == 1e-4 and first["steps"] == len([s for s in steps if "step" in s]) == 3
+        more = ["--max_tokens", max_tokens, "--out", tmp_path / str(max_tokens)]
+        _, saved, metrics = train(script, monkeypatch, rewarded, *flags, *more)
+        first, *rows = map(json.loads, metrics.splitlines())
+        steps = [row for row in rows if "step" in row]
+        assert first["args"]["lr"] == 1e-4 and first["steps"] == len(steps) == 3
         assert abs(steps[0]["loss"] - math.log(2)) < 1e-5 and steps[-1]["loss"] < math.log(2)
         runs.append((steps, load(saved)))
     (steps, weights), (others, other_weights) = runs
-    for a, b in zip(steps, others):
-        if "step" in a:
-            assert abs(a["loss"] - b["loss"]) < 1e-5 and abs(a["grad_norm"] / b["grad_norm"] - 1) < 1e-4
-    for name, w in weights.items():  # Adam makes a difference of rounding its own where a gradient is all but zero
+    for a, b in zip(steps, others, strict=True):
+        assert abs(a["loss"] - b["loss"]) < 1e-5
+        assert abs(a["grad_norm"] / b["grad_norm"] - 1) < 1e-4
+    for name, w in weights.items():  # where a gradient is all but zero, Adam makes rounding larger
         assert (w - other_weights[name]).abs().mean() < 1e-7, name

@@ -53,7 +53,7 @@ STAGES = {
                    "--resume", "OUT"],
     "train_critic.py": ["--out", "OUT", "--save_every", 1, "--batch_size", 1, "--epochs", 2,
                         "--resume", 1],
-    "train_policy.py": ["--out", "OUT", "--save_every", 1, "--batch_size", 4, "--resume", 1],
+    "train_policy.py": ["--out", "OUT", "--save_every", 1, "--batch_size", 8, "--resume", 1],
     "evaluate.py": ["--bootstrap", 300, "--html", "OUT"]}
 
 
@@ -63,7 +63,7 @@ def test_a_stage_killed_again_and_again_ends_as_if_it_had_not_been(name, tasks, 
                                                                    tmp_path):
     appends, trains = name == "collect.py", name.startswith("train")
     model = [] if name == "evaluate.py" else ["--model", tiny_dir]
-    many = [{**r, "sample": 100 * i + r["sample"]} for i in range(100) for r in scored]
+    many = [{**r, "sample": 100 * i + r["sample"]} for i in range(20) for r in scored]
     stdin = {"collect.py": tasks, "evaluate.py": many}.get(name, scored)
 
     def run(out, kill=None):
@@ -110,7 +110,6 @@ def test_a_stage_killed_again_and_again_ends_as_if_it_had_not_been(name, tasks, 
         how = r.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
         rows_before = len(metrics(out)) if trains else 0
         was_cut = appends and out.exists() and not out.read_bytes().endswith(b"\n")
-        begin = time.monotonic()
         done = run(out, (0.3 + r.random() * seconds, how))
         too_late = how != signal.SIGKILL and "error: " not in done.stderr
         if done.returncode == 0 or too_late:  # it had done its work
@@ -123,7 +122,6 @@ def test_a_stage_killed_again_and_again_ends_as_if_it_had_not_been(name, tasks, 
             (error,) = (line for line in done.stderr.splitlines() if "error" in line.lower())
             assert error.startswith(f"error: ended by {how.name}")
             assert "Traceback" not in done.stderr, done.stderr
-            assert time.monotonic() - begin < seconds + 10
             written = out.read_text() if appends and not was_cut else done.stdout
             assert not written or written.endswith("\n")
         check_killed(out, done, how, rows_before)
@@ -176,12 +174,13 @@ def test_a_second_signal_ends_a_step_that_takes_too_long(tmp_path):
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
         p.stdout.readline()
         p.send_signal(signal.SIGINT)
-        time.sleep(0.3)
         p.send_signal(signal.SIGTERM)
         with pytest.raises(subprocess.TimeoutExpired):
             p.wait(2)
-        p.send_signal(signal.SIGINT)
-        assert p.wait(5) == -signal.SIGINT
+        while p.poll() is None:  # it counts 2 seconds from when it got the first one
+            p.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        assert p.returncode == -signal.SIGINT
         said = p.stderr.read()
     assert said == "error: ended by SIGINT; --resume goes on from what was finished\n"
 
@@ -189,10 +188,9 @@ def test_a_second_signal_ends_a_step_that_takes_too_long(tmp_path):
 CHILD = """
 import argparse, os, signal, time, utils
 def main(args):
-    child = os.fork()
-    if not child:
+    if not os.fork():
+        print(os.getpid(), flush=True)
         time.sleep(60)
-    print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
 utils.run(main, argparse.Namespace())
 """
@@ -206,11 +204,9 @@ def test_a_forked_child_has_the_usual_signals_and_an_ignored_one_stays_ignored(i
                           preexec_fn=ignore if ignored else None,
                           stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
         child = int(p.stdout.readline())
-        time.sleep(0.5)  # until it sleeps
         if ignored:
             os.kill(child, signal.SIGINT)
             p.send_signal(signal.SIGINT)
-            time.sleep(0.3)
         how = signal.SIGTERM if ignored else signal.SIGINT
         os.kill(child, how)
         assert p.communicate() == (f"{-how}\n", "") and p.returncode == 0
@@ -251,23 +247,21 @@ def runs(tiny_dir, out):
 @pytest.mark.full
 @pytest.mark.parametrize("name", [f"{s}.py" for s in SCRIPTS])
 def test_a_closed_stdin_is_an_empty_one(name, tiny_dir, tmp_path):
-    flags = " ".join(map(str, runs(tiny_dir, tmp_path / "out")[name]))
-    done = shell(f"python {name} {flags} <&-")
+    done = script(name, *runs(tiny_dir, tmp_path / "out")[name], stdin=None)
     complaint(done, "stdin is empty: nothing to do (did the stage before it fail?)")
     assert not done.stdout
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name, to", [*((f"{s}.py", "2>&-") for s in SCRIPTS),
-                                      ("evaluate.py", "2>/dev/full")])
+@pytest.mark.parametrize("name, to", [*((f"{s}.py", None) for s in SCRIPTS),
+                                      ("evaluate.py", "/dev/full")])
 def test_where_stderr_takes_nothing_the_results_are_the_same(name, to, tasks, scored, tiny_dir,
                                                              tmp_path):
     flags, given = runs(tiny_dir, "out")[name], tmp_path / "in.jsonl"
     given.write_text(lines(tasks if name == "collect.py" else scored))
     whole = script(name, *flags, stdin=given.read_text(), cwd=tmp_path)
     (tmp_path / "elsewhere").mkdir()
-    command = f"python {ROOT}/{name} {' '.join(map(str, flags))} < {given} {to}"
-    done = shell(command, cwd=tmp_path / "elsewhere")
+    done = script(name, *flags, stdin=given.read_text(), cwd=tmp_path / "elsewhere", err=to)
     assert done.returncode == 0 and whole.stderr and not done.stderr
     assert done.stdout == whole.stdout != ""
     if "--out" in flags:
@@ -418,8 +412,7 @@ def test_a_damaged_checkpoint_is_named(damage, scored, tiny_dir, tmp_path):
     out = tmp_path / "out"
     train = ["train_policy.py", "--model", tiny_dir, "--out", out, "--save_every", 1,
              "--batch_size", 1, "--resume", 1]
-    while not list(out.glob("checkpoint-*")):
-        script(*train, stdin=scored, kill=(1 + 2 * random.random(), signal.SIGTERM))
+    script(*train, stdin=scored, kill=(lambda: [*out.glob("checkpoint-*")], signal.SIGTERM))
     (checkpoint,) = out.glob("checkpoint-*")
     DAMAGE[damage](next(checkpoint.glob("*.safetensors")))
     complaint(script(*train, stdin=scored), str(checkpoint), "--overwrite 1")
