@@ -371,7 +371,8 @@ def builtin_task(name, expression, values):
 
     It has ten tests. Any other value of any one slot fails at least one of them.
     """
-    f = eval(f"lambda x, {', '.join(values)}: {expression}")  # our own expression, from FAMILIES
+    # our own expression, from FAMILIES
+    f = eval(f"lambda xs, {', '.join(values)}: [{expression} for x in xs]")
     r = rng("tests", name, values)
     numbers = [v for v in values.values() if isinstance(v, int)]
     inputs = {v + d for v in numbers for d in (-2, -1, 0, 1, 2)}
@@ -380,19 +381,19 @@ def builtin_task(name, expression, values):
 
     def outputs(values):
         named = {"min": min, "max": max}
-        values = {slot: named.get(value, value) for slot, value in values.items()}
-        return {x: f(x, **values) for x in inputs}
+        return f(inputs, **{slot: named.get(value, value) for slot, value in values.items()})
 
     right = outputs(values)
     rivals = [outputs({**values, slot: value})
               for slot in values for value in SLOTS[slot] if value != values[slot]]
-    chosen = []
-    while rivals and len(chosen) < 10:  # next the input at which the most rivals are wrong
-        wrong = {x: sum(rival[x] != right[x] for rival in rivals) for x in inputs}
-        best = max((x for x in inputs if x not in chosen), key=wrong.get)
+    wrong = {x: {n for n, rival in enumerate(rivals) if rival[i] != right[i]}
+             for i, x in enumerate(inputs)}
+    left, chosen = set(range(len(rivals))), []
+    while left and len(chosen) < 10:  # next the input at which the most of them are wrong
+        best = max((x for x in inputs if x not in chosen), key=lambda x: len(wrong[x] & left))
         chosen.append(best)
-        rivals = [rival for rival in rivals if rival[best] == right[best]]
-    if rivals:
+        left -= wrong[best]
+    if left:
         return None
     chosen += r.sample([x for x in inputs if x not in chosen], 10 - len(chosen))
     r.shuffle(chosen)
@@ -403,6 +404,7 @@ def builtin_task(name, expression, values):
             "test_cases": {f"test{i}": f"{name}({x})" for i, x in enumerate(chosen, 1)}}
 
 
+@functools.cache
 def variants(name, min_slots, max_slots):
     """{slot names: expression} of a family's functions that have so many slots."""
     functions = {slots_in(expression): expression for expression in FAMILIES[name][1]}

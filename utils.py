@@ -3,6 +3,7 @@
 A script imports it before anything that loads slowly: this sets up its streams and Ctrl-C.
 """
 import ctypes
+import gc
 import os
 import signal
 import sys
@@ -18,6 +19,7 @@ def set_up_process():
     sys.stderr = sys.stderr or open(2, "w")
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while modules load
+    gc.disable()  # until run(): modules make a million objects, and all of them stay
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with torchrun
 
@@ -260,6 +262,8 @@ def resume_hint():
 
 def run(main, args):
     """Calls main(args). Signals, a full disk or GPU end it with one line, `| head` silently."""
+    gc.enable()
+    gc.freeze()  # what modules made is not searched again, not even as the process ends
     if hasattr(args, "resume") and not getattr(args, "score", 0):
         PROCESS.hint = "; --resume goes on from what was finished"
     for number in (signal.SIGTERM, signal.SIGINT):
