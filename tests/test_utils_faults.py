@@ -70,7 +70,7 @@ def test_a_stage_killed_again_and_again_ends_as_if_it_had_not_been(name, tasks, 
         flags = [out if flag == "OUT" else flag for flag in STAGES[name]]
         if appends:
             out.touch()
-        return script(name, *model, *flags, stdin=stdin, out=out if appends else None, kill=kill)
+        return script(name, *model, *flags, stdin=stdin, out=out if appends else "", kill=kill)
 
     begin = time.monotonic()
     whole_out = tmp_path / "whole"
