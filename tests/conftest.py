@@ -48,9 +48,10 @@ def script(name, *flags, stdin="", cwd=ROOT, fresh=False, out="", err="", kill=N
     """Runs `python name flags`; returns the CompletedProcess, with text in stdout and stderr.
 
     It runs in a fork of a process that has torch loaded, which saves seconds a call: see forks.py.
-    stdin: text or records. fresh=True: a new interpreter. out, err: files to which stdout and stderr
-    are appended. None as stdin, out or err: a closed stream. kill: (when, signal) to send it, if it has not ended by then; when: seconds, or a function that
-    says that it is time. ranks: how many processes run it, as torchrun would start them.
+    stdin: text or records. out, err: files to which stdout and stderr are appended. None for any of
+    the three: it is closed. fresh=True: a new interpreter. kill: (when, signal) to send it, if it
+    has not ended by then; when: seconds, or a function that says that it is time. ranks: how many
+    processes run it, as torchrun would start them.
     """
     given = stdin if isinstance(stdin, str) else lines(stdin or [])
     command = [os.path.join(ROOT, name), *map(str, flags)]

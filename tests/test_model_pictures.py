@@ -237,12 +237,12 @@ def test_a_critic_that_sees_trains_scores_resumes_and_chooses(head, pages_played
             assert sorted(os.listdir(tmp_path / "d" / "pictures")) == sorted(pictures)
         return
 
-    shutil.copytree(tmp_path / "c" / "pictures", tmp_path / "c2" / "pictures")
-    spread = train("c2", "--max_tokens", 300, "--epochs", 1, *quiet, ranks=2)
+    spread = train("c2", "--max_tokens", 300, ranks=2)
     assert spread.returncode == 0, spread.stderr
     _, *others, _, _ = records((tmp_path / "c2" / "metrics.jsonl").read_text())
-    assert 0 < len(others) == len(steps) // 12
-    for a, b in zip(steps, others):  # later AdamW has made something of the rounding
+    assert len(steps) == len(others)
+    assert sorted(os.listdir(tmp_path / "c2" / "pictures")) == sorted(pictures)
+    for a, b in list(zip(steps, others))[:3]:  # later AdamW has made something of the rounding
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
 
