@@ -59,6 +59,7 @@ TURN = 0  # a trainer keeps a message's or candidate's turn under this key, whic
 PICTURE = 1 << 20  # the id PICTURE + n is a token of picture n; also the key of a message's picture
 SIDE = 28  # pixels along a side of such a token
 LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 26}  # logits held at once: 64 MB or 256 MB in fp32
+GATHERED = 2 ** 17  # keys gathered at once: 0.5 GB in bf16 with 8 heads of size 128
 COUNT = {"computed": 0, "unshared": 0}  # tokens computed so far; the same without sharing
 
 
@@ -76,6 +77,20 @@ def common_prefix(a, b):
     return low
 
 
+class Runs:
+    """Neighbouring runs of a tree as a kernel takes them: their lengths and paths."""
+
+    def __init__(self, runs, device):
+        """runs: [(flat index of the first token, that after the last token, path)]"""
+        self.tokens = slice(runs[0][0], runs[-1][1])        # of these runs, in the tree
+        self.q = [end - start for start, end, _ in runs]    # tokens of each run
+        self.kv = [len(path) for _, _, path in runs]        # tokens of each path
+        paths = [torch.frombuffer(path, dtype=torch.long) for _, _, path in runs]
+        self.paths = torch.cat(paths).to(device)            # (K,) flat indices of the paths
+        self.cu_q = torch.tensor([0, *accumulate(self.q)], dtype=torch.int32, device=device)
+        self.cu_kv = torch.tensor([0, *accumulate(self.kv)], dtype=torch.int32, device=device)
+
+
 class Tree:
     """The prefix tree of turns. No prompt and no action may be empty.
 
@@ -86,7 +101,7 @@ class Tree:
         """with_prompts: `actions` hold the tokens of the prompts, too."""
         seqs = [[*prompt, *action] for prompt, action in turns]
         ids, pos, parent, actions = [], [], [], [None] * len(turns)
-        runs = []  # (flat index of the first token, path)
+        runs = []  # as Runs takes them
         before, path = [], array("q")  # the last sequence, and the flat indices of its tokens
         for i in sorted(range(len(turns)), key=seqs.__getitem__):
             seq = seqs[i]
@@ -97,25 +112,25 @@ class Tree:
             path = path[:shared] + array("q", range(start, len(ids)))
             parent += path[shared - 1:-1] if shared else [-1, *path[:-1]]
             if runs and shared == len(before):  # it extends the last sequence: one run serves both
-                start, _ = runs.pop()
-            runs.append((start, path))
+                start, _, _ = runs.pop()
+            runs.append((start, len(ids), path))
             first = 0 if with_prompts else len(turns[i][0])
             actions[i] = torch.frombuffer(path, dtype=torch.long)[first:]
             before = seq
-        starts, paths = zip(*runs)
-        flat_paths = torch.cat([torch.frombuffer(path, dtype=torch.long) for path in paths])
+        groups, keys = [], 0
+        for run in runs:
+            keys += len(run[2])
+            if not groups or keys > GATHERED:
+                groups.append([])
+                keys = len(run[2])
+            groups[-1].append(run)
 
         self.ids = torch.tensor(ids, device=device)        # (T,) token ids in depth-first order
         self.pos = torch.tensor(pos, device=device)        # (T,) depth: the position in a sequence
         self.parent = torch.tensor(parent, device=device)  # (T,) flat index of the token before
         self.actions = actions  # for each turn the flat indices (L,) of its action, on the CPU
         self.unshared = sum(map(len, seqs))  # tokens of all turns one by one
-
-        self.paths = flat_paths.to(device)   # (K,) flat indices of the runs' paths, concatenated
-        self.q = [end - start for start, end in zip(starts, [*starts[1:], len(ids)])]
-        self.kv = [len(path) for path in paths]  # tokens of each path; q: of each run
-        self.cu_q = torch.tensor([0, *accumulate(self.q)], dtype=torch.int32, device=device)
-        self.cu_kv = torch.tensor([0, *accumulate(self.kv)], dtype=torch.int32, device=device)
+        self.groups = [Runs(group, device) for group in groups]  # of at most GATHERED keys, or one
 
 
 def tree_size(turns):
@@ -162,6 +177,37 @@ class Gather(torch.autograd.Function):
         return total.index_add_(0, index, grad.to(wide)).to(grad.dtype), None
 
 
+class GroupedAttention(torch.autograd.Function):
+    """A kernel on groups of runs, with the keys and values of one group gathered at a time.
+
+    The backward pass computes each group again. Gradients of keys and values are summed in fp32.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, groups, kernel, scale):
+        ctx.save_for_backward(q, k, v)
+        ctx.groups, ctx.kernel, ctx.scale = groups, kernel, scale
+        return torch.cat([kernel(q[runs.tokens], k[runs.paths], v[runs.paths], runs, scale)
+                          for runs in groups])
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v = ctx.saved_tensors
+        wide = torch.promote_types(k.dtype, torch.float32)
+        q_grads = []
+        k_grad, v_grad = (torch.zeros_like(x, dtype=wide) for x in (k, v))
+        for runs in ctx.groups:
+            parts = q[runs.tokens], k[runs.paths], v[runs.paths]
+            parts = [part.detach().requires_grad_() for part in parts]
+            with torch.enable_grad():
+                out = ctx.kernel(*parts, runs, ctx.scale)
+            grads = torch.autograd.grad(out, parts, grad[runs.tokens])
+            q_grads.append(grads[0])
+            k_grad.index_add_(0, runs.paths, grads[1].to(wide))
+            v_grad.index_add_(0, runs.paths, grads[2].to(wide))
+        return torch.cat(q_grads), k_grad.to(k.dtype), v_grad.to(v.dtype), None, None, None
+
+
 def tree_attention(kernel, module, query, key, value, attention_mask, scaling=None, tree=None,
                    **kwargs):
     """Attention of a packed tree, in the form that transformers' AttentionInterface wants.
@@ -171,17 +217,21 @@ def tree_attention(kernel, module, query, key, value, attention_mask, scaling=No
     end, because the run's tokens are the last of its path.
     """
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
-    out = kernel(q, Gather.apply(k, tree.paths), Gather.apply(v, tree.paths), tree, scaling)
+    if len(tree.groups) > 1:
+        out = GroupedAttention.apply(q, k, v, tree.groups, kernel, scaling)
+    else:
+        runs, = tree.groups
+        out = kernel(q, Gather.apply(k, runs.paths), Gather.apply(v, runs.paths), runs, scaling)
     return out[None], None
 
 
-def sdpa_kernel(q, k, v, tree, scale):
+def sdpa_kernel(q, k, v, runs, scale):
     """One scaled_dot_product_attention for each run: the reference, and the kernel for the CPU."""
     def by_run(x, lengths):
         return [part.transpose(0, 1)[None] for part in x.split(lengths)]  # (1, heads, length, D)
 
     out = []
-    for q_run, k_run, v_run in zip(by_run(q, tree.q), by_run(k, tree.kv), by_run(v, tree.kv)):
+    for q_run, k_run, v_run in zip(by_run(q, runs.q), by_run(k, runs.kv), by_run(v, runs.kv)):
         queries, keys = q_run.shape[2], k_run.shape[2]
         mask = None
         if queries < keys:  # else is_causal means the same
@@ -193,15 +243,15 @@ def sdpa_kernel(q, k, v, tree, scale):
     return torch.cat(out, 2)[0].transpose(0, 1)
 
 
-def torch_kernel(q, k, v, tree, scale):
+def torch_kernel(q, k, v, runs, scale):
     from torch.nn.attention.varlen import varlen_attn
-    return varlen_attn(q, k, v, tree.cu_q, tree.cu_kv, max(tree.q), max(tree.kv), scale=scale,
+    return varlen_attn(q, k, v, runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv), scale=scale,
                        window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1])
 
 
-def flash_kernel(q, k, v, tree, scale):
+def flash_kernel(q, k, v, runs, scale):
     from flash_attn import flash_attn_varlen_func
-    return flash_attn_varlen_func(q, k, v, tree.cu_q, tree.cu_kv, max(tree.q), max(tree.kv),
+    return flash_attn_varlen_func(q, k, v, runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv),
                                   softmax_scale=scale, causal=True)
 
 
@@ -970,7 +1020,8 @@ def activation_bytes(config, turns, size, recompute):
     head_size = getattr(c, "head_dim", None) or width // c.num_attention_heads
     layer = tokens * 2 * width * (4 + 2 * size)                    # two norms, partly in fp32
     layer += tokens * 2 * c.num_attention_heads * head_size * size  # queries, attention's output
-    layer += len(tree.paths) * 2 * c.num_key_value_heads * head_size * size  # keys and values
+    keys = max(len(runs.paths) for runs in tree.groups)
+    layer += keys * 2 * c.num_key_value_heads * head_size * size   # keys and values
     layer += tokens * 4 * mlp * size                               # the MLP
     gradients = tokens * (2 * mlp + width) * size                  # the MLP's backward
     head = c.vocab_size * width * size

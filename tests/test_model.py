@@ -115,8 +115,9 @@ def test_a_tree_lays_every_prefix_out_once():
             assert tree.ids[at].tolist() == list(action)
             assert path(at[-1].item()) == [*prompt, *action]
             assert tree.pos[at].tolist() == list(range(len(prompt), len(prompt) + len(action)))
-        assert sum(tree.q) == tree.cu_q[-1] == len(tree.ids)
-        assert sum(tree.kv) == tree.cu_kv[-1] == len(tree.paths)
+        runs, = tree.groups
+        assert sum(runs.q) == runs.cu_q[-1] == len(tree.ids)
+        assert sum(runs.kv) == runs.cu_kv[-1] == len(runs.paths)
 
 
 def test_sharing_saves_tokens_on_candidates(tiny_dir):
@@ -268,9 +269,9 @@ def test_ranks_compute_few_tokens_twice():
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def loop_kernel(q, k, v, tree, scale):
+def loop_kernel(q, k, v, runs, scale):
     """The oracle of the kernels: of n queries and m keys, query i sees the first m - n + i + 1."""
-    out, cu_q, cu_kv = [], tree.cu_q.tolist(), tree.cu_kv.tolist()
+    out, cu_q, cu_kv = [], runs.cu_q.tolist(), runs.cu_kv.tolist()
     for start, end, first, last in zip(cu_q, cu_q[1:], cu_kv, cu_kv[1:]):
         copies = q.shape[1] // k.shape[1]
         keys, values = (x[first:last].repeat_interleave(copies, 1) for x in (k, v))
@@ -292,8 +293,8 @@ def test_sdpa_gives_what_a_loop_over_the_layout_of_flash_kernels_gives(family):
     want_gradients = {n: g.clone() for n, g in gradients(model, want).items()}
     model.zero_grad()
     model.lm.config._attn_implementation = "tree_loop"
-    tree = M.Tree(turns)
-    assert any(queries < keys for queries, keys in zip(tree.q, tree.kv, strict=True))
+    runs, = M.Tree(turns).groups
+    assert any(queries < keys for queries, keys in zip(runs.q, runs.kv, strict=True))
     got = M.action_logps(model, turns)
     assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
     same_gradients(gradients(model, got), want_gradients)
@@ -312,7 +313,7 @@ def test_gradients_of_what_many_branches_share_are_summed_in_fp32(device):
         seen.append((k, v))
         return k * up + v * up
 
-    tree = SimpleNamespace(paths=paths)
+    tree = SimpleNamespace(groups=[SimpleNamespace(paths=paths)])
     M.tree_attention(kernel, None, query, key, value, None, tree=tree)[0].sum().backward()
     plain = key.detach()[0].transpose(0, 1).clone().requires_grad_()
     (plain[paths] * up).sum().backward()
