@@ -132,6 +132,34 @@ class Tree:
         self.unshared = sum(map(len, seqs))  # tokens of all turns one by one
         self.groups = [Runs(group, device) for group in groups]  # of at most GATHERED keys, or one
 
+    @functools.cached_property
+    def block_mask(self):
+        """For FlexAttention: the tokens that attend to kv are its subtree, kv <= q < ends[kv].
+
+        Blocks are of 128 queries and 128 keys. The kernel skips those that are not listed.
+        """
+        from torch.nn.attention.flex_attention import BlockMask
+        ends = torch.zeros_like(self.ids)  # that of the last run whose path has the token
+        for runs in self.groups:
+            after = (runs.tokens.start + runs.cu_q[1:].long()).repeat_interleave(runs.cu_kv.diff())
+            ends.scatter_reduce_(0, runs.paths, after, "amax")
+        length = len(ends)
+        keys = torch.arange(0, length, 128, device=ends.device)  # where each block starts
+        queries, by_block = keys[:, None], F.pad(ends, (0, -length % 128)).view(-1, 128)
+        full = (keys < queries) & (queries + 128 <= by_block.amin(1))
+        partial = (keys <= queries) & (queries < by_block.amax(1)) & ~full
+
+        def listed(blocks):
+            """How many blocks each row has; their columns, which come first."""
+            columns = blocks.int().argsort(dim=1, descending=True, stable=True)
+            return blocks.sum(1).int()[None, None], columns.int()[None, None]
+
+        def attends(batch, head, q, kv):
+            return (kv <= q) & (q < ends[kv])
+
+        return BlockMask.from_kv_blocks(*listed(partial), *listed(full), BLOCK_SIZE=128,
+                                        mask_mod=attends, seq_lengths=(length, length))
+
 
 def tree_size(turns):
     """(tokens, keys): the tokens of the turns' tree, and how many keys they attend to in all."""
@@ -177,37 +205,6 @@ class Gather(torch.autograd.Function):
         return total.index_add_(0, index, grad.to(wide)).to(grad.dtype), None
 
 
-class GroupedAttention(torch.autograd.Function):
-    """A kernel on groups of runs, with the keys and values of one group gathered at a time.
-
-    The backward pass computes each group again. Gradients of keys and values are summed in fp32.
-    """
-
-    @staticmethod
-    def forward(ctx, q, k, v, groups, kernel, scale):
-        ctx.save_for_backward(q, k, v)
-        ctx.groups, ctx.kernel, ctx.scale = groups, kernel, scale
-        return torch.cat([kernel(q[runs.tokens], k[runs.paths], v[runs.paths], runs, scale)
-                          for runs in groups])
-
-    @staticmethod
-    def backward(ctx, grad):
-        q, k, v = ctx.saved_tensors
-        wide = torch.promote_types(k.dtype, torch.float32)
-        q_grads = []
-        k_grad, v_grad = (torch.zeros_like(x, dtype=wide) for x in (k, v))
-        for runs in ctx.groups:
-            parts = q[runs.tokens], k[runs.paths], v[runs.paths]
-            parts = [part.detach().requires_grad_() for part in parts]
-            with torch.enable_grad():
-                out = ctx.kernel(*parts, runs, ctx.scale)
-            grads = torch.autograd.grad(out, parts, grad[runs.tokens])
-            q_grads.append(grads[0])
-            k_grad.index_add_(0, runs.paths, grads[1].to(wide))
-            v_grad.index_add_(0, runs.paths, grads[2].to(wide))
-        return torch.cat(q_grads), k_grad.to(k.dtype), v_grad.to(v.dtype), None, None, None
-
-
 def tree_attention(kernel, module, query, key, value, attention_mask, scaling=None, tree=None,
                    **kwargs):
     """Attention of a packed tree, in the form that transformers' AttentionInterface wants.
@@ -215,14 +212,20 @@ def tree_attention(kernel, module, query, key, value, attention_mask, scaling=No
     query (1, H, T, D), key and value (1, KV, T, D) give (1, T, H, D). Each run is a sequence for
     the kernel: its tokens are the queries, its path the keys. The mask is causal, aligned at the
     end, because the run's tokens are the last of its path.
+
+    Several groups are each computed again in the backward pass: one at a time is gathered.
     """
+    def attend(q, k, v, runs):
+        k, v = (Gather.apply(x, runs.paths).to(q.dtype) for x in (k, v))
+        return kernel(q, k, v, runs, scaling)
+
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
-    if len(tree.groups) > 1:
-        out = GroupedAttention.apply(q, k, v, tree.groups, kernel, scaling)
-    else:
-        runs, = tree.groups
-        out = kernel(q, Gather.apply(k, runs.paths), Gather.apply(v, runs.paths), runs, scaling)
-    return out[None], None
+    if len(tree.groups) == 1:
+        return attend(q, k, v, *tree.groups)[None], None
+    k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, v))  # so are their sums
+    out = [checkpoint(attend, q[runs.tokens], k, v, runs, use_reentrant=False)
+           for runs in tree.groups]
+    return torch.cat(out)[None], None
 
 
 def sdpa_kernel(q, k, v, runs, scale):
@@ -255,12 +258,28 @@ def flash_kernel(q, k, v, runs, scale):
                                   softmax_scale=scale, causal=True)
 
 
+@functools.cache
+def compiled_flex():
+    """flex_attention for trees of any size."""
+    from torch.nn.attention.flex_attention import flex_attention
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+
+def flex_tree_attention(module, query, key, value, attention_mask, scaling=None, tree=None,
+                        **kwargs):
+    """tree_attention that gathers nothing: the kernel skips what the tree's mask excludes."""
+    out = compiled_flex()(query, key, value, block_mask=tree.block_mask, scale=scaling,
+                          enable_gqa=query.shape[1] != key.shape[1])
+    return out.transpose(1, 2), None
+
+
 for name, kernel in (("sdpa", sdpa_kernel), ("torch", torch_kernel), ("flash", flash_kernel)):
     AttentionInterface.register("tree_" + name, functools.partial(tree_attention, kernel))
+AttentionInterface.register("tree_flex", flex_tree_attention)
 
 
 def pick_attention(name, device, dtype):
-    """The name of the kernel for --attention. flash and torch need a GPU and 16 bits."""
+    """The name of the kernel for --attention. All but sdpa need a GPU and 16 bits."""
     installed = importlib.util.find_spec("flash_attn")
     if device.type != "cuda" or dtype == torch.float32:
         if name not in ("auto", "sdpa"):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer, LlamaConfig,
                           LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config,
@@ -300,20 +301,71 @@ def test_sdpa_gives_what_a_loop_over_the_layout_of_flash_kernels_gives(family):
     same_gradients(gradients(model, got), want_gradients)
 
 
+@pytest.mark.parametrize("recompute", [0, 1])
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3"])
+def test_groups_of_runs_give_the_same_values_and_gradients(family, recompute, monkeypatch):
+    model, plain = two_models(family)
+    if recompute:
+        M.recompute_layers(model)
+    turns = some_turns()
+    want, want_gradients = M.action_logps(model, turns), gradients(plain, separate(plain, turns))
+    for bound, number in ((1, len(M.Tree(turns).groups[0].q)), (70, 3)):
+        monkeypatch.setattr(M, "GATHERED", bound)
+        groups = M.Tree(turns).groups
+        assert len(groups) == number > 1
+        assert all(len(runs.paths) <= bound or len(runs.q) == 1 for runs in groups)
+        model.zero_grad()
+        got = M.action_logps(model, turns)
+        with torch.no_grad():
+            scored = M.action_logps(model, turns)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(scored, want, strict=True))
+        same_gradients(gradients(model, got), want_gradients, 3e-6)
+
+
+def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_paths(monkeypatch):
+    """20 turns of 4 candidates: the paths have 30 times the tree's tokens."""
+    model, _ = two_models("llama_tied")
+    r, turns, history = random.Random(0), [], ()
+    for _ in range(20):
+        history += tuple(r.randrange(61) for _ in range(20))
+        turns += [(history, tuple(r.randrange(61) for _ in range(8))) for _ in range(4)]
+    parameters = {p.data_ptr() for p in model.parameters()}
+
+    def bytes_kept():
+        kept = {}
+
+        def note(x):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            M.action_logps(model, turns)
+        return sum(n for place, n in kept.items() if place not in parameters)
+
+    paths, tokens = sum(M.Tree(turns).groups[0].kv), M.tree_tokens(turns)
+    all_kept = bytes_kept()
+    monkeypatch.setattr(M, "GATHERED", 2 * tokens)
+    a_key = 2 * 2 * 2 * 8 * 4  # bytes: key and value, of 2 layers, 2 heads of size 8, in fp32
+    assert paths > 15 * tokens and all_kept - bytes_kept() > 0.9 * paths * a_key
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-def test_gradients_of_what_many_branches_share_are_summed_in_fp32(device):
+@pytest.mark.parametrize("groups", [1, 4, 200])
+def test_gradients_of_what_many_branches_share_are_summed_in_fp32(groups, device):
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 5, 8).to(device, torch.bfloat16).requires_grad_()
                          for _ in range(3))
     paths = torch.arange(5, device=device).repeat(200)
     up = torch.rand(1000, 2, 8).to(device, torch.bfloat16)
-    seen = []
 
-    def kernel(q, k, v, *more):
-        seen.append((k, v))
-        return k * up + v * up
+    def kernel(q, k, v, runs, scale):
+        for taken, x in ((k, key), (v, value)):
+            assert torch.equal(taken, x[0].transpose(0, 1)[runs.paths])
+        return k * runs.up + v * runs.up
 
-    tree = SimpleNamespace(groups=[SimpleNamespace(paths=paths)])
+    tree = SimpleNamespace(groups=[SimpleNamespace(paths=part, tokens=slice(0, 5), up=up_part)
+                                   for part, up_part in zip(paths.chunk(groups), up.chunk(groups))])
     M.tree_attention(kernel, None, query, key, value, None, tree=tree)[0].sum().backward()
     plain = key.detach()[0].transpose(0, 1).clone().requires_grad_()
     (plain[paths] * up).sum().backward()
@@ -322,9 +374,96 @@ def test_gradients_of_what_many_branches_share_are_summed_in_fp32(device):
     def error(gradient):
         return ((gradient - exact).abs() / exact).max().item()
 
-    for x, (taken,) in ((key, {k for k, _ in seen}), (value, {v for _, v in seen})):
-        assert torch.equal(taken, x[0].transpose(0, 1)[paths])
+    for x in (key, value):
         assert error(x.grad[0].transpose(0, 1)) <= 2 ** -8 < error(plain.grad) / 2
+
+
+def random_tree(seed):
+    """A tree of hundreds of tokens, of runs that share and merge in many ways."""
+    r, seqs = random.Random(seed), [(0,)]
+    while sum(map(len, seqs)) < 6000:
+        seq = r.choice(seqs)
+        more = tuple(r.randrange(3) for _ in range(r.choice([1, 3, 20, 300])))
+        seqs.append(seq[:r.randrange(1, len(seq) + 1)] + more)
+    turns = [(seq[:1], seq[1:]) for seq in seqs[1:]]
+    return turns, M.Tree(turns)
+
+
+def ancestors(tree):
+    """(T, T) whether token q attends to kv: by the parents, up to the root."""
+    attends = torch.eye(len(tree.ids), dtype=torch.bool)
+    for i, parent in enumerate(tree.parent.tolist()):
+        if parent >= 0:
+            attends[i] |= attends[parent]
+    return attends
+
+
+@pytest.mark.parametrize("bound", [1, 3000, 10 ** 9])
+def test_the_block_mask_is_that_of_the_paths(bound, monkeypatch):
+    """Of single tokens, and of blocks: listed are those in which anything is attended to."""
+    monkeypatch.setattr(M, "GATHERED", bound)
+    full_blocks = 0
+    for seed in range(10):
+        _, tree = random_tree(seed)
+        want, mask, n = ancestors(tree), tree.block_mask, len(tree.ids)
+        q, kv = torch.arange(n)[:, None], torch.arange(n)[None]
+        assert torch.equal(mask.mask_mod(0, 0, q, kv), want)
+        listed = {False: set(), True: set()}
+        for full, counts, columns in ((False, mask.kv_num_blocks, mask.kv_indices),
+                                      (True, mask.full_kv_num_blocks, mask.full_kv_indices)):
+            for row, count in enumerate(counts[0, 0].tolist()):
+                listed[full] |= {(row, column) for column in columns[0, 0, row, :count].tolist()}
+        assert not listed[False] & listed[True]
+        blocks = [(i, j, block) for i, rows in enumerate(want.split(128))
+                  for j, block in enumerate(rows.split(128, 1))]
+        assert listed[False] | listed[True] == {(i, j) for i, j, block in blocks if block.any()}
+        whole = {(i, j) for i, j, block in blocks if block.all() and block.numel() == 128 ** 2}
+        assert listed[True] == whole
+        full_blocks += len(whole)
+    assert full_blocks > 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3"])
+def test_flex_is_as_exact_as_sdpa(family, dtype, monkeypatch):
+    """Not compiled: torch has no backward pass of it for the CPU, but its eager code has one."""
+    flex = torch.nn.attention.flex_attention
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(M, "compiled_flex", lambda: flex.flex_attention)
+    model, plain = two_models(family, dtype)
+    exact = copy.deepcopy(plain).double()
+    for turns in (some_turns(), random_tree(0)[0][:20]):
+        exact.zero_grad()
+        want = separate(exact, turns)
+        want_gradients, errors = gradients(exact, want), {}
+        for attention in ("sdpa", "flex"):
+            model.zero_grad()
+            model.lm.config._attn_implementation = "tree_" + attention
+            logps = M.action_logps(model, turns)
+            off = [(g - want_gradients[n]).norm() / want_gradients[n].norm()
+                   for n, g in gradients(model, logps).items()]
+            values = (torch.cat(logps) - torch.cat(want)).abs().max()
+            errors[attention] = values.item(), max(off).item()
+        limit = {torch.float32: 1e-5, torch.bfloat16: 0.2}[dtype]
+        for ours, sdpas in zip(errors["flex"], errors["sdpa"]):
+            assert ours < limit and ours < 2 * sdpas
+
+
+@pytest.mark.full
+def test_compiled_flex_skips_blocks_and_is_compiled_once_for_all_sizes():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    for seed in range(6):
+        _, tree = random_tree(seed)
+        n = len(tree.ids)
+        query, key, value = (torch.randn(1, heads, n, 32) for heads in (4, 2, 2))
+        with torch.no_grad():
+            got, _ = M.flex_tree_attention(None, query, key, value, None, 0.3, tree)
+            want, _ = M.tree_attention(M.sdpa_kernel, None, query, key, value, None, 0.3, tree)
+        assert (got - want).abs().max() < 1e-5
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def bf16_error(attention, device, exact=None):
