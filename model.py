@@ -143,9 +143,8 @@ class Tree:
         for runs in self.groups:
             after = (runs.tokens.start + runs.cu_q[1:].long()).repeat_interleave(runs.cu_kv.diff())
             ends.scatter_reduce_(0, runs.paths, after, "amax")
-        length = len(ends)
-        keys = torch.arange(0, length, 128, device=ends.device)  # where each block starts
-        queries, by_block = keys[:, None], F.pad(ends, (0, -length % 128)).view(-1, 128)
+        keys = torch.arange(0, len(ends), 128, device=ends.device)  # where each block starts
+        queries, by_block = keys[:, None], F.pad(ends, (0, -len(ends) % 128)).view(-1, 128)
         full = (keys < queries) & (queries + 128 <= by_block.amin(1))
         partial = (keys <= queries) & (queries < by_block.amax(1)) & ~full
 
@@ -158,7 +157,7 @@ class Tree:
             return (kv <= q) & (q < ends[kv])
 
         return BlockMask.from_kv_blocks(*listed(partial), *listed(full), BLOCK_SIZE=128,
-                                        mask_mod=attends, seq_lengths=(length, length))
+                                        mask_mod=attends, seq_lengths=(len(ends), len(ends)))
 
 
 def tree_size(turns):
@@ -213,7 +212,8 @@ def tree_attention(kernel, module, query, key, value, attention_mask, scaling=No
     the kernel: its tokens are the queries, its path the keys. The mask is causal, aligned at the
     end, because the run's tokens are the last of its path.
 
-    Several groups are each computed again in the backward pass: one at a time is gathered.
+    Several groups are each computed again in the backward pass, so that one at a time is gathered.
+    Their gradients are summed in fp32.
     """
     def attend(q, k, v, runs):
         k, v = (Gather.apply(x, runs.paths).to(q.dtype) for x in (k, v))
@@ -222,7 +222,7 @@ def tree_attention(kernel, module, query, key, value, attention_mask, scaling=No
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     if len(tree.groups) == 1:
         return attend(q, k, v, *tree.groups)[None], None
-    k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, v))  # so are their sums
+    k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
     out = [checkpoint(attend, q[runs.tokens], k, v, runs, use_reentrant=False)
            for runs in tree.groups]
     return torch.cat(out)[None], None
