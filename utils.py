@@ -96,8 +96,7 @@ def machine_flags(p):
     g.add_argument("--attention", choices=["auto", "flash", "torch", "sdpa", "flex"],
                    default="auto",
                    help="flash: package flash-attn; torch: its varlen kernel; sdpa: a loop; auto: "
-                        "the first of them that works here; flex: FlexAttention, the least memory, "
-                        "not yet run on a GPU")
+                        "the first that works here; flex: not yet run on a GPU")
     g.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto",
                    help="of the computation and the saved model; weights train in fp32; "
                         "auto: bf16 on a GPU")

@@ -324,7 +324,7 @@ def test_groups_of_runs_give_the_same_values_and_gradients(family, recompute, mo
 
 
 def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_paths(monkeypatch):
-    """20 turns of 4 candidates: the paths have 30 times the tree's tokens."""
+    """20 turns of 4 candidates: the paths have more than 15 times the tokens of the tree."""
     model, _ = two_models("llama_tied")
     r, turns, history = random.Random(0), [], ()
     for _ in range(20):
