@@ -205,20 +205,23 @@ class Gather(torch.autograd.Function):
 
 
 def tree_attention(kernel, module, query, key, value, attention_mask, scaling=None, tree=None,
-                   **kwargs):
+                   sliding_window=None, **kwargs):
     """Attention of a packed tree, in the form that transformers' AttentionInterface wants.
 
     query (1, H, T, D), key and value (1, KV, T, D) give (1, T, H, D). Each run is a sequence for
     the kernel: its tokens are the queries, its path the keys. The mask is causal, aligned at the
-    end, because the run's tokens are the last of its path.
+    end, because the run's tokens are the last of its path. So is a sliding window.
 
     Several groups are each computed again in the backward pass, so that one at a time is gathered.
     Their gradients are summed in fp32.
     """
     def attend(q, k, v, runs):
         k, v = (Gather.apply(x, runs.paths).to(q.dtype) for x in (k, v))
-        return kernel(q, k, v, runs, scaling)
+        return kernel(q, k, v, runs, scaling, before)
 
+    if kwargs.get("s_aux") is not None:
+        fail("this model has attention sinks, which the packed forward can't compute")
+    before = sliding_window - 1 if sliding_window else -1  # keys that a token sees before its own
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     if len(tree.groups) == 1:
         return attend(q, k, v, *tree.groups)[None], None
@@ -228,7 +231,7 @@ def tree_attention(kernel, module, query, key, value, attention_mask, scaling=No
     return torch.cat(out)[None], None
 
 
-def sdpa_kernel(q, k, v, runs, scale):
+def sdpa_kernel(q, k, v, runs, scale, before):
     """One scaled_dot_product_attention for each run: the reference, and the kernel for the CPU."""
     def by_run(x, lengths):
         return [part.transpose(0, 1)[None] for part in x.split(lengths)]  # (1, heads, length, D)
@@ -237,25 +240,27 @@ def sdpa_kernel(q, k, v, runs, scale):
     for q_run, k_run, v_run in zip(by_run(q, runs.q), by_run(k, runs.kv), by_run(v, runs.kv)):
         queries, keys = q_run.shape[2], k_run.shape[2]
         mask = None
-        if queries < keys:  # else is_causal means the same
+        if queries < keys or before >= 0:  # else is_causal means the same
             mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
             mask = mask.tril(keys - queries)
+            if before >= 0:
+                mask = mask.triu(keys - queries - before)
         out.append(F.scaled_dot_product_attention(
             q_run, k_run, v_run, attn_mask=mask, is_causal=mask is None, scale=scale,
             enable_gqa=True))
     return torch.cat(out, 2)[0].transpose(0, 1)
 
 
-def torch_kernel(q, k, v, runs, scale):
+def torch_kernel(q, k, v, runs, scale, before):
     from torch.nn.attention.varlen import varlen_attn
     return varlen_attn(q, k, v, runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv), scale=scale,
-                       window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1])
+                       window_size=(before, 0), enable_gqa=q.shape[1] != k.shape[1])
 
 
-def flash_kernel(q, k, v, runs, scale):
+def flash_kernel(q, k, v, runs, scale, before):
     from flash_attn import flash_attn_varlen_func
     return flash_attn_varlen_func(q, k, v, runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv),
-                                  softmax_scale=scale, causal=True)
+                                  softmax_scale=scale, causal=True, window_size=(before, 0))
 
 
 @functools.cache
@@ -266,8 +271,10 @@ def compiled_flex():
 
 
 def flex_tree_attention(module, query, key, value, attention_mask, scaling=None, tree=None,
-                        **kwargs):
+                        sliding_window=None, **kwargs):
     """tree_attention that gathers nothing: the kernel skips what the tree's mask excludes."""
+    if sliding_window or kwargs.get("s_aux") is not None:
+        fail("--attention flex can't compute sliding windows or attention sinks")
     out = compiled_flex()(query, key, value, block_mask=tree.block_mask, scale=scaling,
                           enable_gqa=query.shape[1] != key.shape[1])
     return out.transpose(1, 2), None
@@ -837,6 +844,8 @@ def load(path, device="cpu", attention="auto", dtype=torch.float32, head=False, 
             if "inv_freq" in child._buffers:  # rotary frequencies are computed, not stored in files
                 with torch.device(device):
                     setattr(module, name, type(child)(config=child.config))
+            elif child._non_persistent_buffers_set:
+                lm._init_weights(child)  # Gemma's frequencies, and the scale of its embeddings
     read_weights(model, path)
     return model, tokenizer
 
@@ -846,12 +855,11 @@ def refuse_unknown(path, config):
     if has_vision(config) and config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
         fail(f"{path!r} sees pictures in a way not known here; Qwen2-VL and Qwen2.5-VL are known")
     text = config.get_text_config()
-    windows = getattr(text, "sliding_window", None)
-    if getattr(text, "layer_types", None):
-        windows = set(text.layer_types) != {"full_attention"}
+    other = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     caps = ("final_logit_softcapping", "attn_logit_softcapping")
-    if windows or any(getattr(text, cap, None) for cap in caps):
-        fail(f"{path!r} uses sliding windows or soft caps, which the packed forward can't compute")
+    if other or any(getattr(text, cap, None) for cap in caps):
+        fail(f"{path!r} uses soft caps or layers other than attention, "
+             "which the packed forward can't compute")
 
 
 def weights(model):

@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer, LlamaConfig,
-                          LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config,
+from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Gemma2Config,
+                          Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GptOssConfig,
+                          GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig,
+                          MistralForCausalLM, PreTrainedTokenizerFast, Qwen2Config,
                           Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
 import model as M
@@ -28,6 +30,12 @@ SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_lay
 FAMILIES = {"llama": (LlamaForCausalLM, LlamaConfig, dict(tie_word_embeddings=False)),
             "llama_tied": (LlamaForCausalLM, LlamaConfig, dict(tie_word_embeddings=True)),
             "qwen2": (Qwen2ForCausalLM, Qwen2Config, dict(tie_word_embeddings=True)),
+            "qwen2_windows": (Qwen2ForCausalLM, Qwen2Config,
+                              dict(use_sliding_window=True, sliding_window=6, max_window_layers=1)),
+            "mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=11)),
+            "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig,
+                       dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"],
+                            head_dim=16, query_pre_attn_scalar=16)),
             "qwen3": (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=16, tie_word_embeddings=False))}
 
 
@@ -270,7 +278,7 @@ def test_ranks_compute_few_tokens_twice():
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def loop_kernel(q, k, v, runs, scale):
+def loop_kernel(q, k, v, runs, scale, before):
     """The oracle of the kernels: of n queries and m keys, query i sees the first m - n + i + 1."""
     out, cu_q, cu_kv = [], runs.cu_q.tolist(), runs.cu_kv.tolist()
     for start, end, first, last in zip(cu_q, cu_q[1:], cu_kv, cu_kv[1:]):
@@ -359,7 +367,7 @@ def test_gradients_of_what_many_branches_share_are_summed_in_fp32(groups, device
     paths = torch.arange(5, device=device).repeat(200)
     up = torch.rand(1000, 2, 8).to(device, torch.bfloat16)
 
-    def kernel(q, k, v, runs, scale):
+    def kernel(q, k, v, runs, *more):
         for taken, x in ((k, key), (v, value)):
             assert torch.equal(taken, x[0].transpose(0, 1)[runs.paths])
         return k * runs.up + v * runs.up
@@ -757,8 +765,24 @@ def test_transformers_opens_what_save_wrote(tiny_dir):
 
 def test_models_that_the_tree_cannot_compute_are_refused(tmp_path, tiny_dir):
     _, tokenizer = M.load(tiny_dir)
-    config = Qwen2Config(**{**SIZES, "vocab_size": len(tokenizer)}, use_sliding_window=True,
-                         sliding_window=8, max_window_layers=0)
-    M.save(M.TreeLM(Qwen2ForCausalLM(config)), tokenizer, str(tmp_path / "m"))
-    with pytest.raises(SystemExit, match="sliding"):
+    config = Gemma2Config(**{**SIZES, "vocab_size": len(tokenizer)}, head_dim=16)
+    M.save(M.TreeLM(Gemma2ForCausalLM(config)), tokenizer, str(tmp_path / "m"))
+    with pytest.raises(SystemExit, match="soft caps"):
         M.load(str(tmp_path / "m"))
+    config = GptOssConfig(**SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2)
+    for attention in ("sdpa", "flex"):
+        config._attn_implementation = "tree_" + attention
+        with pytest.raises(SystemExit, match="sinks"):
+            M.action_logps(M.TreeLM(GptOssForCausalLM(config)), some_turns())
+
+
+def test_gemma_is_loaded_with_all_that_is_not_in_its_files(tmp_path, tiny_dir):
+    _, tokenizer = M.load(tiny_dir)
+    kind, config, more = FAMILIES["gemma3"]
+    config = config(**{**SIZES, "vocab_size": len(tokenizer)}, **more, rms_norm_eps=1e-5)
+    config._attn_implementation = "tree_sdpa"
+    model = M.TreeLM(kind(config))
+    M.save(model, tokenizer, str(tmp_path / "m"))
+    again, _ = M.load(str(tmp_path / "m"))
+    logps, logps_again = M.action_logps(model, some_turns()), M.action_logps(again, some_turns())
+    assert all(torch.equal(a, b) for a, b in zip(logps, logps_again, strict=True))
