@@ -504,8 +504,8 @@ def bf16_error(attention, device, exact=None):
 
 
 @GPU
-@pytest.mark.parametrize("kernel", ["torch", "flash"])
-def test_flash_kernels_are_as_exact_as_sdpa_in_16_bits(kernel):
+@pytest.mark.parametrize("kernel", ["torch", "flash", "flex"])
+def test_kernels_are_as_exact_as_sdpa_in_16_bits(kernel):
     """Runs have fewer queries than keys: a mask not aligned at the end would be far off."""
     if kernel == "flash":
         pytest.importorskip("flash_attn", reason="the package flash-attn is not installed")
