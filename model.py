@@ -257,10 +257,20 @@ def torch_kernel(q, k, v, runs, scale, before):
                        window_size=(before, 0), enable_gqa=q.shape[1] != k.shape[1])
 
 
+@functools.cache
+def flash_module():
+    """The name of FlashAttention 3's module on a Hopper GPU, else of 2's; None if not installed."""
+    names = ["flash_attn"]
+    if torch.cuda.get_device_capability()[0] == 9:
+        names.insert(0, "flash_attn_interface")
+    return next(filter(importlib.util.find_spec, names), None)
+
+
 def flash_kernel(q, k, v, runs, scale, before):
-    from flash_attn import flash_attn_varlen_func
-    return flash_attn_varlen_func(q, k, v, runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv),
-                                  softmax_scale=scale, causal=True, window_size=(before, 0))
+    out = importlib.import_module(flash_module()).flash_attn_varlen_func(
+        q, k, v, runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv), softmax_scale=scale,
+        causal=True, window_size=(before, 0))
+    return out[0] if isinstance(out, tuple) else out  # early releases of 3 give two tensors
 
 
 @functools.cache
@@ -287,14 +297,13 @@ AttentionInterface.register("tree_flex", flex_tree_attention)
 
 def pick_attention(name, device, dtype):
     """The name of the kernel for --attention. All but sdpa need a GPU and 16 bits."""
-    installed = importlib.util.find_spec("flash_attn")
     if device.type != "cuda" or dtype == torch.float32:
         if name not in ("auto", "sdpa"):
             fail(f"--attention {name} needs a GPU and --dtype bf16; sdpa runs everywhere")
         return "sdpa"
     if name == "auto":
-        return "flash" if installed else "torch"
-    if name == "flash" and not installed:
+        return "flash" if flash_module() else "torch"
+    if name == "flash" and not flash_module():
         fail("--attention flash needs the package flash-attn (pip install flash-attn "
              "--no-build-isolation); --attention torch is torch's own kernel")
     return name

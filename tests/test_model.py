@@ -507,8 +507,8 @@ def bf16_error(attention, device, exact=None):
 @pytest.mark.parametrize("kernel", ["torch", "flash", "flex"])
 def test_kernels_are_as_exact_as_sdpa_in_16_bits(kernel):
     """Runs have fewer queries than keys: a mask not aligned at the end would be far off."""
-    if kernel == "flash":
-        pytest.importorskip("flash_attn", reason="the package flash-attn is not installed")
+    if kernel == "flash" and not M.flash_module():
+        pytest.skip("no flash-attn is installed")
     exact = bf16_error("sdpa", "cuda")
     got, want = bf16_error(kernel, "cuda", exact), bf16_error("sdpa", "cuda", exact)
     assert want[0] < 0.1 and want[1] < 0.1
