@@ -59,7 +59,7 @@ TURN = 0  # a trainer keeps a message's or candidate's turn under this key, whic
 PICTURE = 1 << 20  # the id PICTURE + n is a token of picture n; also the key of a message's picture
 SIDE = 28  # pixels along a side of such a token
 LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 26}  # logits held at once: 64 MB or 256 MB in fp32
-GATHERED = 2 ** 17  # keys gathered at once: 0.5 GB in bf16 with 8 heads of size 128
+GATHERED = 2 ** 17  # keys gathered at once: with values 0.5 GB for 8 heads of size 128 in bf16
 COUNT = {"computed": 0, "unshared": 0}  # tokens computed so far; the same without sharing
 
 
@@ -217,11 +217,11 @@ def tree_attention(kernel, module, query, key, value, attention_mask, scaling=No
     """
     def attend(q, k, v, runs):
         k, v = (Gather.apply(x, runs.paths).to(q.dtype) for x in (k, v))
-        return kernel(q, k, v, runs, scaling, before)
+        return kernel(q, k, v, runs, scaling, left)
 
     if kwargs.get("s_aux") is not None:
         fail("this model has attention sinks, which the packed forward can't compute")
-    before = sliding_window - 1 if sliding_window else -1  # keys that a token sees before its own
+    left = sliding_window - 1 if sliding_window else -1  # keys that a token sees before it; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     if len(tree.groups) == 1:
         return attend(q, k, v, *tree.groups)[None], None
@@ -231,7 +231,7 @@ def tree_attention(kernel, module, query, key, value, attention_mask, scaling=No
     return torch.cat(out)[None], None
 
 
-def sdpa_kernel(q, k, v, runs, scale, before):
+def sdpa_kernel(q, k, v, runs, scale, left):
     """One scaled_dot_product_attention for each run: the reference, and the kernel for the CPU."""
     def by_run(x, lengths):
         return [part.transpose(0, 1)[None] for part in x.split(lengths)]  # (1, heads, length, D)
@@ -240,21 +240,21 @@ def sdpa_kernel(q, k, v, runs, scale, before):
     for q_run, k_run, v_run in zip(by_run(q, runs.q), by_run(k, runs.kv), by_run(v, runs.kv)):
         queries, keys = q_run.shape[2], k_run.shape[2]
         mask = None
-        if queries < keys or before >= 0:  # else is_causal means the same
+        if queries < keys or left >= 0:  # else is_causal means the same
             mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
             mask = mask.tril(keys - queries)
-            if before >= 0:
-                mask = mask.triu(keys - queries - before)
+            if left >= 0:
+                mask = mask.triu(keys - queries - left)
         out.append(F.scaled_dot_product_attention(
             q_run, k_run, v_run, attn_mask=mask, is_causal=mask is None, scale=scale,
             enable_gqa=True))
     return torch.cat(out, 2)[0].transpose(0, 1)
 
 
-def torch_kernel(q, k, v, runs, scale, before):
+def torch_kernel(q, k, v, runs, scale, left):
     from torch.nn.attention.varlen import varlen_attn
     return varlen_attn(q, k, v, runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv), scale=scale,
-                       window_size=(before, 0), enable_gqa=q.shape[1] != k.shape[1])
+                       window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1])
 
 
 @functools.cache
@@ -266,10 +266,10 @@ def flash_module():
     return next(filter(importlib.util.find_spec, names), None)
 
 
-def flash_kernel(q, k, v, runs, scale, before):
+def flash_kernel(q, k, v, runs, scale, left):
     out = importlib.import_module(flash_module()).flash_attn_varlen_func(
         q, k, v, runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv), softmax_scale=scale,
-        causal=True, window_size=(before, 0))
+        causal=True, window_size=(left, 0))
     return out[0] if isinstance(out, tuple) else out  # early releases of 3 give two tensors
 
 

@@ -278,7 +278,7 @@ def test_ranks_compute_few_tokens_twice():
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def loop_kernel(q, k, v, runs, scale, before):
+def loop_kernel(q, k, v, runs, scale, left):
     """The oracle of the kernels: of n queries and m keys, query i sees the first m - n + i + 1."""
     out, cu_q, cu_kv = [], runs.cu_q.tolist(), runs.cu_kv.tolist()
     for start, end, first, last in zip(cu_q, cu_q[1:], cu_kv, cu_kv[1:]):
