@@ -770,10 +770,12 @@ def test_models_that_the_tree_cannot_compute_are_refused(tmp_path, tiny_dir):
     with pytest.raises(SystemExit, match="soft caps"):
         M.load(str(tmp_path / "m"))
     config = GptOssConfig(**SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2)
+    config._attn_implementation = "eager"
+    model = M.TreeLM(GptOssForCausalLM(config))
     for attention in ("sdpa", "flex"):
-        config._attn_implementation = "tree_" + attention
+        model.lm.config._attn_implementation = "tree_" + attention
         with pytest.raises(SystemExit, match="sinks"):
-            M.action_logps(M.TreeLM(GptOssForCausalLM(config)), some_turns())
+            M.action_logps(model, some_turns())
 
 
 def test_gemma_is_loaded_with_all_that_is_not_in_its_files(tmp_path, tiny_dir):
