@@ -59,6 +59,7 @@ TURN = 0  # a trainer keeps a message's or candidate's turn under this key, whic
 PICTURE = 1 << 20  # the id PICTURE + n is a token of picture n; also the key of a message's picture
 SIDE = 28  # pixels along a side of such a token
 LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 26}  # logits held at once: 64 MB or 256 MB in fp32
+GATHERED = 2 ** 17  # keys gathered at once: with values 0.5 GB for 8 heads of size 128 in bf16
 COUNT = {"computed": 0, "unshared": 0}  # tokens computed so far; the same without sharing
 
 
@@ -76,6 +77,20 @@ def common_prefix(a, b):
     return low
 
 
+class Runs:
+    """Neighbouring runs of a tree as a kernel takes them: their lengths and paths."""
+
+    def __init__(self, runs, device):
+        """runs: [(flat index of the first token, that after the last token, path)]"""
+        self.tokens = slice(runs[0][0], runs[-1][1])        # of these runs, in the tree
+        self.q = [end - start for start, end, _ in runs]    # tokens of each run
+        self.kv = [len(path) for _, _, path in runs]        # tokens of each path
+        paths = [torch.frombuffer(path, dtype=torch.long) for _, _, path in runs]
+        self.paths = torch.cat(paths).to(device)            # (K,) flat indices of the paths
+        self.cu_q = torch.tensor([0, *accumulate(self.q)], dtype=torch.int32, device=device)
+        self.cu_kv = torch.tensor([0, *accumulate(self.kv)], dtype=torch.int32, device=device)
+
+
 class Tree:
     """The prefix tree of turns. No prompt and no action may be empty.
 
@@ -86,7 +101,7 @@ class Tree:
         """with_prompts: `actions` hold the tokens of the prompts, too."""
         seqs = [[*prompt, *action] for prompt, action in turns]
         ids, pos, parent, actions = [], [], [], [None] * len(turns)
-        runs = []  # (flat index of the first token, path)
+        runs = []  # as Runs takes them
         before, path = [], array("q")  # the last sequence, and the flat indices of its tokens
         for i in sorted(range(len(turns)), key=seqs.__getitem__):
             seq = seqs[i]
@@ -97,25 +112,52 @@ class Tree:
             path = path[:shared] + array("q", range(start, len(ids)))
             parent += path[shared - 1:-1] if shared else [-1, *path[:-1]]
             if runs and shared == len(before):  # it extends the last sequence: one run serves both
-                start, _ = runs.pop()
-            runs.append((start, path))
+                start, _, _ = runs.pop()
+            runs.append((start, len(ids), path))
             first = 0 if with_prompts else len(turns[i][0])
             actions[i] = torch.frombuffer(path, dtype=torch.long)[first:]
             before = seq
-        starts, paths = zip(*runs)
-        flat_paths = torch.cat([torch.frombuffer(path, dtype=torch.long) for path in paths])
+        groups, keys = [], 0
+        for run in runs:
+            keys += len(run[2])
+            if not groups or keys > GATHERED:
+                groups.append([])
+                keys = len(run[2])
+            groups[-1].append(run)
 
         self.ids = torch.tensor(ids, device=device)        # (T,) token ids in depth-first order
         self.pos = torch.tensor(pos, device=device)        # (T,) depth: the position in a sequence
         self.parent = torch.tensor(parent, device=device)  # (T,) flat index of the token before
         self.actions = actions  # for each turn the flat indices (L,) of its action, on the CPU
         self.unshared = sum(map(len, seqs))  # tokens of all turns one by one
+        self.groups = [Runs(group, device) for group in groups]  # of at most GATHERED keys, or one
 
-        self.paths = flat_paths.to(device)   # (K,) flat indices of the runs' paths, concatenated
-        self.q = [end - start for start, end in zip(starts, [*starts[1:], len(ids)])]
-        self.kv = [len(path) for path in paths]  # tokens of each path; q: of each run
-        self.cu_q = torch.tensor([0, *accumulate(self.q)], dtype=torch.int32, device=device)
-        self.cu_kv = torch.tensor([0, *accumulate(self.kv)], dtype=torch.int32, device=device)
+    @functools.cached_property
+    def block_mask(self):
+        """For FlexAttention: the tokens that attend to kv are its subtree, kv <= q < ends[kv].
+
+        Blocks are of 128 queries and 128 keys. The kernel skips those that are not listed.
+        """
+        from torch.nn.attention.flex_attention import BlockMask
+        ends = torch.zeros_like(self.ids)  # that of the last run whose path has the token
+        for runs in self.groups:
+            after = (runs.tokens.start + runs.cu_q[1:].long()).repeat_interleave(runs.cu_kv.diff())
+            ends.scatter_reduce_(0, runs.paths, after, "amax")
+        keys = torch.arange(0, len(ends), 128, device=ends.device)  # where each block starts
+        queries, by_block = keys[:, None], F.pad(ends, (0, -len(ends) % 128)).view(-1, 128)
+        full = (keys < queries) & (queries + 128 <= by_block.amin(1))
+        partial = (keys <= queries) & (queries < by_block.amax(1)) & ~full
+
+        def listed(blocks):
+            """How many blocks each row has; their columns, which come first."""
+            columns = blocks.int().argsort(dim=1, descending=True, stable=True)
+            return blocks.sum(1).int()[None, None], columns.int()[None, None]
+
+        def attends(batch, head, q, kv):
+            return (kv <= q) & (q < ends[kv])
+
+        return BlockMask.from_kv_blocks(*listed(partial), *listed(full), BLOCK_SIZE=128,
+                                        mask_mod=attends, seq_lengths=(len(ends), len(ends)))
 
 
 def tree_size(turns):
@@ -163,62 +205,105 @@ class Gather(torch.autograd.Function):
 
 
 def tree_attention(kernel, module, query, key, value, attention_mask, scaling=None, tree=None,
-                   **kwargs):
+                   sliding_window=None, **kwargs):
     """Attention of a packed tree, in the form that transformers' AttentionInterface wants.
 
     query (1, H, T, D), key and value (1, KV, T, D) give (1, T, H, D). Each run is a sequence for
     the kernel: its tokens are the queries, its path the keys. The mask is causal, aligned at the
-    end, because the run's tokens are the last of its path.
+    end, because the run's tokens are the last of its path. So is a sliding window.
+
+    Several groups are each computed again in the backward pass, so that one at a time is gathered.
+    Their gradients are summed in fp32.
     """
+    def attend(q, k, v, runs):
+        k, v = (Gather.apply(x, runs.paths).to(q.dtype) for x in (k, v))
+        return kernel(q, k, v, runs, scaling, left)
+
+    if kwargs.get("s_aux") is not None:
+        fail("this model has attention sinks, which the packed forward can't compute")
+    left = sliding_window - 1 if sliding_window else -1  # keys that a token sees before it; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
-    out = kernel(q, Gather.apply(k, tree.paths), Gather.apply(v, tree.paths), tree, scaling)
-    return out[None], None
+    if len(tree.groups) == 1:
+        return attend(q, k, v, *tree.groups)[None], None
+    k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
+    out = [checkpoint(attend, q[runs.tokens], k, v, runs, use_reentrant=False)
+           for runs in tree.groups]
+    return torch.cat(out)[None], None
 
 
-def sdpa_kernel(q, k, v, tree, scale):
+def sdpa_kernel(q, k, v, runs, scale, left):
     """One scaled_dot_product_attention for each run: the reference, and the kernel for the CPU."""
     def by_run(x, lengths):
         return [part.transpose(0, 1)[None] for part in x.split(lengths)]  # (1, heads, length, D)
 
     out = []
-    for q_run, k_run, v_run in zip(by_run(q, tree.q), by_run(k, tree.kv), by_run(v, tree.kv)):
+    for q_run, k_run, v_run in zip(by_run(q, runs.q), by_run(k, runs.kv), by_run(v, runs.kv)):
         queries, keys = q_run.shape[2], k_run.shape[2]
         mask = None
-        if queries < keys:  # else is_causal means the same
+        if queries < keys or left >= 0:  # else is_causal means the same
             mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
             mask = mask.tril(keys - queries)
+            if left >= 0:
+                mask = mask.triu(keys - queries - left)
         out.append(F.scaled_dot_product_attention(
             q_run, k_run, v_run, attn_mask=mask, is_causal=mask is None, scale=scale,
             enable_gqa=True))
     return torch.cat(out, 2)[0].transpose(0, 1)
 
 
-def torch_kernel(q, k, v, tree, scale):
+def torch_kernel(q, k, v, runs, scale, left):
     from torch.nn.attention.varlen import varlen_attn
-    return varlen_attn(q, k, v, tree.cu_q, tree.cu_kv, max(tree.q), max(tree.kv), scale=scale,
-                       window_size=(-1, 0), enable_gqa=q.shape[1] != k.shape[1])
+    return varlen_attn(q, k, v, runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv), scale=scale,
+                       window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1])
 
 
-def flash_kernel(q, k, v, tree, scale):
-    from flash_attn import flash_attn_varlen_func
-    return flash_attn_varlen_func(q, k, v, tree.cu_q, tree.cu_kv, max(tree.q), max(tree.kv),
-                                  softmax_scale=scale, causal=True)
+@functools.cache
+def flash_module():
+    """The name of FlashAttention 3's module on a Hopper GPU, else of 2's; None if not installed."""
+    names = ["flash_attn"]
+    if torch.cuda.get_device_capability()[0] == 9:
+        names.insert(0, "flash_attn_interface")
+    return next(filter(importlib.util.find_spec, names), None)
+
+
+def flash_kernel(q, k, v, runs, scale, left):
+    out = importlib.import_module(flash_module()).flash_attn_varlen_func(
+        q, k, v, runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv), softmax_scale=scale,
+        causal=True, window_size=(left, 0))
+    return out[0] if isinstance(out, tuple) else out  # early releases of 3 give two tensors
+
+
+@functools.cache
+def compiled_flex():
+    """flex_attention for trees of any size."""
+    from torch.nn.attention.flex_attention import flex_attention
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
+
+
+def flex_tree_attention(module, query, key, value, attention_mask, scaling=None, tree=None,
+                        sliding_window=None, **kwargs):
+    """tree_attention that gathers nothing: the kernel skips what the tree's mask excludes."""
+    if sliding_window or kwargs.get("s_aux") is not None:
+        fail("--attention flex can't compute sliding windows or attention sinks")
+    out = compiled_flex()(query, key, value, block_mask=tree.block_mask, scale=scaling,
+                          enable_gqa=query.shape[1] != key.shape[1])
+    return out.transpose(1, 2), None
 
 
 for name, kernel in (("sdpa", sdpa_kernel), ("torch", torch_kernel), ("flash", flash_kernel)):
     AttentionInterface.register("tree_" + name, functools.partial(tree_attention, kernel))
+AttentionInterface.register("tree_flex", flex_tree_attention)
 
 
 def pick_attention(name, device, dtype):
-    """The name of the kernel for --attention. flash and torch need a GPU and 16 bits."""
-    installed = importlib.util.find_spec("flash_attn")
+    """The name of the kernel for --attention. All but sdpa need a GPU and 16 bits."""
     if device.type != "cuda" or dtype == torch.float32:
         if name not in ("auto", "sdpa"):
             fail(f"--attention {name} needs a GPU and --dtype bf16; sdpa runs everywhere")
         return "sdpa"
     if name == "auto":
-        return "flash" if installed else "torch"
-    if name == "flash" and not installed:
+        return "flash" if flash_module() else "torch"
+    if name == "flash" and not flash_module():
         fail("--attention flash needs the package flash-attn (pip install flash-attn "
              "--no-build-isolation); --attention torch is torch's own kernel")
     return name
@@ -768,6 +853,8 @@ def load(path, device="cpu", attention="auto", dtype=torch.float32, head=False, 
             if "inv_freq" in child._buffers:  # rotary frequencies are computed, not stored in files
                 with torch.device(device):
                     setattr(module, name, type(child)(config=child.config))
+            elif child._non_persistent_buffers_set:
+                lm._init_weights(child)  # Gemma's frequencies, and the scale of its embeddings
     read_weights(model, path)
     return model, tokenizer
 
@@ -777,12 +864,11 @@ def refuse_unknown(path, config):
     if has_vision(config) and config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
         fail(f"{path!r} sees pictures in a way not known here; Qwen2-VL and Qwen2.5-VL are known")
     text = config.get_text_config()
-    windows = getattr(text, "sliding_window", None)
-    if getattr(text, "layer_types", None):
-        windows = set(text.layer_types) != {"full_attention"}
+    other = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     caps = ("final_logit_softcapping", "attn_logit_softcapping")
-    if windows or any(getattr(text, cap, None) for cap in caps):
-        fail(f"{path!r} uses sliding windows or soft caps, which the packed forward can't compute")
+    if other or any(getattr(text, cap, None) for cap in caps):
+        fail(f"{path!r} uses soft caps or layers other than attention, "
+             "which the packed forward can't compute")
 
 
 def weights(model):
@@ -970,7 +1056,8 @@ def activation_bytes(config, turns, size, recompute):
     head_size = getattr(c, "head_dim", None) or width // c.num_attention_heads
     layer = tokens * 2 * width * (4 + 2 * size)                    # two norms, partly in fp32
     layer += tokens * 2 * c.num_attention_heads * head_size * size  # queries, attention's output
-    layer += len(tree.paths) * 2 * c.num_key_value_heads * head_size * size  # keys and values
+    keys = max(len(runs.paths) for runs in tree.groups)
+    layer += keys * 2 * c.num_key_value_heads * head_size * size   # keys and values
     layer += tokens * 4 * mlp * size                               # the MLP
     gradients = tokens * (2 * mlp + width) * size                  # the MLP's backward
     head = c.vocab_size * width * size

@@ -95,9 +95,10 @@ def machine_flags(p):
     g = p.add_argument_group("speed and memory (only --dtype changes results)")
     g.add_argument("--max_tokens", type=int, default=16384, metavar="N",
                    help="tokens of a tree computed at once: bounds the memory")
-    g.add_argument("--attention", choices=["auto", "flash", "torch", "sdpa"], default="auto",
-                   help="flash: package flash-attn; torch: its varlen kernel; sdpa: a loop; "
-                        "auto: the first of them that works here")
+    g.add_argument("--attention", choices=["auto", "flash", "torch", "sdpa", "flex"],
+                   default="auto",
+                   help="flash: package flash-attn; torch: its varlen kernel; sdpa: a loop; auto: "
+                        "the first that works here; flex: not yet run on a GPU")
     g.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto",
                    help="of the computation and the saved model; weights train in fp32; "
                         "auto: bf16 on a GPU")

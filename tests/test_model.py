@@ -9,9 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.attention.flex_attention
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer, LlamaConfig,
-                          LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config,
+from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Gemma2Config,
+                          Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GptOssConfig,
+                          GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig,
+                          MistralForCausalLM, PreTrainedTokenizerFast, Qwen2Config,
                           Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
 import model as M
@@ -27,6 +30,12 @@ SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_lay
 FAMILIES = {"llama": (LlamaForCausalLM, LlamaConfig, dict(tie_word_embeddings=False)),
             "llama_tied": (LlamaForCausalLM, LlamaConfig, dict(tie_word_embeddings=True)),
             "qwen2": (Qwen2ForCausalLM, Qwen2Config, dict(tie_word_embeddings=True)),
+            "qwen2_windows": (Qwen2ForCausalLM, Qwen2Config,
+                              dict(use_sliding_window=True, sliding_window=6, max_window_layers=1)),
+            "mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=11)),
+            "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig,
+                       dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"],
+                            head_dim=16, query_pre_attn_scalar=16)),
             "qwen3": (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=16, tie_word_embeddings=False))}
 
 
@@ -115,8 +124,9 @@ def test_a_tree_lays_every_prefix_out_once():
             assert tree.ids[at].tolist() == list(action)
             assert path(at[-1].item()) == [*prompt, *action]
             assert tree.pos[at].tolist() == list(range(len(prompt), len(prompt) + len(action)))
-        assert sum(tree.q) == tree.cu_q[-1] == len(tree.ids)
-        assert sum(tree.kv) == tree.cu_kv[-1] == len(tree.paths)
+        runs, = tree.groups
+        assert sum(runs.q) == runs.cu_q[-1] == len(tree.ids)
+        assert sum(runs.kv) == runs.cu_kv[-1] == len(runs.paths)
 
 
 def test_sharing_saves_tokens_on_candidates(tiny_dir):
@@ -268,9 +278,9 @@ def test_ranks_compute_few_tokens_twice():
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-def loop_kernel(q, k, v, tree, scale):
+def loop_kernel(q, k, v, runs, scale, left):
     """The oracle of the kernels: of n queries and m keys, query i sees the first m - n + i + 1."""
-    out, cu_q, cu_kv = [], tree.cu_q.tolist(), tree.cu_kv.tolist()
+    out, cu_q, cu_kv = [], runs.cu_q.tolist(), runs.cu_kv.tolist()
     for start, end, first, last in zip(cu_q, cu_q[1:], cu_kv, cu_kv[1:]):
         copies = q.shape[1] // k.shape[1]
         keys, values = (x[first:last].repeat_interleave(copies, 1) for x in (k, v))
@@ -292,27 +302,78 @@ def test_sdpa_gives_what_a_loop_over_the_layout_of_flash_kernels_gives(family):
     want_gradients = {n: g.clone() for n, g in gradients(model, want).items()}
     model.zero_grad()
     model.lm.config._attn_implementation = "tree_loop"
-    tree = M.Tree(turns)
-    assert any(queries < keys for queries, keys in zip(tree.q, tree.kv, strict=True))
+    runs, = M.Tree(turns).groups
+    assert any(queries < keys for queries, keys in zip(runs.q, runs.kv, strict=True))
     got = M.action_logps(model, turns)
     assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
     same_gradients(gradients(model, got), want_gradients)
 
 
+@pytest.mark.parametrize("recompute", [0, 1])
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3"])
+def test_groups_of_runs_give_the_same_values_and_gradients(family, recompute, monkeypatch):
+    model, plain = two_models(family)
+    if recompute:
+        M.recompute_layers(model)
+    turns = some_turns()
+    want, want_gradients = M.action_logps(model, turns), gradients(plain, separate(plain, turns))
+    for bound, number in ((1, len(M.Tree(turns).groups[0].q)), (70, 3)):
+        monkeypatch.setattr(M, "GATHERED", bound)
+        groups = M.Tree(turns).groups
+        assert len(groups) == number > 1
+        assert all(len(runs.paths) <= bound or len(runs.q) == 1 for runs in groups)
+        model.zero_grad()
+        got = M.action_logps(model, turns)
+        with torch.no_grad():
+            scored = M.action_logps(model, turns)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(scored, want, strict=True))
+        same_gradients(gradients(model, got), want_gradients, 3e-6)
+
+
+def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_paths(monkeypatch):
+    """20 turns of 4 candidates: the paths have more than 15 times the tokens of the tree."""
+    model, _ = two_models("llama_tied")
+    r, turns, history = random.Random(0), [], ()
+    for _ in range(20):
+        history += tuple(r.randrange(61) for _ in range(20))
+        turns += [(history, tuple(r.randrange(61) for _ in range(8))) for _ in range(4)]
+    parameters = {p.data_ptr() for p in model.parameters()}
+
+    def bytes_kept():
+        kept = {}
+
+        def note(x):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            M.action_logps(model, turns)
+        return sum(n for place, n in kept.items() if place not in parameters)
+
+    paths, tokens = sum(M.Tree(turns).groups[0].kv), M.tree_tokens(turns)
+    all_kept = bytes_kept()
+    monkeypatch.setattr(M, "GATHERED", 2 * tokens)
+    a_key = 2 * 2 * 2 * 8 * 4  # bytes: key and value, of 2 layers, 2 heads of size 8, in fp32
+    assert paths > 15 * tokens and all_kept - bytes_kept() > 0.9 * paths * a_key
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-def test_gradients_of_what_many_branches_share_are_summed_in_fp32(device):
+@pytest.mark.parametrize("groups", [1, 4, 200])
+def test_gradients_of_what_many_branches_share_are_summed_in_fp32(groups, device):
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 5, 8).to(device, torch.bfloat16).requires_grad_()
                          for _ in range(3))
     paths = torch.arange(5, device=device).repeat(200)
     up = torch.rand(1000, 2, 8).to(device, torch.bfloat16)
-    seen = []
 
-    def kernel(q, k, v, *more):
-        seen.append((k, v))
-        return k * up + v * up
+    def kernel(q, k, v, runs, *more):
+        for taken, x in ((k, key), (v, value)):
+            assert torch.equal(taken, x[0].transpose(0, 1)[runs.paths])
+        return k * runs.up + v * runs.up
 
-    tree = SimpleNamespace(paths=paths)
+    tree = SimpleNamespace(groups=[SimpleNamespace(paths=part, tokens=slice(0, 5), up=up_part)
+                                   for part, up_part in zip(paths.chunk(groups), up.chunk(groups))])
     M.tree_attention(kernel, None, query, key, value, None, tree=tree)[0].sum().backward()
     plain = key.detach()[0].transpose(0, 1).clone().requires_grad_()
     (plain[paths] * up).sum().backward()
@@ -321,9 +382,96 @@ def test_gradients_of_what_many_branches_share_are_summed_in_fp32(device):
     def error(gradient):
         return ((gradient - exact).abs() / exact).max().item()
 
-    for x, (taken,) in ((key, {k for k, _ in seen}), (value, {v for _, v in seen})):
-        assert torch.equal(taken, x[0].transpose(0, 1)[paths])
+    for x in (key, value):
         assert error(x.grad[0].transpose(0, 1)) <= 2 ** -8 < error(plain.grad) / 2
+
+
+def random_tree(seed):
+    """A tree of hundreds of tokens, of runs that share and merge in many ways."""
+    r, seqs = random.Random(seed), [(0,)]
+    while sum(map(len, seqs)) < 6000:
+        seq = r.choice(seqs)
+        more = tuple(r.randrange(3) for _ in range(r.choice([1, 3, 20, 300])))
+        seqs.append(seq[:r.randrange(1, len(seq) + 1)] + more)
+    turns = [(seq[:1], seq[1:]) for seq in seqs[1:]]
+    return turns, M.Tree(turns)
+
+
+def ancestors(tree):
+    """(T, T) whether token q attends to kv: by the parents, up to the root."""
+    attends = torch.eye(len(tree.ids), dtype=torch.bool)
+    for i, parent in enumerate(tree.parent.tolist()):
+        if parent >= 0:
+            attends[i] |= attends[parent]
+    return attends
+
+
+@pytest.mark.parametrize("bound", [1, 3000, 10 ** 9])
+def test_the_block_mask_is_that_of_the_paths(bound, monkeypatch):
+    """Of single tokens, and of blocks: listed are those in which anything is attended to."""
+    monkeypatch.setattr(M, "GATHERED", bound)
+    full_blocks = 0
+    for seed in range(10):
+        _, tree = random_tree(seed)
+        want, mask, n = ancestors(tree), tree.block_mask, len(tree.ids)
+        q, kv = torch.arange(n)[:, None], torch.arange(n)[None]
+        assert torch.equal(mask.mask_mod(0, 0, q, kv), want)
+        listed = {False: set(), True: set()}
+        for full, counts, columns in ((False, mask.kv_num_blocks, mask.kv_indices),
+                                      (True, mask.full_kv_num_blocks, mask.full_kv_indices)):
+            for row, count in enumerate(counts[0, 0].tolist()):
+                listed[full] |= {(row, column) for column in columns[0, 0, row, :count].tolist()}
+        assert not listed[False] & listed[True]
+        blocks = [(i, j, block) for i, rows in enumerate(want.split(128))
+                  for j, block in enumerate(rows.split(128, 1))]
+        assert listed[False] | listed[True] == {(i, j) for i, j, block in blocks if block.any()}
+        whole = {(i, j) for i, j, block in blocks if block.all() and block.numel() == 128 ** 2}
+        assert listed[True] == whole
+        full_blocks += len(whole)
+    assert full_blocks > 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["llama_tied", "qwen3"])
+def test_flex_is_as_exact_as_sdpa(family, dtype, monkeypatch):
+    """Not compiled: torch has no backward pass of it for the CPU, but its eager code has one."""
+    flex = torch.nn.attention.flex_attention
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    monkeypatch.setattr(M, "compiled_flex", lambda: flex.flex_attention)
+    model, plain = two_models(family, dtype)
+    exact = copy.deepcopy(plain).double()
+    for turns in (some_turns(), random_tree(0)[0][:20]):
+        exact.zero_grad()
+        want = separate(exact, turns)
+        want_gradients, errors = gradients(exact, want), {}
+        for attention in ("sdpa", "flex"):
+            model.zero_grad()
+            model.lm.config._attn_implementation = "tree_" + attention
+            logps = M.action_logps(model, turns)
+            off = [(g - want_gradients[n]).norm() / want_gradients[n].norm()
+                   for n, g in gradients(model, logps).items()]
+            values = (torch.cat(logps) - torch.cat(want)).abs().max()
+            errors[attention] = values.item(), max(off).item()
+        limit = {torch.float32: 1e-5, torch.bfloat16: 0.2}[dtype]
+        for ours, sdpas in zip(errors["flex"], errors["sdpa"]):
+            assert ours < limit and ours < 2 * sdpas
+
+
+@pytest.mark.full
+def test_compiled_flex_skips_blocks_and_is_compiled_once_for_all_sizes():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    for seed in range(6):
+        _, tree = random_tree(seed)
+        n = len(tree.ids)
+        query, key, value = (torch.randn(1, heads, n, 32) for heads in (4, 2, 2))
+        with torch.no_grad():
+            got, _ = M.flex_tree_attention(None, query, key, value, None, 0.3, tree)
+            want, _ = M.tree_attention(M.sdpa_kernel, None, query, key, value, None, 0.3, tree)
+        assert (got - want).abs().max() < 1e-5
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def bf16_error(attention, device, exact=None):
@@ -356,11 +504,11 @@ def bf16_error(attention, device, exact=None):
 
 
 @GPU
-@pytest.mark.parametrize("kernel", ["torch", "flash"])
-def test_flash_kernels_are_as_exact_as_sdpa_in_16_bits(kernel):
+@pytest.mark.parametrize("kernel", ["torch", "flash", "flex"])
+def test_kernels_are_as_exact_as_sdpa_in_16_bits(kernel):
     """Runs have fewer queries than keys: a mask not aligned at the end would be far off."""
-    if kernel == "flash":
-        pytest.importorskip("flash_attn", reason="the package flash-attn is not installed")
+    if kernel == "flash" and not M.flash_module():
+        pytest.skip("no flash-attn is installed")
     exact = bf16_error("sdpa", "cuda")
     got, want = bf16_error(kernel, "cuda", exact), bf16_error("sdpa", "cuda", exact)
     assert want[0] < 0.1 and want[1] < 0.1
@@ -617,8 +765,26 @@ def test_transformers_opens_what_save_wrote(tiny_dir):
 
 def test_models_that_the_tree_cannot_compute_are_refused(tmp_path, tiny_dir):
     _, tokenizer = M.load(tiny_dir)
-    config = Qwen2Config(**{**SIZES, "vocab_size": len(tokenizer)}, use_sliding_window=True,
-                         sliding_window=8, max_window_layers=0)
-    M.save(M.TreeLM(Qwen2ForCausalLM(config)), tokenizer, str(tmp_path / "m"))
-    with pytest.raises(SystemExit, match="sliding"):
+    config = Gemma2Config(**{**SIZES, "vocab_size": len(tokenizer)}, head_dim=16)
+    M.save(M.TreeLM(Gemma2ForCausalLM(config)), tokenizer, str(tmp_path / "m"))
+    with pytest.raises(SystemExit, match="soft caps"):
         M.load(str(tmp_path / "m"))
+    config = GptOssConfig(**SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2)
+    config._attn_implementation = "eager"
+    model = M.TreeLM(GptOssForCausalLM(config))
+    for attention in ("sdpa", "flex"):
+        model.lm.config._attn_implementation = "tree_" + attention
+        with pytest.raises(SystemExit, match="sinks"):
+            M.action_logps(model, some_turns())
+
+
+def test_gemma_is_loaded_with_all_that_is_not_in_its_files(tmp_path, tiny_dir):
+    _, tokenizer = M.load(tiny_dir)
+    kind, config, more = FAMILIES["gemma3"]
+    config = config(**{**SIZES, "vocab_size": len(tokenizer)}, **more, rms_norm_eps=1e-5)
+    config._attn_implementation = "tree_sdpa"
+    model = M.TreeLM(kind(config))
+    M.save(model, tokenizer, str(tmp_path / "m"))
+    again, _ = M.load(str(tmp_path / "m"))
+    logps, logps_again = M.action_logps(model, some_turns()), M.action_logps(again, some_turns())
+    assert all(torch.equal(a, b) for a, b in zip(logps, logps_again, strict=True))
