@@ -12,9 +12,9 @@ sample, then all wait for the slowest reply; the next batch starts when all have
 go to stdout as JSON. Without --model an untrained tiny one plays. It never answers, so all its
 episodes have --max_turns turns.
 
---ceiling: 16 episodes of up to 10 turns with 16 candidates each, replies of 390 characters, draws of
-English and Python that cost nothing. It counts the CPU seconds of collect.py's own process: prompts,
-texts, records, JSON. Both checkouts must write the same records.
+--ceiling: 16 episodes of up to 10 turns with 16 candidates each, replies of 390 characters, draws
+of English and Python that cost nothing. It counts the CPU seconds of collect.py's own process:
+prompts, texts, records, JSON. Both checkouts must write the same records.
 """
 import argparse
 import asyncio
