@@ -25,6 +25,7 @@ import tempfile
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 from colbench import (NOT_SEEN, GraderError, NoReference, RenderError, environment, first_message,
                       hidden_information, human_prompt, judge, kind_of, needs, page_flags,
@@ -41,7 +42,7 @@ def get_args(argv=None):
     g.add_argument("--agent_prompt", metavar="FILE", help="the agent's first message, with "
                    "{problem_description}, {max_turns}, {ANSWER} and {OUTPUT}")
     g.add_argument("--concurrency", type=int, default=256, metavar="N",
-                   help="episodes under way at once")
+                   help="episodes under way at once, for each vllm copy or engine's address")
     g.add_argument("--resume", metavar="FILE",
                    help="skip the episodes in FILE, and drop its last line if that is cut off")
     skip_bad_flag(g)
@@ -80,8 +81,9 @@ def get_args(argv=None):
     g.add_argument("--max_model_len", type=int, metavar="N",
                    help="vllm: longest context, else the model's")
     g.add_argument("--in_flight", type=int, default=64, metavar="N",
-                   help="requests at once to one server")
-    g.add_argument("--timeout", type=float, default=120, help="seconds of a request")
+                   help="requests at once to one server of --human or --critic")
+    g.add_argument("--timeout", type=float, default=120,
+                   help="seconds of a request, of an engine's for each draw")
     g.add_argument("--retries", type=int, default=8, help="of a request, over about a minute")
     g = p.add_argument_group("grading")
     g.add_argument("--rules", choices=["honest", "official"], default="honest",
@@ -118,7 +120,8 @@ DEVICE = "cuda" if CUDA else "cpu"
 
 # --- engines: await engine((prompt_ids, draws)) samples the agent's messages ----------------------
 #
-# It gives [(token_ids, logprobs)], one per draw. A draw is the key of its randomness, rng(*draw).
+# It gives [(token_ids, logprobs)], one per draw. A draw is the key of its randomness, rng(*draw);
+# it begins with its episode's (seed, task id, sample). vLLM's are in seed_of.
 # token_ids end with a token of `stop` unless max_tokens cut them. logprobs are the sampler's, at
 # its temperature.
 
@@ -265,54 +268,76 @@ def vllm_engine(args, stop):
 
     atexit.register(end)
     numbers = itertools.count()
+    replicas = [SimpleNamespace(rank=rank, waiting=0) for rank in range(args.data_parallel)]
+    homes = {}  # episode: the replica that has its prefix in its cache
 
-    async def draw(prompt, seed):
-        params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens,
-                                seed=seed, logprobs=0, stop_token_ids=sorted(stop),
-                                detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
-        request = {"type": "token", "prompt_token_ids": list(prompt)}
+    async def engine(request):
+        prompt, draws = request
+        seed, n = seed_of(draws, args)
+        params = SamplingParams(n=n, temperature=args.temperature, max_tokens=args.max_tokens,
+                                seed=seed, logprobs=0, flat_logprobs=True, detokenize=False,
+                                stop_token_ids=sorted(stop),
+                                output_kind=RequestOutputKind.FINAL_ONLY)
+        home = homes.setdefault(draws[0][:3], min(replicas, key=lambda r: r.waiting))
+        home.waiting += 1
         try:
-            async for reply in llm.generate(request, params, str(next(numbers))):
-                out = reply.outputs[0]
+            async for reply in llm.generate({"type": "token", "prompt_token_ids": prompt}, params,
+                                            str(next(numbers)), data_parallel_rank=home.rank):
+                outs = reply.outputs
         except Exception as e:  # of many kinds: the prompt is too long, the engine has died
             why = " ".join(str(e).split())[:200]
             raise EndpointError(f"vllm: {type(e).__name__}: {why}") from None
-        logprobs = [round(p[t].logprob, 6) for t, p in zip(out.token_ids, out.logprobs)]
-        return list(out.token_ids), logprobs
+        finally:
+            home.waiting -= 1
+        drawn = [(list(out.token_ids), [round(x, 6) for x in out.logprobs.logprobs])
+                 for out in outs]
+        return drawn * (len(draws) // n)
 
-    return one_request_each(draw)
+    return engine
 
 
 async def http_engine(args, stop):
-    """Samples by vLLM servers, which take and give token ids."""
-    servers = Endpoint(args.engine, args.in_flight, args.timeout, args.retries)
-    name = await servers.model(args.model)
-    extra = {"top_k": 0, "min_p": 0, "repetition_penalty": 1, "stop_token_ids": sorted(stop),
+    """Samples by vLLM servers, which take and give token ids.
+
+    They queue the requests, one for each episode, so --timeout is for each of a turn's draws.
+    """
+    timeout = args.timeout * (args.best_of + args.candidates)
+    servers = Endpoint(args.engine, args.concurrency, timeout, args.retries)
+    fixed = {"model": await servers.model(args.model), "temperature": args.temperature,
+             "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "logprobs": 0,
+             "max_tokens": args.max_tokens, "stop_token_ids": sorted(stop),
              "skip_special_tokens": False, "return_token_ids": True}
 
-    async def draw(prompt, seed):
-        async def ask(client):
-            reply = await client.completions.create(
-                model=name, prompt=list(prompt), temperature=args.temperature, top_p=1,
-                max_tokens=args.max_tokens, seed=seed, logprobs=0, extra_body=extra)
-            out = reply.choices[0]
-            if out.finish_reason not in ("stop", "length"):  # the server is shutting down
-                raise ValueError(f"message cut off: finish_reason {out.finish_reason}")
-            if not getattr(out, "token_ids", None):
-                raise ValueError("no token_ids in the reply: it takes vLLM 0.10 or newer")
-            return out.token_ids, [round(x, 6) for x in out.logprobs.token_logprobs]
-        return await servers(ask)
-
-    return one_request_each(draw)
-
-
-def one_request_each(draw):
-    """An engine of draw(prompt, seed): the server batches the draws and caches their prompt."""
     async def engine(request):
         prompt, draws = request
-        seeds = [rng(*key).getrandbits(31) for key in draws]
-        return await asyncio.gather(*(draw(prompt, seed) for seed in seeds))
+        seed, n = seed_of(draws, args)
+
+        async def ask(client):  # completions.create would check the reply number by number
+            body = {**fixed, "prompt": prompt, "seed": seed, "n": n}
+            reply = await client.post("/completions", cast_to=object, body=body)
+            drawn = []
+            for out in reply["choices"]:
+                if out["finish_reason"] not in ("stop", "length"):  # the server is shutting down
+                    raise ValueError(f"message cut off: finish_reason {out['finish_reason']}")
+                if not out.get("token_ids"):
+                    raise ValueError("no token_ids in the reply: it takes vLLM 0.10 or newer")
+                logprobs = [round(x, 6) for x in out["logprobs"]["token_logprobs"]]
+                drawn.append((out["token_ids"], logprobs))
+            if len(drawn) != n:
+                raise ValueError(f"{len(drawn)} draws instead of {n}")
+            return drawn
+        drawn = await servers(ask, draws[0][:3])
+        return drawn * (len(draws) // n)
+
     return engine
+
+
+def seed_of(draws, args):
+    """(seed, n) of the one request to vLLM for a turn's draws: draw i is that of seed + i.
+
+    At temperature 0, where all draws are the same, vLLM wants n = 1.
+    """
+    return rng(*draws[0]).getrandbits(31), len(draws) if args.temperature else 1
 
 
 def trained_critic(args):
@@ -355,6 +380,7 @@ class Players:
         if http(args.human):
             self.humans = Endpoint(args.human, args.in_flight, args.timeout, args.retries)
             self.human_model = await self.humans.model(args.human_model)
+        self.concurrency = args.concurrency * args.data_parallel * len(args.engine.split(","))
         directory, self.tokenizer, _ = find_model(args.model)
         self.weights = weights_digest(directory)  # None where only servers have them
         stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id}
@@ -393,9 +419,6 @@ class Players:
     def render(self, history):
         return render(self.tokenizer, history, self.args.thinking)
 
-    def text(self, token_ids):
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True)
-
     async def act(self, task, history, key, candidates):
         """The agent's next message, its `content` still None, with so many candidates.
 
@@ -404,16 +427,20 @@ class Players:
         draws = [(*key, j) for j in range(self.args.best_of)]
         draws += [(*key, "candidate", j) for j in range(candidates)]
         drawn = await self.engine((self.render(history), draws))
-        if not all(math.isfinite(x) for _, logprobs in drawn for x in logprobs):
+        totals = [sum(logprobs) for _, logprobs in drawn]
+        if not all(map(math.isfinite, totals)):
             raise EndpointError("the model's log-probs are NaN or infinite: are its weights sound?")
-        actions = [{"output": self.text(ids), "token_ids": ids, "logprobs": logprobs}
-                   for ids, logprobs in drawn[:self.args.best_of]]
+        texts = self.tokenizer.batch_decode([ids for ids, _ in drawn], skip_special_tokens=True)
+        actions, others = [], []
+        for (ids, logprobs), text, total in zip(drawn, texts, totals):
+            if len(actions) < self.args.best_of:
+                actions.append({"output": text, "token_ids": ids, "logprobs": logprobs})
+            else:
+                others.append({"output": text, "token_ids": ids, "logprob": round(total, 6)})
         action = await self.best(task, history, actions) if self.critic else actions[0]
         message = {"role": "assistant", "content": None, **action}
-        if candidates:
-            message["candidates"] = [
-                {"output": self.text(ids), "token_ids": ids, "logprob": round(sum(logprobs), 6)}
-                for ids, logprobs in drawn[self.args.best_of:]]
+        if others:
+            message["candidates"] = others
         return message
 
     async def best(self, task, history, actions):
@@ -595,7 +622,7 @@ class Run:
 
     async def play_all(self):
         jobs = self.jobs()
-        await asyncio.gather(*(self.play(jobs) for _ in range(self.args.concurrency)))
+        await asyncio.gather(*(self.play(jobs) for _ in range(self.players.concurrency)))
         self.played.put_nowait(None)
 
     async def play(self, jobs):

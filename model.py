@@ -659,6 +659,47 @@ def control_tokens(tokenizer):
             if token.special or token.content.strip() and token.content in tokenizer.chat_template]
 
 
+@functools.cache
+def patterns(tokenizer):
+    """(marks, a pattern of them, a pattern of the tokens at which the tokenizer cuts a text).
+
+    The marks are what a message may not say to a template: control tokens and our placeholders.
+    """
+    marks = ["\ue000", "\ue002", *control_tokens(tokenizer)]
+    added = tokenizer.added_tokens_decoder.values()
+    inner = set("".join(token.content[1:] for token in added))
+
+    def always_cut(token):
+        """Whether the tokenizer takes it out of any text, whatever stands around it."""
+        looks_around = token.normalized or token.single_word or token.lstrip
+        return tokenizer.is_fast and not looks_around and token.content[0] not in inner
+
+    def any_of(texts):
+        longest_first = sorted(texts, key=len, reverse=True)
+        return "|".join(map(re.escape, longest_first)) or "(?!)"
+
+    cuts = [token.content for token in added if always_cut(token)]
+    return marks, re.compile(any_of(marks)), re.compile(f"(?={any_of(cuts)})")
+
+
+@functools.lru_cache(8192)
+def part_ids(tokenizer, text):
+    """Token ids of a part of a template's text, kept: later prompts have the same parts."""
+    return array("q", tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def template_ids(tokenizer, text):
+    """Token ids of a template's text, from control token to control token.
+
+    These are its ids as a whole: a tokenizer takes out its control tokens first, and then looks
+    at each text between two of them alone.
+    """
+    ids = array("q")
+    for part in patterns(tokenizer)[2].split(text):
+        ids += part_ids(tokenizer, part)
+    return ids
+
+
 def render(tokenizer, messages, thinking=0):
     """Token ids of a conversation, up to where the assistant's next message starts.
 
@@ -668,15 +709,10 @@ def render(tokenizer, messages, thinking=0):
     """
     # In the text that the template gets, "\ue000N\ue001" stands for spelled control token N, and
     # "\ue002N\ue003" for the picture of message N.
-    control = ["\ue000", "\ue002", *control_tokens(tokenizer)]
-    spelled = re.compile("|".join(map(re.escape, sorted(control, key=len, reverse=True))))
-
-    def plain(text):
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-
+    marks, spelled, _ = patterns(tokenizer)
     hidden = []
     for n, message in enumerate(messages):
-        content = spelled.sub(lambda m: f"\ue000{control.index(m[0])}\ue001", message["content"])
+        content = spelled.sub(lambda m: f"\ue000{marks.index(m[0])}\ue001", message["content"])
         if message.get(PICTURE):
             content += f"\ue002{n}\ue003"
         hidden.append({"role": message["role"], "content": content})
@@ -687,15 +723,15 @@ def render(tokenizer, messages, thinking=0):
         roles = " ".join(message["role"] for message in messages)
         fail(f"this --model's chat template takes no such conversation, {roles}: {e}")
     pieces = re.split("([\ue000\ue002]\\d+[\ue001\ue003])", text)  # text, placeholder, text, ...
-    ids = plain(pieces[0])
+    ids = template_ids(tokenizer, pieces[0])
     for placeholder, after in zip(pieces[1::2], pieces[2::2]):
         n = int(placeholder[1:-1])
         if placeholder[0] == "\ue002":
-            ids += messages[n][PICTURE]
+            ids.extend(messages[n][PICTURE])
         else:  # in two parts, it is no control token
-            ids += plain(control[n][:1]) + plain(control[n][1:])
-        ids += plain(after)
-    return ids
+            ids += part_ids(tokenizer, marks[n][:1]) + part_ids(tokenizer, marks[n][1:])
+        ids += template_ids(tokenizer, after)
+    return ids.tolist()
 
 
 def plain_ids(tokenizer, text):

@@ -461,7 +461,8 @@ class Endpoint:
 
     urls: "http://host:port/v1", several with commas between. in_flight: most requests under way at
     each. timeout: seconds. A server that failed rests, ever longer, while the others go on. The
-    API key comes from the environment only.
+    API key comes from the environment only. Requests with the same `key` go to the server that
+    answered the last one: it has their prompt's beginning in its cache.
     """
 
     def __init__(self, urls, in_flight=64, timeout=120, retries=8):
@@ -470,19 +471,22 @@ class Endpoint:
         except ImportError:
             fail("an http:// engine or human needs the openai client: pip install openai")
         self.timeout, self.retries = timeout, retries
+        self.homes = {}  # key: the server that answered last
         self.errors = (openai.OpenAIError, TimeoutError, ValueError, TypeError, AttributeError,
                        LookupError)
         key = os.environ.get("OPENAI_API_KEY", "none")
         self.servers = []
+        patience = openai.Timeout(timeout, connect=min(timeout, 30))
         for url in urls.split(","):  # no retries of the client: those would be at the same server
-            client = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=timeout, max_retries=0)
+            client = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=patience, max_retries=0)
             self.servers.append(SimpleNamespace(url=url, client=client, waiting=0, failures=0,
                                                 rests_until=0, room=asyncio.Semaphore(in_flight)))
 
-    async def __call__(self, request):
+    async def __call__(self, request, key=None):
         """await request(client), with retries; it raises ValueError if a reply is of no use."""
         def load(server):
-            return max(0, server.rests_until - time.monotonic()), server.waiting
+            rest = max(0, server.rests_until - time.monotonic())
+            return rest, server is not self.homes.get(key), server.waiting
 
         for attempt in range(self.retries + 1):
             if attempt:
@@ -493,11 +497,14 @@ class Endpoint:
                 async with server.room:
                     reply = await asyncio.wait_for(request(server.client), self.timeout)
                 server.failures = 0
+                if key is not None:
+                    self.homes[key] = server
                 return reply
             except self.errors as e:
                 reason = f"{server.url}: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
                 if getattr(e, "status_code", 0) in (400, 401, 403, 404, 413, 422):
                     break  # no server would take this request
+                self.homes.pop(key, None)
                 server.failures += 1
                 server.rests_until = time.monotonic() + min(60, 2 ** server.failures - 2)
             finally:

@@ -3,15 +3,23 @@
     python tests/bench_collect.py [--model runs/base]  # speed: same engine, seeds, slow human
     python tests/bench_collect.py --memory 10000       # resident memory of collect.py
     python tests/bench_collect.py --kills 8            # what kill -9 and --resume change
+    python tests/bench_collect.py --ceiling DIR --model DIR  # turns a CPU second, beside those
+                                                       # of another checkout, in DIR
 
 The human answers after a random time, log-normal as LLM servers are: median --delay (by default
 about what the engine takes for a turn of 64), sigma --sigma. Lock-step: all episodes of a batch
 sample, then all wait for the slowest reply; the next batch starts when all have ended. Medians
 go to stdout as JSON. Without --model an untrained tiny one plays. It never answers, so all its
 episodes have --max_turns turns.
+
+--ceiling: 16 episodes of up to 10 turns with 16 candidates each, replies of 390 characters, draws
+of English and Python that cost nothing. It counts the CPU seconds of collect.py's own process:
+prompts, texts, records, JSON. Both checkouts must write the same records.
 """
 import argparse
 import asyncio
+import hashlib
+import io
 import json
 import math
 import os
@@ -23,11 +31,11 @@ import tempfile
 import time
 
 TESTS = os.path.dirname(os.path.abspath(__file__))
-sys.path[:0] = [TESTS, os.path.dirname(TESTS)]
+sys.path[:0] = [TESTS, os.environ.get("CHECKOUT", os.path.dirname(TESTS))]
 import collect  # noqa: E402
 import colbench  # noqa: E402
 from conftest import ROOT, demos, lines  # noqa: E402
-from utils import rng  # noqa: E402
+from utils import open_stdout, rng  # noqa: E402
 
 
 def get_args():
@@ -44,6 +52,9 @@ def get_args():
     p.add_argument("--memory", type=int, default=0, help="episodes; measures memory instead")
     p.add_argument("--kills", type=int, default=0,
                    help="kills of a run of 1,000 episodes; measures what they change")
+    p.add_argument("--ceiling", metavar="DIR", help="another checkout, to compare this one with")
+    p.add_argument("--description", type=int, default=1000, help="--ceiling: tokens of a task")
+    p.add_argument("--message", type=int, default=200, help="--ceiling: mean tokens of a draw")
     return p.parse_args()
 
 
@@ -163,6 +174,63 @@ def kills(args, flags, folder):
                       "texts_that_differ": sum(text(r) != whole[key(r)] for r in again)}))
 
 
+async def no_engine(args, flags):
+    """Plays episodes whose draws cost nothing; emits {"turns", "cpu_seconds", "records"}."""
+    emit, random_ = open_stdout(), random.Random(0)
+    flags = [*flags, "--candidates", "16", "--max_turns", "10"]
+    flags += ["--human", "fixed:" + "It is so. " * 39]
+    players = await collect.Players(collect.get_args(flags)).load()
+    names = "README.md", "colbench.py", "collect.py", "utils.py"
+    texts = [open(os.path.join(ROOT, name), encoding="utf-8").read() for name in names]
+    ids = players.tokenizer("\n".join(texts), add_special_tokens=False)["input_ids"]
+
+    def piece(tokens):
+        at = random_.randrange(len(ids) - tokens)
+        return ids[at:at + tokens]
+
+    drawn = [piece(random_.randrange(args.message // 5, 2 * args.message)) for _ in range(4000)]
+    drawn = [(ids, [round(-random_.random(), 6) for _ in ids]) for ids in drawn]
+    lengths = []
+
+    async def engine(request):
+        prompt, draws = request
+        lengths.append(len(prompt))
+        await asyncio.sleep(0)
+        at = rng(*draws[0]).randrange(len(drawn) - len(draws))
+        return drawn[at:at + len(draws)]
+
+    players.engine, tests = engine, {"test1": "f(1)"}
+    tasks = [{"id": f"t{i:02}", "ground_truth": "def f(x): return x", "test_cases": tests,
+              "problem_description": players.tokenizer.decode(piece(args.description))}
+             for i in range(16)]
+    sys.stdin = io.BytesIO(lines({"task": task} for task in tasks).encode())
+    players.environment(tasks[0])  # its opening is no work of a turn
+    start = time.process_time()
+    await collect.Run(players.args, emit, players, set()).all()
+    seconds = time.process_time() - start
+    emit({"turns": len(lengths), "cpu_seconds": seconds, "longest_prompt": max(lengths)})
+
+
+def ceiling(args):
+    """Both checkouts in turn: turns a CPU second, and their ratio."""
+    rates, written = {ROOT: [], args.ceiling: []}, set()
+    for repeat in range(args.repeats):
+        for checkout in rates:
+            done = subprocess.run([sys.executable, *sys.argv], stdout=subprocess.PIPE, check=True,
+                                  env={**os.environ, "CHECKOUT": os.path.abspath(checkout)})
+            *episodes, last = map(json.loads, done.stdout.splitlines())
+            rates[checkout].append(last["turns"] / last["cpu_seconds"])
+            played = sorted((r["task"]["id"], r["dialogue_history"]) for r in episodes)
+            written.add(json.dumps(played))
+    assert len(written) == 1, "the checkouts do not write the same records"
+    here, other = rates.values()
+    ratios = sorted(round(a / b, 2) for a, b in zip(here, other))
+    print(json.dumps({"message": args.message, "longest_prompt": last["longest_prompt"],
+                      "turns_a_cpu_second": round(statistics.median(here)),
+                      "other": round(statistics.median(other)),
+                      "ratio": statistics.median(ratios), "ratios": ratios}))
+
+
 if __name__ == "__main__":
     args = get_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -172,7 +240,11 @@ if __name__ == "__main__":
             model.save(*model.tiny(demos(200), 0, colbench.PIECES), args.model)
         flags = ["--model", args.model, "--engine", "transformers",
                  "--max_turns", str(args.max_turns), "--max_tokens", str(args.max_tokens)]
-        if args.memory:
+        if args.ceiling and "CHECKOUT" in os.environ:
+            asyncio.run(no_engine(args, flags))
+        elif args.ceiling:
+            ceiling(args)
+        elif args.memory:
             memory(args, flags, folder)
         elif args.kills:
             kills(args, flags, folder)

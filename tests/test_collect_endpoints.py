@@ -191,39 +191,91 @@ def test_redact_is_about_lines_of_code_however_spaced():
     assert colbench.redact(free, hidden) == (free, 0)
 
 
+def draw(prompt, seed, most, stop):
+    """(token_ids, logprobs) that are functions of prompt and seed."""
+    r = rng(prompt, seed)
+    ids = [r.randrange(6, 300) for _ in range(r.randrange(1, most))] + stop[:1]
+    return ids, [-i / 8 for i in range(len(ids))]
+
+
 def sampled(path, body):
-    """What a vLLM server says: token ids and log-probs that are functions of prompt and seed."""
-    r = rng(body["prompt"], body["seed"])
-    ids = [r.randrange(6, 300) for _ in range(r.randrange(1, body["max_tokens"]))]
-    ids += body["stop_token_ids"][:1]
-    logprobs = [-i / 8 for i in range(len(ids))]
-    return {"id": "x", "object": "text_completion", "created": 0, "model": "m", "choices": [{
-        "index": 0, "text": "", "finish_reason": "stop", "token_ids": ids,
-        "logprobs": {"token_logprobs": logprobs, "tokens": [], "top_logprobs": [],
-                     "text_offset": []}}]}
+    """What a vLLM server says: n draws, the i-th by seed + i."""
+    assert path == "/v1/completions" and body["n"] == 1 or body["temperature"] > 0
+    choices = []
+    for i in range(body["n"]):
+        ids, logprobs = draw(body["prompt"], body["seed"] + i, body["max_tokens"],
+                             body["stop_token_ids"])
+        logprobs = {"token_logprobs": logprobs, "tokens": [], "top_logprobs": [], "text_offset": []}
+        choices.append({"index": i, "text": "", "finish_reason": "stop", "token_ids": ids,
+                        "logprobs": logprobs})
+    return {"id": "x", "object": "text_completion", "created": 0, "model": "m", "choices": choices}
+
+
+def key_of(record):
+    return record["task"]["id"], record["sample"]
 
 
 @pytest.mark.full
-def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(tiny_dir, tasks):
+@pytest.mark.parametrize("best_of, temperature", [(1, 1), (1, 0)])
+def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(
+        best_of, temperature, tiny_dir, tasks):
     servers = [Server(sampled, trouble=0.2), Server(sampled)]
     urls = ",".join(s.url for s in servers)
-    flags = ["-k", 2, "--candidates", 3, "--engine", urls, "--in_flight", 4]
+    flags = ["-k", 2, "--candidates", 3, "--engine", urls, "--temperature", temperature]
     done, again = (play(tiny_dir, tasks, *flags) for _ in range(2))
     assert done.returncode == 0, done.stderr
-    key = lambda r: (r["task"]["id"], r["sample"])
-    got = sorted(records(done.stdout), key=key)
-    assert got == sorted(records(again.stdout), key=key)  # each draw has a seed of its own
+    got = sorted(records(done.stdout), key=key_of)
+    assert got == sorted(records(again.stdout), key=key_of)  # each draw has a seed of its own
     tokenizer, bodies = M.find_model(tiny_dir)[1], [body for s in servers for _, body, _ in s.seen]
-    assert all(b["temperature"] == 1 and b["top_p"] == 1 for b in bodies)
-    answers = {(tuple(b["prompt"]), tuple(sampled("", b)["choices"][0]["token_ids"]))
-               for b in bodies}
+    assert all(b["temperature"] == temperature and b["top_p"] == 1 for b in bodies)
+    stop, seeds = bodies[0]["stop_token_ids"], set()
     for r in got:
         history = r["dialogue_history"]
         turns = M.turns_of(tokenizer, {"dialogue_history": history})
-        for m, (prompt, action) in zip([m for m in history if m["role"] == "assistant"], turns):
-            assert (prompt, action) in answers and len(m["candidates"]) == 3
-            assert m["logprobs"] == [-i / 8 for i in range(len(action))]
-            assert all((prompt, tuple(c["token_ids"])) in answers for c in m["candidates"])
+        for n, (m, (prompt, action)) in enumerate(zip(history[1::2], turns)):
+            seed = rng(0, *key_of(r), n, 0).getrandbits(31)
+            draws = [draw(prompt, seed + i * bool(temperature), 12, stop) for i in range(4)]
+            assert (m["token_ids"], m["logprobs"]) == draws[0] and action == tuple(draws[0][0])
+            assert [(c["token_ids"], c["logprob"]) for c in m["candidates"]] == [
+                (ids, round(sum(logprobs), 6)) for ids, logprobs in draws[1:]]
+            seeds.add(seed)
+    assert {b["seed"] for b in bodies} == seeds  # one request a turn, but for those asked again
+    assert {b["n"] for b in bodies} == {4 if temperature else 1}
+
+
+def test_an_episode_stays_at_its_server_until_that_fails():
+    """48 episodes of 5 turns; then one of the three servers dies, and 5 turns more."""
+    servers = [Server(said) for _ in range(3)]
+
+    async def episode(endpoint, number):
+        async def ask(client):
+            message = {"role": "user", "content": str(number)}
+            return await client.post("/chat/completions", cast_to=object,
+                                     body={"model": "m", "messages": [message]})
+        for _ in range(5):
+            await endpoint(ask, ("task", number))
+
+    def at():
+        """For each server the episodes that it saw."""
+        seen = [{int(body["messages"][0]["content"]) for _, body, _ in s.seen} for s in servers]
+        for s in servers:
+            s.seen.clear()
+        return seen
+
+    async def play():
+        endpoint = Endpoint(",".join(s.url for s in servers), timeout=TIMEOUT)
+        await asyncio.gather(*(episode(endpoint, n) for n in range(48)))
+        before = at()
+        assert sorted(map(len, before)) == [16, 16, 16]  # each saw its own: 48 in all
+        servers[0].shutdown()
+        servers[0].server_close()
+        for connection in endpoint.servers[0].client._client._transport._pool.connections:
+            await connection.aclose()
+        await asyncio.gather(*(episode(endpoint, n) for n in range(48)))
+        after = at()
+        assert before[1] <= after[1] and before[2] <= after[2]
+        assert after[1] | after[2] == set(range(48)) and not after[1] & after[2]
+    asyncio.run(play())
 
 
 def prefers(word, trouble=0.0, taste=1):

@@ -1,4 +1,5 @@
 """A real vLLM, in its CPU build, on a tiny model: in process, and as a server of either side."""
+import json
 import os
 import signal
 import socket
@@ -20,6 +21,21 @@ FAST = {**CPU, "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 PLAY = ["--max_turns", 3, "--max_tokens", 12, "--temperature", 0.7, "--candidates", 2, "-k", 2]
 IN_PROCESS = [*PLAY, "--engine", "vllm", "--max_model_len", 1024]
+WATCHED = """
+import json, os, runpy, sys
+from vllm.v1.engine.async_llm import AsyncLLM
+generate = AsyncLLM.generate
+
+def watched(self, prompt, params, request_id, **how):
+    asked = [prompt["prompt_token_ids"], how["data_parallel_rank"], params.n]
+    print("asked", json.dumps(asked), file=sys.stderr)
+    return generate(self, prompt, params, request_id, **how)
+
+if __name__ == "__main__":
+    AsyncLLM.generate, sys.argv = watched, sys.argv[1:]
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -90,16 +106,29 @@ def check(got, tiny_dir, tasks):
             assert torch.allclose(torch.tensor(m["logprobs"]), want, atol=1e-3)
 
 
-def test_in_process(tiny_dir, tasks, monkeypatch):
-    for key in FAST:
-        monkeypatch.setitem(CPU, key, FAST[key])
+def test_in_process(tiny_dir, tasks, tmp_path):
+    """Two copies: a turn's draws are one request, and an episode stays where its prefix is."""
+    (tmp_path / "watched.py").write_text(WATCHED)
     long = {**tasks[0]["task"], "id": "long", "problem_description": "one word more " * 600}
-    done = script("collect.py", "--model", tiny_dir, *IN_PROCESS, "--data_parallel", 2,
-                  stdin=[tasks[0], {"task": long}, *tasks[1:]], fresh=True)
-    check(records(done.stdout), tiny_dir, tasks)
-    assert done.returncode == 1
+    command = [sys.executable, tmp_path / "watched.py", os.path.join(ROOT, "collect.py"),
+               "--model", tiny_dir, *IN_PROCESS, "--data_parallel", 2]
+    done = subprocess.run([*map(str, command)], cwd=ROOT, text=True, capture_output=True, env=FAST,
+                          input=lines([tasks[0], {"task": long}, *tasks[1:]]), timeout=400)
+    assert done.returncode == 1 and done.stdout, done.stderr
+    got = records(done.stdout)
+    check(got, tiny_dir, tasks)
     assert "2 episodes failed" in done.stderr  # the prompt is longer than --max_model_len
     assert "Traceback" not in done.stderr
+    asked = [json.loads(line[6:]) for line in done.stderr.splitlines() if line[:6] == "asked "]
+    assert len(asked) == 2 + sum(len(colbench.agent_messages(r)) for r in got)
+    assert {n for _, _, n in asked} == {3}  # a message and two candidates
+    tokenizer, homes = M.find_model(tiny_dir)[1], []
+    for r in got:
+        later = [list(prompt) for prompt, _ in M.turns_of(tokenizer, r)[1:]]
+        ranks = {rank for prompt, rank, _ in asked if prompt in later}
+        assert len(ranks) <= 1
+        homes += ranks
+    assert homes.count(0) > 1 and homes.count(1) > 1
 
 
 def test_killed_it_leaves_no_process_behind(tiny_dir, tasks, tmp_path):
@@ -130,7 +159,8 @@ def replies_in(done):
 
 def test_servers_sample_and_one_that_dies_is_left_out(tiny_dir, tasks, servers, tmp_path):
     urls = ",".join(url for _, url in servers)
-    process = start(tiny_dir, tasks, tmp_path / "out", *PLAY, "--engine", urls, "--in_flight", 1)
+    process = start(tiny_dir, tasks, tmp_path / "out", *PLAY, "--engine", urls,
+                    "--concurrency", 1)
     stop(servers[1][0])
     assert process.wait(120) == 0, process.stderr.read()
     check(records((tmp_path / "out").read_text()), tiny_dir, tasks)

@@ -1,0 +1,122 @@
+"""Prompts are tokenized part by part: the ids of the whole, by several kinds of tokenizers."""
+import os
+import random
+from array import array
+
+import pytest
+from tokenizers import (AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers,
+                        trainers)
+from transformers import PreTrainedTokenizerFast
+
+import model as M
+from test_model import TEMPLATES
+
+WORDS = ["", " ", "  ", "\n", "\n\n", "\r\n", "\t", "a", "fee", " fee", "def f(x):\n    return x",
+         "\u00e9", "e\u0301", "\u0301", "\U0001f642", "\u00a0", "\u2581", "<|", "|>", "<", ">", "[",
+         "</think>", "\ue000", "\ue0001\ue001", "\ue0020\ue003", "I WANT TO ANSWER:", "A", "FEE"]
+CUTS = {"plain": {}, "rstrip": {"rstrip": True}}  # how the control tokens are added
+NO_CUTS = {"lstrip": {"lstrip": True}, "single_word": {"single_word": True},
+           "normalized": {"normalized": True}}
+
+
+def spelled(random_, words):
+    return "".join(random_.choices(words, k=random_.randrange(12)))
+
+
+def trained(name, kind, how):
+    """A small BPE of a family's template, of a kind of pre-tokenizer or normalizer."""
+    control, template, _ = TEMPLATES[name]
+    t = Tokenizer(models.BPE(unk_token="?"))
+    if kind.startswith("bytes"):
+        t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "bytes after a space")
+        t.decoder = decoders.ByteLevel()
+    elif kind == "whole texts":  # no pre-tokenizer: merges go across spaces and lines
+        t.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    elif kind == "first word":
+        t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    elif kind == "each text":
+        t.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"),
+                                             normalizers.Replace(" ", "\u2581")])
+    random_ = random.Random(0)
+    text = [spelled(random_, WORDS) + f">\n{name}<|\n\n" for _ in range(300)]
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if kind.startswith("bytes") else []
+    t.train_from_iterator(text, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet,
+                                                    special_tokens=["?"], show_progress=False))
+    how = {"normalized": False, **how}
+    t.add_special_tokens([AddedToken(token, **how) for token in control])
+    t.add_tokens([AddedToken(token, normalized=True) for token in ["  ", "<think>", "</think>"]])
+    bos = {} if name in ("chatml", "qwen3") else {"bos_token": AddedToken(control[0], **how)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, **bos,
+                                        eos_token=AddedToken(control[1], **how))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def whole(tokenizer, text):
+    return array("q", tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def check(tokenizer, monkeypatch, dialogues=12):
+    """Growing dialogues of hostile text: the ids of the parts, and those of the whole text."""
+    words = WORDS + M.control_tokens(tokenizer) + [t[1:] for t in M.control_tokens(tokenizer)]
+    random_ = random.Random(1)
+    for _ in range(dialogues):
+        history = []
+        for t in range(7):
+            content = spelled(random_, words)
+            history.append({"role": ("user", "assistant")[t % 2], "content": content})
+            for thinking in (0, 1) if t % 2 == 0 else ():
+                ids = M.render(tokenizer, history, thinking)
+                with monkeypatch.context() as m:
+                    m.setattr(M, "template_ids", whole)
+                    assert ids == M.render(tokenizer, history, thinking), history
+
+
+def parts(tokenizer):
+    """Into how many parts a conversation of two messages is cut."""
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "a"},
+                                          {"role": "assistant", "content": "b"}], tokenize=False)
+    return len(list(filter(None, M.patterns(tokenizer)[2].split(text))))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bytes after a space", "whole texts", "first word",
+                                  "each text"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_ids_of_the_parts_are_those_of_the_whole(name, kind, monkeypatch):
+    for how in CUTS.values():
+        tokenizer = trained(name, kind, how)
+        assert parts(tokenizer) >= 3
+        check(tokenizer, monkeypatch)
+
+
+@pytest.mark.parametrize("how", NO_CUTS)
+def test_where_a_token_looks_around_itself_nothing_is_cut(how, monkeypatch):
+    for name in TEMPLATES:
+        tokenizer = trained(name, "whole texts", NO_CUTS[how])
+        assert parts(tokenizer) == 1
+        check(tokenizer, monkeypatch)
+
+
+def test_no_cut_inside_another_token(monkeypatch):
+    tokenizer = trained("chatml", "bytes", {})
+    tokenizer.add_tokens([AddedToken("\n<|im_s", normalized=False)])
+    assert not M.patterns(tokenizer)[2].match("<|im_start|>")
+    check(tokenizer, monkeypatch)
+
+
+def test_real_tokenizers(tiny_dir, monkeypatch):
+    """The tiny model's, and that of the chat model in the directory CHAT_MODEL."""
+    for directory in filter(None, [tiny_dir, os.environ.get("CHAT_MODEL")]):
+        tokenizer = M.find_model(directory)[1]
+        assert parts(tokenizer) >= 3
+        check(tokenizer, monkeypatch, 100)
+
+
+def test_a_part_is_tokenized_once(tiny_dir):
+    tokenizer, history = M.find_model(tiny_dir)[1], []
+    for n in range(9):
+        history.append({"role": ("user", "assistant")[n % 2], "content": f"part {n} of nine"})
+        if n % 2 == 0:
+            before = M.part_ids.cache_info().misses
+            M.render(tokenizer, history)
+    assert M.part_ids.cache_info().misses - before <= 2  # the two messages that are new
