@@ -43,6 +43,7 @@ import re
 import shutil
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version as package_version
 from types import SimpleNamespace
@@ -557,13 +558,18 @@ def barrier():
     max_over_ranks(0)
 
 
-def sum_over_ranks(*numbers):
-    """Each number summed over all ranks, which must all call this: a list of floats."""
-    if WORLD == 1:
-        return list(numbers)
-    numbers = torch.tensor(numbers, dtype=torch.float64)
-    dist.all_reduce(numbers)
-    return numbers.tolist()
+def sum_over_ranks(*numbers, device="cpu"):
+    """Each number, also a scalar tensor, summed over all ranks: a list of floats.
+
+    All ranks must call this. Tensors on `device` are read at once: one wait for it.
+    """
+    import torch
+    sums = torch.zeros(len(numbers), dtype=torch.float64, device=device)
+    for i, number in enumerate(numbers):
+        sums[i] = number
+    if WORLD > 1:
+        dist.all_reduce(sums)
+    return sums.tolist()
 
 
 def from_rank_0(make):
@@ -716,6 +722,17 @@ def drop_checkpoints(out, keep=None):
         for name in os.listdir(out):
             if name.startswith("checkpoint-") and name != f"checkpoint-{keep}":
                 remove(os.path.join(out, name))
+
+
+def ahead(items):
+    """Yields the items. A thread makes the next one meanwhile; its errors are raised here."""
+    items, end = iter(items), object()
+    with ThreadPoolExecutor(1) as pool:
+        item = pool.submit(next, items, end).result()
+        while item is not end:
+            coming = pool.submit(next, items, end)
+            yield item
+            item = coming.result()
 
 
 def lr_at(step, steps, peak):
