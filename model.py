@@ -48,7 +48,7 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
 from transformers.utils import logging
 
 from utils import (RANK, WORLD, ahead, barrier, digest, drop_checkpoints, fail, fail_on_error,
-                   from_rank_0, max_over_ranks, progress, reading, remove, resume_hint, rng, say,
+                   from_rank_0, progress, reading, remove, resume_hint, rng, say,
                    sum_over_ranks, writing)
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads, too
@@ -125,26 +125,27 @@ class Tree:
 
 
 def on_device(x, device):
-    """A CPU tensor on the device, without a wait for the GPU's work so far."""
+    """The tensor on a device. From the CPU to a GPU it waits for none of the GPU's work."""
     if device.type == "cuda":
-        x = x.pin_memory()
-    return x.to(device, non_blocking=True)
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
-def tree_size(turns):
-    """(tokens, keys): the tokens of the turns' tree, and how many keys they attend to in all."""
-    tokens, keys, before = 0, 0, []
-    for seq in sorted([*prompt, *action] for prompt, action in turns):
-        shared = common_prefix(before, seq)
-        tokens += len(seq) - shared
-        keys += (len(seq) * (len(seq) + 1) - shared * (shared + 1)) // 2
-        before = seq
-    return tokens, keys
+def moved(logps, device):
+    """{turn: (L,)} on a device, by one copy."""
+    if not logps:
+        return {}
+    flat = on_device(torch.cat([*logps.values()]), device)
+    return dict(zip(logps, flat.split([len(x) for x in logps.values()])))
 
 
 def tree_tokens(turns):
     """The tokens of the turns' tree."""
-    return tree_size(turns)[0]
+    tokens, before = 0, []
+    for seq in sorted([*prompt, *action] for prompt, action in turns):
+        tokens += len(seq) - common_prefix(before, seq)
+        before = seq
+    return tokens
 
 
 def count_of_all_ranks():
@@ -346,31 +347,26 @@ def action_logps(model, turns, max_tokens=None):
 
     A model with a head gives one value a turn instead, (1,): the mean over its tokens, those of
     the prompt included. A larger tree than max_tokens is computed in parts, once more in the
-    backward pass: the same values and gradients in bounded memory. Under torchrun every rank must
-    call this, each with turns of its own.
+    backward pass: the same values and gradients in bounded memory.
     """
-    trees = pack(model, turns, max_tokens)
-    trees += trees[-1:] * (max_over_ranks(len(trees)) - len(trees))
-    logps = logps_of(model, trees)
+    parts = branches(turns, max_tokens) if max_tokens else [turns]
+    logps = logps_of(model, pack(model, parts))
     return [logps[turn] for turn in turns]
 
 
-def pack(model, turns, max_tokens=None):
-    """The turns' Trees on the model's device, of at most max_tokens tokens each."""
-    parts = branches(turns, max_tokens) if max_tokens else [range(len(turns))]
-    return [Tree([turns[i] for i in part], model.device, with_prompts=model.score is not None)
-            for part in parts]
+def pack(model, parts):
+    """The Tree of each part, a list of turns, on the model's device."""
+    return [Tree(turns, model.device, with_prompts=model.score is not None) for turns in parts]
 
 
 def logps_of(model, trees):
     """{turn: its action_logps} of the trees' turns.
 
-    Every rank needs as many trees, for it must join every collective: a rank with fewer repeats
-    its last one.
+    Every rank must call this with as many trees, to join every collective: see `deal`.
     """
     recompute = len(trees) > 1 and torch.is_grad_enabled()
     anchor = torch.ones((), requires_grad=True)
-    logps, before = {}, None
+    logps = {}
     for tree in trees:
         COUNT["tokens"] += len(tree.ids)
         if recompute:
@@ -379,11 +375,10 @@ def logps_of(model, trees):
             numbers = anchor = checkpoint(tree_logps, model, tree, anchor, use_reentrant=True)
         else:
             numbers = tree_logps(model, tree)
-        if tree is before:
-            logps[tree.turns[0]] = logps[tree.turns[0]] + 0 * numbers.sum()  # it needs a backward
+        if tree.turns[0] in logps:  # computed already: it only needs a backward pass
+            logps[tree.turns[0]] = logps[tree.turns[0]] + 0 * numbers.sum()
         else:
             logps.update(zip(tree.turns, numbers.split(sizes(model, tree.turns))))
-        before = tree
     return logps
 
 
@@ -492,19 +487,19 @@ def batches(groups, batch_size, *seed):
 
 
 def branches(turns, max_tokens):
-    """The turns in parts [[index]] whose trees have at most max_tokens tokens each.
+    """The turns in parts [[turn]] whose trees have at most max_tokens tokens each.
 
     A longer turn is a part of its own. The parts follow the sorted order of the turns, so that
     turns with a long common prefix share a part.
     """
     parts, size, before = [], max_tokens, []
-    for i in sorted(range(len(turns)), key=turns.__getitem__):
-        seq = [*turns[i][0], *turns[i][1]]
+    for turn in sorted(set(turns)):
+        seq = [*turn[0], *turn[1]]
         new = len(seq) - common_prefix(before, seq)
         if size + new > max_tokens:
             parts.append([])
             size, new = 0, len(seq)
-        parts[-1].append(i)
+        parts[-1].append(turn)
         size += new
         before = seq
     return parts
@@ -566,13 +561,20 @@ def even_parts(pairs, max_tokens, world):
 
 
 def deal(pairs, max_tokens, world=WORLD):
-    """The rounds of a step: in each [(part, weight)], a micro-batch for every rank.
+    """The rounds of a step: in each, for every rank, a micro-batch (part, weight, [[turn]]).
 
-    Where there are too few parts, the last one is repeated with weight 0.
+    Where there are too few parts, the last one is repeated with weight 0. The lists of turns are
+    those of the part's trees. As many for each rank: the last one is repeated.
     """
     parts = [(part, 1.0) for part in even_parts(pairs, max_tokens, world)]
     parts += [(parts[-1][0], 0.0)] * (-len(parts) % world)
-    return [parts[i:i + world] for i in range(0, len(parts), world)]
+    rounds = []
+    for i in range(0, len(parts), world):
+        trees = [branches(turns_in(part), max_tokens) for part, _ in parts[i:i + world]]
+        most = max(map(len, trees))
+        rounds.append([(*parts[i + rank], own + own[-1:] * (most - len(own)))
+                       for rank, own in enumerate(trees)])
+    return rounds
 
 
 def repetition(pairs, size, max_tokens, world):
@@ -580,7 +582,8 @@ def repetition(pairs, size, max_tokens, world):
     def tokens(world):
         rounds = [ranks for i in range(0, len(pairs), size)
                   for ranks in deal(pairs[i:i + size], max_tokens, world)]
-        return sum(tree_tokens(turns_in(part)) for ranks in rounds for part, _ in ranks)
+        return sum(tree_tokens(turns) for ranks in rounds for _, _, trees in ranks
+                   for turns in trees)
 
     return tokens(world) / tokens(1)
 
@@ -614,16 +617,10 @@ def micro_batches(model, pairs, max_tokens, ref):
     """
     share = []
     for ranks in deal(pairs, max_tokens):
-        turns = [turns_in(part) for part, _ in ranks]
-        trees = pack(model, turns[RANK], max_tokens)
-        most = max(len(branches(each, max_tokens)) for each in turns)
-        trees += trees[-1:] * (most - len(trees))
-        ref_logps = {}
-        if ref:
-            rows = [ref[turn] for turn in turns[RANK]]
-            rows = on_device(torch.cat(rows), model.device).split(list(map(len, rows)))
-            ref_logps = dict(zip(turns[RANK], rows))
-        share.append((*ranks[RANK], trees, ref_logps))
+        part, weight, trees = ranks[RANK]
+        referred = turns_in(part) if ref else ()
+        ref_logps = moved({turn: ref[turn] for turn in referred}, model.device)
+        share.append((part, weight, pack(model, trees), ref_logps))
     return share
 
 
@@ -634,19 +631,17 @@ def score(model, turns, max_tokens, what="scoring"):
     The ranks share the work, in trees of at most max_tokens tokens. `what` names the progress bar.
     """
     parts = branches(turns, max_tokens)
-    logps = [torch.zeros(n) for n in sizes(model, turns)]
+    found = {turn: torch.zeros(n) for turn, n in zip(turns, sizes(model, turns))}
     rounds = -(-len(parts) // WORLD)
     mine = range(RANK, rounds * WORLD, WORLD)
-    shares = [parts[min(n, len(parts) - 1)] for n in mine]  # without a part: the last one again
-    packed = ahead(pack(model, [turns[i] for i in part]) for part in shares)
-    for n, part, trees in zip(progress(what, mine), shares, packed):
-        part_logps = logps_of(model, trees)
-        flat = torch.cat([part_logps[turns[i]] for i in part]).cpu()
-        if n < len(parts):
-            for i, x in zip(part, flat.split([len(logps[i]) for i in part])):
-                logps[i] = x
+    packed = ahead(pack(model, [parts[min(n, len(parts) - 1)]]) for n in mine)
+    for n, trees in zip(progress(what, mine), packed):
+        logps = logps_of(model, trees)
+        if n < len(parts):  # a rank without a part repeats the last one
+            found.update(moved(logps, torch.device("cpu")))
     if isinstance(model, FSDPModule):
         model.reshard()  # so that an optimizer made after this finds the shards of all weights
+    logps = [found[turn] for turn in turns]
     if WORLD > 1 and turns:
         flat = torch.cat(logps)
         dist.all_reduce(flat)
@@ -1106,25 +1101,21 @@ def dry_run(args, config, steps, reference, scored=()):
     head = c.vocab_size * c.hidden_size
     attention = 4 * c.num_hidden_layers * c.num_attention_heads * head_size
 
-    def trees(turns):
-        return [[turns[i] for i in part] for part in branches(turns, args.max_tokens)]
-
-    def cost(tree):
-        """(tokens, FLOPs of a forward through the layers, through the head)"""
-        tokens, keys = tree_size(tree)
-        actions = sum(len(action) for _, action in tree)
-        return tokens, 2 * body * tokens + attention * keys, 2 * head * actions
+    def cost(turns):
+        """(tokens, FLOPs of a forward through the layers, through the head) of the turns' tree"""
+        tree = Tree(turns)
+        tokens = len(tree.ids)
+        keys = tokens + tree.pos.sum().item()
+        return tokens, 2 * body * tokens + attention * keys, 2 * head * len(tree.scored)
 
     computed = slowest = flops = calls = scoring_calls = most = 0
     for batch in steps:
         by_rank = [0] * gpus
-        for parts in deal(batch, args.max_tokens, gpus):
-            ranks = [trees(turns_in(part)) for part, _ in parts]
-            rounds = max(map(len, ranks))
-            calls += rounds
-            again = rounds > 1
-            for rank, own in enumerate(ranks):
-                for tree in own + own[-1:] * (rounds - len(own)):  # as micro_batches repeats them
+        for ranks in deal(batch, args.max_tokens, gpus):
+            calls += len(ranks[0][2])
+            again = len(ranks[0][2]) > 1
+            for rank, (_, _, trees) in enumerate(ranks):
+                for tree in trees:
                     size_of_tree, layers, at_head = cost(tree)
                     by_rank[rank] += size_of_tree
                     flops += layers * (3 + recompute + again) + at_head * (4 + again)
@@ -1134,7 +1125,7 @@ def dry_run(args, config, steps, reference, scored=()):
         slowest += gpus * max(by_rank)
     scoring_tokens = []
     for turns in (reference, scored):
-        costs = [cost(tree) for tree in trees(turns)]
+        costs = [cost(tree) for tree in branches(turns, args.max_tokens)]
         costs += costs[-1:] * (-len(costs) % gpus)  # as `score` repeats them
         scoring_calls += len(costs) // gpus
         scoring_tokens.append(sum(n for n, _, _ in costs))

@@ -363,12 +363,12 @@ def main(args):
                                   weight_decay=0.0, fused=fused)
     restore(model, optimizer, log)
 
-    def pair_loss(pair, logps, ref_logps):
-        """(loss, margin) of a Pair, by log-probs of its turns, {turn: (L,)}."""
+    def pair_loss(pair, logps, ref):
+        """(loss, margin) of a Pair, by the log-probs of its turns, {turn: (L,)}."""
         chosen, rejected = ([logps[turn] for turn in side] for side in pair[:2])
         if args.head == "value":
             return value_loss(chosen, rejected)
-        ref_chosen, ref_rejected = ([ref_logps[turn] for turn in side] for side in pair[:2])
+        ref_chosen, ref_rejected = ([ref[turn] for turn in side] for side in pair[:2])
         nll_coef = args.nll_coef if args.head == "logratio" else 0  # a regression has no likelihood
         return critic_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, nll_coef,
                            args.normalize)

@@ -244,13 +244,12 @@ def main(args):
                                   weight_decay=0.0, fused=fused)
     restore(model, optimizer, log)
 
-    def pair_loss(pair, logps, ref_logps):
-        """(loss, margin) of a Pair, by log-probs of its turns, {turn: (L,)}."""
+    def pair_loss(pair, logps, ref):
+        """(loss, margin) of a Pair, by the log-probs of its turns, {turn: (L,)}."""
         if args.loss == "rft":
             return -torch.cat([logps[turn] for turn in pair.chosen]).sum(), torch.zeros(())
         chosen, rejected = (torch.cat([logps[turn] for turn in side]) for side in pair[:2])
-        ref_chosen, ref_rejected = (torch.cat([ref_logps[turn] for turn in side])
-                                    for side in pair[:2])
+        ref_chosen, ref_rejected = (torch.cat([ref[turn] for turn in side]) for side in pair[:2])
         return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, args.nll_coef)
 
     shares = ahead(micro_batches(model, batch, args.max_tokens, ref) for batch in steps[log.step:])

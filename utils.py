@@ -53,7 +53,6 @@ from tqdm import tqdm
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets both; without it: rank 0 of 1
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 if WORLD > 1:  # loads slowly, and one process needs none of it
-    import torch
     import torch.distributed as dist
 
 
@@ -544,20 +543,6 @@ def leave_group():
             dist.destroy_process_group()
 
 
-def max_over_ranks(n):
-    """The largest n of all ranks, which must all call this."""
-    if WORLD == 1:
-        return n
-    n = torch.tensor(n)
-    dist.all_reduce(n, dist.ReduceOp.MAX)
-    return n.item()
-
-
-def barrier():
-    """Waits until all ranks are here."""
-    max_over_ranks(0)
-
-
 def sum_over_ranks(*numbers, device="cpu"):
     """Each number, also a scalar tensor, summed over all ranks: a list of floats.
 
@@ -570,6 +555,11 @@ def sum_over_ranks(*numbers, device="cpu"):
     if WORLD > 1:
         dist.all_reduce(sums)
     return sums.tolist()
+
+
+def barrier():
+    """Waits until all ranks are here."""
+    sum_over_ranks(0)
 
 
 def from_rank_0(make):

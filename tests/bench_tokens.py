@@ -52,12 +52,12 @@ def ratios(groups, batch_size, ranks):
     """Official tokens over all computed ones, over the slowest rank's, and with the reference."""
     steps, sizes_of_steps = batches(groups, batch_size, 0, 0), []
     for batch in steps:
-        sizes_of_steps.append([[tree_tokens(turns_in(part)) for part, _ in parts]
+        sizes_of_steps.append([[sum(map(tree_tokens, trees)) for _, _, trees in parts]
                                for parts in deal(batch, MAX_TOKENS, ranks)])
     computed = sum(sum(map(sum, rounds)) for rounds in sizes_of_steps)
     slowest = ranks * sum(max(map(sum, zip(*rounds))) for rounds in sizes_of_steps)
     turns = turns_in(pair for group in groups for pair in group)
-    reference = sum(tree_tokens([turns[i] for i in part]) for part in branches(turns, MAX_TOKENS))
+    reference = sum(map(tree_tokens, branches(turns, MAX_TOKENS)))
     counts = compare_tokens(steps, computed, reference)
     total = counts["tokens"]["official"]
     return total / computed, total / slowest, counts["sharing"]

@@ -240,8 +240,11 @@ def test_deal_gives_every_rank_as_many_parts_and_every_pair_once():
         assert {len(ranks) for ranks in rounds} == {world}
         assert len(rounds) <= -(-len(M.even_parts(pairs, bound, 1)) // world)  # no more than needed
         total = Counter()
-        for part, weight in (x for ranks in rounds for x in ranks):
+        for ranks in rounds:
+            assert len({len(trees) for _, _, trees in ranks}) == 1
+        for part, weight, trees in (x for ranks in rounds for x in ranks):
             assert weight in (0, 1) and part
+            assert {turn for turns in trees for turn in turns} == {*M.turns_in(part)}
             for pair in part:
                 total[pair] += weight
         assert total == Counter(pairs)

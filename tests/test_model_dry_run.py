@@ -56,7 +56,7 @@ def test_tokens_are_those_of_the_run(job, world, rewarded, tiny_dir, tmp_path):
         assert plan[key] == told[key]
     assert 0 < tokens["computed"] <= slowest
     if world == 1:
-        assert tokens["computed"] == slowest < tokens["official"]
+        assert tokens["computed"] == slowest
 
 
 def planned(config, steps, reference=(), **flags):
@@ -112,7 +112,7 @@ def test_flops_and_memory_are_those_of_a_step(recompute):
     counts = counter.get_flop_counts()["Global"]
     products = sum(n for op, n in counts.items()
                    if str(op) in ("aten.mm", "aten.addmm", "aten.bmm"))
-    _, keys = M.tree_size(turns)
+    keys = M.Tree(turns).pos.add(1).sum().item()
     attention = 4 * 8 * 6 * 32 * keys * (1 + 3 + recompute)
     # A layer is not recomputed to its very end: its last product keeps nothing.
     rel = 0.05 if recompute else 0.01
