@@ -158,9 +158,9 @@ def test_parts_of_a_tree_give_the_same_values_and_gradients(family, bound, monke
 
     monkeypatch.setattr(M, "tree_logps", noted)
     got = M.action_logps(model, turns, bound)
-    assert sum(n for n, _ in trees) == len(turns) and len(trees) > 3
+    assert sum(n for n, _ in trees) == len(set(turns)) and len(trees) > 3
     got_gradients = gradients(model, got)
-    assert sum(n for n, _ in trees) == 2 * len(turns)  # again in the backward pass
+    assert sum(n for n, _ in trees) == 2 * len(set(turns))  # again in the backward pass
     assert all(tokens <= bound or n == 1 for n, tokens in trees)
     assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
     same_gradients(got_gradients, want_gradients)
@@ -245,6 +245,8 @@ def test_deal_gives_every_rank_as_many_parts_and_every_pair_once():
         for part, weight, trees in (x for ranks in rounds for x in ranks):
             assert weight in (0, 1) and part
             assert {turn for turns in trees for turn in turns} == {*M.turns_in(part)}
+            fits = tree_size(part) <= bound
+            assert fits == (len({*map(tuple, trees)}) == 1) or len(M.turns_in(part)) == 1
             for pair in part:
                 total[pair] += weight
         assert total == Counter(pairs)
