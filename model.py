@@ -489,11 +489,11 @@ def batches(groups, batch_size, *seed):
 def branches(turns, max_tokens):
     """The turns in parts [[turn]] whose trees have at most max_tokens tokens each.
 
-    A longer turn is a part of its own. The parts follow the sorted order of the turns, so that
+    A longer turn is a part of its own. The parts follow the order of the tree's leaves, so that
     turns with a long common prefix share a part.
     """
     parts, size, before = [], max_tokens, []
-    for turn in sorted(set(turns)):
+    for turn in sorted(set(turns), key=lambda turn: turn[0] + turn[1]):
         seq = [*turn[0], *turn[1]]
         new = len(seq) - common_prefix(before, seq)
         if size + new > max_tokens:
