@@ -25,7 +25,7 @@ import struct
 import warnings
 from array import array
 from bisect import bisect_left
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -47,8 +47,8 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
                           LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast)
 from transformers.utils import logging
 
-from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error,
-                   from_rank_0, max_over_ranks, progress, reading, remove, resume_hint, rng,
+from utils import (RANK, WORLD, ahead, barrier, digest, drop_checkpoints, fail, fail_on_error,
+                   from_rank_0, progress, reading, remove, resume_hint, rng, say,
                    sum_over_ranks, writing)
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads, too
@@ -60,7 +60,7 @@ PICTURE = 1 << 20  # the id PICTURE + n is a token of picture n; also the key of
 SIDE = 28  # pixels along a side of such a token
 LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 26}  # logits held at once: 64 MB or 256 MB in fp32
 GATHERED = 2 ** 17  # keys gathered at once: with values 0.5 GB for 8 heads of size 128 in bf16
-COUNT = {"computed": 0, "unshared": 0}  # tokens computed so far; the same without sharing
+COUNT = {"tokens": 0, "reference_tokens": 0}  # computed so far: in training, by the reference
 
 
 # --- turns and their tree -------------------------------------------------------------------------
@@ -86,9 +86,10 @@ class Runs:
         self.q = [end - start for start, end, _ in runs]    # tokens of each run
         self.kv = [len(path) for _, _, path in runs]        # tokens of each path
         paths = [torch.frombuffer(path, dtype=torch.long) for _, _, path in runs]
-        self.paths = torch.cat(paths).to(device)            # (K,) flat indices of the paths
-        self.cu_q = torch.tensor([0, *accumulate(self.q)], dtype=torch.int32, device=device)
-        self.cu_kv = torch.tensor([0, *accumulate(self.kv)], dtype=torch.int32, device=device)
+        self.paths = on_device(torch.cat(paths), device)    # (K,) flat indices of the paths
+        self.cu_q, self.cu_kv = (
+            on_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+            for lengths in (self.q, self.kv))
 
 
 class Tree:
@@ -124,13 +125,19 @@ class Tree:
                 groups.append([])
                 keys = len(run[2])
             groups[-1].append(run)
+        scored, where = torch.cat(actions).unique(return_inverse=True)
 
-        self.ids = torch.tensor(ids, device=device)        # (T,) token ids in depth-first order
-        self.pos = torch.tensor(pos, device=device)        # (T,) depth: the position in a sequence
-        self.parent = torch.tensor(parent, device=device)  # (T,) flat index of the token before
-        self.actions = actions  # for each turn the flat indices (L,) of its action, on the CPU
-        self.unshared = sum(map(len, seqs))  # tokens of all turns one by one
-        self.groups = [Runs(group, device) for group in groups]  # of at most GATHERED keys, or one
+        def there(x):
+            return on_device(torch.as_tensor(x, dtype=torch.long), torch.device(device))
+
+        self.ids = there(ids)        # (T,) token ids in depth-first order
+        self.pos = there(pos)        # (T,) depth: the position in a sequence
+        self.parent = there(parent)  # (T,) flat index of the token before
+        self.turns = turns
+        self.actions = actions       # for each turn the flat indices (L,) of its action, on the CPU
+        self.scored = there(scored)  # (S,) flat indices of all actions' tokens, each once
+        self.where = there(where)    # where the turns' actions, concatenated, are in `scored`
+        self.groups = [Runs(group, torch.device(device)) for group in groups]  # GATHERED keys each
 
     @functools.cached_property
     def block_mask(self):
@@ -160,26 +167,50 @@ class Tree:
                                         mask_mod=attends, seq_lengths=(len(ends), len(ends)))
 
 
-def tree_size(turns):
-    """(tokens, keys): the tokens of the turns' tree, and how many keys they attend to in all."""
-    tokens, keys, before = 0, 0, []
-    for seq in sorted([*prompt, *action] for prompt, action in turns):
-        shared = common_prefix(before, seq)
-        tokens += len(seq) - shared
-        keys += (len(seq) * (len(seq) + 1) - shared * (shared + 1)) // 2
-        before = seq
-    return tokens, keys
+def on_device(x, device):
+    """The tensor on a device. From the CPU to a GPU it waits for none of the GPU's work."""
+    if device.type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
+
+
+def moved(logps, device):
+    """{turn: (L,)} on a device, by one copy."""
+    if not logps:
+        return {}
+    flat = on_device(torch.cat([*logps.values()]), device)
+    return dict(zip(logps, flat.split([len(x) for x in logps.values()])))
 
 
 def tree_tokens(turns):
     """The tokens of the turns' tree."""
-    return tree_size(turns)[0]
+    tokens, before = 0, []
+    for seq in sorted([*prompt, *action] for prompt, action in turns):
+        tokens += len(seq) - common_prefix(before, seq)
+        before = seq
+    return tokens
 
 
-def token_counts():
-    """COUNT over all ranks, and `sharing`: how many times fewer tokens the trees computed."""
-    computed, unshared = map(int, sum_over_ranks(*COUNT.values()))
-    return {"computed": computed, "unshared": unshared, "sharing": unshared / max(1, computed)}
+def count_of_all_ranks():
+    """COUNT, summed over all ranks."""
+    return dict(zip(COUNT, map(int, sum_over_ranks(*COUNT.values()))))
+
+
+def compare_tokens(steps, tokens, reference_tokens):
+    """Tokens computed in all steps [[Pair]], and once by the reference, beside the official ones.
+
+    The official procedure computes for each pair of each step two sequences, the turns of a side in
+    one, padded to the longer one; and the same once more by the reference model, if there is one.
+    `sharing`: how many times fewer tokens ours are.
+    """
+    official = 0
+    for pair in chain.from_iterable(steps):
+        sides = [tree_tokens(side) for side in (pair.chosen, pair.rejected) if side]
+        official += len(sides) * max(sides)
+    of_reference = official if reference_tokens else 0
+    return {"tokens": {"official": official, "computed": tokens},
+            "reference_tokens": {"official": of_reference, "computed": reference_tokens},
+            "sharing": (official + of_reference) / max(1, tokens + reference_tokens)}
 
 
 # --- attention over runs --------------------------------------------------------------------------
@@ -398,52 +429,51 @@ class TreeLM(torch.nn.Module):
 
 
 def action_logps(model, turns, max_tokens=None):
-    """Log-probs of each action given its prompt: a list of (L,) fp32 tensors on the CPU.
+    """Log-probs of each action given its prompt: a list of (L,) fp32 tensors on model.device.
 
     A model with a head gives one value a turn instead, (1,): the mean over its tokens, those of
     the prompt included. A larger tree than max_tokens is computed in parts, once more in the
-    backward pass: the same values and gradients in bounded memory. Under torchrun every rank must
-    call this, each with turns of its own.
+    backward pass: the same values and gradients in bounded memory.
     """
-    parts = branches(turns, max_tokens) if max_tokens else [list(range(len(turns)))]
-    rounds = max_over_ranks(len(parts))
-    recompute = rounds > 1 and torch.is_grad_enabled()
+    parts = branches(turns, max_tokens) if max_tokens else [turns]
+    logps = logps_of(model, pack(model, parts))
+    return [logps[turn] for turn in turns]
+
+
+def pack(model, parts):
+    """The Tree of each part, a list of turns, on the model's device."""
+    return [Tree(turns, model.device, with_prompts=model.score is not None) for turns in parts]
+
+
+def logps_of(model, trees):
+    """{turn: its action_logps} of the trees' turns.
+
+    Every rank must call this with as many trees, to join every collective: see `deal`.
+    """
+    recompute = len(trees) > 1 and torch.is_grad_enabled()
     anchor = torch.ones((), requires_grad=True)
-    logps = [None] * len(turns)
-
-    def compute(part, anchor):
-        return tree_logps(model, [turns[i] for i in part])
-
-    for n in range(rounds):
-        # A rank with fewer parts repeats its last one: every rank must join every collective.
-        part = parts[min(n, len(parts) - 1)]
+    logps = {}
+    for tree in trees:
+        COUNT["tokens"] += len(tree.ids)
         if recompute:
             # Recompute in backward. `anchor` chains the parts, so that autograd recomputes one at
             # a time, the last one first.
-            numbers = anchor = checkpoint(compute, part, anchor, use_reentrant=True)
+            numbers = anchor = checkpoint(tree_logps, model, tree, anchor, use_reentrant=True)
         else:
-            numbers = compute(part, anchor)
-        if n >= len(parts):
-            logps[0] = logps[0] + 0 * numbers.sum()  # it needs a backward pass, with no effect
-            continue
-        for i, x in zip(part, numbers.split(sizes(model, [turns[i] for i in part]))):
-            logps[i] = x
+            numbers = tree_logps(model, tree)
+        if tree.turns[0] in logps:  # computed already: it only needs a backward pass
+            logps[tree.turns[0]] = logps[tree.turns[0]] + 0 * numbers.sum()
+        else:
+            logps.update(zip(tree.turns, numbers.split(sizes(model, tree.turns))))
     return logps
 
 
-def tree_logps(model, turns):
-    """action_logps by a single tree, one turn's numbers after another's in one tensor."""
-    tree = Tree(turns, model.device, with_prompts=model.score is not None)
-    COUNT["computed"] += len(tree.ids)
-    COUNT["unshared"] += tree.unshared
-    # A token that several actions share is scored once.
-    scored, where = torch.cat(tree.actions).unique(return_inverse=True)
-    numbers = model(tree, scored.to(model.device))
-    numbers = numbers.cpu()[where]  # they are few: losses are computed on the CPU
+def tree_logps(model, tree, anchor=None):
+    """logps_of a single tree, one turn's numbers after another's in one tensor."""
+    numbers = model(tree, tree.scored)[tree.where]  # a token that actions share is scored once
     if model.score is None:
         return numbers
-    by_turn = numbers.split([len(action) for action in tree.actions])
-    return torch.stack([x.mean() for x in by_turn])
+    return torch.stack([x.mean() for x in numbers.split(list(map(len, tree.actions)))])
 
 
 def sizes(model, turns):
@@ -543,19 +573,19 @@ def batches(groups, batch_size, *seed):
 
 
 def branches(turns, max_tokens):
-    """The turns in parts [[index]] whose trees have at most max_tokens tokens each.
+    """The turns in parts [[turn]] whose trees have at most max_tokens tokens each.
 
-    A longer turn is a part of its own. The parts follow the sorted order of the turns, so that
+    A longer turn is a part of its own. The parts follow the order of the tree's leaves, so that
     turns with a long common prefix share a part.
     """
     parts, size, before = [], max_tokens, []
-    for i in sorted(range(len(turns)), key=turns.__getitem__):
-        seq = [*turns[i][0], *turns[i][1]]
+    for turn in sorted(set(turns), key=lambda turn: turn[0] + turn[1]):
+        seq = [*turn[0], *turn[1]]
         new = len(seq) - common_prefix(before, seq)
         if size + new > max_tokens:
             parts.append([])
             size, new = 0, len(seq)
-        parts[-1].append(i)
+        parts[-1].append(turn)
         size += new
         before = seq
     return parts
@@ -616,33 +646,88 @@ def even_parts(pairs, max_tokens, world):
     return [part for _, part in parts]
 
 
-def deal(pairs, max_tokens, rank=RANK, world=WORLD):
-    """A rank's share of a step: its micro-batches [(part, weight)], as many as every other rank's.
+def deal(pairs, max_tokens, world=WORLD):
+    """The rounds of a step: in each, for every rank, a micro-batch (part, weight, [[turn]]).
 
-    Where there are too few parts, the last one is repeated with weight 0.
+    Where there are too few parts, the last one is repeated with weight 0. The lists of turns are
+    those of the part's trees. As many for each rank: the last one is repeated.
     """
-    parts = even_parts(pairs, max_tokens, world)
-    fillers = [(parts[-1], 0.0)] * (-len(parts) % world)
-    return ([(part, 1.0) for part in parts] + fillers)[rank::world]
+    parts = [(part, 1.0) for part in even_parts(pairs, max_tokens, world)]
+    parts += [(parts[-1][0], 0.0)] * (-len(parts) % world)
+    rounds = []
+    for i in range(0, len(parts), world):
+        trees = [branches(turns_in(part), max_tokens) for part, _ in parts[i:i + world]]
+        most = max(map(len, trees))
+        rounds.append([(*parts[i + rank], own + own[-1:] * (most - len(own)))
+                       for rank, own in enumerate(trees)])
+    return rounds
+
+
+def repetition(pairs, size, max_tokens, world):
+    """How many times the tokens of one rank `world` ranks compute, in batches of `size` pairs."""
+    def tokens(world):
+        rounds = [ranks for i in range(0, len(pairs), size)
+                  for ranks in deal(pairs[i:i + size], max_tokens, world)]
+        return sum(tree_tokens(turns) for ranks in rounds for _, _, trees in ranks
+                   for turns in trees)
+
+    return tokens(world) / tokens(1)
+
+
+def tell_repetition(steps, max_tokens, world=WORLD):
+    """Says how often ranks compute what they can't share, and which larger batch would do.
+
+    It looks at 256 pairs at most, and is silent below 10 %.
+    """
+    if RANK or world == 1 or not steps:
+        return
+    pairs, size = list(islice(chain.from_iterable(steps), 256)), len(steps[0])
+    ratio = repetition(pairs[:4 * size], size, max_tokens, world)
+    if ratio <= 1.1:
+        return
+    advice = ""
+    for n in (2, 3, 4, 6, 8, 12, 16, 24, 32):
+        if n * size > len(pairs):
+            break
+        larger = repetition(pairs[:n * size], n * size, max_tokens, world)
+        if larger <= 1.1:
+            advice = f"; --batch_size {n * size}: {larger:.2f} times"
+            break
+    say(f"batch {size} on {world} processes computes {ratio:.1f} times the tokens of one{advice}")
+
+
+def micro_batches(model, pairs, max_tokens, ref):
+    """This rank's share of a step, on the model's device: [(part, weight, trees, ref_logps)].
+
+    ref: {turn: (L,)} on the CPU, or {} where the loss needs no reference; so is ref_logps.
+    """
+    share = []
+    for ranks in deal(pairs, max_tokens):
+        part, weight, trees = ranks[RANK]
+        referred = turns_in(part) if ref else ()
+        ref_logps = moved({turn: ref[turn] for turn in referred}, model.device)
+        share.append((part, weight, pack(model, trees), ref_logps))
+    return share
 
 
 @torch.no_grad()
 def score(model, turns, max_tokens, what="scoring"):
-    """action_logps of any number of turns without gradient: every rank gets all of them.
+    """action_logps of any number of turns without gradient, on the CPU: every rank gets all.
 
     The ranks share the work, in trees of at most max_tokens tokens. `what` names the progress bar.
     """
     parts = branches(turns, max_tokens)
-    logps = [torch.zeros(n) for n in sizes(model, turns)]
+    found = {turn: torch.zeros(n) for turn, n in zip(turns, sizes(model, turns))}
     rounds = -(-len(parts) // WORLD)
-    for n in progress(what, range(RANK, rounds * WORLD, WORLD)):
-        part = parts[min(n, len(parts) - 1)]  # a rank without a part repeats the last one
-        part_logps = action_logps(model, [turns[i] for i in part])
-        if n < len(parts):
-            for i, x in zip(part, part_logps):
-                logps[i] = x
+    mine = range(RANK, rounds * WORLD, WORLD)
+    packed = ahead(pack(model, [parts[min(n, len(parts) - 1)]]) for n in mine)
+    for n, trees in zip(progress(what, mine), packed):
+        logps = logps_of(model, trees)
+        if n < len(parts):  # a rank without a part repeats the last one
+            found.update(moved(logps, torch.device("cpu")))
     if isinstance(model, FSDPModule):
         model.reshard()  # so that an optimizer made after this finds the shards of all weights
+    logps = [found[turn] for turn in turns]
     if WORLD > 1 and turns:
         flat = torch.cat(logps)
         dist.all_reduce(flat)
@@ -1025,7 +1110,7 @@ def training_state(model, optimizer, step):
 def save_checkpoint(model, optimizer, out, step):
     """Writes out/checkpoint-STEP, complete or not at all; then removes the one before."""
     path = os.path.join(out, f"checkpoint-{step}")
-    part, counts = path + ".part", token_counts()
+    part, counts = path + ".part", count_of_all_ranks()
     if RANK == 0:
         remove(part)
     barrier()
@@ -1047,7 +1132,6 @@ def restore(model, optimizer, log):
     """Loads what the run in log's folder has reached: its last checkpoint, or its final model."""
     if log.trained:
         read_weights(model, log.out)
-        counts = log.trained
     elif log.step:
         path = os.path.join(log.out, f"checkpoint-{log.step}")
         with reading(path), torch.no_grad():
@@ -1058,24 +1142,27 @@ def restore(model, optimizer, log):
                      storage_reader=dcp.HuggingFaceStorageReader(path))
             with open(os.path.join(path, "counts.json")) as f:
                 counts = json.load(f)
-    else:
-        return
-    for key in COUNT:
-        COUNT[key] = 0 if RANK else counts[key]  # the counts are of all ranks together
+        for key in COUNT:  # the counts are of all ranks together; an older run has others
+            COUNT[key] = 0 if RANK else counts.get(key, 0)
 
 
 def reference_logps(model, turns, max_tokens, out):
-    """score() by the untrained weights, kept in `out` for a run that resumes."""
+    """score() by the untrained weights, kept in `out` for a run that resumes. Starts COUNT."""
+    COUNT.update(tokens=0, reference_tokens=0)
     if model.score is not None or not turns:
         return [torch.zeros(1)] * len(turns)  # a head's values are advantages without a reference
     path = os.path.join(out, "reference.safetensors")
     if from_rank_0(lambda: os.path.exists(path)):
         with reading(path):
-            return list(load_file(path)["logps"].split(sizes(model, turns)))
+            kept = load_file(path)
+            COUNT["reference_tokens"] = 0 if RANK else int(kept.get("tokens", 0))
+            return list(kept["logps"].split(sizes(model, turns)))
     logps = score(model, turns, max_tokens, "reference")
+    COUNT.update(tokens=0, reference_tokens=COUNT["tokens"])
+    tokens = torch.tensor(count_of_all_ranks()["reference_tokens"])
     if RANK == 0:
         with writing(path) as part:
-            save_file({"logps": torch.cat(logps)}, part)
+            save_file({"logps": torch.cat(logps), "tokens": tokens}, part)
     return logps
 
 
@@ -1106,13 +1193,13 @@ def activation_bytes(config, turns, size, recompute):
     return layers * layer + max(gradients, at_head)
 
 
-def dry_run(args, config, steps, scored):
-    """What a run on args.dry_run GPUs would take, a dict. steps: [[Pair]]; scored: [[turn]].
+def dry_run(args, config, steps, reference, scored=()):
+    """What a run on args.dry_run GPUs would take, a dict. steps: [[Pair]].
 
-    tokens: `official` are those of the released procedure: for each pair two sequences, the turns
-    of a side in one, padded to the longer one. `computed` are those of all GPUs, as the trainers
-    deal the pairs to them, without recomputation. `slowest_rank`: the tokens of each step's slowest
-    GPU, times the number of GPUs.
+    reference: the turns that the reference reads; scored: those that the trained critic judges.
+    tokens, reference_tokens, sharing: see compare_tokens. `computed` are those of all GPUs, as the
+    trainers deal the pairs to them, without recomputation. `slowest_rank`: the tokens of each
+    step's slowest GPU, times the number of GPUs. scoring_tokens: those of both scorings.
     petaflops: 2 for each weight and token, and 4 for each layer, attention dimension, token and
     key; three times that in training, and once more for what is recomputed.
     gb_a_gpu: the GPU's share of fp32 weights, gradients and moments; what FSDP gathers, which is
@@ -1125,6 +1212,7 @@ def dry_run(args, config, steps, scored):
         fail("--dry_run does not know models that see pictures")
     if not steps:
         fail("--dry_run: there are no steps to take")
+    tell_repetition(steps, args.max_tokens, args.dry_run)
     gpus, size, recompute = args.dry_run, 4 if args.dtype == "fp32" else 2, args.recompute != 0
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -1137,44 +1225,37 @@ def dry_run(args, config, steps, scored):
     head = c.vocab_size * c.hidden_size
     attention = 4 * c.num_hidden_layers * c.num_attention_heads * head_size
 
-    def trees(turns):
-        return [[turns[i] for i in part] for part in branches(turns, args.max_tokens)]
+    def cost(turns):
+        """(tokens, FLOPs of a forward through the layers, through the head) of the turns' tree"""
+        tree = Tree(turns)
+        tokens = len(tree.ids)
+        keys = tokens + tree.pos.sum().item()
+        return tokens, 2 * body * tokens + attention * keys, 2 * head * len(tree.scored)
 
-    def cost(tree):
-        """(tokens, FLOPs of a forward through the layers, through the head)"""
-        tokens, keys = tree_size(tree)
-        actions = sum(len(action) for _, action in tree)
-        return tokens, 2 * body * tokens + attention * keys, 2 * head * actions
-
-    tokens = {"official": 0, "computed": 0, "slowest_rank": 0}
-    flops = calls = scoring_tokens = scoring_calls = most = 0
+    computed = slowest = flops = calls = scoring_calls = most = 0
     for batch in steps:
-        for pair in batch:
-            sides = [tree_tokens(side) for side in (pair.chosen, pair.rejected) if side]
-            tokens["official"] += len(sides) * max(sides)
         by_rank = [0] * gpus
-        parts = even_parts(batch, args.max_tokens, gpus)
-        parts += parts[-1:] * (-len(parts) % gpus)  # as `deal` repeats them
-        for n in range(0, len(parts), gpus):  # the ranks' next parts
-            ranks = [trees(turns_in(part)) for part in parts[n:n + gpus]]
-            rounds = max(map(len, ranks))
-            calls += rounds
-            again = rounds > 1
-            for rank, own in enumerate(ranks):
-                for tree in own + own[-1:] * (rounds - len(own)):  # as action_logps repeats them
+        for ranks in deal(batch, args.max_tokens, gpus):
+            calls += len(ranks[0][2])
+            again = len(ranks[0][2]) > 1
+            for rank, (_, _, trees) in enumerate(ranks):
+                for tree in trees:
                     size_of_tree, layers, at_head = cost(tree)
                     by_rank[rank] += size_of_tree
                     flops += layers * (3 + recompute + again) + at_head * (4 + again)
                     if size_of_tree > most:
                         most, largest = size_of_tree, tree
-        tokens["computed"] += sum(by_rank)
-        tokens["slowest_rank"] += gpus * max(by_rank)
-    for turns in scored:
-        costs = [cost(tree) for tree in trees(turns)]
+        computed += sum(by_rank)
+        slowest += gpus * max(by_rank)
+    scoring_tokens = []
+    for turns in (reference, scored):
+        costs = [cost(tree) for tree in branches(turns, args.max_tokens)]
         costs += costs[-1:] * (-len(costs) % gpus)  # as `score` repeats them
         scoring_calls += len(costs) // gpus
-        scoring_tokens += sum(n for n, _, _ in costs)
+        scoring_tokens.append(sum(n for n, _, _ in costs))
         flops += sum(layers + at_head for _, layers, at_head in costs)
+    tokens = compare_tokens(steps, computed, scoring_tokens[0])
+    tokens["tokens"]["slowest_rank"] = slowest
     sent = parameters * (calls * (2 * size + 4) + scoring_calls * size) if gpus > 1 else 0
 
     gb = {"weights_gradients_moments": 16 * parameters * args.replicate / gpus,
@@ -1187,7 +1268,7 @@ def dry_run(args, config, steps, scored):
         return float(f"{x:.3g}")
 
     return {"gpus": gpus, "parameters": parameters, "steps": len(steps),
-            "examples": sum(map(len, steps)), "tokens": tokens, "scoring_tokens": scoring_tokens,
+            "examples": sum(map(len, steps)), **tokens, "scoring_tokens": sum(scoring_tokens),
             "largest_tree": most, "petaflops": short(flops / 1e15),
             "hours": {"computing": short(flops / 400e12 / gpus / 3600),
                       "sending": short(sent / 300e9 / 3600)},

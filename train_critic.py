@@ -25,8 +25,8 @@ A --model with vision (Qwen2-VL, Qwen2.5-VL) reads the pages of frontend tasks a
     python train_critic.py --score 1 --out runs/critic < more.jsonl > scored.jsonl  # trains nothing
     for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
-from utils import (RANK, Log, check_finite, digest, drop_checkpoints, end_by_signal, fail,
-                   from_rank_0, init_distributed, lr_at, machine_flags, open_stdout, parser,
+from utils import (RANK, WORLD, Log, ahead, check_finite, digest, drop_checkpoints, end_by_signal,
+                   fail, from_rank_0, init_distributed, lr_at, machine_flags, open_stdout, parser,
                    read_jsonl, rng, run, say, stop_signal, sum_over_ranks, writing)
 
 import json
@@ -86,10 +86,10 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (PICTURE, TURN, Pair, Pictures, action_ids, action_logps, base_digest, batches,
-                   deal, dry_run, find_model, gathered, has_vision, load, load_options,
-                   raw_text, reference_logps, render, restore, save,
-                   save_checkpoint, score, thinking_flag, token_counts, turns_in)
+from model import (PICTURE, TURN, Pair, Pictures, action_ids, base_digest, batches,
+                   compare_tokens, count_of_all_ranks, dry_run, find_model, gathered, has_vision,
+                   load, load_options, logps_of, micro_batches, raw_text, reference_logps, render,
+                   restore, save, save_checkpoint, score, tell_repetition, thinking_flag)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -345,13 +345,14 @@ def main(args):
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, args.seed, epoch)]
     if args.dry_run:
-        scored = [turns, ref_turns] if args.head == "logratio" else [turns]
-        return emit(dry_run(args, find_model(args.model)[2], steps, scored))
+        reference = ref_turns if args.head == "logratio" else []
+        return emit(dry_run(args, find_model(args.model)[2], steps, reference, turns))
     log.begin(steps=len(steps), pairs=sum(map(len, groups)), tasks=len(groups), too_long=too_long,
               held_out_pairs=sum(map(len, held.values())),
               data=digest([[digest(both) for both in ref_of.items()],
                            [[digest(tuple(pair)) for pair in group] for group in groups]]),
               model_weights=base_digest(args.model))
+    tell_repetition(steps, args.max_tokens)
 
     model, tokenizer = load(args.model, device, args.attention, head=args.head != "logratio",
                             **load_options(args, device))
@@ -362,7 +363,7 @@ def main(args):
                                   weight_decay=0.0, fused=fused)
     restore(model, optimizer, log)
 
-    def pair_loss(pair, logps):
+    def pair_loss(pair, logps, ref):
         """(loss, margin) of a Pair, by the log-probs of its turns, {turn: (L,)}."""
         chosen, rejected = ([logps[turn] for turn in side] for side in pair[:2])
         if args.head == "value":
@@ -372,19 +373,19 @@ def main(args):
         return critic_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, nll_coef,
                            args.normalize)
 
-    for step in log.steps("critic", len(steps)):
+    shares = ahead(micro_batches(model, batch, args.max_tokens, ref) for batch in steps[log.step:])
+    for step, share in zip(log.steps("critic", len(steps)), shares):
         batch, total, right = steps[step], 0.0, 0.0
-        for part, weight in deal(batch, args.max_tokens):  # weight 0: keeps ranks in step
-            part_turns = turns_in(part)
-            logps = dict(zip(part_turns, action_logps(model, part_turns, args.max_tokens)))
-            losses, margins = zip(*(pair_loss(pair, logps) for pair in part))
+        for part, weight, trees, ref_logps in share:  # weight 0: keeps ranks in step
+            logps = logps_of(model, trees)
+            losses, margins = zip(*(pair_loss(pair, logps, ref_logps) for pair in part))
             loss = weight * sum(losses) / len(batch)  # FSDP sums the ranks' gradients
             loss.backward()
-            total += loss.item()
-            right += weight * sum((m > 0).item() for m in margins) / len(batch)
+            total += loss.detach().double()  # on the device: to read it would be to wait
+            right += weight * (torch.stack(margins) > 0).sum().double() / len(batch)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        norm = gathered(norm).item()
-        total, right, stop = sum_over_ranks(total, right, stop_signal())
+        norm = gathered(norm).double() / WORLD  # the same on every rank
+        total, right, norm, stop = sum_over_ranks(total, right, norm, stop_signal(), device=device)
         check_finite(step, loss=total, grad_norm=norm)
         lr = lr_at(step, len(steps), args.lr)
         for group in optimizer.param_groups:
@@ -398,7 +399,7 @@ def main(args):
             end_by_signal()
     if not log.trained:
         save(model, tokenizer, args.out)
-        log(last=True, trained=len(steps), **token_counts())
+        log(last=True, trained=len(steps), **compare_tokens(steps, **count_of_all_ranks()))
 
     # the trained critic scores everything; a run that was killed here is `trained`, not `finished`
     logps = dict(zip(turns, score(model, turns, args.max_tokens, "advantages")))
@@ -410,9 +411,9 @@ def main(args):
             with writing(os.path.join(args.out, "critic.json")) as part, open(part, "w") as f:
                 json.dump(about, f)  # for load_critic
 
-        right = [pair_loss(p, logps)[1].item() > 0 for pairs in held.values() for p in pairs]
+        right = [pair_loss(p, logps, ref)[1].item() > 0 for pairs in held.values() for p in pairs]
         accuracy = sum(right) / len(right) if right else None
-        log(last=True, finished=len(steps), held_out_accuracy=accuracy, **token_counts())
+        log(last=True, finished=len(steps), held_out_accuracy=accuracy)
     drop_checkpoints(args.out)
     advantages = {turn: advantage(logps[turn], ref[turn], args.normalize).item() for turn in turns}
     for r in records:

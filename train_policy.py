@@ -16,9 +16,9 @@ rft    rejection fine-tuning: the NLL of solved trajectories, or with --all 1 of
     torchrun --nproc_per_node=8 train_policy.py --resume 1 --out runs/sweet < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
-from utils import (Log, barrier, check_finite, digest, drop_checkpoints, end_by_signal, fail,
-                   from_rank_0, init_distributed, lr_at, machine_flags, open_stdout, parser,
-                   read_jsonl, rng, run, say, stop_signal, sum_over_ranks)
+from utils import (WORLD, Log, ahead, barrier, check_finite, digest, drop_checkpoints,
+                   end_by_signal, fail, from_rank_0, init_distributed, lr_at, machine_flags,
+                   open_stdout, parser, read_jsonl, rng, run, say, stop_signal, sum_over_ranks)
 
 import os
 import sys
@@ -68,9 +68,10 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, action_ids, action_logps, base_digest, batches, deal, dry_run,
-                   find_model, gathered, load, load_options, reference_logps,
-                   restore, save, save_checkpoint, tiny, token_counts, turns_in, turns_of)
+from model import (TURN, Pair, action_ids, base_digest, batches, compare_tokens,
+                   count_of_all_ranks, dry_run, find_model, gathered, load, load_options, logps_of,
+                   micro_batches, reference_logps, restore, save, save_checkpoint, tell_repetition,
+                   tiny, turns_in, turns_of)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -224,11 +225,12 @@ def main(args):
              for batch in batches(groups, batch_size, args.seed, epoch)]
     if args.dry_run:
         config = made[0].lm.config if made else find_model(args.model)[2]
-        return emit(dry_run(args, config, steps, [turns]))
+        return emit(dry_run(args, config, steps, turns))
     log.begin(steps=len(steps), examples=sum(map(len, groups)), groups=len(groups),
               too_long=too_long,
               data=digest([[digest(tuple(pair)) for pair in group] for group in groups]),
               model_weights=None if made else base_digest(args.model))
+    tell_repetition(steps, args.max_tokens)
 
     start = args.model
     if made:
@@ -242,7 +244,7 @@ def main(args):
                                   weight_decay=0.0, fused=fused)
     restore(model, optimizer, log)
 
-    def pair_loss(pair, logps):
+    def pair_loss(pair, logps, ref):
         """(loss, margin) of a Pair, by the log-probs of its turns, {turn: (L,)}."""
         if args.loss == "rft":
             return -torch.cat([logps[turn] for turn in pair.chosen]).sum(), torch.zeros(())
@@ -250,22 +252,22 @@ def main(args):
         ref_chosen, ref_rejected = (torch.cat([ref[turn] for turn in side]) for side in pair[:2])
         return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, args.nll_coef)
 
-    for step in log.steps("policy", len(steps)):
+    shares = ahead(micro_batches(model, batch, args.max_tokens, ref) for batch in steps[log.step:])
+    for step, share in zip(log.steps("policy", len(steps)), shares):
         batch, total, right = steps[step], 0.0, 0.0
         size = len(batch)
         if args.loss == "rft":  # its loss is a mean over tokens
             size = sum(len(action) for pair in batch for _, action in pair.chosen)
-        for part, weight in deal(batch, args.max_tokens):  # weight 0: keeps ranks in step
-            part_turns = turns_in(part)
-            logps = dict(zip(part_turns, action_logps(model, part_turns, args.max_tokens)))
-            losses, margins = zip(*(pair_loss(pair, logps) for pair in part))
+        for part, weight, trees, ref_logps in share:  # weight 0: keeps ranks in step
+            logps = logps_of(model, trees)
+            losses, margins = zip(*(pair_loss(pair, logps, ref_logps) for pair in part))
             loss = weight * sum(losses) / size  # FSDP sums the ranks' gradients
             loss.backward()
-            total += loss.item()
-            right += weight * sum((m > 0).item() for m in margins) / len(batch)
+            total += loss.detach().double()  # on the device: to read it would be to wait
+            right += weight * (torch.stack(margins) > 0).sum().double() / len(batch)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        norm = gathered(norm).item()
-        total, right, stop = sum_over_ranks(total, right, stop_signal())
+        norm = gathered(norm).double() / WORLD  # the same on every rank
+        total, right, norm, stop = sum_over_ranks(total, right, norm, stop_signal(), device=device)
         check_finite(step, loss=total, grad_norm=norm)
         lr = lr_at(step, len(steps), args.lr)
         for group in optimizer.param_groups:
@@ -280,7 +282,7 @@ def main(args):
             end_by_signal()
     if not log.finished:
         save(model, tokenizer, args.out)
-        log(last=True, finished=len(steps), **token_counts())
+        log(last=True, finished=len(steps), **compare_tokens(steps, **count_of_all_ranks()))
     drop_checkpoints(args.out)
     emit({"summary": "train_policy", "out": args.out, "steps": len(steps)})
 

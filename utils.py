@@ -45,6 +45,7 @@ import re
 import shutil
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version as package_version
 from types import SimpleNamespace
@@ -54,7 +55,6 @@ from tqdm import tqdm
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets both; without it: rank 0 of 1
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 if WORLD > 1:  # loads slowly, and one process needs none of it
-    import torch
     import torch.distributed as dist
 
 
@@ -555,27 +555,23 @@ def leave_group():
             dist.destroy_process_group()
 
 
-def max_over_ranks(n):
-    """The largest n of all ranks, which must all call this."""
-    if WORLD == 1:
-        return n
-    n = torch.tensor(n)
-    dist.all_reduce(n, dist.ReduceOp.MAX)
-    return n.item()
+def sum_over_ranks(*numbers, device="cpu"):
+    """Each number, also a scalar tensor, summed over all ranks: a list of floats.
+
+    All ranks must call this. Tensors on `device` are read at once: one wait for it.
+    """
+    import torch
+    sums = torch.zeros(len(numbers), dtype=torch.float64, device=device)
+    for i, number in enumerate(numbers):
+        sums[i] = number
+    if WORLD > 1:
+        dist.all_reduce(sums)
+    return sums.tolist()
 
 
 def barrier():
     """Waits until all ranks are here."""
-    max_over_ranks(0)
-
-
-def sum_over_ranks(*numbers):
-    """Each number summed over all ranks, which must all call this: a list of floats."""
-    if WORLD == 1:
-        return list(numbers)
-    numbers = torch.tensor(numbers, dtype=torch.float64)
-    dist.all_reduce(numbers)
-    return numbers.tolist()
+    sum_over_ranks(0)
 
 
 def from_rank_0(make):
@@ -728,6 +724,17 @@ def drop_checkpoints(out, keep=None):
         for name in os.listdir(out):
             if name.startswith("checkpoint-") and name != f"checkpoint-{keep}":
                 remove(os.path.join(out, name))
+
+
+def ahead(items):
+    """Yields the items. A thread makes the next one meanwhile; its errors are raised here."""
+    items, end = iter(items), object()
+    with ThreadPoolExecutor(1) as pool:
+        item = pool.submit(next, items, end).result()
+        while item is not end:
+            coming = pool.submit(next, items, end)
+            yield item
+            item = coming.result()
 
 
 def lr_at(step, steps, peak):

@@ -18,7 +18,6 @@ prompts, texts, records, JSON. Both checkouts must write the same records.
 """
 import argparse
 import asyncio
-import hashlib
 import io
 import json
 import math

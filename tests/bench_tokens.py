@@ -1,10 +1,12 @@
-"""Tokens that the trainers' batches compute, beside those of the official procedure.
+"""The official procedure's tokens, over those that the trainers' batches compute.
 
     python tests/bench_tokens.py
 
 Made-up trajectories of the paper's shape: six turns with histories of 300 to 1,500 tokens, 16
-candidates and four pairs a turn; for the critic four trajectories a task. The batches are made and
-dealt to ranks by the trainers' own functions. Of your own data, `--dry_run N` prints the same.
+candidates and four pairs a turn; for the critic four trajectories a task, also those of
+bench_train.py. The batches are made and dealt to ranks by the trainers' own functions. The slowest
+of 8: over each step's slowest rank's tokens, times 8. The last column counts the reference, too, in
+one epoch: officially it computes what training does. Of your own data, `--dry_run N` prints these.
 """
 import os
 import random
@@ -12,7 +14,8 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from model import Pair, batches, even_parts, tree_tokens, turns_in  # noqa: E402
+from model import (Pair, batches, branches, compare_tokens, deal, tree_tokens,  # noqa: E402
+                   turns_in)
 
 MAX_TOKENS = 16384
 
@@ -32,35 +35,32 @@ def candidate_groups(r):
     return groups
 
 
-def trajectory_group(r, best):
+def trajectory_group(r, best=0, start=(300, 500), action=(20, 100), reply=(60, 160)):
     """[Pair] of four trajectories of a task: all pairs, or the first one against the others."""
-    start, trajectories = tokens(r, 300, 500), []
+    start, trajectories = tokens(r, *start), []
     for _ in range(4):
         history, turns = start, []
         for _ in range(6):
-            turns.append((history, tokens(r, 20, 100)))
-            history += turns[-1][1] + tokens(r, 60, 160)
+            turns.append((history, tokens(r, *action)))
+            history += turns[-1][1] + tokens(r, *reply)
         trajectories.append(tuple(turns))
     chosen = trajectories[:1] if best else trajectories
     return [Pair(a, b) for i, a in enumerate(chosen) for b in trajectories[i + 1:]]
 
 
-def official(pair):
-    """Two sequences, each a side's last turn with all before it, padded to the longer one."""
-    return 2 * max(len(prompt) + len(action) for prompt, action in (pair.chosen[-1],
-                                                                    pair.rejected[-1]))
-
-
 def ratios(groups, batch_size, ranks):
-    """Official tokens over all computed ones, and over the slowest rank's times the ranks."""
-    total = computed = slowest = 0
-    for batch in batches(groups, batch_size, 0, 0):
-        total += sum(map(official, batch))
-        sizes = [tree_tokens(turns_in(part)) for part in even_parts(batch, MAX_TOKENS, ranks)]
-        sizes += sizes[-1:] * (-len(sizes) % ranks)
-        computed += sum(sizes)
-        slowest += ranks * max(sum(sizes[rank::ranks]) for rank in range(ranks))
-    return total / computed, total / slowest
+    """Official tokens over all computed ones, over the slowest rank's, and with the reference."""
+    steps, sizes_of_steps = batches(groups, batch_size, 0, 0), []
+    for batch in steps:
+        sizes_of_steps.append([[sum(map(tree_tokens, trees)) for _, _, trees in parts]
+                               for parts in deal(batch, MAX_TOKENS, ranks)])
+    computed = sum(sum(map(sum, rounds)) for rounds in sizes_of_steps)
+    slowest = ranks * sum(max(map(sum, zip(*rounds))) for rounds in sizes_of_steps)
+    turns = turns_in(pair for group in groups for pair in group)
+    reference = sum(map(tree_tokens, branches(turns, MAX_TOKENS)))
+    counts = compare_tokens(steps, computed, reference)
+    total = counts["tokens"]["official"]
+    return total / computed, total / slowest, counts["sharing"]
 
 
 def main():
@@ -68,18 +68,21 @@ def main():
     trajectories = [candidate_groups(r) for _ in range(32)]
     by_turn = [group for groups in trajectories for group in groups]
     by_trajectory = [[pair for group in groups for pair in group] for groups in trajectories]
+    every = [trajectory_group(r) for _ in range(16)]
+    like_bench_train = [trajectory_group(r, 0, (660, 660), (40, 80), (160, 160)) for _ in range(16)]
     rows = [("policy", by_turn, 8), ("policy", by_turn, 32), ("policy", by_turn, 128),
             ("policy by trajectory", by_trajectory, 24),
             ("policy by trajectory", by_trajectory, 32),
             ("policy by trajectory", by_trajectory, 128),
-            ("critic, all pairs", [trajectory_group(r, 0) for _ in range(16)], 8),
-            ("critic, all pairs", [trajectory_group(r, 0) for _ in range(16)], 48),
+            ("policy by trajectory", by_trajectory, 192),
+            ("critic, all pairs", every, 8), ("critic, all pairs", every, 48),
+            ("critic of bench_train", like_bench_train, 48),
             ("critic, best", [trajectory_group(r, 1) for _ in range(32)], 48)]
-    print(f"{'':22}batch  1 process  8 processes  slowest of 8")
+    print(f"{'':22}batch  1 process  2 processes  8 processes  slowest of 8  8 and reference")
     for name, groups, size in rows:
-        alone, _ = ratios(groups, size, 1)
-        eight, slowest = ratios(groups, size, 8)
-        print(f"{name:22}{size:5}{alone:11.1f}{eight:13.1f}{slowest:14.1f}", flush=True)
+        (alone, _, _), (two, _, _), eight = (ratios(groups, size, n) for n in (1, 2, 8))
+        print(f"{name:22}{size:5}{alone:11.1f}{two:13.1f}{eight[0]:13.1f}{eight[1]:14.1f}"
+              f"{eight[2]:17.1f}", flush=True)
 
 
 if __name__ == "__main__":

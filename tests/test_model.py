@@ -4,6 +4,8 @@ import functools
 import json
 import os
 import random
+import re
+import threading
 from collections import Counter
 from types import SimpleNamespace
 
@@ -21,6 +23,7 @@ import model as M
 from colbench import PIECES
 from conftest import demos
 from train_critic import as_read
+from utils import ahead, fail
 
 # --- the tree -------------------------------------------------------------------------------------
 
@@ -116,7 +119,6 @@ def test_a_tree_lays_every_prefix_out_once():
         tree = M.Tree(turns)
         prefixes = {(*p, *a)[:n + 1] for p, a in turns for n in range(len(p) + len(a))}
         assert len(tree.ids) == len(prefixes) == M.tree_tokens(turns)
-        assert tree.unshared == sum(len(p) + len(a) for p, a in turns)
 
         def path(i):  # by the parents, up to the root
             return ([] if i < 0 else path(tree.parent[i].item()) + [tree.ids[i].item()])
@@ -158,18 +160,17 @@ def test_parts_of_a_tree_give_the_same_values_and_gradients(family, bound, monke
     want = M.action_logps(model, turns)
     want_gradients = gradients(model, want)
     model.zero_grad()
-    trees = []
+    trees, tree_logps = [], M.tree_logps
 
-    class NotedTree(M.Tree):
-        def __init__(self, turns, *more, **options):
-            super().__init__(turns, *more, **options)
-            trees.append((len(turns), len(self.ids)))
+    def noted(model, tree, *anchor):
+        trees.append((len(tree.turns), len(tree.ids)))
+        return tree_logps(model, tree, *anchor)
 
-    monkeypatch.setattr(M, "Tree", NotedTree)
+    monkeypatch.setattr(M, "tree_logps", noted)
     got = M.action_logps(model, turns, bound)
-    assert sum(n for n, _ in trees) == len(turns) and len(trees) > 3
+    assert sum(n for n, _ in trees) == len(set(turns)) and len(trees) > 3
     got_gradients = gradients(model, got)
-    assert sum(n for n, _ in trees) == 2 * len(turns)  # again in the backward pass
+    assert sum(n for n, _ in trees) == 2 * len(set(turns))  # again in the backward pass
     assert all(tokens <= bound or n == 1 for n, tokens in trees)
     assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
     same_gradients(got_gradients, want_gradients)
@@ -245,13 +246,17 @@ def test_deal_gives_every_rank_as_many_parts_and_every_pair_once():
     r = random.Random(0)
     for _ in range(200):
         pairs, world, bound = random_pairs(r), r.randrange(1, 6), r.choice([1, 20, 10 ** 9])
-        shares = [M.deal(pairs, bound, rank, world) for rank in range(world)]
-        assert len({len(share) for share in shares}) == 1
-        rounds = -(-len(M.even_parts(pairs, bound, 1)) // world)
-        assert len(shares[0]) <= rounds  # no more than there must be
+        rounds = M.deal(pairs, bound, world)
+        assert {len(ranks) for ranks in rounds} == {world}
+        assert len(rounds) <= -(-len(M.even_parts(pairs, bound, 1)) // world)  # no more than needed
         total = Counter()
-        for part, weight in (x for share in shares for x in share):
+        for ranks in rounds:
+            assert len({len(trees) for _, _, trees in ranks}) == 1
+        for part, weight, trees in (x for ranks in rounds for x in ranks):
             assert weight in (0, 1) and part
+            assert {turn for turns in trees for turn in turns} == {*M.turns_in(part)}
+            fits = tree_size(part) <= bound
+            assert fits == (len({*map(tuple, trees)}) == 1) or len(M.turns_in(part)) == 1
             for pair in part:
                 total[pair] += weight
         assert total == Counter(pairs)
@@ -271,6 +276,48 @@ def test_ranks_compute_few_tokens_twice():
     parts = M.even_parts(pairs, 10 ** 9, 4)
     assert len(parts) == 4
     assert sum(map(tree_size, parts)) <= 1.1 * alone and max(map(tree_size, parts)) <= 0.3 * alone
+
+
+def test_what_ranks_compute_twice_is_told_with_a_batch_that_does(capsys):
+    r, groups = random.Random(0), []
+    for _ in range(40):
+        prompt = tuple(r.randrange(9) for _ in range(90))
+        groups.append([M.Pair(((prompt, some_ids(r)),), ((prompt, some_ids(r)),)) for _ in "abcd"])
+    steps = [group for group in groups]  # one rank computes a prompt once, two twice
+    M.tell_repetition(steps, 10 ** 9, 2)
+    said, pairs = capsys.readouterr().err, sum(groups, [])
+
+    def tokens(size, ranks):
+        """By cuts into halves, whose trees are as good as even here."""
+        batches = [pairs[i:i + size] for i in range(0, len(pairs), size)]
+        return sum(tree_size(batch[i:i + size // ranks]) for batch in batches
+                   for i in range(0, size, size // ranks))
+
+    told, advised = map(float, re.findall(r"(\d\.\d+) times", said))
+    assert told == pytest.approx(tokens(4, 2) / tokens(4, 1), abs=0.1) and told > 1.5
+    assert "batch 4 on 2 processes" in said and "--batch_size 8:" in said and advised <= 1.1
+    for steps, ranks in ((steps, 1), ([sum(groups[:2], [])], 2), ([], 2)):
+        M.tell_repetition(steps, 10 ** 9, ranks)
+    assert not capsys.readouterr().err
+
+
+def test_the_next_item_is_made_meanwhile_and_its_error_raised_here():
+    made, go_on = [], threading.Event()
+
+    def items():
+        for n in range(5):
+            made.append(threading.current_thread())
+            yield n
+            go_on.set()
+        fail("no more")
+
+    seen = []
+    with pytest.raises(SystemExit, match="error: no more"):
+        for n in ahead(items()):
+            assert go_on.wait(10)
+            seen.append(n)
+            assert n + 1 <= len(made) <= n + 2  # one ahead
+    assert seen == [0, 1, 2, 3, 4] and threading.current_thread() not in made
 
 
 # --- kernels --------------------------------------------------------------------------------------

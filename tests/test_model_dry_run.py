@@ -27,13 +27,13 @@ LARGE = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336
 @pytest.mark.parametrize("job, world", [
     ("critic", 1), ("value", 1), ("dpo", 1), ("mtdpo", 1), ("tiny", 1), ("critic", 2), ("dpo", 2)])
 def test_tokens_are_those_of_the_run(job, world, rewarded, tiny_dir, tmp_path):
-    """With --max_tokens such that no tree is computed in parts, whose recomputation runs count."""
+    """In the log; --max_tokens is such that some trees are computed in parts."""
     for r in rewarded:
         for m in r["dialogue_history"]:
             for i, c in enumerate(m.get("candidates", ())):
                 c["advantage"] = float(i)
     name, *flags = FLAGS[job]
-    flags = [name, "--model", tiny_dir, *flags, "--max_tokens", 4000, "--out"]
+    flags = [name, "--model", tiny_dir, *flags, "--max_tokens", 200, "--out"]
     given = demos(12) if job == "tiny" else rewarded
     dry = script(*flags, tmp_path / "dry", "--dry_run", world, stdin=given)
     assert dry.returncode == 0 and not (tmp_path / "dry").exists(), dry.stderr
@@ -42,16 +42,18 @@ def test_tokens_are_those_of_the_run(job, world, rewarded, tiny_dir, tmp_path):
     assert done.returncode == 0, done.stderr
     run = records((tmp_path / "run" / "metrics.jsonl").read_text())
     assert plan["steps"] == run[0]["steps"] and plan["gpus"] == world
-    tokens = plan["tokens"]
-    assert tokens["computed"] + plan["scoring_tokens"] == run[-1]["computed"]
-    assert tokens["computed"] <= tokens["slowest_rank"]
+    tokens, (told,) = plan["tokens"], (row for row in run if "sharing" in row)
+    slowest = tokens.pop("slowest_rank")
+    for key in ("tokens", "reference_tokens", "sharing"):
+        assert plan[key] == told[key]
+    assert 0 < tokens["computed"] <= slowest
     if world == 1:
-        assert tokens["computed"] == tokens["slowest_rank"] < tokens["official"]
+        assert tokens["computed"] == slowest
 
 
-def planned(config, steps, scored=(), **flags):
+def planned(config, steps, reference=(), **flags):
     args = {"dry_run": 1, "replicate": 1, "max_tokens": 10 ** 6, "dtype": "fp32", "recompute": 0}
-    return M.dry_run(SimpleNamespace(**{**args, **flags}), config, steps, scored)
+    return M.dry_run(SimpleNamespace(**{**args, **flags}), config, steps, reference)
 
 
 def test_tokens_by_hand():
@@ -65,18 +67,22 @@ def test_tokens_by_hand():
     both = sum(computed) - 3
     for gpus, total, slowest in ((1, both, both), (2, sum(computed), 2 * computed[0]),
                                  (3, computed[0] + 2 * computed[1], 3 * computed[0])):
-        plan = planned(SMALL, [pairs], [M.turns_in(pairs)], dry_run=gpus)
-        assert plan["tokens"] == {"official": official, "computed": total, "slowest_rank": slowest}
-        assert plan["scoring_tokens"] == gpus * both and plan["examples"] == 2
-    plan = planned(SMALL, [pairs[:1]], max_tokens=15)  # both first turns, then each second one
-    assert plan["tokens"]["computed"] == (3 + 4 + 6) + 12 + 16 and plan["largest_tree"] == 16
+        plan = planned(SMALL, [pairs, pairs], M.turns_in(pairs), dry_run=gpus)
+        assert plan["tokens"] == {"official": 2 * official, "computed": 2 * total,
+                                  "slowest_rank": 2 * slowest}
+        assert plan["reference_tokens"] == {"official": 2 * official, "computed": gpus * both}
+        assert plan["sharing"] == 4 * official / (2 * total + gpus * both)
+        assert plan["scoring_tokens"] == gpus * both and plan["examples"] == 4
+    assert planned(SMALL, [pairs])["reference_tokens"] == {"official": 0, "computed": 0}
+    plan = planned(SMALL, [pairs[:1]], max_tokens=15)  # the chosen side, then each turn of the other
+    assert plan["tokens"]["computed"] == 12 + (3 + 6) + 16 and plan["largest_tree"] == 16
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("recompute", [0, 1])
 def test_flops_and_memory_are_those_of_a_step(recompute):
     turns = sorted({(tuple(20 * p), tuple(10 * a)) for p, a in some_turns()})
-    plan = planned(SMALL, [[M.Pair((turn,)) for turn in turns]], [turns], recompute=recompute)
+    plan = planned(SMALL, [[M.Pair((turn,)) for turn in turns]], turns, recompute=recompute)
     model = M.TreeLM(LlamaForCausalLM(SMALL))
     assert plan["parameters"] == sum(p.numel() for p in model.parameters())
     gb = plan["gb_a_gpu"]
@@ -98,7 +104,7 @@ def test_flops_and_memory_are_those_of_a_step(recompute):
     counts = counter.get_flop_counts()["Global"]
     products = sum(n for op, n in counts.items()
                    if str(op) in ("aten.mm", "aten.addmm", "aten.bmm"))
-    _, keys = M.tree_size(turns)
+    keys = M.Tree(turns).pos.add(1).sum().item()
     attention = 4 * 8 * 6 * 32 * keys * (1 + 3 + recompute)
     # A layer is not recomputed to its very end: its last product keeps nothing.
     rel = 0.05 if recompute else 0.01
