@@ -43,7 +43,7 @@ from model import action_logps, batches, dry_run, gathered, pick_attention, scor
 from model import turns_in  # noqa: E402
 from utils import RANK, WORLD, init_distributed, leave_group, max_over_ranks  # noqa: E402
 
-JOBS = {"policy": "dpo by trajectory", "critic": "critic"}
+POLICY = "dpo by trajectory"
 KERNELS = [name for name in ("flash", "torch", "flex", "sdpa")
            if "tree_" + name in ALL_ATTENTION_FUNCTIONS]
 
@@ -69,9 +69,10 @@ class Bench:
 
     def __init__(self, args, device, folder):
         self.args, self.device, self.folder = args, device, folder
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.peak, self.shape, self.models = None, None, None
-        self.seconds = {}  # of our steps, {(shape, job): seconds}
+        self.gpu = device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.gpu else torch.float32
+        self.peak = self.kernel_seconds = self.loaded = None  # FLOP/s; of the first; (shape, ...)
+        self.ours = {}  # {(shape, job): (seconds, loss, gradient's norm)}
 
     def path(self, shape):
         """The folder of a shape's config, tokenizer and records."""
@@ -82,63 +83,56 @@ class Bench:
         return path
 
     @functools.cache
+    def groups(self, job):
+        return B.read_groups(job, self.path(self.args.shapes[0]))
+
     def batch(self, job):
-        """The first batch of a job, as many pairs a GPU as the trainers take a step."""
-        pairs = 2 if self.args.tiny else B.JOBS[JOBS[job]][2]
-        groups = B.read_groups(JOBS[job], self.path(self.args.shapes[0]))
-        return batches(groups, pairs * WORLD, 0, 0)[0]
+        """The first batch: for each GPU as many pairs as the trainers' step has by default."""
+        pairs = 2 if self.args.tiny else B.JOBS[job][2]
+        return batches(self.groups(job), pairs * WORLD, 0, 0)[0]
 
     def plan(self, shape, job, recompute):
         """What --dry_run says of a step."""
-        flags = SimpleNamespace(dry_run=WORLD, dtype="bf16" if self.device.type == "cuda" else
-                                "fp32", recompute=recompute, max_tokens=B.MAX_TOKENS, replicate=1)
+        flags = SimpleNamespace(dry_run=WORLD, dtype="bf16" if self.gpu else "fp32", replicate=1,
+                                recompute=recompute, max_tokens=B.MAX_TOKENS)
         return dry_run(flags, AutoConfig.from_pretrained(self.path(shape)), [self.batch(job)], [])
 
-    def expected(self, shape, job):
-        """GB of a step on one GPU: no moments, and pi_ref whole in 16 bits. Fails if too many."""
-        plan = self.plan(shape, job, 1)
-        gb = plan["gb_a_gpu"]
-        pi_ref = plan["parameters"] * self.dtype.itemsize / 1e9
-        need = gb["total"] - gb["weights_gradients_moments"] / 2 + pi_ref
-        if self.device.type == "cuda":
-            have = torch.cuda.get_device_properties(self.device).total_memory / 1e9
-            if need > 0.95 * have:
-                raise MemoryError(f"needs {need:.0f} GB, the GPU has {have:.0f} GB")
-        return need
-
     def load(self, shape):
-        """(policy, pi_ref) of a shape: sharded as in training; whole and in 16 bits."""
-        if self.shape != shape:
-            self.shape, self.models = None, None
+        """(policy, pi_ref) of a shape: sharded as in training; whole, in 16 bits."""
+        if self.loaded is None or self.loaded[0] != shape:
+            self.loaded = None
             tidy()
-            path = self.path(shape)
-            policy = B.random_model(path, self.device, dtype=self.dtype, recompute=1)
-            pi_ref = B.random_model(path, self.device, noise=0.005, dtype=self.dtype)
-            self.shape, self.models = shape, (policy, pi_ref.requires_grad_(False))
-        return self.models
+            how = {"dtype": self.dtype}
+            policy = B.random_model(self.path(shape), self.device, recompute=1, **how)
+            pi_ref = B.random_model(self.path(shape), self.device, noise=0.1, **how)
+            self.loaded = shape, policy, pi_ref.requires_grad_(False)
+        return self.loaded[1:]
 
     def time(self, fn, *args):
         """(result, seconds of the slowest rank): the median of the repeats."""
-        costs = []
-        for _ in range(self.args.repeats):
-            out, (seconds, _) = B.cost(self.device, fn, *args)
-            costs.append(seconds)
-        return out, max_over_ranks(statistics.median(costs))
+        costs = [B.cost(self.device, fn, *args) for _ in range(self.args.repeats)]
+        seconds = statistics.median(seconds for _, (seconds, _) in costs)
+        return costs[-1][0], max_over_ranks(seconds)
 
     def matmul(self):
-        n = 8192 if self.device.type == "cuda" else 512
+        n = 8192 if self.gpu else 512
         a = torch.randn(n, n, device=self.device, dtype=self.dtype)
-        self.time(lambda: [a @ a for _ in range(10)])
-        self.peak = 10 * 2 * n ** 3 / self.time(lambda: [a @ a for _ in range(10)])[1]
-        return {"tflops": self.peak / 1e12, "device": device_name(self.device), "ranks": WORLD}
+        for _ in range(2):  # the first warms up
+            seconds = self.time(lambda: [a @ a for _ in range(10)])[1]
+        self.peak = 10 * 2 * n ** 3 / seconds
+        name = torch.cuda.get_device_name() if self.gpu else "CPU"
+        return {"tflops": self.peak / 1e12, "device": name, "ranks": WORLD}
 
     def oracle(self, shape, kernel):
-        turns = turns_in(self.batch("policy"))[:8] + turns_in(self.batch("critic"))[:4]
+        pick_attention(kernel, self.device, self.dtype)
+        turns = turns_in(self.batch(POLICY))[:8] + turns_in(self.batch("critic"))[:4]
         turns = [(prompt[-512:], action) for prompt, action in turns]
 
         def numbers(dtype, separate):
-            """[log-probs, gradient, ...] in fp32; separate: a forward of its own for each turn."""
-            model = B.random_model(self.path(shape), self.device, dtype=dtype)
+            """([log-probs], [gradient]); separate: each turn has a forward of its own."""
+            model = B.random_model(self.path(shape), self.device)
+            for p in model.parameters():  # and no buffers: positions must not be rounded
+                p.data = p.data.to(self.dtype).to(dtype)
             model.config._attn_implementation = "tree_" + kernel
             if separate:
                 with B.plain(model):
@@ -147,117 +141,111 @@ class Bench:
                 logps = action_logps(model, turns)
             logps = torch.cat(logps)
             logps.mean().backward()
-            gradients = [p.grad.float() for p in model.parameters()]
-            return [logps.detach().float().cpu()], gradients
+            return [logps.detach().cpu()], [p.grad for p in model.parameters()]
 
-        pick_attention(kernel, self.device, self.dtype)
         right = numbers(torch.float32, True)
         errors = {}
         for name, separate in (("tree", False), ("separate", True)):
-            got = numbers(self.dtype, separate)
-            for what, x, y in zip(("logps", "gradients"), right, got):
+            for what, x, y in zip(("logps", "gradients"), right, numbers(self.dtype, separate)):
                 errors[f"{name}_{what}"] = B.difference(x, y)
         return errors
 
     def step(self, shape, job):
-        expected = self.expected(shape, job)
+        plan = self.plan(shape, job, 1)
+        gb = plan["gb_a_gpu"]
+        expected = gb["total"] - gb["weights_gradients_moments"] / 2  # no moments
+        expected += plan["parameters"] * self.dtype.itemsize / 1e9  # pi_ref
+        if self.gpu:
+            have = torch.cuda.mem_get_info()[1] / 1e9
+            if expected > 0.95 * have:
+                raise MemoryError(f"it needs {expected:.0f} GB, the GPU has {have:.0f} GB")
         model, pi_ref = self.load(shape)
-        batch, name = self.batch(job), JOBS[job]
+        batch = self.batch(job)
         turns = turns_in(batch)
         ref = dict(zip(turns, score(pi_ref, turns, B.MAX_TOKENS)))
-        run = functools.partial(B.our_step, model, name, batch, ref)
-        run()  # to warm up
-        model.zero_grad(set_to_none=False)
-        if self.device.type == "cuda":
+        run = functools.partial(B.our_step, model, job, batch, ref)
+        model.zero_grad()
+        loss = B.sum_over_ranks(run())[0]
+        self.ours[shape, job] = None, loss, gradient_norm(model)  # the gradients stay: memory
+        if self.gpu:
             torch.cuda.reset_peak_memory_stats()
-        loss, seconds = self.time(run)
-        self.seconds[shape, job] = seconds
-        figures = {"pairs": len(batch), "loss": B.sum_over_ranks(loss)[0], "seconds": seconds}
-        plan = self.plan(shape, job, 1)
-        figures["tokens_a_second"] = plan["tokens"]["computed"] / WORLD / seconds
-        if self.peak:
-            share = plan["petaflops"] * 1e15 / WORLD / seconds / self.peak
-            useful = self.plan(shape, job, 0)["petaflops"] / plan["petaflops"]
-            figures |= {"of_peak": share, "of_peak_useful": share * useful}
-        if self.device.type == "cuda":
-            peak = max_over_ranks(torch.cuda.max_memory_allocated() / 1e9)
-            figures |= {"peak_gb": peak, "expected_gb": expected}
+        seconds = self.time(run)[1]
+        self.ours[shape, job] = seconds, *self.ours[shape, job][1:]
+        figures = {"pairs": len(batch), "seconds": seconds,
+                   "tokens_a_second": plan["tokens"]["computed"] / WORLD / seconds}
+        for name, recompute in (("of_peak", 1), ("of_peak_useful", 0)):
+            flops = self.plan(shape, job, recompute)["petaflops"] * 1e15 / WORLD
+            figures[name] = flops / seconds / self.peak
+        if self.gpu:
+            figures["peak_gb"] = max_over_ranks(torch.cuda.max_memory_allocated() / 1e9)
+            figures["expected_gb"] = expected
         return figures
 
     def official(self, shape, job):
+        seconds, our_loss, our_norm = self.ours[shape, job]
         model, pi_ref = self.load(shape)
-        batch, name = self.batch(job), JOBS[job]
-        turns = turns_in(batch)
-        ref = dict(zip(turns, score(pi_ref, turns, B.MAX_TOKENS)))
+        batch = self.batch(job)
+        model.zero_grad()
 
-        def official():
-            return sum(B.official_step(model, pi_ref, name, pair, len(batch))
+        def step():
+            return sum(B.official_step(model, pi_ref, job, pair, len(batch))
                        for pair in batch[RANK::WORLD])
 
-        found = {}
-        for way, run in (("ours", functools.partial(B.our_step, model, name, batch, ref)),
-                         ("official", official)):
-            model.zero_grad()
-            loss, (seconds, _) = B.cost(self.device, run)
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
-            found[way] = seconds, B.sum_over_ranks(loss)[0], gathered(norm).item()
-        ours, theirs = found["ours"], found["official"]
-        seconds = self.seconds.get((shape, job), ours[0])
-        return {"time": max_over_ranks(theirs[0]) / seconds, "loss": theirs[1],
-                "our_loss": ours[1], "gradient_norm": theirs[2] / ours[2]}
+        loss, (theirs, _) = B.cost(self.device, step)
+        return {"time": max_over_ranks(theirs) / seconds, "our_loss": our_loss,
+                "loss": B.sum_over_ranks(loss)[0], "gradient": gradient_norm(model) / our_norm}
 
     def scoring(self, shape):
-        turns = B.read_groups("scoring", self.path(shape))
-        turns = turns[:B.TURNS * (B.CANDIDATES + 1)]  # of one trajectory, every rank the same
+        turns = self.groups("scoring")[:B.TURNS * (B.CANDIDATES + 1)]  # every rank the same
         pi_ref = self.load(shape)[1]
         B.compare_scoring(pi_ref, "", turns, 1)  # to warm up
         return B.compare_scoring(pi_ref, "scoring", turns, self.args.repeats)
 
     def kernel(self, shape, kernel):
-        model, pi_ref = self.load(shape)
-        used = model.config._attn_implementation
-        model.config._attn_implementation = "tree_" + kernel
+        pick_attention(kernel, self.device, self.dtype)
+        model = self.load(shape)[0]
+        used, model.config._attn_implementation = model.config._attn_implementation, "tree_" + kernel
         try:
-            pick_attention(kernel, self.device, self.dtype)
-            turns = turns_in(self.batch("critic")[RANK::WORLD])
-            run = lambda: sum(x.sum() for x in action_logps(model, turns)).backward()
-            run()  # to warm up
-            seconds = self.time(run)[1]
+            step = functools.partial(self.forward_backward, model, "critic")
+            step()  # to warm up
+            seconds = self.time(step)[1]
         finally:
             model.config._attn_implementation = used
-        self.seconds.setdefault("kernel", seconds)
-        return {"seconds": seconds, "time": seconds / self.seconds["kernel"]}
+        self.kernel_seconds = self.kernel_seconds or seconds
+        return {"seconds": seconds, "time": seconds / self.kernel_seconds}
+
+    def forward_backward(self, model, job):
+        logps = action_logps(model, turns_in(self.batch(job)[RANK::WORLD]))
+        torch.cat(logps).sum().backward()
 
     def gaps(self, shape):
         model = self.load(shape)[0]
-        turns = turns_in(self.batch("policy")[RANK::WORLD])
         with torch.profiler.profile() as profiler:
-            sum(x.sum() for x in action_logps(model, turns)).backward()
-        kind = getattr(torch.autograd.DeviceType, self.device.type.upper())
+            self.forward_backward(model, POLICY)
+        kind = torch.autograd.DeviceType.CUDA if self.gpu else torch.autograd.DeviceType.CPU
         spans = [(e.time_range.start, e.time_range.end, e.name) for e in profiler.events()
                  if e.device_type == kind and not e.is_user_annotation]
         longest, idle = idle_stretches(spans)
-        span = max(end for _, end, _ in spans) - min(start for start, _, _ in spans)
-        figures = {"idle": idle / span}
+        figures = {"idle": idle / (max(end for _, end, _ in spans) - min(spans)[0])}
         for n, (length, before, after) in enumerate(longest[:3], 1):
             figures[f"gap_{n}"] = f"{length / 1e3:.2f} ms, {before[:30]} -> {after[:30]}"
         return figures
 
     def rows(self):
-        """(name, function that makes the row), the most telling ones first."""
+        """(name, function that makes the row, its arguments), the most telling ones first."""
         first = self.args.shapes[0]
         yield "matmul", self.matmul
         for name in KERNELS:
-            yield f"oracle {first} {name}", functools.partial(self.oracle, first, name)
+            yield "oracle", self.oracle, first, name
         for shape in self.args.shapes:
-            for job in JOBS:
-                yield f"step {shape} {job}", functools.partial(self.step, shape, job)
-                yield f"official {shape} {job}", functools.partial(self.official, shape, job)
-            yield f"scoring {shape}", functools.partial(self.scoring, shape)
+            for job in (POLICY, "critic"):
+                yield "step", self.step, shape, job
+                yield "official", self.official, shape, job
+            yield "scoring", self.scoring, shape
             if shape == first:
                 for name in KERNELS:
-                    yield f"kernel {shape} {name}", functools.partial(self.kernel, shape, name)
-                yield f"gaps {shape}", functools.partial(self.gaps, shape)
+                    yield "kernel", self.kernel, shape, name
+                yield "gaps", self.gaps, shape
 
 
 def idle_stretches(spans):
@@ -272,8 +260,8 @@ def idle_stretches(spans):
     return sorted(stretches, reverse=True), sum(length for length, _, _ in stretches)
 
 
-def device_name(device):
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+def gradient_norm(model):
+    return gathered(torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf"))).item()
 
 
 def tidy():
@@ -294,40 +282,38 @@ def table(rows):
 
 
 def main(args):
-    torch.set_num_threads(torch.get_num_threads() if torch.cuda.is_available() else 1)
-    device, rows, start = init_distributed(), [], time.monotonic()
+    if not torch.cuda.is_available():
+        torch.set_num_threads(1)
+    device, rows, end = init_distributed(), [], time.monotonic() + 60 * args.minutes
 
-    def write():
+    def add(row):
+        rows.append(row)
         if RANK == 0:
             with open(args.out, "w") as f:
                 json.dump(rows, f, indent=1)
+            print(table([row]).splitlines()[-1], file=sys.stderr, flush=True)
 
     def give_up(name, seconds):
-        rows.append({"row": name, "error": f"no end in {seconds:.0f} s: the run ends here"})
-        write()
+        add({"row": name, "error": f"no end in {seconds:.3g} s: the run ends here"})
         if RANK == 0:
             print(table(rows), flush=True)
         os._exit(1)
 
     with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(args, device, folder)
-        for name, make in bench.rows():
-            left = args.minutes * 60 - (time.monotonic() - start)
-            watchdog = threading.Timer(min(left, args.row_seconds), give_up,
-                                       (name, min(left, args.row_seconds)))
+        for kind, make, *about in Bench(args, device, folder).rows():
+            name = " ".join([kind, *about])
+            seconds = min(end - time.monotonic(), args.row_seconds)
+            watchdog = threading.Timer(seconds, give_up, (name, seconds))
             watchdog.daemon = True
             watchdog.start()
             try:
-                rows.append({"row": name, **make()})
+                row = {"row": name, **make(*about)}
             except (Exception, SystemExit) as e:
-                said = str(e).strip().splitlines() or [""]
-                rows.append({"row": name, "error": f"{type(e).__name__}: {said[0]}"})
+                row = {"row": name, "error": f"{type(e).__name__}: {e}".splitlines()[0]}
             max_over_ranks(0)  # all ranks begin the next row together
             watchdog.cancel()
+            add(row)
             tidy()
-            write()
-            if RANK == 0:
-                print(table(rows[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
     if RANK == 0:
         print(table(rows))
     leave_group()

@@ -1,44 +1,40 @@
 """What the trainers' steps and scores cost, beside other ways to compute the same.
 
-    OMP_NUM_THREADS=1 python tests/bench_train.py            # one core, a few minutes
+    python tests/bench_train.py                           # one core, some minutes
     python tests/bench_train.py --jobs dpo scoring --repeats 5
-    python tests/bench_train.py --memory 1                   # peak memory, a large vocabulary
 
 Records of the paper's shape go to disk: a task has four trajectories of six turns, a turn has 16
 candidates and four pairs; texts are random words. The trainers' own functions read them, make the
-batches and deal them to the ranks; a step is the body of the trainers' loop: pack, forward, loss,
-backward. Every job runs on 1 process, on 2 processes of torchrun, and on 8 simulated ones: the
-shares of 8 ranks run one after another, and the slowest counts.
+batches and deal them to the ranks. A step is the body of the trainers' loop: pack, forward, loss,
+backward. It runs on 1 process, on 2 of torchrun, and on 8 simulated ones: the shares of 8 ranks
+one after another, of which the slowest counts.
 
-dpo                 pairs of candidates, 8 a step, the pairs of a turn together
-dpo by trajectory   the same, 24 a step, the pairs of a trajectory together
+dpo                 pairs of candidates, 8 a step; the pairs of a turn stay together
+dpo by trajectory   the same, 24 a step; the pairs of a trajectory stay together
 mtdpo, critic       pairs of trajectories, 8 a step
 rft                 solved trajectories, 8 a step
-scoring             log-probs without gradient, of all actions that the critic gives advantages
-                    (17 a turn), and of those in the pairs of dpo, for pi_ref
+scoring             log-probs without gradient: of all 17 actions a turn, which get advantages, and
+                    of those in the pairs of dpo, for pi_ref
 
 Rivals read the same pairs and have the same weights:
 
 official   a pair is a batch of two padded sequences, all logits, pi_ref on it at every step
-trl        TRL's DPOTrainer, one pair at a time (pip install trl==1.16.0; left out without it)
+trl        TRL's DPOTrainer, a pair at a time (pip install trl==1.16.0; left out without it)
 kv cache   scoring: a prompt once, with a KV cache; then all its actions in one padded batch, from
-           the same cache without copies, with the head on actions alone
+           that cache without copies, with the head on actions alone
 
-In every repeat all of them run, in turn. `time` is CPU time of the slowest rank over that of ours,
-the median and [min, max] of the repeats; `tokens` the same of the tokens computed, the backward
-pass counted twice; `of bound` is time / tokens. Our time includes pi_ref's, by the epochs that it
-serves. `differs` is the largest relative difference of losses and gradients, or of log-probs, as
-whole vectors. A JSON line a row goes to stdout, the table to stderr. Exits with 1 if one differs
-by more than 1e-4.
+Every repeat runs all of them in turn. `time` is the slowest rank's CPU time over that of ours:
+median [min, max]. `tokens` is the same of computed tokens, with a backward pass as two forwards.
+`of bound` is time / tokens. Ours includes pi_ref's share, by the epochs that it serves. `differs`
+is the largest relative difference of losses, of gradients or of log-probs, as whole vectors. Each
+row goes to stdout as JSON, the table to stderr. Exits with 1 if one differs by more than 1e-4.
 """
 import argparse
 import contextlib
-import copy
 import functools
 import json
 import os
 import random
-import resource
 import statistics
 import subprocess
 import sys
@@ -52,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["TQDM_DISABLE"] = "1"
 
 import torch  # noqa: E402
-from transformers import LlamaConfig, PreTrainedTokenizerFast  # noqa: E402
+from transformers import AutoTokenizer, LlamaConfig  # noqa: E402
 
 import train_critic  # noqa: E402
 import train_policy  # noqa: E402
@@ -70,7 +66,6 @@ JOBS = {"dpo": (train_policy, [], 8, 1),
 #           width, MLP, layers, heads, KV heads, head size, vocabulary, tied
 SHAPES = {"tiny": (64, 128, 1, 2, 1, 32, 4096, True),
           "small": (512, 1408, 2, 8, 2, 64, 4096, False),
-          "memory": (128, 384, 2, 4, 1, 32, 128256, False),
           "1b": (2048, 8192, 16, 32, 8, 64, 128256, True),
           "3b": (3072, 8192, 28, 24, 8, 128, 128256, True),
           "8b": (4096, 14336, 32, 32, 8, 128, 128256, False)}
@@ -85,8 +80,6 @@ def get_args():
     p.add_argument("--shape", choices=SHAPES, default="small", help="of the model: random weights")
     p.add_argument("--tasks", type=int, default=8, help="tasks to make, of four trajectories each")
     p.add_argument("--repeats", type=int, default=3)
-    p.add_argument("--memory", type=int, choices=[0, 1], default=0,
-                   help="1: peak memory of a step of dpo by trajectory alone, --shape memory")
     p.add_argument("--data", help="what torchrun's processes read: a folder made before")
     return p.parse_args()
 
@@ -145,9 +138,11 @@ def random_model(folder, device, noise=0.0, **how):
             generator = torch.Generator(own.device).manual_seed(1000 * RANK + n)
             if own.ndim == 1:
                 own.fill_(1)  # a norm's
-            else:
-                own.normal_(0, 0.05, generator=generator)
-                own.add_(torch.empty_like(own).normal_(0, 1, generator=generator), alpha=noise)
+                continue
+            scale = own.shape[1] ** -0.5
+            own.normal_(0, scale, generator=generator)
+            drawn = torch.empty_like(own).normal_(0, scale, generator=generator)
+            own.add_(drawn, alpha=noise)
 
     with patch("model.read_weights", draw), patch("model.weight_files", lambda path: [path]):
         model, _ = load(folder, device, **how)
@@ -196,7 +191,7 @@ def plain(*models):
     """Inside, a model's forward takes padded ids (B, T), without a tree; gives (B, T-1) logps."""
     def forward(model, ids):
         logits = model.lm(input_ids=ids, use_cache=False).logits[:, :-1].float()
-        return logits.log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+        return logits.log_softmax(-1).gather(2, ids[:, 1:, None]).sum(2)  # no view, for FSDP
 
     kernels = [model.config._attn_implementation for model in models]
     for model in models:
@@ -246,16 +241,11 @@ def trl_step(model, ref_model, pairs):
         def _prepare_dataset(self, dataset, *args):
             return dataset  # token ids already
 
-    def twin(lm):
-        """A module of its own over the same parameters."""
-        other = copy.deepcopy(lm, {id(p): p for p in lm.parameters()})
-        other.config._attn_implementation = "sdpa"
-        return other
-
     def step():
         trainer.current_gradient_accumulation_steps = len(rows)
-        return sum(trainer.training_step(trainer.model, trainer.data_collator([row])).item()
-                   for row in rows)
+        with plain(model, ref_model):
+            return sum(trainer.training_step(trainer.model, trainer.data_collator([row])).item()
+                       for row in rows)
 
     warnings.filterwarnings("ignore")
     rows = [{"prompt_ids": list(chosen[0][0]), "chosen_ids": list(chosen[0][1]),
@@ -264,10 +254,10 @@ def trl_step(model, ref_model, pairs):
         config = trl.DPOConfig(
             out, beta=BETA, loss_type=["sigmoid", "sft"], loss_weights=[1.0, NLL],
             max_length=None, per_device_train_batch_size=1, report_to="none",
-            gradient_checkpointing=False, bf16=False, use_cpu=model.device.type == "cpu")
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(model.config.name_or_path)
-        trainer = Tokenised(twin(model.lm), twin(ref_model.lm), args=config,
-                            processing_class=tokenizer, train_dataset=Dataset.from_list(rows))
+            gradient_checkpointing=False, bf16=False, use_cpu=True)
+        tokenizer = AutoTokenizer.from_pretrained(model.config.name_or_path)
+        trainer = Tokenised(model.lm, ref_model.lm, args=config, processing_class=tokenizer,
+                            train_dataset=Dataset.from_list(rows))
     return step
 
 
@@ -310,8 +300,8 @@ def cost(device, fn, *args):
 
 
 def total(costs):
-    seconds, tokens = zip(*costs)
-    return sum(seconds), sum(tokens)
+    """(seconds, tokens) of several after one another."""
+    return tuple(map(sum, zip(*costs)))
 
 
 def slowest(ranks):
@@ -330,8 +320,8 @@ def difference(ours, theirs):
 
 def take_gradients(model, loss):
     """[loss, gradient, ...] of all ranks; the model has no gradients any more."""
-    got = [torch.tensor(sum_over_ranks(loss)).view(1)]
-    got += [gathered(p.grad).clone() for p in model.parameters()]
+    got = [torch.tensor(sum_over_ranks(loss))]
+    got += [gathered(p.grad) for p in model.parameters()]
     model.zero_grad()
     return got
 
@@ -340,54 +330,52 @@ def row(job, ranks, items, rival, theirs, ours, differs):
     """A row of the table. theirs, ours: (seconds, tokens) of each repeat."""
     tokens = theirs[0][1] / ours[0][1]
     times = [a / b for (a, _), (b, _) in zip(theirs, ours)]
-    time_ratio = statistics.median(times)
+    middle = statistics.median(times)
     return {"job": job, "ranks": ranks, "items": items, "rival": rival, "tokens": tokens,
-            "time": time_ratio, "min": min(times), "max": max(times),
-            "of_bound": time_ratio / tokens, "differs": differs}
+            "time": middle, "min": min(times), "max": max(times), "of_bound": middle / tokens,
+            "differs": differs}
 
 
-def compare_steps(model, ref_model, job, batch, worlds, repeats, with_trl):
-    """Rows of one step of a job, for so many ranks each."""
+def compare_steps(model, ref_model, job, batch, repeats):
+    """Rows of a step of a job: by all ranks that there are, or by one and by eight simulated."""
     device, size, epochs = model.device, loss_size(job, batch), JOBS[job][3]
-    trl = trl_step(model, ref_model, batch) if with_trl else None
-    if WORLD > 1:
-        worlds = [WORLD]
-    costs = {}  # {(way, world): [(seconds, tokens) of each repeat]}
-    differs = {"official": 0, "trl": 0}
+    worlds = {1: range(1), 8: range(8)} if WORLD == 1 else {WORLD: [RANK]}
     turns = turns_in(batch) if job != "rft" else []
-    our_step(model, job, batch[:1], dict(zip(turns, score(ref_model, turns, MAX_TOKENS))), 0, 1)
-    official_step(model, ref_model, job, batch[0], size)  # both to warm up
+    official_step(model, ref_model, job, batch[0], size)  # to warm up
+    model.zero_grad()
+    trl = trl_step(model, ref_model, batch) if job == "dpo" and WORLD == 1 else None
+    costs, differs = {}, {}  # {(way, world): [(seconds, tokens)]} and {(way, world): number}
     for _ in range(repeats):
         scored, ref_cost = cost(device, score, ref_model, turns, MAX_TOKENS)
         ref = dict(zip(turns, scored))
-        for world in worlds:
-            model.zero_grad()
-            # score() repeats a part for a rank without one; over a whole data set few are
-            shares = [x / epochs / (1 if WORLD > 1 else world) for x in ref_cost]
-            ranks, losses = [], []
-            for rank in [RANK] if WORLD > 1 else range(world):
-                loss, step = cost(device, our_step, model, job, batch, ref, rank, world)
-                losses.append(loss)
-                ranks.append(total([step, shares]))
-            costs.setdefault(("ours", world), []).append(slowest(ranks))
-            ours = take_gradients(model, sum(losses))
-        outs, pairs = zip(*(cost(device, official_step, model, ref_model, job, pair, size)
-                            for pair in batch[RANK::WORLD]))
-        theirs = take_gradients(model, sum(outs))
-        differs["official"] = max(differs["official"], difference(ours[:1], theirs[:1]),
-                                  difference(ours[1:], theirs[1:]))
-        for world in worlds:
-            ranks = [pairs] if WORLD > 1 else [pairs[rank::world] for rank in range(world)]
-            ranks = [total(rank) for rank in ranks if rank]
-            costs.setdefault(("official", world), []).append(slowest(ranks))
+        gradients = {}
+        for world, ranks in worlds.items():
+            # pi_ref's share. Real ranks without a part repeat one; over a data set, few do.
+            share = tuple(x / epochs / len(ranks) for x in ref_cost)
+            losses, by_rank = zip(*(cost(device, our_step, model, job, batch, ref, rank, world)
+                                    for rank in ranks))
+            by_rank = [total([step, share]) for step in by_rank]
+            costs.setdefault(("ours", world), []).append(slowest(by_rank))
+            gradients["ours", world] = take_gradients(model, sum(losses))
+        losses, pairs = zip(*(cost(device, official_step, model, ref_model, job, pair, size)
+                              for pair in batch[RANK::WORLD]))
+        theirs = take_gradients(model, sum(losses))
+        for world, ranks in worlds.items():
+            by_rank = [total(pairs)]
+            if WORLD == 1:
+                by_rank = [total(pairs[rank::world]) for rank in ranks if rank < len(pairs)]
+            costs.setdefault(("official", world), []).append(slowest(by_rank))
+            gradients["official", world] = theirs
         if trl:
             loss, step = cost(device, trl)
-            theirs = take_gradients(model, loss)
-            differs["trl"] = max(differs["trl"], difference(ours[:1], theirs[:1]),
-                                 difference(ours[1:], theirs[1:]))
             costs.setdefault(("trl", 1), []).append(step)
-    return [row(job, world, len(batch), way, got, costs["ours", world], differs[way])
-            for (way, world), got in costs.items() if way != "ours"]
+            gradients["trl", 1] = take_gradients(model, loss)
+        for (way, world), got in gradients.items():
+            ours = gradients["ours", world]
+            new = max(difference(ours[:1], got[:1]), difference(ours[1:], got[1:]))
+            differs[way, world] = max(new, differs.get((way, world), 0))
+    return [row(job, world, len(batch), way, theirs, costs["ours", world], differs[way, world])
+            for (way, world), theirs in costs.items() if way != "ours"]
 
 
 def compare_scoring(model, name, turns, repeats):
@@ -416,12 +404,11 @@ def table(rows):
 def measure(args, folder, device):
     """Rows of all jobs, by the processes that run this."""
     model = random_model(folder, device, recompute=0)
-    ref_model = random_model(folder, device, noise=0.005, recompute=0)
+    ref_model = random_model(folder, device, noise=0.1, recompute=0)
     for job in args.jobs:
         if job != "scoring":
             batch = batches(read_groups(job, folder), JOBS[job][2], 0, 0)[0]
-            yield from compare_steps(model, ref_model, job, batch, [1, 8], args.repeats,
-                                     job == "dpo" and WORLD == 1)
+            yield from compare_steps(model, ref_model, job, batch, args.repeats)
         elif WORLD == 1:
             some = read_groups(job, folder)[:2 * TURNS * (CANDIDATES + 1)]  # two trajectories
             pairs = read_groups("dpo by trajectory", folder)[:2]
