@@ -108,17 +108,16 @@ class Bench:
             self.loaded = shape, policy, pi_ref.requires_grad_(False)
         return self.loaded[1:]
 
-    def time(self, fn, *args):
-        """(result, seconds of the slowest rank): the median of the repeats."""
-        costs = [B.cost(self.device, fn, *args) for _ in range(self.args.repeats)]
-        seconds = statistics.median(seconds for _, (seconds, _) in costs)
-        return costs[-1][0], max_over_ranks(seconds)
+    def time(self, fn):
+        """Seconds of the slowest rank, the median of the repeats."""
+        costs = [B.cost(self.device, fn) for _ in range(self.args.repeats)]
+        return max_over_ranks(statistics.median(cost[0].item() for _, cost in costs))
 
     def matmul(self):
         n = 8192 if self.gpu else 512
         a = torch.randn(n, n, device=self.device, dtype=self.dtype)
         for _ in range(2):  # the first warms up
-            seconds = self.time(lambda: [a @ a for _ in range(10)])[1]
+            seconds = self.time(lambda: [a @ a for _ in range(10)])
         self.peak = 10 * 2 * n ** 3 / seconds
         name = torch.cuda.get_device_name() if self.gpu else "CPU"
         return {"tflops": self.peak / 1e12, "device": name, "ranks": WORLD}
@@ -166,11 +165,11 @@ class Bench:
         run = functools.partial(B.our_step, model, job, batch, ref)
         model.zero_grad()
         loss = B.sum_over_ranks(run())[0]
-        self.ours[shape, job] = None, loss, gradient_norm(model)  # the gradients stay: memory
+        norm = gradient_norm(model)
         if self.gpu:
             torch.cuda.reset_peak_memory_stats()
-        seconds = self.time(run)[1]
-        self.ours[shape, job] = seconds, *self.ours[shape, job][1:]
+        seconds = self.time(run)
+        self.ours[shape, job] = seconds, loss, norm
         figures = {"pairs": len(batch), "seconds": seconds,
                    "tokens_a_second": plan["tokens"]["computed"] / WORLD / seconds}
         for name, recompute in (("of_peak", 1), ("of_peak_useful", 0)):
@@ -191,8 +190,8 @@ class Bench:
             return sum(B.official_step(model, pi_ref, job, pair, len(batch))
                        for pair in batch[RANK::WORLD])
 
-        loss, (theirs, _) = B.cost(self.device, step)
-        return {"time": max_over_ranks(theirs) / seconds, "our_loss": our_loss,
+        loss, theirs = B.cost(self.device, step)
+        return {"time": max_over_ranks(theirs[0].item()) / seconds, "our_loss": our_loss,
                 "loss": B.sum_over_ranks(loss)[0], "gradient": gradient_norm(model) / our_norm}
 
     def scoring(self, shape):
@@ -204,13 +203,11 @@ class Bench:
     def kernel(self, shape, kernel):
         pick_attention(kernel, self.device, self.dtype)
         model = self.load(shape)[0]
-        used, model.config._attn_implementation = model.config._attn_implementation, "tree_" + kernel
-        try:
-            step = functools.partial(self.forward_backward, model, "critic")
-            step()  # to warm up
-            seconds = self.time(step)[1]
-        finally:
-            model.config._attn_implementation = used
+        self.loaded = None  # the next row loads another, with its own kernel
+        model.config._attn_implementation = "tree_" + kernel
+        step = functools.partial(self.forward_backward, model, "critic")
+        step()  # to warm up
+        seconds = self.time(step)
         self.kernel_seconds = self.kernel_seconds or seconds
         return {"seconds": seconds, "time": seconds / self.kernel_seconds}
 

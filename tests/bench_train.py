@@ -1,6 +1,6 @@
 """What the trainers' steps and scores cost, beside other ways to compute the same.
 
-    python tests/bench_train.py                           # one core, some minutes
+    python tests/bench_train.py                           # ten minutes of one core
     python tests/bench_train.py --jobs dpo scoring --repeats 5
 
 Records of the paper's shape go to disk: a task has four trajectories of six turns, a turn has 16
@@ -64,12 +64,12 @@ JOBS = {"dpo": (train_policy, [], 8, 1),
         "rft": (train_policy, ["--loss", "rft"], 8, 4),
         "critic": (train_critic, ["--held_out", "0"], 8, 4)}
 #           width, MLP, layers, heads, KV heads, head size, vocabulary, tied
-SHAPES = {"tiny": (64, 128, 1, 2, 1, 32, 4096, True),
-          "small": (512, 1408, 2, 8, 2, 64, 4096, False),
+SHAPES = {"tiny": (64, 128, 1, 2, 1, 32, 2048, True),
+          "small": (384, 1024, 2, 6, 2, 64, 2048, False),
           "1b": (2048, 8192, 16, 32, 8, 64, 128256, True),
           "3b": (3072, 8192, 28, 24, 8, 128, 128256, True),
           "8b": (4096, 14336, 32, 32, 8, 128, 128256, False)}
-WORDS, TURNS, CANDIDATES, BETA, NLL, MAX_TOKENS = 3000, 6, 16, 0.1, 0.01, 16384
+WORDS, TURNS, CANDIDATES, BETA, NLL, MAX_TOKENS = 1700, 6, 16, 0.1, 0.01, 16384
 TOKENS = [0]  # that went through a model: 1 a forward, 2 a backward
 
 
@@ -78,7 +78,6 @@ def get_args():
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--jobs", nargs="+", choices=[*JOBS, "scoring"], default=[*JOBS, "scoring"])
     p.add_argument("--shape", choices=SHAPES, default="small", help="of the model: random weights")
-    p.add_argument("--tasks", type=int, default=8, help="tasks to make, of four trajectories each")
     p.add_argument("--repeats", type=int, default=3)
     p.add_argument("--data", help="what torchrun's processes read: a folder made before")
     return p.parse_args()
@@ -134,8 +133,10 @@ def random_model(folder, device, noise=0.0, **how):
     @torch.no_grad()
     def draw(model, path):
         for n, p in enumerate(model.parameters()):
-            own = p.to_local() if hasattr(p, "to_local") else p
-            generator = torch.Generator(own.device).manual_seed(1000 * RANK + n)
+            own, seed = p, n
+            if hasattr(p, "to_local"):
+                own, seed = p.to_local(), n + 1000 * RANK  # a shard's numbers are its own
+            generator = torch.Generator(own.device).manual_seed(seed)
             if own.ndim == 1:
                 own.fill_(1)  # a norm's
                 continue
@@ -160,6 +161,7 @@ def pair_loss(job, pair, logps, ref):
     """As the trainers'. logps, ref: {turn: (L,)}."""
     if job == "rft":
         return -torch.cat([logps[turn] for turn in pair.chosen]).sum()
+    ref = {turn: ref[turn].to(logps[turn].device) for side in pair[:2] for turn in side}
     sides = [[x[turn] for turn in side] for x in (logps, ref) for side in pair[:2]]
     if job == "critic":
         return train_critic.critic_loss(*sides, BETA, NLL, "turn")[0]
@@ -288,7 +290,7 @@ def kv_cache_scores(model, turns):
 # --- measuring ------------------------------------------------------------------------------------
 
 def cost(device, fn, *args):
-    """(fn(*args), (seconds, tokens)): CPU time, on a GPU wall time."""
+    """(fn(*args), its (seconds, tokens), a tensor): CPU time, on a GPU wall time."""
     sync, clock = (lambda: None), time.process_time
     if device.type == "cuda":
         sync, clock = torch.cuda.synchronize, time.perf_counter
@@ -296,25 +298,19 @@ def cost(device, fn, *args):
     TOKENS[0], start = 0, clock()
     out = fn(*args)
     sync()
-    return out, (clock() - start, TOKENS[0])
+    return out, torch.tensor([clock() - start, TOKENS[0]], dtype=torch.float64)
 
 
-def total(costs):
-    """(seconds, tokens) of several after one another."""
-    return tuple(map(sum, zip(*costs)))
-
-
-def slowest(ranks):
-    """(seconds, tokens) of the slowest rank, and of the one with most tokens."""
-    return tuple(max_over_ranks(max(column)) for column in zip(*ranks))
-
-
-def norm(tensors):
-    return sum(x.double().norm().item() ** 2 for x in tensors) ** 0.5
+def slowest(costs):
+    """(seconds, tokens): of the slowest rank, and of the one with most tokens."""
+    return torch.tensor([max_over_ranks(max(column)) for column in torch.stack(costs).T.tolist()])
 
 
 def difference(ours, theirs):
     """Norm of the difference of two lists of tensors, over that of the first."""
+    def norm(tensors):
+        return sum(x.double().norm().item() ** 2 for x in tensors) ** 0.5
+
     return norm(x.double() - y.double() for x, y in zip(ours, theirs)) / norm(ours)
 
 
@@ -327,13 +323,12 @@ def take_gradients(model, loss):
 
 
 def row(job, ranks, items, rival, theirs, ours, differs):
-    """A row of the table. theirs, ours: (seconds, tokens) of each repeat."""
-    tokens = theirs[0][1] / ours[0][1]
-    times = [a / b for (a, _), (b, _) in zip(theirs, ours)]
+    """A row of the table. theirs, ours: (seconds, tokens) of each repeat; differs: of each, too."""
+    times, tokens = (torch.stack(theirs) / torch.stack(ours)).T.tolist()
     middle = statistics.median(times)
-    return {"job": job, "ranks": ranks, "items": items, "rival": rival, "tokens": tokens,
-            "time": middle, "min": min(times), "max": max(times), "of_bound": middle / tokens,
-            "differs": differs}
+    return {"job": job, "ranks": ranks, "items": items, "rival": rival, "tokens": tokens[0],
+            "time": middle, "min": min(times), "max": max(times), "of_bound": middle / tokens[0],
+            "differs": max(differs)}
 
 
 def compare_steps(model, ref_model, job, batch, repeats):
@@ -344,49 +339,45 @@ def compare_steps(model, ref_model, job, batch, repeats):
     official_step(model, ref_model, job, batch[0], size)  # to warm up
     model.zero_grad()
     trl = trl_step(model, ref_model, batch) if job == "dpo" and WORLD == 1 else None
-    costs, differs = {}, {}  # {(way, world): [(seconds, tokens)]} and {(way, world): number}
+    costs, differs = {}, {}  # {(way, world): [figures of each repeat]}
     for _ in range(repeats):
         scored, ref_cost = cost(device, score, ref_model, turns, MAX_TOKENS)
-        ref = dict(zip(turns, scored))
-        gradients = {}
+        ref, gradients = dict(zip(turns, scored)), {}
+
+        def note(way, world, by_rank, got):
+            costs.setdefault((way, world), []).append(slowest(by_rank))
+            ours = gradients.setdefault(world, got)  # the first
+            new = max(difference(ours[:1], got[:1]), difference(ours[1:], got[1:]))
+            differs.setdefault((way, world), []).append(new)
+
         for world, ranks in worlds.items():
-            # pi_ref's share. Real ranks without a part repeat one; over a data set, few do.
-            share = tuple(x / epochs / len(ranks) for x in ref_cost)
             losses, by_rank = zip(*(cost(device, our_step, model, job, batch, ref, rank, world)
                                     for rank in ranks))
-            by_rank = [total([step, share]) for step in by_rank]
-            costs.setdefault(("ours", world), []).append(slowest(by_rank))
-            gradients["ours", world] = take_gradients(model, sum(losses))
+            # pi_ref's share. Real ranks without a part repeat one; over a data set, few do.
+            share = ref_cost / epochs / len(ranks)
+            note("ours", world, [x + share for x in by_rank], take_gradients(model, sum(losses)))
         losses, pairs = zip(*(cost(device, official_step, model, ref_model, job, pair, size)
                               for pair in batch[RANK::WORLD]))
-        theirs = take_gradients(model, sum(losses))
+        got = take_gradients(model, sum(losses))
         for world, ranks in worlds.items():
-            by_rank = [total(pairs)]
-            if WORLD == 1:
-                by_rank = [total(pairs[rank::world]) for rank in ranks if rank < len(pairs)]
-            costs.setdefault(("official", world), []).append(slowest(by_rank))
-            gradients["official", world] = theirs
+            dealt = [pairs] if WORLD > 1 else [pairs[rank::world] for rank in ranks]
+            note("official", world, [sum(part) for part in dealt if part], got)
         if trl:
-            loss, step = cost(device, trl)
-            costs.setdefault(("trl", 1), []).append(step)
-            gradients["trl", 1] = take_gradients(model, loss)
-        for (way, world), got in gradients.items():
-            ours = gradients["ours", world]
-            new = max(difference(ours[:1], got[:1]), difference(ours[1:], got[1:]))
-            differs[way, world] = max(new, differs.get((way, world), 0))
+            loss, by_trl = cost(device, trl)
+            note("trl", 1, [by_trl], take_gradients(model, loss))
     return [row(job, world, len(batch), way, theirs, costs["ours", world], differs[way, world])
             for (way, world), theirs in costs.items() if way != "ours"]
 
 
 def compare_scoring(model, name, turns, repeats):
     """The row of log-probs of these turns, beside the KV cache."""
-    ours, theirs, differs = [], [], 0
+    ours, theirs, differs = [], [], []
     for _ in range(repeats):
         got, mine = cost(model.device, score, model, turns, MAX_TOKENS)
         want, rival = cost(model.device, kv_cache_scores, model, turns)
         ours.append(mine)
         theirs.append(rival)
-        differs = max(differs, difference(got, want))
+        differs.append(difference(got, want))
     return row(name, 1, len(turns), "kv cache", theirs, ours, differs)
 
 
@@ -427,7 +418,7 @@ def main():
         return leave_group()
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        make_data(folder, args.tasks, args.shape)
+        make_data(folder, 8, args.shape)
         for line in measure(args, folder, device):
             rows.append(line)
             print(json.dumps(line), flush=True)
