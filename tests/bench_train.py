@@ -20,8 +20,8 @@ Rivals read the same pairs and have the same weights:
 
 official   a pair is a batch of two padded sequences, all logits, pi_ref on it at every step
 trl        TRL's DPOTrainer, a pair at a time (pip install trl==1.16.0; left out without it)
-kv cache   scoring: a prompt once, with a KV cache; then all its actions in one padded batch, from
-           that cache without copies, with the head on actions alone
+kv cache   scoring: a prompt once, with a KV cache; then all its actions in one padded batch, with
+           the head on actions alone
 
 Every repeat runs all of them in turn. `time` is the slowest rank's CPU time over that of ours:
 median [min, max]. `tokens` is the same of computed tokens, with a backward pass as two forwards.
