@@ -175,12 +175,12 @@ def loss_size(job, batch):
     return len(batch)
 
 
-def our_step(model, job, batch, ref, rank=RANK, world=WORLD, max_tokens=MAX_TOKENS):
+def our_step(model, job, batch, ref, rank=RANK, world=WORLD):
     """The loss of a rank's share of a step, as the trainers compute it; leaves gradients."""
     total = 0.0
-    for part, weight in deal(batch, max_tokens, rank, world):
+    for part, weight in deal(batch, MAX_TOKENS, rank, world):
         part_turns = turns_in(part)
-        logps = dict(zip(part_turns, action_logps(model, part_turns, max_tokens)))
+        logps = dict(zip(part_turns, action_logps(model, part_turns, MAX_TOKENS)))
         losses = [pair_loss(job, pair, logps, ref) for pair in part]
         loss = weight * sum(losses) / loss_size(job, batch)
         loss.backward()
@@ -393,7 +393,7 @@ def table(rows):
 
 
 def measure(args, folder, device):
-    """Rows of all jobs, by the processes that run this."""
+    """Rows of all jobs, by the processes that run this. Scoring takes two trajectories."""
     model = random_model(folder, device, recompute=0)
     ref_model = random_model(folder, device, noise=0.1, recompute=0)
     for job in args.jobs:
@@ -401,7 +401,7 @@ def measure(args, folder, device):
             batch = batches(read_groups(job, folder), JOBS[job][2], 0, 0)[0]
             yield from compare_steps(model, ref_model, job, batch, args.repeats)
         elif WORLD == 1:
-            some = read_groups(job, folder)[:2 * TURNS * (CANDIDATES + 1)]  # two trajectories
+            some = read_groups(job, folder)[:2 * TURNS * (CANDIDATES + 1)]
             pairs = read_groups("dpo by trajectory", folder)[:2]
             for name, turns in (("advantages", some), ("pi_ref", turns_in(sum(pairs, [])))):
                 yield compare_scoring(model, name, turns, args.repeats)
