@@ -27,7 +27,8 @@ def first_batch(folder, job, pairs):
     return batches(B.read_groups(job, folder), pairs, 0, 0)[0]
 
 
-@pytest.mark.parametrize("job", ["dpo", "mtdpo", "rft", "critic"])
+@pytest.mark.parametrize("job", ["dpo", "rft", pytest.param("mtdpo", marks=pytest.mark.full),
+                                 pytest.param("critic", marks=pytest.mark.full)])
 def test_rows_of_a_step(bench, job):
     """Gradients agree; the tokens are those counted one pair and one part at a time."""
     folder, model, pi_ref = bench
@@ -56,7 +57,7 @@ def test_data_have_the_papers_shape(bench):
 
 def test_unequal_work_is_found_out(bench, monkeypatch):
     folder, model, pi_ref = bench
-    batch = first_batch(folder, "dpo", 2)
+    batch = first_batch(folder, "dpo", 1)
     step = B.official_step
     monkeypatch.setattr(B, "official_step", lambda *args: step(*args[:-1], args[-1] * 1.01))
     for row in B.compare_steps(model, pi_ref, "dpo", batch, 1):
