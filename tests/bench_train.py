@@ -178,7 +178,8 @@ def loss_size(job, batch):
 def our_step(model, job, batch, ref, rank=RANK, world=WORLD):
     """The loss of a rank's share of a step, as the trainers compute it; leaves gradients."""
     total = 0.0
-    for part, weight in deal(batch, MAX_TOKENS, rank, world):
+    for ranks in deal(batch, MAX_TOKENS, world):
+        part, weight, *_ = ranks[rank]
         part_turns = turns_in(part)
         logps = dict(zip(part_turns, action_logps(model, part_turns, MAX_TOKENS)))
         losses = [pair_loss(job, pair, logps, ref) for pair in part]
