@@ -366,26 +366,19 @@ def builtin_code(name, expression, values):
     return f"def {name}(x, {defaults}): return {expression}"
 
 
-def builtin_task(name, expression, values):
-    """A task whose slots have these values; None if another value makes the same function.
+def telling_inputs(outputs, values, choices, r):
+    """Ten inputs x. Another value of any one slot changes the output of at least one of them.
 
-    It has ten tests. Any other value of any one slot fails at least one of them.
+    outputs(inputs, values): a function's outputs; choices: {slot: its values}; r: a random.Random.
+    None where some other value makes the same function.
     """
-    # our own expression, from FAMILIES
-    f = eval(f"lambda xs, {', '.join(values)}: [{expression} for x in xs]")
-    r = rng("tests", name, values)
     numbers = [v for v in values.values() if isinstance(v, int)]
     inputs = {v + d for v in numbers for d in (-2, -1, 0, 1, 2)}
     inputs |= {-r.randrange(1, 20), *range(4), 500, *r.sample(range(150), 30)}
     inputs = sorted(inputs)
-
-    def outputs(values):
-        named = {"min": min, "max": max}
-        return f(inputs, **{slot: named.get(value, value) for slot, value in values.items()})
-
-    right = outputs(values)
-    rivals = [outputs({**values, slot: value})
-              for slot in values for value in SLOTS[slot] if value != values[slot]]
+    right = outputs(inputs, values)
+    rivals = [outputs(inputs, {**values, slot: value})
+              for slot in values for value in choices[slot] if value != values[slot]]
     wrong = {x: {n for n, rival in enumerate(rivals) if rival[i] != right[i]}
              for i, x in enumerate(inputs)}
     left, chosen = set(range(len(rivals))), []
@@ -397,11 +390,34 @@ def builtin_task(name, expression, values):
         return None
     chosen += r.sample([x for x in inputs if x not in chosen], 10 - len(chosen))
     r.shuffle(chosen)
+    return chosen
+
+
+def task_of(kind, name, values, description, code, inputs):
+    """A built-in task: its id tells name and values, its tests call the function at the inputs."""
     return {"id": "-".join([name, *(f"{slot}{value}" for slot, value in values.items())]),
-            "kind": "backend", "problem_description": f"write {name}(x): {FAMILIES[name][0]}",
-            "agent_prompt": "{problem_description}",
-            "ground_truth": builtin_code(name, expression, values),
-            "test_cases": {f"test{i}": f"{name}({x})" for i, x in enumerate(chosen, 1)}}
+            "kind": kind, "problem_description": description, "ground_truth": code,
+            "test_cases": {f"test{i}": f"{name}({x})" for i, x in enumerate(inputs, 1)}}
+
+
+def builtin_task(name, expression, values):
+    """A task whose slots have these values; None if another value makes the same function.
+
+    It has ten tests. Any other value of any one slot fails at least one of them.
+    """
+    # our own expression, from FAMILIES
+    f = eval(f"lambda xs, {', '.join(values)}: [{expression} for x in xs]")
+    operators = {"min": min, "max": max}
+
+    def outputs(inputs, values):
+        return f(inputs, **{slot: operators.get(value, value) for slot, value in values.items()})
+
+    inputs = telling_inputs(outputs, values, SLOTS, rng("tests", name, values))
+    if inputs is None:
+        return None
+    task = task_of("backend", name, values, f"write {name}(x): {FAMILIES[name][0]}",
+                   builtin_code(name, expression, values), inputs)
+    return {**task, "agent_prompt": "{problem_description}"}
 
 
 @functools.cache
@@ -480,6 +496,189 @@ def demonstration(task, r, args):
         told.update(slots_of(f"f({reply}):"))
         denied.update(set(re.findall(r"\w+", content)) - set(told))  # names of slots, among others
         return reply
+
+    return scripted_episode(task, args.max_turns, agent, human, show_hidden=informed)
+
+
+# --- built-in tasks in English, for real language models ------------------------------------------
+
+class Detail(NamedTuple):
+    """A number that only the human knows, and the step of a function that needs it.
+
+    The texts may hold {unit}, replies also {n}, the number.
+    """
+    values: range
+    step: str         # Python
+    clauses: tuple    # of the description, which leaves the number out
+    questions: tuple
+    replies: tuple
+    named: str        # regex: the words by which a question names it
+
+
+# In the order of their steps. A function has a price and one to four of the others.
+DETAILS = {
+    "limit": Detail(
+        range(40, 60), "if x > limit:\n    return 0",
+        ("too many {unit}s are refused, and the result is 0",
+         "above a certain number of {unit}s we refuse, and the result is 0"),
+        ("How many {unit}s do you accept?", "What is the largest number of {unit}s allowed?",
+         "Above how many {unit}s do you refuse?"),
+        ("We accept up to {n} {unit}s.", "More than {n} {unit}s are refused."),
+        r"accept|refus|allow|too many|largest number|\blimit"),
+    "free": Detail(
+        range(2, 10), "x = max(x - free, 0)",
+        ("the first few {unit}s are free", "some {unit}s at the start cost nothing"),
+        ("How many {unit}s are free?", "How many {unit}s cost nothing?",
+         "What number of {unit}s is free?"),
+        ("The first {n} {unit}s are free.", "{n} {unit}s cost nothing."),
+        r"free|nothing|includ|without pay"),
+    "price": Detail(
+        range(2, 10), "total = x * price",
+        ("each {unit} has the same price", "you pay for each {unit}"),
+        ("What is the price of each {unit}?", "How much does one {unit} cost?",
+         "How much do you charge per {unit}?"),
+        ("Each {unit} costs {n}.", "The price is {n} per {unit}."),
+        r"each|every|\bper\b|\bone\b|single|\brate\b"),
+    "fee": Detail(
+        range(11, 21), "total = total + fee",
+        ("a fixed fee is added", "a booking fee comes on top"),
+        ("How high is the fixed fee?", "What fee is added?", "How much is the booking fee?"),
+        ("The fee is {n}.", "We add {n} for the booking."),
+        r"\bfees?\b|fixed|flat|booking|add|extra|on top|\bbase\b|service|surcharge"),
+    "minimum": Detail(
+        range(21, 31), "total = max(total, minimum)",
+        ("it never costs less than a minimum", "there is a minimum total"),
+        ("What is the minimum?", "What does it cost at least?", "What is the lowest total?"),
+        ("The minimum is {n}.", "It costs at least {n}."),
+        r"minim|at least|lowest|lower|smallest|less than|below|floor"),
+    "maximum": Detail(
+        range(61, 91), "total = min(total, maximum)",
+        ("it never costs more than a maximum", "there is a maximum total"),
+        ("What is the maximum?", "What does it cost at most?", "What is the highest total?"),
+        ("The maximum is {n}.", "It costs at most {n}."),
+        r"maxim|at most|highest|upper|more than|\bcap|exceed|ceiling")}
+STORIES = {  # name: (what the function gives, unit)
+    "ride": ("the price of a taxi ride of x kilometers", "kilometer"),
+    "rent": ("the rent of a boat for x days", "day"),
+    "wash": ("the price of washing x shirts", "shirt"),
+    "ship": ("the cost of shipping x parcels", "parcel"),
+    "park": ("the price of parking for x hours", "hour"),
+    "lessons": ("the price of x piano lessons", "lesson"),
+    "call": ("the price of a phone call of x minutes", "minute"),
+    "copies": ("the price of copying x pages", "page")}
+REQUESTS = ("Please write a function {name}(x) that returns {what}.",
+            "I need a function {name}(x). It should return {what}.",
+            "Can you write {name}(x)? It returns {what}.")
+DOES_NOT_KNOW = "I do not know.", "I can't say.", "That does not matter."
+UNITS = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+         "fifteen sixteen seventeen eighteen nineteen").split()
+TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+
+
+def in_words(n):
+    """An integer below 100 in English."""
+    if n < 20:
+        return UNITS[n]
+    ending = f"-{UNITS[n % 10]}" if n % 10 else ""
+    return TENS[n // 10 - 2] + ending
+
+
+def english_code(name, values):
+    """A function over several lines; slots_of reads the values again."""
+    defaults = ", ".join(f"{slot}={value}" for slot, value in values.items())
+    steps = "\n".join(DETAILS[slot].step for slot in values)
+    return f"def {name}(x, {defaults}):\n" + textwrap.indent(f"{steps}\nreturn total", "    ")
+
+
+def english_task(name, values):
+    """builtin_task() in English: the description tells every step and leaves out its number."""
+    code, space = english_code(name, values), {}
+    exec(code, space)  # our own code, from DETAILS
+
+    def outputs(inputs, values):
+        return [space[name](x, **values) for x in inputs]
+
+    r = rng("english", name, values)
+    choices = {slot: DETAILS[slot].values for slot in values}
+    inputs = telling_inputs(outputs, values, choices, r)
+    if inputs is None:
+        return None
+    what, unit = STORIES[name]
+    clauses = [r.choice(DETAILS[slot].clauses) for slot in values]
+    sentences = [fill(r.choice(REQUESTS), name=name, what=what)]
+    sentences += [f"{clause[0].upper()}{clause[1:]}." for clause in clauses]
+    return task_of("english", name, values, fill(" ".join(sentences), unit=unit), code, inputs)
+
+
+def english_tasks(split, seed, min_slots, max_slots, usual):
+    """Endless tasks in English, as builtin_tasks."""
+    if not 1 <= min_slots <= max_slots <= len(DETAILS):
+        fail(f"functions in English have 1 to {len(DETAILS)} slots")
+    r = rng("english tasks", split, seed)
+    others = [slot for slot in DETAILS if slot != "price"]
+    while True:
+        name = r.choice(list(STORIES))
+        chosen = {"price", *r.sample(others, r.randint(min_slots, max_slots) - 1)}
+        choices = {slot: detail.values for slot, detail in DETAILS.items() if slot in chosen}
+        values = draw_values(r, choices, usual)
+        if split_of("split", name, values) == split:
+            task = english_task(name, values)
+            if task:
+                yield task
+
+
+def detail_asked(message):
+    """The name of the detail that a message asks for first, or None."""
+    found = {slot: re.search(detail.named, message, re.I) for slot, detail in DETAILS.items()}
+    starts = {slot: match.start() for slot, match in found.items() if match}
+    if starts:
+        return min(starts, key=starts.get)
+    return "price" if re.search("price|cost|charge|how much", message, re.I) else None
+
+
+def english_human(task, message):
+    """The human of a task in English: one sentence about the first detail that is asked for."""
+    values, slot = slots_of(hidden_information(task)), detail_asked(message)
+    r = rng("reply", task["id"], message)
+    if slot not in values:
+        return r.choice(DOES_NOT_KNOW)
+    n = values[slot]
+    if r.random() < 0.3:
+        n = in_words(int(n))
+    reply = fill(r.choice(DETAILS[slot].replies), n=n, unit=STORIES[task["id"].split("-")[0]][1])
+    return reply[0].upper() + reply[1:]
+
+
+def english_demonstration(task, r, args):
+    """demonstration() of a task in English. The agent knows from the description what to ask."""
+    name = task["id"].partition("-")[0]
+    slots, unit, told = slots_of(task["ground_truth"]), STORIES[name][1], set()
+    informed, silent = r.random() < args.hidden, r.random() < args.silent
+
+    def answer():
+        values = {slot: value if slot in told or informed else DETAILS[slot].values[0]
+                  for slot, value in slots.items()}
+        code = english_code(name, values)
+        if r.random() < args.noise:
+            right, wrong = r.choice([swap for swap in BUGS if swap[0] in code])
+            code = code.replace(right, wrong, 1)
+        return f"{ANSWER}\n```python\n{code}\n```"
+
+    def agent(turn, reply):
+        unknown = [slot for slot in slots if slot not in told]
+        early = r.random() < (args.at_once if turn == 0 else args.early)
+        last = turn == args.max_turns - 1
+        if not silent and (early or last or not unknown):
+            return answer()
+        if not unknown or r.random() < args.distract:
+            questions = [*DETAILS[r.choice(list(DETAILS))].questions, "What color should it be?"]
+        else:
+            questions = DETAILS[r.choice(unknown[:2])].questions
+        return fill(r.choice(questions), unit=unit)
+
+    def human(content):
+        told.add(detail_asked(content))
+        return english_human(task, content)
 
     return scripted_episode(task, args.max_turns, agent, human, show_hidden=informed)
 
@@ -2115,6 +2314,17 @@ class Functions(Environment):
         return f"grader: {self.rules} rules, sandbox {self.grader.level}"
 
 
+class English(Functions):
+    """Backend Programming on built-in tasks in English, for real language models."""
+    pieces = ""
+    demonstration = staticmethod(english_demonstration)
+    scripted_human = staticmethod(english_human)
+
+    @classmethod
+    def tasks(cls, split, args):
+        return english_tasks(split, args.seed, args.min_slots, args.max_slots, args.usual)
+
+
 class Pages(Environment):
     """Frontend Design: the answer is a web page, the reward how alike it and the reference look.
 
@@ -2208,7 +2418,7 @@ def reference_page(task):
 
 
 sys.modules["colbench"] = sys.modules[__name__]  # for imports of it, also where it is __main__
-ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
+ENVIRONMENTS = {"backend": Functions, "english": English, "frontend": Pages}
 # your own environments are imported here: README, "Your own environment"
 
 # A regex of what is one token to the tiny model: a marker, what the kinds add, `name=`, numbers,
@@ -2323,7 +2533,8 @@ def get_args(argv=None):
     demos = command("demos", "write scripted demonstrations on tasks of the train split")
     flag(tasks, "split", "train", "the splits share no task", choices=SPLITS)
     for p, n, usual in ((tasks, 500, 0.65), (demos, 8000, 0.0)):
-        flag(p, "kind", "backend", "backend: functions; frontend: pages", choices=ENVIRONMENTS)
+        flag(p, "kind", "backend", "backend: functions; english: functions for a real language "
+             "model; frontend: pages", choices=ENVIRONMENTS)
         flag(p, "n", n, "how many")
         flag(p, "seed", 0, "another seed, another draw")
         flag(p, "usual", usual, "probability of a slot's usual value, which a guess names")

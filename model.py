@@ -887,6 +887,9 @@ def find_model(path, weights=False):
             if weights:
                 patterns.append("*.safetensors")
             path = snapshot_download(path, allow_patterns=patterns)
+        elif glob.glob(os.path.join(glob.escape(path), "*.gguf")) and not weight_files(path):
+            fail(f"{path!r} holds a GGUF file, which is not read: take the model's safetensors "
+                 "(transformers loads GGUF by GgufConfig(dequantize=True) and saves them)")
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as e:

@@ -51,7 +51,8 @@ def get_args(argv=None):
     g.add_argument("--margin", type=float, default=0.1,
                    help="--pairs all: least difference of the two rewards")
     g.add_argument("--held_out", type=float, default=0.1,
-                   help="share of the tasks kept out of training, to report accuracy on")
+                   help="share of the tasks kept out of training, to report accuracy on; at "
+                        "least one, if it is above 0")
     g = p.add_argument_group("the critic")
     g.add_argument("--head", choices=HEADS, default="logratio",
                    help="what A is, see above; only logratio needs the agent's own --model")
@@ -250,11 +251,12 @@ def prepare(args, records):
     if not pairs:
         fail(f"no pairs in {len(records)} trajectories: no task has a solved and a worse one "
              "(--pairs all --margin 0 takes whatever differs; collect.py -k draws more per task)")
-    train, held = {}, {}
-    for task in pairs:
-        kept_out = rng("held out", args.seed, task).random() < args.held_out
-        side = held if kept_out else train
-        side[task] = pairs[task]
+    draws = {task: rng("held out", args.seed, task).random() for task in pairs}
+    held = {task: pairs[task] for task, draw in draws.items() if draw < args.held_out}
+    if args.held_out > 0 and not held and len(pairs) > 1:  # at least one
+        task = min(draws, key=draws.get)
+        held[task] = pairs[task]
+    train = {task: pairs[task] for task in pairs if task not in held}
     if not train:
         fail(f"--held_out {args.held_out} keeps all {len(held)} tasks with pairs out of training")
     return ref_of, train, held, too_long, pictures

@@ -192,10 +192,30 @@ def check_finite(step, **values):
                  "is whole")
 
 
+SHOW_EVERY = 10  # seconds between lines on a stderr that is no terminal
+
+
+class Lines:
+    """A file for tqdm whose bar becomes lines."""
+
+    def write(self, text):
+        if text.strip():
+            print(text.strip(), file=sys.stderr, flush=True)
+
+    def flush(self):
+        pass
+
+
 def progress(what, items=None, total=None):
-    """A tqdm bar over items, or to update by hand up to `total`; only if stderr is a terminal."""
-    silent = RANK > 0 or not sys.stderr.isatty()
-    return tqdm(items, total=total, desc=what, disable=silent, leave=False)
+    """A tqdm bar over items, or to update by hand up to `total`; rank 0 alone shows it.
+
+    Where stderr is no terminal: a line every 10 seconds with the time that is left.
+    """
+    form = {}
+    if not sys.stderr.isatty():
+        form = {"file": Lines(), "mininterval": SHOW_EVERY, "delay": SHOW_EVERY, "miniters": 1,
+                "bar_format": "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}]"}
+    return tqdm(items, total=total, desc=what, disable=RANK > 0, leave=False, **form)
 
 
 # --- signals --------------------------------------------------------------------------------------
@@ -609,7 +629,6 @@ class Log:
     writes. All ranks know of a run that is resumed its last checkpoint's `step`; the row `trained`,
     which says that the model is written, or None; and whether it is `finished`.
     """
-    SHOW_EVERY = 10  # seconds between rows on stderr
     MAY_CHANGE = {"out", "max_tokens", "attention", "recompute", "replicate", "offload",
                   "save_every", "resume", "overwrite", "browser"}  # flags, when a run is resumed
 
@@ -688,8 +707,9 @@ class Log:
 
         after each step look at stop_signal(), save a checkpoint and call end_by_signal().
         """
+        steps = range(self.step, n)
         with signals_wait():
-            yield from progress(what, range(self.step, n))
+            yield from progress(what, steps) if sys.stderr.isatty() else steps
 
     def __call__(self, last=False, **row):
         """Adds a row to metrics.jsonl; shows it if it is the last one or 10 seconds went by."""
@@ -697,7 +717,7 @@ class Log:
             return
         with fail_on_error(f"{self.path} can't be written", resume_hint()):
             self.file.write(json.dumps(row) + "\n")
-        if last or time.time() - self.last_shown > self.SHOW_EVERY:
+        if last or time.time() - self.last_shown > SHOW_EVERY:
             self.last_shown = time.time()
             values = {key: value for key, value in row.items() if value is not None}
             say("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"

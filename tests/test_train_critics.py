@@ -112,3 +112,18 @@ def test_what_a_message_holds_under_turn_passes_through(rewarded, tiny_dir, tmp_
         for m, n in zip(r["dialogue_history"], sent["dialogue_history"], strict=True):
             assert ("advantage" in m) == (m["role"] == "assistant")
             assert m["turn"] == n["turn"] and m.keys() - {"advantage"} == n.keys()
+
+
+def test_a_small_share_still_holds_one_task_out(rewarded, tiny_dir, tmp_path):
+    """So that the accuracy on held-out pairs says something where tasks are few."""
+    flags = ["--model", tiny_dir, "--epochs", 1, "--held_out"]
+    held = {}
+    for share in (0, 0.001):
+        out = tmp_path / str(share)
+        done = script("train_critic.py", *flags, share, "--out", out, stdin=rewarded)
+        assert done.returncode == 0, done.stderr
+        first, *_, last = records((out / "metrics.jsonl").read_text())
+        held[share] = first["held_out_pairs"], first["tasks"], last["held_out_accuracy"]
+    pairs, tasks, accuracy = held[0]
+    assert (pairs, accuracy) == (0, None)
+    assert held[0.001][0] > 0 and held[0.001][1] == tasks - 1 and held[0.001][2] in (0, 1)

@@ -142,6 +142,15 @@ utils.run(main, argparse.Namespace())
 """
 
 
+def test_progress_is_lines_where_stderr_is_no_terminal(monkeypatch, capfd):
+    list(utils.progress("scoring", range(3)))
+    assert not capfd.readouterr().err  # ten seconds have not passed
+    monkeypatch.setattr(utils, "SHOW_EVERY", 0)
+    list(utils.progress("scoring", range(3)))
+    said = capfd.readouterr().err.splitlines()
+    assert [line.split()[:2] for line in said] == [["scoring:", f"{n}/3"] for n in range(4)]
+
+
 def test_a_signal_waits_for_the_end_of_a_line():
     """The line of 1 MB is half way through a pipe when the signal comes."""
     with subprocess.Popen([sys.executable, "-c", EMIT], cwd=ROOT, stdout=subprocess.PIPE,

@@ -1,0 +1,134 @@
+"""Built-in tasks in English: what their descriptions tell, and what their human understands."""
+import random
+import re
+from itertools import islice
+from types import SimpleNamespace
+
+import pytest
+
+import colbench
+from colbench import (ANSWER, BUGS, DETAILS, DOES_NOT_KNOW, STORIES, Grader, detail_asked,
+                      english_demonstration, english_human, english_task, english_tasks, fill,
+                      in_words, slots_of)
+from utils import rng
+
+PERFECT = dict.fromkeys(("at_once", "early", "distract", "noise", "silent", "hidden"), 0.0)
+
+
+def tasks(n, split="train", usual=0.0):
+    return list(islice(english_tasks(split, 0, 2, 5, usual), n))
+
+
+def numbers_in(text):
+    """All numbers above 1 in a text, in digits or words."""
+    words = {in_words(n): n for n in range(2, 100)}
+    found = [int(n) for n in re.findall(r"[1-9]\d*", text)]
+    return found + [words[w] for w in re.findall(r"[a-z]+(?:-[a-z]+)?", text.lower()) if w in words]
+
+
+def test_numbers_in_words():
+    assert [in_words(n) for n in (0, 9, 11, 20, 21, 60, 99)] == [
+        "zero", "nine", "eleven", "twenty", "twenty-one", "sixty", "ninety-nine"]
+    assert len({in_words(n) for n in range(100)}) == 100
+
+
+def test_who_asks_for_every_detail_can_write_the_function():
+    """A perfect agent, which reads the description and not the reference, solves every task."""
+    args = SimpleNamespace(**PERFECT, max_turns=7)
+    with Grader(unsafe=1) as grader:
+        for i, task in enumerate(tasks(40)):
+            record = english_demonstration(task, rng("perfect", i), args)
+            assert grader.grade(task, record["answer"])["reward"] == 1, record
+
+
+def test_another_value_of_a_detail_fails_a_test():
+    for task in tasks(20):
+        code, values = task["ground_truth"], slots_of(task["ground_truth"])
+
+        def results(code):
+            space = {}
+            exec(code, space)
+            return [eval(test, space) for test in task["test_cases"].values()]
+
+        for slot, value in values.items():
+            for other in set(DETAILS[slot].values) - {int(value)}:
+                assert results(code.replace(f"{slot}={value}", f"{slot}={other}")) != results(code)
+
+
+def test_the_description_tells_which_details_are_missing_and_no_number():
+    for task in tasks(200):
+        unit = STORIES[task["id"].split("-")[0]][1]
+        told = task["problem_description"].lower()
+        missing = {slot for slot, detail in DETAILS.items()
+                   if any(fill(clause, unit=unit).lower() in told for clause in detail.clauses)}
+        assert missing == slots_of(task["ground_truth"]).keys()
+        assert not numbers_in(told)
+
+
+@pytest.mark.parametrize("slot", DETAILS)
+def test_the_human_understands_its_own_wordings(slot):
+    for _, unit in STORIES.values():
+        for text in DETAILS[slot].questions + DETAILS[slot].clauses:
+            assert detail_asked(fill(text, unit=unit)) == slot, text
+
+
+@pytest.mark.parametrize("slot, question", [
+    ("price", "what's the hourly price?"),
+    ("price", "Could you tell me how much it costs per kilometer?"),
+    ("price", "So what do you charge?"),
+    ("price", "What is the rate?"),
+    ("fee", "Is there a fee?"),
+    ("fee", "Are there any additional costs?"),
+    ("fee", "what is the base fare"),
+    ("fee", "How much is the service charge?"),
+    ("free", "Do the first few minutes cost nothing?"),
+    ("free", "how many free hours are there per day"),
+    ("free", "Are some pages included?"),
+    ("minimum", "Is there a lower bound for the price?"),
+    ("minimum", "What's the smallest amount one can pay?"),
+    ("maximum", "is there a cap on the total"),
+    ("maximum", "What is the upper limit of the cost?"),
+    ("maximum", "It should not exceed what?"),
+    ("limit", "Is there a limit to the number of parcels?"),
+    ("limit", "When do you refuse?"),
+    (None, "What color should it be?"),
+    (None, "Hello! How can I help you today?"),
+    (None, ""),
+])
+def test_the_human_understands_others(slot, question):
+    assert detail_asked(question) == slot
+
+
+def test_the_human_tells_one_number_and_never_code():
+    """Whatever it hears: its own questions, words of the code, and the code itself."""
+    r = random.Random(0)
+    words = [*DETAILS, *"def return x total = min( max( price? fee, what is the code".split()]
+    for task in tasks(60):
+        code, values = task["ground_truth"], slots_of(task["ground_truth"])
+        heard = [code, f"{ANSWER} {code}", *code.splitlines()]
+        heard += [" ".join(r.choices(words, k=r.randrange(12))) for _ in range(20)]
+        heard += [q for detail in DETAILS.values() for q in detail.questions]
+        for message in heard:
+            reply, slot = english_human(task, message), detail_asked(message)
+            assert colbench.redact(reply, code) == (reply, 0) and not set("=()_:") & set(reply)
+            assert numbers_in(reply) == ([int(values[slot])] if slot in values else []), (message, reply)
+            assert slot in values or reply in DOES_NOT_KNOW
+            assert reply == english_human(task, message)  # the same each time
+
+
+def test_splits_share_no_task_and_wordings_differ():
+    by_split = {split: {t["id"] for t in tasks(150, split)} for split in colbench.SPLITS}
+    assert not by_split["train"] & by_split["test"] and not by_split["train"] & by_split["val"]
+    assert len({t["problem_description"] for t in tasks(150)}) > 100
+
+
+def test_a_bug_can_be_put_into_every_function():
+    for name in STORIES:
+        task = english_task(name, {"price": 3, "fee": 12})
+        assert any(right in task["ground_truth"] for right, _ in BUGS)
+
+
+def test_impossible_numbers_of_slots_are_refused():
+    for bounds in ((0, 2), (3, 2), (2, 7)):
+        with pytest.raises(SystemExit, match="1 to 6 slots"):
+            next(english_tasks("train", 0, *bounds, 0.0))
