@@ -393,10 +393,10 @@ def telling_inputs(outputs, values, choices, r):
     return chosen
 
 
-def task_of(kind, name, values, description, code, inputs):
+def task_of(kind, name, values, description, code, inputs, **more):
     """A built-in task: its id tells name and values, its tests call the function at the inputs."""
     return {"id": "-".join([name, *(f"{slot}{value}" for slot, value in values.items())]),
-            "kind": kind, "problem_description": description, "ground_truth": code,
+            "kind": kind, "problem_description": description, **more, "ground_truth": code,
             "test_cases": {f"test{i}": f"{name}({x})" for i, x in enumerate(inputs, 1)}}
 
 
@@ -415,9 +415,9 @@ def builtin_task(name, expression, values):
     inputs = telling_inputs(outputs, values, SLOTS, rng("tests", name, values))
     if inputs is None:
         return None
-    task = task_of("backend", name, values, f"write {name}(x): {FAMILIES[name][0]}",
-                   builtin_code(name, expression, values), inputs)
-    return {**task, "agent_prompt": "{problem_description}"}
+    return task_of("backend", name, values, f"write {name}(x): {FAMILIES[name][0]}",
+                   builtin_code(name, expression, values), inputs,
+                   agent_prompt="{problem_description}")
 
 
 @functools.cache
