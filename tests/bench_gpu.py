@@ -41,7 +41,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 from model import action_logps, batches, dry_run, gathered, pick_attention, score  # noqa: E402
 from model import turns_in  # noqa: E402
-from utils import RANK, WORLD, init_distributed, leave_group, max_over_ranks  # noqa: E402
+from utils import RANK, WORLD, barrier, init_distributed, leave_group  # noqa: E402
 
 POLICY = "dpo by trajectory"
 KERNELS = [name for name in ("flash", "torch", "flex", "sdpa")
@@ -111,7 +111,7 @@ class Bench:
     def time(self, fn):
         """Seconds of the slowest rank, the median of the repeats."""
         costs = [B.cost(self.device, fn) for _ in range(self.args.repeats)]
-        return max_over_ranks(statistics.median(cost[0].item() for _, cost in costs))
+        return B.max_over_ranks(statistics.median(cost[0].item() for _, cost in costs))
 
     def matmul(self):
         n = 8192 if self.gpu else 512
@@ -176,7 +176,7 @@ class Bench:
             flops = self.plan(shape, job, recompute)["petaflops"] * 1e15 / WORLD
             figures[name] = flops / seconds / self.peak
         if self.gpu:
-            figures["peak_gb"] = max_over_ranks(torch.cuda.max_memory_allocated() / 1e9)
+            figures["peak_gb"] = B.max_over_ranks(torch.cuda.max_memory_allocated() / 1e9)
             figures["expected_gb"] = expected
         return figures
 
@@ -193,7 +193,7 @@ class Bench:
                        for pair in batch[RANK::WORLD])
 
         loss, theirs = B.cost(self.device, step)
-        return {"time": max_over_ranks(theirs[0].item()) / seconds, "our_loss": our_loss,
+        return {"time": B.max_over_ranks(theirs[0].item()) / seconds, "our_loss": our_loss,
                 "loss": B.sum_over_ranks(loss)[0], "gradient": gradient_norm(model) / our_norm}
 
     def scoring(self, shape):
@@ -310,7 +310,7 @@ def main(args):
                 row = {"row": name, **make(*about)}
             except (Exception, SystemExit) as e:
                 row = {"row": name, "error": f"{type(e).__name__}: {e}".splitlines()[0]}
-            max_over_ranks(0)  # all ranks begin the next row together
+            barrier()  # all ranks begin the next row together
             watchdog.cancel()
             add(row)
             tidy()

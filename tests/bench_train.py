@@ -48,14 +48,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ["TQDM_DISABLE"] = "1"
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from transformers import AutoTokenizer, LlamaConfig  # noqa: E402
 
 import train_critic  # noqa: E402
 import train_policy  # noqa: E402
 from model import (action_logps, batches, deal, gathered, head_logps, load, score,  # noqa: E402
                    tiny, turns_in)
-from utils import (RANK, WORLD, fail, init_distributed, leave_group, max_over_ranks,  # noqa: E402
-                   sum_over_ranks)
+from utils import RANK, WORLD, fail, init_distributed, leave_group, sum_over_ranks  # noqa: E402
 
 #               module, flags, pairs a step, epochs that pi_ref's log-probs serve
 JOBS = {"dpo": (train_policy, [], 8, 1),
@@ -300,6 +300,14 @@ def cost(device, fn, *args):
     out = fn(*args)
     sync()
     return out, torch.tensor([clock() - start, TOKENS[0]], dtype=torch.float64)
+
+
+def max_over_ranks(number):
+    """The largest number of all ranks, which must all call this."""
+    number = torch.tensor(float(number))
+    if WORLD > 1:
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+    return number.item()
 
 
 def slowest(costs):
