@@ -105,7 +105,7 @@ def test_bench_gpu_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = {row["row"]: row for row in json.loads((tmp_path / "out.json").read_text())}
     for name, row in rows.items():
-        needs_gpu = name.split()[-1] in ("flash", "torch")
+        needs_gpu = name.split()[-1] in ("flash", "torch", "flex")
         assert ("needs a GPU" in row.get("error", "")) if needs_gpu else "error" not in row, row
         assert f"| {name} |" in done.stdout
     assert rows["matmul"]["tflops"] > 0

@@ -484,10 +484,9 @@ def engine_that_says(tokenizer, said_by_turn):
         ids = M.plain_ids(tokenizer, said_by_turn[turn]) + body["stop_token_ids"][:1]
         logprobs = {"token_logprobs": [-1.0] * len(ids), "tokens": [], "top_logprobs": [],
                     "text_offset": []}
-        choice = {"index": 0, "text": "", "finish_reason": "stop", "token_ids": ids,
-                  "logprobs": logprobs}
+        choice = {"text": "", "finish_reason": "stop", "token_ids": ids, "logprobs": logprobs}
         return {"id": "x", "object": "text_completion", "created": 0, "model": "m",
-                "choices": [choice]}
+                "choices": [choice | {"index": i} for i in range(body["n"])]}
     return Server(reply)
 
 

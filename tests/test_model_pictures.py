@@ -219,7 +219,7 @@ def test_a_critic_that_sees_trains_scores_resumes_and_chooses(head, pages_played
     done = train("c")
     assert done.returncode == 0, done.stderr
     _, *steps, trained, _ = records((tmp_path / "c" / "metrics.jsonl").read_text())
-    assert steps[-1]["loss"] < 0.3 < steps[0]["loss"] and trained["sharing"] > 1.5
+    assert steps[-1]["loss"] < 0.3 < steps[0]["loss"] and trained["sharing"] > 1.1
     out = records(done.stdout)
     assert all(math.isfinite(c["advantage"]) for r in out for m in colbench.agent_messages(r)
                for c in (m, *m["candidates"]))
