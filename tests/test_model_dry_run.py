@@ -52,7 +52,8 @@ def test_tokens_are_those_of_the_run(job, world, rewarded, tiny_dir, tmp_path):
 
 
 def planned(config, steps, reference=(), **flags):
-    args = {"dry_run": 1, "replicate": 1, "max_tokens": 10 ** 6, "dtype": "fp32", "recompute": 0}
+    args = {"dry_run": 1, "gpu_gb": 80, "replicate": 1, "max_tokens": 10 ** 6, "dtype": "fp32",
+            "offload": 0, "reshard": 1, "recompute": 0}
     return M.dry_run(SimpleNamespace(**{**args, **flags}), config, steps, reference)
 
 
@@ -78,6 +79,20 @@ def test_tokens_by_hand():
     assert plan["tokens"]["computed"] == 12 + (3 + 6) + 16 and plan["largest_tree"] == 16
 
 
+def kept_bytes(model, turns):
+    """(all log-probs, the bytes that autograd keeps for their backward pass)."""
+    kept = {}
+
+    def note(x):
+        if not any(x is p for p in model.parameters()):
+            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        logps = torch.cat(M.action_logps(model, turns))
+    return logps, sum(kept.values())
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("recompute", [0, 1])
 def test_flops_and_memory_are_those_of_a_step(recompute):
@@ -88,19 +103,11 @@ def test_flops_and_memory_are_those_of_a_step(recompute):
     gb = plan["gb_a_gpu"]
     assert gb["weights_gradients_moments"] == pytest.approx(16 * plan["parameters"] / 1e9, rel=0.01)
     if recompute:
-        M.recompute_layers(model)
-    kept = {}
-
-    def note(x):
-        if not any(x is p for p in model.parameters()):
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
+        model.room = 0
     with FlopCounterMode(display=False) as counter:
         M.score(model, turns, 10 ** 6)
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            logps = M.action_logps(model, turns)
-        sum(x.sum() for x in logps).backward()
+        logps, kept = kept_bytes(model, turns)
+        logps.sum().backward()
     counts = counter.get_flop_counts()["Global"]
     products = sum(n for op, n in counts.items()
                    if str(op) in ("aten.mm", "aten.addmm", "aten.bmm"))
@@ -110,12 +117,53 @@ def test_flops_and_memory_are_those_of_a_step(recompute):
     rel = 0.05 if recompute else 0.01
     assert plan["petaflops"] * 1e15 == pytest.approx(products + attention, rel=rel)
     if not recompute:  # recomputed ones are kept later
-        assert gb["activations"] * 1e9 == pytest.approx(sum(kept.values()), rel=0.15)
+        assert gb["activations"] * 1e9 == pytest.approx(kept, rel=0.15)
+
+
+def test_as_many_layers_are_recomputed_as_must_be():
+    """Bit for bit the same gradients in any room; what autograd keeps fits in it."""
+    turns = [(20 * prompt, 10 * action) for prompt, action in some_turns()]
+    tree, model, want = M.Tree(turns), M.TreeLM(LlamaForCausalLM(SMALL)), None
+    rooms = [M.activation_bytes(SMALL, tree, 4, n, "cpu") for n in range(8)]
+    assert rooms == sorted(rooms, reverse=True)
+    for n, room in enumerate([*rooms, 0]):
+        model.room = room
+        model.zero_grad()
+        logps, kept = kept_bytes(model, turns)
+        logps.sum().backward()
+        assert model.recomputed == n and (kept <= 1.15 * room or not room)
+        got = [logps.detach(), *(p.grad for p in model.parameters())]
+        want = want or [x.clone() for x in got]
+        assert all(map(torch.equal, want, got))
+    assert kept < rooms[0] / 3
+    with torch.no_grad():
+        M.action_logps(model, turns)
+    assert model.recomputed == 0
+
+
+def test_layers_are_recomputed_that_do_not_fit():
+    """More room: fewer of them, so more useful work; never more than 0.9 of the GPU."""
+    tree = ((tuple(range(16000)), (5,) * 400),), ((tuple(range(16000)), (6,) * 300),)
+    seen = []
+    for gb in (40, 60, 80, 110, 141, 300):
+        flags = {"dtype": "auto", "recompute": None, "gpu_gb": gb, "dry_run": 8}
+        plan = planned(LARGE, [[M.Pair(*tree)] * 8], **flags)
+        seen.append((plan["recomputed_layers"], -plan["useful_tflops"]))
+        assert plan["gb_a_gpu"]["total"] <= 0.9 * gb
+        if plan["recomputed_layers"]:  # with one layer less it would not fit
+            assert plan["gb_a_gpu"]["total"] + 3.5 > 0.9 * gb
+    assert seen == sorted(seen, reverse=True)
+    assert seen[0][0] > seen[2][0] > seen[4][0] > seen[-1][0] == 0
+    kept = {reshard: planned(LARGE, [[M.Pair(*tree)] * 8], reshard=reshard, **flags)
+            for reshard in (0, 1)}
+    assert kept[0]["hours"]["sending"] < kept[1]["hours"]["sending"]
+    gathered = [kept[reshard]["gb_a_gpu"]["gathered"] for reshard in (0, 1)]
+    assert gathered[0] == pytest.approx(gathered[1] + 31 * 0.436, rel=0.01)
 
 
 def test_more_gpus_hold_less_each_and_an_8b_model_takes_16_gb_on_8():
     prompt = tuple(range(3000))
-    flags = {"dtype": "auto", "recompute": None}
+    flags = {"dtype": "auto", "recompute": 1}
     chosen, rejected = ((prompt, (5,) * 400),), ((prompt, (6,) * 300),)
     plan = planned(LARGE, [[M.Pair(chosen, rejected)]], dry_run=8, **flags)
     assert plan["parameters"] == 8_030_261_248 and plan["largest_tree"] == 3700

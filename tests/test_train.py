@@ -221,7 +221,7 @@ for name, flags, given, taken in json.loads(sys.argv[2]):
     json.dump(seen, open(f"{taken}.{model.RANK}", "w"))
 model.dist.destroy_process_group()  # or gloo may abort as the process ends
 """
-SPREAD = {2: (["critic", "dpo", "mtdpo"], []),
+SPREAD = {2: (["critic", "dpo", "mtdpo"], ["--reshard", 0]),
           4: (["critic", "dpo"], ["--replicate", 2, "--recompute", 1, "--offload", 1])}
 
 
