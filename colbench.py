@@ -246,6 +246,11 @@ def read_action(output, last):
     return content, content if last else None
 
 
+def answers(action):
+    """Whether a message or candidate of the agent hands in an answer, and so ends the episode."""
+    return read_action(action.get("output") or action["content"], last=False)[1] is not None
+
+
 def extract_page(text):
     """The last page in a text: <html>...</html>, else <body>...</body>, else ""."""
     for tag in ("html", "body"):

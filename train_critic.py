@@ -33,8 +33,8 @@ import json
 import os
 import sys
 
-from colbench import (agent_messages, browser_flags, draw_pages, environment, hidden_information,
-                      needs, task_id, with_hidden)
+from colbench import (agent_messages, answers, browser_flags, draw_pages, environment,
+                      hidden_information, needs, task_id, with_hidden)
 
 HEADS = "logratio", "regression", "value"
 NORMALIZE = "turn", "trajectory", "none"
@@ -210,6 +210,32 @@ def add_advantages(record, advantages):
             if turn is not None:
                 action["advantage"] = advantages[turn]
     return record
+
+
+def rank_of_answers(records, advantages):
+    """{"solved", "failed", "questions", "turns"}: mean advantages where an answer was sent.
+
+    Those of answers that solved the task and that did not, and of the questions sampled at the
+    solved ones' turns, which are `turns`. None where there are none. Says it if right answers rank
+    below questions: the policy would learn to ask and never to answer.
+    """
+    found = {"solved": [], "failed": [], "questions": []}
+    for r in records:
+        for message in agent_messages(r):
+            others = [advantages[c[TURN]] for c in message.get("candidates", ())
+                      if c[TURN] and not answers(c)]
+            if not answers(message) or not message[TURN] or not others:
+                continue
+            solved = r["reward"] >= 1
+            found["solved" if solved else "failed"].append(advantages[message[TURN]])
+            found["questions"] += [sum(others) / len(others)] if solved else []
+    ranks = {name: sum(x) / len(x) if x else None for name, x in found.items()}
+    turns = len(found["solved"])
+    if turns and ranks["solved"] < ranks["questions"]:
+        say("right answers have an advantage of {solved:.2g}, questions at the same turns one of "
+            "{questions:.2g}: a policy will learn to ask and never to answer; more steps "
+            "(--epochs, --lr) or a larger --nll_coef may mend it".format(**ranks))
+    return {**ranks, "turns": turns}
 
 
 def trajectory_pairs(records, mode, margin):
@@ -405,6 +431,7 @@ def main(args):
 
     # the trained critic scores everything; a run that was killed here is `trained`, not `finished`
     logps = dict(zip(turns, score(model, turns, args.max_tokens, "advantages")))
+    advantages = {turn: advantage(logps[turn], ref[turn], args.normalize).item() for turn in turns}
     if not log.finished:
         about = {"ref": os.path.abspath(args.model) if os.path.isdir(args.model) else args.model}
         for flag in ("head", "hidden_info", "ref_context", "normalize", "picture_tokens"):
@@ -415,9 +442,10 @@ def main(args):
 
         right = [pair_loss(p, logps, ref)[1].item() > 0 for pairs in held.values() for p in pairs]
         accuracy = sum(right) / len(right) if right else None
-        log(last=True, finished=len(steps), held_out_accuracy=accuracy)
+        ranks = rank_of_answers([r for r in records if task_id(r["task"]) in held] or records,
+                                advantages)
+        log(last=True, finished=len(steps), held_out_accuracy=accuracy, advantages=ranks)
     drop_checkpoints(args.out)
-    advantages = {turn: advantage(logps[turn], ref[turn], args.normalize).item() for turn in turns}
     for r in records:
         emit(add_advantages(r, advantages))
 

@@ -22,9 +22,9 @@ from utils import (WORLD, Log, ahead, barrier, check_finite, digest, drop_checkp
 
 import os
 import sys
-from itertools import cycle
+from itertools import chain, cycle
 
-from colbench import PIECES, agent_messages, needs, task_id
+from colbench import PIECES, agent_messages, answers, needs, task_id
 
 
 def get_args(argv=None):
@@ -40,6 +40,9 @@ def get_args(argv=None):
                    help="dpo: rank candidates by advantage + prior * log-prob when sampled")
     g.add_argument("--mix", type=float, default=0,
                    help="dpo: pairs of trajectories, as in mtdpo, for each pair of candidates")
+    g.add_argument("--balance", type=int, choices=[0, 1], default=0,
+                   help="dpo: 1 leaves out pairs, until answers are preferred to questions as "
+                        "often as questions to answers")
     g.add_argument("--group_by", choices=["turn", "trajectory"], default="turn",
                    help="dpo: pairs that stay together in a batch; a trajectory's share more")
     g.add_argument("--pairs", choices=["best", "all"], default="best",
@@ -156,6 +159,47 @@ def solved_trajectories(records, take_all):
     return groups
 
 
+def answering(records):
+    """The turns of the messages and candidates that hand in an answer."""
+    return {action[TURN] for r in records for message in agent_messages(r)
+            for action in (message, *message.get("candidates", ())) if answers(action)}
+
+
+def balanced(groups, ends, *seed):
+    """The groups without some random pairs: as many answers win over questions as lose to them.
+
+    ends: the turns that answer. Other pairs stay.
+    """
+    wins, losses = [], []
+    for pair in chain.from_iterable(groups):
+        chosen, rejected = (side[-1] in ends for side in pair[:2])
+        if chosen != rejected:
+            (wins if chosen else losses).append(id(pair))
+    few, many = sorted((wins, losses), key=len)
+    left_out = set(rng("balance", *seed).sample(many, len(many) - len(few)))
+    groups = [[pair for pair in pairs if id(pair) not in left_out] for pairs in groups]
+    return [pairs for pairs in groups if pairs]
+
+
+def tell_answers(groups, records, ends):
+    """{"chosen", "rejected", "sampled"}: the shares that hand in an answer; a warning.
+
+    sampled: of the candidates with an advantage, which are what pi_ref does.
+    """
+    pairs = list(chain.from_iterable(groups))
+    sampled = [c[TURN] for r in records for message in agent_messages(r)
+               for c in message.get("candidates", ()) if c.get(TURN)]
+    shares = {name: sum(turn in ends for turn in turns) / max(1, len(turns)) for name, turns in (
+        ("chosen", [pair.chosen[-1] for pair in pairs]),
+        ("rejected", [pair.rejected[-1] for pair in pairs if pair.rejected]),
+        ("sampled", sampled))}
+    if shares["chosen"] < shares["sampled"] / 2:
+        say("the chosen candidates answer in {chosen:.0%} of the pairs, the rejected ones in "
+            "{rejected:.0%}, all in {sampled:.0%}: the policy will unlearn to answer; a better "
+            "critic or --balance 1 may mend it".format(**shares))
+    return shares
+
+
 NOTHING = {"dpo": "no turn has two unlike candidates with an advantage "
                   "(collect.py --candidates 16, train_critic.py)",
            "mtdpo": "no task has a solved and a worse trajectory "
@@ -164,14 +208,14 @@ NOTHING = {"dpo": "no turn has two unlike candidates with an advantage "
 
 
 def make_groups(args, records):
-    """[[Pair]], in groups that share prefixes: the pairs of a turn, a trajectory, or a task."""
+    """([[Pair]], facts for the log): a group has the pairs of a turn, a trajectory, or a task."""
     if args.loss == "rft":
-        return list(solved_trajectories(records, args.all).values())
+        return list(solved_trajectories(records, args.all).values()), {}
     trajectories = []
     if args.loss == "mtdpo" or args.mix > 0:
         trajectories = list(trajectory_pairs(records, args.pairs, args.margin).values())
     if args.loss == "mtdpo":
-        return trajectories
+        return trajectories, {}
     groups = []
     for i, r in enumerate(records):
         by_turn = []
@@ -182,6 +226,10 @@ def make_groups(args, records):
         if args.group_by == "trajectory":
             by_turn = [[pair for pairs in by_turn for pair in pairs]]
         groups += [pairs for pairs in by_turn if pairs]
+    ends = answering(records)
+    if args.balance:
+        groups = balanced(groups, ends, args.seed)
+    facts = {"answers": tell_answers(groups, records, ends)} if groups else {}
     if args.mix > 0 and not trajectories:
         fail(f"--mix: {NOTHING['mtdpo']}")
     rng("mix", args.seed).shuffle(trajectories)
@@ -191,11 +239,11 @@ def make_groups(args, records):
             break
         groups.append(pairs)
         missing -= len(pairs)
-    return groups
+    return groups, facts
 
 
 def prepare(args):
-    """Returns ([[Pair]] of stdin, how many turns are too long, tiny model).
+    """Returns ([[Pair]] of stdin, facts of them for the log, tiny model).
 
     The last is --model tiny's (model, tokenizer), made here; None for other models.
     """
@@ -206,10 +254,10 @@ def prepare(args):
     made = tiny(records, args.seed, PIECES) if args.model == "tiny" else None
     tokenizer = made[1] if made else find_model(args.model)[1]
     too_long = add_turns(tokenizer, records, args.max_length)
-    groups = make_groups(args, records)
+    groups, facts = make_groups(args, records)
     if not groups:
         fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
-    return groups, too_long, made
+    return groups, {"too_long": too_long, **facts}, made
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -217,7 +265,7 @@ def prepare(args):
 def main(args):
     emit, device = open_stdout(), init_distributed()
     log = None if args.dry_run else Log(args)
-    groups, too_long, made = from_rank_0(lambda: prepare(args))
+    groups, facts, made = from_rank_0(lambda: prepare(args))
     turns = turns_in(pair for group in groups for pair in group) if args.loss != "rft" else []
     batch_size = args.batch_size or (32 if args.loss == "rft" else 8)
     epochs = args.epochs or {"mtdpo": 4, "rft": 4}.get(args.loss, 1)
@@ -227,8 +275,7 @@ def main(args):
         config = made[0].lm.config if made else find_model(args.model)[2]
         return emit(dry_run(args, config, steps, turns))
     log.begin(steps=len(steps), examples=sum(map(len, groups)), groups=len(groups),
-              too_long=too_long,
-              data=digest([[digest(tuple(pair)) for pair in group] for group in groups]),
+              **facts, data=digest([[digest(tuple(pair)) for pair in group] for group in groups]),
               model_weights=None if made else base_digest(args.model))
     tell_repetition(steps, args.max_tokens)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
+import colbench
 import train_critic
 import train_policy
 from conftest import lines
@@ -124,7 +125,7 @@ def turn(i):
 def trajectory(i, task, reward):
     """Number i, of one turn."""
     return {"task": {"id": task, "problem_description": "p", "ground_truth": "g"}, "reward": reward,
-            "dialogue_history": [{"role": "assistant", TURN: turn(i)}]}
+            "dialogue_history": [{"role": "assistant", "content": "?", TURN: turn(i)}]}
 
 
 # tasks interleaved: i and i + 1 are never of one task
@@ -172,8 +173,8 @@ def test_a_trajectory_with_a_turn_that_is_too_long_is_in_no_pair_of_the_critic()
     assert numbers(train_critic, records, "best", 0.1) == {"a": [(7, 0), (7, 4)]}
 
 
-def candidate(i, advantage, logprob=None):
-    return {TURN: ("o", (i,)), "advantage": advantage, "logprob": logprob}
+def candidate(i, advantage, logprob=None, output="what?"):
+    return {TURN: ("o", (i,)), "advantage": advantage, "logprob": logprob, "output": output}
 
 
 def drawn(candidates, *args):
@@ -215,7 +216,7 @@ def mixed(mix, records=MIXED, **args):
     candidates = [candidate(i, float(i)) for i in range(4)]
     message = lambda r: {**r["dialogue_history"][0], "candidates": candidates}
     records = [{**r, "dialogue_history": [message(r)]} for r in records]
-    groups = train_policy.make_groups(train_policy.get_args(flags), records)
+    groups, _ = train_policy.make_groups(train_policy.get_args(flags), records)
     pairs = [pair for group in groups for pair in group]
     of_candidates = [pair for pair in pairs if pair.chosen[0][0] == "o"]
     return of_candidates, [(p.chosen[0], p.rejected[0]) for p in pairs if p not in of_candidates]
@@ -241,11 +242,78 @@ def test_group_by_changes_what_stays_together_but_no_pair():
 
     def groups(by):
         args = train_policy.get_args(["--out", "x", "--group_by", by])
-        return train_policy.make_groups(args, records)
+        return train_policy.make_groups(args, records)[0]
 
     by_turn, by_trajectory = groups("turn"), groups("trajectory")
     assert len(by_turn) == 3 * len(by_trajectory) == 3 * len(records)
     assert [sum(by_turn[i:i + 3], []) for i in range(0, len(by_turn), 3)] == by_trajectory
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_balance_leaves_as_many_answers_as_questions_chosen(seed, capfd):
+    """Other pairs stay; so do all of the kind that is rarer."""
+    r = random.Random(seed)
+    records, end = [], f"{colbench.ANSWER} 1"
+    for n in range(60):  # questions are mostly better
+        candidates = [candidate(8 * n + i, r.random() - 0.4 * (i < 2), None, end if i < 2 else "what?")
+                      for i in range(8)]
+        message = {"role": "assistant", "content": "a", TURN: None, "candidates": candidates}
+        records.append({"task": {"id": "t"}, "dialogue_history": [message]})
+    ends = {c[TURN] for x in records for c in x["dialogue_history"][0]["candidates"]
+            if c["output"] == end}
+
+    def groups(balance):
+        args = train_policy.get_args(["--out", "x", "--balance", str(balance)])
+        return train_policy.make_groups(args, records)
+
+    def kinds(groups):
+        found = {}
+        for group in groups:
+            for pair in group:
+                kind = pair.chosen[0] in ends, pair.rejected[0] in ends
+                found.setdefault(kind, []).append(pair)
+        return found
+
+    every, facts = groups(0)
+    some, after = groups(1)
+    before, now = kinds(every), kinds(some)
+    few = len(before.get((True, False), ()))
+    assert len(before[False, True]) > few == len(now[False, True])
+    for kind in {*before, *now} - {(False, True)}:
+        assert now[kind] == before[kind]
+    assert set(now[False, True]) <= set(before[False, True]) and [] not in some
+    n = sum(map(len, before.values()))
+    assert facts["answers"] == {
+        "chosen": sum(len(x) for kind, x in before.items() if kind[0]) / n,
+        "rejected": sum(len(x) for kind, x in before.items() if kind[1]) / n, "sampled": 0.25}
+    warned = "the policy will unlearn to answer" in capfd.readouterr().err
+    low = [f["answers"]["chosen"] < 0.125 for f in (facts, after)]
+    assert warned == any(low)
+
+
+def test_right_answers_below_questions_are_said(capfd):
+    """By hand: the questions' mean is over turns, of those where a solving answer was sent."""
+    def record(reward, output, *others):
+        turns = iter(range(9))
+        candidates = [{TURN: (reward, output, next(turns)), "output": text} for text, _ in others]
+        message = {"role": "assistant", "content": "x", "output": output, TURN: (reward, output),
+                   "candidates": candidates}
+        for c, (_, value) in zip(candidates, others):
+            advantages[c[TURN]] = value
+        return {"reward": reward, "dialogue_history": [message]}
+
+    advantages, end = {}, f"{colbench.ANSWER} f"
+    records = [record(1.0, end, ("a?", -0.1), ("b?", -0.3), (end, 9.0)),
+               record(1.0, end + " 2", ("a?", 0.4)), record(0.2, end, ("a?", 5.0)),
+               record(1.0, end + " 3", (end, 1.0)), record(1.0, "c?", ("a?", 7.0))]
+    advantages |= {(1.0, end): -0.6, (1.0, end + " 2"): -0.2, (0.2, end): -2.0}
+    ranks = train_critic.rank_of_answers(records, advantages)
+    assert ranks == pytest.approx({"solved": -0.4, "failed": -2.0, "questions": 0.1, "turns": 2})
+    assert "right answers have an advantage of -0.4, questions" in capfd.readouterr().err
+    advantages[1.0, end] = 0.5
+    train_critic.rank_of_answers(records, advantages)
+    assert train_critic.rank_of_answers([], {})["solved"] is None
+    assert not capfd.readouterr().err
 
 
 def test_mix_wants_pairs_of_trajectories():
