@@ -740,8 +740,9 @@ def score(model, turns, max_tokens, what="scoring"):
         logps = logps_of(model, trees)
         if n < len(parts):  # a rank without a part repeats the last one
             found.update(moved(logps, torch.device("cpu")))
-    if isinstance(model, FSDPModule):
-        model.reshard()  # so that an optimizer made after this finds the shards of all weights
+    for module in model.modules():  # an optimizer made after this finds the shards of all weights
+        if isinstance(module, FSDPModule):
+            module.reshard()
     logps = [found[turn] for turn in turns]
     if WORLD > 1 and turns:
         flat = torch.cat(logps)

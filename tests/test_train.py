@@ -202,23 +202,26 @@ def same_bits(whole, out, stdout):
 
 # --- many processes -------------------------------------------------------------------------------
 
-# Several trainings by one start of the ranks. Each rank notes how many trees its parts had.
+# Several trainings by one start of the ranks. Each rank notes how many trees its parts had, and the
+# largest number of groups in a tree, which gather few keys here.
 MANY = """
 import importlib, json, os, sys
 sys.path.insert(0, sys.argv[1])
 import model
+model.GATHERED = 100
 logps_of = model.logps_of
 def noted(of, trees):
     seen.append(len({tree.turns[0] for tree in trees}))
+    groups.append(max(len(tree.groups) for tree in trees))
     return logps_of(of, trees)
 model.logps_of = noted
 for name, flags, given, taken in json.loads(sys.argv[2]):
     os.dup2(os.open(given, os.O_RDONLY), 0)
     os.dup2(os.open(taken, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
-    sys.stdin, seen = open(0, closefd=False), []
+    sys.stdin, seen, groups = open(0, closefd=False), [], []
     script = importlib.import_module(name.removesuffix(".py"))
     script.main(script.get_args(flags))
-    json.dump(seen, open(f"{taken}.{model.RANK}", "w"))
+    json.dump([seen, max(groups)], open(f"{taken}.{model.RANK}", "w"))
 model.dist.destroy_process_group()  # or gloo may abort as the process ends
 """
 SPREAD = {2: (["critic", "dpo", "mtdpo"], ["--reshard", 0]),
@@ -241,7 +244,9 @@ def test_many_processes_and_small_branches_make_the_same_steps(world, whole, com
     filled = 0
     for job in jobs:
         same_to_rounding(whole(job), tmp_path / job, (tmp_path / f"{job}.jsonl").read_text())
-        seen = [json.load(open(tmp_path / f"{job}.jsonl.{rank}")) for rank in range(world)]
+        noted = [json.load(open(tmp_path / f"{job}.jsonl.{rank}")) for rank in range(world)]
+        seen, groups = zip(*noted)
+        assert max(groups) > 1
         assert len({len(s) for s in seen}) == 1  # as many calls on each rank
         filled += sum(len({*n}) > 1 for n in zip(*seen))
         assert metrics(tmp_path / job)[0]["world"] == world
