@@ -1,8 +1,8 @@
 """Runs scripts in forks of this process, which has loaded the libraries that load slowly.
 
 A line of stdin is an order: [argv, directory, [files for stdin, stdout, stderr], ranks], where null
-in place of a file is a closed stream. The fork's PID and then its exit code go to stdout. None of our
-own modules is loaded here: a fork loads them as a new interpreter does.
+in place of a file is a closed stream. The fork's PID and then its exit code go to stdout. None of
+our own modules is loaded here: a fork loads them as a new interpreter does.
 """
 import gc
 import json

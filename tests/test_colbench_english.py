@@ -111,7 +111,7 @@ def test_the_human_tells_one_number_and_never_code():
         for message in heard:
             reply, slot = english_human(task, message), detail_asked(message)
             assert colbench.redact(reply, code) == (reply, 0) and not set("=()_:") & set(reply)
-            assert numbers_in(reply) == ([int(values[slot])] if slot in values else []), (message, reply)
+            assert numbers_in(reply) == ([int(values[slot])] if slot in values else []), message
             assert slot in values or reply in DOES_NOT_KNOW
             assert reply == english_human(task, message)  # the same each time
 

@@ -101,7 +101,8 @@ def test_an_unknown_kind_is_an_error_that_names_the_known_ones(name, flags, tiny
     values = {"MODEL": tiny_dir, "OUT": tmp_path / "out", "URL": Server(lambda *_: chat("A")).url}
     flags = [values.get(flag, flag) for flag in flags.split()]
     done = script(name, *flags, stdin=[record])
-    error = "error: stdin, line 1: unknown task.kind 'words'; known are backend, english, frontend ("
+    error = ("error: stdin, line 1: unknown task.kind 'words'; "
+             "known are backend, english, frontend (")
     assert done.returncode == 1 and done.stdout == "" and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith(error)
     done = script(name, *flags, stdin=[{**record, "task": {**task, "kind": ["words"]}}])

@@ -75,7 +75,7 @@ def test_tokens_by_hand():
         assert plan["sharing"] == 4 * official / (2 * total + gpus * both)
         assert plan["scoring_tokens"] == gpus * both and plan["examples"] == 4
     assert planned(SMALL, [pairs])["reference_tokens"] == {"official": 0, "computed": 0}
-    plan = planned(SMALL, [pairs[:1]], max_tokens=15)  # the chosen side, then each turn of the other
+    plan = planned(SMALL, [pairs[:1]], max_tokens=15)  # the chosen side, then the other's turns
     assert plan["tokens"]["computed"] == 12 + (3 + 6) + 16 and plan["largest_tree"] == 16
 
 
