@@ -248,7 +248,8 @@ def read_action(output, last):
 
 def answers(action):
     """Whether a message or candidate of the agent hands in an answer, and so ends the episode."""
-    return read_action(action.get("output") or action["content"], last=False)[1] is not None
+    text = action.get("output") or action.get("content") or ""
+    return read_action(text, last=False)[1] is not None
 
 
 def extract_page(text):

@@ -255,8 +255,9 @@ def test_balance_leaves_as_many_answers_as_questions_chosen(seed, capfd):
     r = random.Random(seed)
     records, end = [], f"{colbench.ANSWER} 1"
     for n in range(60):  # questions are mostly better
-        candidates = [candidate(8 * n + i, r.random() - 0.4 * (i < 2), None, ["what?", end][i < 2])
-                      for i in range(8)]
+        says = [end, end, *["what?"] * 5, ""]
+        candidates = [candidate(8 * n + i, r.random() - 0.4 * (i < 2), None, output)
+                      for i, output in enumerate(says)]
         message = {"role": "assistant", "content": "a", TURN: None, "candidates": candidates}
         records.append({"task": {"id": "t"}, "dialogue_history": [message]})
     ends = {c[TURN] for x in records for c in x["dialogue_history"][0]["candidates"]
