@@ -27,7 +27,7 @@ A --model with vision (Qwen2-VL, Qwen2.5-VL) reads the pages of frontend tasks a
 """
 from utils import (RANK, WORLD, Log, ahead, check_finite, digest, drop_checkpoints, end_by_signal,
                    fail, from_rank_0, init_distributed, lr_at, machine_flags, open_stdout, parser,
-                   read_jsonl, rng, run, say, stop_signal, sum_over_ranks, writing)
+                   progress, read_jsonl, rng, run, say, stop_signal, sum_over_ranks, writing)
 
 import json
 import os
@@ -348,6 +348,7 @@ def score_stream(args, emit, device):
                                                       **load_options(args, device))
     need = needs("dialogue_history", to_train=True)
     chunks = in_chunks(read_jsonl(sys.stdin, need, skip_bad=args.skip_bad), 64)
+    bar = progress("scored")
     while (records := from_rank_0(lambda: next(chunks, None))) is not None:
         if pictures:
             folder = os.path.join(args.out, "pictures")
@@ -358,6 +359,8 @@ def score_stream(args, emit, device):
         advantages = score_turns(critic, models, ref_of, args.max_tokens)
         for r in records:
             emit(add_advantages(r, advantages))
+        bar.update(len(records))
+    bar.close()
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -413,14 +416,16 @@ def main(args):
             right += weight * (torch.stack(margins) > 0).sum().double() / len(batch)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         norm = gathered(norm).double() / WORLD  # the same on every rank
-        total, right, norm, stop = sum_over_ranks(total, right, norm, stop_signal(), device=device)
+        tokens = sum(len(tree.ids) for _, _, trees, _ in share for tree in trees)
+        total, right, norm, stop, tokens = sum_over_ranks(total, right, norm, stop_signal(),
+                                                          tokens, device=device)
         check_finite(step, loss=total, grad_norm=norm)
         lr = lr_at(step, len(steps), args.lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        log(step=step, loss=total, accuracy=right, grad_norm=norm, lr=lr)
+        log(step=step, loss=total, accuracy=right, grad_norm=norm, lr=lr, **log.speed(tokens))
         if stop or (args.save_every and (step + 1) % args.save_every == 0):
             save_checkpoint(model, optimizer, args.out, step + 1)
         if stop:

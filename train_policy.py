@@ -314,7 +314,9 @@ def main(args):
             right += weight * (torch.stack(margins) > 0).sum().double() / len(batch)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         norm = gathered(norm).double() / WORLD  # the same on every rank
-        total, right, norm, stop = sum_over_ranks(total, right, norm, stop_signal(), device=device)
+        tokens = sum(len(tree.ids) for _, _, trees, _ in share for tree in trees)
+        total, right, norm, stop, tokens = sum_over_ranks(total, right, norm, stop_signal(),
+                                                          tokens, device=device)
         check_finite(step, loss=total, grad_norm=norm)
         lr = lr_at(step, len(steps), args.lr)
         for group in optimizer.param_groups:
@@ -322,7 +324,7 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
         accuracy = None if args.loss == "rft" else right
-        log(step=step, loss=total, accuracy=accuracy, grad_norm=norm, lr=lr)
+        log(step=step, loss=total, accuracy=accuracy, grad_norm=norm, lr=lr, **log.speed(tokens))
         if stop or (args.save_every and (step + 1) % args.save_every == 0):
             save_checkpoint(model, optimizer, args.out, step + 1)
         if stop:

@@ -219,6 +219,7 @@ def progress(what, items=None, total=None):
     form = {}
     if not sys.stderr.isatty():
         form = {"file": Lines(), "mininterval": SHOW_EVERY, "delay": SHOW_EVERY, "miniters": 1,
+                "position": 0,  # inside another one, too: a line needs no cursor
                 "bar_format": "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}]"}
     return tqdm(items, total=total, desc=what, disable=RANK > 0, leave=False, **form)
 
@@ -715,7 +716,14 @@ class Log:
         """
         steps = range(self.step, n)
         with signals_wait():
-            yield from progress(what, steps) if sys.stderr.isatty() else steps
+            for step in progress(what, steps) if sys.stderr.isatty() else steps:
+                self.began = time.monotonic()
+                yield step
+
+    def speed(self, tokens):
+        """{seconds, tokens_per_second} of the step under way, of `tokens` computed tokens."""
+        seconds = time.monotonic() - self.began
+        return {"seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds)}
 
     def __call__(self, last=False, **row):
         """Adds a row to metrics.jsonl; shows it if it is the last one or 10 seconds went by."""

@@ -128,6 +128,12 @@ def records(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
+def without_clock(rows):
+    """The rows of a metrics.jsonl without what the wall clock said."""
+    clock = {"seconds", "tokens_per_second"}
+    return [{key: value for key, value in row.items() if key not in clock} for row in rows]
+
+
 def demos(n, seed=0, **knobs):
     args = colbench.get_args(["demos", *(str(x) for k, v in knobs.items() for x in ("--" + k, v))])
     args.seed = seed

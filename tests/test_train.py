@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import model as M
-from conftest import CPU, ROOT, demos, gone, lines, records, script
+from conftest import CPU, ROOT, demos, gone, lines, records, script, without_clock
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 POLICY = ["train_policy.py", "--lr", 1e-5, "--loss"]
@@ -196,8 +196,21 @@ def same_to_rounding(whole, out, stdout):
 def same_bits(whole, out, stdout):
     want_out, want_stdout = whole
     assert read(f"{out}/model.safetensors") == read(f"{want_out}/model.safetensors")
-    assert steps(out) == steps(want_out) and not leftovers(out)
+    assert without_clock(steps(out)) == without_clock(steps(want_out)) and not leftovers(out)
     assert stdout == want_stdout.replace(json.dumps(str(want_out)), json.dumps(str(out)))
+
+
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_each_step_tells_its_seconds_and_the_tokens_that_all_ranks_computed(world, whole, command,
+                                                                            data, tmp_path):
+    out = whole("critic")[0]
+    if world > 1:
+        out = tmp_path / "out"
+        done = script(*command("critic", out), stdin=data.read_text(), ranks=world)
+        assert done.returncode == 0, done.stderr
+    (trained,) = (row for row in metrics(out) if "trained" in row)
+    told = sum(row["seconds"] * row["tokens_per_second"] for row in steps(out))
+    assert told == pytest.approx(trained["tokens"]["computed"], rel=0.02)
 
 
 # --- many processes -------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from safetensors.torch import load
 import colbench
 import train_critic
 import train_policy
+import utils
 from conftest import lines
 from model import TURN, batches
 
@@ -465,6 +466,19 @@ def test_a_step_waits_for_the_device_once(script, rewarded, tiny_dir, tmp_path, 
     train(script, monkeypatch, rewarded, *flags, "--max_tokens", 400, "--out", tmp_path / "out")
     assert told == [["tolist"]] * len(shares)
     assert max(map(len, shares)) > 1 and len({sum(len(part) for part, *_ in s) for s in shares}) > 1
+
+
+def test_every_pass_tells_how_far_it_is(rewarded, tiny_dir, tmp_path, monkeypatch, capfd):
+    """By lines where stderr is no terminal: here at once, else every ten seconds."""
+    monkeypatch.setattr(utils, "SHOW_EVERY", 0)
+    out = tmp_path / "out"
+    train(train_critic, monkeypatch, rewarded, "--model", tiny_dir, "--held_out", 0, "--out", out)
+    said = capfd.readouterr().err
+    for told in ("reference: 1/1 ", "step 0 ", "seconds ", "advantages: 1/1 "):
+        assert told in said
+    train(train_critic, monkeypatch, rewarded, "--score", 1, "--out", out)
+    said = capfd.readouterr().err
+    assert said.count("scoring: 1/1 ") == 2 and f"scored: {len(rewarded)}/? " in said
 
 
 @pytest.mark.parametrize("script", [train_critic, train_policy], ids=["critic", "policy"])

@@ -149,6 +149,12 @@ def test_progress_is_lines_where_stderr_is_no_terminal(monkeypatch, capfd):
     list(utils.progress("scoring", range(3)))
     said = capfd.readouterr().err.splitlines()
     assert [line.split()[:2] for line in said] == [["scoring:", f"{n}/3"] for n in range(4)]
+    outer = utils.progress("records")  # of a number that nobody knows, with another one inside
+    list(utils.progress("scoring", range(1)))
+    outer.update(5)
+    said = [line.split()[:2] for line in capfd.readouterr().err.splitlines()]
+    assert said == [["records:", "0/?"], ["scoring:", "0/1"], ["scoring:", "1/1"],
+                    ["records:", "5/?"]]
 
 
 def test_a_signal_waits_for_the_end_of_a_line():
