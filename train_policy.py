@@ -55,7 +55,7 @@ def get_args(argv=None):
     g.add_argument("--nll_coef", type=float, default=0.01,
                    help="weight of the chosen side's NLL per token")
     g.add_argument("--lr", type=float, default=2e-7,
-                   help="peak: 3%% of the steps warm up, then a cosine to a tenth")
+                   help="peak: 3%% of the steps warm up, at least 3; then a cosine to a tenth")
     g.add_argument("--batch_size", type=int,
                    help="pairs a step, over all GPUs; not given: 8, as in the paper (rft: 32)")
     g.add_argument("--epochs", type=int, help="not given: 1, as in the paper (mtdpo, rft: 4)")

@@ -772,8 +772,11 @@ def ahead(items):
 
 
 def lr_at(step, steps, peak):
-    """Learning rate of 0-based `step`: 3 % linear warm-up to `peak`, a cosine to a tenth of it."""
-    warmup = max(1, round(0.03 * steps))
+    """Learning rate of 0-based `step`: a linear warm-up to `peak`, a cosine to a tenth of it.
+
+    3 % of the steps warm up, at least 3, but not more than a third.
+    """
+    warmup = max(round(0.03 * steps), min(3, steps // 3))
     if step < warmup:
         return peak * (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)

@@ -363,6 +363,18 @@ def test_batches_are_a_permutation_and_a_function_of_the_seed():
     assert groups[3] == [(3, 0), (3, 1), (3, 2), (3, 3)]  # and the input is left alone
 
 
+def test_the_learning_rate_warms_up_also_where_steps_are_few():
+    def lrs(steps):
+        return [utils.lr_at(step, steps, 1.0) for step in range(steps)]
+
+    # steps that warm up: 3 %, at least 3, never more than a third of them
+    for steps, warmup in ((1, 0), (2, 0), (3, 1), (6, 2), (9, 3), (84, 3), (117, 4), (1000, 30)):
+        got = lrs(steps)
+        assert got[:warmup] == [(n + 1) / warmup for n in range(warmup)]
+        assert got[warmup] == 1 and all(a > b for a, b in zip(got[warmup:], got[warmup + 1:]))
+        assert got[-1] >= 0.1 and (steps < 50 or got[-1] < 0.11)
+
+
 # --- c: the critic's, never the policy's ----------------------------------------------------------
 
 def train(script, monkeypatch, records, *flags):
