@@ -1006,6 +1006,8 @@ def refuse_unknown(path, config):
     text = config.get_text_config()
     other = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     caps = ("final_logit_softcapping", "attn_logit_softcapping")
+    if text.model_type == "gpt_oss":
+        fail(f"{path!r} has attention sinks, which the packed forward can't compute")
     if other or any(getattr(text, cap, None) for cap in caps):
         fail(f"{path!r} uses soft caps or layers other than attention, "
              "which the packed forward can't compute")
@@ -1018,6 +1020,35 @@ def weights(model):
         name = name.removeprefix("lm.").replace("model.language_model.", "model.")
         named[name.replace("model.visual.", "visual.")] = p
     return named
+
+
+# Matrices of an expert in Hugging Face files, by the name of the module there: gate, up, down.
+EXPERTS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
+
+
+def in_files(name, p, stored):
+    """{name in the files of `stored` names: the tensor it fills} of a parameter or its shard.
+
+    Files hold experts one by one, transformers' parameters a layer's together, (E, out, in): the
+    files of Mixtral under old names.
+    """
+    if name in stored:
+        return {name: p}
+    for module, (gate, up, down) in EXPERTS.items():
+        old = name.replace(".mlp.", f".{module}.")
+        layer, _, matrix = old.rpartition(".")
+        parts = {"gate_up_proj": (gate, up), "down_proj": (down,)}.get(matrix)
+        if old in stored:
+            return {old: p}
+        if not parts or f"{layer}.0.{gate}.weight" not in stored:
+            continue
+        first, experts = 0, p
+        if isinstance(p, DTensor):  # sharded by experts
+            ranks = p.device_mesh["shard"]
+            first, experts = ranks.get_local_rank() * -(-len(p) // ranks.size()), p.to_local()
+        return {f"{layer}.{first + n}.{part}.weight": tensor for n, expert in enumerate(experts)
+                for part, tensor in zip(parts, expert.chunk(len(parts)))}
+    return {name: p}  # it is missing
 
 
 def read_weights(model, path):
@@ -1036,8 +1067,9 @@ def read_weights(model, path):
             p.copy_(new)
     try:
         with torch.no_grad():
-            dcp.load({name: p.detach() for name, p in wanted.items()}, storage_reader=reader,
-                     no_dist=not dist.is_initialized())
+            parts = (in_files(name, p.detach(), stored) for name, p in wanted.items())
+            dcp.load({name: part for of_one in parts for name, part in of_one.items()},
+                     storage_reader=reader, no_dist=not dist.is_initialized())
     except Exception as e:
         fail(f"the weights in {path!r} are not those of its config.json: "
              f"{str(e).splitlines()[-1]}")

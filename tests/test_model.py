@@ -16,8 +16,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Gemma2Config,
                           Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GptOssConfig,
                           GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig,
-                          MistralForCausalLM, PreTrainedTokenizerFast, Qwen2Config,
-                          Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
+                          MistralForCausalLM, MixtralConfig, MixtralForCausalLM,
+                          PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
+                          Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
 
 import model as M
 from colbench import PIECES
@@ -39,7 +40,12 @@ FAMILIES = {"llama": (LlamaForCausalLM, LlamaConfig, dict(tie_word_embeddings=Fa
             "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig,
                        dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"],
                             head_dim=16, query_pre_attn_scalar=16)),
-            "qwen3": (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=16, tie_word_embeddings=False))}
+            "qwen3": (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=16, tie_word_embeddings=False)),
+            "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig,
+                          dict(head_dim=16, num_experts=5, num_experts_per_tok=2,
+                               moe_intermediate_size=24, norm_topk_prob=True)),
+            "mixtral": (MixtralForCausalLM, MixtralConfig,
+                        dict(num_local_experts=3, num_experts_per_tok=2))}
 
 
 def two_models(family, dtype=torch.float32):
@@ -49,6 +55,9 @@ def two_models(family, dtype=torch.float32):
     tree = M.TreeLM(kind(config(**SIZES, **more, attn_implementation="tree_sdpa"))).to(dtype)
     plain = kind(config(**SIZES, **more, attn_implementation="sdpa")).to(dtype)
     plain.load_state_dict(tree.lm.state_dict())
+    plain.config._experts_implementation = "eager"  # a loop over experts
+    if dtype == torch.float64:
+        tree.lm.config._experts_implementation = "eager"  # the usual kernel has no fp64
     return tree, plain
 
 
@@ -817,6 +826,8 @@ def test_models_that_the_tree_cannot_compute_are_refused(tmp_path, tiny_dir):
     with pytest.raises(SystemExit, match="soft caps"):
         M.load(str(tmp_path / "m"))
     config = GptOssConfig(**SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2)
+    with pytest.raises(SystemExit, match="error: 'gpt' has attention sinks"):
+        M.refuse_unknown("gpt", config)
     config._attn_implementation = "eager"
     model = M.TreeLM(GptOssForCausalLM(config))
     for attention in ("sdpa", "flex"):
@@ -825,13 +836,24 @@ def test_models_that_the_tree_cannot_compute_are_refused(tmp_path, tiny_dir):
             M.action_logps(model, some_turns())
 
 
-def test_gemma_is_loaded_with_all_that_is_not_in_its_files(tmp_path, tiny_dir):
-    _, tokenizer = M.load(tiny_dir)
-    kind, config, more = FAMILIES["gemma3"]
+def save_random(family, tokenizer, out):
+    """A model of a family with random weights and the tokenizer's vocabulary, saved in `out`."""
+    kind, config, more = FAMILIES[family]
     config = config(**{**SIZES, "vocab_size": len(tokenizer)}, **more, rms_norm_eps=1e-5)
     config._attn_implementation = "tree_sdpa"
+    torch.manual_seed(2)
     model = M.TreeLM(kind(config))
-    M.save(model, tokenizer, str(tmp_path / "m"))
-    again, _ = M.load(str(tmp_path / "m"))
+    M.save(model, tokenizer, str(out))
+    return model
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_moe", "mixtral"])
+def test_what_is_not_in_files_as_it_is_in_memory_is_loaded(family, tmp_path, tiny_dir):
+    """Gemma computes some of it, and files hold experts one by one; transformers reads them, too."""
+    _, tokenizer = M.load(tiny_dir)
+    model = save_random(family, tokenizer, tmp_path)
+    again, _ = M.load(str(tmp_path))
     logps, logps_again = M.action_logps(model, some_turns()), M.action_logps(again, some_turns())
     assert all(torch.equal(a, b) for a, b in zip(logps, logps_again, strict=True))
+    theirs = separate(AutoModelForCausalLM.from_pretrained(tmp_path), some_turns())
+    assert all((a - b).abs().max() < 1e-5 for a, b in zip(logps, theirs, strict=True))

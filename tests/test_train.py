@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 import model as M
 from conftest import CPU, ROOT, demos, gone, lines, records, script, without_clock
+from test_model import save_random
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 POLICY = ["train_policy.py", "--lr", 1e-5, "--loss"]
@@ -464,6 +465,30 @@ def test_a_resumed_run_takes_the_references_that_were_computed(killed, whole, co
         for x, y in zip(scored(a), scored(b), strict=True):
             shifts.append(x["advantage"] - y["advantage"])
     assert abs(sum(shifts) / len(shifts) + 1) < 0.1
+
+
+@pytest.mark.full
+def test_a_mixture_of_experts_trains_resumes_and_spreads_over_ranks(command, data, tiny_dir,
+                                                                    tmp_path):
+    """5 experts on 2 ranks: the shards are uneven."""
+    save_random("qwen3_moe", M.find_model(tiny_dir)[1], tmp_path / "moe")
+    moe, given = ["--model", tmp_path / "moe"], data.read_text()
+    out = tmp_path / "out"
+    done = script(*command("critic", out, *moe), stdin=given)
+    assert done.returncode == 0, done.stderr
+    whole = out, done.stdout
+    kill_at(lambda: (tmp_path / "killed" / "checkpoint-2").exists(),
+            command("critic", tmp_path / "killed", *moe, "--save_every", 2), data)
+    resumed = script(*command("critic", tmp_path / "killed", *moe, "--resume", 1), stdin=given)
+    same_bits(whole, tmp_path / "killed", resumed.stdout)
+    spread = script(*command("critic", tmp_path / "spread", *moe), stdin=given, ranks=2)
+    assert spread.returncode == 0, spread.stderr
+    same_to_rounding(whole, tmp_path / "spread", spread.stdout)
+    got, base = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "moe"))
+    assert got.keys() == base.keys() and all((got[n] != base[n]).any() for n in base)
+    policy = script(*command("dpo", tmp_path / "policy", *moe), stdin=done.stdout)
+    assert policy.returncode == 0 and steps(tmp_path / "policy"), policy.stderr
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "policy").config.num_experts == 5
 
 
 # --- the --out directory --------------------------------------------------------------------------
