@@ -849,7 +849,7 @@ def save_random(family, tokenizer, out):
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3_moe", "mixtral"])
 def test_what_is_not_in_files_as_it_is_in_memory_is_loaded(family, tmp_path, tiny_dir):
-    """Gemma computes some of it, and files hold experts one by one; transformers reads them, too."""
+    """Gemma computes some of it, and files hold experts one by one. transformers agrees."""
     _, tokenizer = M.load(tiny_dir)
     model = save_random(family, tokenizer, tmp_path)
     again, _ = M.load(str(tmp_path))
