@@ -48,7 +48,7 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
 from transformers.utils import logging
 
 from utils import (RANK, WORLD, ahead, barrier, digest, drop_checkpoints, fail, fail_on_error,
-                   from_rank_0, progress, reading, remove, resume_hint, rng, say,
+                   free_memory, from_rank_0, progress, reading, remove, resume_hint, rng, say,
                    sum_over_ranks, writing)
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads, too
@@ -1085,8 +1085,10 @@ def shard(model, dtype, replicate=1, offload=0, recompute=None, reshard=1):
     """
     model.dtype = dtype
     if recompute is None:
-        model.room = room(model, free_bytes(model.device), dtype.itemsize, WORLD // replicate,
-                          reshard, offload)
+        free = free_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if model.device.type == "cuda":
+            free = torch.cuda.mem_get_info(model.device)[0]
+        model.room = room(model, free, dtype.itemsize, WORLD // replicate, reshard, offload)
     elif recompute:
         model.room = 0
     if WORLD == 1 and dtype == torch.float32 and not offload:
@@ -1219,18 +1221,6 @@ def reference_logps(model, turns, max_tokens, out):
 
 # --- memory ---------------------------------------------------------------------------------------
 
-def free_bytes(device):
-    """Free memory for this process: of its GPU, or its share of the machine's; inf if unknown."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        with open("/proc/meminfo", encoding="ascii") as f:
-            kilobytes = re.search(r"MemAvailable: *(\d+)", f.read())[1]
-    except OSError:
-        return math.inf
-    return 1024 * int(kilobytes) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
 def state_bytes(model, size, ranks, reshard=1, offload=0):
     """(bytes of fp32 weights, gradients and moments, of what FSDP gathers) of a model on `ranks`.
 
@@ -1254,7 +1244,12 @@ def room(model, free, size, ranks, reshard=1, offload=0):
     experts = any(re.match("num_.*experts", key) for key in vars(model.config))
     if experts or has_vision(model.lm.config):
         return 0 if model.device.type == "cuda" else math.inf
-    return max(0, 0.9 * free - sum(state_bytes(model, size, ranks, reshard, offload)))
+    state, gathered = state_bytes(model, size, ranks, reshard, offload)
+    left = 0.9 * free - state - gathered
+    if left < 0 and not RANK:
+        say(f"weights, gradients, moments and what is gathered need {(state + gathered) / 1e9:.3g} "
+            f"GB on each process, and {free / 1e9:.3g} GB are free: more processes need less")
+    return max(0, left)
 
 
 def activation_bytes(config, tree, size, recomputed, device="cuda"):

@@ -783,6 +783,23 @@ def lr_at(step, steps, peak):
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 
+def free_memory():
+    """Bytes that processes here can still take: of the machine, and within their cgroup's limit."""
+    with open("/proc/meminfo") as f:
+        free = [int(re.search(r"MemAvailable: *(\d+)", f.read())[1]) * 1024]
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as f:
+        group = re.search(r"^0::/(.*)", f.read(), re.M)
+        path = os.path.join("/sys/fs/cgroup", group[1] if group else "")
+        while path.startswith("/sys/fs/cgroup"):  # the groups around it have limits, too
+            with contextlib.suppress(OSError, ValueError):  # "max": it has none
+                limit, used = (int(open(f"{path}/memory.{name}").read())
+                               for name in ("max", "current"))
+                cache = re.search(r"^inactive_file (\d+)", open(f"{path}/memory.stat").read(), re.M)
+                free.append(limit - used + int(cache[1]))
+            path = os.path.dirname(path)
+    return max(0, min(free))
+
+
 # --- randomness, hashes, versions -----------------------------------------------------------------
 
 def rng(*key):

@@ -1,5 +1,7 @@
 """--dry_run: tokens as in the run, FLOPs as torch counts them, memory as autograd keeps it."""
+import io
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -8,7 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import model as M
-from conftest import demos, records, script
+import train_policy
+import utils
+from conftest import demos, lines, records, script
 from test_model import some_turns
 
 FLAGS = {"critic": ["train_critic.py", "--held_out", 0.3, "--batch_size", 2, "--epochs", 2],
@@ -139,6 +143,58 @@ def test_as_many_layers_are_recomputed_as_must_be():
     with torch.no_grad():
         M.action_logps(model, turns)
     assert model.recomputed == 0
+
+
+def test_free_memory_is_the_least_of_the_machines_and_the_cgroups(monkeypatch):
+    files = {"/proc/meminfo": "MemTotal: 900 kB\nMemAvailable:   800 kB\n",
+             "/proc/self/cgroup": "1:name=x:/y\n0::/a/b\n"}
+    monkeypatch.setattr(utils, "open", lambda path: there(path), raising=False)
+
+    def there(path):
+        if path not in files:
+            raise FileNotFoundError
+        return io.StringIO(files[path])
+
+    def limit(group, most, used, cache):
+        for name, value in (("max", most), ("current", used), ("stat", f"inactive_file {cache}\n")):
+            files[f"/sys/fs/cgroup{group}/memory.{name}"] = str(value)
+
+    assert utils.free_memory() == 800 * 1024
+    limit("/a/b", "max", 5, 5)
+    assert utils.free_memory() == 800 * 1024
+    limit("/a", 7000, 3000, 1000)
+    assert utils.free_memory() == 5000
+    limit("", 4000, 4500, 200)
+    assert utils.free_memory() == 0
+
+
+@pytest.mark.parametrize("loss", ["dpo", "rft"])
+def test_a_run_with_little_memory_makes_the_same_bits(loss, tiny_dir, rewarded, tmp_path,
+                                                      monkeypatch, capfd):
+    """It recomputes layers, and says if not even the weights fit."""
+    for r in rewarded:
+        for m in r["dialogue_history"]:
+            for i, c in enumerate(m.get("candidates", ())):
+                c["advantage"] = float(i)
+    weights, recomputed, forward = [], [], M.layer_forward
+
+    def noted(model, n, *args, **kwargs):
+        recomputed.append(model.recomputed)
+        return forward(model, n, *args, **kwargs)
+
+    monkeypatch.setattr(M, "layer_forward", noted)
+    for gb in (1000, 0.001):
+        recomputed.clear()
+        monkeypatch.setattr(M, "free_memory", lambda: 1e9 * gb)
+        monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(rewarded).encode()))
+        out = tmp_path / str(gb)
+        args = train_policy.get_args(["--model", tiny_dir, "--out", str(out), "--loss", loss,
+                                      "--lr", "1e-3"])
+        train_policy.main(args)
+        weights.append((out / "model.safetensors").read_bytes())
+        said = capfd.readouterr().err
+        assert any(recomputed) == ("0.001 GB are free" in said) == (gb < 1)
+    assert weights[0] == weights[1]
 
 
 def test_layers_are_recomputed_that_do_not_fit():
