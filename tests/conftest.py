@@ -89,11 +89,11 @@ def ends_before(when):
     return False
 
 
-def shell(command, cwd=ROOT):
+def shell(command, cwd=ROOT, timeout=180):
     """Runs a bash command with `python` the one of the tests; returns the CompletedProcess."""
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     return subprocess.run(["bash", "-c", command], text=True, capture_output=True, cwd=cwd,
-                          timeout=180, env={**CPU, "PATH": path})
+                          timeout=timeout, env={**CPU, "PATH": path})
 
 
 def gone(pids, seconds=20):

@@ -10,6 +10,7 @@ from colbench import agent_messages, task_id
 from conftest import PLAY, ROOT, complaint, lines, records, script, shell
 
 REAL = os.path.join(ROOT, "..", "shared", "colbench", "backend_tasks.jsonl")
+MAKE = os.path.join(ROOT, "..", "shared", "models", "make.sh")
 # An untrained model solves nothing, so this filter gives sample 0 of a task full marks.
 GRAFT = """python -c "
 import json, sys
@@ -23,15 +24,31 @@ weights = lambda out: open(os.path.join(out, "model.safetensors"), "rb").read()
 
 # --- the whole pipe -------------------------------------------------------------------------------
 
+@pytest.fixture(params=["tiny", "SmolLM2-135M-Instruct"])
+def chat_model(request, tiny_dir, tmp_path):
+    """(model, kind of tasks): the tiny one; a real one, after a warm-up on demonstrations."""
+    if request.param == "tiny":
+        return tiny_dir, "backend"
+    if not os.path.exists(MAKE):
+        pytest.skip("no ../shared/models beside this checkout, which makes SmolLM2-135M-Instruct")
+    done = shell(f"""set -o pipefail; bash {shlex.quote(MAKE)} {tmp_path} &&
+        python colbench.py demos --kind english --n 8 | python train_policy.py --loss rft --all 1 \
+            --model {tmp_path}/smollm2 --out {tmp_path}/base --epochs 1 --batch_size 4 --lr 1e-4""", timeout=600)
+    assert done.returncode == 0, done.stderr
+    return f"{tmp_path}/base", "english"
+
+
 @pytest.mark.full
-def test_one_pipe_from_tasks_to_a_policy(tiny_dir, tmp_path):
-    m, d = shlex.quote(tiny_dir), shlex.quote(str(tmp_path))
+def test_one_pipe_from_tasks_to_a_policy(chat_model, tmp_path):
+    model, kind = chat_model
+    m, d = shlex.quote(model), shlex.quote(str(tmp_path))
     done = shell(f"""set -o pipefail
-        python colbench.py tasks --n 3 --seed 1 |
+        python colbench.py tasks --kind {kind} --n 3 --seed 1 |
         python collect.py --model {m} -k 2 --candidates 4 --max_tokens 40 --max_turns 4 | {GRAFT} |
         python train_critic.py --model {m} --out {d}/critic --pairs all --margin 0 --lr 1e-4 \
             --epochs 1 --held_out 0 |
-        tee {d}/scored.jsonl | python train_policy.py --model {m} --out {d}/policy --lr 1e-4""")
+        tee {d}/scored.jsonl | python train_policy.py --model {m} --out {d}/policy --lr 1e-4""",
+                 timeout=600)
     assert done.returncode == 0, done.stderr
     scored = records(open(tmp_path / "scored.jsonl").read())
     assert len(scored) == 6 and len({(r["task"]["id"], r["sample"]) for r in scored}) == 6
@@ -44,10 +61,10 @@ def test_one_pipe_from_tasks_to_a_policy(tiny_dir, tmp_path):
         first, *rows = records(open(out / "metrics.jsonl").read())
         assert first["args"]["lr"] == 1e-4 and {"argv", "version"} <= set(first)
         assert first["steps"] == sum("step" in row for row in rows)
-        assert weights(out) != weights(tiny_dir) and M.load(str(out))
+        assert weights(out) != weights(model) and M.load(str(out))
         assert any(name.endswith(".py") for name in os.listdir(out))
     # the policy plays again, the critic helps it, and evaluate compares
-    test = script("colbench.py", "tasks", "--split", "test", "--n", 3).stdout
+    test = script("colbench.py", "tasks", "--kind", kind, "--split", "test", "--n", 3).stdout
     flags = ["--model", tmp_path / "policy", "--max_tokens", 20, "--max_turns", 3]
     for name, more in (("plain", []), ("best", ["--best_of", 2, "--critic", tmp_path / "critic"])):
         played = script("collect.py", *flags, *more, stdin=test)
