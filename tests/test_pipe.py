@@ -4,10 +4,13 @@ import os
 import shlex
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import colbench
 import model as M
 from colbench import agent_messages, task_id
-from conftest import PLAY, ROOT, complaint, lines, records, script, shell
+from conftest import PLAY, ROOT, complaint, demos, lines, records, script, shell
 
 REAL = os.path.join(ROOT, "..", "shared", "colbench", "backend_tasks.jsonl")
 MAKE = os.path.join(ROOT, "..", "shared", "models", "make.sh")
@@ -123,6 +126,93 @@ def test_head_ends_a_stage_cleanly(stage, rewarded, tiny_dir, tmp_path):
     assert len(records(done.stdout)) == 1
     assert set(done.stderr.splitlines()[-1].split()) == {"0"}, done.stderr
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+# --- a template that forgets thoughts -------------------------------------------------------------
+
+FORGETS = """{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>\
+{{ m['content'].split('</think>')[-1].strip() }}<|end|>{% endfor %}\
+{% if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% endif %}{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory):
+    """A tiny model that has learned to think a word, and whose template strips earlier thoughts."""
+    given = demos(200)
+    model, tokenizer = M.tiny(given, 0, colbench.PIECES)
+    tokenizer.chat_template = FORGETS
+    tokenizer.add_tokens(["<think>", "</think>"])
+    model.lm.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    out = tmp_path_factory.mktemp("model")
+    M.save(model, tokenizer, str(out / "untrained"))
+    for r in given:
+        r["meta"] = {"thinking": 1}
+        for m in agent_messages(r):
+            m["output"] = f"rate</think>{m['content']}"
+    done = script("train_policy.py", "--model", out / "untrained", "--loss", "rft", "--all", 1,
+                  "--lr", 3e-3, "--batch_size", 20, "--epochs", 4, "--out", out / "thinker",
+                  stdin=given)
+    assert done.returncode == 0, done.stderr
+    return str(out / "thinker")
+
+
+def separate_logps(lm, prompt, action):
+    """Log-probs of an action by a forward of its own, with nothing shared."""
+    logits = lm(torch.tensor([[*prompt, *action]])).logits[0, len(prompt) - 1:-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(action)[:, None])[:, 0]
+
+
+def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(thinker, tmp_path):
+    """A thought is in its action, but not in later prompts: no prompt extends the turn before."""
+    tasks = script("colbench.py", "tasks", "--n", 5).stdout
+    played = script("collect.py", "--model", thinker, "-k", 2, "--candidates", 2, "--thinking", 1,
+                    "--max_turns", 3, "--max_tokens", 25, stdin=tasks)
+    assert played.returncode == 0, played.stderr
+    rs = records(played.stdout)
+    for r in rs:
+        r["reward"] = float(r["sample"])
+    flags = ["--model", thinker, "--lr", 1e-3]
+    scored = script("train_critic.py", *flags, "--held_out", 0, "--epochs", 1, "--out",
+                    tmp_path / "critic", stdin=rs)
+    assert scored.returncode == 0, scored.stderr
+    base, critic = (AutoModelForCausalLM.from_pretrained(path)
+                    for path in (thinker, tmp_path / "critic"))
+    tokenizer = AutoTokenizer.from_pretrained(thinker)
+
+    def prompt_ids(history):
+        """What the template makes of all that the agent wrote, its thoughts, too."""
+        full = [{**m, "content": "<think>" + m["output"]} if "output" in m else m for m in history]
+        text = tokenizer.apply_chat_template(full, tokenize=False, add_generation_prompt=True,
+                                             enable_thinking=True)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    kept, turns, turns_logps, checked = [], [], [], 0
+    for r in records(scored.stdout):
+        agent = agent_messages(r)
+        if any(m["output"].count("</think>") != 1 for m in agent[:-1]):
+            continue  # what such a message says is another text than what the template leaves
+        kept.append(r)
+        for t, m in enumerate(agent):
+            history = r["dialogue_history"][:2 * t + 1]
+            seen = colbench.with_hidden(history, colbench.hidden_information(r["task"]))
+            prompt, privileged = prompt_ids(history), prompt_ids(seen)
+            with torch.no_grad():
+                logps = separate_logps(base, prompt, m["token_ids"])
+                for x in (m, *m["candidates"]):
+                    pi, ref = (separate_logps(lm, privileged, x["token_ids"]).mean()
+                               for lm in (critic, base))
+                    assert x["advantage"] == pytest.approx((pi - ref).item(), abs=2e-4)
+                    checked += abs(x["advantage"]) > 1e-2
+            assert torch.allclose(torch.tensor(m["logprobs"]), logps, atol=1e-3)
+            assert not turns or not t or prompt[:len(turns[-1])] != turns[-1]
+            turns.append([*prompt, *m["token_ids"]])
+            turns_logps.append(logps)
+    assert checked > 20 and any(len(agent_messages(r)) == 3 for r in kept)
+    done = script("train_policy.py", *flags, "--loss", "rft", "--all", 1, "--epochs", 1,
+                  "--out", tmp_path / "policy", stdin=kept)
+    assert done.returncode == 0, done.stderr
+    first = records((tmp_path / "policy" / "metrics.jsonl").read_text())[1]
+    assert first["loss"] == pytest.approx(-torch.cat(turns_logps).mean().item(), abs=1e-4)
 
 
 # --- the same command again -----------------------------------------------------------------------
