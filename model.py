@@ -949,10 +949,24 @@ def base_digest(path):
 def load_options(args, device):
     """Keyword arguments of `load` from the flags of utils.machine_flags."""
     gpu = device.type == "cuda"
-    dtypes = {"auto": torch.bfloat16 if gpu else torch.float32,
-              "bf16": torch.bfloat16, "fp32": torch.float32}
-    return {"dtype": dtypes[args.dtype], "replicate": args.replicate, "offload": args.offload,
+    if args.dtype == "bf16" and not gpu and not cpu_has_bf16() and RANK == 0:
+        say("this CPU has no instructions for bf16: --dtype fp32 is many times as fast")
+    return {"dtype": args.dtype, "replicate": args.replicate, "offload": args.offload,
             "recompute": args.recompute, "reshard": args.reshard}
+
+
+def cpu_has_bf16():
+    """Whether this CPU multiplies in bf16. One that does not is ten times slower than in fp32."""
+    with open("/proc/cpuinfo") as f:
+        return bool(re.search(r"\b(avx512_bf16|amx_bf16)\b", f.read()))
+
+
+def pick_dtype(name, device, config):
+    """The torch.dtype of --dtype. auto is bf16 on a GPU, and on such a CPU for wide models."""
+    if name == "auto":
+        wide = config.get_text_config().hidden_size >= 512  # no tiny one
+        name = "bf16" if device.type == "cuda" or wide and cpu_has_bf16() else "fp32"
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
 
 def load_lm(path, device):
@@ -967,12 +981,15 @@ def load_lm(path, device):
 def load(path, device="cpu", attention="auto", dtype=torch.float32, head=False, **sharding):
     """(TreeLM, tokenizer) of a folder or hub name, with weights in dtype, to score with.
 
+    dtype: a torch.dtype, or the value of --dtype.
     sharding: keyword arguments of `shard`, to train with fp32 weights. Fails if the packed forward
     can't compute the model. No rank reads weights that it does not keep.
     """
     path, tokenizer, config = find_model(path, weights=True)
     refuse_unknown(path, config)
     device = torch.device(device)
+    if isinstance(dtype, str):
+        dtype = pick_dtype(dtype, device, config)
     attention = "tree_" + pick_attention(attention, device, dtype)
     make = AutoModelForCausalLM
     if has_vision(config):

@@ -89,8 +89,9 @@ import torch.nn.functional as F
 
 from model import (PICTURE, TURN, Pair, Pictures, action_ids, base_digest, batches,
                    compare_tokens, count_of_all_ranks, dry_run, find_model, gathered, has_vision,
-                   load, load_options, logps_of, micro_batches, raw_text, reference_logps, render,
-                   restore, save, save_checkpoint, score, tell_repetition, thinking_flag)
+                   load, load_options, logps_of, micro_batches, pick_dtype, raw_text,
+                   reference_logps, render, restore, save, save_checkpoint, score, tell_repetition,
+                   thinking_flag)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -375,11 +376,13 @@ def main(args):
     groups, turns, ref_turns = list(train.values()), list(ref_of), list(ref_of.values())
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, args.seed, epoch)]
+    config = find_model(args.model)[2]
     if args.dry_run:
         reference = ref_turns if args.head == "logratio" else []
-        return emit(dry_run(args, find_model(args.model)[2], steps, reference, turns))
+        return emit(dry_run(args, config, steps, reference, turns))
     log.begin(steps=len(steps), pairs=sum(map(len, groups)), tasks=len(groups), too_long=too_long,
               held_out_pairs=sum(map(len, held.values())),
+              dtype=str(pick_dtype(args.dtype, device, config)),
               data=digest([[digest(both) for both in ref_of.items()],
                            [[digest(tuple(pair)) for pair in group] for group in groups]]),
               model_weights=base_digest(args.model))

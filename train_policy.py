@@ -73,8 +73,8 @@ import torch.nn.functional as F
 
 from model import (TURN, Pair, action_ids, base_digest, batches, compare_tokens,
                    count_of_all_ranks, dry_run, find_model, gathered, load, load_options, logps_of,
-                   micro_batches, reference_logps, restore, save, save_checkpoint, tell_repetition,
-                   tiny, turns_in, turns_of)
+                   micro_batches, pick_dtype, reference_logps, restore, save, save_checkpoint,
+                   tell_repetition, tiny, turns_in, turns_of)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -271,11 +271,12 @@ def main(args):
     epochs = args.epochs or {"mtdpo": 4, "rft": 4}.get(args.loss, 1)
     steps = [batch for epoch in range(epochs)
              for batch in batches(groups, batch_size, args.seed, epoch)]
+    config = made[0].lm.config if made else find_model(args.model)[2]
     if args.dry_run:
-        config = made[0].lm.config if made else find_model(args.model)[2]
         return emit(dry_run(args, config, steps, turns))
     log.begin(steps=len(steps), examples=sum(map(len, groups)), groups=len(groups),
-              **facts, data=digest([[digest(tuple(pair)) for pair in group] for group in groups]),
+              **facts, dtype=str(pick_dtype(args.dtype, device, config)),
+              data=digest([[digest(tuple(pair)) for pair in group] for group in groups]),
               model_weights=None if made else base_digest(args.model))
     tell_repetition(steps, args.max_tokens)
 

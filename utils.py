@@ -101,7 +101,7 @@ def machine_flags(p):
                         "the first that works here; flex: not yet run on a GPU")
     g.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto",
                    help="of the computation and the saved model; weights train in fp32; "
-                        "auto: bf16 on a GPU")
+                        "auto: bf16 on a GPU or a CPU that has it, if the model is not tiny")
     g.add_argument("--recompute", type=int, choices=[0, 1],
                    help="1: all layers compute activations again in the backward pass; 0: none; "
                         "not given: as few as fit in the free memory")

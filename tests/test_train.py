@@ -685,6 +685,7 @@ def test_bf16_computes_and_saves_in_16_bits_and_trains_in_32(killed, whole, tiny
     flat = lambda weights, dtype: torch.cat([weights[n].to(dtype).flatten() for n in base])
     changed = lambda dtype: (flat(state, dtype) != flat(base, dtype)).double().mean()
     assert changed(torch.float32) > 0.9 and changed(torch.bfloat16) < 0.01
+    assert metrics(whole("bf16")[0])[0]["dtype"] == "torch.bfloat16"
     saved = load_file(whole("bf16")[0] / "model.safetensors")
     assert {x.dtype for x in saved.values()} == {torch.bfloat16}
     lm = AutoModelForCausalLM.from_pretrained(whole("bf16")[0])

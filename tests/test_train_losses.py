@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load
 
 import colbench
+import model
 import train_critic
 import train_policy
 import utils
@@ -373,6 +374,23 @@ def test_the_learning_rate_warms_up_also_where_steps_are_few():
         assert got[:warmup] == [(n + 1) / warmup for n in range(warmup)]
         assert got[warmup] == 1 and all(a > b for a, b in zip(got[warmup:], got[warmup + 1:]))
         assert got[-1] >= 0.1 and (steps < 50 or got[-1] < 0.11)
+
+
+def test_auto_is_bf16_where_it_is_fast_and_else_bf16_is_warned_of(monkeypatch, tiny_dir, capfd):
+    cpu, wide = torch.device("cpu"), model.LlamaConfig(hidden_size=576)
+    tiny = model.find_model(tiny_dir)[2]
+    for bf16 in (False, True):
+        monkeypatch.setattr(model, "cpu_has_bf16", lambda: bf16)
+        assert model.pick_dtype("auto", cpu, wide) == (torch.float32, torch.bfloat16)[bf16]
+        assert model.pick_dtype("auto", cpu, tiny) == model.pick_dtype("fp32", cpu, wide)
+        assert model.pick_dtype("auto", torch.device("cuda"), tiny) == torch.bfloat16
+        for dtype in ("auto", "fp32", "bf16"):
+            model.load_options(train_policy.get_args(["--out", "x", "--dtype", dtype]), cpu)
+            warned = "no instructions for bf16" in capfd.readouterr().err
+            assert warned == (dtype == "bf16" and not bf16)
+    flags = open("/proc/cpuinfo").read().split()
+    monkeypatch.undo()
+    assert model.cpu_has_bf16() == ("avx512_bf16" in flags or "amx_bf16" in flags)
 
 
 # --- c: the critic's, never the policy's ----------------------------------------------------------
