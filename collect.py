@@ -52,10 +52,14 @@ def get_args(argv=None):
     g.add_argument("--human_model", help="the LLM's name, if the servers have several")
     g.add_argument("--human_prompt", metavar="FILE", help="what the LLM reads, with "
                    "{problem_description}, {hidden_information} and {dialogue}")
+    g.add_argument("--human_tokens", type=int, metavar="N",
+                   help="longest reply of the LLM, else 150 for 400 characters, where it is cut")
     g.add_argument("--human_leak", choices=["count", "redact"], default="count",
                    help="count the replies that quote hidden code; redact: cut it out, too")
     g = p.add_argument_group("sampling")
     g.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
+    g.add_argument("--top_p", type=float, default=1.0, metavar="P", help="of each token, draw from "
+                   "the likeliest that sum up to P; log-probs are of what is drawn from")
     g.add_argument("--max_tokens", type=int, default=1024, metavar="N", help="longest message")
     g.add_argument("--thinking", type=int, choices=[0, 1], default=0,
                    help="1: let a model think whose chat template can; nobody sees the thought")
@@ -94,6 +98,8 @@ def get_args(argv=None):
     args = p.parse_args(argv)
     if (args.best_of > 1) != bool(args.critic):
         fail("--best_of N and --critic DIR go together")
+    if not 0 < args.top_p <= 1:
+        fail(f"--top_p {args.top_p}: give a share above 0, at most 1")
     if not (args.human == "scripted" or args.human.startswith("fixed:") or http(args.human)):
         fail(f"--human {args.human!r}: give scripted, fixed:TEXT, or http://host:port/v1")
     if args.engine not in ("auto", "transformers", "vllm") and not http(args.engine):
@@ -123,7 +129,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 # It gives [(token_ids, logprobs)], one per draw. A draw is the key of its randomness, rng(*draw);
 # it begins with its episode's (seed, task id, sample). vLLM's are in seed_of.
 # token_ids end with a token of `stop` unless max_tokens cut them. logprobs are the sampler's, at
-# its temperature.
+# its temperature and top_p.
 
 class Batcher:
     """await batcher(request): this request's part of work(requests).
@@ -194,6 +200,11 @@ def transformers_engine(args, stop):
     def choose(logits, generators):
         """(rows, 1) tokens and their log-probs."""
         logps = (logits.double() / (args.temperature or 1)).log_softmax(-1)
+        if args.temperature and args.top_p < 1:
+            ordered, tokens = logps.sort(descending=True)
+            beyond = ordered.exp().cumsum(-1) - ordered.exp() >= args.top_p
+            beyond = beyond.scatter(-1, tokens, beyond)
+            logps = logps.masked_fill(beyond, -math.inf).log_softmax(-1)
         if args.temperature:  # invert the cumulative distribution at a uniform number
             u = torch.tensor([[g.random()] for g in generators], dtype=torch.double, device=DEVICE)
             cdf = logps.exp().cumsum(-1)
@@ -274,9 +285,9 @@ def vllm_engine(args, stop):
     async def engine(request):
         prompt, draws = request
         seed, n = seed_of(draws, args)
-        params = SamplingParams(n=n, temperature=args.temperature, max_tokens=args.max_tokens,
-                                seed=seed, logprobs=0, flat_logprobs=True, detokenize=False,
-                                stop_token_ids=sorted(stop),
+        params = SamplingParams(n=n, temperature=args.temperature, top_p=args.top_p, seed=seed,
+                                max_tokens=args.max_tokens, stop_token_ids=sorted(stop),
+                                logprobs=0, flat_logprobs=True, detokenize=False,
                                 output_kind=RequestOutputKind.FINAL_ONLY)
         home = homes.setdefault(draws[0][:3], min(replicas, key=lambda r: r.waiting))
         home.waiting += 1
@@ -304,7 +315,7 @@ async def http_engine(args, stop):
     timeout = args.timeout * (args.best_of + args.candidates)
     servers = Endpoint(args.engine, args.concurrency, timeout, args.retries)
     fixed = {"model": await servers.model(args.model), "temperature": args.temperature,
-             "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "logprobs": 0,
+             "top_p": args.top_p, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "logprobs": 0,
              "max_tokens": args.max_tokens, "stop_token_ids": sorted(stop),
              "skip_special_tokens": False, "return_token_ids": True}
 
@@ -368,7 +379,7 @@ class Players:
     """What an episode talks to: the agent, the human, the critic, and its task's environment."""
 
     def __init__(self, args):
-        self.args, self.leaks = args, 0
+        self.args, self.leaks, self.drawn, self.cut = args, 0, 0, 0
         self.environments, self.opened = {}, contextlib.ExitStack()
         self.threads = ThreadPoolExecutor(2 * os.cpu_count())  # where a call waits for others
         self.agent_prompt = read_file("--agent_prompt", args.agent_prompt)
@@ -383,7 +394,7 @@ class Players:
         self.concurrency = args.concurrency * args.data_parallel * len(args.engine.split(","))
         directory, self.tokenizer, _ = find_model(args.model)
         self.weights = weights_digest(directory)  # None where only servers have them
-        stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id}
+        self.stop = stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id}
         vllm = args.engine == "vllm" or args.engine == "auto" and CUDA and find_spec("vllm")
         if http(args.engine):
             self.engine = await http_engine(args, stop)
@@ -437,6 +448,11 @@ class Players:
                 actions.append({"output": text, "token_ids": ids, "logprobs": logprobs})
             else:
                 others.append({"output": text, "token_ids": ids, "logprob": round(total, 6)})
+        for action in actions + others:
+            self.drawn += 1
+            if action["token_ids"][-1] not in self.stop:
+                self.cut += 1
+                action["cut"] = True
         action = await self.best(task, history, actions) if self.critic else actions[0]
         message = {"role": "assistant", "content": None, **action}
         if others:
@@ -495,7 +511,7 @@ class Players:
         async def ask(client):
             completion = await client.chat.completions.create(
                 model=self.human_model, messages=[{"role": "user", "content": content}],
-                temperature=0, seed=0, max_tokens=limit)
+                temperature=0, seed=0, max_tokens=self.args.human_tokens or limit * 3 // 8)
             reply = without_thinking(completion.choices[0].message.content or "")
             if not reply:
                 raise ValueError("an empty reply")
@@ -572,8 +588,8 @@ def finished_episodes(path, skip_bad):
 class Run:
     """The episodes of stdin's tasks: read, played, graded, written, in that order."""
 
-    META = ("model", "human", "temperature", "max_turns", "thinking", "seed", "best_of", "critic",
-            "prior", "rules")
+    META = ("model", "human", "temperature", "top_p", "max_turns", "thinking", "seed", "best_of",
+            "critic", "prior", "rules")
 
     def __init__(self, args, emit, players, done):
         self.args, self.emit, self.players, self.done = args, emit, players, done
@@ -673,6 +689,9 @@ class Run:
                  f"{reward} {100 * totals['reward'] / n:.1f} %, "
                  f"success {100 * totals['solved'] / n:.1f} %, "
                  f"{totals['tokens'] / n:.0f} tokens each"]
+        if cut := self.players.cut:
+            parts.append(f"{100 * cut / self.players.drawn:.1f} % of actions cut at --max_tokens "
+                         f"{self.args.max_tokens}")
         say("; ".join(parts + [env.grader_line() for env in environments]))
         if self.players.leaks:
             redacts = self.args.human_leak == "redact"
