@@ -939,11 +939,11 @@ def load_options(args, device):
             "recompute": gpu if args.recompute is None else args.recompute}
 
 
-def load_lm(path, device):
+def load_lm(path, device, dtype=torch.float32):
     """(transformers causal LM, tokenizer) to sample with."""
     path, tokenizer, _ = find_model(path, weights=True)
     lm = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa",
-                                              dtype=torch.float32, trust_remote_code=False,
+                                              dtype=dtype, trust_remote_code=False,
                                               use_safetensors=True)
     return lm.to(device), tokenizer
 
