@@ -336,7 +336,7 @@ class TransformersEngine(Batcher):
                                     for draw in draws]) for (prompt, draws), _ in batch]
             self.under_way += [(actions, future) for (*_, actions), (_, future) in zip(new, batch)]
             try:
-                await asyncio.to_thread(self.sample, new)
+                await asyncio.to_thread(self.work, new)
             except Exception as e:
                 for _, future in self.under_way:
                     future.set_exception(e)

@@ -251,7 +251,7 @@ def compared(name, rates):
 
 
 async def sample(args, flags):
-    """Plays English tasks; emits {"tokens", "seconds"}: of all draws, and from first to last."""
+    """Plays English tasks; emits {"second", "cpu_second"}: tokens of all draws in one."""
     emit, episodes = open_stdout(), []
     flags = [*flags, "--candidates", str(args.candidates)]
     players = await collect.Players(collect.get_args(flags)).load()
@@ -260,20 +260,21 @@ async def sample(args, flags):
                                   args.tasks))
     sys.stdin = io.BytesIO(lines({"task": task} for task in tasks).encode())
     players.environment(tasks[0])
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     await collect.Run(players.args, episodes.append, players, set()).all()
-    seconds = time.perf_counter() - start
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
     drawn = [len(action["token_ids"]) for r in episodes for m in r["dialogue_history"]
              if m["role"] == "assistant" for action in (m, *m.get("candidates", ()))]
-    emit({"tokens": sum(drawn), "seconds": seconds})
+    emit({"second": sum(drawn) / seconds, "cpu_second": sum(drawn) / cpu})
 
 
 def sampling(args):
-    """Both checkouts in turn: tokens a second, and their ratio."""
-    rates = [[last["tokens"] / last["seconds"] for [last] in both]
-             for both in in_both(args, args.sampling)]
+    """Both checkouts in turn: tokens a second, and a CPU second, and their ratios."""
+    both = [[last for [last] in pair] for pair in in_both(args, args.sampling)]
+    of = {name: compared(f"tokens_a_{name}", [[last[name] for last in pair] for pair in both])
+          for name in ("second", "cpu_second")}
     print(json.dumps({"tasks": args.tasks, "candidates": args.candidates,
-                      "max_tokens": args.max_tokens, **compared("tokens_a_second", rates)}))
+                      "max_tokens": args.max_tokens, "runs": list(of.values())}))
 
 
 if __name__ == "__main__":
