@@ -196,8 +196,7 @@ class Group:
     """
 
     def __init__(self, prompts, known, draws):
-        """draws[i]: the actions of prompt i; known[i]: (n, Group.kept of a prompt with its first n
-        tokens)."""
+        """draws[i]: prompt i's actions. known[i]: (n, kept() of a prompt that shares n tokens)."""
         self.known = known
         self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=DEVICE)
         self.new = [len(prompt) - n for prompt, (n, _) in zip(prompts, known)]

@@ -10,7 +10,7 @@ tests_passed  mean reward: share of the hidden tests passed, or likeness of page
 success       share of the episodes with reward 1; frontend tasks have none
 turns         the agent's messages in an episode
 tokens        what the agent sampled in an episode
-cut           share of the agent's messages that --max_tokens of collect.py cut
+cut           share of the agent's messages cut at --max_tokens
 unanswered    share of the episodes whose last message is no answer; it is graded all the same
 letterbox     frontend, --resize both: likeness of the whole pages, not of their middle
 not_drawn     frontend: share of the episodes whose page has no picture
