@@ -149,6 +149,7 @@ def critic_turns(tokenizer, record, head, hidden_info=1, pictures=None):
 
 def nucleus(logps, top_p):
     """Log-probs (n, vocabulary) of sampling with --top_p: -inf for what is never drawn."""
+    logps = logps.detach()
     out = logps.clone().fill_(-float("inf"))
     for row, all_of in zip(out, logps):
         mass = 0.0
