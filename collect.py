@@ -52,10 +52,14 @@ def get_args(argv=None):
     g.add_argument("--human_model", help="the LLM's name, if the servers have several")
     g.add_argument("--human_prompt", metavar="FILE", help="what the LLM reads, with "
                    "{problem_description}, {hidden_information} and {dialogue}")
+    g.add_argument("--human_tokens", type=int, metavar="N",
+                   help="longest reply of the LLM, else 150 for 400 characters, where it is cut")
     g.add_argument("--human_leak", choices=["count", "redact"], default="count",
                    help="count the replies that quote hidden code; redact: cut it out, too")
     g = p.add_argument_group("sampling")
     g.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
+    g.add_argument("--top_p", type=float, default=1.0, metavar="P", help="of each token, draw from "
+                   "the likeliest that sum up to P; log-probs are of what is drawn from")
     g.add_argument("--max_tokens", type=int, default=1024, metavar="N", help="longest message")
     g.add_argument("--thinking", type=int, choices=[0, 1], default=0,
                    help="1: let a model think whose chat template can; nobody sees the thought")
@@ -74,7 +78,9 @@ def get_args(argv=None):
     g.add_argument("--engine", default="auto", help="transformers, vllm, or http://host:port/v1"
                    "[,http://...] of vLLM servers; auto: vllm if it and a GPU are there")
     g.add_argument("--max_batch_tokens", type=int, default=65536, metavar="N",
-                   help="transformers: prompt tokens in a batch")
+                   help="transformers: tokens under way at once, and kept for next turns")
+    g.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto",
+                   help="transformers: of the model; draws are in fp32; auto: bf16 on a GPU")
     g.add_argument("--tensor_parallel", type=int, default=1, metavar="N",
                    help="vllm: GPUs of one copy of the model")
     g.add_argument("--data_parallel", type=int, default=1, metavar="N", help="vllm: copies")
@@ -94,6 +100,8 @@ def get_args(argv=None):
     args = p.parse_args(argv)
     if (args.best_of > 1) != bool(args.critic):
         fail("--best_of N and --critic DIR go together")
+    if not 0 < args.top_p <= 1:
+        fail(f"--top_p {args.top_p}: give a share above 0, at most 1")
     if not (args.human == "scripted" or args.human.startswith("fixed:") or http(args.human)):
         fail(f"--human {args.human!r}: give scripted, fixed:TEXT, or http://host:port/v1")
     if args.engine not in ("auto", "transformers", "vllm") and not http(args.engine):
@@ -109,9 +117,11 @@ if __name__ == "__main__":
     ARGS = get_args()  # a wrong flag is told before anything slow is loaded
 
 import torch
-from transformers import DynamicCache
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AttentionInterface
 
-from model import end_of_turn, find_model, load_lm, render, weights_digest
+from model import (common_prefix, end_of_turn, find_model, load_lm, refuse_unknown, render,
+                   sdpa_kernel, weights_digest)
 from train_critic import critic_turns, load_critic, score_turns
 
 CUDA = torch.cuda.is_available()
@@ -123,7 +133,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 # It gives [(token_ids, logprobs)], one per draw. A draw is the key of its randomness, rng(*draw);
 # it begins with its episode's (seed, task id, sample). vLLM's are in seed_of.
 # token_ids end with a token of `stop` unless max_tokens cut them. logprobs are the sampler's, at
-# its temperature.
+# its temperature and top_p.
 
 class Batcher:
     """await batcher(request): this request's part of work(requests).
@@ -156,6 +166,10 @@ class Batcher:
                     future.set_exception(e)
         self.server = None
 
+    def load(self):
+        """The sum of size(request) under way already."""
+        return 0
+
     async def all_have_asked(self):
         """Waits while coroutines still add requests: batches are full, and the same every time."""
         before = 0
@@ -164,80 +178,249 @@ class Batcher:
             await asyncio.sleep(0)
 
     def next_batch(self):
-        n = total = 0
+        n, total = 0, self.load()
         for request, _ in self.waiting:
             total += self.size(request)
-            if n > 0 and total > self.limit:
+            if self.limit < total != self.size(request):
                 break
             n += 1
         batch, self.waiting = self.waiting[:n], self.waiting[n:]
         return batch
 
 
-def transformers_engine(args, stop):
-    """Samples by transformers in this process."""
-    lm, _ = load_lm(args.model, DEVICE)
+class Group:
+    """Prompts with n draws each, and the actions that grow behind them, a token a step.
 
-    def read(prompts):
-        """(cache, mask, logits of the next token) of prompts, padded on the left."""
-        width = max(map(len, prompts))
-        padding = [width - len(prompt) for prompt in prompts]
-        ids = [[0] * pad + list(prompt) for pad, prompt in zip(padding, prompts)]
-        mask = [[0] * pad + [1] * len(prompt) for pad, prompt in zip(padding, prompts)]
-        ids, mask = torch.tensor(ids, device=DEVICE), torch.tensor(mask, device=DEVICE)
-        cache = DynamicCache(config=lm.config)
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        logits = lm(input_ids=ids, attention_mask=mask, position_ids=positions,
-                    past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-        return cache, mask, logits[:, -1]
+    Row r is the action actions[r], behind the prompt slots[r] // n. For each layer: keys and values
+    of the prompts, (prompts, heads, width, size), and those of the rows, (rows, heads, room, size).
+    """
 
-    def choose(logits, generators):
-        """(rows, 1) tokens and their log-probs."""
-        logps = (logits.double() / (args.temperature or 1)).log_softmax(-1)
-        if args.temperature:  # invert the cumulative distribution at a uniform number
-            u = torch.tensor([[g.random()] for g in generators], dtype=torch.double, device=DEVICE)
-            cdf = logps.exp().cumsum(-1)
-            token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
-            token = token.clamp(max=cdf.shape[1] - 1)
-        else:
-            token = logps.argmax(-1, keepdim=True)
-        return token, logps.gather(1, token)
+    def __init__(self, prompts, known, draws):
+        """draws[i]: prompt i's actions. known[i]: (n, kept() of a prompt that shares n tokens)."""
+        self.known = known
+        self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=DEVICE)
+        self.new = [len(prompt) - n for prompt, (n, _) in zip(prompts, known)]
+        self.runs = SimpleNamespace(q=self.new, kv=[len(prompt) for prompt in prompts])
+        self.n, self.actions = len(draws[0]), [action for of in draws for action in of]
+        self.slots = torch.arange(len(self.actions), device=DEVICE)
+        self.shared, self.own = [], []  # of each layer: [keys, values]
+        self.steps = -1  # tokens of the rows that have keys; -1: the prompts are read now
+        self.ids = [t for prompt, (n, _) in zip(prompts, known) for t in prompt[n:]]
+        self.positions = torch.cat([torch.arange(n, len(prompt), device=DEVICE)
+                                    for prompt, (n, _) in zip(prompts, known)])
 
-    @torch.no_grad()
-    def sample(requests):
-        cache, mask, logits = read([prompt for prompt, _ in requests])
-        rows = [i for i, (_, draws) in enumerate(requests) for _ in draws]
-        rows = torch.tensor(rows, device=DEVICE)
-        cache.batch_select_indices(rows)  # a prompt is read once for all its draws
-        mask, logits = mask[rows], logits[rows]
-        generators = [rng(*draw) for _, draws in requests for draw in draws]
-        samples = [([], []) for _ in generators]
-        alive = list(range(len(samples)))
-        for _ in range(args.max_tokens):
-            token, logp = choose(logits, [generators[i] for i in alive])
-            for i, t, p in zip(alive, token[:, 0].tolist(), logp[:, 0].tolist()):
-                samples[i][0].append(t)
-                samples[i][1].append(round(p, 6))
-            keep = [row for row, i in enumerate(alive) if samples[i][0][-1] not in stop]
-            if not keep:
-                break
-            if len(keep) < len(alive):
-                alive = [alive[row] for row in keep]
-                keep = torch.tensor(keep, device=DEVICE)
-                cache.batch_select_indices(keep)
-                token, mask = token[keep], mask[keep]
-            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
-            positions = mask.sum(1, keepdim=True) - 1
-            logits = lm(input_ids=token, attention_mask=mask, position_ids=positions,
-                        past_key_values=cache, use_cache=True).logits[:, -1]
-        samples = iter(samples)
-        return [list(itertools.islice(samples, len(draws))) for _, draws in requests]
+    def attend(self, layer, q, k, v, scale, left):
+        """Attention of the new tokens, (tokens, heads, size). left: as in model.tree_attention."""
+        if self.steps < 0:
+            return self.read(layer, q, k, v, scale, left)
+        if self.steps == self.own[layer][0].shape[2]:  # twice the room
+            self.own[layer] = [torch.cat([x, torch.empty_like(x)], 2) for x in self.own[layer]]
+        for own, x in zip(self.own[layer], (k, v)):
+            own[:, :, self.steps] = x
+        first = max(0, self.steps - left) if left >= 0 else 0
+        own_k, own_v = (x[:, :, first:self.steps + 1] for x in self.own[layer])
+        shared_k, shared_v = self.shared[layer]
+        width = shared_k.shape[2]
+        q = q.unflatten(1, (k.shape[1], -1))  # (rows, heads of keys, queries of each, size)
+        scores = self.rows(self.by_prompt(q) @ shared_k.mT)
+        at, lengths = torch.arange(width, device=DEVICE), self.lengths[self.slots // self.n, None]
+        hidden = at >= lengths
+        if left >= 0:
+            hidden |= at < lengths + self.steps - left
+        scores = scores.masked_fill_(hidden[:, None, None], -math.inf)
+        weights = (torch.cat([scores, q @ own_k.mT], -1).float() * scale).softmax(-1).to(q.dtype)
+        out = self.rows(self.by_prompt(weights[..., :width]) @ shared_v)
+        return (out + weights[..., width:] @ own_v).flatten(1, 2)
 
+    def read(self, layer, q, k, v, scale, left):
+        """attend() of the prompts' tokens, as far as they are not known."""
+        paths = []
+        for kind, new in enumerate((k, v)):
+            paths.append([torch.cat([known[layer][kind][:n], x]) if n else x
+                          for x, (n, known) in zip(new.split(self.new), self.known)])
+        self.shared.append([pad_sequence(x, batch_first=True).transpose(1, 2).contiguous()
+                            for x in paths])
+        room = len(self.actions), k.shape[1], 32, k.shape[2]
+        self.own.append([k.new_empty(room), v.new_empty(room)])
+        return sdpa_kernel(q, *map(torch.cat, paths), self.runs, scale, left)
+
+    def by_prompt(self, x):
+        """(rows, heads, queries, ...) to (prompts, heads, n * queries, ...)."""
+        spread = x.new_zeros(len(self.lengths) * self.n, *x.shape[1:])
+        spread[self.slots] = x
+        return spread.unflatten(0, (-1, self.n)).transpose(1, 2).flatten(2, 3)
+
+    def rows(self, x):
+        """by_prompt() back."""
+        return x.unflatten(2, (self.n, -1)).transpose(1, 2).flatten(0, 1)[self.slots]
+
+    def kept(self, i):
+        """[(keys, values)] of prompt i for a later one: (tokens, heads, size) in each layer."""
+        return [[x[i, :, :self.lengths[i]].transpose(0, 1) for x in layer] for layer in self.shared]
+
+    def grow(self, tokens):
+        """Takes the rows' next tokens; drops rows that have ended, an eighth of them at once."""
+        self.steps += 1
+        live = [r for r, action in enumerate(self.actions) if not action.ended]
+        self.ids = tokens
+        if len(live) <= 7 / 8 * len(self.actions):
+            self.ids = [tokens[r] for r in live]
+            self.actions = [self.actions[r] for r in live]
+            live = torch.tensor(live, dtype=torch.long, device=DEVICE)
+            slots = self.slots[live]
+            prompts, at = (slots // self.n).unique(return_inverse=True)
+            self.slots = at * self.n + slots % self.n
+            if len(prompts) < len(self.lengths):
+                self.lengths = self.lengths[prompts]
+                self.shared = [[x[prompts] for x in layer] for layer in self.shared]
+            self.own = [[x[live] for x in layer] for layer in self.own]
+        self.positions = self.lengths[self.slots // self.n] + self.steps
+
+
+def attend_in_groups(module, query, key, value, attention_mask, scaling=None, groups=(),
+                     sliding_window=None, **kwargs):
+    """The engine's attention, in the form that transformers' AttentionInterface wants."""
+    if kwargs.get("s_aux") is not None:
+        fail("--engine transformers can't compute attention sinks: take vllm")
+    left, sizes = sliding_window - 1 if sliding_window else -1, [len(g.ids) for g in groups]
+    parts = zip(*(x[0].transpose(0, 1).split(sizes) for x in (query, key, value)))
+    out = [group.attend(module.layer_idx, *part, scaling, left)
+           for group, part in zip(groups, parts)]
+    return torch.cat(out)[None], None
+
+
+AttentionInterface.register("groups", attend_in_groups)
+
+
+def ended(request):
+    """Whether all actions of a request under way have ended."""
+    actions, _ = request
+    return all(action.ended for action in actions)
+
+
+class TransformersEngine(Batcher):
+    """Samples by transformers in this process.
+
+    All actions under way grow by a token in one forward, in which requests join as others end.
+    A prompt is read once for all its draws, and of an episode's next one only what is new.
+    """
+
+    def __init__(self, args, stop):
+        super().__init__(self.sample, args.max_batch_tokens, self.size)
+        bf16 = args.dtype == "bf16" or args.dtype == "auto" and CUDA
+        self.lm, _ = load_lm(args.model, DEVICE, torch.bfloat16 if bf16 else torch.float32)
+        refuse_unknown(args.model, self.lm.config)
+        self.lm.set_attn_implementation("groups")
+        self.args, self.stop = args, stop
+        self.groups, self.under_way = [], []  # under_way: [(actions, future)] of the requests
+        self.kept = {}  # episode: (its last prompt, Group.kept of it); the latest one comes last
+
+    @staticmethod
     def size(request):
         prompt, draws = request
-        return len(prompt) * len(draws)
+        return len(prompt) + 32 * len(draws)
 
-    return Batcher(sample, args.max_batch_tokens, size)
+    def load(self):
+        return sum(group.lengths.sum().item() + len(group.ids) * max(32, group.steps)
+                   for group in self.groups)
+
+    async def serve(self):
+        while self.waiting or self.groups:
+            await self.all_have_asked()
+            batch = []
+            draws = sum(len(draws) for (_, draws), _ in self.waiting)
+            if 4 * draws >= sum(len(group.ids) for group in self.groups):  # few groups, large ones
+                batch = self.next_batch()
+            new = [(prompt, draws, [SimpleNamespace(rng=rng(*draw), ids=[], logps=[], ended=False)
+                                    for draw in draws]) for (prompt, draws), _ in batch]
+            self.under_way += [(actions, future) for (*_, actions), (_, future) in zip(new, batch)]
+            try:
+                await asyncio.to_thread(self.work, new)
+            except Exception as e:
+                for _, future in self.under_way:
+                    future.set_exception(e)
+                self.groups, self.under_way = [], []
+            for actions, future in filter(ended, self.under_way):
+                future.set_result([(action.ids, action.logps) for action in actions])
+            self.under_way = list(itertools.filterfalse(ended, self.under_way))
+        self.server = None
+
+    @torch.no_grad()
+    def sample(self, new):
+        """Begins requests, [(prompt, draws, actions)]; samples until one under way has ended."""
+        by_prompt, by_number = {}, {}
+        for prompt, draws, actions in new:
+            episodes, same = by_prompt.setdefault(tuple(prompt), ([], []))
+            episodes.append(tuple(draws[0][:3]))
+            same += actions
+        for prompt, (episodes, actions) in by_prompt.items():
+            by_number.setdefault(len(actions), []).append((prompt, episodes, actions))
+        for alike in by_number.values():
+            prompts, episodes, actions = zip(*alike)
+            known = [self.known(prompt, of[0]) for prompt, of in zip(prompts, episodes)]
+            group = Group(prompts, known, actions)
+            last = torch.tensor([*itertools.accumulate(group.new)], device=DEVICE) - 1
+            logits = self.forward([group], last).repeat_interleave(group.n, 0)
+            group.known = None
+            for i, prompt in enumerate(prompts):
+                for episode in episodes[i]:
+                    self.kept.pop(episode, None)
+                    self.kept[episode] = prompt, group.kept(i)
+            group.grow(self.draw(logits, group.actions))
+            if group.actions:
+                self.groups.append(group)
+        while sum(len(prompt) for prompt, _ in self.kept.values()) > self.limit:
+            del self.kept[next(iter(self.kept))]
+        while not any(map(ended, self.under_way)):
+            logits = self.forward(self.groups).split([len(group.ids) for group in self.groups])
+            for group, part in zip(self.groups, logits):
+                group.grow(self.draw(part, group.actions))
+            self.groups = [group for group in self.groups if group.actions]
+
+    def known(self, prompt, episode):
+        """(tokens, Group.kept) of a kept prompt that begins as this one, of any episode."""
+        latest = next(reversed(self.kept.values()), None)
+        before, layers = self.kept.get(episode, latest) or ((), None)
+        return min(common_prefix(before, prompt), len(prompt) - 1), layers
+
+    def forward(self, groups, at=0):
+        """(rows, vocabulary) logits of all tokens, or of those at the indices `at`."""
+        ids = torch.tensor([t for group in groups for t in group.ids], device=DEVICE)
+        positions = torch.cat([group.positions for group in groups])
+        return self.lm(input_ids=ids[None], position_ids=positions[None], use_cache=False,
+                       groups=groups, logits_to_keep=at).logits[0]
+
+    def draw(self, logits, actions):
+        """Draws the next token of each action that goes on; returns all, 0 for the others."""
+        tokens = [0] * len(actions)
+        live = [r for r, action in enumerate(actions) if not action.ended]
+        for at in range(0, len(live), 64):  # a vocabulary is large
+            rows = live[at:at + 64]
+            token, logp = self.choose(logits[rows], [actions[r].rng for r in rows])
+            for r, t, p in zip(rows, token[:, 0].tolist(), logp[:, 0].tolist()):
+                tokens[r], action = t, actions[r]
+                action.ids.append(t)
+                action.logps.append(round(p, 6))
+                action.ended = t in self.stop or len(action.ids) == self.args.max_tokens
+        return tokens
+
+    def choose(self, logits, generators):
+        """(rows, 1) tokens and their log-probs."""
+        temperature, top_p = self.args.temperature, self.args.top_p
+        logps = (logits.float() / (temperature or 1)).log_softmax(-1)
+        if not temperature:
+            token = logps.argmax(-1, keepdim=True)
+            return token, logps.gather(1, token)
+        if top_p < 1:
+            ordered, tokens = logps.sort(descending=True)
+            beyond = ordered.exp().cumsum(-1) - ordered.exp() >= top_p
+            logps = logps.masked_fill(beyond.scatter(-1, tokens, beyond), -math.inf).log_softmax(-1)
+        # invert the cumulative distribution at a uniform number, in fp32 still below 1
+        u = torch.tensor([[g.random() * (1 - 2 ** -24)] for g in generators], device=DEVICE)
+        cdf = logps.exp().cumsum(-1)
+        token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
+        token = token.clamp(max=cdf.shape[1] - 1)  # beyond it where logits are NaN
+        return token, logps.gather(1, token)
 
 
 def vllm_engine(args, stop):
@@ -274,9 +457,9 @@ def vllm_engine(args, stop):
     async def engine(request):
         prompt, draws = request
         seed, n = seed_of(draws, args)
-        params = SamplingParams(n=n, temperature=args.temperature, max_tokens=args.max_tokens,
-                                seed=seed, logprobs=0, flat_logprobs=True, detokenize=False,
-                                stop_token_ids=sorted(stop),
+        params = SamplingParams(n=n, temperature=args.temperature, top_p=args.top_p, seed=seed,
+                                max_tokens=args.max_tokens, stop_token_ids=sorted(stop),
+                                logprobs=0, flat_logprobs=True, detokenize=False,
                                 output_kind=RequestOutputKind.FINAL_ONLY)
         home = homes.setdefault(draws[0][:3], min(replicas, key=lambda r: r.waiting))
         home.waiting += 1
@@ -304,7 +487,7 @@ async def http_engine(args, stop):
     timeout = args.timeout * (args.best_of + args.candidates)
     servers = Endpoint(args.engine, args.concurrency, timeout, args.retries)
     fixed = {"model": await servers.model(args.model), "temperature": args.temperature,
-             "top_p": 1, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "logprobs": 0,
+             "top_p": args.top_p, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "logprobs": 0,
              "max_tokens": args.max_tokens, "stop_token_ids": sorted(stop),
              "skip_special_tokens": False, "return_token_ids": True}
 
@@ -368,7 +551,7 @@ class Players:
     """What an episode talks to: the agent, the human, the critic, and its task's environment."""
 
     def __init__(self, args):
-        self.args, self.leaks = args, 0
+        self.args, self.leaks, self.drawn, self.cut = args, 0, 0, 0
         self.environments, self.opened = {}, contextlib.ExitStack()
         self.threads = ThreadPoolExecutor(2 * os.cpu_count())  # where a call waits for others
         self.agent_prompt = read_file("--agent_prompt", args.agent_prompt)
@@ -383,14 +566,14 @@ class Players:
         self.concurrency = args.concurrency * args.data_parallel * len(args.engine.split(","))
         directory, self.tokenizer, _ = find_model(args.model)
         self.weights = weights_digest(directory)  # None where only servers have them
-        stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id}
+        self.stop = stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id}
         vllm = args.engine == "vllm" or args.engine == "auto" and CUDA and find_spec("vllm")
         if http(args.engine):
             self.engine = await http_engine(args, stop)
         elif vllm:
             self.engine = vllm_engine(args, stop)
         else:
-            self.engine = transformers_engine(args, stop)
+            self.engine = TransformersEngine(args, stop)
         self.critic = self.pictures = None
         if http(args.critic):
             judges = Endpoint(args.critic, args.in_flight, args.timeout, args.retries)
@@ -437,6 +620,11 @@ class Players:
                 actions.append({"output": text, "token_ids": ids, "logprobs": logprobs})
             else:
                 others.append({"output": text, "token_ids": ids, "logprob": round(total, 6)})
+        for action in actions + others:
+            self.drawn += 1
+            if action["token_ids"][-1] not in self.stop:
+                self.cut += 1
+                action["cut"] = True
         action = await self.best(task, history, actions) if self.critic else actions[0]
         message = {"role": "assistant", "content": None, **action}
         if others:
@@ -495,7 +683,7 @@ class Players:
         async def ask(client):
             completion = await client.chat.completions.create(
                 model=self.human_model, messages=[{"role": "user", "content": content}],
-                temperature=0, seed=0, max_tokens=limit)
+                temperature=0, seed=0, max_tokens=self.args.human_tokens or limit * 3 // 8)
             reply = without_thinking(completion.choices[0].message.content or "")
             if not reply:
                 raise ValueError("an empty reply")
@@ -572,8 +760,8 @@ def finished_episodes(path, skip_bad):
 class Run:
     """The episodes of stdin's tasks: read, played, graded, written, in that order."""
 
-    META = ("model", "human", "temperature", "max_turns", "thinking", "seed", "best_of", "critic",
-            "prior", "rules")
+    META = ("model", "human", "temperature", "top_p", "max_turns", "thinking", "seed", "best_of",
+            "critic", "prior", "rules")
 
     def __init__(self, args, emit, players, done):
         self.args, self.emit, self.players, self.done = args, emit, players, done
@@ -673,6 +861,9 @@ class Run:
                  f"{reward} {100 * totals['reward'] / n:.1f} %, "
                  f"success {100 * totals['solved'] / n:.1f} %, "
                  f"{totals['tokens'] / n:.0f} tokens each"]
+        if cut := self.players.cut:
+            parts.append(f"{100 * cut / self.players.drawn:.1f} % of actions cut at --max_tokens "
+                         f"{self.args.max_tokens}")
         say("; ".join(parts + [env.grader_line() for env in environments]))
         if self.players.leaks:
             redacts = self.args.human_leak == "redact"

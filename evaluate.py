@@ -10,6 +10,7 @@ tests_passed  mean reward: share of the hidden tests passed, or likeness of page
 success       share of the episodes with reward 1; frontend tasks have none
 turns         the agent's messages in an episode
 tokens        what the agent sampled in an episode
+cut           share of the agent's messages cut at --max_tokens
 unanswered    share of the episodes whose last message is no answer; it is graded all the same
 letterbox     frontend, --resize both: likeness of the whole pages, not of their middle
 not_drawn     frontend: share of the episodes whose page has no picture
@@ -38,10 +39,11 @@ import numpy as np
 from colbench import (agent_messages, browser_flags, draw_pages, environment, hidden_information,
                       needs, task_id)
 
-METRICS = ("tests_passed", "success", "turns", "tokens", "unanswered", "letterbox", "not_drawn",
-           "copied")  # in every result; an environment may have others
+METRICS = ("tests_passed", "success", "turns", "tokens", "cut", "unanswered", "letterbox",
+           "not_drawn", "copied")  # in every result; an environment may have others
 COMPARED = "success", "tests_passed"
-OPTIONAL = {"letterbox %": "-", "not drawn %": "-", "copied %": "-", "seeds": "1", "missing": "0"}
+OPTIONAL = {"cut %": "-", "letterbox %": "-", "not drawn %": "-", "copied %": "-", "seeds": "1",
+            "missing": "0"}
 NOTHING = 0, 0  # numerator and denominator
 
 
@@ -73,6 +75,7 @@ def measure(record):
     sampled = [len(m["token_ids"]) for m in agent if "token_ids" in m]
     if sampled:
         measured["tokens"] = (sum(sampled), 1)
+        measured["cut"] = (sum("cut" in m for m in agent), len(sampled))
     return measured | environment(record["task"]).metrics(record)
 
 
@@ -229,6 +232,7 @@ def row(r, mean, others):
              "success %": percent(r["success"], r["success_95"])}
     for metric in ("turns", "tokens"):
         cells[metric] = "-" if r[metric] is None else f"{r[metric]:.1f}"
+    cells["cut %"] = percent(r.get("cut") or None)  # no column if there are none
     cells["unanswered %"] = percent(r["unanswered"])
     cells["letterbox %"] = percent(r["letterbox"], r["letterbox_95"])
     cells["not drawn %"] = percent(r["not_drawn"])

@@ -969,11 +969,11 @@ def pick_dtype(name, device, config):
     return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
 
 
-def load_lm(path, device):
+def load_lm(path, device, dtype=torch.float32):
     """(transformers causal LM, tokenizer) to sample with."""
     path, tokenizer, _ = find_model(path, weights=True)
     lm = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa",
-                                              dtype=torch.float32, trust_remote_code=False,
+                                              dtype=dtype, trust_remote_code=False,
                                               use_safetensors=True)
     return lm.to(device), tokenizer
 

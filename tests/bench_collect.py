@@ -3,6 +3,8 @@
     python tests/bench_collect.py [--model runs/base]  # speed: same engine, seeds, slow human
     python tests/bench_collect.py --memory 10000       # resident memory of collect.py
     python tests/bench_collect.py --kills 8            # what kill -9 and --resume change
+    python tests/bench_collect.py --sampling DIR --model DIR  # tokens a second of the embedded
+                                                       # engine, beside another checkout's, in DIR
     python tests/bench_collect.py --ceiling DIR --model DIR  # turns a CPU second, beside those
                                                        # of another checkout, in DIR
 
@@ -12,6 +14,8 @@ sample, then all wait for the slowest reply; the next batch starts when all have
 go to stdout as JSON. Without --model an untrained tiny one plays. It never answers, so all its
 episodes have --max_turns turns.
 
+--sampling: --tasks English tasks, --candidates at every turn. Loading the model is not counted.
+
 --ceiling: 16 episodes of up to 10 turns with 16 candidates each, replies of 390 characters, draws
 of English and Python that cost nothing. It counts the CPU seconds of collect.py's own process:
 prompts, texts, records, JSON. Both checkouts must write the same records.
@@ -19,6 +23,7 @@ prompts, texts, records, JSON. Both checkouts must write the same records.
 import argparse
 import asyncio
 import io
+import itertools
 import json
 import math
 import os
@@ -51,6 +56,9 @@ def get_args():
     p.add_argument("--memory", type=int, default=0, help="episodes; measures memory instead")
     p.add_argument("--kills", type=int, default=0,
                    help="kills of a run of 1,000 episodes; measures what they change")
+    p.add_argument("--sampling", metavar="DIR", help="another checkout, to compare this one with")
+    p.add_argument("--tasks", type=int, default=4, help="--sampling: English tasks")
+    p.add_argument("--candidates", type=int, default=16, help="--sampling: at every turn")
     p.add_argument("--ceiling", metavar="DIR", help="another checkout, to compare this one with")
     p.add_argument("--description", type=int, default=1000, help="--ceiling: tokens of a task")
     p.add_argument("--message", type=int, default=200, help="--ceiling: mean tokens of a draw")
@@ -210,24 +218,63 @@ async def no_engine(args, flags):
     emit({"turns": len(lengths), "cpu_seconds": seconds, "longest_prompt": max(lengths)})
 
 
-def ceiling(args):
-    """Both checkouts in turn: turns a CPU second, and their ratio."""
-    rates, written = {ROOT: [], args.ceiling: []}, set()
+def in_both(args, other):
+    """For each repeat what both checkouts wrote, this one's first: two lists of records."""
     for repeat in range(args.repeats):
-        for checkout in rates:
+        both = []
+        for checkout in (ROOT, other):
             done = subprocess.run([sys.executable, *sys.argv], stdout=subprocess.PIPE, check=True,
                                   env={**os.environ, "CHECKOUT": os.path.abspath(checkout)})
-            *episodes, last = map(json.loads, done.stdout.splitlines())
-            rates[checkout].append(last["turns"] / last["cpu_seconds"])
+            both.append([json.loads(line) for line in done.stdout.splitlines()])
+        yield both
+
+
+def ceiling(args):
+    """Both checkouts in turn: turns a CPU second, and their ratio."""
+    rates, written = [], set()
+    for both in in_both(args, args.ceiling):
+        rates.append([last["turns"] / last["cpu_seconds"] for *_, last in both])
+        for *episodes, last in both:
             played = sorted((r["task"]["id"], r["dialogue_history"]) for r in episodes)
             written.add(json.dumps(played))
     assert len(written) == 1, "the checkouts do not write the same records"
-    here, other = rates.values()
-    ratios = sorted(round(a / b, 2) for a, b in zip(here, other))
     print(json.dumps({"message": args.message, "longest_prompt": last["longest_prompt"],
-                      "turns_a_cpu_second": round(statistics.median(here)),
-                      "other": round(statistics.median(other)),
-                      "ratio": statistics.median(ratios), "ratios": ratios}))
+                      **compared("turns_a_cpu_second", rates)}))
+
+
+def compared(name, rates):
+    """Medians of [(this checkout's rate, the other's)], and of their ratios."""
+    here, other = zip(*rates)
+    ratios = sorted(round(a / b, 2) for a, b in rates)
+    return {name: round(statistics.median(here)), "other": round(statistics.median(other)),
+            "ratio": statistics.median(ratios), "ratios": ratios}
+
+
+async def sample(args, flags):
+    """Plays English tasks; emits {"second", "cpu_second"}: tokens of all draws in one."""
+    emit, episodes = open_stdout(), []
+    flags = [*flags, "--candidates", str(args.candidates)]
+    players = await collect.Players(collect.get_args(flags)).load()
+    given = colbench.get_args(["tasks", "--kind", "english"])
+    tasks = list(itertools.islice(colbench.ENVIRONMENTS["english"].tasks("train", given),
+                                  args.tasks))
+    sys.stdin = io.BytesIO(lines({"task": task} for task in tasks).encode())
+    players.environment(tasks[0])
+    start, cpu = time.perf_counter(), time.process_time()
+    await collect.Run(players.args, episodes.append, players, set()).all()
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    drawn = [len(action["token_ids"]) for r in episodes for m in r["dialogue_history"]
+             if m["role"] == "assistant" for action in (m, *m.get("candidates", ()))]
+    emit({"second": sum(drawn) / seconds, "cpu_second": sum(drawn) / cpu})
+
+
+def sampling(args):
+    """Both checkouts in turn: tokens a second, and a CPU second, and their ratios."""
+    both = [[last for [last] in pair] for pair in in_both(args, args.sampling)]
+    of = {name: compared(f"tokens_a_{name}", [[last[name] for last in pair] for pair in both])
+          for name in ("second", "cpu_second")}
+    print(json.dumps({"tasks": args.tasks, "candidates": args.candidates,
+                      "max_tokens": args.max_tokens, "runs": list(of.values())}))
 
 
 if __name__ == "__main__":
@@ -239,8 +286,10 @@ if __name__ == "__main__":
             model.save(*model.tiny(demos(200), 0, colbench.PIECES), args.model)
         flags = ["--model", args.model, "--engine", "transformers",
                  "--max_turns", str(args.max_turns), "--max_tokens", str(args.max_tokens)]
-        if args.ceiling and "CHECKOUT" in os.environ:
-            asyncio.run(no_engine(args, flags))
+        if "CHECKOUT" in os.environ:
+            asyncio.run((no_engine if args.ceiling else sample)(args, flags))
+        elif args.sampling:
+            sampling(args)
         elif args.ceiling:
             ceiling(args)
         elif args.memory:

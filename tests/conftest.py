@@ -153,6 +153,20 @@ def critic_turns(tokenizer, record, head, hidden_info=1, pictures=None):
     return [turn for [(turn, _)] in both]
 
 
+def nucleus(logps, top_p):
+    """Log-probs (n, vocabulary) of sampling with --top_p: -inf for what is never drawn."""
+    logps = logps.detach()
+    out = logps.clone().fill_(-float("inf"))
+    for row, all_of in zip(out, logps):
+        mass = 0.0
+        for token in all_of.argsort(descending=True).tolist():
+            if mass >= top_p:
+                break
+            row[token] = all_of[token]
+            mass += all_of[token].exp().item()
+    return out.log_softmax(-1)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def end_forks():
     yield

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import collect
 import model as M
 from colbench import agent_messages, task_id
-from conftest import PLAY, ROOT, complaint, lines, records, script
+from conftest import PLAY, ROOT, complaint, lines, nucleus, records, script
 from train_critic import advantage
 
 
@@ -69,6 +69,19 @@ def test_the_samplers_logprobs_are_the_models(episodes, tiny_dir):
                 assert abs(logps.sum().item() - c["logprob"]) < 1e-3
 
 
+def test_cut_actions_are_counted_and_marked(tasks, tiny_dir):
+    """An untrained model ends a message after some hundred tokens."""
+    flags = ["--max_turns", 2, "--candidates", 3, "--max_tokens", 100]
+    done = play(tiny_dir, tasks, *flags)
+    end = M.end_of_turn(M.find_model(tiny_dir)[1])[-1]
+    actions = [a for r in records(done.stdout) for m in agent_messages(r)
+               for a in (m, *m["candidates"])]
+    assert all(a.get("cut", False) == (a["token_ids"][-1] != end) for a in actions)
+    share = 100 * sum("cut" in a for a in actions) / len(actions)
+    assert f"; {share:.1f} % of actions cut at --max_tokens 100" in done.stderr.splitlines()[-1]
+    assert 0 < share < 100
+
+
 def players(tiny_dir, *flags):
     args = collect.get_args(["--model", tiny_dir, *map(str, flags)])
     return asyncio.run(collect.Players(args).load())
@@ -96,6 +109,25 @@ def test_the_sampler_draws_from_the_models_distribution(tiny_dir):
     greedy = players(tiny_dir, "--max_tokens", 1, "--temperature", 0)
     drawn = sample(greedy, prompt, [(0, 0), (0, 1)])
     assert [ids for ids, _ in drawn] == [[logits.argmax().item()]] * 2
+
+
+@pytest.mark.parametrize("top_p", [0.7, 1e-6])
+def test_top_p_draws_from_the_likeliest_tokens(top_p, tiny_dir):
+    """Each token of the nucleus comes up as often as its log-prob says, no other ever."""
+    p = players(tiny_dir, "--max_tokens", 1, "--temperature", 0.5, "--top_p", top_p)
+    prompt = p.render([{"role": "user", "content": "write f"}])
+    with torch.no_grad():
+        lm, _ = M.load_lm(tiny_dir, "cpu")
+        logps = (lm(torch.tensor([prompt])).logits[:, -1].double() / 0.5).log_softmax(-1)
+    logps, n = nucleus(logps, top_p)[0], 6000
+    seen = torch.zeros(len(logps))
+    for (token,), (logp,) in sample(p, prompt, [(0, j) for j in range(n)]):
+        assert logp == pytest.approx(logps[token].item(), abs=1e-4)
+        seen[token] += 1
+    kept = logps.exp() > 0
+    expected = n * logps.exp()
+    assert seen[~kept].sum() == 0 and (kept.sum() == 1) == (top_p < 0.1)
+    assert ((seen - expected)[kept].abs() < 5 * expected[kept] ** 0.5 + 1).all()
 
 
 def test_best_of_sends_the_critics_favourite(tasks, rewarded, tiny_dir, tmp_path):
@@ -227,6 +259,7 @@ def test_collect_complains(stdin, message, tiny_dir):
     (["--model", "no/such/dir"], "no model at 'no/such/dir'"),
     (["--best_of", 2], "--critic"),
     (["--human", "me"], "--human 'me'"),
+    (["--top_p", 0], "--top_p 0.0: give a share above 0"),
     (["--best_of", 2, "--critic", "no/critic"], "no/critic"),
     (["--agent_prompt", "no/file"], "no/file")])
 def test_collect_complains_of_flags(flags, message, tiny_dir, tasks):

@@ -184,6 +184,18 @@ def test_quoted_code_is_counted_and_cut_out(leak, tiny_dir, tasks):
                 assert leak == "count" or m["content"] == "sure: [...] ok"
 
 
+@pytest.mark.parametrize("flags, tokens", [([], 150), (["--human_tokens", 20], 20)])
+def test_an_llm_human_is_asked_for_few_tokens_and_cut_at_the_characters(
+        flags, tokens, tiny_dir, tasks):
+    server = Server(lambda path, body: chat("so " * 300))
+    done = play(tiny_dir, tasks[:1], *flags, "--human", server.url)
+    assert done.returncode == 0, done.stderr
+    assert {body["max_tokens"] for _, body, _ in server.seen} == {tokens}
+    replies = [m["content"] for r in records(done.stdout) for m in r["dialogue_history"][1:]
+               if m["role"] == "user"]
+    assert replies and all(reply == ("so " * 300)[:400] for reply in replies)
+
+
 def test_redact_is_about_lines_of_code_however_spaced():
     hidden = "def f(x):\n    total = x * 34 + 7\n    if y:\n        return y\n"
     assert colbench.redact("use total=x*34 +7 there", hidden) == ("use [...] there", 1)
@@ -221,13 +233,14 @@ def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(
         best_of, temperature, tiny_dir, tasks):
     servers = [Server(sampled, trouble=0.2), Server(sampled)]
     urls = ",".join(s.url for s in servers)
-    flags = ["-k", 2, "--candidates", 3, "--engine", urls, "--temperature", temperature]
+    flags = ["-k", 2, "--candidates", 3, "--engine", urls, "--temperature", temperature,
+             "--top_p", 0.9]
     done, again = (play(tiny_dir, tasks, *flags) for _ in range(2))
     assert done.returncode == 0, done.stderr
     got = sorted(records(done.stdout), key=key_of)
     assert got == sorted(records(again.stdout), key=key_of)  # each draw has a seed of its own
     tokenizer, bodies = M.find_model(tiny_dir)[1], [body for s in servers for _, body, _ in s.seen]
-    assert all(b["temperature"] == temperature and b["top_p"] == 1 for b in bodies)
+    assert all(b["temperature"] == temperature and b["top_p"] == 0.9 for b in bodies)
     stop, seeds = bodies[0]["stop_token_ids"], set()
     for r in got:
         history = r["dialogue_history"]

@@ -62,6 +62,15 @@ def test_what_is_not_there_is_none(tmp_path):
     assert r["success"] == 0.5 and r["success_95"] is None  # one task tells nothing of others
 
 
+def test_cut_messages_have_a_column_where_there_are_any(tmp_path):
+    r = episode("a", 1, turns=4, tokens=5)
+    (whole,), table = run(tmp_path, "s.jsonl", s=[r])
+    assert whole["cut"] == 0 and "cut %" not in table
+    r["dialogue_history"][3]["cut"] = True
+    (half,), table = run(tmp_path, "s.jsonl", s=[r, episode("b", 1, turns=1, tokens=5)])
+    assert half["cut"] == 0.2 and "cut %" in table and " 20.0 " in table
+
+
 def test_pages_have_likeness_wins_and_failures(tmp_path):
     page = lambda task, reward, **more: {**episode(task, reward, answered=False, **more), "task": {
         "id": task, "problem_description": "p", "ground_truth": "<html></html>"}}

@@ -36,7 +36,8 @@ def chat_model(request, tiny_dir, tmp_path):
         pytest.skip("no ../shared/models beside this checkout, which makes SmolLM2-135M-Instruct")
     done = shell(f"""set -o pipefail; bash {shlex.quote(MAKE)} {tmp_path} &&
         python colbench.py demos --kind english --n 8 | python train_policy.py --loss rft --all 1 \
-            --model {tmp_path}/smollm2 --out {tmp_path}/base --epochs 1 --batch_size 4 --lr 1e-4""", timeout=600)
+            --model {tmp_path}/smollm2 --out {tmp_path}/base --epochs 1 --batch_size 4 \
+            --lr 1e-4""", timeout=600)
     assert done.returncode == 0, done.stderr
     return f"{tmp_path}/base", "english"
 

@@ -1,0 +1,145 @@
+"""The embedded engine: draws of many models in every company, against separate forwards."""
+import asyncio
+import random
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM
+
+import collect
+from conftest import nucleus
+from test_model import FAMILIES, SIZES, two_models
+
+STOP = {3, 14, 15}
+MOST = 40  # tokens of an action
+
+
+def engine_of(lm, monkeypatch, *flags):
+    monkeypatch.setattr(collect, "load_lm", lambda *_: (lm, None))
+    args = collect.get_args(["--max_tokens", str(MOST), *map(str, flags)])
+    return collect.TransformersEngine(args, STOP)
+
+
+def ids(r, most):
+    return [r.randrange(SIZES["vocab_size"]) for _ in range(r.randint(1, most))]
+
+
+async def episode(engine, number, turns, played):
+    """Turns whose prompts extend one another, but for the last; of one draw or of several."""
+    r = random.Random(number)
+    prompt = list(range(20, 31)) + ids(r, 12) if number % 3 else list(range(20, 40))
+    for turn in range(turns):
+        draws = [(0, "task", number, turn, j) for j in range(1 + number % 2 * 4)]
+        drawn = await engine((prompt, draws))
+        played[number, turn] = prompt, drawn
+        prompt = prompt[:7 if turn == 1 else None] + drawn[0][0] + ids(r, 9)
+
+
+def play(engine, numbers, turns=3):
+    async def all_of():
+        await asyncio.gather(*(episode(engine, number, turns, played) for number in numbers))
+    played = {}
+    asyncio.run(all_of())
+    return played
+
+
+OFTEN = "qwen2_windows", "gemma3"  # the others: with FULL=1
+
+
+@pytest.mark.parametrize("family", [
+    name if name in OFTEN else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES])
+def test_draws_are_those_of_separate_forwards_in_any_company(family, monkeypatch):
+    """Prompts of one length and of many, shared prompts, kept ones; the same tokens each time."""
+    lm = two_models(family)[1]
+    together = play(engine_of(lm, monkeypatch), range(6))
+    for limit, parts in ((1, [range(6)]), (300, [range(2), range(2, 6)])):
+        engine, again = engine_of(lm, monkeypatch, "--max_batch_tokens", limit), {}
+        for part in parts:
+            again |= play(engine, part)
+        tokens = lambda played: {key: [a for a, _ in of] for key, (_, of) in played.items()}
+        assert tokens(again) == tokens(together)
+    assert not engine.groups and not engine.under_way and not engine.waiting
+    lm.set_attn_implementation("sdpa")
+    lengths = set()
+    for prompt, drawn in together.values():
+        for action, logps in drawn:
+            with torch.no_grad():
+                logits = lm(torch.tensor([prompt + action])).logits[0, len(prompt) - 1:-1]
+            want = logits.log_softmax(-1)[range(len(action)), action]
+            assert torch.allclose(torch.tensor(logps), want, rtol=0, atol=1e-4)
+            assert not STOP & set(action[:-1])
+            assert action[-1] in STOP or len(action) == MOST
+            lengths.add(len(action))
+    assert min(lengths) < 5 and max(lengths) > 32  # twice the room that rows get at first
+
+
+def test_a_token_is_read_once(monkeypatch):
+    """A prompt for all its draws, an episode's next one as far as it is new."""
+    engine, read = engine_of(two_models("llama")[1], monkeypatch, "--temperature", 0), []
+    forward = engine.forward
+    monkeypatch.setattr(engine, "forward", lambda groups, *at: (
+        read.append(sum(len(group.ids) for group in groups if group.steps < 0)),
+        forward(groups, *at))[1])
+
+    async def ask(prompt, episode, draws):
+        return await engine((prompt, [(0, "task", episode, 0, j) for j in range(draws)]))
+
+    async def both():
+        return await asyncio.gather(ask(list(range(20)), 0, 3), ask(list(range(20)), 1, 3))
+    asyncio.run(both())
+    assert sum(read) == 20  # both have the same prompt
+    asyncio.run(ask(list(range(26)), 1, 2))
+    asyncio.run(ask(list(range(16)) + [50, 51], 2, 1))  # a new episode that begins as the last
+    assert sum(read) == 20 + 6 + 2
+
+
+def test_requests_join_while_a_long_action_goes_on(monkeypatch):
+    """Of two requests, the one that ends first is answered first, and the next one begins."""
+    lm = two_models("llama")[1]
+    ends = play(engine_of(lm, monkeypatch), range(6), turns=1)
+    by_length = sorted(ends, key=lambda key: max(len(a) for a, _ in ends[key][1]))
+    short, long = by_length[0][0], by_length[-1][0]
+    engine, order = engine_of(lm, monkeypatch), []
+
+    async def one(number, turns):
+        await episode(engine, number, turns, {})
+        order.append(number)
+
+    async def both():
+        await asyncio.gather(one(long, 1), one(short, 1))
+    asyncio.run(both())
+    assert order == [short, long]
+
+
+def test_top_p_is_a_matter_of_each_token(monkeypatch):
+    lm = two_models("llama")[1]
+    flags = ["--temperature", 0.8, "--top_p", 0.6]
+    played = play(engine_of(lm, monkeypatch, *flags), range(4))
+    lm.set_attn_implementation("sdpa")
+    for prompt, drawn in played.values():
+        for action, logps in drawn:
+            with torch.no_grad():
+                logits = lm(torch.tensor([prompt + action])).logits[0, len(prompt) - 1:-1]
+            want = nucleus((logits / 0.8).log_softmax(-1), 0.6)[range(len(action)), action]
+            assert torch.allclose(torch.tensor(logps), want, rtol=0, atol=1e-4)
+
+
+def test_bf16_draws_in_fp32(monkeypatch):
+    """Its log-probs are those of the bf16 model's logits, and add up to 1."""
+    lm = two_models("llama", torch.bfloat16)[1]
+    logits = lm(torch.tensor([[20, 21, 22]])).logits[0, -1:]
+    engine = engine_of(lm, monkeypatch)
+    r = random.Random(0)
+    seen = {}
+    for _ in range(2000):
+        (token,), (logp,) = (x[0].tolist() for x in engine.choose(logits, [r]))
+        seen[token] = logp
+    want = logits.float().log_softmax(-1)[0]
+    assert all(logp == pytest.approx(want[t].item(), abs=1e-6) for t, logp in seen.items())
+    assert sum(2.718281828 ** logp for logp in seen.values()) == pytest.approx(1, abs=0.05)
+    play(engine, range(2))
+
+
+def test_models_that_it_cannot_compute_are_refused(monkeypatch):
+    with pytest.raises(SystemExit, match="soft caps"):
+        engine_of(Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=16)), monkeypatch)
