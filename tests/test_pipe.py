@@ -29,35 +29,36 @@ weights = lambda out: open(os.path.join(out, "model.safetensors"), "rb").read()
 
 @pytest.fixture(params=["tiny", "SmolLM2-135M-Instruct"])
 def chat_model(request, tiny_dir, tmp_path):
-    """(model, kind of tasks): the tiny one; a real one, after a warm-up on demonstrations."""
+    """(model, kind of tasks, how many, --candidates): tiny; real, warmed up on demonstrations."""
     if request.param == "tiny":
-        return tiny_dir, "backend"
+        return tiny_dir, "backend", 3, 4
     if not os.path.exists(MAKE):
         pytest.skip("no ../shared/models beside this checkout, which makes SmolLM2-135M-Instruct")
     done = shell(f"""set -o pipefail; bash {shlex.quote(MAKE)} {tmp_path} &&
-        python colbench.py demos --kind english --n 8 | python train_policy.py --loss rft --all 1 \
+        python colbench.py demos --kind english --n 4 | python train_policy.py --loss rft --all 1 \
             --model {tmp_path}/smollm2 --out {tmp_path}/base --epochs 1 --batch_size 4 \
             --lr 1e-4""", timeout=600)
     assert done.returncode == 0, done.stderr
-    return f"{tmp_path}/base", "english"
+    return f"{tmp_path}/base", "english", 2, 2
 
 
 @pytest.mark.full
 def test_one_pipe_from_tasks_to_a_policy(chat_model, tmp_path):
-    model, kind = chat_model
+    model, kind, n, candidates = chat_model
     m, d = shlex.quote(model), shlex.quote(str(tmp_path))
     done = shell(f"""set -o pipefail
-        python colbench.py tasks --kind {kind} --n 3 --seed 1 |
-        python collect.py --model {m} -k 2 --candidates 4 --max_tokens 40 --max_turns 4 | {GRAFT} |
+        python colbench.py tasks --kind {kind} --n {n} --seed 1 |
+        python collect.py --model {m} -k 2 --candidates {candidates} --max_tokens 40 \
+            --max_turns 3 | {GRAFT} |
         python train_critic.py --model {m} --out {d}/critic --pairs all --margin 0 --lr 1e-4 \
             --epochs 1 --held_out 0 |
         tee {d}/scored.jsonl | python train_policy.py --model {m} --out {d}/policy --lr 1e-4""",
                  timeout=600)
     assert done.returncode == 0, done.stderr
     scored = records(open(tmp_path / "scored.jsonl").read())
-    assert len(scored) == 6 and len({(r["task"]["id"], r["sample"]) for r in scored}) == 6
+    assert len(scored) == len({(r["task"]["id"], r["sample"]) for r in scored}) == 2 * n
     for message in (m for r in scored for m in agent_messages(r)):
-        assert len(message["candidates"]) == 4
+        assert len(message["candidates"]) == candidates
         assert all(isinstance(x["advantage"], float) for x in (message, *message["candidates"]))
     (summary,) = records(done.stdout)
     assert summary["summary"] == "train_policy" and summary["out"] == f"{tmp_path}/policy"
@@ -68,15 +69,15 @@ def test_one_pipe_from_tasks_to_a_policy(chat_model, tmp_path):
         assert weights(out) != weights(model) and M.load(str(out))
         assert any(name.endswith(".py") for name in os.listdir(out))
     # the policy plays again, the critic helps it, and evaluate compares
-    test = script("colbench.py", "tasks", "--kind", kind, "--split", "test", "--n", 3).stdout
-    flags = ["--model", tmp_path / "policy", "--max_tokens", 20, "--max_turns", 3]
+    test = script("colbench.py", "tasks", "--kind", kind, "--split", "test", "--n", n).stdout
+    flags = ["--model", tmp_path / "policy", "--max_tokens", 20, "--max_turns", 2]
     for name, more in (("plain", []), ("best", ["--best_of", 2, "--critic", tmp_path / "critic"])):
         played = script("collect.py", *flags, *more, stdin=test)
         (tmp_path / f"{name}.jsonl").write_text(played.stdout)
     done = script("evaluate.py", tmp_path / "plain.jsonl", tmp_path / "best.jsonl")
     assert done.returncode == 0, done.stderr
     plain, best = records(done.stdout)
-    assert plain["system"] == "plain" and best["minus_first"]["clusters"] == 3
+    assert plain["system"] == "plain" and best["minus_first"]["clusters"] == n
 
 
 def test_unknown_fields_survive_each_stage(tasks, tiny_dir, tmp_path):
