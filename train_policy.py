@@ -162,7 +162,8 @@ def solved_trajectories(records, take_all):
 def answering(records):
     """The turns of the messages and candidates that hand in an answer."""
     return {action[TURN] for r in records for message in agent_messages(r)
-            for action in (message, *message.get("candidates", ())) if answers(action)}
+            for action in (message, *message.get("candidates", ()))
+            if action.get(TURN) and answers(action)}
 
 
 def balanced(groups, ends, *seed):
