@@ -149,10 +149,11 @@ def test_killed_it_leaves_no_process_behind(tiny_dir, tasks, tmp_path):
 
 
 def test_a_server_answers_as_the_human(tiny_dir, tasks, servers):
-    done = script("collect.py", "--model", tiny_dir, *PLAY, "--human", servers[0][1], stdin=tasks)
+    play = ["collect.py", "--model", tiny_dir, *PLAY, "--human_tokens", 400, "--human"]
+    done = script(*play, servers[0][1], stdin=tasks)  # few tokens of an untrained human say nothing
     assert done.returncode == 0, done.stderr
     check(records(done.stdout), tiny_dir, tasks)
-    again = script("collect.py", "--model", tiny_dir, *PLAY, "--human", servers[1][1], stdin=tasks)
+    again = script(*play, servers[1][1], stdin=tasks)
     replies = replies_in(done)
     assert replies and all(0 < len(reply) <= colbench.Functions.reply_chars for reply in replies)
     assert replies == replies_in(again)  # temperature 0
