@@ -60,6 +60,7 @@ PICTURE = 1 << 20  # the id PICTURE + n is a token of picture n; also the key of
 SIDE = 28  # pixels along a side of such a token
 LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 26}  # logits held at once: 64 MB or 256 MB in fp32
 GATHERED = 2 ** 17  # keys gathered at once: with values 0.5 GB for 8 heads of size 128 in bf16
+SCORED = {"cpu": 2 ** 15, "cuda": 2 ** 17}  # the same without gradient: a CPU is faster with fewer
 COUNT = {"tokens": 0, "reference_tokens": 0}  # computed so far: in training, by the reference
 
 
@@ -98,8 +99,8 @@ class Tree:
     A plain class: FSDP would search a tuple or dataclass for tensors to move.
     """
 
-    def __init__(self, turns, device="cpu", with_prompts=False):
-        """with_prompts: `actions` hold the tokens of the prompts, too."""
+    def __init__(self, turns, device="cpu", with_prompts=False, gathered=None):
+        """with_prompts: `actions` hold the tokens of the prompts, too. gathered: see GATHERED."""
         seqs = [[*prompt, *action] for prompt, action in turns]
         ids, pos, parent, actions = [], [], [], [None] * len(turns)
         runs = []  # as Runs takes them
@@ -121,7 +122,7 @@ class Tree:
         groups, keys = [], 0
         for run in runs:
             keys += len(run[2])
-            if not groups or keys > GATHERED:
+            if not groups or keys > (gathered or GATHERED):
                 groups.append([])
                 keys = len(run[2])
             groups[-1].append(run)
@@ -137,7 +138,7 @@ class Tree:
         self.actions = actions       # for each turn the flat indices (L,) of its action, on the CPU
         self.scored = there(scored)  # (S,) flat indices of all actions' tokens, each once
         self.where = there(where)    # where the turns' actions, concatenated, are in `scored`
-        self.groups = [Runs(group, torch.device(device)) for group in groups]  # GATHERED keys each
+        self.groups = [Runs(group, torch.device(device)) for group in groups]  # `gathered` keys each
 
     @functools.cached_property
     def block_mask(self):
@@ -254,12 +255,10 @@ def tree_attention(kernel, module, query, key, value, attention_mask, scaling=No
         fail("this model has attention sinks, which the packed forward can't compute")
     left = sliding_window - 1 if sliding_window else -1  # keys that a token sees before it; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
-    if len(tree.groups) == 1:
-        return attend(q, k, v, *tree.groups)[None], None
-    k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
-    out = [checkpoint(attend, q[runs.tokens], k, v, runs, use_reentrant=False)
-           for runs in tree.groups]
-    return torch.cat(out)[None], None
+    if len(tree.groups) > 1 and torch.is_grad_enabled():
+        k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
+        attend = functools.partial(checkpoint, attend, use_reentrant=False)
+    return torch.cat([attend(q[runs.tokens], k, v, runs) for runs in tree.groups])[None], None
 
 
 def sdpa_kernel(q, k, v, runs, scale, left):
@@ -455,9 +454,9 @@ def action_logps(model, turns, max_tokens=None):
     return [logps[turn] for turn in turns]
 
 
-def pack(model, parts):
-    """The Tree of each part, a list of turns, on the model's device."""
-    return [Tree(turns, model.device, with_prompts=model.score is not None) for turns in parts]
+def pack(model, parts, gathered=None):
+    """The Tree of each part, a list of turns, on the model's device. gathered: see GATHERED."""
+    return [Tree(turns, model.device, model.score is not None, gathered) for turns in parts]
 
 
 def logps_of(model, trees):
@@ -735,7 +734,8 @@ def score(model, turns, max_tokens, what="scoring"):
     found = {turn: torch.zeros(n) for turn, n in zip(turns, sizes(model, turns))}
     rounds = -(-len(parts) // WORLD)
     mine = range(RANK, rounds * WORLD, WORLD)
-    packed = ahead(pack(model, [parts[min(n, len(parts) - 1)]]) for n in mine)
+    packed = ahead(pack(model, [parts[min(n, len(parts) - 1)]], SCORED[model.device.type])
+                   for n in mine)
     for n, trees in zip(progress(what, mine), packed):
         logps = logps_of(model, trees)
         if n < len(parts):  # a rank without a part repeats the last one

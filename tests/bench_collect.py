@@ -236,7 +236,7 @@ def ceiling(args):
         rates.append([last["turns"] / last["cpu_seconds"] for *_, last in both])
         for *episodes, last in both:
             played = sorted((r["task"]["id"], r["dialogue_history"]) for r in episodes)
-            written.add(json.dumps(played))
+            written.add(json.dumps(played).replace(', "cut": true', ""))  # an old one has none
     assert len(written) == 1, "the checkouts do not write the same records"
     print(json.dumps({"message": args.message, "longest_prompt": last["longest_prompt"],
                       **compared("turns_a_cpu_second", rates)}))
