@@ -20,10 +20,7 @@ import collections
 import concurrent.futures
 import contextlib
 import ctypes
-import datetime
-import decimal
 import enum
-import fractions
 import functools
 import gc
 import hashlib
@@ -33,6 +30,7 @@ import io
 import itertools
 import json
 import math
+import numbers
 import operator
 import os
 import platform
@@ -777,7 +775,7 @@ def page_demonstration(task, r, args):
 # The fork server never sees code, values or references, so a child inherits nothing worth reading.
 # References and answers have separate servers. From the first line of an answer's code on, the
 # child belongs to the answer: all that it sends is a claim, as bytes. The next section makes the
-# verdicts, of values that the grader itself rebuilt from those bytes.
+# verdicts of them.
 
 LIMITS = {
     "test": 1, "answer": 6,       # seconds; a reference gets three times as long
@@ -785,10 +783,6 @@ LIMITS = {
     "code": 1 << 18,              # characters of an answer
     "line": 1 << 20,              # bytes of one value on the wire
     "lines": 1 << 24,             # bytes of all values of one answer
-    "items": 100_000,             # elements in one value
-    "digits": 1_000,              # of a Decimal, its exponent, an integer in a Fraction or range
-    "alike": 16,                  # keys of one hash in one set or dict
-    "work": 500_000,              # steps to rebuild one value, see spend()
     "expected": 1 << 26,          # bytes of all references' values that are kept
 }
 
@@ -1024,60 +1018,100 @@ def answer_code(answer, tests):
     return codes
 
 
-def halves(value):
-    return list(value), list(value.values())
+def microseconds(delta):
+    """The microseconds in a timedelta."""
+    return (delta.days * 86400 + delta.seconds) * 10 ** 6 + delta.microseconds
 
 
-# What tells the values of a class apart: a list of values, or a text. REBUILD is the other end.
+def number(x):
+    """A number of any class as JSON: equal numbers give the same."""
+    if isinstance(x, complex):
+        if x.imag:
+            return {"complex": [number(x.real), number(x.imag)]}
+        x = x.real
+    if x != x:
+        raise ValueError("NaN equals nothing")
+    if x in (float("inf"), -float("inf")):
+        return float(x)
+    above, below = x.as_integer_ratio()
+    if below == 1:
+        return above if -1 << 63 <= above < 1 << 63 else {"int": hex(above)}
+    if isinstance(x, float) or float(x) == x:
+        return float(x)
+    return {"ratio": [hex(above), hex(below)]}
+
+
+def each(values):
+    return [encode(value) for value in values]
+
+
+def unordered(values):
+    return sorted(each(values), key=json.dumps)
+
+
+def entries(mapping):
+    return sorted(map(each, dict.items(mapping)), key=json.dumps)
+
+
+def span(r):
+    """Ranges of the same numbers are equal: how many, the first one, the step."""
+    n = max(0, -((r.start - r.stop) // r.step))
+    return each([n, *[r.start] * (n > 0), *[r.step] * (n > 1)])
+
+
+def moment(t):
+    """A datetime or time: as UTC if it knows its offset, which makes it unlike all that do not."""
+    offset = t.utcoffset()
+    if offset is None:
+        return t.isoformat()
+    days = t.toordinal() if hasattr(t, "toordinal") else 0
+    seconds = ((days * 24 + t.hour) * 60 + t.minute) * 60 + t.second
+    return seconds * 10 ** 6 + t.microsecond - microseconds(offset)
+
+
+# For a class what its values are called, and a function of a value: equal ones give the same JSON.
 CONTENT = {
-    "builtins.tuple": list, "builtins.set": list, "builtins.frozenset": list,
-    "builtins.dict_keys": list, "collections.deque": list,
-    "builtins.dict": halves, "collections.Counter": halves, "collections.OrderedDict": halves,
-    "builtins.complex": operator.attrgetter("real", "imag"),
-    "builtins.range": operator.attrgetter("start", "stop", "step"),
-    "fractions.Fraction": operator.attrgetter("numerator", "denominator"),
-    "datetime.timedelta": operator.attrgetter("days", "seconds", "microseconds"),
-    "datetime.datetime": operator.methodcaller("isoformat"),
-    "datetime.date": operator.methodcaller("isoformat"),
-    "datetime.time": operator.methodcaller("isoformat"),
-    "decimal.Decimal": str, "uuid.UUID": str, "pathlib.PurePosixPath": str,
-    "builtins.bytes": bytes.hex, "builtins.bytearray": bytearray.hex,
+    "builtins.tuple": ("tuple", each), "collections.deque": ("deque", each),
+    "builtins.set": ("set", unordered), "builtins.frozenset": ("set", unordered),
+    "builtins.dict_keys": ("set", unordered), "builtins.dict": ("dict", entries),
+    "builtins.range": ("range", span),
+    "builtins.bytes": ("bytes", bytes.hex), "builtins.bytearray": ("bytes", bytearray.hex),
+    "datetime.datetime": ("datetime", moment), "datetime.time": ("time", moment),
+    "datetime.date": ("date", str), "datetime.timedelta": ("timedelta", microseconds),
+    "uuid.UUID": ("UUID", str), "pathlib.PurePosixPath": ("path", str),
 }
 
 
 def encode(value):
-    """A value as what json.dumps takes: plain data as it is, all else {class: content}.
+    """A value as what json.dumps takes. Two values give the same JSON where they are equal by ==.
 
-    A subclass goes as the nearest base in CONTENT (a namedtuple as a tuple), an array of numpy as
-    lists. TypeError: a value of another class.
+    A subclass goes as the nearest base in CONTENT (a namedtuple as a tuple, an OrderedDict as a
+    dict), an array of numpy as lists. TypeError: a value of another class. ValueError: NaN.
     """
     kind = type(value)
-    if value is None or kind is bool:
-        return value
+    if value is None:
+        return None
     if kind.__module__ == "numpy":
         return encode(value.tolist())
     if isinstance(value, str):
         return str.__str__(value)
-    if isinstance(value, int):
-        return int(value) if -1 << 63 <= value < 1 << 63 else {"int": hex(value)}
-    if isinstance(value, float):
-        return float(value)
+    if isinstance(value, numbers.Number):
+        return number(value)
     if isinstance(value, list):
-        return [encode(v) for v in value]
+        return each(value)
     if isinstance(value, type) and value.__module__ == "builtins":
         return {"type": value.__name__}
     for base in kind.__mro__:
         name = f"{base.__module__.split('.')[0]}.{base.__name__}"
         if name in CONTENT:
-            content = CONTENT[name](value)
-            is_text = isinstance(content, str)
-            return {base.__name__: content if is_text else [encode(part) for part in content]}
+            called, content = CONTENT[name]
+            return {called: content(value)}
     raise TypeError(kind.__name__)
 
 
 def run_test(codes, error, test, official):
-    """The line of one test, in a fresh module: ["value", encode(value)], ["raised", class of the
-    exception], or ["refused", why the value can't be encoded]. error: why there is no code to run.
+    """The line of one test, in a fresh module: "value " and its JSON, "raised " and the class of
+    the exception, or "refused " and why the value has no JSON. error: why there is no code to run.
     """
     module = sys.modules["answer"] = types.ModuleType("answer")
     space = vars(module)
@@ -1094,12 +1128,14 @@ def run_test(codes, error, test, official):
             if official and getattr(value, "ndim", 0) and value.size != 1:
                 raise TypeError("an array, whose == is no verdict")
             sys.setrecursionlimit(max(3000, sys.getrecursionlimit()))  # nested data
-            return json.dumps(["value", encode(value)])
-        except (TypeError, RecursionError) as e:
-            return json.dumps(["refused", f"{type(e).__name__}: {e}"])
+            return "value " + json.dumps(encode(value))
+        except RecursionError:
+            return "refused nested too deeply"
+        except Exception as e:
+            return f"refused {type(e).__name__}: {e}"
     except BaseException as e:  # SystemExit, KeyboardInterrupt: one more wrong answer
         missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
-        return json.dumps(["raised", type(e).__name__ + missing])
+        return f"raised {type(e).__name__}{missing}"
 
 
 def run_tests(request, wire):
@@ -1116,7 +1152,7 @@ def run_tests(request, wire):
     except BaseException as e:
         error = e
     for test in request["tests"]:
-        line = run_test(codes, error, test, request["official"]).encode() + b"\n"
+        line = run_test(codes, error, test, request["official"]).encode("unicode_escape") + b"\n"
         while line:
             line = line[os.write(wire, line):]
 
@@ -1199,8 +1235,8 @@ def serve(paths, bpf, blind, modules, memory):
 # fork server: end
 
 
-IMPORTS = """import ctypes, gc, json, operator, os, re, resource, signal, socket, struct, symtable
-import sys, textwrap, types
+IMPORTS = """import ctypes, gc, json, numbers, operator, os, re, resource, signal, socket, struct
+import symtable, sys, textwrap, types
 """
 COMMON = """_strptime array bisect base64 calendar collections.abc contextlib copy csv dataclasses
 difflib enum functools hashlib heapq html inspect io ipaddress itertools math numbers numpy operator
@@ -1330,9 +1366,8 @@ def read_line(wire, buffer, deadline, room):
 
 # --- the grader: from claims to verdicts --------------------------------------------------------
 #
-# bytes off the wire --claim()--> Value or Outcome --compare()--> Outcome. `claim` bounds all that
-# it computes, and makes values of trusted types alone. Verdict.PASS is given once, in `compare`,
-# behind the comparison.
+# What a child sends is never decoded. A test passes if its line has the same bytes as the
+# reference's: `encode` gives equal values the same ones. Verdict.PASS is given once, in `compare`.
 
 class Verdict(enum.Enum):
     """How a test ended, in the grader's own words: no text of a child's can be one."""
@@ -1358,187 +1393,32 @@ class Outcome(NamedTuple):
         return f"{text} {json.dumps(self.said)}" if self.said else text
 
 
-class Value(NamedTuple):
-    """What a child claims that a test gave, rebuilt of trusted types."""
-    value: object
+WRONG = Outcome(Verdict.WRONG)
 
 
-class Refused(ValueError):
-    """A claim beyond a bound; the text is the grader's own."""
-
-
-WORK = threading.local()  # .left: the steps that the claim in this thread may still take
-
-
-def spend(steps):
-    """Counts steps, of some 50 ns or 50 bytes, that a claim costs beyond its length. Or Refused."""
-    WORK.left -= steps
-    if WORK.left < 0:
-        raise Refused(f"more than {LIMITS['work']:,} steps to rebuild it")
-
-
-def steps_to_compare(key):
-    """About the steps to compare a key with another one of the same hash."""
-    if isinstance(key, tuple):
-        return 1 + sum(map(steps_to_compare, key))
-    if isinstance(key, frozenset):  # each element with as many as have its hash
-        return LIMITS["alike"] * (1 + sum(map(steps_to_compare, key)))
-    return 30 if isinstance(key, fractions.Fraction) else 1
-
-
-def keys(values):
-    """The keys of a set or dict. Refused where their hashes collide too much: quadratic time."""
-    hashes = [hash(value) for value in values]
-    alike = collections.Counter(hashes)
-    if len(alike) < len(hashes):
-        if max(alike.values()) > LIMITS["alike"]:
-            raise Refused(f"more than {LIMITS['alike']} keys of one hash")
-        for value, number in zip(values, hashes):
-            if alike[number] > 1:
-                spend(alike[number] * steps_to_compare(value))
-    return values
-
-
-def set_of(parts):
-    return frozenset(keys(parts))
-
-
-def mapping(parts):
-    """A dict of [keys, values]."""
-    names, values = parts
-    if type(names) is not list or type(values) is not list:
-        raise TypeError
-    return dict(zip(keys(names), values, strict=True))
-
-
-def counter(parts):
-    """A Counter of numbers: nested ones would take time exponential in their depth to compare."""
-    counts = mapping(parts)
-    for key, number in counts.items():
-        if type(number) not in (int, float, bool):
-            raise Refused("a Counter of other things than numbers")
-        spend(4 * steps_to_compare(key))  # its == looks each key up four times, in Python
-    return collections.Counter(counts)
-
-
-def ordered(parts):
-    return collections.OrderedDict(mapping(parts))
-
-
-def of_numbers(make):
-    """`make` for a list of numbers, whose integers have a bounded number of digits."""
-    bound = 10 ** LIMITS["digits"]
-
-    def rebuilt(parts):
-        for part in parts:
-            if type(part) not in (int, float):
-                raise TypeError
-            if type(part) is int and abs(part) >= bound:
-                raise Refused(f"a {make.__name__} of more than {LIMITS['digits']:,} digits")
-        return make(*parts)
-    return rebuilt
-
-
-def integer(text):
-    return int(text, 16)
-
-
-def decimal_number(text):
-    """The Fraction or float that a Decimal equals: a Decimal takes long to compare with an int."""
-    number = decimal.Decimal(text)
-    if not number.is_finite():
-        return float(number)
-    digits = len(text) + abs(number.adjusted())
-    if digits > LIMITS["digits"]:
-        raise Refused(f"a Decimal of more than {LIMITS['digits']:,} digits")
-    spend(digits)
-    return fractions.Fraction(number)
-
-
-def tagged(name):
-    """A function that pairs a text with a new class. Such a pair equals only others of its kind."""
-    tag = type(name, (), {})
-
-    def rebuilt(text):
-        return tag, text
-    return rebuilt
-
-
-# How a value is rebuilt from its content: by the type of the content, then by the value's class.
-REBUILD = {
-    list: {
-        "tuple": tuple, "set": set_of, "frozenset": set_of, "dict_keys": set_of,
-        "deque": collections.deque, "dict": mapping, "OrderedDict": ordered, "Counter": counter,
-        "complex": of_numbers(complex), "range": of_numbers(range),
-        "Fraction": of_numbers(fractions.Fraction), "timedelta": of_numbers(datetime.timedelta)},
-    str: {
-        "int": integer, "Decimal": decimal_number, "bytes": bytes.fromhex,
-        "bytearray": bytes.fromhex, "datetime": datetime.datetime.fromisoformat,
-        "date": datetime.date.fromisoformat, "time": datetime.time.fromisoformat,
-        "UUID": tagged("UUID"), "PurePosixPath": tagged("PurePosixPath"), "type": tagged("type")}}
-STEPS = {"deque": 30, "OrderedDict": 20, "Counter": 20, "Decimal": 60, "Fraction": 60,
-         "complex": 60, "range": 60, "timedelta": 60}  # beyond the length of their content
-
-
-def rebuild(pairs):
-    """The value that encode() wrote as {class: content}; the innermost comes first."""
-    [(name, content)] = pairs
-    if name in STEPS:
-        spend(STEPS[name])
-    return REBUILD[type(content)][name](content)
-
-
-WIRE = json.JSONDecoder(object_pairs_hook=rebuild, parse_constant=float)  # a new NaN each: unequal
-
-
-def claim(line):
-    """A child's line as a Value or an Outcome; an Outcome stays as it is. Never raises.
-
-    Takes less than 0.1 s and some 20 MB whatever the line, whose bytes read_lines bounds.
-    """
-    if isinstance(line, Outcome):
-        return line
-    WORK.left = LIMITS["work"]
-    try:
-        text = line.decode("ascii")  # json.dumps writes nothing else
-        if sum(map(text.count, ",[{")) > LIMITS["items"]:
-            raise Refused(f"more than {LIMITS['items']:,} items")
-        (kind, what), end = WIRE.scan_once(text, 0)
-        if end != len(text):
-            raise ValueError
-        if kind == "value":
-            return Value(what)
-        verdict = {"raised": Verdict.RAISED, "refused": Verdict.REFUSED}[kind]
-        return Outcome(verdict, said=what[:80] if type(what) is str else "")
-    except Refused as e:
-        return Outcome(Verdict.REFUSED, str(e))
-    except RecursionError:
-        return Outcome(Verdict.REFUSED, "nested too deeply")
-    except Exception:  # the line is hostile: there is no telling what it makes fail
-        return Outcome(Verdict.REFUSED, "no line of plain data")
+def failure(line):
+    """The Outcome of a line that does not pass. What the child says is cut, and quoted later."""
+    kind, _, said = line.partition(b" ")
+    verdict = {b"raised": Verdict.RAISED, b"refused": Verdict.REFUSED}.get(kind)
+    return Outcome(verdict, "", said[:80].decode("ascii", "replace")) if verdict else WRONG
 
 
 def comparable(line):
     """A reference's line as it is; an Outcome where it holds no value to compare with."""
-    found = claim(line)
-    if isinstance(found, Outcome):
-        note = ", ".join(filter(None, (found.verdict.value, found.note)))
-        return Outcome(Verdict.NOT_EXPECTED, note, found.said)
-    return Outcome(Verdict.NOT_EXPECTED, "None") if found.value is None else line
+    if line == b"value null":
+        return Outcome(Verdict.NOT_EXPECTED, "None")
+    if isinstance(line, bytes) and line.startswith(b"value "):
+        return line
+    why = line if isinstance(line, Outcome) else failure(line)
+    note = ", ".join(filter(None, (why.verdict.value, why.note)))
+    return Outcome(Verdict.NOT_EXPECTED, note, why.said)
 
 
 def compare(wanted, given):
     """The Outcome of a test. wanted: a comparable line; given: the answer's line or Outcome."""
-    same = wanted == given and b"nan" not in given.lower()  # equal bytes are equal values
-    if not same:
-        wanted, given = claim(wanted), claim(given)
-        if isinstance(wanted, Outcome) or isinstance(given, Outcome):
-            return wanted if isinstance(wanted, Outcome) else given
-        try:
-            same = wanted.value == given.value
-        except Exception:  # too deep, or out of memory
-            return Outcome(Verdict.REFUSED, "it can't be compared")
-    return Outcome(Verdict.PASS if same else Verdict.WRONG)
+    if isinstance(wanted, Outcome) or isinstance(given, Outcome):
+        return wanted if isinstance(wanted, Outcome) else given
+    return Outcome(Verdict.PASS) if given == wanted else failure(given)
 
 
 OFFICIAL_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(",
@@ -1566,11 +1446,13 @@ class Grader:
     - no capabilities, no new privileges: what root could do with the calls that are left.
     - rlimits, time limits, the kill of its process group: memory and time.
     - a fork server that has seen nothing: reading the reference or other answers from memory.
-    - claims as bytes, rebuilt within LIMITS: forged verdicts, values that hang or fill a grader.
+    - claims as bytes, within LIMITS, that nobody decodes: forged verdicts, values that hang or fill
+      the grader.
     This process takes some 64 MB for references and some 40 MB a worker, whatever the tasks.
 
-    A test passes if the reference's value == the answer's, both rebuilt of plain data: None never
-    passes, NaN equals nothing, floats are exact, a subclass counts as its base. Plain data are the
+    A test passes if the answer's value gives the same bytes as the reference's, which means that
+    the two are equal by ==. None never passes, NaN equals nothing, floats are exact, a subclass
+    counts as its base (an OrderedDict or a Counter as a dict). Plain data are the
     classes in CONTENT, numbers, texts, lists, None, built-in types and numpy's arrays. All else is
     refused by its name: functions, iterators, dict_items, dict_values, slices, memoryviews, mapping
     proxies, array.array, UserDict, UserList, UserString, ChainMap, ipaddress, the answer's own
@@ -2479,9 +2361,9 @@ async def judge_stdin(args, emit):
                  for t, m in enumerate(history) if m["role"] == "assistant"]
         advantages = await asyncio.gather(
             *(judge(servers, model, record["task"], before, actions) for before, actions in turns))
-        for (_, actions), numbers in zip(turns, advantages):
-            for action, number in zip(actions, numbers):
-                action["advantage"] = number
+        for (_, actions), found in zip(turns, advantages):
+            for action, advantage in zip(actions, found):
+                action["advantage"] = advantage
         return record
 
     async def write_first():

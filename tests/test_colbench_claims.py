@@ -17,13 +17,12 @@ import random
 import socket
 import threading
 import time
-import tracemalloc
 import uuid
 
 import pytest
 
 import colbench
-from colbench import Grader, Outcome, Verdict, claim, comparable, compare, encode, read_lines
+from colbench import Grader, Outcome, Verdict, comparable, compare, encode, read_lines
 from conftest import FULL
 from test_colbench_grader import DOUBLE, HONEST, full, task
 
@@ -40,7 +39,8 @@ def graders():
 
 
 def line(value):
-    return json.dumps(["value", encode(value)]).encode()
+    """As run_tests writes it."""
+    return ("value " + json.dumps(encode(value))).encode("unicode_escape")
 
 
 # --- the wire -------------------------------------------------------------------------------------
@@ -48,122 +48,41 @@ def line(value):
 SECRET = 728_531_908_117  # in every expected value, in no generated line
 WANTED = [line(value) for value in (
     SECRET, [SECRET, 0.5], {"a": SECRET}, {SECRET, 1}, (decimal.Decimal(SECRET) / 8,), str(SECRET),
-    [fractions.Fraction(SECRET, 7)] * 50, [decimal.Decimal(SECRET) + i for i in range(200)],
-    [float("nan"), SECRET], collections.Counter({SECRET: 1}))]
+    [fractions.Fraction(SECRET, 7)] * 50, collections.Counter({SECRET: 1}))]
 WORDS = ["pass", "value", "raised", "refused", "error", *(v.value for v in Verdict),
          *Verdict.__members__]
-NAMES = [*colbench.REBUILD[list], *colbench.REBUILD[str], "os.system", "__class__", "exec", "list",
-         "Outcome", ""]
-TEXTS = ["1e1000000000", "-1E-999999999", "sNaN", "NaN123", "Infinity", "0x" + "f" * 9000, "-0x0",
-         "\ud800", "\0", "é" * 9,
-         "2024-01-02T03:04:05+00:00", "9999-12-31", "24:00", "1/3", "::1", "10.0.0.0/8", "int",
-         "NoneType", "7" * 5000,
-         "1_0", " 1 ", "0b1", "ff" * 700, "12345678" * 4, "../../etc/passwd", *WORDS]
-EDGES = [0, -1, 1, 2**31, 2**63 - 1, -2**63, 2**63, 2**64, 10**400, 0.0, -0.0, 5e-324, 1.7e308,
-         math.inf, -math.inf, float('nan'),
-         0.1, True, False, None, 2**61 - 1, 3 * (2**61 - 1)]
+TEXTS = ["1e1000000000", "Infinity", "0x" + "f" * 9000, "\ud800", "\0", "é" * 9, "7" * 5000,
+         "../../etc/passwd", "x" * (1 << 21), "[" * 99_000, *WORDS]
+EDGES = [0, -1, 1, 2**63, 10**400, 0.0, -0.0, 5e-324, math.inf, math.nan, 0.1, True, False, None]
 
 
 def tree(r, depth):
     """JSON at random, of the encoding's names where they belong and where they don't."""
-    kind = r.random()
-    if depth == 0 or kind < 0.35:
+    if depth == 0 or r.random() < 0.35:
         return r.choice([r.choice(EDGES), r.choice(TEXTS), r.randrange(-9, 9), r.random()])
-    parts = [tree(r, depth - 1) for _ in range(r.choice([0, 1, 2, 2, 3, 3, 6]))]
-    if kind < 0.5:
-        return parts
-    return {r.choice(NAMES): r.choice([parts, parts, r.choice(TEXTS), {r.choice(NAMES): parts},
-                                       None, 7])
-            for _ in range(1 if r.random() < 0.95 else 2)}
+    parts = [tree(r, depth - 1) for _ in range(r.choice([0, 1, 2, 3, 6]))]
+    names = [name for name, _ in colbench.CONTENT.values()]
+    return parts if r.random() < 0.4 else {r.choice(names): parts}
 
 
-def nest(opening, inner, closing, n):
-    return opening * n + inner + closing * n
-
-
-def collide(r):
-    """Keys of one hash, as a set's or a dict's, plain or within tuples."""
-    n, step = r.choice([20, 3000, 20_000]), 2**61 - 1
-    wrap = r.choice(["%s", '{"tuple": [%s]}', '{"frozenset": [%s]}', '{"Fraction": [%s, 1]}'])
-    ones = ",".join(wrap % json.dumps({"int": hex(i * step)}) for i in range(n))
-    if r.random() < 0.3:
-        values = ",".join(["1"] * n)
-        return '["value", {"%s": [[%s], [%s]]}]' % (r.choice(["dict", "Counter"]), ones, values)
-    return '["value", {"%s": [%s]}]' % (r.choice(["set", "frozenset", "dict_keys"]), ones)
-
-
-def nested(r):
-    """Sets in tuples in sets: on each level keys of one hash, since hash(-1) == hash(-2)."""
-    key = r.choice(['{"Decimal": "%d"}', '{"int": "%#x"}'])
-    size = r.choice([3, 9, 17])
-    text = '{"set": [%s]}' % ", ".join(key % (i * (2**61 - 1)) for i in range(1, size))
-    for _ in range(r.randrange(1, 9)):
-        alike = ["".join(f", -{b}" for b in bits)
-                 for bits in itertools.product("12", repeat=r.choice([1, 2, 3, 4]))]
-        if len(text) * len(alike) > 1_000_000:
-            break
-        text = '{"set": [%s]}' % ", ".join('{"tuple": [%s%s]}' % (text, tail) for tail in alike)
-    return '["value", %s]' % text
-
-
-SMALL = ['[]', '{"tuple":[]}', '1e1', '""', '"ab"', '{"set":[]}', '{"Decimal":"1"}', 'NaN', '-0',
-         '{"Fraction":[1,3]}', '{"UUID":"1"}', '{"Counter":[[],[]]}', '{"deque":[]}',
-         '{"date":"2024-01-01"}', '{"range":[0,9,2]}']
-
-
-def large(r):
-    """Lines at the bounds: of bytes, items, digits, depth."""
-    n = r.choice([300, 900, 5000, 40_000, 99_000, 101_000, 260_000])
-    of = {
-        "lists": lambda: nest("[", "1", "]", min(n, 200_000)),
-        "tuples": lambda: nest('{"tuple": [', "1", "]}", min(n, 40_000)),
-        "sets": lambda: nest('{"frozenset": [', "1", "]}", min(n, 40_000)),
-        "many": lambda: repeated(r.choice(SMALL), n),
-        "integer": lambda: '{"int": "%s"}' % ("f" * 4 * n),
-        "integers": lambda: repeated('{"int": "%s"}' % ("f" * 900), n // 900),
-        "digits": lambda: "9" * n,
-        "decimals": lambda: repeated('{"Decimal": "%s"}' % ("7" * 3999), min(250, n // 300)),
-        "exponents": lambda: repeated('{"Decimal": "%s"}' % r.choice(["1E999", "5E-400", "0.5"]),
-                                      min(n, 49_000)),
-        "set of decimals": lambda: '{"set": [%s]}' % ",".join(
-            '{"Decimal": "%dE-990"}' % i for i in range(min(n, 40_000))),
-        "fractions": lambda: repeated('{"Fraction": [{"int": "%s1"}, {"int": "%s3"}]}' % (
-            "a" * size, "b" * size), min(150, n // 300)),
-        "range": lambda: '{"range": [0, {"int": "%s"}, {"int": "%s"}]}' % ("f" * 2 * n, "3" * n),
-        "text": lambda: '"%s"' % ("x" * (1 << 21)),
-        "surrogates": lambda: '"%s"' % ("\\ud800" * min(n, 150_000))}
-    size = r.choice([800, 3300])
-    whole = {"raised": lambda: '["raised", "%s"]' % ("pass" * n), "nested": lambda: nested(r),
-             "more nested": lambda: nested(r), "collide": lambda: collide(r)}
-    name = r.choice([*of, *whole])
-    return whole[name]() if name in whole else '["value", %s]' % of[name]()
-
-
-def repeated(text, n):
-    return "[%s]" % ",".join([text] * n)
-
-
-def sent(r):
-    """What a hostile child sends in place of one line: none, two, or a torn one."""
+def sent(r, wanted):
+    """What a hostile child sends in place of one line: another, none, two, or a torn one."""
     kind = r.random()
-    if kind < 0.04:
-        return large(r).encode() + b"\n"
     if kind < 0.1:
-        return r.choice([b"", b"\n", b"\n\n", b"[]\n", b"pass\n", b'"pass"\n', b'["pass"]\n',
-                         b'["value"]\n', b"{}\n",
-                         b'["pass", "pass"]\n', b"\xff\xfe\n", b'["value", "\xed\xa0\x80"]\n',
-                         "['value', 1]\n".encode("utf-16"),
-                         b'\xef\xbb\xbf["value", 1]\n', b"nul\0l\n",
-                         bytes(r.randrange(256) for _ in range(99)) + b"\n"])
+        return r.choice([b"", b"\n", b"\n\n", b"pass\n", b"value\n", b"value \n", b"pass pass\n",
+                         b"\xff\xfe\n", b"value \xed\xa0\x80\n", "value 1\n".encode("utf-16"),
+                         b"nul\0l\n", bytes(r.randrange(256) for _ in range(99)) + b"\n"])
+    if kind < 0.3:  # one bit of the right line is another, or one byte is missing or twice there
+        at, cut = r.randrange(len(wanted)), r.choice([0, 1, 2])
+        flipped = bytes([wanted[at] ^ 1 << r.randrange(8)])
+        middle = {0: b"", 1: flipped, 2: wanted[at:at + 1] * 2}[cut]
+        return wanted[:at] + middle + wanted[at + 1:] + b"\n"
     head = r.choice(["value"] * 8 + WORDS)
-    text = json.dumps([head, tree(r, r.choice([1, 2, 3, 5]))], ensure_ascii=r.random() < 0.97)
+    text = f"{head} {json.dumps(tree(r, r.choice([1, 2, 3, 5])), ensure_ascii=r.random() < 0.97)}"
     data = text.encode("utf-8", "surrogatepass")
-    if kind < 0.2:
+    if kind < 0.4:
         at = r.randrange(len(data))
-        data = r.choice([data[:at], data[at:],
-                         data[:at] + bytes([r.randrange(256)]) + data[at + 1:],
-                         data[:at] + b"\n" + data[at:],
-                         data + data, data.replace(b"[", b"[[" * 3)])
+        data = r.choice([data[:at], data[at:], data[:at] + b"\n" + data[at:], data + data])
     return data + r.choice([b"\n"] * 9 + [b"", b"\n" + data + b"\n", b"\r\n"])
 
 
@@ -184,37 +103,20 @@ def received(data):
     return lines[0] if lines else last
 
 
-def test_no_line_at_the_wire_earns_a_reward_raises_or_takes_long():
-    """Generated lines against ten expected values; the slowest is looked at."""
-    r, slowest, verdicts = random.Random(f"wire {SEED}"), (0, b""), collections.Counter()
+def test_no_line_at_the_wire_earns_a_reward_or_raises():
+    """Generated lines against eight expected values, each other than the expected one."""
+    r, verdicts = random.Random(f"wire {SEED}"), collections.Counter()
     for _ in range(N):
-        data, wanted = sent(r), r.choice(WANTED)
+        wanted = r.choice(WANTED)
+        data = sent(r, wanted)
         got = received(data)
-        assert isinstance(got, (bytes, Outcome))
-        start = time.thread_time()
+        assert isinstance(got, (bytes, Outcome)) and got != wanted
         outcome = compare(wanted, got)
-        slowest = max(slowest, (time.thread_time() - start, data[:200]))
         assert isinstance(outcome, Outcome) and outcome.verdict is not Verdict.PASS, data[:500]
         assert str(outcome) != "pass" and len(str(outcome)) < 1200 and "\n" not in str(outcome)
         verdicts[outcome.verdict] += 1
-    assert slowest[0] < 2, slowest  # it hangs: the slowest of these lines take a twentieth of it
     assert {Verdict.WRONG, Verdict.RAISED, Verdict.REFUSED,
             Verdict.ENDED} <= verdicts.keys(), verdicts
-
-
-@pytest.mark.full
-def test_the_largest_lines_take_bounded_memory():
-    r = random.Random(f"large {SEED}")
-    tracemalloc.start()
-    try:
-        for _ in range(40):
-            data = large(r).encode()[:colbench.LIMITS["line"]]
-            tracemalloc.reset_peak()
-            before = tracemalloc.get_traced_memory()[0]
-            claim(data)
-            assert tracemalloc.get_traced_memory()[1] - before < 24 << 20, data[:100]
-    finally:
-        tracemalloc.stop()
 
 
 def test_bytes_that_drip_past_a_deadline_are_not_waited_for():
@@ -248,34 +150,20 @@ def test_what_a_child_says_is_kept_short(graders):
     assert graders[0].kept_bytes < 4 << 20
 
 
-def test_a_decimal_is_compared_with_a_long_integer_as_a_fraction():
-    """As a Decimal it would take long."""
-    wanted = line(decimal.Decimal(SECRET) / 8)
-    given = b'["value", {"int": "0x%s"}]' % (b"f" * 60_000)
-    assert type(claim(wanted).value) is fractions.Fraction
-    assert compare(wanted, given).verdict is Verdict.WRONG
+def test_nothing_that_comes_off_the_wire_is_decoded():
+    """No function of the grader's side parses: neither json.loads nor int, eval or pickle."""
+    for function in (compare, comparable, colbench.failure, colbench.read_line, read_lines):
+        calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(inspect.getsource(function)))
+                 if isinstance(node, ast.Call)}
+        assert not [call for call in calls if "loads" in call or call in ("int", "eval", "float")]
 
 
-def test_nested_counters_are_refused(graders):
-    """Their == takes time exponential in the depth."""
-    deep = task("""
-from collections import Counter
-def f(x):
-    c = Counter(a=1)
-    for _ in range(60):
-        c = Counter(a=c)
-    return c
-""", "f(1)")
-    assert graders[0].grade(deep, deep["ground_truth"])["tests"]["test1"] == (
-        "no expected value from the reference: "
-        "value refused, a Counter of other things than numbers")
-
-
-@pytest.mark.parametrize("wanted", WANTED[:8])
+@pytest.mark.parametrize("wanted", WANTED)
 def test_the_same_line_passes_and_one_bit_less_does_not(wanted):
     assert compare(wanted, received(wanted + b"\n")).verdict is Verdict.PASS
-    other = wanted.replace(b"8", b"9", 1)
-    assert other != wanted and compare(wanted, received(other + b"\n")).verdict is Verdict.WRONG
+    at = len(wanted) // 2
+    other = wanted[:at] + bytes([wanted[at] ^ 1]) + wanted[at + 1:]
+    assert compare(wanted, received(other + b"\n")).verdict is Verdict.WRONG
 
 
 def test_a_verdict_of_pass_is_written_once_behind_the_comparison():
@@ -287,32 +175,13 @@ def test_a_verdict_of_pass_is_written_once_behind_the_comparison():
     assert collections.Counter(where) == {"compare": 1, "grade": 1, "check_task": 2}
 
 
-@pytest.mark.parametrize("data, why", [
-    (b'["value", %s]' % nest(b"[", b"1", b"]", 3000), "nested too deeply"),
-    (b'["value", [%s]]' % b",".join([b"1"] * 200_000), "more than 100,000 items"),
-    (b'["value", {"Fraction": [{"int": "%s"}, 3]}]' % (b"f" * 5000),
-     "a Fraction of more than 1,000 digits"),
-    (b'["value", {"Decimal": "1E+1000000000"}]', "a Decimal of more than 1,000 digits"),
-    (b'["value", {"range": [0, {"int": "%s"}, 1]}]' % (b"f" * 999),
-     "a range of more than 1,000 digits"),
-    (b'["value", {"set": [%s]}]' % b",".join(b'{"int": "%x"}' % (i * (2**61 - 1))
-                                             for i in range(40)),
-     "more than 16 keys of one hash"), (b'["value", {"tuple": "12"}]', "no line of plain data")])
-def test_a_bound_names_itself_and_is_the_tasks_fault_where_the_reference_breaks_it(data, why):
-    assert claim(data) == Outcome(Verdict.REFUSED, why)
-    assert comparable(data) == Outcome(Verdict.NOT_EXPECTED, f"value refused, {why}")
-
-
 # --- from inside ----------------------------------------------------------------------------------
 
 HIDDEN = task("def f(x):\n    return (x * 7919 + 104729) % 1009 + 3",
               *(f"f({i})" for i in range(4)))
-LINES = ['["error", "pass"]', '["pass", "pass"]', '["value", true]',
-         '["value", {"type": "object"}]', "pass", '"pass"', "",
-         '["raised", "pass"]', '["value", NaN]', '["value", {"Decimal": "1e1000000000"}]',
-         '["value", 1]\\n["value", 2]',
-         '["value", "pass"]', '["refused", "pass"]', '["value", {"Fraction": ["1e99", 3]}]',
-         '{"value": 1}']
+LINES = ["pass", "pass pass", "error pass", "value true", 'value {"type": "object"}', "", "value",
+         "raised pass", "value NaN", "refused pass", 'value "pass"', "value 1\\nvalue 2",
+         '["value", 1]']
 VANDALS = {
     "json": "import json\njson.dumps = lambda *a, **k: LINE\ndef f(x): return 0",
     "encoder": "import json\n"
@@ -385,8 +254,8 @@ math.inf | float('nan') | 1+0j | 1j
 [] | [1] | [1.0, [None]] | [float('nan')] | [[float('nan')]] | () | (1,) | ((1,),)
 set() | {1} | frozenset({1}) | {(1, 'a')} | {(1, 1)} | {1: 1}.keys()
 {} | {1: 1} | {1: [1], 'a': ()} | {(1,): {2: 3}} | {'a': 1} | {1: 1, 2: 2} | {2: 2, 1: 1}
-collections.OrderedDict([(1, 1), (2, 2)]) | collections.OrderedDict([(2, 2), (1, 1)])
-collections.Counter('a') | collections.Counter({'a': 1, 'b': 0}) | collections.Counter({'a': 1.0})
+collections.OrderedDict([(1, 1), (2, 2)])
+collections.Counter('a') | collections.Counter({'a': 1.0})
 collections.defaultdict(list, {1: 1}) | collections.namedtuple('P', 'a')(1)
 collections.deque([1]) | collections.deque([1], 5) | collections.deque([[1]])
 range(0) | range(3) | range(0, 3) | range(0, 4, 2) | range(0, 3, 2) | range(2**80, 2**80 + 2)
@@ -405,28 +274,39 @@ int | type(None)
 VALUES = [text.strip() for text in VALUES.strip().replace("\n", "|").split("|")]
 
 
+def same(x, y):
+    """Whether one passes for the other."""
+    try:
+        return compare(comparable(line(x)), line(y)).verdict is Verdict.PASS
+    except (ValueError, decimal.InvalidOperation):  # NaN
+        return False
+
+
 @pytest.mark.full
 def test_two_values_are_equal_where_python_says_so():
-    """The oracle is ==, on all pairs of some 80 values, each by itself and within a list."""
+    """The oracle is ==, on all pairs of some 75 values, each by itself and within a list."""
     differ = []
     for a, b in itertools.product(VALUES, repeat=2):
-        for form in "{}", "[{}, 0]":
+        for form in "{}", "[{}, 0]", "{{1: {}}}":
             x, y = (eval(form.format(text), dict(SPACE)) for text in (a, b))
             try:
-                equal = bool(x == y)
-            except (decimal.InvalidOperation, TypeError):  # a signalling NaN, an unhashable item
+                equal = x is not None and bool(x == y)
+            except decimal.InvalidOperation:  # a signalling NaN
                 equal = False
-            if x is None:
-                continue
-            wanted = comparable(line(x))
-            assert isinstance(wanted, bytes), (a, wanted)
-            if (compare(wanted, line(y)).verdict is Verdict.PASS) != equal:
+            if same(x, y) != equal:
                 differ.append((form.format(a), form.format(b), equal))
     assert not differ, differ
 
 
+def test_a_subclass_of_dict_counts_as_a_dict():
+    """Where == of OrderedDicts sees their order and that of Counters overlooks zeros."""
+    one, two = collections.OrderedDict(a=1, b=2), collections.OrderedDict(b=2, a=1)
+    assert one != two and same(one, two) and same(one, {"a": 1, "b": 2})
+    assert not same(collections.Counter(a=1, b=0), collections.Counter(a=1))
+
+
 @pytest.mark.parametrize("text",
-                         ["10 ** 130_000", "(1 << 4_000_000) + 1", "nest(900)",
+                         ["10 ** 130_000", "(1 << 4_000_000) + 1", "nest(900)", "{i: i for i in range(39_000)}",
                           "list(range(99_000))", "'a' * 1_000_000"])
 def test_long_and_deep_values_are_compared(graders, text):
     code = ("def nest(n):\n    a = []\n    for _ in range(n): a = [a]\n    return a\n"
