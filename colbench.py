@@ -1036,8 +1036,9 @@ def number(x):
     above, below = x.as_integer_ratio()
     if below == 1:
         return above if -1 << 63 <= above < 1 << 63 else {"int": hex(above)}
-    if isinstance(x, float) or float(x) == x:
-        return float(x)
+    with contextlib.suppress(OverflowError):
+        if float(x) == x:
+            return float(x)
     return {"ratio": [hex(above), hex(below)]}
 
 
@@ -1235,8 +1236,8 @@ def serve(paths, bpf, blind, modules, memory):
 # fork server: end
 
 
-IMPORTS = """import ctypes, gc, json, numbers, operator, os, re, resource, signal, socket, struct
-import symtable, sys, textwrap, types
+IMPORTS = """import contextlib, ctypes, gc, json, numbers, operator, os, re, resource, signal, socket
+import struct, symtable, sys, textwrap, types
 """
 COMMON = """_strptime array bisect base64 calendar collections.abc contextlib copy csv dataclasses
 difflib enum functools hashlib heapq html inspect io ipaddress itertools math numbers numpy operator
