@@ -135,64 +135,12 @@ DEVICE = "cuda" if CUDA else "cpu"
 # token_ids end with a token of `stop` unless max_tokens cut them. logprobs are the sampler's, at
 # its temperature and top_p.
 
-class Batcher:
-    """await batcher(request): this request's part of work(requests).
-
-    work runs in a thread, on the requests that wait at that moment: as many as have a sum of
-    size(request) up to `limit`, but at least one.
-    """
-
-    def __init__(self, work, limit, size):
-        self.work, self.limit, self.size = work, limit, size
-        self.waiting, self.server = [], None
-
-    async def __call__(self, request):
-        future = asyncio.get_running_loop().create_future()
-        self.waiting.append((request, future))
-        if not self.server:
-            self.server = asyncio.ensure_future(self.serve())
-        return await future
-
-    async def serve(self):
-        while self.waiting:
-            await self.all_have_asked()
-            batch = self.next_batch()
-            try:
-                results = await asyncio.to_thread(self.work, [request for request, _ in batch])
-                for (_, future), result in zip(batch, results):
-                    future.set_result(result)
-            except Exception as e:
-                for _, future in batch:
-                    future.set_exception(e)
-        self.server = None
-
-    def load(self):
-        """The sum of size(request) under way already."""
-        return 0
-
-    async def all_have_asked(self):
-        """Waits while coroutines still add requests: batches are full, and the same every time."""
-        before = 0
-        while before != len(self.waiting):
-            before = len(self.waiting)
-            await asyncio.sleep(0)
-
-    def next_batch(self):
-        n, total = 0, self.load()
-        for request, _ in self.waiting:
-            total += self.size(request)
-            if self.limit < total != self.size(request):
-                break
-            n += 1
-        batch, self.waiting = self.waiting[:n], self.waiting[n:]
-        return batch
-
-
 class Group:
     """Prompts with n draws each, and the actions that grow behind them, a token a step.
 
-    Row r is the action actions[r], behind the prompt slots[r] // n. For each layer: keys and values
-    of the prompts, (prompts, heads, width, size), and those of the rows, (rows, heads, room, size).
+    Row r is the action actions[r], behind the prompt slots[r] // n. Of each layer there are keys
+    and values, stacked: shared, (2, prompts, heads, width, size), of the prompts, and own,
+    (2, rows, heads, room, size), of the rows.
     """
 
     def __init__(self, prompts, known, draws):
@@ -203,7 +151,7 @@ class Group:
         self.runs = SimpleNamespace(q=self.new, kv=[len(prompt) for prompt in prompts])
         self.n, self.actions = len(draws[0]), [action for of in draws for action in of]
         self.slots = torch.arange(len(self.actions), device=DEVICE)
-        self.shared, self.own = [], []  # of each layer: [keys, values]
+        self.shared, self.own = [], []
         self.steps = -1  # tokens of the rows that have keys; -1: the prompts are read now
         self.ids = [t for prompt, (n, _) in zip(prompts, known) for t in prompt[n:]]
         self.positions = torch.cat([torch.arange(n, len(prompt), device=DEVICE)
@@ -211,14 +159,14 @@ class Group:
 
     def attend(self, layer, q, k, v, scale, left):
         """Attention of the new tokens, (tokens, heads, size). left: as in model.tree_attention."""
+        new = torch.stack([k, v])
         if self.steps < 0:
-            return self.read(layer, q, k, v, scale, left)
-        if self.steps == self.own[layer][0].shape[2]:  # twice the room
-            self.own[layer] = [torch.cat([x, torch.empty_like(x)], 2) for x in self.own[layer]]
-        for own, x in zip(self.own[layer], (k, v)):
-            own[:, :, self.steps] = x
+            return self.read(layer, q, new, scale, left)
+        if self.steps == self.own[layer].shape[3]:  # twice the room
+            self.own[layer] = torch.cat([self.own[layer], torch.empty_like(self.own[layer])], 3)
+        self.own[layer][:, :, :, self.steps] = new
         first = max(0, self.steps - left) if left >= 0 else 0
-        own_k, own_v = (x[:, :, first:self.steps + 1] for x in self.own[layer])
+        own_k, own_v = self.own[layer][:, :, :, first:self.steps + 1]
         shared_k, shared_v = self.shared[layer]
         width = shared_k.shape[2]
         q = q.unflatten(1, (k.shape[1], -1))  # (rows, heads of keys, queries of each, size)
@@ -232,17 +180,14 @@ class Group:
         out = self.rows(self.by_prompt(weights[..., :width]) @ shared_v)
         return (out + weights[..., width:] @ own_v).flatten(1, 2)
 
-    def read(self, layer, q, k, v, scale, left):
+    def read(self, layer, q, new, scale, left):
         """attend() of the prompts' tokens, as far as they are not known."""
-        paths = []
-        for kind, new in enumerate((k, v)):
-            paths.append([torch.cat([known[layer][kind][:n], x]) if n else x
-                          for x, (n, known) in zip(new.split(self.new), self.known)])
-        self.shared.append([pad_sequence(x, batch_first=True).transpose(1, 2).contiguous()
-                            for x in paths])
-        room = len(self.actions), k.shape[1], 32, k.shape[2]
-        self.own.append([k.new_empty(room), v.new_empty(room)])
-        return sdpa_kernel(q, *map(torch.cat, paths), self.runs, scale, left)
+        paths = [torch.cat([known[layer][:, :n], x], 1) if n else x
+                 for x, (n, known) in zip(new.split(self.new, 1), self.known)]
+        padded = pad_sequence([x.transpose(0, 1) for x in paths], batch_first=True)
+        self.shared.append(padded.permute(2, 0, 3, 1, 4).contiguous())
+        self.own.append(new.new_empty(2, len(self.actions), new.shape[2], 32, new.shape[3]))
+        return sdpa_kernel(q, *torch.cat(paths, 1), self.runs, scale, left)
 
     def by_prompt(self, x):
         """(rows, heads, queries, ...) to (prompts, heads, n * queries, ...)."""
@@ -255,8 +200,8 @@ class Group:
         return x.unflatten(2, (self.n, -1)).transpose(1, 2).flatten(0, 1)[self.slots]
 
     def kept(self, i):
-        """[(keys, values)] of prompt i for a later one: (tokens, heads, size) in each layer."""
-        return [[x[i, :, :self.lengths[i]].transpose(0, 1) for x in layer] for layer in self.shared]
+        """Keys and values of prompt i for a later one: (2, tokens, heads, size) of each layer."""
+        return [x[:, i, :, :self.lengths[i]].transpose(1, 2) for x in self.shared]
 
     def grow(self, tokens):
         """Takes the rows' next tokens; drops rows that have ended, an eighth of them at once."""
@@ -272,8 +217,8 @@ class Group:
             self.slots = at * self.n + slots % self.n
             if len(prompts) < len(self.lengths):
                 self.lengths = self.lengths[prompts]
-                self.shared = [[x[prompts] for x in layer] for layer in self.shared]
-            self.own = [[x[live] for x in layer] for layer in self.own]
+                self.shared = [x[:, prompts] for x in self.shared]
+            self.own = [x[:, live] for x in self.own]
         self.positions = self.lengths[self.slots // self.n] + self.steps
 
 
@@ -292,13 +237,7 @@ def attend_in_groups(module, query, key, value, attention_mask, scaling=None, gr
 AttentionInterface.register("groups", attend_in_groups)
 
 
-def ended(request):
-    """Whether all actions of a request under way have ended."""
-    actions, _ = request
-    return all(action.ended for action in actions)
-
-
-class TransformersEngine(Batcher):
+class TransformersEngine:
     """Samples by transformers in this process.
 
     All actions under way grow by a token in one forward, in which requests join as others end.
@@ -306,76 +245,102 @@ class TransformersEngine(Batcher):
     """
 
     def __init__(self, args, stop):
-        super().__init__(self.sample, args.max_batch_tokens, self.size)
         bf16 = args.dtype == "bf16" or args.dtype == "auto" and CUDA
         self.lm, _ = load_lm(args.model, DEVICE, torch.bfloat16 if bf16 else torch.float32)
         refuse_unknown(args.model, self.lm.config)
         self.lm.set_attn_implementation("groups")
         self.args, self.stop = args, stop
-        self.groups, self.under_way = [], []  # under_way: [(actions, future)] of the requests
+        self.waiting, self.under_way, self.groups = [], [], []  # requests, requests, Groups
+        self.server = None  # the task that serves them
         self.kept = {}  # episode: (its last prompt, Group.kept of it); the latest one comes last
 
-    @staticmethod
-    def size(request):
+    async def __call__(self, request):
         prompt, draws = request
-        return len(prompt) + 32 * len(draws)
-
-    def load(self):
-        return sum(group.lengths.sum().item() + len(group.ids) * max(32, group.steps)
-                   for group in self.groups)
+        actions = [SimpleNamespace(rng=rng(*draw), ids=[], logps=[], ended=False) for draw in draws]
+        answer = asyncio.get_running_loop().create_future()
+        self.waiting.append(SimpleNamespace(prompt=prompt, episode=draws[0][:3], actions=actions,
+                                            answer=answer))
+        if not self.server:
+            self.server = asyncio.ensure_future(self.serve())
+        return await answer
 
     async def serve(self):
-        while self.waiting or self.groups:
-            await self.all_have_asked()
-            batch = []
-            draws = sum(len(draws) for (_, draws), _ in self.waiting)
-            if 4 * draws >= sum(len(group.ids) for group in self.groups):  # few groups, large ones
-                batch = self.next_batch()
-            new = [(prompt, draws, [SimpleNamespace(rng=rng(*draw), ids=[], logps=[], ended=False)
-                                    for draw in draws]) for (prompt, draws), _ in batch]
-            self.under_way += [(actions, future) for (*_, actions), (_, future) in zip(new, batch)]
+        """Samples while there are requests, in a thread; answers each as its actions end."""
+        while self.waiting or self.under_way:
+            before = 0
+            while before != len(self.waiting):  # until all have asked: batches are full, and the
+                before = len(self.waiting)      # same every time
+                await asyncio.sleep(0)
             try:
-                await asyncio.to_thread(self.work, new)
+                new = self.admit()
+                self.under_way += new
+                await asyncio.to_thread(self.sample, new)
             except Exception as e:
-                for _, future in self.under_way:
-                    future.set_exception(e)
-                self.groups, self.under_way = [], []
-            for actions, future in filter(ended, self.under_way):
-                future.set_result([(action.ids, action.logps) for action in actions])
-            self.under_way = list(itertools.filterfalse(ended, self.under_way))
+                for request in self.under_way:
+                    request.answer.set_exception(e)
+                self.under_way, self.groups = [], []
+            for request in self.ended():
+                request.answer.set_result([(action.ids, action.logps)
+                                           for action in request.actions])
+                self.under_way.remove(request)
         self.server = None
+
+    def ended(self):
+        """The requests under way all of whose actions have ended."""
+        return [r for r in self.under_way if all(action.ended for action in r.actions)]
+
+    def admit(self):
+        """Takes from the waiting requests those that begin now, at least one if none is under way.
+
+        Until they are a fifth of all actions they wait: groups are few and large.
+        """
+        actions = sum(len(request.actions) for request in self.waiting)
+        if 4 * actions < sum(len(group.ids) for group in self.groups):
+            return []
+        new, room = [], self.args.max_batch_tokens
+        for group in self.groups:
+            room -= group.lengths.sum().item() + len(group.ids) * max(32, group.steps)
+        for request in self.waiting:
+            room -= len(request.prompt) + 32 * len(request.actions)
+            if room < 0 and (new or self.groups):
+                break
+            new.append(request)
+        del self.waiting[:len(new)]
+        return new
 
     @torch.no_grad()
     def sample(self, new):
-        """Begins requests, [(prompt, draws, actions)]; samples until one under way has ended."""
+        """Begins new requests; samples until one under way has ended."""
         by_prompt, by_number = {}, {}
-        for prompt, draws, actions in new:
-            episodes, same = by_prompt.setdefault(tuple(prompt), ([], []))
-            episodes.append(tuple(draws[0][:3]))
-            same += actions
-        for prompt, (episodes, actions) in by_prompt.items():
-            by_number.setdefault(len(actions), []).append((prompt, episodes, actions))
+        for request in new:
+            by_prompt.setdefault(tuple(request.prompt), []).append(request)
+        for prompt, requests in by_prompt.items():
+            actions = [action for request in requests for action in request.actions]
+            by_number.setdefault(len(actions), []).append((prompt, requests, actions))
         for alike in by_number.values():
-            prompts, episodes, actions = zip(*alike)
-            known = [self.known(prompt, of[0]) for prompt, of in zip(prompts, episodes)]
-            group = Group(prompts, known, actions)
-            last = torch.tensor([*itertools.accumulate(group.new)], device=DEVICE) - 1
-            logits = self.forward([group], last).repeat_interleave(group.n, 0)
-            group.known = None
-            for i, prompt in enumerate(prompts):
-                for episode in episodes[i]:
-                    self.kept.pop(episode, None)
-                    self.kept[episode] = prompt, group.kept(i)
-            group.grow(self.draw(logits, group.actions))
-            if group.actions:
-                self.groups.append(group)
-        while sum(len(prompt) for prompt, _ in self.kept.values()) > self.limit:
+            self.begin(*zip(*alike))
+        while sum(len(prompt) for prompt, _ in self.kept.values()) > self.args.max_batch_tokens:
             del self.kept[next(iter(self.kept))]
-        while not any(map(ended, self.under_way)):
+        while not self.ended():
             logits = self.forward(self.groups).split([len(group.ids) for group in self.groups])
             for group, part in zip(self.groups, logits):
                 group.grow(self.draw(part, group.actions))
             self.groups = [group for group in self.groups if group.actions]
+
+    def begin(self, prompts, requests, actions):
+        """Reads prompts that have as many actions each, in one forward; draws the first tokens."""
+        known = [self.known(prompt, of[0].episode) for prompt, of in zip(prompts, requests)]
+        group = Group(prompts, known, actions)
+        last = torch.tensor([*itertools.accumulate(group.new)], device=DEVICE) - 1
+        logits = self.forward([group], last).repeat_interleave(group.n, 0)
+        group.known = None
+        for i, prompt in enumerate(prompts):
+            for request in requests[i]:
+                self.kept.pop(request.episode, None)
+                self.kept[request.episode] = prompt, group.kept(i)
+        group.grow(self.draw(logits, group.actions))
+        if group.actions:
+            self.groups.append(group)
 
     def known(self, prompt, episode):
         """(tokens, Group.kept) of a kept prompt that begins as this one, of any episode."""
@@ -451,8 +416,7 @@ def vllm_engine(args, stop):
 
     atexit.register(end)
     numbers = itertools.count()
-    replicas = [SimpleNamespace(rank=rank, waiting=0) for rank in range(args.data_parallel)]
-    homes = {}  # episode: the replica that has its prefix in its cache
+    homes = {}  # episode: the rank of the copy that has its prefix in its cache
 
     async def engine(request):
         prompt, draws = request
@@ -461,17 +425,14 @@ def vllm_engine(args, stop):
                                 max_tokens=args.max_tokens, stop_token_ids=sorted(stop),
                                 logprobs=0, flat_logprobs=True, detokenize=False,
                                 output_kind=RequestOutputKind.FINAL_ONLY)
-        home = homes.setdefault(draws[0][:3], min(replicas, key=lambda r: r.waiting))
-        home.waiting += 1
+        home = homes.setdefault(draws[0][:3], len(homes) % args.data_parallel)
         try:
             async for reply in llm.generate({"type": "token", "prompt_token_ids": prompt}, params,
-                                            str(next(numbers)), data_parallel_rank=home.rank):
+                                            str(next(numbers)), data_parallel_rank=home):
                 outs = reply.outputs
         except Exception as e:  # of many kinds: the prompt is too long, the engine has died
             why = " ".join(str(e).split())[:200]
             raise EndpointError(f"vllm: {type(e).__name__}: {why}") from None
-        finally:
-            home.waiting -= 1
         drawn = [(list(out.token_ids), [round(x, 6) for x in out.logprobs.logprobs])
                  for out in outs]
         return drawn * (len(draws) // n)
@@ -530,17 +491,21 @@ def trained_critic(args):
     """
     dtype = torch.bfloat16 if CUDA else torch.float32
     critic, tokenizer, models, pictures = load_critic(args.critic, DEVICE, dtype=dtype)
-
-    def work(requests):
-        ref_of = dict(pair for request in requests for pair in request)
-        scores = score_turns(critic, models, ref_of, 16384)
-        return [[scores[turn] for turn, _ in request] for request in requests]
-
-    batcher = Batcher(work, 1024, size=len)  # score_turns splits the turns by their tokens
+    lock, waiting = asyncio.Lock(), []  # requests: (turns with what pi_ref reads, their scores)
 
     async def advantages(task, history, actions):
-        turns = critic_turns(critic, tokenizer, task, history, actions, args.thinking, pictures)
-        return await batcher(turns)
+        asked = critic_turns(critic, tokenizer, task, history, actions, args.thinking, pictures)
+        scores = []
+        waiting.append((asked, scores))
+        async with lock:
+            if not scores:  # no other request has scored it along with its own
+                batch = waiting.copy()
+                waiting.clear()
+                ref_of = dict(pair for turns, _ in batch for pair in turns)
+                score_of = await asyncio.to_thread(score_turns, critic, models, ref_of, 16384)
+                for turns, of_turns in batch:
+                    of_turns += [score_of[turn] for turn, _ in turns]
+        return scores
 
     return advantages, pictures
 

@@ -37,6 +37,7 @@ import fcntl
 import functools
 import glob
 import hashlib
+import io
 import json
 import marshal
 import math
@@ -61,10 +62,7 @@ if WORLD > 1:  # loads slowly, and one process needs none of it
 # --- flags ----------------------------------------------------------------------------------------
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of a description, shows the flags' defaults, 100 columns wide."""
-
-    def __init__(self, prog):
-        super().__init__(prog, max_help_position=28, width=100)
+    """Keeps the lines of a description, and shows the flags' defaults."""
 
     def _get_help_string(self, action):
         return action.help if action.default is None else super()._get_help_string(action)
@@ -72,7 +70,8 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
 
 def parser(doc, usage):
     """An ArgumentParser that describes itself by `doc` and takes no abbreviated flags."""
-    p = argparse.ArgumentParser(description=doc, usage=usage, formatter_class=Help,
+    form = functools.partial(Help, max_help_position=28, width=100)
+    p = argparse.ArgumentParser(description=doc, usage=usage, formatter_class=form,
                                 allow_abbrev=False)
     if RANK:
         p.error = end_after_rank_0
@@ -200,15 +199,12 @@ def check_finite(step, **values):
 SHOW_EVERY = 10  # seconds between lines on a stderr that is no terminal
 
 
-class Lines:
+class Lines(io.TextIOBase):
     """A file for tqdm whose bar becomes lines."""
 
     def write(self, text):
         if text.strip():
             print(text.strip(), file=sys.stderr, flush=True)
-
-    def flush(self):
-        pass
 
 
 def progress(what, items=None, total=None):
@@ -261,8 +257,6 @@ def end_by_signal(number=None):
         signal.signal(each, signal.SIG_IGN)  # or a second line would come into this one
     if RANK == 0:
         line = f"error: ended by {signal.Signals(number).name}{PROCESS.hint}\n"
-        if sys.stderr.isatty():
-            line = "\n" + line  # below a progress bar
         with contextlib.suppress(OSError):
             os.write(2, line.encode())
     signal.signal(number, signal.SIG_DFL)
@@ -346,7 +340,7 @@ def watchdog(pids):
 # --- JSON lines -----------------------------------------------------------------------------------
 
 # The shapes of the fields that the scripts read, where a record has them. All others pass through.
-# A shape is a type of PLAIN, [shape], or {key: shape}, where the key ... stands for any key.
+# A shape is str, int, float, [shape], or {key: shape}, where the key ... stands for any key.
 ACTION = {"content": str, "output": str, "token_ids": [int], "logprobs": [float],
           "logprob": float, "advantage": float}
 RECORD = {
@@ -356,26 +350,23 @@ RECORD = {
     "sample": int, "answer": str, "reward": float, "reward_letterbox": float,
     "tests": {...: str}, "failure": str, "meta": {"rules": str, "model_weights": str},
     "text": str}
-PLAIN = {
+TYPES = {
     str: ("text", lambda x: isinstance(x, str)),
     int: ("a whole number from 0 on", lambda x: isinstance(x, int) and 0 <= x < 2 ** 62),
-    float: ("a finite number", lambda x: isinstance(x, (int, float)) and abs(x) < 1e300)}
+    float: ("a finite number", lambda x: isinstance(x, (int, float)) and abs(x) < 1e300),
+    list: ("a list", lambda x: isinstance(x, list)),
+    dict: ("an object", lambda x: isinstance(x, dict))}
 
 
 def check_shape(value, shape, path=""):
     """Raises ValueError if a value is not of the shape; removes keys whose value is None."""
-    if isinstance(shape, type):
-        what, fits = PLAIN[shape]
-        if not fits(value):
-            raise ValueError(f"{path} is not {what}")
-    elif isinstance(shape, list):
-        if not isinstance(value, list):
-            raise ValueError(f"{path} is not a list")
+    what, fits = TYPES[shape if isinstance(shape, type) else type(shape)]
+    if not fits(value):
+        raise ValueError(f"{path} is not {what}")
+    if isinstance(shape, list):
         for i, item in enumerate(value):
             check_shape(item, shape[0], f"{path}[{i}]")
-    else:
-        if not isinstance(value, dict):
-            raise ValueError(f"{path} is not an object")
+    if isinstance(shape, dict):
         for key in list(value):
             expected = shape.get(key, shape.get(...))
             if key in shape and value[key] is None:
@@ -384,18 +375,14 @@ def check_shape(value, shape, path=""):
                 check_shape(value[key], expected, f"{path}.{key}".lstrip("."))
 
 
-def replace_surrogates(data):
-    """JSON data with U+FFFD for lone surrogates, which a model may sample and no file can hold."""
-    text = json.dumps(data, ensure_ascii=False)
-    return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-
-
 def parse_record(line, need):
     """The record in a line (bytes), with every field of `need`; ValueError says what is wrong."""
     try:
         record = json.loads(line)
         if b"\\ud" in line.lower() or b"\xed" in line:  # the ways to write a surrogate
-            record = replace_surrogates(record)
+            # U+FFFD for lone ones, which a model may sample and no file can hold
+            text = json.dumps(record, ensure_ascii=False).encode("utf-16", "surrogatepass")
+            record = json.loads(text.decode("utf-16", "replace"))
     except (ValueError, RecursionError) as e:
         raise ValueError(f"not JSON ({e}); every line must be one JSON object") from None
     if not isinstance(record, dict):
