@@ -9,8 +9,8 @@ Many episodes run at once; each is written as it ends. Every draw is a function 
 sample, turn). The other episodes change it by rounding only: after a kill and --resume log-probs
 differ by about 1e-6, and rarely a text. Records that have a dialogue already get candidates only.
 """
-from utils import (Endpoint, EndpointError, descendants, fail, open_stdout, parser, progress,
-                   read_jsonl, rng, run, say, skip_bad_flag, version, watchdog)
+from utils import (Endpoint, EndpointError, descendants, fail, fail_on_error, open_stdout, parser,
+                   progress, read_jsonl, rng, run, say, skip_bad_flag, version, watchdog)
 
 import asyncio
 import atexit
@@ -131,7 +131,7 @@ DEVICE = "cuda" if CUDA else "cpu"
 # --- engines: await engine((prompt_ids, draws)) samples the agent's messages ----------------------
 #
 # It gives [(token_ids, logprobs)], one per draw. A draw is the key of its randomness, rng(*draw);
-# it begins with its episode's (seed, task id, sample). vLLM's are in seed_of.
+# it begins with its episode's (seed, task id, sample). vLLM's draw i has the seed of draw 0 plus i.
 # token_ids end with a token of `stop` unless max_tokens cut them. logprobs are the sampler's, at
 # its temperature and top_p.
 
@@ -420,8 +420,8 @@ def vllm_engine(args, stop):
 
     async def engine(request):
         prompt, draws = request
-        seed, n = seed_of(draws, args)
-        params = SamplingParams(n=n, temperature=args.temperature, top_p=args.top_p, seed=seed,
+        params = SamplingParams(n=len(draws), seed=rng(*draws[0]).getrandbits(31),
+                                temperature=args.temperature, top_p=args.top_p,
                                 max_tokens=args.max_tokens, stop_token_ids=sorted(stop),
                                 logprobs=0, flat_logprobs=True, detokenize=False,
                                 output_kind=RequestOutputKind.FINAL_ONLY)
@@ -433,9 +433,8 @@ def vllm_engine(args, stop):
         except Exception as e:  # of many kinds: the prompt is too long, the engine has died
             why = " ".join(str(e).split())[:200]
             raise EndpointError(f"vllm: {type(e).__name__}: {why}") from None
-        drawn = [(list(out.token_ids), [round(x, 6) for x in out.logprobs.logprobs])
-                 for out in outs]
-        return drawn * (len(draws) // n)
+        return [(list(out.token_ids), [round(x, 6) for x in out.logprobs.logprobs])
+                for out in outs]
 
     return engine
 
@@ -454,10 +453,9 @@ async def http_engine(args, stop):
 
     async def engine(request):
         prompt, draws = request
-        seed, n = seed_of(draws, args)
+        body = {**fixed, "prompt": prompt, "seed": rng(*draws[0]).getrandbits(31), "n": len(draws)}
 
         async def ask(client):  # completions.create would check the reply number by number
-            body = {**fixed, "prompt": prompt, "seed": seed, "n": n}
             reply = await client.post("/completions", cast_to=object, body=body)
             drawn = []
             for out in reply["choices"]:
@@ -467,21 +465,12 @@ async def http_engine(args, stop):
                     raise ValueError("no token_ids in the reply: it takes vLLM 0.10 or newer")
                 logprobs = [round(x, 6) for x in out["logprobs"]["token_logprobs"]]
                 drawn.append((out["token_ids"], logprobs))
-            if len(drawn) != n:
-                raise ValueError(f"{len(drawn)} draws instead of {n}")
+            if len(drawn) != len(draws):
+                raise ValueError(f"{len(drawn)} draws instead of {len(draws)}")
             return drawn
-        drawn = await servers(ask, draws[0][:3])
-        return drawn * (len(draws) // n)
+        return await servers(ask, draws[0][:3])
 
     return engine
-
-
-def seed_of(draws, args):
-    """(seed, n) of the one request to vLLM for a turn's draws: draw i is that of seed + i.
-
-    At temperature 0, where all draws are the same, vLLM wants n = 1.
-    """
-    return rng(*draws[0]).getrandbits(31), len(draws) if args.temperature else 1
 
 
 def trained_critic(args):
@@ -572,28 +561,33 @@ class Players:
 
         key: (seed, task id, sample, turn).
         """
-        draws = [(*key, j) for j in range(self.args.best_of)]
+        n = self.args.best_of
+        draws = [(*key, j) for j in range(n)]
         draws += [(*key, "candidate", j) for j in range(candidates)]
-        drawn = await self.engine((self.render(history), draws))
-        totals = [sum(logprobs) for _, logprobs in drawn]
-        if not all(map(math.isfinite, totals)):
-            raise EndpointError("the model's log-probs are NaN or infinite: are its weights sound?")
+        prompt = self.render(history)
+        if self.args.temperature:
+            drawn = await self.engine((prompt, draws))
+        else:  # all are the same, and vLLM draws no more than one
+            drawn = await self.engine((prompt, draws[:1])) * len(draws)
         texts = self.tokenizer.batch_decode([ids for ids, _ in drawn], skip_special_tokens=True)
-        actions, others = [], []
-        for (ids, logprobs), text, total in zip(drawn, texts, totals):
-            if len(actions) < self.args.best_of:
-                actions.append({"output": text, "token_ids": ids, "logprobs": logprobs})
-            else:
-                others.append({"output": text, "token_ids": ids, "logprob": round(total, 6)})
-        for action in actions + others:
-            self.drawn += 1
-            if action["token_ids"][-1] not in self.stop:
-                self.cut += 1
+        actions = []
+        for text, (ids, logprobs) in zip(texts, drawn):
+            total = sum(logprobs)
+            if not math.isfinite(total):
+                raise EndpointError("the model's log-probs are NaN or infinite: "
+                                    "are its weights sound?")
+            action = {"output": text, "token_ids": ids, "logprobs": logprobs}
+            if len(actions) >= n:
+                action = {"output": text, "token_ids": ids, "logprob": round(total, 6)}
+            if ids[-1] not in self.stop:
                 action["cut"] = True
-        action = await self.best(task, history, actions) if self.critic else actions[0]
-        message = {"role": "assistant", "content": None, **action}
-        if others:
-            message["candidates"] = others
+            actions.append(action)
+        self.drawn += len(actions)
+        self.cut += sum("cut" in action for action in actions)
+        chosen = await self.best(task, history, actions[:n]) if self.critic else actions[0]
+        message = {"role": "assistant", "content": None, **chosen}
+        if candidates:
+            message["candidates"] = actions[n:]
         return message
 
     async def best(self, task, history, actions):
@@ -688,13 +682,9 @@ class Players:
 
 def read_file(flag, path):
     """The text of a flag's file, or None without one."""
-    if not path:
-        return None
-    try:
-        with open(path, encoding="utf-8") as f:
+    if path:
+        with fail_on_error(f"{flag} {path}"), open(path, encoding="utf-8") as f:
             return f.read()
-    except OSError as e:
-        fail(f"{flag} {path}: {e.strerror}")
 
 
 # --- all episodes ---------------------------------------------------------------------------------
@@ -706,19 +696,15 @@ def finished_episodes(path, skip_bad):
     """
     keys, weights = set(), set()
     fields = "task.problem_description", "task.ground_truth", "sample"
-    try:
-        with open(path, "rb+") as f:
-            whole = sum(len(line) for line in f if line.endswith(b"\n"))
-            f.truncate(whole)
-            f.seek(0)
-            if whole:
-                for r in read_jsonl(f, fields, path, skip_bad):
-                    keys.add((task_id(r["task"]), r["sample"]))
-                    weights.add(r.get("meta", {}).get("model_weights"))
-    except FileNotFoundError:
-        pass
-    except OSError as e:
-        fail(f"--resume {path}: {e.strerror}")
+    if not path or not os.path.exists(path):
+        return keys, weights
+    with fail_on_error(f"--resume {path}"), open(path, "rb+") as f:
+        whole = sum(len(line) for line in f if line.endswith(b"\n"))
+        f.truncate(whole)
+        f.seek(0)
+        for r in read_jsonl(f, fields, path, skip_bad) if whole else ():
+            keys.add((task_id(r["task"]), r["sample"]))
+            weights.add(r.get("meta", {}).get("model_weights"))
     return keys, weights - {None}
 
 
@@ -756,15 +742,14 @@ class Run:
         """Completes a record's task; yields the numbers of its samples that are still to play."""
         task = record["task"]
         record["task"] = task = {"kind": kind_of(task), **task, "id": task_id(task)}
-        has_dialogue, n = "dialogue_history" in record, self.times_read[task["id"]]
-        if not has_dialogue or "reward" not in record:
-            self.players.environment(task)  # what can't be opened ends the program before the play
-        if has_dialogue and not self.args.candidates:
-            fail(f"task {task['id']} has a dialogue already: give --candidates, or cut it out")
+        n, samples = self.times_read[task["id"]], range(self.args.k)
         self.times_read[task["id"]] += 1
-        samples = range(self.args.k)
-        if has_dialogue:  # published dialogues have no number
-            samples = [record.get("sample", n)]
+        if "dialogue_history" in record:
+            samples = [record.get("sample", n)]  # published dialogues have no number
+            if not self.args.candidates:
+                fail(f"task {task['id']} has a dialogue already: give --candidates, or cut it out")
+        if "dialogue_history" not in record or "reward" not in record:
+            self.players.environment(task)  # what can't be opened ends the program before the play
         for sample in samples:
             key = task["id"], sample
             if key not in self.done:
@@ -795,8 +780,7 @@ class Run:
                     say(f"task {record['task']['id']}, sample {sample} failed: {e}")
                 continue
             new["meta"] = {**record.get("meta", {}), **self.meta}
-            graded = asyncio.ensure_future(self.grade({**record, **new}))
-            self.played.put_nowait(graded)
+            self.played.put_nowait(asyncio.ensure_future(self.grade({**record, **new})))
 
     async def grade(self, record):
         if "reward" not in record:
@@ -811,14 +795,14 @@ class Run:
             record = await graded
             self.emit(record)
             bar.update()
-            history = record["dialogue_history"]
             self.totals["episodes"] += 1
             self.totals["reward"] += record["reward"]
             self.totals["solved"] += record["reward"] == 1
-            self.totals["tokens"] += sum(len(m.get("token_ids", ())) for m in history)
+            self.totals["tokens"] += sum(len(m.get("token_ids", ()))
+                                         for m in record["dialogue_history"])
 
     def summary(self):
-        """Says how it went; returns the error that ends the program, or None."""
+        """Says how it went; raises the error that ends the program, if there is one."""
         totals, environments = self.totals, self.players.environments.values()
         n = max(1, totals["episodes"])
         reward = " and ".join(env.reward_name for env in environments) or "reward"
@@ -830,39 +814,34 @@ class Run:
             parts.append(f"{100 * cut / self.players.drawn:.1f} % of actions cut at --max_tokens "
                          f"{self.args.max_tokens}")
         say("; ".join(parts + [env.grader_line() for env in environments]))
-        if self.players.leaks:
-            redacts = self.args.human_leak == "redact"
-            cut = "cut out" if redacts else "--human_leak redact cuts it out"
-            say(f"the human quoted hidden code in {self.players.leaks} replies ({cut})")
+        if leaks := self.players.leaks:
+            say(f"the human quoted hidden code in {leaks} replies; --human_leak redact cuts it out")
         if totals["repeated"]:
             say(f"{totals['repeated']} episodes of tasks that stdin repeats were left out")
         if totals["failed"] and not self.error:
-            self.error = SystemExit(f"error: {totals['failed']} episodes failed and were not "
-                                    "written; --resume FILE plays them again")
-        return self.error
+            fail(f"{totals['failed']} episodes failed and were not written; --resume FILE plays "
+                 "them again")
+        if self.error:
+            raise self.error
 
 
 async def collect(args, emit):
-    """Plays all episodes; returns the error that ends the program, or None."""
-    done, weights = set(), set()
-    if args.resume:
-        done, weights = finished_episodes(args.resume, args.skip_bad)
+    """Plays all episodes, and says how it went."""
+    done, weights = finished_episodes(args.resume, args.skip_bad)
     players = await Players(args).load()
     if players.weights and weights - {players.weights}:
         fail(f"--resume {args.resume} holds episodes of other weights than those at --model "
              f"{args.model}: take the old weights, or another file")
     episodes = Run(args, emit, players, done)
     await episodes.all()
-    return episodes.summary()
+    episodes.summary()
 
 
 def main(args):
     try:
-        error = asyncio.run(collect(args, open_stdout()))
+        asyncio.run(collect(args, open_stdout()))
     except GraderError as e:
         fail(e)
-    if error:  # raised here, since the event loop would print its tasks
-        raise error
 
 
 if __name__ == "__main__":
