@@ -9,8 +9,8 @@ Many episodes run at once; each is written as it ends. Every draw is a function 
 sample, turn). The other episodes change it by rounding only: after a kill and --resume log-probs
 differ by about 1e-6, and rarely a text. Records that have a dialogue already get candidates only.
 """
-from utils import (Endpoint, EndpointError, descendants, fail, fail_on_error, open_stdout, parser,
-                   progress, read_jsonl, rng, run, say, skip_bad_flag, version, watchdog)
+from utils import (Endpoint, EndpointError, descendants, fail, fail_on_error, flag, open_stdout,
+                   parser, progress, read_jsonl, rng, run, say, skip_bad_flag, version, watchdog)
 
 import asyncio
 import atexit
@@ -35,67 +35,55 @@ from colbench import (NOT_SEEN, GraderError, NoReference, RenderError, environme
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < tasks.jsonl > trajectories.jsonl")
     g = p.add_argument_group("episodes")
-    g.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct", help="the agent")
+    flag(g, "model", "meta-llama/Llama-3.1-8B-Instruct", "the agent")
     g.add_argument("-k", type=int, default=1, help="episodes of each task")
-    g.add_argument("--max_turns", type=int, default=10, metavar="N",
-                   help="the agent's messages; the last one is its answer")
-    g.add_argument("--agent_prompt", metavar="FILE", help="the agent's first message, with "
-                   "{problem_description}, {max_turns}, {ANSWER} and {OUTPUT}")
-    g.add_argument("--concurrency", type=int, default=256, metavar="N",
-                   help="episodes under way at once, for each vllm copy or engine's address")
-    g.add_argument("--resume", metavar="FILE",
-                   help="skip the episodes in FILE, and drop its last line if that is cut off")
+    flag(g, "max_turns", 10, "the agent's messages; the last one is its answer")
+    flag(g, "agent_prompt", None, "the agent's first message, with {problem_description}, "
+         "{max_turns}, {ANSWER} and {OUTPUT}", metavar="FILE")
+    flag(g, "concurrency", 256, "episodes at once, for each vllm copy or engine's address")
+    flag(g, "resume", None, "skip the episodes in FILE, and drop its last line if that is cut off",
+         metavar="FILE")
     skip_bad_flag(g)
     g = p.add_argument_group("human")
-    g.add_argument("--human", default="scripted", help="scripted: the built-in one; fixed:TEXT: "
-                   "always says TEXT; http://host:port/v1[,http://...]: an LLM at temperature 0")
-    g.add_argument("--human_model", help="the LLM's name, if the servers have several")
-    g.add_argument("--human_prompt", metavar="FILE", help="what the LLM reads, with "
-                   "{problem_description}, {hidden_information} and {dialogue}")
-    g.add_argument("--human_tokens", type=int, metavar="N",
-                   help="longest reply of the LLM, else 150 for 400 characters, where it is cut")
-    g.add_argument("--human_leak", choices=["count", "redact"], default="count",
-                   help="count the replies that quote hidden code; redact: cut it out, too")
+    flag(g, "human", "scripted", "scripted: the built-in one; fixed:TEXT: always says TEXT; "
+         "http://host:port/v1[,http://...]: an LLM at temperature 0")
+    flag(g, "human_model", None, "the LLM's name, if the servers have several")
+    flag(g, "human_prompt", None, "what the LLM reads, with {problem_description}, "
+         "{hidden_information} and {dialogue}", metavar="FILE")
+    flag(g, "human_tokens", None, "longest reply of the LLM, else 150 for 400 characters, where it "
+         "is cut", type=int, metavar="N")
+    flag(g, "human_leak", "count", "count the replies that quote hidden code; redact: cut it out, "
+         "too", choices=["count", "redact"])
     g = p.add_argument_group("sampling")
-    g.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
-    g.add_argument("--top_p", type=float, default=1.0, metavar="P", help="of each token, draw from "
-                   "the likeliest that sum up to P; log-probs are of what is drawn from")
-    g.add_argument("--max_tokens", type=int, default=1024, metavar="N", help="longest message")
-    g.add_argument("--thinking", type=int, choices=[0, 1], default=0,
-                   help="1: let a model think whose chat template can; nobody sees the thought")
-    g.add_argument("--seed", type=int, default=0)
-    g.add_argument("--candidates", type=int, default=0, metavar="N",
-                   help="alternatives drawn at every turn; stage 2 wants 16")
-    g.add_argument("--candidates_share", type=float, default=1.0,
-                   help="share of the episodes that get candidates")
-    g.add_argument("--best_of", type=int, default=1, metavar="N",
-                   help="messages drawn at every turn; the critic's favourite is sent")
-    g.add_argument("--critic", help="--out of train_critic.py, or http://host:port/v1 of an LLM; "
-                   "it READS HIDDEN INFORMATION, so this is no fair policy")
-    g.add_argument("--prior", type=float, default=0,
-                   help="--best_of: choose by score + prior * log-prob")
+    flag(g, "temperature", 1.0, "0: greedy")
+    flag(g, "top_p", 1.0, "of each token, draw from the likeliest that sum up to P; log-probs are "
+         "of what is drawn from", metavar="P")
+    flag(g, "max_tokens", 1024, "longest message")
+    flag(g, "thinking", 0, "1: let a model think whose chat template can; nobody sees the thought",
+         choices=[0, 1])
+    flag(g, "seed", 0, "of all draws")
+    flag(g, "candidates", 0, "alternatives drawn at every turn; stage 2 wants 16")
+    flag(g, "candidates_share", 1.0, "share of the episodes that get candidates")
+    flag(g, "best_of", 1, "messages drawn at every turn; the critic's favourite is sent")
+    flag(g, "critic", None, "--out of train_critic.py, or http://host:port/v1 of an LLM; it READS "
+         "HIDDEN INFORMATION, so this is no fair policy")
+    flag(g, "prior", 0.0, "--best_of: choose by score + prior * log-prob")
     g = p.add_argument_group("engine")
-    g.add_argument("--engine", default="auto", help="transformers, vllm, or http://host:port/v1"
-                   "[,http://...] of vLLM servers; auto: vllm if it and a GPU are there")
-    g.add_argument("--max_batch_tokens", type=int, default=65536, metavar="N",
-                   help="transformers: tokens under way at once, and kept for next turns")
-    g.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto",
-                   help="transformers: of the model; draws are in fp32; auto: bf16 on a GPU")
-    g.add_argument("--tensor_parallel", type=int, default=1, metavar="N",
-                   help="vllm: GPUs of one copy of the model")
-    g.add_argument("--data_parallel", type=int, default=1, metavar="N", help="vllm: copies")
-    g.add_argument("--max_model_len", type=int, metavar="N",
-                   help="vllm: longest context, else the model's")
-    g.add_argument("--in_flight", type=int, default=64, metavar="N",
-                   help="requests at once to one server of --human or --critic")
-    g.add_argument("--timeout", type=float, default=120,
-                   help="seconds of a request, of an engine's for each draw")
-    g.add_argument("--retries", type=int, default=8, help="of a request, over about a minute")
+    flag(g, "engine", "auto", "transformers, vllm, or http://host:port/v1[,http://...] of vLLM "
+         "servers; auto: vllm if it and a GPU are there")
+    flag(g, "max_batch_tokens", 65536, "transformers: tokens at once, and kept for next turns")
+    flag(g, "dtype", "auto", "transformers: of the model; draws are in fp32; auto: bf16 on a GPU",
+         choices=["auto", "bf16", "fp32"])
+    flag(g, "tensor_parallel", 1, "vllm: GPUs of one copy of the model")
+    flag(g, "data_parallel", 1, "vllm: copies")
+    flag(g, "max_model_len", None, "vllm: longest context, else the model's", type=int, metavar="N")
+    flag(g, "in_flight", 64, "requests at once to one server of --human or --critic")
+    flag(g, "timeout", 120.0, "seconds of a request, of an engine's for each draw")
+    flag(g, "retries", 8, "of a request, over about a minute")
     g = p.add_argument_group("grading")
-    g.add_argument("--rules", choices=["honest", "official"], default="honest",
-                   help="the grader's rules, see colbench.py")
-    g.add_argument("--unsafe", type=int, choices=[0, 1], default=0,
-                   help="1: grade even without a sandbox")
+    flag(g, "rules", "honest", "the grader's rules, see colbench.py",
+         choices=["honest", "official"])
+    flag(g, "unsafe", 0, "1: grade even without a sandbox", choices=[0, 1])
     page_flags(p)
     args = p.parse_args(argv)
     if (args.best_of > 1) != bool(args.critic):

@@ -22,8 +22,8 @@ Intervals (95 %) come from a bootstrap over tasks: a task is drawn with all its 
 these are not independent. Differences and wins are taken on the tasks that both systems have,
 drawn in pairs.
 """
-from utils import (fail, fail_on_error, open_stdout, parser, read_jsonl, run, say, skip_bad_flag,
-                   version, writing)
+from utils import (fail, fail_on_error, flag, open_stdout, parser, read_jsonl, run, say,
+                   skip_bad_flag, version, writing)
 
 import base64
 import html
@@ -47,13 +47,13 @@ def get_args(argv=None):
     p.add_argument("files", nargs="*", default=["-"], metavar="FILE | NAME=FILE,FILE,...",
                    help="a system's graded records, -: stdin; NAME=: its runs of several seeds")
     skip_bad_flag(p)
-    p.add_argument("--bootstrap", type=int, default=2000, help="resamples; 0: no intervals")
-    p.add_argument("--results", type=int, choices=[0, 1], default=0,
-                   help="1: the files hold results of this program; nothing is measured anew")
-    p.add_argument("--plot", metavar="FILE", help="draw a figure: the systems NAME@X are points "
-                   "of a curve over X, others are level lines; needs matplotlib")
-    p.add_argument("--html", metavar="FILE", help="write a page with every episode, all systems "
-                   "side by side")
+    flag(p, "bootstrap", 2000, "resamples; 0: no intervals")
+    flag(p, "results", 0, "1: the files hold results of this program; nothing is measured anew",
+         choices=[0, 1])
+    flag(p, "plot", None, "draw a figure: the systems NAME@X are points of a curve over X, others "
+         "are level lines; needs matplotlib", metavar="FILE")
+    flag(p, "html", None, "write a page with every episode, all systems side by side",
+         metavar="FILE")
     browser_flags(p)
     return p.parse_args(argv)
 
@@ -75,12 +75,11 @@ def measure(record):
 
 
 def records_of(path, fields, skip_bad):
-    """Yields the records of a file, or of stdin ("-")."""
-    try:
-        stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
-    except OSError as e:
-        fail(f"{path}: {e.strerror}")
-    yield from read_jsonl(stream, fields, "stdin" if path == "-" else path, skip_bad)
+    """The records of a file, or of stdin ("-"), one by one."""
+    if path == "-":
+        return read_jsonl(sys.stdin, fields, skip_bad=skip_bad)
+    with fail_on_error(path):
+        return read_jsonl(open(path, encoding="utf-8"), fields, path, skip_bad)
 
 
 class System:

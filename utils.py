@@ -84,46 +84,44 @@ def end_after_rank_0(message=None):
     sys.exit(2)
 
 
+def flag(p, name, default, text, **more):
+    """Adds a flag of the default's type; without a default it is text."""
+    kind = str if default is None else type(default)
+    metavar = "N" if kind in (int, float) and "choices" not in more else None
+    options = {"type": kind, "default": default, "metavar": metavar, "help": text, **more}
+    p.add_argument("--" + name, **options)
+
+
 def skip_bad_flag(p):
-    p.add_argument("--skip_bad", type=int, choices=[0, 1], default=0,
-                   help="1: leave out and count bad lines; 0: the first one ends the program")
+    flag(p, "skip_bad", 0, "1: leave out and count bad lines; 0: the first one ends the program",
+         choices=[0, 1])
 
 
 def machine_flags(p):
     """The trainers' flags for speed, memory and checkpoints. Only --dtype changes results."""
     g = p.add_argument_group("speed and memory (only --dtype changes results)")
-    g.add_argument("--max_tokens", type=int, default=16384, metavar="N",
-                   help="tokens of a tree computed at once: bounds the memory")
-    g.add_argument("--attention", choices=["auto", "flash", "torch", "sdpa", "flex"],
-                   default="auto",
-                   help="flash: package flash-attn; torch: its varlen kernel; sdpa: a loop; auto: "
-                        "the first that works here; flex: not yet run on a GPU")
-    g.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto",
-                   help="of the computation and the saved model; weights train in fp32; "
-                        "auto: bf16 on a GPU or a CPU that has it, if the model is not tiny")
-    g.add_argument("--recompute", type=int, choices=[0, 1],
-                   help="1: all layers compute activations again in the backward pass; 0: none; "
-                        "not given: as few as fit in the free memory")
-    g.add_argument("--reshard", type=int, choices=[0, 1], default=1,
-                   help="0: keep a layer's gathered weights for its backward pass")
-    g.add_argument("--replicate", type=int, default=1, metavar="N",
-                   help="copies of the model; each is spread over 1/N of the processes")
-    g.add_argument("--offload", type=int, choices=[0, 1], default=0,
-                   help="1: weights and moments rest in CPU memory")
-    g.add_argument("--dry_run", type=int, default=0, metavar="N",
-                   help="print steps, tokens, hours and memory of a run on N GPUs; train nothing")
-    g.add_argument("--gpu_gb", type=float, default=80, metavar="GB",
-                   help="memory of a GPU that --dry_run supposes")
+    flag(g, "max_tokens", 16384, "tokens of a tree computed at once: bounds the memory")
+    flag(g, "attention", "auto", "flash: package flash-attn; torch: its varlen kernel; sdpa: a "
+         "loop; auto: the first that works here; flex: not yet run on a GPU",
+         choices=["auto", "flash", "torch", "sdpa", "flex"])
+    flag(g, "dtype", "auto", "of the computation and the saved model; weights train in fp32; "
+         "auto: bf16 on a GPU or a CPU that has it, if the model is not tiny",
+         choices=["auto", "bf16", "fp32"])
+    flag(g, "recompute", None, "1: all layers compute activations again in the backward pass; 0: "
+         "none; not given: as few as fit in the free memory", type=int, choices=[0, 1])
+    flag(g, "reshard", 1, "0: keep a layer's gathered weights for its backward pass",
+         choices=[0, 1])
+    flag(g, "replicate", 1, "copies of the model; each is spread over 1/N of the processes")
+    flag(g, "offload", 0, "1: weights and moments rest in CPU memory", choices=[0, 1])
+    flag(g, "dry_run", 0, "print steps, tokens, hours and memory of a run on N GPUs; train nothing")
+    flag(g, "gpu_gb", 80.0, "memory of a GPU that --dry_run supposes", metavar="GB")
     g = p.add_argument_group("input and --out")
-    g.add_argument("--max_length", type=int, default=16384, metavar="N",
-                   help="leave out and count turns of more tokens (prompt and action)")
+    flag(g, "max_length", 16384, "leave out and count turns of more tokens (prompt and action)")
     skip_bad_flag(g)
-    g.add_argument("--save_every", type=int, default=100, metavar="N",
-                   help="steps between checkpoints to resume from; 0: none")
-    g.add_argument("--resume", type=int, choices=[0, 1], default=0,
-                   help="1: continue the run in --out, or start it if there is none")
-    g.add_argument("--overwrite", type=int, choices=[0, 1], default=0,
-                   help="1: remove the run in --out first")
+    flag(g, "save_every", 100, "steps between checkpoints to resume from; 0: none")
+    flag(g, "resume", 0, "1: continue the run in --out, or start it if there is none",
+         choices=[0, 1])
+    flag(g, "overwrite", 0, "1: remove the run in --out first", choices=[0, 1])
 
 
 # --- messages and errors --------------------------------------------------------------------------
@@ -256,7 +254,8 @@ def end_by_signal(number=None):
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)  # or a second line would come into this one
     if RANK == 0:
-        line = f"error: ended by {signal.Signals(number).name}{PROCESS.hint}\n"
+        below_a_bar = "\n" * sys.stderr.isatty()
+        line = f"{below_a_bar}error: ended by {signal.Signals(number).name}{PROCESS.hint}\n"
         with contextlib.suppress(OSError):
             os.write(2, line.encode())
     signal.signal(number, signal.SIG_DFL)
@@ -479,17 +478,14 @@ class Endpoint:
     """
 
     def __init__(self, urls, in_flight=64, timeout=120, retries=8):
-        try:
-            import openai
-        except ImportError:
-            fail("an http:// engine or human needs the openai client: pip install openai")
+        import openai
         self.timeout, self.retries = timeout, retries
         self.homes = {}  # key: the server that answered last
         self.errors = (openai.OpenAIError, TimeoutError, ValueError, TypeError, AttributeError,
                        LookupError)
         key = os.environ.get("OPENAI_API_KEY", "none")
-        self.servers = []
         patience = openai.Timeout(timeout, connect=min(timeout, 30))
+        self.servers = []
         for url in urls.split(","):  # no retries of the client: those would be at the same server
             client = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=patience, max_retries=0)
             self.servers.append(SimpleNamespace(url=url, client=client, waiting=0, failures=0,
@@ -688,13 +684,13 @@ class Log:
     def check_same(self, facts):
         """Fails if the run to resume had other flags or facts. Old runs may lack some."""
         first = self.rows[0]
-        values = [(f"flag --{name}", first["args"].get(name, value), value)
-                  for name, value in vars(self.args).items() if name not in self.MAY_CHANGE]
-        values += [(name, first.get(name, value), value) for name, value in facts.items()]
-        for name, before, now in values:
-            if before != now:
-                fail(f"--resume 1: {name} was {before} in the run in {self.out}, now {now}: "
-                     "it must be the same")
+        flags = {name: value for name, value in vars(self.args).items()
+                 if name not in self.MAY_CHANGE}
+        for what, had, has in (("flag --", first["args"], flags), ("", first, facts)):
+            for name, value in has.items():
+                if had.get(name, value) != value:
+                    fail(f"--resume 1: {what}{name} was {had[name]} in the run in {self.out}, now "
+                         f"{value}: it must be the same")
 
     def steps(self, what, n):
         """Yields the steps below n that are not made yet. Meanwhile signals are only noted:
