@@ -116,7 +116,7 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 
 
-# --- engines: await engine((prompt_ids, draws)) samples the agent's messages ----------------------
+# --- engines: await engine(prompt_ids, draws) samples the agent's messages ------------------------
 #
 # It gives [(token_ids, logprobs)], one per draw. A draw is the key of its randomness, rng(*draw);
 # it begins with its episode's (seed, task id, sample). vLLM's draw i has the seed of draw 0 plus i.
@@ -242,8 +242,7 @@ class TransformersEngine:
         self.server = None  # the task that serves them
         self.kept = {}  # episode: (its last prompt, Group.kept of it); the latest one comes last
 
-    async def __call__(self, request):
-        prompt, draws = request
+    async def __call__(self, prompt, draws):
         actions = [SimpleNamespace(rng=rng(*draw), ids=[], logps=[], ended=False) for draw in draws]
         answer = asyncio.get_running_loop().create_future()
         self.waiting.append(SimpleNamespace(prompt=prompt, episode=draws[0][:3], actions=actions,
@@ -406,8 +405,7 @@ def vllm_engine(args, stop):
     numbers = itertools.count()
     homes = {}  # episode: the rank of the copy that has its prefix in its cache
 
-    async def engine(request):
-        prompt, draws = request
+    async def engine(prompt, draws):
         params = SamplingParams(n=len(draws), seed=rng(*draws[0]).getrandbits(31),
                                 temperature=args.temperature, top_p=args.top_p,
                                 max_tokens=args.max_tokens, stop_token_ids=sorted(stop),
@@ -439,8 +437,7 @@ async def http_engine(args, stop):
              "max_tokens": args.max_tokens, "stop_token_ids": sorted(stop),
              "skip_special_tokens": False, "return_token_ids": True}
 
-    async def engine(request):
-        prompt, draws = request
+    async def engine(prompt, draws):
         body = {**fixed, "prompt": prompt, "seed": rng(*draws[0]).getrandbits(31), "n": len(draws)}
 
         async def ask(client):  # completions.create would check the reply number by number
@@ -554,9 +551,9 @@ class Players:
         draws += [(*key, "candidate", j) for j in range(candidates)]
         prompt = self.render(history)
         if self.args.temperature:
-            drawn = await self.engine((prompt, draws))
+            drawn = await self.engine(prompt, draws)
         else:  # all are the same, and vLLM draws no more than one
-            drawn = await self.engine((prompt, draws[:1])) * len(draws)
+            drawn = await self.engine(prompt, draws[:1]) * len(draws)
         texts = self.tokenizer.batch_decode([ids for ids, _ in drawn], skip_special_tokens=True)
         actions = []
         for text, (ids, logprobs) in zip(texts, drawn):
