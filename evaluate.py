@@ -179,7 +179,8 @@ def result(system, systems, resamples):
     out["success_by_file"] = []
     for i in range(len(system.files)):
         of_file = [cluster for cluster in clusters if cluster[0] == i]
-        out["success_by_file"].append(with_interval(ratio, system.sums("success", of_file), 0)[0])
+        value, _ = with_interval(ratio, system.sums("success", of_file), 0)
+        out["success_by_file"].append(value)
     if system is not systems[0]:
         out["minus_first"] = difference(systems[0], system, resamples)
     return out
@@ -249,8 +250,10 @@ def table(results):
     metrics = [*METRICS, *sorted(measured - set(METRICS))]
     rows = [row(r, mean, metrics) for r in results]
     usual = {"cut %": "0.0", "seeds": "1", "missing": "0"}  # a column of nothing else is left out
-    heads = [head for head in max(rows, key=len)  # the first system has no differences
-             if any(cells.get(head, "-") not in ("-", usual.get(head)) for cells in rows)]
+    heads = []
+    for head in max(rows, key=len):  # the first system has no differences
+        if {cells.get(head, "-") for cells in rows} - {"-", usual.get(head)}:
+            heads.append(head)
     rows = [heads] + [[cells.get(head, "") for head in heads] for cells in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
@@ -351,7 +354,8 @@ def message(m, largest):
     text = m.get("content", m.get("output", ""))
     parts, bar, advantage = [], "", m.get("advantage")
     if advantage is not None:
-        hue, strength = (142 if advantage > 0 else 0), min(1, abs(advantage) / largest)
+        hue = 142 if advantage > 0 else 0
+        strength = min(1, abs(advantage) / largest)
         bar = f"border-color: hsl({hue} 70% {88 - 45 * strength:.0f}%)"
         parts.append(tag("span", "advantage", f"{advantage:.3f}"))
     parts.append(tag("pre", "", text))
@@ -382,8 +386,8 @@ def episode(number, record, pictures):
         style = "pass" if verdict == "pass" else "fail"
         parts.append(tag("div", style, f"{name}: {verdict}"))
     history = record["dialogue_history"]
-    actions = [action for m in history for action in (m, *m.get("candidates", ()))]
-    largest = max([1e-9, *(abs(action.get("advantage", 0)) for action in actions)])
+    actions = history + [c for m in history for c in m.get("candidates", ())]
+    largest = max(abs(action.get("advantage", 0)) for action in actions) or 1
     parts += [message(m, largest) for m in history]
     summary = f"<b>episode {number}: reward {record['reward']:.3f}</b>"
     return folded(summary, "".join(parts), 'class="episode"' + " open" * (number == 0))
@@ -404,9 +408,9 @@ def report_task(number, episodes, systems, pictures):
     summary = [tag("b", "", task["problem_description"][:90])]
     for system in systems:
         summary.append(tag("span", "", f"{100 * means[system]:.0f}" if system in means else "-"))
-    parts = [tag("h3", "", task_id(task)), tag("pre", "", task["problem_description"])]
-    sections = [f"<section>{tag('h3', '', head)}{shown}</section>" for head, shown in columns]
-    shown = f'<main>{"".join(parts)}<div class="side">{"".join(sections)}</div></main>'
+    head = tag("h3", "", task_id(task)) + tag("pre", "", task["problem_description"])
+    sections = [f"<section>{tag('h3', '', name)}{shown}</section>" for name, shown in columns]
+    shown = f'<main>{head}<div class="side">{"".join(sections)}</div></main>'
     attributes = f'class="task" name="task" data-outcomes="{outcomes}"' + " open" * (number == 0)
     return folded("".join(summary), shown, attributes)
 

@@ -480,19 +480,17 @@ class Endpoint:
     def __init__(self, urls, in_flight=64, timeout=120, retries=8):
         import openai
         self.timeout, self.retries = timeout, retries
-        self.homes = {}  # key: the server that answered last
-        self.errors = (openai.OpenAIError, TimeoutError, ValueError, TypeError, AttributeError,
-                       LookupError)
-        key = os.environ.get("OPENAI_API_KEY", "none")
-        patience = openai.Timeout(timeout, connect=min(timeout, 30))
-        self.servers = []
-        for url in urls.split(","):  # no retries of the client: those would be at the same server
-            client = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=patience, max_retries=0)
+        self.servers, self.homes = [], {}  # homes: {key: the server that answered last}
+        options = {"api_key": os.environ.get("OPENAI_API_KEY", "none"),
+                   "timeout": openai.Timeout(timeout, connect=30),
+                   "max_retries": 0}  # those would be at the same server
+        for url in urls.split(","):
+            client = openai.AsyncOpenAI(base_url=url, **options)
             self.servers.append(SimpleNamespace(url=url, client=client, waiting=0, failures=0,
                                                 rests_until=0, room=asyncio.Semaphore(in_flight)))
 
     async def __call__(self, request, key=None):
-        """await request(client), with retries; it raises ValueError if a reply is of no use."""
+        """await request(client), with retries; it raises an error if a reply is of no use."""
         def load(server):
             rest = max(0, server.rests_until - time.monotonic())
             return rest, server is not self.homes.get(key), server.waiting
@@ -505,17 +503,18 @@ class Endpoint:
             try:
                 async with server.room:
                     reply = await asyncio.wait_for(request(server.client), self.timeout)
-                server.failures = 0
-                if key is not None:
-                    self.homes[key] = server
-                return reply
-            except self.errors as e:
+            except Exception as e:
                 reason = f"{server.url}: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
                 if getattr(e, "status_code", 0) in (400, 401, 403, 404, 413, 422):
                     break  # no server would take this request
                 self.homes.pop(key, None)
                 server.failures += 1
                 server.rests_until = time.monotonic() + min(60, 2 ** server.failures - 2)
+            else:
+                server.failures = 0
+                if key is not None:
+                    self.homes[key] = server
+                return reply
             finally:
                 server.waiting -= 1
         raise EndpointError(reason)
