@@ -9,8 +9,8 @@ Many episodes run at once; each is written as it ends. Every draw is a function 
 sample, turn). The other episodes change it by rounding only: after a kill and --resume log-probs
 differ by about 1e-6, and rarely a text. Records that have a dialogue already get candidates only.
 """
-from utils import (Endpoint, EndpointError, descendants, fail, fail_on_error, flag, open_stdout,
-                   parser, progress, read_jsonl, rng, run, say, skip_bad_flag, version, watchdog)
+from utils import (Endpoint, EndpointError, fail, fail_on_error, flag, open_stdout, parser,
+                   progress, read_jsonl, rng, run, say, skip_bad_flag, version)
 
 import asyncio
 import atexit
@@ -20,6 +20,7 @@ import functools
 import itertools
 import math
 import os
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -384,6 +385,7 @@ def vllm_engine(args, stop):
         from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
+        import psutil  # comes with it
     except ImportError as e:
         fail(f"--engine vllm needs the package vllm ({e}): see requirements.txt")
     options = dict(tensor_parallel_size=args.tensor_parallel, max_model_len=args.max_model_len,
@@ -394,7 +396,11 @@ def vllm_engine(args, stop):
         options |= dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False,
                         kv_cache_memory_bytes=1 << 28)
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=args.model, **options))
-    guard = watchdog(descendants())  # its processes would outlive a kill and keep the GPU
+    # its processes would outlive a kill and keep the GPU; a pipe closes however this one ends
+    its = [str(process.pid) for process in psutil.Process().children(recursive=True)]
+    guard = subprocess.Popen(["sh", "-c", 'read line; kill -9 "$@"', "sh", *its],
+                             stdin=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                             start_new_session=True)
 
     def end():
         llm.shutdown()

@@ -35,7 +35,6 @@ import contextlib
 import errno
 import fcntl
 import functools
-import glob
 import hashlib
 import io
 import json
@@ -309,31 +308,6 @@ def run(main, args):
                  f"--recompute 1, --offload 1 or more GPUs need less{PROCESS.hint}")
         raise
     leave_group()
-
-
-def descendants(pid=None):
-    """PIDs of all descendants of a process (default: this one)."""
-    pid = pid or os.getpid()
-    parents = {}
-    for path in glob.glob("/proc/[0-9]*/stat"):
-        with contextlib.suppress(OSError), open(path) as f:
-            child, _, rest = f.read().partition(" (")
-            parents[int(child)] = int(rest.rpartition(")")[2].split()[1])
-    family, size = {pid}, 0
-    while len(family) > size:
-        size = len(family)
-        family |= {child for child, parent in parents.items() if parent in family}
-    return family - {pid}
-
-
-def watchdog(pids):
-    """Kills these processes when this one ends, however it ends.
-
-    Returns the watchdog's process; kill that to cancel it.
-    """
-    script = 'read line; kill -9 "$@"'  # the pipe to its stdin closes when this process ends
-    return subprocess.Popen(["sh", "-c", script, "sh", *map(str, pids)], stdin=subprocess.PIPE,
-                            stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 # --- JSON lines -----------------------------------------------------------------------------------

@@ -136,7 +136,8 @@ def test_pages_are_shown_as_pictures(tmp_path, tab):
     report(tmp_path, tab, base=play("<html><h1>My Shop</h1></html>"),
            rft=play("<html><h1>A Shop</h1></html>"),
            none=play("", failure="no page"))
-    sources = tab.locator(f"{OPEN} img").evaluate_all("all => all.map(e => [e.src, e.naturalWidth])")
+    pictures = tab.locator(f"{OPEN} img")
+    sources = pictures.evaluate_all("all => all.map(e => [e.src, e.naturalWidth])")
     assert [width for _, width in sources] == [480] * 3
     reference, base, rft = (src for src, _ in sources)
     assert reference == rft != base and texts(tab, ".fail") == ["no page"]
