@@ -152,7 +152,8 @@ class Group:
         if self.steps < 0:
             return self.read(layer, q, new, scale, left)
         if self.steps == self.own[layer].shape[3]:  # twice the room
-            self.own[layer] = torch.cat([self.own[layer], torch.empty_like(self.own[layer])], 3)
+            own = self.own[layer]
+            self.own[layer] = torch.cat([own, torch.empty_like(own)], 3)
         self.own[layer][:, :, :, self.steps] = new
         first = max(0, self.steps - left) if left >= 0 else 0
         own_k, own_v = self.own[layer][:, :, :, first:self.steps + 1]
@@ -160,12 +161,14 @@ class Group:
         width = shared_k.shape[2]
         q = q.unflatten(1, (k.shape[1], -1))  # (rows, heads of keys, queries of each, size)
         scores = self.rows(self.by_prompt(q) @ shared_k.mT)
-        at, lengths = torch.arange(width, device=DEVICE), self.lengths[self.slots // self.n, None]
+        lengths = self.lengths[self.slots // self.n, None]
+        at = torch.arange(width, device=DEVICE)
         hidden = at >= lengths
         if left >= 0:
             hidden |= at < lengths + self.steps - left
         scores = scores.masked_fill_(hidden[:, None, None], -math.inf)
-        weights = (torch.cat([scores, q @ own_k.mT], -1).float() * scale).softmax(-1).to(q.dtype)
+        scores = torch.cat([scores, q @ own_k.mT], -1)
+        weights = (scores.float() * scale).softmax(-1).to(q.dtype)
         out = self.rows(self.by_prompt(weights[..., :width]) @ shared_v)
         return (out + weights[..., width:] @ own_v).flatten(1, 2)
 
@@ -444,7 +447,8 @@ async def http_engine(args, stop):
              "skip_special_tokens": False, "return_token_ids": True}
 
     async def engine(prompt, draws):
-        body = {**fixed, "prompt": prompt, "seed": rng(*draws[0]).getrandbits(31), "n": len(draws)}
+        seed = rng(*draws[0]).getrandbits(31)
+        body = {**fixed, "prompt": prompt, "seed": seed, "n": len(draws)}
 
         async def ask(client):  # completions.create would check the reply number by number
             reply = await client.post("/completions", cast_to=object, body=body)
@@ -479,6 +483,7 @@ def trained_critic(args):
         waiting.append((asked, scores))
         async with lock:
             if not scores:  # no other request has scored it along with its own
+                await asyncio.sleep(0)  # others ask, too
                 batch = waiting.copy()
                 waiting.clear()
                 ref_of = dict(pair for turns, _ in batch for pair in turns)

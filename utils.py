@@ -24,8 +24,9 @@ def set_up_process():
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with torchrun
 
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 main_file = getattr(sys.modules["__main__"], "__file__", "/")
-if os.path.dirname(os.path.abspath(main_file)) == os.path.dirname(os.path.abspath(__file__)):
+if os.path.dirname(os.path.abspath(main_file)) == HERE:
     set_up_process()  # for the scripts beside this file, not for a test or a notebook
 
 import argparse
@@ -643,8 +644,8 @@ class Log:
         if not self.rows:
             for name in set(os.listdir(self.out)) - {"pictures"}:  # --overwrite 1
                 remove(os.path.join(self.out, name))
-        first = {"args": vars(self.args), "argv": sys.argv, "version": version(), "world": WORLD,
-                 **facts}
+        first = {"args": vars(self.args), "argv": sys.argv, "version": version(),
+                 "world": WORLD, **facts}
         rows = [row for row in self.rows if row.get("step", -1) < self.step]
         rows.append({"resumed": self.step, **first} if rows else first)
         with writing(self.path) as part, open(part, "w") as f:
@@ -771,10 +772,10 @@ def digest(x):
 @functools.cache
 def version():
     """This checkout's commit ("unknown" outside git, marked if files differ) and the packages'."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"],
+    git = subprocess.run(["git", "-C", HERE, "describe", "--always", "--dirty"],
                          capture_output=True, text=True)
-    parts = [git.stdout.strip() or "unknown", "python " + ".".join(map(str, sys.version_info[:3]))]
+    python = ".".join(map(str, sys.version_info[:3]))
+    parts = [git.stdout.strip() or "unknown", f"python {python}"]
     for package in ("torch", "transformers", "vllm", "flash-attn"):
         with contextlib.suppress(PackageNotFoundError):
             parts.append(f"{package} {package_version(package)}")
