@@ -148,13 +148,13 @@ class Group:
 
     def attend(self, layer, q, k, v, scale, left):
         """Attention of the new tokens, (tokens, heads, size). left: as in model.tree_attention."""
-        new = torch.stack([k, v])
         if self.steps < 0:
-            return self.read(layer, q, new, scale, left)
+            return self.read(layer, q, torch.stack([k, v]), scale, left)
         if self.steps == self.own[layer].shape[3]:  # twice the room
             own = self.own[layer]
             self.own[layer] = torch.cat([own, torch.empty_like(own)], 3)
-        self.own[layer][:, :, :, self.steps] = new
+        for own, x in zip(self.own[layer], (k, v)):
+            own[:, :, self.steps] = x
         first = max(0, self.steps - left) if left >= 0 else 0
         own_k, own_v = self.own[layer][:, :, :, first:self.steps + 1]
         shared_k, shared_v = self.shared[layer]
@@ -173,7 +173,7 @@ class Group:
         return (out + weights[..., width:] @ own_v).flatten(1, 2)
 
     def read(self, layer, q, new, scale, left):
-        """attend() of the prompts' tokens, as far as they are not known."""
+        """attend() of the prompts' tokens, as far as they are not known. new: keys and values."""
         paths = [torch.cat([known[layer][:, :n], x], 1) if n else x
                  for x, (n, known) in zip(new.split(self.new, 1), self.known)]
         padded = pad_sequence([x.transpose(0, 1) for x in paths], batch_first=True)

@@ -502,11 +502,9 @@ class Endpoint:
             served = await self(names)
         except EndpointError as e:
             fail(e)
-        if wanted in served:
-            return wanted
-        if len(served) != 1:
+        if wanted not in served and len(served) != 1:
             fail(f"{self.servers[0].url} serves {', '.join(served)}: say which")
-        return served[0]
+        return wanted if wanted in served else served[0]
 
 
 # --- ranks ----------------------------------------------------------------------------------------
