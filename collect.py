@@ -219,7 +219,8 @@ def attend_in_groups(module, query, key, value, attention_mask, scaling=None, gr
     """The engine's attention, in the form that transformers' AttentionInterface wants."""
     if kwargs.get("s_aux") is not None:
         fail("--engine transformers can't compute attention sinks: take vllm")
-    left, sizes = sliding_window - 1 if sliding_window else -1, [len(g.ids) for g in groups]
+    left = sliding_window - 1 if sliding_window else -1
+    sizes = [len(group.ids) for group in groups]
     parts = zip(*(x[0].transpose(0, 1).split(sizes) for x in (query, key, value)))
     out = [group.attend(module.layer_idx, *part, scaling, left)
            for group, part in zip(groups, parts)]

@@ -266,10 +266,7 @@ def table(results):
 
 
 def plot(results, path):
-    """A figure of success, or else of the mean reward.
-
-    Systems NAME@X are the points of a curve NAME over X, others are level lines.
-    """
+    """Draws success, or else the mean reward: NAME@X is a point of a curve, others are lines."""
     with fail_on_error("--plot wants matplotlib"):
         from matplotlib.figure import Figure
     metric = "success" if any(r["success"] is not None for r in results) else "tests_passed"

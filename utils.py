@@ -150,10 +150,7 @@ def fail(message):
 
 @contextlib.contextmanager
 def fail_on_error(what, hint="", part=None):
-    """Ends the program by "error: WHAT: reasonHINT" if the code inside fails.
-
-    The file or directory `part` is removed then.
-    """
+    """Ends the program by "error: WHAT: reasonHINT" if the code inside fails; removes `part`."""
     try:
         yield
     except (SystemExit, KeyboardInterrupt, GeneratorExit):
@@ -162,16 +159,17 @@ def fail_on_error(what, hint="", part=None):
         if part:
             with contextlib.suppress(OSError):
                 remove(part)
-        last_line = str(e).strip().rpartition("\n")[2].strip() or type(e).__name__
-        fail(f"{what}: {getattr(e, 'strerror', None) or last_line}{hint}")
+        last_line = str(e).strip().rpartition("\n")[2].strip()
+        reason = getattr(e, "strerror", None) or last_line or type(e).__name__
+        fail(f"{what}: {reason}{hint}")
 
 
 @contextlib.contextmanager
 def writing(path):
     """Yields path + ".part". What is written there, a file or a directory, becomes `path`.
 
-    On an error it is removed, and the program ends by one line. Of several ranks only rank 0 may
-    use it. Where all write to the directory, they do that before, under fail_on_error.
+    On an error it is removed, and the program ends. Of several ranks only rank 0 may use this: if
+    all write to a directory, they do that before, under fail_on_error.
     """
     part = path + ".part"
     with fail_on_error(f"{path} can't be written", resume_hint(), part):
@@ -658,16 +656,17 @@ class Log:
         first = self.rows[0]
         flags = {name: value for name, value in vars(self.args).items()
                  if name not in self.MAY_CHANGE}
-        for what, had, has in (("flag --", first["args"], flags), ("", first, facts)):
+        compared = ("flag --", first["args"], flags), ("", first, facts)
+        for what, had, has in compared:
             for name, value in has.items():
                 if had.get(name, value) != value:
                     fail(f"--resume 1: {what}{name} was {had[name]} in the run in {self.out}, now "
                          f"{value}: it must be the same")
 
     def steps(self, what, n):
-        """Yields the steps below n that are not made yet. Meanwhile signals are only noted:
+        """Yields the steps below n that are not made yet. Meanwhile signals are only noted.
 
-        after each step look at stop_signal(), save a checkpoint and call end_by_signal().
+        After each step look at stop_signal(): save a checkpoint and call end_by_signal().
         """
         steps = range(self.step, n)
         with signals_wait():
