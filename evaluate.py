@@ -292,8 +292,9 @@ def plot(results, path):
         axes.set_xticks(sorted(ticks), [f"{x:g}" for x in sorted(ticks)])
     axes.set_ylabel("success %" if metric == "success" else f"{reward_name(results)} %")
     axes.legend()
+    kind = os.path.splitext(path)[1][1:] or "png"
     with writing(path) as part:
-        figure.savefig(part, dpi=150, format=os.path.splitext(path)[1][1:] or "png")
+        figure.savefig(part, dpi=150, format=kind)
 
 
 # --- the report: one HTML file, which needs no server ---------------------------------------------

@@ -470,7 +470,8 @@ class Endpoint:
 
         for attempt in range(self.retries + 1):
             if attempt:
-                await asyncio.sleep(min(30, 0.25 * 2 ** attempt) * random.uniform(0.5, 1))
+                pause = min(30, 0.25 * 2 ** attempt)
+                await asyncio.sleep(pause * random.uniform(0.5, 1))
             server = min(self.servers, key=load)
             server.waiting += 1
             try:
@@ -758,7 +759,8 @@ def free_memory():
 
 def rng(*key):
     """A random.Random that is a pure function of `key`, the same on every machine and Python."""
-    return random.Random(hashlib.sha256(json.dumps(key).encode()).digest())
+    text = json.dumps(key)
+    return random.Random(hashlib.sha256(text.encode()).digest())
 
 
 def digest(x):
