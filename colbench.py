@@ -12,8 +12,8 @@ One record is one line of JSON, and every stage adds fields to it (README, "The 
     python colbench.py check < tasks.jsonl > good.jsonl                    # drops broken tasks
     python colbench.py judge --endpoint http://localhost:8000/v1 < episodes.jsonl > scored.jsonl
 """
-from utils import (Endpoint, EndpointError, digest, fail, open_stdout, parser, progress, read_jsonl,
-                   rng, run, say, skip_bad_flag)
+from utils import (Endpoint, EndpointError, digest, fail, flag, open_stdout, parser, progress,
+                   read_jsonl, rng, run, say, skip_bad_flag)
 
 import asyncio
 import collections
@@ -1240,8 +1240,8 @@ IMPORTS = """import contextlib, ctypes, gc, json, numbers, operator, os, re, res
 import struct, symtable, sys, textwrap, types
 """
 COMMON = """_strptime array bisect base64 calendar collections.abc contextlib copy csv dataclasses
-difflib enum functools hashlib heapq html inspect io ipaddress itertools math numbers numpy operator
-pathlib pprint queue random re sqlite3 statistics string textwrap
+difflib enum functools hashlib heapq html inspect io ipaddress itertools math numbers numpy
+operator pathlib pprint queue random re sqlite3 statistics string textwrap
 time typing unicodedata urllib.parse uuid zlib"""
 
 
@@ -2387,15 +2387,10 @@ async def judge_stdin(args, emit):
 
 # --- command line ---------------------------------------------------------------------------------
 
-def flag(p, name, default, text, **more):
-    """Adds a flag of the default's type."""
-    p.add_argument("--" + name, type=type(default), default=default, help=text, **more)
-
-
 def browser_flags(p):
     """How pages are drawn. Returns the group of flags."""
     p = p.add_argument_group("pages (frontend)")
-    p.add_argument("--browser", metavar="PATH", help="Chromium; not given: found by itself")
+    flag(p, "browser", None, "Chromium; not given: found by itself", metavar="PATH")
     flag(p, "allow_network", 0, "1: pages may load from the web", choices=[0, 1])
     return p
 
@@ -2403,9 +2398,9 @@ def browser_flags(p):
 def page_flags(p):
     """How pages are drawn and graded."""
     p = browser_flags(p)
-    p.add_argument("--clip", metavar="DIR", help="the likeness is CLIP's, from a directory or the "
-                   "hub (the paper's: openai/clip-vit-base-patch32); not given: that of blocks and "
-                   "texts, which needs no model")
+    flag(p, "clip", None, "the likeness is CLIP's, from a directory or the hub (the paper's: "
+         "openai/clip-vit-base-patch32); not given: that of blocks and texts, which needs no model",
+         metavar="DIR")
     flag(p, "resize", "official", "CLIP sees the middle of a page, or all of it; both: the reward "
          "is the first, reward_letterbox the second", choices=["official", "letterbox", "both"])
 
@@ -2451,9 +2446,8 @@ def get_args(argv=None):
 
     p = command("judge", "have an LLM that sees the reference compare messages and candidates: "
                 "`advantage` is the share of its comparisons that one wins")
-    p.add_argument("--endpoint", required=True,
-                   help="http://host:port/v1[,http://...] of a chat model")
-    p.add_argument("--model", help="its name, if the servers serve several")
+    flag(p, "endpoint", None, "http://host:port/v1[,http://...] of a chat model", required=True)
+    flag(p, "model", None, "its name, if the servers serve several")
     flag(p, "in_flight", 64, "requests at once at each server")
     skip_bad_flag(p)
     return root.parse_args(argv)

@@ -9,8 +9,8 @@ Many episodes run at once; each is written as it ends. Every draw is a function 
 sample, turn). The other episodes change it by rounding only: after a kill and --resume log-probs
 differ by about 1e-6, and rarely a text. Records that have a dialogue already get candidates only.
 """
-from utils import (Endpoint, EndpointError, descendants, fail, open_stdout, parser, progress,
-                   read_jsonl, rng, run, say, skip_bad_flag, version, watchdog)
+from utils import (Endpoint, EndpointError, fail, fail_on_error, flag, open_stdout, parser,
+                   progress, read_jsonl, rng, run, say, skip_bad_flag, version)
 
 import asyncio
 import atexit
@@ -20,6 +20,7 @@ import functools
 import itertools
 import math
 import os
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -35,67 +36,55 @@ from colbench import (NOT_SEEN, GraderError, NoReference, RenderError, environme
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < tasks.jsonl > trajectories.jsonl")
     g = p.add_argument_group("episodes")
-    g.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct", help="the agent")
+    flag(g, "model", "meta-llama/Llama-3.1-8B-Instruct", "the agent")
     g.add_argument("-k", type=int, default=1, help="episodes of each task")
-    g.add_argument("--max_turns", type=int, default=10, metavar="N",
-                   help="the agent's messages; the last one is its answer")
-    g.add_argument("--agent_prompt", metavar="FILE", help="the agent's first message, with "
-                   "{problem_description}, {max_turns}, {ANSWER} and {OUTPUT}")
-    g.add_argument("--concurrency", type=int, default=256, metavar="N",
-                   help="episodes under way at once, for each vllm copy or engine's address")
-    g.add_argument("--resume", metavar="FILE",
-                   help="skip the episodes in FILE, and drop its last line if that is cut off")
+    flag(g, "max_turns", 10, "the agent's messages; the last one is its answer")
+    flag(g, "agent_prompt", None, "the agent's first message, with {problem_description}, "
+         "{max_turns}, {ANSWER} and {OUTPUT}", metavar="FILE")
+    flag(g, "concurrency", 256, "episodes at once, for each vllm copy or engine's address")
+    flag(g, "resume", None, "skip the episodes in FILE, and drop its last line if that is cut off",
+         metavar="FILE")
     skip_bad_flag(g)
     g = p.add_argument_group("human")
-    g.add_argument("--human", default="scripted", help="scripted: the built-in one; fixed:TEXT: "
-                   "always says TEXT; http://host:port/v1[,http://...]: an LLM at temperature 0")
-    g.add_argument("--human_model", help="the LLM's name, if the servers have several")
-    g.add_argument("--human_prompt", metavar="FILE", help="what the LLM reads, with "
-                   "{problem_description}, {hidden_information} and {dialogue}")
-    g.add_argument("--human_tokens", type=int, metavar="N",
-                   help="longest reply of the LLM, else 150 for 400 characters, where it is cut")
-    g.add_argument("--human_leak", choices=["count", "redact"], default="count",
-                   help="count the replies that quote hidden code; redact: cut it out, too")
+    flag(g, "human", "scripted", "scripted: the built-in one; fixed:TEXT: always says TEXT; "
+         "http://host:port/v1[,http://...]: an LLM at temperature 0")
+    flag(g, "human_model", None, "the LLM's name, if the servers have several")
+    flag(g, "human_prompt", None, "what the LLM reads, with {problem_description}, "
+         "{hidden_information} and {dialogue}", metavar="FILE")
+    flag(g, "human_tokens", None, "longest reply of the LLM, else 150 for 400 characters, where it "
+         "is cut", type=int, metavar="N")
+    flag(g, "human_leak", "count", "count the replies that quote hidden code; redact: cut it out, "
+         "too", choices=["count", "redact"])
     g = p.add_argument_group("sampling")
-    g.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
-    g.add_argument("--top_p", type=float, default=1.0, metavar="P", help="of each token, draw from "
-                   "the likeliest that sum up to P; log-probs are of what is drawn from")
-    g.add_argument("--max_tokens", type=int, default=1024, metavar="N", help="longest message")
-    g.add_argument("--thinking", type=int, choices=[0, 1], default=0,
-                   help="1: let a model think whose chat template can; nobody sees the thought")
-    g.add_argument("--seed", type=int, default=0)
-    g.add_argument("--candidates", type=int, default=0, metavar="N",
-                   help="alternatives drawn at every turn; stage 2 wants 16")
-    g.add_argument("--candidates_share", type=float, default=1.0,
-                   help="share of the episodes that get candidates")
-    g.add_argument("--best_of", type=int, default=1, metavar="N",
-                   help="messages drawn at every turn; the critic's favourite is sent")
-    g.add_argument("--critic", help="--out of train_critic.py, or http://host:port/v1 of an LLM; "
-                   "it READS HIDDEN INFORMATION, so this is no fair policy")
-    g.add_argument("--prior", type=float, default=0,
-                   help="--best_of: choose by score + prior * log-prob")
+    flag(g, "temperature", 1.0, "0: greedy")
+    flag(g, "top_p", 1.0, "of each token, draw from the likeliest that sum up to P; log-probs are "
+         "of what is drawn from", metavar="P")
+    flag(g, "max_tokens", 1024, "longest message")
+    flag(g, "thinking", 0, "1: let a model think whose chat template can; nobody sees the thought",
+         choices=[0, 1])
+    flag(g, "seed", 0, "of all draws")
+    flag(g, "candidates", 0, "alternatives drawn at every turn; stage 2 wants 16")
+    flag(g, "candidates_share", 1.0, "share of the episodes that get candidates")
+    flag(g, "best_of", 1, "messages drawn at every turn; the critic's favourite is sent")
+    flag(g, "critic", None, "--out of train_critic.py, or http://host:port/v1 of an LLM; it READS "
+         "HIDDEN INFORMATION, so this is no fair policy")
+    flag(g, "prior", 0.0, "--best_of: choose by score + prior * log-prob")
     g = p.add_argument_group("engine")
-    g.add_argument("--engine", default="auto", help="transformers, vllm, or http://host:port/v1"
-                   "[,http://...] of vLLM servers; auto: vllm if it and a GPU are there")
-    g.add_argument("--max_batch_tokens", type=int, default=65536, metavar="N",
-                   help="transformers: tokens under way at once, and kept for next turns")
-    g.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto",
-                   help="transformers: of the model; draws are in fp32; auto: bf16 on a GPU")
-    g.add_argument("--tensor_parallel", type=int, default=1, metavar="N",
-                   help="vllm: GPUs of one copy of the model")
-    g.add_argument("--data_parallel", type=int, default=1, metavar="N", help="vllm: copies")
-    g.add_argument("--max_model_len", type=int, metavar="N",
-                   help="vllm: longest context, else the model's")
-    g.add_argument("--in_flight", type=int, default=64, metavar="N",
-                   help="requests at once to one server of --human or --critic")
-    g.add_argument("--timeout", type=float, default=120,
-                   help="seconds of a request, of an engine's for each draw")
-    g.add_argument("--retries", type=int, default=8, help="of a request, over about a minute")
+    flag(g, "engine", "auto", "transformers, vllm, or http://host:port/v1[,http://...] of vLLM "
+         "servers; auto: vllm if it and a GPU are there")
+    flag(g, "max_batch_tokens", 65536, "transformers: tokens at once, and kept for next turns")
+    flag(g, "dtype", "auto", "transformers: of the model; draws are in fp32; auto: bf16 on a GPU",
+         choices=["auto", "bf16", "fp32"])
+    flag(g, "tensor_parallel", 1, "vllm: GPUs of one copy of the model")
+    flag(g, "data_parallel", 1, "vllm: copies")
+    flag(g, "max_model_len", None, "vllm: longest context, else the model's", type=int, metavar="N")
+    flag(g, "in_flight", 64, "requests at once to one server of --human or --critic")
+    flag(g, "timeout", 120.0, "seconds of a request, of an engine's for each draw")
+    flag(g, "retries", 8, "of a request, over about a minute")
     g = p.add_argument_group("grading")
-    g.add_argument("--rules", choices=["honest", "official"], default="honest",
-                   help="the grader's rules, see colbench.py")
-    g.add_argument("--unsafe", type=int, choices=[0, 1], default=0,
-                   help="1: grade even without a sandbox")
+    flag(g, "rules", "honest", "the grader's rules, see colbench.py",
+         choices=["honest", "official"])
+    flag(g, "unsafe", 0, "1: grade even without a sandbox", choices=[0, 1])
     page_flags(p)
     args = p.parse_args(argv)
     if (args.best_of > 1) != bool(args.critic):
@@ -128,71 +117,19 @@ CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 
 
-# --- engines: await engine((prompt_ids, draws)) samples the agent's messages ----------------------
+# --- engines: await engine(prompt_ids, draws) samples the agent's messages ------------------------
 #
 # It gives [(token_ids, logprobs)], one per draw. A draw is the key of its randomness, rng(*draw);
-# it begins with its episode's (seed, task id, sample). vLLM's are in seed_of.
+# it begins with its episode's (seed, task id, sample). vLLM's draw i has the seed of draw 0 plus i.
 # token_ids end with a token of `stop` unless max_tokens cut them. logprobs are the sampler's, at
 # its temperature and top_p.
-
-class Batcher:
-    """await batcher(request): this request's part of work(requests).
-
-    work runs in a thread, on the requests that wait at that moment: as many as have a sum of
-    size(request) up to `limit`, but at least one.
-    """
-
-    def __init__(self, work, limit, size):
-        self.work, self.limit, self.size = work, limit, size
-        self.waiting, self.server = [], None
-
-    async def __call__(self, request):
-        future = asyncio.get_running_loop().create_future()
-        self.waiting.append((request, future))
-        if not self.server:
-            self.server = asyncio.ensure_future(self.serve())
-        return await future
-
-    async def serve(self):
-        while self.waiting:
-            await self.all_have_asked()
-            batch = self.next_batch()
-            try:
-                results = await asyncio.to_thread(self.work, [request for request, _ in batch])
-                for (_, future), result in zip(batch, results):
-                    future.set_result(result)
-            except Exception as e:
-                for _, future in batch:
-                    future.set_exception(e)
-        self.server = None
-
-    def load(self):
-        """The sum of size(request) under way already."""
-        return 0
-
-    async def all_have_asked(self):
-        """Waits while coroutines still add requests: batches are full, and the same every time."""
-        before = 0
-        while before != len(self.waiting):
-            before = len(self.waiting)
-            await asyncio.sleep(0)
-
-    def next_batch(self):
-        n, total = 0, self.load()
-        for request, _ in self.waiting:
-            total += self.size(request)
-            if self.limit < total != self.size(request):
-                break
-            n += 1
-        batch, self.waiting = self.waiting[:n], self.waiting[n:]
-        return batch
-
 
 class Group:
     """Prompts with n draws each, and the actions that grow behind them, a token a step.
 
-    Row r is the action actions[r], behind the prompt slots[r] // n. For each layer: keys and values
-    of the prompts, (prompts, heads, width, size), and those of the rows, (rows, heads, room, size).
+    Row r is the action actions[r], behind the prompt slots[r] // n. Of each layer there are keys
+    and values, stacked: shared, (2, prompts, heads, width, size), of the prompts, and own,
+    (2, rows, heads, room, size), of the rows.
     """
 
     def __init__(self, prompts, known, draws):
@@ -203,7 +140,7 @@ class Group:
         self.runs = SimpleNamespace(q=self.new, kv=[len(prompt) for prompt in prompts])
         self.n, self.actions = len(draws[0]), [action for of in draws for action in of]
         self.slots = torch.arange(len(self.actions), device=DEVICE)
-        self.shared, self.own = [], []  # of each layer: [keys, values]
+        self.shared, self.own = [], []
         self.steps = -1  # tokens of the rows that have keys; -1: the prompts are read now
         self.ids = [t for prompt, (n, _) in zip(prompts, known) for t in prompt[n:]]
         self.positions = torch.cat([torch.arange(n, len(prompt), device=DEVICE)
@@ -212,37 +149,37 @@ class Group:
     def attend(self, layer, q, k, v, scale, left):
         """Attention of the new tokens, (tokens, heads, size). left: as in model.tree_attention."""
         if self.steps < 0:
-            return self.read(layer, q, k, v, scale, left)
-        if self.steps == self.own[layer][0].shape[2]:  # twice the room
-            self.own[layer] = [torch.cat([x, torch.empty_like(x)], 2) for x in self.own[layer]]
+            return self.read(layer, q, torch.stack([k, v]), scale, left)
+        if self.steps == self.own[layer].shape[3]:  # twice the room
+            own = self.own[layer]
+            self.own[layer] = torch.cat([own, torch.empty_like(own)], 3)
         for own, x in zip(self.own[layer], (k, v)):
             own[:, :, self.steps] = x
         first = max(0, self.steps - left) if left >= 0 else 0
-        own_k, own_v = (x[:, :, first:self.steps + 1] for x in self.own[layer])
+        own_k, own_v = self.own[layer][:, :, :, first:self.steps + 1]
         shared_k, shared_v = self.shared[layer]
         width = shared_k.shape[2]
         q = q.unflatten(1, (k.shape[1], -1))  # (rows, heads of keys, queries of each, size)
         scores = self.rows(self.by_prompt(q) @ shared_k.mT)
-        at, lengths = torch.arange(width, device=DEVICE), self.lengths[self.slots // self.n, None]
+        lengths = self.lengths[self.slots // self.n, None]
+        at = torch.arange(width, device=DEVICE)
         hidden = at >= lengths
         if left >= 0:
             hidden |= at < lengths + self.steps - left
         scores = scores.masked_fill_(hidden[:, None, None], -math.inf)
-        weights = (torch.cat([scores, q @ own_k.mT], -1).float() * scale).softmax(-1).to(q.dtype)
+        scores = torch.cat([scores, q @ own_k.mT], -1)
+        weights = (scores.float() * scale).softmax(-1).to(q.dtype)
         out = self.rows(self.by_prompt(weights[..., :width]) @ shared_v)
         return (out + weights[..., width:] @ own_v).flatten(1, 2)
 
-    def read(self, layer, q, k, v, scale, left):
-        """attend() of the prompts' tokens, as far as they are not known."""
-        paths = []
-        for kind, new in enumerate((k, v)):
-            paths.append([torch.cat([known[layer][kind][:n], x]) if n else x
-                          for x, (n, known) in zip(new.split(self.new), self.known)])
-        self.shared.append([pad_sequence(x, batch_first=True).transpose(1, 2).contiguous()
-                            for x in paths])
-        room = len(self.actions), k.shape[1], 32, k.shape[2]
-        self.own.append([k.new_empty(room), v.new_empty(room)])
-        return sdpa_kernel(q, *map(torch.cat, paths), self.runs, scale, left)
+    def read(self, layer, q, new, scale, left):
+        """attend() of the prompts' tokens, as far as they are not known. new: keys and values."""
+        paths = [torch.cat([known[layer][:, :n], x], 1) if n else x
+                 for x, (n, known) in zip(new.split(self.new, 1), self.known)]
+        padded = pad_sequence([x.transpose(0, 1) for x in paths], batch_first=True)
+        self.shared.append(padded.permute(2, 0, 3, 1, 4).contiguous())
+        self.own.append(new.new_empty(2, len(self.actions), new.shape[2], 32, new.shape[3]))
+        return sdpa_kernel(q, *torch.cat(paths, 1), self.runs, scale, left)
 
     def by_prompt(self, x):
         """(rows, heads, queries, ...) to (prompts, heads, n * queries, ...)."""
@@ -255,8 +192,8 @@ class Group:
         return x.unflatten(2, (self.n, -1)).transpose(1, 2).flatten(0, 1)[self.slots]
 
     def kept(self, i):
-        """[(keys, values)] of prompt i for a later one: (tokens, heads, size) in each layer."""
-        return [[x[i, :, :self.lengths[i]].transpose(0, 1) for x in layer] for layer in self.shared]
+        """Keys and values of prompt i for a later one: (2, tokens, heads, size) of each layer."""
+        return [x[:, i, :, :self.lengths[i]].transpose(1, 2) for x in self.shared]
 
     def grow(self, tokens):
         """Takes the rows' next tokens; drops rows that have ended, an eighth of them at once."""
@@ -272,8 +209,8 @@ class Group:
             self.slots = at * self.n + slots % self.n
             if len(prompts) < len(self.lengths):
                 self.lengths = self.lengths[prompts]
-                self.shared = [[x[prompts] for x in layer] for layer in self.shared]
-            self.own = [[x[live] for x in layer] for layer in self.own]
+                self.shared = [x[:, prompts] for x in self.shared]
+            self.own = [x[:, live] for x in self.own]
         self.positions = self.lengths[self.slots // self.n] + self.steps
 
 
@@ -282,7 +219,8 @@ def attend_in_groups(module, query, key, value, attention_mask, scaling=None, gr
     """The engine's attention, in the form that transformers' AttentionInterface wants."""
     if kwargs.get("s_aux") is not None:
         fail("--engine transformers can't compute attention sinks: take vllm")
-    left, sizes = sliding_window - 1 if sliding_window else -1, [len(g.ids) for g in groups]
+    left = sliding_window - 1 if sliding_window else -1
+    sizes = [len(group.ids) for group in groups]
     parts = zip(*(x[0].transpose(0, 1).split(sizes) for x in (query, key, value)))
     out = [group.attend(module.layer_idx, *part, scaling, left)
            for group, part in zip(groups, parts)]
@@ -292,13 +230,7 @@ def attend_in_groups(module, query, key, value, attention_mask, scaling=None, gr
 AttentionInterface.register("groups", attend_in_groups)
 
 
-def ended(request):
-    """Whether all actions of a request under way have ended."""
-    actions, _ = request
-    return all(action.ended for action in actions)
-
-
-class TransformersEngine(Batcher):
+class TransformersEngine:
     """Samples by transformers in this process.
 
     All actions under way grow by a token in one forward, in which requests join as others end.
@@ -306,76 +238,101 @@ class TransformersEngine(Batcher):
     """
 
     def __init__(self, args, stop):
-        super().__init__(self.sample, args.max_batch_tokens, self.size)
         bf16 = args.dtype == "bf16" or args.dtype == "auto" and CUDA
         self.lm, _ = load_lm(args.model, DEVICE, torch.bfloat16 if bf16 else torch.float32)
         refuse_unknown(args.model, self.lm.config)
         self.lm.set_attn_implementation("groups")
         self.args, self.stop = args, stop
-        self.groups, self.under_way = [], []  # under_way: [(actions, future)] of the requests
+        self.waiting, self.under_way, self.groups = [], [], []  # requests, requests, Groups
+        self.server = None  # the task that serves them
         self.kept = {}  # episode: (its last prompt, Group.kept of it); the latest one comes last
 
-    @staticmethod
-    def size(request):
-        prompt, draws = request
-        return len(prompt) + 32 * len(draws)
-
-    def load(self):
-        return sum(group.lengths.sum().item() + len(group.ids) * max(32, group.steps)
-                   for group in self.groups)
+    async def __call__(self, prompt, draws):
+        actions = [SimpleNamespace(rng=rng(*draw), ids=[], logps=[], ended=False) for draw in draws]
+        answer = asyncio.get_running_loop().create_future()
+        self.waiting.append(SimpleNamespace(prompt=prompt, episode=draws[0][:3], actions=actions,
+                                            answer=answer))
+        if not self.server:
+            self.server = asyncio.ensure_future(self.serve())
+        return await answer
 
     async def serve(self):
-        while self.waiting or self.groups:
-            await self.all_have_asked()
-            batch = []
-            draws = sum(len(draws) for (_, draws), _ in self.waiting)
-            if 4 * draws >= sum(len(group.ids) for group in self.groups):  # few groups, large ones
-                batch = self.next_batch()
-            new = [(prompt, draws, [SimpleNamespace(rng=rng(*draw), ids=[], logps=[], ended=False)
-                                    for draw in draws]) for (prompt, draws), _ in batch]
-            self.under_way += [(actions, future) for (*_, actions), (_, future) in zip(new, batch)]
+        """Samples while there are requests, in a thread; answers each as its actions end."""
+        while self.waiting or self.under_way:
+            before = 0
+            while before != len(self.waiting):  # until all have asked: batches are full, and the
+                before = len(self.waiting)      # same every time
+                await asyncio.sleep(0)
             try:
-                await asyncio.to_thread(self.work, new)
+                new = self.admit()
+                self.under_way += new
+                await asyncio.to_thread(self.sample, new)
             except Exception as e:
-                for _, future in self.under_way:
-                    future.set_exception(e)
-                self.groups, self.under_way = [], []
-            for actions, future in filter(ended, self.under_way):
-                future.set_result([(action.ids, action.logps) for action in actions])
-            self.under_way = list(itertools.filterfalse(ended, self.under_way))
+                for request in self.under_way:
+                    request.answer.set_exception(e)
+                self.under_way, self.groups = [], []
+            for request in self.ended():
+                request.answer.set_result([(action.ids, action.logps)
+                                           for action in request.actions])
+                self.under_way.remove(request)
         self.server = None
+
+    def ended(self):
+        """The requests under way all of whose actions have ended."""
+        return [r for r in self.under_way if all(action.ended for action in r.actions)]
+
+    def admit(self):
+        """Takes from the waiting requests those that begin now, at least one if none is under way.
+
+        Until they are a fifth of all actions they wait: groups are few and large.
+        """
+        actions = sum(len(request.actions) for request in self.waiting)
+        if 4 * actions < sum(len(group.ids) for group in self.groups):
+            return []
+        new, room = [], self.args.max_batch_tokens
+        for group in self.groups:
+            room -= group.lengths.sum().item() + len(group.ids) * max(32, group.steps)
+        for request in self.waiting:
+            room -= len(request.prompt) + 32 * len(request.actions)
+            if room < 0 and (new or self.groups):
+                break
+            new.append(request)
+        del self.waiting[:len(new)]
+        return new
 
     @torch.no_grad()
     def sample(self, new):
-        """Begins requests, [(prompt, draws, actions)]; samples until one under way has ended."""
+        """Begins new requests; samples until one under way has ended."""
         by_prompt, by_number = {}, {}
-        for prompt, draws, actions in new:
-            episodes, same = by_prompt.setdefault(tuple(prompt), ([], []))
-            episodes.append(tuple(draws[0][:3]))
-            same += actions
-        for prompt, (episodes, actions) in by_prompt.items():
-            by_number.setdefault(len(actions), []).append((prompt, episodes, actions))
+        for request in new:
+            by_prompt.setdefault(tuple(request.prompt), []).append(request)
+        for prompt, requests in by_prompt.items():
+            actions = [action for request in requests for action in request.actions]
+            by_number.setdefault(len(actions), []).append((prompt, requests, actions))
         for alike in by_number.values():
-            prompts, episodes, actions = zip(*alike)
-            known = [self.known(prompt, of[0]) for prompt, of in zip(prompts, episodes)]
-            group = Group(prompts, known, actions)
-            last = torch.tensor([*itertools.accumulate(group.new)], device=DEVICE) - 1
-            logits = self.forward([group], last).repeat_interleave(group.n, 0)
-            group.known = None
-            for i, prompt in enumerate(prompts):
-                for episode in episodes[i]:
-                    self.kept.pop(episode, None)
-                    self.kept[episode] = prompt, group.kept(i)
-            group.grow(self.draw(logits, group.actions))
-            if group.actions:
-                self.groups.append(group)
-        while sum(len(prompt) for prompt, _ in self.kept.values()) > self.limit:
+            self.begin(*zip(*alike))
+        while sum(len(prompt) for prompt, _ in self.kept.values()) > self.args.max_batch_tokens:
             del self.kept[next(iter(self.kept))]
-        while not any(map(ended, self.under_way)):
+        while not self.ended():
             logits = self.forward(self.groups).split([len(group.ids) for group in self.groups])
             for group, part in zip(self.groups, logits):
                 group.grow(self.draw(part, group.actions))
             self.groups = [group for group in self.groups if group.actions]
+
+    def begin(self, prompts, requests, actions):
+        """Reads prompts that have as many actions each, in one forward; draws the first tokens."""
+        known = [self.known(prompt, of[0].episode) for prompt, of in zip(prompts, requests)]
+        group = Group(prompts, known, actions)
+        last = torch.tensor([*itertools.accumulate(group.new)], device=DEVICE) - 1
+        logits = self.forward([group], last).repeat_interleave(group.n, 0)
+        group.known = None
+        for i, prompt in enumerate(prompts):
+            for request in requests[i]:
+                self.kept.pop(request.episode, None)
+                self.kept[request.episode] = prompt, group.kept(i)
+        group.grow(self.draw(logits, group.actions))
+        if group.actions:
+            self.groups.append(group)
 
     def known(self, prompt, episode):
         """(tokens, Group.kept) of a kept prompt that begins as this one, of any episode."""
@@ -432,6 +389,7 @@ def vllm_engine(args, stop):
         from vllm.platforms import current_platform
         from vllm.sampling_params import RequestOutputKind
         from vllm.v1.engine.async_llm import AsyncLLM
+        import psutil  # comes with it
     except ImportError as e:
         fail(f"--engine vllm needs the package vllm ({e}): see requirements.txt")
     options = dict(tensor_parallel_size=args.tensor_parallel, max_model_len=args.max_model_len,
@@ -442,7 +400,11 @@ def vllm_engine(args, stop):
         options |= dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False,
                         kv_cache_memory_bytes=1 << 28)
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=args.model, **options))
-    guard = watchdog(descendants())  # its processes would outlive a kill and keep the GPU
+    # its processes would outlive a kill and keep the GPU; a pipe closes however this one ends
+    its = [str(process.pid) for process in psutil.Process().children(recursive=True)]
+    guard = subprocess.Popen(["sh", "-c", 'read line; kill -9 "$@"', "sh", *its],
+                             stdin=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                             start_new_session=True)
 
     def end():
         llm.shutdown()
@@ -451,30 +413,24 @@ def vllm_engine(args, stop):
 
     atexit.register(end)
     numbers = itertools.count()
-    replicas = [SimpleNamespace(rank=rank, waiting=0) for rank in range(args.data_parallel)]
-    homes = {}  # episode: the replica that has its prefix in its cache
+    homes = {}  # episode: the rank of the copy that has its prefix in its cache
 
-    async def engine(request):
-        prompt, draws = request
-        seed, n = seed_of(draws, args)
-        params = SamplingParams(n=n, temperature=args.temperature, top_p=args.top_p, seed=seed,
+    async def engine(prompt, draws):
+        params = SamplingParams(n=len(draws), seed=rng(*draws[0]).getrandbits(31),
+                                temperature=args.temperature, top_p=args.top_p,
                                 max_tokens=args.max_tokens, stop_token_ids=sorted(stop),
                                 logprobs=0, flat_logprobs=True, detokenize=False,
                                 output_kind=RequestOutputKind.FINAL_ONLY)
-        home = homes.setdefault(draws[0][:3], min(replicas, key=lambda r: r.waiting))
-        home.waiting += 1
+        home = homes.setdefault(draws[0][:3], len(homes) % args.data_parallel)
         try:
             async for reply in llm.generate({"type": "token", "prompt_token_ids": prompt}, params,
-                                            str(next(numbers)), data_parallel_rank=home.rank):
+                                            str(next(numbers)), data_parallel_rank=home):
                 outs = reply.outputs
         except Exception as e:  # of many kinds: the prompt is too long, the engine has died
             why = " ".join(str(e).split())[:200]
             raise EndpointError(f"vllm: {type(e).__name__}: {why}") from None
-        finally:
-            home.waiting -= 1
-        drawn = [(list(out.token_ids), [round(x, 6) for x in out.logprobs.logprobs])
-                 for out in outs]
-        return drawn * (len(draws) // n)
+        return [(list(out.token_ids), [round(x, 6) for x in out.logprobs.logprobs])
+                for out in outs]
 
     return engine
 
@@ -491,12 +447,11 @@ async def http_engine(args, stop):
              "max_tokens": args.max_tokens, "stop_token_ids": sorted(stop),
              "skip_special_tokens": False, "return_token_ids": True}
 
-    async def engine(request):
-        prompt, draws = request
-        seed, n = seed_of(draws, args)
+    async def engine(prompt, draws):
+        seed = rng(*draws[0]).getrandbits(31)
+        body = {**fixed, "prompt": prompt, "seed": seed, "n": len(draws)}
 
         async def ask(client):  # completions.create would check the reply number by number
-            body = {**fixed, "prompt": prompt, "seed": seed, "n": n}
             reply = await client.post("/completions", cast_to=object, body=body)
             drawn = []
             for out in reply["choices"]:
@@ -506,21 +461,12 @@ async def http_engine(args, stop):
                     raise ValueError("no token_ids in the reply: it takes vLLM 0.10 or newer")
                 logprobs = [round(x, 6) for x in out["logprobs"]["token_logprobs"]]
                 drawn.append((out["token_ids"], logprobs))
-            if len(drawn) != n:
-                raise ValueError(f"{len(drawn)} draws instead of {n}")
+            if len(drawn) != len(draws):
+                raise ValueError(f"{len(drawn)} draws instead of {len(draws)}")
             return drawn
-        drawn = await servers(ask, draws[0][:3])
-        return drawn * (len(draws) // n)
+        return await servers(ask, draws[0][:3])
 
     return engine
-
-
-def seed_of(draws, args):
-    """(seed, n) of the one request to vLLM for a turn's draws: draw i is that of seed + i.
-
-    At temperature 0, where all draws are the same, vLLM wants n = 1.
-    """
-    return rng(*draws[0]).getrandbits(31), len(draws) if args.temperature else 1
 
 
 def trained_critic(args):
@@ -530,17 +476,22 @@ def trained_critic(args):
     """
     dtype = torch.bfloat16 if CUDA else torch.float32
     critic, tokenizer, models, pictures = load_critic(args.critic, DEVICE, dtype=dtype)
-
-    def work(requests):
-        ref_of = dict(pair for request in requests for pair in request)
-        scores = score_turns(critic, models, ref_of, 16384)
-        return [[scores[turn] for turn, _ in request] for request in requests]
-
-    batcher = Batcher(work, 1024, size=len)  # score_turns splits the turns by their tokens
+    lock, waiting = asyncio.Lock(), []  # requests: (turns with what pi_ref reads, their scores)
 
     async def advantages(task, history, actions):
-        turns = critic_turns(critic, tokenizer, task, history, actions, args.thinking, pictures)
-        return await batcher(turns)
+        asked = critic_turns(critic, tokenizer, task, history, actions, args.thinking, pictures)
+        scores = []
+        waiting.append((asked, scores))
+        async with lock:
+            if not scores:  # no other request has scored it along with its own
+                await asyncio.sleep(0)  # others ask, too
+                batch = waiting.copy()
+                waiting.clear()
+                ref_of = dict(pair for turns, _ in batch for pair in turns)
+                score_of = await asyncio.to_thread(score_turns, critic, models, ref_of, 16384)
+                for turns, of_turns in batch:
+                    of_turns += [score_of[turn] for turn, _ in turns]
+        return scores
 
     return advantages, pictures
 
@@ -607,28 +558,33 @@ class Players:
 
         key: (seed, task id, sample, turn).
         """
-        draws = [(*key, j) for j in range(self.args.best_of)]
+        n = self.args.best_of
+        draws = [(*key, j) for j in range(n)]
         draws += [(*key, "candidate", j) for j in range(candidates)]
-        drawn = await self.engine((self.render(history), draws))
-        totals = [sum(logprobs) for _, logprobs in drawn]
-        if not all(map(math.isfinite, totals)):
-            raise EndpointError("the model's log-probs are NaN or infinite: are its weights sound?")
+        prompt = self.render(history)
+        if self.args.temperature:
+            drawn = await self.engine(prompt, draws)
+        else:  # all are the same, and vLLM draws no more than one
+            drawn = await self.engine(prompt, draws[:1]) * len(draws)
         texts = self.tokenizer.batch_decode([ids for ids, _ in drawn], skip_special_tokens=True)
-        actions, others = [], []
-        for (ids, logprobs), text, total in zip(drawn, texts, totals):
-            if len(actions) < self.args.best_of:
-                actions.append({"output": text, "token_ids": ids, "logprobs": logprobs})
-            else:
-                others.append({"output": text, "token_ids": ids, "logprob": round(total, 6)})
-        for action in actions + others:
-            self.drawn += 1
-            if action["token_ids"][-1] not in self.stop:
-                self.cut += 1
+        actions = []
+        for text, (ids, logprobs) in zip(texts, drawn):
+            total = sum(logprobs)
+            if not math.isfinite(total):
+                raise EndpointError("the model's log-probs are NaN or infinite: "
+                                    "are its weights sound?")
+            action = {"output": text, "token_ids": ids, "logprobs": logprobs}
+            if len(actions) >= n:
+                action = {"output": text, "token_ids": ids, "logprob": round(total, 6)}
+            if ids[-1] not in self.stop:
                 action["cut"] = True
-        action = await self.best(task, history, actions) if self.critic else actions[0]
-        message = {"role": "assistant", "content": None, **action}
-        if others:
-            message["candidates"] = others
+            actions.append(action)
+        self.drawn += len(actions)
+        self.cut += sum("cut" in action for action in actions)
+        chosen = await self.best(task, history, actions[:n]) if self.critic else actions[0]
+        message = {"role": "assistant", "content": None, **chosen}
+        if candidates:
+            message["candidates"] = actions[n:]
         return message
 
     async def best(self, task, history, actions):
@@ -723,13 +679,9 @@ class Players:
 
 def read_file(flag, path):
     """The text of a flag's file, or None without one."""
-    if not path:
-        return None
-    try:
-        with open(path, encoding="utf-8") as f:
+    if path:
+        with fail_on_error(f"{flag} {path}"), open(path, encoding="utf-8") as f:
             return f.read()
-    except OSError as e:
-        fail(f"{flag} {path}: {e.strerror}")
 
 
 # --- all episodes ---------------------------------------------------------------------------------
@@ -741,19 +693,15 @@ def finished_episodes(path, skip_bad):
     """
     keys, weights = set(), set()
     fields = "task.problem_description", "task.ground_truth", "sample"
-    try:
-        with open(path, "rb+") as f:
-            whole = sum(len(line) for line in f if line.endswith(b"\n"))
-            f.truncate(whole)
-            f.seek(0)
-            if whole:
-                for r in read_jsonl(f, fields, path, skip_bad):
-                    keys.add((task_id(r["task"]), r["sample"]))
-                    weights.add(r.get("meta", {}).get("model_weights"))
-    except FileNotFoundError:
-        pass
-    except OSError as e:
-        fail(f"--resume {path}: {e.strerror}")
+    if not path or not os.path.exists(path):
+        return keys, weights
+    with fail_on_error(f"--resume {path}"), open(path, "rb+") as f:
+        whole = sum(len(line) for line in f if line.endswith(b"\n"))
+        f.truncate(whole)
+        f.seek(0)
+        for r in read_jsonl(f, fields, path, skip_bad) if whole else ():
+            keys.add((task_id(r["task"]), r["sample"]))
+            weights.add(r.get("meta", {}).get("model_weights"))
     return keys, weights - {None}
 
 
@@ -791,15 +739,14 @@ class Run:
         """Completes a record's task; yields the numbers of its samples that are still to play."""
         task = record["task"]
         record["task"] = task = {"kind": kind_of(task), **task, "id": task_id(task)}
-        has_dialogue, n = "dialogue_history" in record, self.times_read[task["id"]]
-        if not has_dialogue or "reward" not in record:
-            self.players.environment(task)  # what can't be opened ends the program before the play
-        if has_dialogue and not self.args.candidates:
-            fail(f"task {task['id']} has a dialogue already: give --candidates, or cut it out")
+        n, samples = self.times_read[task["id"]], range(self.args.k)
         self.times_read[task["id"]] += 1
-        samples = range(self.args.k)
-        if has_dialogue:  # published dialogues have no number
-            samples = [record.get("sample", n)]
+        if "dialogue_history" in record:
+            samples = [record.get("sample", n)]  # published dialogues have no number
+            if not self.args.candidates:
+                fail(f"task {task['id']} has a dialogue already: give --candidates, or cut it out")
+        if "dialogue_history" not in record or "reward" not in record:
+            self.players.environment(task)  # what can't be opened ends the program before the play
         for sample in samples:
             key = task["id"], sample
             if key not in self.done:
@@ -830,8 +777,7 @@ class Run:
                     say(f"task {record['task']['id']}, sample {sample} failed: {e}")
                 continue
             new["meta"] = {**record.get("meta", {}), **self.meta}
-            graded = asyncio.ensure_future(self.grade({**record, **new}))
-            self.played.put_nowait(graded)
+            self.played.put_nowait(asyncio.ensure_future(self.grade({**record, **new})))
 
     async def grade(self, record):
         if "reward" not in record:
@@ -846,14 +792,14 @@ class Run:
             record = await graded
             self.emit(record)
             bar.update()
-            history = record["dialogue_history"]
             self.totals["episodes"] += 1
             self.totals["reward"] += record["reward"]
             self.totals["solved"] += record["reward"] == 1
-            self.totals["tokens"] += sum(len(m.get("token_ids", ())) for m in history)
+            self.totals["tokens"] += sum(len(m.get("token_ids", ()))
+                                         for m in record["dialogue_history"])
 
     def summary(self):
-        """Says how it went; returns the error that ends the program, or None."""
+        """Says how it went; raises the error that ends the program, if there is one."""
         totals, environments = self.totals, self.players.environments.values()
         n = max(1, totals["episodes"])
         reward = " and ".join(env.reward_name for env in environments) or "reward"
@@ -865,39 +811,34 @@ class Run:
             parts.append(f"{100 * cut / self.players.drawn:.1f} % of actions cut at --max_tokens "
                          f"{self.args.max_tokens}")
         say("; ".join(parts + [env.grader_line() for env in environments]))
-        if self.players.leaks:
-            redacts = self.args.human_leak == "redact"
-            cut = "cut out" if redacts else "--human_leak redact cuts it out"
-            say(f"the human quoted hidden code in {self.players.leaks} replies ({cut})")
+        if leaks := self.players.leaks:
+            say(f"the human quoted hidden code in {leaks} replies; --human_leak redact cuts it out")
         if totals["repeated"]:
             say(f"{totals['repeated']} episodes of tasks that stdin repeats were left out")
         if totals["failed"] and not self.error:
-            self.error = SystemExit(f"error: {totals['failed']} episodes failed and were not "
-                                    "written; --resume FILE plays them again")
-        return self.error
+            fail(f"{totals['failed']} episodes failed and were not written; --resume FILE plays "
+                 "them again")
+        if self.error:
+            raise self.error
 
 
 async def collect(args, emit):
-    """Plays all episodes; returns the error that ends the program, or None."""
-    done, weights = set(), set()
-    if args.resume:
-        done, weights = finished_episodes(args.resume, args.skip_bad)
+    """Plays all episodes, and says how it went."""
+    done, weights = finished_episodes(args.resume, args.skip_bad)
     players = await Players(args).load()
     if players.weights and weights - {players.weights}:
         fail(f"--resume {args.resume} holds episodes of other weights than those at --model "
              f"{args.model}: take the old weights, or another file")
     episodes = Run(args, emit, players, done)
     await episodes.all()
-    return episodes.summary()
+    episodes.summary()
 
 
 def main(args):
     try:
-        error = asyncio.run(collect(args, open_stdout()))
+        asyncio.run(collect(args, open_stdout()))
     except GraderError as e:
         fail(e)
-    if error:  # raised here, since the event loop would print its tasks
-        raise error
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ class Tree:
         self.actions = actions       # for each turn the flat indices (L,) of its action, on the CPU
         self.scored = there(scored)  # (S,) flat indices of all actions' tokens, each once
         self.where = there(where)    # where the turns' actions, concatenated, are in `scored`
-        self.groups = [Runs(group, torch.device(device)) for group in groups]  # `gathered` keys each
+        self.groups = [Runs(group, torch.device(device)) for group in groups]
 
     @functools.cached_property
     def block_mask(self):

@@ -26,8 +26,9 @@ A --model with vision (Qwen2-VL, Qwen2.5-VL) reads the pages of frontend tasks a
     for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
 from utils import (RANK, WORLD, Log, ahead, check_finite, digest, drop_checkpoints, end_by_signal,
-                   fail, from_rank_0, init_distributed, lr_at, machine_flags, open_stdout, parser,
-                   progress, read_jsonl, rng, run, say, stop_signal, sum_over_ranks, writing)
+                   fail, flag, from_rank_0, init_distributed, lr_at, machine_flags, open_stdout,
+                   parser, progress, read_jsonl, rng, run, say, stop_signal, sum_over_ranks,
+                   writing)
 
 import json
 import os
@@ -42,40 +43,33 @@ NORMALIZE = "turn", "trajectory", "none"
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < trajectories.jsonl > scored.jsonl")
-    p.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct",
-                   help="pi_ref, and where pi starts")
-    p.add_argument("--out", required=True, help="new directory for the model and its metrics.jsonl")
+    flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "pi_ref, and where pi starts")
+    flag(p, "out", None, "new directory for the model and its metrics.jsonl", required=True)
     g = p.add_argument_group("pairs")
-    g.add_argument("--pairs", choices=["best", "all"], default="best",
-                   help="best: a task's best trajectory, if solved, and each worse one; all: any 2")
-    g.add_argument("--margin", type=float, default=0.1,
-                   help="--pairs all: least difference of the two rewards")
-    g.add_argument("--held_out", type=float, default=0.1,
-                   help="share of the tasks kept out of training, to report accuracy on; at "
-                        "least one, if it is above 0")
+    flag(g, "pairs", "best", "best: a task's best trajectory, if solved, and each worse one; "
+         "all: any 2", choices=["best", "all"])
+    flag(g, "margin", 0.1, "--pairs all: least difference of the two rewards")
+    flag(g, "held_out", 0.1, "share of the tasks kept out of training, to report accuracy on; at "
+         "least one, if it is above 0")
     g = p.add_argument_group("the critic")
-    g.add_argument("--head", choices=HEADS, default="logratio",
-                   help="what A is, see above; only logratio needs the agent's own --model")
-    g.add_argument("--normalize", choices=NORMALIZE, default="turn",
-                   help="mean log-ratio of a turn (eq. 3) or a trajectory (released code); or sum")
-    g.add_argument("--hidden_info", type=int, choices=[0, 1], default=1,
-                   help="0: the critic reads what the agent reads")
-    g.add_argument("--ref_context", choices=["hidden", "agent"], default="hidden",
-                   help="pi_ref reads c, too (eq. 3), or what the agent reads (released code)")
-    g.add_argument("--picture_tokens", type=int, default=1024,
-                   help="model with vision: most tokens of a page's picture")
-    g.add_argument("--score", type=int, choices=[0, 1], default=0,
-                   help="1: score stdin, of any length, with the finished critic in --out")
+    flag(g, "head", "logratio", "what A is, see above; only logratio needs the agent's own "
+         "--model", choices=HEADS)
+    flag(g, "normalize", "turn", "mean log-ratio of a turn (eq. 3) or a trajectory (released "
+         "code); or sum", choices=NORMALIZE)
+    flag(g, "hidden_info", 1, "0: the critic reads what the agent reads", choices=[0, 1])
+    flag(g, "ref_context", "hidden", "pi_ref reads c, too (eq. 3), or what the agent reads "
+         "(released code)", choices=["hidden", "agent"])
+    flag(g, "picture_tokens", 1024, "model with vision: most tokens of a page's picture")
+    flag(g, "score", 0, "1: score stdin, of any length, with the finished critic in --out",
+         choices=[0, 1])
     g = p.add_argument_group("objective and optimization")
-    g.add_argument("--beta", type=float, default=0.1, help="scale of the margin")
-    g.add_argument("--nll_coef", type=float, default=0.01,
-                   help="weight of the chosen side's NLL per token")
-    g.add_argument("--lr", type=float, default=2e-7,
-                   help="peak: 3%% of the steps warm up, at least 3; then a cosine to a tenth")
-    g.add_argument("--batch_size", type=int, default=8, help="pairs a step, over all GPUs")
-    g.add_argument("--epochs", type=int, default=4)
-    g.add_argument("--max_grad_norm", type=float, default=1.0)
-    g.add_argument("--seed", type=int, default=0)
+    flag(g, "beta", 0.1, "scale of the margin")
+    flag(g, "nll_coef", 0.01, "weight of the chosen side's NLL per token")
+    flag(g, "lr", 2e-7, "peak: 3%% of the steps warm up, at least 3; then a cosine to a tenth")
+    flag(g, "batch_size", 8, "pairs a step, over all GPUs")
+    flag(g, "epochs", 4, "over the pairs")
+    flag(g, "max_grad_norm", 1.0, "gradients are clipped to it")
+    flag(g, "seed", 0, "of the order and of what is held out")
     machine_flags(p)
     browser_flags(p)
     return p.parse_args(argv)
@@ -302,9 +296,9 @@ def load_critic(folder, device, *how, **options):
     except (OSError, ValueError) as e:
         fail(f"no critic in {folder}: critic.json: {getattr(e, 'strerror', e)}; name the --out of "
              "a train_critic.py that has finished")
-    for flag, known in (("head", HEADS), ("normalize", NORMALIZE)):
-        if critic[flag] not in known:
-            fail(f"the critic in {folder} is of --{flag} {critic[flag]}, which is not known here")
+    for name, known in (("head", HEADS), ("normalize", NORMALIZE)):
+        if critic[name] not in known:
+            fail(f"the critic in {folder} is of --{name} {critic[name]}, which is not known here")
     has_head = critic["head"] != "logratio"
     path, tokenizer, config = find_model(folder)
     models = [load(path, device, *how, head=has_head, **options)[0]]
@@ -442,8 +436,8 @@ def main(args):
     advantages = {turn: advantage(logps[turn], ref[turn], args.normalize).item() for turn in turns}
     if not log.finished:
         about = {"ref": os.path.abspath(args.model) if os.path.isdir(args.model) else args.model}
-        for flag in ("head", "hidden_info", "ref_context", "normalize", "picture_tokens"):
-            about[flag] = getattr(args, flag)
+        for name in ("head", "hidden_info", "ref_context", "normalize", "picture_tokens"):
+            about[name] = getattr(args, name)
         if RANK == 0:
             with writing(os.path.join(args.out, "critic.json")) as part, open(part, "w") as f:
                 json.dump(about, f)  # for load_critic

@@ -17,7 +17,7 @@ rft    rejection fine-tuning: the NLL of solved trajectories, or with --all 1 of
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
 from utils import (WORLD, Log, ahead, barrier, check_finite, digest, drop_checkpoints,
-                   end_by_signal, fail, from_rank_0, init_distributed, lr_at, machine_flags,
+                   end_by_signal, fail, flag, from_rank_0, init_distributed, lr_at, machine_flags,
                    open_stdout, parser, read_jsonl, rng, run, say, stop_signal, sum_over_ranks)
 
 import os
@@ -29,38 +29,31 @@ from colbench import PIECES, agent_messages, answers, needs, task_id
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < scored.jsonl")
-    p.add_argument("--model", default="meta-llama/Llama-3.1-8B-Instruct",
-                   help="pi_ref, and where pi starts; tiny: a new one, with the records' words")
-    p.add_argument("--out", required=True, help="new directory for the model and its metrics.jsonl")
-    p.add_argument("--loss", choices=["dpo", "mtdpo", "rft"], default="dpo")
+    flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct",
+         "pi_ref, and where pi starts; tiny: a new one, with the records' words")
+    flag(p, "out", None, "new directory for the model and its metrics.jsonl", required=True)
+    flag(p, "loss", "dpo", "what it learns from, see above", choices=["dpo", "mtdpo", "rft"])
     g = p.add_argument_group("pairs")
-    g.add_argument("--pairs_per_turn", type=int, default=4,
-                   help="dpo: pairs drawn from a turn's candidates")
-    g.add_argument("--prior", type=float, default=0,
-                   help="dpo: rank candidates by advantage + prior * log-prob when sampled")
-    g.add_argument("--mix", type=float, default=0,
-                   help="dpo: pairs of trajectories, as in mtdpo, for each pair of candidates")
-    g.add_argument("--balance", type=int, choices=[0, 1], default=0,
-                   help="dpo: 1 leaves out pairs, until answers are preferred to questions as "
-                        "often as questions to answers")
-    g.add_argument("--group_by", choices=["turn", "trajectory"], default="turn",
-                   help="dpo: pairs that stay together in a batch; a trajectory's share more")
-    g.add_argument("--pairs", choices=["best", "all"], default="best",
-                   help="mtdpo, --mix: as in train_critic.py")
-    g.add_argument("--margin", type=float, default=0.1, help="mtdpo, --mix: as in train_critic.py")
-    g.add_argument("--all", type=int, choices=[0, 1], default=0,
-                   help="rft: 1 takes unsolved trajectories, too")
+    flag(g, "pairs_per_turn", 4, "dpo: pairs drawn from a turn's candidates")
+    flag(g, "prior", 0.0, "dpo: rank candidates by advantage + prior * log-prob when sampled")
+    flag(g, "mix", 0.0, "dpo: pairs of trajectories, as in mtdpo, for each pair of candidates")
+    flag(g, "balance", 0, "dpo: 1 leaves out pairs, until answers are preferred to questions as "
+         "often as questions to answers", choices=[0, 1])
+    flag(g, "group_by", "turn", "dpo: pairs that stay together in a batch; a trajectory's share "
+         "more", choices=["turn", "trajectory"])
+    flag(g, "pairs", "best", "mtdpo, --mix: as in train_critic.py", choices=["best", "all"])
+    flag(g, "margin", 0.1, "mtdpo, --mix: as in train_critic.py")
+    flag(g, "all", 0, "rft: 1 takes unsolved trajectories, too", choices=[0, 1])
     g = p.add_argument_group("objective and optimization")
-    g.add_argument("--beta", type=float, default=0.1, help="scale of the margin")
-    g.add_argument("--nll_coef", type=float, default=0.01,
-                   help="weight of the chosen side's NLL per token")
-    g.add_argument("--lr", type=float, default=2e-7,
-                   help="peak: 3%% of the steps warm up, at least 3; then a cosine to a tenth")
-    g.add_argument("--batch_size", type=int,
-                   help="pairs a step, over all GPUs; not given: 8, as in the paper (rft: 32)")
-    g.add_argument("--epochs", type=int, help="not given: 1, as in the paper (mtdpo, rft: 4)")
-    g.add_argument("--max_grad_norm", type=float, default=1.0)
-    g.add_argument("--seed", type=int, default=0)
+    flag(g, "beta", 0.1, "scale of the margin")
+    flag(g, "nll_coef", 0.01, "weight of the chosen side's NLL per token")
+    flag(g, "lr", 2e-7, "peak: 3%% of the steps warm up, at least 3; then a cosine to a tenth")
+    flag(g, "batch_size", None, "pairs a step, over all GPUs; not given: 8, as in the paper "
+         "(rft: 32)", type=int, metavar="N")
+    flag(g, "epochs", None, "over the pairs; not given: 1, as in the paper (mtdpo, rft: 4)",
+         type=int, metavar="N")
+    flag(g, "max_grad_norm", 1.0, "gradients are clipped to it")
+    flag(g, "seed", 0, "of the order and of the pairs drawn")
     machine_flags(p)
     return p.parse_args(argv)
 

@@ -24,8 +24,9 @@ def set_up_process():
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with torchrun
 
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 main_file = getattr(sys.modules["__main__"], "__file__", "/")
-if os.path.dirname(os.path.abspath(main_file)) == os.path.dirname(os.path.abspath(__file__)):
+if os.path.dirname(os.path.abspath(main_file)) == HERE:
     set_up_process()  # for the scripts beside this file, not for a test or a notebook
 
 import argparse
@@ -35,8 +36,8 @@ import contextlib
 import errno
 import fcntl
 import functools
-import glob
 import hashlib
+import io
 import json
 import marshal
 import math
@@ -61,10 +62,7 @@ if WORLD > 1:  # loads slowly, and one process needs none of it
 # --- flags ----------------------------------------------------------------------------------------
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of a description, shows the flags' defaults, 100 columns wide."""
-
-    def __init__(self, prog):
-        super().__init__(prog, max_help_position=28, width=100)
+    """Keeps the lines of a description, and shows the flags' defaults."""
 
     def _get_help_string(self, action):
         return action.help if action.default is None else super()._get_help_string(action)
@@ -72,7 +70,8 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
 
 def parser(doc, usage):
     """An ArgumentParser that describes itself by `doc` and takes no abbreviated flags."""
-    p = argparse.ArgumentParser(description=doc, usage=usage, formatter_class=Help,
+    form = functools.partial(Help, max_help_position=28, width=100)
+    p = argparse.ArgumentParser(description=doc, usage=usage, formatter_class=form,
                                 allow_abbrev=False)
     if RANK:
         p.error = end_after_rank_0
@@ -85,46 +84,44 @@ def end_after_rank_0(message=None):
     sys.exit(2)
 
 
+def flag(p, name, default, text, **more):
+    """Adds a flag of the default's type; without a default it is text."""
+    kind = str if default is None else type(default)
+    metavar = "N" if kind in (int, float) and "choices" not in more else None
+    options = {"type": kind, "default": default, "metavar": metavar, "help": text, **more}
+    p.add_argument("--" + name, **options)
+
+
 def skip_bad_flag(p):
-    p.add_argument("--skip_bad", type=int, choices=[0, 1], default=0,
-                   help="1: leave out and count bad lines; 0: the first one ends the program")
+    flag(p, "skip_bad", 0, "1: leave out and count bad lines; 0: the first one ends the program",
+         choices=[0, 1])
 
 
 def machine_flags(p):
     """The trainers' flags for speed, memory and checkpoints. Only --dtype changes results."""
     g = p.add_argument_group("speed and memory (only --dtype changes results)")
-    g.add_argument("--max_tokens", type=int, default=16384, metavar="N",
-                   help="tokens of a tree computed at once: bounds the memory")
-    g.add_argument("--attention", choices=["auto", "flash", "torch", "sdpa", "flex"],
-                   default="auto",
-                   help="flash: package flash-attn; torch: its varlen kernel; sdpa: a loop; auto: "
-                        "the first that works here; flex: not yet run on a GPU")
-    g.add_argument("--dtype", choices=["auto", "bf16", "fp32"], default="auto",
-                   help="of the computation and the saved model; weights train in fp32; "
-                        "auto: bf16 on a GPU or a CPU that has it, if the model is not tiny")
-    g.add_argument("--recompute", type=int, choices=[0, 1],
-                   help="1: all layers compute activations again in the backward pass; 0: none; "
-                        "not given: as few as fit in the free memory")
-    g.add_argument("--reshard", type=int, choices=[0, 1], default=1,
-                   help="0: keep a layer's gathered weights for its backward pass")
-    g.add_argument("--replicate", type=int, default=1, metavar="N",
-                   help="copies of the model; each is spread over 1/N of the processes")
-    g.add_argument("--offload", type=int, choices=[0, 1], default=0,
-                   help="1: weights and moments rest in CPU memory")
-    g.add_argument("--dry_run", type=int, default=0, metavar="N",
-                   help="print steps, tokens, hours and memory of a run on N GPUs; train nothing")
-    g.add_argument("--gpu_gb", type=float, default=80, metavar="GB",
-                   help="memory of a GPU that --dry_run supposes")
+    flag(g, "max_tokens", 16384, "tokens of a tree computed at once: bounds the memory")
+    flag(g, "attention", "auto", "flash: package flash-attn; torch: its varlen kernel; sdpa: a "
+         "loop; auto: the first that works here; flex: not yet run on a GPU",
+         choices=["auto", "flash", "torch", "sdpa", "flex"])
+    flag(g, "dtype", "auto", "of the computation and the saved model; weights train in fp32; "
+         "auto: bf16 on a GPU or a CPU that has it, if the model is not tiny",
+         choices=["auto", "bf16", "fp32"])
+    flag(g, "recompute", None, "1: all layers compute activations again in the backward pass; 0: "
+         "none; not given: as few as fit in the free memory", type=int, choices=[0, 1])
+    flag(g, "reshard", 1, "0: keep a layer's gathered weights for its backward pass",
+         choices=[0, 1])
+    flag(g, "replicate", 1, "copies of the model; each is spread over 1/N of the processes")
+    flag(g, "offload", 0, "1: weights and moments rest in CPU memory", choices=[0, 1])
+    flag(g, "dry_run", 0, "print steps, tokens, hours and memory of a run on N GPUs; train nothing")
+    flag(g, "gpu_gb", 80.0, "memory of a GPU that --dry_run supposes", metavar="GB")
     g = p.add_argument_group("input and --out")
-    g.add_argument("--max_length", type=int, default=16384, metavar="N",
-                   help="leave out and count turns of more tokens (prompt and action)")
+    flag(g, "max_length", 16384, "leave out and count turns of more tokens (prompt and action)")
     skip_bad_flag(g)
-    g.add_argument("--save_every", type=int, default=100, metavar="N",
-                   help="steps between checkpoints to resume from; 0: none")
-    g.add_argument("--resume", type=int, choices=[0, 1], default=0,
-                   help="1: continue the run in --out, or start it if there is none")
-    g.add_argument("--overwrite", type=int, choices=[0, 1], default=0,
-                   help="1: remove the run in --out first")
+    flag(g, "save_every", 100, "steps between checkpoints to resume from; 0: none")
+    flag(g, "resume", 0, "1: continue the run in --out, or start it if there is none",
+         choices=[0, 1])
+    flag(g, "overwrite", 0, "1: remove the run in --out first", choices=[0, 1])
 
 
 # --- messages and errors --------------------------------------------------------------------------
@@ -153,10 +150,7 @@ def fail(message):
 
 @contextlib.contextmanager
 def fail_on_error(what, hint="", part=None):
-    """Ends the program by "error: WHAT: reasonHINT" if the code inside fails.
-
-    The file or directory `part` is removed then.
-    """
+    """Ends the program by "error: WHAT: reasonHINT" if the code inside fails; removes `part`."""
     try:
         yield
     except (SystemExit, KeyboardInterrupt, GeneratorExit):
@@ -165,16 +159,17 @@ def fail_on_error(what, hint="", part=None):
         if part:
             with contextlib.suppress(OSError):
                 remove(part)
-        last_line = str(e).strip().rpartition("\n")[2].strip() or type(e).__name__
-        fail(f"{what}: {getattr(e, 'strerror', None) or last_line}{hint}")
+        last_line = str(e).strip().rpartition("\n")[2].strip()
+        reason = getattr(e, "strerror", None) or last_line or type(e).__name__
+        fail(f"{what}: {reason}{hint}")
 
 
 @contextlib.contextmanager
 def writing(path):
     """Yields path + ".part". What is written there, a file or a directory, becomes `path`.
 
-    On an error it is removed, and the program ends by one line. Of several ranks only rank 0 may
-    use it. Where all write to the directory, they do that before, under fail_on_error.
+    On an error it is removed, and the program ends. Of several ranks only rank 0 may use this: if
+    all write to a directory, they do that before, under fail_on_error.
     """
     part = path + ".part"
     with fail_on_error(f"{path} can't be written", resume_hint(), part):
@@ -200,15 +195,12 @@ def check_finite(step, **values):
 SHOW_EVERY = 10  # seconds between lines on a stderr that is no terminal
 
 
-class Lines:
+class Lines(io.TextIOBase):
     """A file for tqdm whose bar becomes lines."""
 
     def write(self, text):
         if text.strip():
             print(text.strip(), file=sys.stderr, flush=True)
-
-    def flush(self):
-        pass
 
 
 def progress(what, items=None, total=None):
@@ -260,9 +252,8 @@ def end_by_signal(number=None):
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)  # or a second line would come into this one
     if RANK == 0:
-        line = f"error: ended by {signal.Signals(number).name}{PROCESS.hint}\n"
-        if sys.stderr.isatty():
-            line = "\n" + line  # below a progress bar
+        below_a_bar = "\n" * sys.stderr.isatty()
+        line = f"{below_a_bar}error: ended by {signal.Signals(number).name}{PROCESS.hint}\n"
         with contextlib.suppress(OSError):
             os.write(2, line.encode())
     signal.signal(number, signal.SIG_DFL)
@@ -318,35 +309,10 @@ def run(main, args):
     leave_group()
 
 
-def descendants(pid=None):
-    """PIDs of all descendants of a process (default: this one)."""
-    pid = pid or os.getpid()
-    parents = {}
-    for path in glob.glob("/proc/[0-9]*/stat"):
-        with contextlib.suppress(OSError), open(path) as f:
-            child, _, rest = f.read().partition(" (")
-            parents[int(child)] = int(rest.rpartition(")")[2].split()[1])
-    family, size = {pid}, 0
-    while len(family) > size:
-        size = len(family)
-        family |= {child for child, parent in parents.items() if parent in family}
-    return family - {pid}
-
-
-def watchdog(pids):
-    """Kills these processes when this one ends, however it ends.
-
-    Returns the watchdog's process; kill that to cancel it.
-    """
-    script = 'read line; kill -9 "$@"'  # the pipe to its stdin closes when this process ends
-    return subprocess.Popen(["sh", "-c", script, "sh", *map(str, pids)], stdin=subprocess.PIPE,
-                            stderr=subprocess.DEVNULL, start_new_session=True)
-
-
 # --- JSON lines -----------------------------------------------------------------------------------
 
 # The shapes of the fields that the scripts read, where a record has them. All others pass through.
-# A shape is a type of PLAIN, [shape], or {key: shape}, where the key ... stands for any key.
+# A shape is str, int, float, [shape], or {key: shape}, where the key ... stands for any key.
 ACTION = {"content": str, "output": str, "token_ids": [int], "logprobs": [float],
           "logprob": float, "advantage": float}
 RECORD = {
@@ -356,26 +322,23 @@ RECORD = {
     "sample": int, "answer": str, "reward": float, "reward_letterbox": float,
     "tests": {...: str}, "failure": str, "meta": {"rules": str, "model_weights": str},
     "text": str}
-PLAIN = {
+TYPES = {
     str: ("text", lambda x: isinstance(x, str)),
     int: ("a whole number from 0 on", lambda x: isinstance(x, int) and 0 <= x < 2 ** 62),
-    float: ("a finite number", lambda x: isinstance(x, (int, float)) and abs(x) < 1e300)}
+    float: ("a finite number", lambda x: isinstance(x, (int, float)) and abs(x) < 1e300),
+    list: ("a list", lambda x: isinstance(x, list)),
+    dict: ("an object", lambda x: isinstance(x, dict))}
 
 
 def check_shape(value, shape, path=""):
     """Raises ValueError if a value is not of the shape; removes keys whose value is None."""
-    if isinstance(shape, type):
-        what, fits = PLAIN[shape]
-        if not fits(value):
-            raise ValueError(f"{path} is not {what}")
-    elif isinstance(shape, list):
-        if not isinstance(value, list):
-            raise ValueError(f"{path} is not a list")
+    what, fits = TYPES[shape if isinstance(shape, type) else type(shape)]
+    if not fits(value):
+        raise ValueError(f"{path} is not {what}")
+    if isinstance(shape, list):
         for i, item in enumerate(value):
             check_shape(item, shape[0], f"{path}[{i}]")
-    else:
-        if not isinstance(value, dict):
-            raise ValueError(f"{path} is not an object")
+    if isinstance(shape, dict):
         for key in list(value):
             expected = shape.get(key, shape.get(...))
             if key in shape and value[key] is None:
@@ -384,18 +347,14 @@ def check_shape(value, shape, path=""):
                 check_shape(value[key], expected, f"{path}.{key}".lstrip("."))
 
 
-def replace_surrogates(data):
-    """JSON data with U+FFFD for lone surrogates, which a model may sample and no file can hold."""
-    text = json.dumps(data, ensure_ascii=False)
-    return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-
-
 def parse_record(line, need):
     """The record in a line (bytes), with every field of `need`; ValueError says what is wrong."""
     try:
         record = json.loads(line)
         if b"\\ud" in line.lower() or b"\xed" in line:  # the ways to write a surrogate
-            record = replace_surrogates(record)
+            # U+FFFD for lone ones, which a model may sample and no file can hold
+            text = json.dumps(record, ensure_ascii=False).encode("utf-16", "surrogatepass")
+            record = json.loads(text.decode("utf-16", "replace"))
     except (ValueError, RecursionError) as e:
         raise ValueError(f"not JSON ({e}); every line must be one JSON object") from None
     if not isinstance(record, dict):
@@ -492,47 +451,44 @@ class Endpoint:
     """
 
     def __init__(self, urls, in_flight=64, timeout=120, retries=8):
-        try:
-            import openai
-        except ImportError:
-            fail("an http:// engine or human needs the openai client: pip install openai")
+        import openai
         self.timeout, self.retries = timeout, retries
-        self.homes = {}  # key: the server that answered last
-        self.errors = (openai.OpenAIError, TimeoutError, ValueError, TypeError, AttributeError,
-                       LookupError)
-        key = os.environ.get("OPENAI_API_KEY", "none")
-        self.servers = []
-        patience = openai.Timeout(timeout, connect=min(timeout, 30))
-        for url in urls.split(","):  # no retries of the client: those would be at the same server
-            client = openai.AsyncOpenAI(base_url=url, api_key=key, timeout=patience, max_retries=0)
+        self.servers, self.homes = [], {}  # homes: {key: the server that answered last}
+        options = {"api_key": os.environ.get("OPENAI_API_KEY", "none"),
+                   "timeout": openai.Timeout(timeout, connect=30),
+                   "max_retries": 0}  # those would be at the same server
+        for url in urls.split(","):
+            client = openai.AsyncOpenAI(base_url=url, **options)
             self.servers.append(SimpleNamespace(url=url, client=client, waiting=0, failures=0,
                                                 rests_until=0, room=asyncio.Semaphore(in_flight)))
 
     async def __call__(self, request, key=None):
-        """await request(client), with retries; it raises ValueError if a reply is of no use."""
+        """await request(client), with retries; it raises an error if a reply is of no use."""
         def load(server):
             rest = max(0, server.rests_until - time.monotonic())
             return rest, server is not self.homes.get(key), server.waiting
 
         for attempt in range(self.retries + 1):
             if attempt:
-                await asyncio.sleep(min(30, 0.25 * 2 ** attempt) * random.uniform(0.5, 1))
+                pause = min(30, 0.25 * 2 ** attempt)
+                await asyncio.sleep(pause * random.uniform(0.5, 1))
             server = min(self.servers, key=load)
             server.waiting += 1
             try:
                 async with server.room:
                     reply = await asyncio.wait_for(request(server.client), self.timeout)
-                server.failures = 0
-                if key is not None:
-                    self.homes[key] = server
-                return reply
-            except self.errors as e:
+            except Exception as e:
                 reason = f"{server.url}: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
                 if getattr(e, "status_code", 0) in (400, 401, 403, 404, 413, 422):
                     break  # no server would take this request
                 self.homes.pop(key, None)
                 server.failures += 1
                 server.rests_until = time.monotonic() + min(60, 2 ** server.failures - 2)
+            else:
+                server.failures = 0
+                if key is not None:
+                    self.homes[key] = server
+                return reply
             finally:
                 server.waiting -= 1
         raise EndpointError(reason)
@@ -545,11 +501,9 @@ class Endpoint:
             served = await self(names)
         except EndpointError as e:
             fail(e)
-        if wanted in served:
-            return wanted
-        if len(served) != 1:
+        if wanted not in served and len(served) != 1:
             fail(f"{self.servers[0].url} serves {', '.join(served)}: say which")
-        return served[0]
+        return wanted if wanted in served else served[0]
 
 
 # --- ranks ----------------------------------------------------------------------------------------
@@ -687,8 +641,8 @@ class Log:
         if not self.rows:
             for name in set(os.listdir(self.out)) - {"pictures"}:  # --overwrite 1
                 remove(os.path.join(self.out, name))
-        first = {"args": vars(self.args), "argv": sys.argv, "version": version(), "world": WORLD,
-                 **facts}
+        first = {"args": vars(self.args), "argv": sys.argv, "version": version(),
+                 "world": WORLD, **facts}
         rows = [row for row in self.rows if row.get("step", -1) < self.step]
         rows.append({"resumed": self.step, **first} if rows else first)
         with writing(self.path) as part, open(part, "w") as f:
@@ -701,18 +655,19 @@ class Log:
     def check_same(self, facts):
         """Fails if the run to resume had other flags or facts. Old runs may lack some."""
         first = self.rows[0]
-        values = [(f"flag --{name}", first["args"].get(name, value), value)
-                  for name, value in vars(self.args).items() if name not in self.MAY_CHANGE]
-        values += [(name, first.get(name, value), value) for name, value in facts.items()]
-        for name, before, now in values:
-            if before != now:
-                fail(f"--resume 1: {name} was {before} in the run in {self.out}, now {now}: "
-                     "it must be the same")
+        flags = {name: value for name, value in vars(self.args).items()
+                 if name not in self.MAY_CHANGE}
+        compared = ("flag --", first["args"], flags), ("", first, facts)
+        for what, had, has in compared:
+            for name, value in has.items():
+                if had.get(name, value) != value:
+                    fail(f"--resume 1: {what}{name} was {had[name]} in the run in {self.out}, now "
+                         f"{value}: it must be the same")
 
     def steps(self, what, n):
-        """Yields the steps below n that are not made yet. Meanwhile signals are only noted:
+        """Yields the steps below n that are not made yet. Meanwhile signals are only noted.
 
-        after each step look at stop_signal(), save a checkpoint and call end_by_signal().
+        After each step look at stop_signal(): save a checkpoint and call end_by_signal().
         """
         steps = range(self.step, n)
         with signals_wait():
@@ -804,7 +759,8 @@ def free_memory():
 
 def rng(*key):
     """A random.Random that is a pure function of `key`, the same on every machine and Python."""
-    return random.Random(hashlib.sha256(json.dumps(key).encode()).digest())
+    text = json.dumps(key)
+    return random.Random(hashlib.sha256(text.encode()).digest())
 
 
 def digest(x):
@@ -815,10 +771,10 @@ def digest(x):
 @functools.cache
 def version():
     """This checkout's commit ("unknown" outside git, marked if files differ) and the packages'."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"],
+    git = subprocess.run(["git", "-C", HERE, "describe", "--always", "--dirty"],
                          capture_output=True, text=True)
-    parts = [git.stdout.strip() or "unknown", "python " + ".".join(map(str, sys.version_info[:3]))]
+    python = ".".join(map(str, sys.version_info[:3]))
+    parts = [git.stdout.strip() or "unknown", f"python {python}"]
     for package in ("torch", "transformers", "vllm", "flash-attn"):
         with contextlib.suppress(PackageNotFoundError):
             parts.append(f"{package} {package_version(package)}")

@@ -199,8 +199,8 @@ async def no_engine(args, flags):
     drawn = [(ids, [round(-random_.random(), 6) for _ in ids]) for ids in drawn]
     lengths = []
 
-    async def engine(request):
-        prompt, draws = request
+    async def engine(*request):  # a prompt and its draws; older checkouts give a pair of them
+        prompt, draws = request if len(request) == 2 else request[0]
         lengths.append(len(prompt))
         await asyncio.sleep(0)
         at = rng(*draws[0]).randrange(len(drawn) - len(draws))

@@ -21,8 +21,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [HERE, os.path.dirname(HERE)]
 import colbench  # noqa: E402
 import model  # noqa: E402
-from conftest import CPU, ROOT, demos, lines, records, script  # noqa: E402
-from utils import descendants  # noqa: E402
+from conftest import CPU, ROOT, demos, descendants, lines, records, script  # noqa: E402
 
 PLAY = ["collect.py", "--model", "MODEL", "--max_tokens", 8]
 STAGES = {

@@ -1,6 +1,7 @@
 """What the tests share: running a script, a tiny untrained model, a few of its episodes."""
 import contextlib
 import functools
+import glob
 import json
 import os
 import select
@@ -94,6 +95,21 @@ def shell(command, cwd=ROOT, timeout=180):
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
     return subprocess.run(["bash", "-c", command], text=True, capture_output=True, cwd=cwd,
                           timeout=timeout, env={**CPU, "PATH": path})
+
+
+def descendants(pid=None):
+    """PIDs of all descendants of a process (default: this one)."""
+    pid = pid or os.getpid()
+    parents = {}
+    for path in glob.glob("/proc/[0-9]*/stat"):
+        with contextlib.suppress(OSError), open(path) as f:
+            child, _, rest = f.read().partition(" (")
+            parents[int(child)] = int(rest.rpartition(")")[2].split()[1])
+    family, size = {pid}, 0
+    while len(family) > size:
+        size = len(family)
+        family |= {child for child, parent in parents.items() if parent in family}
+    return family - {pid}
 
 
 def gone(pids, seconds=20):

@@ -18,8 +18,7 @@ from pathlib import Path
 import pytest
 
 import colbench as module
-import utils
-from conftest import FULL
+from conftest import FULL, descendants
 from colbench import Grader, GraderError, check_task, grade_records
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -514,7 +513,7 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(grader):
 
     def watch():
         while not stop.wait(0.2):
-            mine = utils.descendants()
+            mine = descendants()
             memory = 0
             for pid in (os.getpid(), *mine):
                 with contextlib.suppress(OSError):

@@ -24,10 +24,9 @@ import torch
 import colbench
 import model as M
 from colbench import CACHE, PAGE, Renderer, RenderError, similarity
-from conftest import ROOT, demos, gone, lines, records, script
+from conftest import ROOT, demos, descendants, gone, lines, records, script
 from test_collect_endpoints import Server, chat
 from test_readme import benchmark
-from utils import descendants
 
 pytest.importorskip("playwright", reason="no playwright (README, \"Frontend Design\")")
 SHEET = os.path.join(CACHE, "tailwind.min.css")

@@ -89,7 +89,7 @@ def players(tiny_dir, *flags):
 
 def sample(players, prompt, draws):
     async def ask():
-        return await players.engine((prompt, draws))
+        return await players.engine(prompt, draws)
     return asyncio.run(ask())
 
 

@@ -14,8 +14,7 @@ import torch
 
 import colbench
 import model as M
-from conftest import CPU, ROOT, gone, lines, nucleus, records, script
-from utils import descendants
+from conftest import CPU, ROOT, descendants, gone, lines, nucleus, records, script
 
 pytest.importorskip("vllm", reason="vllm is not installed (its CPU build: see .ci/run)")
 FAST = {**CPU, "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1",

@@ -257,19 +257,22 @@ def test_earlier_results_make_one_table(tmp_path):
 
 @pytest.mark.full
 def test_plot_draws_curves_with_intervals_and_level_lines(tmp_path, monkeypatch):
-    pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed")
+    figures = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed")
     files = {name: [episode(t, float(i < solved)) for i, t in enumerate("abcd")]
              for name, solved in (("base", 1), ("c1", 2), ("c4", 4), ("c2", 3))}
     systems = ["base.jsonl", "critic@4=c4.jsonl", "critic@1=c1.jsonl", "critic@2=c2.jsonl"]
     run(tmp_path, *systems, "--plot", "f.png", **files)
     assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"
-    monkeypatch.setattr(pyplot, "close", lambda figure: None)
+    saved, save = [], figures.Figure.savefig
+    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *to, **how: (
+        saved.append(figure), save(figure, *to, **how)))
     results, _ = run(tmp_path, *systems)
     evaluate.plot(results, str(tmp_path / "g.png"))
-    level, curve = pyplot.gcf().axes[0].lines
+    (figure,) = saved
+    level, curve = figure.axes[0].lines
     assert level.get_label() == "base" and curve.get_label() == "critic"
     assert list(level.get_ydata()) == [25, 25]
     assert list(curve.get_xdata()) == [1, 2, 4] and list(curve.get_ydata()) == [50, 75, 100]
     low, high = np.array([r["success_95"] for r in results if r["system"] == "critic@1"][0]) * 100
-    band = pyplot.gcf().axes[0].collections[0].get_paths()[0].vertices
+    band = figure.axes[0].collections[0].get_paths()[0].vertices
     assert {y for x, y in band if x == 1} == {low, high}

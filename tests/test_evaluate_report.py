@@ -12,6 +12,8 @@ sync_api = pytest.importorskip("playwright.sync_api", reason=NO_BROWSER)
 BROWSER = next(filter(None, map(shutil.which, colbench.BROWSERS)), None)
 if not BROWSER:
     pytest.skip(NO_BROWSER, allow_module_level=True)
+LISTED = ".task:not([hidden]) > summary b"  # the names of the tasks in the list
+OPEN = ".task[open] main"  # what is shown beside it
 HOSTILE = ("</script><script>document.title = 'owned'</script></template>"
            "<img src=x onerror=\"document.title = 'owned'\"><!--")
 
@@ -61,19 +63,21 @@ def test_the_report_shows_conversations_candidates_and_verdicts_side_by_side(tmp
     base = [first, episode(1, 0.0), {**episode(1, 1.0, said="the other sample"), "sample": 1}]
     sweet = [episode(0, 1.0, said="it is twelve"), episode(2, 1.0)]
     report(tmp_path, tab, base=base, sweet=sweet)
-    assert texts(tab, "li b") == ["write f0", "write f1", "write f2"]
-    assert texts(tab, "li span") == ["0", "100", "50", "-", "-", "100"]
-    assert texts(tab, "main h3") == ["t0", "hidden reference", "base", "sweet"]
-    assert texts(tab, ".episode > summary") == [
+    assert texts(tab, LISTED) == ["write f0", "write f1", "write f2"]
+    assert texts(tab, ".task > summary span") == ["0", "100", "50", "-", "-", "100"]
+    assert texts(tab, f"{OPEN} h3") == ["t0", "hidden reference", "base", "sweet"]
+    assert texts(tab, f"{OPEN} .episode > summary") == [
         "episode 0: reward 0.000", "episode 0: reward 1.000"]
-    assert texts(tab, ".pass") == ["a: pass"] and texts(tab, ".fail") == ["a: wrong value"]
-    assert "def f0(): return 0" in texts(tab, "main pre")  # the reference and both answers
+    assert texts(tab, f"{OPEN} .pass") == ["a: pass"]
+    assert texts(tab, f"{OPEN} .fail") == ["a: wrong value"]
+    assert "def f0(): return 0" in texts(tab, f"{OPEN} pre")  # the reference and both answers
     tab.get_by_text("3 candidates").click()
-    shown = [t for t in texts(tab, "details[open] details[open] pre") if "candidate" in t]
+    shown = [t for t in texts(tab, f"{OPEN} .episode details[open] pre") if "candidate" in t]
     assert shown == ["candidate 0.25", "candidate 0.0", "candidate -0.5"]
     red, green = (border(tab, text) for text in ("candidate -0.5", "candidate 0.25"))
     assert red[0] > red[1] and green[1] > green[0]
-    tab.locator("li").nth(1).click()
+    tab.locator(LISTED).nth(1).click()
+    assert texts(tab, f"{OPEN} h3") == ["t1", "hidden reference", "base"]
     other = tab.get_by_text("the other sample")
     assert not other.is_visible()
     tab.get_by_text("episode 1: reward 1.000").click()
@@ -90,7 +94,7 @@ def border(tab, text):
 def test_search_and_outcomes(tmp_path, tab):
     report(tmp_path, tab, base=[episode(0, 0.0), episode(1, 0.0), episode(2, 1.0)],
            sweet=[episode(0, 1.0, said='it is "twelve"\n'), episode(1, 0.0), episode(2, 1.0)])
-    left = lambda: texts(tab, "li b")
+    left = lambda: texts(tab, LISTED)
     found = {"TWELVE": [0], '"twelve"': [0], "return 1": [1], "nowhere": [], "": [0, 1, 2]}
     for words, found in found.items():
         tab.fill("#search", words)
@@ -99,7 +103,7 @@ def test_search_and_outcomes(tmp_path, tab):
     for outcome, found in outcomes.items():
         tab.select_option("#outcome", outcome)
         assert left() == [f"write f{i}" for i in found]
-        assert f"{len(found)} of 3 tasks" in tab.inner_text("#count")
+        assert f"{len(found)} of 3 tasks" in tab.inner_text("header")
 
 
 def test_what_a_model_wrote_is_never_markup(tmp_path, tab):
@@ -109,17 +113,17 @@ def test_what_a_model_wrote_is_never_markup(tmp_path, tab):
     r["task"] |= {"problem_description": HOSTILE, "ground_truth": HOSTILE, "id": HOSTILE}
     report(tmp_path, tab, **{"base": [r]})
     tab.get_by_text("1 candidates").click()
-    assert tab.title() == "Episodes" and tab.locator("img, main script").count() == 0
-    assert texts(tab, "li b") == [HOSTILE[:90]] and texts(tab, "main pre").count(HOSTILE) >= 5
+    assert tab.title() == "Episodes" and tab.locator("img, nav script").count() == 0
+    assert texts(tab, LISTED) == [HOSTILE[:90]] and texts(tab, f"{OPEN} pre").count(HOSTILE) >= 5
 
 
 @pytest.mark.full
 def test_two_thousand_episodes(tmp_path, tab):
     many = [episode(i % 1000, float(i % 3 == 0), said=f"message {i} " * 50) for i in range(2000)]
     report(tmp_path, tab, base=many[:1000], sweet=many[1000:])
-    assert tab.locator("li").count() == 1000
+    assert tab.locator(LISTED).count() == 1000
     tab.fill("#search", "message 1999 ")
-    assert texts(tab, "li b") == ["write f999"]
+    assert texts(tab, LISTED) == ["write f999"]
 
 
 def test_pages_are_shown_as_pictures(tmp_path, tab):
@@ -132,7 +136,8 @@ def test_pages_are_shown_as_pictures(tmp_path, tab):
     report(tmp_path, tab, base=play("<html><h1>My Shop</h1></html>"),
            rft=play("<html><h1>A Shop</h1></html>"),
            none=play("", failure="no page"))
-    sources = tab.locator("main img").evaluate_all("all => all.map(e => [e.src, e.naturalWidth])")
+    pictures = tab.locator(f"{OPEN} img")
+    sources = pictures.evaluate_all("all => all.map(e => [e.src, e.naturalWidth])")
     assert [width for _, width in sources] == [480] * 3
     reference, base, rft = (src for src, _ in sources)
     assert reference == rft != base and texts(tab, ".fail") == ["no page"]

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import colbench
 import utils
-from conftest import CPU, ROOT, lines, records, script, shell
+from conftest import CPU, ROOT, descendants, lines, records, script, shell
 from test_readme import SCRIPTS
 
 KILLS, SEED = int(os.environ.get("KILLS", 6)), os.environ.get("FAULT_SEED", "0")
@@ -644,7 +644,7 @@ def test_nothing_listens_on_the_network(command, scored, tasks, tiny_dir, tmp_pa
             while not log.exists() or log.stat().st_size < 2000:
                 assert p.poll() is None
                 time.sleep(0.01)
-        addresses = [a for pid in (p.pid, *utils.descendants(p.pid)) for a in listening(pid)]
+        addresses = [a for pid in (p.pid, *descendants(p.pid)) for a in listening(pid)]
         p.kill()
     assert all(a.startswith("0100007F:") for a in addresses), addresses  # 127.0.0.1
 
