@@ -1236,8 +1236,8 @@ def serve(paths, bpf, blind, modules, memory):
 # fork server: end
 
 
-IMPORTS = """import contextlib, ctypes, gc, json, numbers, operator, os, re, resource, signal, socket
-import struct, symtable, sys, textwrap, types
+IMPORTS = """import contextlib, ctypes, gc, json, numbers, operator, os, re, resource, signal
+import socket, struct, symtable, sys, textwrap, types
 """
 COMMON = """_strptime array bisect base64 calendar collections.abc contextlib copy csv dataclasses
 difflib enum functools hashlib heapq html inspect io ipaddress itertools math numbers numpy
