@@ -124,6 +124,7 @@ def test_flops_and_memory_are_those_of_a_step(recompute):
         assert gb["activations"] * 1e9 == pytest.approx(kept, rel=0.15)
 
 
+@pytest.mark.full
 def test_as_many_layers_are_recomputed_as_must_be():
     """Bit for bit the same gradients in any room; what autograd keeps fits in it."""
     turns = [(20 * prompt, 10 * action) for prompt, action in some_turns()]
