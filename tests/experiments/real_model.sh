@@ -9,8 +9,8 @@
 set -euo pipefail
 SEED=${SEED:-0}
 MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}
-DEMOS=${DEMOS:-1000}  # scripted episodes that warm the model up
-TASKS=${TASKS:-160}   # tasks to learn from, EPISODES of each
+DEMOS=${DEMOS:-700}   # scripted episodes that warm the model up
+TASKS=${TASKS:-120}   # tasks to learn from, EPISODES of each
 EPISODES=${EPISODES:-4}
 SHARE=${SHARE:-0.25}  # of the episodes that get CANDIDATES at every turn
 CANDIDATES=${CANDIDATES:-12}
@@ -19,6 +19,8 @@ DRAWS=${DRAWS:-1}
 . .venv/bin/activate
 R=${R:-runs/real$SEED}
 mkdir -p $R
+bf16() { grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; }
+DTYPE=$(bf16 && echo bf16 || echo fp32)  # of sampling; the trainers choose by themselves
 
 stage() {  # FILE COMMAND: the command's stdout, if it is not there yet
   if [ -e $1 ]; then return; fi
@@ -33,7 +35,7 @@ halves() {  # NAME MODEL TASKS [FLAGS]: two processes of one thread, each plays 
   for half in 0 1; do
     awk "NR % 2 == $half" $R/$3.jsonl |
       OMP_NUM_THREADS=1 python collect.py --max_turns 6 --max_tokens 128 --seed $SEED \
-          --model $2 --resume $R/$1.$half "${@:4}" >> $R/$1.$half & jobs+=($!)
+          --dtype $DTYPE --model $2 --resume $R/$1.$half "${@:4}" >> $R/$1.$half & jobs+=($!)
   done
   wait ${jobs[0]} && wait ${jobs[1]} && cat $R/$1.0 $R/$1.1
 }
@@ -42,14 +44,17 @@ fit() {  # NAME MODEL [FLAGS]: a policy, of stdin's records
   stage $R/$1.json python train_policy.py --seed $SEED --save_every 50 --resume 1 --out $R/$1 \
       --model $2 "${@:3}"
 }
-critic() {  # [FLAGS]
+critic() {  # starts as what the base makes of the hidden information
   stage $R/scored.jsonl python train_critic.py --seed $SEED --save_every 50 --resume 1 \
-      --out $R/critic --model $R/base --beta 1 --nll_coef 0.3 --lr 6e-5 "$@"
+      --out $R/critic --model $R/base --ref_context agent --beta 1 --nll_coef 0.3 \
+      --lr 8e-5 --pairs all --margin 0.3 --epochs 1
 }
-mtdpo() { fit "$@" --loss mtdpo --beta 0.3 --nll_coef 3 --lr 3e-5 < $R/train.jsonl; }
+mtdpo() {
+  fit "$@" --loss mtdpo --beta 0.3 --nll_coef 3 --lr 3e-5 --epochs 2 < $R/train.jsonl
+}
 sweet() {
-  fit "$@" --beta 1 --nll_coef 0.3 --lr 3e-5 --batch_size 16 --pairs_per_turn 2 \
-      --mix 0.25 --prior 0.1 --balance 1 < $R/scored.jsonl
+  fit "$@" --beta 1 --nll_coef 0.3 --lr 3e-5 --batch_size 16 --group_by trajectory \
+      --pairs_per_turn 2 --mix 0.25 --prior 0.1 --balance 1 < $R/scored.jsonl
 }
 
 export OMP_NUM_THREADS=2
@@ -58,7 +63,7 @@ fit base $MODEL --loss rft --all 1 --lr 4e-4 --epochs 1 --batch_size 8 < $R/demo
 tasks tasks $TASKS
 play train $R/base tasks -k $EPISODES --candidates $CANDIDATES --candidates_share $SHARE
 critic < $R/train.jsonl
-fit rft $R/base --loss rft --lr 5e-5 --batch_size 16 < $R/train.jsonl
+fit rft $R/base --loss rft --lr 5e-5 --batch_size 16 --epochs 3 < $R/train.jsonl
 mtdpo mtdpo $R/base
 mtdpo mtdpo_from_rft $R/rft
 sweet sweet $R/base
