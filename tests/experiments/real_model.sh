@@ -49,6 +49,7 @@ critic() {  # starts as what the base makes of the hidden information
       --out $R/critic --model $R/base --ref_context agent --beta 1 --nll_coef 0.3 \
       --lr 8e-5 --pairs all --margin 0.3 --epochs 1
 }
+rft() { fit "$@" --loss rft --lr 5e-5 --batch_size 16 --epochs 3 < $R/train.jsonl; }
 mtdpo() {
   fit "$@" --loss mtdpo --beta 0.3 --nll_coef 3 --lr 3e-5 --epochs 2 < $R/train.jsonl
 }
@@ -63,15 +64,16 @@ fit base $MODEL --loss rft --all 1 --lr 4e-4 --epochs 1 --batch_size 8 < $R/demo
 tasks tasks $TASKS
 play train $R/base tasks -k $EPISODES --candidates $CANDIDATES --candidates_share $SHARE
 critic < $R/train.jsonl
-fit rft $R/base --loss rft --lr 5e-5 --batch_size 16 --epochs 3 < $R/train.jsonl
+rft rft $R/base
+rft rft_from_rft $R/rft
 mtdpo mtdpo $R/base
 mtdpo mtdpo_from_rft $R/rft
 sweet sweet $R/base
 sweet sweet_from_rft $R/rft
 
 tasks tests $TESTS --split test
-systems="rft mtdpo_from_rft sweet_from_rft sweet mtdpo base"
+systems="rft rft_from_rft mtdpo_from_rft sweet_from_rft sweet mtdpo base"
 for m in $systems; do play test-$m $R/$m tests -k $DRAWS; done
 table() { python evaluate.py $(for m in "$@"; do echo $m=$R/test-$m.jsonl; done); }
 table $systems > $R/results.jsonl  # differences to RFT, the first
-table mtdpo_from_rft sweet_from_rft >> $R/results.jsonl
+for m in rft_from_rft mtdpo_from_rft; do table $m sweet_from_rft; done >> $R/results.jsonl
