@@ -17,6 +17,8 @@ logratio    eq. 3
 regression  a linear head on the mean hidden state of (c, o_t, a_t); eq. 2 without the NLL
 value       a linear head's logit that the trajectory succeeds, trained by cross-entropy on
             every turn of the pairs
+teacher     mean log pi_ref(a|c,o) - mean log pi_ref(a|o): what c says of the action to the
+            untrained model
 
 A --model with vision (Qwen2-VL, Qwen2.5-VL) reads the pages of frontend tasks as pictures.
 
@@ -37,7 +39,8 @@ import sys
 from colbench import (agent_messages, answers, browser_flags, draw_pages, environment,
                       hidden_information, needs, task_id, with_hidden)
 
-HEADS = "logratio", "regression", "value"
+HEADS = "logratio", "regression", "value", "teacher"
+LINEAR = "regression", "value"  # those with a head of their own
 NORMALIZE = "turn", "trajectory", "none"
 
 
@@ -72,7 +75,10 @@ def get_args(argv=None):
     flag(g, "seed", 0, "of the order and of what is held out")
     machine_flags(p)
     browser_flags(p)
-    return p.parse_args(argv)
+    args = p.parse_args(argv)
+    if args.head == "teacher":  # pi is pi_ref with c in its prompt: no step
+        args.hidden_info, args.ref_context, args.epochs, args.held_out = 1, "agent", 0, 0
+    return args
 
 
 if __name__ == "__main__":
@@ -147,7 +153,7 @@ def critic_turns(critic, tokenizer, task, history, actions, thinking=0, pictures
         return tuple(render(tokenizer, as_read(history, hidden, picture_ids), thinking))
 
     def ids_of(action):
-        if critic["head"] == "logratio":
+        if critic["head"] not in LINEAR:
             return action_ids(tokenizer, action)
         picture = picture_ids(raw_text(action)) if pictures else ()
         return action_ids(tokenizer, action, False, picture)
@@ -269,7 +275,7 @@ def prepare(args, records):
         pictures = Pictures(path, config, args.picture_tokens, files)
     ref_of, too_long = add_turns(vars(args), tokenizer, records, args.max_length, pictures)
     pairs = trajectory_pairs(records, args.pairs, args.margin)
-    if not pairs:
+    if not pairs and args.head != "teacher":
         fail(f"no pairs in {len(records)} trajectories: no task has a solved and a worse one "
              "(--pairs all --margin 0 takes whatever differs; collect.py -k draws more per task)")
     draws = {task: rng("held out", args.seed, task).random() for task in pairs}
@@ -278,7 +284,7 @@ def prepare(args, records):
         task = min(draws, key=draws.get)
         held[task] = pairs[task]
     train = {task: pairs[task] for task in pairs if task not in held}
-    if not train:
+    if pairs and not train:
         fail(f"--held_out {args.held_out} keeps all {len(held)} tasks with pairs out of training")
     return ref_of, train, held, too_long, pictures
 
@@ -299,7 +305,7 @@ def load_critic(folder, device, *how, **options):
     for name, known in (("head", HEADS), ("normalize", NORMALIZE)):
         if critic[name] not in known:
             fail(f"the critic in {folder} is of --{name} {critic[name]}, which is not known here")
-    has_head = critic["head"] != "logratio"
+    has_head = critic["head"] in LINEAR
     path, tokenizer, config = find_model(folder)
     models = [load(path, device, *how, head=has_head, **options)[0]]
     if not has_head:
@@ -372,7 +378,7 @@ def main(args):
              for batch in batches(groups, args.batch_size, args.seed, epoch)]
     config = find_model(args.model)[2]
     if args.dry_run:
-        reference = ref_turns if args.head == "logratio" else []
+        reference = ref_turns if args.head not in LINEAR else []
         return emit(dry_run(args, config, steps, reference, turns))
     log.begin(steps=len(steps), pairs=sum(map(len, groups)), tasks=len(groups), too_long=too_long,
               held_out_pairs=sum(map(len, held.values())),
@@ -382,7 +388,7 @@ def main(args):
               model_weights=base_digest(args.model))
     tell_repetition(steps, args.max_tokens)
 
-    model, tokenizer = load(args.model, device, args.attention, head=args.head != "logratio",
+    model, tokenizer = load(args.model, device, args.attention, head=args.head in LINEAR,
                             **load_options(args, device))
     model.pictures = pictures
     ref = dict(zip(turns, reference_logps(model, ref_turns, args.max_tokens, args.out)))
@@ -397,7 +403,7 @@ def main(args):
         if args.head == "value":
             return value_loss(chosen, rejected)
         ref_chosen, ref_rejected = ([ref[turn] for turn in side] for side in pair[:2])
-        nll_coef = args.nll_coef if args.head == "logratio" else 0  # a regression has no likelihood
+        nll_coef = 0 if args.head in LINEAR else args.nll_coef  # a regression has no likelihood
         return critic_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, nll_coef,
                            args.normalize)
 

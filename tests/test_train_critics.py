@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 import colbench
 import model as M
+import train_critic as tc
 from conftest import critic_turns, lines, records, script
 
 
@@ -127,3 +128,31 @@ def test_a_small_share_still_holds_one_task_out(rewarded, tiny_dir, tmp_path):
     pairs, tasks, accuracy = held[0]
     assert (pairs, accuracy) == (0, None)
     assert held[0.001][0] > 0 and held[0.001][1] == tasks - 1 and held[0.001][2] in (0, 1)
+
+
+def test_the_teacher_is_the_model_with_hidden_information_less_without(rewarded, tiny_dir,
+                                                                       tmp_path):
+    for r in rewarded:
+        r["reward"] = 0  # it needs no pairs
+    flags = ["train_critic.py", "--out", tmp_path / "c"]
+    done = script(*flags, "--model", tiny_dir, "--head", "teacher", stdin=rewarded)
+    assert done.returncode == 0, done.stderr
+    model, tokenizer = M.load(tiny_dir)
+    reads, largest = {"head": "logratio", "ref_context": "agent"}, 0
+    for r in records(done.stdout):
+        for t, message in enumerate(r["dialogue_history"]):
+            if message["role"] == "user":
+                continue
+            actions = [message, *message["candidates"]]
+            with_c, without = (
+                tc.critic_turns({**reads, "hidden_info": c}, tokenizer, r["task"],
+                                r["dialogue_history"][:t], actions) for c in (1, 0))
+            for action, (turn, _), (ref, _) in zip(actions, with_c, without, strict=True):
+                p, q = M.action_logps(model, [turn, ref])
+                assert action["advantage"] == pytest.approx((p - q).mean().item(), abs=1e-4)
+                largest = max(largest, abs(action["advantage"]))
+    assert largest > 1e-3
+    again = script(*flags, "--score", 1, stdin=rewarded)
+    for r, s in zip(records(done.stdout), records(again.stdout), strict=True):
+        for m, n in zip(colbench.agent_messages(r), colbench.agent_messages(s), strict=True):
+            assert m["advantage"] == pytest.approx(n["advantage"], abs=1e-4)

@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# The method on a real language model, on two CPU cores: one seed in two hours at most.
+#
+#   bash tests/experiments/real_model.sh     # from the repo's root, after the quickstart's install
+#   SEED=1 MODEL=DIR bash tests/experiments/real_model.sh
+#
+# Everything goes to runs/real$SEED; the tables to stderr and to results.jsonl there. Killed and
+# started again, it goes on where it was. RESULTS.md says how the settings were chosen.
+set -euo pipefail
+SEED=${SEED:-0}
+MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}
+DEMOS=${DEMOS:-700}   # scripted episodes that warm the model up
+TASKS=${TASKS:-120}   # tasks to learn from, EPISODES of each
+EPISODES=${EPISODES:-4}
+SHARE=${SHARE:-0.25}  # of the episodes that get CANDIDATES at every turn
+CANDIDATES=${CANDIDATES:-12}
+TESTS=${TESTS:-300}   # test tasks, DRAWS episodes of each
+DRAWS=${DRAWS:-1}
+. .venv/bin/activate
+R=${R:-runs/real$SEED}
+mkdir -p $R
+dtype=()  # of sampling; the trainers choose by themselves
+if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then dtype=(--dtype bf16); fi
+
+stage() {  # FILE COMMAND: the command's stdout, if it is not there yet
+  if [ -e $1 ]; then return; fi
+  echo "$(date +%T) $1" >&2
+  "${@:2}" > $1.part && mv $1.part $1
+}
+tasks() {  # NAME N [FLAGS]
+  stage $R/$1.jsonl python colbench.py tasks --kind english --seed $SEED --n $2 "${@:3}"
+}
+halves() {  # NAME MODEL TASKS [FLAGS]: two processes of one thread, each plays half of the tasks
+  local half jobs=()
+  for half in 0 1; do
+    awk "NR % 2 == $half" $R/$3.jsonl |
+      OMP_NUM_THREADS=1 python collect.py --max_turns 6 --max_tokens 128 --seed $SEED \
+          "${dtype[@]}" --model $2 --resume $R/$1.$half "${@:4}" >> $R/$1.$half & jobs+=($!)
+  done
+  wait ${jobs[0]} && wait ${jobs[1]} && cat $R/$1.0 $R/$1.1
+}
+play() { stage $R/$1.jsonl halves "$@"; }
+fit() {  # NAME MODEL [FLAGS]: a policy, of stdin's records
+  stage $R/$1.json python train_policy.py --seed $SEED --save_every 50 --resume 1 --out $R/$1 \
+      --model $2 "${@:3}"
+}
+critic() {  # starts as what the base makes of the hidden information
+  stage $R/scored.jsonl python train_critic.py --seed $SEED --save_every 50 --resume 1 \
+      --out $R/critic --model $R/base --ref_context agent --beta 1 --nll_coef 0.3 \
+      --lr 8e-5 --pairs all --margin 0.3 --epochs 1
+}
+rft() { fit "$@" --loss rft --lr 5e-5 --batch_size 16 --epochs 3 < $R/train.jsonl; }
+mtdpo() {
+  fit "$@" --loss mtdpo --beta 0.3 --nll_coef 3 --lr 3e-5 --epochs 2 < $R/train.jsonl
+}
+sweet() {
+  fit "$@" --beta 1 --nll_coef 0.3 --lr 3e-5 --batch_size 16 --group_by trajectory \
+      --pairs_per_turn 2 --mix 0.25 --prior 0.1 --balance 1 < $R/scored.jsonl
+}
+
+export OMP_NUM_THREADS=2
+stage $R/demos.jsonl python colbench.py demos --kind english --seed $SEED --n $DEMOS
+fit base $MODEL --loss rft --all 1 --lr 4e-4 --epochs 1 --batch_size 8 < $R/demos.jsonl
+tasks tasks $TASKS
+play train $R/base tasks -k $EPISODES --candidates $CANDIDATES --candidates_share $SHARE
+critic < $R/train.jsonl
+rft rft $R/base
+rft rft_from_rft $R/rft
+mtdpo mtdpo $R/base
+mtdpo mtdpo_from_rft $R/rft
+sweet sweet $R/base
+sweet sweet_from_rft $R/rft
+
+tasks tests $TESTS --split test
+systems="rft rft_from_rft mtdpo_from_rft sweet_from_rft sweet mtdpo base"
+for m in $systems; do play test-$m $R/$m tests -k $DRAWS; done
+table() { python evaluate.py $(for m in "$@"; do echo $m=$R/test-$m.jsonl; done); }
+table $systems > $R/results.jsonl  # differences to RFT, the first
+for m in rft_from_rft mtdpo_from_rft; do table $m sweet_from_rft; done >> $R/results.jsonl
