@@ -300,6 +300,51 @@ def test_two_values_are_equal_where_python_says_so():
     assert not differ, differ
 
 
+GUISES = [  # equal values each
+    ["1", "1.0", "True", "fractions.Fraction(1)", "decimal.Decimal('1.0')", "1+0j"],
+    ["0", "-0.0", "False", "decimal.Decimal('0E-9')"], ["0.5", "fractions.Fraction(1, 2)"],
+    ["2**70", "2.0**70", "decimal.Decimal(2**70)"], ["-3", "-3.0"], ["'a'"], ["''"], ["None"],
+    ["b'a'"], ["math.inf", "decimal.Decimal('Infinity')"], ["range(0)", "range(5, 1)"],
+    ["range(1, 6, 2)", "range(1, 7, 2)"], ["datetime.timedelta(1)", "datetime.timedelta(hours=24)"],
+    ["datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc)",
+     "datetime.datetime(2024, 1, 2, 3, tzinfo=datetime.timezone(datetime.timedelta(hours=3)))"],
+    ["datetime.datetime(2024, 1, 2)"], ["(1, 2)", "(True, 2.0)"]]
+
+
+def two_alike(r, depth, hashable=False):
+    """The texts of two values: each part of the second is equal to the first's, or now and then
+    another."""
+    if depth == 0 or r.random() < 0.2:
+        of_first = r.choice(GUISES)
+        of_second = of_first if r.random() < 0.97 else r.choice(GUISES)
+        return r.choice(of_first), r.choice(of_second)
+    kind = r.choice(["tuple", "frozenset"] + ["list", "set", "dict", "deque"] * (not hashable))
+    n = r.randrange(4)
+    parts = [two_alike(r, depth - 1, hashable or kind in ("set", "frozenset")) for _ in range(n)]
+    keys = [two_alike(r, depth - 1, True) for _ in range(n)]
+    texts = []
+    for side in 0, 1:
+        items = [part[side] for part in parts]
+        if kind == "dict":
+            items = [f"({key[side]}, {item})" for key, item in zip(keys, items)]
+        if kind in ("dict", "set", "frozenset"):
+            r.shuffle(items)
+        opening = {"deque": "collections.deque", "set": r.choice(["set", "frozenset"])}
+        texts.append(f"{opening.get(kind, kind)}([{', '.join(items)}])")
+    return texts
+
+
+def test_generated_values_are_equal_where_python_says_so():
+    r, equal, n = random.Random(f"values {SEED}"), 0, N // 2
+    for _ in range(n):
+        a, b = two_alike(r, r.choice([1, 2, 3]))
+        x, y = eval(a, dict(SPACE)), eval(b, dict(SPACE))
+        if x is not None:
+            assert same(x, y) == (x == y), (a, b)
+            equal += x == y
+    assert 0.1 * n < equal < 0.95 * n
+
+
 def test_a_subclass_of_dict_counts_as_a_dict():
     """Where == of OrderedDicts sees their order and that of Counters overlooks zeros."""
     one, two = collections.OrderedDict(a=1, b=2), collections.OrderedDict(b=2, a=1)
