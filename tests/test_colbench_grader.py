@@ -512,7 +512,7 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(grader):
     hostile = [*ATTACKS.values(), *(answer for answer, ends in MISCHIEF.values() if ends)]
 
     def watch():
-        while not stop.wait(0.2):
+        while not sizes or not stop.wait(0.1):
             mine = descendants()
             memory = 0
             for pid in (os.getpid(), *mine):
