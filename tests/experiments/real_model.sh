@@ -4,18 +4,21 @@
 #   bash tests/experiments/real_model.sh     # from the repo's root, after the quickstart's install
 #   SEED=1 MODEL=DIR bash tests/experiments/real_model.sh
 #
-# Everything goes to runs/real$SEED; the tables to stderr and to results.jsonl there. Killed and
-# started again, it goes on where it was. RESULTS.md says how the settings were chosen.
+# The first table compares the warmed-up base with RFT, after about half an hour; the next ones all
+# methods. Everything goes to runs/real$SEED; the tables to stderr and to *.results there, the times
+# of the stages to times. Killed and started again, it goes on where it was. RESULTS.md says how
+# the settings were chosen.
 set -euo pipefail
 SEED=${SEED:-0}
 MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}
 DEMOS=${DEMOS:-700}   # scripted episodes that warm the model up
 TASKS=${TASKS:-120}   # tasks to learn from, EPISODES of each
+USUAL=${USUAL:-0.3}   # probability of a number that a guess names; the base solves a fifth then
 EPISODES=${EPISODES:-4}
 SHARE=${SHARE:-0.25}  # of the episodes that get CANDIDATES at every turn
 CANDIDATES=${CANDIDATES:-12}
 TESTS=${TESTS:-300}   # test tasks, DRAWS episodes of each
-DRAWS=${DRAWS:-1}
+DRAWS=${DRAWS:-2}
 . .venv/bin/activate
 R=${R:-runs/real$SEED}
 mkdir -p $R
@@ -24,11 +27,14 @@ if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then dtype=(--dtype bf16); fi
 
 stage() {  # FILE COMMAND: the command's stdout, if it is not there yet
   if [ -e $1 ]; then return; fi
+  local start=$SECONDS
   echo "$(date +%T) $1" >&2
   "${@:2}" > $1.part && mv $1.part $1
+  echo "$((SECONDS - start)) s  $1" | tee -a $R/times >&2
 }
 tasks() {  # NAME N [FLAGS]
-  stage $R/$1.jsonl python colbench.py tasks --kind english --seed $SEED --n $2 "${@:3}"
+  stage $R/$1.jsonl python colbench.py tasks --kind english --seed $SEED --usual $USUAL \
+      --n $2 "${@:3}"
 }
 halves() {  # NAME MODEL TASKS [FLAGS]: two processes of one thread, each plays half of the tasks
   local half jobs=()
@@ -58,22 +64,26 @@ sweet() {
       --pairs_per_turn 2 --mix 0.25 --prior 0.1 --balance 1 < $R/scored.jsonl
 }
 
+table() {  # NAME SYSTEMS: differences are to the first system
+  local m systems=()
+  for m in "${@:2}"; do systems+=($m=$R/test-$m.jsonl); done
+  python evaluate.py "${systems[@]}" > $R/$1.results
+}
+
 export OMP_NUM_THREADS=2
 stage $R/demos.jsonl python colbench.py demos --kind english --seed $SEED --n $DEMOS
 fit base $MODEL --loss rft --all 1 --lr 4e-4 --epochs 1 --batch_size 8 < $R/demos.jsonl
 tasks tasks $TASKS
 play train $R/base tasks -k $EPISODES --candidates $CANDIDATES --candidates_share $SHARE
-critic < $R/train.jsonl
 rft rft $R/base
-rft rft_from_rft $R/rft
-mtdpo mtdpo $R/base
-mtdpo mtdpo_from_rft $R/rft
-sweet sweet $R/base
-sweet sweet_from_rft $R/rft
-
 tasks tests $TESTS --split test
-systems="rft rft_from_rft mtdpo_from_rft sweet_from_rft sweet mtdpo base"
-for m in $systems; do play test-$m $R/$m tests -k $DRAWS; done
-table() { python evaluate.py $(for m in "$@"; do echo $m=$R/test-$m.jsonl; done); }
-table $systems > $R/results.jsonl  # differences to RFT, the first
-for m in rft_from_rft mtdpo_from_rft; do table $m sweet_from_rft; done >> $R/results.jsonl
+for m in base rft; do play test-$m $R/$m tests -k $DRAWS; done
+table rft base rft
+
+critic < $R/train.jsonl
+sweet sweet_from_rft $R/rft
+mtdpo mtdpo_from_rft $R/rft
+rft rft_from_rft $R/rft
+for m in sweet mtdpo rft; do play test-${m}_from_rft $R/${m}_from_rft tests -k $DRAWS; done
+table all rft base rft_from_rft mtdpo_from_rft sweet_from_rft
+for m in rft_from_rft mtdpo_from_rft; do table sweet_and_$m $m sweet_from_rft; done
