@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+MAKE = os.path.join(ROOT, "..", "shared", "models", "make.sh")  # makes SmolLM2-135M-Instruct
 sys.path.insert(0, ROOT)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 

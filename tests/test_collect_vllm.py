@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -14,7 +15,7 @@ import torch
 
 import colbench
 import model as M
-from conftest import CPU, ROOT, descendants, gone, lines, nucleus, records, script
+from conftest import CPU, MAKE, ROOT, descendants, gone, lines, nucleus, records, script
 
 pytest.importorskip("vllm", reason="vllm is not installed (its CPU build: see .ci/run)")
 FAST = {**CPU, "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -39,21 +40,20 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def servers(tiny_dir, tmp_path_factory):
-    """[(process, url)] of two vLLM servers of the tiny model."""
+def serve(models, folder):
+    """[(process, url)] of a vLLM server for each model."""
     out = []
-    for i in range(2):
+    for i, model in enumerate(models):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         flags = ["--host", "127.0.0.1", "--port", port, "--dtype", "float32",
                  "--max-model-len", 2048, "--enforce-eager", "--no-enable-chunked-prefill",
-                 "--kv-cache-memory-bytes", 1 << 26, "--generation-config", "vllm",
+                 "--kv-cache-memory-bytes", 1 << 28, "--generation-config", "vllm",
                  "--logprobs-mode", "processed_logprobs", "--uvicorn-log-level", "warning"]
-        with open(tmp_path_factory.mktemp("server") / "log", "w") as log:
+        with open(folder / f"log{i}", "w") as log:
             server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-            process = subprocess.Popen([*server, "--model", tiny_dir, *map(str, flags)],
+            process = subprocess.Popen([*server, "--model", model, *map(str, flags)],
                                        stdout=log, stderr=log, env=FAST, start_new_session=True)
             out.append((process, f"http://127.0.0.1:{port}", log.name))
     end = time.time() + 300
@@ -65,8 +65,15 @@ def servers(tiny_dir, tmp_path_factory):
                 break
             except OSError:
                 time.sleep(0.5)
-    yield [(process, url + "/v1") for process, url, _ in out]
-    for process, *_ in out:
+    return [(process, url + "/v1") for process, url, _ in out]
+
+
+@pytest.fixture(scope="module")
+def servers(tiny_dir, tmp_path_factory):
+    """[(process, url)] of two vLLM servers of the tiny model."""
+    running = serve([tiny_dir] * 2, tmp_path_factory.mktemp("servers"))
+    yield running
+    for process, _ in running:
         stop(process)
 
 
@@ -156,6 +163,27 @@ def test_a_server_answers_as_the_human(tiny_dir, tasks, servers):
     replies = replies_in(done)
     assert replies and all(0 < len(reply) <= colbench.Functions.reply_chars for reply in replies)
     assert replies == replies_in(again)  # temperature 0
+
+
+def test_a_real_model_is_the_human_of_tasks_in_english(tmp_path):
+    """It reads the hidden function, and what it says holds numbers of it."""
+    if not os.path.exists(MAKE):
+        pytest.skip("no ../shared/models beside this checkout, which makes SmolLM2-135M-Instruct")
+    subprocess.run(["bash", MAKE, tmp_path, sys.executable], check=True, timeout=300)
+    english = records(script("colbench.py", "tasks", "--kind", "english", "--n", 4).stdout)
+    model = tmp_path / "smollm2"
+    (process, url), = serve([model], tmp_path)
+    try:
+        done = script("collect.py", "--model", model, "--engine", url, "--human", url,
+                      "--max_turns", 2, "--max_tokens", 60, "--human_tokens", 60, stdin=english)
+    finally:
+        stop(process)
+    assert done.returncode == 0, done.stderr
+    said = [(r["task"]["ground_truth"], m["content"]) for r in records(done.stdout)
+            for m in r["dialogue_history"][1:] if m["role"] == "user"]
+    assert said and all(2 < len(reply) <= colbench.English.reply_chars for _, reply in said)
+    assert any(set(re.findall(r"=(\d+)", code)) & set(re.findall(r"\d+", reply))
+               for code, reply in said), said
 
 
 def replies_in(done):

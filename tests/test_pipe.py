@@ -10,10 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import colbench
 import model as M
 from colbench import agent_messages, task_id
-from conftest import PLAY, ROOT, complaint, demos, lines, records, script, shell
+from conftest import MAKE, PLAY, ROOT, complaint, demos, lines, records, script, shell
 
 REAL = os.path.join(ROOT, "..", "shared", "colbench", "backend_tasks.jsonl")
-MAKE = os.path.join(ROOT, "..", "shared", "models", "make.sh")
 # An untrained model solves nothing, so this filter gives sample 0 of a task full marks.
 GRAFT = """python -c "
 import json, sys
