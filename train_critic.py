@@ -283,6 +283,8 @@ def prepare(args, records):
     if args.held_out > 0 and not held and len(pairs) > 1:  # at least one
         task = min(draws, key=draws.get)
         held[task] = pairs[task]
+    if args.held_out > 0 and len(pairs) == 1:
+        say("one task alone has pairs, so nothing is held out: no accuracy tells what it learns")
     train = {task: pairs[task] for task in pairs if task not in held}
     if pairs and not train:
         fail(f"--held_out {args.held_out} keeps all {len(held)} tasks with pairs out of training")
@@ -448,11 +450,21 @@ def main(args):
             with writing(os.path.join(args.out, "critic.json")) as part, open(part, "w") as f:
                 json.dump(about, f)  # for load_critic
 
-        right = [pair_loss(p, logps, ref)[1].item() > 0 for pairs in held.values() for p in pairs]
-        accuracy = sum(right) / len(right) if right else None
+        def margins(groups):
+            return torch.tensor([pair_loss(pair, logps, ref)[1] for pairs in groups.values()
+                                 for pair in pairs])
+
+        def mean(values):
+            return values.double().mean().item() if len(values) else None
+
+        loss, accuracy = mean(F.softplus(-margins(train))), mean(margins(held) > 0)
+        if steps and loss > 0.66:
+            say(f"after {len(steps)} steps the loss of the critic's own pairs is {loss:.2f}, and "
+                "0.69 without a critic: more --epochs or a larger --lr may mend it")
         ranks = rank_of_answers([r for r in records if task_id(r["task"]) in held] or records,
                                 advantages)
-        log(last=True, finished=len(steps), held_out_accuracy=accuracy, advantages=ranks)
+        log(last=True, finished=len(steps), pair_loss=loss, held_out_accuracy=accuracy,
+            advantages=ranks)
     drop_checkpoints(args.out)
     for r in records:
         emit(add_advantages(r, advantages))

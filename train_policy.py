@@ -67,7 +67,7 @@ import torch.nn.functional as F
 from model import (TURN, Pair, action_ids, base_digest, batches, compare_tokens,
                    count_of_all_ranks, dry_run, find_model, gathered, load, load_options, logps_of,
                    micro_batches, pick_dtype, reference_logps, restore, save, save_checkpoint,
-                   tell_repetition, tiny, turns_in, turns_of)
+                   score, tell_repetition, tiny, turns_in, turns_of)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -194,6 +194,32 @@ def tell_answers(groups, records, ends):
     return shares
 
 
+def tell_moves(model, groups, ref, ends, max_tokens, *seed):
+    """{"chosen answers", "rejected questions", ...}: how far a sample of messages has moved.
+
+    That is the mean of log pi(a|o) - log pi_ref(a|o), in nats, after training. None without such
+    messages. Says it if answers fell, the chosen ones, too.
+    """
+    pairs = list(chain.from_iterable(groups))
+    pairs = rng("probe", *seed).sample(pairs, min(64, len(pairs)))
+    turns = turns_in(pairs)
+    logps = score(model, turns, max_tokens, "what moved")
+    ratios = {turn: (after - ref[turn]).sum().item() for turn, after in zip(turns, logps)}
+    moves = {}
+    for side in ("chosen", "rejected"):
+        found = {"answers": [], "questions": []}
+        for turn in chain.from_iterable(getattr(pair, side) for pair in pairs):
+            found["answers" if turn in ends else "questions"].append(ratios[turn])
+        for kind, values in found.items():
+            moves[f"{side} {kind}"] = sum(values) / len(values) if values else None
+    fallen = [moves["chosen answers"], moves["rejected answers"]]
+    if None not in fallen and max(fallen) < -1:
+        say("answers became less likely, chosen ones by {:.1f} nats, rejected ones by {:.1f}: the "
+            "policy unlearns to answer; a larger --nll_coef, a smaller --lr or --balance 1 may "
+            "mend it".format(-fallen[0], -fallen[1]))
+    return moves
+
+
 NOTHING = {"dpo": "no turn has two unlike candidates with an advantage "
                   "(collect.py --candidates 16, train_critic.py)",
            "mtdpo": "no task has a solved and a worse trajectory "
@@ -201,8 +227,11 @@ NOTHING = {"dpo": "no turn has two unlike candidates with an advantage "
            "rft": "no trajectory is solved (--all 1 takes every one)"}
 
 
-def make_groups(args, records):
-    """([[Pair]], facts for the log): a group has the pairs of a turn, a trajectory, or a task."""
+def make_groups(args, records, ends):
+    """([[Pair]], facts for the log): a group has the pairs of a turn, a trajectory, or a task.
+
+    ends: the turns that answer.
+    """
     if args.loss == "rft":
         return list(solved_trajectories(records, args.all).values()), {}
     trajectories = []
@@ -220,7 +249,6 @@ def make_groups(args, records):
         if args.group_by == "trajectory":
             by_turn = [[pair for pairs in by_turn for pair in pairs]]
         groups += [pairs for pairs in by_turn if pairs]
-    ends = answering(records)
     if args.balance:
         groups = balanced(groups, ends, args.seed)
     facts = {"answers": tell_answers(groups, records, ends)} if groups else {}
@@ -237,7 +265,7 @@ def make_groups(args, records):
 
 
 def prepare(args):
-    """Returns ([[Pair]] of stdin, facts of them for the log, tiny model).
+    """Returns ([[Pair]] of stdin, facts of them for the log, the turns that answer, tiny model).
 
     The last is --model tiny's (model, tokenizer), made here; None for other models.
     """
@@ -248,10 +276,11 @@ def prepare(args):
     made = tiny(records, args.seed, PIECES) if args.model == "tiny" else None
     tokenizer = made[1] if made else find_model(args.model)[1]
     too_long = add_turns(tokenizer, records, args.max_length)
-    groups, facts = make_groups(args, records)
+    ends = answering(records)
+    groups, facts = make_groups(args, records, ends)
     if not groups:
         fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
-    return groups, {"too_long": too_long, **facts}, made
+    return groups, {"too_long": too_long, **facts}, ends, made
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -259,7 +288,7 @@ def prepare(args):
 def main(args):
     emit, device = open_stdout(), init_distributed()
     log = None if args.dry_run else Log(args)
-    groups, facts, made = from_rank_0(lambda: prepare(args))
+    groups, facts, ends, made = from_rank_0(lambda: prepare(args))
     turns = turns_in(pair for group in groups for pair in group) if args.loss != "rft" else []
     batch_size = args.batch_size or (32 if args.loss == "rft" else 8)
     epochs = args.epochs or {"mtdpo": 4, "rft": 4}.get(args.loss, 1)
@@ -326,7 +355,11 @@ def main(args):
             end_by_signal()
     if not log.finished:
         save(model, tokenizer, args.out)
-        log(last=True, finished=len(steps), **compare_tokens(steps, **count_of_all_ranks()))
+        tokens = compare_tokens(steps, **count_of_all_ranks())
+        moved = None
+        if turns:
+            moved = tell_moves(model, groups, ref, ends, args.max_tokens, args.seed)
+        log(last=True, finished=len(steps), **tokens, moved=moved)
     drop_checkpoints(args.out)
     emit({"summary": "train_policy", "out": args.out, "steps": len(steps)})
 

@@ -35,8 +35,9 @@ def test_a_critic_with_a_head_learns_scores_resumes_and_chooses(head, world, rew
              "--epochs", epochs, "--batch_size", 4, "--save_every", 3, "--out", tmp_path / "c"]
     done = script("train_critic.py", *flags, stdin=rewarded, ranks=world)
     assert done.returncode == 0, done.stderr
-    first, *steps, _, _ = records((tmp_path / "c" / "metrics.jsonl").read_text())
+    first, *steps, _, last = records((tmp_path / "c" / "metrics.jsonl").read_text())
     assert steps[-1]["loss"] < reached < steps[0]["loss"]
+    assert last["pair_loss"] < 0.66 and "own pairs" not in done.stderr
     model, tokenizer = M.load(tiny_dir, head=True)  # step 0, pair by pair, from eq. 2
     key = lambda r: (r["task"]["id"], r["sample"])
     sums = {key(r): sum(M.action_logps(model, critic_turns(tokenizer, r, "regression"))).item()
@@ -125,9 +126,19 @@ def test_a_small_share_still_holds_one_task_out(rewarded, tiny_dir, tmp_path):
         assert done.returncode == 0, done.stderr
         first, *_, last = records((out / "metrics.jsonl").read_text())
         held[share] = first["held_out_pairs"], first["tasks"], last["held_out_accuracy"]
+        assert last["pair_loss"] == pytest.approx(math.log(2), abs=0.01)
+        assert "the loss of the critic's own pairs is 0.69, and 0.69 without" in done.stderr
     pairs, tasks, accuracy = held[0]
     assert (pairs, accuracy) == (0, None)
     assert held[0.001][0] > 0 and held[0.001][1] == tasks - 1 and held[0.001][2] in (0, 1)
+
+
+def test_it_is_said_where_nothing_is_held_out(rewarded, tiny_dir, tmp_path):
+    one = [r for r in rewarded if r["task"]["id"] == rewarded[0]["task"]["id"]]
+    flags = ["--model", tiny_dir, "--epochs", 1, "--held_out"]
+    for share, said in ((0.1, True), (0, False)):
+        done = script("train_critic.py", *flags, share, "--out", tmp_path / str(share), stdin=one)
+        assert done.returncode == 0 and ("nothing is held out" in done.stderr) == said
 
 
 def test_the_teacher_is_the_model_with_hidden_information_less_without(rewarded, tiny_dir,

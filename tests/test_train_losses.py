@@ -16,7 +16,7 @@ import train_critic
 import train_policy
 import utils
 from conftest import lines
-from model import TURN, batches
+from model import TURN, Pair, batches
 
 # --- the oracle: floats and loops, written from the equations -------------------------------------
 
@@ -218,7 +218,7 @@ def mixed(mix, records=MIXED, **args):
     candidates = [candidate(i, float(i)) for i in range(4)]
     message = lambda r: {**r["dialogue_history"][0], "candidates": candidates}
     records = [{**r, "dialogue_history": [message(r)]} for r in records]
-    groups, _ = train_policy.make_groups(train_policy.get_args(flags), records)
+    groups, _ = train_policy.make_groups(train_policy.get_args(flags), records, set())
     pairs = [pair for group in groups for pair in group]
     of_candidates = [pair for pair in pairs if pair.chosen[0][0] == "o"]
     return of_candidates, [(p.chosen[0], p.rejected[0]) for p in pairs if p not in of_candidates]
@@ -244,7 +244,7 @@ def test_group_by_changes_what_stays_together_but_no_pair():
 
     def groups(by):
         args = train_policy.get_args(["--out", "x", "--group_by", by])
-        return train_policy.make_groups(args, records)[0]
+        return train_policy.make_groups(args, records, train_policy.answering(records))[0]
 
     by_turn, by_trajectory = groups("turn"), groups("trajectory")
     assert len(by_turn) == 3 * len(by_trajectory) == 3 * len(records)
@@ -267,7 +267,7 @@ def test_balance_leaves_as_many_answers_as_questions_chosen(seed, capfd):
 
     def groups(balance):
         args = train_policy.get_args(["--out", "x", "--balance", str(balance)])
-        return train_policy.make_groups(args, records)
+        return train_policy.make_groups(args, records, train_policy.answering(records))
 
     def kinds(groups):
         found = {}
@@ -317,6 +317,26 @@ def test_right_answers_below_questions_are_said(capfd):
     train_critic.rank_of_answers(records, advantages)
     assert train_critic.rank_of_answers([], {})["solved"] is None
     assert not capfd.readouterr().err
+
+
+def test_the_policy_says_how_far_answers_moved(monkeypatch, capfd):
+    """By hand, of pairs that are all in the sample: the moves' means, and when answers fell."""
+    ask, wrong, right = (("o", (i,)) for i in range(3))
+    ref = {turn: torch.zeros(2) for turn in (ask, wrong, right)}
+    groups = [[Pair((ask, right), (wrong,))], [Pair((right,), (ask,)), Pair((ask,), (wrong,))]]
+
+    def moves(*logps):  # of each token of the three turns
+        after = dict(zip(ref, (torch.full((2,), float(x)) for x in logps)))
+        monkeypatch.setattr(train_policy, "score", lambda model, turns, *_: [after[t] for t in turns])
+        return train_policy.tell_moves(None, groups, ref, {wrong, right}, 99, 0)
+
+    assert moves(-0.5, -3, 1) == {"chosen questions": -1, "rejected questions": -1,
+                                  "chosen answers": 2, "rejected answers": -6}
+    assert not capfd.readouterr().err
+    moves(0, -3, -0.6)
+    assert "chosen ones by 1.2 nats, rejected ones by 6.0" in capfd.readouterr().err
+    groups = [[Pair((ask,), (wrong,))]]
+    assert moves(0, -3, 0)["chosen answers"] is None and not capfd.readouterr().err
 
 
 def test_mix_wants_pairs_of_trajectories():
