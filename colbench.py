@@ -1042,16 +1042,21 @@ def number(x):
     return {"ratio": [hex(above), hex(below)]}
 
 
+def json_text(coded):
+    """JSON without \\u escapes, in which two surrogates look like the one character they mean."""
+    return json.dumps(coded, ensure_ascii=False)
+
+
 def each(values):
     return [encode(value) for value in values]
 
 
 def unordered(values):
-    return sorted(each(values), key=json.dumps)
+    return sorted(each(values), key=json_text)
 
 
 def entries(mapping):
-    return sorted(map(each, dict.items(mapping)), key=json.dumps)
+    return sorted(map(each, dict.items(mapping)), key=json_text)
 
 
 def span(r):
@@ -1129,7 +1134,7 @@ def run_test(codes, error, test, official):
             if official and getattr(value, "ndim", 0) and value.size != 1:
                 raise TypeError("an array, whose == is no verdict")
             sys.setrecursionlimit(max(3000, sys.getrecursionlimit()))  # nested data
-            return "value " + json.dumps(encode(value))
+            return "value " + json_text(encode(value))
         except RecursionError:
             return "refused nested too deeply"
         except Exception as e:
@@ -1453,11 +1458,11 @@ class Grader:
 
     A test passes if the answer's value gives the same bytes as the reference's, which means that
     the two are equal by ==. None never passes, NaN equals nothing, floats are exact, a subclass
-    counts as its base (an OrderedDict or a Counter as a dict). Plain data are the
-    classes in CONTENT, numbers, texts, lists, None, built-in types and numpy's arrays. All else is
-    refused by its name: functions, iterators, dict_items, dict_values, slices, memoryviews, mapping
-    proxies, array.array, UserDict, UserList, UserString, ChainMap, ipaddress, the answer's own
-    classes and their instances.
+    counts as its base (an OrderedDict or a Counter as a dict), times with an offset as UTC. Plain
+    data are the classes in CONTENT, numbers, texts, lists, None, built-in types and numpy's arrays.
+    All else is refused by its name: functions, iterators, dict_items, dict_values, slices,
+    memoryviews, mapping proxies, array.array, UserDict, UserList, UserString, ChainMap, ipaddress,
+    the answer's own classes and their instances.
 
     The official rules differ from the released scorer in these. Refused values may pass there. So
     may objects that are the reference's very own (math.nan in a list, math.sqrt), and those whose

@@ -22,7 +22,8 @@ import uuid
 import pytest
 
 import colbench
-from colbench import Grader, Outcome, Verdict, comparable, compare, encode, read_lines
+from colbench import (Grader, Outcome, Verdict, comparable, compare, encode, json_text,
+                      read_lines)
 from conftest import FULL
 from test_colbench_grader import DOUBLE, HONEST, full, task
 
@@ -40,7 +41,7 @@ def graders():
 
 def line(value):
     """As run_tests writes it."""
-    return ("value " + json.dumps(encode(value))).encode("unicode_escape")
+    return ("value " + json_text(encode(value))).encode("unicode_escape")
 
 
 # --- the wire -------------------------------------------------------------------------------------
@@ -250,7 +251,7 @@ SPACE = {m.__name__: m for m in (collections, datetime, decimal, fractions, math
 VALUES = """
 None | True | 1 | 1.0 | 0 | -0.0 | 0.5 | 2**63 | 2**70000 | 2.0**63 | 1e300 | 0.1
 math.inf | float('nan') | 1+0j | 1j
-'' | 'a' | '\\ud800\\0é' | '::1' | b'a' | b'' | bytearray(b'a')
+'' | 'a' | '\\ud800\\0é' | '\\ud83d\\ude00' | '\\U0001f600' | '::1' | b'a' | b'' | bytearray(b'a')
 [] | [1] | [1.0, [None]] | [float('nan')] | [[float('nan')]] | () | (1,) | ((1,),)
 set() | {1} | frozenset({1}) | {(1, 'a')} | {(1, 1)} | {1: 1}.keys()
 {} | {1: 1} | {1: [1], 'a': ()} | {(1,): {2: 3}} | {'a': 1} | {1: 1, 2: 2} | {2: 2, 1: 1}
@@ -304,6 +305,7 @@ GUISES = [  # equal values each
     ["1", "1.0", "True", "fractions.Fraction(1)", "decimal.Decimal('1.0')", "1+0j"],
     ["0", "-0.0", "False", "decimal.Decimal('0E-9')"], ["0.5", "fractions.Fraction(1, 2)"],
     ["2**70", "2.0**70", "decimal.Decimal(2**70)"], ["-3", "-3.0"], ["'a'"], ["''"], ["None"],
+    ["'\\ud83d\\ude00'"], ["'\\U0001f600'"],
     ["b'a'"], ["math.inf", "decimal.Decimal('Infinity')"], ["range(0)", "range(5, 1)"],
     ["range(1, 6, 2)", "range(1, 7, 2)"], ["datetime.timedelta(1)", "datetime.timedelta(hours=24)"],
     ["datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc)",
