@@ -462,7 +462,8 @@ def ancestors(tree):
     return attends
 
 
-@pytest.mark.parametrize("bound", [1, 3000, 10 ** 9])
+@pytest.mark.parametrize("bound", [3000, pytest.param(1, marks=pytest.mark.full),
+                                   pytest.param(10 ** 9, marks=pytest.mark.full)])
 def test_the_block_mask_is_that_of_the_paths(bound, monkeypatch):
     """Of single tokens, and of blocks: listed are those in which anything is attended to."""
     monkeypatch.setattr(M, "GATHERED", bound)
@@ -488,7 +489,7 @@ def test_the_block_mask_is_that_of_the_paths(bound, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["llama_tied", "qwen3"])
+@pytest.mark.parametrize("family", ["llama_tied", pytest.param("qwen3", marks=pytest.mark.full)])
 def test_flex_is_as_exact_as_sdpa(family, dtype, monkeypatch):
     """Not compiled: torch has no backward pass of it for the CPU, but its eager code has one."""
     flex = torch.nn.attention.flex_attention

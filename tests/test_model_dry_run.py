@@ -169,7 +169,7 @@ def test_free_memory_is_the_least_of_the_machines_and_the_cgroups(monkeypatch):
     assert utils.free_memory() == 0
 
 
-@pytest.mark.parametrize("loss", ["dpo", "rft"])
+@pytest.mark.parametrize("loss", ["dpo", pytest.param("rft", marks=pytest.mark.full)])
 def test_a_run_with_little_memory_makes_the_same_bits(loss, tiny_dir, rewarded, tmp_path,
                                                       monkeypatch, capfd):
     """It recomputes layers, and says if not even the weights fit."""
@@ -202,7 +202,7 @@ def test_layers_are_recomputed_that_do_not_fit():
     """More room: fewer of them, so more useful work; never more than 0.9 of the GPU."""
     tree = ((tuple(range(16000)), (5,) * 400),), ((tuple(range(16000)), (6,) * 300),)
     seen = []
-    for gb in (40, 60, 80, 110, 141, 300):
+    for gb in (40, 80, 141, 300):
         flags = {"dtype": "auto", "recompute": None, "gpu_gb": gb, "dry_run": 8}
         plan = planned(LARGE, [[M.Pair(*tree)] * 8], **flags)
         seen.append((plan["recomputed_layers"], -plan["useful_tflops"]))
@@ -210,7 +210,7 @@ def test_layers_are_recomputed_that_do_not_fit():
         if plan["recomputed_layers"]:  # with one layer less it would not fit
             assert plan["gb_a_gpu"]["total"] + 3.5 > 0.9 * gb
     assert seen == sorted(seen, reverse=True)
-    assert seen[0][0] > seen[2][0] > seen[4][0] > seen[-1][0] == 0
+    assert seen[0][0] > seen[1][0] > seen[2][0] > seen[3][0] == 0
     kept = {reshard: planned(LARGE, [[M.Pair(*tree)] * 8], reshard=reshard, **flags)
             for reshard in (0, 1)}
     assert kept[0]["hours"]["sending"] < kept[1]["hours"]["sending"]
