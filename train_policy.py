@@ -176,7 +176,7 @@ def balanced(groups, ends, *seed):
 
 
 def tell_answers(groups, records, ends):
-    """{"chosen", "rejected", "sampled"}: the shares that hand in an answer; a warning.
+    """{"chosen", "rejected", "sampled"}: the shares that hand in an answer, which are said.
 
     sampled: of the candidates with an advantage, which are what pi_ref does.
     """
@@ -187,10 +187,10 @@ def tell_answers(groups, records, ends):
         ("chosen", [pair.chosen[-1] for pair in pairs]),
         ("rejected", [pair.rejected[-1] for pair in pairs if pair.rejected]),
         ("sampled", sampled))}
+    say("answers are {chosen:.0%} of the chosen messages, {rejected:.0%} of the rejected ones, "
+        "{sampled:.0%} of all candidates".format(**shares))
     if shares["chosen"] < 0.4 * shares["sampled"]:  # the quickstart has 0.5, and learns
-        say("the chosen candidates answer in {chosen:.0%} of the pairs, the rejected ones in "
-            "{rejected:.0%}, all in {sampled:.0%}: the policy will unlearn to answer; a better "
-            "critic or --balance 1 may mend it".format(**shares))
+        say("so the policy will unlearn to answer; a better critic or --balance 1 may mend it")
     return shares
 
 

@@ -289,7 +289,9 @@ def test_balance_leaves_as_many_answers_as_questions_chosen(seed, capfd):
     assert facts["answers"] == {
         "chosen": sum(len(x) for kind, x in before.items() if kind[0]) / n,
         "rejected": sum(len(x) for kind, x in before.items() if kind[1]) / n, "sampled": 0.25}
-    warned = "the policy will unlearn to answer" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert said.count("answers are ") == 2 and "25% of all candidates" in said
+    warned = "so the policy will unlearn to answer" in said
     low = [f["answers"]["chosen"] < 0.1 for f in (facts, after)]
     assert warned == any(low)
 
