@@ -579,7 +579,7 @@ def turns_in(pairs):
 
 
 def batches(groups, batch_size, *seed):
-    """One epoch's batches of the groups of pairs, shuffled by `seed`. A group stays together."""
+    """One epoch's batches of batch_size pairs: the groups, shuffled by `seed`, end to end."""
     groups = list(groups)
     rng("order", *seed).shuffle(groups)
     pairs = [pair for group in groups for pair in group]

@@ -6,17 +6,17 @@ which turns were good.
            + nll_coef NLL(tau+)
 
 These are eq. 3 and eq. 2 of the paper. o_t is the dialogue before message t, a_t the message, of
-L_t tokens. tau+ and tau- are trajectories of one task; tau+ has the higher reward. pi starts as
-pi_ref. In the code a *turn* is (prompt_ids, action_ids): a message or candidate as token ids, with
-all that the model reads before it.
+L_t tokens. tau+ and tau- are trajectories of one task; tau+ has the higher reward. The NLL is a
+mean over its tokens. pi starts as pi_ref. In the code a *turn* is (prompt_ids, action_ids): a
+message or candidate as token ids, with all that the model reads before it.
 
 After training, every message and every candidate gets its `advantage` A, and the records go on
 to stdout. --head selects what A is:
 
 logratio    eq. 3
 regression  a linear head on the mean hidden state of (c, o_t, a_t); eq. 2 without the NLL
-value       a linear head's logit that the trajectory succeeds, trained by cross-entropy on
-            every turn of the pairs
+value       a linear head's logit that the trajectory is the better one of its pair, trained by
+            cross-entropy on every turn of the pairs
 teacher     mean log pi_ref(a|c,o) - mean log pi_ref(a|o): what c says of the action to the
             untrained model
 
@@ -27,6 +27,7 @@ A --model with vision (Qwen2-VL, Qwen2.5-VL) reads the pages of frontend tasks a
     python train_critic.py --score 1 --out runs/critic < more.jsonl > scored.jsonl  # trains nothing
     for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
+# utils before what loads slowly: it sets up streams and signals
 from utils import (RANK, WORLD, Log, ahead, check_finite, digest, drop_checkpoints, end_by_signal,
                    fail, flag, from_rank_0, init_distributed, lr_at, machine_flags, open_stdout,
                    parser, progress, read_jsonl, rng, run, say, stop_signal, sum_over_ranks,
@@ -47,7 +48,8 @@ NORMALIZE = "turn", "trajectory", "none"
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < trajectories.jsonl > scored.jsonl")
     flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "pi_ref, and where pi starts")
-    flag(p, "out", None, "new directory for the model and its metrics.jsonl", required=True)
+    flag(p, "out", None, "directory for the model and its metrics.jsonl: a new one, or with "
+         "--resume or --score a run's", required=True)
     g = p.add_argument_group("pairs")
     flag(g, "pairs", "best", "best: a task's best trajectory, if solved, and each worse one; "
          "all: any 2", choices=["best", "all"])
@@ -56,9 +58,9 @@ def get_args(argv=None):
          "least one, if it is above 0")
     g = p.add_argument_group("the critic")
     flag(g, "head", "logratio", "what A is, see above; only logratio needs the agent's own "
-         "--model", choices=HEADS)
-    flag(g, "normalize", "turn", "mean log-ratio of a turn (eq. 3) or a trajectory (released "
-         "code); or sum", choices=NORMALIZE)
+         "--model; teacher trains nothing and sets --ref_context agent", choices=HEADS)
+    flag(g, "normalize", "turn", "log-ratios in the loss: the mean of a turn (eq. 3), the mean of "
+         "a trajectory (released code), or none: their sum", choices=NORMALIZE)
     flag(g, "hidden_info", 1, "0: the critic reads what the agent reads", choices=[0, 1])
     flag(g, "ref_context", "hidden", "pi_ref reads c, too (eq. 3), or what the agent reads "
          "(released code)", choices=["hidden", "agent"])
@@ -92,35 +94,6 @@ from model import (PICTURE, TURN, Pair, Pictures, action_ids, base_digest, batch
                    load, load_options, logps_of, micro_batches, pick_dtype, raw_text,
                    reference_logps, render, restore, save, save_checkpoint, score, tell_repetition,
                    thinking_flag)
-
-
-# --- the loss -------------------------------------------------------------------------------------
-
-def advantage(logps, ref_logps, normalize):
-    """Eq. 3, one action: (L,) log-probs to a scalar; normalize="none" takes the sum."""
-    ratio = logps - ref_logps
-    return ratio.sum() if normalize == "none" else ratio.mean()
-
-
-def trajectory_score(logps, ref_logps, normalize):
-    """The sum over turns in eq. 2: lists of (L_t,) log-probs to a scalar."""
-    if normalize == "trajectory":
-        return advantage(torch.cat(logps), torch.cat(ref_logps), normalize)
-    return sum(advantage(p, r, normalize) for p, r in zip(logps, ref_logps))
-
-
-def critic_loss(chosen, rejected, ref_chosen, ref_rejected, beta, nll_coef, normalize):
-    """(loss, margin) of one pair, eq. 2: each side is a trajectory's list of (L_t,) log-probs."""
-    margin = beta * (trajectory_score(chosen, ref_chosen, normalize)
-                     - trajectory_score(rejected, ref_rejected, normalize))
-    return -F.logsigmoid(margin) - nll_coef * torch.cat(chosen).mean(), margin
-
-
-def value_loss(chosen, rejected):
-    """(loss, margin) of one pair: (1,) logits, one a turn, that its trajectory is chosen."""
-    chosen, rejected = torch.cat(chosen), torch.cat(rejected)
-    loss = torch.cat([F.softplus(-chosen), F.softplus(rejected)]).mean()
-    return loss, chosen.mean() - rejected.mean()
 
 
 # --- what the critic reads ------------------------------------------------------------------------
@@ -198,7 +171,8 @@ def add_turns(critic, tokenizer, records, max_length, pictures):
                 if fits:
                     ref_of[turn] = ref_turn
     if too_long:
-        say(f"{too_long} turns are longer than --max_length and are left out")
+        say(f"{too_long} messages and candidates are longer than --max_length: they get no "
+            "advantage, and trajectories with such a message are in no pair")
     return ref_of, too_long
 
 
@@ -216,9 +190,9 @@ def add_advantages(record, advantages):
 def rank_of_answers(records, advantages):
     """{"solved", "failed", "questions", "turns"}: mean advantages where an answer was sent.
 
-    Those of answers that solved the task and that did not, and of the questions sampled at the
-    solved ones' turns, which are `turns`. None where there are none. Says it if right answers rank
-    below questions: the policy would learn to ask and never to answer.
+    Those of answers that solved the task and that did not, and of the questions among the
+    candidates of the solved ones' `turns`. Turns without such a question do not count. None where
+    there are none. Says it if right answers rank below questions.
     """
     found = {"solved": [], "failed": [], "questions": []}
     for r in records:
@@ -239,6 +213,28 @@ def rank_of_answers(records, advantages):
     return {**ranks, "turns": turns}
 
 
+def what_it_learned(args, train, held, logps, ref, records, advantages):
+    """{"pair_loss", "held_out_accuracy", "advantages"} of a trained critic, and what they warn of.
+
+    pair_loss: of the pairs it trained on, without the NLL. advantages: see rank_of_answers; of the
+    held-out tasks, or of all if none are held out.
+    """
+    def margins(groups):
+        return torch.tensor([pair_loss(args, pair, logps, ref)[1] for pairs in groups.values()
+                             for pair in pairs])
+
+    def mean(values):
+        return values.double().mean().item() if len(values) else None
+
+    loss, accuracy = mean(F.softplus(-margins(train))), mean(margins(held) > 0)
+    if args.epochs and loss > 0.66:
+        say(f"the loss of the critic's own pairs is {loss:.2f}, and 0.69 without a critic: more "
+            "--epochs or a larger --lr may mend it")
+    ranks = rank_of_answers([r for r in records if task_id(r["task"]) in held] or records,
+                            advantages)
+    return {"pair_loss": loss, "held_out_accuracy": accuracy, "advantages": ranks}
+
+
 def trajectory_pairs(records, mode, margin):
     """{task id: [Pair]}: two trajectories of a task, wherever they stand in records, by reward."""
     by_task, pairs = {}, {}
@@ -250,10 +246,8 @@ def trajectory_pairs(records, mode, margin):
         best = max(rows, key=lambda row: row[0])
         if mode == "all":
             compared = [(a, b) for a in rows for b in rows if a[0] - b[0] >= margin]
-        elif best[0] >= 1:
-            compared = [(best, row) for row in rows]
         else:
-            compared = []
+            compared = [(best, row) for row in rows if best[0] >= 1]
         better = [Pair(a[1], b[1], gap=a[0] - b[0]) for a, b in compared if a[0] > b[0]]
         if better:
             pairs[task] = better
@@ -261,7 +255,7 @@ def trajectory_pairs(records, mode, margin):
 
 
 def prepare(args, records):
-    """Reads stdin into `records` and gives their messages and candidates turns.
+    """Fills `records` from stdin, gives their actions turns, makes pairs, holds some out.
 
     Returns ({turn: reference turn}, {task id: [Pair]} to train on, the same held out, how many
     turns are too long, and Pictures or None).
@@ -276,8 +270,9 @@ def prepare(args, records):
     ref_of, too_long = add_turns(vars(args), tokenizer, records, args.max_length, pictures)
     pairs = trajectory_pairs(records, args.pairs, args.margin)
     if not pairs and args.head != "teacher":
-        fail(f"no pairs in {len(records)} trajectories: no task has a solved and a worse one "
-             "(--pairs all --margin 0 takes whatever differs; collect.py -k draws more per task)")
+        lack = "a solved and a worse one" if args.pairs == "best" else "two that differ by --margin"
+        fail(f"no pairs in {len(records)} trajectories: no task has {lack} (--pairs all --margin 0 "
+             "takes whatever differs; collect.py -k draws more per task)")
     draws = {task: rng("held out", args.seed, task).random() for task in pairs}
     held = {task: pairs[task] for task, draw in draws.items() if draw < args.held_out}
     if args.held_out > 0 and not held and len(pairs) > 1:  # at least one
@@ -292,6 +287,16 @@ def prepare(args, records):
 
 
 # --- a finished critic, for --score 1 and collect.py --critic -------------------------------------
+
+def save_critic(args):
+    """Writes critic.json, for load_critic."""
+    about = {"ref": os.path.abspath(args.model) if os.path.isdir(args.model) else args.model}
+    for name in ("head", "hidden_info", "ref_context", "normalize", "picture_tokens"):
+        about[name] = getattr(args, name)
+    if RANK == 0:
+        with writing(os.path.join(args.out, "critic.json")) as part, open(part, "w") as f:
+            json.dump(about, f)
+
 
 def load_critic(folder, device, *how, **options):
     """(critic.json's dict, tokenizer, models, Pictures or None) of a finished run's --out.
@@ -366,6 +371,50 @@ def score_stream(args, emit, device):
     bar.close()
 
 
+# --- the loss -------------------------------------------------------------------------------------
+
+def advantage(logps, ref_logps, normalize):
+    """Eq. 3, one action: (L,) log-probs to a scalar; normalize="none" takes the sum.
+
+    This is what is written. "trajectory" changes the loss alone, by trajectory_score.
+    """
+    ratio = logps - ref_logps
+    return ratio.sum() if normalize == "none" else ratio.mean()
+
+
+def trajectory_score(logps, ref_logps, normalize):
+    """The sum over turns in eq. 2: lists of (L_t,) log-probs to a scalar."""
+    if normalize == "trajectory":
+        return advantage(torch.cat(logps), torch.cat(ref_logps), normalize)
+    return sum(advantage(p, r, normalize) for p, r in zip(logps, ref_logps))
+
+
+def critic_loss(chosen, rejected, ref_chosen, ref_rejected, beta, nll_coef, normalize):
+    """(loss, margin) of one pair, eq. 2: each side is a trajectory's list of (L_t,) log-probs."""
+    margin = beta * (trajectory_score(chosen, ref_chosen, normalize)
+                     - trajectory_score(rejected, ref_rejected, normalize))
+    return -F.logsigmoid(margin) - nll_coef * torch.cat(chosen).mean(), margin
+
+
+def value_loss(chosen, rejected):
+    """(loss, margin) of one pair: (1,) logits, one a turn, that its trajectory is chosen."""
+    chosen, rejected = torch.cat(chosen), torch.cat(rejected)
+    loss = torch.cat([F.softplus(-chosen), F.softplus(rejected)]).mean()
+    return loss, chosen.mean() - rejected.mean()
+
+
+def pair_loss(args, pair, logps, ref):
+    """(loss, margin) of a Pair, by the log-probs of its turns, {turn: (L,)}."""
+    sides = pair.chosen, pair.rejected
+    chosen, rejected = ([logps[turn] for turn in side] for side in sides)
+    if args.head == "value":
+        return value_loss(chosen, rejected)
+    ref_chosen, ref_rejected = ([ref[turn] for turn in side] for side in sides)
+    nll_coef = 0 if args.head in LINEAR else args.nll_coef  # a regression has no likelihood
+    return critic_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, nll_coef,
+                       args.normalize)
+
+
 # --- training -------------------------------------------------------------------------------------
 
 def main(args):
@@ -393,34 +442,25 @@ def main(args):
     model, tokenizer = load(args.model, device, args.attention, head=args.head in LINEAR,
                             **load_options(args, device))
     model.pictures = pictures
+    # zeros for a linear head, whose value is A already
     ref = dict(zip(turns, reference_logps(model, ref_turns, args.max_tokens, args.out)))
     fused = device.type == "cuda" and not args.offload
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=fused)
     restore(model, optimizer, log)
 
-    def pair_loss(pair, logps, ref):
-        """(loss, margin) of a Pair, by the log-probs of its turns, {turn: (L,)}."""
-        chosen, rejected = ([logps[turn] for turn in side] for side in pair[:2])
-        if args.head == "value":
-            return value_loss(chosen, rejected)
-        ref_chosen, ref_rejected = ([ref[turn] for turn in side] for side in pair[:2])
-        nll_coef = 0 if args.head in LINEAR else args.nll_coef  # a regression has no likelihood
-        return critic_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, nll_coef,
-                           args.normalize)
-
     shares = ahead(micro_batches(model, batch, args.max_tokens, ref) for batch in steps[log.step:])
     for step, share in zip(log.steps("critic", len(steps)), shares):
         batch, total, right = steps[step], 0.0, 0.0
-        for part, weight, trees, ref_logps in share:  # weight 0: keeps ranks in step
+        for part, weight, trees, ref_logps in share:  # weight: 1, or 0 to keep ranks in step
             logps = logps_of(model, trees)
-            losses, margins = zip(*(pair_loss(pair, logps, ref_logps) for pair in part))
+            losses, margins = zip(*(pair_loss(args, pair, logps, ref_logps) for pair in part))
             loss = weight * sum(losses) / len(batch)  # FSDP sums the ranks' gradients
             loss.backward()
             total += loss.detach().double()  # on the device: to read it would be to wait
             right += weight * (torch.stack(margins) > 0).sum().double() / len(batch)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        norm = gathered(norm).double() / WORLD  # the same on every rank
+        norm = gathered(norm).double() / WORLD  # every rank has all of it; summed below
         tokens = sum(len(tree.ids) for _, _, trees, _ in share for tree in trees)
         total, right, norm, stop, tokens = sum_over_ranks(total, right, norm, stop_signal(),
                                                           tokens, device=device)
@@ -443,28 +483,9 @@ def main(args):
     logps = dict(zip(turns, score(model, turns, args.max_tokens, "advantages")))
     advantages = {turn: advantage(logps[turn], ref[turn], args.normalize).item() for turn in turns}
     if not log.finished:
-        about = {"ref": os.path.abspath(args.model) if os.path.isdir(args.model) else args.model}
-        for name in ("head", "hidden_info", "ref_context", "normalize", "picture_tokens"):
-            about[name] = getattr(args, name)
-        if RANK == 0:
-            with writing(os.path.join(args.out, "critic.json")) as part, open(part, "w") as f:
-                json.dump(about, f)  # for load_critic
-
-        def margins(groups):
-            return torch.tensor([pair_loss(pair, logps, ref)[1] for pairs in groups.values()
-                                 for pair in pairs])
-
-        def mean(values):
-            return values.double().mean().item() if len(values) else None
-
-        loss, accuracy = mean(F.softplus(-margins(train))), mean(margins(held) > 0)
-        if steps and loss > 0.66:
-            say(f"after {len(steps)} steps the loss of the critic's own pairs is {loss:.2f}, and "
-                "0.69 without a critic: more --epochs or a larger --lr may mend it")
-        ranks = rank_of_answers([r for r in records if task_id(r["task"]) in held] or records,
-                                advantages)
-        log(last=True, finished=len(steps), pair_loss=loss, held_out_accuracy=accuracy,
-            advantages=ranks)
+        save_critic(args)
+        log(last=True, finished=len(steps),
+            **what_it_learned(args, train, held, logps, ref, records, advantages))
     drop_checkpoints(args.out)
     for r in records:
         emit(add_advantages(r, advantages))

@@ -16,6 +16,7 @@ rft    rejection fine-tuning: the NLL of solved trajectories, or with --all 1 of
     torchrun --nproc_per_node=8 train_policy.py --resume 1 --out runs/sweet < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
+# utils before what loads slowly: it sets up streams and signals
 from utils import (WORLD, Log, ahead, barrier, check_finite, digest, drop_checkpoints,
                    end_by_signal, fail, flag, from_rank_0, init_distributed, lr_at, machine_flags,
                    open_stdout, parser, read_jsonl, rng, run, say, stop_signal, sum_over_ranks)
@@ -31,7 +32,8 @@ def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < scored.jsonl")
     flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct",
          "pi_ref, and where pi starts; tiny: a new one, with the records' words")
-    flag(p, "out", None, "new directory for the model and its metrics.jsonl", required=True)
+    flag(p, "out", None, "directory for the model and its metrics.jsonl: a new one, or with "
+         "--resume a run's", required=True)
     flag(p, "loss", "dpo", "what it learns from, see above", choices=["dpo", "mtdpo", "rft"])
     g = p.add_argument_group("pairs")
     flag(g, "pairs_per_turn", 4, "dpo: pairs drawn from a turn's candidates")
@@ -70,14 +72,6 @@ from model import (TURN, Pair, action_ids, base_digest, batches, compare_tokens,
                    score, tell_repetition, tiny, turns_in, turns_of)
 
 
-# --- the loss -------------------------------------------------------------------------------------
-
-def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, nll_coef):
-    """(loss, margin) of one pair, eq. 4: (L,) log-probs of an action, or of a trajectory's."""
-    margin = beta * ((chosen.sum() - ref_chosen.sum()) - (rejected.sum() - ref_rejected.sum()))
-    return -F.logsigmoid(margin) - nll_coef * chosen.mean(), margin
-
-
 # --- data -----------------------------------------------------------------------------------------
 
 def add_turns(tokenizer, records, max_length):
@@ -95,7 +89,8 @@ def add_turns(tokenizer, records, max_length):
                 action[TURN] = turn if fits else None
                 too_long += not fits
     if too_long:
-        say(f"{too_long} turns are longer than --max_length and are left out")
+        say(f"{too_long} messages and candidates are longer than --max_length and are left out, "
+            "and so are trajectories with such a message")
     return too_long
 
 
@@ -132,10 +127,8 @@ def trajectory_pairs(records, mode, margin):
         best = max(rows, key=lambda row: row[0])
         if mode == "all":
             compared = [(a, b) for a in rows for b in rows if a[0] - b[0] >= margin]
-        elif best[0] >= 1:
-            compared = [(best, row) for row in rows]
         else:
-            compared = []
+            compared = [(best, row) for row in rows if best[0] >= 1]
         better = [Pair(a[1], b[1], gap=a[0] - b[0]) for a, b in compared if a[0] > b[0]]
         if better:
             pairs[task] = better
@@ -283,6 +276,24 @@ def prepare(args):
     return groups, {"too_long": too_long, **facts}, ends, made
 
 
+# --- the loss -------------------------------------------------------------------------------------
+
+def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, nll_coef):
+    """(loss, margin) of one pair, eq. 4: (L,) log-probs of an action, or of a trajectory's."""
+    margin = beta * ((chosen.sum() - ref_chosen.sum()) - (rejected.sum() - ref_rejected.sum()))
+    return -F.logsigmoid(margin) - nll_coef * chosen.mean(), margin
+
+
+def pair_loss(args, pair, logps, ref):
+    """(loss, margin) of a Pair, by the log-probs of its turns, {turn: (L,)}."""
+    if args.loss == "rft":
+        return -torch.cat([logps[turn] for turn in pair.chosen]).sum(), torch.zeros(())
+    sides = pair.chosen, pair.rejected
+    chosen, rejected = (torch.cat([logps[turn] for turn in side]) for side in sides)
+    ref_chosen, ref_rejected = (torch.cat([ref[turn] for turn in side]) for side in sides)
+    return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, args.nll_coef)
+
+
 # --- training -------------------------------------------------------------------------------------
 
 def main(args):
@@ -315,29 +326,21 @@ def main(args):
                                   weight_decay=0.0, fused=fused)
     restore(model, optimizer, log)
 
-    def pair_loss(pair, logps, ref):
-        """(loss, margin) of a Pair, by the log-probs of its turns, {turn: (L,)}."""
-        if args.loss == "rft":
-            return -torch.cat([logps[turn] for turn in pair.chosen]).sum(), torch.zeros(())
-        chosen, rejected = (torch.cat([logps[turn] for turn in side]) for side in pair[:2])
-        ref_chosen, ref_rejected = (torch.cat([ref[turn] for turn in side]) for side in pair[:2])
-        return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, args.nll_coef)
-
     shares = ahead(micro_batches(model, batch, args.max_tokens, ref) for batch in steps[log.step:])
     for step, share in zip(log.steps("policy", len(steps)), shares):
         batch, total, right = steps[step], 0.0, 0.0
         size = len(batch)
         if args.loss == "rft":  # its loss is a mean over tokens
             size = sum(len(action) for pair in batch for _, action in pair.chosen)
-        for part, weight, trees, ref_logps in share:  # weight 0: keeps ranks in step
+        for part, weight, trees, ref_logps in share:  # weight: 1, or 0 to keep ranks in step
             logps = logps_of(model, trees)
-            losses, margins = zip(*(pair_loss(pair, logps, ref_logps) for pair in part))
+            losses, margins = zip(*(pair_loss(args, pair, logps, ref_logps) for pair in part))
             loss = weight * sum(losses) / size  # FSDP sums the ranks' gradients
             loss.backward()
             total += loss.detach().double()  # on the device: to read it would be to wait
             right += weight * (torch.stack(margins) > 0).sum().double() / len(batch)
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        norm = gathered(norm).double() / WORLD  # the same on every rank
+        norm = gathered(norm).double() / WORLD  # every rank has all of it; summed below
         tokens = sum(len(tree.ids) for _, _, trees, _ in share for tree in trees)
         total, right, norm, stop, tokens = sum_over_ranks(total, right, norm, stop_signal(),
                                                           tokens, device=device)

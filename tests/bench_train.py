@@ -157,15 +157,19 @@ def count(module, args, kwargs):
 
 # --- steps ----------------------------------------------------------------------------------------
 
+@functools.cache
+def flags_of(job):
+    """The module of a job's trainer, and its flags as parsed."""
+    module, flags, _, _ = JOBS[job]
+    return module, module.get_args(["--out", "x", *flags])
+
+
 def pair_loss(job, pair, logps, ref):
-    """As the trainers'. logps, ref: {turn: (L,)}."""
-    if job == "rft":
-        return -torch.cat([logps[turn] for turn in pair.chosen]).sum()
-    ref = {turn: ref[turn].to(logps[turn].device) for side in pair[:2] for turn in side}
-    sides = [[x[turn] for turn in side] for x in (logps, ref) for side in pair[:2]]
-    if job == "critic":
-        return train_critic.critic_loss(*sides, BETA, NLL, "turn")[0]
-    return train_policy.dpo_loss(*map(torch.cat, sides), BETA, NLL)[0]
+    """The trainer's. logps, ref: {turn: (L,)}."""
+    module, args = flags_of(job)
+    if ref:
+        ref = {turn: ref[turn].to(logps[turn].device) for turn in turns_in([pair])}
+    return module.pair_loss(args, pair, logps, ref)[0]
 
 
 def loss_size(job, batch):
