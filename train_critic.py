@@ -33,6 +33,7 @@ from utils import (RANK, WORLD, Log, ahead, check_finite, digest, drop_checkpoin
                    parser, progress, read_jsonl, rng, run, say, stop_signal, sum_over_ranks,
                    writing)
 
+import inspect
 import json
 import os
 import sys
@@ -290,7 +291,8 @@ def prepare(args, records):
 
 def save_critic(args):
     """Writes critic.json, for load_critic."""
-    about = {"ref": os.path.abspath(args.model) if os.path.isdir(args.model) else args.model}
+    about = {"ref": os.path.abspath(args.model) if os.path.isdir(args.model) else args.model,
+             "advantage": digest(inspect.getsource(advantage))}
     for name in ("head", "hidden_info", "ref_context", "normalize", "picture_tokens"):
         about[name] = getattr(args, name)
     if RANK == 0:
@@ -312,6 +314,8 @@ def load_critic(folder, device, *how, **options):
     for name, known in (("head", HEADS), ("normalize", NORMALIZE)):
         if critic[name] not in known:
             fail(f"the critic in {folder} is of --{name} {critic[name]}, which is not known here")
+    if critic.get("advantage", now := digest(inspect.getsource(advantage))) != now:
+        say(f"advantage() has been edited since the critic in {folder} was trained")
     has_head = critic["head"] in LINEAR
     path, tokenizer, config = find_model(folder)
     models = [load(path, device, *how, head=has_head, **options)[0]]

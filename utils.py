@@ -35,6 +35,7 @@ import atexit
 import contextlib
 import errno
 import fcntl
+import filecmp
 import functools
 import hashlib
 import io
@@ -653,7 +654,13 @@ class Log:
                 shutil.copy(sys.argv[0], self.out)
 
     def check_same(self, facts):
-        """Fails if the run to resume had other flags or facts. Old runs may lack some."""
+        """Fails if the run to resume had other flags or facts. Old runs may lack some.
+
+        An edited script is only said: an edit may be what the run was stopped for.
+        """
+        copy = os.path.join(self.out, os.path.basename(sys.argv[0]))
+        if os.path.exists(copy) and not filecmp.cmp(copy, sys.argv[0], shallow=False):
+            say(f"--resume 1: {sys.argv[0]} has been edited since the run in {self.out} began")
         first = self.rows[0]
         flags = {name: value for name, value in vars(self.args).items()
                  if name not in self.MAY_CHANGE}

@@ -133,6 +133,23 @@ def test_a_small_share_still_holds_one_task_out(rewarded, tiny_dir, tmp_path):
     assert held[0.001][0] > 0 and held[0.001][1] == tasks - 1 and held[0.001][2] in (0, 1)
 
 
+def test_it_is_said_where_the_code_has_changed_since(rewarded, tiny_dir, tmp_path):
+    """On --resume 1 the script, on --score 1 advantage(): both go on."""
+    out = tmp_path / "c"
+    flags = ["train_critic.py", "--model", tiny_dir, "--epochs", 1, "--held_out", 0, "--out", out]
+    for way in [], ["--resume", 1], ["--score", 1]:
+        done = script(*flags, *way, stdin=rewarded)
+        assert done.returncode == 0 and "edited since" not in done.stderr
+    with open(out / "train_critic.py", "a") as f:
+        f.write("# other")
+    about = json.loads((out / "critic.json").read_text())
+    (out / "critic.json").write_text(json.dumps({**about, "advantage": "other"}))
+    for way, what in ("--resume", "train_critic.py has been"), ("--score", "advantage() has been"):
+        done = script(*flags, way, 1, stdin=rewarded)
+        assert done.returncode == 0 and f"{what} edited since" in done.stderr
+        assert len(records(done.stdout)) == len(rewarded)
+
+
 def test_it_is_said_where_nothing_is_held_out(rewarded, tiny_dir, tmp_path):
     one = [r for r in rewarded if r["task"]["id"] == rewarded[0]["task"]["id"]]
     flags = ["--model", tiny_dir, "--epochs", 1, "--held_out"]
