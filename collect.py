@@ -73,8 +73,8 @@ def get_args(argv=None):
     flag(g, "engine", "auto", "transformers, vllm, or http://host:port/v1[,http://...] of vLLM "
          "servers; auto: vllm if it and a GPU are there")
     flag(g, "max_batch_tokens", 65536, "transformers: tokens at once, and kept for next turns")
-    flag(g, "dtype", "auto", "transformers: of the model; draws are in fp32; auto: bf16 on a GPU",
-         choices=["auto", "bf16", "fp32"])
+    flag(g, "dtype", "auto", "transformers: of the model; draws are in fp32; auto: bf16 on a GPU or "
+         "a CPU that has it, if the model is not tiny", choices=["auto", "bf16", "fp32"])
     flag(g, "tensor_parallel", 1, "vllm: GPUs of one copy of the model")
     flag(g, "data_parallel", 1, "vllm: copies")
     flag(g, "max_model_len", None, "vllm: longest context, else the model's", type=int, metavar="N")
@@ -238,8 +238,7 @@ class TransformersEngine:
     """
 
     def __init__(self, args, stop):
-        bf16 = args.dtype == "bf16" or args.dtype == "auto" and CUDA
-        self.lm, _ = load_lm(args.model, DEVICE, torch.bfloat16 if bf16 else torch.float32)
+        self.lm, _ = load_lm(args.model, DEVICE, args.dtype)
         refuse_unknown(args.model, self.lm.config)
         self.lm.set_attn_implementation("groups")
         self.args, self.stop = args, stop
@@ -474,8 +473,7 @@ def trained_critic(args):
 
     await critic(task, history, actions) gives the actions' advantages.
     """
-    dtype = torch.bfloat16 if CUDA else torch.float32
-    critic, tokenizer, models, pictures = load_critic(args.critic, DEVICE, dtype=dtype)
+    critic, tokenizer, models, pictures = load_critic(args.critic, DEVICE, dtype="auto")
     lock, waiting = asyncio.Lock(), []  # requests: (turns with what pi_ref reads, their scores)
 
     async def advantages(task, history, actions):

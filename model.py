@@ -966,30 +966,30 @@ def pick_dtype(name, device, config):
     if name == "auto":
         wide = config.get_text_config().hidden_size >= 512  # no tiny one
         name = "bf16" if device.type == "cuda" or wide and cpu_has_bf16() else "fp32"
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
+    return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(name, name)
 
 
-def load_lm(path, device, dtype=torch.float32):
-    """(transformers causal LM, tokenizer) to sample with."""
-    path, tokenizer, _ = find_model(path, weights=True)
+def load_lm(path, device, dtype="fp32"):
+    """(transformers causal LM, tokenizer) to sample with. dtype: as for `load`."""
+    path, tokenizer, config = find_model(path, weights=True)
+    dtype = pick_dtype(dtype, torch.device(device), config)
     lm = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa",
                                               dtype=dtype, trust_remote_code=False,
                                               use_safetensors=True)
     return lm.to(device), tokenizer
 
 
-def load(path, device="cpu", attention="auto", dtype=torch.float32, head=False, **sharding):
+def load(path, device="cpu", attention="auto", dtype="fp32", head=False, **sharding):
     """(TreeLM, tokenizer) of a folder or hub name, with weights in dtype, to score with.
 
-    dtype: a torch.dtype, or the value of --dtype.
+    dtype: the value of --dtype, or a torch.dtype.
     sharding: keyword arguments of `shard`, to train with fp32 weights. Fails if the packed forward
     can't compute the model. No rank reads weights that it does not keep.
     """
     path, tokenizer, config = find_model(path, weights=True)
     refuse_unknown(path, config)
     device = torch.device(device)
-    if isinstance(dtype, str):
-        dtype = pick_dtype(dtype, device, config)
+    dtype = pick_dtype(dtype, device, config)
     attention = "tree_" + pick_attention(attention, device, dtype)
     make = AutoModelForCausalLM
     if has_vision(config):

@@ -58,6 +58,7 @@ def get_args():
                    help="kills of a run of 1,000 episodes; measures what they change")
     p.add_argument("--sampling", metavar="DIR", help="another checkout, to compare this one with")
     p.add_argument("--tasks", type=int, default=4, help="--sampling: English tasks")
+    p.add_argument("--dtype", default="fp32", help="--sampling: this checkout's; the other's: fp32")
     p.add_argument("--candidates", type=int, default=16, help="--sampling: at every turn")
     p.add_argument("--ceiling", metavar="DIR", help="another checkout, to compare this one with")
     p.add_argument("--description", type=int, default=1000, help="--ceiling: tokens of a task")
@@ -247,13 +248,15 @@ def compared(name, rates):
     here, other = zip(*rates)
     ratios = sorted(round(a / b, 2) for a, b in rates)
     return {name: round(statistics.median(here)), "other": round(statistics.median(other)),
-            "ratio": statistics.median(ratios), "ratios": ratios}
+            "ratio": round(statistics.median(ratios), 2), "ratios": ratios}
 
 
 async def sample(args, flags):
     """Plays English tasks; emits {"second", "cpu_second"}: tokens of all draws in one."""
     emit, episodes = open_stdout(), []
     flags = [*flags, "--candidates", str(args.candidates)]
+    if os.environ["CHECKOUT"] == ROOT:
+        flags += ["--dtype", args.dtype]
     players = await collect.Players(collect.get_args(flags)).load()
     given = colbench.get_args(["tasks", "--kind", "english"])
     tasks = list(itertools.islice(colbench.ENVIRONMENTS["english"].tasks("train", given),

@@ -22,8 +22,6 @@ DRAWS=${DRAWS:-2}
 . .venv/bin/activate
 R=${R:-runs/real$SEED}
 mkdir -p $R
-dtype=()  # of sampling; the trainers choose by themselves
-if grep -qE 'avx512_bf16|amx_bf16' /proc/cpuinfo; then dtype=(--dtype bf16); fi
 
 stage() {  # FILE COMMAND: the command's stdout, if it is not there yet
   if [ -e $1 ]; then return; fi
@@ -41,7 +39,7 @@ halves() {  # NAME MODEL TASKS [FLAGS]: two processes of one thread, each plays 
   for half in 0 1; do
     awk "NR % 2 == $half" $R/$3.jsonl |
       OMP_NUM_THREADS=1 python collect.py --max_turns 6 --max_tokens 128 --seed $SEED \
-          "${dtype[@]}" --model $2 --resume $R/$1.$half "${@:4}" >> $R/$1.$half & jobs+=($!)
+          --model $2 --resume $R/$1.$half "${@:4}" >> $R/$1.$half & jobs+=($!)
   done
   wait ${jobs[0]} && wait ${jobs[1]} && cat $R/$1.0 $R/$1.1
 }
