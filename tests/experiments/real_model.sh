@@ -3,6 +3,7 @@
 #
 #   bash tests/experiments/real_model.sh     # from the repo's root, after the quickstart's install
 #   SEED=1 MODEL=DIR bash tests/experiments/real_model.sh
+#   CRITICS="without_c untrained" bash tests/experiments/real_model.sh  # what c is worth
 #
 # The first table compares the warmed-up base with RFT, after about half an hour; the next ones all
 # methods. Everything goes to runs/real$SEED; the tables to stderr and to *.results there, the times
@@ -19,6 +20,7 @@ SHARE=${SHARE:-0.25}  # of the episodes that get CANDIDATES at every turn
 CANDIDATES=${CANDIDATES:-12}
 TESTS=${TESTS:-300}   # test tasks, DRAWS episodes of each
 DRAWS=${DRAWS:-2}
+CRITICS=${CRITICS:-}  # eq3, without_c, untrained: SWEET-RL with each of these, too
 . .venv/bin/activate
 R=${R:-runs/real$SEED}
 mkdir -p $R
@@ -27,7 +29,8 @@ stage() {  # FILE COMMAND: the command's stdout, if it is not there yet
   if [ -e $1 ]; then return; fi
   local start=$SECONDS
   echo "$(date +%T) $1" >&2
-  "${@:2}" > $1.part && mv $1.part $1
+  "${@:2}" > $1.part
+  mv $1.part $1
   echo "$((SECONDS - start)) s  $1" | tee -a $R/times >&2
 }
 tasks() {  # NAME N [FLAGS]
@@ -48,18 +51,19 @@ fit() {  # NAME MODEL [FLAGS]: a policy, of stdin's records
   stage $R/$1.json python train_policy.py --seed $SEED --save_every 50 --resume 1 --out $R/$1 \
       --model $2 "${@:3}"
 }
-critic() {  # starts as what the base makes of the hidden information
-  stage $R/scored.jsonl python train_critic.py --seed $SEED --save_every 50 --resume 1 \
-      --out $R/critic --model $R/base --ref_context agent --beta 1 --nll_coef 0.3 \
-      --lr 8e-5 --pairs all --margin 0.3 --epochs 1
+critic() {  # NAME [FLAGS]
+  stage $R/scored-$1.jsonl python train_critic.py --seed $SEED --save_every 50 --resume 1 \
+      --out $R/critic-$1 --model $R/base --beta 1 --nll_coef 0.3 --lr 8e-5 --pairs all \
+      --margin 0.3 --epochs 1 "${@:2}" < $R/train.jsonl
 }
 rft() { fit "$@" --loss rft --lr 5e-5 --batch_size 16 --epochs 3 < $R/train.jsonl; }
 mtdpo() {
   fit "$@" --loss mtdpo --beta 0.3 --nll_coef 3 --lr 3e-5 --epochs 2 < $R/train.jsonl
 }
-sweet() {
-  fit "$@" --beta 1 --nll_coef 0.3 --lr 3e-5 --batch_size 16 --group_by trajectory \
-      --pairs_per_turn 2 --mix 0.25 --prior 0.1 --balance 1 < $R/scored.jsonl
+sweet() {  # NAME CRITIC
+  fit $1 $R/rft --beta 1 --nll_coef 0.3 --lr 3e-5 --batch_size 16 --group_by trajectory \
+      --pairs_per_turn 2 --mix 0.25 --prior 0.1 --balance 1 \
+      < $R/scored-$2.jsonl
 }
 
 table() {  # NAME SYSTEMS: differences are to the first system
@@ -78,10 +82,21 @@ tasks tests $TESTS --split test
 for m in base rft; do play test-$m $R/$m tests -k $DRAWS; done
 table rft base rft
 
-critic < $R/train.jsonl
-sweet sweet_from_rft $R/rft
+critic trained --ref_context agent  # it starts as what the base makes of c, the hidden information
+sweet sweet_from_rft trained
 mtdpo mtdpo_from_rft $R/rft
 rft rft_from_rft $R/rft
 for m in sweet mtdpo rft; do play test-${m}_from_rft $R/${m}_from_rft tests -k $DRAWS; done
 table all rft base rft_from_rft mtdpo_from_rft sweet_from_rft
 for m in rft_from_rft mtdpo_from_rft; do table sweet_and_$m $m sweet_from_rft; done
+
+for c in $CRITICS; do
+  case $c in
+    eq3) critic eq3 ;;                        # the reference reads c, too
+    without_c) critic without_c --hidden_info 0 ;;
+    untrained) critic untrained --head teacher ;;  # what c says of an action to the base
+  esac
+  sweet sweet_$c $c
+  play test-sweet_$c $R/sweet_$c tests -k $DRAWS
+  table sweet_and_sweet_$c sweet_$c sweet_from_rft
+done
