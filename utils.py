@@ -592,7 +592,7 @@ class Log:
     """
     MAY_CHANGE = {  # flags, when a run is resumed
         "out", "max_tokens", "attention", "recompute", "reshard", "replicate", "offload", "gpu_gb",
-        "save_every", "resume", "overwrite", "browser"}
+        "save_every", "resume", "overwrite", "browser", "val"}
 
     def __init__(self, args):
         self.args, self.out, self.last_shown = args, args.out, 0.0
@@ -698,6 +698,23 @@ class Log:
             values = {key: value for key, value in row.items() if value is not None}
             say("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
                           for key, value in values.items()))
+
+
+def run_val(command, model):
+    """Runs --val in bash with the folder `model` as $MODEL, then removes it. Returns its last line,
+    of JSON.
+    """
+    ours = {name: value for name, value in os.environ.items()
+            if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}  # it is no rank of this torchrun
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], env={**ours, "MODEL": model},
+                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+    remove(model)
+    if done.returncode:
+        fail(f"--val ended with status {done.returncode}{resume_hint()}")
+    try:
+        return json.loads(done.stdout.strip().split("\n")[-1])
+    except ValueError:
+        fail(f"--val: its last line is no JSON: {done.stdout[-80:]!r}{resume_hint()}")
 
 
 def remove(path):
