@@ -1056,7 +1056,7 @@ def unordered(values):
 
 
 def entries(mapping):
-    return sorted(map(each, dict.items(mapping)), key=json_text)
+    return sorted(map(each, dict.items(mapping)), key=lambda entry: json_text(entry[0]))
 
 
 def span(r):
@@ -1144,6 +1144,13 @@ def run_test(codes, error, test, official):
         return f"raised {type(e).__name__}{missing}"
 
 
+def wire_bytes(line):
+    """A line of run_test as bytes without a line break: JSON has none, other text is escaped."""
+    if line.startswith("value "):
+        return line.encode("utf-8", "surrogatepass")
+    return line.encode("unicode_escape")
+
+
 def run_tests(request, wire):
     """Runs {text, tests, prose, official}; writes a line a test to the descriptor `wire`.
 
@@ -1158,7 +1165,7 @@ def run_tests(request, wire):
     except BaseException as e:
         error = e
     for test in request["tests"]:
-        line = run_test(codes, error, test, request["official"]).encode("unicode_escape") + b"\n"
+        line = wire_bytes(run_test(codes, error, test, request["official"])) + b"\n"
         while line:
             line = line[os.write(wire, line):]
 
@@ -1448,7 +1455,8 @@ class Grader:
 
     What stops what:
     - seccomp: other processes, network, signals, shared memory, writing to all but its own wire.
-    - Landlock: reading outside the libraries. Without it a child opens no file at all.
+    - Landlock: reading outside the libraries, but not a file's size and times. Without it a child
+      opens no file at all.
     - no capabilities, no new privileges: what root could do with the calls that are left.
     - rlimits, time limits, the kill of its process group: memory and time.
     - a fork server that has seen nothing: reading the reference or other answers from memory.

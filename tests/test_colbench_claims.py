@@ -14,6 +14,7 @@ import math
 import os
 import pathlib
 import random
+import re
 import socket
 import threading
 import time
@@ -23,7 +24,7 @@ import pytest
 
 import colbench
 from colbench import (Grader, Outcome, Verdict, comparable, compare, encode, json_text,
-                      read_lines)
+                      read_lines, wire_bytes)
 from conftest import FULL
 from test_colbench_grader import DOUBLE, HONEST, full, task
 
@@ -41,7 +42,7 @@ def graders():
 
 def line(value):
     """As run_tests writes it."""
-    return ("value " + json_text(encode(value))).encode("unicode_escape")
+    return wire_bytes("value " + json_text(encode(value)))
 
 
 # --- the wire -------------------------------------------------------------------------------------
@@ -354,16 +355,20 @@ def test_a_subclass_of_dict_counts_as_a_dict():
     assert not same(collections.Counter(a=1, b=0), collections.Counter(a=1))
 
 
-@pytest.mark.parametrize("text",
-                         ["10 ** 130_000", "(1 << 4_000_000) + 1", "nest(900)", "{i: i for i in range(39_000)}",
-                          "list(range(99_000))", "'a' * 1_000_000"])
+LONG = """10 ** 130_000 | (1 << 4_000_000) + 1 | nest(900) | {i: i for i in range(39_000)}
+list(range(99_000)) | 'a' * 1_000_000 | chr(10) * 500_000 | chr(92) * 500_000
+chain(400, list(range(39_000)))"""
+
+
+@pytest.mark.parametrize("text", re.split(r" \| |\n", LONG))
 def test_long_and_deep_values_are_compared(graders, text):
     code = ("def nest(n):\n    a = []\n    for _ in range(n): a = [a]\n    return a\n"
+            "def chain(n, a):\n    for i in range(n): a = {0: a, i + 1: i}\n    return a\n"
             "def f(x): return ")
     want = task(code + text, "f(1)")
     assert graders[0].grade(want, want["ground_truth"])["reward"] == 1
-    assert graders[0].grade(want, code + text.replace("9", "8").replace("0_000",
-        "0_001"))["reward"] == 0
+    other = text.replace("9", "8").replace("0_000", "0_001")
+    assert graders[0].grade(want, code + other)["reward"] == 0
 
 
 REFUSED = {
