@@ -20,7 +20,7 @@ SHARE=${SHARE:-0.25}  # of the episodes that get CANDIDATES at every turn
 CANDIDATES=${CANDIDATES:-12}
 TESTS=${TESTS:-300}   # test tasks, DRAWS episodes of each
 DRAWS=${DRAWS:-2}
-CRITICS=${CRITICS:-}  # eq3, without_c, untrained: SWEET-RL with each of these, too
+CRITICS=${CRITICS:-}  # eq3, without_c, untrained, none: SWEET-RL with each of these, too
 . .venv/bin/activate
 R=${R:-runs/real$SEED}
 mkdir -p $R
@@ -95,6 +95,8 @@ for c in $CRITICS; do
     eq3) critic eq3 ;;                        # the reference reads c, too
     without_c) critic without_c --hidden_info 0 ;;
     untrained) critic untrained --head teacher ;;  # what c says of an action to the base
+    none) stage $R/scored-none.jsonl sed -E 's/("advantage": )[-+.e0-9]+/\10/g' \
+              $R/scored-trained.jsonl ;;          # only --prior ranks the candidates
   esac
   sweet sweet_$c $c
   play test-sweet_$c $R/sweet_$c tests -k $DRAWS
