@@ -18,9 +18,9 @@ copied        built-in tasks: share of the slots told by the human that the answ
 wins          share of the tasks where the mean reward beats the first system's; a tie is half
 missing       tasks that another system has and this one lacks, for each seed
 
-Intervals (95 %) come from a bootstrap over tasks: a task is drawn with all its episodes, since
-these are not independent. Differences and wins are taken on the tasks that both systems have,
-drawn in pairs.
+Intervals (95 %) come from a bootstrap over tasks: a task is drawn with all its episodes, those of
+all seeds, since these are not independent. Differences and wins are taken on the tasks that both
+systems have in a seed, drawn in pairs.
 """
 from utils import (fail, fail_on_error, flag, open_stdout, parser, read_jsonl, run, say,
                    skip_bad_flag, version, writing)
@@ -85,7 +85,8 @@ def records_of(path, fields, skip_bad):
 class System:
     """What is compared: a name, the files of its seeds, and the sums of each metric by task.
 
-    A task in the files of two seeds is two clusters, (file index, task id): two models played it.
+    A task in the files of two seeds is two clusters, (file index, task id): two models played it,
+    each to be compared with the first system's of its seed.
     """
 
     def __init__(self, name, files):
@@ -151,15 +152,23 @@ def ratio(sums):
     return numerator / denominator if denominator else np.nan
 
 
-def with_interval(statistic, clusters, resamples):
-    """(value, [low, high]): statistic(clusters) and its bootstrap interval; None without either."""
-    clusters, n = np.array(clusters), len(clusters)
-    value, limits = statistic(clusters) if n else np.nan, []
+def by_task(sums, clusters):
+    """The sums of clusters, one a row, added up for each task: (tasks, columns)."""
+    tasks = {task: row for row, task in enumerate(dict.fromkeys(task for _, task in clusters))}
+    added = np.zeros((len(tasks), sums.shape[1]))
+    np.add.at(added, [tasks[task] for _, task in clusters], sums)
+    return added
+
+
+def with_interval(statistic, tasks, resamples):
+    """(value, [low, high]): statistic(tasks) and its bootstrap interval; None without either."""
+    tasks, n = np.array(tasks), len(tasks)
+    value, limits = statistic(tasks) if n else np.nan, []
     if np.isnan(value):
         return None, None
     if resamples and n > 1:  # one task tells nothing of others
         rng = np.random.default_rng(0)
-        draws = [statistic(clusters[rng.integers(n, size=n)]) for _ in range(resamples)]
+        draws = [statistic(tasks[rng.integers(n, size=n)]) for _ in range(resamples)]
         limits = np.nanpercentile(draws, (2.5, 97.5))
     value, *interval = [round(float(x), 4) + 0.0 for x in (value, *limits)]  # no -0.0
     return value, interval or None
@@ -174,8 +183,8 @@ def result(system, systems, resamples):
            "missing": len(everywhere - clusters.keys())}
     others = {metric for s in systems for sums in s.clusters.values() for metric in sums}
     for metric in (*METRICS, *sorted(others - set(METRICS))):
-        values = with_interval(ratio, system.sums(metric, clusters), resamples)
-        out[metric], out[f"{metric}_95"] = values
+        tasks = by_task(system.sums(metric, clusters), clusters)
+        out[metric], out[f"{metric}_95"] = with_interval(ratio, tasks, resamples)
     out["success_by_file"] = []
     for i in range(len(system.files)):
         of_file = [cluster for cluster in clusters if cluster[0] == i]
@@ -193,10 +202,11 @@ def difference(first, system, resamples):
     for metric in ("success", "tests_passed"):
         pairs = np.hstack([s.sums(metric, common) for s in (first, system)])  # (clusters, 4)
         out[metric], out[f"{metric}_95"] = with_interval(
-            lambda pairs: ratio(pairs[:, 2:]) - ratio(pairs[:, :2]), pairs, resamples)
+            lambda tasks: ratio(tasks[:, 2:]) - ratio(tasks[:, :2]), by_task(pairs, common),
+            resamples)
     a, n, b, m = pairs.T
-    wins = (1 + np.sign(b / m - a / n)) / 2
-    out["wins"], out["wins_95"] = with_interval(np.mean, wins, resamples)
+    wins = np.stack([(1 + np.sign(b / m - a / n)) / 2, np.ones(len(common))], 1)
+    out["wins"], out["wins_95"] = with_interval(ratio, by_task(wins, common), resamples)
     return out
 
 

@@ -126,6 +126,18 @@ def test_interval_resamples_tasks_not_episodes(tmp_path):
     assert r["success"] == 0.5 and abs((high - low) / 2 - 1.96 * np.sqrt(0.25 / 20)) < 0.03
 
 
+def test_seeds_that_share_test_tasks_give_no_more_certainty_than_one(tmp_path):
+    """A task is drawn with its episodes of all seeds: 20 tasks played alike by 3 seeds are 20."""
+    base = [episode(f"t{t}", float(t % 3 == 0)) for t in range(20)]
+    better = [episode(f"t{t}", float(t % 2)) for t in range(20)]
+    one = run(tmp_path, "b.jsonl", "s.jsonl", b=base, s=better)[0]
+    three = run(tmp_path, "b=" + ",".join(["b.jsonl"] * 3), "s=" + ",".join(["s.jsonl"] * 3))[0]
+    for r, rs in zip(one, three):
+        assert (r["success_95"], r["tasks"]) == (rs["success_95"], rs["tasks"])
+    a, b = one[1]["minus_first"], three[1]["minus_first"]
+    assert b == {**a, "clusters": 60} and a["success_95"] and a["wins_95"]
+
+
 def test_interval_of_independent_episodes_is_the_normal_one():
     rng = np.random.default_rng(1)
     rewards = rng.random(400)
