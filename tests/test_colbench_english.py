@@ -10,6 +10,7 @@ import colbench
 from colbench import (ANSWER, BUGS, DETAILS, DOES_NOT_KNOW, STORIES, Grader, detail_asked,
                       english_demonstration, english_human, english_task, english_tasks, fill,
                       in_words, slots_of)
+from conftest import lines, script
 from utils import rng
 
 PERFECT = dict.fromkeys(("at_once", "early", "distract", "noise", "silent", "hidden"), 0.0)
@@ -132,3 +133,26 @@ def test_impossible_numbers_of_slots_are_refused():
     for bounds in ((0, 2), (3, 2), (2, 7)):
         with pytest.raises(SystemExit, match="1 to 6 slots"):
             next(english_tasks("train", 0, *bounds, 0.0))
+
+
+def test_what_a_critic_ranks_right_is_counted_by_kind(tmp_path):
+    """Two turns: at the first nothing is told, at the second all but the price has been asked."""
+    task = next(english_tasks("train", 0, 2, 2, 0.0))
+    other = next(slot for slot in slots_of(task["ground_truth"]) if slot != "price")
+    right = f"{ANSWER}\n{task['ground_truth']}"
+    useful, price = (DETAILS[slot].questions[0] for slot in (other, "price"))
+    candidates = [{"output": output, "advantage": advantage, "logprob": -1.0}
+                  for output, advantage in ((useful, 0.5), ("What color?", 0.7),
+                                            (ANSWER + "\nno", 0.1), (right, 0.9))]
+    history = [{"role": "user", "content": task["problem_description"]}]
+    for question in (useful, price, right):
+        history += [{"role": "assistant", "content": question, "candidates": candidates},
+                    {"role": "user", "content": "4"}]
+    file = tmp_path / "scored.jsonl"
+    file.write_text(lines([{"task": task, "dialogue_history": history}]))
+    done = script("tests/experiments/ranks.py", file)
+    shares = re.findall(r"(\d+\.\d) % of (\d+)  " + str(file), done.stdout)
+    # all told: the right answer beats both questions and the wrong answer; before: at the first
+    # turn the useful question does not beat the one of colors, at the second it is not useful
+    assert shares == [("100.0", "2"), ("100.0", "1"), ("100.0", "1"), ("0.0", "1")]
+    assert done.stdout.count(" 0.0 % of") == 1 + 4  # the prior: all are alike
