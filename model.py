@@ -863,6 +863,14 @@ def raw_text(message):
     return message.get("output") or message.get("content") or ""
 
 
+def spells(tokenizer, message):
+    """Whether its token_ids are its `output`. Candidates, of which there are many, pass."""
+    if "logprobs" not in message or "output" not in message:
+        return True
+    text = tokenizer.decode(message["token_ids"], skip_special_tokens=True)
+    return text.strip() == message["output"].strip()
+
+
 def action_ids(tokenizer, message, sampled=True, picture=()):
     """Token ids of an action: the stored `token_ids`, which are what was sampled.
 
@@ -870,7 +878,7 @@ def action_ids(tokenizer, message, sampled=True, picture=()):
     tokenized. The ids of a picture and the end of turn follow.
     """
     if sampled and message.get("token_ids"):
-        if max(message["token_ids"]) >= len(tokenizer):
+        if max(message["token_ids"]) >= len(tokenizer) or not spells(tokenizer, message):
             fail("token_ids in the records are not of this --model's tokenizer: "
                  "take the model that sampled them")
         return tuple(message["token_ids"])
@@ -949,7 +957,7 @@ def base_digest(path):
 def load_options(args, device):
     """Keyword arguments of `load` from the flags of utils.machine_flags."""
     gpu = device.type == "cuda"
-    if args.dtype == "bf16" and not gpu and not cpu_has_bf16() and RANK == 0:
+    if args.dtype == "bf16" and not gpu and not cpu_has_bf16():
         say("this CPU has no instructions for bf16: --dtype fp32 is many times as fast")
     return {"dtype": args.dtype, "replicate": args.replicate, "offload": args.offload,
             "recompute": args.recompute, "reshard": args.reshard}
@@ -1263,7 +1271,7 @@ def room(model, free, size, ranks, reshard=1, offload=0):
         return 0 if model.device.type == "cuda" else math.inf
     state, gathered = state_bytes(model, size, ranks, reshard, offload)
     left = 0.9 * free - state - gathered
-    if left < 0 and not RANK:
+    if left < 0:
         say(f"weights, gradients, moments and what is gathered need {(state + gathered) / 1e9:.3g} "
             f"GB on each process, and {free / 1e9:.3g} GB are free: more processes need less")
     return max(0, left)

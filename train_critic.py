@@ -65,14 +65,15 @@ def get_args(argv=None):
     flag(g, "hidden_info", 1, "0: the critic reads what the agent reads", choices=[0, 1])
     flag(g, "ref_context", "hidden", "pi_ref reads c, too (eq. 3), or what the agent reads "
          "(released code)", choices=["hidden", "agent"])
-    flag(g, "picture_tokens", 1024, "model with vision: most tokens of a page's picture")
+    flag(g, "picture_tokens", 1024, "model with vision: most tokens of a page's picture",
+         least=1)
     flag(g, "score", 0, "1: score stdin, of any length, with the finished critic in --out",
          choices=[0, 1])
     g = p.add_argument_group("objective and optimization")
     flag(g, "beta", 0.1, "scale of the margin")
     flag(g, "nll_coef", 0.01, "weight of the chosen side's NLL per token")
     flag(g, "lr", 2e-7, "peak: 3%% of the steps warm up, at least 3; then a cosine to a tenth")
-    flag(g, "batch_size", 8, "pairs a step, over all GPUs")
+    flag(g, "batch_size", 8, "pairs a step, over all GPUs", least=1)
     flag(g, "epochs", 4, "over the pairs")
     flag(g, "max_grad_norm", 1.0, "gradients are clipped to it")
     flag(g, "seed", 0, "of the order and of what is held out")
@@ -94,7 +95,7 @@ from model import (PICTURE, TURN, Pair, Pictures, action_ids, base_digest, batch
                    compare_tokens, count_of_all_ranks, dry_run, find_model, gathered, has_vision,
                    load, load_options, logps_of, micro_batches, pick_dtype, raw_text,
                    reference_logps, render, restore, save, save_checkpoint, score, tell_repetition,
-                   thinking_flag)
+                   thinking_flag, weights_digest)
 
 
 # --- what the critic reads ------------------------------------------------------------------------
@@ -280,6 +281,7 @@ def prepare(args, records):
         task = min(draws, key=draws.get)
         held[task] = pairs[task]
     if args.held_out > 0 and len(pairs) == 1:
+        held = {}
         say("one task alone has pairs, so nothing is held out: no accuracy tells what it learns")
     train = {task: pairs[task] for task in pairs if task not in held}
     if pairs and not train:
@@ -296,6 +298,7 @@ def save_critic(args):
     for name in ("head", "hidden_info", "ref_context", "normalize", "picture_tokens"):
         about[name] = getattr(args, name)
     if RANK == 0:
+        about["ref_weights"] = base_digest(args.model)
         with writing(os.path.join(args.out, "critic.json")) as part, open(part, "w") as f:
             json.dump(about, f)
 
@@ -320,7 +323,13 @@ def load_critic(folder, device, *how, **options):
     path, tokenizer, config = find_model(folder)
     models = [load(path, device, *how, head=has_head, **options)[0]]
     if not has_head:
-        models.append(load(critic["ref"], device, *how, **options)[0])
+        ref = critic["ref"]
+        if os.path.isabs(ref) and not os.path.isdir(ref):
+            fail(f"the critic in {folder} needs pi_ref, the model that it began as: no {ref}")
+        weights = weights_digest(find_model(ref, weights=True)[0])
+        if critic.get("ref_weights", weights) != weights:
+            fail(f"{ref} has other weights now than the model that the critic in {folder} began as")
+        models.append(load(ref, device, *how, **options)[0])
     pictures = Pictures(path, config, critic["picture_tokens"]) if has_vision(config) else None
     for model in models:
         model.pictures = pictures

@@ -37,7 +37,7 @@ def get_args(argv=None):
          "--resume a run's", required=True)
     flag(p, "loss", "dpo", "what it learns from, see above", choices=["dpo", "mtdpo", "rft"])
     g = p.add_argument_group("pairs")
-    flag(g, "pairs_per_turn", 4, "dpo: pairs drawn from a turn's candidates")
+    flag(g, "pairs_per_turn", 4, "dpo: pairs drawn from a turn's candidates", least=1)
     flag(g, "prior", 0.0, "dpo: rank candidates by advantage + prior * log-prob when sampled")
     flag(g, "mix", 0.0, "dpo: pairs of trajectories, as in mtdpo, for each pair of candidates")
     flag(g, "balance", 0, "dpo: 1 leaves out pairs, until answers are preferred to questions as "
@@ -52,9 +52,9 @@ def get_args(argv=None):
     flag(g, "nll_coef", 0.01, "weight of the chosen side's NLL per token")
     flag(g, "lr", 2e-7, "peak: 3%% of the steps warm up, at least 3; then a cosine to a tenth")
     flag(g, "batch_size", None, "pairs a step, over all GPUs; not given: 8, as in the paper "
-         "(rft: 32)", type=int, metavar="N")
+         "(rft: 32)", kind=int, least=1)
     flag(g, "epochs", None, "over the pairs; not given: 1, as in the paper (mtdpo, rft: 4)",
-         type=int, metavar="N")
+         kind=int)
     flag(g, "max_grad_norm", 1.0, "gradients are clipped to it")
     flag(g, "seed", 0, "of the order and of the pairs drawn")
     machine_flags(p)
@@ -316,7 +316,9 @@ def main(args):
     groups, facts, ends, made = from_rank_0(lambda: prepare(args))
     turns = turns_in(pair for group in groups for pair in group) if args.loss != "rft" else []
     batch_size = args.batch_size or (32 if args.loss == "rft" else 8)
-    epochs = args.epochs or {"mtdpo": 4, "rft": 4}.get(args.loss, 1)
+    epochs = args.epochs
+    if epochs is None:
+        epochs = 1 if args.loss == "dpo" else 4
     steps = [batch for epoch in range(epochs)
              for batch in batches(groups, batch_size, args.seed, epoch)]
     config = made[0].lm.config if made else find_model(args.model)[2]

@@ -85,12 +85,29 @@ def end_after_rank_0(message=None):
     sys.exit(2)
 
 
-def flag(p, name, default, text, **more):
-    """Adds a flag of the default's type; without a default it is text."""
-    kind = str if default is None else type(default)
+def flag(p, name, default, text, kind=None, least=0, **more):
+    """Adds a flag of the default's type; without a default it is text, or of `kind`.
+
+    A number below `least` is refused.
+    """
+    kind = kind or (str if default is None else type(default))
     metavar = "N" if kind in (int, float) and "choices" not in more else None
+    if kind in (int, float):
+        kind = at_least(kind, least)
     options = {"type": kind, "default": default, "metavar": metavar, "help": text, **more}
-    p.add_argument("--" + name, **options)
+    p.add_argument(name if name.startswith("-") else "--" + name, **options)
+
+
+def at_least(kind, least):
+    """For argparse: reads an int or float that is not below `least`."""
+    def read(text):
+        value = kind(text)
+        if not value >= least:  # NaN, too
+            raise argparse.ArgumentTypeError(f"{text} is below {least}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse names it: "invalid int value"
+    return read
 
 
 def skip_bad_flag(p):
@@ -101,7 +118,7 @@ def skip_bad_flag(p):
 def machine_flags(p):
     """The trainers' flags for speed, memory and checkpoints. Only --dtype changes results."""
     g = p.add_argument_group("speed and memory (only --dtype changes results)")
-    flag(g, "max_tokens", 16384, "tokens of a tree computed at once: bounds the memory")
+    flag(g, "max_tokens", 16384, "tokens of a tree computed at once: bounds the memory", least=1)
     flag(g, "attention", "auto", "flash: package flash-attn; torch: its varlen kernel; sdpa: a "
          "loop; auto: the first that works here; flex: not yet run on a GPU",
          choices=["auto", "flash", "torch", "sdpa", "flex"])
@@ -109,10 +126,11 @@ def machine_flags(p):
          "auto: bf16 on a GPU or a CPU that has it, if the model is not tiny",
          choices=["auto", "bf16", "fp32"])
     flag(g, "recompute", None, "1: all layers compute activations again in the backward pass; 0: "
-         "none; not given: as few as fit in the free memory", type=int, choices=[0, 1])
+         "none; not given: as few as fit in the free memory", kind=int, choices=[0, 1])
     flag(g, "reshard", 1, "0: keep a layer's gathered weights for its backward pass",
          choices=[0, 1])
-    flag(g, "replicate", 1, "copies of the model; each is spread over 1/N of the processes")
+    flag(g, "replicate", 1, "copies of the model; each is spread over 1/N of the processes",
+         least=1)
     flag(g, "offload", 0, "1: weights and moments rest in CPU memory", choices=[0, 1])
     flag(g, "dry_run", 0, "print steps, tokens, hours and memory of a run on N GPUs; train nothing")
     flag(g, "gpu_gb", 80.0, "memory of a GPU that --dry_run supposes", metavar="GB")
@@ -137,7 +155,9 @@ def inline(message):
 
 
 def say(message):
-    """Prints one line for people on stderr."""
+    """Prints one line for people on stderr, on rank 0."""
+    if RANK:
+        return
     try:
         tqdm.write(inline(message) + "\n", file=sys.stderr, end="")
     except OSError:  # stderr is full or its reader has gone: the results count
@@ -321,8 +341,8 @@ RECORD = {
              "hidden_information": str, "agent_prompt": str, "test_cases": {...: str}},
     "dialogue_history": [{"role": str, **ACTION, "candidates": [ACTION]}],
     "sample": int, "answer": str, "reward": float, "reward_letterbox": float,
-    "tests": {...: str}, "failure": str, "meta": {"rules": str, "model_weights": str},
-    "text": str}
+    "tests": {...: str}, "failure": str, "text": str,
+    "meta": {"rules": str, "model_weights": str, "candidates": {}}}
 TYPES = {
     str: ("text", lambda x: isinstance(x, str)),
     int: ("a whole number from 0 on", lambda x: isinstance(x, int) and 0 <= x < 2 ** 62),
@@ -616,6 +636,9 @@ class Log:
         except OSError as e:
             fail(f"--out {out}: {e.strerror}")
         atexit.register(remove_empty, out)
+        model, folder = os.path.realpath(args.model), os.path.realpath(out)
+        if os.path.commonpath([model, folder]) == folder:
+            fail(f"--out {out} holds the --model {args.model}: name another")
         if not set(os.listdir(out)) - {"metrics.jsonl.part", "pictures"}:
             return [], 0  # it is new, or the run was killed as it began
         if not os.path.exists(self.path):

@@ -1,17 +1,20 @@
 """The rivals of eq. 3, a regression head and a value head: each scores, resumes and chooses."""
+import io
 import json
 import math
 import shutil
 import statistics
+import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 import colbench
 import model as M
 import train_critic as tc
-from conftest import critic_turns, lines, records, script
+from conftest import complaint, critic_turns, lines, records, script
 
 
 def test_a_turns_value_is_the_head_on_the_mean_state_of_all_its_tokens(tiny_dir, episodes):
@@ -156,6 +159,31 @@ def test_it_is_said_where_nothing_is_held_out(rewarded, tiny_dir, tmp_path):
     for share, said in ((0.1, True), (0, False)):
         done = script("train_critic.py", *flags, share, "--out", tmp_path / str(share), stdin=one)
         assert done.returncode == 0 and ("nothing is held out" in done.stderr) == said
+
+
+def test_one_task_is_never_held_out(rewarded, tiny_dir, monkeypatch):
+    """Whatever is drawn for it."""
+    one = [r for r in rewarded if r["task"]["id"] == rewarded[0]["task"]["id"]]
+    for seed in range(30):
+        flags = ["--model", tiny_dir, "--out", "none", "--seed", str(seed)]
+        monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(one).encode()))
+        _, train, held, *_ = tc.prepare(tc.get_args(flags), [])
+        assert len(train) == 1 and not held
+
+
+def test_a_critic_whose_reference_has_changed_scores_nothing(rewarded, tiny_dir, tmp_path):
+    base, out = shutil.copytree(tiny_dir, tmp_path / "base"), tmp_path / "c"
+    flags = ["train_critic.py", "--model", base, "--epochs", 1, "--out", out]
+    assert script(*flags, stdin=rewarded).returncode == 0
+    state = load_file(base / "model.safetensors")
+    save_file({k: v * 1.001 for k, v in state.items()}, base / "model.safetensors")
+    error = complaint(script(*flags, "--score", 1, stdin=rewarded))
+    assert error == (f"error: {base} has other weights now than the model that the critic in {out} "
+                     "began as")
+    shutil.rmtree(base)
+    error = complaint(script(*flags, "--score", 1, stdin=rewarded))
+    assert error == (f"error: the critic in {out} needs pi_ref, the model that it began as: "
+                     f"no {base}")
 
 
 def test_the_teacher_is_the_model_with_hidden_information_less_without(rewarded, tiny_dir,

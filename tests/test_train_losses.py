@@ -371,6 +371,10 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch
     message["candidates"][0]["token_ids"] = [len(tokenizer)]
     with pytest.raises(SystemExit, match="not of this --model's tokenizer"):
         prepared()
+    del message["candidates"]
+    message["token_ids"] = [i - 1 for i in message["token_ids"]]  # in a vocabulary, but another one
+    with pytest.raises(SystemExit, match="not of this --model's tokenizer"):
+        prepared()
 
 
 def test_batches_are_a_permutation_and_a_function_of_the_seed():

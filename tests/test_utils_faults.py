@@ -171,7 +171,7 @@ def test_a_signal_waits_for_the_end_of_a_line():
 
 STEPS = """
 import argparse, sys, time, utils
-args = argparse.Namespace(out=sys.argv[1], resume=0, overwrite=0)
+args = argparse.Namespace(model="m", out=sys.argv[1], resume=0, overwrite=0)
 def main(args):
     log = utils.Log(args)
     log.begin()
