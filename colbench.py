@@ -454,10 +454,18 @@ def builtin_tasks(split, seed, min_slots=2, max_slots=4, usual=0.65):
 def scripted_human(task, message):
     """The built-in human: the value of the first slot that the message names."""
     slots = slots_of(hidden_information(task))
+    if not slots:
+        say_that_it_knows_nothing()
     for word in re.findall(r"\w+", message):
         if word in slots:
             return f"{word}={slots[word]}"
     return "i do not know"
+
+
+@functools.cache
+def say_that_it_knows_nothing():
+    say("the scripted human knows the slots of built-in tasks alone, and nothing of some tasks "
+        "here: --human http://... lets an LLM play the human")
 
 
 def demonstration(task, r, args):
@@ -1589,17 +1597,32 @@ class Grader:
         return None
 
 
+def ungraded(record):
+    """The record without what a grader has said of another answer."""
+    of_grader = "reward", "tests", "failure", "reward_letterbox", "reward_by"
+    return {name: value for name, value in record.items() if name not in of_grader}
+
+
 def grade_records(records, grader):
-    """Yields each record with "reward" and "tests" for its "task" and "answer", in order."""
+    """Yields each record with "reward" and "tests" for its "task" and "answer", in order.
+
+    A bad line ends the program after the records before it.
+    """
+    window, error = collections.deque(), None
     with concurrent.futures.ThreadPoolExecutor(grader.workers) as pool:
-        window = collections.deque()
-        for record in records:
-            window.append((record, pool.submit(grader.grade, record["task"], record.get("answer"))))
-            if len(window) >= 4 * grader.workers:
-                record, job = window.popleft()
-                yield {**record, **job.result()}
+        try:
+            for record in records:
+                job = pool.submit(grader.grade, record["task"], record.get("answer"))
+                window.append((record, job))
+                if len(window) >= 4 * grader.workers:
+                    record, job = window.popleft()
+                    yield {**ungraded(record), **job.result()}
+        except SystemExit as e:
+            error = e
         for record, job in window:
-            yield {**record, **job.result()}
+            yield {**ungraded(record), **job.result()}
+    if error:
+        raise error
 
 
 def check_task(grader, task):
@@ -2352,10 +2375,10 @@ async def judge(servers, model, task, history, actions):
                 model=model, temperature=0, seed=0, max_tokens=1024,
                 messages=[{"role": "user", "content": prompt}])
             text = without_thinking(reply.choices[0].message.content or "")
-            letter = re.search(r"\b[AB]\b", text)
-            if not letter:
-                raise ValueError("neither A nor B in the reply")
-            return float(letter[0] == "A")
+            letters = set(re.findall(r"\b[AB]\b", text))
+            if len(letters) != 1:  # "A better one is B" says nothing sure
+                raise ValueError("not one of A and B in the reply")
+            return float(letters == {"A"})
         return await servers(ask)
 
     if len(texts) == 1:
@@ -2388,12 +2411,18 @@ async def judge_stdin(args, emit):
             say(f"a record is left out: {e}")
             left_out += 1
 
-    for record in read_jsonl(sys.stdin, needs("dialogue_history"), skip_bad=args.skip_bad):
-        window.append(asyncio.ensure_future(judged(record)))
-        if len(window) == args.in_flight:
-            await write_first()
+    error = None
+    try:
+        for record in read_jsonl(sys.stdin, needs("dialogue_history"), skip_bad=args.skip_bad):
+            window.append(asyncio.ensure_future(judged(record)))
+            if len(window) == args.in_flight:
+                await write_first()
+    except SystemExit as e:  # a bad line: first what stands before it
+        error = e
     while window:
         await write_first()
+    if error:
+        raise error
     if left_out:
         fail(f"{left_out} records could not be judged and were not written")
 
@@ -2452,7 +2481,7 @@ def get_args(argv=None):
     flag(grade, "rules", "honest", "official: as the released scorer",
          choices=["honest", "official"])
     for p in (grade, check):
-        flag(p, "workers", os.cpu_count(), "answers run at once")
+        flag(p, "workers", os.cpu_count(), "answers run at once", least=1)
         flag(p, "unsafe", 0, "1: run answers even without a sandbox", choices=[0, 1])
         skip_bad_flag(p)
         page_flags(p)
@@ -2461,7 +2490,7 @@ def get_args(argv=None):
                 "`advantage` is the share of its comparisons that one wins")
     flag(p, "endpoint", None, "http://host:port/v1[,http://...] of a chat model", required=True)
     flag(p, "model", None, "its name, if the servers serve several")
-    flag(p, "in_flight", 64, "requests at once at each server")
+    flag(p, "in_flight", 64, "requests at once at each server", least=1)
     skip_bad_flag(p)
     return root.parse_args(argv)
 

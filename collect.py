@@ -9,7 +9,7 @@ Many episodes run at once; each is written as it ends. Every draw is a function 
 sample, turn). The other episodes change it by rounding only: after a kill and --resume log-probs
 differ by about 1e-6, and rarely a text. Records that have a dialogue already get candidates only.
 """
-from utils import (Endpoint, EndpointError, fail, fail_on_error, flag, open_stdout, parser,
+from utils import (Endpoint, EndpointError, digest, fail, fail_on_error, flag, open_stdout, parser,
                    progress, read_jsonl, rng, run, say, skip_bad_flag, version)
 
 import asyncio
@@ -18,6 +18,7 @@ import base64
 import contextlib
 import functools
 import itertools
+import json
 import math
 import os
 import subprocess
@@ -30,18 +31,19 @@ from types import SimpleNamespace
 
 from colbench import (NOT_SEEN, GraderError, NoReference, RenderError, environment, first_message,
                       hidden_information, human_prompt, judge, kind_of, needs, page_flags,
-                      read_action, redact, task_id, without_thinking)
+                      read_action, redact, task_id, ungraded, without_thinking)
 
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < tasks.jsonl > trajectories.jsonl")
     g = p.add_argument_group("episodes")
     flag(g, "model", "meta-llama/Llama-3.1-8B-Instruct", "the agent")
-    g.add_argument("-k", type=int, default=1, help="episodes of each task")
-    flag(g, "max_turns", 10, "the agent's messages; the last one is its answer")
+    flag(g, "-k", 1, "episodes of each task", least=1)
+    flag(g, "max_turns", 10, "the agent's messages; the last one is its answer", least=1)
     flag(g, "agent_prompt", None, "the agent's first message, with {problem_description}, "
          "{max_turns}, {ANSWER} and {OUTPUT}", metavar="FILE")
-    flag(g, "concurrency", 256, "episodes at once, for each vllm copy or engine's address")
+    flag(g, "concurrency", 256, "episodes at once, for each vllm copy or engine's address",
+         least=1)
     flag(g, "resume", None, "skip the episodes in FILE, and drop its last line if that is cut off",
          metavar="FILE")
     skip_bad_flag(g)
@@ -52,20 +54,21 @@ def get_args(argv=None):
     flag(g, "human_prompt", None, "what the LLM reads, with {problem_description}, "
          "{hidden_information} and {dialogue}", metavar="FILE")
     flag(g, "human_tokens", None, "longest reply of the LLM, else 150 for 400 characters, where it "
-         "is cut", type=int, metavar="N")
+         "is cut", kind=int, least=1)
     flag(g, "human_leak", "count", "count the replies that quote hidden code; redact: cut it out, "
          "too", choices=["count", "redact"])
     g = p.add_argument_group("sampling")
     flag(g, "temperature", 1.0, "0: greedy")
     flag(g, "top_p", 1.0, "of each token, draw from the likeliest that sum up to P; log-probs are "
          "of what is drawn from", metavar="P")
-    flag(g, "max_tokens", 1024, "longest message")
+    flag(g, "max_tokens", 1024, "longest message", least=1)
     flag(g, "thinking", 0, "1: let a model think whose chat template can; nobody sees the thought",
          choices=[0, 1])
     flag(g, "seed", 0, "of all draws")
     flag(g, "candidates", 0, "alternatives drawn at every turn; stage 2 wants 16")
     flag(g, "candidates_share", 1.0, "share of the episodes that get candidates")
-    flag(g, "best_of", 1, "messages drawn at every turn; the critic's favourite is sent")
+    flag(g, "best_of", 1, "messages drawn at every turn; the critic's favourite is sent",
+         least=1)
     flag(g, "critic", None, "--out of train_critic.py, or http://host:port/v1 of an LLM; it READS "
          "HIDDEN INFORMATION, so this is no fair policy")
     flag(g, "prior", 0.0, "--best_of: choose by score + prior * log-prob")
@@ -73,12 +76,12 @@ def get_args(argv=None):
     flag(g, "engine", "auto", "transformers, vllm, or http://host:port/v1[,http://...] of vLLM "
          "servers; auto: vllm if it and a GPU are there")
     flag(g, "max_batch_tokens", 65536, "transformers: tokens at once, and kept for next turns")
-    flag(g, "dtype", "auto", "transformers: of the model; draws are in fp32; auto: bf16 on a GPU or "
-         "a CPU that has it, if the model is not tiny", choices=["auto", "bf16", "fp32"])
-    flag(g, "tensor_parallel", 1, "vllm: GPUs of one copy of the model")
-    flag(g, "data_parallel", 1, "vllm: copies")
-    flag(g, "max_model_len", None, "vllm: longest context, else the model's", type=int, metavar="N")
-    flag(g, "in_flight", 64, "requests at once to one server of --human or --critic")
+    flag(g, "dtype", "auto", "transformers: of the model; draws are in fp32; auto: bf16 on a GPU"
+         " or a CPU that has it, if the model is not tiny", choices=["auto", "bf16", "fp32"])
+    flag(g, "tensor_parallel", 1, "vllm: GPUs of one copy of the model", least=1)
+    flag(g, "data_parallel", 1, "vllm: copies", least=1)
+    flag(g, "max_model_len", None, "vllm: longest context, else the model's", kind=int, least=1)
+    flag(g, "in_flight", 64, "requests at once to one server of --human or --critic", least=1)
     flag(g, "timeout", 120.0, "seconds of a request, of an engine's for each draw")
     flag(g, "retries", 8, "of a request, over about a minute")
     g = p.add_argument_group("grading")
@@ -242,11 +245,16 @@ class TransformersEngine:
         refuse_unknown(args.model, self.lm.config)
         self.lm.set_attn_implementation("groups")
         self.args, self.stop = args, stop
+        config = self.lm.config.get_text_config()
+        self.longest = getattr(config, "max_position_embeddings", None) or math.inf
         self.waiting, self.under_way, self.groups = [], [], []  # requests, requests, Groups
         self.server = None  # the task that serves them
         self.kept = {}  # episode: (its last prompt, Group.kept of it); the latest one comes last
 
     async def __call__(self, prompt, draws):
+        if len(prompt) >= self.longest:
+            raise EndpointError(f"the conversation has {len(prompt)} tokens, and the model takes "
+                                f"{self.longest}")
         actions = [SimpleNamespace(rng=rng(*draw), ids=[], logps=[], ended=False) for draw in draws]
         answer = asyncio.get_running_loop().create_future()
         self.waiting.append(SimpleNamespace(prompt=prompt, episode=draws[0][:3], actions=actions,
@@ -685,29 +693,56 @@ def read_file(flag, path):
 # --- all episodes ---------------------------------------------------------------------------------
 
 def finished_episodes(path, skip_bad):
-    """({(task id, sample)}, {digest of the agent's weights}) of the episodes in a file.
+    """({(task id, sample)}, {name: [its values]} of the `meta` that stays) of a file's episodes.
 
     A last line that is cut off is dropped from the file, which may be missing.
     """
-    keys, weights = set(), set()
+    keys, metas, last = set(), {}, b""
     fields = "task.problem_description", "task.ground_truth", "sample"
+
+    def whole_lines(f):
+        nonlocal last
+        for last in f:
+            if last.endswith(b"\n") or is_json(last):
+                yield last
+
     if not path or not os.path.exists(path):
-        return keys, weights
+        return keys, metas
     with fail_on_error(f"--resume {path}"), open(path, "rb+") as f:
-        whole = sum(len(line) for line in f if line.endswith(b"\n"))
-        f.truncate(whole)
-        f.seek(0)
-        for r in read_jsonl(f, fields, path, skip_bad) if whole else ():
+        lines = whole_lines(f)
+        first = next(lines, None)
+        records = itertools.chain([first], lines) if first else []
+        for r in read_jsonl(records, fields, path, skip_bad) if first else ():
             keys.add((task_id(r["task"]), r["sample"]))
-            weights.add(r.get("meta", {}).get("model_weights"))
-    return keys, weights - {None}
+            meta = r.get("meta", {})
+            for name, value in meta.get("candidates", meta).items():
+                values = metas.setdefault(name, [])
+                if value not in values:
+                    values.append(value)
+        end = f.seek(0, os.SEEK_END)
+        if last and not last.endswith(b"\n"):
+            if is_json(last):
+                f.write(b"\n")
+            elif last.startswith(b"{"):
+                f.truncate(end - len(last))
+            else:
+                fail(f"--resume {path}: its last line is no record")
+    return keys, metas
+
+
+def is_json(line):
+    try:
+        return bool(json.loads(line))
+    except ValueError:
+        return False
 
 
 class Run:
     """The episodes of stdin's tasks: read, played, graded, written, in that order."""
 
-    META = ("model", "human", "temperature", "top_p", "max_turns", "thinking", "seed", "best_of",
-            "critic", "prior", "rules")
+    SAME = ("temperature", "top_p", "max_turns", "max_tokens", "thinking", "seed", "best_of",
+            "prior", "rules")  # flags that all episodes of a file share
+    META = ("model", "human", "critic", *SAME)
 
     def __init__(self, args, emit, players, done):
         self.args, self.emit, self.players, self.done = args, emit, players, done
@@ -715,6 +750,7 @@ class Run:
         self.meta = {flag: getattr(args, flag) for flag in self.META}
         self.meta |= {"model_weights": players.weights, "version": version()}
         self.times_read, self.totals, self.error = Counter(), Counter(), None
+        self.tasks = {}  # id: digest of its texts
         self.played = asyncio.Queue()  # of records that are being graded
 
     async def all(self):
@@ -737,6 +773,9 @@ class Run:
         """Completes a record's task; yields the numbers of its samples that are still to play."""
         task = record["task"]
         record["task"] = task = {"kind": kind_of(task), **task, "id": task_id(task)}
+        text = digest([task["problem_description"], task["ground_truth"]])
+        if self.tasks.setdefault(task["id"], text) != text:
+            fail(f"two unlike tasks of stdin have the id {task['id']}")
         n, samples = self.times_read[task["id"]], range(self.args.k)
         self.times_read[task["id"]] += 1
         if "dialogue_history" in record:
@@ -768,14 +807,25 @@ class Run:
                 if "dialogue_history" in record:
                     new = await self.players.add_candidates(record, sample)
                 else:
+                    record = ungraded(record)
                     new = await self.players.play(record["task"], sample)
             except (EndpointError, NoReference) as e:
                 self.totals["failed"] += 1
                 if self.totals["failed"] <= 3:
                     say(f"task {record['task']['id']}, sample {sample} failed: {e}")
                 continue
-            new["meta"] = {**record.get("meta", {}), **self.meta}
+            new["meta"] = self.meta_of(record)
             self.played.put_nowait(asyncio.ensure_future(self.grade({**record, **new})))
+
+    def meta_of(self, record):
+        """The `meta` of an episode. A dialogue that was there keeps its own beside that of its new
+        candidates, whose prompts are rendered by --thinking.
+        """
+        meta = record.get("meta", {})
+        if "dialogue_history" not in record:
+            return {**meta, **self.meta}
+        meta = {**meta, "thinking": self.args.thinking, "candidates": self.meta}
+        return meta if "reward" in record else {**meta, "rules": self.args.rules}
 
     async def grade(self, record):
         if "reward" not in record:
@@ -810,7 +860,8 @@ class Run:
                          f"{self.args.max_tokens}")
         say("; ".join(parts + [env.grader_line() for env in environments]))
         if leaks := self.players.leaks:
-            say(f"the human quoted hidden code in {leaks} replies; --human_leak redact cuts it out")
+            hint = "; --human_leak redact cuts it out" if self.args.human_leak == "count" else ""
+            say(f"the human quoted hidden code in {leaks} replies{hint}")
         if totals["repeated"]:
             say(f"{totals['repeated']} episodes of tasks that stdin repeats were left out")
         if totals["failed"] and not self.error:
@@ -822,8 +873,14 @@ class Run:
 
 async def collect(args, emit):
     """Plays all episodes, and says how it went."""
-    done, weights = finished_episodes(args.resume, args.skip_bad)
+    done, metas = finished_episodes(args.resume, args.skip_bad)
+    for name in Run.SAME:
+        for value in metas.get(name, ()):
+            if value != getattr(args, name):
+                fail(f"--resume {args.resume} holds episodes with --{name} {value}, not "
+                     f"{getattr(args, name)}: give the same flags, or another file")
     players = await Players(args).load()
+    weights = set(metas.get("model_weights", ())) - {None}
     if players.weights and weights - {players.weights}:
         fail(f"--resume {args.resume} holds episodes of other weights than those at --model "
              f"{args.model}: take the old weights, or another file")

@@ -252,6 +252,24 @@ def test_any_text_is_graded_and_the_answers_after_it_as_if_it_had_not_been_there
     assert read == {"answer": "\ufffd \U0001f600 \ufffd"}
 
 
+def test_a_bad_line_costs_no_verdict_of_the_lines_before_it():
+    """Some are being graded as it is read."""
+    good = [{"task": {"problem_description": "d", **DOUBLE}, "answer": RIGHT, "n": n}
+            for n in range(5)]
+    done = script("colbench.py", "grade", "--workers", 2, stdin=lines(good) + "{\n")
+    assert [(r["n"], r["reward"]) for r in records(done.stdout)] == [(n, 1) for n in range(5)]
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: stdin, line 6: not JSON")
+
+
+def test_nothing_of_an_earlier_verdict_stays():
+    old = {"reward": 0.0, "tests": {"test9": "old"}, "failure": "old", "reward_letterbox": 0.1}
+    record = {"task": {"problem_description": "d", **DOUBLE}, "answer": RIGHT, "note": "mine"}
+    new, = records(script("colbench.py", "grade", stdin=[{**record, **old}]).stdout)
+    fresh, = records(script("colbench.py", "grade", stdin=[record]).stdout)
+    assert new == fresh and fresh["reward"] == 1 and fresh["note"] == "mine"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_grading_of_a_hostile_answer_long_before_its_time_is_up(number):
     """Ten answers that never end, of up to 6 s each; half of that is allowed, on a busy machine."""

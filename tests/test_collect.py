@@ -199,7 +199,7 @@ def test_resume_after_kill_gives_each_episode_once(tiny_dir, tmp_path):
 def test_a_resumed_file_without_a_whole_line_is_a_new_one(content, tmp_path):
     file = tmp_path / "all.jsonl"
     file.write_bytes(content)
-    assert collect.finished_episodes(str(file), 0) == (set(), set())
+    assert collect.finished_episodes(str(file), 0) == (set(), {})
     assert file.read_bytes() == b""
 
 
@@ -209,7 +209,7 @@ def test_what_is_no_episode_in_a_resumed_file_is_named(lacks, tasks, episodes, t
     key = key_of(bad)
     del bad["task"][lacks]
     file.write_text(lines([episodes[0], bad, *episodes[2:]]))
-    flags = ["-k", 2, "--max_tokens", 5, "--resume", file]
+    flags = [*PLAY, "--resume", file]
     error = complaint(play(tiny_dir, tasks, *flags))
     assert error.startswith(f"error: {file}, line 2: no 'task.{lacks}' in this record")
     done = play(tiny_dir, tasks, *flags, "--skip_bad", 1)
@@ -236,7 +236,82 @@ def test_a_file_is_resumed_only_with_the_weights_that_played_it(tasks, tiny_dir,
     assert len(records(play(base, tasks, *flags).stdout)) == 1
 
 
+def test_a_file_is_resumed_only_with_the_flags_that_played_it(tasks, collected, tiny_dir, tmp_path):
+    file = tmp_path / "all.jsonl"
+    file.write_text(collected)
+    for flag, value, had in (("max_turns", 2, 4), ("temperature", 0.5, 1.0), ("seed", 4, 3)):
+        error = complaint(play(tiny_dir, tasks, *PLAY, "--resume", file, "--" + flag, value))
+        assert error == (f"error: --resume {file} holds episodes with --{flag} {had}, not {value}: "
+                         "give the same flags, or another file")
+    done = play(tiny_dir, tasks, *PLAY, "--resume", file, "-k", 3, "--human", "fixed:no")
+    assert len(records(done.stdout)) == len(tasks) and file.read_text() == collected
+
+
+@pytest.mark.parametrize("end, kept", [("", True), ("\n", True), (None, False)])
+def test_the_last_line_of_a_resumed_file_is_dropped_only_if_it_is_cut(end, kept, tasks, collected,
+                                                                      tiny_dir, tmp_path):
+    """end: what follows the last record; None: half of it is missing."""
+    file, last = tmp_path / "all.jsonl", collected.splitlines()[-1]
+    others = collected[:-len(last) - 1]
+    file.write_text(others + (last[:len(last) // 2] if end is None else last + end))
+    done = play(tiny_dir, tasks, *PLAY, "--resume", file)
+    assert file.read_text() == (collected if kept else others)
+    assert [key_of(r) for r in records(done.stdout)] == [key_of(json.loads(last))] * (not kept)
+
+
+@pytest.mark.parametrize("text", ["a diary\nof mine", "a diary", "5"])
+def test_a_file_of_something_else_is_not_touched(text, tasks, tiny_dir, tmp_path):
+    file = tmp_path / "diary.txt"
+    file.write_text(text)
+    assert str(file) in complaint(play(tiny_dir, tasks, "--resume", file))
+    assert file.read_text() == text
+
+
+# --- records that were played before --------------------------------------------------------------
+
+def test_a_record_without_its_dialogue_is_played_and_graded_anew(tasks, tiny_dir):
+    old = [{**r, "reward": 1.0, "tests": {"test1": "pass"}, "failure": "old"} for r in tasks]
+    new = records(play(tiny_dir, old, "--max_tokens", 5, "--max_turns", 2).stdout)
+    assert len(new) == len(tasks) and {r["reward"] for r in new} == {0.0}
+    assert all(len(r["tests"]) == 10 and "failure" not in r for r in new)
+
+
+def test_new_candidates_leave_what_is_known_of_a_dialogue(episodes, tiny_dir):
+    """Its settings, its rules, its reward; the candidates' settings stand beside them."""
+    old = [{**r, "reward": 0.5} for r in episodes[:2]]
+    old[0]["meta"] = {"rules": "official", "seed": 77}
+    del old[1]["meta"], old[1]["reward"]
+    flags = ["--candidates", 2, "--max_tokens", 5, "--seed", 8]
+    first, second = sorted(records(play(tiny_dir, old, *flags).stdout),
+                           key=lambda r: "seed" not in r["meta"])
+    assert (first["meta"]["rules"], first["meta"]["seed"], first["reward"]) == ("official", 77, 0.5)
+    assert "seed" not in second["meta"] and second["meta"]["rules"] == "honest"
+    assert all(r["meta"]["candidates"]["seed"] == 8 for r in (first, second))
+
+
 # --- bad input ------------------------------------------------------------------------------------
+
+def test_two_tasks_of_one_id_are_not_taken_for_one(tasks, tiny_dir):
+    other = {"task": {**tasks[0]["task"], "ground_truth": "def f(x): return x"}}
+    done = play(tiny_dir, [*tasks, other], "--max_tokens", 5, "--max_turns", 2)
+    error = f"error: two unlike tasks of stdin have the id {tasks[0]['task']['id']}"
+    assert done.stderr.splitlines()[-1] == error and len(records(done.stdout)) == len(tasks)
+
+
+def test_a_conversation_longer_than_the_models_context_is_no_episode(tasks, tiny_dir, tmp_path):
+    base = shutil.copytree(tiny_dir, tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 10}))
+    done = play(base, tasks, "--max_tokens", 5, "--max_turns", 2)
+    assert done.returncode == 1 and not done.stdout
+    assert "tokens, and the model takes 10" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_human_who_knows_nothing_says_so(tiny_dir):
+    task = {"task": {**TASK, "ground_truth": "def f():\n    return 1"}}
+    done = play(tiny_dir, [task], "--max_tokens", 5, "--max_turns", 3)
+    assert done.stderr.count("the scripted human knows the slots of built-in tasks alone") == 1
+
 
 TASK = {"problem_description": "p", "ground_truth": "def f(): return 1",
         "test_cases": {"test1": "f()"}}
@@ -260,6 +335,8 @@ def test_collect_complains(stdin, message, tiny_dir):
     (["--best_of", 2], "--critic"),
     (["--human", "me"], "--human 'me'"),
     (["--top_p", 0], "--top_p 0.0: give a share above 0"),
+    (["--max_turns", 0], "argument --max_turns: 0 is below 1"),
+    (["--temperature", "nan"], "argument --temperature: nan is below 0"),
     (["--best_of", 2, "--critic", "no/critic"], "no/critic"),
     (["--agent_prompt", "no/file"], "no/file")])
 def test_collect_complains_of_flags(flags, message, tiny_dir, tasks):

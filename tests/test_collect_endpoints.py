@@ -11,7 +11,7 @@ import pytest
 
 import colbench
 import model as M
-from conftest import records, script
+from conftest import lines, records, script
 from utils import Endpoint, EndpointError, rng
 
 
@@ -298,7 +298,7 @@ def prefers(word, trouble=0.0, taste=1):
         a, b = re.search(r"\nA: (.*)\n\nB: (.*)\n\nWhich", prompt, re.S).groups()
         assert "def f(x, rate=3)" in prompt and body["temperature"] == 0 and a != b
         better = "A" if taste * (a.count(word) - b.count(word)) > 0 else "B"
-        return chat(f"<think>B or A?</think>The answer is {better}.")
+        return chat(f"<think>B or A?</think>The better one is {better}.")
     return Server(reply, trouble)
 
 
@@ -317,8 +317,9 @@ def test_a_judge_gives_each_message_the_share_of_its_comparisons_that_it_wins():
     # so < no < no no < no no no = no no no > so, in a circle
     assert judged(said, prefers("no", trouble=0.3)) == [0, 0.5, 0.5, 0.75, 0.75]
     assert judged(said[:1], prefers("no")) == [0] and judged(said[:2], prefers("no")) == [0, 1]
-    with pytest.raises(EndpointError, match="neither A nor B"):
-        judged(said, Server(lambda path, body: chat("neither")), retries=1)
+    for reply in ("neither", "A better one is B"):
+        with pytest.raises(EndpointError, match="not one of A and B"):
+            judged(said, Server(lambda path, body: chat(reply)), retries=1)
 
 
 @pytest.mark.full
@@ -340,6 +341,17 @@ def test_judge_keeps_the_records_and_their_order():
         assert r["dialogue_history"] == history
     prompts = [body["messages"][0]["content"] for _, body, _ in server.seen]
     assert len(prompts) == 80 and sum("Assistant: x\nYou: what?" in p for p in prompts) == 40
+
+
+def test_a_bad_line_costs_no_verdict_of_the_lines_before_it():
+    """Some are being judged as it is read."""
+    history = [{"role": "user", "content": "write f(x)"}, {"role": "assistant", "content": "yes"}]
+    task = {"problem_description": "write f(x)", "ground_truth": "def f(x): return x"}
+    made = [{"task": task, "n": n, "dialogue_history": history} for n in range(5)]
+    done = script("colbench.py", "judge", "--endpoint", prefers("yes").url,
+                  stdin=lines(made) + "{\n")
+    assert [r["n"] for r in records(done.stdout)] == list(range(5)) and done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: stdin, line 6: not JSON")
 
 
 @pytest.mark.full
