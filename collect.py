@@ -693,7 +693,7 @@ def read_file(flag, path):
 # --- all episodes ---------------------------------------------------------------------------------
 
 def finished_episodes(path, skip_bad):
-    """({(task id, sample)}, {name: [its values]} of the `meta` that stays) of a file's episodes.
+    """({(task id, sample)}, {name: [its values]} of `meta` that must stay) of a file's episodes.
 
     A last line that is cut off is dropped from the file, which may be missing.
     """
@@ -715,10 +715,11 @@ def finished_episodes(path, skip_bad):
         for r in read_jsonl(records, fields, path, skip_bad) if first else ():
             keys.add((task_id(r["task"]), r["sample"]))
             meta = r.get("meta", {})
-            for name, value in meta.get("candidates", meta).items():
+            meta = meta.get("candidates", meta)
+            for name in meta.keys() & {"model_weights", *Run.SAME}:
                 values = metas.setdefault(name, [])
-                if value not in values:
-                    values.append(value)
+                if meta[name] not in values:
+                    values.append(meta[name])
         end = f.seek(0, os.SEEK_END)
         if last and not last.endswith(b"\n"):
             if is_json(last):
