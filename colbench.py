@@ -1454,7 +1454,7 @@ def official_code(answer):
     return answer
 
 
-class Grader:
+class Grader(contextlib.AbstractContextManager):
     """with Grader() as grader: grader.grade(task, answer). Safe to call from several threads.
 
     rules: "honest", or "official" for the verdicts of the released scorer. workers: answers graded
@@ -1505,9 +1505,6 @@ class Grader:
         except BaseException:
             self.close()
             raise
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         self.close()
@@ -1831,7 +1828,7 @@ def grey_picture(path):
             '<rect width="100%" height="100%" fill="#9ca3af"/></svg>')
 
 
-class Renderer:
+class Renderer(contextlib.AbstractContextManager):
     """with Renderer() as renderer: renderer.render(page), from any thread.
 
     Scripts are off. Every request is answered here or refused; allow_network=1 lets them out.
@@ -1865,9 +1862,6 @@ class Renderer:
         self.idle = asyncio.LifoQueue()  # last in, first out: few pages start few browsers
         for one in self.browsers:
             self.idle.put_nowait(one)
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         async def stop():
@@ -2126,7 +2120,7 @@ class Clip:
 
 # --- environments: all that a kind of task decides ------------------------------------------------
 
-class Environment:
+class Environment(contextlib.AbstractContextManager):
     """One kind of task. The class knows the task; an instance plays the human and grades.
 
     An instance is shared by threads; `with` ends what it has started. args: a script's flags;
@@ -2142,9 +2136,6 @@ class Environment:
 
     def __init__(self, args, workers, pictures=0):
         self.workers = workers
-
-    def __enter__(self):
-        return self
 
     def __exit__(self, *_):
         pass
