@@ -1769,20 +1769,8 @@ class Browser:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(self.to_close.pop()(), 5)
 
-    async def draw(self, page, sheet):
-        """See Renderer.render. RenderError if the page takes too long; api.Error if it fails."""
-        try:
-            if not self.tab:
-                await self.start()
-            return await asyncio.wait_for(self.shoot(page, sheet), PAGE["seconds"])
-        except TimeoutError:
-            await self.stop()
-            raise RenderError(f"the page took more than {PAGE['seconds']} s") from None
-        except self.api.Error:
-            await self.stop()
-            raise
-
     async def shoot(self, page, sheet):
+        """See Renderer.render. api.Error if the page fails."""
         self.page, self.sheet = page, sheet
         await self.tab.goto("https://page.invalid/")
         drawn = await self.tab.evaluate(BLOCKS, PAGE["blocks"])
@@ -1888,8 +1876,14 @@ class Renderer(contextlib.AbstractContextManager):
         try:
             for _ in range(2):  # again in a new browser: the first may have died of something else
                 try:
-                    return await browser.draw(page, sheet)
+                    if not browser.tab:
+                        await browser.start()
+                    return await asyncio.wait_for(browser.shoot(page, sheet), PAGE["seconds"])
+                except TimeoutError:
+                    await browser.stop()
+                    raise RenderError(f"the page took more than {PAGE['seconds']} s") from None
                 except self.api.Error as e:
+                    await browser.stop()
                     error = e
             raise RenderError(reason(error, 100))
         finally:
