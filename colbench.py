@@ -1753,7 +1753,8 @@ class Browser:
             browser = await driver.chromium.launch(executable_path=self.path, args=flags)
         except self.api.Error as e:  # no page's fault: nothing must be graded
             await self.stop()
-            raise GraderError(f"{self.path} does not start: {reason(e, 300)}") from None
+            why = textwrap.shorten(str(e), 300)
+            raise GraderError(f"{self.path} does not start: {why}") from None
         self.to_close.append(browser.close)
         context = await browser.new_context(
             viewport={side: PAGE[side] for side in ("width", "height")}, java_script_enabled=False,
@@ -1798,11 +1799,6 @@ class Browser:
             await route.fulfill(body=grey_picture(url.path), content_type="image/svg+xml")
         else:
             await route.abort("aborted")
-
-
-def reason(error, length):
-    """The error's text in one line, cut."""
-    return " ".join(str(error).split())[:length]
 
 
 def grey_picture(path):
@@ -1885,7 +1881,7 @@ class Renderer(contextlib.AbstractContextManager):
                 except self.api.Error as e:
                     await browser.stop()
                     error = e
-            raise RenderError(reason(error, 100))
+            raise RenderError(textwrap.shorten(str(error), 100))
         finally:
             self.idle.put_nowait(browser)
 
