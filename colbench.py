@@ -259,12 +259,6 @@ def extract_page(text):
     return ""
 
 
-def last_page(history):
-    """The last page that the agent has shown in a dialogue: a frontend episode's answer."""
-    shown = [extract_page(m["content"]) for m in history if m["role"] == "assistant"]
-    return next(filter(None, reversed(shown)), "")
-
-
 def scripted_episode(task, max_turns, agent, human, show_hidden=False):
     """A record of an episode between two functions, for demonstrations.
 
@@ -2270,7 +2264,9 @@ class Pages(Environment):
 
     @classmethod
     def answer(cls, history, final):
-        return last_page(history)
+        """The last page that the agent has shown."""
+        shown = [extract_page(m["content"]) for m in history if m["role"] == "assistant"]
+        return next(filter(None, reversed(shown)), "")
 
     @classmethod
     def metrics(cls, record):
