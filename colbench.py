@@ -2155,10 +2155,6 @@ class Environment(contextlib.AbstractContextManager):
         answered = agent and ANSWER in agent[-1]["content"]
         return {"success": (record["reward"] >= 1, 1), "unanswered": (not answered, 1)}
 
-    def picture_file(self, page, folder):
-        """The path of a page's PNG in folder, drawn if it isn't there; None if it can't be."""
-        return None
-
     def scripted_human(self, task, message):
         """The built-in human's reply."""
         fail("--human scripted: this kind of task has no scripted human")
