@@ -353,11 +353,6 @@ def copied_slots(record):
     return sum(written[name] == told[name] for name in counted), len(counted)
 
 
-def slots_in(expression):
-    """The names of the slots that an expression uses."""
-    return tuple(name for name in SLOTS if re.search(rf"\b{name}\b", expression))
-
-
 def builtin_code(name, expression, values):
     """A function in one line; slots_of reads the values again."""
     defaults = ", ".join(f"{slot}={value}" for slot, value in values.items())
@@ -421,24 +416,27 @@ def builtin_task(name, expression, values):
 @functools.cache
 def variants(name, min_slots, max_slots):
     """{slot names: expression} of a family's functions that have so many slots."""
-    functions = {slots_in(expression): expression for expression in FAMILIES[name][1]}
-    return {names: e for names, e in functions.items() if min_slots <= len(names) <= max_slots}
+    found = {}
+    for expression in FAMILIES[name][1]:
+        names = tuple(slot for slot in SLOTS if re.search(rf"\b{slot}\b", expression))
+        if min_slots <= len(names) <= max_slots:
+            found[names] = expression
+    return found
 
 
-def builtin_tasks(split, seed, min_slots=2, max_slots=4, usual=0.65):
+def builtin_tasks(split, args):
     """Endless built-in tasks of a split. The splits share no task; one seed may repeat a task.
 
-    usual: probability that a slot has its usual value, the first of its range.
+    args: seed, usual, min_slots and max_slots of `colbench.py tasks`.
     """
-    r = rng("tasks", split, seed)
-    families = [(name, variants(name, min_slots, max_slots)) for name in FAMILIES]
-    families = [(name, functions) for name, functions in families if functions]
+    r, low, high = rng("tasks", split, args.seed), args.min_slots, args.max_slots
+    families = [name for name in FAMILIES if variants(name, low, high)]
     if not families:
-        fail(f"no built-in function has {min_slots} to {max_slots} slots; they have 2 to 5")
+        fail(f"no built-in function has {low} to {high} slots; they have 2 to 5")
     while True:
-        name, functions = r.choice(families)
-        names, expression = r.choice(list(functions.items()))
-        values = draw_values(r, {slot: SLOTS[slot] for slot in names}, usual)
+        name = r.choice(families)
+        names, expression = r.choice(list(variants(name, low, high).items()))
+        values = draw_values(r, {slot: SLOTS[slot] for slot in names}, args.usual)
         if split_of("split", name, values) == split:
             task = builtin_task(name, expression, values)
             if task:
@@ -616,17 +614,17 @@ def english_task(name, values):
     return task_of("english", name, values, fill(" ".join(sentences), unit=unit), code, inputs)
 
 
-def english_tasks(split, seed, min_slots, max_slots, usual):
+def english_tasks(split, args):
     """Endless tasks in English, as builtin_tasks."""
-    if not 1 <= min_slots <= max_slots <= len(DETAILS):
+    if not 1 <= args.min_slots <= args.max_slots <= len(DETAILS):
         fail(f"functions in English have 1 to {len(DETAILS)} slots")
-    r = rng("english tasks", split, seed)
+    r = rng("english tasks", split, args.seed)
     others = [slot for slot in DETAILS if slot != "price"]
     while True:
         name = r.choice(list(STORIES))
-        chosen = {"price", *r.sample(others, r.randint(min_slots, max_slots) - 1)}
+        chosen = {"price", *r.sample(others, r.randint(args.min_slots, args.max_slots) - 1)}
         choices = {slot: detail.values for slot, detail in DETAILS.items() if slot in chosen}
-        values = draw_values(r, choices, usual)
+        values = draw_values(r, choices, args.usual)
         if split_of("split", name, values) == split:
             task = english_task(name, values)
             if task:
@@ -717,13 +715,13 @@ def builtin_page(theme, values):
     return fill(BUILTIN_PAGE, theme=theme, **values)
 
 
-def builtin_pages(split, seed, usual=0.0):
+def builtin_pages(split, args):
     """Endless frontend tasks, as builtin_tasks. A description tells a page's theme, no slot."""
-    r = rng("pages", split, seed)
+    r = rng("pages", split, args.seed)
     misses = 0  # in a row: with --usual 1 a split may have no page
     while misses < 10_000:
         theme = r.choice(THEMES)
-        values = draw_values(r, PAGE_SLOTS, usual)
+        values = draw_values(r, PAGE_SLOTS, args.usual)
         misses += 1
         if split_of("pages", theme, values) == split:
             misses = 0
@@ -731,7 +729,7 @@ def builtin_pages(split, seed, usual=0.0):
                    "problem_description": f"a page for the {theme}",
                    "agent_prompt": "{problem_description}",
                    "ground_truth": builtin_page(theme, values)}
-    fail(f"the {split} split has no page with --usual {usual}")
+    fail(f"the {split} split has no page with --usual {args.usual}")
 
 
 def page_demonstration(task, r, args):
@@ -2182,6 +2180,7 @@ class Functions(Environment):
     fields = ("task.test_cases",)
     reward_name = "tests passed"
     pieces = r"def \w+\(x|\): return [^\n]+"  # a built-in function's head and body
+    tasks = staticmethod(builtin_tasks)
     demonstration = staticmethod(demonstration)
     scripted_human = staticmethod(scripted_human)
 
@@ -2191,10 +2190,6 @@ class Functions(Environment):
 
     def __exit__(self, *_):
         self.grader.close()
-
-    @classmethod
-    def tasks(cls, split, args):
-        return builtin_tasks(split, args.seed, args.min_slots, args.max_slots, args.usual)
 
     @classmethod
     def metrics(cls, record):
@@ -2213,12 +2208,9 @@ class Functions(Environment):
 class English(Functions):
     """Backend Programming on built-in tasks in English, for real language models."""
     pieces = ""
+    tasks = staticmethod(english_tasks)
     demonstration = staticmethod(english_demonstration)
     scripted_human = staticmethod(english_human)
-
-    @classmethod
-    def tasks(cls, split, args):
-        return english_tasks(split, args.seed, args.min_slots, args.max_slots, args.usual)
 
 
 class Pages(Environment):
@@ -2233,6 +2225,7 @@ class Pages(Environment):
     pieces = (r'<html>SLOT|(?:-\d00)?(?: [^\n"]*)?">(?:SLOT|[^\n"]*)'  # what is between slots
               .replace("SLOT", r'[^\n]*?class="(?:bg-|text-|grid-cols-)'))
     drawn = True
+    tasks = staticmethod(builtin_pages)
     demonstration = staticmethod(page_demonstration)
     page = staticmethod(extract_page)
 
@@ -2253,10 +2246,6 @@ class Pages(Environment):
 
     def __exit__(self, *_):
         self.renderer.__exit__()
-
-    @classmethod
-    def tasks(cls, split, args):
-        return builtin_pages(split, args.seed, args.usual)
 
     @classmethod
     def answer(cls, history, final):

@@ -114,7 +114,7 @@ async def speed(args, flags):
     players = await SlowHuman(collect.get_args(flags)).load()
     players.delay, players.sigma = args.delay, args.sigma
     for episodes in args.episodes:
-        tasks = colbench.builtin_tasks("train", 0, 2, 4, 0.65)
+        tasks = colbench.ENVIRONMENTS["backend"].tasks("train", colbench.get_args(["tasks"]))
         jobs = [{**next(tasks), "sample": i} for i in range(episodes)]
         times, texts = {lock_step: [], without_barriers: []}, {}
         for repeat in range(args.repeats):
@@ -143,7 +143,7 @@ def start(flags, out, stdin):
 def memory(args, flags, folder):
     """MB resident in collect.py's process, at each tenth of the episodes."""
     with open(os.path.join(folder, "tasks"), "w") as f:
-        tasks = colbench.builtin_tasks("train", 0, 2, 4, 0.65)
+        tasks = colbench.ENVIRONMENTS["backend"].tasks("train", colbench.get_args(["tasks"]))
         f.write(lines({"task": {**next(tasks), "id": str(i)}} for i in range(args.memory // 10)))
     flags = [*flags, "-k", "10", "--max_tokens", "8", "--max_turns", "3"]
     process, seen = start(flags, subprocess.PIPE, f.name), []
@@ -158,7 +158,7 @@ def memory(args, flags, folder):
 def kills(args, flags, folder):
     """Plays 1,000 episodes, then again with kills at random moments; counts what differs."""
     with open(os.path.join(folder, "tasks"), "w") as f:
-        tasks = colbench.builtin_tasks("train", 0, 2, 4, 0.65)
+        tasks = colbench.ENVIRONMENTS["backend"].tasks("train", colbench.get_args(["tasks"]))
         f.write(lines({"task": {**next(tasks), "id": str(i)}} for i in range(250)))
     path, random_ = os.path.join(folder, "all"), random.Random(0)
     flags = [*flags, "-k", "4", "--max_turns", "6"]

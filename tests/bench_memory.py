@@ -73,7 +73,7 @@ def main():
     args = p.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model.save(*model.tiny(demos(200), 0, colbench.PIECES), f"{folder}/model")
-        builtin = colbench.builtin_tasks("train", 0, 2, 4, 0.65)
+        builtin = colbench.ENVIRONMENTS["backend"].tasks("train", colbench.get_args(["tasks"]))
         tasks = [{"task": next(builtin)} for _ in range(50)]
         play = ["collect.py", "--model", f"{folder}/model", "--max_turns", 3, "--max_tokens", 8]
         played = records(script(*play, "-k", 9, stdin=tasks).stdout)

@@ -12,14 +12,16 @@ from conftest import demos, records, script
 from utils import rng
 
 
-def take(n, *args):
-    return list(itertools.islice(builtin_tasks(*args), n))
+def take(n, split, seed, **knobs):
+    given = [str(x) for k, v in {"seed": seed, **knobs}.items() for x in ("--" + k, v)]
+    return list(itertools.islice(builtin_tasks(split, colbench.get_args(["tasks", *given])), n))
 
 
 # --- built-in tasks -------------------------------------------------------------------------------
 
 def test_splits_share_no_task_and_the_seed_decides():
-    drawn = {split: take(500, split, seed, 2, 5, 0.5) for seed, split in enumerate(SPLITS)}
+    drawn = {split: take(500, split, seed, max_slots=5, usual=0.5)
+             for seed, split in enumerate(SPLITS)}
     ids = {split: {t["id"] for t in tasks} for split, tasks in drawn.items()}
     codes = {split: {t["ground_truth"] for t in tasks} for split, tasks in drawn.items()}
     for a, b in itertools.combinations(SPLITS, 2):
@@ -34,7 +36,7 @@ def shape(code):
 
 
 def test_tens_of_thousands_of_tasks():
-    codes = [task["ground_truth"] for task in take(600, "train", 0, 2, 5)]
+    codes = [task["ground_truth"] for task in take(600, "train", 0, max_slots=5)]
     shapes = {shape(code): slots_of(code) for code in codes}
     sizes = [(len(slots), math.prod(len(SLOTS[k]) for k in slots)) for slots in shapes.values()]
     assert {n for n, _ in sizes} == {2, 3, 4, 5}
@@ -51,7 +53,7 @@ def values_of(code, tests):
 
 
 def test_every_other_value_of_a_slot_fails_a_test():
-    for task in (t for split in SPLITS for t in take(80, split, 7, 2, 5)):
+    for task in (t for split in SPLITS for t in take(80, split, 7, max_slots=5)):
         code, tests = task["ground_truth"], task["test_cases"]
         assert len(tests) == 10 == len(set(tests.values()))
         right = values_of(code, tests)
@@ -67,7 +69,7 @@ def test_every_other_value_of_a_slot_fails_a_test():
 @pytest.mark.full
 def test_slots_are_asked_for_by_number():
     for low, high in ((2, 2), (5, 5), (3, 4)):
-        for task in take(60, "train", 0, low, high):
+        for task in take(60, "train", 0, min_slots=low, max_slots=high):
             assert low <= len(slots_of(task["ground_truth"])) <= high
     failed = script("colbench.py", "tasks", "--min_slots", 9, "--max_slots", 9)
     assert failed.returncode == 1 and failed.stderr.startswith("error: ") and not failed.stdout

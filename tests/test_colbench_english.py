@@ -16,8 +16,9 @@ from utils import rng
 PERFECT = dict.fromkeys(("at_once", "early", "distract", "noise", "silent", "hidden"), 0.0)
 
 
-def tasks(n, split="train", usual=0.0):
-    return list(islice(english_tasks(split, 0, 2, 5, usual), n))
+def tasks(n, split="train", low=2, high=5):
+    args = SimpleNamespace(seed=0, min_slots=low, max_slots=high, usual=0.0)
+    return list(islice(english_tasks(split, args), n))
 
 
 def numbers_in(text):
@@ -130,14 +131,14 @@ def test_a_bug_can_be_put_into_every_function():
 
 
 def test_impossible_numbers_of_slots_are_refused():
-    for bounds in ((0, 2), (3, 2), (2, 7)):
+    for low, high in ((0, 2), (3, 2), (2, 7)):
         with pytest.raises(SystemExit, match="1 to 6 slots"):
-            next(english_tasks("train", 0, *bounds, 0.0))
+            tasks(1, "train", low, high)
 
 
 def test_what_a_critic_ranks_right_is_counted_by_kind(tmp_path):
     """Two turns: at the first nothing is told, at the second all but the price has been asked."""
-    task = next(english_tasks("train", 0, 2, 2, 0.0))
+    task, = tasks(1, "train", 2, 2)
     other = next(slot for slot in slots_of(task["ground_truth"]) if slot != "price")
     right = f"{ANSWER}\n{task['ground_truth']}"
     useful, price = (DETAILS[slot].questions[0] for slot in (other, "price"))

@@ -2,10 +2,12 @@
 
 And how alike pages look, by blocks and by CLIP.
 """
+import argparse
 import base64
 import contextlib
 import functools
 import io
+import itertools
 import json
 import os
 import random
@@ -558,26 +560,29 @@ def drawn_remarks(blocks, page, other):
     return [said for _, said in colbench.differences(blocks(page), blocks(other), blocks.colours)]
 
 
+def pages(split, seed=0, usual=0.0):
+    """200 built-in pages of a split, drawn as they are taken."""
+    args = argparse.Namespace(seed=seed, usual=usual)
+    return itertools.islice(colbench.builtin_pages(split, args), 200)
+
+
 def usual_pages(split):
     """All pages of a split in which every slot has its usual value; maybe none."""
     found = {}
     with contextlib.suppress(SystemExit):
-        for t, _ in zip(colbench.builtin_pages(split, 0, 1.0), range(200)):
+        for t in pages(split, usual=1.0):
             found[t["id"]] = t
     return found.values()
 
 
 @pytest.mark.full
 def test_built_in_pages_share_nothing_between_splits_and_hide_their_slots():
-    def first(split, seed):
-        return [t for t, _ in zip(colbench.builtin_pages(split, seed), range(200))]
-
-    by = {split: first(split, 0) for split in colbench.SPLITS}
+    by = {split: list(pages(split)) for split in colbench.SPLITS}
     ids = [{t["id"] for t in made} for made in by.values()]
     assert min(map(len, ids)) > 150 and len(set.union(*ids)) == sum(map(len, ids))
     assert {colbench.kind_of(t) for made in by.values() for t in made} == {"frontend"}
     assert len({t["problem_description"] for t in by["train"]}) == len(colbench.THEMES)
-    assert first("train", 0) == by["train"] != first("train", 1)
+    assert list(pages("train")) == by["train"] != list(pages("train", seed=1))
     usual = [t for split in colbench.SPLITS for t in usual_pages(split)]
     assert len(usual) == len(colbench.THEMES)
     assert all(t["id"].endswith("-gray-red-left-1-black") for t in usual)
