@@ -1212,10 +1212,8 @@ def serve(paths, bpf, blind, modules, memory):
     if rules is None and blind:
         bpf = blind
         for module in modules:
-            try:
+            with contextlib.suppress(ImportError):
                 __import__(module)
-            except ImportError:
-                pass
     control, null, pid = socket.socket(fileno=0), os.open(os.devnull, os.O_RDWR), 0
     text = "def f(x):\n    for i in range(3): x += i\n    return [x, 0.5, 'a', {'b': (x, None)}]"
     run_tests({"text": text, "tests": ["f(1)", "g(2)"], "prose": True, "official": False}, null)
@@ -1234,15 +1232,11 @@ def serve(paths, bpf, blind, modules, memory):
             continue
         if pid:  # "k", or the grader died
             status, pid = end_child(pid), 0
-            try:
+            with contextlib.suppress(ConnectionError):  # it died while it waited for this one
                 control.sendall(struct.pack("i", status))
-            except ConnectionError:  # it died while it waited for this one
-                pass
         if not order:  # the grader died without close(): the last server removes their folder
-            try:
+            with contextlib.suppress(OSError):
                 os.rmdir(os.getcwd())
-            except OSError:
-                pass
             return
 
 # fork server: end
@@ -1406,14 +1400,13 @@ class Outcome(NamedTuple):
         return f"{text} {json.dumps(self.said)}" if self.said else text
 
 
-WRONG = Outcome(Verdict.WRONG)
-
-
 def failure(line):
     """The Outcome of a line that does not pass. What the child says is cut, and quoted later."""
     kind, _, said = line.partition(b" ")
     verdict = {b"raised": Verdict.RAISED, b"refused": Verdict.REFUSED}.get(kind)
-    return Outcome(verdict, "", said[:80].decode("ascii", "replace")) if verdict else WRONG
+    if not verdict:
+        return Outcome(Verdict.WRONG)
+    return Outcome(verdict, "", said[:80].decode("ascii", "replace"))
 
 
 def comparable(line):
