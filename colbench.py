@@ -910,11 +910,7 @@ def forms(text):
 
 def compiled(text):
     """(form, code object) of the first form of a text that is Python; None where none is."""
-    tried = set()
-    for form in forms(text):
-        if form in tried:
-            continue
-        tried.add(form)
+    for form in dict.fromkeys(forms(text)):  # each once
         try:
             return form, compile(form, "<answer>", "exec")
         except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError):
