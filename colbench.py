@@ -1812,13 +1812,11 @@ class Renderer(contextlib.AbstractContextManager):
         if not os.access(path, os.X_OK):
             fail(f"--browser {path}: no such program")
         tailwind = os.path.join(CACHE, "tailwind.min.css")
-        try:
-            with open(tailwind, "rb") as f:
-                css = f.read()
-        except OSError:
-            fail(f"no Tailwind style sheet at {tailwind} (README, \"Frontend Design\")")
+        css = b""
+        with contextlib.suppress(OSError), open(tailwind, "rb") as f:
+            css = f.read()
         if hashlib.sha256(css).hexdigest() != TAILWIND:
-            fail(f"{tailwind} is not Tailwind 2.2.19's dist/tailwind.min.css: its SHA-256 differs")
+            fail(f"no Tailwind 2.2.19 style sheet at {tailwind} (README, \"Frontend Design\")")
         self.api, self.workers, self.pictures = async_api, workers, pictures
         self.sheet = Sheet(css.decode())
         self.loop = asyncio.new_event_loop()
