@@ -314,12 +314,7 @@ FAMILIES = {  # name: (description, expressions in x and their slots)
 }
 BUGS = (("min(", "max("), ("max(", "min("), (" + ", " - "), (" * ", " + "), ("<", ">"), (">", "<"),
         ("//", "%"), ("%", "//"), ("else x", "else 0"))
-SPLITS = ("train", "val", "test")
-
-
-def split_of(*key):
-    """The split of what has this key."""
-    return SPLITS[rng(*key).randrange(3)]
+SPLITS = ("train", "val", "test")  # which one a task is in is drawn by its name and values
 
 
 def draw_values(r, slots, usual):
@@ -437,7 +432,7 @@ def builtin_tasks(split, args):
         name = r.choice(families)
         names, expression = r.choice(list(variants(name, low, high).items()))
         values = draw_values(r, {slot: SLOTS[slot] for slot in names}, args.usual)
-        if split_of("split", name, values) == split:
+        if rng("split", name, values).choice(SPLITS) == split:
             task = builtin_task(name, expression, values)
             if task:
                 yield task
@@ -625,7 +620,7 @@ def english_tasks(split, args):
         chosen = {"price", *r.sample(others, r.randint(args.min_slots, args.max_slots) - 1)}
         choices = {slot: detail.values for slot, detail in DETAILS.items() if slot in chosen}
         values = draw_values(r, choices, args.usual)
-        if split_of("split", name, values) == split:
+        if rng("split", name, values).choice(SPLITS) == split:
             task = english_task(name, values)
             if task:
                 yield task
@@ -723,7 +718,7 @@ def builtin_pages(split, args):
         theme = r.choice(THEMES)
         values = draw_values(r, PAGE_SLOTS, args.usual)
         misses += 1
-        if split_of("pages", theme, values) == split:
+        if rng("pages", theme, values).choice(SPLITS) == split:
             misses = 0
             yield {"id": "-".join([theme, *values.values()]), "kind": "frontend",
                    "problem_description": f"a page for the {theme}",
