@@ -864,11 +864,15 @@ def raw_text(message):
 
 
 def spells(tokenizer, message):
-    """Whether its token_ids are its `output`. Candidates, of which there are many, pass."""
+    """Whether its token_ids spell its `output`, or one of them more, if the other has been cut.
+
+    Candidates, of which there are many, pass.
+    """
     if "logprobs" not in message or "output" not in message:
         return True
     text = tokenizer.decode(message["token_ids"], skip_special_tokens=True)
-    return text.strip() == message["output"].strip()
+    spelled, output = (x.strip().rstrip("\ufffd") for x in (text, message["output"]))
+    return spelled.startswith(output) or output.startswith(spelled)
 
 
 def action_ids(tokenizer, message, sampled=True, picture=()):

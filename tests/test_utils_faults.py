@@ -456,6 +456,11 @@ def say_nothing(rs):
     return [{**r, "dialogue_history": r["dialogue_history"][:1]} for r in rs]
 
 
+def only(token_ids):
+    """Another message, of which no text is known."""
+    return {"token_ids": token_ids, "output": None}
+
+
 EMPTY = {"content": "", "output": "", "token_ids": []}
 UNLIKE = "no turn has two unlike candidates"
 # what it does to the records; a part of the complaint of each run below, or None where it trains
@@ -465,14 +470,14 @@ ODD = {
     "all rewards equal": (set_all(reward=1.0), "no pairs in 8", None, "nothing to train on"),
     "all fail": (set_all(reward=0.0), "no pairs in 8", None, "nothing to train on"),
     "actions of nothing": (lambda rs: change(rs, lambda m: EMPTY), None, UNLIKE, None),
-    "actions of one token": (lambda rs: change(rs, lambda m: {"token_ids": m["token_ids"][-1:]}),
+    "actions of one token": (lambda rs: change(rs, lambda m: only(m["token_ids"][-1:])),
                              None, None, None),
     "the same candidate 16 times": (lambda rs: change(rs, candidates=lambda c: c[:1] * 16),
                                     None, UNLIKE, None),
     "one candidate": (lambda rs: change(rs, candidates=lambda c: c[:1]), None, UNLIKE, None),
     "equal advantages": (lambda rs: change(rs, lambda m: {"advantage": 0.5}), None, None, None),
     "huge advantages": (lambda rs: change(rs, lambda m: {"advantage": -1e299}), None, None, None),
-    "all too long": (lambda rs: change(rs, lambda m: {"token_ids": m["token_ids"] * 900}),
+    "all too long": (lambda rs: change(rs, lambda m: only(m["token_ids"] * 900)),
                      "no pairs", "nothing", "nothing"),
     "an agent that says nothing": (say_nothing, *["line 1: the agent says nothing"] * 3),
     "a reward of 2": (set_all(reward=2), *["line 1: the reward 2 is not between"] * 3),
