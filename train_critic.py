@@ -44,6 +44,7 @@ from colbench import (agent_messages, answers, browser_flags, draw_pages, enviro
 HEADS = "logratio", "regression", "value", "teacher"
 LINEAR = "regression", "value"  # those with a head of their own
 NORMALIZE = "turn", "trajectory", "none"
+KEPT = "head", "hidden_info", "ref_context", "normalize", "picture_tokens"  # in critic.json
 
 
 def get_args(argv=None):
@@ -295,19 +296,15 @@ def save_critic(args):
     """Writes critic.json, for load_critic."""
     about = {"ref": os.path.abspath(args.model) if os.path.isdir(args.model) else args.model,
              "advantage": digest(inspect.getsource(advantage))}
-    for name in ("head", "hidden_info", "ref_context", "normalize", "picture_tokens"):
-        about[name] = getattr(args, name)
+    about.update({name: getattr(args, name) for name in KEPT})
     if RANK == 0:
         about["ref_weights"] = base_digest(args.model)
         with writing(os.path.join(args.out, "critic.json")) as part, open(part, "w") as f:
             json.dump(about, f)
 
 
-def load_critic(folder, device, *how, **options):
-    """(critic.json's dict, tokenizer, models, Pictures or None) of a finished run's --out.
-
-    models: [pi, pi_ref], or [pi] where a head gives A. how and options: see model.load.
-    """
+def read_critic(folder):
+    """critic.json's dict, of a finished run's --out."""
     try:
         with open(os.path.join(folder, "critic.json")) as f:
             critic = {"head": "logratio", "ref_context": "hidden", **json.load(f)}
@@ -317,6 +314,15 @@ def load_critic(folder, device, *how, **options):
     for name, known in (("head", HEADS), ("normalize", NORMALIZE)):
         if critic[name] not in known:
             fail(f"the critic in {folder} is of --{name} {critic[name]}, which is not known here")
+    return critic
+
+
+def load_critic(folder, device, *how, **options):
+    """(critic.json's dict, tokenizer, models, Pictures or None) of a finished run's --out.
+
+    models: [pi, pi_ref], or [pi] where a head gives A. how and options: see model.load.
+    """
+    critic = read_critic(folder)
     if critic.get("advantage", now := digest(inspect.getsource(advantage))) != now:
         say(f"advantage() has been edited since the critic in {folder} was trained")
     has_head = critic["head"] in LINEAR
@@ -365,6 +371,11 @@ def in_chunks(stream, size):
 
 def score_stream(args, emit, device):
     """--score 1: scores 64 records at a time, so memory does not grow with their number."""
+    kept, defaults = read_critic(args.out), get_args(["--out", args.out])
+    for name in KEPT:
+        value = getattr(args, name)
+        if value not in (getattr(defaults, name), kept.get(name)):
+            fail(f"--{name} {value}: the critic in {args.out} has {kept.get(name)}; leave it out")
     critic, tokenizer, models, pictures = load_critic(args.out, device, args.attention,
                                                       **load_options(args, device))
     need = needs("dialogue_history", to_train=True)

@@ -212,3 +212,5 @@ def test_the_teacher_is_the_model_with_hidden_information_less_without(rewarded,
     for r, s in zip(records(done.stdout), records(again.stdout), strict=True):
         for m, n in zip(colbench.agent_messages(r), colbench.agent_messages(s), strict=True):
             assert m["advantage"] == pytest.approx(n["advantage"], abs=1e-4)
+    error = complaint(script(*flags, "--score", 1, "--head", "value", stdin=rewarded))
+    assert error == f"error: --head value: the critic in {tmp_path / 'c'} has teacher; leave it out"
