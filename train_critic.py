@@ -211,8 +211,8 @@ def rank_of_answers(records, advantages):
     turns = len(found["solved"])
     if turns and ranks["solved"] < ranks["questions"]:
         say("right answers have an advantage of {solved:.2g}, questions at the same turns one of "
-            "{questions:.2g}: a policy will learn to ask and never to answer; more steps "
-            "(--epochs, --lr) or a larger --nll_coef may mend it".format(**ranks))
+            "{questions:.2g}: a policy may learn to ask and never to answer; more steps (--epochs, "
+            "--lr), a larger --nll_coef or the policy's --prior 0.1 may mend it".format(**ranks))
     return {**ranks, "turns": turns}
 
 

@@ -175,7 +175,14 @@ def balanced(groups, ends, *seed):
     return [pairs for pairs in groups if pairs]
 
 
-def tell_answers(groups, records, ends):
+def mends(args, *others):
+    """What may help a policy that unlearns to answer: dpo's flags that are not given, others."""
+    flags = [f"--{name} {value}" for name, value in (("prior", 0.1), ("mix", 0.25), ("balance", 1))
+             if args.loss == "dpo" and not getattr(args, name)]
+    return "what may mend it: " + ", ".join([*flags, *others])
+
+
+def tell_answers(args, groups, records, ends):
     """{"chosen", "rejected", "sampled"}: the shares that hand in an answer, which are said.
 
     sampled: of the candidates with an advantage, which are what pi_ref does.
@@ -190,20 +197,20 @@ def tell_answers(groups, records, ends):
     say("answers are {chosen:.0%} of the chosen messages, {rejected:.0%} of the rejected ones, "
         "{sampled:.0%} of all candidates".format(**shares))
     if shares["chosen"] < 0.4 * shares["sampled"]:  # the quickstart has 0.5, and learns
-        say("so the policy will unlearn to answer; a better critic or --balance 1 may mend it")
+        say(f"so the policy may unlearn to answer; {mends(args, 'a better critic')}")
     return shares
 
 
-def tell_moves(model, groups, ref, ends, max_tokens, *seed):
+def tell_moves(args, model, groups, ref, ends):
     """{"chosen answers", "rejected questions", ...}: how far a sample of messages has moved.
 
     That is the mean of log pi(a|o) - log pi_ref(a|o), in nats, after training. None without such
     messages. Says it if answers fell, the chosen ones, too.
     """
     pairs = list(chain.from_iterable(groups))
-    pairs = rng("probe", *seed).sample(pairs, min(64, len(pairs)))
+    pairs = rng("probe", args.seed).sample(pairs, min(64, len(pairs)))
     turns = turns_in(pairs)
-    logps = score(model, turns, max_tokens, "what moved")
+    logps = score(model, turns, args.max_tokens, "what moved")
     ratios = {turn: (after - ref[turn]).sum().item() for turn, after in zip(turns, logps)}
     moves = {}
     for side in ("chosen", "rejected"):
@@ -215,8 +222,8 @@ def tell_moves(model, groups, ref, ends, max_tokens, *seed):
     fallen = [moves["chosen answers"], moves["rejected answers"]]
     if None not in fallen and max(fallen) < -1:
         say("answers became less likely, chosen ones by {:.1f} nats, rejected ones by {:.1f}: the "
-            "policy unlearns to answer; a larger --nll_coef, a smaller --lr or --balance 1 may "
-            "mend it".format(-fallen[0], -fallen[1]))
+            "policy may unlearn to answer; ".format(-fallen[0], -fallen[1])
+            + mends(args, "a larger --nll_coef", "a smaller --lr"))
     return moves
 
 
@@ -251,7 +258,7 @@ def make_groups(args, records, ends):
         groups += [pairs for pairs in by_turn if pairs]
     if args.balance:
         groups = balanced(groups, ends, args.seed)
-    facts = {"answers": tell_answers(groups, records, ends)} if groups else {}
+    facts = {"answers": tell_answers(args, groups, records, ends)} if groups else {}
     if args.mix > 0 and not trajectories:
         fail(f"--mix: {NOTHING['mtdpo']}")
     rng("mix", args.seed).shuffle(trajectories)
@@ -380,7 +387,7 @@ def main(args):
         tokens = compare_tokens(steps, **count_of_all_ranks())
         moved = None
         if turns:
-            moved = tell_moves(model, groups, ref, ends, args.max_tokens, args.seed)
+            moved = tell_moves(args, model, groups, ref, ends)
         log(last=True, finished=len(steps), **tokens, moved=moved)
     drop_checkpoints(args.out)
     emit({"summary": "train_policy", "out": args.out, "steps": len(steps)})

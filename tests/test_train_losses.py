@@ -291,7 +291,7 @@ def test_balance_leaves_as_many_answers_as_questions_chosen(seed, capfd):
         "rejected": sum(len(x) for kind, x in before.items() if kind[1]) / n, "sampled": 0.25}
     said = capfd.readouterr().err
     assert said.count("answers are ") == 2 and "25% of all candidates" in said
-    warned = "so the policy will unlearn to answer" in said
+    warned = "so the policy may unlearn to answer; what may mend it: --prior 0.1, " in said
     low = [f["answers"]["chosen"] < 0.1 for f in (facts, after)]
     assert warned == any(low)
 
@@ -323,6 +323,7 @@ def test_right_answers_below_questions_are_said(capfd):
 
 def test_the_policy_says_how_far_answers_moved(monkeypatch, capfd):
     """By hand, of pairs that are all in the sample: the moves' means, and when answers fell."""
+    args = train_policy.get_args(["--out", "x", "--mix", "1", "--balance", "1"])
     ask, wrong, right = (("o", (i,)) for i in range(3))
     ref = {turn: torch.zeros(2) for turn in (ask, wrong, right)}
     groups = [[Pair((ask, right), (wrong,))], [Pair((right,), (ask,)), Pair((ask,), (wrong,))]]
@@ -330,13 +331,18 @@ def test_the_policy_says_how_far_answers_moved(monkeypatch, capfd):
     def moves(*logps):  # of each token of the three turns
         after = dict(zip(ref, (torch.full((2,), float(x)) for x in logps)))
         monkeypatch.setattr(train_policy, "score", lambda model, turns, *_: [after[t] for t in turns])
-        return train_policy.tell_moves(None, groups, ref, {wrong, right}, 99, 0)
+        return train_policy.tell_moves(args, None, groups, ref, {wrong, right})
 
     assert moves(-0.5, -3, 1) == {"chosen questions": -1, "rejected questions": -1,
                                   "chosen answers": 2, "rejected answers": -6}
     assert not capfd.readouterr().err
     moves(0, -3, -0.6)
-    assert "chosen ones by 1.2 nats, rejected ones by 6.0" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "chosen ones by 1.2 nats, rejected ones by 6.0" in said
+    assert "it: --prior 0.1, a larger --nll_coef, a" in said  # only what is not given
+    args = train_policy.get_args(["--out", "x", "--loss", "mtdpo"])
+    moves(0, -3, -0.6)
+    assert "it: a larger --nll_coef, a smaller" in capfd.readouterr().err  # those are dpo's
     groups = [[Pair((ask,), (wrong,))]]
     assert moves(0, -3, 0)["chosen answers"] is None and not capfd.readouterr().err
 
