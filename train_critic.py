@@ -217,10 +217,11 @@ def rank_of_answers(records, advantages):
 
 
 def what_it_learned(args, train, held, logps, ref, records, advantages):
-    """{"pair_loss", "held_out_accuracy", "advantages"} of a trained critic, and what they warn of.
+    """{"pair_loss", "held_out_accuracy", "moved", "advantages"} of a critic, and what they warn of.
 
-    pair_loss: of the pairs it trained on, without the NLL. advantages: see rank_of_answers; of the
-    held-out tasks, or of all if none are held out.
+    pair_loss: of the pairs it trained on, without the NLL. moved: the mean |A| of all messages and
+    candidates, how far pi is from pi_ref. advantages: see rank_of_answers; of the held-out tasks,
+    or of all if none are held out.
     """
     def margins(groups):
         return torch.tensor([pair_loss(args, pair, logps, ref)[1] for pairs in groups.values()
@@ -235,7 +236,8 @@ def what_it_learned(args, train, held, logps, ref, records, advantages):
             "--epochs or a larger --lr may mend it")
     ranks = rank_of_answers([r for r in records if task_id(r["task"]) in held] or records,
                             advantages)
-    return {"pair_loss": loss, "held_out_accuracy": accuracy, "advantages": ranks}
+    moved = mean(torch.tensor([*advantages.values()]).abs())
+    return {"pair_loss": loss, "held_out_accuracy": accuracy, "moved": moved, "advantages": ranks}
 
 
 def trajectory_pairs(records, mode, margin):

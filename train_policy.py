@@ -202,23 +202,28 @@ def tell_answers(args, groups, records, ends):
 
 
 def tell_moves(args, model, groups, ref, ends):
-    """{"chosen answers", "rejected questions", ...}: how far a sample of messages has moved.
+    """How far a sample of pairs has moved: {"pair_loss", "chosen answers", "rejected questions"...}
 
-    That is the mean of log pi(a|o) - log pi_ref(a|o), in nats, after training. None without such
-    messages. Says it if answers fell, the chosen ones, too.
+    pair_loss: without the NLL, 0.69 before training. The others are means of log pi(a|o) -
+    log pi_ref(a|o), in nats, after training; None without such messages. Says it if the policy
+    hardly moved, or if answers fell, the chosen ones, too.
     """
     pairs = list(chain.from_iterable(groups))
     pairs = rng("probe", args.seed).sample(pairs, min(64, len(pairs)))
     turns = turns_in(pairs)
-    logps = score(model, turns, args.max_tokens, "what moved")
-    ratios = {turn: (after - ref[turn]).sum().item() for turn, after in zip(turns, logps)}
-    moves = {}
+    logps = dict(zip(turns, score(model, turns, args.max_tokens, "what moved")))
+    margins = torch.stack([pair_loss(args, pair, logps, ref)[1] for pair in pairs])
+    moves = {"pair_loss": F.softplus(-margins).mean().item()}
     for side in ("chosen", "rejected"):
         found = {"answers": [], "questions": []}
         for turn in chain.from_iterable(getattr(pair, side) for pair in pairs):
-            found["answers" if turn in ends else "questions"].append(ratios[turn])
+            ratio = (logps[turn] - ref[turn]).sum().item()
+            found["answers" if turn in ends else "questions"].append(ratio)
         for kind, values in found.items():
             moves[f"{side} {kind}"] = sum(values) / len(values) if values else None
+    if moves["pair_loss"] > 0.68:
+        say(f"the loss of the policy's own pairs is {moves['pair_loss']:.2f}, and 0.69 before "
+            "training: more --epochs or a larger --lr may move it")
     fallen = [moves["chosen answers"], moves["rejected answers"]]
     if None not in fallen and max(fallen) < -1:
         say("answers became less likely, chosen ones by {:.1f} nats, rejected ones by {:.1f}: the "

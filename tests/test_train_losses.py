@@ -333,9 +333,14 @@ def test_the_policy_says_how_far_answers_moved(monkeypatch, capfd):
         monkeypatch.setattr(train_policy, "score", lambda model, turns, *_: [after[t] for t in turns])
         return train_policy.tell_moves(args, None, groups, ref, {wrong, right})
 
-    assert moves(-0.5, -3, 1) == {"chosen questions": -1, "rejected questions": -1,
-                                  "chosen answers": 2, "rejected answers": -6}
+    margins = [0.1 * (-1 + 2 + 6), 0.1 * (2 + 1), 0.1 * (-1 + 6)]  # beta 0.1
+    loss = sum(math.log(1 + math.exp(-m)) for m in margins) / 3
+    assert moves(-0.5, -3, 1) == pytest.approx({
+        "pair_loss": loss, "chosen questions": -1, "rejected questions": -1,
+        "chosen answers": 2, "rejected answers": -6})
     assert not capfd.readouterr().err
+    moves(0, 0, 0.1)
+    assert "own pairs is 0.69, and 0.69 before training: more --epochs" in capfd.readouterr().err
     moves(0, -3, -0.6)
     said = capfd.readouterr().err
     assert "chosen ones by 1.2 nats, rejected ones by 6.0" in said
