@@ -41,6 +41,11 @@ sweet() {  # NAME [FLAGS]: the policy of critic NAME
 }
 try() { for m in "$@"; do play test-$m $R/$m < $tests; done; }      # NAMES: on the test tasks
 by() { critic "$@"; sweet $1; try $1; }                             # NAME [FLAGS]: of the critic
+untrained() {  # the critic's start, and no critic: all advantages are 0, so only --prior ranks
+  by teacher --head teacher
+  sed -E 's/("advantage": )[-+.e0-9]+/\10/g' $R/scored-sweet.jsonl > $R/scored-uncritical.jsonl
+  sweet uncritical; try uncritical
+}
 methods() {
   rft; mtdpo; by sweet
   critic paper --nll_coef 0.01; sweet paper --mix 0 --prior 0
@@ -68,7 +73,7 @@ few() {  # fewer tasks
 others() {  # other critics; best of N; other temperatures; fewer tasks
   at_plain
   by trajectory --normalize trajectory; by none --normalize none; by agent --ref_context agent
-  by regression --head regression; by value --head value
+  by regression --head regression; by value --head value; untrained
   for n in 2 4 8 16; do
     play best$n-prior $B --best_of $n --critic $R/critic-sweet --prior 0.1 < runs/tests200.jsonl
     for c in sweet blind value; do
@@ -98,7 +103,8 @@ rows() { for m in "${@:3}"; do row $m $1/test-$m "$2"; done; }               # P
 table() { python evaluate.py "$@" >> runs/results.jsonl; }
 figure() { python evaluate.py --plot runs/$1.png "${@:2}" >> runs/results.jsonl; }
 others_tables() {  # SEEDS: other critics and temperatures, figures
-  table $(rows plain "$1" sweet blind paper trajectory none agent regression value)
+  table $(rows plain "$1" sweet blind paper trajectory none agent regression value \
+      teacher uncritical)
   for t in 0 0.5; do
     table $(for m in sweet rft mtdpo base; do row $m-$t plain/test-$m-$t "$1"; done)
   done

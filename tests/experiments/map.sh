@@ -8,7 +8,7 @@ early() {  # a base that answers early, few tasks; then a second round, new task
   C=$S/early-base B=$S/early-base turns=6 tests=runs/tests.jsonl q=1 e=2
   python colbench.py demos --seed $((100 + s)) --n 3000 --at_once 0.65 --early 0.1 --distract 0.1 |
     base --model $S/base --lr 1e-3 --epochs 2
-  collect early 1 --n 150; methods
+  collect early 1 --n 150; methods; untrained
   play test-base $B < $tests
   for m in rft mtdpo sweet; do
     B=$S/early/$m
@@ -40,5 +40,6 @@ lanes "$SEEDS" "early long noise others"
 for r in plain plain150 plain50 early long noise; do
   table $(rows $r "$SEEDS" sweet rft mtdpo paper)
 done
+table $(rows early "$SEEDS" sweet teacher uncritical)
 table $(for m in sweet rft mtdpo; do row round2-$m round2-$m/test-$m "$SEEDS"; done)
 others_tables "$SEEDS"
