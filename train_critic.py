@@ -221,7 +221,7 @@ def what_it_learned(args, train, held, logps, ref, records, advantages):
 
     pair_loss: of the pairs it trained on, without the NLL. moved: the mean |A| of all messages and
     candidates, how far pi is from pi_ref. advantages: see rank_of_answers; of the held-out tasks,
-    or of all if none are held out.
+    or of all if those have no such turns.
     """
     def margins(groups):
         return torch.tensor([pair_loss(args, pair, logps, ref)[1] for pairs in groups.values()
@@ -234,8 +234,9 @@ def what_it_learned(args, train, held, logps, ref, records, advantages):
     if args.epochs and loss > 0.66:
         say(f"the loss of the critic's own pairs is {loss:.2f}, and 0.69 without a critic: more "
             "--epochs or a larger --lr may mend it")
-    ranks = rank_of_answers([r for r in records if task_id(r["task"]) in held] or records,
-                            advantages)
+    ranks = rank_of_answers([r for r in records if task_id(r["task"]) in held], advantages)
+    if not ranks["turns"]:
+        ranks = rank_of_answers(records, advantages)
     moved = mean(torch.tensor([*advantages.values()]).abs())
     return {"pair_loss": loss, "held_out_accuracy": accuracy, "moved": moved, "advantages": ranks}
 
