@@ -680,10 +680,11 @@ def deal(pairs, max_tokens, world=WORLD):
 def repetition(pairs, size, max_tokens, world):
     """How many times the tokens of one rank `world` ranks compute, in batches of `size` pairs."""
     def tokens(world):
-        rounds = [ranks for i in range(0, len(pairs), size)
-                  for ranks in deal(pairs[i:i + size], max_tokens, world)]
-        return sum(tree_tokens(turns) for ranks in rounds for _, _, trees in ranks
-                   for turns in trees)
+        total = 0
+        for i in range(0, len(pairs), size):
+            for _, _, trees in chain(*deal(pairs[i:i + size], max_tokens, world)):
+                total += sum(map(tree_tokens, trees))
+        return total
 
     return tokens(world) / tokens(1)
 
@@ -718,9 +719,8 @@ def micro_batches(model, pairs, max_tokens, ref):
     share = []
     for ranks in deal(pairs, max_tokens):
         part, weight, trees = ranks[RANK]
-        referred = turns_in(part) if ref else ()
-        ref_logps = moved({turn: ref[turn] for turn in referred}, model.device)
-        share.append((part, weight, pack(model, trees), ref_logps))
+        ref_logps = {turn: ref[turn] for turn in turns_in(part) if ref}
+        share.append((part, weight, pack(model, trees), moved(ref_logps, model.device)))
     return share
 
 
