@@ -88,9 +88,11 @@ class Runs:
         self.kv = [len(path) for _, _, path in runs]        # tokens of each path
         paths = [torch.frombuffer(path, dtype=torch.long) for _, _, path in runs]
         self.paths = on_device(torch.cat(paths), device)    # (K,) flat indices of the paths
-        self.cu_q, self.cu_kv = (
-            on_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
-            for lengths in (self.q, self.kv))
+
+        def starts(lengths):
+            return on_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+
+        self.cu_q, self.cu_kv = starts(self.q), starts(self.kv)  # one more than runs: the end
 
 
 class Tree:
@@ -99,8 +101,9 @@ class Tree:
     A plain class: FSDP would search a tuple or dataclass for tensors to move.
     """
 
-    def __init__(self, turns, device="cpu", with_prompts=False, gathered=None):
-        """with_prompts: `actions` hold the tokens of the prompts, too. gathered: see GATHERED."""
+    def __init__(self, turns, device="cpu", with_prompts=False, most_keys=None):
+        """with_prompts: `actions` hold the tokens of the prompts, too. most_keys: of a group."""
+        device, most_keys = torch.device(device), most_keys or GATHERED
         seqs = [[*prompt, *action] for prompt, action in turns]
         ids, pos, parent, actions = [], [], [], [None] * len(turns)
         runs = []  # as Runs takes them
@@ -122,14 +125,14 @@ class Tree:
         groups, keys = [], 0
         for run in runs:
             keys += len(run[2])
-            if not groups or keys > (gathered or GATHERED):
+            if not groups or keys > most_keys:
                 groups.append([])
                 keys = len(run[2])
             groups[-1].append(run)
         scored, where = torch.cat(actions).unique(return_inverse=True)
 
         def there(x):
-            return on_device(torch.as_tensor(x, dtype=torch.long), torch.device(device))
+            return on_device(torch.as_tensor(x, dtype=torch.long), device)
 
         self.ids = there(ids)        # (T,) token ids in depth-first order
         self.pos = there(pos)        # (T,) depth: the position in a sequence
@@ -138,7 +141,7 @@ class Tree:
         self.actions = actions       # for each turn the flat indices (L,) of its action, on the CPU
         self.scored = there(scored)  # (S,) flat indices of all actions' tokens, each once
         self.where = there(where)    # where the turns' actions, concatenated, are in `scored`
-        self.groups = [Runs(group, torch.device(device)) for group in groups]
+        self.groups = [Runs(group, device) for group in groups]
 
     @functools.cached_property
     def block_mask(self):
@@ -247,14 +250,15 @@ def tree_attention(kernel, module, query, key, value, attention_mask, scaling=No
     Several groups are each computed again in the backward pass, so that one at a time is gathered.
     Their gradients are summed in fp32.
     """
-    def attend(q, k, v, runs):
-        k, v = (Gather.apply(x, runs.paths).to(q.dtype) for x in (k, v))
-        return kernel(q, k, v, runs, scaling, left)
-
     if kwargs.get("s_aux") is not None:
         fail("this model has attention sinks, which the packed forward can't compute")
     left = sliding_window - 1 if sliding_window else -1  # keys that a token sees before it; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
+
+    def attend(q, k, v, runs):
+        k, v = (Gather.apply(x, runs.paths).to(q.dtype) for x in (k, v))
+        return kernel(q, k, v, runs, scaling, left)
+
     if len(tree.groups) > 1 and torch.is_grad_enabled():
         k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
         attend = functools.partial(checkpoint, attend, use_reentrant=False)
@@ -454,9 +458,9 @@ def action_logps(model, turns, max_tokens=None):
     return [logps[turn] for turn in turns]
 
 
-def pack(model, parts, gathered=None):
-    """The Tree of each part, a list of turns, on the model's device. gathered: see GATHERED."""
-    return [Tree(turns, model.device, model.score is not None, gathered) for turns in parts]
+def pack(model, parts, most_keys=None):
+    """The Tree of each part, a list of turns, on the model's device."""
+    return [Tree(turns, model.device, model.score is not None, most_keys) for turns in parts]
 
 
 def logps_of(model, trees):
