@@ -1285,6 +1285,11 @@ def room(model, free, size, ranks, reshard=1, offload=0):
     return max(0, left)
 
 
+def head_size(config):
+    """The width of an attention head."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
 def activation_bytes(config, tree, size, recomputed, device="cuda"):
     """Peak bytes of activations for a Tree, in numbers of `size` bytes.
 
@@ -1292,14 +1297,13 @@ def activation_bytes(config, tree, size, recomputed, device="cuda"):
     recomputed: the number of layers, the first ones, that keep only their inputs.
     """
     tokens, c = len(tree.ids), config
-    width, mlp = c.hidden_size, c.intermediate_size
-    head_size = getattr(c, "head_dim", None) or width // c.num_attention_heads
-    layer = tokens * 2 * width * (4 + 2 * size)                    # two norms, partly in fp32
-    layer += tokens * 2 * c.num_attention_heads * head_size * size  # queries, attention's output
     keys = max(len(runs.paths) for runs in tree.groups)
-    layer += keys * 2 * c.num_key_value_heads * head_size * size   # keys and values
-    layer += tokens * 4 * mlp * size                               # the MLP
-    gradients = tokens * (2 * mlp + width) * size                  # the MLP's backward
+    width, mlp = c.hidden_size, c.intermediate_size
+    layer = tokens * 2 * width * (4 + 2 * size)                        # two norms, partly in fp32
+    layer += tokens * 2 * c.num_attention_heads * head_size(c) * size  # queries, attention's output
+    layer += keys * 2 * c.num_key_value_heads * head_size(c) * size    # keys and values
+    layer += tokens * 4 * mlp * size                                   # the MLP
+    gradients = tokens * (2 * mlp + width) * size                      # the MLP's backward
     head = c.vocab_size * width * size
     if c.tie_word_embeddings:
         gradients += head  # it waits for the embedding's
@@ -1357,11 +1361,11 @@ def dry_run(args, config, steps, reference, scored=()):
     body = sum(p.numel() for layer in model.layers() for p in layer.parameters())
     state, gathered = state_bytes(model, size, gpus // args.replicate, args.reshard, args.offload)
     model.device = torch.device("cuda")
-    free = {None: room(model, 1e9 * args.gpu_gb, size, gpus // args.replicate, args.reshard,
-                       args.offload), 0: math.inf, 1: 0}[args.recompute]
-    head_size = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+    free = room(model, 1e9 * args.gpu_gb, size, gpus // args.replicate, args.reshard, args.offload)
+    if args.recompute is not None:
+        free = 0 if args.recompute else math.inf
     head = c.vocab_size * c.hidden_size
-    attention = 4 * c.num_hidden_layers * c.num_attention_heads * head_size
+    attention = 4 * c.num_hidden_layers * c.num_attention_heads * head_size(c)
 
     def cost(tree):
         """(tokens, FLOPs of a forward through the layers, through the head) of a Tree"""
@@ -1379,13 +1383,11 @@ def dry_run(args, config, steps, reference, scored=()):
                 for tree in map(Tree, trees):
                     tokens, layers, at_head = cost(tree)
                     by_rank[rank] += tokens
-                    recomputed = recomputed_layers(c, tree, size, free)
-                    share = recomputed / c.num_hidden_layers
+                    share = recomputed_layers(c, tree, size, free) / c.num_hidden_layers
                     flops += layers * (3 + share + again) + at_head * (4 + again)
                     useful += 3 * (layers + at_head)
                     if tokens > most:
-                        most, most_recomputed = tokens, recomputed
-                        activations = activation_bytes(c, tree, size, recomputed)
+                        most, largest = tokens, tree
         computed += sum(by_rank)
         slowest += gpus * max(by_rank)
     scoring_tokens = []
@@ -1402,6 +1404,8 @@ def dry_run(args, config, steps, reference, scored=()):
     if gpus > 1:
         sent = parameters * (calls * ((1 + args.reshard) * size + 4) + scoring_calls * size)
     seconds = flops / 400e12 / gpus * slowest / computed
+    recomputed = recomputed_layers(c, largest, size, free)
+    activations = activation_bytes(c, largest, size, recomputed)
     gb = {"weights_gradients_moments": state, "gathered": gathered, "activations": activations}
     passing = max(gathered + activations, (parameters - body) * (size + 4))
     gb["total"] = state + passing
@@ -1411,7 +1415,7 @@ def dry_run(args, config, steps, reference, scored=()):
 
     return {"gpus": gpus, "parameters": parameters, "steps": len(steps),
             "examples": sum(map(len, steps)), **tokens, "scoring_tokens": sum(scoring_tokens),
-            "largest_tree": most, "recomputed_layers": most_recomputed,
+            "largest_tree": most, "recomputed_layers": recomputed,
             "petaflops": short(flops / 1e15),
             "hours": {"computing": short(seconds / 3600), "sending": short(sent / 300e9 / 3600)},
             "useful_tflops": short(useful / gpus / (seconds + sent / 300e9) / 1e12),
