@@ -25,6 +25,7 @@ import struct
 import warnings
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from itertools import accumulate, chain, islice
 from operator import itemgetter
 from typing import NamedTuple
@@ -1430,11 +1431,10 @@ def tiny(records, seed, pieces):
     pieces: a regular expression that splits text into words of one token. Text of other words is
     spelled byte by byte, so that any text goes in and out unchanged.
     """
-    counts = {}
+    counts = Counter()
     for record in records:
         for message in record["dialogue_history"]:
-            for piece in re.findall(pieces, raw_text(message)):
-                counts[piece] = counts.get(piece, 0) + 1
+            counts.update(re.findall(pieces, raw_text(message)))
     special = ["<|pad|>", "<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
     vocab = [(token, 0.0) for token in special]
     vocab += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
