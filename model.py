@@ -1063,17 +1063,15 @@ EXPERTS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w
 def in_files(name, p, stored):
     """{name in the files of `stored` names: the tensor it fills} of a parameter or its shard.
 
-    Files hold experts one by one, transformers' parameters a layer's together, (E, out, in): the
-    files of Mixtral under old names.
+    Files hold a layer's experts one by one, and Mixtral's use old names. transformers holds them
+    in one parameter, (E, out, in).
     """
-    if name in stored:
-        return {name: p}
     for module, (gate, up, down) in EXPERTS.items():
         old = name.replace(".mlp.", f".{module}.")
-        layer, _, matrix = old.rpartition(".")
-        parts = {"gate_up_proj": (gate, up), "down_proj": (down,)}.get(matrix)
         if old in stored:
             return {old: p}
+        layer, _, matrix = old.rpartition(".")
+        parts = {"gate_up_proj": (gate, up), "down_proj": (down,)}.get(matrix)
         if not parts or f"{layer}.0.{gate}.weight" not in stored:
             continue
         first, experts = 0, p
