@@ -916,10 +916,10 @@ def find_model(path, weights=False):
     try:
         if not os.path.isdir(path):
             from huggingface_hub import snapshot_download
-            patterns = ["*.json", "*.jinja", "*.model"]
+            wanted = ["*.json", "*.jinja", "*.model"]
             if weights:
-                patterns.append("*.safetensors")
-            path = snapshot_download(path, allow_patterns=patterns)
+                wanted.append("*.safetensors")
+            path = snapshot_download(path, allow_patterns=wanted)
         elif glob.glob(os.path.join(glob.escape(path), "*.gguf")) and not weight_files(path):
             fail(f"{path!r} holds a GGUF file, which is not read: take the model's safetensors "
                  "(transformers loads GGUF by GgufConfig(dequantize=True) and saves them)")
@@ -965,8 +965,7 @@ def base_digest(path):
 
 def load_options(args, device):
     """Keyword arguments of `load` from the flags of utils.machine_flags."""
-    gpu = device.type == "cuda"
-    if args.dtype == "bf16" and not gpu and not cpu_has_bf16():
+    if args.dtype == "bf16" and device.type == "cpu" and not cpu_has_bf16():
         say("this CPU has no instructions for bf16: --dtype fp32 is many times as fast")
     return {"dtype": args.dtype, "replicate": args.replicate, "offload": args.offload,
             "recompute": args.recompute, "reshard": args.reshard}
