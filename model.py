@@ -248,8 +248,8 @@ def tree_attention(kernel, module, query, key, value, attention_mask, scaling=No
     the kernel: its tokens are the queries, its path the keys. The mask is causal, aligned at the
     end, because the run's tokens are the last of its path. So is a sliding window.
 
-    Several groups are each computed again in the backward pass, so that one at a time is gathered.
-    Their gradients are summed in fp32.
+    With several groups, each is computed again in the backward pass, so that the keys of one group
+    at a time are gathered. Their gradients are summed in fp32.
     """
     if kwargs.get("s_aux") is not None:
         fail("this model has attention sinks, which the packed forward can't compute")
@@ -355,7 +355,7 @@ def head_logps(hidden, weight, targets):
 
 
 def layer_forward(model, n, forward, *args, **kwargs):
-    """The forward of layer n. The first layers may keep only their inputs for the backward pass."""
+    """The forward of layer n. The first model.recomputed layers keep only their inputs."""
     if n < model.recomputed:
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
     return forward(*args, **kwargs)
@@ -396,7 +396,7 @@ class TreeLM(torch.nn.Module):
         return [*self.lm.model.layers]
 
     def forward(self, tree, scored):
-        """(N,) numbers of the tokens at the flat indices `scored`, (N,)."""
+        """A number for each token at the flat indices `scored`: (N,) gives (N,)."""
         self.recomputed = 0
         if torch.is_grad_enabled():
             self.recomputed = recomputed_layers(self.config, tree, self.dtype.itemsize, self.room,
@@ -451,8 +451,8 @@ def action_logps(model, turns, max_tokens=None):
     """Log-probs of each action given its prompt: a list of (L,) fp32 tensors on model.device.
 
     A model with a head gives one value a turn instead, (1,): the mean over its tokens, those of
-    the prompt included. A larger tree than max_tokens is computed in parts, once more in the
-    backward pass: the same values and gradients in bounded memory.
+    the prompt included. A tree of more than max_tokens tokens is computed in parts, and each part
+    again in the backward pass: the same values and gradients in bounded memory.
     """
     parts = branches(turns, max_tokens) if max_tokens else [turns]
     logps = logps_of(model, pack(model, parts))
@@ -480,7 +480,7 @@ def logps_of(model, trees):
             numbers = anchor = checkpoint(tree_logps, model, tree, anchor, use_reentrant=True)
         else:
             numbers = tree_logps(model, tree)
-        if tree.turns[0] in logps:  # computed already: it only needs a backward pass
+        if tree.turns[0] in logps:  # `deal` repeats it: it has a backward pass, and adds 0
             logps[tree.turns[0]] = logps[tree.turns[0]] + 0 * numbers.sum()
         else:
             logps.update(zip(tree.turns, numbers.split(sizes(model, tree.turns))))
@@ -668,8 +668,8 @@ def even_parts(pairs, max_tokens, world):
 def deal(pairs, max_tokens, world=WORLD):
     """The rounds of a step: in each, for every rank, a micro-batch (part, weight, [[turn]]).
 
-    Where there are too few parts, the last one is repeated with weight 0. The lists of turns are
-    those of the part's trees. As many for each rank: the last one is repeated.
+    [turn] is a tree of the part. Every rank gets as many parts and as many trees, to join every
+    collective: the last part is repeated with weight 0, and a part's last tree is repeated.
     """
     parts = [(part, 1.0) for part in even_parts(pairs, max_tokens, world)]
     parts += [(parts[-1][0], 0.0)] * (-len(parts) % world)
@@ -683,7 +683,7 @@ def deal(pairs, max_tokens, world=WORLD):
 
 
 def repetition(pairs, size, max_tokens, world):
-    """How many times the tokens of one rank `world` ranks compute, in batches of `size` pairs."""
+    """The tokens that `world` ranks compute, in batches of `size` pairs, over those of one rank."""
     def tokens(world):
         total = 0
         for i in range(0, len(pairs), size):
@@ -695,9 +695,9 @@ def repetition(pairs, size, max_tokens, world):
 
 
 def tell_repetition(steps, max_tokens, world=WORLD):
-    """Says how often ranks compute what they can't share, and which larger batch would do.
+    """Says how many more tokens the ranks compute than one rank, and a batch with under 10 % more.
 
-    It looks at 256 pairs at most, and is silent below 10 %.
+    It looks at 256 pairs at most, and is silent at under 10 % more.
     """
     if RANK or world == 1 or not steps:
         return
