@@ -765,27 +765,31 @@ def control_tokens(tokenizer):
             if token.special or token.content.strip() and token.content in tokenizer.chat_template]
 
 
-@functools.cache
-def patterns(tokenizer):
-    """(marks, a pattern of them, a pattern of the tokens at which the tokenizer cuts a text).
+def any_of(texts):
+    """A pattern of any of the texts, the longest first."""
+    longest_first = sorted(texts, key=len, reverse=True)
+    return "|".join(map(re.escape, longest_first)) or "(?!)"
 
-    The marks are what a message may not say to a template: control tokens and our placeholders.
-    """
+
+@functools.cache
+def forbidden(tokenizer):
+    """(what a message may not say to a template: control tokens and our placeholders; a pattern)"""
     marks = ["\ue000", "\ue002", *control_tokens(tokenizer)]
+    return marks, re.compile(any_of(marks))
+
+
+@functools.cache
+def cuts(tokenizer):
+    """A pattern of the places before tokens that the tokenizer takes out of any text."""
     added = tokenizer.added_tokens_decoder.values()
     inner = set("".join(token.content[1:] for token in added))
 
-    def always_cut(token):
-        """Whether the tokenizer takes it out of any text, whatever stands around it."""
+    def always_taken(token):
+        """Whether it is taken out whatever stands around it."""
         looks_around = token.normalized or token.single_word or token.lstrip
         return tokenizer.is_fast and not looks_around and token.content[0] not in inner
 
-    def any_of(texts):
-        longest_first = sorted(texts, key=len, reverse=True)
-        return "|".join(map(re.escape, longest_first)) or "(?!)"
-
-    cuts = [token.content for token in added if always_cut(token)]
-    return marks, re.compile(any_of(marks)), re.compile(f"(?={any_of(cuts)})")
+    return re.compile(f"(?={any_of(token.content for token in added if always_taken(token))})")
 
 
 @functools.lru_cache(8192)
@@ -801,7 +805,7 @@ def template_ids(tokenizer, text):
     at each text between two of them alone.
     """
     ids = array("q")
-    for part in patterns(tokenizer)[2].split(text):
+    for part in cuts(tokenizer).split(text):
         ids += part_ids(tokenizer, part)
     return ids
 
@@ -815,7 +819,7 @@ def render(tokenizer, messages, thinking=0):
     """
     # In the text that the template gets, "\ue000N\ue001" stands for spelled control token N, and
     # "\ue002N\ue003" for the picture of message N.
-    marks, spelled, _ = patterns(tokenizer)
+    marks, spelled = forbidden(tokenizer)
     hidden = []
     for n, message in enumerate(messages):
         content = spelled.sub(lambda m: f"\ue000{marks.index(m[0])}\ue001", message["content"])
