@@ -1110,6 +1110,13 @@ def read_weights(model, path):
              f"{str(e).splitlines()[-1]}")
 
 
+def ranks_of_a_copy(world, replicate):
+    """Over how many of `world` ranks each of `replicate` copies of the model is spread."""
+    if world % replicate:
+        fail(f"--replicate {replicate} does not divide the number of processes, {world}")
+    return world // replicate
+
+
 def shard(model, dtype, replicate=1, offload=0, recompute=None, reshard=1):
     """Shards the model by FSDP2: fp32 weights, gradients and moments, computation in dtype.
 
@@ -1119,18 +1126,17 @@ def shard(model, dtype, replicate=1, offload=0, recompute=None, reshard=1):
     the memory that is free now.
     """
     model.dtype = dtype
+    shards = ranks_of_a_copy(WORLD, replicate)
     if recompute is None:
         free = free_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         if model.device.type == "cuda":
             free = torch.cuda.mem_get_info(model.device)[0]
-        model.room = room(model, free, dtype.itemsize, WORLD // replicate, reshard, offload)
+        model.room = room(model, free, dtype.itemsize, shards, reshard, offload)
     elif recompute:
         model.room = 0
     if WORLD == 1 and dtype == torch.float32 and not offload:
         return
-    if WORLD % replicate:
-        fail(f"--replicate {replicate} does not divide the {WORLD} processes")
-    mesh = init_device_mesh(model.device.type, (replicate, WORLD // replicate),
+    mesh = init_device_mesh(model.device.type, (replicate, shards),
                             mesh_dim_names=("replicate", "shard"))
     if replicate == 1:
         mesh = mesh["shard"]
@@ -1355,15 +1361,16 @@ def dry_run(args, config, steps, reference, scored=()):
         fail("--dry_run does not know models that see pictures")
     if not steps:
         fail("--dry_run: there are no steps to take")
-    tell_repetition(steps, args.max_tokens, args.dry_run)
     gpus, size, c = args.dry_run, 4 if args.dtype == "fp32" else 2, config
+    shards = ranks_of_a_copy(gpus, args.replicate)
+    tell_repetition(steps, args.max_tokens, gpus)
     with torch.device("meta"):
         model = TreeLM(AutoModelForCausalLM.from_config(config))
     parameters = sum(p.numel() for p in model.parameters())
     body = sum(p.numel() for layer in model.layers() for p in layer.parameters())
-    state, gathered = state_bytes(model, size, gpus // args.replicate, args.reshard, args.offload)
+    state, gathered = state_bytes(model, size, shards, args.reshard, args.offload)
     model.device = torch.device("cuda")
-    free = room(model, 1e9 * args.gpu_gb, size, gpus // args.replicate, args.reshard, args.offload)
+    free = room(model, 1e9 * args.gpu_gb, size, shards, args.reshard, args.offload)
     if args.recompute is not None:
         free = 0 if args.recompute else math.inf
     head = c.vocab_size * c.hidden_size

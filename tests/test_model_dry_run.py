@@ -237,3 +237,12 @@ def test_more_gpus_hold_less_each_and_an_8b_model_takes_16_gb_on_8():
     assert few["total"] == pytest.approx(16.06 + max(6.3, 4.28 + few["activations"]), rel=0.01)
     halves = planned(LARGE, [[M.Pair(chosen)]], dry_run=16, replicate=2, **flags)["gb_a_gpu"]
     assert halves["weights_gradients_moments"] == gb["weights_gradients_moments"]
+
+
+def test_copies_that_do_not_divide_the_processes_are_refused(tiny_dir):
+    steps = [[M.Pair((((1,) * 9, (5,) * 4),))]]
+    message = "error: --replicate {} does not divide the number of processes, {}"
+    with pytest.raises(SystemExit, match=message.format(3, 4)):
+        planned(LARGE, steps, dry_run=4, replicate=3)
+    with pytest.raises(SystemExit, match=message.format(2, 1)):
+        M.load(tiny_dir, replicate=2)
