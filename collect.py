@@ -466,8 +466,12 @@ async def http_engine(args, stop):
                     raise ValueError(f"message cut off: finish_reason {out['finish_reason']}")
                 if not out.get("token_ids"):
                     raise ValueError("no token_ids in the reply: it takes vLLM 0.10 or newer")
-                logprobs = [round(x, 6) for x in out["logprobs"]["token_logprobs"]]
-                drawn.append((out["token_ids"], logprobs))
+                ids, logprobs = out["token_ids"], out["logprobs"]["token_logprobs"]
+                if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
+                    raise ValueError("token_ids in the reply are no token ids")
+                if len(logprobs) != len(ids):
+                    raise ValueError(f"{len(logprobs)} logprobs of {len(ids)} token_ids")
+                drawn.append((ids, [round(x, 6) for x in logprobs]))
             if len(drawn) != len(draws):
                 raise ValueError(f"{len(drawn)} draws instead of {len(draws)}")
             return drawn
@@ -649,7 +653,8 @@ class Players:
             reply = without_thinking(completion.choices[0].message.content or "")
             if not reply:
                 raise ValueError("an empty reply")
-            return reply[:limit]
+            whole = reply.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+            return whole[:limit]  # without lone surrogates, which no tokenizer takes
         return await self.humans(ask)
 
     async def play(self, task, sample):

@@ -500,7 +500,8 @@ class Endpoint:
                     reply = await asyncio.wait_for(request(server.client), self.timeout)
             except Exception as e:
                 reason = f"{server.url}: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
-                if getattr(e, "status_code", 0) in (400, 401, 403, 404, 413, 422):
+                status, alone = getattr(e, "status_code", 0), len(self.servers) == 1
+                if status in (400, 413, 422) or alone and status in (401, 403, 404):
                     break  # no server would take this request
                 self.homes.pop(key, None)
                 server.failures += 1

@@ -21,12 +21,14 @@ TIMEOUT = 3  # seconds; more than a busy machine needs to answer
 class Server(http.server.ThreadingHTTPServer):
     """An OpenAI-compatible server: `reply(path, body)` gives the JSON.
 
-    trouble: the share of requests that fail, in all the ways that servers have.
+    trouble: the share of requests that fail, in all the ways that servers have. refuse: a status
+    for all of them.
     """
     daemon_threads, request_queue_size = True, 256
 
-    def __init__(self, reply, trouble=0.0):
-        self.reply, self.trouble, self.random = reply, trouble, random.Random(0)
+    def __init__(self, reply, trouble=0.0, refuse=None):
+        self.reply, self.trouble, self.refuse = reply, trouble, refuse
+        self.random = random.Random(0)
         self.seen, self.lock = [], threading.Lock()
         self.busy = self.busiest = 0
         super().__init__(("127.0.0.1", 0), Handler)
@@ -62,6 +64,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
             s.busy += kind != "stall"  # the client gives that up, and this thread goes on
             s.busiest = max(s.busy, s.busiest)
         try:
+            if s.refuse:
+                return self.send('{"error": "no"}', s.refuse)
             good = json.dumps(s.reply(self.path, body))
             if kind in ("500", "429"):
                 return self.send('{"error": "busy"}', int(kind))
@@ -289,6 +293,47 @@ def test_an_episode_stays_at_its_server_until_that_fails():
         assert before[1] <= after[1] and before[2] <= after[2]
         assert after[1] | after[2] == set(range(48)) and not after[1] & after[2]
     asyncio.run(play())
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_a_server_that_refuses_takes_no_request_from_the_others(status):
+    good, bad = Server(said), Server(said, refuse=status)
+
+    async def ask(client):
+        message = {"role": "user", "content": "x"}
+        return await client.post("/chat/completions", cast_to=object,
+                                 body={"model": "m", "messages": [message]})
+
+    async def play():
+        both = Endpoint(f"{bad.url},{good.url}", timeout=TIMEOUT)
+        await asyncio.gather(*(both(ask) for _ in range(12)))
+        assert len(good.seen) == 12 and bad.seen
+        bad.seen.clear()
+        with pytest.raises(EndpointError, match=str(status)):
+            await Endpoint(bad.url, timeout=TIMEOUT)(ask)
+        assert len(bad.seen) == 1
+    asyncio.run(play())
+
+
+def test_half_a_character_in_a_reply_becomes_a_mark(tiny_dir, tasks):
+    human = Server(lambda path, body: chat("hi \ud83d there"))
+    done = play(tiny_dir, tasks, "--human", human.url)
+    assert done.returncode == 0, done.stderr
+    said = {m["content"] for r in records(done.stdout) for m in r["dialogue_history"][2::2]}
+    assert said == {"hi \ufffd there"}
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"token_ids": ["a"]}, "no token ids"), ({"token_ids": [-1, 3]}, "no token ids"),
+    ({"logprobs": {"token_logprobs": [-1.0]}}, "1 logprobs of ")])
+def test_odd_token_ids_of_a_server_are_refused(change, message, tiny_dir, tasks):
+    def odd(path, body):
+        reply = sampled(path, body)
+        reply["choices"][0].update(change)
+        return reply
+    done = play(tiny_dir, tasks, "--engine", Server(odd).url, "--retries", 0)
+    assert message in done.stderr and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode == 1 and not done.stdout
 
 
 def prefers(word, trouble=0.0, taste=1):
