@@ -236,7 +236,9 @@ def read_action(output, last):
     """
     output = without_thinking(output)
     thought, marker, sent = output.partition(OUTPUT)
-    in_answer = ANSWER in thought and ANSWER not in sent  # "OUTPUT:" is a part of the answer's code
+    # "OUTPUT:" is a part of the answer's code, unless the thought only mentions the marker
+    begins = re.search(rf"^\W*{re.escape(ANSWER)}", thought, re.M)
+    in_answer = begins and ANSWER not in sent
     content = (sent if marker and not in_answer else output).strip()
     _, marker, answer = content.partition(ANSWER)
     if marker:

@@ -97,6 +97,9 @@ def test_slots_of():
     (f"I know. {ANSWER} code", False, f"I know. {ANSWER} code", "code"),
     (f"{ANSWER}\nprint('OUTPUT:', 3)", False, f"{ANSWER}\nprint('OUTPUT:', 3)",
      "print('OUTPUT:', 3)"),  # in the code
+    (f"Too early for {ANSWER} now.\nOUTPUT: which rate?", False, "which rate?", None),
+    (f"Enough.\n**{ANSWER}**\nprint('OUTPUT:', 3)", False,
+     f"Enough.\n**{ANSWER}**\nprint('OUTPUT:', 3)", "**\nprint('OUTPUT:', 3)"),
     (f"not yet: {ANSWER}? OUTPUT: {ANSWER} code", False, f"{ANSWER} code", "code"),
     (f"{ANSWER} a {ANSWER} b", False, f"{ANSWER} a {ANSWER} b", f"a {ANSWER} b"),
     (f"<think>\n{ANSWER} no\n</think>\n\nwhich rate?", False, "which rate?", None),
