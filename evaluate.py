@@ -280,17 +280,19 @@ def plot(results, path):
     with fail_on_error("--plot wants matplotlib"):
         from matplotlib.figure import Figure
     metric = "success" if any(r["success"] is not None for r in results) else "tests_passed"
-    curves, ticks = {}, set()  # curves: {name: [(x or None, value, low, high)]}
+    curves, ticks = {}, set()  # {(name, whether it is a line): [(x or None, value, low, high)]}
     for r in results:
         if r[metric] is not None:
             name, x = re.fullmatch(r"(?s)(.*?)(?:@(\d+\.?\d*))?", r["system"]).groups()
             low, high = r[f"{metric}_95"] or (r[metric], r[metric])
             point = x and float(x), 100 * r[metric], 100 * low, 100 * high
-            curves.setdefault(name, []).append(point)
+            if point[0] == 0:
+                fail(f"--plot: {r['system']}: X must be above 0, for the axis is logarithmic")
+            curves.setdefault((name, x is None), []).append(point)
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
-    for i, (name, points) in enumerate(curves.items()):
-        if points[0][0] is None:
+    for i, ((name, is_line), points) in enumerate(curves.items()):
+        if is_line:
             axes.axhline(points[0][1], label=name, color=f"C{i}", linestyle="--")
         else:
             x, value, low, high = zip(*sorted(points))
@@ -373,7 +375,7 @@ def message(m, largest):
         ranked = sorted(candidates, key=lambda c: c.get("advantage", 0), reverse=True)
         shown = "".join(message(candidate, largest) for candidate in ranked)
         parts.append(folded(f"{len(candidates)} candidates", shown))
-    style = f'class="box {m.get("role", "assistant")}" style="{bar}"'
+    style = f'class="box {html.escape(m.get("role", "assistant"))}" style="{bar}"'
     return f'<div {style}>{"".join(parts)}</div>'
 
 
@@ -473,7 +475,7 @@ def main(args):
     for path in filter(None, (args.html, args.plot)):
         check_writable(path)
     if args.results:
-        fields = "system", "rules", "tests_passed"
+        fields = "system", "files", "rules", "tests_passed", "episodes", "tasks"
         results = [r for path in args.files for r in records_of(path, fields, args.skip_bad)]
     else:
         systems = named_systems(args.files)

@@ -259,6 +259,7 @@ def test_earlier_results_make_one_table(tmp_path):
     for flags, message in (
             (["--results", 1, "a.jsonl"], "a.jsonl, line 1: no 'system'"),
             (["--results", 1, "r.jsonl", "--html", "x.html"], "--html shows episodes"),
+            (["x@0=a.jsonl", "--plot", "x.png"], "x@0: X must be above 0"),
             (["a.jsonl", "--plot", "x.nothing"], "x.nothing can't be written: Format")):
         if "--plot" in flags:
             pytest.importorskip("matplotlib", reason="matplotlib is not installed")
@@ -288,3 +289,4 @@ def test_plot_draws_curves_with_intervals_and_level_lines(tmp_path, monkeypatch)
     low, high = np.array([r["success_95"] for r in results if r["system"] == "critic@1"][0]) * 100
     band = figure.axes[0].collections[0].get_paths()[0].vertices
     assert {y for x, y in band if x == 1} == {low, high}
+    run(tmp_path, "c@2=c2.jsonl", "c=base.jsonl", "--plot", "f.png")  # a curve and a line

@@ -107,7 +107,7 @@ def test_search_and_outcomes(tmp_path, tab):
 
 
 def test_what_a_model_wrote_is_never_markup(tmp_path, tab):
-    candidates = [{"output": HOSTILE, "token_ids": [1]}]
+    candidates = [{"output": HOSTILE, "token_ids": [1], "role": '"><img src=x>'}]
     r = episode(0, 0.5, said=HOSTILE, advantage=0.1, candidates=candidates)
     r = {**r, "answer": HOSTILE, "tests": {HOSTILE: HOSTILE}, "failure": HOSTILE}
     r["task"] |= {"problem_description": HOSTILE, "ground_truth": HOSTILE, "id": HOSTILE}
