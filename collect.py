@@ -788,6 +788,8 @@ class Run:
             samples = [record.get("sample", n)]  # published dialogues have no number
             if not self.args.candidates:
                 fail(f"task {task['id']} has a dialogue already: give --candidates, or cut it out")
+            if "reward" not in record and "answer" not in record:
+                fail(f"task {task['id']} has a dialogue without reward and without answer to grade")
         if "dialogue_history" not in record or "reward" not in record:
             self.players.environment(task)  # what can't be opened ends the program before the play
         for sample in samples:

@@ -330,6 +330,11 @@ def test_collect_complains(stdin, message, tiny_dir):
     assert message in complaint(play(tiny_dir, stdin))
 
 
+def test_a_dialogue_that_cannot_be_graded_is_refused(tiny_dir):
+    message = complaint(play(tiny_dir, lines([PLAYED]), "--candidates", 2))
+    assert "without reward and without answer" in message
+
+
 @pytest.mark.parametrize("flags, message", [
     (["--model", "no/such/dir"], "no model at 'no/such/dir'"),
     (["--best_of", 2], "--critic"),
