@@ -325,23 +325,24 @@ def flex_tree_attention(module, query, key, value, attention_mask, scaling=None,
     return out.transpose(1, 2), None
 
 
-for name, kernel in (("sdpa", sdpa_kernel), ("torch", torch_kernel), ("flash", flash_kernel)):
+# "fa" is --attention flash: transformers takes a name with "flash" in it for one of its own
+for name, kernel in (("sdpa", sdpa_kernel), ("torch", torch_kernel), ("fa", flash_kernel)):
     AttentionInterface.register("tree_" + name, functools.partial(tree_attention, kernel))
 AttentionInterface.register("tree_flex", flex_tree_attention)
 
 
 def pick_attention(name, device, dtype):
-    """The name of the kernel for --attention. All but sdpa need a GPU and 16 bits."""
+    """The kernel's name for --attention, after "tree_". All but sdpa need a GPU and 16 bits."""
     if device.type != "cuda" or dtype == torch.float32:
         if name not in ("auto", "sdpa"):
             fail(f"--attention {name} needs a GPU and --dtype bf16; sdpa runs everywhere")
         return "sdpa"
     if name == "auto":
-        return "flash" if flash_module() else "torch"
+        return "fa" if flash_module() else "torch"
     if name == "flash" and not flash_module():
         fail("--attention flash needs the package flash-attn (pip install flash-attn "
              "--no-build-isolation); --attention torch is torch's own kernel")
-    return name
+    return "fa" if name == "flash" else name
 
 
 # --- the forward ----------------------------------------------------------------------------------
@@ -1047,6 +1048,13 @@ def refuse_unknown(path, config):
         fail(f"{path!r} has attention sinks, which the packed forward can't compute")
     if other or any(getattr(text, cap, None) for cap in caps):
         fail(f"{path!r} uses soft caps or layers other than attention, "
+             "which the packed forward can't compute")
+    scaled = getattr(text, "logits_scaling", 1) != 1 or getattr(text, "logit_scale", 1) != 1
+    if scaled or text.model_type in ("phi", "stablelm", "nemotron"):
+        fail(f"{path!r} scales or shifts its logits, or its attention is of a form of its own, "
+             "which the packed forward can't compute")
+    if (getattr(text, "rope_parameters", None) or {}).get("rope_type") in ("longrope", "dynamic"):
+        fail(f"{path!r} has positions (longrope, dynamic) that depend on the length of a forward, "
              "which the packed forward can't compute")
 
 

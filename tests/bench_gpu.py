@@ -37,15 +37,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import bench_train as B  # noqa: E402
 import torch  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 from model import action_logps, batches, dry_run, gathered, pick_attention, score  # noqa: E402
 from model import turns_in  # noqa: E402
 from utils import RANK, WORLD, barrier, init_distributed, leave_group  # noqa: E402
 
 POLICY = "dpo by trajectory"
-KERNELS = [name for name in ("flash", "torch", "flex", "sdpa")
-           if "tree_" + name in ALL_ATTENTION_FUNCTIONS]
+KERNELS = "flash", "torch", "flex", "sdpa"
 
 
 def get_args(argv=None):
@@ -124,7 +122,7 @@ class Bench:
         return {"tflops": self.peak / 1e12, "device": name, "ranks": WORLD}
 
     def oracle(self, shape, kernel):
-        pick_attention(kernel, self.device, self.dtype)
+        attention = "tree_" + pick_attention(kernel, self.device, self.dtype)
         turns = turns_in(self.batch(POLICY))[:8] + turns_in(self.batch("critic"))[:4]
         turns = [(prompt[-512:], action) for prompt, action in turns]
 
@@ -133,7 +131,7 @@ class Bench:
             model = B.random_model(self.path(shape), self.device)
             for p in model.parameters():  # and no buffers: positions must not be rounded
                 p.data = p.data.to(self.dtype).to(dtype)
-            model.config._attn_implementation = "tree_" + kernel
+            model.config._attn_implementation = attention
             if separate:
                 with B.plain(model):
                     logps = [model(B.pad([p + a], self.device))[0, len(p) - 1:] for p, a in turns]
@@ -205,10 +203,10 @@ class Bench:
         return {name: row[name] for name in ("tokens", "time", "of_bound", "differs")}
 
     def kernel(self, shape, kernel):
-        pick_attention(kernel, self.device, self.dtype)
+        attention = "tree_" + pick_attention(kernel, self.device, self.dtype)
         model = self.load(shape)[0]
         self.loaded = None  # the next row loads another, with its own kernel
-        model.config._attn_implementation = "tree_" + kernel
+        model.config._attn_implementation = attention
         step = functools.partial(self.forward_backward, model, "critic")
         step()  # to warm up
         seconds = self.time(step)

@@ -13,12 +13,13 @@ import pytest
 import torch
 import torch.nn.attention.flex_attention
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Gemma2Config,
-                          Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GptOssConfig,
-                          GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig,
-                          MistralForCausalLM, MixtralConfig, MixtralForCausalLM,
-                          PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, Qwen3Config,
-                          Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
+from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Cohere2Config,
+                          CohereConfig, Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM,
+                          Gemma3TextConfig, GptOssConfig, GptOssForCausalLM, GraniteConfig,
+                          LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
+                          MixtralConfig, MixtralForCausalLM, PhiConfig, PreTrainedTokenizerFast,
+                          Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM,
+                          Qwen3MoeConfig, Qwen3MoeForCausalLM)
 
 import model as M
 from colbench import PIECES
@@ -561,10 +562,10 @@ def bf16_error(attention, device, exact=None):
 
 
 @GPU
-@pytest.mark.parametrize("kernel", ["torch", "flash", "flex"])
+@pytest.mark.parametrize("kernel", ["torch", "fa", "flex"])
 def test_kernels_are_as_exact_as_sdpa_in_16_bits(kernel):
     """Runs have fewer queries than keys: a mask not aligned at the end would be far off."""
-    if kernel == "flash" and not M.flash_module():
+    if kernel == "fa" and not M.flash_module():
         pytest.skip("no flash-attn is installed")
     exact = bf16_error("sdpa", "cuda")
     got, want = bf16_error(kernel, "cuda", exact), bf16_error("sdpa", "cuda", exact)
@@ -829,12 +830,28 @@ def test_models_that_the_tree_cannot_compute_are_refused(tmp_path, tiny_dir):
     config = GptOssConfig(**SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2)
     with pytest.raises(SystemExit, match="error: 'gpt' has attention sinks"):
         M.refuse_unknown("gpt", config)
+    for other in (GraniteConfig(logits_scaling=8.0), CohereConfig(), Cohere2Config(), PhiConfig()):
+        with pytest.raises(SystemExit, match="scales or shifts its logits"):
+            M.refuse_unknown("x", other)
+    M.refuse_unknown("x", GraniteConfig())
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    with pytest.raises(SystemExit, match="depend on the length"):
+        M.refuse_unknown("x", LlamaConfig(rope_parameters=rope))
     config._attn_implementation = "eager"
     model = M.TreeLM(GptOssForCausalLM(config))
     for attention in ("sdpa", "flex"):
         model.lm.config._attn_implementation = "tree_" + attention
         with pytest.raises(SystemExit, match="sinks"):
             M.action_logps(model, some_turns())
+
+
+@pytest.mark.parametrize("attention", ["auto", "flash", "torch", "flex", "sdpa"])
+def test_a_model_can_be_made_with_each_attention(attention, monkeypatch):
+    """transformers takes names with "flash" in them for its own, and fails."""
+    monkeypatch.setattr(M, "flash_module", lambda: "flash_attn")
+    name = M.pick_attention(attention, torch.device("cuda"), torch.bfloat16)
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), attn_implementation="tree_" + name)
 
 
 def save_random(family, tokenizer, out):
