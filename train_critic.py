@@ -251,7 +251,7 @@ def trajectory_pairs(records, mode, margin):
     for task, rows in by_task.items():
         best = max(rows, key=lambda row: row[0])
         if mode == "all":
-            compared = [(a, b) for a in rows for b in rows if a[0] - b[0] >= margin]
+            compared = [(a, b) for a in rows for b in rows if a[0] - b[0] > margin - 1e-9]
         else:
             compared = [(best, row) for row in rows if best[0] >= 1]
         better = [Pair(a[1], b[1], gap=a[0] - b[0]) for a, b in compared if a[0] > b[0]]

@@ -728,8 +728,9 @@ def run_val(command, model):
     """Runs --val in bash with the folder `model` as $MODEL, then removes it. Returns its last line,
     of JSON.
     """
+    of_torchrun = re.compile("(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|(MASTER|TORCHELASTIC)_.*")
     ours = {name: value for name, value in os.environ.items()
-            if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}  # it is no rank of this torchrun
+            if not of_torchrun.fullmatch(name)}  # it is no rank of this torchrun
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], env={**ours, "MODEL": model},
                           stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
     remove(model)

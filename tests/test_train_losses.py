@@ -568,3 +568,25 @@ def test_training_starts_at_log_2_and_micro_batches_do_not_matter(script, reward
         assert abs(a["grad_norm"] / b["grad_norm"] - 1) < 1e-4
     for name, w in weights.items():  # where a gradient is all but zero, Adam makes rounding larger
         assert (w - other_weights[name]).abs().mean() < 1e-7, name
+
+
+@pytest.mark.parametrize("script", [train_critic, train_policy])
+def test_rewards_that_differ_by_the_margin_make_a_pair(script):
+    """One of ten tests: 0.6 - 0.5 is a little less than 0.1."""
+    for k in range(1, 11):
+        rs = [{"task": {"id": "t"}, "reward": r / 10, "dialogue_history": [
+            {"role": "assistant", TURN: ((1,), (r,))}]} for r in (k - 1, k)]
+        (pair,), = script.trajectory_pairs(rs, "all", 0.1).values()
+        assert pair.chosen == (((1,), (k,)),)
+        assert not script.trajectory_pairs(rs, "all", 0.11)
+
+
+def test_val_is_no_rank_of_the_trainers_torchrun(monkeypatch, tmp_path):
+    """Else what it starts would wait for a rendezvous that nobody serves."""
+    of_torchrun = ("RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
+                   "TORCHELASTIC_USE_AGENT_STORE")
+    for name in of_torchrun:
+        monkeypatch.setenv(name, "1")
+    command = f"{sys.executable} -c 'import json, os; print(json.dumps(list(os.environ)))'"
+    seen = utils.run_val(command, str(tmp_path / "m"))
+    assert not {*seen} & {*of_torchrun} and {"MODEL", "PATH"} <= {*seen}
