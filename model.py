@@ -14,6 +14,7 @@ puts their prefix tree in depth-first order, and lays out every shared prefix on
 
 A run is a stretch of new tokens. It attends to its path from the root: a b c e f for the second.
 """
+import datetime
 import functools
 import glob
 import importlib.util
@@ -59,6 +60,7 @@ logging.disable_progress_bar()
 TURN = 0  # a trainer keeps a message's or candidate's turn under this key, which JSON can't have
 PICTURE = 1 << 20  # the id PICTURE + n is a token of picture n; also the key of a message's picture
 SIDE = 28  # pixels along a side of such a token
+TODAY = datetime.date(2024, 7, 26)  # for templates that tell the date: every day the same prompts
 LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 26}  # logits held at once: 64 MB or 256 MB in fp32
 GATHERED = 2 ** 17  # keys gathered at once: with values 0.5 GB for 8 heads of size 128 in bf16
 SCORED = {"cpu": 2 ** 15, "cuda": 2 ** 17}  # the same without gradient: a CPU is faster with fewer
@@ -829,7 +831,8 @@ def render(tokenizer, messages, thinking=0):
         hidden.append({"role": message["role"], "content": content})
     try:
         text = tokenizer.apply_chat_template(hidden, tokenize=False, add_generation_prompt=True,
-                                             enable_thinking=bool(thinking))
+                                             enable_thinking=bool(thinking),
+                                             strftime_now=TODAY.strftime)
     except TemplateError as e:
         roles = " ".join(message["role"] for message in messages)
         fail(f"this --model's chat template takes no such conversation, {roles}: {e}")
@@ -1021,6 +1024,10 @@ def load(path, device="cpu", attention="auto", dtype="fp32", head=False, **shard
                               attn_implementation=attention)
     if os.path.exists(os.path.join(path, "generation_config.json")):
         lm.generation_config = GenerationConfig.from_pretrained(path)
+        try:
+            lm.generation_config.validate(strict=True)
+        except ValueError:  # old models set a temperature without it, which can't be saved
+            lm.generation_config.do_sample = True
     model = TreeLM(lm, device, head)
     if sharding:
         shard(model, dtype, **sharding)

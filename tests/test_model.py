@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import threading
 from collections import Counter
 from types import SimpleNamespace
@@ -852,6 +853,20 @@ def test_a_model_can_be_made_with_each_attention(attention, monkeypatch):
     name = M.pick_attention(attention, torch.device("cuda"), torch.bfloat16)
     with torch.device("meta"):
         AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), attn_implementation="tree_" + name)
+
+
+def test_a_prompt_is_the_same_on_every_day(tiny_dir):
+    tokenizer = M.find_model(tiny_dir)[1]
+    tokenizer.chat_template = "{{ strftime_now('%d %B %Y') }}" + tokenizer.chat_template
+    text = tokenizer.decode(M.render(tokenizer, [{"role": "user", "content": "a"}]))
+    assert "26 July 2024" in text
+
+
+def test_a_model_that_samples_by_an_old_generation_config_is_saved(tiny_dir, tmp_path):
+    shutil.copytree(tiny_dir, tmp_path / "m")
+    (tmp_path / "m" / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
+    M.save(*M.load(str(tmp_path / "m")), str(tmp_path / "again"))
+    assert json.loads((tmp_path / "again" / "generation_config.json").read_text())["do_sample"]
 
 
 def save_random(family, tokenizer, out):

@@ -23,6 +23,7 @@ until_up
 python colbench.py check < data/backend_tasks/train.jsonl | head -5000 |
     play -k 3 --candidates 16 --candidates_share 0.1 --resume runs/train.jsonl >> runs/train.jsonl
 kill $server  # training takes all eight
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1800  # seconds for the checkpoint after Ctrl-C, not 30
 torchrun --nproc_per_node=8 train_critic.py --resume 1 --out runs/critic \
     < runs/train.jsonl > runs/scored.jsonl
 # batches of 32 that keep trajectories together: 8 GPUs compute 2.8 times fewer tokens than with the
