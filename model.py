@@ -1056,8 +1056,8 @@ def refuse_unknown(path, config):
     if other or any(getattr(text, cap, None) for cap in caps):
         fail(f"{path!r} uses soft caps or layers other than attention, "
              "which the packed forward can't compute")
-    scaled = getattr(text, "logits_scaling", 1) != 1 or getattr(text, "logit_scale", 1) != 1
-    if scaled or text.model_type in ("phi", "stablelm", "nemotron"):
+    scales = [getattr(text, name, None) or 1 for name in ("logits_scaling", "logit_scale")]
+    if scales != [1, 1] or text.model_type in ("phi", "stablelm", "nemotron"):
         fail(f"{path!r} scales or shifts its logits, or its attention is of a form of its own, "
              "which the packed forward can't compute")
     if (getattr(text, "rope_parameters", None) or {}).get("rope_type") in ("longrope", "dynamic"):

@@ -319,6 +319,15 @@ def test_right_answers_below_questions_are_said(capfd):
     train_critic.rank_of_answers(records, advantages)
     assert train_critic.rank_of_answers([], {})["solved"] is None
     assert not capfd.readouterr().err
+    args = train_critic.get_args(["--out", "x", "--epochs", "0"])
+    for n, r in enumerate(records):
+        r["task"] = {"id": f"t{n}"}
+
+    def learned(held):
+        return train_critic.what_it_learned(args, {}, {held: []}, {}, {}, records, advantages)
+
+    assert learned("t0")["advantages"]["turns"] == 1  # of the held-out task alone
+    assert learned("t3")["advantages"] == train_critic.rank_of_answers(records, advantages)
 
 
 def test_the_policy_says_how_far_answers_moved(monkeypatch, capfd):
