@@ -44,8 +44,6 @@ import struct
 import subprocess
 import symtable
 import sys
-import sysconfig
-import tempfile
 import textwrap
 import threading
 import time
@@ -783,108 +781,52 @@ LIMITS = {
     "expected": 1 << 26,          # bytes of all references' values that are kept
 }
 
-# The system calls that a child may make: name, number on x86_64, on aarch64 (-1: it has none). All
-# others fail with EPERM: fork and threads, exec, signals, sockets, fcntl, prlimit, ptrace, shm, ...
+# The system calls that a child may make: name, number on x86_64, on aarch64. All others fail with
+# EPERM. What it may import is there before it is: it opens no file, no socket and no process.
 CALLS = """
-read 0 63   write 1 64   close 3 57   stat 4 -1   fstat 5 80   lstat 6 -1   poll 7 -1   lseek 8 62
-mmap 9 222   mprotect 10 226   munmap 11 215   brk 12 214   rt_sigaction 13 134   exit 60 93
-rt_sigprocmask 14 135   rt_sigreturn 15 139   pread64 17 67   readv 19 65   writev 20 66
-access 21 -1   sched_yield 24 124   mremap 25 216   dup 32 23   nanosleep 35 101
-getpid 39 172   uname 63 160   getcwd 79 17   readlink 89 -1   gettimeofday 96 169
-getrusage 98 165   sysinfo 99 179   times 100 153   getuid 102 174   getgid 104 176
-geteuid 107 175   getegid 108 177   getppid 110 173   sigaltstack 131 132   gettid 186 178
-time 201 -1   futex 202 98   sched_getaffinity 204 123   getdents64 217 61   getrandom 318 278
-restart_syscall 219 128   clock_gettime 228 113   clock_getres 229 114   clock_nanosleep 230 115
-exit_group 231 94   newfstatat 262 79   readlinkat 267 78   faccessat 269 48   statx 332 291
-rseq 334 293   faccessat2 439 439
+read 0 63   write 1 64   close 3 57   fstat 5 80   lseek 8 62   mmap 9 222   mprotect 10 226
+munmap 11 215   brk 12 214   mremap 25 216   rt_sigaction 13 134   rt_sigprocmask 14 135
+rt_sigreturn 15 139   sigaltstack 131 132   sched_yield 24 124   getpid 39 172   gettid 186 178
+futex 202 98   getrandom 318 278   rseq 334 293   restart_syscall 219 128   gettimeofday 96 169
+clock_gettime 228 113   clock_getres 229 114   clock_nanosleep 230 115   exit 60 93
+exit_group 231 94
 """
-OPENAT, MADVISE = (257, 56), (28, 233)  # allowed by their third argument, flags or advice
-NOT_READING = 0o3 | 0o100 | 0o1000 | 0o10000000  # O_ACCMODE, O_CREAT, O_TRUNC, O_PATH of openat
-ADVICE = 0, 1, 2, 3, 4, 8, 14, 15  # normal to dontneed, free, (no)hugepage: what allocators ask for
+# What a child may import. Your tasks need another module? Add it.
+MODULES = """_strptime array bisect base64 calendar collections.abc contextlib copy csv dataclasses
+datetime decimal difflib enum fractions functools hashlib heapq html inspect io ipaddress itertools
+math numbers numpy operator pathlib pprint queue random re sqlite3 statistics string textwrap time
+typing unicodedata urllib.parse uuid zlib"""
 
 
-def seccomp_filter(files=True):
-    """The BPF program that allows CALLS, harmless advice and, if `files`, openat for reading.
-
-    b"" on a processor whose call numbers are not listed.
-    """
-    known = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-    if platform.machine() not in known:
-        return b""
-    column, arch = known[platform.machine()]
-    load, equal, any_bit, leave = 0x20, 0x15, 0x45, 0x06  # then: jump if true, if false, operand
+def seccomp_filter():
+    """The BPF program that allows CALLS."""
+    machines = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
+    if platform.machine() not in machines:
+        raise GraderError(f"no sandbox on {platform.machine()}: its system calls are not listed")
+    column, arch = machines[platform.machine()]
+    load, equal, leave = 0x20, 0x15, 0x06  # then: jump if true, if false, operand
     allow, deny, kill = (leave, 0, 0, 0x7FFF0000), (leave, 0, 0, 0x00050001), (leave, 0, 0, 1 << 31)
-    number_of_call, third_argument = (load, 0, 0, 0), (load, 0, 0, 32)
-    program = [(load, 0, 0, 4), (equal, 1, 0, arch), kill, number_of_call]
-    for number in map(int, CALLS.split()[column + 1::3]):
-        if number >= 0:
-            program += [(equal, 0, 1, number), allow]
-    advice = [(equal, len(ADVICE) - i, 0, value) for i, value in enumerate(ADVICE)]
-    program += [(equal, 0, len(advice) + 3, MADVISE[column]), third_argument, *advice, deny, allow]
-    if files:
-        flags = (any_bit, 0, 1, NOT_READING)
-        program += [(equal, 0, 4, OPENAT[column]), third_argument, flags, deny, allow]
-    program += [deny]
-    return b"".join(struct.pack("HBBI", *step) for step in program)
-
-
-def readable_paths():
-    """What a child may read, for imports: libraries of this Python and the system, time zones."""
-    lib = {sysconfig.get_path(k) for k in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return [*lib, "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib", "/etc/ld.so.cache",
-            "/usr/share/zoneinfo"]
+    program = [(load, 0, 0, 4), (equal, 1, 0, arch), kill, (load, 0, 0, 0)]
+    for number in CALLS.split()[column::3]:
+        program += [(equal, 0, 1, int(number)), allow]
+    return b"".join(struct.pack("HBBI", *step) for step in [*program, deny])
 
 
 # The lines between the next mark and "fork server: end" are the whole program of a fork server.
 # `python -c` gets their text alone: nothing else of this file (the built-in tasks!) is in a child.
 # fork server: begin
 
-def landlock_rules(libc, paths):
-    """A Landlock ruleset that allows only reading below `paths`; None without Landlock."""
-    abi = libc.syscall(444, 0, 0, 1, 0)
-    if abi < 1:
-        return None
-    files = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(abi, 16)) - 1
-    attr = struct.pack("QQQ", files, 3, 3)  # files, TCP, IPC: as much as this kernel knows
-    if abi < 6:
-        attr = attr[:16 if abi >= 4 else 8]
-    buffer = ctypes.create_string_buffer(attr)
-    rules = libc.syscall(444, ctypes.addressof(buffer), len(attr), 0, 0)
-    for path in filter(os.path.exists, paths):
-        fd = os.open(path, os.O_PATH)
-        rights = 4 | 8 if os.path.isdir(path) else 4  # read files, list directories
-        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, fd), 12)
-        if libc.syscall(445, rules, 1, ctypes.addressof(rule), 0):
-            raise OSError(f"landlock_add_rule failed for {path}")
-        os.close(fd)
-    return rules
-
-
-def confine(libc, rules, bpf, memory):
-    """Locks this process up as far as the machine can; returns the level that it then finds."""
-    for limit in ("AS", "CPU", "FSIZE", "NPROC", "NOFILE", "CORE"):
-        value = {"AS": memory, "CPU": 60, "NOFILE": 64}.get(limit, 0)
+def confine(libc, bpf, memory):
+    """Locks this process up."""
+    for limit, value in (("AS", memory), ("CPU", 60), ("CORE", 0)):
         resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: never outlive the server
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-    if rules is not None:
-        libc.syscall(446, rules, 0, 0, 0)
-        os.close(rules)
-    if bpf:
-        code = ctypes.create_string_buffer(bpf)
-        head = struct.pack("H6xQ", len(bpf) // 8, ctypes.addressof(code))
-        head = ctypes.create_string_buffer(head)
-        libc.prctl(22, 2, ctypes.addressof(head), 0, 0)  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-    try:
-        os.kill(os.getpid(), 0)
-        return "rlimits"
-    except PermissionError:
-        pass
-    try:
-        os.listdir("/")
-        return "seccomp"
-    except PermissionError:
-        return "full"
+    code = ctypes.create_string_buffer(bpf)
+    head = struct.pack("H6xQ", len(bpf) // 8, ctypes.addressof(code))
+    head = ctypes.create_string_buffer(head)
+    if libc.prctl(22, 2, ctypes.addressof(head), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+        raise OSError("no seccomp here")
 
 
 FENCE = re.compile(r"(`{3,}|~{3,})([ \t]*\{?\.?([\w+#-]*)\}?)[^\n]*\n?")  # mark, tag, language
@@ -1164,13 +1106,13 @@ def run_tests(request, wire):
 
 
 def be_child(wire, null, confinement):
-    """The life of a child: it confines itself, says its level, and answers one request."""
+    """The life of a child: it confines itself, says so, and answers one request."""
     try:
-        os.setsid()
         for fd in (0, 1, 2):
             os.dup2(null, fd)
-        os.close(null)  # `wire` is the only way out now; confine() closes the rules
-        os.write(wire, confine(*confinement).encode() + b"\n")
+        os.close(null)  # `wire` is the only way out now
+        confine(*confinement)
+        os.write(wire, b"confined\n")
         request = b""
         while not request.endswith(b"\n"):
             request += os.read(wire, 1 << 20) or os._exit(1)
@@ -1179,34 +1121,16 @@ def be_child(wire, null, confinement):
         os._exit(0)
 
 
-def end_child(pid):
-    """Kills a child with all that it started; returns its exit code, negative for a signal."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:  # no group: the child never came to setsid
-        os.kill(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def serve(paths, bpf, blind, modules, memory):
+def serve(bpf, modules, memory):
     """A fork server on stdin, a Unix socket: "f" with a socket: fork; "k": kill and reap.
 
-    It answers "k" with the child's exit code, an int, and ends with the grader. Without Landlock a
-    child gets `blind`, the filter that lets it open no file, and can import only `modules`.
+    It answers "k" with the child's exit code, an int, and ends with the grader.
     """
     libc = ctypes.CDLL(None)
     libc.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
-    libc.syscall.argtypes = 5 * [ctypes.c_long]
-    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no process of the same user may look into this one
-    rules = landlock_rules(libc, paths)
-    version_3 = ctypes.create_string_buffer(struct.pack("Ii", 0x20080522, 0))
-    if libc.capset(version_3, ctypes.create_string_buffer(24)):  # 24 zero bytes: root keeps none
-        raise OSError("capset failed")
-    if rules is None and blind:
-        bpf = blind
-        for module in modules:
-            with contextlib.suppress(ImportError):
-                __import__(module)
+    for module in modules:
+        with contextlib.suppress(ImportError):
+            __import__(module)
     control, null, pid = socket.socket(fileno=0), os.open(os.devnull, os.O_RDWR), 0
     text = "def f(x):\n    for i in range(3): x += i\n    return [x, 0.5, 'a', {'b': (x, None)}]"
     run_tests({"text": text, "tests": ["f(1)", "g(2)"], "prose": True, "official": False}, null)
@@ -1220,16 +1144,15 @@ def serve(paths, bpf, blind, modules, memory):
         if order == b"f":
             pid = os.fork()
             if pid == 0:
-                be_child(fds[0], null, (libc, rules, bpf, memory))
+                be_child(fds[0], null, (libc, bpf, memory))
             os.close(fds[0])
             continue
         if pid:  # "k", or the grader died
-            status, pid = end_child(pid), 0
+            os.kill(pid, signal.SIGKILL)
+            status, pid = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 0
             with contextlib.suppress(ConnectionError):  # it died while it waited for this one
                 control.sendall(struct.pack("i", status))
-        if not order:  # the grader died without close(): the last server removes their folder
-            with contextlib.suppress(OSError):
-                os.rmdir(os.getcwd())
+        if not order:
             return
 
 # fork server: end
@@ -1238,18 +1161,12 @@ def serve(paths, bpf, blind, modules, memory):
 IMPORTS = """import contextlib, ctypes, gc, json, numbers, operator, os, re, resource, signal
 import socket, struct, symtable, sys, textwrap, types
 """
-COMMON = """_strptime array bisect base64 calendar collections.abc contextlib copy csv dataclasses
-difflib enum functools hashlib heapq html inspect io ipaddress itertools math numbers numpy
-operator pathlib pprint queue random re sqlite3 statistics string textwrap
-time typing unicodedata urllib.parse uuid zlib"""
-
 
 def server_program():
     """The source of a fork server, which is a part of this file."""
     source = inspect.getsource(sys.modules[__name__])
     begin, end = source.index("\n# fork server: begin"), source.index("\n# fork server: end")
-    filters = f"{seccomp_filter()!r}, {seccomp_filter(False)!r}"
-    call = f"serve({readable_paths()!r}, {filters}, {COMMON.split()}, {LIMITS['memory']})"
+    call = f"serve({seccomp_filter()!r}, {MODULES.split()}, {LIMITS['memory']})"
     return f"{IMPORTS}{source[begin:end]}\n{call}\n"
 
 
@@ -1260,8 +1177,8 @@ class GraderError(Exception):
 class Server:
     """A fork server, started when first used and again when it died; one caller at a time."""
 
-    def __init__(self, hash_seed, cwd):
-        self.hash_seed, self.cwd, self.process, self.control = hash_seed, cwd, None, None
+    def __init__(self, hash_seed):
+        self.hash_seed, self.process, self.control = hash_seed, None, None
 
     def start(self):
         self.control, theirs = socket.socketpair()
@@ -1270,7 +1187,7 @@ class Server:
         command = [sys.executable, "-s", "-P", "-B", "-c", server_program()]
         with theirs:  # not -I: it would ignore the hash seed
             self.process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL,
-                                            env=env, cwd=self.cwd, start_new_session=True)
+                                            env=env, cwd="/", start_new_session=True)
 
     def stop(self):
         if self.process:
@@ -1279,15 +1196,15 @@ class Server:
             self.control.close()
             self.process = None
 
-    def run(self, level, request, seconds, left, room):
-        """Runs one child. Returns its level, and the line or Outcome of each test that it came to.
+    def run(self, request, seconds, left, room):
+        """Runs one child. Returns the line or Outcome of each test that it came to.
 
         seconds: for each test, left: for all of them, room: bytes for all their lines. A server
-        that fails is restarted once. GraderError: it fails again, or a child is not at `level`.
+        that fails is restarted once. GraderError: it fails again.
         """
         for _ in range(2):
             try:
-                return self.run_child(level, request, seconds, left, room)
+                return self.run_child(request, seconds, left, room)
             except BaseException as e:
                 self.stop()  # it may be waiting for a "k" that will not come
                 error = e
@@ -1295,7 +1212,7 @@ class Server:
                     raise
         raise GraderError(f"a fork server failed twice: {error!r}") from error
 
-    def run_child(self, level, request, seconds, left, room):
+    def run_child(self, request, seconds, left, room):
         """As run(), but OSError or struct.error where the server fails."""
         if self.process is None:
             self.start()
@@ -1304,20 +1221,17 @@ class Server:
             with theirs:
                 socket.send_fds(self.control, [b"f"], [theirs.fileno()])
             ours.settimeout(10)
-            found = ours.recv(64).decode().strip()  # said before it has read any code
-            if not found:
-                raise OSError("a child did not start")
+            if ours.recv(64) != b"confined\n":  # said before it has read any code
+                raise OSError("a child did not start, or could not confine itself")
             ours.sendall(json.dumps(request).encode() + b"\n")
             end = time.monotonic() + left
             lines, last = read_lines(ours, len(request["tests"]), seconds, end, room)
         self.control.sendall(b"k")
         status = struct.unpack("i", self.control.recv(4))[0]
-        if level and found != level:
-            raise GraderError(f"isolation is {found!r} now, was {level!r}")
         if last and last.verdict is Verdict.ENDED:
             how = f"signal {-status}" if status < 0 else f"status {status}"
             last = Outcome(Verdict.ENDED, how)
-        return found, lines + ([last] if last else [])
+        return lines + ([last] if last else [])
 
 
 def read_lines(wire, n, seconds, end, room):
@@ -1436,15 +1350,12 @@ class Grader(contextlib.AbstractContextManager):
     """with Grader() as grader: grader.grade(task, answer). Safe to call from several threads.
 
     rules: "honest", or "official" for the verdicts of the released scorer. workers: answers graded
-    at once. level: the isolation that a child really found, "full", "seccomp" (it can read files)
-    or "rlimits" (it can do what this user can: GraderError unless unsafe=1).
+    at once. GraderError where a child can't confine itself.
 
     What stops what:
-    - seccomp: other processes, network, signals, shared memory, writing to all but its own wire.
-    - Landlock: reading outside the libraries, but not a file's size and times. Without it a child
-      opens no file at all.
-    - no capabilities, no new privileges: what root could do with the calls that are left.
-    - rlimits, time limits, the kill of its process group: memory and time.
+    - seccomp: files, other processes, network, signals, shared memory. What is left asks nobody's
+      rights, so that root's are worth nothing.
+    - rlimits, time limits, the kill of the child: memory and time.
     - a fork server that has seen nothing: reading the reference or other answers from memory.
     - claims as bytes, within LIMITS, that nobody decodes: forged verdicts, values that hang or fill
       the grader.
@@ -1464,22 +1375,18 @@ class Grader(contextlib.AbstractContextManager):
     reference has 3 s a test here. The scorer's own names are hidden from an answer here.
     """
 
-    def __init__(self, rules="honest", workers=2, unsafe=0):
+    def __init__(self, rules="honest", workers=2):
         if rules not in ("honest", "official"):
             raise ValueError(f"rules is {rules!r}: use 'honest' or 'official'")
-        self.official, self.workers, self.level = rules == "official", workers, None
-        self.cwd = tempfile.mkdtemp(prefix="colbench-empty-")
+        self.official, self.workers = rules == "official", workers
         self.servers = {role: queue.LifoQueue() for role in ("reference", "answer", "other seed")}
         for role, idle in self.servers.items():
             for _ in range(workers):
-                idle.put(Server(int(role == "other seed"), self.cwd))
+                idle.put(Server(int(role == "other seed")))
         self.kept, self.kept_bytes, self.lock = {}, 0, threading.Lock()  # see expected()
         self.closed = False
         try:
-            self.lines("", [], "answer")
-            if self.level == "rlimits" and not unsafe:
-                raise GraderError("no seccomp here, so candidate code could do all that you can: "
-                                  "unsafe=1 runs it all the same")
+            self.lines("", ["0"], "answer")
         except BaseException:
             self.close()
             raise
@@ -1488,15 +1395,13 @@ class Grader(contextlib.AbstractContextManager):
         self.close()
 
     def close(self):
-        """Ends the servers (waiting for answers in work) and removes their empty directory."""
+        """Ends the servers (waiting for answers in work)."""
         self.closed = True
         for idle in self.servers.values():
             stopped = [idle.get() for _ in range(self.workers)]
             for server in stopped:
                 server.stop()
                 idle.put(server)  # a thread that waits for one learns that the grader is closed
-        if os.path.exists(self.cwd):
-            os.rmdir(self.cwd)
 
     def lines(self, text, tests, role="reference", patience=1):
         """For each test the line of bytes that a child sent, or the Outcome of having none.
@@ -1511,15 +1416,13 @@ class Grader(contextlib.AbstractContextManager):
         try:
             if self.closed:
                 raise GraderError("the grader is closed")
-            while self.level is None or len(results) < len(tests):
+            while len(results) < len(tests):
                 left = end - time.monotonic()
                 if left <= 0:
                     return results + [Outcome(Verdict.TIMEOUT)] * (len(tests) - len(results))
                 request["tests"] = tests[len(results):]
                 room = LIMITS["lines"] - sum(len(x) for x in results if isinstance(x, bytes))
-                self.level, more = server.run(self.level, request, patience * LIMITS["test"],
-                                              left, room)
-                results += more
+                results += server.run(request, patience * LIMITS["test"], left, room)
         finally:
             self.servers[role].put(server)
         return results
@@ -2170,7 +2073,7 @@ class Functions(Environment):
 
     def __init__(self, args, workers, pictures=0):
         self.rules, self.workers = getattr(args, "rules", "honest"), workers
-        self.grader = Grader(self.rules, workers, args.unsafe)
+        self.grader = Grader(self.rules, workers)
 
     def __exit__(self, *_):
         self.grader.close()
@@ -2186,7 +2089,7 @@ class Functions(Environment):
         return check_task(self.grader, task)
 
     def grader_line(self):
-        return f"grader: {self.rules} rules, sandbox {self.grader.level}"
+        return f"grader: {self.rules} rules"
 
 
 class English(Functions):
@@ -2428,7 +2331,6 @@ def get_args(argv=None):
          choices=["honest", "official"])
     for p in (grade, check):
         flag(p, "workers", os.cpu_count(), "answers run at once", least=1)
-        flag(p, "unsafe", 0, "1: run answers even without a sandbox", choices=[0, 1])
         skip_bad_flag(p)
         page_flags(p)
 

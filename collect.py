@@ -87,7 +87,6 @@ def get_args(argv=None):
     g = p.add_argument_group("grading")
     flag(g, "rules", "honest", "the grader's rules, see colbench.py",
          choices=["honest", "official"])
-    flag(g, "unsafe", 0, "1: grade even without a sandbox", choices=[0, 1])
     page_flags(p)
     args = p.parse_args(argv)
     if (args.best_of > 1) != bool(args.critic):

@@ -110,7 +110,7 @@ def main():
                     way(task, task["ground_truth"])
                 rates[name].append(len(some) / (time.perf_counter() - start))
         which = "real tasks" if TASKS.exists() else "stand-in tasks"
-        print(f"{which}, sandbox {grader.level}, one core, answers a second:")
+        print(f"{which}, one core, answers a second:")
     for name, rate in rates.items():
         ratio = statistics.median(g / r for g, r in zip(rates["grader"], rate))
         print(f"  {name:18} {statistics.median(rate):8.0f}   grader is {ratio:5.2f} of it")

@@ -37,7 +37,7 @@ def test_numbers_in_words():
 def test_who_asks_for_every_detail_can_write_the_function():
     """A perfect agent, which reads the description and not the reference, solves every task."""
     args = SimpleNamespace(**PERFECT, max_turns=7)
-    with Grader(unsafe=1) as grader:
+    with Grader() as grader:
         for i, task in enumerate(tasks(40)):
             record = english_demonstration(task, rng("perfect", i), args)
             assert grader.grade(task, record["answer"])["reward"] == 1, record

@@ -60,17 +60,15 @@ def secrets():
 
 
 def full():
-    """Whether this machine has all that level "full" needs: the kernel is asked, not the grader."""
-    landlock = ctypes.CDLL(None).syscall(ctypes.c_long(444), None, ctypes.c_size_t(0), 1) > 0
-    return landlock and platform.machine() in ("x86_64", "aarch64")
+    """Whether the grader's system calls are listed for this machine."""
+    return platform.machine() in ("x86_64", "aarch64")
 
 
 @pytest.fixture(scope="module")
 def grader():
     if not full():
-        pytest.skip("no Landlock or another processor: hostile code runs at level full only")
+        pytest.skip("no sandbox for this processor")
     with Grader() as g:
-        assert g.level == "full"
         yield g
 
 
@@ -373,19 +371,6 @@ def test_attacks_meet_a_wall(grader, secrets, monkeypatch):
     check_attacks(grader, secrets[:2])
 
 
-def test_without_landlock_a_child_opens_no_file(secrets, monkeypatch):
-    program = module.server_program()
-    without = program.replace("rules = landlock_rules(libc, paths)", "rules = None")
-    assert without != program
-    monkeypatch.setattr(module, "server_program", lambda: without)
-    quick(monkeypatch)
-    with Grader(workers=1) as g:
-        assert g.level == "full" and g.grade(DOUBLE, HONEST)["reward"] == 1
-        check_attacks(g, secrets[:2], EVERY if FULL else FEW)
-        for name, answer in ODDITIES.items():
-            assert g.grade(DOUBLE, answer)["reward"] == 1, name
-
-
 AS_NOBODY = """
 import json, os, sys
 sys.path[:0] = json.loads(sys.argv[1])
@@ -400,7 +385,7 @@ if not t.FULL:
 with t.Grader("official", workers=1) as g:
     test_colbench_claims.forge(g, vandals)
 with t.Grader(workers=1) as g:
-    assert g.level == "full" and g.grade(t.DOUBLE, t.HONEST)["reward"] == 1
+    assert g.grade(t.DOUBLE, t.HONEST)["reward"] == 1
     test_colbench_claims.forge(g, vandals)
     t.check_attacks(g, None, t.EVERY if t.FULL else t.FEW)
     for name, answer in t.ODDITIES.items():
@@ -451,29 +436,6 @@ def source(): return "ground_truth" in repr(vars(sys.modules["__main__"]))
     assert set(environ) <= {"PYTHONHASHSEED", "TZ", "OPENBLAS_NUM_THREADS", "LC_CTYPE"}
     assert fds == 4  # /dev/null three times, and the wire
     assert modules == [] and argv == ["-c"] and not source
-
-
-def test_fork_servers_and_so_their_children_hold_no_capability(grader):
-    grader.grade(DOUBLE, HONEST)
-    server = next(server for server in grader.servers["answer"].queue if server.process)
-    status = Path(f"/proc/{server.process.pid}/status").read_text()
-    held = dict(line.split(":\t") for line in status.splitlines() if line.startswith("Cap"))
-    assert {held[name] for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")} == {"0" * 16}
-
-
-def test_a_child_gives_only_the_advice_that_allocators_give(grader):
-    code = """
-import ctypes, mmap
-libc, size = ctypes.CDLL(None, use_errno=True), 1 << 16
-libc.mmap.restype = ctypes.c_void_p
-def advice(number):
-    at = libc.mmap(None, ctypes.c_size_t(size), 3, 34, -1, ctypes.c_size_t(0))
-    failed = libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(size), number)
-    return ctypes.get_errno() if failed else 0
-"""
-    tests = [f"advice({n})" for n in (0, 4, 8, 9, 10, 12, 21, 100)]
-    got = [value_in(line) for line in grader.lines(code, tests, "answer")]
-    assert got == [0, 0, 0, 1, 1, 1, 1, 1]  # EPERM: remove, dontfork, mergeable, pageout, hwpoison
 
 
 def test_an_answer_cannot_read_an_earlier_one(grader):
@@ -569,22 +531,10 @@ def test_a_grader_that_cannot_work_says_so(monkeypatch):
             g.grade(DOUBLE, HONEST)
 
 
-def test_levels_are_what_a_child_finds(monkeypatch):
-    monkeypatch.setattr(module, "readable_paths", lambda: ["/"])  # as on a machine without Landlock
-    with Grader(workers=1) as g:
-        assert g.level in ("seccomp", "rlimits") and g.grade(DOUBLE, HONEST)["reward"] == 1
-        for mode in ("w", "r+"):
-            writes = f"def f(x): open('/tmp/pwned', '{mode}')"
-            assert g.grade(DOUBLE, writes)["tests"]["test1"] == 'raised "PermissionError"'
-        monkeypatch.undo()
-        g.level = "full"
-        with pytest.raises(GraderError, match="isolation"):
-            g.grade(DOUBLE, HONEST)
-    monkeypatch.setattr(module, "seccomp_filter", lambda *_: b"")
-    with pytest.raises(GraderError, match="unsafe=1"):
+def test_without_seccomp_nothing_is_graded(monkeypatch):
+    monkeypatch.setattr(module, "seccomp_filter", lambda: b"")
+    with pytest.raises(GraderError, match="confine"):
         Grader(workers=1)
-    with Grader(workers=1, unsafe=1) as g:
-        assert g.level == "rlimits" and g.grade(DOUBLE, HONEST)["reward"] == 1
 
 
 def test_close_leaves_nothing():
@@ -593,7 +543,7 @@ def test_close_leaves_nothing():
         list(grade_records(({"task": DOUBLE, "answer": HONEST} for _ in range(9)), g))
         assert offspring() != before
     g.close()  # twice is fine
-    assert offspring() == before and not os.path.exists(g.cwd)
+    assert offspring() == before
 
 
 def test_whoever_waits_for_a_grader_that_closes_is_told():
@@ -609,19 +559,19 @@ def test_whoever_waits_for_a_grader_that_closes_is_told():
 
 def test_a_killed_grader_leaves_nothing():
     code = ("import sys, time; from colbench import Grader; g = Grader(workers=1)\n"
-            "print(g.servers['answer'].queue[0].process.pid, g.cwd, flush=True)\n"
+            "print(g.servers['answer'].queue[0].process.pid, flush=True)\n"
             "g.grade({'ground_truth': 'def f(): return 1', 'test_cases': {'t': 'f()'}},\n"
             "        'import time\\ndef f(): time.sleep(60)')")
     grading = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
                                cwd=Path(module.__file__).parent)
-    pid, folder = grading.stdout.readline().split()
+    pid = int(grading.stdout.readline())
     time.sleep(.3)
     grading.kill()
     grading.wait()
     deadline = time.monotonic() + 10
-    while (os.path.exists(folder) or int(pid) in processes()) and time.monotonic() < deadline:
+    while pid in processes() and time.monotonic() < deadline:
         time.sleep(.05)
-    assert not os.path.exists(folder) and int(pid) not in processes()
+    assert pid not in processes()
 
 
 def test_check_task(grader):
@@ -685,14 +635,9 @@ def test_shared_references_pass(grader):
 
 
 @pytest.mark.parametrize("unread", [False, True])
-def test_a_fork_server_ends_quietly_when_its_grader_dies_before_the_answer(unread, tmp_path, capfd):
-    """The grader dies between its "k" and the answer, or before it reads that.
-
-    There is no traceback, and their folder goes.
-    """
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    server = module.Server(0, str(folder))
+def test_a_fork_server_ends_quietly_when_its_grader_dies_before_the_answer(unread, capfd):
+    """The grader dies between its "k" and the answer, or before it reads that. No traceback."""
+    server = module.Server(0)
     server.start()
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -704,4 +649,4 @@ def test_a_fork_server_ends_quietly_when_its_grader_dies_before_the_answer(unrea
         server.control.close()
         server.process.send_signal(signal.SIGCONT)
         assert server.process.wait(20) == 0
-    assert capfd.readouterr() == ("", "") and not folder.exists()
+    assert capfd.readouterr() == ("", "")

@@ -56,7 +56,7 @@ def count(records, grader, graded, value):
 
 def main(paths):
     graded = {}
-    with environment({"kind": "english"})(Namespace(unsafe=0), os.cpu_count()) as grader:
+    with environment({"kind": "english"})(Namespace(), os.cpu_count()) as grader:
         rows = {}
         for path in progress("files", paths, len(paths)):
             with open(path) as f:
