@@ -16,11 +16,11 @@ from utils import (Endpoint, EndpointError, digest, fail, flag, open_stdout, par
                    read_jsonl, rng, run, say, skip_bad_flag)
 
 import asyncio
-import collections
+import collections.abc
 import concurrent.futures
 import contextlib
 import ctypes
-import enum
+import datetime
 import functools
 import gc
 import hashlib
@@ -33,6 +33,7 @@ import math
 import numbers
 import operator
 import os
+import pathlib
 import platform
 import queue
 import re
@@ -49,6 +50,8 @@ import threading
 import time
 import types
 import urllib.parse
+import uuid
+from hashlib import sha256
 from typing import NamedTuple
 
 
@@ -764,22 +767,18 @@ def page_demonstration(task, r, args):
 
 # --- the grader: a sandbox ------------------------------------------------------------------------
 #
-# grader --"fork", one end of a new socket--> fork server --fork--> child: confines itself, then
-#    \__________answer and tests; lines______________________________/   reads from its socket
+# grader --"f", a wire, a file with the request--> fork server --fork--> child: confines itself,
+#    \______________________a claim for each test_________________________/  runs the answer
 #
 # The fork server never sees code, values or references, so a child inherits nothing worth reading.
-# References and answers have separate servers. From the first line of an answer's code on, the
-# child belongs to the answer: all that it sends is a claim, as bytes. The next section makes the
-# verdicts of them.
+# From the first line of an answer's code on, the child belongs to the answer: what it sends is a
+# claim. The next section makes verdicts of claims.
 
 LIMITS = {
-    "test": 1, "answer": 6,       # seconds; a reference gets three times as long
-    "memory": 1 << 30,            # bytes of a child
-    "code": 1 << 18,              # characters of an answer
-    "line": 1 << 20,              # bytes of one value on the wire
-    "lines": 1 << 24,             # bytes of all values of one answer
-    "expected": 1 << 26,          # bytes of all references' values that are kept
-}
+    "test": 1, "answer": 6,  # seconds; a reference gets three times as long
+    "memory": 1 << 30,       # bytes of a child
+    "code": 1 << 18,         # characters of an answer
+    "claim": 200}            # bytes
 
 # The system calls that a child may make: name, number on x86_64, on aarch64. All others fail with
 # EPERM. What it may import is there before it is: it opens no file, no socket and no process.
@@ -818,7 +817,7 @@ def seccomp_filter():
 
 def confine(libc, bpf, memory):
     """Locks this process up."""
-    for limit, value in (("AS", memory), ("CPU", 60), ("CORE", 0)):
+    for limit, value in (("AS", memory), ("CPU", 60), ("FSIZE", 0), ("CORE", 0)):
         resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: never outlive the server
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
@@ -953,106 +952,63 @@ def answer_code(answer, tests):
     return codes
 
 
-def microseconds(delta):
-    """The microseconds in a timedelta."""
-    return (delta.days * 86400 + delta.seconds) * 10 ** 6 + delta.microseconds
-
-
 def number(x):
-    """A number of any class as JSON: equal numbers give the same."""
+    """A number of any class as text: equal numbers give the same. ValueError: NaN."""
     if isinstance(x, complex):
-        if x.imag:
-            return {"complex": [number(x.real), number(x.imag)]}
-        x = x.real
-    if x != x:
-        raise ValueError("NaN equals nothing")
-    if x in (float("inf"), -float("inf")):
-        return float(x)
-    above, below = x.as_integer_ratio()
-    if below == 1:
-        return above if -1 << 63 <= above < 1 << 63 else {"int": hex(above)}
-    with contextlib.suppress(OverflowError):
-        if float(x) == x:
-            return float(x)
-    return {"ratio": [hex(above), hex(below)]}
+        return f"{number(x.real)} + {number(x.imag)}j" if x.imag else number(x.real)
+    if x in (math.inf, -math.inf):
+        return str(float(x))
+    return "%x/%x" % x.as_integer_ratio()
 
 
-def json_text(coded):
-    """JSON without \\u escapes, in which two surrogates look like the one character they mean."""
-    return json.dumps(coded, ensure_ascii=False)
+def joined(values):
+    return ", ".join(map(as_text, values))
 
 
-def each(values):
-    return [encode(value) for value in values]
+AS_SHOWN = datetime.date, datetime.time, datetime.timedelta, uuid.UUID  # their repr tells all
 
 
-def unordered(values):
-    return sorted(each(values), key=json_text)
+def as_text(value):
+    """A value as text. Two values give the same text where they are equal by ==.
 
-
-def entries(mapping):
-    return sorted(map(each, dict.items(mapping)), key=lambda entry: json_text(entry[0]))
-
-
-def span(r):
-    """Ranges of the same numbers are equal: how many, the first one, the step."""
-    n = max(0, -((r.start - r.stop) // r.step))
-    return each([n, *[r.start] * (n > 0), *[r.step] * (n > 1)])
-
-
-def moment(t):
-    """A datetime or time: as UTC if it knows its offset, which makes it unlike all that do not."""
-    offset = t.utcoffset()
-    if offset is None:
-        return t.isoformat()
-    days = t.toordinal() if hasattr(t, "toordinal") else 0
-    seconds = ((days * 24 + t.hour) * 60 + t.minute) * 60 + t.second
-    return seconds * 10 ** 6 + t.microsecond - microseconds(offset)
-
-
-# For a class what its values are called, and a function of a value: equal ones give the same JSON.
-CONTENT = {
-    "builtins.tuple": ("tuple", each), "collections.deque": ("deque", each),
-    "builtins.set": ("set", unordered), "builtins.frozenset": ("set", unordered),
-    "builtins.dict_keys": ("set", unordered), "builtins.dict": ("dict", entries),
-    "builtins.range": ("range", span),
-    "builtins.bytes": ("bytes", bytes.hex), "builtins.bytearray": ("bytes", bytearray.hex),
-    "datetime.datetime": ("datetime", moment), "datetime.time": ("time", moment),
-    "datetime.date": ("date", str), "datetime.timedelta": ("timedelta", microseconds),
-    "uuid.UUID": ("UUID", str), "pathlib.PurePosixPath": ("path", str),
-}
-
-
-def encode(value):
-    """A value as what json.dumps takes. Two values give the same JSON where they are equal by ==.
-
-    A subclass goes as the nearest base in CONTENT (a namedtuple as a tuple, an OrderedDict as a
-    dict), an array of numpy as lists. TypeError: a value of another class. ValueError: NaN.
+    A subclass goes as its base (a namedtuple as a tuple, a Counter as a dict), an array of numpy
+    as lists. TypeError: a value of another class. ValueError: NaN.
     """
-    kind = type(value)
-    if value is None:
-        return None
-    if kind.__module__ == "numpy":
-        return encode(value.tolist())
+    if isinstance(value, datetime.datetime) and value.utcoffset() is not None:
+        value = value.astimezone(datetime.timezone.utc)
+    builtin = isinstance(value, type) and value.__module__ == "builtins"
+    if value is None or builtin or isinstance(value, AS_SHOWN):
+        return ascii(value)
     if isinstance(value, str):
-        return str.__str__(value)
+        return ascii(str.__str__(value))
+    if isinstance(value, pathlib.PurePath):
+        return f"path({ascii(str(value))})"
+    if type(value).__module__ == "numpy":
+        return as_text(value.tolist())
     if isinstance(value, numbers.Number):
         return number(value)
+    if isinstance(value, (bytes, bytearray)):
+        return ascii(bytes(value))
     if isinstance(value, list):
-        return each(value)
-    if isinstance(value, type) and value.__module__ == "builtins":
-        return {"type": value.__name__}
-    for base in kind.__mro__:
-        name = f"{base.__module__.split('.')[0]}.{base.__name__}"
-        if name in CONTENT:
-            called, content = CONTENT[name]
-            return {called: content(value)}
-    raise TypeError(kind.__name__)
+        return f"[{joined(value)}]"
+    if isinstance(value, tuple):
+        return f"({joined(value)})"
+    if isinstance(value, collections.deque):
+        return f"deque({joined(value)})"
+    if isinstance(value, range):
+        return f"range({joined([len(value), *value[:2]])})"
+    if isinstance(value, collections.abc.Set):  # keys of a dict, too
+        return "{%s}" % ", ".join(sorted(map(as_text, value)))
+    if isinstance(value, dict):
+        return "dict(%s)" % ", ".join(sorted(map(joined, value.items())))
+    raise TypeError(type(value).__name__)
 
 
-def run_test(codes, error, test, official):
-    """The line of one test, in a fresh module: "value " and its JSON, "raised " and the class of
-    the exception, or "refused " and why the value has no JSON. error: why there is no code to run.
+def claim(codes, error, test, official):
+    """What a child says of one test, which runs in a fresh module: "value " and a hash of it,
+    "raised " and an exception's class, "refused " and why the value has no text, or "none".
+
+    error: why there is no code to run.
     """
     module = sys.modules["answer"] = types.ModuleType("answer")
     space = vars(module)
@@ -1069,7 +1025,8 @@ def run_test(codes, error, test, official):
             if official and getattr(value, "ndim", 0) and value.size != 1:
                 raise TypeError("an array, whose == is no verdict")
             sys.setrecursionlimit(max(3000, sys.getrecursionlimit()))  # nested data
-            return "value " + json_text(encode(value))
+            text = as_text(value)
+            return "none" if value is None else "value " + sha256(text.encode()).hexdigest()
         except RecursionError:
             return "refused nested too deeply"
         except Exception as e:
@@ -1079,94 +1036,79 @@ def run_test(codes, error, test, official):
         return f"raised {type(e).__name__}{missing}"
 
 
-def wire_bytes(line):
-    """A line of run_test as bytes without a line break: JSON has none, other text is escaped."""
-    if line.startswith("value "):
-        return line.encode("utf-8", "surrogatepass")
-    return line.encode("unicode_escape")
-
-
-def run_tests(request, wire):
-    """Runs {text, tests, prose, official}; writes a line a test to the descriptor `wire`.
-
-    prose: the text may be more than code.
-    """
-    codes, error = [], None
+def run_tests(request, wire, room):
+    """Runs {text, tests, official}; sends a claim of at most `room` bytes for each test."""
+    codes, error, tests, official = [], None, request["tests"], request["official"]
     try:
-        if request["prose"]:
-            codes = answer_code(request["text"], request["tests"])
-        else:
-            codes = [compile(request["text"], "<answer>", "exec")]
+        text = request["text"]
+        codes = [compile(text, "<answer>", "exec")] if official else answer_code(text, tests)
     except BaseException as e:
         error = e
-    for test in request["tests"]:
-        line = wire_bytes(run_test(codes, error, test, request["official"])) + b"\n"
-        while line:
-            line = line[os.write(wire, line):]
+    for test in tests:
+        said = claim(codes, error, test, official).encode("ascii", "backslashreplace")
+        os.write(wire, said[:room])
 
 
-def be_child(wire, null, confinement):
+def be_child(wire, request, null, confinement, room):
     """The life of a child: it confines itself, says so, and answers one request."""
     try:
         for fd in (0, 1, 2):
             os.dup2(null, fd)
         os.close(null)  # `wire` is the only way out now
         confine(*confinement)
-        os.write(wire, b"confined\n")
-        request = b""
-        while not request.endswith(b"\n"):
-            request += os.read(wire, 1 << 20) or os._exit(1)
-        run_tests(json.loads(request), wire)
+        os.write(wire, b"confined")
+        with open(request, closefd=False) as f:
+            run_tests(json.load(f), wire, room)
     finally:
         os._exit(0)
 
 
-def serve(bpf, modules, memory):
-    """A fork server on stdin, a Unix socket: "f" with a socket: fork; "k": kill and reap.
-
-    It answers "k" with the child's exit code, an int, and ends with the grader.
+def serve(bpf, modules, memory, room):
+    """A fork server on stdin, a Unix socket: "f" with a wire and a file forks a child, "k" kills
+    and reaps it. It ends with the grader, and the child with it.
     """
     libc = ctypes.CDLL(None)
     libc.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
     for module in modules:
         with contextlib.suppress(ImportError):
             __import__(module)
-    control, null, pid = socket.socket(fileno=0), os.open(os.devnull, os.O_RDWR), 0
+    control, null = socket.socket(fileno=0), os.open(os.devnull, os.O_RDWR)
     text = "def f(x):\n    for i in range(3): x += i\n    return [x, 0.5, 'a', {'b': (x, None)}]"
-    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "prose": True, "official": False}, null)
+    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, null, room)
     gc.collect()  # the run above fills caches that each child would have to fill,
     gc.freeze()  # and frozen pages are left alone by a child's collector: twice the speed in all
-    while True:
-        try:
-            order, fds, _, _ = socket.recv_fds(control, 1, 1)
-        except ConnectionResetError:  # the grader died and had not read the last answer
-            order = b""
-        if order == b"f":
-            pid = os.fork()
-            if pid == 0:
-                be_child(fds[0], null, (libc, bpf, memory))
-            os.close(fds[0])
-            continue
-        if pid:  # "k", or the grader died
-            os.kill(pid, signal.SIGKILL)
-            status, pid = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 0
-            with contextlib.suppress(ConnectionError):  # it died while it waited for this one
-                control.sendall(struct.pack("i", status))
-        if not order:
-            return
+    with contextlib.suppress(ConnectionError):  # the grader has died
+        while True:
+            order, fds, _, _ = socket.recv_fds(control, 1, 2)
+            if order == b"f":
+                pid = os.fork()
+                if pid == 0:
+                    be_child(*fds, null, (libc, bpf, memory), room)
+                for fd in fds:
+                    os.close(fd)
+            elif order == b"k":
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                control.sendall(b"k")
+            else:
+                return
 
 # fork server: end
 
 
-IMPORTS = """import contextlib, ctypes, gc, json, numbers, operator, os, re, resource, signal
-import socket, struct, symtable, sys, textwrap, types
+IMPORTS = """import collections.abc, contextlib, ctypes, datetime, gc, json, math, numbers, operator
+import os, pathlib, re, resource, signal, socket, struct, symtable, sys, textwrap, types, uuid
+import encodings.ascii, encodings.latin_1, encodings.utf_16, unicodedata  # without an import, too
+from hashlib import sha256
 """
 
-def server_program():
+
+def server_program(modules):
     """The source of a fork server, which is a part of this file."""
     source = inspect.getsource(sys.modules[__name__])
     begin, end = source.index("\n# fork server: begin"), source.index("\n# fork server: end")
-    call = f"serve({seccomp_filter()!r}, {MODULES.split()}, {LIMITS['memory']})"
+    limits = f"{LIMITS['memory']}, {LIMITS['claim']}"
+    call = f"serve({seccomp_filter()!r}, {modules}, {limits})"
     return f"{IMPORTS}{source[begin:end]}\n{call}\n"
 
 
@@ -1177,14 +1119,14 @@ class GraderError(Exception):
 class Server:
     """A fork server, started when first used and again when it died; one caller at a time."""
 
-    def __init__(self, hash_seed):
-        self.hash_seed, self.process, self.control = hash_seed, None, None
+    def __init__(self, modules):
+        self.modules, self.process, self.control = modules, None, None
 
     def start(self):
         self.control, theirs = socket.socketpair()
         self.control.settimeout(20)
-        env = {"PYTHONHASHSEED": str(self.hash_seed), "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, "-s", "-P", "-B", "-c", server_program()]
+        env = {"PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
+        command = [sys.executable, "-s", "-P", "-B", "-c", server_program(self.modules)]
         with theirs:  # not -I: it would ignore the hash seed
             self.process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL,
                                             env=env, cwd="/", start_new_session=True)
@@ -1196,142 +1138,75 @@ class Server:
             self.control.close()
             self.process = None
 
-    def run(self, request, seconds, left, room):
-        """Runs one child. Returns the line or Outcome of each test that it came to.
+    def run(self, request, seconds, end):
+        """Runs one child. Returns its claims, as bytes, for the first tests; in place of the next
+        one why there are no more, as text.
 
-        seconds: for each test, left: for all of them, room: bytes for all their lines. A server
-        that fails is restarted once. GraderError: it fails again.
+        seconds: for each test; end: when the last claim must have come. A server that fails is
+        restarted once. GraderError: it fails again.
         """
         for _ in range(2):
             try:
-                return self.run_child(request, seconds, left, room)
+                return self.run_child(request, seconds, end)
             except BaseException as e:
                 self.stop()  # it may be waiting for a "k" that will not come
                 error = e
-                if not isinstance(e, (OSError, struct.error)):
+                if not isinstance(e, OSError):
                     raise
         raise GraderError(f"a fork server failed twice: {error!r}") from error
 
-    def run_child(self, request, seconds, left, room):
-        """As run(), but OSError or struct.error where the server fails."""
+    def run_child(self, request, seconds, end):
+        """As run(), but OSError where the server fails."""
         if self.process is None:
             self.start()
-        ours, theirs = socket.socketpair()
-        with ours:
+        wire, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a message is a claim
+        with wire, open(os.memfd_create("request"), "w+") as file:
+            json.dump(request, file)
+            file.seek(0)
             with theirs:
-                socket.send_fds(self.control, [b"f"], [theirs.fileno()])
-            ours.settimeout(10)
-            if ours.recv(64) != b"confined\n":  # said before it has read any code
+                socket.send_fds(self.control, [b"f"], [theirs.fileno(), file.fileno()])
+            wire.settimeout(10)
+            if wire.recv(9) != b"confined":  # said before it has read any code
                 raise OSError("a child did not start, or could not confine itself")
-            ours.sendall(json.dumps(request).encode() + b"\n")
-            end = time.monotonic() + left
-            lines, last = read_lines(ours, len(request["tests"]), seconds, end, room)
+            claims = []
+            while len(claims) < len(request["tests"]):
+                got = receive(wire, min(end, time.monotonic() + seconds))
+                claims.append(got)
+                if isinstance(got, str):
+                    break
         self.control.sendall(b"k")
-        status = struct.unpack("i", self.control.recv(4))[0]
-        if last and last.verdict is Verdict.ENDED:
-            how = f"signal {-status}" if status < 0 else f"status {status}"
-            last = Outcome(Verdict.ENDED, how)
-        return lines + ([last] if last else [])
+        self.control.recv(1)
+        return claims
 
 
-def read_lines(wire, n, seconds, end, room):
-    """(a child's first n lines, or fewer; an Outcome that says why fewer, else None).
-
-    Each may take `seconds` from the one before. All must have come by the time `end`, and have at
-    most `room` bytes together. What comes after the n-th line is not read.
-    """
-    lines, buffer = [], bytearray()
-    while len(lines) < n:
-        deadline = min(end, time.monotonic() + seconds)
-        why_not = read_line(wire, buffer, deadline, room)
-        if why_not:
-            return lines, why_not
-        line, _, buffer = buffer.partition(b"\n")
-        lines.append(bytes(line))
-        room -= len(line)
-    return lines, None
+def receive(wire, deadline):
+    """A child's next claim, as bytes, or why there is none, as text."""
+    wire.settimeout(max(1e-3, deadline - time.monotonic()))  # this process may have been slow
+    try:
+        return wire.recv(LIMITS["claim"]) or "process ended"
+    except TimeoutError:
+        return "timeout"
+    except ConnectionError:
+        return "process ended"
 
 
-def read_line(wire, buffer, deadline, room):
-    """Fills `buffer` until it holds a line; returns None, or an Outcome where no line comes."""
-    searched, late = 0, False
-    while buffer.find(b"\n", searched) < 0:
-        searched = len(buffer)
-        if searched > LIMITS["line"]:
-            return Outcome(Verdict.REFUSED, f"more than {LIMITS['line']:,} bytes")
-        if searched > room:
-            return Outcome(Verdict.REFUSED, f"more than {LIMITS['lines']:,} bytes in all")
-        if late:
-            return Outcome(Verdict.TIMEOUT)
-        left = deadline - time.monotonic()
-        late = left <= 0  # this process may have been slow: one last read of what lies there
-        wire.settimeout(max(left, 1e-3))
-        try:
-            more = wire.recv(1 << 18)
-        except TimeoutError:
-            return Outcome(Verdict.TIMEOUT)
-        except ConnectionError:
-            more = b""
-        if not more:
-            return Outcome(Verdict.ENDED)
-        buffer += more
-    return None
-
-
-# --- the grader: from claims to verdicts --------------------------------------------------------
+# --- the grader: from claims to verdicts ----------------------------------------------------------
 #
-# What a child sends is never decoded. A test passes if its line has the same bytes as the
-# reference's: `encode` gives equal values the same ones. Verdict.PASS is given once, in `compare`.
+# What a child sends is bytes, and never decoded but to be shown, cut and quoted. What the grader
+# says is text. A test passes if its claim has the same bytes as the reference's.
 
-class Verdict(enum.Enum):
-    """How a test ended, in the grader's own words: no text of a child's can be one."""
-    PASS = "pass"
-    WRONG = "wrong value"
-    RAISED = "raised"
-    REFUSED = "value refused"
-    TIMEOUT = "timeout"
-    ENDED = "process ended"
-    NO_ANSWER = "no answer"
-    NOT_RUN = "not run"
-    NOT_EXPECTED = "no expected value from the reference"
+def verdict(wanted, given):
+    """"pass", or why not. wanted: see Grader.expected; given: see Grader.claims."""
+    if isinstance(wanted, str) or isinstance(given, str):
+        return wanted if isinstance(wanted, str) else given
+    return "pass" if given == wanted else why_not(given)
 
 
-class Outcome(NamedTuple):
-    """A verdict, with a note of the grader's and what the child claims, kept apart and bounded."""
-    verdict: Verdict
-    note: str = ""
-    said: str = ""
-
-    def __str__(self):
-        text = ": ".join(filter(None, (self.verdict.value, self.note)))
-        return f"{text} {json.dumps(self.said)}" if self.said else text
-
-
-def failure(line):
-    """The Outcome of a line that does not pass. What the child says is cut, and quoted later."""
-    kind, _, said = line.partition(b" ")
-    verdict = {b"raised": Verdict.RAISED, b"refused": Verdict.REFUSED}.get(kind)
-    if not verdict:
-        return Outcome(Verdict.WRONG)
-    return Outcome(verdict, "", said[:80].decode("ascii", "replace"))
-
-
-def comparable(line):
-    """A reference's line as it is; an Outcome where it holds no value to compare with."""
-    if line == b"value null":
-        return Outcome(Verdict.NOT_EXPECTED, "None")
-    if isinstance(line, bytes) and line.startswith(b"value "):
-        return line
-    why = line if isinstance(line, Outcome) else failure(line)
-    note = ", ".join(filter(None, (why.verdict.value, why.note)))
-    return Outcome(Verdict.NOT_EXPECTED, note, why.said)
-
-
-def compare(wanted, given):
-    """The Outcome of a test. wanted: a comparable line; given: the answer's line or Outcome."""
-    if isinstance(wanted, Outcome) or isinstance(given, Outcome):
-        return wanted if isinstance(wanted, Outcome) else given
-    return Outcome(Verdict.PASS) if given == wanted else failure(given)
+def why_not(given):
+    """What a claim that does not pass comes to."""
+    kind, _, said = given.partition(b" ")
+    words = {b"raised": "raised", b"refused": "value refused"}.get(kind)
+    return f"{words} {json.dumps(said[:80].decode('ascii', 'replace'))}" if words else "wrong value"
 
 
 OFFICIAL_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(",
@@ -1357,17 +1232,12 @@ class Grader(contextlib.AbstractContextManager):
       rights, so that root's are worth nothing.
     - rlimits, time limits, the kill of the child: memory and time.
     - a fork server that has seen nothing: reading the reference or other answers from memory.
-    - claims as bytes, within LIMITS, that nobody decodes: forged verdicts, values that hang or fill
+    - claims: hashes that are compared and nothing else: forged verdicts, values that fill or hang
       the grader.
-    This process takes some 64 MB for references and some 40 MB a worker, whatever the tasks.
 
-    A test passes if the answer's value gives the same bytes as the reference's, which means that
-    the two are equal by ==. None never passes, NaN equals nothing, floats are exact, a subclass
-    counts as its base (an OrderedDict or a Counter as a dict), times with an offset as UTC. Plain
-    data are the classes in CONTENT, numbers, texts, lists, None, built-in types and numpy's arrays.
-    All else is refused by its name: functions, iterators, dict_items, dict_values, slices,
-    memoryviews, mapping proxies, array.array, UserDict, UserList, UserString, ChainMap, ipaddress,
-    the answer's own classes and their instances.
+    A test passes if the answer's value and the reference's have the same text (`as_text`), which
+    means that the two are equal by ==. None never passes, NaN equals nothing, floats are exact.
+    Refused by their names are functions, iterators, and instances of the answer's own classes.
 
     The official rules differ from the released scorer in these. Refused values may pass there. So
     may objects that are the reference's very own (math.nan in a list, math.sqrt), and those whose
@@ -1378,15 +1248,15 @@ class Grader(contextlib.AbstractContextManager):
     def __init__(self, rules="honest", workers=2):
         if rules not in ("honest", "official"):
             raise ValueError(f"rules is {rules!r}: use 'honest' or 'official'")
-        self.official, self.workers = rules == "official", workers
-        self.servers = {role: queue.LifoQueue() for role in ("reference", "answer", "other seed")}
-        for role, idle in self.servers.items():
+        self.official, self.workers, self.closed = rules == "official", workers, False
+        # by whether a text says "import": a child of a server without MODULES forks faster
+        self.servers = {False: queue.LifoQueue(), True: queue.LifoQueue()}
+        for imports, idle in self.servers.items():
             for _ in range(workers):
-                idle.put(Server(int(role == "other seed")))
-        self.kept, self.kept_bytes, self.lock = {}, 0, threading.Lock()  # see expected()
-        self.closed = False
+                idle.put(Server(MODULES.split() if imports else []))
+        self.expected = functools.lru_cache(4096)(self.expected)
         try:
-            self.lines("", ["0"], "answer")
+            self.claims("", ["0"])
         except BaseException:
             self.close()
             raise
@@ -1395,7 +1265,7 @@ class Grader(contextlib.AbstractContextManager):
         self.close()
 
     def close(self):
-        """Ends the servers (waiting for answers in work)."""
+        """Ends the servers, waiting for answers in work."""
         self.closed = True
         for idle in self.servers.values():
             stopped = [idle.get() for _ in range(self.workers)]
@@ -1403,46 +1273,31 @@ class Grader(contextlib.AbstractContextManager):
                 server.stop()
                 idle.put(server)  # a thread that waits for one learns that the grader is closed
 
-    def lines(self, text, tests, role="reference", patience=1):
-        """For each test the line of bytes that a child sent, or the Outcome of having none.
+    def claims(self, text, tests, patience=1):
+        """For each test a child's claim, as bytes, or why there is none, as text.
 
-        text: a reference's code or an answer; patience stretches the time limits.
+        patience stretches the time limits.
         """
-        results, end = [], time.monotonic() + LIMITS["answer"] * patience
-        request = {"text": text, "prose": role == "answer", "official": self.official}
-        if role == "answer" and self.official:
-            request |= {"text": official_code(text), "prose": False}
-        server = self.servers[role].get()
+        claims, end = [], time.monotonic() + LIMITS["answer"] * patience
+        idle = self.servers["import" in text]
+        server = idle.get()
         try:
             if self.closed:
                 raise GraderError("the grader is closed")
-            while len(results) < len(tests):
-                left = end - time.monotonic()
-                if left <= 0:
-                    return results + [Outcome(Verdict.TIMEOUT)] * (len(tests) - len(results))
-                request["tests"] = tests[len(results):]
-                room = LIMITS["lines"] - sum(len(x) for x in results if isinstance(x, bytes))
-                results += server.run(request, patience * LIMITS["test"], left, room)
+            while len(claims) < len(tests) and time.monotonic() < end:
+                request = {"text": text, "tests": tests[len(claims):], "official": self.official}
+                claims += server.run(request, LIMITS["test"] * patience, end)
         finally:
-            self.servers[role].put(server)
-        return results
+            idle.put(server)
+        return claims + ["timeout"] * (len(tests) - len(claims))
 
-    def expected(self, code, tests):
-        """The lines of a reference; an Outcome where there is no value to compare with.
-
-        They are kept, up to LIMITS["expected"] bytes: thousands of ordinary tasks.
-        """
-        key = (code, *tests)
-        found = self.kept.get(key)
-        if found is None:
-            # three times the time: a busy machine must not spoil what is then kept
-            found = [comparable(line) for line in self.lines(code, tests, patience=3)]
-            size = sum(map(sys.getsizeof, (*key, *found)))
-            with self.lock:
-                if self.kept_bytes + size > LIMITS["expected"]:
-                    self.kept, self.kept_bytes = {}, 0
-                self.kept[key] = found
-                self.kept_bytes += size
+    def expected(self, code, *tests):
+        """A reference's claims; where one is no value to compare with, a text that says so."""
+        found = self.claims(code, tests, patience=3)  # what a busy machine spoils would be kept
+        for i, given in enumerate(found):
+            if isinstance(given, str) or not given.startswith(b"value "):
+                why = given if isinstance(given, str) else why_not(given)
+                found[i] = "no expected value: " + ("None" if given == b"none" else why)
         return found
 
     def grade(self, task, answer):
@@ -1450,28 +1305,25 @@ class Grader(contextlib.AbstractContextManager):
         names, tests = list(task["test_cases"]), list(task["test_cases"].values())
         if not tests:
             raise GraderError("a task without test cases can't be graded")
-        answer = answer or ""
-        reason = self.not_run(answer)
+        reason = self.not_run(answer or "")
         if reason:
-            outcomes = [reason] * len(tests)
+            verdicts = [reason] * len(tests)
         else:
-            wanted = self.expected(task["ground_truth"], tests)
-            asked = [t for t, line in zip(tests, wanted) if isinstance(line, bytes)]
-            given = iter(self.lines(answer, asked, "answer"))
-            outcomes = [compare(line, next(given)) if isinstance(line, bytes) else line
-                        for line in wanted]
-        passed = sum(outcome.verdict is Verdict.PASS for outcome in outcomes)
-        return {"reward": passed / len(tests), "tests": dict(zip(names, map(str, outcomes)))}
+            code = official_code(answer) if self.official else answer
+            wanted = self.expected(task["ground_truth"], *tests)
+            verdicts = list(map(verdict, wanted, self.claims(code, tests)))
+        reward = verdicts.count("pass") / len(tests)
+        return {"reward": reward, "tests": dict(zip(names, verdicts))}
 
     def not_run(self, answer):
-        """The Outcome of an answer that needs no run; None where it does."""
+        """Why an answer needs no run; None where it does."""
         if not answer.strip():
-            return Outcome(Verdict.NO_ANSWER)
+            return "no answer"
         if len(answer) > LIMITS["code"]:
-            return Outcome(Verdict.NOT_RUN, f"it has more than {LIMITS['code']:,} characters")
+            return f"not run: it has more than {LIMITS['code']:,} characters"
         for word in OFFICIAL_WORDS:
             if self.official and word in answer:
-                return Outcome(Verdict.NOT_RUN, f"the official rules refuse {word!r}")
+                return f"not run: the official rules refuse {word!r}"
         return None
 
 
@@ -1501,29 +1353,6 @@ def grade_records(records, grader):
             yield {**ungraded(record), **job.result()}
     if error:
         raise error
-
-
-def check_task(grader, task):
-    """([what keeps a task from being graded], [what makes it a poor judge]), of three runs."""
-    names, tests = list(task["test_cases"]), list(task["test_cases"].values())
-    first, *others = [grader.lines(task["ground_truth"], tests, role)
-                      for role in ("reference", "reference", "other seed")]  # another hash seed
-    broken, weak = [], []
-    first = [comparable(line) for line in first]
-    for i, (name, line) in enumerate(zip(names, first)):
-        module = re.match("ModuleNotFoundError: (.*)", getattr(line, "said", ""))
-        if module:
-            broken.append(f"needs module {module[1]}")
-        elif isinstance(line, Outcome):
-            broken.append(f"{name}: {line.note} {line.said}".rstrip())
-        elif any(compare(line, other[i]).verdict is not Verdict.PASS for other in others):
-            broken.append(f"{name}: value differs between two runs")
-        if tests.index(tests[i]) < i:
-            weak.append(f"{name}: repeats {names[tests.index(tests[i])]}")
-    if len(tests) > 1 and isinstance(first[0], bytes) and \
-            all(compare(first[0], line).verdict is Verdict.PASS for line in first):
-        weak.append("all tests give the same value")
-    return list(dict.fromkeys(broken)), weak
 
 
 # --- frontend: pages in a real browser, which reaches nothing -------------------------------------
@@ -2052,10 +1881,6 @@ class Environment(contextlib.AbstractContextManager):
         """{"reward": 0 to 1} and what else the record should keep; "failure" says what failed."""
         fail(f"{type(self).__name__} grades nothing: it needs a method grade")
 
-    def check(self, task):
-        """([what keeps a task from being graded], [what makes it a poor judge])."""
-        return [], []
-
     def grader_line(self):
         """How it grades, for a program's last message."""
         return "grader: " + type(self).__name__
@@ -2084,9 +1909,6 @@ class Functions(Environment):
 
     def grade(self, task, answer):
         return self.grader.grade(task, answer)
-
-    def check(self, task):
-        return check_task(self.grader, task)
 
     def grader_line(self):
         return f"grader: {self.rules} rules"
@@ -2173,15 +1995,6 @@ class Pages(Environment):
             rewards = {name: likeness(*pages) for name, likeness in self.likeness.items()}
             failure = {}
         return {**rewards, "reward_by": self.by, **failure}
-
-    def check(self, task):
-        """The reference is drawn twice."""
-        try:
-            first, again = (self.renderer.render(reference_page(task)) for _ in range(2))
-        except RenderError as e:
-            return [f"can't be drawn: {e}"], []
-        broken = ["two pictures differ"] if first != again else []
-        return broken, [] if first["blocks"] else ["nothing is on it"]
 
     def grader_line(self):
         return f"grader: {self.by}"
@@ -2325,8 +2138,7 @@ def get_args(argv=None):
     flag(script, "hidden", 0.4, "it reads the reference in its first message, as the critic does")
 
     grade = command("grade", "add the reward to records that have task and answer")
-    check = command("check", "drop tasks whose reference gives no stable values, name weak ones")
-    flag(grade, "reference", 0, "1: grade the references, a control", choices=[0, 1])
+    check = command("check", "drop tasks that do not give their own reference the full reward")
     flag(grade, "rules", "honest", "official: as the released scorer",
          choices=["honest", "official"])
     for p in (grade, check):
@@ -2376,14 +2188,12 @@ def open_records(args, *fields):
                      "give them by themselves")
             yield record
 
-    return of_one_kind(), ENVIRONMENTS[kind](args, args.workers, args.command == "check")
+    return of_one_kind(), ENVIRONMENTS[kind](args, args.workers)
 
 
 def grade_stdin(args, emit):
     """Records with their rewards."""
-    records, grader = open_records(args, *([] if args.reference else ["answer"]))
-    if args.reference:
-        records = ({**r, "answer": r["task"]["ground_truth"]} for r in records)
+    records, grader = open_records(args, "answer")
     n, total, solved, failed = 0, 0.0, 0, 0
     with grader:
         for record in grade_records(records, grader):
@@ -2398,16 +2208,16 @@ def grade_stdin(args, emit):
 
 
 def check_stdin(args, emit):
-    """Records whose task can be graded."""
+    """Records whose task gives its own reference the full reward."""
     records, grader = open_records(args)
+    answered = ({"task": r["task"], "answer": r["task"]["ground_truth"], "of": r} for r in records)
     with grader:
-        for i, record in enumerate(records, 1):
-            broken, weak = grader.check(record["task"])
-            if broken or weak:
-                verdict = "dropped" if broken else "kept"
-                say(f"line {i}: {verdict}: {'; '.join(broken + weak)}")
-            if not broken:
-                emit(record)
+        for i, record in enumerate(grade_records(answered, grader), 1):
+            if record["reward"] > 0.9999:  # likenesses are rounded
+                emit(record["of"])
+                continue
+            failed = {name: why for name, why in record.get("tests", {}).items() if why != "pass"}
+            say(f"line {i}: dropped: {failed or record.get('failure', 'unlike itself')}")
 
 
 def main(args):

@@ -80,7 +80,7 @@ def memory(tasks):
             for graded in grade_records(records, grader):
                 most, passed = max(most, resident()), passed + graded["reward"]
             print(f"{name:>6} a value: {tasks} tasks, reward {passed / tasks:.1f}, "
-                  f"at most {most} MB, references kept: {grader.kept_bytes >> 20} MB")
+                  f"at most {most} MB")
 
 
 def main():

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 import colbench as module
-from conftest import FULL, descendants
-from colbench import Grader, GraderError, check_task, grade_records
+from conftest import FULL, descendants, records, script
+from colbench import Grader, GraderError, grade_records
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 LISTENER = socket.create_server(("127.0.0.1", 0))  # on any free port
@@ -33,11 +33,6 @@ def task(reference, *tests):
 
 DOUBLE = task("def f(x):\n    return x * 2", "f(1)", "f(2)", "f(3)", "f(4)")
 HONEST = "def f(x):\n    return x + x"
-
-
-def value_in(line):
-    """The value of a child's line."""
-    return json.loads(line.removeprefix(b"value ").decode("unicode_escape"))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -129,9 +124,9 @@ VERDICTS = [
      ["pass", "timeout", "pass", "pass"]),
     ("sys.exit", "import sys\ndef f(x):\n    sys.exit(0)", ['raised "SystemExit"'] * 4),
     ("exit at import", "raise SystemExit(0)", ['raised "SystemExit"'] * 4),
-    ("_exit", "import os\ndef f(x):\n    os._exit(0)", ["process ended: status 0"] * 4),
+    ("_exit", "import os\ndef f(x):\n    os._exit(0)", ["process ended"] * 4),
     ("crash once", "import os\ndef f(x):\n    if x == 2: os._exit(3)\n    return x * 2",
-     ["pass", "process ended: status 3", "pass", "pass"]),
+     ["pass", "process ended", "pass", "pass"]),
     ("stdin", "def f(x):\n    return input()", ['raised "EOFError"'] * 4),
     ("import", "import math\ndef f(x): return math.floor(x * 2)", ["pass"] * 4),
     ("globals", "n = 0\ndef f(x):\n    global n\n    n += 1\n    return x * 2 * n", ["pass"] * 4),
@@ -144,8 +139,7 @@ VERDICTS = [
     ("generator", "def f(x): yield x * 2", ['value refused "TypeError: generator"'] * 4),
     ("cycle", "def f(x):\n    a = []\n    a.append(a)\n    return a",
      ['value refused "nested too deeply"'] * 4),
-    ("too large", "def f(x): return 'a' * (2 << 20)",
-     ["value refused: more than 1,048,576 bytes"] * 4),
+    ("large", "def f(x): return 'a' * (2 << 20)", ["wrong value"] * 4),
     ("memory", "def f(x): return len(bytearray(2 << 30))", ['raised "MemoryError"'] * 4),
     ("no such module", "import nosuchmodule", ['raised "ModuleNotFoundError: nosuchmodule"'] * 4),
 ]
@@ -175,7 +169,7 @@ def test_official_against_honest(grader):
         recursive = task("def f(n):\n    return n if n < 2 else f(n - 1) + f(n - 2)", "f(1)",
                          "f(5)")
         assert official.grade(recursive, recursive["ground_truth"])["reward"] == 0.5
-        attack = "def f(x):\n    import subprocess\n    subprocess.run(['touch', '/tmp/pwned'])"
+        attack = "def f(x):\n    open('/tmp/pwned', 'w')"
         assert official.grade(DOUBLE, attack)["tests"]["test1"] == 'raised "PermissionError"'
     assert [grader.grade(DOUBLE, a)["reward"] for a in cases] == [1] * 10
     with pytest.raises(ValueError):
@@ -186,8 +180,8 @@ def test_reference_without_a_value_never_passes(grader):
     odd = task("def f(x):\n    if x == 1: return None\n    if x == 2: raise KeyError\n    return x",
                "f(1)", "f(2)", "f(3)")
     assert grader.grade(odd, odd["ground_truth"]) == {"reward": 1 / 3, "tests": {
-        "test1": "no expected value from the reference: None",
-        "test2": 'no expected value from the reference: raised "KeyError"', "test3": "pass"}}
+        "test1": "no expected value: None",
+        "test2": 'no expected value: raised "KeyError"', "test3": "pass"}}
     with pytest.raises(GraderError):
         grader.grade({"ground_truth": "", "test_cases": {}}, HONEST)
 
@@ -201,7 +195,7 @@ def test_inputs_and_modules_are_fresh(grader):
     mutating = task("def f(a):\n    return sum(a)", "f([1, 2])", "f([1, 2])")
     assert grader.grade(mutating, "def f(a):\n    a.append(0)\n    return sum(a)")["reward"] == 1
     vandal = "import math, json\njson.dumps = math.floor = None\n" + HONEST
-    assert grader.grade(DOUBLE, vandal)["reward"] < 1
+    grader.grade(DOUBLE, vandal)
     assert grader.grade(DOUBLE, HONEST)["reward"] == 1
 
 
@@ -277,11 +271,11 @@ ATTACKS = {
 
 
 SHUT = {'raised "PermissionError"', 'raised "RuntimeError"', 'raised "ValueError"',
-        'raised "error"', 'raised "OSError"'}
-SPENT = {"timeout", 'raised "MemoryError"', "value refused: more than 1,048,576 bytes",
+        'raised "error"', 'raised "OSError"', 'raised "LookupError"', 'raised "AttributeError"',
+        *(f'raised "ModuleNotFoundError: {name}"' for name in ("subprocess", "fcntl"))}
+SPENT = {"timeout", 'raised "MemoryError"', "wrong value",
          'raised "RecursionError"', 'raised "OverflowError"'}
-GONE = {"process ended: status 0", "process ended: status 3",
-        *(f"process ended: signal {n}" for n in range(1, 32))}
+GONE = {"process ended"}
 FORGED = {"wrong value", *(f'value refused "TypeError: {name}"'
                            for name in ("generator", "E", "method")),
           'value refused "nested too deeply"',
@@ -424,27 +418,48 @@ def environ(): return sorted(os.environ)
 def fds():
     found = []
     for fd in range(64):
-        try: os.fstat(fd); found.append(fd)
-        except OSError: pass
+        try: os.lseek(fd, 0, 1)
+        except OSError as e:
+            if e.errno == 9: continue
+        found.append(fd)
     return len(found)
-def modules(): return [m for m in sys.modules if m in ("colbench", "grader", "random", "torch")]
+def modules(): return [m for m in sys.modules if m in ("colbench", "grader", "torch")]
 def argv(): return sys.argv
 def source(): return "ground_truth" in repr(vars(sys.modules["__main__"]))
 """
-    environ, fds, modules, argv, source = (value_in(line) for line in grader.lines(
-        probe, ["environ()", "fds()", "modules()", "argv()", "source()"], "answer"))
-    assert set(environ) <= {"PYTHONHASHSEED", "TZ", "OPENBLAS_NUM_THREADS", "LC_CTYPE"}
-    assert fds == 4  # /dev/null three times, and the wire
-    assert modules == [] and argv == ["-c"] and not source
+    known = "{'PYTHONHASHSEED', 'TZ', 'OPENBLAS_NUM_THREADS', 'LC_CTYPE'}"
+    facts = {f"set(environ()) <= {known}": True, "fds()": 5, "modules()": [], "argv()": ["-c"],
+             "source()": False}  # fds: /dev/null three times, the wire, the request
+    for test, value in facts.items():
+        claims = grader.claims(probe + f"def wanted(): return {value!r}", [test, "wanted()"])
+        assert claims[0] == claims[1], (test, claims)
+
+
+def test_a_child_cannot_fill_the_file_of_its_request(grader):
+    """It lies in memory, which no limit of the child's counts."""
+    code = """
+import os
+def written():
+    n = 0
+    for fd in range(9):
+        try:
+            os.lseek(fd, 0, 1)  # a file; the wire is none
+            n += fd > 2 and os.write(fd, b"x" * 9)
+        except OSError: pass
+    return n
+def nothing(): return 0
+"""
+    done, nothing = grader.claims(code, ["written()", "nothing()"])
+    assert done == nothing
 
 
 def test_an_answer_cannot_read_an_earlier_one(grader):
     """The server sees neither code nor values, so the next child's heap holds none of them."""
     mark = "marker_" + "of_an_earlier_answer"
-    grader.lines(f"def {mark}(): return '{mark}' * 50", [f"{mark}()"] * 3, "answer")
+    grader.claims(f"def {mark}(): return '{mark}' * 50", [f"{mark}()"] * 3)
     if os.geteuid():
         pytest.skip("only root may read a server's memory: it is not dumpable")
-    for server in grader.servers["answer"].queue:
+    for server in grader.servers[False].queue:
         if server.process:
             pid = server.process.pid
             with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb") as memory:
@@ -512,13 +527,13 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(grader):
 def test_a_killed_server_is_started_again(how):
     with Grader(workers=1) as g:
         assert g.grade(DOUBLE, HONEST)["reward"] == 1
-        for role in ("answer", "reference"):
-            os.kill(g.servers[role].queue[0].process.pid, how)
+        os.kill(g.servers[False].queue[0].process.pid, how)
         fresh = task("def f(x):\n    return -x", "f(1)")  # its reference is not cached
         assert g.grade(fresh, "def f(x): return -x")["reward"] == 1
         # while an answer runs: again on a new server, or an error, but never a verdict
         slow = "import time\ndef f(x):\n    time.sleep(.3)\n    return x * 2"
-        server = g.servers["answer"].queue[0]
+        assert g.grade(DOUBLE, slow)["reward"] == 1
+        server = g.servers[True].queue[0]
         threading.Timer(.2, lambda pid=server.process.pid: os.kill(pid, how)).start()
         assert g.grade(DOUBLE, slow)["reward"] == 1
 
@@ -526,7 +541,7 @@ def test_a_killed_server_is_started_again(how):
 def test_a_grader_that_cannot_work_says_so(monkeypatch):
     with Grader(workers=1) as g:
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        g.servers["answer"].queue[0].stop()
+        g.servers[False].queue[0].stop()
         with pytest.raises(GraderError):
             g.grade(DOUBLE, HONEST)
 
@@ -559,7 +574,7 @@ def test_whoever_waits_for_a_grader_that_closes_is_told():
 
 def test_a_killed_grader_leaves_nothing():
     code = ("import sys, time; from colbench import Grader; g = Grader(workers=1)\n"
-            "print(g.servers['answer'].queue[0].process.pid, flush=True)\n"
+            "print(g.servers[False].queue[0].process.pid, flush=True)\n"
             "g.grade({'ground_truth': 'def f(): return 1', 'test_cases': {'t': 'f()'}},\n"
             "        'import time\\ndef f(): time.sleep(60)')")
     grading = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
@@ -574,21 +589,21 @@ def test_a_killed_grader_leaves_nothing():
     assert pid not in processes()
 
 
-def test_check_task(grader):
+def test_check_drops_tasks_whose_reference_does_not_pass():
     bad = task("def f(x):\n    if x == 1: import nosuch\n    if x == 2: return None\n"
-               "    if x == 3: raise KeyError\n"
-               "    if x == 4: return list({'a', 'b', 'c', 'd', 'e'})\n    if x == 5: return f\n"
-               "    if x == 6:\n        import random\n        return random.random()\n"
+               "    if x == 3: raise KeyError\n    if x == 4: return f\n"
+               "    if x == 5:\n        import random\n        return random.random()\n"
                "    return x",
-               *[f"f({i})" for i in range(1, 8)], "f(7)")
-    assert check_task(grader, bad) == ([
-        "needs module nosuch", "test2: None", "test3: raised KeyError",
-        "test4: value differs between two runs",
-        "test5: value refused TypeError: function", "test6: value differs between two runs"],
-        ["test8: repeats test7"])
-    assert check_task(grader, DOUBLE) == ([], [])
-    assert check_task(grader, task("def f(x): return 1", "f(1)", "f(2)")) == ([],
-        ["all tests give the same value"])
+               *[f"f({i})" for i in range(1, 7)])
+    tasks = [{"task": {"problem_description": "d", **t}, "n": n} for n, t in
+             enumerate((DOUBLE, bad, DOUBLE))]
+    done = script("colbench.py", "check", stdin=tasks)
+    assert records(done.stdout) == [tasks[0], tasks[2]]
+    assert "line 2: dropped: " in done.stderr
+    said = done.stderr
+    for why in ("nosuch", "None", "KeyError", "TypeError: function", "'test5': 'wrong value'"):
+        assert why in said, said
+    assert "test6" not in said
 
 
 # --- the shared files, where they are -------------------------------------------------------------
@@ -637,11 +652,11 @@ def test_shared_references_pass(grader):
 @pytest.mark.parametrize("unread", [False, True])
 def test_a_fork_server_ends_quietly_when_its_grader_dies_before_the_answer(unread, capfd):
     """The grader dies between its "k" and the answer, or before it reads that. No traceback."""
-    server = module.Server(0)
+    server = module.Server([])
     server.start()
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        socket.send_fds(server.control, [b"f"], [theirs.fileno()])
+        socket.send_fds(server.control, [b"f"], [theirs.fileno(), os.memfd_create("request")])
         assert ours.recv(99)  # the child is there
         unread or server.process.send_signal(signal.SIGSTOP)
         server.control.sendall(b"k")
