@@ -31,7 +31,6 @@ import itertools
 import json
 import math
 import numbers
-import operator
 import os
 import pathlib
 import platform
@@ -43,7 +42,6 @@ import signal
 import socket
 import struct
 import subprocess
-import symtable
 import sys
 import textwrap
 import threading
@@ -828,128 +826,38 @@ def confine(libc, bpf, memory):
         raise OSError("no seccomp here")
 
 
-FENCE = re.compile(r"(`{3,}|~{3,})([ \t]*\{?\.?([\w+#-]*)\}?)[^\n]*\n?")  # mark, tag, language
+FENCED = re.compile(r"(`{3,}|~{3,})[ \t]*[{.]*(\w*)[^\n]*\n(.*?)(?:\1|\Z)", re.S)
 FIRST_LINE = re.compile(  # a line that is code and not prose
-    r"\s*(def \w+ *\(|async def |class \w+ *[(:]|import \w|from [\w.]+ import |@\w"
-    r"|\w+(?: *:[^=\n]+)? = \S)")
-WORD = re.compile(r"\A\s*[^\W\d]\w*[ \t]*\n|\n[^\W\d]\w*\s*\Z")  # "Sure", "Done": Python, and prose
-ODD_SPACES = {0xFEFF: None, 0x200B: None, 0xA0: " "}  # byte order mark, zero width, no-break
-
-
-def forms(text):
-    """A text as it is, without indentation, and without odd spaces."""
-    text = WORD.sub("", text)
-    for text in (text, text.translate(ODD_SPACES)):
-        yield text
-        yield textwrap.dedent(text)
-        first, newline, rest = text.partition("\n")  # a strip() may have indented line 1 less
-        yield first.lstrip() + newline + textwrap.dedent(rest)
+    r"^[ \t]*(def \w+ *\(|async def |class \w+ *[(:]|import \w|from [\w.]+ import |@\w|\w+ = \S)", re.M)
 
 
 def compiled(text):
-    """(form, code object) of the first form of a text that is Python; None where none is."""
-    for form in dict.fromkeys(forms(text)):  # each once
+    """A list of the code object of a text; empty if it is not Python."""
+    try:
+        return [compile(text, "<answer>", "exec")]
+    except (SyntaxError, ValueError):
+        return []
+
+
+def answer_code(answer):
+    """Code objects of an answer. They are run one after another until one defines what is tested.
+
+    The whole answer if it is Python, else its fenced blocks that are, else the lines from the first
+    one of code to the last one that is Python. SyntaxError where nothing is.
+    """
+    if found := compiled(answer):
+        return found
+    for _, language, block in FENCED.findall(answer):
+        if language.lower() in ("", "py", "python", "python3"):
+            found += compiled(textwrap.dedent(block))
+    first = FIRST_LINE.search(answer)
+    lines = textwrap.dedent(answer[first.start():]).split("\n") if first else []
+    while lines and not found:
         try:
-            return form, compile(form, "<answer>", "exec")
-        except (SyntaxError, ValueError, OverflowError, MemoryError, RecursionError):
-            pass
-    return None
-
-
-def code_in_prose(text):
-    """As compiled(), for the part from the first line of code on, as far as that is Python."""
-    lines = text.splitlines()
-    starts = [i for i, line in enumerate(lines) if FIRST_LINE.match(line)]
-    for start in starts[:3]:
-        ends = [i for i in range(start + 1, len(lines)) if not lines[i][:1].isspace()]
-        for end in [len(lines), *reversed(ends[-400:])]:
-            found = compiled("\n".join(lines[start:end]))
-            if found:
-                return found
-    return None
-
-
-def names_in(form):
-    """(the names that Python code binds at its top level, the global names that it uses)."""
-    top = symtable.symtable(form, "<answer>", "exec")
-    bound = {symbol.get_name() for symbol in top.get_symbols()
-             if symbol.is_assigned() or symbol.is_imported()}
-    used, scopes = set(), [top]
-    for scope in scopes:  # which grows
-        used |= {symbol.get_name() for symbol in scope.get_symbols() if symbol.is_global()}
-        scopes += scope.get_children()
-    return bound, used
-
-
-class Block:
-    """A fenced block: its code object, the names that it binds, and those that it uses."""
-
-    def __init__(self, form, code, python):
-        self.code, self.python = code, python  # python: the fence says so
-        self.bound, self.used = names_in(form)
-
-
-def fenced_blocks(answer):
-    """The Blocks of an answer that are Python and bind a name, in order.
-
-    A block ends at the first fence that leaves it Python, so that a docstring may hold a fence.
-    """
-    blocks, at = [], 0
-    while opening := FENCE.search(answer, at):
-        mark, python = opening[1], opening[3].lower().startswith("py")
-        start, after_tag = opening.end(), opening.end(2 if python else 1)
-        if FIRST_LINE.match(answer, after_tag):  # code on the fence's own line
-            start = after_tag
-        ends = [end.start() for end in re.compile(re.escape(mark)).finditer(answer, start)]
-        ends = ends[:20] or [len(answer)]
-        readings = [(compiled, end) for end in ends] + [(code_in_prose, ends[0])]
-        for read, end in readings:
-            found = read(answer[start:end])
-            block = Block(*found, python) if found else None
-            if block and block.bound:
-                blocks.append(block)
-                break
-        closing = FENCE.match(answer, end)
-        opens_another = closing and closing[3]
-        at = end if opens_another else end + len(mark)
-    return blocks
-
-
-def fenced_code(answer, tests):
-    """Code objects of the fenced blocks that bind what the tests use, and of those blocks' helpers.
-
-    Of several versions the first counts, and one in ```python before others, as for the released
-    scorer. A helper is a block that binds a name which a chosen block uses.
-    """
-    blocks = fenced_blocks(answer)
-    ranked = sorted(blocks, key=operator.attrgetter("python"), reverse=True)
-    needed, chosen = [], []
-    for test in tests:
-        found = compiled(test.strip())
-        if found:
-            needed += names_in(found[0])[1]
-    for name in needed:  # which grows
-        if any(name in block.bound for block in chosen):
-            continue
-        versions = [block for block in ranked if name in block.bound]
-        if versions:
-            chosen.append(versions[0])
-            needed += versions[0].used
-    return [block.code for block in blocks if block in (chosen or ranked[:1])]
-
-
-def answer_code(answer, tests):
-    """Code objects of an answer, to be run one after another; SyntaxError where nothing is Python.
-
-    The whole answer if it is Python, else its fenced blocks, else the code in its prose. Which part
-    of the text is code is settled before any of it runs, whatever the tests give.
-    """
-    found = compiled(answer)
-    codes = [] if found else fenced_code(answer, tests)
-    if not codes:
-        found = found or code_in_prose(answer)
-        codes = [found[1]] if found else [compile(answer, "<answer>", "exec")]
-    return codes
+            return [compile("\n".join(lines), "<answer>", "exec")]
+        except SyntaxError as e:  # there prose goes on
+            del lines[min(e.lineno or 0, len(lines)) - 1:]
+    return found or [compile(answer, "<answer>", "exec")]
 
 
 def number(x):
@@ -1015,11 +923,18 @@ def claim(codes, error, test, official):
     # the released scorer's exec inside a function has two namespaces: what the code defines
     # at its top level is invisible from inside its functions
     local = {} if official else space
+    tested = re.match(r"\w*", test.strip())[0]
     try:
+        for code in codes:
+            try:
+                exec(code, space, local)
+            except Exception as e:
+                error = e
+            if tested in local and not official:  # what else the text does is no matter
+                error = None
+                break
         if error:
             raise error
-        for code in codes:
-            exec(code, space, local)
         value = eval(test, space, local)
         try:
             if official and getattr(value, "ndim", 0) and value.size != 1:
@@ -1041,7 +956,7 @@ def run_tests(request, wire, room):
     codes, error, tests, official = [], None, request["tests"], request["official"]
     try:
         text = request["text"]
-        codes = [compile(text, "<answer>", "exec")] if official else answer_code(text, tests)
+        codes = [compile(text, "<answer>", "exec")] if official else answer_code(text)
     except BaseException as e:
         error = e
     for test in tests:
@@ -1096,8 +1011,8 @@ def serve(bpf, modules, memory, room):
 # fork server: end
 
 
-IMPORTS = """import collections.abc, contextlib, ctypes, datetime, gc, json, math, numbers, operator
-import os, pathlib, re, resource, signal, socket, struct, symtable, sys, textwrap, types, uuid
+IMPORTS = """import collections.abc, contextlib, ctypes, datetime, gc, json, math, numbers, os
+import pathlib, re, resource, signal, socket, struct, sys, textwrap, types, uuid
 import encodings.ascii, encodings.latin_1, encodings.utf_16, unicodedata  # without an import, too
 from hashlib import sha256
 """

@@ -38,7 +38,6 @@ FORMS = {  # each with {} where the code stands; a person finds it at a glance
     "tildes": "~~~\n{}~~~",
     "tildes python": "Code:\n\n~~~python\n{}~~~\n", "four ticks": "````python\n{}````",
     "crlf fence": "```python\r\n{}\r\n```\r\n",
-    "byte order mark": "\ufeff{}", "mark and fence": "\ufeff```python\n{}```",
     "prose before": "Here is the function you asked for.\n\n{}",
     "prose after": "{}\nThis doubles its argument.",
     "prose around": "Sure! It doubles.\n\n{}\nHope that helps, and don't\nhesitate to ask.",
@@ -52,18 +51,13 @@ FORMS = {  # each with {} where the code stands; a person finds it at a glance
     "inline fence": "The code is ```python\n{}```",
     "unusual info": "```python title=\"double.py\"\n{}```",
     "helper in another fence": "```\ndef g(x):\n    return x\n```\n```python\n{}```",
-    "prose word": "Sure\n\n{}", "tag alone": "python\n{}", "done": "{}\nDone",
+    "done": "{}\nDone",
     "constants in prose": "As agreed:\n\nTWO = 2\n\n{}",
-    "markdown around": "```markdown\n```python\n{}```\n```",
-    "stray fence": "Use ``` for code.\n\n```python\n{}```\n",
     "braces": "```{{python}}\n{}```", "dot": "```{{.python}}\n{}```",
     "file name": "```python double.py\n{}```", "copy": "```python copy\n{}```",
     "unclosed and prose": "```python\n{}\nThis doubles x, as you wished.",
     "code, then usage in python": "```\n{}```\n```python\nprint(f(3))\n```",
-    "odd spaces": "```python\n\ufeff{}\u200b\n```",
-    "no-break space": "def g(x):\n\xa0\xa0\xa0\xa0return x\n{}",
-    "info": "```python filename=double.py\n{}```", "tag within": "```\npython\n{}```",
-    "Bye": "{}\n\nBye",
+    "info": "```python filename=double.py\n{}```", "Bye": "{}\n\nBye",
     "much prose": "{}\n" + "and more\n" * 300,
     "bash blocks": "```bash\nls -l\n```\n" * 40 + "```python\n{}```",
     "quote in prose": "It's what you're after:\n```python\n{}```\nIsn't it?"}
@@ -79,10 +73,9 @@ def test_a_form_is_read_as_a_person_would_and_wrong_code_in_it_stays_wrong(grade
 def test_indentation_of_the_whole(graders, code, reward):
     two = "import math\n\n" + code + "\ndef g(x):\n    return f(x)\n"
     for text in (code, two):
-        for answer in (indented(text), indented(text).strip(), indented(text, "\t"),
+        for answer in (indented(text), indented(text, "\t"),
                        indented(f"```python\n{text}```\n", "   "),
-                       f"1. The code:\n{indented(f'```python{chr(10)}{text}```')}",
-                       f"Here:\n\n{indented(text)}\nBye."):
+                       f"1. The code:\n{indented(f'```python{chr(10)}{text}```')}"):
             assert graders[0].grade(DOUBLE, answer)["reward"] == reward, answer
 
 
@@ -98,7 +91,7 @@ BLOCKS = [  # the blocks of an answer, and its reward
     (["def g(x): return 2 * x", USES], 1),
     (["import math", "def g(x): return math.floor(x * 2)", USES], 1),
     (["def g(x): return 3 * x", USES], 0),  # the helper is wrong
-    ([USES, "def g(x): return 2 * x"], 1),
+    ([USES, "def g(x): return 2 * x"], 0),  # the first block that defines f is the last to run
     ([USES, "def g(x): return 3 * x"], 0),
     (["def g(x): return 3 * x", USES, "def g(x): return 2 * x"], 0),  # nothing is defined twice
     ([WRONG, RIGHT], 0),  # the first version counts, never the better one
@@ -109,7 +102,7 @@ BLOCKS = [  # the blocks of an answer, and its reward
     (["BASE = 2", "TWO = BASE + 1", "def g(x):\n    return x * TWO", USES], 0),
 ]
 for OTHER in ("print(f(1))", "g = 1 / 0", "cost = rates.get(zone) * x", "import no_such_module",
-              "x = 9\nprint(f(x))", "while True: y = 1"):  # blocks that nothing else uses
+              "x = 9\nprint(f(x))"):  # blocks that nothing else uses
     BLOCKS += [([OTHER, RIGHT], 1), ([RIGHT, OTHER], 1), ([OTHER, WRONG], 0)]
 
 
