@@ -10,10 +10,9 @@ One record is one line of JSON, and every stage adds fields to it (README, "The 
     python colbench.py demos --n 8000 --seed 0 > demos.jsonl               # scripted episodes
     python colbench.py grade < answers.jsonl > graded.jsonl                # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl                    # drops broken tasks
-    python colbench.py judge --endpoint http://localhost:8000/v1 < episodes.jsonl > scored.jsonl
 """
-from utils import (Endpoint, EndpointError, digest, fail, flag, open_stdout, parser, progress,
-                   read_jsonl, rng, run, say, skip_bad_flag)
+from utils import (digest, fail, flag, open_stdout, parser, progress, read_jsonl, rng, run, say,
+                   skip_bad_flag)
 
 import asyncio
 import collections.abc
@@ -95,21 +94,6 @@ yours like this:
 Tell the designer what to change first: in at most four sentences the largest differences in \
 layout, colours, sizes and texts, said of your page as it should be. Write no code, and do not \
 mention pictures."""
-JUDGE_PROMPT = """An assistant works for a colleague who wants something that it can't see. It \
-finds out by talking to them, and hands it in at the end.
-
-What the colleague wants:
-{hidden_information}
-
-The conversation so far:
-{dialogue}
-
-Two messages that the assistant might send next:
-A: {a}
-
-B: {b}
-
-Which one brings it nearer to handing in exactly what is wanted? Reply with one letter, A or B."""
 HIDDEN = "Hidden reference:\n{hidden}\n\n"  # goes before a conversation, for a reader who may know
 RIGHT = "it looks right"                    # what the human says of a page
 NOT_SEEN = "i can't see your page: {}"
@@ -1930,80 +1914,6 @@ PIECES = "|".join([r"[A-Z][A-Z ]+:\n|Hidden reference:\n",
                    r" ?\w+=|\d+| ?\w+|[^\w]"])
 
 
-# --- an LLM as the critic -------------------------------------------------------------------------
-
-async def judge(servers, model, task, history, actions):
-    """[advantage] of messages or candidates by an LLM: the share of comparisons that each wins.
-
-    In a circle, each is compared with the next as A, and with the one before as B. Of equal texts
-    both win half. servers: an Endpoint. EndpointError if no server gives a verdict.
-    """
-    texts = [read_action(a.get("output") or a.get("content") or "", False)[0] for a in actions]
-
-    async def wins(a, b):
-        """1 if a wins against b, 0 if b wins, 0.5 if they are equal."""
-        if a == b:
-            return 0.5
-        prompt = fill(JUDGE_PROMPT, hidden_information=hidden_information(task),
-                      dialogue=dialogue_text(history), a=a, b=b)
-
-        async def ask(client):
-            reply = await client.chat.completions.create(
-                model=model, temperature=0, seed=0, max_tokens=1024,
-                messages=[{"role": "user", "content": prompt}])
-            text = without_thinking(reply.choices[0].message.content or "")
-            letters = set(re.findall(r"\b[AB]\b", text))
-            if len(letters) != 1:  # "A better one is B" says nothing sure
-                raise ValueError("not one of A and B in the reply")
-            return float(letters == {"A"})
-        return await servers(ask)
-
-    if len(texts) == 1:
-        return [0.0]
-    won = await asyncio.gather(*map(wins, texts, texts[1:] + texts[:1]))
-    return [(won[i] + 1 - won[i - 1]) / 2 for i in range(len(texts))]
-
-
-async def judge_stdin(args, emit):
-    """Records with an LLM's `advantage` at each message and candidate, in order."""
-    servers = Endpoint(args.endpoint, args.in_flight)
-    model, window, left_out = await servers.model(args.model), collections.deque(), 0
-
-    async def judged(record):
-        history = record["dialogue_history"]
-        turns = [(history[:t], [m, *m.get("candidates", ())])
-                 for t, m in enumerate(history) if m["role"] == "assistant"]
-        advantages = await asyncio.gather(
-            *(judge(servers, model, record["task"], before, actions) for before, actions in turns))
-        for (_, actions), found in zip(turns, advantages):
-            for action, advantage in zip(actions, found):
-                action["advantage"] = advantage
-        return record
-
-    async def write_first():
-        nonlocal left_out
-        try:
-            emit(await window.popleft())
-        except EndpointError as e:
-            say(f"a record is left out: {e}")
-            left_out += 1
-
-    error = None
-    try:
-        for record in read_jsonl(sys.stdin, needs("dialogue_history"), skip_bad=args.skip_bad):
-            window.append(asyncio.ensure_future(judged(record)))
-            if len(window) == args.in_flight:
-                await write_first()
-    except SystemExit as e:  # a bad line: first what stands before it
-        error = e
-    while window:
-        await write_first()
-    if error:
-        raise error
-    if left_out:
-        fail(f"{left_out} records could not be judged and were not written")
-
-
 # --- command line ---------------------------------------------------------------------------------
 
 def browser_flags(p):
@@ -2061,12 +1971,6 @@ def get_args(argv=None):
         skip_bad_flag(p)
         page_flags(p)
 
-    p = command("judge", "have an LLM that sees the reference compare messages and candidates: "
-                "`advantage` is the share of its comparisons that one wins")
-    flag(p, "endpoint", None, "http://host:port/v1[,http://...] of a chat model", required=True)
-    flag(p, "model", None, "its name, if the servers serve several")
-    flag(p, "in_flight", 64, "requests at once at each server", least=1)
-    skip_bad_flag(p)
     return root.parse_args(argv)
 
 
@@ -2137,8 +2041,6 @@ def check_stdin(args, emit):
 
 def main(args):
     emit = open_stdout()
-    if args.command == "judge":
-        return asyncio.run(judge_stdin(args, emit))
     commands = {"tasks": write_tasks, "demos": write_demos,
                 "grade": grade_stdin, "check": check_stdin}
     commands[args.command](args, emit)

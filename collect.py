@@ -16,7 +16,6 @@ import asyncio
 import atexit
 import base64
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -30,7 +29,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 from colbench import (NOT_SEEN, GraderError, NoReference, RenderError, environment, first_message,
-                      hidden_information, human_prompt, judge, kind_of, needs, page_flags,
+                      hidden_information, human_prompt, kind_of, needs, page_flags,
                       read_action, redact, task_id, ungraded, without_thinking)
 
 
@@ -69,8 +68,8 @@ def get_args(argv=None):
     flag(g, "candidates_share", 1.0, "share of the episodes that get candidates")
     flag(g, "best_of", 1, "messages drawn at every turn; the critic's favourite is sent",
          least=1)
-    flag(g, "critic", None, "--out of train_critic.py, or http://host:port/v1 of an LLM; it READS "
-         "HIDDEN INFORMATION, so this is no fair policy")
+    flag(g, "critic", None, "--out of train_critic.py; it READS HIDDEN INFORMATION, so this is no "
+         "fair policy")
     flag(g, "prior", 0.0, "--best_of: choose by score + prior * log-prob")
     g = p.add_argument_group("engine")
     flag(g, "engine", "auto", "transformers, vllm, or http://host:port/v1[,http://...] of vLLM "
@@ -81,7 +80,7 @@ def get_args(argv=None):
     flag(g, "tensor_parallel", 1, "vllm: GPUs of one copy of the model", least=1)
     flag(g, "data_parallel", 1, "vllm: copies", least=1)
     flag(g, "max_model_len", None, "vllm: longest context, else the model's", kind=int, least=1)
-    flag(g, "in_flight", 64, "requests at once to one server of --human or --critic", least=1)
+    flag(g, "in_flight", 64, "requests at once to one server of --human", least=1)
     flag(g, "timeout", 120.0, "seconds of a request, of an engine's for each draw")
     flag(g, "retries", 8, "of a request, over about a minute")
     g = p.add_argument_group("grading")
@@ -535,10 +534,7 @@ class Players:
         else:
             self.engine = TransformersEngine(args, stop)
         self.critic = self.pictures = None
-        if http(args.critic):
-            judges = Endpoint(args.critic, args.in_flight, args.timeout, args.retries)
-            self.critic = functools.partial(judge, judges, await judges.model())
-        elif args.critic:
+        if args.critic:
             self.critic, self.pictures = trained_critic(args)
             self.folder = tempfile.TemporaryDirectory()
         return self

@@ -91,7 +91,7 @@ def test_twenty_questions_go_through_all_scripts(repo):
 
 
 @pytest.mark.parametrize("name, flags", [
-    ("colbench.py", "grade"), ("colbench.py", "check"), ("colbench.py", "judge --endpoint URL"),
+    ("colbench.py", "grade"), ("colbench.py", "check"),
     ("collect.py", "--model MODEL"), ("train_critic.py", "--model MODEL --out OUT"),
     ("train_policy.py", "--model MODEL --out OUT"), ("evaluate.py", "")])
 def test_an_unknown_kind_is_an_error_that_names_the_known_ones(name, flags, tiny_dir, tmp_path):
