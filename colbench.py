@@ -667,12 +667,15 @@ def english_demonstration(task, r, args):
     return scripted_episode(task, args.max_turns, agent, human, show_hidden=informed)
 
 
-# --- built-in pages: five hidden slots, and a human who compares what is drawn --------------------
+# --- built-in pages: five hidden slots ------------------------------------------------------------
 
-PAGE_SLOTS = {"background": ("gray", "yellow", "pink"),
-              "header": ("red", "green", "blue", "purple"),
-              "title": ("left", "center", "right"), "columns": ("1", "2", "3", "4"),
-              "button": ("black", "white")}
+PAGE_SLOTS = {  # name: (what stands before its value in a page, values)
+    "background": ('<body class="bg-', ("gray", "yellow", "pink")),
+    "header": ('<header class="bg-', ("red", "green", "blue", "purple")),
+    "title": ('<h1 class="text-', ("left", "center", "right")),
+    "columns": ("grid-cols-", ("1", "2", "3", "4")),
+    "button": ('<button class="bg-', ("black", "white"))}
+PAGE_VALUES = {slot: values for slot, (_, values) in PAGE_SLOTS.items()}
 THEMES = "bakery", "school", "museum", "garden", "library", "market"
 BUILTIN_PAGE = """\
 <html><link rel=stylesheet href=tailwind.css><body class="bg-{background}-300">\
@@ -683,11 +686,28 @@ BUILTIN_PAGE = """\
 </main><button class="bg-{button} m-8 p-16"></button></body></html>"""
 
 
-def remark(what, wanted, shown):
-    """What the scripted human says of a difference between two pages."""
-    if what == "columns":
-        return f"there should be {wanted} columns, not {shown}"
-    return f"the {what} should be {wanted}, not {shown}"
+def page_slots(page):
+    """{slot: its value} of a page that is made like the built-in ones; it may lack some."""
+    found = {slot: re.search(before + r"(\w+)", page) for slot, (before, _) in PAGE_SLOTS.items()}
+    return {slot: match[1] for slot, match in found.items() if match}
+
+
+def page_human(task, message):
+    """The human of a built-in page: one slot that is not as in theirs."""
+    page, wanted = extract_page(message), page_slots(hidden_information(task))
+    if not wanted:
+        say_that_it_knows_nothing()
+    if not page:
+        return NOT_SEEN.format("no page")
+    shown = page_slots(page)
+    wrong = [slot for slot in wanted if shown.get(slot) != wanted[slot]]
+    if not wrong:
+        return RIGHT
+    slot = rng("remark", task["id"], message).choice(wrong)
+    said = f"the {slot} should be {wanted[slot]}"
+    if slot == "columns":
+        said = f"there should be {wanted[slot]} columns"
+    return f"{said}, not {shown[slot]}" if slot in shown else said
 
 
 def builtin_page(theme, values):
@@ -701,7 +721,7 @@ def builtin_pages(split, args):
     misses = 0  # in a row: with --usual 1 a split may have no page
     while misses < 10_000:
         theme = r.choice(THEMES)
-        values = draw_values(r, PAGE_SLOTS, args.usual)
+        values = draw_values(r, PAGE_VALUES, args.usual)
         misses += 1
         if rng("pages", theme, values).choice(SPLITS) == split:
             misses = 0
@@ -713,12 +733,11 @@ def builtin_pages(split, args):
 
 
 def page_demonstration(task, r, args):
-    """demonstration() of a built-in page. Nothing is drawn: the human knows both pages' slots."""
-    theme, *values = task["id"].split("-")
-    wanted = dict(zip(PAGE_SLOTS, values))
+    """demonstration() of a built-in page."""
+    theme, wanted = task["id"].partition("-")[0], page_slots(task["ground_truth"])
     informed, silent = r.random() < args.hidden, r.random() < args.silent
     page = {slot: wanted[slot] if informed else r.choice(choices)
-            for slot, choices in PAGE_SLOTS.items()}
+            for slot, choices in PAGE_VALUES.items()}
 
     def agent(turn, reply):
         if reply == RIGHT and not silent:
@@ -731,17 +750,14 @@ def page_demonstration(task, r, args):
         return output
 
     def human(content):
-        """Names a difference; the agent mends it, or changes something else."""
-        wrong = [slot for slot in wanted if page[slot] != wanted[slot]]
-        slot = r.choice(wrong or list(wanted))
-        if not extract_page(content):
-            return NOT_SEEN.format("no page")
-        reply = remark(slot, wanted[slot], page[slot]) if wrong else RIGHT
+        """Names a slot; the agent mends it, or changes another."""
+        reply = page_human(task, content)
+        named = [slot for slot in page if slot in reply.split()]
         if r.random() < args.distract:
-            other = r.choice(list(PAGE_SLOTS))
-            page[other] = r.choice(PAGE_SLOTS[other])
-        else:
-            page[slot] = wanted[slot]
+            other = r.choice(list(page))
+            page[other] = r.choice(PAGE_VALUES[other])
+        elif named:
+            page[named[0]] = wanted[named[0]]
         return reply
 
     return scripted_episode(task, args.max_turns, agent, human, show_hidden=informed)
@@ -812,7 +828,8 @@ def confine(libc, bpf, memory):
 
 FENCED = re.compile(r"(`{3,}|~{3,})[ \t]*[{.]*(\w*)[^\n]*\n(.*?)(?:\1|\Z)", re.S)
 FIRST_LINE = re.compile(  # a line that is code and not prose
-    r"^[ \t]*(def \w+ *\(|async def |class \w+ *[(:]|import \w|from [\w.]+ import |@\w|\w+ = \S)", re.M)
+    r"^[ \t]*(def \w+ *\(|async def |class \w+ *[(:]|import \w|from [\w.]+ import |@\w"
+    r"|\w+ = \S)", re.M)
 
 
 def compiled(text):
@@ -1270,29 +1287,29 @@ CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.
 PICTURE_HOSTS = re.compile(
     r"(^|\.)(picsum\.photos|placeholder\.com|placehold\.(co|it)|dummyimage\.com|unsplash\.com|"
     r"loremflickr\.com|placekitten\.com)$")
-# What is on a page: its things (pictures, inputs), coloured areas and texts, by tag and box.
+# What is on a page: its things (pictures, inputs), coloured areas and texts, by box.
 BLOCKS = """limit => document.fonts.ready.then(() => {
   const blocks = [], solid = c => !c.startsWith('rgba') || !c.endsWith(', 0)');
   const things = /^(IMG|SVG|IFRAME|VIDEO|CANVAS|INPUT|TEXTAREA|SELECT)$/i;
-  const add = (kind, e, what, colour, text) => {
-    const r = what.getBoundingClientRect(), tag = e.tagName.toLowerCase();
+  const add = (kind, what, colour, text) => {
+    const r = what.getBoundingClientRect();
     const box = [r.left + scrollX, r.top + scrollY, r.width, r.height];
-    blocks.push({kind, tag, box, colour, text});
+    blocks.push({kind, box, colour, text});
   };
   for (const e of document.body ? document.body.querySelectorAll('*') : []) {
     const r = e.getBoundingClientRect(), s = getComputedStyle(e);
     if (blocks.length >= limit || r.width < 1 || r.height < 1) continue;
     if (s.visibility != 'visible' || s.opacity == 0) continue;
     const coloured = solid(s.backgroundColor) || s.backgroundImage != 'none';
-    if (things.test(e.tagName)) add('thing', e, e, e.tagName, '');
-    else if (coloured) add('area', e, e, s.backgroundColor, '');
+    if (things.test(e.tagName)) add('thing', e, e.tagName, '');
+    else if (coloured) add('area', e, s.backgroundColor, '');
     const texts = [...e.childNodes].filter(n => n.nodeType == 3 && n.textContent.trim());
     if (texts.length) {  // where its letters are
       const range = document.createRange();
       range.setStartBefore(texts[0]);
       range.setEndAfter(texts[texts.length - 1]);
       const text = texts.map(n => n.textContent).join(' ').trim().slice(0, 500);
-      add('text', e, range, s.color, text);
+      add('text', range, s.color, text);
     }
   }
   const root = document.documentElement, body = document.body;
@@ -1317,11 +1334,8 @@ class Sheet:
     """
     RULE = re.compile(r"(@[^{}]+)\{((?:[^{}]*\{[^{}]*\})*)\}|([^{}@]+\{[^{}]*\})")
     CLASS = re.compile(r"\.((?:\\.|[\w-])+)")
-    COLOUR = re.compile(r"\.bg-([\w-]+)\{--tw-bg-opacity:1;background-color:rgba\((\d+,\d+,\d+),")
 
     def __init__(self, css):
-        self.colours = {name: tuple(map(int, rgb.split(",")))
-                        for name, rgb in self.COLOUR.findall(css)}
         self.rules, self.by_class = [], collections.defaultdict(list)  # {class: rules' numbers}
         for at, inner, plain in self.RULE.findall(re.sub(r"/\*.*?\*/", "", css, flags=re.S)):
             rules = re.findall(r"[^{}]+\{[^{}]*\}", inner or plain)
@@ -1598,80 +1612,6 @@ def similarity(page, other):
     return 0.9 * blocks + 0.1 * behind
 
 
-NAMES = {"h1": "title", "h2": "heading", "h3": "subheading", "p": "paragraph", "a": "link",
-         "li": "list item", "img": "picture", "div": "box", "nav": "navigation", "ul": "list",
-         "td": "cell", "span": "text"}
-
-
-def columns_of(blocks):
-    """How many of these blocks stand side by side, at most."""
-    rows = collections.Counter(round(block["box"][1]) for block in blocks)
-    return max(rows.values(), default=0)
-
-
-def side_of(block):
-    """In which third of the page a block's middle is."""
-    left, _, width, _ = block["box"]
-    middle = (left + width / 2) / PAGE["width"]
-    if middle < 1 / 3:
-        return "left"
-    return "right" if middle > 2 / 3 else "center"
-
-
-def block_remark(name, shown, wanted, colour):
-    """What the scripted human says of two blocks, or None; colour(css): a colour's name."""
-    if shown["kind"] == "area" and colour(shown["colour"]) != colour(wanted["colour"]):
-        return remark(name, colour(wanted["colour"]), colour(shown["colour"]))
-    if shown["text"] != wanted["text"]:
-        return f"the {name} should say {wanted['text'][:80]!r}"
-    if side_of(shown) != side_of(wanted):
-        return remark(name, side_of(wanted), side_of(shown))
-    if weight(shown) != weight(wanted):
-        return f"the {name} should be {'larger' if weight(shown) < weight(wanted) else 'smaller'}"
-    return None
-
-
-def differences(page, other, colours):
-    """[(loss, remark)], largest loss first: what makes a drawn page unlike `other`, the wanted one.
-
-    Blocks of one tag are compared in their order. colours: {name: (r, g, b)}. A loss is what the
-    difference costs in `similarity`.
-    """
-    losses = collections.Counter()
-    height = max(page["height"], other["height"], 1)
-    everything = page["blocks"] + other["blocks"]
-    scale = 0.9 / max(1.0, sum(map(weight, everything)))
-
-    def loss(a, b):
-        return scale * (weight(a) + weight(b)) * (1 - block_likeness(a, b, height))
-
-    def colour(css):
-        nearest = min(colours, key=lambda name: math.dist(colours[name], colour_of(css)))
-        return nearest.partition("-")[0]
-
-    shown, wanted = colour(page["colour"]), colour(other["colour"])
-    if shown != wanted:
-        distance = colour_distance(page["colour"], other["colour"])
-        losses[remark("background", wanted, shown)] = 0.1 * distance
-    for kind, tag in sorted({(block["kind"], block["tag"]) for block in everything}):
-        shown, wanted = ([b for b in drawn["blocks"] if (b["kind"], b["tag"]) == (kind, tag)]
-                         for drawn in (page, other))
-        name, n = NAMES.get(tag, tag), min(len(shown), len(wanted))
-        if len(shown) != len(wanted):
-            unmatched = sum(map(weight, shown[n:] + wanted[n:]))
-            losses[f"{name}: there should be {len(wanted)}, not {len(shown)}"] += scale * unmatched
-        columns = columns_of(wanted), columns_of(shown)
-        if n > 1 and columns[0] != columns[1]:
-            losses[remark("columns", *columns)] += sum(map(loss, shown, wanted))
-            continue
-        for a, b in zip(shown, wanted):
-            said = block_remark(name, a, b, colour)
-            if said:
-                losses[said] += loss(a, b)
-    found = [(lost, said) for said, lost in losses.items() if lost > 1e-9]
-    return sorted(found, key=lambda one: (-one[0], one[1]))
-
-
 class Clip:
     """Cosine similarity of CLIP image embeddings, clipped to [0, 1].
 
@@ -1836,6 +1776,7 @@ class Pages(Environment):
     tasks = staticmethod(builtin_pages)
     demonstration = staticmethod(page_demonstration)
     page = staticmethod(extract_page)
+    scripted_human = staticmethod(page_human)
 
     def __init__(self, args, workers, pictures=0):
         self.by, self.likeness = "blocks", {"reward": similarity}  # likeness(page, reference)
@@ -1876,11 +1817,6 @@ class Pages(Environment):
         except RenderError as e:
             why = f"task {task_id(task)}: its reference can't be drawn: {e}"
             raise NoReference(why) from None
-
-    def scripted_human(self, task, message):
-        """The largest difference between the message's page and the reference."""
-        found = differences(*self.pair(task, message), self.renderer.sheet.colours)
-        return found[0][1] if found else RIGHT
 
     def shown(self, task, message):
         return [picture["png"] for picture in self.pair(task, message)]
