@@ -267,9 +267,34 @@ def scripted_episode(task, max_turns, agent, human, show_hidden=False):
 
 # --- built-in tasks: small functions with hidden slots --------------------------------------------
 
+class Detail(NamedTuple):
+    """A number that only the human knows.
+
+    The texts may hold {unit}, replies also {n}, the number.
+    """
+    values: object    # a range, or a tuple of texts
+    step: str         # Python; of functions in English
+    clauses: tuple    # of the description, which leaves the number out
+    questions: tuple
+    replies: tuple
+    named: str        # regex: the words by which a question names it
+
+
+class Wording(NamedTuple):
+    """The functions of one kind of task, and what is said of them."""
+    details: dict     # {slot: Detail}; the last one is in no function
+    stories: dict     # {a function's name: (what it gives, unit)}
+    bodies: dict      # {a function's name: {its slots: its body}}
+    requests: tuple
+    unknown: tuple    # the human's replies where it knows nothing
+    answer: str
+    more: dict        # fields of a task
+
+
 # The slots' values are disjoint, so that a small model can learn which number belongs where.
 SLOTS = {"rate": range(2, 10), "fee": range(11, 21), "low": range(21, 31), "step": range(31, 41),
-         "cap": range(41, 51), "mod": range(51, 61), "code": range(61, 71), "op": ("min", "max")}
+         "cap": range(41, 51), "mod": range(51, 61), "code": range(61, 71), "op": ("min", "max"),
+         "color": ()}
 # One description stands for several functions: asking, or the reference, tells which slots it has.
 FAMILIES = {  # name: (description, expressions in x and their slots)
     "rent": ("the rent for x days", (
@@ -297,208 +322,6 @@ FAMILIES = {  # name: (description, expressions in x and their slots)
         "code if x < low else x * rate + fee",
         "code if x < low else min(x * rate + fee, cap * 9)")),
 }
-BUGS = (("min(", "max("), ("max(", "min("), (" + ", " - "), (" * ", " + "), ("<", ">"), (">", "<"),
-        ("//", "%"), ("%", "//"), ("else x", "else 0"))
-SPLITS = ("train", "val", "test")  # which one a task is in is drawn by its name and values
-
-
-def draw_values(r, slots, usual):
-    """A value for each slot. With probability `usual` it is the first one, which a guess names."""
-    values = {}
-    for name, choices in slots.items():
-        is_usual = r.random() < usual
-        values[name] = choices[0] if is_usual else r.choice(choices)
-    return values
-
-
-def slots_of(code):
-    """{name: text} of a reference's slots, the keyword defaults in `def f(x, rate=3): ...`."""
-    signature = code.partition("\n")[0].partition(":")[0]
-    return dict(re.findall(r"(\w+)=([^\s,()]+)", signature))
-
-
-def copied_slots(record):
-    """(right, told): the slots whose value the human told ("rate=3"); the answer has so many right.
-
-    A slot that was told but is missing in the answer doesn't count.
-    """
-    answer = record.get("answer") or ""
-    if not answer.startswith("def "):
-        return 0, 0
-    wanted, written, told = slots_of(record["task"]["ground_truth"]), slots_of(answer), {}
-    for m in record["dialogue_history"][1:]:
-        if m["role"] == "user":
-            told.update(slots_of(f"f({m['content']}):"))
-    counted = wanted.keys() & told.keys() & written.keys()
-    return sum(written[name] == told[name] for name in counted), len(counted)
-
-
-def builtin_code(name, expression, values):
-    """A function in one line; slots_of reads the values again."""
-    defaults = ", ".join(f"{slot}={value}" for slot, value in values.items())
-    return f"def {name}(x, {defaults}): return {expression}"
-
-
-def telling_inputs(outputs, values, choices, r):
-    """Ten inputs x. Another value of any one slot changes the output of at least one of them.
-
-    outputs(inputs, values): a function's outputs; choices: {slot: its values}; r: a random.Random.
-    None where some other value makes the same function.
-    """
-    numbers = [v for v in values.values() if isinstance(v, int)]
-    inputs = {v + d for v in numbers for d in (-2, -1, 0, 1, 2)}
-    inputs |= {-r.randrange(1, 20), *range(4), 500, *r.sample(range(150), 30)}
-    inputs = sorted(inputs)
-    right = outputs(inputs, values)
-    rivals = [outputs(inputs, {**values, slot: value})
-              for slot in values for value in choices[slot] if value != values[slot]]
-    wrong = {x: {n for n, rival in enumerate(rivals) if rival[i] != right[i]}
-             for i, x in enumerate(inputs)}
-    left, chosen = set(range(len(rivals))), []
-    while left and len(chosen) < 10:  # next the input at which the most of them are wrong
-        best = max((x for x in inputs if x not in chosen), key=lambda x: len(wrong[x] & left))
-        chosen.append(best)
-        left -= wrong[best]
-    if left:
-        return None
-    chosen += r.sample([x for x in inputs if x not in chosen], 10 - len(chosen))
-    r.shuffle(chosen)
-    return chosen
-
-
-def task_of(kind, name, values, description, code, inputs, **more):
-    """A built-in task: its id tells name and values, its tests call the function at the inputs."""
-    return {"id": "-".join([name, *(f"{slot}{value}" for slot, value in values.items())]),
-            "kind": kind, "problem_description": description, **more, "ground_truth": code,
-            "test_cases": {f"test{i}": f"{name}({x})" for i, x in enumerate(inputs, 1)}}
-
-
-def builtin_task(name, expression, values):
-    """A task whose slots have these values; None if another value makes the same function.
-
-    It has ten tests. Any other value of any one slot fails at least one of them.
-    """
-    # our own expression, from FAMILIES
-    f = eval(f"lambda xs, {', '.join(values)}: [{expression} for x in xs]")
-    operators = {"min": min, "max": max}
-
-    def outputs(inputs, values):
-        return f(inputs, **{slot: operators.get(value, value) for slot, value in values.items()})
-
-    inputs = telling_inputs(outputs, values, SLOTS, rng("tests", name, values))
-    if inputs is None:
-        return None
-    return task_of("backend", name, values, f"write {name}(x): {FAMILIES[name][0]}",
-                   builtin_code(name, expression, values), inputs,
-                   agent_prompt="{problem_description}")
-
-
-@functools.cache
-def variants(name, min_slots, max_slots):
-    """{slot names: expression} of a family's functions that have so many slots."""
-    found = {}
-    for expression in FAMILIES[name][1]:
-        names = tuple(slot for slot in SLOTS if re.search(rf"\b{slot}\b", expression))
-        if min_slots <= len(names) <= max_slots:
-            found[names] = expression
-    return found
-
-
-def builtin_tasks(split, args):
-    """Endless built-in tasks of a split. The splits share no task; one seed may repeat a task.
-
-    args: seed, usual, min_slots and max_slots of `colbench.py tasks`.
-    """
-    r, low, high = rng("tasks", split, args.seed), args.min_slots, args.max_slots
-    families = [name for name in FAMILIES if variants(name, low, high)]
-    if not families:
-        fail(f"no built-in function has {low} to {high} slots; they have 2 to 5")
-    while True:
-        name = r.choice(families)
-        names, expression = r.choice(list(variants(name, low, high).items()))
-        values = draw_values(r, {slot: SLOTS[slot] for slot in names}, args.usual)
-        if rng("split", name, values).choice(SPLITS) == split:
-            task = builtin_task(name, expression, values)
-            if task:
-                yield task
-
-
-def scripted_human(task, message):
-    """The built-in human: the value of the first slot that the message names."""
-    slots = slots_of(hidden_information(task))
-    if not slots:
-        say_that_it_knows_nothing()
-    for word in re.findall(r"\w+", message):
-        if word in slots:
-            return f"{word}={slots[word]}"
-    return "i do not know"
-
-
-@functools.cache
-def say_that_it_knows_nothing():
-    say("the scripted human knows the slots of built-in tasks alone, and nothing of some tasks "
-        "here: --human http://... lets an LLM play the human")
-
-
-def demonstration(task, r, args):
-    """One scripted episode of mixed quality: what an imperfect agent might do. Returns a record.
-
-    r: a random.Random. args: max_turns and the probabilities of `colbench.py demos`: at_once,
-    early, distract, noise, silent, hidden.
-    """
-    name = task["id"].partition("-")[0]
-    functions = variants(name, args.min_slots, args.max_slots)
-    slots, told, denied = slots_of(task["ground_truth"]), {}, set()
-    informed, silent = r.random() < args.hidden, r.random() < args.silent
-
-    def answer(possible):
-        """The function by what it knows; the missing slots and values are guessed."""
-        known = tuple(slots) if informed else tuple(slot for slot in SLOTS if slot in told)
-        names = r.choice([known] if known in possible else list(possible))
-        expression = possible[names]
-        guesses = slots if informed else {slot: SLOTS[slot][0] for slot in names}
-        values = {slot: told.get(slot) or guesses[slot] for slot in names}
-        if r.random() < args.noise:  # a bug: one operator is another
-            right, wrong = r.choice([swap for swap in BUGS if swap[0] in expression])
-            expression = expression.replace(right, wrong, 1)
-        return f"{ANSWER}\n{builtin_code(name, expression, values)}"
-
-    def agent(turn, reply):
-        possible = {names: e for names, e in functions.items()
-                    if set(told) <= set(names) and not denied & set(names)}
-        unknown = [slot for slot in SLOTS if slot not in told and any(slot in n for n in possible)]
-        early = r.random() < (args.at_once if turn == 0 else args.early)
-        last = turn == args.max_turns - 1
-        if not silent and (early or last or not unknown):
-            return answer(possible)
-        distracted = not unknown or r.random() < args.distract
-        asked = r.choice([*SLOTS, "color"] if distracted else unknown[:2])
-        return r.choice((f"what is the {asked}?", f"which {asked} do you want?"))
-
-    def human(content):
-        reply = scripted_human(task, content)
-        told.update(slots_of(f"f({reply}):"))
-        denied.update(set(re.findall(r"\w+", content)) - set(told))  # names of slots, among others
-        return reply
-
-    return scripted_episode(task, args.max_turns, agent, human, show_hidden=informed)
-
-
-# --- built-in tasks in English, for real language models ------------------------------------------
-
-class Detail(NamedTuple):
-    """A number that only the human knows, and the step of a function that needs it.
-
-    The texts may hold {unit}, replies also {n}, the number.
-    """
-    values: range
-    step: str         # Python
-    clauses: tuple    # of the description, which leaves the number out
-    questions: tuple
-    replies: tuple
-    named: str        # regex: the words by which a question names it
-
-
 # In the order of their steps. A function has a price and one to four of the others.
 DETAILS = {
     "limit": Detail(
@@ -540,7 +363,8 @@ DETAILS = {
         ("it never costs more than a maximum", "there is a maximum total"),
         ("What is the maximum?", "What does it cost at most?", "What is the highest total?"),
         ("The maximum is {n}.", "It costs at most {n}."),
-        r"maxim|at most|highest|upper|more than|\bcap|exceed|ceiling")}
+        r"maxim|at most|highest|upper|more than|\bcap|exceed|ceiling"),
+    "color": Detail((), "", (), ("What color should it be?",), (), r"\bcolor\b")}
 STORIES = {  # name: (what the function gives, unit)
     "ride": ("the price of a taxi ride of x kilometers", "kilometer"),
     "rent": ("the rent of a boat for x days", "day"),
@@ -553,116 +377,229 @@ STORIES = {  # name: (what the function gives, unit)
 REQUESTS = ("Please write a function {name}(x) that returns {what}.",
             "I need a function {name}(x). It should return {what}.",
             "Can you write {name}(x)? It returns {what}.")
-DOES_NOT_KNOW = "I do not know.", "I can't say.", "That does not matter."
-UNITS = ("zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-         "fifteen sixteen seventeen eighteen nineteen").split()
-TENS = "twenty thirty forty fifty sixty seventy eighty ninety".split()
+BUGS = (("min(", "max("), ("max(", "min("), (" + ", " - "), (" * ", " + "), ("<", ">"), (">", "<"),
+        ("//", "%"), ("%", "//"), ("else x", "else 0"))
+SPLITS = ("train", "val", "test")  # which one a task is in is drawn by its name and values
 
 
-def in_words(n):
-    """An integer below 100 in English."""
-    if n < 20:
-        return UNITS[n]
-    ending = f"-{UNITS[n % 10]}" if n % 10 else ""
-    return TENS[n // 10 - 2] + ending
+def slots_in(expression):
+    return tuple(slot for slot in SLOTS if re.search(rf"\b{slot}\b", expression))
 
 
-def english_code(name, values):
-    """A function over several lines; slots_of reads the values again."""
+def body_in_english(slots):
+    steps = "\n".join(DETAILS[slot].step for slot in slots)
+    return "\n" + textwrap.indent(f"{steps}\nreturn total", "    ")
+
+
+PRICED = [tuple(slot for slot in DETAILS if slot == "price" or slot in others)
+          for n in range(len(DETAILS) - 1)
+          for others in itertools.combinations([*DETAILS][:2] + [*DETAILS][3:-1], n)]
+WORDINGS = {
+    "backend": Wording(
+        {slot: Detail(values, "", (), (f"what is the {slot}?", f"which {slot} do you want?"),
+                      (slot + "={n}",), rf"\b{slot}\b") for slot, values in SLOTS.items()},
+        {name: (what, "") for name, (what, _) in FAMILIES.items()},
+        {name: {slots_in(e): f" return {e}" for e in expressions}
+         for name, (_, expressions) in FAMILIES.items()},
+        ("write {name}(x): {what}",), ("i do not know",), "{code}",
+        {"agent_prompt": "{problem_description}"}),
+    "english": Wording(
+        DETAILS, STORIES, dict.fromkeys(STORIES, {s: body_in_english(s) for s in PRICED}),
+        REQUESTS, ("I do not know.", "I can't say.", "That does not matter."),
+        "```python\n{code}\n```", {})}
+
+
+def draw_values(r, slots, usual):
+    """A value for each slot. With probability `usual` it is the first one, which a guess names."""
+    values = {}
+    for name, choices in slots.items():
+        is_usual = r.random() < usual
+        values[name] = choices[0] if is_usual else r.choice(choices)
+    return values
+
+
+def slots_of(code):
+    """{name: text} of a reference's slots, the keyword defaults in `def f(x, rate=3): ...`."""
+    signature = code.partition("\n")[0].partition(":")[0]
+    return dict(re.findall(r"(\w+)=([^\s,()]+)", signature))
+
+
+def copied_slots(record):
+    """(right, told): the slots whose value the human told ("rate=3"); the answer has so many right.
+
+    A slot that was told but is missing in the answer doesn't count.
+    """
+    answer = record.get("answer") or ""
+    if not answer.startswith("def "):
+        return 0, 0
+    wanted, written, told = slots_of(record["task"]["ground_truth"]), slots_of(answer), {}
+    for m in record["dialogue_history"][1:]:
+        if m["role"] == "user":
+            told.update(slots_of(f"f({m['content']}):"))
+    counted = wanted.keys() & told.keys() & written.keys()
+    return sum(written[name] == told[name] for name in counted), len(counted)
+
+
+def builtin_code(name, values, body):
+    """A function; slots_of reads the values again."""
     defaults = ", ".join(f"{slot}={value}" for slot, value in values.items())
-    steps = "\n".join(DETAILS[slot].step for slot in values)
-    return f"def {name}(x, {defaults}):\n" + textwrap.indent(f"{steps}\nreturn total", "    ")
+    return f"def {name}(x, {defaults}):{body}"
 
 
-def english_task(name, values):
-    """builtin_task() in English: the description tells every step and leaves out its number."""
-    code, space = english_code(name, values), {}
-    exec(code, space)  # our own code, from DETAILS
+def telling_inputs(outputs, values, choices, r):
+    """Ten inputs x. Another value of any one slot changes the output of at least one of them.
+
+    outputs(inputs, values): a function's outputs; choices: {slot: its values}; r: a random.Random.
+    None where some other value makes the same function.
+    """
+    numbers = [v for v in values.values() if isinstance(v, int)]
+    inputs = {v + d for v in numbers for d in (-2, -1, 0, 1, 2)}
+    inputs |= {-r.randrange(1, 20), *range(4), 500, *r.sample(range(150), 30)}
+    inputs = sorted(inputs)
+    right = outputs(inputs, values)
+    rivals = [outputs(inputs, {**values, slot: value})
+              for slot in values for value in choices[slot] if value != values[slot]]
+    wrong = {x: {n for n, rival in enumerate(rivals) if rival[i] != right[i]}
+             for i, x in enumerate(inputs)}
+    left, chosen = set(range(len(rivals))), []
+    while left and len(chosen) < 10:  # next the input at which the most of them are wrong
+        best = max((x for x in inputs if x not in chosen), key=lambda x: len(wrong[x] & left))
+        chosen.append(best)
+        left -= wrong[best]
+    if left:
+        return None
+    chosen += r.sample([x for x in inputs if x not in chosen], 10 - len(chosen))
+    r.shuffle(chosen)
+    return chosen
+
+
+def builtin_task(kind, name, values, body):
+    """A task whose slots have these values; None if another value makes the same function.
+
+    It has ten tests. Any other value of any one slot fails at least one of them.
+    """
+    code, space, words = builtin_code(name, values, body), {"min": min, "max": max}, WORDINGS[kind]
+    exec(code, space)  # our own code, from FAMILIES or DETAILS
 
     def outputs(inputs, values):
+        values = {slot: space.get(value, value) for slot, value in values.items()}
         return [space[name](x, **values) for x in inputs]
 
-    r = rng("english", name, values)
-    choices = {slot: DETAILS[slot].values for slot in values}
+    r, (what, unit) = rng("tests", name, values), words.stories[name]
+    choices = {slot: words.details[slot].values for slot in values}
     inputs = telling_inputs(outputs, values, choices, r)
     if inputs is None:
         return None
-    what, unit = STORIES[name]
-    clauses = [r.choice(DETAILS[slot].clauses) for slot in values]
-    sentences = [fill(r.choice(REQUESTS), name=name, what=what)]
-    sentences += [f"{clause[0].upper()}{clause[1:]}." for clause in clauses]
-    return task_of("english", name, values, fill(" ".join(sentences), unit=unit), code, inputs)
+    said = [fill(r.choice(words.requests), name=name, what=what)]
+    for slot in values:
+        if words.details[slot].clauses:
+            clause = fill(r.choice(words.details[slot].clauses), unit=unit)
+            said.append(f"{clause[0].upper()}{clause[1:]}.")
+    return {"id": "-".join([name, *(f"{slot}{value}" for slot, value in values.items())]),
+            "kind": kind, "problem_description": " ".join(said), **words.more,
+            "ground_truth": code,
+            "test_cases": {f"test{i}": f"{name}({x})" for i, x in enumerate(inputs, 1)}}
 
 
-def english_tasks(split, args):
-    """Endless tasks in English, as builtin_tasks."""
-    if not 1 <= args.min_slots <= args.max_slots <= len(DETAILS):
-        fail(f"functions in English have 1 to {len(DETAILS)} slots")
-    r = rng("english tasks", split, args.seed)
-    others = [slot for slot in DETAILS if slot != "price"]
+def bodies(kind, name, args):
+    """{slots: body} of a name's functions that have so many slots."""
+    return {slots: body for slots, body in WORDINGS[kind].bodies[name].items()
+            if args.min_slots <= len(slots) <= args.max_slots}
+
+
+def builtin_tasks(kind, split, args):
+    """Endless built-in tasks of a split. The splits share no task; one seed may repeat a task.
+
+    args: seed, usual, min_slots and max_slots of `colbench.py tasks`.
+    """
+    r, words = rng("tasks", split, args.seed), WORDINGS[kind]
+    names = [name for name in words.stories if bodies(kind, name, args)]
+    if not names:
+        fail(f"no built-in function has {args.min_slots} to {args.max_slots} slots")
     while True:
-        name = r.choice(list(STORIES))
-        chosen = {"price", *r.sample(others, r.randint(args.min_slots, args.max_slots) - 1)}
-        choices = {slot: detail.values for slot, detail in DETAILS.items() if slot in chosen}
-        values = draw_values(r, choices, args.usual)
+        name = r.choice(names)
+        slots, body = r.choice(list(bodies(kind, name, args).items()))
+        values = draw_values(r, {slot: words.details[slot].values for slot in slots}, args.usual)
         if rng("split", name, values).choice(SPLITS) == split:
-            task = english_task(name, values)
+            task = builtin_task(kind, name, values, body)
             if task:
                 yield task
 
 
-def detail_asked(message):
-    """The name of the detail that a message asks for first, or None."""
-    found = {slot: re.search(detail.named, message, re.I) for slot, detail in DETAILS.items()}
+def asked_for(kind, message):
+    """The slot that a message asks for first, or None."""
+    found = {slot: re.search(detail.named, message, re.I)
+             for slot, detail in WORDINGS[kind].details.items()}
     starts = {slot: match.start() for slot, match in found.items() if match}
-    if starts:
-        return min(starts, key=starts.get)
-    return "price" if re.search("price|cost|charge|how much", message, re.I) else None
+    if not starts and re.search("price|cost|charge|how much", message, re.I):
+        return "price"
+    return min(starts, key=starts.get, default=None)
 
 
-def english_human(task, message):
-    """The human of a task in English: one sentence about the first detail that is asked for."""
-    values, slot = slots_of(hidden_information(task)), detail_asked(message)
-    r = rng("reply", task["id"], message)
-    if slot not in values:
-        return r.choice(DOES_NOT_KNOW)
-    n = values[slot]
-    if r.random() < 0.3:
-        n = in_words(int(n))
-    reply = fill(r.choice(DETAILS[slot].replies), n=n, unit=STORIES[task["id"].split("-")[0]][1])
-    return reply[0].upper() + reply[1:]
+def scripted_human(task, message):
+    """The built-in human: the value of the first slot that the message asks for."""
+    slots, kind = slots_of(hidden_information(task)), kind_of(task)
+    if not slots:
+        say_that_it_knows_nothing()
+    words, slot = WORDINGS[kind], asked_for(kind, message)
+    r = rng("reply", task_id(task), message)
+    if slot not in slots:
+        return r.choice(words.unknown)
+    _, unit = words.stories.get(task_id(task).partition("-")[0], ("", ""))
+    return fill(r.choice(words.details[slot].replies), n=slots[slot], unit=unit)
 
 
-def english_demonstration(task, r, args):
-    """demonstration() of a task in English. The agent knows from the description what to ask."""
-    name = task["id"].partition("-")[0]
-    slots, unit, told = slots_of(task["ground_truth"]), STORIES[name][1], set()
+@functools.cache
+def say_that_it_knows_nothing():
+    say("the scripted human knows the slots of built-in tasks alone, and nothing of some tasks "
+        "here: --human http://... lets an LLM play the human")
+
+
+def demonstration(task, r, args):
+    """One scripted episode of mixed quality: what an imperfect agent might do. Returns a record.
+
+    r: a random.Random. args: max_turns and the probabilities of `colbench.py demos`: at_once,
+    early, distract, noise, silent, hidden.
+    """
+    kind, name = task["kind"], task["id"].partition("-")[0]
+    words, functions = WORDINGS[kind], bodies(kind, name, args)
+    slots, told, denied = slots_of(task["ground_truth"]), {}, set()
     informed, silent = r.random() < args.hidden, r.random() < args.silent
+    if any(words.details[slot].clauses for slot in slots):  # the description tells its slots
+        functions = {tuple(slots): words.bodies[name][tuple(slots)]}
 
-    def answer():
-        values = {slot: value if slot in told or informed else DETAILS[slot].values[0]
-                  for slot, value in slots.items()}
-        code = english_code(name, values)
-        if r.random() < args.noise:
-            right, wrong = r.choice([swap for swap in BUGS if swap[0] in code])
-            code = code.replace(right, wrong, 1)
-        return f"{ANSWER}\n```python\n{code}\n```"
+    def answer(possible):
+        """The function by what it knows; the missing slots and values are guessed."""
+        known = tuple(slot for slot in words.details if slot in (slots if informed else told))
+        names = r.choice([known] if known in possible else list(possible))
+        usual = {slot: words.details[slot].values[0] for slot in names}
+        values = {slot: told.get(slot) or (slots if informed else usual)[slot] for slot in names}
+        body = possible[names]
+        if r.random() < args.noise:  # a bug: one operator is another
+            right, wrong = r.choice([swap for swap in BUGS if swap[0] in body])
+            body = body.replace(right, wrong, 1)
+        return f"{ANSWER}\n" + fill(words.answer, code=builtin_code(name, values, body))
 
     def agent(turn, reply):
-        unknown = [slot for slot in slots if slot not in told]
+        possible = {names: body for names, body in functions.items()
+                    if set(told) <= set(names) and not denied & set(names)}
+        unknown = [slot for slot in words.details
+                   if slot not in told and any(slot in names for names in possible)]
         early = r.random() < (args.at_once if turn == 0 else args.early)
         last = turn == args.max_turns - 1
         if not silent and (early or last or not unknown):
-            return answer()
-        if not unknown or r.random() < args.distract:
-            questions = [*DETAILS[r.choice(list(DETAILS))].questions, "What color should it be?"]
-        else:
-            questions = DETAILS[r.choice(unknown[:2])].questions
-        return fill(r.choice(questions), unit=unit)
+            return answer(possible)
+        distracted = not unknown or r.random() < args.distract
+        asked = r.choice(list(words.details) if distracted else unknown[:2])
+        return fill(r.choice(words.details[asked].questions), unit=words.stories[name][1])
 
     def human(content):
-        told.add(detail_asked(content))
-        return english_human(task, content)
+        slot = asked_for(kind, content)
+        if slot in slots:
+            told[slot] = slots[slot]
+        else:
+            denied.add(slot)
+        return scripted_human(task, content)
 
     return scripted_episode(task, args.max_turns, agent, human, show_hidden=informed)
 
@@ -1731,7 +1668,7 @@ class Functions(Environment):
     fields = ("task.test_cases",)
     reward_name = "tests passed"
     pieces = r"def \w+\(x|\): return [^\n]+"  # a built-in function's head and body
-    tasks = staticmethod(builtin_tasks)
+    tasks = staticmethod(functools.partial(builtin_tasks, "backend"))
     demonstration = staticmethod(demonstration)
     scripted_human = staticmethod(scripted_human)
 
@@ -1756,9 +1693,7 @@ class Functions(Environment):
 class English(Functions):
     """Backend Programming on built-in tasks in English, for real language models."""
     pieces = ""
-    tasks = staticmethod(english_tasks)
-    demonstration = staticmethod(english_demonstration)
-    scripted_human = staticmethod(english_human)
+    tasks = staticmethod(functools.partial(builtin_tasks, "english"))
 
 
 class Pages(Environment):

@@ -14,7 +14,8 @@ from utils import rng
 
 def take(n, split, seed, **knobs):
     given = [str(x) for k, v in {"seed": seed, **knobs}.items() for x in ("--" + k, v)]
-    return list(itertools.islice(builtin_tasks(split, colbench.get_args(["tasks", *given])), n))
+    args = colbench.get_args(["tasks", *given])
+    return list(itertools.islice(builtin_tasks("backend", split, args), n))
 
 
 # --- built-in tasks -------------------------------------------------------------------------------

@@ -7,9 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 import colbench
-from colbench import (ANSWER, BUGS, DETAILS, DOES_NOT_KNOW, STORIES, Grader, detail_asked,
-                      english_demonstration, english_human, english_task, english_tasks, fill,
-                      in_words, slots_of)
+from colbench import (ANSWER, BUGS, DETAILS, STORIES, WORDINGS, Grader, asked_for, builtin_task,
+                      builtin_tasks, demonstration, fill, scripted_human, slots_of)
 from conftest import lines, script
 from utils import rng
 
@@ -18,28 +17,20 @@ PERFECT = dict.fromkeys(("at_once", "early", "distract", "noise", "silent", "hid
 
 def tasks(n, split="train", low=2, high=5):
     args = SimpleNamespace(seed=0, min_slots=low, max_slots=high, usual=0.0)
-    return list(islice(english_tasks(split, args), n))
+    return list(islice(builtin_tasks("english", split, args), n))
 
 
 def numbers_in(text):
-    """All numbers above 1 in a text, in digits or words."""
-    words = {in_words(n): n for n in range(2, 100)}
-    found = [int(n) for n in re.findall(r"[1-9]\d*", text)]
-    return found + [words[w] for w in re.findall(r"[a-z]+(?:-[a-z]+)?", text.lower()) if w in words]
-
-
-def test_numbers_in_words():
-    assert [in_words(n) for n in (0, 9, 11, 20, 21, 60, 99)] == [
-        "zero", "nine", "eleven", "twenty", "twenty-one", "sixty", "ninety-nine"]
-    assert len({in_words(n) for n in range(100)}) == 100
+    """All numbers above 1 in a text."""
+    return [int(n) for n in re.findall(r"[1-9]\d*", text)]
 
 
 def test_who_asks_for_every_detail_can_write_the_function():
     """A perfect agent, which reads the description and not the reference, solves every task."""
-    args = SimpleNamespace(**PERFECT, max_turns=7)
+    args = SimpleNamespace(**PERFECT, max_turns=7, min_slots=2, max_slots=5)
     with Grader() as grader:
         for i, task in enumerate(tasks(40)):
-            record = english_demonstration(task, rng("perfect", i), args)
+            record = demonstration(task, rng("perfect", i), args)
             assert grader.grade(task, record["answer"])["reward"] == 1, record
 
 
@@ -67,11 +58,11 @@ def test_the_description_tells_which_details_are_missing_and_no_number():
         assert not numbers_in(told)
 
 
-@pytest.mark.parametrize("slot", DETAILS)
+@pytest.mark.parametrize("slot", [*DETAILS])
 def test_the_human_understands_its_own_wordings(slot):
     for _, unit in STORIES.values():
         for text in DETAILS[slot].questions + DETAILS[slot].clauses:
-            assert detail_asked(fill(text, unit=unit)) == slot, text
+            assert asked_for("english", fill(text, unit=unit)) == slot, text
 
 
 @pytest.mark.parametrize("slot, question", [
@@ -93,12 +84,12 @@ def test_the_human_understands_its_own_wordings(slot):
     ("maximum", "It should not exceed what?"),
     ("limit", "Is there a limit to the number of parcels?"),
     ("limit", "When do you refuse?"),
-    (None, "What color should it be?"),
+    ("color", "What color should it be?"),
     (None, "Hello! How can I help you today?"),
     (None, ""),
 ])
 def test_the_human_understands_others(slot, question):
-    assert detail_asked(question) == slot
+    assert asked_for("english", question) == slot
 
 
 def test_the_human_tells_one_number_and_never_code():
@@ -111,11 +102,11 @@ def test_the_human_tells_one_number_and_never_code():
         heard += [" ".join(r.choices(words, k=r.randrange(12))) for _ in range(20)]
         heard += [q for detail in DETAILS.values() for q in detail.questions]
         for message in heard:
-            reply, slot = english_human(task, message), detail_asked(message)
+            reply, slot = scripted_human(task, message), asked_for("english", message)
             assert colbench.redact(reply, code) == (reply, 0) and not set("=()_:") & set(reply)
             assert numbers_in(reply) == ([int(values[slot])] if slot in values else []), message
-            assert slot in values or reply in DOES_NOT_KNOW
-            assert reply == english_human(task, message)  # the same each time
+            assert slot in values or reply in WORDINGS["english"].unknown
+            assert reply == scripted_human(task, message)  # the same each time
 
 
 def test_splits_share_no_task_and_wordings_differ():
@@ -126,13 +117,14 @@ def test_splits_share_no_task_and_wordings_differ():
 
 def test_a_bug_can_be_put_into_every_function():
     for name in STORIES:
-        task = english_task(name, {"price": 3, "fee": 12})
+        body = WORDINGS["english"].bodies[name]["price", "fee"]
+        task = builtin_task("english", name, {"price": 3, "fee": 12}, body)
         assert any(right in task["ground_truth"] for right, _ in BUGS)
 
 
 def test_impossible_numbers_of_slots_are_refused():
-    for low, high in ((0, 2), (3, 2), (2, 7)):
-        with pytest.raises(SystemExit, match="1 to 6 slots"):
+    for low, high in ((0, 0), (3, 2), (7, 9)):
+        with pytest.raises(SystemExit, match="no built-in function has"):
             tasks(1, "train", low, high)
 
 
