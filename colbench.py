@@ -192,18 +192,15 @@ def fill(prompt, **values):
 
 
 def redact(reply, hidden):
-    """(the reply with "[...]" for each line of hidden code that it quotes, how many these are).
+    """The reply with "[...]" for each line of hidden code that it quotes, however spaced.
 
-    Spaces make no difference. Lines of fewer than 12 characters do not count.
+    Lines of fewer than 12 characters do not count.
     """
-    def squeeze(text):
-        return "".join(text.split())
-
-    lines = {squeeze(line) for line in hidden.splitlines()}
-    quoted = [line for line in lines if len(line) >= 12 and line in squeeze(reply)]
-    for line in sorted(quoted, key=len, reverse=True):
-        reply = re.sub(r"\s*".join(map(re.escape, line)), "[...]", reply)
-    return reply, len(quoted)
+    lines = {"".join(line.split()) for line in hidden.splitlines()}
+    for line in sorted(lines, key=len, reverse=True):
+        if len(line) >= 12:
+            reply = re.sub(r"\s*".join(map(re.escape, line)), "[...]", reply)
+    return reply
 
 
 def without_thinking(output):

@@ -54,8 +54,6 @@ def get_args(argv=None):
          "{hidden_information} and {dialogue}", metavar="FILE")
     flag(g, "human_tokens", None, "longest reply of the LLM, else 150 for 400 characters, where it "
          "is cut", kind=int, least=1)
-    flag(g, "human_leak", "count", "count the replies that quote hidden code; redact: cut it out, "
-         "too", choices=["count", "redact"])
     g = p.add_argument_group("sampling")
     flag(g, "temperature", 1.0, "0: greedy")
     flag(g, "top_p", 1.0, "of each token, draw from the likeliest that sum up to P; log-probs are "
@@ -510,7 +508,7 @@ class Players:
     """What an episode talks to: the agent, the human, the critic, and its task's environment."""
 
     def __init__(self, args):
-        self.args, self.leaks, self.drawn, self.cut = args, 0, 0, 0
+        self.args, self.drawn, self.cut = args, 0, 0
         self.environments, self.opened = {}, contextlib.ExitStack()
         self.threads = ThreadPoolExecutor(2 * os.cpu_count())  # where a call waits for others
         self.agent_prompt = read_file("--agent_prompt", args.agent_prompt)
@@ -627,10 +625,7 @@ class Players:
             return NOT_SEEN.format(e)
         prompt = human_prompt(task, history, self.human_prompt)
         reply = await self.llm_reply(prompt, pictures, env.reply_chars)
-        redacted, leaks = redact(reply, hidden_information(task))
-        if leaks:
-            self.leaks += 1
-        return redacted if self.args.human_leak == "redact" else reply
+        return redact(reply, hidden_information(task))
 
     async def llm_reply(self, prompt, pictures, limit):
         """What an LLM says, cut at `limit` characters; pictures: PNG files as bytes."""
@@ -862,9 +857,6 @@ class Run:
             parts.append(f"{100 * cut / self.players.drawn:.1f} % of actions cut at --max_tokens "
                          f"{self.args.max_tokens}")
         say("; ".join(parts + [env.grader_line() for env in environments]))
-        if leaks := self.players.leaks:
-            hint = "; --human_leak redact cuts it out" if self.args.human_leak == "count" else ""
-            say(f"the human quoted hidden code in {leaks} replies{hint}")
         if totals["repeated"]:
             say(f"{totals['repeated']} episodes of tasks that stdin repeats were left out")
         if totals["failed"] and not self.error:

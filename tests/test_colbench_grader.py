@@ -341,6 +341,7 @@ FEW = {name: EVERY[name] for name in [*ATTACKS, "sleep", "udp", "a forged line",
 
 def check_attacks(g, secrets, attacks=EVERY):
     """Every attack ends as it should, outside all is as it was; an honest answer passes after."""
+    g.grade(DOUBLE, "import math\n" + HONEST)  # starts the other server
     before = traces(), offspring()
     for name, (answer, ends) in attacks.items():
         graded = g.grade(DOUBLE, answer)
@@ -621,7 +622,7 @@ def test_shared_attacks(secrets, grader, monkeypatch):
     monkeypatch.setattr(module, "LIMITS",
                         {**module.LIMITS, "test": .5, "answer": 2})  # only to save time
     with Grader(workers=1) as g:
-        g.grade(DOUBLE, HONEST)
+        g.grade(DOUBLE, HONEST), g.grade(DOUBLE, "import math\n" + HONEST)
         before = traces(), offspring()
         for record in shared("sandbox/answers.jsonl"):
             start = time.monotonic()

@@ -170,22 +170,15 @@ def test_the_key_comes_from_the_environment(tiny_dir, tasks, monkeypatch):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("leak", ["count", "redact"])
-def test_quoted_code_is_counted_and_cut_out(leak, tiny_dir, tasks):
+def test_quoted_code_is_cut_out(tiny_dir, tasks):
     def reply(path, body):
         prompt = body["messages"][0]["content"]
         code = next(line for line in prompt.splitlines() if line.startswith("def "))
         return chat(f"sure: {code} ok")
-    done = play(tiny_dir, tasks, "--human_leak", leak, "--human", Server(reply).url)
+    done = play(tiny_dir, tasks, "--human", Server(reply).url)
     replies = [m["content"] for r in records(done.stdout) for m in r["dialogue_history"][1:]
                if m["role"] == "user"]
-    assert replies and f"quoted hidden code in {len(replies)} replies" in done.stderr
-    for r in records(done.stdout):
-        for m in r["dialogue_history"][1:]:
-            if m["role"] == "user":
-                quoted = r["task"]["ground_truth"][:390] in m["content"]
-                assert quoted == (leak == "count")
-                assert leak == "count" or m["content"] == "sure: [...] ok"
+    assert replies and set(replies) == {"sure: [...] ok"}
 
 
 @pytest.mark.parametrize("flags, tokens", [([], 150), (["--human_tokens", 20], 20)])
@@ -202,9 +195,9 @@ def test_an_llm_human_is_asked_for_few_tokens_and_cut_at_the_characters(
 
 def test_redact_is_about_lines_of_code_however_spaced():
     hidden = "def f(x):\n    total = x * 34 + 7\n    if y:\n        return y\n"
-    assert colbench.redact("use total=x*34 +7 there", hidden) == ("use [...] there", 1)
+    assert colbench.redact("use total=x*34 +7 there", hidden) == "use [...] there"
     free = "multiply by 34 and add 7; if y: return"
-    assert colbench.redact(free, hidden) == (free, 0)
+    assert colbench.redact(free, hidden) == free
 
 
 def draw(prompt, seed, most, stop):
