@@ -25,10 +25,8 @@ import re
 import struct
 import warnings
 from array import array
-from bisect import bisect_left
 from collections import Counter
-from itertools import accumulate, chain, islice
-from operator import itemgetter
+from itertools import accumulate, chain
 from typing import NamedTuple
 
 import torch
@@ -49,9 +47,9 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
                           LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast)
 from transformers.utils import logging
 
-from utils import (RANK, WORLD, ahead, barrier, digest, drop_checkpoints, fail, fail_on_error,
-                   free_memory, from_rank_0, progress, reading, remove, resume_hint, rng, say,
-                   sum_over_ranks, writing)
+from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, free_memory,
+                   from_rank_0, progress, reading, remove, resume_hint, rng, say, sum_over_ranks,
+                   writing)
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads, too
 logging.set_verbosity_error()
@@ -63,7 +61,6 @@ SIDE = 28  # pixels along a side of such a token
 TODAY = datetime.date(2024, 7, 26)  # for templates that tell the date: every day the same prompts
 LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 26}  # logits held at once: 64 MB or 256 MB in fp32
 GATHERED = 2 ** 17  # keys gathered at once: with values 0.5 GB for 8 heads of size 128 in bf16
-SCORED = {"cpu": 2 ** 15, "cuda": 2 ** 17}  # the same without gradient: a CPU is faster with fewer
 COUNT = {"tokens": 0, "reference_tokens": 0}  # computed so far: in training, by the reference
 
 
@@ -104,9 +101,9 @@ class Tree:
     A plain class: FSDP would search a tuple or dataclass for tensors to move.
     """
 
-    def __init__(self, turns, device="cpu", with_prompts=False, most_keys=None):
-        """with_prompts: `actions` hold the tokens of the prompts, too. most_keys: of a group."""
-        device, most_keys = torch.device(device), most_keys or GATHERED
+    def __init__(self, turns, device="cpu", with_prompts=False):
+        """with_prompts: `actions` hold the tokens of the prompts, too."""
+        device = torch.device(device)
         seqs = [[*prompt, *action] for prompt, action in turns]
         ids, pos, parent, actions = [], [], [], [None] * len(turns)
         runs = []  # as Runs takes them
@@ -128,7 +125,7 @@ class Tree:
         groups, keys = [], 0
         for run in runs:
             keys += len(run[2])
-            if not groups or keys > most_keys:
+            if not groups or keys > GATHERED:
                 groups.append([])
                 keys = len(run[2])
             groups[-1].append(run)
@@ -179,14 +176,6 @@ def on_device(x, device):
     if device.type == "cuda":
         return x.pin_memory().to(device, non_blocking=True)
     return x.to(device)
-
-
-def moved(logps, device):
-    """{turn: (L,)} on a device, by one copy."""
-    if not logps:
-        return {}
-    flat = on_device(torch.cat([*logps.values()]), device)
-    return dict(zip(logps, flat.split([len(x) for x in logps.values()])))
 
 
 def tree_tokens(turns):
@@ -450,48 +439,46 @@ class TreeLM(torch.nn.Module):
                 "position_ids": positions.T[:, None]}
 
 
-def action_logps(model, turns, max_tokens=None):
-    """Log-probs of each action given its prompt: a list of (L,) fp32 tensors on model.device.
+def action_logps(model, turns, max_tokens=math.inf):
+    """Log-probs of each action given its prompt: a list of (L,) fp32 tensors on the CPU.
 
     A model with a head gives one value a turn instead, (1,): the mean over its tokens, those of
-    the prompt included. A tree of more than max_tokens tokens is computed in parts, and each part
+    the prompt included. Every rank must call this with the same turns, and gets the values of all.
+    Those that other ranks computed have no gradient: where each rank takes the same loss of all
+    turns, the sum of the ranks' gradients, which FSDP makes, is that of the loss.
+
+    A rank's trees have at most max_tokens tokens, each. Where it has several, each is computed
     again in the backward pass: the same values and gradients in bounded memory.
     """
-    parts = branches(turns, max_tokens) if max_tokens else [turns]
-    logps = logps_of(model, pack(model, parts))
-    return [logps[turn] for turn in turns]
-
-
-def pack(model, parts, most_keys=None):
-    """The Tree of each part, a list of turns, on the model's device."""
-    return [Tree(turns, model.device, model.score is not None, most_keys) for turns in parts]
-
-
-def logps_of(model, trees):
-    """{turn: its action_logps} of the trees' turns.
-
-    Every rank must call this with as many trees, to join every collective: see `deal`.
-    """
-    recompute = len(trees) > 1 and torch.is_grad_enabled()
+    parts = deal(turns, max_tokens)
+    trees = -(-len(parts) // WORLD)  # of each rank: all must join every collective
+    recompute = trees > 1 and torch.is_grad_enabled()
     anchor = torch.ones((), requires_grad=True)
-    logps = {}
-    for tree in trees:
+    flat, none = [torch.zeros(sum(sizes(model, part))) for part in parts], 0
+    for n in range(RANK * trees, RANK * trees + trees):
+        tree = Tree(parts[min(n, len(parts) - 1)], model.device, model.score is not None)
         COUNT["tokens"] += len(tree.ids)
         if recompute:
-            # Recompute in backward. `anchor` chains the parts, so that autograd recomputes one at
-            # a time, the last one first.
+            # `anchor` chains the trees, so that autograd recomputes one at a time, the last first
             numbers = anchor = checkpoint(tree_logps, model, tree, anchor, use_reentrant=True)
         else:
             numbers = tree_logps(model, tree)
-        if tree.turns[0] in logps:  # `deal` repeats it: it has a backward pass, and adds 0
-            logps[tree.turns[0]] = logps[tree.turns[0]] + 0 * numbers.sum()
-        else:
-            logps.update(zip(tree.turns, numbers.split(sizes(model, tree.turns))))
-    return logps
+        if n < len(parts):
+            flat[n] = numbers.cpu()
+        else:  # nothing is left: this has a backward pass, and adds 0
+            none = none + 0 * numbers.sum().cpu()
+    flat = torch.cat(flat) + none
+    if WORLD > 1:
+        everyones = flat.detach().clone()
+        dist.all_reduce(everyones)
+        flat = flat + (everyones - flat.detach())
+    in_order = list(chain.from_iterable(parts))
+    logps = dict(zip(in_order, flat.split(sizes(model, in_order))))
+    return [logps[turn] for turn in turns]
 
 
 def tree_logps(model, tree, anchor=None):
-    """logps_of a single tree, one turn's numbers after another's in one tensor."""
+    """The numbers of a tree's turns, one turn's after another's in one tensor."""
     numbers = model(tree, tree.scored)[tree.where]  # a token that actions share is scored once
     if model.score is None:
         return numbers
@@ -594,169 +581,56 @@ def batches(groups, batch_size, *seed):
     return [pairs[i:i + batch_size] for i in range(0, len(pairs), batch_size)]
 
 
-def branches(turns, max_tokens):
-    """The turns in parts [[turn]] whose trees have at most max_tokens tokens each.
+def deal(turns, max_tokens, world=WORLD):
+    """The turns in parts [[turn]], whose trees have at most max_tokens tokens, or are of one turn.
 
-    A longer turn is a part of its own. The parts follow the order of the tree's leaves, so that
-    turns with a long common prefix share a part.
+    Each of `world` ranks computes as many, which are neighbours. They are as few as can be for
+    that, and of similar size: the largest is as small as it can be, to one percent. Turns with a
+    long common prefix share a part.
     """
-    parts, size, before = [], max_tokens, []
-    for turn in sorted(set(turns), key=lambda turn: turn[0] + turn[1]):
-        seq = [*turn[0], *turn[1]]
-        new = len(seq) - common_prefix(before, seq)
-        if size + new > max_tokens:
-            parts.append([])
-            size, new = 0, len(seq)
-        parts[-1].append(turn)
-        size += new
+    turns = sorted(set(turns), key=lambda turn: turn[0] + turn[1])
+    new, lengths, before = [], [], []
+    for prompt, action in turns:
+        seq = [*prompt, *action]
+        lengths.append(len(seq))
+        new.append(len(seq) - common_prefix(before, seq))
         before = seq
-    return parts
-
-
-def even_parts(pairs, max_tokens, world):
-    """The pairs of a step in parts for `world` ranks, of similar tree tokens, the largest first.
-
-    The pairs are cut in their order, in which neighbours share prefixes. No part's tree has more
-    than max_tokens tokens, unless it is one pair. One rank gets its parts in order.
-    """
-    seqs = sorted({prompt + action for prompt, action in turns_in(pairs)})
-    shared = [common_prefix(a, b) for a, b in zip(seqs, seqs[1:])]
-    index = {seq: i for i, seq in enumerate(seqs)}
-    leaves = [{index[prompt + action] for prompt, action in turns_in([pair])} for pair in pairs]
-
-    def grow(tree, pair):
-        """The tokens that a pair adds to a tree, a sorted list of indices of seqs, changed here."""
-        tokens = 0
-        for i in leaves[pair]:
-            at = bisect_left(tree, i)
-            if at < len(tree) and tree[at] == i:
-                continue
-            with_last = min(shared[tree[at - 1]:i]) if at > 0 else 0
-            with_next = min(shared[i:tree[at]]) if at < len(tree) else 0
-            tokens += len(seqs[i]) - max(with_last, with_next)
-            tree.insert(at, i)
-        return tokens
 
     def cut(limit):
-        """[[tokens, pairs]]: parts of at most `limit` tokens, or one pair."""
-        parts, tree = [], []
-        for n, pair in enumerate(pairs):
-            tokens = grow(tree, n)
-            if parts and parts[-1][0] + tokens <= limit:
-                parts[-1][0] += tokens
-                parts[-1][1].append(pair)
-            else:
-                tree = []
-                parts.append([grow(tree, n), [pair]])
+        """[[turn]]: parts of at most `limit` tokens, or one turn."""
+        parts, size = [], limit
+        for turn, length, added in zip(turns, lengths, new):
+            if size + added > limit:
+                parts.append([])
+                size, added = 0, length
+            parts[-1].append(turn)
+            size += added
         return parts
 
-    parts = cut(max_tokens)
-    if world > 1:
-        allowed = -(-len(parts) // world) * world
-        largest_pair = max(grow([], n) for n in range(len(pairs)))
-        total = sum(tokens for tokens, _ in parts)
-        low = min(max_tokens, max(largest_pair, total // allowed)) - 1  # lower limits can't do
-        high = min(max_tokens, total)
-        while high - low > 1 + low // 100:  # to one percent
-            middle = (low + high) // 2
-            trial = cut(middle)
-            if len(trial) <= allowed:
-                parts, high = trial, middle
-            else:
-                low = middle
-        parts.sort(key=itemgetter(0), reverse=True)
-    return [part for _, part in parts]
-
-
-def deal(pairs, max_tokens, world=WORLD):
-    """The rounds of a step: in each, for every rank, a micro-batch (part, weight, [[turn]]).
-
-    [turn] is a tree of the part. Every rank gets as many parts and as many trees, to join every
-    collective: the last part is repeated with weight 0, and a part's last tree is repeated.
-    """
-    parts = [(part, 1.0) for part in even_parts(pairs, max_tokens, world)]
-    parts += [(parts[-1][0], 0.0)] * (-len(parts) % world)
-    rounds = []
-    for i in range(0, len(parts), world):
-        trees = [branches(turns_in(part), max_tokens) for part, _ in parts[i:i + world]]
-        most = max(map(len, trees))
-        rounds.append([(*parts[i + rank], own + own[-1:] * (most - len(own)))
-                       for rank, own in enumerate(trees)])
-    return rounds
-
-
-def repetition(pairs, size, max_tokens, world):
-    """The tokens that `world` ranks compute, in batches of `size` pairs, over those of one rank."""
-    def tokens(world):
-        total = 0
-        for i in range(0, len(pairs), size):
-            for _, _, trees in chain(*deal(pairs[i:i + size], max_tokens, world)):
-                total += sum(map(tree_tokens, trees))
-        return total
-
-    return tokens(world) / tokens(1)
-
-
-def tell_repetition(steps, max_tokens, world=WORLD):
-    """Says how many more tokens the ranks compute than one rank, and a batch with under 10 % more.
-
-    It looks at 256 pairs at most, and is silent at under 10 % more.
-    """
-    if RANK or world == 1 or not steps:
-        return
-    pairs, size = list(islice(chain.from_iterable(steps), 256)), len(steps[0])
-    ratio = repetition(pairs[:4 * size], size, max_tokens, world)
-    if ratio <= 1.1:
-        return
-    advice = ""
-    for n in (2, 3, 4, 6, 8, 12, 16, 24, 32):
-        if n * size > len(pairs):
-            break
-        larger = repetition(pairs[:n * size], n * size, max_tokens, world)
-        if larger <= 1.1:
-            advice = f"; --batch_size {n * size}: {larger:.2f} times"
-            break
-    say(f"batch {size} on {world} processes computes {ratio:.1f} times the tokens of one{advice}")
-
-
-def micro_batches(model, pairs, max_tokens, ref):
-    """This rank's share of a step, on the model's device: [(part, weight, trees, ref_logps)].
-
-    ref: {turn: (L,)} on the CPU, or {} where the loss needs no reference; so is ref_logps.
-    """
-    share = []
-    for ranks in deal(pairs, max_tokens):
-        part, weight, trees = ranks[RANK]
-        ref_logps = {turn: ref[turn] for turn in turns_in(part) if ref}
-        share.append((part, weight, pack(model, trees), moved(ref_logps, model.device)))
-    return share
+    low, high = 0, min(max_tokens, sum(new))
+    parts = cut(high)
+    most = -(-len(parts) // world) * world
+    while high - low > 1 + high // 100:
+        middle = (low + high) // 2
+        trial = cut(middle)
+        if len(trial) <= most:
+            parts, high = trial, middle
+        else:
+            low = middle
+    return parts
 
 
 @torch.no_grad()
 def score(model, turns, max_tokens, what="scoring"):
-    """action_logps of any number of turns without gradient, on the CPU: every rank gets all.
-
-    The ranks share the work, in trees of at most max_tokens tokens. `what` names the progress bar.
-    """
-    parts = branches(turns, max_tokens)
-    found = {turn: torch.zeros(n) for turn, n in zip(turns, sizes(model, turns))}
-    rounds = -(-len(parts) // WORLD)
-    mine = range(RANK, rounds * WORLD, WORLD)
-    packed = ahead(pack(model, [parts[min(n, len(parts) - 1)]], SCORED[model.device.type])
-                   for n in mine)
-    for n, trees in zip(progress(what, mine), packed):
-        logps = logps_of(model, trees)
-        if n < len(parts):  # a rank without a part repeats the last one
-            found.update(moved(logps, torch.device("cpu")))
+    """action_logps of any number of turns without gradient. `what` names the progress bar."""
+    parts, logps = deal(turns, max_tokens), {}
+    for n in progress(what, range(0, len(parts), WORLD)):
+        some = list(chain.from_iterable(parts[n:n + WORLD]))
+        logps.update(zip(some, action_logps(model, some, max_tokens)))
     for module in model.modules():  # an optimizer made after this finds the shards of all weights
         if isinstance(module, FSDPModule):
             module.reshard()
-    logps = [found[turn] for turn in turns]
-    if WORLD > 1 and turns:
-        flat = torch.cat(logps)
-        dist.all_reduce(flat)
-        logps = list(flat.split([len(x) for x in logps]))
-    return logps
+    return [logps[turn] for turn in turns]
 
 
 # --- chat templates: conversations to token ids ---------------------------------------------------
@@ -1258,8 +1132,8 @@ def restore(model, optimizer, log):
 def reference_logps(model, turns, max_tokens, out):
     """score() by the untrained weights, kept in `out` for a run that resumes. Starts COUNT."""
     COUNT.update(tokens=0, reference_tokens=0)
-    if model.score is not None or not turns:
-        return [torch.zeros(1)] * len(turns)  # a head's values are advantages without a reference
+    if model.score is not None or not turns:  # a head's values are advantages without a reference
+        return [torch.zeros(1)] * len(turns)
     path = os.path.join(out, "reference.safetensors")
     if from_rank_0(lambda: os.path.exists(path)):
         with reading(path):
@@ -1378,7 +1252,6 @@ def dry_run(args, config, steps, reference, scored=()):
         fail("--dry_run: there are no steps to take")
     gpus, size, c = args.dry_run, 4 if args.dtype == "fp32" else 2, config
     shards = ranks_of_a_copy(gpus, args.replicate)
-    tell_repetition(steps, args.max_tokens, gpus)
     with torch.device("meta"):
         model = TreeLM(AutoModelForCausalLM.from_config(config))
     parameters = sum(p.numel() for p in model.parameters())
@@ -1400,23 +1273,23 @@ def dry_run(args, config, steps, reference, scored=()):
     computed = slowest = flops = useful = calls = scoring_calls = most = 0
     for batch in steps:
         by_rank = [0] * gpus
-        for ranks in deal(batch, args.max_tokens, gpus):
-            calls += len(ranks[0][2])
-            again = len(ranks[0][2]) > 1
-            for rank, (_, _, trees) in enumerate(ranks):
-                for tree in map(Tree, trees):
-                    tokens, layers, at_head = cost(tree)
-                    by_rank[rank] += tokens
-                    share = recomputed_layers(c, tree, size, free) / c.num_hidden_layers
-                    flops += layers * (3 + share + again) + at_head * (4 + again)
-                    useful += 3 * (layers + at_head)
-                    if tokens > most:
-                        most, largest = tokens, tree
+        parts = deal(turns_in(batch), args.max_tokens, gpus)
+        trees = -(-len(parts) // gpus)
+        calls += trees
+        again = trees > 1
+        for n, tree in enumerate(map(Tree, parts + parts[-1:] * (-len(parts) % gpus))):
+            tokens, layers, at_head = cost(tree)
+            by_rank[n // trees] += tokens
+            share = recomputed_layers(c, tree, size, free) / c.num_hidden_layers
+            flops += layers * (3 + share + again) + at_head * (4 + again)
+            useful += 3 * (layers + at_head)
+            if tokens > most:
+                most, largest = tokens, tree
         computed += sum(by_rank)
         slowest += gpus * max(by_rank)
     scoring_tokens = []
     for turns in (reference, scored):
-        costs = [cost(Tree(part)) for part in branches(turns, args.max_tokens)]
+        costs = [cost(Tree(part)) for part in deal(turns, args.max_tokens, gpus)]
         costs += costs[-1:] * (-len(costs) % gpus)  # as `score` repeats them
         scoring_calls += len(costs) // gpus
         scoring_tokens.append(sum(n for n, _, _ in costs))

@@ -28,10 +28,9 @@ A --model with vision (Qwen2-VL, Qwen2.5-VL) reads the pages of frontend tasks a
     for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
 # utils before what loads slowly: it sets up streams and signals
-from utils import (RANK, WORLD, Log, ahead, check_finite, digest, drop_checkpoints, end_by_signal,
-                   fail, flag, from_rank_0, init_distributed, lr_at, machine_flags, open_stdout,
-                   parser, progress, read_jsonl, rng, run, say, stop_signal, sum_over_ranks,
-                   writing)
+from utils import (RANK, Log, check_finite, digest, drop_checkpoints, end_by_signal, fail, flag,
+                   from_rank_0, init_distributed, lr_at, machine_flags, open_stdout, parser,
+                   progress, read_jsonl, rng, run, say, stop_signal, sum_over_ranks, writing)
 
 import inspect
 import json
@@ -92,11 +91,10 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (PICTURE, TURN, Pair, Pictures, action_ids, base_digest, batches,
-                   compare_tokens, count_of_all_ranks, dry_run, find_model, gathered, has_vision,
-                   load, load_options, logps_of, micro_batches, pick_dtype, raw_text,
-                   reference_logps, render, restore, save, save_checkpoint, score, tell_repetition,
-                   thinking_flag, weights_digest)
+from model import (COUNT, PICTURE, TURN, Pair, Pictures, action_ids, action_logps, base_digest,
+                   batches, compare_tokens, count_of_all_ranks, dry_run, find_model, gathered,
+                   has_vision, load, load_options, pick_dtype, raw_text, reference_logps, render,
+                   restore, save, save_checkpoint, score, thinking_flag, turns_in, weights_digest)
 
 
 # --- what the critic reads ------------------------------------------------------------------------
@@ -464,7 +462,6 @@ def main(args):
               data=digest([[digest(both) for both in ref_of.items()],
                            [[digest(tuple(pair)) for pair in group] for group in groups]]),
               model_weights=base_digest(args.model))
-    tell_repetition(steps, args.max_tokens)
 
     model, tokenizer = load(args.model, device, args.attention, head=args.head in LINEAR,
                             **load_options(args, device))
@@ -476,28 +473,24 @@ def main(args):
                                   weight_decay=0.0, fused=fused)
     restore(model, optimizer, log)
 
-    shares = ahead(micro_batches(model, batch, args.max_tokens, ref) for batch in steps[log.step:])
-    for step, share in zip(log.steps("critic", len(steps)), shares):
-        batch, total, right = steps[step], 0.0, 0.0
-        for part, weight, trees, ref_logps in share:  # weight: 1, or 0 to keep ranks in step
-            logps = logps_of(model, trees)
-            losses, margins = zip(*(pair_loss(args, pair, logps, ref_logps) for pair in part))
-            loss = weight * sum(losses) / len(batch)  # FSDP sums the ranks' gradients
-            loss.backward()
-            total += loss.detach().double()  # on the device: to read it would be to wait
-            right += weight * (torch.stack(margins) > 0).sum().double() / len(batch)
+    for step in log.steps("critic", len(steps)):
+        batch, before = steps[step], COUNT["tokens"]
+        read = turns_in(batch)
+        logps = dict(zip(read, action_logps(model, read, args.max_tokens)))
+        losses, margins = zip(*(pair_loss(args, pair, logps, ref) for pair in batch))
+        loss = sum(losses) / len(batch)  # on all ranks the same; FSDP sums their gradients
+        loss.backward()
+        accuracy = (torch.stack(margins) > 0).double().mean().item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        norm = gathered(norm).double() / WORLD  # every rank has all of it; summed below
-        tokens = sum(len(tree.ids) for _, _, trees, _ in share for tree in trees)
-        total, right, norm, stop, tokens = sum_over_ranks(total, right, norm, stop_signal(),
-                                                          tokens, device=device)
-        check_finite(step, loss=total, grad_norm=norm)
+        norm, loss = gathered(norm).item(), loss.item()
+        stop, tokens = sum_over_ranks(stop_signal(), COUNT["tokens"] - before)
+        check_finite(step, loss=loss, grad_norm=norm)
         lr = lr_at(step, len(steps), args.lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        log(step=step, loss=total, accuracy=right, grad_norm=norm, lr=lr, **log.speed(tokens))
+        log(step=step, loss=loss, accuracy=accuracy, grad_norm=norm, lr=lr, **log.speed(tokens))
         if stop or (args.save_every and (step + 1) % args.save_every == 0):
             save_checkpoint(model, optimizer, args.out, step + 1)
         if stop:

@@ -17,10 +17,9 @@ rft    rejection fine-tuning: the NLL of solved trajectories, or with --all 1 of
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
 # utils before what loads slowly: it sets up streams and signals
-from utils import (WORLD, Log, ahead, barrier, check_finite, digest, drop_checkpoints,
-                   end_by_signal, fail, flag, from_rank_0, init_distributed, lr_at, machine_flags,
-                   open_stdout, parser, read_jsonl, rng, run, run_val, say, stop_signal,
-                   sum_over_ranks)
+from utils import (Log, barrier, check_finite, digest, drop_checkpoints, end_by_signal, fail, flag,
+                   from_rank_0, init_distributed, lr_at, machine_flags, open_stdout, parser,
+                   read_jsonl, rng, run, run_val, say, stop_signal, sum_over_ranks)
 
 import os
 import sys
@@ -73,10 +72,10 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, action_ids, base_digest, batches, compare_tokens,
-                   count_of_all_ranks, dry_run, find_model, gathered, load, load_options, logps_of,
-                   micro_batches, pick_dtype, reference_logps, restore, save, save_checkpoint,
-                   score, tell_repetition, tiny, turns_in, turns_of)
+from model import (COUNT, TURN, Pair, action_ids, action_logps, base_digest, batches,
+                   compare_tokens, count_of_all_ranks, dry_run, find_model, gathered, load,
+                   load_options, pick_dtype, reference_logps, restore, save, save_checkpoint,
+                   score, tiny, turns_in, turns_of)
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -340,7 +339,6 @@ def main(args):
               **facts, dtype=str(pick_dtype(args.dtype, device, config)),
               data=digest([[digest(tuple(pair)) for pair in group] for group in groups]),
               model_weights=None if made else base_digest(args.model))
-    tell_repetition(steps, args.max_tokens)
 
     start = args.model
     if made:
@@ -354,32 +352,28 @@ def main(args):
                                   weight_decay=0.0, fused=fused)
     restore(model, optimizer, log)
 
-    shares = ahead(micro_batches(model, batch, args.max_tokens, ref) for batch in steps[log.step:])
-    for step, share in zip(log.steps("policy", len(steps)), shares):
-        batch, total, right = steps[step], 0.0, 0.0
-        size = len(batch)
+    for step in log.steps("policy", len(steps)):
+        batch, before = steps[step], COUNT["tokens"]
+        size, accuracy = len(batch), None
         if args.loss == "rft":  # its loss is a mean over tokens
             size = sum(len(action) for pair in batch for _, action in pair.chosen)
-        for part, weight, trees, ref_logps in share:  # weight: 1, or 0 to keep ranks in step
-            logps = logps_of(model, trees)
-            losses, margins = zip(*(pair_loss(args, pair, logps, ref_logps) for pair in part))
-            loss = weight * sum(losses) / size  # FSDP sums the ranks' gradients
-            loss.backward()
-            total += loss.detach().double()  # on the device: to read it would be to wait
-            right += weight * (torch.stack(margins) > 0).sum().double() / len(batch)
+        read = turns_in(batch)
+        logps = dict(zip(read, action_logps(model, read, args.max_tokens)))
+        losses, margins = zip(*(pair_loss(args, pair, logps, ref) for pair in batch))
+        loss = sum(losses) / size  # on all ranks the same; FSDP sums their gradients
+        loss.backward()
+        if args.loss != "rft":
+            accuracy = (torch.stack(margins) > 0).double().mean().item()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
-        norm = gathered(norm).double() / WORLD  # every rank has all of it; summed below
-        tokens = sum(len(tree.ids) for _, _, trees, _ in share for tree in trees)
-        total, right, norm, stop, tokens = sum_over_ranks(total, right, norm, stop_signal(),
-                                                          tokens, device=device)
-        check_finite(step, loss=total, grad_norm=norm)
+        norm, loss = gathered(norm).item(), loss.item()
+        stop, tokens = sum_over_ranks(stop_signal(), COUNT["tokens"] - before)
+        check_finite(step, loss=loss, grad_norm=norm)
         lr = lr_at(step, len(steps), args.lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        accuracy = None if args.loss == "rft" else right
-        log(step=step, loss=total, accuracy=accuracy, grad_norm=norm, lr=lr, **log.speed(tokens))
+        log(step=step, loss=loss, accuracy=accuracy, grad_norm=norm, lr=lr, **log.speed(tokens))
         save_now = args.save_every and (step + 1) % args.save_every == 0
         if stop or save_now:
             save_checkpoint(model, optimizer, args.out, step + 1)

@@ -47,7 +47,6 @@ import re
 import shutil
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version as package_version
 from types import SimpleNamespace
@@ -557,17 +556,13 @@ def leave_group():
             dist.destroy_process_group()
 
 
-def sum_over_ranks(*numbers, device="cpu"):
-    """Each number, also a scalar tensor, summed over all ranks: a list of floats.
-
-    All ranks must call this. Tensors on `device` are read at once: one wait for it.
-    """
+def sum_over_ranks(*numbers):
+    """Each number summed over all ranks: a list of floats. All ranks must call this."""
+    if WORLD == 1:
+        return list(numbers)
     import torch
-    sums = torch.zeros(len(numbers), dtype=torch.float64, device=device)
-    for i, number in enumerate(numbers):
-        sums[i] = number
-    if WORLD > 1:
-        dist.all_reduce(sums)
+    sums = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(sums)
     return sums.tolist()
 
 
@@ -762,17 +757,6 @@ def drop_checkpoints(out, keep=None):
         for name in os.listdir(out):
             if name.startswith("checkpoint-") and name != f"checkpoint-{keep}":
                 remove(os.path.join(out, name))
-
-
-def ahead(items):
-    """Yields the items. A thread makes the next one meanwhile; its errors are raised here."""
-    items, end = iter(items), object()
-    with ThreadPoolExecutor(1) as pool:
-        item = pool.submit(next, items, end).result()
-        while item is not end:
-            coming = pool.submit(next, items, end)
-            yield item
-            item = coming.result()
 
 
 def lr_at(step, steps, peak):

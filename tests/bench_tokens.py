@@ -14,7 +14,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from model import (Pair, batches, branches, compare_tokens, deal, tree_tokens,  # noqa: E402
+from model import (Pair, batches, compare_tokens, deal, tree_tokens,  # noqa: E402
                    turns_in)
 
 MAX_TOKENS = 16384
@@ -50,14 +50,14 @@ def trajectory_group(r, best=0, start=(300, 500), action=(20, 100), reply=(60, 1
 
 def ratios(groups, batch_size, ranks):
     """Official tokens over all computed ones, over the slowest rank's, and with the reference."""
-    steps, sizes_of_steps = batches(groups, batch_size, 0, 0), []
+    steps, computed, slowest = batches(groups, batch_size, 0, 0), 0, 0
     for batch in steps:
-        sizes_of_steps.append([[sum(map(tree_tokens, trees)) for _, _, trees in parts]
-                               for parts in deal(batch, MAX_TOKENS, ranks)])
-    computed = sum(sum(map(sum, rounds)) for rounds in sizes_of_steps)
-    slowest = ranks * sum(max(map(sum, zip(*rounds))) for rounds in sizes_of_steps)
+        parts = list(map(tree_tokens, deal(turns_in(batch), MAX_TOKENS, ranks)))
+        share = -(-len(parts) // ranks)
+        computed += sum(parts)
+        slowest += ranks * max(sum(parts[n:n + share]) for n in range(0, len(parts), share))
     turns = turns_in(pair for group in groups for pair in group)
-    reference = sum(map(tree_tokens, branches(turns, MAX_TOKENS)))
+    reference = sum(map(tree_tokens, deal(turns, MAX_TOKENS, 1)))
     counts = compare_tokens(steps, computed, reference)
     total = counts["tokens"]["official"]
     return total / computed, total / slowest, counts["sharing"]

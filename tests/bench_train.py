@@ -179,18 +179,22 @@ def loss_size(job, batch):
     return len(batch)
 
 
-def our_step(model, job, batch, ref, rank=RANK, world=WORLD):
-    """The loss of a rank's share of a step, as the trainers compute it; leaves gradients."""
-    total = 0.0
-    for ranks in deal(batch, MAX_TOKENS, world):
-        part, weight, *_ = ranks[rank]
-        part_turns = turns_in(part)
-        logps = dict(zip(part_turns, action_logps(model, part_turns, MAX_TOKENS)))
-        losses = [pair_loss(job, pair, logps, ref) for pair in part]
-        loss = weight * sum(losses) / loss_size(job, batch)
+def our_step(model, job, batch, ref, others, rank, world):
+    """A rank's share of the loss of a step, as the trainers compute it; leaves gradients.
+
+    others: {turn: (L,)} that a simulated rank would get from the other ones.
+    """
+    turns = turns_in(batch)
+    if world != WORLD:
+        parts = deal(turns, MAX_TOKENS, world)
+        share = -(-len(parts) // world)
+        turns = [turn for part in parts[rank * share:(rank + 1) * share] for turn in part]
+    own = action_logps(model, turns, MAX_TOKENS) if turns else []
+    logps = {**others, **dict(zip(turns, own))}
+    loss = sum(pair_loss(job, pair, logps, ref) for pair in batch) / loss_size(job, batch)
+    if turns:  # a rank may have none
         loss.backward()
-        total += loss.item()
-    return total
+    return loss.item() / world
 
 
 @contextlib.contextmanager
@@ -352,6 +356,8 @@ def compare_steps(model, ref_model, job, batch, repeats):
     official_step(model, ref_model, job, batch[0], size)  # to warm up
     model.zero_grad()
     trl = trl_step(model, ref_model, batch) if job == "dpo" and WORLD == 1 else None
+    everything = turns_in(batch)
+    others = dict(zip(everything, score(model, everything, MAX_TOKENS)))
     costs, differs = {}, {}  # {(way, world): [figures of each repeat]}
     for _ in range(repeats):
         scored, ref_cost = cost(device, score, ref_model, turns, MAX_TOKENS)
@@ -364,8 +370,9 @@ def compare_steps(model, ref_model, job, batch, repeats):
             differs.setdefault((way, world), []).append(new)
 
         for world, ranks in worlds.items():
-            losses, by_rank = zip(*(cost(device, our_step, model, job, batch, ref, rank, world)
-                                    for rank in ranks))
+            losses, by_rank = zip(*(
+                cost(device, our_step, model, job, batch, ref, others, rank, world)
+                for rank in ranks))
             # pi_ref's share. Real ranks without a part repeat one; over a data set, few do.
             share = ref_cost / epochs / len(ranks)
             note("ours", world, [x + share for x in by_rank], take_gradients(model, sum(losses)))

@@ -6,8 +6,6 @@ import os
 import random
 import re
 import shutil
-import threading
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -26,7 +24,6 @@ import model as M
 from colbench import PIECES
 from conftest import demos
 from train_critic import as_read
-from utils import ahead, fail
 
 # --- the tree -------------------------------------------------------------------------------------
 
@@ -228,107 +225,42 @@ def some_ids(r):
     return tuple(r.randrange(3) for _ in range(r.randrange(1, 12)))
 
 
-def smallest_largest(pairs, n):
-    """The largest tree of the best cut of pairs into at most n neighbouring parts: every cut."""
+def smallest_largest(turns, n):
+    """The largest tree of the best cut of turns into at most n neighbouring parts: every cut."""
     if n == 1:
-        return tree_size(pairs)
-    cuts = [max(tree_size(pairs[:i]), smallest_largest(pairs[i:], n - 1))
-            for i in range(1, len(pairs))]
-    return min([tree_size(pairs), *cuts])
+        return M.tree_tokens(turns)
+    cuts = [max(M.tree_tokens(turns[:i]), smallest_largest(turns[i:], n - 1))
+            for i in range(1, len(turns))]
+    return min([M.tree_tokens(turns), *cuts])
 
 
-def test_parts_are_bounded_and_as_even_as_the_best_cut():
+def test_parts_hold_each_turn_once_are_bounded_and_as_even_as_the_best_cut():
     r = random.Random(0)
     for _ in range(150):
-        pairs, world = random_pairs(r), r.randrange(1, 4)
+        turns, world = M.turns_in(random_pairs(r)), r.randrange(1, 4)
         bound = r.choice([1, 20, 60, 10 ** 9])
-        parts = M.even_parts(pairs, bound, world)
-        assert sorted(pair for part in parts for pair in part) == sorted(pairs)
-        assert all(len(part) == 1 or tree_size(part) <= bound for part in parts)
-        if world == 1:
-            assert [pair for part in parts for pair in part] == pairs  # in their order
-        elif len(parts) <= world:
-            best = smallest_largest(pairs, world)
-            assert max(map(tree_size, parts)) <= best * 1.01 + 1
-    assert len(M.even_parts(random_pairs(r), 10 ** 9, 1)) == 1
-
-
-def test_deal_gives_every_rank_as_many_parts_and_every_pair_once():
-    r = random.Random(0)
-    for _ in range(200):
-        pairs, world, bound = random_pairs(r), r.randrange(1, 6), r.choice([1, 20, 10 ** 9])
-        rounds = M.deal(pairs, bound, world)
-        assert {len(ranks) for ranks in rounds} == {world}
-        assert len(rounds) <= -(-len(M.even_parts(pairs, bound, 1)) // world)  # no more than needed
-        total = Counter()
-        for ranks in rounds:
-            assert len({len(trees) for _, _, trees in ranks}) == 1
-        for part, weight, trees in (x for ranks in rounds for x in ranks):
-            assert weight in (0, 1) and part
-            assert {turn for turns in trees for turn in turns} == {*M.turns_in(part)}
-            fits = tree_size(part) <= bound
-            assert fits == (len({*map(tuple, trees)}) == 1) or len(M.turns_in(part)) == 1
-            for pair in part:
-                total[pair] += weight
-        assert total == Counter(pairs)
+        parts = M.deal(turns, bound, world)
+        in_order = sorted(turns, key=lambda turn: turn[0] + turn[1])
+        assert [turn for part in parts for turn in part] == in_order
+        assert all(len(part) == 1 or M.tree_tokens(part) <= bound for part in parts)
+        rounds = -(-len(M.deal(turns, bound, 1)) // world)
+        assert -(-len(parts) // world) == rounds  # no more than needed
+        if rounds == 1 and len(turns) < 12:
+            best = smallest_largest(in_order, world)
+            assert max(map(M.tree_tokens, parts)) <= best * 1.01 + 1
 
 
 def test_ranks_compute_few_tokens_twice():
     """Six turns of a trajectory with four pairs each: what is computed against one process."""
-    r, pairs = random.Random(0), []
+    r, turns = random.Random(0), []
     for _ in range(8):
         prompt = tuple(r.randrange(9) for _ in range(40))
         for _ in range(6):
-            for _ in range(4):
-                chosen, rejected = ((prompt, (r.randrange(9), r.randrange(9))) for _ in "ab")
-                pairs.append(M.Pair((chosen,), (rejected,)))
+            turns += [(prompt, (r.randrange(9), r.randrange(9))) for _ in range(8)]
             prompt += tuple(r.randrange(9) for _ in range(12))
-    alone = tree_size(pairs)
-    parts = M.even_parts(pairs, 10 ** 9, 4)
-    assert len(parts) == 4
-    assert sum(map(tree_size, parts)) <= 1.1 * alone and max(map(tree_size, parts)) <= 0.3 * alone
-
-
-def test_what_ranks_compute_twice_is_told_with_a_batch_that_does(capsys):
-    r, groups = random.Random(0), []
-    for _ in range(40):
-        prompt = tuple(r.randrange(9) for _ in range(90))
-        groups.append([M.Pair(((prompt, some_ids(r)),), ((prompt, some_ids(r)),)) for _ in "abcd"])
-    steps = [group for group in groups]  # one rank computes a prompt once, two twice
-    M.tell_repetition(steps, 10 ** 9, 2)
-    said, pairs = capsys.readouterr().err, sum(groups, [])
-
-    def tokens(size, ranks):
-        """By cuts into halves, whose trees are as good as even here."""
-        batches = [pairs[i:i + size] for i in range(0, len(pairs), size)]
-        return sum(tree_size(batch[i:i + size // ranks]) for batch in batches
-                   for i in range(0, size, size // ranks))
-
-    told, advised = map(float, re.findall(r"(\d\.\d+) times", said))
-    assert told == pytest.approx(tokens(4, 2) / tokens(4, 1), abs=0.1) and told > 1.5
-    assert "batch 4 on 2 processes" in said and "--batch_size 8:" in said and advised <= 1.1
-    for steps, ranks in ((steps, 1), ([sum(groups[:2], [])], 2), ([], 2)):
-        M.tell_repetition(steps, 10 ** 9, ranks)
-    assert not capsys.readouterr().err
-
-
-def test_the_next_item_is_made_meanwhile_and_its_error_raised_here():
-    made, go_on = [], threading.Event()
-
-    def items():
-        for n in range(5):
-            made.append(threading.current_thread())
-            yield n
-            go_on.set()
-        fail("no more")
-
-    seen = []
-    with pytest.raises(SystemExit, match="error: no more"):
-        for n in ahead(items()):
-            assert go_on.wait(10)
-            seen.append(n)
-            assert n + 1 <= len(made) <= n + 2  # one ahead
-    assert seen == [0, 1, 2, 3, 4] and threading.current_thread() not in made
+    alone = M.tree_tokens(turns)
+    parts = list(map(M.tree_tokens, M.deal(turns, 10 ** 9, 4)))
+    assert len(parts) == 4 and sum(parts) <= 1.1 * alone and max(parts) <= 0.3 * alone
 
 
 # --- kernels --------------------------------------------------------------------------------------

@@ -217,19 +217,22 @@ def test_each_step_tells_its_seconds_and_the_tokens_that_all_ranks_computed(worl
 
 # --- many processes -------------------------------------------------------------------------------
 
-# Several trainings by one start of the ranks. Each rank notes how many trees its parts had, and the
-# largest number of groups in a tree, which gather few keys here.
+# Several trainings by one start of the ranks. Each rank notes how many parts the ranks lacked, and
+# the largest number of groups in a tree, which gather few keys here.
 MANY = """
 import importlib, json, os, sys
 sys.path.insert(0, sys.argv[1])
 import model
 model.GATHERED = 100
-logps_of = model.logps_of
-def noted(of, trees):
-    seen.append(len({tree.turns[0] for tree in trees}))
-    groups.append(max(len(tree.groups) for tree in trees))
-    return logps_of(of, trees)
-model.logps_of = noted
+tree_logps, deal = model.tree_logps, model.deal
+def noted(of, tree, *more):
+    groups.append(len(tree.groups))
+    return tree_logps(of, tree, *more)
+def noted_deal(*given):
+    parts = deal(*given)
+    seen.append(-len(parts) % model.WORLD)
+    return parts
+model.tree_logps, model.deal = noted, noted_deal
 for name, flags, given, taken in json.loads(sys.argv[2]):
     os.dup2(os.open(given, os.O_RDONLY), 0)
     os.dup2(os.open(taken, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
@@ -262,10 +265,10 @@ def test_many_processes_and_small_branches_make_the_same_steps(world, whole, com
         noted = [json.load(open(tmp_path / f"{job}.jsonl.{rank}")) for rank in range(world)]
         seen, groups = zip(*noted)
         assert max(groups) > 1
-        assert len({len(s) for s in seen}) == 1  # as many calls on each rank
-        filled += sum(len({*n}) > 1 for n in zip(*seen))
+        assert len({*map(tuple, seen)}) == 1  # the same on each rank
+        filled += sum(map(bool, seen[0]))
         assert metrics(tmp_path / job)[0]["world"] == world
-    assert filled > 5  # ranks with fewer branches than another
+    assert filled > 0 or world == 2  # ranks with fewer parts than another
 
 
 @pytest.mark.full

@@ -4,7 +4,6 @@ import json
 import math
 import random
 import sys
-import threading
 
 import pytest
 import torch
@@ -509,39 +508,6 @@ def test_c_never_reaches_the_policy(loss, rewarded, tiny_dir, tmp_path, monkeypa
             for c in ("one", "two")]
     assert runs[0][1] == runs[1][1]
     assert runs[0][1] != open(f"{tiny_dir}/model.safetensors", "rb").read()  # it did train
-
-
-@pytest.mark.parametrize("script", [train_critic, train_policy], ids=["critic", "policy"])
-def test_a_step_waits_for_the_device_once(script, rewarded, tiny_dir, tmp_path, monkeypatch):
-    """However many pairs and parts it has: until its numbers are told, one tensor is read."""
-    reads, told, shares, main = [], [], [], threading.current_thread()
-
-    def noted(name, method):
-        def read(x, *args):
-            if threading.current_thread() is main:
-                reads.append(name)
-            return method(x, *args)
-        monkeypatch.setattr(torch.Tensor, name, read)
-
-    def then_clear(method):
-        def run(*args, **values):
-            method(*args, **values)
-            reads.clear()
-        return run
-
-    for name in ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__"):
-        noted(name, getattr(torch.Tensor, name))
-    micro_batches = script.micro_batches
-    monkeypatch.setattr(script, "restore", then_clear(script.restore))
-    monkeypatch.setattr(script, "micro_batches",
-                        lambda *args: shares.append(micro_batches(*args)) or shares[-1])
-    monkeypatch.setattr(script, "check_finite", lambda *step, **values: told.append([*reads]))
-    monkeypatch.setattr(script.Log, "__call__", then_clear(script.Log.__call__))
-    flags = ["--model", tiny_dir, "--batch_size", 3, "--pairs", "all", "--margin", 0]
-    flags += ["--held_out", 0] if script is train_critic else ["--loss", "mtdpo"]
-    train(script, monkeypatch, rewarded, *flags, "--max_tokens", 400, "--out", tmp_path / "out")
-    assert told == [["tolist"]] * len(shares)
-    assert max(map(len, shares)) > 1 and len({sum(len(part) for part, *_ in s) for s in shares}) > 1
 
 
 def test_every_pass_tells_how_far_it_is(rewarded, tiny_dir, tmp_path, monkeypatch, capfd):
