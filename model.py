@@ -47,9 +47,8 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
                           LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast)
 from transformers.utils import logging
 
-from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, free_memory,
-                   from_rank_0, progress, reading, remove, resume_hint, rng, say, sum_over_ranks,
-                   writing)
+from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, from_rank_0,
+                   progress, reading, remove, resume_hint, rng, say, sum_over_ranks, writing)
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads, too
 logging.set_verbosity_error()
@@ -346,13 +345,6 @@ def head_logps(hidden, weight, targets):
     return -F.cross_entropy(logits, targets, reduction="none")
 
 
-def layer_forward(model, n, forward, *args, **kwargs):
-    """The forward of layer n. The first model.recomputed layers keep only their inputs."""
-    if n < model.recomputed:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-    return forward(*args, **kwargs)
-
-
 def has_vision(config):
     """Whether a model of this config sees pictures."""
     return hasattr(config, "vision_config")
@@ -376,10 +368,6 @@ class TreeLM(torch.nn.Module):
         self.score = None
         if head:
             self.score = torch.nn.Linear(self.config.hidden_size, 1, bias=False, device=lm.device)
-        self.room = math.inf  # bytes that activations may take; layers are recomputed to fit in it
-        self.recomputed = 0   # how many layers are, in the present forward
-        for n, layer in enumerate(self.layers()):
-            layer.forward = functools.partial(layer_forward, self, n, layer.forward)
 
     def layers(self):
         """Every transformer layer, those of the vision tower first."""
@@ -389,10 +377,6 @@ class TreeLM(torch.nn.Module):
 
     def forward(self, tree, scored):
         """A number for each token at the flat indices `scored`: (N,) gives (N,)."""
-        self.recomputed = 0
-        if torch.is_grad_enabled():
-            self.recomputed = recomputed_layers(self.config, tree, self.dtype.itemsize, self.room,
-                                                self.device.type, len(self.layers()))
         if has_vision(self.lm.config):
             inputs, decoder = self.embed(tree), self.lm.model.language_model
         else:
@@ -1011,18 +995,14 @@ def shard(model, dtype, replicate=1, offload=0, recompute=None, reshard=1):
 
     replicate: the number of copies of the model, each on WORLD / replicate ranks (HSDP).
     offload: 1 keeps weights and moments in CPU memory. reshard: 0 keeps a layer's gathered weights
-    from its forward to its backward pass. recompute: 1 all layers, 0 none, None as few as fit in
-    the memory that is free now.
+    from its forward to its backward pass. recompute: 1 keeps of each layer only its inputs for the
+    backward pass; None is 1 on a GPU.
     """
     model.dtype = dtype
     shards = ranks_of_a_copy(WORLD, replicate)
-    if recompute is None:
-        free = free_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        if model.device.type == "cuda":
-            free = torch.cuda.mem_get_info(model.device)[0]
-        model.room = room(model, free, dtype.itemsize, shards, reshard, offload)
-    elif recompute:
-        model.room = 0
+    if recompute or recompute is None and model.device.type == "cuda":
+        for layer in model.layers():
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     if WORLD == 1 and dtype == torch.float32 and not offload:
         return
     mesh = init_device_mesh(model.device.type, (replicate, shards),
@@ -1149,173 +1129,61 @@ def reference_logps(model, turns, max_tokens, out):
     return logps
 
 
-# --- memory ---------------------------------------------------------------------------------------
-
-def state_bytes(model, size, ranks, reshard=1, offload=0):
-    """(bytes of fp32 weights, gradients and moments, of what FSDP gathers) of a model on `ranks`.
-
-    Gathered are, in numbers of `size` bytes, the embedding, the head and a layer with its
-    gradients, without reshard every layer.
-    """
-    parameters = sum(p.numel() for p in model.parameters())
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.layers()]
-    root = parameters - sum(layers)
-    gathered = root * size + max(layers) * (3 * size + 4)
-    if not reshard:
-        gathered += (sum(layers) - max(layers)) * size
-    return 0 if offload else 16 * parameters / ranks, gathered
-
-
-def room(model, free, size, ranks, reshard=1, offload=0):
-    """Bytes that activations may take of `free` bytes: 0.9 of them, less state_bytes.
-
-    0 for models on a GPU whose activations the formula does not know, which see or have experts.
-    """
-    experts = any(re.match("num_.*experts", key) for key in vars(model.config))
-    if experts or has_vision(model.lm.config):
-        return 0 if model.device.type == "cuda" else math.inf
-    state, gathered = state_bytes(model, size, ranks, reshard, offload)
-    left = 0.9 * free - state - gathered
-    if left < 0:
-        say(f"weights, gradients, moments and what is gathered need {(state + gathered) / 1e9:.3g} "
-            f"GB on each process, and {free / 1e9:.3g} GB are free: more processes need less")
-    return max(0, left)
-
-
-def head_size(config):
-    """The width of an attention head."""
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def activation_bytes(config, tree, size, recomputed, device="cuda"):
-    """Peak bytes of activations for a Tree, in numbers of `size` bytes.
-
-    A formula for what autograd keeps of Llama's layers, without the allocator's unused memory.
-    recomputed: the number of layers, the first ones, that keep only their inputs.
-    """
-    tokens, c = len(tree.ids), config
-    keys = max(len(runs.paths) for runs in tree.groups)
-    width, mlp = c.hidden_size, c.intermediate_size
-    layer = tokens * 2 * width * (4 + 2 * size)                        # two norms, partly in fp32
-    layer += tokens * 2 * c.num_attention_heads * head_size(c) * size  # queries, attention's output
-    layer += keys * 2 * c.num_key_value_heads * head_size(c) * size    # keys and values
-    layer += tokens * 4 * mlp * size                                   # the MLP
-    gradients = tokens * (2 * mlp + width) * size                      # the MLP's backward
-    head = c.vocab_size * width * size
-    if c.tie_word_embeddings:
-        gradients += head  # it waits for the embedding's
-    logits = min(LOGITS[device], len(tree.scored) * c.vocab_size)
-    at_head = logits * (12 + 2 * size) + 2 * head
-    kept = (c.num_hidden_layers - recomputed) * layer
-    passing = kept + max(gradients, at_head)
-    if recomputed:  # the kept ones are gone when the first of these is computed again
-        passing = max(passing, layer + gradients)
-    return recomputed * tokens * width * size + passing
-
-
-def recomputed_layers(config, tree, size, room, device="cuda", layers=None):
-    """How many layers to recompute so that the tree's activations fit in `room` bytes.
-
-    layers: all layers, those of a vision tower too.
-    """
-    if room == math.inf:
-        return 0
-    if room > 0:
-        for n in range(config.num_hidden_layers):
-            if activation_bytes(config, tree, size, n, device) <= room:
-                return n
-    return layers or config.num_hidden_layers
-
-
 # --- --dry_run: what a run would take -------------------------------------------------------------
 
 def dry_run(args, config, steps, reference, scored=()):
     """What a run on args.dry_run GPUs would take, a dict. steps: [[Pair]].
 
     reference: the turns that the reference reads; scored: those that the trained critic judges.
-    tokens, reference_tokens, sharing: see compare_tokens. `computed` are those of all GPUs, as the
-    trainers deal the pairs to them, without recomputation. `slowest_rank`: the tokens of each
-    step's slowest GPU, times the number of GPUs. scoring_tokens: those of both scorings.
-    petaflops: 2 for each weight and token, and 4 for each layer, attention dimension, token and
-    key; three times that in training, and once more for what is recomputed.
-    recomputed_layers: those of the largest tree that must be, to fit in args.gpu_gb.
-    gb_a_gpu: state_bytes, and activations. At the end of a backward pass the gradients of embedding
-    and head replace what is gathered and the activations. `total` takes the larger sum.
-    Guesses: the activations, by a formula; the hours, at 400 TFLOP/s and 300 GB/s a GPU (an H100
-    with NVLink). Weights are sent for both passes, once without args.reshard; fp32 gradients once,
-    in each micro-batch. useful_tflops: each GPU's TFLOP/s in these hours, without what is
-    recomputed; it waits for the slowest GPU, and no sending is hidden behind computing.
+    tokens, reference_tokens, sharing: see compare_tokens. `slowest_rank`: the tokens of each step's
+    slowest GPU, times the number of GPUs. scoring_tokens: those of both scorings.
+    hours: at 400 TFLOP/s a GPU, 6 for each weight and token in training, 2 without gradient.
+    gb_a_gpu: fp32 weights, gradients and moments; what FSDP gathers; what autograd keeps of Llama's
+    layers for the largest tree, with the gradients of one layer and the logits.
     """
     if has_vision(config):
         fail("--dry_run does not know models that see pictures")
     if not steps:
         fail("--dry_run: there are no steps to take")
     gpus, size, c = args.dry_run, 4 if args.dtype == "fp32" else 2, config
-    shards = ranks_of_a_copy(gpus, args.replicate)
     with torch.device("meta"):
         model = TreeLM(AutoModelForCausalLM.from_config(config))
     parameters = sum(p.numel() for p in model.parameters())
-    body = sum(p.numel() for layer in model.layers() for p in layer.parameters())
-    state, gathered = state_bytes(model, size, shards, args.reshard, args.offload)
-    model.device = torch.device("cuda")
-    free = room(model, 1e9 * args.gpu_gb, size, shards, args.reshard, args.offload)
-    if args.recompute is not None:
-        free = 0 if args.recompute else math.inf
-    head = c.vocab_size * c.hidden_size
-    attention = 4 * c.num_hidden_layers * c.num_attention_heads * head_size(c)
-
-    def cost(tree):
-        """(tokens, FLOPs of a forward through the layers, through the head) of a Tree"""
-        tokens = len(tree.ids)
-        keys = tokens + tree.pos.sum().item()
-        return tokens, 2 * body * tokens + attention * keys, 2 * head * len(tree.scored)
-
-    computed = slowest = flops = useful = calls = scoring_calls = most = 0
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.layers()]
+    computed = slowest = largest = 0
     for batch in steps:
-        by_rank = [0] * gpus
         parts = deal(turns_in(batch), args.max_tokens, gpus)
         trees = -(-len(parts) // gpus)
-        calls += trees
-        again = trees > 1
-        for n, tree in enumerate(map(Tree, parts + parts[-1:] * (-len(parts) % gpus))):
-            tokens, layers, at_head = cost(tree)
-            by_rank[n // trees] += tokens
-            share = recomputed_layers(c, tree, size, free) / c.num_hidden_layers
-            flops += layers * (3 + share + again) + at_head * (4 + again)
-            useful += 3 * (layers + at_head)
-            if tokens > most:
-                most, largest = tokens, tree
-        computed += sum(by_rank)
-        slowest += gpus * max(by_rank)
-    scoring_tokens = []
-    for turns in (reference, scored):
-        costs = [cost(Tree(part)) for part in deal(turns, args.max_tokens, gpus)]
-        costs += costs[-1:] * (-len(costs) % gpus)  # as `score` repeats them
-        scoring_calls += len(costs) // gpus
-        scoring_tokens.append(sum(n for n, _, _ in costs))
-        scoring = sum(layers + at_head for _, layers, at_head in costs)
-        flops, useful = flops + scoring, useful + scoring
-    tokens = compare_tokens(steps, computed, scoring_tokens[0])
+        tokens = list(map(tree_tokens, parts + parts[-1:] * (-len(parts) % gpus)))
+        computed += sum(tokens)
+        slowest += gpus * max(sum(tokens[n:n + trees]) for n in range(0, len(tokens), trees))
+        largest = max(largest, *tokens)
+    scoring = [sum(map(tree_tokens, deal(turns, args.max_tokens, gpus)))
+               for turns in (reference, scored)]
+    tokens = compare_tokens(steps, computed, scoring[0])
     tokens["tokens"]["slowest_rank"] = slowest
-    sent = 0
-    if gpus > 1:
-        sent = parameters * (calls * ((1 + args.reshard) * size + 4) + scoring_calls * size)
-    seconds = flops / 400e12 / gpus * slowest / computed
-    recomputed = recomputed_layers(c, largest, size, free)
-    activations = activation_bytes(c, largest, size, recomputed)
-    gb = {"weights_gradients_moments": state, "gathered": gathered, "activations": activations}
-    passing = max(gathered + activations, (parameters - body) * (size + 4))
-    gb["total"] = state + passing
+
+    recompute = args.recompute != 0
+    gathered = (parameters - sum(layers) + max(layers)) * size
+    if not args.reshard:
+        gathered = parameters * size
+    one_layer = largest * (12 * c.hidden_size + 6 * c.intermediate_size) * size
+    activations = one_layer + largest * c.hidden_size * size * c.num_hidden_layers
+    if not recompute:
+        activations = one_layer * c.num_hidden_layers
+    activations += LOGITS["cuda"] * 16 + max(layers) * (2 * size + 4)
+    gb = {"weights_gradients_moments":
+          0 if args.offload else 16 * parameters / ranks_of_a_copy(gpus, args.replicate),
+          "gathered": gathered, "activations": activations}
+    gb["total"] = sum(gb.values())
+    flops = 2 * parameters * (slowest * (4 if recompute else 3) + sum(scoring))
 
     def short(x):
         return float(f"{x:.3g}")
 
     return {"gpus": gpus, "parameters": parameters, "steps": len(steps),
-            "examples": sum(map(len, steps)), **tokens, "scoring_tokens": sum(scoring_tokens),
-            "largest_tree": most, "recomputed_layers": recomputed,
-            "petaflops": short(flops / 1e15),
-            "hours": {"computing": short(seconds / 3600), "sending": short(sent / 300e9 / 3600)},
-            "useful_tflops": short(useful / gpus / (seconds + sent / 300e9) / 1e12),
+            "examples": sum(map(len, steps)), **tokens, "scoring_tokens": sum(scoring),
+            "largest_tree": largest, "hours": short(flops / 400e12 / gpus / 3600),
             "gb_a_gpu": {name: short(x / 1e9) for name, x in gb.items()}}
 
 

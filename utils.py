@@ -124,15 +124,14 @@ def machine_flags(p):
     flag(g, "dtype", "auto", "of the computation and the saved model; weights train in fp32; "
          "auto: bf16 on a GPU or a CPU that has it, if the model is not tiny",
          choices=["auto", "bf16", "fp32"])
-    flag(g, "recompute", None, "1: all layers compute activations again in the backward pass; 0: "
-         "none; not given: as few as fit in the free memory", kind=int, choices=[0, 1])
+    flag(g, "recompute", None, "1: layers compute activations again in the backward pass, a third "
+         "slower in a fraction of the memory; not given: 1 on a GPU", kind=int, choices=[0, 1])
     flag(g, "reshard", 1, "0: keep a layer's gathered weights for its backward pass",
          choices=[0, 1])
     flag(g, "replicate", 1, "copies of the model; each is spread over 1/N of the processes",
          least=1)
     flag(g, "offload", 0, "1: weights and moments rest in CPU memory", choices=[0, 1])
     flag(g, "dry_run", 0, "print steps, tokens, hours and memory of a run on N GPUs; train nothing")
-    flag(g, "gpu_gb", 80.0, "memory of a GPU that --dry_run supposes", metavar="GB")
     g = p.add_argument_group("input and --out")
     flag(g, "max_length", 16384, "leave out and count turns of more tokens (prompt and action)")
     skip_bad_flag(g)
@@ -607,7 +606,7 @@ class Log:
     which says that the model is written, or None; and whether it is `finished`.
     """
     MAY_CHANGE = {  # flags, when a run is resumed
-        "out", "max_tokens", "attention", "recompute", "reshard", "replicate", "offload", "gpu_gb",
+        "out", "max_tokens", "attention", "recompute", "reshard", "replicate", "offload",
         "save_every", "resume", "overwrite", "browser", "val"}
 
     def __init__(self, args):
@@ -769,23 +768,6 @@ def lr_at(step, steps, peak):
         return peak * (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
-
-
-def free_memory():
-    """Bytes that processes here can still take: of the machine, and within their cgroup's limit."""
-    with open("/proc/meminfo") as f:
-        free = [int(re.search(r"MemAvailable: *(\d+)", f.read())[1]) * 1024]
-    with contextlib.suppress(OSError), open("/proc/self/cgroup") as f:
-        group = re.search(r"^0::/(.*)", f.read(), re.M)
-        path = os.path.join("/sys/fs/cgroup", group[1] if group else "")
-        while path.startswith("/sys/fs/cgroup"):  # the groups around it have limits, too
-            with contextlib.suppress(OSError, ValueError):  # "max": it has none
-                limit, used = (int(open(f"{path}/memory.{name}").read())
-                               for name in ("max", "current"))
-                cache = re.search(r"^inactive_file (\d+)", open(f"{path}/memory.stat").read(), re.M)
-                free.append(limit - used + int(cache[1]))
-            path = os.path.dirname(path)
-    return max(0, min(free))
 
 
 # --- randomness, hashes, versions -----------------------------------------------------------------

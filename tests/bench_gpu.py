@@ -92,7 +92,7 @@ class Bench:
     def plan(self, shape, job, recompute):
         """What --dry_run says of a step."""
         flags = SimpleNamespace(dry_run=WORLD, dtype="bf16" if self.gpu else "fp32", replicate=1,
-                                offload=0, reshard=1, gpu_gb=80, recompute=recompute,
+                                offload=0, reshard=1, recompute=recompute,
                                 max_tokens=B.MAX_TOKENS)
         return dry_run(flags, AutoConfig.from_pretrained(self.path(shape)), [self.batch(job)], [])
 
