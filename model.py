@@ -17,7 +17,6 @@ A run is a stretch of new tokens. It attends to its path from the root: a b c e 
 import datetime
 import functools
 import glob
-import importlib.util
 import json
 import math
 import os
@@ -41,6 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy,
                                     OffloadPolicy, fully_shard)
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
                           AutoModelForImageTextToText, AutoTokenizer, GenerationConfig,
@@ -142,33 +142,6 @@ class Tree:
         self.where = there(where)    # where the turns' actions, concatenated, are in `scored`
         self.groups = [Runs(group, device) for group in groups]
 
-    @functools.cached_property
-    def block_mask(self):
-        """For FlexAttention: the tokens that attend to kv are its subtree, kv <= q < ends[kv].
-
-        Blocks are of 128 queries and 128 keys. The kernel skips those that are not listed.
-        """
-        from torch.nn.attention.flex_attention import BlockMask
-        ends = torch.zeros_like(self.ids)  # that of the last run whose path has the token
-        for runs in self.groups:
-            after = (runs.tokens.start + runs.cu_q[1:].long()).repeat_interleave(runs.cu_kv.diff())
-            ends.scatter_reduce_(0, runs.paths, after, "amax")
-        keys = torch.arange(0, len(ends), 128, device=ends.device)  # where each block starts
-        queries, by_block = keys[:, None], F.pad(ends, (0, -len(ends) % 128)).view(-1, 128)
-        full = (keys < queries) & (queries + 128 <= by_block.amin(1))
-        partial = (keys <= queries) & (queries < by_block.amax(1)) & ~full
-
-        def listed(blocks):
-            """How many blocks each row has; their columns, which come first."""
-            columns = blocks.int().argsort(dim=1, descending=True, stable=True)
-            return blocks.sum(1).int()[None, None], columns.int()[None, None]
-
-        def attends(batch, head, q, kv):
-            return (kv <= q) & (q < ends[kv])
-
-        return BlockMask.from_kv_blocks(*listed(partial), *listed(full), BLOCK_SIZE=128,
-                                        mask_mod=attends, seq_lengths=(len(ends), len(ends)))
-
 
 def on_device(x, device):
     """The tensor on a device. From the CPU to a GPU it waits for none of the GPU's work."""
@@ -230,7 +203,7 @@ class Gather(torch.autograd.Function):
         return total.index_add_(0, index, grad.to(wide)).to(grad.dtype), None
 
 
-def tree_attention(kernel, module, query, key, value, attention_mask, scaling=None, tree=None,
+def tree_attention(module, query, key, value, attention_mask, scaling=None, tree=None,
                    sliding_window=None, **kwargs):
     """Attention of a packed tree, in the form that transformers' AttentionInterface wants.
 
@@ -245,6 +218,7 @@ def tree_attention(kernel, module, query, key, value, attention_mask, scaling=No
         fail("this model has attention sinks, which the packed forward can't compute")
     left = sliding_window - 1 if sliding_window else -1  # keys that a token sees before it; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
+    kernel = flash_kernel if q.is_cuda and q.dtype != torch.float32 else sdpa_kernel
 
     def attend(q, k, v, runs):
         k, v = (Gather.apply(x, runs.paths).to(q.dtype) for x in (k, v))
@@ -257,7 +231,7 @@ def tree_attention(kernel, module, query, key, value, attention_mask, scaling=No
 
 
 def sdpa_kernel(q, k, v, runs, scale, left):
-    """One scaled_dot_product_attention for each run: the reference, and the kernel for the CPU."""
+    """One scaled_dot_product_attention for each run: for the CPU, and for fp32."""
     def by_run(x, lengths):
         return [part.transpose(0, 1)[None] for part in x.split(lengths)]  # (1, heads, length, D)
 
@@ -276,63 +250,13 @@ def sdpa_kernel(q, k, v, runs, scale, left):
     return torch.cat(out, 2)[0].transpose(0, 1)
 
 
-def torch_kernel(q, k, v, runs, scale, left):
-    from torch.nn.attention.varlen import varlen_attn
+def flash_kernel(q, k, v, runs, scale, left):
+    """torch's FlashAttention over runs of any lengths: it needs a GPU and 16 bits."""
     return varlen_attn(q, k, v, runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv), scale=scale,
                        window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1])
 
 
-@functools.cache
-def flash_module():
-    """The name of FlashAttention 3's module on a Hopper GPU, else of 2's; None if not installed."""
-    names = ["flash_attn"]
-    if torch.cuda.get_device_capability()[0] == 9:
-        names.insert(0, "flash_attn_interface")
-    return next(filter(importlib.util.find_spec, names), None)
-
-
-def flash_kernel(q, k, v, runs, scale, left):
-    out = importlib.import_module(flash_module()).flash_attn_varlen_func(
-        q, k, v, runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv), softmax_scale=scale,
-        causal=True, window_size=(left, 0))
-    return out[0] if isinstance(out, tuple) else out  # early releases of 3 give two tensors
-
-
-@functools.cache
-def compiled_flex():
-    """flex_attention for trees of any size."""
-    from torch.nn.attention.flex_attention import flex_attention
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True)
-
-
-def flex_tree_attention(module, query, key, value, attention_mask, scaling=None, tree=None,
-                        sliding_window=None, **kwargs):
-    """tree_attention that gathers nothing: the kernel skips what the tree's mask excludes."""
-    if sliding_window or kwargs.get("s_aux") is not None:
-        fail("--attention flex can't compute sliding windows or attention sinks")
-    out = compiled_flex()(query, key, value, block_mask=tree.block_mask, scale=scaling,
-                          enable_gqa=query.shape[1] != key.shape[1])
-    return out.transpose(1, 2), None
-
-
-# "fa" is --attention flash: transformers takes a name with "flash" in it for one of its own
-for name, kernel in (("sdpa", sdpa_kernel), ("torch", torch_kernel), ("fa", flash_kernel)):
-    AttentionInterface.register("tree_" + name, functools.partial(tree_attention, kernel))
-AttentionInterface.register("tree_flex", flex_tree_attention)
-
-
-def pick_attention(name, device, dtype):
-    """The kernel's name for --attention, after "tree_". All but sdpa need a GPU and 16 bits."""
-    if device.type != "cuda" or dtype == torch.float32:
-        if name not in ("auto", "sdpa"):
-            fail(f"--attention {name} needs a GPU and --dtype bf16; sdpa runs everywhere")
-        return "sdpa"
-    if name == "auto":
-        return "fa" if flash_module() else "torch"
-    if name == "flash" and not flash_module():
-        fail("--attention flash needs the package flash-attn (pip install flash-attn "
-             "--no-build-isolation); --attention torch is torch's own kernel")
-    return "fa" if name == "flash" else name
+AttentionInterface.register("tree", tree_attention)
 
 
 # --- the forward ----------------------------------------------------------------------------------
@@ -861,7 +785,7 @@ def load_lm(path, device, dtype="fp32"):
     return lm.to(device), tokenizer
 
 
-def load(path, device="cpu", attention="auto", dtype="fp32", head=False, **sharding):
+def load(path, device="cpu", dtype="fp32", head=False, **sharding):
     """(TreeLM, tokenizer) of a folder or hub name, with weights in dtype, to score with.
 
     dtype: the value of --dtype, or a torch.dtype.
@@ -872,11 +796,10 @@ def load(path, device="cpu", attention="auto", dtype="fp32", head=False, **shard
     refuse_unknown(path, config)
     device = torch.device(device)
     dtype = pick_dtype(dtype, device, config)
-    attention = "tree_" + pick_attention(attention, device, dtype)
-    make = AutoModelForCausalLM
+    make, attention = AutoModelForCausalLM, "tree"
     if has_vision(config):
         make = AutoModelForImageTextToText
-        attention = {"text_config": attention, "vision_config": "sdpa"}
+        attention = {"text_config": "tree", "vision_config": "sdpa"}
     with torch.device("meta"):
         lm = make.from_config(config, dtype=torch.float32 if sharding else dtype,
                               attn_implementation=attention)
@@ -1220,5 +1143,5 @@ def tiny(records, seed, pieces):
                          num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                          head_dim=32, max_position_embeddings=16384, tie_word_embeddings=True,
                          initializer_range=0.08, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-                         attn_implementation="tree_sdpa")
+                         attn_implementation="tree")
     return TreeLM(LlamaForCausalLM(config)), tokenizer

@@ -318,17 +318,17 @@ def read_critic(folder):
     return critic
 
 
-def load_critic(folder, device, *how, **options):
+def load_critic(folder, device, **options):
     """(critic.json's dict, tokenizer, models, Pictures or None) of a finished run's --out.
 
-    models: [pi, pi_ref], or [pi] where a head gives A. how and options: see model.load.
+    models: [pi, pi_ref], or [pi] where a head gives A. options: see model.load.
     """
     critic = read_critic(folder)
     if critic.get("advantage", now := digest(inspect.getsource(advantage))) != now:
         say(f"advantage() has been edited since the critic in {folder} was trained")
     has_head = critic["head"] in LINEAR
     path, tokenizer, config = find_model(folder)
-    models = [load(path, device, *how, head=has_head, **options)[0]]
+    models = [load(path, device, head=has_head, **options)[0]]
     if not has_head:
         ref = critic["ref"]
         if os.path.isabs(ref) and not os.path.isdir(ref):
@@ -336,7 +336,7 @@ def load_critic(folder, device, *how, **options):
         weights = weights_digest(find_model(ref, weights=True)[0])
         if critic.get("ref_weights", weights) != weights:
             fail(f"{ref} has other weights now than the model that the critic in {folder} began as")
-        models.append(load(ref, device, *how, **options)[0])
+        models.append(load(ref, device, **options)[0])
     pictures = Pictures(path, config, critic["picture_tokens"]) if has_vision(config) else None
     for model in models:
         model.pictures = pictures
@@ -377,7 +377,7 @@ def score_stream(args, emit, device):
         value = getattr(args, name)
         if value not in (getattr(defaults, name), kept.get(name)):
             fail(f"--{name} {value}: the critic in {args.out} has {kept.get(name)}; leave it out")
-    critic, tokenizer, models, pictures = load_critic(args.out, device, args.attention,
+    critic, tokenizer, models, pictures = load_critic(args.out, device,
                                                       **load_options(args, device))
     need = needs("dialogue_history", to_train=True)
     chunks = in_chunks(read_jsonl(sys.stdin, need, skip_bad=args.skip_bad), 64)
@@ -463,7 +463,7 @@ def main(args):
                            [[digest(tuple(pair)) for pair in group] for group in groups]]),
               model_weights=base_digest(args.model))
 
-    model, tokenizer = load(args.model, device, args.attention, head=args.head in LINEAR,
+    model, tokenizer = load(args.model, device, head=args.head in LINEAR,
                             **load_options(args, device))
     model.pictures = pictures
     # zeros for a linear head, whose value is A already

@@ -345,7 +345,7 @@ def main(args):
         start = os.path.join(args.out, "init")
         save(*made, start)
         barrier()
-    model, tokenizer = load(start, device, args.attention, **load_options(args, device))
+    model, tokenizer = load(start, device, **load_options(args, device))
     ref = dict(zip(turns, reference_logps(model, turns, args.max_tokens, args.out)))
     fused = device.type == "cuda" and not args.offload
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),

@@ -118,9 +118,6 @@ def machine_flags(p):
     """The trainers' flags for speed, memory and checkpoints. Only --dtype changes results."""
     g = p.add_argument_group("speed and memory (only --dtype changes results)")
     flag(g, "max_tokens", 16384, "tokens of a tree computed at once: bounds the memory", least=1)
-    flag(g, "attention", "auto", "flash: package flash-attn; torch: its varlen kernel; sdpa: a "
-         "loop; auto: the first that works here; flex: not yet run on a GPU",
-         choices=["auto", "flash", "torch", "sdpa", "flex"])
     flag(g, "dtype", "auto", "of the computation and the saved model; weights train in fp32; "
          "auto: bf16 on a GPU or a CPU that has it, if the model is not tiny",
          choices=["auto", "bf16", "fp32"])
@@ -606,8 +603,8 @@ class Log:
     which says that the model is written, or None; and whether it is `finished`.
     """
     MAY_CHANGE = {  # flags, when a run is resumed
-        "out", "max_tokens", "attention", "recompute", "reshard", "replicate", "offload",
-        "save_every", "resume", "overwrite", "browser", "val"}
+        "out", "max_tokens", "recompute", "reshard", "replicate", "offload", "save_every", "resume",
+        "overwrite", "browser", "val"}
 
     def __init__(self, args):
         self.args, self.out, self.last_shown = args, args.out, 0.0

@@ -38,12 +38,14 @@ import bench_train as B  # noqa: E402
 import torch  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
-from model import action_logps, batches, dry_run, gathered, pick_attention, score  # noqa: E402
+from model import action_logps, batches, dry_run, gathered, score  # noqa: E402
 from model import turns_in  # noqa: E402
+import model as model_py  # noqa: E402
 from utils import RANK, WORLD, barrier, init_distributed, leave_group  # noqa: E402
 
 POLICY = "dpo by trajectory"
-KERNELS = "flash", "torch", "flex", "sdpa"
+KERNELS = "flash", "sdpa"
+FLASH = model_py.flash_kernel
 
 
 def get_args(argv=None):
@@ -60,6 +62,13 @@ def get_args(argv=None):
     if args.tiny:
         args.shapes = ["tiny"]
     return args
+
+
+def take_kernel(name, device):
+    """Makes model.py use this kernel on a GPU."""
+    if name == "flash" and device.type != "cuda":
+        raise SystemExit("error: flash needs a GPU")
+    model_py.flash_kernel = model_py.sdpa_kernel if name == "sdpa" else FLASH
 
 
 class Bench:
@@ -122,7 +131,7 @@ class Bench:
         return {"tflops": self.peak / 1e12, "device": name, "ranks": WORLD}
 
     def oracle(self, shape, kernel):
-        attention = "tree_" + pick_attention(kernel, self.device, self.dtype)
+        take_kernel(kernel, self.device)
         turns = turns_in(self.batch(POLICY))[:8] + turns_in(self.batch("critic"))[:4]
         turns = [(prompt[-512:], action) for prompt, action in turns]
 
@@ -131,7 +140,6 @@ class Bench:
             model = B.random_model(self.path(shape), self.device)
             for p in model.parameters():  # and no buffers: positions must not be rounded
                 p.data = p.data.to(self.dtype).to(dtype)
-            model.config._attn_implementation = attention
             if separate:
                 with B.plain(model):
                     logps = [model(B.pad([p + a], self.device))[0, len(p) - 1:] for p, a in turns]
@@ -203,10 +211,9 @@ class Bench:
         return {name: row[name] for name in ("tokens", "time", "of_bound", "differs")}
 
     def kernel(self, shape, kernel):
-        attention = "tree_" + pick_attention(kernel, self.device, self.dtype)
+        take_kernel(kernel, self.device)
         model = self.load(shape)[0]
         self.loaded = None  # the next row loads another, with its own kernel
-        model.config._attn_implementation = attention
         step = functools.partial(self.forward_backward, model, "critic")
         step()  # to warm up
         seconds = self.time(step)

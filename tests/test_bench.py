@@ -106,7 +106,7 @@ def test_bench_gpu_on_a_cpu(tmp_path):
     assert done.returncode == 0, done.stderr
     rows = {row["row"]: row for row in json.loads((tmp_path / "out.json").read_text())}
     for name, row in rows.items():
-        needs_gpu = name.split()[-1] in ("flash", "torch", "flex")
+        needs_gpu = name.split()[-1] == "flash"
         assert ("needs a GPU" in row.get("error", "")) if needs_gpu else "error" not in row, row
         assert f"| {name} |" in done.stdout
     assert rows["matmul"]["tflops"] > 0
@@ -132,7 +132,7 @@ def test_a_row_that_fails(tmp_path, monkeypatch):
     """It is one line; the rows after it run."""
     def rows(bench):
         yield "bad", lambda: 1 / 0
-        yield "worse", lambda: bench_gpu.pick_attention("flash", bench.device, bench.dtype)
+        yield "worse", lambda: bench_gpu.take_kernel("flash", bench.device)
         yield "good", lambda: {"figure": 1.5}
 
     monkeypatch.setattr(bench_gpu.Bench, "rows", rows)

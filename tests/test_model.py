@@ -4,17 +4,15 @@ import functools
 import json
 import os
 import random
-import re
 import shutil
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
-import torch.nn.attention.flex_attention
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Cohere2Config,
-                          CohereConfig, Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM,
+from torch.utils.checkpoint import checkpoint
+from transformers import (AutoModelForCausalLM, AutoTokenizer, Cohere2Config, CohereConfig,
+                          Gemma2Config, Gemma2ForCausalLM, Gemma3ForCausalLM,
                           Gemma3TextConfig, GptOssConfig, GptOssForCausalLM, GraniteConfig,
                           LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
                           MixtralConfig, MixtralForCausalLM, PhiConfig, PreTrainedTokenizerFast,
@@ -52,7 +50,7 @@ def two_models(family, dtype=torch.float32):
     """The same random weights twice: with the tree's attention, and with transformers' own."""
     kind, config, more = FAMILIES[family]
     torch.manual_seed(1)
-    tree = M.TreeLM(kind(config(**SIZES, **more, attn_implementation="tree_sdpa"))).to(dtype)
+    tree = M.TreeLM(kind(config(**SIZES, **more, attn_implementation="tree"))).to(dtype)
     plain = kind(config(**SIZES, **more, attn_implementation="sdpa")).to(dtype)
     plain.load_state_dict(tree.lm.state_dict())
     plain.config._experts_implementation = "eager"  # a loop over experts
@@ -208,10 +206,6 @@ def test_no_two_parts_are_recomputed_at_once():
     assert above == list(range(1, len(parts) + 1)) and len(parts) > 2
 
 
-def tree_size(pairs):
-    return M.tree_tokens(M.turns_in(pairs))
-
-
 def random_pairs(r):
     """Pairs over a small tree of prompts, neighbours mostly with the same prompt."""
     pairs, prompt = [], (0,)
@@ -282,17 +276,14 @@ def loop_kernel(q, k, v, runs, scale, left):
     return torch.stack(out)
 
 
-AttentionInterface.register("tree_loop", functools.partial(M.tree_attention, loop_kernel))
-
-
 @pytest.mark.parametrize("family", ["llama_tied", "qwen3"])
-def test_sdpa_gives_what_a_loop_over_the_layout_of_flash_kernels_gives(family):
+def test_sdpa_gives_what_a_loop_over_the_layout_of_flash_kernels_gives(family, monkeypatch):
     model, _ = two_models(family, torch.float64)
     turns = some_turns()
     want = M.action_logps(model, turns)
     want_gradients = {n: g.clone() for n, g in gradients(model, want).items()}
     model.zero_grad()
-    model.lm.config._attn_implementation = "tree_loop"
+    monkeypatch.setattr(M, "sdpa_kernel", loop_kernel)
     runs, = M.Tree(turns).groups
     assert any(queries < keys for queries, keys in zip(runs.q, runs.kv, strict=True))
     got = M.action_logps(model, turns)
@@ -352,7 +343,7 @@ def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_paths(monkeyp
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
 @pytest.mark.parametrize("groups", [1, 4, 200])
-def test_gradients_of_what_many_branches_share_are_summed_in_fp32(groups, device):
+def test_gradients_of_what_many_branches_share_are_summed_in_fp32(groups, device, monkeypatch):
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 2, 5, 8).to(device, torch.bfloat16).requires_grad_()
                          for _ in range(3))
@@ -366,7 +357,9 @@ def test_gradients_of_what_many_branches_share_are_summed_in_fp32(groups, device
 
     tree = SimpleNamespace(groups=[SimpleNamespace(paths=part, tokens=slice(0, 5), up=up_part)
                                    for part, up_part in zip(paths.chunk(groups), up.chunk(groups))])
-    M.tree_attention(kernel, None, query, key, value, None, tree=tree)[0].sum().backward()
+    monkeypatch.setattr(M, "sdpa_kernel", kernel)
+    monkeypatch.setattr(M, "flash_kernel", kernel)
+    M.tree_attention(None, query, key, value, None, tree=tree)[0].sum().backward()
     plain = key.detach()[0].transpose(0, 1).clone().requires_grad_()
     (plain[paths] * up).sum().backward()
     exact = up.double().view(200, 5, 2, 8).sum(0)
@@ -378,96 +371,7 @@ def test_gradients_of_what_many_branches_share_are_summed_in_fp32(groups, device
         assert error(x.grad[0].transpose(0, 1)) <= 2 ** -8 < error(plain.grad) / 2
 
 
-def random_tree(seed):
-    """A tree of hundreds of tokens, of runs that share and merge in many ways."""
-    r, seqs = random.Random(seed), [(0,)]
-    while sum(map(len, seqs)) < 6000:
-        seq = r.choice(seqs)
-        more = tuple(r.randrange(3) for _ in range(r.choice([1, 3, 20, 300])))
-        seqs.append(seq[:r.randrange(1, len(seq) + 1)] + more)
-    turns = [(seq[:1], seq[1:]) for seq in seqs[1:]]
-    return turns, M.Tree(turns)
-
-
-def ancestors(tree):
-    """(T, T) whether token q attends to kv: by the parents, up to the root."""
-    attends = torch.eye(len(tree.ids), dtype=torch.bool)
-    for i, parent in enumerate(tree.parent.tolist()):
-        if parent >= 0:
-            attends[i] |= attends[parent]
-    return attends
-
-
-@pytest.mark.parametrize("bound", [3000, pytest.param(1, marks=pytest.mark.full),
-                                   pytest.param(10 ** 9, marks=pytest.mark.full)])
-def test_the_block_mask_is_that_of_the_paths(bound, monkeypatch):
-    """Of single tokens, and of blocks: listed are those in which anything is attended to."""
-    monkeypatch.setattr(M, "GATHERED", bound)
-    full_blocks = 0
-    for seed in range(10):
-        _, tree = random_tree(seed)
-        want, mask, n = ancestors(tree), tree.block_mask, len(tree.ids)
-        q, kv = torch.arange(n)[:, None], torch.arange(n)[None]
-        assert torch.equal(mask.mask_mod(0, 0, q, kv), want)
-        listed = {False: set(), True: set()}
-        for full, counts, columns in ((False, mask.kv_num_blocks, mask.kv_indices),
-                                      (True, mask.full_kv_num_blocks, mask.full_kv_indices)):
-            for row, count in enumerate(counts[0, 0].tolist()):
-                listed[full] |= {(row, column) for column in columns[0, 0, row, :count].tolist()}
-        assert not listed[False] & listed[True]
-        blocks = [(i, j, block) for i, rows in enumerate(want.split(128))
-                  for j, block in enumerate(rows.split(128, 1))]
-        assert listed[False] | listed[True] == {(i, j) for i, j, block in blocks if block.any()}
-        whole = {(i, j) for i, j, block in blocks if block.all() and block.numel() == 128 ** 2}
-        assert listed[True] == whole
-        full_blocks += len(whole)
-    assert full_blocks > 20
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("family", ["llama_tied", pytest.param("qwen3", marks=pytest.mark.full)])
-def test_flex_is_as_exact_as_sdpa(family, dtype, monkeypatch):
-    """Not compiled: torch has no backward pass of it for the CPU, but its eager code has one."""
-    flex = torch.nn.attention.flex_attention
-    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
-    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(M, "compiled_flex", lambda: flex.flex_attention)
-    model, plain = two_models(family, dtype)
-    exact = copy.deepcopy(plain).double()
-    for turns in (some_turns(), random_tree(0)[0][:20]):
-        exact.zero_grad()
-        want = separate(exact, turns)
-        want_gradients, errors = gradients(exact, want), {}
-        for attention in ("sdpa", "flex"):
-            model.zero_grad()
-            model.lm.config._attn_implementation = "tree_" + attention
-            logps = M.action_logps(model, turns)
-            off = [(g - want_gradients[n]).norm() / want_gradients[n].norm()
-                   for n, g in gradients(model, logps).items()]
-            values = (torch.cat(logps) - torch.cat(want)).abs().max()
-            errors[attention] = values.item(), max(off).item()
-        limit = {torch.float32: 1e-5, torch.bfloat16: 0.2}[dtype]
-        for ours, sdpas in zip(errors["flex"], errors["sdpa"]):
-            assert ours < limit and ours < 4 * sdpas
-
-
-@pytest.mark.full
-def test_compiled_flex_skips_blocks_and_is_compiled_once_for_all_sizes():
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    torch.manual_seed(0)
-    for seed in range(6):
-        _, tree = random_tree(seed)
-        n = len(tree.ids)
-        query, key, value = (torch.randn(1, heads, n, 32) for heads in (4, 2, 2))
-        with torch.no_grad():
-            got, _ = M.flex_tree_attention(None, query, key, value, None, 0.3, tree)
-            want, _ = M.tree_attention(M.sdpa_kernel, None, query, key, value, None, 0.3, tree)
-        assert (got - want).abs().max() < 1e-5
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-
-
-def bf16_error(attention, device, exact=None):
+def bf16_error(device, exact=None):
     """(rms of values' errors, largest relative error of a parameter's gradient).
 
     Without `exact`, the exact (values, gradients).
@@ -484,7 +388,7 @@ def bf16_error(attention, device, exact=None):
     torch.manual_seed(0)
     config = LlamaConfig(vocab_size=300, hidden_size=256, intermediate_size=512,
                          num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                         initializer_range=0.06, attn_implementation="tree_" + attention)
+                         initializer_range=0.06, attn_implementation="tree")
     lm = LlamaForCausalLM(config).bfloat16()
     model = M.TreeLM(lm.to(device, torch.bfloat16 if exact else torch.float32))
     logps = M.action_logps(model, turns)
@@ -497,13 +401,12 @@ def bf16_error(attention, device, exact=None):
 
 
 @GPU
-@pytest.mark.parametrize("kernel", ["torch", "fa", "flex"])
-def test_kernels_are_as_exact_as_sdpa_in_16_bits(kernel):
+def test_flash_is_as_exact_as_sdpa_in_16_bits(monkeypatch):
     """Runs have fewer queries than keys: a mask not aligned at the end would be far off."""
-    if kernel == "fa" and not M.flash_module():
-        pytest.skip("no flash-attn is installed")
-    exact = bf16_error("sdpa", "cuda")
-    got, want = bf16_error(kernel, "cuda", exact), bf16_error("sdpa", "cuda", exact)
+    exact = bf16_error("cuda")
+    got = bf16_error("cuda", exact)
+    monkeypatch.setattr(M, "flash_kernel", M.sdpa_kernel)
+    want = bf16_error("cuda", exact)
     assert want[0] < 0.1 and want[1] < 0.1
     assert got[0] < 2 * want[0] and got[1] < 2 * want[1]
 
@@ -774,19 +677,9 @@ def test_models_that_the_tree_cannot_compute_are_refused(tmp_path, tiny_dir):
         M.refuse_unknown("x", LlamaConfig(rope_parameters=rope))
     config._attn_implementation = "eager"
     model = M.TreeLM(GptOssForCausalLM(config))
-    for attention in ("sdpa", "flex"):
-        model.lm.config._attn_implementation = "tree_" + attention
-        with pytest.raises(SystemExit, match="sinks"):
-            M.action_logps(model, some_turns())
-
-
-@pytest.mark.parametrize("attention", ["auto", "flash", "torch", "flex", "sdpa"])
-def test_a_model_can_be_made_with_each_attention(attention, monkeypatch):
-    """transformers takes names with "flash" in them for its own, and fails."""
-    monkeypatch.setattr(M, "flash_module", lambda: "flash_attn")
-    name = M.pick_attention(attention, torch.device("cuda"), torch.bfloat16)
-    with torch.device("meta"):
-        AutoModelForCausalLM.from_config(LlamaConfig(**SIZES), attn_implementation="tree_" + name)
+    model.lm.config._attn_implementation = "tree"
+    with pytest.raises(SystemExit, match="sinks"):
+        M.action_logps(model, some_turns())
 
 
 def test_a_prompt_is_the_same_on_every_day(tiny_dir):
@@ -807,7 +700,7 @@ def save_random(family, tokenizer, out):
     """A model of a family with random weights and the tokenizer's vocabulary, saved in `out`."""
     kind, config, more = FAMILIES[family]
     config = config(**{**SIZES, "vocab_size": len(tokenizer)}, **more, rms_norm_eps=1e-5)
-    config._attn_implementation = "tree_sdpa"
+    config._attn_implementation = "tree"
     torch.manual_seed(2)
     model = M.TreeLM(kind(config))
     M.save(model, tokenizer, str(out))

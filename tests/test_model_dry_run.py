@@ -15,7 +15,7 @@ FLAGS = {"critic": ["train_critic.py", "--held_out", 0.3, "--batch_size", 2, "--
          "tiny": ["train_policy.py", "--loss", "rft", "--all", 1, "--model", "tiny"]}
 SMALL = LlamaConfig(vocab_size=1000, hidden_size=192, intermediate_size=512, num_hidden_layers=8,
                     head_dim=32, num_attention_heads=6, num_key_value_heads=6,
-                    attn_implementation="tree_sdpa")
+                    attn_implementation="tree")
 LARGE = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336,
                     num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
 
