@@ -33,18 +33,18 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from jinja2.exceptions import TemplateError
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict,
+                                                     get_state_dict, set_state_dict)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy,
                                     OffloadPolicy, fully_shard)
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
-                          AutoModelForImageTextToText, AutoTokenizer, GenerationConfig,
-                          LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast)
+                          AutoModelForImageTextToText, AutoTokenizer, LlamaConfig,
+                          LlamaForCausalLM, PreTrainedTokenizerFast)
 from transformers.utils import logging
 
 from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, from_rank_0,
@@ -60,6 +60,7 @@ SIDE = 28  # pixels along a side of such a token
 TODAY = datetime.date(2024, 7, 26)  # for templates that tell the date: every day the same prompts
 LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 26}  # logits held at once: 64 MB or 256 MB in fp32
 GATHERED = 2 ** 17  # keys gathered at once: with values 0.5 GB for 8 heads of size 128 in bf16
+HEAD = "head.safetensors"  # the file of a linear head, beside the model's
 COUNT = {"tokens": 0, "reference_tokens": 0}  # computed so far: in training, by the reference
 
 
@@ -789,8 +790,9 @@ def load(path, device="cpu", dtype="fp32", head=False, **sharding):
     """(TreeLM, tokenizer) of a folder or hub name, with weights in dtype, to score with.
 
     dtype: the value of --dtype, or a torch.dtype.
-    sharding: keyword arguments of `shard`, to train with fp32 weights. Fails if the packed forward
-    can't compute the model. No rank reads weights that it does not keep.
+    sharding: keyword arguments of `shard`, to train with fp32 weights; until then each rank has all
+    weights in CPU memory, in the type of the files. Fails if the packed forward can't compute the
+    model. A head that is not in the files gets random numbers.
     """
     path, tokenizer, config = find_model(path, weights=True)
     refuse_unknown(path, config)
@@ -800,28 +802,25 @@ def load(path, device="cpu", dtype="fp32", head=False, **sharding):
     if has_vision(config):
         make = AutoModelForImageTextToText
         attention = {"text_config": "tree", "vision_config": "sdpa"}
-    with torch.device("meta"):
-        lm = make.from_config(config, dtype=torch.float32 if sharding else dtype,
-                              attn_implementation=attention)
-    if os.path.exists(os.path.join(path, "generation_config.json")):
-        lm.generation_config = GenerationConfig.from_pretrained(path)
-        try:
-            lm.generation_config.validate(strict=True)
-        except ValueError:  # old models set a temperature without it, which can't be saved
-            lm.generation_config.do_sample = True
+    try:
+        lm, told = make.from_pretrained(path, dtype="auto" if sharding else dtype,
+                                        attn_implementation=attention, use_safetensors=True,
+                                        trust_remote_code=False, output_loading_info=True)
+    except Exception as e:
+        fail(f"the weights in {path!r} can't be read: {str(e).splitlines()[-1]}")
+    if told["missing_keys"] or told["mismatched_keys"]:
+        fail(f"the weights in {path!r} are not those of its config.json")
     model = TreeLM(lm, device, head)
+    if head:
+        torch.nn.init.normal_(model.score.weight, std=config.get_text_config().hidden_size ** -0.5,
+                              generator=torch.Generator().manual_seed(0))
+        if os.path.exists(file := os.path.join(path, HEAD)):
+            model.score.load_state_dict(load_file(file))
     if sharding:
         shard(model, dtype, **sharding)
-    model.to_empty(device="cpu" if sharding.get("offload") else device)
-    lm.tie_weights()
-    for module in lm.modules():
-        for name, child in module.named_children():
-            if "inv_freq" in child._buffers:  # rotary frequencies are computed, not stored in files
-                with torch.device(device):
-                    setattr(module, name, type(child)(config=child.config))
-            elif child._non_persistent_buffers_set:
-                lm._init_weights(child)  # Gemma's frequencies, and the scale of its embeddings
-    read_weights(model, path)
+        model.float()
+    if not sharding.get("offload"):
+        model.to(device)
     return model, tokenizer
 
 
@@ -844,66 +843,6 @@ def refuse_unknown(path, config):
     if (getattr(text, "rope_parameters", None) or {}).get("rope_type") in ("longrope", "dynamic"):
         fail(f"{path!r} has positions (longrope, dynamic) that depend on the length of a forward, "
              "which the packed forward can't compute")
-
-
-def weights(model):
-    """{name in Hugging Face files: parameter}; a tied one once. Qwen2-VL's files use old names."""
-    named = {}
-    for name, p in model.named_parameters():
-        name = name.removeprefix("lm.").replace("model.language_model.", "model.")
-        named[name.replace("model.visual.", "visual.")] = p
-    return named
-
-
-# Matrices of an expert in Hugging Face files, by the name of the module there: gate, up, down.
-EXPERTS = {"mlp": ("gate_proj", "up_proj", "down_proj"), "block_sparse_moe": ("w1", "w3", "w2")}
-
-
-def in_files(name, p, stored):
-    """{name in the files of `stored` names: the tensor it fills} of a parameter or its shard.
-
-    Files hold a layer's experts one by one, and Mixtral's use old names. transformers holds them
-    in one parameter, (E, out, in).
-    """
-    for module, (gate, up, down) in EXPERTS.items():
-        old = name.replace(".mlp.", f".{module}.")
-        if old in stored:
-            return {old: p}
-        layer, _, matrix = old.rpartition(".")
-        parts = {"gate_up_proj": (gate, up), "down_proj": (down,)}.get(matrix)
-        if not parts or f"{layer}.0.{gate}.weight" not in stored:
-            continue
-        first, experts = 0, p
-        if isinstance(p, DTensor):  # sharded by experts
-            ranks = p.device_mesh["shard"]
-            first, experts = ranks.get_local_rank() * -(-len(p) // ranks.size()), p.to_local()
-        return {f"{layer}.{first + n}.{part}.weight": tensor for n, expert in enumerate(experts)
-                for part, tensor in zip(parts, expert.chunk(len(parts)))}
-    return {name: p}  # it is missing
-
-
-def read_weights(model, path):
-    """Fills the parameters, or their shards, from the safetensors files of a folder.
-
-    A head that is not in the files gets random numbers.
-    """
-    wanted, reader = weights(model), dcp.HuggingFaceStorageReader(path)
-    stored = reader.read_metadata().state_dict_metadata
-    if model.score is not None and "score.weight" not in stored:
-        p = wanted.pop("score.weight")
-        new = torch.randn(p.shape, generator=torch.Generator().manual_seed(0)) / p.shape[1] ** 0.5
-        if isinstance(p, DTensor):
-            new = distribute_tensor(new, p.device_mesh, p.placements)
-        with torch.no_grad():
-            p.copy_(new)
-    try:
-        with torch.no_grad():
-            parts = (in_files(name, p.detach(), stored) for name, p in wanted.items())
-            dcp.load({name: part for of_one in parts for name, part in of_one.items()},
-                     storage_reader=reader, no_dist=not dist.is_initialized())
-    except Exception as e:
-        fail(f"the weights in {path!r} are not those of its config.json: "
-             f"{str(e).splitlines()[-1]}")
 
 
 def ranks_of_a_copy(world, replicate):
@@ -951,85 +890,62 @@ def gathered(tensor):
 
 def save(model, tokenizer, out):
     """Writes a Hugging Face folder: weights in the computation's dtype, tokenizer, template."""
-    state = {}
-    for name, p in weights(model).items():
-        p = gathered(p.detach())
-        if RANK == 0:
-            state[name] = p.to("cpu", model.dtype)
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=whole)  # empty on other ranks than 0
     if RANK:
         return
     with fail_on_error(f"{out} can't be written", resume_hint()):
         ends = {end_of_turn(tokenizer)[-1], tokenizer.eos_token_id}
-        model.lm.generation_config.eos_token_id = sorted(ends)
-        model.lm.save_pretrained(out, state_dict=state)
+        generation = model.lm.generation_config
+        generation.eos_token_id = sorted(ends)
+        # old models set a temperature without it, which can't be saved
+        generation.do_sample = generation.do_sample or bool(generation.temperature)
+        of_lm = {name: state["lm." + name].to(model.dtype)
+                 for name, _ in model.lm.named_parameters()}  # tied ones once
+        model.lm.save_pretrained(out, state_dict=of_lm)
         model.lm.config.dtype = model.dtype  # save_pretrained has noted that of the fp32 weights
         model.lm.config.save_pretrained(out)
+        if model.score is not None:
+            save_file({"weight": state["score.weight"].to(model.dtype)}, os.path.join(out, HEAD))
         tokenizer.save_pretrained(out)
         if model.pictures:
             model.pictures.processor.save_pretrained(out)
 
 
-# --- checkpoints: weights and moments in safetensors files for any number of processes ------------
+# --- checkpoints: weights and moments for any number of processes ---------------------------------
 
-def training_state(model, optimizer, step):
-    """{name: tensor} of the weights and of AdamW's two moments, whose step count becomes `step`.
-
-    An optimizer that has not stepped yet gets moments of zeros, for `restore` to fill.
-    """
-    state = {}
-    for name, p in weights(model).items():
-        if not p.requires_grad:
-            continue
-        moments = optimizer.state[p]
-        if not moments:
-            on = p.device if optimizer.defaults["fused"] else "cpu"
-            moments["step"] = torch.zeros((), device=on)
-            moments["exp_avg"] = torch.zeros_like(p)
-            moments["exp_avg_sq"] = torch.zeros_like(p)
-        moments["step"].fill_(step)
-        state[name] = p.detach()
-        state["exp_avg." + name] = moments["exp_avg"]
-        state["exp_avg_sq." + name] = moments["exp_avg_sq"]
-    return state
+def training_state(model, optimizer):
+    """Weights, AdamW's moments and COUNT, of all ranks together, as torch saves and loads them."""
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments, "counts": count_of_all_ranks()}
 
 
 def save_checkpoint(model, optimizer, out, step):
     """Writes out/checkpoint-STEP, complete or not at all; then removes the one before."""
     path = os.path.join(out, f"checkpoint-{step}")
-    part, counts = path + ".part", count_of_all_ranks()
+    part = path + ".part"
     if RANK == 0:
         remove(part)
     barrier()
     with fail_on_error(f"{path} can't be written", resume_hint(), part):
-        writer = dcp.HuggingFaceStorageWriter(part, save_distributed=True)
-        dcp.save(training_state(model, optimizer, step), storage_writer=writer)
-    if RANK == 0:
-        with writing(path):
-            with open(os.path.join(part, "counts.json"), "w") as f:
-                json.dump(counts, f)
-            for name in os.listdir(part):  # on the disk before it is renamed: power may fail
-                with open(os.path.join(part, name), "rb") as f:
-                    os.fsync(f.fileno())
+        dcp.save(training_state(model, optimizer), checkpoint_id=part)
+        if RANK == 0:
+            os.replace(part, path)
     drop_checkpoints(out, keep=step)
     barrier()  # no rank may end the program while rank 0 still writes
 
 
 def restore(model, optimizer, log):
-    """Loads what the run in log's folder has reached: its last checkpoint, or its final model."""
-    if log.trained:
-        read_weights(model, log.out)
-    elif log.step:
+    """Loads the last checkpoint of the run in log's folder, if it has one."""
+    if log.step and not log.trained:
         path = os.path.join(log.out, f"checkpoint-{log.step}")
-        with reading(path), torch.no_grad():
-            for file in weight_files(path):
-                with safe_open(file, "pt"):
-                    pass  # a damaged file is one clear error here, but tracebacks in dcp.load
-            dcp.load(training_state(model, optimizer, log.step),
-                     storage_reader=dcp.HuggingFaceStorageReader(path))
-            with open(os.path.join(path, "counts.json")) as f:
-                counts = json.load(f)
+        with reading(path):
+            state = training_state(model, optimizer)
+            dcp.load(state, checkpoint_id=path)
+            set_state_dict(model, optimizer, model_state_dict=state["model"],
+                           optim_state_dict=state["optimizer"])
         for key in COUNT:  # the counts are of all ranks together; an older run has others
-            COUNT[key] = 0 if RANK else counts.get(key, 0)
+            COUNT[key] = 0 if RANK else state["counts"][key]
 
 
 def reference_logps(model, turns, max_tokens, out):

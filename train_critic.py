@@ -463,8 +463,8 @@ def main(args):
                            [[digest(tuple(pair)) for pair in group] for group in groups]]),
               model_weights=base_digest(args.model))
 
-    model, tokenizer = load(args.model, device, head=args.head in LINEAR,
-                            **load_options(args, device))
+    start = args.out if log.trained else args.model
+    model, tokenizer = load(start, device, head=args.head in LINEAR, **load_options(args, device))
     model.pictures = pictures
     # zeros for a linear head, whose value is A already
     ref = dict(zip(turns, reference_logps(model, ref_turns, args.max_tokens, args.out)))

@@ -429,7 +429,7 @@ def test_a_damaged_checkpoint_is_named(damage, scored, tiny_dir, tmp_path):
              "--batch_size", 1, "--resume", 1]
     script(*train, stdin=scored, kill=(lambda: [*out.glob("checkpoint-*")], signal.SIGTERM))
     (checkpoint,) = out.glob("checkpoint-*")
-    DAMAGE[damage](next(checkpoint.glob("*.safetensors")))
+    DAMAGE[damage](next(checkpoint.glob("*.distcp")))
     complaint(script(*train, stdin=scored), str(checkpoint), "--overwrite 1")
     done = script(*train[:-2], "--overwrite", 1, stdin=scored)
     assert done.returncode == 0, done.stderr
