@@ -17,7 +17,6 @@ A run is a stretch of new tokens. It attends to its path from the root: a b c e 
 import datetime
 import functools
 import glob
-import json
 import math
 import os
 import re
@@ -47,6 +46,7 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
                           LlamaForCausalLM, PreTrainedTokenizerFast)
 from transformers.utils import logging
 
+from colbench import agent_messages, task_id
 from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, from_rank_0,
                    progress, reading, remove, resume_hint, rng, say, sum_over_ranks, writing)
 
@@ -482,6 +482,25 @@ def turns_in(pairs):
     return sorted({turn for pair in pairs for turn in (*pair.chosen, *pair.rejected)})
 
 
+def trajectory_pairs(records, mode, margin):
+    """{task id: [Pair]}: two trajectories of a task, wherever they stand in records, by reward."""
+    by_task, pairs = {}, {}
+    for r in records:
+        turns = tuple(m[TURN] for m in agent_messages(r))
+        if None not in turns:
+            by_task.setdefault(task_id(r["task"]), []).append((r["reward"], turns))
+    for task, rows in by_task.items():
+        best = max(rows, key=lambda row: row[0])
+        if mode == "all":
+            compared = [(a, b) for a in rows for b in rows if a[0] - b[0] > margin - 1e-9]
+        else:
+            compared = [(best, row) for row in rows if best[0] >= 1]
+        better = [Pair(a[1], b[1], gap=a[0] - b[0]) for a, b in compared if a[0] > b[0]]
+        if better:
+            pairs[task] = better
+    return pairs
+
+
 def batches(groups, batch_size, *seed):
     """One epoch's batches of batch_size pairs: the groups, shuffled by `seed`, end to end."""
     groups = list(groups)
@@ -726,27 +745,17 @@ def find_model(path, weights=False):
 
 
 def weights_digest(folder):
-    """A short hash of the weights in a folder's safetensors files; None if there are none.
+    """A short hash of a folder's safetensors files; None if there are none.
 
-    It is of each tensor's name, type and shape, and of 4 KiB at its start, middle and end: quick
-    for 16 GB. Training moves every tensor, so it changes the hash. An edit between these places
-    does not, nor do the number and names of the files.
+    It is of the first and last MiB of each: quick for 16 GB. Training moves every tensor.
     """
-    tensors = []
-    for path in weight_files(folder):
-        with fail_on_error(f"{path} is damaged", ""), open(path, "rb") as f:
-            header_size, = struct.unpack("<Q", f.read(8))
-            header = json.loads(f.read(header_size))
-            header.pop("__metadata__", None)
-            for name, tensor in header.items():
-                begin, end = (8 + header_size + offset for offset in tensor["data_offsets"])
-                facts = [name, tensor["dtype"], tensor["shape"]]
-                for place in (begin, (begin + end) // 2 - 2048, end - 4096):
-                    place = max(begin, place)
-                    f.seek(place)
-                    facts.append(f.read(min(4096, end - place)))
-                tensors.append(facts)
-    return digest(sorted(tensors)) if tensors else None
+    facts = []
+    for path in sorted(weight_files(folder)):
+        with open(path, "rb") as f:
+            first, size = f.read(2 ** 20), os.path.getsize(path)
+            f.seek(max(0, size - 2 ** 20))
+            facts.append([os.path.basename(path), size, first, f.read()])
+    return digest(facts) if facts else None
 
 
 def base_digest(path):

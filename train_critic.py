@@ -37,8 +37,8 @@ import json
 import os
 import sys
 
-from colbench import (agent_messages, answers, browser_flags, draw_pages, environment,
-                      hidden_information, needs, task_id, with_hidden)
+from colbench import (agent_messages, browser_flags, draw_pages, environment, hidden_information,
+                      needs, with_hidden)
 
 HEADS = "logratio", "regression", "value", "teacher"
 LINEAR = "regression", "value"  # those with a head of their own
@@ -91,10 +91,11 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (COUNT, PICTURE, TURN, Pair, Pictures, action_ids, action_logps, base_digest,
-                   batches, compare_tokens, count_of_all_ranks, dry_run, find_model, gathered,
-                   has_vision, load, load_options, pick_dtype, raw_text, reference_logps, render,
-                   restore, save, save_checkpoint, score, thinking_flag, turns_in, weights_digest)
+from model import (COUNT, PICTURE, TURN, Pictures, action_ids, action_logps, base_digest, batches,
+                   compare_tokens, count_of_all_ranks, dry_run, find_model, gathered, has_vision,
+                   load, load_options, pick_dtype, raw_text, reference_logps, render, restore,
+                   save, save_checkpoint, score, thinking_flag, trajectory_pairs, turns_in,
+                   weights_digest)
 
 
 # --- what the critic reads ------------------------------------------------------------------------
@@ -188,39 +189,8 @@ def add_advantages(record, advantages):
     return record
 
 
-def rank_of_answers(records, advantages):
-    """{"solved", "failed", "questions", "turns"}: mean advantages where an answer was sent.
-
-    Those of answers that solved the task and that did not, and of the questions among the
-    candidates of the solved ones' `turns`. Turns without such a question do not count. None where
-    there are none. Says it if right answers rank below questions.
-    """
-    found = {"solved": [], "failed": [], "questions": []}
-    for r in records:
-        for message in agent_messages(r):
-            others = [advantages[c[TURN]] for c in message.get("candidates", ())
-                      if c[TURN] and not answers(c)]
-            if not answers(message) or not message[TURN] or not others:
-                continue
-            solved = r["reward"] >= 1
-            found["solved" if solved else "failed"].append(advantages[message[TURN]])
-            found["questions"] += [sum(others) / len(others)] if solved else []
-    ranks = {name: sum(x) / len(x) if x else None for name, x in found.items()}
-    turns = len(found["solved"])
-    if turns and ranks["solved"] < ranks["questions"]:
-        say("right answers have an advantage of {solved:.2g}, questions at the same turns one of "
-            "{questions:.2g}: a policy may learn to ask and never to answer; more steps (--epochs, "
-            "--lr), a larger --nll_coef or the policy's --prior 0.1 may mend it".format(**ranks))
-    return {**ranks, "turns": turns}
-
-
-def what_it_learned(args, train, held, logps, ref, records, advantages):
-    """{"pair_loss", "held_out_accuracy", "moved", "advantages"} of a critic, and what they warn of.
-
-    pair_loss: of the pairs it trained on, without the NLL. moved: the mean |A| of all messages and
-    candidates, how far pi is from pi_ref. advantages: see rank_of_answers; of the held-out tasks,
-    or of all if those have no such turns.
-    """
+def what_it_learned(args, train, held, logps, ref):
+    """{"pair_loss", "held_out_accuracy"} of a critic. pair_loss: of the pairs it trained on."""
     def margins(groups):
         return torch.tensor([pair_loss(args, pair, logps, ref)[1] for pairs in groups.values()
                              for pair in pairs])
@@ -228,34 +198,8 @@ def what_it_learned(args, train, held, logps, ref, records, advantages):
     def mean(values):
         return values.double().mean().item() if len(values) else None
 
-    loss, accuracy = mean(F.softplus(-margins(train))), mean(margins(held) > 0)
-    if args.epochs and loss > 0.66:
-        say(f"the loss of the critic's own pairs is {loss:.2f}, and 0.69 without a critic: more "
-            "--epochs or a larger --lr may mend it")
-    ranks = rank_of_answers([r for r in records if task_id(r["task"]) in held], advantages)
-    if not ranks["turns"]:
-        ranks = rank_of_answers(records, advantages)
-    moved = mean(torch.tensor([*advantages.values()]).abs())
-    return {"pair_loss": loss, "held_out_accuracy": accuracy, "moved": moved, "advantages": ranks}
-
-
-def trajectory_pairs(records, mode, margin):
-    """{task id: [Pair]}: two trajectories of a task, wherever they stand in records, by reward."""
-    by_task, pairs = {}, {}
-    for r in records:
-        turns = tuple(m[TURN] for m in agent_messages(r))
-        if None not in turns:
-            by_task.setdefault(task_id(r["task"]), []).append((r["reward"], turns))
-    for task, rows in by_task.items():
-        best = max(rows, key=lambda row: row[0])
-        if mode == "all":
-            compared = [(a, b) for a in rows for b in rows if a[0] - b[0] > margin - 1e-9]
-        else:
-            compared = [(best, row) for row in rows if best[0] >= 1]
-        better = [Pair(a[1], b[1], gap=a[0] - b[0]) for a, b in compared if a[0] > b[0]]
-        if better:
-            pairs[task] = better
-    return pairs
+    return {"pair_loss": mean(F.softplus(-margins(train))),
+            "held_out_accuracy": mean(margins(held) > 0)}
 
 
 def prepare(args, records):
@@ -480,7 +424,8 @@ def main(args):
         losses, margins = zip(*(pair_loss(args, pair, logps, ref) for pair in batch))
         loss = sum(losses) / len(batch)  # on all ranks the same; FSDP sums their gradients
         loss.backward()
-        accuracy = (torch.stack(margins) > 0).double().mean().item()
+        margin = torch.stack(margins)
+        right = {"accuracy": (margin > 0).double().mean().item(), "margin": margin.mean().item()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         norm, loss = gathered(norm).item(), loss.item()
         stop, tokens = sum_over_ranks(stop_signal(), COUNT["tokens"] - before)
@@ -490,7 +435,7 @@ def main(args):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        log(step=step, loss=loss, accuracy=accuracy, grad_norm=norm, lr=lr, **log.speed(tokens))
+        log(step=step, loss=loss, **right, grad_norm=norm, lr=lr, **log.speed(tokens))
         if stop or (args.save_every and (step + 1) % args.save_every == 0):
             save_checkpoint(model, optimizer, args.out, step + 1)
         if stop:
@@ -505,7 +450,7 @@ def main(args):
     if not log.finished:
         save_critic(args)
         log(last=True, finished=len(steps),
-            **what_it_learned(args, train, held, logps, ref, records, advantages))
+            **what_it_learned(args, train, held, logps, ref))
     drop_checkpoints(args.out)
     for r in records:
         emit(add_advantages(r, advantages))

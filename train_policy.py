@@ -74,8 +74,8 @@ import torch.nn.functional as F
 
 from model import (COUNT, TURN, Pair, action_ids, action_logps, base_digest, batches,
                    compare_tokens, count_of_all_ranks, dry_run, find_model, gathered, load,
-                   load_options, pick_dtype, reference_logps, restore, save, save_checkpoint,
-                   score, tiny, turns_in, turns_of)
+                   load_options, pick_dtype, reference_logps, restore, save, save_checkpoint, tiny,
+                   trajectory_pairs, turns_in, turns_of)
 
 
 # --- data -----------------------------------------------------------------------------------------
@@ -122,25 +122,6 @@ def candidate_pairs(candidates, per_turn, prior, *seed):
     return pairs
 
 
-def trajectory_pairs(records, mode, margin):
-    """{task id: [Pair]}: two trajectories of a task, wherever they stand in records, by reward."""
-    by_task, pairs = {}, {}
-    for r in records:
-        turns = tuple(m[TURN] for m in agent_messages(r))
-        if None not in turns:
-            by_task.setdefault(task_id(r["task"]), []).append((r["reward"], turns))
-    for task, rows in by_task.items():
-        best = max(rows, key=lambda row: row[0])
-        if mode == "all":
-            compared = [(a, b) for a in rows for b in rows if a[0] - b[0] > margin - 1e-9]
-        else:
-            compared = [(best, row) for row in rows if best[0] >= 1]
-        better = [Pair(a[1], b[1], gap=a[0] - b[0]) for a, b in compared if a[0] > b[0]]
-        if better:
-            pairs[task] = better
-    return pairs
-
-
 def solved_trajectories(records, take_all):
     """{task id: [Pair]} for rft: each trajectory of reward 1, or with take_all each one, alone."""
     groups = {}
@@ -151,18 +132,11 @@ def solved_trajectories(records, take_all):
     return groups
 
 
-def answering(records):
-    """The turns of the messages and candidates that hand in an answer."""
-    return {action[TURN] for r in records for message in agent_messages(r)
+def balanced(groups, records, *seed):
+    """The groups without some random pairs: as many answers win over questions as lose to them."""
+    ends = {action[TURN] for r in records for message in agent_messages(r)
             for action in (message, *message.get("candidates", ()))
             if action.get(TURN) and answers(action)}
-
-
-def balanced(groups, ends, *seed):
-    """The groups without some random pairs: as many answers win over questions as lose to them.
-
-    ends: the turns that answer. Other pairs stay.
-    """
     wins, losses = [], []
     for pair in chain.from_iterable(groups):
         chosen, rejected = (side[-1] in ends for side in pair[:2])
@@ -174,63 +148,6 @@ def balanced(groups, ends, *seed):
     return [pairs for pairs in groups if pairs]
 
 
-def mends(args, *others):
-    """What may help a policy that unlearns to answer: dpo's flags that are not given, others."""
-    flags = [f"--{name} {value}" for name, value in (("prior", 0.1), ("mix", 0.25), ("balance", 1))
-             if args.loss == "dpo" and not getattr(args, name)]
-    return "what may mend it: " + ", ".join([*flags, *others])
-
-
-def tell_answers(args, groups, records, ends):
-    """{"chosen", "rejected", "sampled"}: the shares that hand in an answer, which are said.
-
-    sampled: of the candidates with an advantage, which are what pi_ref does.
-    """
-    pairs = list(chain.from_iterable(groups))
-    sampled = [c[TURN] for r in records for message in agent_messages(r)
-               for c in message.get("candidates", ()) if c.get(TURN)]
-    shares = {name: sum(turn in ends for turn in turns) / max(1, len(turns)) for name, turns in (
-        ("chosen", [pair.chosen[-1] for pair in pairs]),
-        ("rejected", [pair.rejected[-1] for pair in pairs if pair.rejected]),
-        ("sampled", sampled))}
-    say("answers are {chosen:.0%} of the chosen messages, {rejected:.0%} of the rejected ones, "
-        "{sampled:.0%} of all candidates".format(**shares))
-    if shares["chosen"] < 0.4 * shares["sampled"]:  # the quickstart has 0.5, and learns
-        say(f"so the policy may unlearn to answer; {mends(args, 'a better critic')}")
-    return shares
-
-
-def tell_moves(args, model, groups, ref, ends):
-    """How far a sample of pairs has moved: {"pair_loss", "chosen answers", "rejected questions"...}
-
-    pair_loss: without the NLL, 0.69 before training. The others are means of log pi(a|o) -
-    log pi_ref(a|o), in nats, after training; None without such messages. Says it if the policy
-    hardly moved, or if answers fell, the chosen ones, too.
-    """
-    pairs = list(chain.from_iterable(groups))
-    pairs = rng("probe", args.seed).sample(pairs, min(64, len(pairs)))
-    turns = turns_in(pairs)
-    logps = dict(zip(turns, score(model, turns, args.max_tokens, "what moved")))
-    margins = torch.stack([pair_loss(args, pair, logps, ref)[1] for pair in pairs])
-    moves = {"pair_loss": F.softplus(-margins).mean().item()}
-    for side in ("chosen", "rejected"):
-        found = {"answers": [], "questions": []}
-        for turn in chain.from_iterable(getattr(pair, side) for pair in pairs):
-            ratio = (logps[turn] - ref[turn]).sum().item()
-            found["answers" if turn in ends else "questions"].append(ratio)
-        for kind, values in found.items():
-            moves[f"{side} {kind}"] = sum(values) / len(values) if values else None
-    if moves["pair_loss"] > 0.68:
-        say(f"the loss of the policy's own pairs is {moves['pair_loss']:.2f}, and 0.69 before "
-            "training: more --epochs or a larger --lr may move it")
-    fallen = [moves["chosen answers"], moves["rejected answers"]]
-    if None not in fallen and max(fallen) < -1:
-        say("answers became less likely, chosen ones by {:.1f} nats, rejected ones by {:.1f}: the "
-            "policy may unlearn to answer; ".format(-fallen[0], -fallen[1])
-            + mends(args, "a larger --nll_coef", "a smaller --lr"))
-    return moves
-
-
 NOTHING = {"dpo": "no turn has two unlike candidates with an advantage "
                   "(collect.py --candidates 16, train_critic.py)",
            "mtdpo": "no task has a solved and a worse trajectory "
@@ -238,18 +155,15 @@ NOTHING = {"dpo": "no turn has two unlike candidates with an advantage "
            "rft": "no trajectory is solved (--all 1 takes every one)"}
 
 
-def make_groups(args, records, ends):
-    """([[Pair]], facts for the log): a group has the pairs of a turn, a trajectory, or a task.
-
-    ends: the turns that answer.
-    """
+def make_groups(args, records):
+    """[[Pair]]: a group has the pairs of a turn, a trajectory, or a task."""
     if args.loss == "rft":
-        return list(solved_trajectories(records, args.all).values()), {}
+        return list(solved_trajectories(records, args.all).values())
     trajectories = []
     if args.loss == "mtdpo" or args.mix > 0:
         trajectories = list(trajectory_pairs(records, args.pairs, args.margin).values())
     if args.loss == "mtdpo":
-        return trajectories, {}
+        return trajectories
     groups = []
     for i, r in enumerate(records):
         by_turn = []
@@ -261,8 +175,7 @@ def make_groups(args, records, ends):
             by_turn = [[pair for pairs in by_turn for pair in pairs]]
         groups += [pairs for pairs in by_turn if pairs]
     if args.balance:
-        groups = balanced(groups, ends, args.seed)
-    facts = {"answers": tell_answers(args, groups, records, ends)} if groups else {}
+        groups = balanced(groups, records, args.seed)
     if args.mix > 0 and not trajectories:
         fail(f"--mix: {NOTHING['mtdpo']}")
     rng("mix", args.seed).shuffle(trajectories)
@@ -272,11 +185,11 @@ def make_groups(args, records, ends):
             break
         groups.append(pairs)
         missing -= len(pairs)
-    return groups, facts
+    return groups
 
 
 def prepare(args):
-    """Returns ([[Pair]] of stdin, facts of them for the log, the turns that answer, tiny model).
+    """Returns ([[Pair]] of stdin, how many turns are too long, the tiny model).
 
     The last is --model tiny's (model, tokenizer), made here; None for other models.
     """
@@ -287,11 +200,10 @@ def prepare(args):
     made = tiny(records, args.seed, PIECES) if args.model == "tiny" else None
     tokenizer = made[1] if made else find_model(args.model)[1]
     too_long = add_turns(tokenizer, records, args.max_length)
-    ends = answering(records)
-    groups, facts = make_groups(args, records, ends)
+    groups = make_groups(args, records)
     if not groups:
         fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
-    return groups, {"too_long": too_long, **facts}, ends, made
+    return groups, too_long, made
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -324,7 +236,7 @@ def validate(args, model, tokenizer, log, step):
 def main(args):
     emit, device = open_stdout(), init_distributed()
     log = None if args.dry_run else Log(args)
-    groups, facts, ends, made = from_rank_0(lambda: prepare(args))
+    groups, too_long, made = from_rank_0(lambda: prepare(args))
     turns = turns_in(pair for group in groups for pair in group) if args.loss != "rft" else []
     batch_size = args.batch_size or (32 if args.loss == "rft" else 8)
     epochs = args.epochs
@@ -336,7 +248,7 @@ def main(args):
     if args.dry_run:
         return emit(dry_run(args, config, steps, turns))
     log.begin(steps=len(steps), examples=sum(map(len, groups)), groups=len(groups),
-              **facts, dtype=str(pick_dtype(args.dtype, device, config)),
+              too_long=too_long, dtype=str(pick_dtype(args.dtype, device, config)),
               data=digest([[digest(tuple(pair)) for pair in group] for group in groups]),
               model_weights=None if made else base_digest(args.model))
 
@@ -354,7 +266,7 @@ def main(args):
 
     for step in log.steps("policy", len(steps)):
         batch, before = steps[step], COUNT["tokens"]
-        size, accuracy = len(batch), None
+        size, right = len(batch), {}
         if args.loss == "rft":  # its loss is a mean over tokens
             size = sum(len(action) for pair in batch for _, action in pair.chosen)
         read = turns_in(batch)
@@ -363,7 +275,9 @@ def main(args):
         loss = sum(losses) / size  # on all ranks the same; FSDP sums their gradients
         loss.backward()
         if args.loss != "rft":
-            accuracy = (torch.stack(margins) > 0).double().mean().item()
+            margin = torch.stack(margins)
+            right = {"accuracy": (margin > 0).double().mean().item(),
+                     "margin": margin.mean().item()}
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
         norm, loss = gathered(norm).item(), loss.item()
         stop, tokens = sum_over_ranks(stop_signal(), COUNT["tokens"] - before)
@@ -373,7 +287,7 @@ def main(args):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        log(step=step, loss=loss, accuracy=accuracy, grad_norm=norm, lr=lr, **log.speed(tokens))
+        log(step=step, loss=loss, **right, grad_norm=norm, lr=lr, **log.speed(tokens))
         save_now = args.save_every and (step + 1) % args.save_every == 0
         if stop or save_now:
             save_checkpoint(model, optimizer, args.out, step + 1)
@@ -383,11 +297,7 @@ def main(args):
             validate(args, model, tokenizer, log, step)
     if not log.finished:
         save(model, tokenizer, args.out)
-        tokens = compare_tokens(steps, **count_of_all_ranks())
-        moved = None
-        if turns:
-            moved = tell_moves(args, model, groups, ref, ends)
-        log(last=True, finished=len(steps), **tokens, moved=moved)
+        log(last=True, finished=len(steps), **compare_tokens(steps, **count_of_all_ranks()))
     drop_checkpoints(args.out)
     emit({"summary": "train_policy", "out": args.out, "steps": len(steps)})
 

@@ -217,7 +217,7 @@ def mixed(mix, records=MIXED, **args):
     candidates = [candidate(i, float(i)) for i in range(4)]
     message = lambda r: {**r["dialogue_history"][0], "candidates": candidates}
     records = [{**r, "dialogue_history": [message(r)]} for r in records]
-    groups, _ = train_policy.make_groups(train_policy.get_args(flags), records, set())
+    groups = train_policy.make_groups(train_policy.get_args(flags), records)
     pairs = [pair for group in groups for pair in group]
     of_candidates = [pair for pair in pairs if pair.chosen[0][0] == "o"]
     return of_candidates, [(p.chosen[0], p.rejected[0]) for p in pairs if p not in of_candidates]
@@ -243,7 +243,7 @@ def test_group_by_changes_what_stays_together_but_no_pair():
 
     def groups(by):
         args = train_policy.get_args(["--out", "x", "--group_by", by])
-        return train_policy.make_groups(args, records, train_policy.answering(records))[0]
+        return train_policy.make_groups(args, records)
 
     by_turn, by_trajectory = groups("turn"), groups("trajectory")
     assert len(by_turn) == 3 * len(by_trajectory) == 3 * len(records)
@@ -251,7 +251,7 @@ def test_group_by_changes_what_stays_together_but_no_pair():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_balance_leaves_as_many_answers_as_questions_chosen(seed, capfd):
+def test_balance_leaves_as_many_answers_as_questions_chosen(seed):
     """Other pairs stay; so do all of the kind that is rarer."""
     r = random.Random(seed)
     records, end = [], f"{colbench.ANSWER} 1"
@@ -266,7 +266,7 @@ def test_balance_leaves_as_many_answers_as_questions_chosen(seed, capfd):
 
     def groups(balance):
         args = train_policy.get_args(["--out", "x", "--balance", str(balance)])
-        return train_policy.make_groups(args, records, train_policy.answering(records))
+        return train_policy.make_groups(args, records)
 
     def kinds(groups):
         found = {}
@@ -276,88 +276,13 @@ def test_balance_leaves_as_many_answers_as_questions_chosen(seed, capfd):
                 found.setdefault(kind, []).append(pair)
         return found
 
-    every, facts = groups(0)
-    some, after = groups(1)
+    every, some = groups(0), groups(1)
     before, now = kinds(every), kinds(some)
     few = len(before.get((True, False), ()))
     assert len(before[False, True]) > few == len(now[False, True])
     for kind in {*before, *now} - {(False, True)}:
         assert now[kind] == before[kind]
     assert set(now[False, True]) <= set(before[False, True]) and [] not in some
-    n = sum(map(len, before.values()))
-    assert facts["answers"] == {
-        "chosen": sum(len(x) for kind, x in before.items() if kind[0]) / n,
-        "rejected": sum(len(x) for kind, x in before.items() if kind[1]) / n, "sampled": 0.25}
-    said = capfd.readouterr().err
-    assert said.count("answers are ") == 2 and "25% of all candidates" in said
-    warned = "so the policy may unlearn to answer; what may mend it: --prior 0.1, " in said
-    low = [f["answers"]["chosen"] < 0.1 for f in (facts, after)]
-    assert warned == any(low)
-
-
-def test_right_answers_below_questions_are_said(capfd):
-    """By hand: the questions' mean is over turns, of those where a solving answer was sent."""
-    def record(reward, output, *others):
-        turns = iter(range(9))
-        candidates = [{TURN: (reward, output, next(turns)), "output": text} for text, _ in others]
-        message = {"role": "assistant", "content": "x", "output": output, TURN: (reward, output),
-                   "candidates": candidates}
-        for c, (_, value) in zip(candidates, others):
-            advantages[c[TURN]] = value
-        return {"reward": reward, "dialogue_history": [message]}
-
-    advantages, end = {}, f"{colbench.ANSWER} f"
-    records = [record(1.0, end, ("a?", -0.1), ("b?", -0.3), (end, 9.0)),
-               record(1.0, end + " 2", ("a?", 0.4)), record(0.2, end, ("a?", 5.0)),
-               record(1.0, end + " 3", (end, 1.0)), record(1.0, "c?", ("a?", 7.0))]
-    advantages |= {(1.0, end): -0.6, (1.0, end + " 2"): -0.2, (0.2, end): -2.0}
-    ranks = train_critic.rank_of_answers(records, advantages)
-    assert ranks == pytest.approx({"solved": -0.4, "failed": -2.0, "questions": 0.1, "turns": 2})
-    assert "right answers have an advantage of -0.4, questions" in capfd.readouterr().err
-    advantages[1.0, end] = 0.5
-    train_critic.rank_of_answers(records, advantages)
-    assert train_critic.rank_of_answers([], {})["solved"] is None
-    assert not capfd.readouterr().err
-    args = train_critic.get_args(["--out", "x", "--epochs", "0"])
-    for n, r in enumerate(records):
-        r["task"] = {"id": f"t{n}"}
-
-    def learned(held):
-        return train_critic.what_it_learned(args, {}, {held: []}, {}, {}, records, advantages)
-
-    assert learned("t0")["advantages"]["turns"] == 1  # of the held-out task alone
-    assert learned("t3")["advantages"] == train_critic.rank_of_answers(records, advantages)
-
-
-def test_the_policy_says_how_far_answers_moved(monkeypatch, capfd):
-    """By hand, of pairs that are all in the sample: the moves' means, and when answers fell."""
-    args = train_policy.get_args(["--out", "x", "--mix", "1", "--balance", "1"])
-    ask, wrong, right = (("o", (i,)) for i in range(3))
-    ref = {turn: torch.zeros(2) for turn in (ask, wrong, right)}
-    groups = [[Pair((ask, right), (wrong,))], [Pair((right,), (ask,)), Pair((ask,), (wrong,))]]
-
-    def moves(*logps):  # of each token of the three turns
-        after = dict(zip(ref, (torch.full((2,), float(x)) for x in logps)))
-        monkeypatch.setattr(train_policy, "score", lambda model, turns, *_: [after[t] for t in turns])
-        return train_policy.tell_moves(args, None, groups, ref, {wrong, right})
-
-    margins = [0.1 * (-1 + 2 + 6), 0.1 * (2 + 1), 0.1 * (-1 + 6)]  # beta 0.1
-    loss = sum(math.log(1 + math.exp(-m)) for m in margins) / 3
-    assert moves(-0.5, -3, 1) == pytest.approx({
-        "pair_loss": loss, "chosen questions": -1, "rejected questions": -1,
-        "chosen answers": 2, "rejected answers": -6})
-    assert not capfd.readouterr().err
-    moves(0, 0, 0.1)
-    assert "own pairs is 0.69, and 0.69 before training: more --epochs" in capfd.readouterr().err
-    moves(0, -3, -0.6)
-    said = capfd.readouterr().err
-    assert "chosen ones by 1.2 nats, rejected ones by 6.0" in said
-    assert "it: --prior 0.1, a larger --nll_coef, a" in said  # only what is not given
-    args = train_policy.get_args(["--out", "x", "--loss", "mtdpo"])
-    moves(0, -3, -0.6)
-    assert "it: a larger --nll_coef, a smaller" in capfd.readouterr().err  # those are dpo's
-    groups = [[Pair((ask,), (wrong,))]]
-    assert moves(0, -3, 0)["chosen answers"] is None and not capfd.readouterr().err
 
 
 def test_mix_wants_pairs_of_trajectories():
