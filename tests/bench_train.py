@@ -49,7 +49,8 @@ os.environ["TQDM_DISABLE"] = "1"
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from transformers import AutoTokenizer, LlamaConfig  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers import LlamaConfig  # noqa: E402
 
 import train_critic  # noqa: E402
 import train_policy  # noqa: E402
@@ -131,7 +132,7 @@ def read_groups(job, folder):
 def random_model(folder, device, noise=0.0, **how):
     """model.load of a folder without weights: they are drawn on the device, pi_ref's with noise."""
     @torch.no_grad()
-    def draw(model, path):
+    def draw(model):
         for n, p in enumerate(model.parameters()):
             own, seed = p, n
             if hasattr(p, "to_local"):
@@ -145,8 +146,16 @@ def random_model(folder, device, noise=0.0, **how):
             drawn = torch.empty_like(own).normal_(0, scale, generator=generator)
             own.add_(drawn, alpha=noise)
 
-    with patch("model.read_weights", draw), patch("model.weight_files", lambda path: [path]):
+    def made(path, dtype, attn_implementation, **rest):
+        lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path),
+                                              attn_implementation=attn_implementation,
+                                              dtype=torch.float32 if dtype == "auto" else dtype)
+        return lm, {"missing_keys": (), "mismatched_keys": ()}
+
+    with (patch("model.AutoModelForCausalLM.from_pretrained", made),
+          patch("model.weight_files", lambda path: [path])):
         model, _ = load(folder, device, **how)
+    draw(model)
     model.lm.model.register_forward_pre_hook(count, with_kwargs=True)
     return model
 
