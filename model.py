@@ -46,7 +46,6 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
                           LlamaForCausalLM, PreTrainedTokenizerFast)
 from transformers.utils import logging
 
-from colbench import agent_messages, task_id
 from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, from_rank_0,
                    progress, reading, remove, resume_hint, rng, say, sum_over_ranks, writing)
 
@@ -482,26 +481,7 @@ def turns_in(pairs):
     return sorted({turn for pair in pairs for turn in (*pair.chosen, *pair.rejected)})
 
 
-def trajectory_pairs(records, mode, margin):
-    """{task id: [Pair]}: two trajectories of a task, wherever they stand in records, by reward."""
-    by_task, pairs = {}, {}
-    for r in records:
-        turns = tuple(m[TURN] for m in agent_messages(r))
-        if None not in turns:
-            by_task.setdefault(task_id(r["task"]), []).append((r["reward"], turns))
-    for task, rows in by_task.items():
-        best = max(rows, key=lambda row: row[0])
-        if mode == "all":
-            compared = [(a, b) for a in rows for b in rows if a[0] - b[0] > margin - 1e-9]
-        else:
-            compared = [(best, row) for row in rows if best[0] >= 1]
-        better = [Pair(a[1], b[1], gap=a[0] - b[0]) for a, b in compared if a[0] > b[0]]
-        if better:
-            pairs[task] = better
-    return pairs
-
-
-def batches(groups, batch_size, *seed):
+def batches(groups, batch_size, seed):
     """One epoch's batches of batch_size pairs: the groups, shuffled by `seed`, end to end."""
     groups = list(groups)
     rng("order", *seed).shuffle(groups)
@@ -704,11 +684,19 @@ def action_ids(tokenizer, message, sampled=True, picture=()):
     return (*plain_ids(tokenizer, raw_text(message)), *picture, *end_of_turn(tokenizer))
 
 
+def actions_of(record):
+    """Yields, for each of the agent's messages, (the dialogue before it, [it, *candidates])."""
+    history = record["dialogue_history"]
+    for t, message in enumerate(history):
+        if message["role"] == "assistant":
+            yield history[:t], [message, *message.get("candidates", ())]
+
+
 def turns_of(tokenizer, record):
     """The turns [(prompt_ids, action_ids)] of the assistant messages in a record, in order."""
-    history, thinking = record["dialogue_history"], thinking_flag(record)
-    return [(tuple(render(tokenizer, history[:t], thinking)), action_ids(tokenizer, message))
-            for t, message in enumerate(history) if message["role"] == "assistant"]
+    thinking = thinking_flag(record)
+    return [(tuple(render(tokenizer, history, thinking)), action_ids(tokenizer, actions[0]))
+            for history, actions in actions_of(record)]
 
 
 # --- loading, sharding, saving --------------------------------------------------------------------
@@ -946,7 +934,7 @@ def save_checkpoint(model, optimizer, out, step):
 
 def restore(model, optimizer, log):
     """Loads the last checkpoint of the run in log's folder, if it has one."""
-    if log.step and not log.trained:
+    if log.step and not log.finished:
         path = os.path.join(log.out, f"checkpoint-{log.step}")
         with reading(path):
             state = training_state(model, optimizer)

@@ -575,8 +575,8 @@ class Log:
     """The --out directory of a run, locked against other runs: metrics.jsonl, the script's copy.
 
     metrics.jsonl has a row of the run's flags and facts, then a row for each log(...). Only rank 0
-    writes. All ranks know of a run that is resumed its last checkpoint's `step`; the row `trained`,
-    which says that the model is written, or None; and whether it is `finished`.
+    writes. All ranks know of a run that is resumed its last checkpoint's `step`, and whether its
+    model is written, so that it is `finished`.
     """
     MAY_CHANGE = {  # flags, when a run is resumed
         "out", "max_tokens", "recompute", "reshard", "replicate", "offload", "save_every", "resume",
@@ -586,11 +586,10 @@ class Log:
         self.args, self.out, self.last_shown = args, args.out, 0.0
         self.path = os.path.join(args.out, "metrics.jsonl")
         self.rows, self.step = from_rank_0(self.claim)
-        ends = [row for row in self.rows if "trained" in row or "finished" in row]
-        self.trained = ends[0] if ends else None
-        self.finished = bool(ends) and "finished" in ends[-1]
+        ends = [row["finished"] for row in self.rows if "finished" in row]
+        self.finished = bool(ends)
         if ends:
-            self.step = ends[0].get("trained", ends[0].get("finished"))
+            self.step = ends[0]
 
     def claim(self):
         """Locks --out. Returns the rows of the run to resume, or [], and its last step, or 0."""
