@@ -147,28 +147,21 @@ def pair_loss(args, pair, logps, ref):
 
 def main(args):
     emit, device = open_stdout(), init_distributed()
-    records = []  # on rank 0 alone, to be written at the end; the rest goes to every rank
-    learn = score_only if args.score else train
-    advantages = learn(args, records, emit, device)
-    for r in records:
-        emit(add_advantages(r, advantages))
-
-
-def train(args, records, emit, device):
-    """Trains a critic on stdin's trajectories. Returns {turn: its advantage, a float}."""
+    if args.score:
+        return score_only(args, emit, device)
     log = None if args.dry_run else Log(args)
+    records = []  # on rank 0 alone, to be written at the end; the rest goes to every rank
     ref_of, pairs, held, pictures = from_rank_0(lambda: prepare(args, records))
     turns, ref_turns = list(ref_of), list(ref_of.values())
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(pairs, args.batch_size, seed=(args.seed, epoch))]
     config = find_model(args.model)[2]
     if args.dry_run:
-        records.clear()
         reference = ref_turns if args.head not in LINEAR else []
         return emit(dry_run(args, config, steps, reference, turns))
     log.begin(steps=len(steps), pairs=sum(map(len, pairs)), tasks=len(pairs),
               dtype=str(pick_dtype(args.dtype, device, config)),
-              data=digest([*ref_of.items(), *map(tuple, chain(*pairs))]),
+              data=digest([*map(digest, ref_of.items()), *map(digest, map(tuple, chain(*pairs)))]),
               model_weights=base_digest(args.model))
 
     start = args.out if log.finished else args.model
@@ -216,7 +209,8 @@ def train(args, records, emit, device):
             held_out_accuracy=sum(right) / len(held) if held else None, **tokens)
     drop_checkpoints(args.out)
     logps = score(model, turns, args.max_tokens, "advantages")
-    return {turn: advantage(p, ref[turn], args.normalize).item() for turn, p in zip(turns, logps)}
+    add_advantages(records, {turn: advantage(p, ref[turn], args.normalize).item()
+                             for turn, p in zip(turns, logps)}, emit)
 
 
 # --- pairs ----------------------------------------------------------------------------------------
@@ -329,14 +323,15 @@ def pages_in(records):
     return sorted(pages - {""})
 
 
-def add_advantages(record, advantages):
-    """The record, with advantages[turn] in the place of each message's and candidate's turn."""
-    for action in chain(*(actions for _, actions in actions_of(record))):
-        turn = action.pop(TURN)
-        action.pop("advantage", None)  # another critic's
-        if turn is not None:
-            action["advantage"] = advantages[turn]
-    return record
+def add_advantages(records, advantages, emit):
+    """Writes the records, with advantages[turn] in the place of each action's turn."""
+    for r in records:
+        for action in chain(*(actions for _, actions in actions_of(r))):
+            turn = action.pop(TURN)
+            action.pop("advantage", None)  # another critic's
+            if turn is not None:
+                action["advantage"] = advantages[turn]
+        emit(r)
 
 
 # --- a finished critic, for --score 1 and collect.py --critic -------------------------------------
@@ -387,8 +382,9 @@ def score_turns(critic, models, ref_of, max_tokens):
             for turn, p, ref in zip(ref_of, logps, ref_logps)}
 
 
-def score_only(args, records, emit, device):
-    """--score 1: {turn: its advantage} of stdin's trajectories, by the finished critic in --out."""
+def score_only(args, emit, device):
+    """--score 1: writes stdin's records with the advantages of the finished critic in --out."""
+    records = []
     critic, tokenizer, models, pictures = load_critic(args.out, device,
                                                       **load_options(args, device))
 
@@ -396,10 +392,10 @@ def score_only(args, records, emit, device):
         need = needs("dialogue_history", to_train=True)
         return read_turns(critic, tokenizer, pictures, args, need, records), pictures
 
-    ref_of, seen = from_rank_0(prepare)
+    ref_of, pictures = from_rank_0(prepare)
     for model in models:
-        model.pictures = seen
-    return score_turns(critic, models, ref_of, args.max_tokens)
+        model.pictures = pictures
+    add_advantages(records, score_turns(critic, models, ref_of, args.max_tokens), emit)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def main(args):
         return emit(dry_run(args, config, steps, turns))
     log.begin(steps=len(steps), pairs=sum(map(len, groups)),
               dtype=str(pick_dtype(args.dtype, device, config)),
-              data=digest([tuple(pair) for pair in chain(*groups)]),
+              data=digest([digest(tuple(pair)) for pair in chain(*groups)]),
               model_weights=None if made else base_digest(args.model))
 
     start = args.model
