@@ -39,8 +39,6 @@ def get_args(argv=None):
     flag(g, "pairs_per_turn", 4, "dpo: pairs drawn from a turn's candidates", least=1)
     flag(g, "prior", 0.0, "dpo: rank candidates by advantage + prior * log-prob when sampled")
     flag(g, "mix", 0.0, "dpo: pairs of trajectories, as in mtdpo, for each pair of candidates")
-    flag(g, "balance", 0, "dpo: 1 leaves out pairs, until answers are preferred to questions as "
-         "often as questions to answers", choices=[0, 1])
     flag(g, "pairs", "best", "mtdpo, --mix: as in train_critic.py", choices=["best", "all"])
     flag(g, "margin", 0.1, "mtdpo, --mix: as in train_critic.py")
     flag(g, "all", 0, "rft: 1 takes unsolved trajectories, too", choices=[0, 1])
@@ -181,8 +179,8 @@ def prepare(args):
     n = sum(map(len, groups))
     if not n:
         fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
-    few = ", which are few: more records teach more" if n < 50 else ""
-    say(f"{n} examples in {len(groups)} groups of {len(records)} records{few}")
+    say(f"{n} {'trajectories' if args.loss == 'rft' else 'pairs'} of {len(records)} records"
+        + ", which are few to learn from" * (n < 50))
     return groups, made
 
 
@@ -213,11 +211,13 @@ def make_groups(args, records):
         return list(by_task.values())
     if args.loss == "mtdpo":
         return trajectory_pairs(records, args.pairs, args.margin)
-    groups = [[pair for t, message in enumerate(agent_messages(r))
-               for pair in candidate_pairs(message.get("candidates", ()), seed=(args.seed, i, t),
-                                           per_turn=args.pairs_per_turn, prior=args.prior)]
-              for i, r in enumerate(records)]
-    groups = answers_or_questions(args, groups, records)
+    groups = []
+    for i, r in enumerate(records):
+        groups.append([])
+        for t, message in enumerate(agent_messages(r)):
+            groups[i] += candidate_pairs(message.get("candidates", ()), prior=args.prior,
+                                         per_turn=args.pairs_per_turn, seed=(args.seed, i, t))
+    tell_answers(list(chain(*groups)), records)
     if args.mix:
         trajectories = trajectory_pairs(records, args.pairs, args.margin)
         if not trajectories:
@@ -253,37 +253,23 @@ def candidate_pairs(candidates, *, per_turn, prior, seed):
     return pairs
 
 
-def answers_or_questions(args, groups, records):
-    """The groups, after saying how many of their messages are answers; what --balance leaves.
-
-    A policy whose chosen candidates answer less often than all do may unlearn to answer.
-    """
+def tell_answers(pairs, records):
+    """Says how many of the candidates hand in an answer, and warns of pairs that teach not to."""
     candidates = [c for r in records for _, actions in actions_of(r) for c in actions[1:]
                   if c.get(TURN)]
     is_answer = {c[TURN]: answers(c) for c in candidates}
-    if args.balance:
-        wins, losses = [], []
-        for pair in chain(*groups):
-            chosen, rejected = is_answer[pair.chosen[0]], is_answer[pair.rejected[0]]
-            if chosen != rejected:
-                (wins if chosen else losses).append(id(pair))
-        few, many = sorted((wins, losses), key=len)
-        left_out = set(rng("balance", args.seed).sample(many, len(many) - len(few)))
-        groups = [[pair for pair in pairs if id(pair) not in left_out] for pairs in groups]
 
     def share(turns):
         return sum(map(is_answer.get, turns)) / max(1, len(turns))
 
-    pairs = list(chain(*groups))
     chosen = share([pair.chosen[0] for pair in pairs])
     rejected = share([pair.rejected[0] for pair in pairs])
     every = share([c[TURN] for c in candidates])
     say(f"answers are {chosen:.0%} of the chosen candidates, {rejected:.0%} of the rejected ones, "
         f"{every:.0%} of all")
     if chosen < 0.4 * every:  # the quickstart has 0.5, and learns
-        say("so the policy may unlearn to answer: --prior 0.1, --mix 0.25, --balance 1 or a better "
-            "critic may help")
-    return groups
+        say("so the policy may unlearn to answer: --prior 0.1, --mix 0.25 or a better critic may "
+            "help")
 
 
 if __name__ == "__main__":

@@ -61,9 +61,8 @@ mtdpo() {
   fit "$@" --loss mtdpo --beta 0.3 --nll_coef 3 --lr 3e-5 --epochs 2 < $R/train.jsonl
 }
 sweet() {  # NAME CRITIC
-  fit $1 $R/rft --beta 1 --nll_coef 0.3 --lr 3e-5 --batch_size 16 --group_by trajectory \
-      --pairs_per_turn 2 --mix 0.25 --prior 0.1 --balance 1 \
-      < $R/scored-$2.jsonl
+  fit $1 $R/rft --beta 1 --nll_coef 0.3 --lr 3e-5 --batch_size 16 \
+      --pairs_per_turn 2 --mix 0.25 --prior 0.1 < $R/scored-$2.jsonl
 }
 
 table() {  # NAME SYSTEMS: differences are to the first system
