@@ -756,7 +756,7 @@ def load_options(args, device):
     if args.dtype == "bf16" and device.type == "cpu" and not cpu_has_bf16():
         say("this CPU has no instructions for bf16: --dtype fp32 is many times as fast")
     return {"dtype": args.dtype, "replicate": args.replicate, "offload": args.offload,
-            "recompute": args.recompute, "reshard": args.reshard}
+            "recompute": args.recompute}
 
 
 def cpu_has_bf16():
@@ -849,13 +849,12 @@ def ranks_of_a_copy(world, replicate):
     return world // replicate
 
 
-def shard(model, dtype, replicate=1, offload=0, recompute=None, reshard=1):
+def shard(model, dtype, replicate=1, offload=0, recompute=None):
     """Shards the model by FSDP2: fp32 weights, gradients and moments, computation in dtype.
 
     replicate: the number of copies of the model, each on WORLD / replicate ranks (HSDP).
-    offload: 1 keeps weights and moments in CPU memory. reshard: 0 keeps a layer's gathered weights
-    from its forward to its backward pass. recompute: 1 keeps of each layer only its inputs for the
-    backward pass; None is 1 on a GPU.
+    offload: 1 keeps weights and moments in CPU memory. recompute: 1 keeps of each layer only its
+    inputs for the backward pass; None is 1 on a GPU.
     """
     model.dtype = dtype
     shards = ranks_of_a_copy(WORLD, replicate)
@@ -873,8 +872,7 @@ def shard(model, dtype, replicate=1, offload=0, recompute=None, reshard=1):
         offloading = CPUOffloadPolicy(pin_memory=model.device.type == "cuda")
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*model.layers(), model):
-        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offloading,
-                    reshard_after_forward=None if reshard else False)  # None: all but the root
+        fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offloading)
         # Gradients are summed over the ranks: each loss is divided by the global count already.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
@@ -974,53 +972,32 @@ def dry_run(args, config, steps, reference, scored=()):
     tokens, reference_tokens, sharing: see compare_tokens. `slowest_rank`: the tokens of each step's
     slowest GPU, times the number of GPUs. scoring_tokens: those of both scorings.
     hours: at 400 TFLOP/s a GPU, 6 for each weight and token in training, 2 without gradient.
-    gb_a_gpu: fp32 weights, gradients and moments; what FSDP gathers; what autograd keeps of Llama's
-    layers for the largest tree, with the gradients of one layer and the logits.
+    gb_a_gpu: fp32 weights, gradients and AdamW's moments. Activations come on top.
     """
     if has_vision(config):
         fail("--dry_run does not know models that see pictures")
     if not steps:
         fail("--dry_run: there are no steps to take")
-    gpus, size, c = args.dry_run, 4 if args.dtype == "fp32" else 2, config
+    gpus = args.dry_run
     with torch.device("meta"):
-        model = TreeLM(AutoModelForCausalLM.from_config(config))
-    parameters = sum(p.numel() for p in model.parameters())
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.layers()]
-    computed = slowest = largest = 0
+        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    computed = slowest = 0
     for batch in steps:
         parts = deal(turns_in(batch), args.max_tokens, gpus)
         trees = -(-len(parts) // gpus)
         tokens = list(map(tree_tokens, parts + parts[-1:] * (-len(parts) % gpus)))
         computed += sum(tokens)
         slowest += gpus * max(sum(tokens[n:n + trees]) for n in range(0, len(tokens), trees))
-        largest = max(largest, *tokens)
     scoring = [sum(map(tree_tokens, deal(turns, args.max_tokens, gpus)))
                for turns in (reference, scored)]
     tokens = compare_tokens(steps, computed, scoring[0])
     tokens["tokens"]["slowest_rank"] = slowest
-
-    recompute = args.recompute != 0
-    gathered = (parameters - sum(layers) + max(layers)) * size
-    if not args.reshard:
-        gathered = parameters * size
-    one_layer = largest * (12 * c.hidden_size + 6 * c.intermediate_size) * size
-    activations = one_layer + largest * c.hidden_size * size * c.num_hidden_layers
-    if not recompute:
-        activations = one_layer * c.num_hidden_layers
-    activations += LOGITS["cuda"] * 16 + max(layers) * (2 * size + 4)
-    gb = {"weights_gradients_moments":
-          0 if args.offload else 16 * parameters / ranks_of_a_copy(gpus, args.replicate),
-          "gathered": gathered, "activations": activations}
-    gb["total"] = sum(gb.values())
-    flops = 2 * parameters * (slowest * (4 if recompute else 3) + sum(scoring))
-
-    def short(x):
-        return float(f"{x:.3g}")
-
+    flops = 2 * parameters * (slowest * (3 if args.recompute == 0 else 4) + sum(scoring))
+    at_rest = 0 if args.offload else 16 * parameters / ranks_of_a_copy(gpus, args.replicate)
     return {"gpus": gpus, "parameters": parameters, "steps": len(steps),
             "examples": sum(map(len, steps)), **tokens, "scoring_tokens": sum(scoring),
-            "largest_tree": largest, "hours": short(flops / 400e12 / gpus / 3600),
-            "gb_a_gpu": {name: short(x / 1e9) for name, x in gb.items()}}
+            "hours": float(f"{flops / 400e12 / gpus / 3600:.3g}"),
+            "gb_a_gpu": float(f"{at_rest / 1e9:.3g}")}
 
 
 # --- a tiny model ---------------------------------------------------------------------------------

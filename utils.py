@@ -1,42 +1,22 @@
-"""What several scripts share: flags, messages, signals, JSON lines, servers, ranks, --out.
-
-A script imports it before anything that loads slowly: this sets up its streams and Ctrl-C.
-"""
-import ctypes
-import os
-import signal
-import sys
-
-
-def set_up_process():
-    """Prepares a script's process: Ctrl-C, and the end of a torchrun."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback while modules load
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with torchrun
-
-
-HERE = os.path.dirname(os.path.abspath(__file__))
-main_file = getattr(sys.modules["__main__"], "__file__", "/")
-if os.path.dirname(os.path.abspath(main_file)) == HERE:
-    set_up_process()  # for the scripts beside this file, not for a test or a notebook
-
+"""What three or more scripts share: flags, messages, signals, JSON lines, ranks, --out."""
 import argparse
 import asyncio
 import atexit
 import contextlib
 import errno
 import fcntl
-import filecmp
 import functools
 import hashlib
 import json
 import marshal
 import math
+import os
 import random
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import time
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version as package_version
@@ -44,6 +24,7 @@ from types import SimpleNamespace
 
 from tqdm import tqdm
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets both; without it: rank 0 of 1
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 if WORLD > 1:  # loads slowly, and one process needs none of it
@@ -114,8 +95,6 @@ def machine_flags(p):
          choices=["auto", "bf16", "fp32"])
     flag(g, "recompute", None, "1: layers compute activations again in the backward pass, a third "
          "slower in a fraction of the memory; not given: 1 on a GPU", kind=int, choices=[0, 1])
-    flag(g, "reshard", 1, "0: keep a layer's gathered weights for its backward pass",
-         choices=[0, 1])
     flag(g, "replicate", 1, "copies of the model; each is spread over 1/N of the processes",
          least=1)
     flag(g, "offload", 0, "1: weights and moments rest in CPU memory", choices=[0, 1])
@@ -126,7 +105,6 @@ def machine_flags(p):
     flag(g, "save_every", 100, "steps between checkpoints to resume from; 0: none")
     flag(g, "resume", 0, "1: continue the run in --out, or start it if there is none",
          choices=[0, 1])
-    flag(g, "overwrite", 0, "1: remove the run in --out first", choices=[0, 1])
 
 
 # --- messages and errors --------------------------------------------------------------------------
@@ -142,12 +120,9 @@ def inline(message):
 
 def say(message):
     """Prints one line for people on stderr, on rank 0."""
-    if RANK:
-        return
-    try:
-        tqdm.write(inline(message) + "\n", file=sys.stderr, end="")
-    except OSError:  # stderr is full or its reader has gone: the results count
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    if RANK == 0:
+        write = tqdm.write if sys.stderr.isatty() else print  # the former moves a bar down
+        write(inline(message) + "\n", file=sys.stderr, end="")
 
 
 def fail(message):
@@ -186,8 +161,8 @@ def writing(path):
 
 def reading(path):
     """A context for reading a file of the run that is resumed; an error ends the program."""
-    hint = "; --overwrite 1 starts it over"
-    return fail_on_error(f"{path} is damaged, so this run can't go on", hint)
+    return fail_on_error(f"{path} is damaged, so this run can't go on",
+                         "; without its --out it starts over")
 
 
 def check_finite(step, **values):
@@ -202,14 +177,16 @@ def check_finite(step, **values):
 SHOW_EVERY = 10  # seconds between lines on a stderr that is no terminal
 
 
-def progress(what, items=None, total=None):
-    """A tqdm bar over items, or to update by hand up to `total`; rank 0 alone shows it.
+def progress(what, items=None, total=None, done=0):
+    """A tqdm bar over items, or to update by hand, from `done` to `total`; rank 0 alone shows it.
 
-    Where stderr is no terminal it is shown every 10 seconds.
+    Where stderr is no terminal it is a line every 10 seconds.
     """
-    every = 0.1 if sys.stderr.isatty() else SHOW_EVERY
-    return tqdm(items, total=total, desc=what, disable=RANK > 0, leave=False, mininterval=every,
-                delay=every, file=sys.stderr)
+    every, form = 0.1, None
+    if not sys.stderr.isatty():
+        every, form = SHOW_EVERY, "{desc}: {n_fmt} of {total_fmt}, {remaining} left\n"
+    return tqdm(items, total=total, initial=done, desc=what, disable=RANK > 0, leave=False,
+                mininterval=every, delay=every, bar_format=form, file=sys.stderr)
 
 
 # --- signals --------------------------------------------------------------------------------------
@@ -217,21 +194,14 @@ def progress(what, items=None, total=None):
 PROCESS = SimpleNamespace(
     hint="",  # the end of an error's line: how to go on
     busy=False,  # in a step loop or a line of stdout, which a signal must not cut
-    signal=0,  # the number of the signal that came meanwhile
-    signal_time=0.0)  # when it came, in seconds
+    signal=0)  # the number of the signal that came, which asks a step loop to end
 
 
 def on_signal(number, frame):
-    """SIGTERM or Ctrl-C: ends the program with one line, or notes the signal if it is busy.
-
-    Another signal more than 2 seconds later ends it anyway. An earlier one may be an echo:
-    torchrun passes on to the ranks what the terminal sent to them, too.
-    """
-    now = time.monotonic()
-    if PROCESS.busy and not PROCESS.signal:
-        PROCESS.signal, PROCESS.signal_time = number, now
-    elif not PROCESS.busy or now > PROCESS.signal_time + 2:
-        end_by_signal(number)
+    """SIGTERM or Ctrl-C: ends the program with one line, or leaves that to a step loop."""
+    PROCESS.signal = number
+    if not PROCESS.busy:
+        end_by_signal()
 
 
 def stop_signal():
@@ -239,19 +209,12 @@ def stop_signal():
     return PROCESS.signal
 
 
-def end_by_signal(number=None):
-    """Says so, and ends by the signal's default action: so a shell's loop ends, too.
-
-    Without a number it is stop_signal(), or SIGTERM if only another rank got a signal.
-    """
-    number = number or PROCESS.signal or signal.SIGTERM
+def end_by_signal():
+    """Says so, and ends by the signal's default action: so a shell's loop ends, too."""
+    number = PROCESS.signal or signal.SIGTERM  # another rank may have got it
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)  # or a second line would come into this one
-    if RANK == 0:
-        below_a_bar = "\n" * sys.stderr.isatty()
-        line = f"{below_a_bar}error: ended by {signal.Signals(number).name}{PROCESS.hint}\n"
-        with contextlib.suppress(OSError):
-            os.write(2, line.encode())
+    say(f"error: ended by {signal.Signals(number).name}{PROCESS.hint}")
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
@@ -259,8 +222,7 @@ def end_by_signal(number=None):
 @contextlib.contextmanager
 def signals_wait():
     """A signal that comes inside ends the program at the end of the outermost such context."""
-    outer = PROCESS.busy
-    PROCESS.busy = True
+    outer, PROCESS.busy = PROCESS.busy, True
     try:
         yield
     finally:
@@ -290,16 +252,16 @@ def run(main, args):
             sys.exit(0)
         fail(f"stdout: {e.strerror}{PROCESS.hint}")
     except BaseException as e:
-        if WORLD == 1:
-            leave_group()  # or NCCL prints a warning
-        elif RANK and isinstance(e, SystemExit):
+        if RANK and isinstance(e, SystemExit):
             end_after_rank_0()
-        else:  # if it only lost the connection to a rank that died, torchrun ends it meanwhile
-            time.sleep(5 if RANK else 1)
+        time.sleep(5 if RANK else WORLD > 1)  # a rank that only lost another is ended meanwhile
         if type(e).__name__ == "OutOfMemoryError":  # torch's, of a GPU
             fail(f"{str(e).partition(' Of the ')[0]} A lower --max_tokens or --concurrency, "
                  f"--recompute 1, --offload 1 or more GPUs need less{PROCESS.hint}")
         raise
+    finally:
+        if WORLD == 1:
+            leave_group()  # or NCCL prints a warning
     leave_group()
 
 
@@ -579,21 +541,20 @@ class Log:
     model is written, so that it is `finished`.
     """
     MAY_CHANGE = {  # flags, when a run is resumed
-        "out", "max_tokens", "recompute", "reshard", "replicate", "offload", "save_every", "resume",
-        "overwrite", "browser"}
+        "out", "max_tokens", "recompute", "replicate", "offload", "save_every", "resume",
+        "browser"}
 
     def __init__(self, args):
         self.args, self.out, self.last_shown = args, args.out, 0.0
         self.path = os.path.join(args.out, "metrics.jsonl")
         self.rows, self.step = from_rank_0(self.claim)
-        ends = [row["finished"] for row in self.rows if "finished" in row]
-        self.finished = bool(ends)
-        if ends:
-            self.step = ends[0]
+        self.finished = any("finished" in row for row in self.rows)
+        if self.finished:
+            self.step = self.rows[-1]["finished"]
 
     def claim(self):
         """Locks --out. Returns the rows of the run to resume, or [], and its last step, or 0."""
-        args, out = self.args, self.out
+        out = self.out
         try:
             os.makedirs(out, exist_ok=True)
             self.lock = os.open(out, os.O_RDONLY)
@@ -603,18 +564,12 @@ class Log:
         except OSError as e:
             fail(f"--out {out}: {e.strerror}")
         atexit.register(remove_empty, out)
-        model, folder = os.path.realpath(args.model), os.path.realpath(out)
-        if os.path.commonpath([model, folder]) == folder:
-            fail(f"--out {out} holds the --model {args.model}: name another")
         if not set(os.listdir(out)) - {"metrics.jsonl.part", "pictures"}:
             return [], 0  # it is new, or the run was killed as it began
         if not os.path.exists(self.path):
             fail(f"--out {out} exists already and holds no run: name another")
-        if args.overwrite:
-            return [], 0  # begin() removes the old run
-        if not args.resume:
-            fail(f"--out {out} holds a run already: name another, or --resume 1 continues it, "
-                 "--overwrite 1 removes it")
+        if not self.args.resume:
+            fail(f"--out {out} holds a run already: name another, or --resume 1 continues it")
         with reading(self.path), open(self.path) as f:
             rows = [json.loads(line) for line in f if line.endswith("}\n")]  # a kill may cut one
             rows[0]["args"]  # or it is no such file
@@ -625,39 +580,26 @@ class Log:
         """Writes the first row, or goes on at self.step if flags and facts are the same."""
         if RANK:
             return
-        if self.rows:
-            self.check_same(facts)
-        if self.finished:
-            return
-        if not self.rows:
-            for name in set(os.listdir(self.out)) - {"pictures"}:  # --overwrite 1
-                remove(os.path.join(self.out, name))
         first = {"args": vars(self.args), "argv": sys.argv, "version": version(),
                  "world": WORLD, **facts}
+        if self.rows:
+            self.check_same(facts)
+            first = {"resumed": self.step, **first}
+        if self.finished:
+            return
         rows = [row for row in self.rows if row.get("step", -1) < self.step]
-        rows.append({"resumed": self.step, **first} if rows else first)
         with writing(self.path) as part, open(part, "w") as f:
-            f.writelines(json.dumps(row) + "\n" for row in rows)
+            f.writelines(json.dumps(row) + "\n" for row in (*rows, first))
+        self.file = open(self.path, "a", buffering=1)
         with fail_on_error(f"{self.out} can't be written", resume_hint()):
-            self.file = open(self.path, "a", buffering=1)
-            if sys.argv[0].endswith(".py"):
-                shutil.copy(sys.argv[0], self.out)
+            shutil.copy(sys.argv[0], self.out)
 
     def check_same(self, facts):
-        """Fails if the run to resume had other flags or facts. Old runs may lack some.
-
-        An edited script is only said: an edit may be what the run was stopped for.
-        """
-        copy = os.path.join(self.out, os.path.basename(sys.argv[0]))
-        if os.path.exists(copy) and not filecmp.cmp(copy, sys.argv[0], shallow=False):
-            say(f"--resume 1: {sys.argv[0]} has been edited since the run in {self.out} began")
+        """Fails if the run to resume had other flags or facts. Old runs may lack some."""
         first = self.rows[0]
-        flags = {name: value for name, value in vars(self.args).items()
-                 if name not in self.MAY_CHANGE}
-        compared = ("flag --", first["args"], flags), ("", first, facts)
-        for what, had, has in compared:
+        for what, had, has in ("flag --", first["args"], vars(self.args)), ("", first, facts):
             for name, value in has.items():
-                if had.get(name, value) != value:
+                if name not in self.MAY_CHANGE and had.get(name, value) != value:
                     fail(f"--resume 1: {what}{name} was {had[name]} in the run in {self.out}, now "
                          f"{value}: it must be the same")
 
@@ -666,9 +608,8 @@ class Log:
 
         After each step look at stop_signal(): save a checkpoint and call end_by_signal().
         """
-        steps = range(self.step, n)
         with signals_wait():
-            for step in progress(what, steps) if sys.stderr.isatty() else steps:
+            for step in progress(what, range(self.step, n), n, self.step):
                 self.began = time.monotonic()
                 yield step
 
@@ -685,9 +626,8 @@ class Log:
             self.file.write(json.dumps(row) + "\n")
         if last or time.time() - self.last_shown > SHOW_EVERY:
             self.last_shown = time.time()
-            values = {key: value for key, value in row.items() if value is not None}
             say("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                          for key, value in values.items()))
+                          for key, value in row.items()))
 
 
 def remove(path):
