@@ -722,11 +722,19 @@ futex 202 98   getrandom 318 278   rseq 334 293   restart_syscall 219 128   gett
 clock_gettime 228 113   clock_getres 229 114   clock_nanosleep 230 115   exit 60 93
 exit_group 231 94
 """
-# What a child may import. Your tasks need another module? Add it.
-MODULES = """_strptime array bisect base64 calendar collections.abc contextlib copy csv dataclasses
-datetime decimal difflib enum fractions functools hashlib heapq html inspect io ipaddress itertools
-math numbers numpy operator pathlib pprint queue random re sqlite3 statistics string textwrap time
-typing unicodedata urllib.parse uuid zlib"""
+# What a child may import. Your tasks need another module? Add it: it is loaded before the fork.
+MODULES = """__future__ _strptime abc argparse array ast asyncio base64 binascii bisect bz2
+calendar cmath codecs collections.abc colorsys concurrent.futures.thread configparser contextlib
+contextvars copy copyreg csv ctypes dataclasses datetime decimal difflib dis email.utils enum errno
+fnmatch fractions functools getpass gettext glob graphlib gzip hashlib heapq hmac html.entities
+html.parser http.client imaplib inspect io ipaddress itertools json keyword linecache locale
+logging.config logging.handlers lzma math mimetypes multiprocessing numbers numpy numpy.fft
+numpy.linalg numpy.random opcode operator os pathlib pickle pkgutil platform pprint queue quopri
+random re reprlib sched secrets select selectors shelve shlex shutil signal smtplib socket sqlite3
+ssl stat statistics string struct subprocess sympy sympy.assumptions.wrapper sympy.tensor.tensor
+sys sysconfig tempfile textwrap threading time timeit token tokenize tomllib traceback tracemalloc
+types typing typing_extensions unicodedata unittest.mock urllib.parse urllib.request uuid warnings
+weakref xml.dom.minidom xml.etree.ElementTree xml.sax zipfile zlib zoneinfo"""
 
 
 def seccomp_filter():
@@ -948,7 +956,8 @@ def serve(bpf, modules, memory, room):
 
 IMPORTS = """import collections.abc, contextlib, ctypes, datetime, gc, json, math, numbers, os
 import pathlib, re, resource, signal, socket, struct, sys, textwrap, types, uuid
-import encodings.ascii, encodings.latin_1, encodings.utf_16, unicodedata  # without an import, too
+import encodings.ascii, encodings.latin_1, encodings.utf_16, encodings.cp1252, encodings.idna
+import encodings.base64_codec, encodings.hex_codec, encodings.rot_13, unicodedata
 from hashlib import sha256
 """
 

@@ -35,7 +35,8 @@ from jinja2.exceptions import TemplateError
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict,
-                                                     get_state_dict, set_state_dict)
+                                                     get_state_dict, set_model_state_dict,
+                                                     set_state_dict)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy,
                                     OffloadPolicy, fully_shard)
@@ -786,39 +787,71 @@ def load_lm(path, device, dtype="fp32"):
 def load(path, device="cpu", dtype="fp32", head=False, **sharding):
     """(TreeLM, tokenizer) of a folder or hub name, with weights in dtype, to score with.
 
-    dtype: the value of --dtype, or a torch.dtype.
-    sharding: keyword arguments of `shard`, to train with fp32 weights; until then each rank has all
-    weights in CPU memory, in the type of the files. Fails if the packed forward can't compute the
-    model. A head that is not in the files gets random numbers.
+    dtype: the value of --dtype, or a torch.dtype. sharding: keyword arguments of `shard`, to train
+    with fp32 weights. Of several ranks rank 0 reads the files, and the others get their shards.
+    Fails if the packed forward can't compute the model, and if the files lack a weight of the
+    model or have another. A head that is not in the files gets random numbers.
     """
     path, tokenizer, config = find_model(path, weights=True)
     refuse_unknown(path, config)
     device = torch.device(device)
     dtype = pick_dtype(dtype, device, config)
-    make, attention = AutoModelForCausalLM, "tree"
+    kind, attention = AutoModelForCausalLM, "tree"
     if has_vision(config):
-        make = AutoModelForImageTextToText
+        kind = AutoModelForImageTextToText
         attention = {"text_config": "tree", "vision_config": "sdpa"}
-    try:
-        lm, told = make.from_pretrained(path, dtype="auto" if sharding else dtype,
-                                        attn_implementation=attention, use_safetensors=True,
-                                        trust_remote_code=False, output_loading_info=True)
-    except Exception as e:
-        fail(f"the weights in {path!r} can't be read: {str(e).splitlines()[-1]}")
-    if told["missing_keys"] or told["mismatched_keys"]:
-        fail(f"the weights in {path!r} are not those of its config.json")
-    model = TreeLM(lm, device, head)
-    if head:
-        torch.nn.init.normal_(model.score.weight, std=config.get_text_config().hidden_size ** -0.5,
-                              generator=torch.Generator().manual_seed(0))
-        if os.path.exists(file := os.path.join(path, HEAD)):
-            model.score.load_state_dict(load_file(file))
+
+    def whole():
+        """The model with the weights of the files, in CPU memory."""
+        try:
+            lm, told = kind.from_pretrained(path, dtype="auto" if sharding else dtype,
+                                            attn_implementation=attention, use_safetensors=True,
+                                            trust_remote_code=False, output_loading_info=True)
+        except Exception as e:
+            fail(f"the weights in {path!r} can't be read: {str(e).splitlines()[-1]}")
+        if wrong := sorted(map(str, chain(*told.values()))):
+            fail(f"the weights in {path!r} are not those of its config.json: {wrong[:3]}")
+        model = TreeLM(lm, device, head)
+        if head:
+            std = config.get_text_config().hidden_size ** -0.5
+            torch.nn.init.normal_(model.score.weight, std=std,
+                                  generator=torch.Generator().manual_seed(0))
+            if os.path.exists(file := os.path.join(path, HEAD)):
+                model.score.load_state_dict(load_file(file))
+        return model
+
+    if sharding and WORLD > 1:
+        source = []  # rank 0's
+        from_rank_0(lambda: source.append(whole()))
+        with torch.device("meta"):
+            model = TreeLM(kind.from_config(config, dtype=torch.float32,
+                                            attn_implementation=attention), device, head)
+        shard(model, dtype, **sharding)
+        fill_from_rank_0(model, source, "cpu" if sharding["offload"] else device)
+        return model, tokenizer
+    model = whole()
     if sharding:
         shard(model, dtype, **sharding)
         model.float()
     if not sharding.get("offload"):
         model.to(device)
     return model, tokenizer
+
+
+def fill_from_rank_0(model, source, device):
+    """Fills a sharded model without memory; source: on rank 0, [the same model, whole]."""
+    model.to_empty(device=device)
+    weights = source[0].state_dict() if source else {}
+    everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=everywhere)
+    values = dict(source[0].named_buffers()) if source else {}  # some are in no state_dict
+    for name, buffer in list(model.named_buffers()):
+        value = torch.empty_like(buffer, device=model.device)
+        if source:
+            value.copy_(values[name])
+        dist.broadcast(value, 0)
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, value)
 
 
 def refuse_unknown(path, config):
@@ -909,21 +942,31 @@ def save(model, tokenizer, out):
 
 # --- checkpoints: weights and moments for any number of processes ---------------------------------
 
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
 def training_state(model, optimizer):
-    """Weights, AdamW's moments and COUNT, of all ranks together, as torch saves and loads them."""
-    weights, moments = get_state_dict(model, optimizer)
-    return {"model": weights, "optimizer": moments, "counts": count_of_all_ranks()}
+    """(weights, moments, {name: tensor}): the last has both, tied weights once, and COUNT."""
+    weights, moments = get_state_dict(model, optimizer, options=FLAT)
+    tensors = {name: weights[name] for name, _ in model.named_parameters()}
+    tensors.update((name, x) for name, x in moments.items() if torch.is_tensor(x))
+    tensors["counts"] = torch.tensor(list(count_of_all_ranks().values()))
+    return weights, moments, tensors
 
 
 def save_checkpoint(model, optimizer, out, step):
-    """Writes out/checkpoint-STEP, complete or not at all; then removes the one before."""
+    """Writes out/checkpoint-STEP, complete or not at all; then removes the one before.
+
+    Each rank writes its shards as safetensors, which hold no code.
+    """
     path = os.path.join(out, f"checkpoint-{step}")
     part = path + ".part"
     if RANK == 0:
         remove(part)
     barrier()
     with fail_on_error(f"{path} can't be written", resume_hint(), part):
-        dcp.save(training_state(model, optimizer), checkpoint_id=part)
+        dcp.save(training_state(model, optimizer)[2],
+                 storage_writer=dcp.HuggingFaceStorageWriter(part, save_distributed=True))
         if RANK == 0:
             os.replace(part, path)
     drop_checkpoints(out, keep=step)
@@ -935,12 +978,12 @@ def restore(model, optimizer, log):
     if log.step and not log.finished:
         path = os.path.join(log.out, f"checkpoint-{log.step}")
         with reading(path):
-            state = training_state(model, optimizer)
-            dcp.load(state, checkpoint_id=path)
-            set_state_dict(model, optimizer, model_state_dict=state["model"],
-                           optim_state_dict=state["optimizer"])
-        for key in COUNT:  # the counts are of all ranks together; an older run has others
-            COUNT[key] = 0 if RANK else state["counts"][key]
+            weights, moments, tensors = training_state(model, optimizer)
+            dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path))
+            set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments,
+                           options=FLAT)
+        for key, count in zip(COUNT, tensors["counts"].tolist()):  # of all ranks together
+            COUNT[key] = 0 if RANK else count
 
 
 def reference_logps(model, turns, max_tokens, out):

@@ -20,9 +20,8 @@ from transformers import (AutoModelForCausalLM, AutoTokenizer, Cohere2Config, Co
                           Qwen3MoeConfig, Qwen3MoeForCausalLM)
 
 import model as M
-from colbench import PIECES
+from colbench import PIECES, with_hidden
 from conftest import demos
-from train_critic import as_read
 
 # --- the tree -------------------------------------------------------------------------------------
 
@@ -498,7 +497,7 @@ def template_text(tokenizer, messages, thinking=False):
 
 
 def turns_of(tokenizer, history, hidden=None, thinking=0):
-    read = as_read(history, hidden)
+    read = with_hidden(history, hidden) if hidden else history
     return M.turns_of(tokenizer, {"dialogue_history": read, "meta": {"thinking": thinking}})
 
 

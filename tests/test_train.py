@@ -21,7 +21,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
 
 import model as M
@@ -211,9 +210,8 @@ def test_each_step_tells_its_seconds_and_the_tokens_that_all_ranks_computed(worl
         out = tmp_path / "out"
         done = script(*command("critic", out), stdin=data.read_text(), ranks=world)
         assert done.returncode == 0, done.stderr
-    (trained,) = (row for row in metrics(out) if "trained" in row)
     told = sum(row["seconds"] * row["tokens_per_second"] for row in steps(out))
-    assert told == pytest.approx(trained["tokens"]["computed"], rel=0.02)
+    assert told == pytest.approx(metrics(out)[-1]["tokens"]["computed"], rel=0.02)
 
 
 # --- many processes -------------------------------------------------------------------------------
@@ -243,7 +241,7 @@ for name, flags, given, taken in json.loads(sys.argv[2]):
     json.dump([seen, max(groups)], open(f"{taken}.{model.RANK}", "w"))
 model.dist.destroy_process_group()  # or gloo may abort as the process ends
 """
-SPREAD = {2: (["critic", "dpo", "mtdpo"], ["--reshard", 0]),
+SPREAD = {2: (["critic", "dpo", "mtdpo"], []),
           4: (["critic", "dpo"], ["--replicate", 2, "--recompute", 1, "--offload", 1])}
 
 
@@ -380,18 +378,6 @@ def test_torchrun_ended_by_a_signal_has_its_last_step_on_disk_and_says_so_once(
     same_to_rounding(whole("mtdpo"), out, done.stdout)
 
 
-@pytest.mark.full
-def test_ranks_end_with_a_torchrun_that_gets_kill_9(command, data, tmp_path):
-    out = tmp_path / "out"
-    with started(command("mtdpo", out, "--epochs", 9999, "--save_every", 0), data,
-                 [*TORCHRUN, "--standalone", "--nproc_per_node=2"]) as p:
-        until(lambda: (out / "metrics.jsonl").exists() and steps(out), p)
-        ranks = running(p.mark, "RANK=0") + running(p.mark, "RANK=1")
-        assert len(ranks) == 2
-        p.kill()
-        gone(ranks)
-
-
 # --- a killed run ---------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
@@ -418,21 +404,9 @@ def test_a_killed_run_resumes_to_the_same_bits(job, killed, whole, command, data
     same_bits(whole(job), out, done.stdout)
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
     assert 2 <= resumed["resumed"] < metrics(out)[0]["steps"]
-    ends, want = ([row for row in metrics(folder) if "trained" in row or "finished" in row]
+    ends, want = ([row for row in metrics(folder) if "finished" in row]
                   for folder in (out, whole(job)[0]))
     assert ends == want and ends[0]["tokens"]["computed"] > 0  # as if there had been no kill
-
-
-def test_a_critic_killed_while_it_scores_only_scores(whole, command, data, tmp_path):
-    """Such a kill leaves a model that is written, but neither its last row nor a checkpoint."""
-    out = shutil.copytree(whole("critic")[0], tmp_path / "out")
-    *rows, last = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (out / "metrics.jsonl").write_text("".join(rows))
-    (out / "critic.json").unlink()
-    done = script(*command("critic", out, "--resume", 1), stdin=data.read_text())
-    assert done.returncode == 0, done.stderr
-    same_bits(whole("critic"), out, done.stdout)
-    assert json.loads(last) == metrics(out)[-1] and (out / "critic.json").exists()
 
 
 @pytest.mark.full
@@ -511,7 +485,7 @@ def contents(out):
 
 @pytest.mark.full
 @pytest.mark.parametrize("job", ["critic", "mtdpo"])
-def test_a_finished_run_is_only_read_unless_overwritten(job, whole, command, data, tmp_path):
+def test_a_finished_run_is_only_read(job, whole, command, data, tmp_path):
     out, stdout = shutil.copytree(whole(job)[0], tmp_path / "out"), whole(job)[1]
     before = contents(out)
     said = stdout.replace(json.dumps(str(whole(job)[0])), json.dumps(str(out)))
@@ -519,27 +493,12 @@ def test_a_finished_run_is_only_read_unless_overwritten(job, whole, command, dat
     done = script(*command(job, out, "--resume", 1), stdin=data.read_text())
     assert (done.returncode, done.stdout) == (0, said), done.stderr
     assert contents(out) == before
-    (out / "of the old run").write_text("")
-    done = script(*command(job, out, "--overwrite", 1, "--epochs", 1), stdin=data.read_text())
-    assert done.returncode == 0 and not (out / "of the old run").exists(), done.stderr
-    assert metrics(out)[-1]["finished"] < len(steps(whole(job)[0])) and contents(out) != before
-
-
-@pytest.mark.parametrize("inside", ["", "init"])
-def test_a_model_in_the_folder_to_be_overwritten_is_kept(inside, command, data, tiny_dir, tmp_path):
-    out = shutil.copytree(tiny_dir, tmp_path / "run")
-    model = shutil.copytree(tiny_dir, out / inside, dirs_exist_ok=True)
-    (out / "metrics.jsonl").write_text("{}\n")
-    done = script(*command("mtdpo", out, "--overwrite", 1, "--model", model), stdin=data.read_text())
-    assert f"--out {out} holds the --model {model}" in refused(done)
-    assert (model / "model.safetensors").exists()
 
 
 def test_what_is_no_run_is_never_removed(command, data, tmp_path):
     (tmp_path / "precious").write_text("mine")
-    for flag in ("--overwrite", "--resume"):
-        done = script(*command("mtdpo", tmp_path, flag, 1), stdin=data.read_text())
-        assert "holds no run" in refused(done) and contents(tmp_path) == {"precious": b"mine"}
+    done = script(*command("mtdpo", tmp_path, "--resume", 1), stdin=data.read_text())
+    assert "holds no run" in refused(done) and contents(tmp_path) == {"precious": b"mine"}
 
 
 @pytest.mark.parametrize("flags, change, message", [
@@ -590,9 +549,8 @@ def test_two_runs_cannot_share_an_out(whole, command, data, tmp_path):
     out = tmp_path / "out"
 
     def check_refused():
-        for flag in ("--resume", "--overwrite"):
-            second = script(*command("critic", out, flag, 1), stdin=data.read_text())
-            assert "in use" in refused(second)
+        second = script(*command("critic", out, "--resume", 1), stdin=data.read_text())
+        assert "in use" in refused(second)
 
     with started(command("critic", out), subprocess.PIPE) as p:
         until(out.exists, p)
@@ -639,11 +597,9 @@ def test_turns_that_are_too_long_are_left_out_and_counted(job, command, data, tm
         assert done.returncode == 0, done.stderr
         runs[name] = done, metrics(tmp_path / name)[0]
     count = len(left_out)
-    assert runs["long"][1]["too_long"] == count > 0 == runs["short"][1]["too_long"]
     said = runs["long"][0].stderr.splitlines()
     assert any(line.startswith(f"{count} ") and "--max_length" in line for line in said)
-    key = "pairs" if job == "critic" else "examples"
-    assert runs["long"][1][key] == runs["short"][1][key]
+    assert count > 0 and runs["long"][1]["pairs"] == runs["short"][1]["pairs"]
     for a, b in zip(steps(tmp_path / "long"), steps(tmp_path / "short"), strict=True):
         assert math.isclose(a["loss"], b["loss"], rel_tol=1e-5) and a["lr"] == b["lr"]
     got, want = (load_file(tmp_path / name / "model.safetensors") for name in ("long", "short"))
@@ -667,10 +623,11 @@ def test_bf16_computes_and_saves_in_16_bits_and_trains_in_32(killed, whole, tiny
                  for out in (whole("bf16")[0], tmp_path / "fp32"))
     assert 1e-3 < (low - high).abs().mean() < 0.05
     (checkpoint,) = glob(f"{killed('bf16')}/checkpoint-*")
-    dcp_to_torch_save(checkpoint, tmp_path / "state")
-    kept, base = torch.load(tmp_path / "state"), load_file(f"{tiny_dir}/model.safetensors")
-    state = {name.removeprefix("lm."): x for name, x in kept["model"].items()}
-    moments = {moment for of_one in kept["optimizer"]["state"].values() for moment in of_one}
+    assert {name.rpartition(".")[2] for name in os.listdir(checkpoint)} == {"safetensors"}
+    (file,) = glob(f"{checkpoint}/*")
+    kept, base = load_file(file), load_file(f"{tiny_dir}/model.safetensors")
+    state = {name.removeprefix("lm."): x for name, x in kept.items() if name.startswith("lm.")}
+    moments = {name.rpartition(".")[2] for name in kept if name.startswith("state.")}
     assert state.keys() >= base.keys() and moments == {"step", "exp_avg", "exp_avg_sq"}
     assert {x.dtype for x in state.values()} == {torch.float32}
     flat = lambda weights, dtype: torch.cat([weights[n].to(dtype).flatten() for n in base])
