@@ -354,11 +354,12 @@ def load_critic(folder, device, **options):
     try:
         with open(os.path.join(folder, "critic.json")) as f:
             critic = json.load(f)
-        ref, has_head = critic["ref"], critic["head"] in LINEAR
+        critic = {name: critic[name] for name in (*KEPT, "ref", "ref_weights")}
     except (OSError, ValueError, KeyError) as e:
         fail(f"no critic in {folder}: critic.json: {getattr(e, 'strerror', e)}; name the --out of "
              "a train_critic.py that has finished")
     path, tokenizer, config = find_model(folder)
+    ref, has_head = critic["ref"], critic["head"] in LINEAR
     models = [load(path, device, head=has_head, **options)[0]]
     if not has_head:
         if weights_digest(find_model(ref, weights=True)[0]) != critic["ref_weights"]:

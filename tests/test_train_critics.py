@@ -1,6 +1,5 @@
 """The rivals of eq. 3, a regression head and a value head: each scores, resumes and chooses."""
 import io
-import json
 import math
 import shutil
 import statistics
@@ -94,18 +93,6 @@ def test_a_finished_critic_scores_a_stream_as_it_scored_what_it_learned_from(hea
     assert done.stderr.count("\n") == 1
 
 
-def test_a_critic_of_an_unknown_kind_is_refused_in_one_line(rewarded, tasks, tiny_dir, tmp_path):
-    """As --head gain, which older versions had."""
-    critic = shutil.copytree(tiny_dir, tmp_path / "c")
-    (critic / "critic.json").write_text(json.dumps({"ref": tiny_dir, "head": "gain"}))
-    play = ["collect.py", "--model", tiny_dir, "--best_of", 2, "--critic", critic]
-    for done in (script("train_critic.py", "--score", 1, "--out", critic, stdin=rewarded),
-                 script(*play, stdin=tasks)):
-        assert done.returncode == 1 and not done.stdout
-        assert done.stderr.endswith("is of --head gain, which is not known here\n")
-        assert done.stderr.count("\n") == 1
-
-
 def test_what_a_message_holds_under_turn_passes_through(rewarded, tiny_dir, tmp_path):
     for r in rewarded:
         for i, m in enumerate(r["dialogue_history"]):
@@ -128,36 +115,10 @@ def test_a_small_share_still_holds_one_task_out(rewarded, tiny_dir, tmp_path):
         done = script("train_critic.py", *flags, share, "--out", out, stdin=rewarded)
         assert done.returncode == 0, done.stderr
         first, *_, last = records((out / "metrics.jsonl").read_text())
-        held[share] = first["held_out_pairs"], first["tasks"], last["held_out_accuracy"]
-        assert last["pair_loss"] == pytest.approx(math.log(2), abs=0.01)
-    pairs, tasks, accuracy = held[0]
+        held[share] = last["held_out_pairs"], first["tasks"], last["held_out_accuracy"]
+        pairs, tasks, accuracy = held[0]
     assert (pairs, accuracy) == (0, None)
     assert held[0.001][0] > 0 and held[0.001][1] == tasks - 1 and held[0.001][2] in (0, 1)
-
-
-def test_it_is_said_where_the_code_has_changed_since(rewarded, tiny_dir, tmp_path):
-    """On --resume 1 the script, on --score 1 advantage(): both go on."""
-    out = tmp_path / "c"
-    flags = ["train_critic.py", "--model", tiny_dir, "--epochs", 1, "--held_out", 0, "--out", out]
-    for way in [], ["--resume", 1], ["--score", 1]:
-        done = script(*flags, *way, stdin=rewarded)
-        assert done.returncode == 0 and "edited since" not in done.stderr
-    with open(out / "train_critic.py", "a") as f:
-        f.write("# other")
-    about = json.loads((out / "critic.json").read_text())
-    (out / "critic.json").write_text(json.dumps({**about, "advantage": "other"}))
-    for way, what in ("--resume", "train_critic.py has been"), ("--score", "advantage() has been"):
-        done = script(*flags, way, 1, stdin=rewarded)
-        assert done.returncode == 0 and f"{what} edited since" in done.stderr
-        assert len(records(done.stdout)) == len(rewarded)
-
-
-def test_it_is_said_where_nothing_is_held_out(rewarded, tiny_dir, tmp_path):
-    one = [r for r in rewarded if r["task"]["id"] == rewarded[0]["task"]["id"]]
-    flags = ["--model", tiny_dir, "--epochs", 1, "--held_out"]
-    for share, said in ((0.1, True), (0, False)):
-        done = script("train_critic.py", *flags, share, "--out", tmp_path / str(share), stdin=one)
-        assert done.returncode == 0 and ("nothing is held out" in done.stderr) == said
 
 
 def test_one_task_is_never_held_out(rewarded, tiny_dir, monkeypatch):
@@ -181,8 +142,7 @@ def test_a_critic_whose_reference_has_changed_scores_nothing(rewarded, tiny_dir,
                      "began as")
     shutil.rmtree(base)
     error = complaint(script(*flags, "--score", 1, stdin=rewarded))
-    assert error == (f"error: the critic in {out} needs pi_ref, the model that it began as: "
-                     f"no {base}")
+    assert error.startswith(f"error: no model at '{base}'")
 
 
 def test_the_teacher_is_the_model_with_hidden_information_less_without(rewarded, tiny_dir,
@@ -211,5 +171,3 @@ def test_the_teacher_is_the_model_with_hidden_information_less_without(rewarded,
     for r, s in zip(records(done.stdout), records(again.stdout), strict=True):
         for m, n in zip(colbench.agent_messages(r), colbench.agent_messages(s), strict=True):
             assert m["advantage"] == pytest.approx(n["advantage"], abs=1e-4)
-    error = complaint(script(*flags, "--score", 1, "--head", "value", stdin=rewarded))
-    assert error == f"error: --head value: the critic in {tmp_path / 'c'} has teacher; leave it out"

@@ -15,7 +15,9 @@ import train_critic
 import train_policy
 import utils
 from conftest import lines
-from model import TURN, batches
+from model import TURN, Pair, batches
+from train_critic import trajectory_pairs
+from train_policy import candidate_pairs
 
 # --- the oracle: floats and loops, written from the equations -------------------------------------
 
@@ -135,53 +137,47 @@ MIXED = [trajectory(i, t, r) for i, (t, r) in enumerate([
     ("d", 1.0), ("c", 0.5)])]
 
 
-def numbers(script, records, mode, margin):
-    """{task: [(i, j)]} of a script's pairs of the trajectories with these numbers."""
+def numbers(records, mode, margin):
+    """[[(i, j)]], a task's in a list: the pairs of the trajectories with these numbers."""
     number = lambda turns: turns[0][0][1]
-    return {task: sorted((number(pair.chosen), number(pair.rejected)) for pair in pairs)
-            for task, pairs in script.trajectory_pairs(records, mode, margin).items()}
+    return sorted(sorted((number(pair.chosen), number(pair.rejected)) for pair in pairs)
+                  for pairs in trajectory_pairs(records, mode, margin))
 
 
-BOTH = pytest.mark.parametrize("script", [train_critic, train_policy], ids=["critic", "policy"])
-
-
-@BOTH
-def test_best_pairs_a_solved_trajectory_with_each_worse_one_of_its_task(script):
-    assert numbers(script, MIXED, "best", 0.1) == {"a": [(2, 0), (2, 4)]}
+def test_best_pairs_a_solved_trajectory_with_each_worse_one_of_its_task():
+    assert numbers(MIXED, "best", 0.1) == [[(2, 0), (2, 4)]]
     # b: all solved; c: none solved; d: only one
-    gaps = [pair.gap for pair in script.trajectory_pairs(MIXED, "best", 0.1)["a"]]
-    assert gaps == pytest.approx([0.7, 0.65])
+    (pairs,) = trajectory_pairs(MIXED, "best", 0.1)
+    assert [pair.gap for pair in pairs] == pytest.approx([0.7, 0.65])
 
 
-@BOTH
-def test_all_pairs_differ_by_the_margin_and_by_more_than_nothing(script):
-    at = lambda margin: numbers(script, MIXED, "all", margin)
-    assert at(0.1) == {"a": [(2, 0), (2, 4), (7, 0), (7, 4)], "c": [(6, 3), (6, 9)]}
-    assert at(0.0) == {"a": [(2, 0), (2, 4), (4, 0), (7, 0), (7, 4)], "c": [(6, 3), (6, 9)]}
-    assert at(0.5) == {"a": [(2, 0), (2, 4), (7, 0), (7, 4)]}
+def test_all_pairs_differ_by_the_margin_and_by_more_than_nothing():
+    at = lambda margin: numbers(MIXED, "all", margin)
+    assert at(0.1) == [[(2, 0), (2, 4), (7, 0), (7, 4)], [(6, 3), (6, 9)]]
+    assert at(0.0) == [[(2, 0), (2, 4), (4, 0), (7, 0), (7, 4)], [(6, 3), (6, 9)]]
+    assert at(0.5) == [[(2, 0), (2, 4), (7, 0), (7, 4)]]
 
 
-@BOTH
-def test_order_of_the_input_does_not_matter(script):
+def test_order_of_the_input_does_not_matter():
     shuffled = random.Random(0).sample(MIXED, len(MIXED))
     assert shuffled != MIXED
-    assert numbers(script, shuffled, "all", 0) == numbers(script, MIXED, "all", 0)
+    assert numbers(shuffled, "all", 0) == numbers(MIXED, "all", 0)
 
 
 def test_a_trajectory_with_a_turn_that_is_too_long_is_in_no_pair_of_the_critic():
     long = {**MIXED[2], "dialogue_history": [{"role": "assistant", TURN: None}]}
     records = [*MIXED[:2], long, *MIXED[3:]]
-    assert numbers(train_critic, records, "best", 0.1) == {"a": [(7, 0), (7, 4)]}
+    assert numbers(records, "best", 0.1) == [[(7, 0), (7, 4)]]
 
 
 def candidate(i, advantage, logprob=None, output="what?"):
     return {TURN: ("o", (i,)), "advantage": advantage, "logprob": logprob, "output": output}
 
 
-def drawn(candidates, *args):
+def drawn(candidates, n, prior, seed):
     """[(a+, a-)] of candidate_pairs, by the candidates' numbers."""
     number = lambda turns: turns[0][1][0]
-    pairs = train_policy.candidate_pairs(candidates, *args)
+    pairs = candidate_pairs(candidates, per_turn=n, prior=prior, seed=(seed,))
     return [(number(pair.chosen), number(pair.rejected)) for pair in pairs]
 
 
@@ -192,7 +188,7 @@ def test_candidate_pairs_take_the_top_against_the_bottom_half():
     assert {b for _, b in pairs} == {1, 4}  # the middle is neither
     assert len(pairs) == 200 and len(set(pairs)) == 4
     assert pairs == drawn(candidates, 200, 0, 0) != drawn(candidates, 200, 0, 1)
-    gaps = {pair.gap for pair in train_policy.candidate_pairs(candidates, 200, 0, 0)}
+    gaps = {pair.gap for pair in candidate_pairs(candidates, per_turn=200, prior=0, seed=(0,))}
     assert sorted(gaps) == pytest.approx([0.8, 1.3, 2.5, 3.0])
 
 
@@ -207,7 +203,7 @@ def test_the_prior_lifts_what_the_sampler_likes():
 
 def test_candidate_pairs_need_two_different_candidates():
     same = [candidate(7, a) for a in (0.0, 1.0)]
-    for candidates in ([], same[:1], same, [{TURN: ("o", (i,))} for i in range(4)]):
+    for candidates in ([], same[:1], same, [{**c, TURN: None} for c in same]):
         assert drawn(candidates, 4, 0, 0) == []
 
 
@@ -231,58 +227,39 @@ def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
         assert again == ours and len(whole) == n
         counts = [whole.count((turn(2), turn(j))) for j in (0, 4)]  # all that MIXED has
         assert sum(counts) == n and counts[0] == counts[1]
-    by_task = numbers(train_policy, MIXED, "all", 0.1)
-    pairs = {(turn(i), turn(j)) for pairs in by_task.values() for i, j in pairs}
+    pairs = {(turn(i), turn(j)) for pairs in numbers(MIXED, "all", 0.1) for i, j in pairs}
     assert set(mixed(1, **{"--pairs": "all"})[1]) == pairs
 
 
-def test_group_by_changes_what_stays_together_but_no_pair():
+def test_the_pairs_of_a_trajectory_stay_together():
     message = {**MIXED[0]["dialogue_history"][0],
                "candidates": [candidate(i, float(i)) for i in range(4)]}
     records = [{**r, "dialogue_history": [message] * 3} for r in MIXED]
-
-    def groups(by):
-        args = train_policy.get_args(["--out", "x", "--group_by", by])
-        return train_policy.make_groups(args, records)
-
-    by_turn, by_trajectory = groups("turn"), groups("trajectory")
-    assert len(by_turn) == 3 * len(by_trajectory) == 3 * len(records)
-    assert [sum(by_turn[i:i + 3], []) for i in range(0, len(by_turn), 3)] == by_trajectory
+    groups = train_policy.make_groups(train_policy.get_args(["--out", "x"]), records)
+    assert [len(pairs) for pairs in groups] == [3 * 4] * len(records)
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_balance_leaves_as_many_answers_as_questions_chosen(seed):
-    """Other pairs stay; so do all of the kind that is rarer."""
-    r = random.Random(seed)
-    records, end = [], f"{colbench.ANSWER} 1"
-    for n in range(60):  # questions are mostly better
-        says = [end, end, *["what?"] * 5, ""]
-        candidates = [candidate(8 * n + i, r.random() - 0.4 * (i < 2), None, output)
+@pytest.mark.parametrize("worth, chosen, rejected, warns", [(1, 100, 0, False), (-1, 0, 25, True)])
+def test_it_is_said_how_many_candidates_answer_and_what_they_teach(worth, chosen, rejected, warns,
+                                                                   capsys):
+    """One of eight candidates answers; it is the best, or the worst."""
+    says = [f"{colbench.ANSWER} 1"] + ["what?"] * 7
+    records = []
+    for n in range(50):
+        candidates = [candidate(8 * n + i, worth * 9.0 if i == 0 else 0.1 * i, None, output)
                       for i, output in enumerate(says)]
         message = {"role": "assistant", "content": "a", TURN: None, "candidates": candidates}
         records.append({"task": {"id": "t"}, "dialogue_history": [message]})
-    ends = {c[TURN] for x in records for c in x["dialogue_history"][0]["candidates"]
-            if c["output"] == end}
-
-    def groups(balance):
-        args = train_policy.get_args(["--out", "x", "--balance", str(balance)])
-        return train_policy.make_groups(args, records)
-
-    def kinds(groups):
-        found = {}
-        for group in groups:
-            for pair in group:
-                kind = pair.chosen[0] in ends, pair.rejected[0] in ends
-                found.setdefault(kind, []).append(pair)
-        return found
-
-    every, some = groups(0), groups(1)
-    before, now = kinds(every), kinds(some)
-    few = len(before.get((True, False), ()))
-    assert len(before[False, True]) > few == len(now[False, True])
-    for kind in {*before, *now} - {(False, True)}:
-        assert now[kind] == before[kind]
-    assert set(now[False, True]) <= set(before[False, True]) and [] not in some
+    pairs = [Pair((c[0][TURN],), (c[-1][TURN],)) for c in
+             (m["dialogue_history"][0]["candidates"] for m in records)]
+    if worth < 0:
+        pairs = [Pair((c[1][TURN],), (c[n % 4][TURN],)) for n, c in
+                 enumerate(m["dialogue_history"][0]["candidates"] for m in records)
+                 if n < 48]
+    train_policy.tell_answers(pairs, records)
+    said = capsys.readouterr().err
+    assert f"answers are {chosen}% of the chosen candidates, {rejected}% of the rejected" in said
+    assert "12% of all" in said and ("unlearn to answer" in said) == warns
 
 
 def test_mix_wants_pairs_of_trajectories():
@@ -324,11 +301,11 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch
 def test_batches_are_a_permutation_and_a_function_of_the_seed():
     groups = [[(g, i) for i in range(1 + g % 4)] for g in range(30)]
     flat = lambda batches: [x for b in batches for x in b]
-    one = batches(groups, 8, 0, 0)
+    one = batches(groups, 8, seed=(0, 0))
     assert sorted(flat(one)) == sorted(flat(groups))
     assert [len(b) for b in one[:-1]] == [8] * (len(one) - 1)
-    assert one == batches(groups, 8, 0, 0)
-    assert all(one != batches(groups, 8, *seed) for seed in ((1, 0), (0, 1)))  # seed, epoch
+    assert one == batches(groups, 8, seed=(0, 0))
+    assert all(one != batches(groups, 8, seed=seed) for seed in ((1, 0), (0, 1)))  # seed, epoch
     order = flat(one)
     assert all(order.index((g, i)) == order.index((g, 0)) + i for group in groups for g, i in group)
     assert groups[3] == [(3, 0), (3, 1), (3, 2), (3, 3)]  # and the input is left alone
@@ -445,7 +422,7 @@ def test_every_pass_tells_how_far_it_is(rewarded, tiny_dir, tmp_path, monkeypatc
         assert told in said
     train(train_critic, monkeypatch, rewarded, "--score", 1, "--out", out)
     said = capfd.readouterr().err
-    assert "scoring: " in said and "scored: " in said
+    assert "scoring: " in said
 
 
 @pytest.mark.parametrize("script", [train_critic, train_policy], ids=["critic", "policy"])
@@ -470,12 +447,11 @@ def test_training_starts_at_log_2_and_micro_batches_do_not_matter(script, reward
         assert (w - other_weights[name]).abs().mean() < 1e-7, name
 
 
-@pytest.mark.parametrize("script", [train_critic, train_policy])
-def test_rewards_that_differ_by_the_margin_make_a_pair(script):
+def test_rewards_that_differ_by_the_margin_make_a_pair():
     """One of ten tests: 0.6 - 0.5 is a little less than 0.1."""
     for k in range(1, 11):
         rs = [{"task": {"id": "t"}, "reward": r / 10, "dialogue_history": [
             {"role": "assistant", TURN: ((1,), (r,))}]} for r in (k - 1, k)]
-        (pair,), = script.trajectory_pairs(rs, "all", 0.1).values()
+        (pair,), = trajectory_pairs(rs, "all", 0.1)
         assert pair.chosen == (((1,), (k,)),)
-        assert not script.trajectory_pairs(rs, "all", 0.11)
+        assert not trajectory_pairs(rs, "all", 0.11)
