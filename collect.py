@@ -16,10 +16,12 @@ import asyncio
 import atexit
 import base64
 import contextlib
+import functools
 import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,9 +30,9 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from types import SimpleNamespace
 
-from colbench import (NOT_SEEN, GraderError, NoReference, RenderError, environment, first_message,
-                      hidden_information, human_prompt, kind_of, needs, page_flags,
-                      read_action, redact, task_id, ungraded, without_thinking)
+from colbench import (NOT_SEEN, GraderError, NoReference, RenderError, dialogue_text, environment,
+                      fill, first_message, hidden_information, human_prompt, kind_of, needs,
+                      page_flags, read_action, redact, task_id, ungraded, without_thinking)
 
 
 def get_args(argv=None):
@@ -66,8 +68,8 @@ def get_args(argv=None):
     flag(g, "candidates_share", 1.0, "share of the episodes that get candidates")
     flag(g, "best_of", 1, "messages drawn at every turn; the critic's favourite is sent",
          least=1)
-    flag(g, "critic", None, "--out of train_critic.py; it READS HIDDEN INFORMATION, so this is no "
-         "fair policy")
+    flag(g, "critic", None, "--out of train_critic.py, or http://host:port/v1 of an LLM; it READS "
+         "HIDDEN INFORMATION, so this is no fair policy")
     flag(g, "prior", 0.0, "--best_of: choose by score + prior * log-prob")
     g = p.add_argument_group("engine")
     flag(g, "engine", "auto", "transformers, vllm, or http://host:port/v1[,http://...] of vLLM "
@@ -78,7 +80,7 @@ def get_args(argv=None):
     flag(g, "tensor_parallel", 1, "vllm: GPUs of one copy of the model", least=1)
     flag(g, "data_parallel", 1, "vllm: copies", least=1)
     flag(g, "max_model_len", None, "vllm: longest context, else the model's", kind=int, least=1)
-    flag(g, "in_flight", 64, "requests at once to one server of --human", least=1)
+    flag(g, "in_flight", 64, "requests at once to one server of --human or --critic", least=1)
     flag(g, "timeout", 120.0, "seconds of a request, of an engine's for each draw")
     flag(g, "retries", 8, "of a request, over about a minute")
     g = p.add_argument_group("grading")
@@ -87,7 +89,7 @@ def get_args(argv=None):
     page_flags(p)
     args = p.parse_args(argv)
     if (args.best_of > 1) != bool(args.critic):
-        fail("--best_of N and --critic DIR go together")
+        fail("--best_of N and --critic go together")
     if not 0 < args.top_p <= 1:
         fail(f"--top_p {args.top_p}: give a share above 0, at most 1")
     if not (args.human == "scripted" or args.human.startswith("fixed:") or http(args.human)):
@@ -502,6 +504,52 @@ def trained_critic(args):
     return advantages, pictures
 
 
+JUDGE_PROMPT = """An assistant works for a colleague who wants something that it can't see. It \
+finds out by talking to them, and hands it in at the end.
+
+What the colleague wants:
+{hidden_information}
+
+The conversation so far:
+{dialogue}
+
+Two messages that the assistant might send next:
+A: {a}
+
+B: {b}
+
+Which one brings it nearer to handing in exactly what is wanted? Reply with one letter, A or B."""
+
+
+async def judge(servers, model, task, history, actions):
+    """[advantage] of messages by an LLM: the share of comparisons that each wins.
+
+    In a circle, each is compared with the next as A, and with the one before as B. Of equal texts
+    both win half. servers: an Endpoint. EndpointError if no server gives a verdict.
+    """
+    async def wins(a, b):
+        """1 if a wins against b, 0 if b wins, 0.5 if they are equal."""
+        if a == b:
+            return 0.5
+        prompt = fill(JUDGE_PROMPT, hidden_information=hidden_information(task),
+                      dialogue=dialogue_text(history), a=a, b=b)
+
+        async def ask(client):
+            reply = await client.chat.completions.create(
+                model=model, temperature=0, seed=0, max_tokens=1024,
+                messages=[{"role": "user", "content": prompt}])
+            text = without_thinking(reply.choices[0].message.content or "")
+            letters = set(re.findall(r"\b[AB]\b", text))
+            if len(letters) != 1:  # "A better one is B" says nothing sure
+                raise ValueError("not one of A and B in the reply")
+            return float(letters == {"A"})
+        return await servers(ask)
+
+    texts = [read_action(action["output"], False)[0] for action in actions]
+    won = await asyncio.gather(*map(wins, texts, texts[1:] + texts[:1]))
+    return [(won[i] + 1 - won[i - 1]) / 2 for i in range(len(texts))]
+
+
 # --- an episode -----------------------------------------------------------------------------------
 
 class Players:
@@ -532,7 +580,10 @@ class Players:
         else:
             self.engine = TransformersEngine(args, stop)
         self.critic = self.pictures = None
-        if args.critic:
+        if http(args.critic):
+            judges = Endpoint(args.critic, args.in_flight, args.timeout, args.retries)
+            self.critic = functools.partial(judge, judges, await judges.model())
+        elif args.critic:
             self.critic, self.pictures = trained_critic(args)
             self.folder = tempfile.TemporaryDirectory()
         return self

@@ -11,7 +11,8 @@ import pytest
 
 import colbench
 import model as M
-from conftest import lines, records, script
+from conftest import records, script
+from collect import judge
 from utils import Endpoint, EndpointError, rng
 
 
@@ -327,3 +328,45 @@ def test_odd_token_ids_of_a_server_are_refused(change, message, tiny_dir, tasks)
     done = play(tiny_dir, tasks, "--engine", Server(odd).url, "--retries", 0)
     assert message in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert done.returncode == 1 and not done.stdout
+
+
+def prefers(word, trouble=0.0, taste=1):
+    """A judge who takes the message with more of a word, with taste=-1 less, and thinks first."""
+    def reply(path, body):
+        prompt = body["messages"][0]["content"]
+        a, b = re.search(r"\nA: (.*)\n\nB: (.*)\n\nWhich", prompt, re.S).groups()
+        assert "def f(x, rate=3)" in prompt and body["temperature"] == 0 and a != b
+        better = "A" if taste * (a.count(word) - b.count(word)) > 0 else "B"
+        return chat(f"<think>B or A?</think>The better one is {better}.")
+    return Server(reply, trouble)
+
+
+def judged(actions, server, retries=8):
+    async def main():
+        servers = Endpoint(server.url, timeout=TIMEOUT, retries=retries)
+        task = {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x"}
+        history = [{"role": "user", "content": "write f(x)"}]
+        return await judge(servers, "m", task, history, actions)
+    return asyncio.run(main())
+
+
+def test_a_judge_gives_each_message_the_share_of_its_comparisons_that_it_wins():
+    said = [{"output": text} for text in ("so", "no", "no no", "no no no", "no no no")]
+    # so < no < no no < no no no = no no no > so, in a circle
+    assert judged(said, prefers("no", trouble=0.3)) == [0, 0.5, 0.5, 0.75, 0.75]
+    assert judged(said[:2], prefers("no")) == [0, 1]
+    for reply in ("neither", "A better one is B"):
+        with pytest.raises(EndpointError, match="not one of A and B"):
+            judged(said, Server(lambda path, body: chat(reply)), retries=1)
+
+
+def test_a_judge_chooses_messages(tiny_dir, tasks):
+    """Two judges of opposite taste: what one chooses of the same four draws the other does not."""
+    task, chosen = {**tasks[0]["task"], "hidden_information": "def f(x, rate=3)"}, []
+    for taste in (1, -1):
+        server = prefers("e", taste=taste)
+        flags = ["--max_turns", 1, "--max_tokens", 20, "--best_of", 4, "--critic", server.url]
+        done = script("collect.py", "--model", tiny_dir, *flags, stdin=[task])
+        assert done.returncode == 0 and 0 < len(server.seen) <= 4, done.stderr
+        chosen.append(records(done.stdout)[0]["dialogue_history"][1]["output"].count("e"))
+    assert chosen[0] > chosen[1]
