@@ -242,13 +242,13 @@ def prepare(args, records):
     need = needs("dialogue_history", "reward", to_train=True)
     ref_of = read_turns(vars(args), tokenizer, pictures, args, need, records)
     groups = trajectory_pairs(records, args.pairs, args.margin)
-    say(f"{sum(map(len, groups))} pairs of trajectories, of {len(groups)} tasks")
     if not groups and args.head != "teacher":
         lack = "a solved and a worse one" if args.pairs == "best" else "two that differ by --margin"
         fail(f"no pairs in {len(records)} trajectories: no task has {lack} (--pairs all --margin 0 "
              "takes whatever differs; collect.py -k draws more per task)")
-    if sum(map(len, groups)) < 50 and args.head != "teacher":
-        say("so few pairs teach little: --pairs all makes more of them, collect.py -k more records")
+    n = sum(map(len, groups))
+    say(f"{n} pairs of trajectories, of {len(groups)} tasks"
+        + ", which are few: see --pairs all, collect.py -k" * (0 < n < 50))
     rng("held out", args.seed).shuffle(groups)
     few = min(math.ceil(args.held_out * len(groups)), len(groups) - 1)  # one task always trains
     return ref_of, groups[few:], list(chain(*groups[:few])), pictures

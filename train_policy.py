@@ -217,7 +217,8 @@ def make_groups(args, records):
         for t, message in enumerate(agent_messages(r)):
             groups[i] += candidate_pairs(message.get("candidates", ()), prior=args.prior,
                                          per_turn=args.pairs_per_turn, seed=(args.seed, i, t))
-    tell_answers(list(chain(*groups)), records)
+    if any(groups):
+        tell_answers(list(chain(*groups)), records)
     if args.mix:
         trajectories = trajectory_pairs(records, args.pairs, args.margin)
         if not trajectories:

@@ -43,7 +43,7 @@ from model import turns_in  # noqa: E402
 import model as model_py  # noqa: E402
 from utils import RANK, WORLD, barrier, init_distributed, leave_group  # noqa: E402
 
-POLICY = "dpo by trajectory"
+POLICY = "dpo 24"
 KERNELS = "flash", "sdpa"
 FLASH = model_py.flash_kernel
 
@@ -96,12 +96,12 @@ class Bench:
     def batch(self, job):
         """The first batch: for each GPU as many pairs as the trainers' step has by default."""
         pairs = 2 if self.args.tiny else B.JOBS[job][2]
-        return batches(self.groups(job), pairs * WORLD, 0, 0)[0]
+        return batches(self.groups(job), pairs * WORLD, seed=(0, 0))[0]
 
     def plan(self, shape, job, recompute):
         """What --dry_run says of a step."""
         flags = SimpleNamespace(dry_run=WORLD, dtype="bf16" if self.gpu else "fp32", replicate=1,
-                                offload=0, reshard=1, recompute=recompute,
+                                offload=0, recompute=recompute,
                                 max_tokens=B.MAX_TOKENS)
         return dry_run(flags, AutoConfig.from_pretrained(self.path(shape)), [self.batch(job)], [])
 
@@ -158,8 +158,7 @@ class Bench:
 
     def step(self, shape, job):
         plan = self.plan(shape, job, 1)
-        gb = plan["gb_a_gpu"]
-        expected = gb["total"] - gb["weights_gradients_moments"] / 2  # no moments
+        expected = plan["gb_a_gpu"] / 2  # weights and gradients, no moments; and
         expected += plan["parameters"] * self.dtype.itemsize / 1e9  # pi_ref
         if self.gpu:
             have = torch.cuda.mem_get_info()[1] / 1e9
@@ -180,7 +179,7 @@ class Bench:
         figures = {"pairs": len(batch), "seconds": seconds,
                    "tokens_a_second": plan["tokens"]["computed"] / WORLD / seconds}
         for name, recompute in (("of_peak", 1), ("of_peak_useful", 0)):
-            flops = self.plan(shape, job, recompute)["petaflops"] * 1e15 / WORLD
+            flops = self.plan(shape, job, recompute)["hours"] * 3600 * 400e12  # of a GPU
             figures[name] = flops / seconds / self.peak
         if self.gpu:
             figures["peak_gb"] = B.max_over_ranks(torch.cuda.max_memory_allocated() / 1e9)

@@ -50,7 +50,7 @@ def trajectory_group(r, best=0, start=(300, 500), action=(20, 100), reply=(60, 1
 
 def ratios(groups, batch_size, ranks):
     """Official tokens over all computed ones, over the slowest rank's, and with the reference."""
-    steps, computed, slowest = batches(groups, batch_size, 0, 0), 0, 0
+    steps, computed, slowest = batches(groups, batch_size, seed=(0, 0)), 0, 0
     for batch in steps:
         parts = list(map(tree_tokens, deal(turns_in(batch), MAX_TOKENS, ranks)))
         share = -(-len(parts) // ranks)
@@ -66,15 +66,11 @@ def ratios(groups, batch_size, ranks):
 def main():
     r = random.Random(0)
     trajectories = [candidate_groups(r) for _ in range(32)]
-    by_turn = [group for groups in trajectories for group in groups]
-    by_trajectory = [[pair for group in groups for pair in group] for groups in trajectories]
+    policy = [[pair for group in groups for pair in group] for groups in trajectories]
     every = [trajectory_group(r) for _ in range(16)]
     like_bench_train = [trajectory_group(r, 0, (660, 660), (40, 80), (160, 160)) for _ in range(16)]
-    rows = [("policy", by_turn, 8), ("policy", by_turn, 32), ("policy", by_turn, 128),
-            ("policy by trajectory", by_trajectory, 24),
-            ("policy by trajectory", by_trajectory, 32),
-            ("policy by trajectory", by_trajectory, 128),
-            ("policy by trajectory", by_trajectory, 192),
+    rows = [("policy", policy, 8), ("policy", policy, 24), ("policy", policy, 32),
+            ("policy", policy, 128), ("policy", policy, 192),
             ("critic, all pairs", every, 8), ("critic, all pairs", every, 48),
             ("critic of bench_train", like_bench_train, 48),
             ("critic, best", [trajectory_group(r, 1) for _ in range(32)], 48)]

@@ -9,8 +9,7 @@ batches and deal them to the ranks. A step is the body of the trainers' loop: pa
 backward. It runs on 1 process, on 2 of torchrun, and on 8 simulated ones: the shares of 8 ranks
 one after another, of which the slowest counts.
 
-dpo                 pairs of candidates, 8 a step; the pairs of a turn stay together
-dpo by trajectory   the same, 24 a step; the pairs of a trajectory stay together
+dpo, dpo 24         pairs of candidates, 8 a step, or 24, which are all of a trajectory
 mtdpo, critic       pairs of trajectories, 8 a step
 rft                 solved trajectories, 8 a step
 scoring             log-probs without gradient: of all 17 actions a turn, which get advantages, and
@@ -60,7 +59,7 @@ from utils import RANK, WORLD, fail, init_distributed, leave_group, sum_over_ran
 
 #               module, flags, pairs a step, epochs that pi_ref's log-probs serve
 JOBS = {"dpo": (train_policy, [], 8, 1),
-        "dpo by trajectory": (train_policy, ["--group_by", "trajectory"], 24, 1),
+        "dpo 24": (train_policy, [], 24, 1),
         "mtdpo": (train_policy, ["--loss", "mtdpo"], 8, 4),
         "rft": (train_policy, ["--loss", "rft"], 8, 4),
         "critic": (train_critic, ["--held_out", "0"], 8, 4)}
@@ -126,7 +125,7 @@ def read_groups(job, folder):
         if module is train_policy:
             return train_policy.prepare(args)[0]
         ref_of, train, *_ = train_critic.prepare(args, [])
-    return list(ref_of) if job == "scoring" else list(train.values())
+    return list(ref_of) if job == "scoring" else train
 
 
 def random_model(folder, device, noise=0.0, **how):
@@ -427,11 +426,11 @@ def measure(args, folder, device):
     ref_model = random_model(folder, device, noise=0.1, recompute=0)
     for job in args.jobs:
         if job != "scoring":
-            batch = batches(read_groups(job, folder), JOBS[job][2], 0, 0)[0]
+            batch = batches(read_groups(job, folder), JOBS[job][2], seed=(0, 0))[0]
             yield from compare_steps(model, ref_model, job, batch, args.repeats)
         elif WORLD == 1:
             some = read_groups(job, folder)[:2 * TURNS * (CANDIDATES + 1)]
-            pairs = read_groups("dpo by trajectory", folder)[:2]
+            pairs = read_groups("dpo 24", folder)[:2]
             for name, turns in (("advantages", some), ("pi_ref", turns_in(sum(pairs, [])))):
                 yield compare_scoring(model, name, turns, args.repeats)
 

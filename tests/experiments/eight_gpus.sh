@@ -30,7 +30,7 @@ torchrun --nproc_per_node=8 train_critic.py --resume 1 --out runs/critic \
 # paper's batch of 8, and the toy lost 3 points by it; a batch of 128 computes 5 times fewer and
 # lost 6 (RESULTS.md, "Speed"); without the three flags it is the paper's
 torchrun --nproc_per_node=8 train_policy.py --resume 1 --out runs/sweet \
-    --batch_size 32 --group_by trajectory --lr 4e-7 < runs/scored.jsonl
+    --batch_size 32 --lr 4e-7 < runs/scored.jsonl
 torchrun --nproc_per_node=8 train_policy.py --resume 1 --out runs/rft --loss rft < runs/train.jsonl
 human & server=$!
 until_up
