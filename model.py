@@ -946,9 +946,9 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def training_state(model, optimizer):
-    """(weights, moments, {name: tensor}): the last has both, tied weights once, and COUNT."""
+    """(weights, moments, {name: tensor}): the last has what is trained of both, and COUNT."""
     weights, moments = get_state_dict(model, optimizer, options=FLAT)
-    tensors = {name: weights[name] for name, _ in model.named_parameters()}
+    tensors = {name: weights[name] for name, p in model.named_parameters() if p.requires_grad}
     tensors.update((name, x) for name, x in moments.items() if torch.is_tensor(x))
     tensors["counts"] = torch.tensor(list(count_of_all_ranks().values()))
     return weights, moments, tensors
