@@ -1390,7 +1390,7 @@ class Renderer(contextlib.AbstractContextManager):
         try:
             from playwright import async_api
         except ImportError:
-            fail("pages need Playwright: pip install playwright (README, \"Frontend Design\")")
+            fail("pages need Playwright: pip install playwright (MANUAL.md, \"Frontend Design\")")
         path = browser or next(filter(None, map(shutil.which, BROWSERS)), None)
         if not path:
             fail("no Chromium found: --browser PATH names one")
@@ -1401,7 +1401,7 @@ class Renderer(contextlib.AbstractContextManager):
         with contextlib.suppress(OSError), open(tailwind, "rb") as f:
             css = f.read()
         if hashlib.sha256(css).hexdigest() != TAILWIND:
-            fail(f"no Tailwind 2.2.19 style sheet at {tailwind} (README, \"Frontend Design\")")
+            fail(f"no Tailwind 2.2.19 style sheet at {tailwind} (MANUAL.md, \"Frontend Design\")")
         self.api, self.workers, self.pictures = async_api, workers, pictures
         self.sheet = Sheet(css.decode())
         self.loop = asyncio.new_event_loop()
@@ -1782,7 +1782,7 @@ def reference_page(task):
 
 sys.modules["colbench"] = sys.modules[__name__]  # for imports of it, also where it is __main__
 ENVIRONMENTS = {"backend": Functions, "english": English, "frontend": Pages}
-# your own environments are imported here: README, "Your own environment"
+# your own environments are imported here: MANUAL.md, "Your own environment"
 
 # A regex of what is one token to the tiny model: a marker, what the kinds add, `name=`, numbers,
 # words, and any other character.

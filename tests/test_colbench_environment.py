@@ -11,7 +11,7 @@ from conftest import ROOT, lines, records, script
 from test_collect_endpoints import Server, chat
 
 HERE = "# your own environments are imported here"  # the line below ENVIRONMENTS
-README = open(f"{ROOT}/README.md", encoding="utf-8").read()
+README = open(f"{ROOT}/tests/experiments/MANUAL.md", encoding="utf-8").read()
 
 
 @pytest.fixture(scope="module")

@@ -30,10 +30,10 @@ from conftest import ROOT, demos, descendants, gone, lines, records, script
 from test_collect_endpoints import Server, chat
 from test_readme import benchmark
 
-pytest.importorskip("playwright", reason="no playwright (README, \"Frontend Design\")")
+pytest.importorskip("playwright", reason="no playwright (MANUAL.md, \"Frontend Design\")")
 SHEET = os.path.join(CACHE, "tailwind.min.css")
 if not any(map(shutil.which, colbench.BROWSERS)) or not os.path.exists(SHEET):
-    pytest.skip("no Chromium, or no Tailwind sheet (README, \"Frontend Design\")",
+    pytest.skip("no Chromium, or no Tailwind sheet (MANUAL.md, \"Frontend Design\")",
                 allow_module_level=True)
 REAL = os.path.join(ROOT, "..", "shared", "colbench", "frontend_tasks.jsonl")
 LINK = ('<link href="https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css" '

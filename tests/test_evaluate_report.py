@@ -7,7 +7,7 @@ import pytest
 import colbench
 from conftest import lines, records, script
 
-NO_BROWSER = "no playwright or no Chromium (README, \"Frontend Design\")"
+NO_BROWSER = "no playwright or no Chromium (MANUAL.md, \"Frontend Design\")"
 sync_api = pytest.importorskip("playwright.sync_api", reason=NO_BROWSER)
 BROWSER = next(filter(None, map(shutil.which, colbench.BROWSERS)), None)
 if not BROWSER:
@@ -128,7 +128,7 @@ def test_two_thousand_episodes(tmp_path, tab):
 
 def test_pages_are_shown_as_pictures(tmp_path, tab):
     if not os.path.exists(os.path.join(colbench.CACHE, "tailwind.min.css")):
-        pytest.skip("no Tailwind style sheet (README, \"Frontend Design\")")
+        pytest.skip("no Tailwind style sheet (MANUAL.md, \"Frontend Design\")")
     task = {"id": "a", "kind": "frontend", "problem_description": "a shop",
             "ground_truth": "<html><h1>A Shop</h1></html>"}
     play = lambda page, **more: [{"task": task, "answer": page, "reward": 0.5, "dialogue_history": [

@@ -13,7 +13,7 @@ import colbench
 import model as M
 from conftest import critic_turns, demos, records, script
 
-pytest.importorskip("PIL", reason="pillow is not installed (README, \"Frontend Design\")")
+pytest.importorskip("PIL", reason="pillow is not installed (MANUAL.md, \"Frontend Design\")")
 from PIL import Image, ImageDraw  # noqa: E402
 
 TEXT = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
@@ -179,10 +179,10 @@ def test_branches_of_a_tree_with_pictures_give_the_same(seeing):
 @pytest.fixture(scope="module")
 def pages_played(tmp_path_factory):
     """(tiny text agent, records): three built-in pages, each once right and once not."""
-    pytest.importorskip("playwright", reason="no playwright (README, \"Frontend Design\")")
+    pytest.importorskip("playwright", reason="no playwright (MANUAL.md, \"Frontend Design\")")
     sheet = os.path.join(colbench.CACHE, "tailwind.min.css")
     if not any(map(shutil.which, colbench.BROWSERS)) or not os.path.exists(sheet):
-        pytest.skip("no Chromium, or no Tailwind style sheet (README, \"Frontend Design\")")
+        pytest.skip("no Chromium, or no Tailwind style sheet (MANUAL.md, \"Frontend Design\")")
     agent = str(tmp_path_factory.mktemp("agent") / "tiny")
     M.save(*M.tiny(demos(200, kind="frontend"), 0, colbench.PIECES), agent)
     made = demos(6, kind="frontend", hidden=0, silent=0, noise=0, at_once=0, early=0, max_turns=3)

@@ -7,11 +7,14 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from importlib import import_module
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 import colbench
 from conftest import CPU, ROOT, records, script
@@ -34,7 +37,8 @@ def commands(text):
 
 
 def all_commands():
-    readme = open(f"{ROOT}/README.md", encoding="utf-8").read()
+    readme = "".join(open(f"{ROOT}/{path}", encoding="utf-8").read()
+                     for path in ("README.md", "tests/experiments/MANUAL.md"))
     for block in re.findall(r"```bash\n(.*?)```", readme, re.S):
         yield from commands(block.replace("play()", "# play()"))
     for name in SCRIPTS:
@@ -162,3 +166,45 @@ def test_the_edit_marker(tmp_path):
     assert "MY ANSWER IS:" in demos and "I WANT TO ANSWER" not in demos
     train(copy, "train_policy", demos, "tiny", "--loss", "rft", "--all", 1, "--epochs", 1)
     assert "MY ANSWER IS:" in open(copy / "out" / "tokenizer.json").read()  # one token of its own
+
+
+@pytest.mark.full
+def test_the_edit_csv(ranked, tiny_dir, tmp_path):
+    copy = edited("csv", tmp_path)
+    train(copy, "train_policy", ranked, tiny_dir, "--batch_size", 8)
+    head, *rows = (copy / "out" / "metrics.csv").read_text().splitlines()
+    steps = [r for r in records((copy / "out" / "metrics.jsonl").read_text()) if "step" in r]
+    assert [dict(zip(head.split(","), row.split(","))) for row in rows] == [
+        {key: str(value) for key, value in step.items()} for step in steps]
+
+
+@pytest.mark.full
+def test_the_edit_lora(ranked, tiny_dir, tmp_path):
+    """Only low-rank updates move, a checkpoint has them alone, 2 processes make the same."""
+    copy = edited("lora", tmp_path)
+    flags = "--lr", 1e-3, "--batch_size", 8, "--dtype", "fp32"
+    first, _ = train(copy, "train_policy", ranked, tiny_dir, *flags)
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5) and first["grad_norm"] > 0
+    base, got = (load_file(f"{path}/model.safetensors") for path in (tiny_dir, copy / "out"))
+    assert base.keys() == got.keys()
+    for name in base:
+        moved = got[name] - base[name]
+        if "_proj" not in name:
+            assert not moved.any(), name
+        else:
+            assert 1 <= torch.linalg.matrix_rank(moved, rtol=1e-3) <= 16, name
+    for world, out in (1, "whole"), (2, "two"):
+        run = [f"{copy}/train_policy.py", "--model", tiny_dir, "--out", copy / out,
+               "--nll_coef", 0, *flags]
+        if world == 1:  # killed and resumed
+            done = script(*run, "--save_every", 1, stdin=ranked,
+                          kill=(lambda: [*(copy / out).glob("checkpoint-2")], signal.SIGKILL))
+            (file,) = (copy / out).glob("checkpoint-*[0-9]/*.safetensors")
+            assert {name.split(".")[-1] for name in load_file(file) if name[:3] == "lm."} == {
+                "A", "B"}
+            run += ["--resume", 1]
+        done = script(*run, stdin=ranked, ranks=world)
+        assert done.returncode == 0, done.stderr
+        again = load_file(copy / out / "model.safetensors")
+        for name in base:
+            assert (again[name] - got[name]).abs().max() < 1e-5, name
