@@ -421,22 +421,6 @@ def slots_of(code):
     return dict(re.findall(r"(\w+)=([^\s,()]+)", signature))
 
 
-def copied_slots(record):
-    """(right, told): the slots whose value the human told ("rate=3"); the answer has so many right.
-
-    A slot that was told but is missing in the answer doesn't count.
-    """
-    answer = record.get("answer") or ""
-    if not answer.startswith("def "):
-        return 0, 0
-    wanted, written, told = slots_of(record["task"]["ground_truth"]), slots_of(answer), {}
-    for m in record["dialogue_history"][1:]:
-        if m["role"] == "user":
-            told.update(slots_of(f"f({m['content']}):"))
-    counted = wanted.keys() & told.keys() & written.keys()
-    return sum(written[name] == told[name] for name in counted), len(counted)
-
-
 def builtin_code(name, values, body):
     """A function; slots_of reads the values again."""
     defaults = ", ".join(f"{slot}={value}" for slot, value in values.items())
@@ -1188,7 +1172,7 @@ class Grader(contextlib.AbstractContextManager):
 
 def ungraded(record):
     """The record without what a grader has said of another answer."""
-    of_grader = "reward", "tests", "failure", "reward_letterbox", "reward_by"
+    of_grader = "reward", "tests", "failure", "reward_by"
     return {name: value for name, value in record.items() if name not in of_grader}
 
 
@@ -1221,7 +1205,7 @@ PAGE = {"width": 1280, "height": 720, "tallest": 4096,  # pixels of a picture
 BROWSERS = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"
 BROWSER_FLAGS = [
     "--disable-gpu", "--disable-background-networking", "--disable-component-update",
-    "--disable-quic", "--disable-sync", "--no-first-run",
+    "--disable-quic", "--disable-sync", "--no-first-run", "--host-resolver-rules=MAP * ~NOTFOUND",
     "--hide-scrollbars", "--force-color-profile=srgb", "--font-render-hinting=none",
     "--disable-lcd-text"]  # the last four: the same bytes on each machine
 # The SHA-256 of dist/tailwind.min.css in tailwindcss@2.2.19.
@@ -1302,17 +1286,13 @@ class Browser:
     Its methods run in a Renderer's event loop. api: playwright.async_api.
     """
 
-    def __init__(self, api, path, allow_network, pictures):
-        self.api, self.path, self.allow_network, self.pictures = api, path, allow_network, pictures
+    def __init__(self, api, path, pictures):
+        self.api, self.path, self.pictures = api, path, pictures
         self.tab, self.to_close = None, []
         self.page = self.sheet = None  # what the tab may load
 
     async def start(self):
-        flags = [*BROWSER_FLAGS]
-        if os.geteuid() == 0:
-            flags.append("--no-sandbox")
-        if not self.allow_network:
-            flags.append("--host-resolver-rules=MAP * ~NOTFOUND")
+        flags = [*BROWSER_FLAGS, *["--no-sandbox"] * (os.geteuid() == 0)]
         driver = await self.api.async_playwright().start()  # it ends with us, the browser with it
         self.to_close.append(driver.stop)
         try:
@@ -1359,8 +1339,6 @@ class Browser:
             await route.fulfill(body=page, content_type="text/html; charset=utf-8")
         elif request.resource_type == "stylesheet" and "tailwind" in request.url:
             await route.fulfill(body=self.sheet, content_type="text/css; charset=utf-8")
-        elif self.allow_network and not ours:
-            await route.continue_()
         elif request.resource_type == "image" and PICTURE_HOSTS.search(url.hostname or ""):
             await route.fulfill(body=grey_picture(url.path), content_type="image/svg+xml")
         else:
@@ -1381,12 +1359,12 @@ def grey_picture(path):
 class Renderer(contextlib.AbstractContextManager):
     """with Renderer() as renderer: renderer.render(page), from any thread.
 
-    Scripts are off. Every request is answered here or refused; allow_network=1 lets them out.
+    Scripts are off. Every request is answered here or refused.
     workers: browsers, each with one page at a time. pictures=0: no "png", in half the time. The
     same page gives the same bytes.
     """
 
-    def __init__(self, workers=2, browser=None, allow_network=0, pictures=1):
+    def __init__(self, workers=2, browser=None, pictures=1):
         try:
             from playwright import async_api
         except ImportError:
@@ -1406,7 +1384,7 @@ class Renderer(contextlib.AbstractContextManager):
         self.sheet = Sheet(css.decode())
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.browsers = [Browser(async_api, path, allow_network, pictures) for _ in range(workers)]
+        self.browsers = [Browser(async_api, path, pictures) for _ in range(workers)]
         self.idle = asyncio.LifoQueue()  # last in, first out: few pages start few browsers
         for one in self.browsers:
             self.idle.put_nowait(one)
@@ -1478,7 +1456,7 @@ def draw_pages(args, pages, folder):
     new = [page for page, path in paths.items() if not os.path.exists(path)]
     if new:
         workers = os.cpu_count()
-        renderer = Renderer(workers, args.browser, args.allow_network)
+        renderer = Renderer(workers, args.browser)
         try:
             with renderer, concurrent.futures.ThreadPoolExecutor(2 * workers) as pool:
                 files = pool.map(renderer.picture_file, new, itertools.repeat(folder))
@@ -1575,26 +1553,18 @@ class Clip:
         self.model = model.eval().to(self.device)
         self.lock = threading.Lock()
 
-    def embedding(self, page, letterbox):
+    def embedding(self, page):
         """The unit vector (d,) of a drawn page; it is kept in the page."""
-        key = "letterbox" if letterbox else "official"
-        if key not in page:
+        if "clip" not in page:
             picture = self.image.open(io.BytesIO(page["png"])).convert("RGB")
-            if letterbox:
-                side = max(picture.size)
-                corner = (side - picture.width) // 2, (side - picture.height) // 2
-                square = self.image.new("RGB", (side, side), "white")
-                square.paste(picture, corner)
-                picture = square
             pixels = self.prepare(picture, return_tensors="pt")["pixel_values"].to(self.device)
             with self.lock, self.torch.no_grad():
                 vector = self.model(pixels).image_embeds[0].float().cpu()
-            page[key] = self.torch.nn.functional.normalize(vector, dim=0)
-        return page[key]
+            page["clip"] = self.torch.nn.functional.normalize(vector, dim=0)
+        return page["clip"]
 
-    def __call__(self, page, other, letterbox):
-        """letterbox: 0 looks at the pages' centre squares, 1 at all of them, with white borders."""
-        x, y = self.embedding(page, letterbox), self.embedding(other, letterbox)
+    def __call__(self, page, other):
+        x, y = self.embedding(page), self.embedding(other)
         return min(1.0, max(0.0, (x @ y).item()))
 
 
@@ -1685,10 +1655,6 @@ class Functions(Environment):
     def __exit__(self, *_):
         self.grader.close()
 
-    @classmethod
-    def metrics(cls, record):
-        return {**super().metrics(record), "copied": copied_slots(record)}
-
     def grade(self, task, answer):
         return self.grader.grade(task, answer)
 
@@ -1720,15 +1686,10 @@ class Pages(Environment):
     scripted_human = staticmethod(page_human)
 
     def __init__(self, args, workers, pictures=0):
-        self.by, self.likeness = "blocks", {"reward": similarity}  # likeness(page, reference)
+        self.by, self.likeness = "blocks", similarity  # likeness(page, reference)
         if args.clip:
-            clip, pictures = Clip(args.clip), 1
-            middle = functools.partial(clip, letterbox=0)
-            whole = functools.partial(clip, letterbox=1)
-            self.by = "clip letterbox" if args.resize == "letterbox" else "clip"
-            self.likeness = {"official": {"reward": middle}, "letterbox": {"reward": whole},
-                             "both": {"reward": middle, "reward_letterbox": whole}}[args.resize]
-        self.renderer = Renderer(workers, args.browser, args.allow_network, pictures)
+            self.by, self.likeness, pictures = "clip", Clip(args.clip), 1
+        self.renderer = Renderer(workers, args.browser, pictures)
         self.workers = 2 * workers
         kept = functools.lru_cache(256 if pictures else 1024)
         self.reference, self.render = kept(self.renderer.render), kept(self.renderer.render)
@@ -1745,10 +1706,7 @@ class Pages(Environment):
 
     @classmethod
     def metrics(cls, record):
-        metrics = {"not_drawn": ("failure" in record, 1)}
-        if "reward_letterbox" in record:
-            metrics["letterbox"] = (record["reward_letterbox"], 1)
-        return metrics
+        return {"not_drawn": ("failure" in record, 1)}
 
     def pair(self, task, text):
         """(the last page in a text, the reference) as drawn; RenderError if one can't be."""
@@ -1766,11 +1724,8 @@ class Pages(Environment):
         try:
             pages = self.pair(task, answer)
         except RenderError as e:
-            rewards, failure = dict.fromkeys(self.likeness, 0.0), {"failure": str(e)}
-        else:
-            rewards = {name: likeness(*pages) for name, likeness in self.likeness.items()}
-            failure = {}
-        return {**rewards, "reward_by": self.by, **failure}
+            return {"reward": 0.0, "reward_by": self.by, "failure": str(e)}
+        return {"reward": self.likeness(*pages), "reward_by": self.by}
 
     def grader_line(self):
         return f"grader: {self.by}"
@@ -1797,7 +1752,6 @@ def browser_flags(p):
     """How pages are drawn. Returns the group of flags."""
     p = p.add_argument_group("pages (frontend)")
     flag(p, "browser", None, "Chromium; not given: found by itself", metavar="PATH")
-    flag(p, "allow_network", 0, "1: pages may load from the web", choices=[0, 1])
     return p
 
 
@@ -1807,8 +1761,6 @@ def page_flags(p):
     flag(p, "clip", None, "the likeness is CLIP's, from a directory or the hub (the paper's: "
          "openai/clip-vit-base-patch32); not given: that of blocks and texts, which needs no model",
          metavar="DIR")
-    flag(p, "resize", "official", "CLIP sees the middle of a page, or all of it; both: the reward "
-         "is the first, reward_letterbox the second", choices=["official", "letterbox", "both"])
 
 
 def get_args(argv=None):

@@ -12,9 +12,7 @@ turns         the agent's messages in an episode
 tokens        what the agent sampled in an episode
 cut           share of the agent's messages cut at --max_tokens
 unanswered    share of the episodes whose last message is no answer; it is graded all the same
-letterbox     frontend, --resize both: likeness of the whole pages, not of their middle
 not_drawn     frontend: share of the episodes whose page has no picture
-copied        built-in tasks: share of the slots told by the human that the answer has right
 wins          share of the tasks where the mean reward beats the first system's; a tie is half
 missing       tasks that another system has and this one lacks, for each seed
 
@@ -38,8 +36,8 @@ import numpy as np
 from colbench import (agent_messages, browser_flags, draw_pages, environment, hidden_information,
                       needs, task_id)
 
-METRICS = ("tests_passed", "success", "turns", "tokens", "cut", "unanswered", "letterbox",
-           "not_drawn", "copied")  # in every result; an environment may have others
+METRICS = ("tests_passed", "success", "turns", "tokens", "cut", "unanswered",
+           "not_drawn")  # in every result; an environment may have others
 
 
 def get_args(argv=None):
@@ -231,7 +229,7 @@ def row(r, mean, metrics):
         head = mean if metric == "tests_passed" else metric.replace("_", " ")
         if metric in ("turns", "tokens"):
             cells[head] = "-" if value is None else f"{value:.1f}"
-        elif metric in ("cut", "unanswered", "not_drawn", "copied"):
+        elif metric in ("cut", "unanswered", "not_drawn"):
             cells[f"{head} %"] = percent(value)
         else:
             cells[f"{head} %"] = percent(value, interval)
@@ -315,7 +313,7 @@ STYLE = """<!doctype html><meta charset="utf-8"><title>Episodes</title><style>
 * {box-sizing: border-box}
 body {margin: 0; font: 14px system-ui, sans-serif; color: #111}
 nav {width: 24em; height: 100vh; overflow-y: auto; border-right: 1px solid #ccc}
-header {padding: 8px; display: grid; gap: 6px; position: sticky; top: 0; background: white}
+header {padding: 8px}
 summary {cursor: pointer; color: #555} summary b {color: #111} h3 {margin: 0 0 6px}
 .task > summary {padding: 4px 8px; list-style: none}
 .task > summary:hover {background: #eee} .task[open] > summary {background: #dbeafe}
@@ -328,26 +326,7 @@ pre {margin: 0; font: 12px ui-monospace, monospace; white-space: pre-wrap; overf
 .assistant {margin-left: 1.5em; border-left: 6px solid #9ca3af}
 .advantage {float: right; color: #555} .pass {color: #15803d} .fail {color: #b91c1c}
 </style>
-<nav><header><input id="search" placeholder="search in everything said"><select id="outcome">
-<option value="">all outcomes<option value="all">solved by all systems
-<option value="some">solved by some, not by all<option value="none">solved by none
-<option value="differ">mean rewards differ</select><div><span id="count"></span> of
-"""
-SCRIPT = """</nav><script>
-const [search, outcome, count] =
-  ['search', 'outcome', 'count'].map(id => document.getElementById(id));
-const tasks = [...document.querySelectorAll('.task')];
-search.oninput = outcome.onchange = () => {
-  for (const task of tasks) {
-    task.said ??= task.textContent.toLowerCase();
-    task.hidden = !task.said.includes(search.value.toLowerCase()) ||
-      !task.dataset.outcomes.includes(outcome.value);
-  }
-  count.textContent = tasks.filter(task => !task.hidden).length;
-};
-outcome.onchange();
-</script>
-"""
+<nav><header>"""
 
 
 def tag(name, style, text):
@@ -411,18 +390,13 @@ def report_task(number, episodes, systems, pictures):
         means[system] = sum(record["reward"] for record in records) / len(records)
         columns.append((system, "".join(episode(i, record, pictures)
                                         for i, record in enumerate(records))))
-    low, high = min(means.values()), max(means.values())
-    outcomes = "all" if low >= 1 else "some" if high >= 1 else "none"
-    if low < high:
-        outcomes += " differ"
     summary = [tag("b", "", task["problem_description"][:90])]
     for system in systems:
         summary.append(tag("span", "", f"{100 * means[system]:.0f}" if system in means else "-"))
     head = tag("h3", "", task_id(task)) + tag("pre", "", task["problem_description"])
     sections = [f"<section>{tag('h3', '', name)}{shown}</section>" for name, shown in columns]
     shown = f'<main>{head}<div class="side">{"".join(sections)}</div></main>'
-    attributes = f'class="task" name="task" data-outcomes="{outcomes}"' + " open" * (number == 0)
-    return folded("".join(summary), shown, attributes)
+    return folded("".join(summary), shown, 'class="task" name="task"' + " open" * (number == 0))
 
 
 def draw(pages, args):
@@ -454,10 +428,9 @@ def write_report(path, systems, args):
     pictures, names = draw(pages - {""}, args), [system.name for system in systems]
     note = html.escape(f"mean rewards of {', '.join(names)} in %")
     with writing(path) as part, open(part, "w", encoding="utf-8") as f:
-        f.write(f"{STYLE}{len(tasks)} tasks; {note}</div></header>\n")
+        f.write(f"{STYLE}{len(tasks)} tasks; {note}</header>\n")
         for i, episodes in enumerate(tasks.values()):
             f.write(report_task(i, episodes, names, pictures) + "\n")
-        f.write(SCRIPT)
 
 
 def check_writable(path):

@@ -275,7 +275,7 @@ RECORD = {
     "task": {"kind": str, "problem_description": str, "ground_truth": str,
              "hidden_information": str, "agent_prompt": str, "test_cases": {...: str}},
     "dialogue_history": [{"role": str, **ACTION, "candidates": [ACTION]}],
-    "sample": int, "answer": str, "reward": float, "reward_letterbox": float,
+    "sample": int, "answer": str, "reward": float,
     "tests": {...: str}, "failure": str, "text": str,
     "meta": {"rules": str, "model_weights": str, "candidates": {}}}
 TYPES = {

@@ -256,7 +256,7 @@ def test_a_bad_line_costs_no_verdict_of_the_lines_before_it():
 
 
 def test_nothing_of_an_earlier_verdict_stays():
-    old = {"reward": 0.0, "tests": {"test9": "old"}, "failure": "old", "reward_letterbox": 0.1}
+    old = {"reward": 0.0, "tests": {"test9": "old"}, "failure": "old"}
     record = {"task": {"problem_description": "d", **DOUBLE}, "answer": RIGHT, "note": "mine"}
     new, = records(script("colbench.py", "grade", stdin=[{**record, **old}]).stdout)
     fresh, = records(script("colbench.py", "grade", stdin=[record]).stdout)

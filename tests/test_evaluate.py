@@ -43,12 +43,10 @@ def test_hand_computed(tmp_path):
                   answer="def f(x, rate=3, fee=13): return x"),
           episode("b", 0.2, turns=4, tokens=2, told=["rate=3"], answered=False, answer="what?"),
           episode("c", 1, turns=1, tokens=1, answer="def f(x, rate=4, fee=12): return x")]
-    # of b no function is read, and c was told nothing
     (r,), table = run(tmp_path, "s.jsonl", s=rs)
     assert (r["system"], r["episodes"], r["tasks"], r["rules"]) == ("s", 4, 3, ["honest"])
     assert r["tests_passed"] == 0.675 and r["success"] == 0.5 and r["turns"] == 2.5
     assert r["tokens"] == (15 + 14 + 8 + 1) / 4 and r["unanswered"] == 0.25
-    assert r["copied"] == 0.6667  # 2 of 3 slots
     assert r["success_by_file"] == [0.5] and "minus_first" not in r
     low, high = r["success_95"]  # of the tasks (1/2, 0/1, 1/1) some resamples hold only b or c
     assert (low, high) == (0, 1)
@@ -58,7 +56,7 @@ def test_hand_computed(tmp_path):
 
 def test_what_is_not_there_is_none(tmp_path):
     (r,), table = run(tmp_path, "s.jsonl", s=[episode("a", 1), episode("a", 0)])
-    assert r["tokens"] is None and r["copied"] is None and r["tokens_95"] is None
+    assert r["tokens"] is None and r["tokens_95"] is None
     assert r["success"] == 0.5 and r["success_95"] is None  # one task tells nothing of others
 
 
@@ -92,15 +90,6 @@ def test_pages_have_likeness_wins_and_failures(tmp_path):
     assert "wins" not in table and "drawn" not in table
 
 
-def test_told_slots_are_those_of_the_reference(tmp_path):
-    """A slot counts if the reference has it (not color) and the answer, too (not rate in b)."""
-    rs = [episode("a", 0, turns=3, told=["color=7", "fee=12"],
-                  answer="def f(x, color=9, fee=12): return x"),
-          episode("b", 0, turns=2, told=["rate=3"], answer="def f(x, fee=12): return x"),
-          episode("c", 0, turns=2, told=["rate=3"], answer="def f(x, rate=4): return x")]
-    assert run(tmp_path, "s.jsonl", s=rs)[0][0]["copied"] == 0.5
-
-
 def test_an_environment_brings_its_own_metrics(monkeypatch):
     class Guesses(colbench.Environment):
         @classmethod
@@ -113,7 +102,7 @@ def test_an_environment_brings_its_own_metrics(monkeypatch):
         record["task"]["kind"] = "guesses"
         system.add((0, name), record)
     r = evaluate.result(system, [system], 0)
-    assert r["at_once"] == r["success"] == 0.5 and r["copied"] is None
+    assert r["at_once"] == r["success"] == 0.5
     head, row, _ = evaluate.table([r])
     assert "at once %" in head and row.split()[1:4] == ["75.0", "50.0", "1.0"]
 

@@ -91,21 +91,6 @@ def border(tab, text):
     return [int(x) for x in colour.removeprefix("rgb(").removesuffix(")").split(", ")]
 
 
-def test_search_and_outcomes(tmp_path, tab):
-    report(tmp_path, tab, base=[episode(0, 0.0), episode(1, 0.0), episode(2, 1.0)],
-           sweet=[episode(0, 1.0, said='it is "twelve"\n'), episode(1, 0.0), episode(2, 1.0)])
-    left = lambda: texts(tab, LISTED)
-    found = {"TWELVE": [0], '"twelve"': [0], "return 1": [1], "nowhere": [], "": [0, 1, 2]}
-    for words, found in found.items():
-        tab.fill("#search", words)
-        assert left() == [f"write f{i}" for i in found]
-    outcomes = {"all": [2], "some": [0], "none": [1], "differ": [0], "": [0, 1, 2]}
-    for outcome, found in outcomes.items():
-        tab.select_option("#outcome", outcome)
-        assert left() == [f"write f{i}" for i in found]
-        assert f"{len(found)} of 3 tasks" in tab.inner_text("header")
-
-
 def test_what_a_model_wrote_is_never_markup(tmp_path, tab):
     candidates = [{"output": HOSTILE, "token_ids": [1], "role": '"><img src=x>'}]
     r = episode(0, 0.5, said=HOSTILE, advantage=0.1, candidates=candidates)
@@ -113,17 +98,8 @@ def test_what_a_model_wrote_is_never_markup(tmp_path, tab):
     r["task"] |= {"problem_description": HOSTILE, "ground_truth": HOSTILE, "id": HOSTILE}
     report(tmp_path, tab, **{"base": [r]})
     tab.get_by_text("1 candidates").click()
-    assert tab.title() == "Episodes" and tab.locator("img, nav script").count() == 0
+    assert tab.title() == "Episodes" and tab.locator("img, script").count() == 0
     assert texts(tab, LISTED) == [HOSTILE[:90]] and texts(tab, f"{OPEN} pre").count(HOSTILE) >= 5
-
-
-@pytest.mark.full
-def test_two_thousand_episodes(tmp_path, tab):
-    many = [episode(i % 1000, float(i % 3 == 0), said=f"message {i} " * 50) for i in range(2000)]
-    report(tmp_path, tab, base=many[:1000], sweet=many[1000:])
-    assert tab.locator(LISTED).count() == 1000
-    tab.fill("#search", "message 1999 ")
-    assert texts(tab, LISTED) == ["write f999"]
 
 
 def test_pages_are_shown_as_pictures(tmp_path, tab):
