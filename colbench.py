@@ -178,7 +178,7 @@ def human_prompt(task, history, prompt=None):
     """What an LLM that plays the human reads: `prompt` filled in, else that of the task's kind."""
     prompt = prompt or environment(task).human_prompt
     if not prompt:
-        fail(f"tasks of kind {kind_of(task)} have no prompt for an LLM human: --human_prompt FILE")
+        fail(f"tasks of kind {kind_of(task)} have no prompt for an LLM human")
     return fill(prompt, problem_description=task["problem_description"],
                 hidden_information=hidden_information(task), dialogue=dialogue_text(history))
 
