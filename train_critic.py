@@ -92,11 +92,10 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (COUNT, PICTURE, TURN, Pair, Pictures, action_ids, action_logps, actions_of,
-                   base_digest, batches, compare_tokens, count_of_all_ranks, dry_run, find_model,
-                   gathered, has_vision, load, load_options, pick_dtype, raw_text,
-                   reference_logps, render, restore, save, save_checkpoint, score, thinking_flag,
-                   turns_in, weights_digest)
+from model import (PICTURE, TURN, Pair, Pictures, accuracy, action_ids, action_logps, actions_of,
+                   base_digest, batches, dry_run, find_model, gathered, has_vision, load,
+                   load_options, pick_dtype, raw_text, reference_logps, render, restore, save,
+                   save_checkpoint, score, tell_plan, thinking_flag, turns_in, weights_digest)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -155,29 +154,31 @@ def main(args):
     turns, ref_turns = list(ref_of), list(ref_of.values())
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(pairs, args.batch_size, seed=(args.seed, epoch))]
+    more = f"--pairs all ({sum(map(len, trajectory_pairs(records, 'all', args.margin)))} pairs)"
+    tell_plan(f"pairs of {len(pairs)} tasks", pairs, steps, f"{more}, collect.py -k")
     config = find_model(args.model)[2]
     if args.dry_run:
         reference = ref_turns if args.head not in LINEAR else []
         return emit(dry_run(args, config, steps, reference, turns))
     log.begin(steps=len(steps), pairs=sum(map(len, pairs)), tasks=len(pairs),
-              dtype=str(pick_dtype(args.dtype, device, config)),
+              dtype=str(pick_dtype(args.dtype, device)),
               data=digest([*map(digest, ref_of.items()), *map(digest, map(tuple, chain(*pairs)))]),
               model_weights=base_digest(args.model))
 
     start = args.out if log.finished else args.model
-    model, tokenizer = load(start, device, head=args.head in LINEAR, **load_options(args, device))
+    model, tokenizer = load(start, device, head=args.head in LINEAR, **load_options(args))
     model.pictures = pictures
     # zeros for a linear head, whose value is A already
-    ref = dict(zip(turns, reference_logps(model, ref_turns, args.max_tokens, args.out)))
+    ref = dict(zip(turns, reference_logps(model, ref_turns, args.tree_tokens, args.out)))
     fused = device.type == "cuda" and not args.offload
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=fused)
     restore(model, optimizer, log)
 
     for step in log.steps("critic", len(steps)):
-        batch, before = steps[step], COUNT["tokens"]
+        batch, before = steps[step], model.tokens
         read = turns_in(batch)
-        logps = dict(zip(read, action_logps(model, read, args.max_tokens)))
+        logps = dict(zip(read, action_logps(model, read, args.tree_tokens)))
         losses, margins = zip(*(pair_loss(args, pair, logps, ref) for pair in batch))
         loss = sum(losses) / len(batch)  # on all ranks the same; FSDP sums their gradients
         loss.backward()
@@ -190,25 +191,24 @@ def main(args):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        stop, tokens = sum_over_ranks(stop_signal(), COUNT["tokens"] - before)
-        log(step=step, loss=loss, accuracy=(margin > 0).double().mean().item(),
-            margin=margin.mean().item(), grad_norm=norm, lr=lr, **log.speed(tokens))
+        stop, tokens = sum_over_ranks(stop_signal(), model.tokens - before)
+        log(step=step, loss=loss, accuracy=accuracy(margin), margin=margin.mean().item(),
+            grad_norm=norm, lr=lr, **log.speed(tokens))
         if stop or (args.save_every and (step + 1) % args.save_every == 0):
             save_checkpoint(model, optimizer, args.out, step + 1)
         if stop:
             end_by_signal()
 
     if not log.finished:
-        tokens = compare_tokens(steps, **count_of_all_ranks())
         read = turns_in(held)
-        logps = dict(zip(read, score(model, read, args.max_tokens, "held-out pairs")))
+        logps = dict(zip(read, score(model, read, args.tree_tokens, "held-out pairs")))
         right = [pair_loss(args, pair, logps, ref)[1].item() > 0 for pair in held]
         save(model, tokenizer, args.out)
         save_critic(args)
         log(last=True, finished=len(steps), held_out_pairs=len(held),
-            held_out_accuracy=sum(right) / len(held) if held else None, **tokens)
+            held_out_accuracy=sum(right) / len(held) if held else None)
     drop_checkpoints(args.out)
-    logps = score(model, turns, args.max_tokens, "advantages")
+    logps = score(model, turns, args.tree_tokens, "advantages")
     add_advantages(records, {turn: advantage(p, ref[turn], args.normalize).item()
                              for turn, p in zip(turns, logps)}, emit)
 
@@ -246,9 +246,6 @@ def prepare(args, records):
         lack = "a solved and a worse one" if args.pairs == "best" else "two that differ by --margin"
         fail(f"no pairs in {len(records)} trajectories: no task has {lack} (--pairs all --margin 0 "
              "takes whatever differs; collect.py -k draws more per task)")
-    n = sum(map(len, groups))
-    say(f"{n} pairs of trajectories, of {len(groups)} tasks"
-        + ", which are few: see --pairs all, collect.py -k" * (0 < n < 50))
     rng("held out", args.seed).shuffle(groups)
     few = min(math.ceil(args.held_out * len(groups)), len(groups) - 1)  # one task always trains
     return ref_of, groups[few:], list(chain(*groups[:few])), pictures
@@ -371,14 +368,14 @@ def load_critic(folder, device, **options):
     return critic, tokenizer, models, pictures
 
 
-def score_turns(critic, models, ref_of, max_tokens):
+def score_turns(critic, models, ref_of, tree_tokens):
     """{turn: its advantage, a float} of {turn: reference turn}, by the models of load_critic."""
     if not ref_of:
         return {}
-    logps = score(models[0], list(ref_of), max_tokens)
+    logps = score(models[0], list(ref_of), tree_tokens)
     ref_logps = [torch.zeros(1)] * len(ref_of)  # a head's value has no reference
     if len(models) > 1:
-        ref_logps = score(models[1], list(ref_of.values()), max_tokens)
+        ref_logps = score(models[1], list(ref_of.values()), tree_tokens)
     return {turn: advantage(p, ref, critic["normalize"]).item()
             for turn, p, ref in zip(ref_of, logps, ref_logps)}
 
@@ -387,7 +384,7 @@ def score_only(args, emit, device):
     """--score 1: writes stdin's records with the advantages of the finished critic in --out."""
     records = []
     critic, tokenizer, models, pictures = load_critic(args.out, device,
-                                                      **load_options(args, device))
+                                                      **load_options(args))
 
     def prepare():
         need = needs("dialogue_history", to_train=True)
@@ -396,7 +393,7 @@ def score_only(args, emit, device):
     ref_of, pictures = from_rank_0(prepare)
     for model in models:
         model.pictures = pictures
-    add_advantages(records, score_turns(critic, models, ref_of, args.max_tokens), emit)
+    add_advantages(records, score_turns(critic, models, ref_of, args.tree_tokens), emit)
 
 
 if __name__ == "__main__":

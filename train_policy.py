@@ -67,10 +67,10 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (COUNT, TURN, Pair, action_ids, action_logps, actions_of, base_digest, batches,
-                   compare_tokens, count_of_all_ranks, dry_run, find_model, gathered, load,
-                   load_options, pick_dtype, reference_logps, restore, save, save_checkpoint, tiny,
-                   turns_in, turns_of)
+from model import (TURN, Pair, accuracy, action_ids, action_logps, actions_of, base_digest,
+                   batches, dry_run, find_model, gathered, load, load_options, pick_dtype,
+                   reference_logps, restore, save, save_checkpoint, tell_plan, tiny, turns_in,
+                   turns_of)
 from train_critic import trajectory_pairs
 
 
@@ -102,11 +102,13 @@ def main(args):
     turns = turns_in(chain(*groups)) if args.loss != "rft" else []  # rft has no reference
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
+    what = "trajectories" if args.loss == "rft" else "pairs"
+    tell_plan(what, groups, steps, "--epochs, --pairs all, collect.py -k")
     config = made[0].lm.config if made else find_model(args.model)[2]
     if args.dry_run:
         return emit(dry_run(args, config, steps, turns))
     log.begin(steps=len(steps), pairs=sum(map(len, groups)),
-              dtype=str(pick_dtype(args.dtype, device, config)),
+              dtype=str(pick_dtype(args.dtype, device)),
               data=digest([digest(tuple(pair)) for pair in chain(*groups)]),
               model_weights=None if made else base_digest(args.model))
 
@@ -115,25 +117,24 @@ def main(args):
         start = os.path.join(args.out, "init")
         save(*made, start)
         barrier()
-    model, tokenizer = load(start, device, **load_options(args, device))
-    ref = dict(zip(turns, reference_logps(model, turns, args.max_tokens, args.out)))
+    model, tokenizer = load(start, device, **load_options(args))
+    ref = dict(zip(turns, reference_logps(model, turns, args.tree_tokens, args.out)))
     fused = device.type == "cuda" and not args.offload
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=fused)
     restore(model, optimizer, log)
 
     for step in log.steps("policy", len(steps)):
-        batch, before = steps[step], COUNT["tokens"]
+        batch, before = steps[step], model.tokens
         read = turns_in(batch)
-        logps = dict(zip(read, action_logps(model, read, args.max_tokens)))
+        logps = dict(zip(read, action_logps(model, read, args.tree_tokens)))
         losses, margins = zip(*(pair_loss(args, pair, logps, ref) for pair in batch))
         if args.loss == "rft":  # its loss is a mean over tokens, and has no margin
             size = sum(len(action) for pair in batch for _, action in pair.chosen)
             right = {}
         else:
             size, margin = len(batch), torch.stack(margins)
-            right = {"accuracy": (margin > 0).double().mean().item(),
-                     "margin": margin.mean().item()}
+            right = {"accuracy": accuracy(margin), "margin": margin.mean().item()}
         loss = sum(losses) / size  # on all ranks the same; FSDP sums their gradients
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
@@ -144,7 +145,7 @@ def main(args):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        stop, tokens = sum_over_ranks(stop_signal(), COUNT["tokens"] - before)
+        stop, tokens = sum_over_ranks(stop_signal(), model.tokens - before)
         log(step=step, loss=loss, **right, grad_norm=norm, lr=lr, **log.speed(tokens))
         if stop or (args.save_every and (step + 1) % args.save_every == 0):
             save_checkpoint(model, optimizer, args.out, step + 1)
@@ -153,7 +154,7 @@ def main(args):
 
     if not log.finished:
         save(model, tokenizer, args.out)
-        log(last=True, finished=len(steps), **compare_tokens(steps, **count_of_all_ranks()))
+        log(last=True, finished=len(steps))
     drop_checkpoints(args.out)
     emit({"summary": "train_policy", "out": args.out, "steps": len(steps)})
 
@@ -176,11 +177,8 @@ def prepare(args):
     made = tiny(records, args.seed, PIECES) if args.model == "tiny" else None
     add_turns(made[1] if made else find_model(args.model)[1], records, args.max_length)
     groups = [pairs for pairs in make_groups(args, records) if pairs]
-    n = sum(map(len, groups))
-    if not n:
+    if not groups:
         fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
-    say(f"{n} {'trajectories' if args.loss == 'rft' else 'pairs'} of {len(records)} records"
-        + ", which are few to learn from" * (n < 50))
     return groups, made
 
 

@@ -89,10 +89,9 @@ def skip_bad_flag(p):
 def machine_flags(p):
     """The trainers' flags for speed, memory and checkpoints. Only --dtype changes results."""
     g = p.add_argument_group("speed and memory (only --dtype changes results)")
-    flag(g, "max_tokens", 16384, "tokens of a tree computed at once: bounds the memory", least=1)
+    flag(g, "tree_tokens", 16384, "tokens of a tree computed at once: bounds the memory", least=1)
     flag(g, "dtype", "auto", "of the computation and the saved model; weights train in fp32; "
-         "auto: bf16 on a GPU or a CPU that has it, if the model is not tiny",
-         choices=["auto", "bf16", "fp32"])
+         "auto: bf16 on a GPU, fp32 on a CPU", choices=["auto", "bf16", "fp32"])
     flag(g, "recompute", None, "1: layers compute activations again in the backward pass, a third "
          "slower in a fraction of the memory; not given: 1 on a GPU", kind=int, choices=[0, 1])
     flag(g, "replicate", 1, "copies of the model; each is spread over 1/N of the processes",
@@ -256,7 +255,7 @@ def run(main, args):
             end_after_rank_0()
         time.sleep(5 if RANK else WORLD > 1)  # a rank that only lost another is ended meanwhile
         if type(e).__name__ == "OutOfMemoryError":  # torch's, of a GPU
-            fail(f"{str(e).partition(' Of the ')[0]} A lower --max_tokens or --concurrency, "
+            fail(f"{str(e).partition(' Of the ')[0]} A lower --tree_tokens or --concurrency, "
                  f"--recompute 1, --offload 1 or more GPUs need less{PROCESS.hint}")
         raise
     finally:
@@ -541,7 +540,7 @@ class Log:
     model is written, so that it is `finished`.
     """
     MAY_CHANGE = {  # flags, when a run is resumed
-        "out", "max_tokens", "recompute", "replicate", "offload", "save_every", "resume",
+        "out", "tree_tokens", "recompute", "replicate", "offload", "save_every", "resume",
         "browser"}
 
     def __init__(self, args):
@@ -614,9 +613,10 @@ class Log:
                 yield step
 
     def speed(self, tokens):
-        """{seconds, tokens_per_second} of the step under way, of `tokens` computed tokens."""
+        """{tokens, seconds, tokens_per_second} of the step under way; tokens: those computed."""
         seconds = time.monotonic() - self.began
-        return {"seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds)}
+        return {"tokens": round(tokens), "seconds": round(seconds, 4),
+                "tokens_per_second": round(tokens / seconds)}
 
     def __call__(self, last=False, **row):
         """Adds a row to metrics.jsonl; shows it if it is the last one or 10 seconds went by."""
@@ -652,12 +652,14 @@ def drop_checkpoints(out, keep=None):
                 remove(os.path.join(out, name))
 
 
-def lr_at(step, steps, peak):
-    """Learning rate of 0-based `step`: a linear warm-up to `peak`, a cosine to a tenth of it.
+def warmup_steps(steps):
+    """How many of the steps warm up: 3 %, at least 3, but not more than a third."""
+    return max(round(0.03 * steps), min(3, steps // 3))
 
-    3 % of the steps warm up, at least 3, but not more than a third.
-    """
-    warmup = max(round(0.03 * steps), min(3, steps // 3))
+
+def lr_at(step, steps, peak):
+    """Learning rate of 0-based `step`: a linear warm-up to `peak`, a cosine to a tenth of it."""
+    warmup = warmup_steps(steps)
     if step < warmup:
         return peak * (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)

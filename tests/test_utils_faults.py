@@ -221,7 +221,7 @@ def test_a_full_gpu_is_one_line():
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr == (
         "error: CUDA out of memory. Tried to allocate 46.00 MiB. GPU 0 has 80.00 GiB of which 0 "
-        "bytes is free. A lower --max_tokens or --concurrency, --recompute 1, --offload 1 or more "
+        "bytes is free. A lower --tree_tokens or --concurrency, --recompute 1, --offload 1 or more "
         "GPUs need less; --resume goes on from what was finished\n")
 
 
