@@ -271,6 +271,11 @@ def has_vision(config):
     return hasattr(config, "vision_config")
 
 
+def kind_of_model(config):
+    """transformers' class that makes a model of this config."""
+    return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
+
+
 class TreeLM(torch.nn.Module):
     """A transformers causal LM whose forward takes a Tree.
 
@@ -793,10 +798,8 @@ def load(path, device="cpu", dtype="fp32", head=False, **sharding):
     refuse_unknown(path, config)
     device = torch.device(device)
     dtype = pick_dtype(dtype, device)
-    kind, attention = AutoModelForCausalLM, "tree"
-    if has_vision(config):
-        kind = AutoModelForImageTextToText
-        attention = {"text_config": "tree", "vision_config": "sdpa"}
+    kind = kind_of_model(config)
+    attention = {"text_config": "tree", "vision_config": "sdpa"} if has_vision(config) else "tree"
     turns, source = proof_turns(config.get_text_config()), []
 
     def read():
@@ -1041,13 +1044,11 @@ def dry_run(args, config, steps, reference, scored=()):
     hours: at 400 TFLOP/s a GPU, 6 for each weight and token in training, 2 without gradient.
     gb_a_gpu: fp32 weights, gradients and AdamW's moments. Activations come on top.
     """
-    if has_vision(config):
-        fail("--dry_run does not know models that see pictures")
     if not steps:
         fail("--dry_run: there are no steps to take")
     gpus = args.dry_run
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        parameters = sum(p.numel() for p in kind_of_model(config).from_config(config).parameters())
     official = computed = slowest = 0
     for batch in steps:
         parts = deal(turns_in(batch), args.tree_tokens, gpus)

@@ -238,6 +238,8 @@ def prepare(args, records):
     Returns ({turn: reference turn}, [[Pair]] to train on, [Pair] held out, Pictures or None).
     """
     path, tokenizer, config = find_model(args.model)
+    if has_vision(config) and args.dry_run:
+        fail("--dry_run does not draw pages: give a --model that does not see")
     pictures = Pictures(path, config, args.picture_tokens) if has_vision(config) else None
     need = needs("dialogue_history", "reward", to_train=True)
     ref_of = read_turns(vars(args), tokenizer, pictures, args, need, records)

@@ -264,7 +264,7 @@ def test_what_a_critic_that_sees_cannot_do_is_said(pages_played, tmp_path):
     tiny_that_sees("qwen2_5_vl", str(tmp_path / "vl"))
     browser = ["--browser", "/nowhere/chromium"]
     for flags, message in (
-            (["--dry_run", 8], "--dry_run does not know models that see pictures"),
+            (["--dry_run", 8], "--dry_run does not draw pages: give a --model that does not see"),
             (browser, "--browser /nowhere/chromium: no such program")):
         done = script("train_critic.py", "--model", tmp_path / "vl", *flags, "--pairs", "all",
                       "--out", tmp_path / "c", stdin=pages_played[1])
