@@ -207,8 +207,9 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     With several groups, each is computed again in the backward pass, so that the keys of one group
     at a time are gathered. Their gradients are summed in fp32.
     """
-    if kwargs.get("s_aux") is not None:
-        fail("this model has attention sinks, which the packed forward can't compute")
+    if tree is None or kwargs.get("s_aux") is not None:
+        what = "attention sinks" if tree else "layers that do not hand the tree to their attention"
+        fail(f"this model has {what}: the packed forward can't compute it")
     left = sliding_window - 1 if sliding_window else -1  # keys that a token sees before it; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     kernel = flash_kernel if q.is_cuda and q.dtype != torch.float32 else sdpa_kernel
@@ -258,11 +259,19 @@ AttentionInterface.register("tree", tree_attention)
 
 # --- the forward ----------------------------------------------------------------------------------
 
-def head_logps(hidden, weight, targets):
-    """log softmax(hidden @ weight.T)[targets], (N,), in fp32, or in fp64 for fp64 inputs."""
-    logits = F.linear(hidden, weight)
-    if logits.dtype != torch.float64:
-        logits = logits.float()
+def head_logps(hidden, weight, bias, targets, config):
+    """log softmax(logits)[targets], (N,), in fp32, or in fp64 for fp64 inputs.
+
+    The logits are hidden @ weight.T + bias; some families scale them, or cap them by a tanh.
+    """
+    logits = F.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    divisor, factor, cap = (getattr(config, name, None) for name in (
+        "logits_scaling", "logit_scale", "final_logit_softcapping"))
+    if divisor or factor:
+        logits = logits * (factor or 1) / (divisor or 1)
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
     return -F.cross_entropy(logits, targets, reduction="none")
 
 
@@ -313,12 +322,13 @@ class TreeLM(torch.nn.Module):
         if self.score:
             return hidden[scored].float() @ self.score.weight[0].float()
         hidden, targets = hidden[tree.parent[scored]], tree.ids[scored]
+        head = self.lm.lm_head
         # Logits of a few tokens at a time: the checkpoints keep none for the backward pass.
         chunk = max(1, LOGITS[self.device.type] // self.config.vocab_size)
         logps = []
         for i in range(0, len(scored), chunk):
-            logps.append(checkpoint(head_logps, hidden[i:i + chunk], self.lm.lm_head.weight,
-                                    targets[i:i + chunk], use_reentrant=False))
+            logps.append(checkpoint(head_logps, hidden[i:i + chunk], head.weight, head.bias,
+                                    targets[i:i + chunk], self.config, use_reentrant=False))
         return torch.cat(logps)
 
     def embed(self, tree):
@@ -964,6 +974,8 @@ def save(model, tokenizer, out):
         generation.do_sample = generation.do_sample or bool(generation.temperature)
         of_lm = {name: state["lm." + name].to(model.dtype)
                  for name, _ in model.lm.named_parameters()}  # tied ones once
+        of_lm |= {name: state["lm." + name] for name, _ in model.lm.named_buffers()
+                  if "lm." + name in state}  # in their own dtype
         model.lm.save_pretrained(out, state_dict=of_lm)
         model.lm.config.dtype = model.dtype  # save_pretrained has noted that of the fp32 weights
         model.lm.config.save_pretrained(out)

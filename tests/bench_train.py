@@ -298,7 +298,8 @@ def kv_cache_scores(model, turns):
             hidden = torch.cat([first[0][:, -1:].expand(len(actions), -1, -1), rest], 1)
             lengths = torch.tensor([len(action) for action in actions], device=ids.device)
             real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-            flat = head_logps(hidden[real], model.lm.lm_head.weight, ids[real]).cpu()
+            flat = head_logps(hidden[real], model.lm.lm_head.weight, None, ids[real],
+                              model.config).cpu()
             for action, x in zip(actions, flat.split(lengths.tolist())):
                 logps[prompt, action] = x
     return [logps[turn] for turn in turns]
