@@ -11,15 +11,19 @@ dpo    SWEET-RL: a+ is of the upper, a- of the lower half of a turn's candidates
 mtdpo  multi-turn DPO, without a critic: a+ and a- are trajectories of a task, ranked by reward
 rft    rejection fine-tuning: the NLL of solved trajectories, or with --all 1 of all (supervised)
 
+mtdpo and rft also read preferences, {"prompt": [...], "chosen": [...], "rejected": [...]}, lists of
+messages. They train on all of the assistant's.
+
     python train_policy.py --loss rft --all 1 --model tiny --out runs/base < demos.jsonl
     python train_policy.py --model runs/base --out runs/sweet < scored.jsonl
     torchrun --nproc_per_node=8 train_policy.py --resume 1 --out runs/sweet < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
 # utils before what loads slowly: it sets up streams and signals
-from utils import (Log, barrier, check_finite, digest, drop_checkpoints, end_by_signal, fail, flag,
-                   from_rank_0, init_distributed, lr_at, machine_flags, open_stdout, parser,
-                   read_jsonl, rng, run, say, stop_signal, sum_over_ranks)
+from utils import (Log, barrier, check_dialogue, check_finite, check_shape, digest,
+                   drop_checkpoints, end_by_signal, fail, flag, from_rank_0, init_distributed,
+                   lr_at, machine_flags, open_stdout, parser, read_jsonl, rng, run, say,
+                   stop_signal, sum_over_ranks)
 
 import os
 import sys
@@ -173,13 +177,40 @@ def prepare(args):
     needs_reward = {"mtdpo": True, "rft": not args.all}.get(args.loss, args.mix > 0)
     fields = ["dialogue_history", "reward"] if needs_reward else ["dialogue_history"]
     need = needs(*fields, to_train=True)
-    records = list(read_jsonl(sys.stdin, need, skip_bad=args.skip_bad))
+    records = list(read_records(need, args.skip_bad))
     made = tiny(records, args.seed, PIECES) if args.model == "tiny" else None
     add_turns(made[1] if made else find_model(args.model)[1], records, args.max_length)
     groups = [pairs for pairs in make_groups(args, records) if pairs]
     if not groups:
         fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
     return groups, made
+
+
+def read_records(need, skip_bad):
+    """Yields stdin's records.
+
+    A line of preferences is two of them: {"prompt", "chosen", "rejected"}, lists of messages, of
+    which the prompt may be missing. It is a task, with a solved and an unsolved trajectory.
+    """
+    def fields(record):
+        if "chosen" not in record:
+            return need(record)
+        check_shape(record, dict.fromkeys(("prompt", "chosen", "rejected"), [{}]))
+        for side in ("chosen", "rejected"):
+            said = record.get(side, [])
+            check_dialogue([*record.get("prompt", []), *said], f"prompt and {side}")
+            if said and all(message["role"] != "assistant" for message in said):
+                raise ValueError(f"{side} has no message of the assistant")
+        return "chosen", "rejected"
+
+    for n, record in enumerate(read_jsonl(sys.stdin, fields, skip_bad=skip_bad)):
+        if "chosen" not in record:
+            yield record
+            continue
+        for reward, side in enumerate(("rejected", "chosen")):
+            history = [*record.get("prompt", []), *record[side]]
+            yield {"task": {"id": f"preference {n}"}, "reward": float(reward),
+                   "dialogue_history": history}
 
 
 def add_turns(tokenizer, records, max_length):

@@ -302,6 +302,17 @@ def check_shape(value, shape, path=""):
                 check_shape(value[key], expected, f"{path}.{key}".lstrip("."))
 
 
+def check_dialogue(history, name):
+    """Raises ValueError if a value is no list of messages; name: the value's, in the error."""
+    check_shape(history, RECORD["dialogue_history"], name)
+    for message in history:
+        if message.get("role") not in ("system", "user", "assistant") or "content" not in message:
+            raise ValueError(f"a message of {name} lacks content, or a role of system, user and "
+                             "assistant")
+    if history and history[0]["role"] == "assistant":
+        raise ValueError(f"{name} starts with the assistant, who has nothing to answer to")
+
+
 def parse_record(line, need):
     """The record in a line (bytes), with every field of `need`; ValueError says what is wrong."""
     try:
@@ -317,13 +328,7 @@ def parse_record(line, need):
     if "task" not in record and "problem_description" in record:
         record = {"task": record}  # ColBench's published task files hold bare tasks
     check_shape(record, RECORD)
-    history = record.get("dialogue_history", ())
-    for message in history:
-        if message.get("role") not in ("system", "user", "assistant") or "content" not in message:
-            raise ValueError("a message of dialogue_history lacks content, or a role of system, "
-                             "user and assistant")
-    if history and history[0]["role"] == "assistant":
-        raise ValueError("dialogue_history starts with the assistant, who has nothing to answer to")
+    check_dialogue(record.get("dialogue_history", []), "dialogue_history")
     if not -1 <= record.get("reward", 0) <= 1:
         raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
     for path in need(record) if callable(need) else need:

@@ -14,7 +14,7 @@ import model
 import train_critic
 import train_policy
 import utils
-from conftest import lines
+from conftest import lines, script as run_script
 from model import TURN, Pair, batches
 from train_critic import trajectory_pairs
 from train_policy import candidate_pairs
@@ -444,3 +444,76 @@ def test_rewards_that_differ_by_the_margin_make_a_pair():
         (pair,), = trajectory_pairs(rs, "all", 0.1)
         assert pair.chosen == (((1,), (k,)),)
         assert not trajectory_pairs(rs, "all", 0.11)
+
+
+PREFERENCES = [
+    {"prompt": [{"role": "user", "content": "write pay(x)"}],
+     "chosen": [{"role": "assistant", "content": "what is the rate?"},
+                {"role": "user", "content": "rate=3"},
+                {"role": "assistant", "content": "def pay(x, rate=3): return x * rate"}],
+     "rejected": [{"role": "assistant", "content": "def pay(x): return x"}]},
+    {"chosen": [{"role": "system", "content": "be short"}, {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b c d"}, {"role": "user", "content": "e"},
+                {"role": "assistant", "content": "f <|end|> g"}],
+     "rejected": [{"role": "system", "content": "be short"}, {"role": "user", "content": "a"},
+                  {"role": "assistant", "content": "b c d"}, {"role": "user", "content": "e"},
+                  {"role": "assistant", "content": "h"}]}]
+
+
+def test_preferences_train_on_every_token_of_the_assistant(tiny_dir, monkeypatch):
+    """By a loop over one forward of the whole conversation."""
+    pi, tokenizer = model.load(tiny_dir)
+    pi_ref, _ = model.load(tiny_dir)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in pi.parameters():
+            p += 0.01 * torch.randn_like(p)
+    flags = ["--model", tiny_dir, "--loss", "mtdpo", "--beta", "0.7", "--nll_coef", "0.5"]
+    args = train_policy.get_args([*flags, "--out", "x"])
+    monkeypatch.setattr("sys.stdin", io.BytesIO(lines(PREFERENCES).encode()))
+    groups, _ = train_policy.prepare(args)
+
+    def by_loop(lm, history):
+        """Log-probs of all tokens of the assistant, to the end of its turn."""
+        whole = model.render(tokenizer, history)
+        logps = lm.lm.eval()(torch.tensor([whole]), use_cache=False)  # its attention: see below
+        logps, found = logps.logits[0].log_softmax(-1), []
+        for t, m in enumerate(history):
+            if m["role"] == "assistant":
+                start = len(model.render(tokenizer, history[:t]))
+                end = start + len(model.action_ids(tokenizer, m))
+                assert whole[:start] == model.render(tokenizer, history[:t])
+                assert whole[start:end] == list(model.action_ids(tokenizer, m))
+                found += [logps[i - 1, whole[i]] for i in range(start, end)]
+        return torch.stack(found)
+
+    turns = model.turns_in(pair for pairs in groups for pair in pairs)
+    logps, ref = (dict(zip(turns, model.action_logps(lm, turns))) for lm in (pi, pi_ref))
+    for lm in (pi, pi_ref):
+        lm.lm.set_attn_implementation("eager")
+    by_chosen = {pair.chosen[-1]: pair for pairs in groups for pair in pairs}
+    assert len(by_chosen) == 2
+    for line in PREFERENCES:
+        sides = [line.get("prompt", []) + line[side] for side in ("chosen", "rejected")]
+        (chosen, ref_chosen), (rejected, ref_rejected) = (
+            [by_loop(lm, side) for lm in (pi, pi_ref)] for side in sides)
+        margin = 0.7 * ((chosen - ref_chosen).sum() - (rejected - ref_rejected).sum())
+        want = math.log(1 + math.exp(-margin)) - 0.5 * chosen.mean().item()
+        history = sides[0][:-1]
+        last = tuple(model.render(tokenizer, history)), model.action_ids(tokenizer, sides[0][-1])
+        loss, got = train_policy.pair_loss(args, by_chosen[last], logps, ref)
+        assert got.item() == pytest.approx(margin.item(), abs=1e-5)
+        assert loss.item() == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize("line, message", [
+    ({"chosen": PREFERENCES[0]["chosen"]}, "starts with the assistant"),
+    ({**PREFERENCES[0], "rejected": None}, "no 'rejected' in this record"),
+    ({**PREFERENCES[0], "chosen": "def pay(x): return x"}, "chosen is not a list"),
+    ({**PREFERENCES[0], "chosen": [{"role": "user", "content": "?"}]}, "no message of the"),
+    ({**PREFERENCES[0], "rejected": [{"role": "tool", "content": "?"}]}, "lacks content, or a")])
+def test_what_is_wrong_with_a_preference_is_said(line, message, tiny_dir, tmp_path):
+    flags = ["--loss", "mtdpo", "--model", tiny_dir, "--out", tmp_path / "o"]
+    done = run_script("train_policy.py", *flags, stdin=[PREFERENCES[0], line])
+    assert done.returncode == 1 and "error: stdin, line 2: " in done.stderr, done.stderr
+    assert message in done.stderr
