@@ -59,8 +59,9 @@ FAMILIES = {"llama": (LlamaForCausalLM, LlamaConfig, dict(tie_word_embeddings=Fa
                                  attn_logit_softcapping=None)),
             "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config, dict(
                 num_key_value_heads=4, n_routed_experts=4, n_group=2, topk_group=1,
-                num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
-                qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16))}
+                num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=1,
+                q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
+                v_head_dim=16))}
 
 
 def two_models(family, dtype=torch.float32):
