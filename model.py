@@ -842,7 +842,7 @@ def load(path, device="cpu", dtype="fp32", head=False, **sharding):
             model = TreeLM(kind.from_config(config, dtype=torch.float32,
                                             attn_implementation=attention), device, head)
         shard(model, dtype, **sharding)
-        fill_from_rank_0(model, source, "cpu" if sharding["offload"] else device)
+        fill_from_rank_0(model, source, "cpu" if sharding.get("offload") else device)
     else:
         own = read()
         model, = source
