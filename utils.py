@@ -335,9 +335,10 @@ def open_stdout():
             while data:  # a pipe may take a part
                 data = data[os.write(stdout, data):]
         except BrokenPipeError:
-            sys.exit(0)
+            os._exit(0)  # at once: an event loop would report an exception
         except OSError as e:
-            fail(f"stdout: {e.strerror}")
+            say(f"error: stdout: {e.strerror}")
+            os._exit(1)
     return emit
 
 
