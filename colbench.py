@@ -1618,7 +1618,8 @@ class Environment(contextlib.AbstractContextManager):
         and tokens are measured anyway.
         """
         agent = agent_messages(record)
-        answered = agent and ANSWER in agent[-1]["content"]
+        marked = bool(agent) and ANSWER in agent[-1]["content"]
+        answered = record.get("answered", marked)
         return {"success": (record["reward"] >= 1, 1), "unanswered": (not answered, 1)}
 
     def scripted_human(self, task, message):

@@ -48,7 +48,7 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
 from transformers.utils import logging
 
 from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, from_rank_0,
-                   progress, reading, remove, resume_hint, rng, say, warmup_steps, writing)
+                   progress, reading, rng, say, warmup_steps, writing)
 
 try:
     from flash_attn import flash_attn_varlen_func
@@ -968,7 +968,7 @@ def save(model, tokenizer, out):
     state = get_model_state_dict(model, options=whole)  # empty on other ranks than 0
     if RANK:
         return
-    with fail_on_error(f"{out} can't be written", resume_hint()):
+    with fail_on_error(f"{out} can't be written"):
         ends = {end_of_turn(tokenizer)[-1], tokenizer.eos_token_id}
         generation = model.lm.generation_config
         generation.eos_token_id = sorted(ends)
@@ -1006,22 +1006,16 @@ def save_checkpoint(model, optimizer, out, step):
 
     Each rank writes its shards as safetensors, which hold no code.
     """
-    path = os.path.join(out, f"checkpoint-{step}")
-    part = path + ".part"
-    if RANK == 0:
-        remove(part)
-    barrier()
-    with fail_on_error(f"{path} can't be written", resume_hint(), part):
+    with writing(os.path.join(out, f"checkpoint-{step}")) as part:
         dcp.save(training_state(model, optimizer)[2],
                  storage_writer=dcp.HuggingFaceStorageWriter(part, save_distributed=True))
-        if RANK == 0:
-            os.replace(part, path)
     drop_checkpoints(out, keep=step)
     barrier()  # no rank may end the program while rank 0 still writes
 
 
 def restore(model, optimizer, log):
-    """Loads the last checkpoint of the run in log's folder, if it has one."""
+    """Loads the last checkpoint of the run in log's folder, if it has one; removes all others."""
+    drop_checkpoints(log.out, keep=log.step)  # a kill may leave a part of one
     if log.step and not log.finished:
         path = os.path.join(log.out, f"checkpoint-{log.step}")
         with reading(path):

@@ -18,9 +18,10 @@ regression  a linear head on the mean hidden state of (c, o_t, a_t); eq. 2 witho
 value       a linear head's logit that the trajectory is the better one of its pair, trained by
             cross-entropy on every turn of the pairs
 teacher     mean log pi_ref(a|c,o) - mean log pi_ref(a|o): what c says of the action to the
-            untrained model
+            untrained model; trains nothing, and sets --ref_context agent
 
-A --model with vision (Qwen2-VL, Qwen2.5-VL) reads the pages of frontend tasks as pictures.
+Only logratio needs the agent's own --model. A --model with vision (Qwen2-VL, Qwen2.5-VL) reads the
+pages of frontend tasks as pictures.
 
     python train_critic.py --model runs/base --out runs/critic < in.jsonl > scored.jsonl
     torchrun --nproc_per_node=8 train_critic.py --out runs/critic < in.jsonl > scored.jsonl
@@ -28,9 +29,9 @@ A --model with vision (Qwen2-VL, Qwen2.5-VL) reads the pages of frontend tasks a
     for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
 # utils before what loads slowly: it sets up streams and signals
-from utils import (RANK, Log, check_finite, digest, drop_checkpoints, end_by_signal, fail, flag,
-                   from_rank_0, init_distributed, lr_at, machine_flags, open_stdout, parser,
-                   read_jsonl, rng, run, say, stop_signal, sum_over_ranks, writing)
+from utils import (RANK, SIGNALS, Log, check_finite, digest, drop_checkpoints, end_by_signal, fail,
+                   flag, from_rank_0, init_distributed, lr_at, machine_flags, open_stdout, parser,
+                   read_jsonl, rng, run, say, sum_over_ranks, writing)
 
 import json
 import math
@@ -48,24 +49,21 @@ KEPT = "head", "hidden_info", "ref_context", "normalize", "picture_tokens"  # in
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < trajectories.jsonl > scored.jsonl")
     flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "pi_ref, and where pi starts")
-    flag(p, "out", None, "directory for the model and its metrics.jsonl: a new one, or with "
-         "--resume or --score a run's", required=True)
+    flag(p, "out", None, "the run's directory: a new one, unless --resume or --score is given",
+         required=True)
     g = p.add_argument_group("pairs")
-    flag(g, "pairs", "best", "best: a task's best trajectory, if solved, and each worse one; "
-         "all: any 2", choices=["best", "all"])
+    flag(g, "pairs", "best", "best: a task's solved trajectory and each worse; all: any 2",
+         choices=["best", "all"])
     flag(g, "margin", 0.1, "--pairs all: least difference of the two rewards")
-    flag(g, "held_out", 0.1, "share of the tasks kept out of training, to report accuracy on; at "
-         "least one, if it is above 0")
+    flag(g, "held_out", 0.1, "share of the tasks kept out of training, to report accuracy on")
     g = p.add_argument_group("the critic")
-    flag(g, "head", "logratio", "what A is, see above; only logratio needs the agent's own "
-         "--model; teacher trains nothing and sets --ref_context agent",
+    flag(g, "head", "logratio", "what A is: see the docstring",
          choices=["logratio", "regression", "value", "teacher"])
-    flag(g, "normalize", "turn", "log-ratios in the loss: the mean of a turn (eq. 3), the mean of "
-         "a trajectory (released code), or none: their sum",
+    flag(g, "normalize", "turn", "log-ratios: mean of a turn (eq. 3), of a trajectory, or sum",
          choices=["turn", "trajectory", "none"])
     flag(g, "hidden_info", 1, "0: the critic reads what the agent reads", choices=[0, 1])
-    flag(g, "ref_context", "hidden", "pi_ref reads c, too (eq. 3), or what the agent reads "
-         "(released code)", choices=["hidden", "agent"])
+    flag(g, "ref_context", "hidden", "pi_ref reads c, too (eq. 3), or what the agent reads",
+         choices=["hidden", "agent"])
     flag(g, "picture_tokens", 1024, "model with vision: most tokens of a page's picture",
          least=1)
     flag(g, "score", 0, "1: score stdin with the finished critic in --out and its flags",
@@ -73,7 +71,7 @@ def get_args(argv=None):
     g = p.add_argument_group("objective and optimization")
     flag(g, "beta", 0.1, "scale of the margin")
     flag(g, "nll_coef", 0.01, "weight of the chosen side's NLL per token")
-    flag(g, "lr", 2e-7, "peak: 3%% of the steps warm up, at least 3; then a cosine to a tenth")
+    flag(g, "lr", 2e-7, "peak: 3%% of the steps warm up, then a cosine to a tenth")
     flag(g, "batch_size", 8, "pairs a step, over all GPUs", least=1)
     flag(g, "epochs", 4, "over the pairs")
     flag(g, "max_grad_norm", 1.0, "gradients are clipped to it")
@@ -191,7 +189,7 @@ def main(args):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        stop, tokens = sum_over_ranks(stop_signal(), model.tokens - before)
+        stop, tokens = sum_over_ranks(len(SIGNALS), model.tokens - before)
         log(step=step, loss=loss, accuracy=accuracy(margin), margin=margin.mean().item(),
             grad_norm=norm, lr=lr, **log.speed(tokens))
         if stop or (args.save_every and (step + 1) % args.save_every == 0):

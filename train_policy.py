@@ -6,10 +6,10 @@ the hidden information.
 
 --loss selects what it learns from:
 
-dpo    SWEET-RL: a+ is of the upper, a- of the lower half of a turn's candidates by advantage;
-       --mix adds pairs of whole trajectories
-mtdpo  multi-turn DPO, without a critic: a+ and a- are trajectories of a task, ranked by reward
-rft    rejection fine-tuning: the NLL of solved trajectories, or with --all 1 of all (supervised)
+    dpo    SWEET-RL: a+ is of the upper, a- of the lower half of a turn's candidates by advantage;
+           --mix adds pairs of whole trajectories
+    mtdpo  multi-turn DPO, without a critic: a+ and a- are trajectories of a task, by reward
+    rft    rejection fine-tuning: the NLL of solved trajectories, with --all 1 of all (supervised)
 
 mtdpo and rft also read preferences, {"prompt": [...], "chosen": [...], "rejected": [...]}, lists of
 messages. They train on all of the assistant's.
@@ -20,10 +20,10 @@ messages. They train on all of the assistant's.
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
 # utils before what loads slowly: it sets up streams and signals
-from utils import (Log, barrier, check_dialogue, check_finite, check_shape, digest,
+from utils import (SIGNALS, Log, barrier, check_dialogue, check_finite, check_shape, digest,
                    drop_checkpoints, end_by_signal, fail, flag, from_rank_0, init_distributed,
                    lr_at, machine_flags, open_stdout, parser, read_jsonl, rng, run, say,
-                   stop_signal, sum_over_ranks)
+                   sum_over_ranks)
 
 import os
 import sys
@@ -36,9 +36,9 @@ def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < scored.jsonl")
     flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct",
          "pi_ref, and where pi starts; tiny: a new one, with the records' words")
-    flag(p, "out", None, "directory for the model and its metrics.jsonl: a new one, or with "
-         "--resume a run's", required=True)
-    flag(p, "loss", "dpo", "what it learns from, see above", choices=["dpo", "mtdpo", "rft"])
+    flag(p, "out", None, "the run's directory: a new one, unless --resume is given", required=True)
+    flag(p, "loss", "dpo", "what it learns from: see above",
+         choices=["dpo", "mtdpo", "rft"])
     g = p.add_argument_group("pairs")
     flag(g, "pairs_per_turn", 4, "dpo: pairs drawn from a turn's candidates", least=1)
     flag(g, "prior", 0.0, "dpo: rank candidates by advantage + prior * log-prob when sampled")
@@ -49,7 +49,7 @@ def get_args(argv=None):
     g = p.add_argument_group("objective and optimization")
     flag(g, "beta", 0.1, "scale of the margin")
     flag(g, "nll_coef", 0.01, "weight of the chosen side's NLL per token")
-    flag(g, "lr", 2e-7, "peak: 3%% of the steps warm up, at least 3; then a cosine to a tenth")
+    flag(g, "lr", 2e-7, "peak: 3%% of the steps warm up, then a cosine to a tenth")
     flag(g, "batch_size", None, "pairs a step, over all GPUs; not given: 8, as in the paper "
          "(rft: 32)", kind=int, least=1)
     flag(g, "epochs", None, "over the pairs; not given: 1, as in the paper (mtdpo, rft: 4)",
@@ -149,7 +149,7 @@ def main(args):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        stop, tokens = sum_over_ranks(stop_signal(), model.tokens - before)
+        stop, tokens = sum_over_ranks(len(SIGNALS), model.tokens - before)
         log(step=step, loss=loss, **right, grad_norm=norm, lr=lr, **log.speed(tokens))
         if stop or (args.save_every and (step + 1) % args.save_every == 0):
             save_checkpoint(model, optimizer, args.out, step + 1)

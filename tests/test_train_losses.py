@@ -407,7 +407,7 @@ def test_every_pass_tells_how_far_it_is(rewarded, tiny_dir, tmp_path, monkeypatc
     out = tmp_path / "out"
     train(train_critic, monkeypatch, rewarded, "--model", tiny_dir, "--held_out", 0, "--out", out)
     said = capfd.readouterr().err
-    for told in ("reference: ", "step 0 ", "seconds ", "advantages: "):
+    for told in ("reference: ", "critic: step 1 of ", "seconds ", "advantages: "):
         assert told in said
     train(train_critic, monkeypatch, rewarded, "--score", 1, "--out", out)
     said = capfd.readouterr().err
