@@ -706,19 +706,13 @@ futex 202 98   getrandom 318 278   rseq 334 293   restart_syscall 219 128   gett
 clock_gettime 228 113   clock_getres 229 114   clock_nanosleep 230 115   exit 60 93
 exit_group 231 94
 """
-# What a child may import. Your tasks need another module? Add it: it is loaded before the fork.
-MODULES = """__future__ _strptime abc argparse array ast asyncio base64 binascii bisect bz2
-calendar cmath codecs collections.abc colorsys concurrent.futures.thread configparser contextlib
-contextvars copy copyreg csv ctypes dataclasses datetime decimal difflib dis email.utils enum errno
-fnmatch fractions functools getpass gettext glob graphlib gzip hashlib heapq hmac html.entities
-html.parser http.client imaplib inspect io ipaddress itertools json keyword linecache locale
-logging.config logging.handlers lzma math mimetypes multiprocessing numbers numpy numpy.fft
-numpy.linalg numpy.random opcode operator os pathlib pickle pkgutil platform pprint queue quopri
-random re reprlib sched secrets select selectors shelve shlex shutil signal smtplib socket sqlite3
-ssl stat statistics string struct subprocess sympy sympy.assumptions.wrapper sympy.tensor.tensor
-sys sysconfig tempfile textwrap threading time timeit token tokenize tomllib traceback tracemalloc
-types typing typing_extensions unicodedata unittest.mock urllib.parse urllib.request uuid warnings
-weakref xml.dom.minidom xml.etree.ElementTree xml.sax zipfile zlib zoneinfo"""
+# What a child may import, all of it loaded before the fork: the standard library but for what opens
+# windows or builds packages, and some others. Your tasks need another module? Add it.
+LEFT_OUT = {"antigravity", "distutils", "idlelib", "lib2to3", "_tkinter", "tkinter"}
+MODULES = [*sorted(sys.stdlib_module_names - LEFT_OUT), *"""concurrent.futures.thread html.parser
+logging.config logging.handlers numpy numpy.fft numpy.linalg numpy.random sympy
+sympy.assumptions.wrapper sympy.tensor.tensor typing_extensions unittest.mock xml.dom.minidom
+xml.etree.ElementTree xml.sax""".split()]
 
 
 def seccomp_filter():
@@ -969,7 +963,7 @@ class Server:
         self.control, theirs = socket.socketpair()
         self.control.settimeout(20)
         env = {"PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, "-s", "-P", "-B", "-c", server_program(self.modules)]
+        command = [sys.executable, "-s", "-P", "-B", "-Wignore", "-c", server_program(self.modules)]
         with theirs:  # not -I: it would ignore the hash seed
             self.process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL,
                                             env=env, cwd="/", start_new_session=True)
@@ -1096,7 +1090,7 @@ class Grader(contextlib.AbstractContextManager):
         self.servers = {False: queue.LifoQueue(), True: queue.LifoQueue()}
         for imports, idle in self.servers.items():
             for _ in range(workers):
-                idle.put(Server(MODULES.split() if imports else []))
+                idle.put(Server(MODULES if imports else []))
         self.expected = functools.lru_cache(4096)(self.expected)
         try:
             self.claims("", ["0"])
@@ -1214,21 +1208,22 @@ CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.
 PICTURE_HOSTS = re.compile(
     r"(^|\.)(picsum\.photos|placeholder\.com|placehold\.(co|it)|dummyimage\.com|unsplash\.com|"
     r"loremflickr\.com|placekitten\.com)$")
-# What is on a page: its things (pictures, inputs), coloured areas and texts, by box.
+# What is on a page: pictures, inputs and the like by their tags, coloured areas, and texts, by box.
 BLOCKS = """limit => document.fonts.ready.then(() => {
-  const blocks = [], solid = c => !c.startsWith('rgba') || !c.endsWith(', 0)');
-  const things = /^(IMG|SVG|IFRAME|VIDEO|CANVAS|INPUT|TEXTAREA|SELECT)$/i;
-  const add = (kind, what, colour, text) => {
+  const blocks = [], things = /^(IMG|SVG|IFRAME|VIDEO|CANVAS|INPUT|TEXTAREA|SELECT)$/i;
+  const solid = css => !css.startsWith('rgba') || !css.endsWith(', 0)');
+  const rgb = css => css.match(/[\\d.]+/g).slice(0, 3).map(Number);
+  const add = (kind, what, css, text) => {
     const r = what.getBoundingClientRect();
     const box = [r.left + scrollX, r.top + scrollY, r.width, r.height];
-    blocks.push({kind, box, colour, text});
+    blocks.push({kind, box, colour: rgb(css), text});
   };
   for (const e of document.body ? document.body.querySelectorAll('*') : []) {
     const r = e.getBoundingClientRect(), s = getComputedStyle(e);
     if (blocks.length >= limit || r.width < 1 || r.height < 1) continue;
     if (s.visibility != 'visible' || s.opacity == 0) continue;
     const coloured = solid(s.backgroundColor) || s.backgroundImage != 'none';
-    if (things.test(e.tagName)) add('thing', e, e.tagName, '');
+    if (things.test(e.tagName)) add(e.tagName, e, 'rgb(0, 0, 0)', '');
     else if (coloured) add('area', e, s.backgroundColor, '');
     const texts = [...e.childNodes].filter(n => n.nodeType == 3 && n.textContent.trim());
     if (texts.length) {  // where its letters are
@@ -1239,10 +1234,9 @@ BLOCKS = """limit => document.fonts.ready.then(() => {
       add('text', range, s.color, text);
     }
   }
-  const root = document.documentElement, body = document.body;
-  const colours = [body, root].map(e => e ? getComputedStyle(e).backgroundColor : '');
-  const colour = colours.find(c => c && solid(c)) || 'rgb(255, 255, 255)';
-  return {blocks, colour, height: root.scrollHeight};
+  const root = document.documentElement, behind = [document.body, root]
+    .map(e => e ? getComputedStyle(e).backgroundColor : '').find(css => css && solid(css));
+  return {blocks, colour: rgb(behind || 'rgb(255, 255, 255)'), height: root.scrollHeight};
 })"""
 
 
@@ -1472,15 +1466,22 @@ def draw_pages(args, pages, folder):
 
 # --- frontend: how alike two pages look -----------------------------------------------------------
 
-def colour_of(css):
-    """(r, g, b) of a computed CSS colour."""
-    numbers = [float(x) for x in re.findall(r"[\d.]+", css)]
-    return tuple(numbers[:3]) if len(numbers) >= 3 else (0.0, 0.0, 0.0)
+def colour_likeness(a, b):
+    """How alike the colours of two blocks or pages are, 0 to 1."""
+    return 1 - sum(abs(x - y) for x, y in zip(a["colour"], b["colour"])) / 765
 
 
-def colour_distance(a, b):
-    """How far two CSS colours are from each other, 0 to 1."""
-    return sum(abs(x - y) for x, y in zip(colour_of(a), colour_of(b))) / 765
+def text_likeness(a, b):
+    """How alike the texts of two blocks are, 0 to 1: the share of common pairs of letters."""
+    a, b = (collections.Counter(zip(x["text"].lower(), x["text"].lower()[1:])) for x in (a, b))
+    return 2 * (a & b).total() / (a.total() + b.total()) if a or b else 1.0
+
+
+def block_likeness(a, b, height):
+    """How alike two blocks of one kind are, 0 to 1: place and size, colour, text."""
+    sides = (PAGE["width"], height) * 2
+    apart = sum(abs(x - y) / side for x, y, side in zip(a["box"], b["box"], sides))
+    return max(0, 1 - apart / 2) * colour_likeness(a, b) * (1 + text_likeness(a, b)) / 2
 
 
 def weight(block):
@@ -1489,32 +1490,11 @@ def weight(block):
     return math.sqrt(max(1.0, width * min(height, PAGE["tallest"])))
 
 
-def text_likeness(a, b):
-    """0 to 1: the share of two texts' pairs of letters that they have in common."""
-    pairs_a, pairs_b = (collections.Counter(zip(x.lower(), x.lower()[1:])) for x in (a, b))
-    if not pairs_a and not pairs_b:
-        return float(a == b)
-    return 2 * (pairs_a & pairs_b).total() / (pairs_a.total() + pairs_b.total())
-
-
-def block_likeness(a, b, height):
-    """How alike two blocks of one kind are, 0 to 1: place and size, colour, text."""
-    sides = (PAGE["width"], height) * 2
-    apart = sum(abs(x - y) / side for x, y, side in zip(a["box"], b["box"], sides))
-    near = max(0, 1 - apart / 2)
-    if a["kind"] == "thing":
-        return near * (a["colour"] == b["colour"])
-    colour = 1 - colour_distance(a["colour"], b["colour"])
-    if a["kind"] == "area":
-        return near * colour ** 2
-    return near * (0.3 * colour + 0.7 * text_likeness(a["text"], b["text"]))
-
-
 def similarity(page, other):
     """How alike two drawn pages are, 0 to 1; 1 for equal pages. No model's weights are needed.
 
     It is the share of both pages' blocks that have a like one in the other, by `weight`. The most
-    alike are matched first. The pages' heights and backgrounds are a tenth of the whole.
+    alike are matched first. The pages' heights and backgrounds are a twentieth of the whole.
     """
     height = max(page["height"], other["height"], 1)
     scores = [(block_likeness(a, b, height), i, j) for i, a in enumerate(page["blocks"])
@@ -1528,9 +1508,8 @@ def similarity(page, other):
             matched += likeness * (weight(page["blocks"][i]) + weight(other["blocks"][j]))
     whole = sum(map(weight, page["blocks"])) + sum(map(weight, other["blocks"]))
     blocks = matched / whole if whole else 1.0
-    behind = 1 - colour_distance(page["colour"], other["colour"])
-    behind = behind * min(page["height"], other["height"]) / height
-    return 0.9 * blocks + 0.1 * behind
+    behind = colour_likeness(page, other) * min(page["height"], other["height"]) / height
+    return 0.95 * blocks + 0.05 * behind
 
 
 class Clip:
@@ -1827,16 +1806,15 @@ def open_records(args, *fields):
     """(stdin's records, the environment of their tasks), which must all be of one kind."""
     records = read_jsonl(sys.stdin, needs(*fields, to_grade=True), skip_bad=args.skip_bad)
     first = next(records, None)
-    kind = kind_of(first["task"]) if first else "backend"
+    kind = environment(first["task"]) if first else Functions
 
-    def of_one_kind():
-        for record in itertools.chain([first] if first else [], records):
-            if kind_of(record["task"]) != kind:
-                fail(f"task {task_id(record['task'])} is of another kind than those before it: "
-                     "give them by themselves")
-            yield record
+    def of_this_kind(record):
+        if environment(record["task"]) is not kind:
+            fail(f"task {task_id(record['task'])} is of another kind: grade each kind by itself")
+        return record
 
-    return of_one_kind(), ENVIRONMENTS[kind](args, args.workers)
+    given = itertools.chain([first] if first else [], records)
+    return map(of_this_kind, given), kind(args, args.workers)
 
 
 def grade_stdin(args, emit):
