@@ -22,7 +22,6 @@ import ctypes
 import datetime
 import functools
 import gc
-import hashlib
 import html
 import inspect
 import io
@@ -31,7 +30,6 @@ import json
 import math
 import numbers
 import os
-import pathlib
 import platform
 import queue
 import re
@@ -54,46 +52,6 @@ from typing import NamedTuple
 
 ANSWER = "I WANT TO ANSWER:"   # what follows is the final answer
 OUTPUT = "OUTPUT:"             # what stands before is the agent's private thought
-
-AGENT_PROMPT = """You write a Python function for a colleague. The description below leaves out \
-details that only they know, and hidden unit tests check those details. Talk to them: in each \
-message ask one short question about one detail. You may think first; only what follows "{OUTPUT}" \
-is sent. You have {max_turns} messages in all. When you know enough, or in your last message, \
-write "{ANSWER}" and after it the complete function, nothing else.
-
-{problem_description}"""
-PAGE_AGENT_PROMPT = """You build a web page for a colleague who has a certain page in mind; below \
-is how they describe it. In each message send one complete page, from <html> to </html>, with \
-Tailwind's classes (link https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css) \
-and no scripts; pictures come from https://picsum.photos/WIDTH/HEIGHT. They look at it and tell \
-what is most unlike their page; then send a better one. You may think first; only what follows \
-"{OUTPUT}" is sent. You have {max_turns} messages in all; your last page counts.
-
-{problem_description}"""
-HUMAN_PROMPT = """You are the colleague in the conversation below. You want a Python function and \
-an assistant writes it for you. You described it loosely; the assistant asks until it knows \
-enough.
-
-How you described it:
-{problem_description}
-
-What you really want. The assistant must not see it:
-{hidden_information}
-
-The conversation so far:
-{dialogue}
-
-Answer the assistant's last message as that colleague, in at most two short sentences. Tell only \
-what was asked for, and only what the function settles; where it settles nothing, say that you do \
-not mind. Write no code, quote none, and do not mention that a function exists."""
-PAGE_HUMAN_PROMPT = """You look at two pictures of web pages: first the one that a designer has \
-made for you, then the one that you have in mind, which the designer can't see. You described \
-yours like this:
-{problem_description}
-
-Tell the designer what to change first: in at most four sentences the largest differences in \
-layout, colours, sizes and texts, said of your page as it should be. Write no code, and do not \
-mention pictures."""
 HIDDEN = "Hidden reference:\n{hidden}\n\n"  # goes before a conversation, for a reader who may know
 RIGHT = "it looks right"                    # what the human says of a page
 NOT_SEEN = "i can't see your page: {}"
@@ -106,7 +64,7 @@ def task_id(task):
     if task.get("id"):
         return str(task["id"])
     text = task["problem_description"] + "\0" + task["ground_truth"]
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
+    return sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def hidden_information(task):
@@ -262,7 +220,77 @@ def scripted_episode(task, max_turns, agent, human, show_hidden=False):
     return {"task": task, "sample": 0, "dialogue_history": history, "answer": answer}
 
 
-# --- built-in tasks: small functions with hidden slots --------------------------------------------
+# --- environments: all that a kind of task decides ------------------------------------------------
+
+class Environment(contextlib.AbstractContextManager):
+    """One kind of task. The class knows the task; an instance plays the human and grades.
+
+    An instance is shared by threads; `with` ends what it has started. args: a script's flags;
+    workers: answers graded at once; pictures: 1 if an LLM human or a critic looks at pages.
+    """
+    agent_prompt = "{problem_description}"  # may hold {max_turns}, {ANSWER} and {OUTPUT}, too
+    human_prompt = None             # for an LLM that plays the human; see human_prompt()
+    reply_chars = 400               # the human's reply is cut here
+    fields = ()                     # what grade reads of a task beyond description and reference
+    reward_name = "reward"          # in messages; its first word heads a column of evaluate.py
+    pieces = ""                     # regex: what is one token to the tiny model
+    drawn = False                   # 1 if answers are drawn: then methods may take long
+
+    def __init__(self, args, workers, pictures=0):
+        self.workers = workers
+
+    def __exit__(self, *_):
+        pass
+
+    @classmethod
+    def tasks(cls, split, args):
+        """Endless built-in tasks of a split, for `colbench.py tasks`."""
+        fail(f"--kind {args.kind} has no built-in tasks")
+
+    @classmethod
+    def demonstration(cls, task, r, args):
+        """A scripted_episode for `colbench.py demos`, drawn by r, a random.Random."""
+        fail(f"--kind {args.kind} has no demonstrations")
+
+    @classmethod
+    def answer(cls, history, final):
+        """The answer of a dialogue; final: what the agent's last message hands in, or None."""
+        return final
+
+    @classmethod
+    def page(cls, text):
+        """The HTML page in a text, or "". A kind that has pages inherits from Pages."""
+        return ""
+
+    @classmethod
+    def metrics(cls, record):
+        """{name: (numerator, denominator)} of a graded record, for evaluate.py.
+
+        A system's value is the sum of the numerators over that of the denominators. Reward, turns
+        and tokens are measured anyway.
+        """
+        agent = agent_messages(record)
+        answered = agent and ANSWER in agent[-1]["content"]
+        return {"success": (record["reward"] >= 1, 1), "unanswered": (not answered, 1)}
+
+    def scripted_human(self, task, message):
+        """The built-in human's reply."""
+        fail("--human scripted: this kind of task has no scripted human")
+
+    def shown(self, task, message):
+        """PNG files, as bytes, that an LLM human looks at."""
+        return []
+
+    def grade(self, task, answer):
+        """{"reward": 0 to 1} and what else the record should keep; "failure" says what failed."""
+        fail(f"{type(self).__name__} grades nothing: it needs a method grade")
+
+    def grader_line(self):
+        """How it grades, for a program's last message."""
+        return "grader: " + type(self).__name__
+
+
+# --- Backend Programming: functions with hidden slots ---------------------------------------------
 
 class Detail(NamedTuple):
     """A number that only the human knows.
@@ -275,17 +303,6 @@ class Detail(NamedTuple):
     questions: tuple
     replies: tuple
     named: str        # regex: the words by which a question names it
-
-
-class Wording(NamedTuple):
-    """The functions of one kind of task, and what is said of them."""
-    details: dict     # {slot: Detail}; the last one is in no function
-    stories: dict     # {a function's name: (what it gives, unit)}
-    bodies: dict      # {a function's name: {its slots: its body}}
-    requests: tuple
-    unknown: tuple    # the human's replies where it knows nothing
-    answer: str
-    more: dict        # fields of a task
 
 
 # The slots' values are disjoint, so that a small model can learn which number belongs where.
@@ -371,9 +388,6 @@ STORIES = {  # name: (what the function gives, unit)
     "lessons": ("the price of x piano lessons", "lesson"),
     "call": ("the price of a phone call of x minutes", "minute"),
     "copies": ("the price of copying x pages", "page")}
-REQUESTS = ("Please write a function {name}(x) that returns {what}.",
-            "I need a function {name}(x). It should return {what}.",
-            "Can you write {name}(x)? It returns {what}.")
 BUGS = (("min(", "max("), ("max(", "min("), (" + ", " - "), (" * ", " + "), ("<", ">"), (">", "<"),
         ("//", "%"), ("%", "//"), ("else x", "else 0"))
 SPLITS = ("train", "val", "test")  # which one a task is in is drawn by its name and values
@@ -391,19 +405,6 @@ def body_in_english(slots):
 PRICED = [tuple(slot for slot in DETAILS if slot == "price" or slot in others)
           for n in range(len(DETAILS) - 1)
           for others in itertools.combinations([*DETAILS][:2] + [*DETAILS][3:-1], n)]
-WORDINGS = {
-    "backend": Wording(
-        {slot: Detail(values, "", (), (f"what is the {slot}?", f"which {slot} do you want?"),
-                      (slot + "={n}",), rf"\b{slot}\b") for slot, values in SLOTS.items()},
-        {name: (what, "") for name, (what, _) in FAMILIES.items()},
-        {name: {slots_in(e): f" return {e}" for e in expressions}
-         for name, (_, expressions) in FAMILIES.items()},
-        ("write {name}(x): {what}",), ("i do not know",), "{code}",
-        {"agent_prompt": "{problem_description}"}),
-    "english": Wording(
-        DETAILS, STORIES, dict.fromkeys(STORIES, {s: body_in_english(s) for s in PRICED}),
-        REQUESTS, ("I do not know.", "I can't say.", "That does not matter."),
-        "```python\n{code}\n```", {})}
 
 
 def draw_values(r, slots, usual):
@@ -454,80 +455,199 @@ def telling_inputs(outputs, values, choices, r):
     return chosen
 
 
-def builtin_task(kind, name, values, body):
-    """A task whose slots have these values; None if another value makes the same function.
+class Functions(Environment):
+    """Backend Programming: the answer is a function, the reward the share of tests it passes.
 
-    It has ten tests. Any other value of any one slot fails at least one of them.
+    The built-in functions have slots, numbers that only the human knows; a small model's tasks.
     """
-    code, space, words = builtin_code(name, values, body), {"min": min, "max": max}, WORDINGS[kind]
-    exec(code, space)  # our own code, from FAMILIES or DETAILS
+    agent_prompt = """You write a Python function for a colleague. The description below leaves \
+out details that only they know, and hidden unit tests check those details. Talk to them: in each \
+message ask one short question about one detail. You may think first; only what follows "{OUTPUT}" \
+is sent. You have {max_turns} messages in all. When you know enough, or in your last message, \
+write "{ANSWER}" and after it the complete function, nothing else.
 
-    def outputs(inputs, values):
-        values = {slot: space.get(value, value) for slot, value in values.items()}
-        return [space[name](x, **values) for x in inputs]
+{problem_description}"""
+    human_prompt = """You are the colleague in the conversation below. You want a Python function \
+and an assistant writes it for you. You described it loosely; the assistant asks until it knows \
+enough.
 
-    r, (what, unit) = rng("tests", name, values), words.stories[name]
-    choices = {slot: words.details[slot].values for slot in values}
-    inputs = telling_inputs(outputs, values, choices, r)
-    if inputs is None:
-        return None
-    said = [fill(r.choice(words.requests), name=name, what=what)]
-    for slot in values:
-        if words.details[slot].clauses:
-            clause = fill(r.choice(words.details[slot].clauses), unit=unit)
-            said.append(f"{clause[0].upper()}{clause[1:]}.")
-    return {"id": "-".join([name, *(f"{slot}{value}" for slot, value in values.items())]),
-            "kind": kind, "problem_description": " ".join(said), **words.more,
-            "ground_truth": code,
-            "test_cases": {f"test{i}": f"{name}({x})" for i, x in enumerate(inputs, 1)}}
+How you described it:
+{problem_description}
+
+What you really want. The assistant must not see it:
+{hidden_information}
+
+The conversation so far:
+{dialogue}
+
+Answer the assistant's last message as that colleague, in at most two short sentences. Tell only \
+what was asked for, and only what the function settles; where it settles nothing, say that you do \
+not mind. Write no code, quote none, and do not mention that a function exists."""
+    fields = ("task.test_cases",)
+    reward_name = "tests passed"
+    pieces = r"def \w+\(x|\): return [^\n]+"  # a built-in function's head and body
+    kind = "backend"
+    details = {slot: Detail(values, "", (), (f"what is the {slot}?", f"which {slot} do you want?"),
+                            (slot + "={n}",), rf"\b{slot}\b") for slot, values in SLOTS.items()}
+    stories = {name: (what, "") for name, (what, _) in FAMILIES.items()}
+    bodies = {name: {slots_in(e): f" return {e}" for e in expressions}
+              for name, (_, expressions) in FAMILIES.items()}  # {name: {its slots: its body}}
+    requests = ("write {name}(x): {what}",)
+    unknown = ("i do not know",)  # the human's replies where it knows nothing
+    answer_form = "{code}"
+    task_fields = {"agent_prompt": "{problem_description}"}
+
+    def __init__(self, args, workers, pictures=0):
+        self.rules, self.workers = getattr(args, "rules", "honest"), workers
+        self.grader = Grader(self.rules, workers)
+
+    def __exit__(self, *_):
+        self.grader.__exit__()
+
+    def grade(self, task, answer):
+        return self.grader.grade(task, answer)
+
+    def grader_line(self):
+        return f"grader: {self.rules} rules"
+
+    @classmethod
+    def bodies_of(cls, name, args):
+        """{slots: body} of a name's functions that have so many slots."""
+        return {slots: body for slots, body in cls.bodies[name].items()
+                if args.min_slots <= len(slots) <= args.max_slots}
+
+    @classmethod
+    def task(cls, name, values, body):
+        """A task whose slots have these values; None if another value makes the same function.
+
+        It has ten tests. Any other value of any one slot fails at least one of them.
+        """
+        code, space = builtin_code(name, values, body), {"min": min, "max": max}
+        exec(code, space)  # our own code, from FAMILIES or DETAILS
+
+        def outputs(inputs, values):
+            values = {slot: space.get(value, value) for slot, value in values.items()}
+            return [space[name](x, **values) for x in inputs]
+
+        r, (what, unit) = rng("tests", name, values), cls.stories[name]
+        choices = {slot: cls.details[slot].values for slot in values}
+        inputs = telling_inputs(outputs, values, choices, r)
+        if inputs is None:
+            return None
+        said = [fill(r.choice(cls.requests), name=name, what=what)]
+        for slot in values:
+            if cls.details[slot].clauses:
+                clause = fill(r.choice(cls.details[slot].clauses), unit=unit)
+                said.append(f"{clause[0].upper()}{clause[1:]}.")
+        return {"id": "-".join([name, *(f"{slot}{value}" for slot, value in values.items())]),
+                "kind": cls.kind, "problem_description": " ".join(said), **cls.task_fields,
+                "ground_truth": code,
+                "test_cases": {f"test{i}": f"{name}({x})" for i, x in enumerate(inputs, 1)}}
+
+    @classmethod
+    def tasks(cls, split, args):
+        """Endless built-in tasks of a split. The splits share no task; one seed may repeat a task.
+
+        args: seed, usual, min_slots and max_slots of `colbench.py tasks`.
+        """
+        r = rng("tasks", split, args.seed)
+        names = [name for name in cls.stories if cls.bodies_of(name, args)]
+        if not names:
+            fail(f"no built-in function has {args.min_slots} to {args.max_slots} slots")
+        while True:
+            name = r.choice(names)
+            slots, body = r.choice(list(cls.bodies_of(name, args).items()))
+            values = draw_values(r, {slot: cls.details[slot].values for slot in slots}, args.usual)
+            if rng("split", name, values).choice(SPLITS) == split:
+                task = cls.task(name, values, body)
+                if task:
+                    yield task
+
+    @classmethod
+    def asked_for(cls, message):
+        """The slot that a message asks for first, or None."""
+        found = {slot: re.search(detail.named, message, re.I)
+                 for slot, detail in cls.details.items()}
+        starts = {slot: match.start() for slot, match in found.items() if match}
+        if not starts and re.search("price|cost|charge|how much", message, re.I):
+            return "price"
+        return min(starts, key=starts.get, default=None)
+
+    @classmethod
+    def scripted_human(cls, task, message):
+        """The value of the first slot that the message asks for."""
+        slots, slot = slots_of(hidden_information(task)), cls.asked_for(message)
+        if not slots:
+            say_that_it_knows_nothing()
+        r = rng("reply", task_id(task), message)
+        if slot not in slots:
+            return r.choice(cls.unknown)
+        _, unit = cls.stories.get(task_id(task).partition("-")[0], ("", ""))
+        return fill(r.choice(cls.details[slot].replies), n=slots[slot], unit=unit)
+
+    @classmethod
+    def demonstration(cls, task, r, args):
+        """A scripted episode of mixed quality: what an imperfect agent might do.
+
+        args: max_turns and the probabilities of `colbench.py demos`: at_once, early, distract,
+        noise, silent, hidden.
+        """
+        name = task["id"].partition("-")[0]
+        functions = cls.bodies_of(name, args)
+        slots, told, denied = slots_of(task["ground_truth"]), {}, set()
+        informed, silent = r.random() < args.hidden, r.random() < args.silent
+        if any(cls.details[slot].clauses for slot in slots):  # the description tells its slots
+            functions = {tuple(slots): cls.bodies[name][tuple(slots)]}
+
+        def answer(possible):
+            """The function by what it knows; the missing slots and values are guessed."""
+            known = tuple(slot for slot in cls.details if slot in (slots if informed else told))
+            names = r.choice([known] if known in possible else list(possible))
+            usual = {slot: cls.details[slot].values[0] for slot in names}
+            values = {slot: told.get(slot) or (slots if informed else usual)[slot]
+                      for slot in names}
+            body = possible[names]
+            if r.random() < args.noise:  # a bug: one operator is another
+                right, wrong = r.choice([swap for swap in BUGS if swap[0] in body])
+                body = body.replace(right, wrong, 1)
+            return f"{ANSWER}\n" + fill(cls.answer_form, code=builtin_code(name, values, body))
+
+        def agent(turn, reply):
+            possible = {names: body for names, body in functions.items()
+                        if set(told) <= set(names) and not denied & set(names)}
+            unknown = [slot for slot in cls.details
+                       if slot not in told and any(slot in names for names in possible)]
+            early = r.random() < (args.at_once if turn == 0 else args.early)
+            last = turn == args.max_turns - 1
+            if not silent and (early or last or not unknown):
+                return answer(possible)
+            distracted = not unknown or r.random() < args.distract
+            asked = r.choice(list(cls.details) if distracted else unknown[:2])
+            return fill(r.choice(cls.details[asked].questions), unit=cls.stories[name][1])
+
+        def human(content):
+            slot = cls.asked_for(content)
+            if slot in slots:
+                told[slot] = slots[slot]
+            else:
+                denied.add(slot)
+            return cls.scripted_human(task, content)
+
+        return scripted_episode(task, args.max_turns, agent, human, show_hidden=informed)
 
 
-def bodies(kind, name, args):
-    """{slots: body} of a name's functions that have so many slots."""
-    return {slots: body for slots, body in WORDINGS[kind].bodies[name].items()
-            if args.min_slots <= len(slots) <= args.max_slots}
-
-
-def builtin_tasks(kind, split, args):
-    """Endless built-in tasks of a split. The splits share no task; one seed may repeat a task.
-
-    args: seed, usual, min_slots and max_slots of `colbench.py tasks`.
-    """
-    r, words = rng("tasks", split, args.seed), WORDINGS[kind]
-    names = [name for name in words.stories if bodies(kind, name, args)]
-    if not names:
-        fail(f"no built-in function has {args.min_slots} to {args.max_slots} slots")
-    while True:
-        name = r.choice(names)
-        slots, body = r.choice(list(bodies(kind, name, args).items()))
-        values = draw_values(r, {slot: words.details[slot].values for slot in slots}, args.usual)
-        if rng("split", name, values).choice(SPLITS) == split:
-            task = builtin_task(kind, name, values, body)
-            if task:
-                yield task
-
-
-def asked_for(kind, message):
-    """The slot that a message asks for first, or None."""
-    found = {slot: re.search(detail.named, message, re.I)
-             for slot, detail in WORDINGS[kind].details.items()}
-    starts = {slot: match.start() for slot, match in found.items() if match}
-    if not starts and re.search("price|cost|charge|how much", message, re.I):
-        return "price"
-    return min(starts, key=starts.get, default=None)
-
-
-def scripted_human(task, message):
-    """The built-in human: the value of the first slot that the message asks for."""
-    slots, kind = slots_of(hidden_information(task)), kind_of(task)
-    if not slots:
-        say_that_it_knows_nothing()
-    words, slot = WORDINGS[kind], asked_for(kind, message)
-    r = rng("reply", task_id(task), message)
-    if slot not in slots:
-        return r.choice(words.unknown)
-    _, unit = words.stories.get(task_id(task).partition("-")[0], ("", ""))
-    return fill(r.choice(words.details[slot].replies), n=slots[slot], unit=unit)
+class English(Functions):
+    """Backend Programming on built-in tasks in English, for real language models."""
+    pieces = ""
+    kind = "english"
+    details, stories = DETAILS, STORIES
+    bodies = dict.fromkeys(STORIES, {slots: body_in_english(slots) for slots in PRICED})
+    requests = ("Please write a function {name}(x) that returns {what}.",
+                "I need a function {name}(x). It should return {what}.",
+                "Can you write {name}(x)? It returns {what}.")
+    unknown = ("I do not know.", "I can't say.", "That does not matter.")
+    answer_form = "```python\n{code}\n```"
+    task_fields = {}
 
 
 @functools.cache
@@ -536,56 +656,7 @@ def say_that_it_knows_nothing():
         "here: --human http://... lets an LLM play the human")
 
 
-def demonstration(task, r, args):
-    """One scripted episode of mixed quality: what an imperfect agent might do. Returns a record.
-
-    r: a random.Random. args: max_turns and the probabilities of `colbench.py demos`: at_once,
-    early, distract, noise, silent, hidden.
-    """
-    kind, name = task["kind"], task["id"].partition("-")[0]
-    words, functions = WORDINGS[kind], bodies(kind, name, args)
-    slots, told, denied = slots_of(task["ground_truth"]), {}, set()
-    informed, silent = r.random() < args.hidden, r.random() < args.silent
-    if any(words.details[slot].clauses for slot in slots):  # the description tells its slots
-        functions = {tuple(slots): words.bodies[name][tuple(slots)]}
-
-    def answer(possible):
-        """The function by what it knows; the missing slots and values are guessed."""
-        known = tuple(slot for slot in words.details if slot in (slots if informed else told))
-        names = r.choice([known] if known in possible else list(possible))
-        usual = {slot: words.details[slot].values[0] for slot in names}
-        values = {slot: told.get(slot) or (slots if informed else usual)[slot] for slot in names}
-        body = possible[names]
-        if r.random() < args.noise:  # a bug: one operator is another
-            right, wrong = r.choice([swap for swap in BUGS if swap[0] in body])
-            body = body.replace(right, wrong, 1)
-        return f"{ANSWER}\n" + fill(words.answer, code=builtin_code(name, values, body))
-
-    def agent(turn, reply):
-        possible = {names: body for names, body in functions.items()
-                    if set(told) <= set(names) and not denied & set(names)}
-        unknown = [slot for slot in words.details
-                   if slot not in told and any(slot in names for names in possible)]
-        early = r.random() < (args.at_once if turn == 0 else args.early)
-        last = turn == args.max_turns - 1
-        if not silent and (early or last or not unknown):
-            return answer(possible)
-        distracted = not unknown or r.random() < args.distract
-        asked = r.choice(list(words.details) if distracted else unknown[:2])
-        return fill(r.choice(words.details[asked].questions), unit=words.stories[name][1])
-
-    def human(content):
-        slot = asked_for(kind, content)
-        if slot in slots:
-            told[slot] = slots[slot]
-        else:
-            denied.add(slot)
-        return scripted_human(task, content)
-
-    return scripted_episode(task, args.max_turns, agent, human, show_hidden=informed)
-
-
-# --- built-in pages: five hidden slots ------------------------------------------------------------
+# --- Frontend Design: pages with hidden slots -----------------------------------------------------
 
 PAGE_SLOTS = {  # name: (what stands before its value in a page, values)
     "background": ('<body class="bg-', ("gray", "yellow", "pink")),
@@ -610,75 +681,144 @@ def page_slots(page):
     return {slot: match[1] for slot, match in found.items() if match}
 
 
-def page_human(task, message):
-    """The human of a built-in page: one slot that is not as in theirs."""
-    page, wanted = extract_page(message), page_slots(hidden_information(task))
-    if not wanted:
-        say_that_it_knows_nothing()
-    if not page:
-        return NOT_SEEN.format("no page")
-    shown = page_slots(page)
-    wrong = [slot for slot in wanted if shown.get(slot) != wanted[slot]]
-    if not wrong:
-        return RIGHT
-    slot = rng("remark", task["id"], message).choice(wrong)
-    said = f"the {slot} should be {wanted[slot]}"
-    if slot == "columns":
-        said = f"there should be {wanted[slot]} columns"
-    return f"{said}, not {shown[slot]}" if slot in shown else said
+class Pages(Environment):
+    """Frontend Design: the answer is a web page, the reward how alike it and the reference look.
 
+    The likeness is by --clip, a Clip, or else by `similarity`. A page that can't be drawn is worth
+    0, and "failure" in the record says why.
+    """
+    agent_prompt = """You build a web page for a colleague who has a certain page in mind; below \
+is how they describe it. In each message send one complete page, from <html> to </html>, with \
+Tailwind's classes (link https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css) \
+and no scripts; pictures come from https://picsum.photos/WIDTH/HEIGHT. They look at it and tell \
+what is most unlike their page; then send a better one. You may think first; only what follows \
+"{OUTPUT}" is sent. You have {max_turns} messages in all; your last page counts.
 
-def builtin_page(theme, values):
-    """The page of a theme whose slots have these values."""
-    return fill(BUILTIN_PAGE, theme=theme, **values)
+{problem_description}"""
+    human_prompt = """You look at two pictures of web pages: first the one that a designer has \
+made for you, then the one that you have in mind, which the designer can't see. You described \
+yours like this:
+{problem_description}
 
+Tell the designer what to change first: in at most four sentences the largest differences in \
+layout, colours, sizes and texts, said of your page as it should be. Write no code, and do not \
+mention pictures."""
+    reply_chars = 1000
+    reward_name = "likeness"
+    pieces = (r'<html>SLOT|(?:-\d00)?(?: [^\n"]*)?">(?:SLOT|[^\n"]*)'  # what is between slots
+              .replace("SLOT", r'[^\n]*?class="(?:bg-|text-|grid-cols-)'))
+    drawn = True
+    page = staticmethod(extract_page)
 
-def builtin_pages(split, args):
-    """Endless frontend tasks, as builtin_tasks. A description tells a page's theme, no slot."""
-    r = rng("pages", split, args.seed)
-    misses = 0  # in a row: with --usual 1 a split may have no page
-    while misses < 10_000:
-        theme = r.choice(THEMES)
-        values = draw_values(r, PAGE_VALUES, args.usual)
-        misses += 1
-        if rng("pages", theme, values).choice(SPLITS) == split:
-            misses = 0
-            yield {"id": "-".join([theme, *values.values()]), "kind": "frontend",
-                   "problem_description": f"a page for the {theme}",
-                   "agent_prompt": "{problem_description}",
-                   "ground_truth": builtin_page(theme, values)}
-    fail(f"the {split} split has no page with --usual {args.usual}")
+    def __init__(self, args, workers, pictures=0):
+        self.by, self.likeness = "blocks", similarity  # likeness(page, reference)
+        if args.clip:
+            self.by, self.likeness, pictures = "clip", Clip(args.clip), 1
+        self.renderer = Renderer(workers, args.browser, pictures)
+        self.workers = 2 * workers
+        self.render = functools.lru_cache(256 if pictures else 1024)(self.renderer.render)
+        self.picture_file = self.renderer.picture_file
 
+    def __exit__(self, *_):
+        self.renderer.__exit__()
 
-def page_demonstration(task, r, args):
-    """demonstration() of a built-in page."""
-    theme, wanted = task["id"].partition("-")[0], page_slots(task["ground_truth"])
-    informed, silent = r.random() < args.hidden, r.random() < args.silent
-    page = {slot: wanted[slot] if informed else r.choice(choices)
-            for slot, choices in PAGE_VALUES.items()}
+    @classmethod
+    def answer(cls, history, final):
+        """The last page that the agent has shown."""
+        shown = [extract_page(m["content"]) for m in history if m["role"] == "assistant"]
+        return next(filter(None, reversed(shown)), "")
 
-    def agent(turn, reply):
-        if reply == RIGHT and not silent:
-            return f"{ANSWER} that page"
-        output = builtin_page(theme, page)
-        if not silent and r.random() < (args.at_once if turn == 0 else args.early):
-            output = f"{ANSWER}\n{output}"
-        if r.random() < args.noise:
-            output = output.replace("</body></html>", "")  # no page at all
-        return output
+    @classmethod
+    def metrics(cls, record):
+        return {"not_drawn": ("failure" in record, 1)}
 
-    def human(content):
-        """Names a slot; the agent mends it, or changes another."""
-        reply = page_human(task, content)
-        named = [slot for slot in page if slot in reply.split()]
-        if r.random() < args.distract:
-            other = r.choice(list(page))
-            page[other] = r.choice(PAGE_VALUES[other])
-        elif named:
-            page[named[0]] = wanted[named[0]]
-        return reply
+    def pair(self, task, text):
+        """(the last page in a text, the reference) as drawn; RenderError if one can't be."""
+        page, reference = self.render(extract_page(text)), task["ground_truth"]
+        try:
+            return page, self.render(extract_page(reference) or reference)
+        except RenderError as e:
+            why = f"task {task_id(task)}: its reference can't be drawn: {e}"
+            raise NoReference(why) from None
 
-    return scripted_episode(task, args.max_turns, agent, human, show_hidden=informed)
+    def shown(self, task, message):
+        return [picture["png"] for picture in self.pair(task, message)]
+
+    def grade(self, task, answer):
+        try:
+            pages = self.pair(task, answer)
+        except RenderError as e:
+            return {"reward": 0.0, "reward_by": self.by, "failure": str(e)}
+        return {"reward": self.likeness(*pages), "reward_by": self.by}
+
+    def grader_line(self):
+        return f"grader: {self.by}"
+
+    @classmethod
+    def tasks(cls, split, args):
+        """As Functions.tasks. A description tells a page's theme, no slot."""
+        r = rng("pages", split, args.seed)
+        misses = 0  # in a row: with --usual 1 a split may have no page
+        while misses < 10_000:
+            theme = r.choice(THEMES)
+            values = draw_values(r, PAGE_VALUES, args.usual)
+            misses += 1
+            if rng("pages", theme, values).choice(SPLITS) == split:
+                misses = 0
+                yield {"id": "-".join([theme, *values.values()]), "kind": "frontend",
+                       "problem_description": f"a page for the {theme}",
+                       "agent_prompt": "{problem_description}",
+                       "ground_truth": fill(BUILTIN_PAGE, theme=theme, **values)}
+        fail(f"the {split} split has no page with --usual {args.usual}")
+
+    @classmethod
+    def scripted_human(cls, task, message):
+        """One slot of a built-in page that is not as in theirs."""
+        page, wanted = extract_page(message), page_slots(hidden_information(task))
+        if not wanted:
+            say_that_it_knows_nothing()
+        if not page:
+            return NOT_SEEN.format("no page")
+        shown = page_slots(page)
+        wrong = [slot for slot in wanted if shown.get(slot) != wanted[slot]]
+        if not wrong:
+            return RIGHT
+        slot = rng("remark", task["id"], message).choice(wrong)
+        said = f"the {slot} should be {wanted[slot]}"
+        if slot == "columns":
+            said = f"there should be {wanted[slot]} columns"
+        return f"{said}, not {shown[slot]}" if slot in shown else said
+
+    @classmethod
+    def demonstration(cls, task, r, args):
+        """As Functions.demonstration."""
+        theme, wanted = task["id"].partition("-")[0], page_slots(task["ground_truth"])
+        informed, silent = r.random() < args.hidden, r.random() < args.silent
+        page = {slot: wanted[slot] if informed else r.choice(choices)
+                for slot, choices in PAGE_VALUES.items()}
+
+        def agent(turn, reply):
+            if reply == RIGHT and not silent:
+                return f"{ANSWER} that page"
+            output = fill(BUILTIN_PAGE, theme=theme, **page)
+            if not silent and r.random() < (args.at_once if turn == 0 else args.early):
+                output = f"{ANSWER}\n{output}"
+            if r.random() < args.noise:
+                output = output.replace("</body></html>", "")  # no page at all
+            return output
+
+        def human(content):
+            """Names a slot; the agent mends it, or changes another."""
+            reply = cls.scripted_human(task, content)
+            named = [slot for slot in page if slot in reply.split()]
+            if r.random() < args.distract:
+                other = r.choice(list(page))
+                page[other] = r.choice(PAGE_VALUES[other])
+            elif named:
+                page[named[0]] = wanted[named[0]]
+            return reply
+
+        return scripted_episode(task, args.max_turns, agent, human, show_hidden=informed)
 
 
 # --- the grader: a sandbox ------------------------------------------------------------------------
@@ -774,10 +914,8 @@ def answer_code(answer):
     first = FIRST_LINE.search(answer)
     lines = textwrap.dedent(answer[first.start():]).split("\n") if first else []
     while lines and not found:
-        try:
-            return [compile("\n".join(lines), "<answer>", "exec")]
-        except SyntaxError as e:  # there prose goes on
-            del lines[min(e.lineno or 0, len(lines)) - 1:]
+        found = compiled("\n".join(lines))
+        lines.pop()  # was it prose?
     return found or [compile(answer, "<answer>", "exec")]
 
 
@@ -810,8 +948,6 @@ def as_text(value):
         return ascii(value)
     if isinstance(value, str):
         return ascii(str.__str__(value))
-    if isinstance(value, pathlib.PurePath):
-        return f"path({ascii(str(value))})"
     if type(value).__module__ == "numpy":
         return as_text(value.tolist())
     if isinstance(value, numbers.Number):
@@ -822,10 +958,6 @@ def as_text(value):
         return f"[{joined(value)}]"
     if isinstance(value, tuple):
         return f"({joined(value)})"
-    if isinstance(value, collections.deque):
-        return f"deque({joined(value)})"
-    if isinstance(value, range):
-        return f"range({joined([len(value), *value[:2]])})"
     if isinstance(value, collections.abc.Set):  # keys of a dict, too
         return "{%s}" % ", ".join(sorted(map(as_text, value)))
     if isinstance(value, dict):
@@ -933,7 +1065,7 @@ def serve(bpf, modules, memory, room):
 
 
 IMPORTS = """import collections.abc, contextlib, ctypes, datetime, gc, json, math, numbers, os
-import pathlib, re, resource, signal, socket, struct, sys, textwrap, types, uuid
+import re, resource, signal, socket, struct, sys, textwrap, types, uuid
 import encodings.ascii, encodings.latin_1, encodings.utf_16, encodings.cp1252, encodings.idna
 import encodings.base64_codec, encodings.hex_codec, encodings.rot_13, unicodedata
 from hashlib import sha256
@@ -957,7 +1089,7 @@ class Server:
     """A fork server, started when first used and again when it died; one caller at a time."""
 
     def __init__(self, modules):
-        self.modules, self.process, self.control = modules, None, None
+        self.modules, self.process, self.control, self.ready = modules, None, None, False
 
     def start(self):
         self.control, theirs = socket.socketpair()
@@ -969,6 +1101,7 @@ class Server:
                                             env=env, cwd="/", start_new_session=True)
 
     def stop(self):
+        self.ready = False
         if self.process:
             self.process.kill()
             self.process.wait()
@@ -985,17 +1118,16 @@ class Server:
         for _ in range(2):
             try:
                 return self.run_child(request, seconds, end)
-            except BaseException as e:
-                self.stop()  # it may be waiting for a "k" that will not come
+            except OSError as e:
                 error = e
-                if not isinstance(e, OSError):
-                    raise
         raise GraderError(f"a fork server failed twice: {error!r}") from error
 
     def run_child(self, request, seconds, end):
         """As run(), but OSError where the server fails."""
-        if self.process is None:
+        if not self.ready:  # it never started, or it failed, or its last child was given up
+            self.stop()
             self.start()
+        self.ready = False
         wire, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a message is a claim
         with wire, open(os.memfd_create("request"), "w+") as file:
             json.dump(request, file)
@@ -1012,7 +1144,7 @@ class Server:
                 if isinstance(got, str):
                     break
         self.control.sendall(b"k")
-        self.control.recv(1)
+        self.ready = self.control.recv(1) == b"k"
         return claims
 
 
@@ -1064,51 +1196,36 @@ class Grader(contextlib.AbstractContextManager):
     rules: "honest", or "official" for the verdicts of the released scorer. workers: answers graded
     at once. GraderError where a child can't confine itself.
 
-    What stops what:
-    - seccomp: files, other processes, network, signals, shared memory. What is left asks nobody's
-      rights, so that root's are worth nothing.
-    - rlimits, time limits, the kill of the child: memory and time.
-    - a fork server that has seen nothing: reading the reference or other answers from memory.
-    - claims: hashes that are compared and nothing else: forged verdicts, values that fill or hang
-      the grader.
+    Seccomp stops files, processes, network, signals and shared memory, also for root. Limits and
+    the kill of the child stop memory and time. A fork server that has seen nothing leaves nothing
+    to read. Claims are compared and nothing else, which stops forgeries.
 
     A test passes if the answer's value and the reference's have the same text (`as_text`), which
     means that the two are equal by ==. None never passes, NaN equals nothing, floats are exact.
     Refused by their names are functions, iterators, and instances of the answer's own classes.
 
-    The official rules differ from the released scorer in these. Refused values may pass there. So
-    may objects that are the reference's very own (math.nan in a list, math.sqrt), and those whose
-    == says True. What ends the scorer there (SystemExit, a signalling NaN) fails one test here. A
-    reference has 3 s a test here. The scorer's own names are hidden from an answer here.
+    The official rules differ from the released scorer where a refused value passes there (math.nan
+    in a list, math.sqrt, an == that says True), where an answer ends it there (SystemExit), and in
+    a reference's time, 3 s a test here.
     """
 
     def __init__(self, rules="honest", workers=2):
         if rules not in ("honest", "official"):
             raise ValueError(f"rules is {rules!r}: use 'honest' or 'official'")
         self.official, self.workers, self.closed = rules == "official", workers, False
-        # by whether a text says "import": a child of a server without MODULES forks faster
-        self.servers = {False: queue.LifoQueue(), True: queue.LifoQueue()}
-        for imports, idle in self.servers.items():
-            for _ in range(workers):
-                idle.put(Server(MODULES if imports else []))
+        self.idle = queue.LifoQueue()
+        for _ in range(workers):  # a child without MODULES forks faster: for texts without "import"
+            self.idle.put((Server([]), Server(MODULES)))
         self.expected = functools.lru_cache(4096)(self.expected)
-        try:
-            self.claims("", ["0"])
-        except BaseException:
-            self.close()
-            raise
+        self.claims("", ["0"])
 
     def __exit__(self, *_):
-        self.close()
-
-    def close(self):
         """Ends the servers, waiting for answers in work."""
         self.closed = True
-        for idle in self.servers.values():
-            stopped = [idle.get() for _ in range(self.workers)]
-            for server in stopped:
+        for servers in [self.idle.get() for _ in range(self.workers)]:
+            for server in servers:
                 server.stop()
-                idle.put(server)  # a thread that waits for one learns that the grader is closed
+            self.idle.put(servers)  # a thread that waits for them learns that the grader is closed
 
     def claims(self, text, tests, patience=1):
         """For each test a child's claim, as bytes, or why there is none, as text.
@@ -1116,16 +1233,15 @@ class Grader(contextlib.AbstractContextManager):
         patience stretches the time limits.
         """
         claims, end = [], time.monotonic() + LIMITS["answer"] * patience
-        idle = self.servers["import" in text]
-        server = idle.get()
+        servers = self.idle.get()
         try:
             if self.closed:
                 raise GraderError("the grader is closed")
             while len(claims) < len(tests) and time.monotonic() < end:
                 request = {"text": text, "tests": tests[len(claims):], "official": self.official}
-                claims += server.run(request, LIMITS["test"] * patience, end)
+                claims += servers["import" in text].run(request, LIMITS["test"] * patience, end)
         finally:
-            idle.put(server)
+            self.idle.put(servers)
         return claims + ["timeout"] * (len(tests) - len(claims))
 
     def expected(self, code, *tests):
@@ -1176,18 +1292,17 @@ def grade_records(records, grader):
     A bad line ends the program after the records before it.
     """
     window, error = collections.deque(), None
+    graded = lambda record, job: {**ungraded(record), **job.result()}
     with concurrent.futures.ThreadPoolExecutor(grader.workers) as pool:
         try:
             for record in records:
                 job = pool.submit(grader.grade, record["task"], record.get("answer"))
                 window.append((record, job))
                 if len(window) >= 4 * grader.workers:
-                    record, job = window.popleft()
-                    yield {**ungraded(record), **job.result()}
+                    yield graded(*window.popleft())
         except SystemExit as e:
             error = e
-        for record, job in window:
-            yield {**ungraded(record), **job.result()}
+        yield from itertools.starmap(graded, window)
     if error:
         raise error
 
@@ -1282,20 +1397,19 @@ class Browser:
 
     def __init__(self, api, path, pictures):
         self.api, self.path, self.pictures = api, path, pictures
-        self.tab, self.to_close = None, []
+        self.driver = self.tab = None
         self.page = self.sheet = None  # what the tab may load
 
     async def start(self):
         flags = [*BROWSER_FLAGS, *["--no-sandbox"] * (os.geteuid() == 0)]
-        driver = await self.api.async_playwright().start()  # it ends with us, the browser with it
-        self.to_close.append(driver.stop)
+        # a driver ends with us, and the browser with it
+        self.driver = await self.api.async_playwright().start()
         try:
-            browser = await driver.chromium.launch(executable_path=self.path, args=flags)
+            browser = await self.driver.chromium.launch(executable_path=self.path, args=flags)
         except self.api.Error as e:  # no page's fault: nothing must be graded
             await self.stop()
             why = textwrap.shorten(str(e), 300)
             raise GraderError(f"{self.path} does not start: {why}") from None
-        self.to_close.append(browser.close)
         context = await browser.new_context(
             viewport={side: PAGE[side] for side in ("width", "height")}, java_script_enabled=False,
             service_workers="block", accept_downloads=False, reduced_motion="reduce",
@@ -1305,10 +1419,10 @@ class Browser:
 
     async def stop(self):
         """Ends browser and driver; a dead or hanging one holds nobody up."""
-        self.tab = None
-        while self.to_close:
+        driver, self.driver, self.tab = self.driver, None, None
+        if driver:
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(self.to_close.pop()(), 5)
+                await asyncio.wait_for(driver.stop(), 5)
 
     async def shoot(self, page, sheet):
         """See Renderer.render. api.Error if the page fails."""
@@ -1363,16 +1477,14 @@ class Renderer(contextlib.AbstractContextManager):
             from playwright import async_api
         except ImportError:
             fail("pages need Playwright: pip install playwright (MANUAL.md, \"Frontend Design\")")
-        path = browser or next(filter(None, map(shutil.which, BROWSERS)), None)
+        path = next(filter(None, map(shutil.which, [browser] if browser else BROWSERS)), None)
         if not path:
-            fail("no Chromium found: --browser PATH names one")
-        if not os.access(path, os.X_OK):
-            fail(f"--browser {path}: no such program")
+            fail(f"no {browser or 'Chromium'} found: --browser PATH names one")
         tailwind = os.path.join(CACHE, "tailwind.min.css")
         css = b""
         with contextlib.suppress(OSError), open(tailwind, "rb") as f:
             css = f.read()
-        if hashlib.sha256(css).hexdigest() != TAILWIND:
+        if sha256(css).hexdigest() != TAILWIND:
             fail(f"no Tailwind 2.2.19 style sheet at {tailwind} (MANUAL.md, \"Frontend Design\")")
         self.api, self.workers, self.pictures = async_api, workers, pictures
         self.sheet = Sheet(css.decode())
@@ -1384,9 +1496,8 @@ class Renderer(contextlib.AbstractContextManager):
             self.idle.put_nowait(one)
 
     def __exit__(self, *_):
-        async def stop():
-            await asyncio.gather(*(browser.stop() for browser in self.browsers))
-        self.wait(stop())
+        for browser in self.browsers:
+            self.wait(browser.stop())
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def wait(self, coroutine):
@@ -1547,172 +1658,7 @@ class Clip:
         return min(1.0, max(0.0, (x @ y).item()))
 
 
-# --- environments: all that a kind of task decides ------------------------------------------------
-
-class Environment(contextlib.AbstractContextManager):
-    """One kind of task. The class knows the task; an instance plays the human and grades.
-
-    An instance is shared by threads; `with` ends what it has started. args: a script's flags;
-    workers: answers graded at once; pictures: 1 if an LLM human or a critic looks at pages.
-    """
-    agent_prompt = "{problem_description}"  # may hold {max_turns}, {ANSWER} and {OUTPUT}, too
-    human_prompt = None             # for an LLM that plays the human; see HUMAN_PROMPT
-    reply_chars = 400               # the human's reply is cut here
-    fields = ()                     # what grade reads of a task beyond description and reference
-    reward_name = "reward"          # in messages; its first word heads a column of evaluate.py
-    pieces = ""                     # regex: what is one token to the tiny model
-    drawn = False                   # 1 if answers are drawn: then methods may take long
-
-    def __init__(self, args, workers, pictures=0):
-        self.workers = workers
-
-    def __exit__(self, *_):
-        pass
-
-    @classmethod
-    def tasks(cls, split, args):
-        """Endless built-in tasks of a split, for `colbench.py tasks`."""
-        fail(f"--kind {args.kind} has no built-in tasks")
-
-    @classmethod
-    def demonstration(cls, task, r, args):
-        """A scripted_episode for `colbench.py demos`, drawn by r, a random.Random."""
-        fail(f"--kind {args.kind} has no demonstrations")
-
-    @classmethod
-    def answer(cls, history, final):
-        """The answer of a dialogue; final: what the agent's last message hands in, or None."""
-        return final
-
-    @classmethod
-    def page(cls, text):
-        """The HTML page in a text, or "". A kind that has pages inherits from Pages."""
-        return ""
-
-    @classmethod
-    def metrics(cls, record):
-        """{name: (numerator, denominator)} of a graded record, for evaluate.py.
-
-        A system's value is the sum of the numerators over that of the denominators. Reward, turns
-        and tokens are measured anyway.
-        """
-        agent = agent_messages(record)
-        answered = agent and ANSWER in agent[-1]["content"]
-        return {"success": (record["reward"] >= 1, 1), "unanswered": (not answered, 1)}
-
-    def scripted_human(self, task, message):
-        """The built-in human's reply."""
-        fail("--human scripted: this kind of task has no scripted human")
-
-    def shown(self, task, message):
-        """PNG files, as bytes, that an LLM human looks at."""
-        return []
-
-    def grade(self, task, answer):
-        """{"reward": 0 to 1} and what else the record should keep; "failure" says what failed."""
-        fail(f"{type(self).__name__} grades nothing: it needs a method grade")
-
-    def grader_line(self):
-        """How it grades, for a program's last message."""
-        return "grader: " + type(self).__name__
-
-
-class Functions(Environment):
-    """Backend Programming: the answer is a function, the reward the share of tests it passes."""
-    agent_prompt, human_prompt = AGENT_PROMPT, HUMAN_PROMPT
-    fields = ("task.test_cases",)
-    reward_name = "tests passed"
-    pieces = r"def \w+\(x|\): return [^\n]+"  # a built-in function's head and body
-    tasks = staticmethod(functools.partial(builtin_tasks, "backend"))
-    demonstration = staticmethod(demonstration)
-    scripted_human = staticmethod(scripted_human)
-
-    def __init__(self, args, workers, pictures=0):
-        self.rules, self.workers = getattr(args, "rules", "honest"), workers
-        self.grader = Grader(self.rules, workers)
-
-    def __exit__(self, *_):
-        self.grader.close()
-
-    def grade(self, task, answer):
-        return self.grader.grade(task, answer)
-
-    def grader_line(self):
-        return f"grader: {self.rules} rules"
-
-
-class English(Functions):
-    """Backend Programming on built-in tasks in English, for real language models."""
-    pieces = ""
-    tasks = staticmethod(functools.partial(builtin_tasks, "english"))
-
-
-class Pages(Environment):
-    """Frontend Design: the answer is a web page, the reward how alike it and the reference look.
-
-    The likeness is by --clip, a Clip, or else by `similarity`. A page that can't be drawn is worth
-    0, and "failure" in the record says why.
-    """
-    agent_prompt, human_prompt = PAGE_AGENT_PROMPT, PAGE_HUMAN_PROMPT
-    reply_chars = 1000
-    reward_name = "likeness"
-    pieces = (r'<html>SLOT|(?:-\d00)?(?: [^\n"]*)?">(?:SLOT|[^\n"]*)'  # what is between slots
-              .replace("SLOT", r'[^\n]*?class="(?:bg-|text-|grid-cols-)'))
-    drawn = True
-    tasks = staticmethod(builtin_pages)
-    demonstration = staticmethod(page_demonstration)
-    page = staticmethod(extract_page)
-    scripted_human = staticmethod(page_human)
-
-    def __init__(self, args, workers, pictures=0):
-        self.by, self.likeness = "blocks", similarity  # likeness(page, reference)
-        if args.clip:
-            self.by, self.likeness, pictures = "clip", Clip(args.clip), 1
-        self.renderer = Renderer(workers, args.browser, pictures)
-        self.workers = 2 * workers
-        kept = functools.lru_cache(256 if pictures else 1024)
-        self.reference, self.render = kept(self.renderer.render), kept(self.renderer.render)
-        self.picture_file = self.renderer.picture_file
-
-    def __exit__(self, *_):
-        self.renderer.__exit__()
-
-    @classmethod
-    def answer(cls, history, final):
-        """The last page that the agent has shown."""
-        shown = [extract_page(m["content"]) for m in history if m["role"] == "assistant"]
-        return next(filter(None, reversed(shown)), "")
-
-    @classmethod
-    def metrics(cls, record):
-        return {"not_drawn": ("failure" in record, 1)}
-
-    def pair(self, task, text):
-        """(the last page in a text, the reference) as drawn; RenderError if one can't be."""
-        page = self.render(extract_page(text))
-        try:
-            return page, self.reference(reference_page(task))
-        except RenderError as e:
-            why = f"task {task_id(task)}: its reference can't be drawn: {e}"
-            raise NoReference(why) from None
-
-    def shown(self, task, message):
-        return [picture["png"] for picture in self.pair(task, message)]
-
-    def grade(self, task, answer):
-        try:
-            pages = self.pair(task, answer)
-        except RenderError as e:
-            return {"reward": 0.0, "reward_by": self.by, "failure": str(e)}
-        return {"reward": self.likeness(*pages), "reward_by": self.by}
-
-    def grader_line(self):
-        return f"grader: {self.by}"
-
-
-def reference_page(task):
-    return extract_page(task["ground_truth"]) or task["ground_truth"]
-
+# --- command line ---------------------------------------------------------------------------------
 
 sys.modules["colbench"] = sys.modules[__name__]  # for imports of it, also where it is __main__
 ENVIRONMENTS = {"backend": Functions, "english": English, "frontend": Pages}
@@ -1724,8 +1670,6 @@ PIECES = "|".join([r"[A-Z][A-Z ]+:\n|Hidden reference:\n",
                    *(kind.pieces for kind in ENVIRONMENTS.values() if kind.pieces),
                    r" ?\w+=|\d+| ?\w+|[^\w]"])
 
-
-# --- command line ---------------------------------------------------------------------------------
 
 def browser_flags(p):
     """How pages are drawn. Returns the group of flags."""
@@ -1746,12 +1690,13 @@ def get_args(argv=None):
     root = parser(__doc__, usage=None)
     commands = root.add_subparsers(dest="command", required=True)
 
-    def command(name, text):
-        return commands.add_parser(name, description=text, help=text, allow_abbrev=False,
-                                   formatter_class=root.formatter_class)
+    def command(name, run):
+        p = commands.add_parser(name, description=run.__doc__, help=run.__doc__,
+                                allow_abbrev=False, formatter_class=root.formatter_class)
+        p.set_defaults(run=run)
+        return p
 
-    tasks = command("tasks", "write built-in tasks")
-    demos = command("demos", "write scripted demonstrations on tasks of the train split")
+    tasks, demos = command("tasks", write_tasks), command("demos", write_demos)
     flag(tasks, "split", "train", "the splits share no task", choices=SPLITS)
     for p, n, usual in ((tasks, 500, 0.65), (demos, 8000, 0.0)):
         flag(p, "kind", "backend", "backend: functions; english: functions for a real language "
@@ -1770,8 +1715,7 @@ def get_args(argv=None):
     flag(script, "silent", 0.12, "the agent never answers")
     flag(script, "hidden", 0.4, "it reads the reference in its first message, as the critic does")
 
-    grade = command("grade", "add the reward to records that have task and answer")
-    check = command("check", "drop tasks that do not give their own reference the full reward")
+    grade, check = command("grade", grade_stdin), command("check", check_stdin)
     flag(grade, "rules", "honest", "official: as the released scorer",
          choices=["honest", "official"])
     for p in (grade, check):
@@ -1783,7 +1727,7 @@ def get_args(argv=None):
 
 
 def write_tasks(args, emit):
-    """Different built-in tasks of a split."""
+    """write built-in tasks, none twice"""
     seen = set()
     for i, task in enumerate(ENVIRONMENTS[args.kind].tasks(args.split, args)):
         if len(seen) == args.n:
@@ -1796,7 +1740,7 @@ def write_tasks(args, emit):
 
 
 def write_demos(args, emit):
-    """Demonstrations; a task may come again."""
+    """write scripted demonstrations on tasks of the train split; a task may come again"""
     kind = ENVIRONMENTS[args.kind]
     for i, task in zip(range(args.n), kind.tasks("train", args)):
         emit(kind.demonstration(task, rng("demo", args.seed, i), args))
@@ -1818,23 +1762,22 @@ def open_records(args, *fields):
 
 
 def grade_stdin(args, emit):
-    """Records with their rewards."""
+    """add the reward to records that have task and answer"""
     records, grader = open_records(args, "answer")
-    n, total, solved, failed = 0, 0.0, 0, 0
+    rewards, failed = [], 0
     with grader:
         for record in grade_records(records, grader):
             emit({**record, "meta": {**record.get("meta", {}), "rules": args.rules}})
-            n += 1
-            total += record["reward"]
-            solved += record["reward"] == 1
+            rewards.append(record["reward"])
             failed += "failure" in record
+        percent = 100 / max(1, len(rewards))
         failures = f", {failed} failed" if failed else ""
-        say(f"{n} answers: {grader.reward_name} {100 * total / max(1, n):.1f} %, "
-            f"success {100 * solved / max(1, n):.1f} %{failures}; {grader.grader_line()}")
+        say(f"{len(rewards)} answers: {grader.reward_name} {sum(rewards) * percent:.1f} %, "
+            f"success {rewards.count(1) * percent:.1f} %{failures}; {grader.grader_line()}")
 
 
 def check_stdin(args, emit):
-    """Records whose task gives its own reference the full reward."""
+    """drop tasks that do not give their own reference the full reward"""
     records, grader = open_records(args)
     answered = ({"task": r["task"], "answer": r["task"]["ground_truth"], "of": r} for r in records)
     with grader:
@@ -1847,10 +1790,7 @@ def check_stdin(args, emit):
 
 
 def main(args):
-    emit = open_stdout()
-    commands = {"tasks": write_tasks, "demos": write_demos,
-                "grade": grade_stdin, "check": check_stdin}
-    commands[args.command](args, emit)
+    args.run(args, open_stdout())
 
 
 if __name__ == "__main__":
