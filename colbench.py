@@ -958,6 +958,8 @@ def as_text(value):
         return f"[{joined(value)}]"
     if isinstance(value, tuple):
         return f"({joined(value)})"
+    if isinstance(value, range):
+        return f"range({joined([len(value), *value[:2]])})"
     if isinstance(value, collections.abc.Set):  # keys of a dict, too
         return "{%s}" % ", ".join(sorted(map(as_text, value)))
     if isinstance(value, dict):
