@@ -13,6 +13,7 @@ import pytest
 from conftest import CPU, ROOT, descendants, gone, lines, records, script
 from test_colbench_grader import DOUBLE, HONEST, ODDITIES, task
 from test_colbench_claims import VALUES, graders  # noqa: F401 (a fixture)
+from utils import read_jsonl
 
 RIGHT, WRONG = "def f(x):\n    return x * 2\n", "def f(x):\n    return x * 3\n"
 
@@ -221,6 +222,8 @@ def test_any_text_is_graded_and_the_answers_after_it_as_if_it_had_not_been_there
     assert done.returncode == 0, done.stderr
     rewards = [r["reward"] for r in records(done.stdout)]
     assert rewards[::2] == [0, 1, 0, 0, 0, 0, 0, 0, 0] and set(rewards[1::2]) == {1}
+    (read,) = read_jsonl([b'{"answer": "\xed\xa0\x80 \\ud83d\\ude00 \\udc00"}'])
+    assert read == {"answer": "\ufffd \U0001f600 \ufffd"}  # as bytes and as escapes, and a whole pair
 
 
 def test_a_bad_line_costs_no_verdict_of_the_lines_before_it():
