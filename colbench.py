@@ -409,11 +409,8 @@ PRICED = [tuple(slot for slot in DETAILS if slot == "price" or slot in others)
 
 def draw_values(r, slots, usual):
     """A value for each slot. With probability `usual` it is the first one, which a guess names."""
-    values = {}
-    for name, choices in slots.items():
-        is_usual = r.random() < usual
-        values[name] = choices[0] if is_usual else r.choice(choices)
-    return values
+    return {name: choices[0] if r.random() < usual else r.choice(choices)
+            for name, choices in slots.items()}
 
 
 def slots_of(code):
@@ -566,9 +563,8 @@ not mind. Write no code, quote none, and do not mention that a function exists."
     @classmethod
     def asked_for(cls, message):
         """The slot that a message asks for first, or None."""
-        found = {slot: re.search(detail.named, message, re.I)
-                 for slot, detail in cls.details.items()}
-        starts = {slot: match.start() for slot, match in found.items() if match}
+        starts = {slot: match.start() for slot, detail in cls.details.items()
+                  if (match := re.search(detail.named, message, re.I))}
         if not starts and re.search("price|cost|charge|how much", message, re.I):
             return "price"
         return min(starts, key=starts.get, default=None)
@@ -1330,7 +1326,8 @@ BLOCKS = """limit => document.fonts.ready.then(() => {
   const add = (kind, what, css, text) => {
     const r = what.getBoundingClientRect();
     const box = [r.left + scrollX, r.top + scrollY, r.width, r.height];
-    blocks.push({kind, box, colour: rgb(css), text});
+    const weight = Math.sqrt(Math.max(1, r.width * r.height));
+    blocks.push({kind, box, colour: rgb(css), text, weight});
   };
   for (const e of document.body ? document.body.querySelectorAll('*') : []) {
     const r = e.getBoundingClientRect(), s = getComputedStyle(e);
@@ -1529,7 +1526,7 @@ class Renderer(contextlib.AbstractContextManager):
 
     def picture_file(self, page, folder):
         """The path of the page's PNG in folder, drawn if it isn't there; None if it can't be."""
-        path = picture_path(page, folder)
+        path = os.path.join(folder, digest(page) + ".png")
         if not os.path.exists(path):
             try:
                 png = self.render(page)["png"]
@@ -1542,32 +1539,24 @@ class Renderer(contextlib.AbstractContextManager):
         return path
 
 
-def picture_path(page, folder):
-    return os.path.join(folder, digest(page) + ".png")
-
-
 def draw_pages(args, pages, folder):
     """{page: its PNG file in folder} of the pages that can be drawn; args: see browser_flags.
 
     Files that are there already are taken as they are. Others are drawn many at once.
     """
     os.makedirs(folder, exist_ok=True)
-    paths = {page: picture_path(page, folder) for page in pages}
-    new = [page for page, path in paths.items() if not os.path.exists(path)]
-    if new:
-        workers = os.cpu_count()
-        renderer = Renderer(workers, args.browser)
-        try:
-            with renderer, concurrent.futures.ThreadPoolExecutor(2 * workers) as pool:
-                files = pool.map(renderer.picture_file, new, itertools.repeat(folder))
-                for _ in progress("drawing pages", files, len(new)):
-                    pass
-        except GraderError as e:  # the browser does not start
-            fail(e)
-    drawn = {page: path for page, path in paths.items() if os.path.exists(path)}
-    if len(drawn) < len(paths):
-        say(f"{len(paths) - len(drawn)} of {len(paths)} pages can't be drawn and are not shown")
-    return drawn
+    pages, workers = list(pages), os.cpu_count()
+    renderer = Renderer(workers, args.browser)
+    try:
+        with renderer, concurrent.futures.ThreadPoolExecutor(2 * workers) as pool:
+            files = pool.map(renderer.picture_file, pages, itertools.repeat(folder))
+            drawn = dict(zip(pages, progress("drawing pages", files, len(pages))))
+    except GraderError as e:  # the browser does not start
+        fail(e)
+    missing = list(drawn.values()).count(None)
+    if missing:
+        say(f"{missing} of {len(pages)} pages can't be drawn and are not shown")
+    return {page: path for page, path in drawn.items() if path}
 
 
 # --- frontend: how alike two pages look -----------------------------------------------------------
@@ -1590,17 +1579,11 @@ def block_likeness(a, b, height):
     return max(0, 1 - apart / 2) * colour_likeness(a, b) * (1 + text_likeness(a, b)) / 2
 
 
-def weight(block):
-    """What a block counts: the square root of its area."""
-    _, _, width, height = block["box"]
-    return math.sqrt(max(1.0, width * min(height, PAGE["tallest"])))
-
-
 def similarity(page, other):
     """How alike two drawn pages are, 0 to 1; 1 for equal pages. No model's weights are needed.
 
-    It is the share of both pages' blocks that have a like one in the other, by `weight`. The most
-    alike are matched first. The pages' heights and backgrounds are a twentieth of the whole.
+    It is the share of both pages' blocks that have a like one in the other, weighted by the square
+    roots of their areas. The most alike are matched first. Heights and backgrounds are a twentieth.
     """
     height = max(page["height"], other["height"], 1)
     scores = [(block_likeness(a, b, height), i, j) for i, a in enumerate(page["blocks"])
@@ -1611,11 +1594,11 @@ def similarity(page, other):
         if i not in left and j not in right:
             left.add(i)
             right.add(j)
-            matched += likeness * (weight(page["blocks"][i]) + weight(other["blocks"][j]))
-    whole = sum(map(weight, page["blocks"])) + sum(map(weight, other["blocks"]))
+            matched += likeness * (page["blocks"][i]["weight"] + other["blocks"][j]["weight"])
+    whole = sum(block["weight"] for block in page["blocks"] + other["blocks"])
     blocks = matched / whole if whole else 1.0
     behind = colour_likeness(page, other) * min(page["height"], other["height"]) / height
-    return 0.95 * blocks + 0.05 * behind
+    return round(0.95 * blocks + 0.05 * behind, 6)  # 1 for equal pages, in whatever order added
 
 
 class Clip:

@@ -153,8 +153,10 @@ def test_pages_are_drawn_into_files_once(tmp_path, capsys):
     files = {page: open(file, "rb").read() for page, file in drawn.items()}
     assert {size(png) for png in files.values()} == {(PAGE["width"], PAGE["height"])}
     assert len(set(files.values())) == 2 == len(os.listdir(tmp_path))
-    args.browser = "/nowhere/chromium"
-    assert colbench.draw_pages(args, [BLUE, PLAIN], tmp_path) == drawn
+    for file in drawn.values():
+        open(file, "w").close()
+    assert colbench.draw_pages(args, [PLAIN, BLUE], tmp_path) == drawn
+    assert {os.path.getsize(file) for file in drawn.values()} == {0}
 
 
 # --- hostile pages, dead browsers -----------------------------------------------------------------
