@@ -3,7 +3,6 @@ import contextlib
 import json
 import os
 import platform
-import select
 import shlex
 import signal
 import socket
@@ -118,27 +117,6 @@ def test_verdicts(grader, answer, verdicts):
                       "tests": dict(zip(DOUBLE["test_cases"], verdicts))}
 
 
-def test_official_against_honest(grader):
-    cases = [HONEST, "def g(x): return x\ndef f(x): return g(x) * 2",
-             "import math\ndef f(x): return math.floor(x * 2)",
-             "def f(x): return 0 if x == 0 else 2 + f(x - 1)",
-             "def f(x):\n    import os\n    return x * 2", HONEST + "  # never call exit(1)",
-             f"```\n{HONEST}\n```", f"```py\n{HONEST}\n```",
-             f"Use argparse.\n```python\n{HONEST}\n```",
-             "def f(x):\n    import math\n    return math.floor(x * 2)"]
-    with Grader(rules="official", workers=1) as official:
-        assert [official.grade(DOUBLE, a)["reward"] for a in cases] == [1, 0, 0, 0, 0, 0, 1, 0, 0,
-            1]
-        recursive = task("def f(n):\n    return n if n < 2 else f(n - 1) + f(n - 2)", "f(1)",
-                         "f(5)")
-        assert official.grade(recursive, recursive["ground_truth"])["reward"] == 0.5
-        attack = "def f(x):\n    open('/tmp/pwned', 'w')"
-        assert official.grade(DOUBLE, attack)["tests"]["test1"] == 'raised "PermissionError"'
-    assert [grader.grade(DOUBLE, a)["reward"] for a in cases] == [1] * 10
-    with pytest.raises(ValueError):
-        Grader(rules="oficial")
-
-
 def test_reference_without_a_value_never_passes(grader):
     odd = task("def f(x):\n    if x == 1: return None\n    if x == 2: raise KeyError\n    return x",
                "f(1)", "f(2)", "f(3)")
@@ -147,6 +125,8 @@ def test_reference_without_a_value_never_passes(grader):
         "test2": 'no expected value: raised "KeyError"', "test3": "pass"}}
     with pytest.raises(GraderError):
         grader.grade({"ground_truth": "", "test_cases": {}}, HONEST)
+    with pytest.raises(ValueError):
+        Grader(rules="oficial")
 
 
 def test_both_sides_hash_alike(grader):
@@ -472,24 +452,6 @@ def test_check_drops_tasks_whose_reference_does_not_pass():
     for why in ("nosuch", "None", "KeyError", "TypeError: function", "'test5': 'wrong value'"):
         assert why in said, said
     assert "test6" not in said
-
-
-@pytest.mark.parametrize("unread", [False, True])
-def test_a_fork_server_ends_quietly_when_its_grader_dies_before_the_answer(unread, capfd):
-    """The grader dies between its "k" and the answer, or before it reads that. No traceback."""
-    server = module.Server([])
-    server.start()
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        socket.send_fds(server.control, [b"f"], [theirs.fileno(), os.memfd_create("request")])
-        assert ours.recv(99)  # the child is there
-        unread or server.process.send_signal(signal.SIGSTOP)
-        server.control.sendall(b"k")
-        unread and select.select([server.control], [], [])
-        server.control.close()
-        server.process.send_signal(signal.SIGCONT)
-        assert server.process.wait(20) == 0
-    assert capfd.readouterr() == ("", "")
 
 
 # --- the shared files, where they are -------------------------------------------------------------

@@ -161,20 +161,6 @@ def test_pages_are_drawn_into_files_once(tmp_path, capsys):
 
 # --- hostile pages, dead browsers -----------------------------------------------------------------
 
-def variables():
-    """CSS variables, each ten times the one before."""
-    steps = (f"--{b}: " + f"var(--{a}) " * 10 + ";" for a, b in zip("abcdefgh", "bcdefghi"))
-    return (f"<style>:root {{--a: x x x x x x x x x x; {''.join(steps)}}} "
-            "p::before {content: var(--i)}</style><p>b")
-
-
-def drawing():
-    """An SVG whose groups each hold ten times the one before."""
-    groups = (f"<g id='a{i + 1}'>" + f"<use href='#a{i}'/>" * 10 + "</g>" for i in range(8))
-    return (f"<svg><g id='a0'><rect width='9' height='9'/></g>{''.join(groups)}"
-            "<use href='#a8'/></svg>")
-
-
 HOSTILE = {
     "tall": "<div style='height: 99999999px'>tall</div>",
     "wide": "<div style='width: 99999999px; height: 9999999px'>wide</div>",
@@ -183,7 +169,10 @@ HOSTILE = {
     "frames": "<iframe srcdoc='<iframe srcdoc=1></iframe>'></iframe>" * 300,
     "blur": "<style>* {filter: blur(50px) drop-shadow(0 0 50px red)}</style>"
             + "<div>a</div>" * 3000,
-    "variables": variables(), "drawing": drawing(), "bytes": "\0\1\2",
+    "variables": "<style>p::before {content: var(--9)} :root {--0: x;" + "".join(
+        f"--{i + 1}:" + f" var(--{i})" * 10 + ";" for i in range(9)) + "}</style><p>b",
+    "drawing": "<svg><g id='a0'><rect width='9' height='9'/></g>" + "".join(
+        f"<g id='a{i + 1}'>" + f"<use href='#a{i}'/>" * 10 + "</g>" for i in range(8)) + "</svg>",
     "moving": "<style>div {animation: a 1s infinite} @keyframes a {to {width: 9000px}}</style>"
               + "<div>a</div>" * 2000,
     "frameset": "<frameset><frame src='x'></frameset>",
@@ -201,40 +190,6 @@ def test_hostile_pages_are_bounded_and_the_next_one_is_drawn(name, renderer, mon
         assert str(e)
     monkeypatch.undo()
     assert "We sell ." in [" ".join(text.split()) for text in texts(renderer.render(PLAIN))]
-
-
-@pytest.mark.full
-def test_hostile_neighbours_cost_a_page_nothing(monkeypatch):
-    """Pages that end the browser, again and again, beside good ones, which get their picture."""
-    with Renderer(workers=2) as r:
-        want, shoot = r.render(PLAIN), colbench.Browser.shoot
-
-        async def shoots(browser, page, sheet):
-            if page == "hostile":
-                await browser.driver.stop()
-                raise r.api.Error("it took the browser with it")
-            return await shoot(browser, page, sheet)
-        monkeypatch.setattr(colbench.Browser, "shoot", shoots)
-
-        def draw(page):
-            try:
-                return r.render(page)
-            except RenderError as e:
-                return str(e)
-        with ThreadPoolExecutor(4) as pool:
-            got = list(pool.map(draw, ["hostile", PLAIN] * 8))
-        assert got == ["it took the browser with it", want] * 8
-
-
-@pytest.mark.full
-def test_a_page_that_takes_too_long_costs_its_browser_alone(monkeypatch):
-    with Renderer(workers=1) as r:
-        want = r.render(PLAIN)
-        monkeypatch.setitem(PAGE, "seconds", 0.001)
-        with pytest.raises(RenderError, match="more than 0.001 s"):
-            r.render(BLUE)
-        monkeypatch.undo()
-        assert r.render(PLAIN) == want
 
 
 @pytest.mark.full
@@ -524,15 +479,6 @@ def pages(split, seed=0, usual=0.0):
     return itertools.islice(colbench.Pages.tasks(split, args), 200)
 
 
-def usual_pages(split):
-    """All pages of a split in which every slot has its usual value; maybe none."""
-    found = {}
-    with contextlib.suppress(SystemExit):
-        for t in pages(split, usual=1.0):
-            found[t["id"]] = t
-    return found.values()
-
-
 @pytest.mark.full
 def test_built_in_pages_share_nothing_between_splits_and_hide_their_slots():
     by = {split: list(pages(split)) for split in colbench.SPLITS}
@@ -541,9 +487,11 @@ def test_built_in_pages_share_nothing_between_splits_and_hide_their_slots():
     assert {colbench.kind_of(t) for made in by.values() for t in made} == {"frontend"}
     assert len({t["problem_description"] for t in by["train"]}) == len(colbench.THEMES)
     assert list(pages("train")) == by["train"] != list(pages("train", seed=1))
-    usual = [t for split in colbench.SPLITS for t in usual_pages(split)]
+    usual = set()
+    for split in colbench.SPLITS:
+        with contextlib.suppress(SystemExit):  # a split may have no page of usual values alone
+            usual |= {t["id"] for t in pages(split, usual=1.0)}
     assert len(usual) == len(colbench.THEMES)
-    assert all(t["id"].endswith("-gray-red-left-1-black") for t in usual)
     flags = ["tasks", "--kind", "frontend"]
     done = script("colbench.py", *flags, "--usual", 0, "--n", 9)
     made = [r["task"] for r in records(done.stdout)]
