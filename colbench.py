@@ -1091,7 +1091,7 @@ class Server:
 
     def start(self):
         self.control, theirs = socket.socketpair()
-        self.control.settimeout(20)
+        self.control.settimeout(60)
         env = {"PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
         command = [sys.executable, "-s", "-P", "-B", "-Wignore", "-c", server_program(self.modules)]
         with theirs:  # not -I: it would ignore the hash seed
@@ -1106,21 +1106,21 @@ class Server:
             self.control.close()
             self.process = None
 
-    def run(self, request, seconds, end):
-        """Runs one child. Returns its claims, as bytes, for the first tests; in place of the next
-        one why there are no more, as text.
+    def run(self, request, seconds, left):
+        """Runs one child. Returns its claims, as bytes, for the first tests, in place of the next
+        one why there are no more, as text; and the seconds that it took.
 
-        seconds: for each test; end: when the last claim must have come. A server that fails is
-        restarted once. GraderError: it fails again.
+        seconds: for each test; left: for all of them. A server that fails is restarted once.
+        GraderError: it fails again.
         """
         for _ in range(2):
             try:
-                return self.run_child(request, seconds, end)
+                return self.run_child(request, seconds, left)
             except OSError as e:
                 error = e
         raise GraderError(f"a fork server failed twice: {error!r}") from error
 
-    def run_child(self, request, seconds, end):
+    def run_child(self, request, seconds, left):
         """As run(), but OSError where the server fails."""
         if not self.ready:  # it never started, or it failed, or its last child was given up
             self.stop()
@@ -1132,18 +1132,18 @@ class Server:
             file.seek(0)
             with theirs:
                 socket.send_fds(self.control, [b"f"], [theirs.fileno(), file.fileno()])
-            wire.settimeout(10)
+            wire.settimeout(60)  # for a server that starts on a busy machine
             if wire.recv(9) != b"confined":  # said before it has read any code
                 raise OSError("a child did not start, or could not confine itself")
-            claims = []
+            claims, begin = [], time.monotonic()
             while len(claims) < len(request["tests"]):
-                got = receive(wire, min(end, time.monotonic() + seconds))
+                got = receive(wire, min(begin + left, time.monotonic() + seconds))
                 claims.append(got)
                 if isinstance(got, str):
                     break
         self.control.sendall(b"k")
         self.ready = self.control.recv(1) == b"k"
-        return claims
+        return claims, time.monotonic() - begin
 
 
 def receive(wire, deadline):
@@ -1230,16 +1230,18 @@ class Grader(contextlib.AbstractContextManager):
     def claims(self, text, tests, patience=1):
         """For each test a child's claim, as bytes, or why there is none, as text.
 
-        patience stretches the time limits.
+        patience stretches the time limits, in which a wait for servers and their start don't count.
         """
-        claims, end = [], time.monotonic() + LIMITS["answer"] * patience
+        claims, left = [], LIMITS["answer"] * patience
         servers = self.idle.get()
         try:
             if self.closed:
                 raise GraderError("the grader is closed")
-            while len(claims) < len(tests) and time.monotonic() < end:
+            while len(claims) < len(tests) and left > 0:
                 request = {"text": text, "tests": tests[len(claims):], "official": self.official}
-                claims += servers["import" in text].run(request, LIMITS["test"] * patience, end)
+                server, seconds = servers["import" in text], LIMITS["test"] * patience
+                found, took = server.run(request, seconds, left)
+                claims, left = claims + found, left - took
         finally:
             self.idle.put(servers)
         return claims + ["timeout"] * (len(tests) - len(claims))

@@ -383,6 +383,16 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(grader):
     assert n < 1000 or max(sizes[-quarter:])[0] <= max(sizes[:quarter])[0] + 4  # nothing piles up
 
 
+def test_the_wait_for_a_server_and_its_start_take_none_of_an_answers_time(monkeypatch):
+    """One worker, a crowd of answers that never end, and an honest one behind them."""
+    quick(monkeypatch)
+    with Grader(workers=1) as g, ThreadPoolExecutor(4) as pool:
+        assert g.grade(DOUBLE, HONEST)["reward"] == 1
+        answers = ["import math\nwhile True: pass"] * 3 + ["import math\n" + HONEST]
+        jobs = [pool.submit(g.grade, DOUBLE, answer) for answer in answers]
+        assert [job.result()["reward"] for job in jobs] == [0, 0, 0, 1]
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL,
                                  pytest.param(signal.SIGSEGV, marks=pytest.mark.full)])
 def test_a_killed_server_is_started_again(how):
