@@ -85,12 +85,6 @@ def test_slots_are_asked_for_by_number(kind):
         take(1, kind=kind, min_slots=7, max_slots=9)
 
 
-def test_slots_of():
-    assert slots_of("def f(x, rate=3, op=max): return f(rate=9)") == {"rate": "3", "op": "max"}
-    for code in ("def f(x):\n    y=3\n    return y", "", "def f(x): return x"):
-        assert slots_of(code) == {}
-
-
 # --- the human ------------------------------------------------------------------------------------
 
 def test_scripted_human():
