@@ -825,6 +825,8 @@ def load(path, device="cpu", dtype="fp32", head=False, **sharding):
             fail(f"the weights in {path!r} can't be read: {str(e).splitlines()[-1]}")
         if wrong := sorted(map(str, chain(*told.values()))):
             fail(f"the weights in {path!r} are not those of its config.json: {wrong[:3]}")
+        if not hasattr(getattr(lm, "model", None), "layers") and not has_vision(config):
+            fail(f"{path!r} is not built as today's chat models are: it has no model.layers")
         own = own_logps(lm, turns)
         lm.set_attn_implementation(attention)
         source.append(TreeLM(lm, device, head))

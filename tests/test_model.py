@@ -771,3 +771,14 @@ def test_every_tensor_of_the_files_and_of_the_model_has_its_like(change, tmp_pat
     save_file(tensors, tmp_path / "m" / "model.safetensors", {"format": "pt"})
     with pytest.raises(SystemExit, match=f"not those of its config.json: .*{name}"):
         M.load(str(tmp_path / "m"))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name, verdict", [
+    ("olmo2", "right"), ("glm4_moe", "right"), ("phimoe", "its log-probs differ"),
+    ("qwen3_next", "layers other than attention"), ("gpt2", "it has no model.layers")])
+def test_the_table_of_families(name, verdict, tiny_dir):
+    sys.path.append(f"{ROOT}/tests/experiments")
+    import families
+    tokenizer = M.find_model(tiny_dir)[1]
+    assert verdict in families.verdict(families.small(name, len(tokenizer)), tokenizer)
