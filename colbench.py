@@ -514,7 +514,7 @@ not mind. Write no code, quote none, and do not mention that a function exists."
                 if args.min_slots <= len(slots) <= args.max_slots}
 
     @classmethod
-    def task(cls, name, values, body):
+    def builtin_task(cls, name, values, body):
         """A task whose slots have these values; None if another value makes the same function.
 
         It has ten tests. Any other value of any one slot fails at least one of them.
@@ -556,7 +556,7 @@ not mind. Write no code, quote none, and do not mention that a function exists."
             slots, body = r.choice(list(cls.bodies_of(name, args).items()))
             values = draw_values(r, {slot: cls.details[slot].values for slot in slots}, args.usual)
             if rng("split", name, values).choice(SPLITS) == split:
-                task = cls.task(name, values, body)
+                task = cls.builtin_task(name, values, body)
                 if task:
                     yield task
 
