@@ -844,7 +844,7 @@ exit_group 231 94
 """
 # What a child may import, all of it loaded before the fork: the standard library but for what opens
 # windows or builds packages, and some others. Your tasks need another module? Add it.
-LEFT_OUT = {"antigravity", "distutils", "idlelib", "lib2to3", "_tkinter", "tkinter"}
+LEFT_OUT = {"antigravity", "distutils", "idlelib", "lib2to3", "_tkinter", "tkinter", "turtle"}
 MODULES = [*sorted(sys.stdlib_module_names - LEFT_OUT), *"""concurrent.futures.thread html.parser
 logging.config logging.handlers numpy numpy.fft numpy.linalg numpy.random sympy
 sympy.assumptions.wrapper sympy.tensor.tensor typing_extensions unittest.mock xml.dom.minidom
