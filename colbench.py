@@ -515,7 +515,7 @@ not mind. Write no code, quote none, and do not mention that a function exists."
                 if args.min_slots <= len(slots) <= args.max_slots}
 
     @classmethod
-    def task(cls, name, values, body):
+    def builtin_task(cls, name, values, body):
         """A task whose slots have these values; None if another value makes the same function.
 
         It has ten tests. Any other value of any one slot fails at least one of them.
@@ -557,7 +557,7 @@ not mind. Write no code, quote none, and do not mention that a function exists."
             slots, body = r.choice(list(cls.bodies_of(name, args).items()))
             values = draw_values(r, {slot: cls.details[slot].values for slot in slots}, args.usual)
             if rng("split", name, values).choice(SPLITS) == split:
-                task = cls.task(name, values, body)
+                task = cls.builtin_task(name, values, body)
                 if task:
                     yield task
 
@@ -845,7 +845,7 @@ exit_group 231 94
 """
 # What a child may import, all of it loaded before the fork: the standard library but for what opens
 # windows or builds packages, and some others. Your tasks need another module? Add it.
-LEFT_OUT = {"antigravity", "distutils", "idlelib", "lib2to3", "_tkinter", "tkinter"}
+LEFT_OUT = {"antigravity", "distutils", "idlelib", "lib2to3", "_tkinter", "tkinter", "turtle"}
 MODULES = [*sorted(sys.stdlib_module_names - LEFT_OUT), *"""concurrent.futures.thread html.parser
 logging.config logging.handlers numpy numpy.fft numpy.linalg numpy.random sympy
 sympy.assumptions.wrapper sympy.tensor.tensor typing_extensions unittest.mock xml.dom.minidom
