@@ -30,6 +30,7 @@ import json
 import math
 import numbers
 import os
+import pathlib
 import platform
 import queue
 import re
@@ -955,6 +956,10 @@ def as_text(value):
         return f"[{joined(value)}]"
     if isinstance(value, tuple):
         return f"({joined(value)})"
+    if isinstance(value, collections.deque):
+        return f"deque({joined(value)})"
+    if isinstance(value, pathlib.PurePath):
+        return f"path({ascii(str(value))})"
     if isinstance(value, range):
         return f"range({joined([len(value), *value[:2]])})"
     if isinstance(value, collections.abc.Set):  # keys of a dict, too
@@ -1064,7 +1069,7 @@ def serve(bpf, modules, memory, room):
 
 
 IMPORTS = """import collections.abc, contextlib, ctypes, datetime, gc, json, math, numbers, os
-import re, resource, signal, socket, struct, sys, textwrap, types, uuid
+import pathlib, re, resource, signal, socket, struct, sys, textwrap, types, uuid
 import encodings.ascii, encodings.latin_1, encodings.utf_16, encodings.cp1252, encodings.idna
 import encodings.base64_codec, encodings.hex_codec, encodings.rot_13, unicodedata
 from hashlib import sha256

@@ -11,6 +11,7 @@
     not_drawn     frontend: share of the episodes whose page has no picture
     turns         the agent's messages in an episode
     tokens        what the agent sampled in an episode
+    wins          frontend: share of the tasks where it beats the first system; a tie is half
 
 Intervals (95 %) come from a bootstrap over tasks: a task is drawn with all its episodes, those of
 all seeds, since these are not independent. Differences are taken on the tasks that both systems
@@ -173,6 +174,9 @@ def difference(first, system, resamples):
         out[metric], out[f"{metric}_95"] = with_interval(
             lambda tasks: ratio(tasks[:, 2:]) - ratio(tasks[:, :2]), by_task(pairs, common),
             resamples)
+    mine, n, other, m = pairs.T
+    wins = np.stack([(1 + np.sign(other / m - mine / n)) / 2, np.ones(len(common))], 1)
+    out["wins"], out["wins_95"] = with_interval(ratio, by_task(wins, common), resamples)
     return out
 
 
@@ -204,6 +208,8 @@ def row(r, mean):
     if d := r.get("minus_first"):
         cells["success - first"] = percent(d["success"], d["success_95"], "+")
         cells[f"{mean} - first"] = percent(d["tests_passed"], d["tests_passed_95"], "+")
+        if "success" not in r:
+            cells["wins %"] = percent(d["wins"], d["wins_95"])
     return cells
 
 

@@ -8,6 +8,7 @@ import decimal
 import fractions
 import itertools
 import math
+import pathlib
 import os
 import random
 import re
@@ -137,7 +138,7 @@ def test_no_answer_forges_a_reward_from_inside(graders, name, monkeypatch):
 
 # --- values ---------------------------------------------------------------------------------------
 
-SPACE = {m.__name__: m for m in (collections, datetime, decimal, fractions, math, uuid)}
+SPACE = {m.__name__: m for m in (collections, datetime, decimal, fractions, math, pathlib, uuid)}
 VALUES = """
 None | True | 1 | 1.0 | 0 | -0.0 | 0.5 | 2**63 | 2**70000 | 2.0**63 | 1e300 | 0.1
 math.inf | float('nan') | 1+0j | 1j
@@ -160,7 +161,8 @@ datetime.datetime(2024, 1, 2, 1, tzinfo=datetime.timezone(datetime.timedelta(hou
 datetime.datetime(2024, 1, 2, 3, 4, 5, 6) | datetime.date(2024, 1, 2)
 datetime.time(1, 2) | datetime.timedelta(1) | datetime.timedelta(hours=24)
 uuid.UUID(int=1) | uuid.UUID('00000000-0000-0000-0000-000000000001') | uuid.UUID(int=2)
-int | type(None)
+int | type(None) | collections.deque([1]) | collections.deque([1], 5) | collections.deque([[1]])
+pathlib.PurePosixPath('a/b') | pathlib.PurePosixPath('a//b') | pathlib.PurePosixPath('1')
 """
 VALUES = [text.strip() for text in VALUES.strip().replace("\n", "|").split("|")]
 
@@ -217,8 +219,7 @@ def test_long_and_deep_values_are_compared(graders, text):
 REFUSED = {
     "generator": "(i for i in [1])", "dict_values": "{1: 2}.values()", "function": "f",
     "module": "__import__('math')", "object": "object()", "type": "type('K', (), {})",
-    "memoryview": "memoryview(b'a')", "UserDict": "__import__('collections').UserDict({})",
-    "deque": "__import__('collections').deque([1])"}
+    "memoryview": "memoryview(b'a')", "UserDict": "__import__('collections').UserDict({})"}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -60,7 +60,7 @@ def test_where_records_do_not_say_whether_they_are_answered_the_marker_does(tmp_
     assert r["unanswered"] == 0.25 and "\n2 records have no `answered`: " in said
 
 
-def test_pages_have_likeness_and_failures_and_no_rules(tmp_path):
+def test_pages_have_likeness_wins_failures_and_no_rules(tmp_path):
     page = lambda task, reward, **more: {**episode(task, reward, **more), "task": {
         "id": task, "problem_description": "p", "ground_truth": "<html></html>"}}
     ours = [page("a", 1.0), page("b", 0.5), page("b", 0.7), page("c", 0.25),
@@ -70,6 +70,7 @@ def test_pages_have_likeness_and_failures_and_no_rules(tmp_path):
     assert r["tests_passed"] == 0.49 and "success" not in r and "unanswered" not in r
     assert first["not_drawn"] == 0 and r["not_drawn"] == 0.2 and r["minus_first"]["success"] is None
     assert r["minus_first"]["clusters"] == 3 and "success" not in table
+    assert r["minus_first"]["wins"] == 0.5 and "wins %" in table  # a won, b tied, c lost
     assert "likeness %" in table and "likeness - first" in table and "not drawn %" in table
     assert table.endswith("[95 % bootstrap intervals over tasks]\n")
 
