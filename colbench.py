@@ -22,7 +22,6 @@ import ctypes
 import datetime
 import functools
 import gc
-import hashlib
 import html
 import inspect
 import io
@@ -54,46 +53,6 @@ from typing import NamedTuple
 
 ANSWER = "I WANT TO ANSWER:"   # what follows is the final answer
 OUTPUT = "OUTPUT:"             # what stands before is the agent's private thought
-
-AGENT_PROMPT = """You write a Python function for a colleague. The description below leaves out \
-details that only they know, and hidden unit tests check those details. Talk to them: in each \
-message ask one short question about one detail. You may think first; only what follows "{OUTPUT}" \
-is sent. You have {max_turns} messages in all. When you know enough, or in your last message, \
-write "{ANSWER}" and after it the complete function, nothing else.
-
-{problem_description}"""
-PAGE_AGENT_PROMPT = """You build a web page for a colleague who has a certain page in mind; below \
-is how they describe it. In each message send one complete page, from <html> to </html>, with \
-Tailwind's classes (link https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css) \
-and no scripts; pictures come from https://picsum.photos/WIDTH/HEIGHT. They look at it and tell \
-what is most unlike their page; then send a better one. You may think first; only what follows \
-"{OUTPUT}" is sent. You have {max_turns} messages in all; your last page counts.
-
-{problem_description}"""
-HUMAN_PROMPT = """You are the colleague in the conversation below. You want a Python function and \
-an assistant writes it for you. You described it loosely; the assistant asks until it knows \
-enough.
-
-How you described it:
-{problem_description}
-
-What you really want. The assistant must not see it:
-{hidden_information}
-
-The conversation so far:
-{dialogue}
-
-Answer the assistant's last message as that colleague, in at most two short sentences. Tell only \
-what was asked for, and only what the function settles; where it settles nothing, say that you do \
-not mind. Write no code, quote none, and do not mention that a function exists."""
-PAGE_HUMAN_PROMPT = """You look at two pictures of web pages: first the one that a designer has \
-made for you, then the one that you have in mind, which the designer can't see. You described \
-yours like this:
-{problem_description}
-
-Tell the designer what to change first: in at most four sentences the largest differences in \
-layout, colours, sizes and texts, said of your page as it should be. Write no code, and do not \
-mention pictures."""
 HIDDEN = "Hidden reference:\n{hidden}\n\n"  # goes before a conversation, for a reader who may know
 RIGHT = "it looks right"                    # what the human says of a page
 NOT_SEEN = "i can't see your page: {}"
@@ -106,7 +65,7 @@ def task_id(task):
     if task.get("id"):
         return str(task["id"])
     text = task["problem_description"] + "\0" + task["ground_truth"]
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
+    return sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def hidden_information(task):
@@ -262,7 +221,78 @@ def scripted_episode(task, max_turns, agent, human, show_hidden=False):
     return {"task": task, "sample": 0, "dialogue_history": history, "answer": answer}
 
 
-# --- built-in tasks: small functions with hidden slots --------------------------------------------
+# --- environments: all that a kind of task decides ------------------------------------------------
+
+class Environment(contextlib.AbstractContextManager):
+    """One kind of task. The class knows the task; an instance plays the human and grades.
+
+    An instance is shared by threads; `with` ends what it has started. args: a script's flags;
+    workers: answers graded at once; pictures: 1 if an LLM human or a critic looks at pages.
+    """
+    agent_prompt = "{problem_description}"  # may hold {max_turns}, {ANSWER} and {OUTPUT}, too
+    human_prompt = None             # for an LLM that plays the human; see human_prompt()
+    reply_chars = 400               # the human's reply is cut here
+    fields = ()                     # what grade reads of a task beyond description and reference
+    reward_name = "reward"          # in messages; its first word heads a column of evaluate.py
+    pieces = ""                     # regex: what is one token to the tiny model
+    drawn = False                   # 1 if answers are drawn: then methods may take long
+
+    def __init__(self, args, workers, pictures=0):
+        self.workers = workers
+
+    def __exit__(self, *_):
+        pass
+
+    @classmethod
+    def tasks(cls, split, args):
+        """Endless built-in tasks of a split, for `colbench.py tasks`."""
+        fail(f"--kind {args.kind} has no built-in tasks")
+
+    @classmethod
+    def demonstration(cls, task, r, args):
+        """A scripted_episode for `colbench.py demos`, drawn by r, a random.Random."""
+        fail(f"--kind {args.kind} has no demonstrations")
+
+    @classmethod
+    def answer(cls, history, final):
+        """The answer of a dialogue; final: what the agent's last message hands in, or None."""
+        return final
+
+    @classmethod
+    def page(cls, text):
+        """The HTML page in a text, or "". A kind that has pages inherits from Pages."""
+        return ""
+
+    @classmethod
+    def metrics(cls, record):
+        """{name: (numerator, denominator)} of a graded record, for evaluate.py.
+
+        A system's value is the sum of the numerators over that of the denominators. Reward, turns
+        and tokens are measured anyway.
+        """
+        agent = agent_messages(record)
+        marked = bool(agent) and ANSWER in agent[-1]["content"]
+        answered = record.get("answered", marked)
+        return {"success": (record["reward"] >= 1, 1), "unanswered": (not answered, 1)}
+
+    def scripted_human(self, task, message):
+        """The built-in human's reply."""
+        fail("--human scripted: this kind of task has no scripted human")
+
+    def shown(self, task, message):
+        """PNG files, as bytes, that an LLM human looks at."""
+        return []
+
+    def grade(self, task, answer):
+        """{"reward": 0 to 1} and what else the record should keep; "failure" says what failed."""
+        fail(f"{type(self).__name__} grades nothing: it needs a method grade")
+
+    def grader_line(self):
+        """How it grades, for a program's last message."""
+        return "grader: " + type(self).__name__
+
+
+# --- Backend Programming: functions with hidden slots ---------------------------------------------
 
 class Detail(NamedTuple):
     """A number that only the human knows.
@@ -275,17 +305,6 @@ class Detail(NamedTuple):
     questions: tuple
     replies: tuple
     named: str        # regex: the words by which a question names it
-
-
-class Wording(NamedTuple):
-    """The functions of one kind of task, and what is said of them."""
-    details: dict     # {slot: Detail}; the last one is in no function
-    stories: dict     # {a function's name: (what it gives, unit)}
-    bodies: dict      # {a function's name: {its slots: its body}}
-    requests: tuple
-    unknown: tuple    # the human's replies where it knows nothing
-    answer: str
-    more: dict        # fields of a task
 
 
 # The slots' values are disjoint, so that a small model can learn which number belongs where.
@@ -371,9 +390,6 @@ STORIES = {  # name: (what the function gives, unit)
     "lessons": ("the price of x piano lessons", "lesson"),
     "call": ("the price of a phone call of x minutes", "minute"),
     "copies": ("the price of copying x pages", "page")}
-REQUESTS = ("Please write a function {name}(x) that returns {what}.",
-            "I need a function {name}(x). It should return {what}.",
-            "Can you write {name}(x)? It returns {what}.")
 BUGS = (("min(", "max("), ("max(", "min("), (" + ", " - "), (" * ", " + "), ("<", ">"), (">", "<"),
         ("//", "%"), ("%", "//"), ("else x", "else 0"))
 SPLITS = ("train", "val", "test")  # which one a task is in is drawn by its name and values
@@ -391,28 +407,12 @@ def body_in_english(slots):
 PRICED = [tuple(slot for slot in DETAILS if slot == "price" or slot in others)
           for n in range(len(DETAILS) - 1)
           for others in itertools.combinations([*DETAILS][:2] + [*DETAILS][3:-1], n)]
-WORDINGS = {
-    "backend": Wording(
-        {slot: Detail(values, "", (), (f"what is the {slot}?", f"which {slot} do you want?"),
-                      (slot + "={n}",), rf"\b{slot}\b") for slot, values in SLOTS.items()},
-        {name: (what, "") for name, (what, _) in FAMILIES.items()},
-        {name: {slots_in(e): f" return {e}" for e in expressions}
-         for name, (_, expressions) in FAMILIES.items()},
-        ("write {name}(x): {what}",), ("i do not know",), "{code}",
-        {"agent_prompt": "{problem_description}"}),
-    "english": Wording(
-        DETAILS, STORIES, dict.fromkeys(STORIES, {s: body_in_english(s) for s in PRICED}),
-        REQUESTS, ("I do not know.", "I can't say.", "That does not matter."),
-        "```python\n{code}\n```", {})}
 
 
 def draw_values(r, slots, usual):
     """A value for each slot. With probability `usual` it is the first one, which a guess names."""
-    values = {}
-    for name, choices in slots.items():
-        is_usual = r.random() < usual
-        values[name] = choices[0] if is_usual else r.choice(choices)
-    return values
+    return {name: choices[0] if r.random() < usual else r.choice(choices)
+            for name, choices in slots.items()}
 
 
 def slots_of(code):
@@ -454,80 +454,198 @@ def telling_inputs(outputs, values, choices, r):
     return chosen
 
 
-def builtin_task(kind, name, values, body):
-    """A task whose slots have these values; None if another value makes the same function.
+class Functions(Environment):
+    """Backend Programming: the answer is a function, the reward the share of tests it passes.
 
-    It has ten tests. Any other value of any one slot fails at least one of them.
+    The built-in functions have slots, numbers that only the human knows; a small model's tasks.
     """
-    code, space, words = builtin_code(name, values, body), {"min": min, "max": max}, WORDINGS[kind]
-    exec(code, space)  # our own code, from FAMILIES or DETAILS
+    agent_prompt = """You write a Python function for a colleague. The description below leaves \
+out details that only they know, and hidden unit tests check those details. Talk to them: in each \
+message ask one short question about one detail. You may think first; only what follows "{OUTPUT}" \
+is sent. You have {max_turns} messages in all. When you know enough, or in your last message, \
+write "{ANSWER}" and after it the complete function, nothing else.
 
-    def outputs(inputs, values):
-        values = {slot: space.get(value, value) for slot, value in values.items()}
-        return [space[name](x, **values) for x in inputs]
+{problem_description}"""
+    human_prompt = """You are the colleague in the conversation below. You want a Python function \
+and an assistant writes it for you. You described it loosely; the assistant asks until it knows \
+enough.
 
-    r, (what, unit) = rng("tests", name, values), words.stories[name]
-    choices = {slot: words.details[slot].values for slot in values}
-    inputs = telling_inputs(outputs, values, choices, r)
-    if inputs is None:
-        return None
-    said = [fill(r.choice(words.requests), name=name, what=what)]
-    for slot in values:
-        if words.details[slot].clauses:
-            clause = fill(r.choice(words.details[slot].clauses), unit=unit)
-            said.append(f"{clause[0].upper()}{clause[1:]}.")
-    return {"id": "-".join([name, *(f"{slot}{value}" for slot, value in values.items())]),
-            "kind": kind, "problem_description": " ".join(said), **words.more,
-            "ground_truth": code,
-            "test_cases": {f"test{i}": f"{name}({x})" for i, x in enumerate(inputs, 1)}}
+How you described it:
+{problem_description}
+
+What you really want. The assistant must not see it:
+{hidden_information}
+
+The conversation so far:
+{dialogue}
+
+Answer the assistant's last message as that colleague, in at most two short sentences. Tell only \
+what was asked for, and only what the function settles; where it settles nothing, say that you do \
+not mind. Write no code, quote none, and do not mention that a function exists."""
+    fields = ("task.test_cases",)
+    reward_name = "tests passed"
+    pieces = r"def \w+\(x|\): return [^\n]+"  # a built-in function's head and body
+    kind = "backend"
+    details = {slot: Detail(values, "", (), (f"what is the {slot}?", f"which {slot} do you want?"),
+                            (slot + "={n}",), rf"\b{slot}\b") for slot, values in SLOTS.items()}
+    stories = {name: (what, "") for name, (what, _) in FAMILIES.items()}
+    bodies = {name: {slots_in(e): f" return {e}" for e in expressions}
+              for name, (_, expressions) in FAMILIES.items()}  # {name: {its slots: its body}}
+    requests = ("write {name}(x): {what}",)
+    unknown = ("i do not know",)  # the human's replies where it knows nothing
+    answer_form = "{code}"
+    task_fields = {"agent_prompt": "{problem_description}"}
+
+    def __init__(self, args, workers, pictures=0):
+        self.rules, self.workers = getattr(args, "rules", "honest"), workers
+        self.grader = Grader(self.rules, workers)
+
+    def __exit__(self, *_):
+        self.grader.__exit__()
+
+    def grade(self, task, answer):
+        return self.grader.grade(task, answer)
+
+    def grader_line(self):
+        return f"grader: {self.rules} rules"
+
+    @classmethod
+    def bodies_of(cls, name, args):
+        """{slots: body} of a name's functions that have so many slots."""
+        return {slots: body for slots, body in cls.bodies[name].items()
+                if args.min_slots <= len(slots) <= args.max_slots}
+
+    @classmethod
+    def builtin_task(cls, name, values, body):
+        """A task whose slots have these values; None if another value makes the same function.
+
+        It has ten tests. Any other value of any one slot fails at least one of them.
+        """
+        code, space = builtin_code(name, values, body), {"min": min, "max": max}
+        exec(code, space)  # our own code, from FAMILIES or DETAILS
+
+        def outputs(inputs, values):
+            values = {slot: space.get(value, value) for slot, value in values.items()}
+            return [space[name](x, **values) for x in inputs]
+
+        r, (what, unit) = rng("tests", name, values), cls.stories[name]
+        choices = {slot: cls.details[slot].values for slot in values}
+        inputs = telling_inputs(outputs, values, choices, r)
+        if inputs is None:
+            return None
+        said = [fill(r.choice(cls.requests), name=name, what=what)]
+        for slot in values:
+            if cls.details[slot].clauses:
+                clause = fill(r.choice(cls.details[slot].clauses), unit=unit)
+                said.append(f"{clause[0].upper()}{clause[1:]}.")
+        return {"id": "-".join([name, *(f"{slot}{value}" for slot, value in values.items())]),
+                "kind": cls.kind, "problem_description": " ".join(said), **cls.task_fields,
+                "ground_truth": code,
+                "test_cases": {f"test{i}": f"{name}({x})" for i, x in enumerate(inputs, 1)}}
+
+    @classmethod
+    def tasks(cls, split, args):
+        """Endless built-in tasks of a split. The splits share no task; one seed may repeat a task.
+
+        args: seed, usual, min_slots and max_slots of `colbench.py tasks`.
+        """
+        r = rng("tasks", split, args.seed)
+        names = [name for name in cls.stories if cls.bodies_of(name, args)]
+        if not names:
+            fail(f"no built-in function has {args.min_slots} to {args.max_slots} slots")
+        while True:
+            name = r.choice(names)
+            slots, body = r.choice(list(cls.bodies_of(name, args).items()))
+            values = draw_values(r, {slot: cls.details[slot].values for slot in slots}, args.usual)
+            if rng("split", name, values).choice(SPLITS) == split:
+                task = cls.builtin_task(name, values, body)
+                if task:
+                    yield task
+
+    @classmethod
+    def asked_for(cls, message):
+        """The slot that a message asks for first, or None."""
+        starts = {slot: match.start() for slot, detail in cls.details.items()
+                  if (match := re.search(detail.named, message, re.I))}
+        if not starts and re.search("price|cost|charge|how much", message, re.I):
+            return "price"
+        return min(starts, key=starts.get, default=None)
+
+    @classmethod
+    def scripted_human(cls, task, message):
+        """The value of the first slot that the message asks for."""
+        slots, slot = slots_of(hidden_information(task)), cls.asked_for(message)
+        if not slots:
+            say_that_it_knows_nothing()
+        r = rng("reply", task_id(task), message)
+        if slot not in slots:
+            return r.choice(cls.unknown)
+        _, unit = cls.stories.get(task_id(task).partition("-")[0], ("", ""))
+        return fill(r.choice(cls.details[slot].replies), n=slots[slot], unit=unit)
+
+    @classmethod
+    def demonstration(cls, task, r, args):
+        """A scripted episode of mixed quality: what an imperfect agent might do.
+
+        args: max_turns and the probabilities of `colbench.py demos`: at_once, early, distract,
+        noise, silent, hidden.
+        """
+        name = task["id"].partition("-")[0]
+        functions = cls.bodies_of(name, args)
+        slots, told, denied = slots_of(task["ground_truth"]), {}, set()
+        informed, silent = r.random() < args.hidden, r.random() < args.silent
+        if any(cls.details[slot].clauses for slot in slots):  # the description tells its slots
+            functions = {tuple(slots): cls.bodies[name][tuple(slots)]}
+
+        def answer(possible):
+            """The function by what it knows; the missing slots and values are guessed."""
+            known = tuple(slot for slot in cls.details if slot in (slots if informed else told))
+            names = r.choice([known] if known in possible else list(possible))
+            usual = {slot: cls.details[slot].values[0] for slot in names}
+            values = {slot: told.get(slot) or (slots if informed else usual)[slot]
+                      for slot in names}
+            body = possible[names]
+            if r.random() < args.noise:  # a bug: one operator is another
+                right, wrong = r.choice([swap for swap in BUGS if swap[0] in body])
+                body = body.replace(right, wrong, 1)
+            return f"{ANSWER}\n" + fill(cls.answer_form, code=builtin_code(name, values, body))
+
+        def agent(turn, reply):
+            possible = {names: body for names, body in functions.items()
+                        if set(told) <= set(names) and not denied & set(names)}
+            unknown = [slot for slot in cls.details
+                       if slot not in told and any(slot in names for names in possible)]
+            early = r.random() < (args.at_once if turn == 0 else args.early)
+            last = turn == args.max_turns - 1
+            if not silent and (early or last or not unknown):
+                return answer(possible)
+            distracted = not unknown or r.random() < args.distract
+            asked = r.choice(list(cls.details) if distracted else unknown[:2])
+            return fill(r.choice(cls.details[asked].questions), unit=cls.stories[name][1])
+
+        def human(content):
+            slot = cls.asked_for(content)
+            if slot in slots:
+                told[slot] = slots[slot]
+            else:
+                denied.add(slot)
+            return cls.scripted_human(task, content)
+
+        return scripted_episode(task, args.max_turns, agent, human, show_hidden=informed)
 
 
-def bodies(kind, name, args):
-    """{slots: body} of a name's functions that have so many slots."""
-    return {slots: body for slots, body in WORDINGS[kind].bodies[name].items()
-            if args.min_slots <= len(slots) <= args.max_slots}
-
-
-def builtin_tasks(kind, split, args):
-    """Endless built-in tasks of a split. The splits share no task; one seed may repeat a task.
-
-    args: seed, usual, min_slots and max_slots of `colbench.py tasks`.
-    """
-    r, words = rng("tasks", split, args.seed), WORDINGS[kind]
-    names = [name for name in words.stories if bodies(kind, name, args)]
-    if not names:
-        fail(f"no built-in function has {args.min_slots} to {args.max_slots} slots")
-    while True:
-        name = r.choice(names)
-        slots, body = r.choice(list(bodies(kind, name, args).items()))
-        values = draw_values(r, {slot: words.details[slot].values for slot in slots}, args.usual)
-        if rng("split", name, values).choice(SPLITS) == split:
-            task = builtin_task(kind, name, values, body)
-            if task:
-                yield task
-
-
-def asked_for(kind, message):
-    """The slot that a message asks for first, or None."""
-    found = {slot: re.search(detail.named, message, re.I)
-             for slot, detail in WORDINGS[kind].details.items()}
-    starts = {slot: match.start() for slot, match in found.items() if match}
-    if not starts and re.search("price|cost|charge|how much", message, re.I):
-        return "price"
-    return min(starts, key=starts.get, default=None)
-
-
-def scripted_human(task, message):
-    """The built-in human: the value of the first slot that the message asks for."""
-    slots, kind = slots_of(hidden_information(task)), kind_of(task)
-    if not slots:
-        say_that_it_knows_nothing()
-    words, slot = WORDINGS[kind], asked_for(kind, message)
-    r = rng("reply", task_id(task), message)
-    if slot not in slots:
-        return r.choice(words.unknown)
-    _, unit = words.stories.get(task_id(task).partition("-")[0], ("", ""))
-    return fill(r.choice(words.details[slot].replies), n=slots[slot], unit=unit)
+class English(Functions):
+    """Backend Programming on built-in tasks in English, for real language models."""
+    pieces = ""
+    kind = "english"
+    details, stories = DETAILS, STORIES
+    bodies = dict.fromkeys(STORIES, {slots: body_in_english(slots) for slots in PRICED})
+    requests = ("Please write a function {name}(x) that returns {what}.",
+                "I need a function {name}(x). It should return {what}.",
+                "Can you write {name}(x)? It returns {what}.")
+    unknown = ("I do not know.", "I can't say.", "That does not matter.")
+    answer_form = "```python\n{code}\n```"
+    task_fields = {}
 
 
 @functools.cache
@@ -536,56 +654,7 @@ def say_that_it_knows_nothing():
         "here: --human http://... lets an LLM play the human")
 
 
-def demonstration(task, r, args):
-    """One scripted episode of mixed quality: what an imperfect agent might do. Returns a record.
-
-    r: a random.Random. args: max_turns and the probabilities of `colbench.py demos`: at_once,
-    early, distract, noise, silent, hidden.
-    """
-    kind, name = task["kind"], task["id"].partition("-")[0]
-    words, functions = WORDINGS[kind], bodies(kind, name, args)
-    slots, told, denied = slots_of(task["ground_truth"]), {}, set()
-    informed, silent = r.random() < args.hidden, r.random() < args.silent
-    if any(words.details[slot].clauses for slot in slots):  # the description tells its slots
-        functions = {tuple(slots): words.bodies[name][tuple(slots)]}
-
-    def answer(possible):
-        """The function by what it knows; the missing slots and values are guessed."""
-        known = tuple(slot for slot in words.details if slot in (slots if informed else told))
-        names = r.choice([known] if known in possible else list(possible))
-        usual = {slot: words.details[slot].values[0] for slot in names}
-        values = {slot: told.get(slot) or (slots if informed else usual)[slot] for slot in names}
-        body = possible[names]
-        if r.random() < args.noise:  # a bug: one operator is another
-            right, wrong = r.choice([swap for swap in BUGS if swap[0] in body])
-            body = body.replace(right, wrong, 1)
-        return f"{ANSWER}\n" + fill(words.answer, code=builtin_code(name, values, body))
-
-    def agent(turn, reply):
-        possible = {names: body for names, body in functions.items()
-                    if set(told) <= set(names) and not denied & set(names)}
-        unknown = [slot for slot in words.details
-                   if slot not in told and any(slot in names for names in possible)]
-        early = r.random() < (args.at_once if turn == 0 else args.early)
-        last = turn == args.max_turns - 1
-        if not silent and (early or last or not unknown):
-            return answer(possible)
-        distracted = not unknown or r.random() < args.distract
-        asked = r.choice(list(words.details) if distracted else unknown[:2])
-        return fill(r.choice(words.details[asked].questions), unit=words.stories[name][1])
-
-    def human(content):
-        slot = asked_for(kind, content)
-        if slot in slots:
-            told[slot] = slots[slot]
-        else:
-            denied.add(slot)
-        return scripted_human(task, content)
-
-    return scripted_episode(task, args.max_turns, agent, human, show_hidden=informed)
-
-
-# --- built-in pages: five hidden slots ------------------------------------------------------------
+# --- Frontend Design: pages with hidden slots -----------------------------------------------------
 
 PAGE_SLOTS = {  # name: (what stands before its value in a page, values)
     "background": ('<body class="bg-', ("gray", "yellow", "pink")),
@@ -610,75 +679,144 @@ def page_slots(page):
     return {slot: match[1] for slot, match in found.items() if match}
 
 
-def page_human(task, message):
-    """The human of a built-in page: one slot that is not as in theirs."""
-    page, wanted = extract_page(message), page_slots(hidden_information(task))
-    if not wanted:
-        say_that_it_knows_nothing()
-    if not page:
-        return NOT_SEEN.format("no page")
-    shown = page_slots(page)
-    wrong = [slot for slot in wanted if shown.get(slot) != wanted[slot]]
-    if not wrong:
-        return RIGHT
-    slot = rng("remark", task["id"], message).choice(wrong)
-    said = f"the {slot} should be {wanted[slot]}"
-    if slot == "columns":
-        said = f"there should be {wanted[slot]} columns"
-    return f"{said}, not {shown[slot]}" if slot in shown else said
+class Pages(Environment):
+    """Frontend Design: the answer is a web page, the reward how alike it and the reference look.
 
+    The likeness is by --clip, a Clip, or else by `similarity`. A page that can't be drawn is worth
+    0, and "failure" in the record says why.
+    """
+    agent_prompt = """You build a web page for a colleague who has a certain page in mind; below \
+is how they describe it. In each message send one complete page, from <html> to </html>, with \
+Tailwind's classes (link https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css) \
+and no scripts; pictures come from https://picsum.photos/WIDTH/HEIGHT. They look at it and tell \
+what is most unlike their page; then send a better one. You may think first; only what follows \
+"{OUTPUT}" is sent. You have {max_turns} messages in all; your last page counts.
 
-def builtin_page(theme, values):
-    """The page of a theme whose slots have these values."""
-    return fill(BUILTIN_PAGE, theme=theme, **values)
+{problem_description}"""
+    human_prompt = """You look at two pictures of web pages: first the one that a designer has \
+made for you, then the one that you have in mind, which the designer can't see. You described \
+yours like this:
+{problem_description}
 
+Tell the designer what to change first: in at most four sentences the largest differences in \
+layout, colours, sizes and texts, said of your page as it should be. Write no code, and do not \
+mention pictures."""
+    reply_chars = 1000
+    reward_name = "likeness"
+    pieces = (r'<html>SLOT|(?:-\d00)?(?: [^\n"]*)?">(?:SLOT|[^\n"]*)'  # what is between slots
+              .replace("SLOT", r'[^\n]*?class="(?:bg-|text-|grid-cols-)'))
+    drawn = True
+    page = staticmethod(extract_page)
 
-def builtin_pages(split, args):
-    """Endless frontend tasks, as builtin_tasks. A description tells a page's theme, no slot."""
-    r = rng("pages", split, args.seed)
-    misses = 0  # in a row: with --usual 1 a split may have no page
-    while misses < 10_000:
-        theme = r.choice(THEMES)
-        values = draw_values(r, PAGE_VALUES, args.usual)
-        misses += 1
-        if rng("pages", theme, values).choice(SPLITS) == split:
-            misses = 0
-            yield {"id": "-".join([theme, *values.values()]), "kind": "frontend",
-                   "problem_description": f"a page for the {theme}",
-                   "agent_prompt": "{problem_description}",
-                   "ground_truth": builtin_page(theme, values)}
-    fail(f"the {split} split has no page with --usual {args.usual}")
+    def __init__(self, args, workers, pictures=0):
+        self.by, self.likeness = "blocks", similarity  # likeness(page, reference)
+        if args.clip:
+            self.by, self.likeness, pictures = "clip", Clip(args.clip), 1
+        self.renderer = Renderer(workers, args.browser, pictures)
+        self.workers = 2 * workers
+        self.render = functools.lru_cache(256 if pictures else 1024)(self.renderer.render)
+        self.picture_file = self.renderer.picture_file
 
+    def __exit__(self, *_):
+        self.renderer.__exit__()
 
-def page_demonstration(task, r, args):
-    """demonstration() of a built-in page."""
-    theme, wanted = task["id"].partition("-")[0], page_slots(task["ground_truth"])
-    informed, silent = r.random() < args.hidden, r.random() < args.silent
-    page = {slot: wanted[slot] if informed else r.choice(choices)
-            for slot, choices in PAGE_VALUES.items()}
+    @classmethod
+    def answer(cls, history, final):
+        """The last page that the agent has shown."""
+        shown = [extract_page(m["content"]) for m in history if m["role"] == "assistant"]
+        return next(filter(None, reversed(shown)), "")
 
-    def agent(turn, reply):
-        if reply == RIGHT and not silent:
-            return f"{ANSWER} that page"
-        output = builtin_page(theme, page)
-        if not silent and r.random() < (args.at_once if turn == 0 else args.early):
-            output = f"{ANSWER}\n{output}"
-        if r.random() < args.noise:
-            output = output.replace("</body></html>", "")  # no page at all
-        return output
+    @classmethod
+    def metrics(cls, record):
+        return {"not_drawn": ("failure" in record, 1)}
 
-    def human(content):
-        """Names a slot; the agent mends it, or changes another."""
-        reply = page_human(task, content)
-        named = [slot for slot in page if slot in reply.split()]
-        if r.random() < args.distract:
-            other = r.choice(list(page))
-            page[other] = r.choice(PAGE_VALUES[other])
-        elif named:
-            page[named[0]] = wanted[named[0]]
-        return reply
+    def pair(self, task, text):
+        """(the last page in a text, the reference) as drawn; RenderError if one can't be."""
+        page, reference = self.render(extract_page(text)), task["ground_truth"]
+        try:
+            return page, self.render(extract_page(reference) or reference)
+        except RenderError as e:
+            why = f"task {task_id(task)}: its reference can't be drawn: {e}"
+            raise NoReference(why) from None
 
-    return scripted_episode(task, args.max_turns, agent, human, show_hidden=informed)
+    def shown(self, task, message):
+        return [picture["png"] for picture in self.pair(task, message)]
+
+    def grade(self, task, answer):
+        try:
+            pages = self.pair(task, answer)
+        except RenderError as e:
+            return {"reward": 0.0, "reward_by": self.by, "failure": str(e)}
+        return {"reward": self.likeness(*pages), "reward_by": self.by}
+
+    def grader_line(self):
+        return f"grader: {self.by}"
+
+    @classmethod
+    def tasks(cls, split, args):
+        """As Functions.tasks. A description tells a page's theme, no slot."""
+        r = rng("pages", split, args.seed)
+        misses = 0  # in a row: with --usual 1 a split may have no page
+        while misses < 10_000:
+            theme = r.choice(THEMES)
+            values = draw_values(r, PAGE_VALUES, args.usual)
+            misses += 1
+            if rng("pages", theme, values).choice(SPLITS) == split:
+                misses = 0
+                yield {"id": "-".join([theme, *values.values()]), "kind": "frontend",
+                       "problem_description": f"a page for the {theme}",
+                       "agent_prompt": "{problem_description}",
+                       "ground_truth": fill(BUILTIN_PAGE, theme=theme, **values)}
+        fail(f"the {split} split has no page with --usual {args.usual}")
+
+    @classmethod
+    def scripted_human(cls, task, message):
+        """One slot of a built-in page that is not as in theirs."""
+        page, wanted = extract_page(message), page_slots(hidden_information(task))
+        if not wanted:
+            say_that_it_knows_nothing()
+        if not page:
+            return NOT_SEEN.format("no page")
+        shown = page_slots(page)
+        wrong = [slot for slot in wanted if shown.get(slot) != wanted[slot]]
+        if not wrong:
+            return RIGHT
+        slot = rng("remark", task["id"], message).choice(wrong)
+        said = f"the {slot} should be {wanted[slot]}"
+        if slot == "columns":
+            said = f"there should be {wanted[slot]} columns"
+        return f"{said}, not {shown[slot]}" if slot in shown else said
+
+    @classmethod
+    def demonstration(cls, task, r, args):
+        """As Functions.demonstration."""
+        theme, wanted = task["id"].partition("-")[0], page_slots(task["ground_truth"])
+        informed, silent = r.random() < args.hidden, r.random() < args.silent
+        page = {slot: wanted[slot] if informed else r.choice(choices)
+                for slot, choices in PAGE_VALUES.items()}
+
+        def agent(turn, reply):
+            if reply == RIGHT and not silent:
+                return f"{ANSWER} that page"
+            output = fill(BUILTIN_PAGE, theme=theme, **page)
+            if not silent and r.random() < (args.at_once if turn == 0 else args.early):
+                output = f"{ANSWER}\n{output}"
+            if r.random() < args.noise:
+                output = output.replace("</body></html>", "")  # no page at all
+            return output
+
+        def human(content):
+            """Names a slot; the agent mends it, or changes another."""
+            reply = cls.scripted_human(task, content)
+            named = [slot for slot in page if slot in reply.split()]
+            if r.random() < args.distract:
+                other = r.choice(list(page))
+                page[other] = r.choice(PAGE_VALUES[other])
+            elif named:
+                page[named[0]] = wanted[named[0]]
+            return reply
+
+        return scripted_episode(task, args.max_turns, agent, human, show_hidden=informed)
 
 
 # --- the grader: a sandbox ------------------------------------------------------------------------
@@ -706,19 +844,13 @@ futex 202 98   getrandom 318 278   rseq 334 293   restart_syscall 219 128   gett
 clock_gettime 228 113   clock_getres 229 114   clock_nanosleep 230 115   exit 60 93
 exit_group 231 94
 """
-# What a child may import. Your tasks need another module? Add it: it is loaded before the fork.
-MODULES = """__future__ _strptime abc argparse array ast asyncio base64 binascii bisect bz2
-calendar cmath codecs collections.abc colorsys concurrent.futures.thread configparser contextlib
-contextvars copy copyreg csv ctypes dataclasses datetime decimal difflib dis email.utils enum errno
-fnmatch fractions functools getpass gettext glob graphlib gzip hashlib heapq hmac html.entities
-html.parser http.client imaplib inspect io ipaddress itertools json keyword linecache locale
-logging.config logging.handlers lzma math mimetypes multiprocessing numbers numpy numpy.fft
-numpy.linalg numpy.random opcode operator os pathlib pickle pkgutil platform pprint queue quopri
-random re reprlib sched secrets select selectors shelve shlex shutil signal smtplib socket sqlite3
-ssl stat statistics string struct subprocess sympy sympy.assumptions.wrapper sympy.tensor.tensor
-sys sysconfig tempfile textwrap threading time timeit token tokenize tomllib traceback tracemalloc
-types typing typing_extensions unicodedata unittest.mock urllib.parse urllib.request uuid warnings
-weakref xml.dom.minidom xml.etree.ElementTree xml.sax zipfile zlib zoneinfo"""
+# What a child may import, all of it loaded before the fork: the standard library but for what opens
+# windows or builds packages, and some others. Your tasks need another module? Add it.
+LEFT_OUT = {"antigravity", "distutils", "idlelib", "lib2to3", "_tkinter", "tkinter", "turtle"}
+MODULES = [*sorted(sys.stdlib_module_names - LEFT_OUT), *"""concurrent.futures.thread html.parser
+logging.config logging.handlers numpy numpy.fft numpy.linalg numpy.random sympy
+sympy.assumptions.wrapper sympy.tensor.tensor typing_extensions unittest.mock xml.dom.minidom
+xml.etree.ElementTree xml.sax""".split()]
 
 
 def seccomp_filter():
@@ -780,10 +912,8 @@ def answer_code(answer):
     first = FIRST_LINE.search(answer)
     lines = textwrap.dedent(answer[first.start():]).split("\n") if first else []
     while lines and not found:
-        try:
-            return [compile("\n".join(lines), "<answer>", "exec")]
-        except SyntaxError as e:  # there prose goes on
-            del lines[min(e.lineno or 0, len(lines)) - 1:]
+        found = compiled("\n".join(lines))
+        lines.pop()  # was it prose?
     return found or [compile(answer, "<answer>", "exec")]
 
 
@@ -816,8 +946,6 @@ def as_text(value):
         return ascii(value)
     if isinstance(value, str):
         return ascii(str.__str__(value))
-    if isinstance(value, pathlib.PurePath):
-        return f"path({ascii(str(value))})"
     if type(value).__module__ == "numpy":
         return as_text(value.tolist())
     if isinstance(value, numbers.Number):
@@ -830,6 +958,8 @@ def as_text(value):
         return f"({joined(value)})"
     if isinstance(value, collections.deque):
         return f"deque({joined(value)})"
+    if isinstance(value, pathlib.PurePath):
+        return f"path({ascii(str(value))})"
     if isinstance(value, range):
         return f"range({joined([len(value), *value[:2]])})"
     if isinstance(value, collections.abc.Set):  # keys of a dict, too
@@ -963,63 +1093,63 @@ class Server:
     """A fork server, started when first used and again when it died; one caller at a time."""
 
     def __init__(self, modules):
-        self.modules, self.process, self.control = modules, None, None
+        self.modules, self.process, self.control, self.ready = modules, None, None, False
 
     def start(self):
         self.control, theirs = socket.socketpair()
-        self.control.settimeout(20)
+        self.control.settimeout(60)
         env = {"PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, "-s", "-P", "-B", "-c", server_program(self.modules)]
+        command = [sys.executable, "-s", "-P", "-B", "-Wignore", "-c", server_program(self.modules)]
         with theirs:  # not -I: it would ignore the hash seed
             self.process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL,
                                             env=env, cwd="/", start_new_session=True)
 
     def stop(self):
+        self.ready = False
         if self.process:
             self.process.kill()
             self.process.wait()
             self.control.close()
             self.process = None
 
-    def run(self, request, seconds, end):
-        """Runs one child. Returns its claims, as bytes, for the first tests; in place of the next
-        one why there are no more, as text.
+    def run(self, request, seconds, left):
+        """Runs one child. Returns its claims, as bytes, for the first tests, in place of the next
+        one why there are no more, as text; and the seconds that it took.
 
-        seconds: for each test; end: when the last claim must have come. A server that fails is
-        restarted once. GraderError: it fails again.
+        seconds: for each test; left: for all of them. A server that fails is restarted once.
+        GraderError: it fails again.
         """
         for _ in range(2):
             try:
-                return self.run_child(request, seconds, end)
-            except BaseException as e:
-                self.stop()  # it may be waiting for a "k" that will not come
+                return self.run_child(request, seconds, left)
+            except OSError as e:
                 error = e
-                if not isinstance(e, OSError):
-                    raise
         raise GraderError(f"a fork server failed twice: {error!r}") from error
 
-    def run_child(self, request, seconds, end):
+    def run_child(self, request, seconds, left):
         """As run(), but OSError where the server fails."""
-        if self.process is None:
+        if not self.ready:  # it never started, or it failed, or its last child was given up
+            self.stop()
             self.start()
+        self.ready = False
         wire, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a message is a claim
         with wire, open(os.memfd_create("request"), "w+") as file:
             json.dump(request, file)
             file.seek(0)
             with theirs:
                 socket.send_fds(self.control, [b"f"], [theirs.fileno(), file.fileno()])
-            wire.settimeout(10)
+            wire.settimeout(60)  # for a server that starts on a busy machine
             if wire.recv(9) != b"confined":  # said before it has read any code
                 raise OSError("a child did not start, or could not confine itself")
-            claims = []
+            claims, begin = [], time.monotonic()
             while len(claims) < len(request["tests"]):
-                got = receive(wire, min(end, time.monotonic() + seconds))
+                got = receive(wire, min(begin + left, time.monotonic() + seconds))
                 claims.append(got)
                 if isinstance(got, str):
                     break
         self.control.sendall(b"k")
-        self.control.recv(1)
-        return claims
+        self.ready = self.control.recv(1) == b"k"
+        return claims, time.monotonic() - begin
 
 
 def receive(wire, deadline):
@@ -1039,14 +1169,16 @@ def receive(wire, deadline):
 # says is text. A test passes if its claim has the same bytes as the reference's.
 
 def verdict(wanted, given):
-    """"pass", or why not. wanted: see Grader.expected; given: see Grader.claims."""
-    if isinstance(wanted, str) or isinstance(given, str):
-        return wanted if isinstance(wanted, str) else given
+    """"pass", or why not; from the claims of the reference and of the answer."""
+    if isinstance(wanted, str) or not wanted.startswith(b"value "):
+        return "no expected value: " + ("None" if wanted == b"none" else why_not(wanted))
     return "pass" if given == wanted else why_not(given)
 
 
 def why_not(given):
     """What a claim that does not pass comes to."""
+    if isinstance(given, str):
+        return given
     kind, _, said = given.partition(b" ")
     words = {b"raised": "raised", b"refused": "value refused"}.get(kind)
     return f"{words} {json.dumps(said[:80].decode('ascii', 'replace'))}" if words else "wrong value"
@@ -1070,78 +1202,59 @@ class Grader(contextlib.AbstractContextManager):
     rules: "honest", or "official" for the verdicts of the released scorer. workers: answers graded
     at once. GraderError where a child can't confine itself.
 
-    What stops what:
-    - seccomp: files, other processes, network, signals, shared memory. What is left asks nobody's
-      rights, so that root's are worth nothing.
-    - rlimits, time limits, the kill of the child: memory and time.
-    - a fork server that has seen nothing: reading the reference or other answers from memory.
-    - claims: hashes that are compared and nothing else: forged verdicts, values that fill or hang
-      the grader.
+    Seccomp stops files, processes, network, signals and shared memory, also for root. Limits and
+    the kill of the child stop memory and time. A fork server that has seen nothing leaves nothing
+    to read. Claims are compared and nothing else, which stops forgeries.
 
     A test passes if the answer's value and the reference's have the same text (`as_text`), which
     means that the two are equal by ==. None never passes, NaN equals nothing, floats are exact.
     Refused by their names are functions, iterators, and instances of the answer's own classes.
 
-    The official rules differ from the released scorer in these. Refused values may pass there. So
-    may objects that are the reference's very own (math.nan in a list, math.sqrt), and those whose
-    == says True. What ends the scorer there (SystemExit, a signalling NaN) fails one test here. A
-    reference has 3 s a test here. The scorer's own names are hidden from an answer here.
+    The official rules differ from the released scorer where a refused value passes there (math.nan
+    in a list, math.sqrt, an == that says True), where an answer ends it there (SystemExit), and in
+    a reference's time, 3 s a test here.
     """
 
     def __init__(self, rules="honest", workers=2):
         if rules not in ("honest", "official"):
             raise ValueError(f"rules is {rules!r}: use 'honest' or 'official'")
         self.official, self.workers, self.closed = rules == "official", workers, False
-        # by whether a text says "import": a child of a server without MODULES forks faster
-        self.servers = {False: queue.LifoQueue(), True: queue.LifoQueue()}
-        for imports, idle in self.servers.items():
-            for _ in range(workers):
-                idle.put(Server(MODULES.split() if imports else []))
+        self.idle = queue.LifoQueue()
+        for _ in range(workers):  # a child without MODULES forks faster: for texts without "import"
+            self.idle.put((Server([]), Server(MODULES)))
         self.expected = functools.lru_cache(4096)(self.expected)
-        try:
-            self.claims("", ["0"])
-        except BaseException:
-            self.close()
-            raise
+        self.claims("", ["0"])
 
     def __exit__(self, *_):
-        self.close()
-
-    def close(self):
         """Ends the servers, waiting for answers in work."""
         self.closed = True
-        for idle in self.servers.values():
-            stopped = [idle.get() for _ in range(self.workers)]
-            for server in stopped:
+        for servers in [self.idle.get() for _ in range(self.workers)]:
+            for server in servers:
                 server.stop()
-                idle.put(server)  # a thread that waits for one learns that the grader is closed
+            self.idle.put(servers)  # a thread that waits for them learns that the grader is closed
 
     def claims(self, text, tests, patience=1):
         """For each test a child's claim, as bytes, or why there is none, as text.
 
-        patience stretches the time limits.
+        patience stretches the time limits, in which a wait for servers and their start don't count.
         """
-        claims, end = [], time.monotonic() + LIMITS["answer"] * patience
-        idle = self.servers["import" in text]
-        server = idle.get()
+        claims, left = [], LIMITS["answer"] * patience
+        servers = self.idle.get()
         try:
             if self.closed:
                 raise GraderError("the grader is closed")
-            while len(claims) < len(tests) and time.monotonic() < end:
+            while len(claims) < len(tests) and left > 0:
                 request = {"text": text, "tests": tests[len(claims):], "official": self.official}
-                claims += server.run(request, LIMITS["test"] * patience, end)
+                server, seconds = servers["import" in text], LIMITS["test"] * patience
+                found, took = server.run(request, seconds, left)
+                claims, left = claims + found, left - took
         finally:
-            idle.put(server)
+            self.idle.put(servers)
         return claims + ["timeout"] * (len(tests) - len(claims))
 
     def expected(self, code, *tests):
-        """A reference's claims; where one is no value to compare with, a text that says so."""
-        found = self.claims(code, tests, patience=3)  # what a busy machine spoils would be kept
-        for i, given in enumerate(found):
-            if isinstance(given, str) or not given.startswith(b"value "):
-                why = given if isinstance(given, str) else why_not(given)
-                found[i] = "no expected value: " + ("None" if given == b"none" else why)
-        return found
+        """A reference's claims: what a busy machine spoils would be kept, hence the patience."""
+        return self.claims(code, tests, patience=3)
 
     def grade(self, task, answer):
         """{"reward": share of tests passed, "tests": {name: "pass" or the reason why not}}."""
@@ -1182,18 +1295,17 @@ def grade_records(records, grader):
     A bad line ends the program after the records before it.
     """
     window, error = collections.deque(), None
+    graded = lambda record, job: {**ungraded(record), **job.result()}
     with concurrent.futures.ThreadPoolExecutor(grader.workers) as pool:
         try:
             for record in records:
                 job = pool.submit(grader.grade, record["task"], record.get("answer"))
                 window.append((record, job))
                 if len(window) >= 4 * grader.workers:
-                    record, job = window.popleft()
-                    yield {**ungraded(record), **job.result()}
+                    yield graded(*window.popleft())
         except SystemExit as e:
             error = e
-        for record, job in window:
-            yield {**ungraded(record), **job.result()}
+        yield from itertools.starmap(graded, window)
     if error:
         raise error
 
@@ -1214,21 +1326,23 @@ CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.
 PICTURE_HOSTS = re.compile(
     r"(^|\.)(picsum\.photos|placeholder\.com|placehold\.(co|it)|dummyimage\.com|unsplash\.com|"
     r"loremflickr\.com|placekitten\.com)$")
-# What is on a page: its things (pictures, inputs), coloured areas and texts, by box.
+# What is on a page: pictures, inputs and the like by their tags, coloured areas, and texts, by box.
 BLOCKS = """limit => document.fonts.ready.then(() => {
-  const blocks = [], solid = c => !c.startsWith('rgba') || !c.endsWith(', 0)');
-  const things = /^(IMG|SVG|IFRAME|VIDEO|CANVAS|INPUT|TEXTAREA|SELECT)$/i;
-  const add = (kind, what, colour, text) => {
+  const blocks = [], things = /^(IMG|SVG|IFRAME|VIDEO|CANVAS|INPUT|TEXTAREA|SELECT)$/i;
+  const solid = css => !css.startsWith('rgba') || !css.endsWith(', 0)');
+  const rgb = css => css.match(/[\\d.]+/g).slice(0, 3).map(Number);
+  const add = (kind, what, css, text) => {
     const r = what.getBoundingClientRect();
     const box = [r.left + scrollX, r.top + scrollY, r.width, r.height];
-    blocks.push({kind, box, colour, text});
+    const weight = Math.sqrt(Math.max(1, r.width * r.height));
+    blocks.push({kind, box, colour: rgb(css), text, weight});
   };
   for (const e of document.body ? document.body.querySelectorAll('*') : []) {
     const r = e.getBoundingClientRect(), s = getComputedStyle(e);
     if (blocks.length >= limit || r.width < 1 || r.height < 1) continue;
     if (s.visibility != 'visible' || s.opacity == 0) continue;
     const coloured = solid(s.backgroundColor) || s.backgroundImage != 'none';
-    if (things.test(e.tagName)) add('thing', e, e.tagName, '');
+    if (things.test(e.tagName)) add(e.tagName, e, 'rgb(0, 0, 0)', '');
     else if (coloured) add('area', e, s.backgroundColor, '');
     const texts = [...e.childNodes].filter(n => n.nodeType == 3 && n.textContent.trim());
     if (texts.length) {  // where its letters are
@@ -1239,10 +1353,9 @@ BLOCKS = """limit => document.fonts.ready.then(() => {
       add('text', range, s.color, text);
     }
   }
-  const root = document.documentElement, body = document.body;
-  const colours = [body, root].map(e => e ? getComputedStyle(e).backgroundColor : '');
-  const colour = colours.find(c => c && solid(c)) || 'rgb(255, 255, 255)';
-  return {blocks, colour, height: root.scrollHeight};
+  const root = document.documentElement, behind = [document.body, root]
+    .map(e => e ? getComputedStyle(e).backgroundColor : '').find(css => css && solid(css));
+  return {blocks, colour: rgb(behind || 'rgb(255, 255, 255)'), height: root.scrollHeight};
 })"""
 
 
@@ -1259,25 +1372,21 @@ class Sheet:
 
     A rule applies if one of its classes stands in the page; some rules have no class.
     """
-    RULE = re.compile(r"(@[^{}]+)\{((?:[^{}]*\{[^{}]*\})*)\}|([^{}@]+\{[^{}]*\})")
+    PART = re.compile(r"([^{}@]*)\{[^{}]*\}|@[^{}]*\{|\}")  # a rule, "@media ... {", its end
     CLASS = re.compile(r"\.((?:\\.|[\w-])+)")
 
     def __init__(self, css):
-        self.rules, self.by_class = [], collections.defaultdict(list)  # {class: rules' numbers}
-        for at, inner, plain in self.RULE.findall(re.sub(r"/\*.*?\*/", "", css, flags=re.S)):
-            rules = re.findall(r"[^{}]+\{[^{}]*\}", inner or plain)
-            if at.startswith("@keyframes"):
-                rules = [inner]
-            for rule in rules:
-                for name in self.CLASS.findall(rule.partition("{")[0]) or [""]:
-                    name = name.replace("\\32", "2").replace("\\", "")  # \32xl\:w-1\/2: 2xl:w-1/2
-                    self.by_class[name].append(len(self.rules))
-                self.rules.append(f"{at}{{{rule}}}" if at else rule)
+        self.parts, self.by_class = [], collections.defaultdict(list)  # {class: parts' numbers}
+        for part in self.PART.finditer(re.sub(r"/\*.*?\*/", "", css, flags=re.S)):
+            for name in self.CLASS.findall(part[1] or "") or [""]:
+                name = name.replace("\\32", "2").replace("\\", "")  # \32xl\:w-1\/2: 2xl:w-1/2
+                self.by_class[name].append(len(self.parts))
+            self.parts.append(part[0])
 
     def __call__(self, page):
         words = {"", *re.split(r"[\s\"'<>=`]+", html.unescape(page))}
         used = {n for word in words & self.by_class.keys() for n in self.by_class[word]}
-        return "".join(self.rules[n] for n in sorted(used))
+        return "".join(self.parts[n] for n in sorted(used))
 
 
 class Browser:
@@ -1288,20 +1397,19 @@ class Browser:
 
     def __init__(self, api, path, pictures):
         self.api, self.path, self.pictures = api, path, pictures
-        self.tab, self.to_close = None, []
+        self.driver = self.tab = None
         self.page = self.sheet = None  # what the tab may load
 
     async def start(self):
         flags = [*BROWSER_FLAGS, *["--no-sandbox"] * (os.geteuid() == 0)]
-        driver = await self.api.async_playwright().start()  # it ends with us, the browser with it
-        self.to_close.append(driver.stop)
+        # a driver ends with us, and the browser with it
+        self.driver = await self.api.async_playwright().start()
         try:
-            browser = await driver.chromium.launch(executable_path=self.path, args=flags)
+            browser = await self.driver.chromium.launch(executable_path=self.path, args=flags)
         except self.api.Error as e:  # no page's fault: nothing must be graded
             await self.stop()
             why = textwrap.shorten(str(e), 300)
             raise GraderError(f"{self.path} does not start: {why}") from None
-        self.to_close.append(browser.close)
         context = await browser.new_context(
             viewport={side: PAGE[side] for side in ("width", "height")}, java_script_enabled=False,
             service_workers="block", accept_downloads=False, reduced_motion="reduce",
@@ -1311,10 +1419,10 @@ class Browser:
 
     async def stop(self):
         """Ends browser and driver; a dead or hanging one holds nobody up."""
-        self.tab = None
-        while self.to_close:
+        driver, self.driver, self.tab = self.driver, None, None
+        if driver:
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(self.to_close.pop()(), 5)
+                await asyncio.wait_for(driver.stop(), 5)
 
     async def shoot(self, page, sheet):
         """See Renderer.render. api.Error if the page fails."""
@@ -1369,16 +1477,14 @@ class Renderer(contextlib.AbstractContextManager):
             from playwright import async_api
         except ImportError:
             fail("pages need Playwright: pip install playwright (MANUAL.md, \"Frontend Design\")")
-        path = browser or next(filter(None, map(shutil.which, BROWSERS)), None)
+        path = next(filter(None, map(shutil.which, [browser] if browser else BROWSERS)), None)
         if not path:
-            fail("no Chromium found: --browser PATH names one")
-        if not os.access(path, os.X_OK):
-            fail(f"--browser {path}: no such program")
+            fail(f"no {browser or 'Chromium'} found: --browser PATH names one")
         tailwind = os.path.join(CACHE, "tailwind.min.css")
         css = b""
         with contextlib.suppress(OSError), open(tailwind, "rb") as f:
             css = f.read()
-        if hashlib.sha256(css).hexdigest() != TAILWIND:
+        if sha256(css).hexdigest() != TAILWIND:
             fail(f"no Tailwind 2.2.19 style sheet at {tailwind} (MANUAL.md, \"Frontend Design\")")
         self.api, self.workers, self.pictures = async_api, workers, pictures
         self.sheet = Sheet(css.decode())
@@ -1390,9 +1496,8 @@ class Renderer(contextlib.AbstractContextManager):
             self.idle.put_nowait(one)
 
     def __exit__(self, *_):
-        async def stop():
-            await asyncio.gather(*(browser.stop() for browser in self.browsers))
-        self.wait(stop())
+        for browser in self.browsers:
+            self.wait(browser.stop())
         self.loop.call_soon_threadsafe(self.loop.stop)
 
     def wait(self, coroutine):
@@ -1429,7 +1534,7 @@ class Renderer(contextlib.AbstractContextManager):
 
     def picture_file(self, page, folder):
         """The path of the page's PNG in folder, drawn if it isn't there; None if it can't be."""
-        path = picture_path(page, folder)
+        path = os.path.join(folder, digest(page) + ".png")
         if not os.path.exists(path):
             try:
                 png = self.render(page)["png"]
@@ -1442,79 +1547,51 @@ class Renderer(contextlib.AbstractContextManager):
         return path
 
 
-def picture_path(page, folder):
-    return os.path.join(folder, digest(page) + ".png")
-
-
 def draw_pages(args, pages, folder):
     """{page: its PNG file in folder} of the pages that can be drawn; args: see browser_flags.
 
     Files that are there already are taken as they are. Others are drawn many at once.
     """
     os.makedirs(folder, exist_ok=True)
-    paths = {page: picture_path(page, folder) for page in pages}
-    new = [page for page, path in paths.items() if not os.path.exists(path)]
-    if new:
-        workers = os.cpu_count()
-        renderer = Renderer(workers, args.browser)
-        try:
-            with renderer, concurrent.futures.ThreadPoolExecutor(2 * workers) as pool:
-                files = pool.map(renderer.picture_file, new, itertools.repeat(folder))
-                for _ in progress("drawing pages", files, len(new)):
-                    pass
-        except GraderError as e:  # the browser does not start
-            fail(e)
-    drawn = {page: path for page, path in paths.items() if os.path.exists(path)}
-    if len(drawn) < len(paths):
-        say(f"{len(paths) - len(drawn)} of {len(paths)} pages can't be drawn and are not shown")
-    return drawn
+    pages, workers = list(pages), os.cpu_count()
+    renderer = Renderer(workers, args.browser)
+    try:
+        with renderer, concurrent.futures.ThreadPoolExecutor(2 * workers) as pool:
+            files = pool.map(renderer.picture_file, pages, itertools.repeat(folder))
+            drawn = dict(zip(pages, progress("drawing pages", files, len(pages))))
+    except GraderError as e:  # the browser does not start
+        fail(e)
+    missing = list(drawn.values()).count(None)
+    if missing:
+        say(f"{missing} of {len(pages)} pages can't be drawn and are not shown")
+    return {page: path for page, path in drawn.items() if path}
 
 
 # --- frontend: how alike two pages look -----------------------------------------------------------
 
-def colour_of(css):
-    """(r, g, b) of a computed CSS colour."""
-    numbers = [float(x) for x in re.findall(r"[\d.]+", css)]
-    return tuple(numbers[:3]) if len(numbers) >= 3 else (0.0, 0.0, 0.0)
-
-
-def colour_distance(a, b):
-    """How far two CSS colours are from each other, 0 to 1."""
-    return sum(abs(x - y) for x, y in zip(colour_of(a), colour_of(b))) / 765
-
-
-def weight(block):
-    """What a block counts: the square root of its area."""
-    _, _, width, height = block["box"]
-    return math.sqrt(max(1.0, width * min(height, PAGE["tallest"])))
+def colour_likeness(a, b):
+    """How alike the colours of two blocks or pages are, 0 to 1."""
+    return 1 - sum(abs(x - y) for x, y in zip(a["colour"], b["colour"])) / 765
 
 
 def text_likeness(a, b):
-    """0 to 1: the share of two texts' pairs of letters that they have in common."""
-    pairs_a, pairs_b = (collections.Counter(zip(x.lower(), x.lower()[1:])) for x in (a, b))
-    if not pairs_a and not pairs_b:
-        return float(a == b)
-    return 2 * (pairs_a & pairs_b).total() / (pairs_a.total() + pairs_b.total())
+    """How alike the texts of two blocks are, 0 to 1: the share of common pairs of letters."""
+    a, b = (collections.Counter(zip(x["text"].lower(), x["text"].lower()[1:])) for x in (a, b))
+    return 2 * (a & b).total() / (a.total() + b.total()) if a or b else 1.0
 
 
 def block_likeness(a, b, height):
     """How alike two blocks of one kind are, 0 to 1: place and size, colour, text."""
     sides = (PAGE["width"], height) * 2
     apart = sum(abs(x - y) / side for x, y, side in zip(a["box"], b["box"], sides))
-    near = max(0, 1 - apart / 2)
-    if a["kind"] == "thing":
-        return near * (a["colour"] == b["colour"])
-    colour = 1 - colour_distance(a["colour"], b["colour"])
-    if a["kind"] == "area":
-        return near * colour ** 2
-    return near * (0.3 * colour + 0.7 * text_likeness(a["text"], b["text"]))
+    return max(0, 1 - apart / 2) * colour_likeness(a, b) * (1 + text_likeness(a, b)) / 2
 
 
 def similarity(page, other):
     """How alike two drawn pages are, 0 to 1; 1 for equal pages. No model's weights are needed.
 
-    It is the share of both pages' blocks that have a like one in the other, by `weight`. The most
-    alike are matched first. The pages' heights and backgrounds are a tenth of the whole.
+    It is the share of both pages' blocks that have a like one in the other, weighted by the square
+    roots of their areas. The most alike are matched first. Heights and backgrounds are a twentieth.
     """
     height = max(page["height"], other["height"], 1)
     scores = [(block_likeness(a, b, height), i, j) for i, a in enumerate(page["blocks"])
@@ -1525,12 +1602,11 @@ def similarity(page, other):
         if i not in left and j not in right:
             left.add(i)
             right.add(j)
-            matched += likeness * (weight(page["blocks"][i]) + weight(other["blocks"][j]))
-    whole = sum(map(weight, page["blocks"])) + sum(map(weight, other["blocks"]))
+            matched += likeness * (page["blocks"][i]["weight"] + other["blocks"][j]["weight"])
+    whole = sum(block["weight"] for block in page["blocks"] + other["blocks"])
     blocks = matched / whole if whole else 1.0
-    behind = 1 - colour_distance(page["colour"], other["colour"])
-    behind = behind * min(page["height"], other["height"]) / height
-    return 0.9 * blocks + 0.1 * behind
+    behind = colour_likeness(page, other) * min(page["height"], other["height"]) / height
+    return round(0.95 * blocks + 0.05 * behind, 6)  # 1 for equal pages, in whatever order added
 
 
 class Clip:
@@ -1568,172 +1644,7 @@ class Clip:
         return min(1.0, max(0.0, (x @ y).item()))
 
 
-# --- environments: all that a kind of task decides ------------------------------------------------
-
-class Environment(contextlib.AbstractContextManager):
-    """One kind of task. The class knows the task; an instance plays the human and grades.
-
-    An instance is shared by threads; `with` ends what it has started. args: a script's flags;
-    workers: answers graded at once; pictures: 1 if an LLM human or a critic looks at pages.
-    """
-    agent_prompt = "{problem_description}"  # may hold {max_turns}, {ANSWER} and {OUTPUT}, too
-    human_prompt = None             # for an LLM that plays the human; see HUMAN_PROMPT
-    reply_chars = 400               # the human's reply is cut here
-    fields = ()                     # what grade reads of a task beyond description and reference
-    reward_name = "reward"          # in messages; its first word heads a column of evaluate.py
-    pieces = ""                     # regex: what is one token to the tiny model
-    drawn = False                   # 1 if answers are drawn: then methods may take long
-
-    def __init__(self, args, workers, pictures=0):
-        self.workers = workers
-
-    def __exit__(self, *_):
-        pass
-
-    @classmethod
-    def tasks(cls, split, args):
-        """Endless built-in tasks of a split, for `colbench.py tasks`."""
-        fail(f"--kind {args.kind} has no built-in tasks")
-
-    @classmethod
-    def demonstration(cls, task, r, args):
-        """A scripted_episode for `colbench.py demos`, drawn by r, a random.Random."""
-        fail(f"--kind {args.kind} has no demonstrations")
-
-    @classmethod
-    def answer(cls, history, final):
-        """The answer of a dialogue; final: what the agent's last message hands in, or None."""
-        return final
-
-    @classmethod
-    def page(cls, text):
-        """The HTML page in a text, or "". A kind that has pages inherits from Pages."""
-        return ""
-
-    @classmethod
-    def metrics(cls, record):
-        """{name: (numerator, denominator)} of a graded record, for evaluate.py.
-
-        A system's value is the sum of the numerators over that of the denominators. Reward, turns
-        and tokens are measured anyway.
-        """
-        agent = agent_messages(record)
-        answered = agent and ANSWER in agent[-1]["content"]
-        return {"success": (record["reward"] >= 1, 1), "unanswered": (not answered, 1)}
-
-    def scripted_human(self, task, message):
-        """The built-in human's reply."""
-        fail("--human scripted: this kind of task has no scripted human")
-
-    def shown(self, task, message):
-        """PNG files, as bytes, that an LLM human looks at."""
-        return []
-
-    def grade(self, task, answer):
-        """{"reward": 0 to 1} and what else the record should keep; "failure" says what failed."""
-        fail(f"{type(self).__name__} grades nothing: it needs a method grade")
-
-    def grader_line(self):
-        """How it grades, for a program's last message."""
-        return "grader: " + type(self).__name__
-
-
-class Functions(Environment):
-    """Backend Programming: the answer is a function, the reward the share of tests it passes."""
-    agent_prompt, human_prompt = AGENT_PROMPT, HUMAN_PROMPT
-    fields = ("task.test_cases",)
-    reward_name = "tests passed"
-    pieces = r"def \w+\(x|\): return [^\n]+"  # a built-in function's head and body
-    tasks = staticmethod(functools.partial(builtin_tasks, "backend"))
-    demonstration = staticmethod(demonstration)
-    scripted_human = staticmethod(scripted_human)
-
-    def __init__(self, args, workers, pictures=0):
-        self.rules, self.workers = getattr(args, "rules", "honest"), workers
-        self.grader = Grader(self.rules, workers)
-
-    def __exit__(self, *_):
-        self.grader.close()
-
-    def grade(self, task, answer):
-        return self.grader.grade(task, answer)
-
-    def grader_line(self):
-        return f"grader: {self.rules} rules"
-
-
-class English(Functions):
-    """Backend Programming on built-in tasks in English, for real language models."""
-    pieces = ""
-    tasks = staticmethod(functools.partial(builtin_tasks, "english"))
-
-
-class Pages(Environment):
-    """Frontend Design: the answer is a web page, the reward how alike it and the reference look.
-
-    The likeness is by --clip, a Clip, or else by `similarity`. A page that can't be drawn is worth
-    0, and "failure" in the record says why.
-    """
-    agent_prompt, human_prompt = PAGE_AGENT_PROMPT, PAGE_HUMAN_PROMPT
-    reply_chars = 1000
-    reward_name = "likeness"
-    pieces = (r'<html>SLOT|(?:-\d00)?(?: [^\n"]*)?">(?:SLOT|[^\n"]*)'  # what is between slots
-              .replace("SLOT", r'[^\n]*?class="(?:bg-|text-|grid-cols-)'))
-    drawn = True
-    tasks = staticmethod(builtin_pages)
-    demonstration = staticmethod(page_demonstration)
-    page = staticmethod(extract_page)
-    scripted_human = staticmethod(page_human)
-
-    def __init__(self, args, workers, pictures=0):
-        self.by, self.likeness = "blocks", similarity  # likeness(page, reference)
-        if args.clip:
-            self.by, self.likeness, pictures = "clip", Clip(args.clip), 1
-        self.renderer = Renderer(workers, args.browser, pictures)
-        self.workers = 2 * workers
-        kept = functools.lru_cache(256 if pictures else 1024)
-        self.reference, self.render = kept(self.renderer.render), kept(self.renderer.render)
-        self.picture_file = self.renderer.picture_file
-
-    def __exit__(self, *_):
-        self.renderer.__exit__()
-
-    @classmethod
-    def answer(cls, history, final):
-        """The last page that the agent has shown."""
-        shown = [extract_page(m["content"]) for m in history if m["role"] == "assistant"]
-        return next(filter(None, reversed(shown)), "")
-
-    @classmethod
-    def metrics(cls, record):
-        return {"not_drawn": ("failure" in record, 1)}
-
-    def pair(self, task, text):
-        """(the last page in a text, the reference) as drawn; RenderError if one can't be."""
-        page = self.render(extract_page(text))
-        try:
-            return page, self.reference(reference_page(task))
-        except RenderError as e:
-            why = f"task {task_id(task)}: its reference can't be drawn: {e}"
-            raise NoReference(why) from None
-
-    def shown(self, task, message):
-        return [picture["png"] for picture in self.pair(task, message)]
-
-    def grade(self, task, answer):
-        try:
-            pages = self.pair(task, answer)
-        except RenderError as e:
-            return {"reward": 0.0, "reward_by": self.by, "failure": str(e)}
-        return {"reward": self.likeness(*pages), "reward_by": self.by}
-
-    def grader_line(self):
-        return f"grader: {self.by}"
-
-
-def reference_page(task):
-    return extract_page(task["ground_truth"]) or task["ground_truth"]
-
+# --- command line ---------------------------------------------------------------------------------
 
 sys.modules["colbench"] = sys.modules[__name__]  # for imports of it, also where it is __main__
 ENVIRONMENTS = {"backend": Functions, "english": English, "frontend": Pages}
@@ -1745,8 +1656,6 @@ PIECES = "|".join([r"[A-Z][A-Z ]+:\n|Hidden reference:\n",
                    *(kind.pieces for kind in ENVIRONMENTS.values() if kind.pieces),
                    r" ?\w+=|\d+| ?\w+|[^\w]"])
 
-
-# --- command line ---------------------------------------------------------------------------------
 
 def browser_flags(p):
     """How pages are drawn. Returns the group of flags."""
@@ -1767,12 +1676,13 @@ def get_args(argv=None):
     root = parser(__doc__, usage=None)
     commands = root.add_subparsers(dest="command", required=True)
 
-    def command(name, text):
-        return commands.add_parser(name, description=text, help=text, allow_abbrev=False,
-                                   formatter_class=root.formatter_class)
+    def command(name, run):
+        p = commands.add_parser(name, description=run.__doc__, help=run.__doc__,
+                                allow_abbrev=False, formatter_class=root.formatter_class)
+        p.set_defaults(run=run)
+        return p
 
-    tasks = command("tasks", "write built-in tasks")
-    demos = command("demos", "write scripted demonstrations on tasks of the train split")
+    tasks, demos = command("tasks", write_tasks), command("demos", write_demos)
     flag(tasks, "split", "train", "the splits share no task", choices=SPLITS)
     for p, n, usual in ((tasks, 500, 0.65), (demos, 8000, 0.0)):
         flag(p, "kind", "backend", "backend: functions; english: functions for a real language "
@@ -1791,8 +1701,7 @@ def get_args(argv=None):
     flag(script, "silent", 0.12, "the agent never answers")
     flag(script, "hidden", 0.4, "it reads the reference in its first message, as the critic does")
 
-    grade = command("grade", "add the reward to records that have task and answer")
-    check = command("check", "drop tasks that do not give their own reference the full reward")
+    grade, check = command("grade", grade_stdin), command("check", check_stdin)
     flag(grade, "rules", "honest", "official: as the released scorer",
          choices=["honest", "official"])
     for p in (grade, check):
@@ -1804,7 +1713,7 @@ def get_args(argv=None):
 
 
 def write_tasks(args, emit):
-    """Different built-in tasks of a split."""
+    """write built-in tasks, none twice"""
     seen = set()
     for i, task in enumerate(ENVIRONMENTS[args.kind].tasks(args.split, args)):
         if len(seen) == args.n:
@@ -1817,7 +1726,7 @@ def write_tasks(args, emit):
 
 
 def write_demos(args, emit):
-    """Demonstrations; a task may come again."""
+    """write scripted demonstrations on tasks of the train split; a task may come again"""
     kind = ENVIRONMENTS[args.kind]
     for i, task in zip(range(args.n), kind.tasks("train", args)):
         emit(kind.demonstration(task, rng("demo", args.seed, i), args))
@@ -1827,36 +1736,34 @@ def open_records(args, *fields):
     """(stdin's records, the environment of their tasks), which must all be of one kind."""
     records = read_jsonl(sys.stdin, needs(*fields, to_grade=True), skip_bad=args.skip_bad)
     first = next(records, None)
-    kind = kind_of(first["task"]) if first else "backend"
+    kind = environment(first["task"]) if first else Functions
 
-    def of_one_kind():
-        for record in itertools.chain([first] if first else [], records):
-            if kind_of(record["task"]) != kind:
-                fail(f"task {task_id(record['task'])} is of another kind than those before it: "
-                     "give them by themselves")
-            yield record
+    def of_this_kind(record):
+        if environment(record["task"]) is not kind:
+            fail(f"task {task_id(record['task'])} is of another kind: grade each kind by itself")
+        return record
 
-    return of_one_kind(), ENVIRONMENTS[kind](args, args.workers)
+    given = itertools.chain([first] if first else [], records)
+    return map(of_this_kind, given), kind(args, args.workers)
 
 
 def grade_stdin(args, emit):
-    """Records with their rewards."""
+    """add the reward to records that have task and answer"""
     records, grader = open_records(args, "answer")
-    n, total, solved, failed = 0, 0.0, 0, 0
+    rewards, failed = [], 0
     with grader:
         for record in grade_records(records, grader):
             emit({**record, "meta": {**record.get("meta", {}), "rules": args.rules}})
-            n += 1
-            total += record["reward"]
-            solved += record["reward"] == 1
+            rewards.append(record["reward"])
             failed += "failure" in record
+        percent = 100 / max(1, len(rewards))
         failures = f", {failed} failed" if failed else ""
-        say(f"{n} answers: {grader.reward_name} {100 * total / max(1, n):.1f} %, "
-            f"success {100 * solved / max(1, n):.1f} %{failures}; {grader.grader_line()}")
+        say(f"{len(rewards)} answers: {grader.reward_name} {sum(rewards) * percent:.1f} %, "
+            f"success {rewards.count(1) * percent:.1f} %{failures}; {grader.grader_line()}")
 
 
 def check_stdin(args, emit):
-    """Records whose task gives its own reference the full reward."""
+    """drop tasks that do not give their own reference the full reward"""
     records, grader = open_records(args)
     answered = ({"task": r["task"], "answer": r["task"]["ground_truth"], "of": r} for r in records)
     with grader:
@@ -1869,10 +1776,7 @@ def check_stdin(args, emit):
 
 
 def main(args):
-    emit = open_stdout()
-    commands = {"tasks": write_tasks, "demos": write_demos,
-                "grade": grade_stdin, "check": check_stdin}
-    commands[args.command](args, emit)
+    args.run(args, open_stdout())
 
 
 if __name__ == "__main__":

@@ -4,24 +4,21 @@
     python evaluate.py base=base0.jsonl,base1.jsonl sweet=sweet0.jsonl,sweet1.jsonl  # two seeds
     python collect.py --model runs/base < test.jsonl | tee base.jsonl | python evaluate.py
     python evaluate.py base.jsonl sweet.jsonl --html report.html    # every episode, to look at
-    python evaluate.py --results 1 results*.jsonl --plot figure.png    # earlier results
 
-tests_passed  mean reward: share of the hidden tests passed, or likeness of pages
-success       share of the episodes with reward 1; frontend tasks have none
-turns         the agent's messages in an episode
-tokens        what the agent sampled in an episode
-cut           share of the agent's messages cut at --max_tokens
-unanswered    share of the episodes whose last message is no answer; it is graded all the same
-not_drawn     frontend: share of the episodes whose page has no picture
-wins          share of the tasks where the mean reward beats the first system's; a tie is half
-missing       tasks that another system has and this one lacks, for each seed
+    tests_passed  mean reward: share of the hidden tests passed, or likeness of pages
+    success       share of the episodes with reward 1; frontend tasks have none
+    unanswered    share of the episodes whose last message is no answer; it is graded all the same
+    not_drawn     frontend: share of the episodes whose page has no picture
+    turns         the agent's messages in an episode
+    tokens        what the agent sampled in an episode
+    wins          frontend: share of the tasks where it beats the first system; a tie is half
 
 Intervals (95 %) come from a bootstrap over tasks: a task is drawn with all its episodes, those of
-all seeds, since these are not independent. Differences and wins are taken on the tasks that both
-systems have in a seed, drawn in pairs.
+all seeds, since these are not independent. Differences are taken on the tasks that both systems
+have in a seed, drawn in pairs.
 """
-from utils import (fail, fail_on_error, flag, open_stdout, parser, read_jsonl, run, say,
-                   skip_bad_flag, version, writing)
+from utils import (fail_on_error, flag, open_stdout, parser, read_jsonl, run, say, skip_bad_flag,
+                   version, writing)
 
 import base64
 import html
@@ -33,23 +30,18 @@ import tempfile
 
 import numpy as np
 
-from colbench import (agent_messages, browser_flags, draw_pages, environment, hidden_information,
-                      needs, task_id)
-
-METRICS = ("tests_passed", "success", "turns", "tokens", "cut", "unanswered",
-           "not_drawn")  # in every result; an environment may have others
+from colbench import (Functions, agent_messages, browser_flags, draw_pages, environment,
+                      hidden_information, needs, task_id)
 
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] [FILE | NAME=FILE,FILE,... ...] >> results.jsonl")
-    p.add_argument("files", nargs="*", default=["-"], metavar="FILE | NAME=FILE,FILE,...",
-                   help="a system's graded records, -: stdin; NAME=: its runs of several seeds")
+    p.add_argument("files", nargs="*", metavar="FILE | NAME=FILE,FILE,...",
+                   help="a system's graded records, else stdin; NAME=: its runs of several seeds")
     skip_bad_flag(p)
     flag(p, "bootstrap", 2000, "resamples; 0: no intervals")
-    flag(p, "results", 0, "1: the files hold results of this program; nothing is measured anew",
-         choices=[0, 1])
-    flag(p, "plot", None, "draw a figure: the systems NAME@X are points of a curve over X, others "
-         "are level lines; needs matplotlib", metavar="FILE")
+    flag(p, "plot", None, "draw a figure: systems NAME@X are points of a curve over X",
+         metavar="FILE")
     flag(p, "html", None, "write a page with every episode, all systems side by side",
          metavar="FILE")
     browser_flags(p)
@@ -64,20 +56,11 @@ def measure(record):
     A mean over episodes has the denominator 1 in each. What an episode lacks is left out.
     """
     agent = agent_messages(record)
-    measured = {"tests_passed": (record["reward"], 1), "turns": (len(agent), 1)}
-    sampled = [len(m["token_ids"]) for m in agent if "token_ids" in m]
-    if sampled:
-        measured["tokens"] = (sum(sampled), 1)
-        measured["cut"] = (sum("cut" in m for m in agent), len(sampled))
-    return measured | environment(record["task"]).metrics(record)
-
-
-def records_of(path, fields, skip_bad):
-    """The records of a file, or of stdin ("-"), one by one."""
-    if path == "-":
-        return read_jsonl(sys.stdin, fields, skip_bad=skip_bad)
-    with fail_on_error(path):
-        return read_jsonl(open(path, encoding="utf-8"), fields, path, skip_bad)
+    measured = {"tests_passed": (record["reward"], 1),
+                **environment(record["task"]).metrics(record), "turns": (len(agent), 1)}
+    if sampled := [len(m["token_ids"]) for m in agent if "token_ids" in m]:
+        measured["tokens"] = sum(sampled), 1
+    return measured
 
 
 class System:
@@ -91,35 +74,31 @@ class System:
         self.name, self.files, self.n_episodes = name, files, 0
         self.clusters = {}  # (file index, task id): {metric: (numerator, denominator)}
         self.rules, self.rewards = set(), set()
+        self.by_marker = 0  # episodes whose record does not say whether they are answered
         self.shown = []  # the episodes that the report shows
 
     def read(self, args):
-        """Reads the files. Of episodes with the same task and sample in a file the first counts."""
-        seen, repeated = set(), 0
+        need = needs("dialogue_history", "reward")
         for i, path in enumerate(self.files):
-            for record in records_of(path, needs("dialogue_history", "reward"), args.skip_bad):
-                cluster = i, task_id(record["task"])
-                key = cluster, record.get("sample")
-                if key in seen:
-                    repeated += 1
-                    continue
-                if "sample" in record:  # published episodes have none
-                    seen.add(key)
-                self.add(cluster, record)
+            with fail_on_error(path):
+                stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
+            name = "stdin" if path == "-" else path
+            for record in read_jsonl(stream, need, name, args.skip_bad):
+                self.add((i, task_id(record["task"])), record)
                 if args.html:
                     self.shown.append(record)
-        if repeated:
-            say(f"{self.name}: {repeated} episodes, by task and sample, were there before and are "
-                "not counted (several seeds? NAME=FILE,FILE)")
 
     def add(self, cluster, record):
-        sums = self.clusters.setdefault(cluster, {})
-        for metric, (numerator, denominator) in measure(record).items():
+        sums, measured = self.clusters.setdefault(cluster, {}), measure(record)
+        for metric, (numerator, denominator) in measured.items():
             n, d = sums.get(metric, (0, 0))
             sums[metric] = n + numerator, d + denominator
+        kind = environment(record["task"])
         self.n_episodes += 1
-        self.rules.add(record.get("meta", {}).get("rules", "unknown"))
-        self.rewards.add(environment(record["task"]).reward_name)
+        self.rewards.add(kind.reward_name)
+        self.by_marker += "unanswered" in measured and "answered" not in record
+        if issubclass(kind, Functions) and "rules" in record.get("meta", {}):
+            self.rules.add(record["meta"]["rules"])
 
     def sums(self, metric, clusters):
         """The sums of a metric in these clusters: an array (clusters, 2)."""
@@ -129,6 +108,7 @@ class System:
 
 def named_systems(args):
     """The systems of the command line: a file is named by its stem, or by its path if two are."""
+    args = args or ["-"]
     stems = [os.path.splitext(os.path.basename(arg))[0] for arg in args]
     systems = []
     for arg, stem in zip(args, stems):
@@ -174,20 +154,12 @@ def with_interval(statistic, tasks, resamples):
 
 def result(system, systems, resamples):
     """The JSON record of a system."""
-    clusters, everywhere = system.clusters, {key for s in systems for key in s.clusters}
     out = {"system": system.name, "files": system.files, "rules": sorted(system.rules),
            "rewards": sorted(system.rewards), "episodes": system.n_episodes,
-           "tasks": len({task for _, task in clusters}), "version": version(),
-           "missing": len(everywhere - clusters.keys())}
-    others = {metric for s in systems for sums in s.clusters.values() for metric in sums}
-    for metric in (*METRICS, *sorted(others - set(METRICS))):
-        tasks = by_task(system.sums(metric, clusters), clusters)
+           "tasks": len({task for _, task in system.clusters}), "version": version()}
+    for metric in dict.fromkeys(m for s in systems for sums in s.clusters.values() for m in sums):
+        tasks = by_task(system.sums(metric, system.clusters), system.clusters)
         out[metric], out[f"{metric}_95"] = with_interval(ratio, tasks, resamples)
-    out["success_by_file"] = []
-    for i in range(len(system.files)):
-        of_file = [cluster for cluster in clusters if cluster[0] == i]
-        value, _ = with_interval(ratio, system.sums("success", of_file), 0)
-        out["success_by_file"].append(value)
     if system is not systems[0]:
         out["minus_first"] = difference(systems[0], system, resamples)
     return out
@@ -202,8 +174,8 @@ def difference(first, system, resamples):
         out[metric], out[f"{metric}_95"] = with_interval(
             lambda tasks: ratio(tasks[:, 2:]) - ratio(tasks[:, :2]), by_task(pairs, common),
             resamples)
-    a, n, b, m = pairs.T
-    wins = np.stack([(1 + np.sign(b / m - a / n)) / 2, np.ones(len(common))], 1)
+    mine, n, other, m = pairs.T
+    wins = np.stack([(1 + np.sign(other / m - mine / n)) / 2, np.ones(len(common))], 1)
     out["wins"], out["wins_95"] = with_interval(ratio, by_task(wins, common), resamples)
     return out
 
@@ -221,112 +193,95 @@ def percent(value, interval=None, sign=""):
     return text
 
 
-def row(r, mean, metrics):
+def row(r, mean):
     """{head: text} of a result in the table."""
     cells = {"system": r["system"]}
-    for metric in metrics:
-        value, interval = r.get(metric), r.get(f"{metric}_95")
+    for metric in (name[:-3] for name in r if name.endswith("_95")):
+        value, interval = r[metric], r[f"{metric}_95"]
         head = mean if metric == "tests_passed" else metric.replace("_", " ")
         if metric in ("turns", "tokens"):
             cells[head] = "-" if value is None else f"{value:.1f}"
-        elif metric in ("cut", "unanswered", "not_drawn"):
-            cells[f"{head} %"] = percent(value)
         else:
-            cells[f"{head} %"] = percent(value, interval)
-    cells["seeds"] = str(len(r["files"]))
-    for head in ("episodes", "tasks", "missing"):
-        cells[head] = str(r[head])
+            shown = interval if metric in ("tests_passed", "success") else None
+            cells[f"{head} %"] = percent(value, shown)
+    cells |= {"episodes": str(r["episodes"]), "tasks": str(r["tasks"])}
     if d := r.get("minus_first"):
         cells["success - first"] = percent(d["success"], d["success_95"], "+")
         cells[f"{mean} - first"] = percent(d["tests_passed"], d["tests_passed_95"], "+")
-        if r["not_drawn"] is not None:
+        if "success" not in r:
             cells["wins %"] = percent(d["wins"], d["wins_95"])
-        cells["common"] = str(d["clusters"])
     return cells
 
 
 def reward_name(results):
     """What the rewards are: "tests passed", "likeness"; of several kinds "reward"."""
-    names = {name for r in results for name in r.get("rewards", ())}
+    names = {name for r in results for name in r["rewards"]}
     return names.pop() if len(names) == 1 else "reward"
 
 
 def table(results):
     """Lines of aligned text, one per system, and under them what the numbers rest on."""
     mean = reward_name(results).partition(" ")[0]
-    measured = {name[:-3] for r in results for name in r if name.endswith("_95")}
-    metrics = [*METRICS, *sorted(measured - set(METRICS))]
-    rows = [row(r, mean, metrics) for r in results]
-    usual = {"cut %": "0.0", "seeds": "1", "missing": "0"}  # a column of nothing else is left out
-    heads = []
-    for head in max(rows, key=len):  # the first system has no differences
-        if {cells.get(head, "-") for cells in rows} - {"-", usual.get(head)}:
-            heads.append(head)
+    rows = [row(r, mean) for r in results]
+    heads = [head for head in rows[-1]  # the first system has no differences
+             if {cells.get(head, "-") for cells in rows} != {"-"}]
     rows = [heads] + [[cells.get(head, "") for head in heads] for cells in rows]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
     for name, *values in rows:
         padded = [f"{value:>{width}}" for value, width in zip(values, widths[1:])]
         lines.append("  ".join([f"{name:<{widths[0]}}", *padded]).rstrip())
-    rules = sorted({rule for r in results for rule in r["rules"]})
-    note = f"[95 % bootstrap intervals over tasks]; grader's rules: {', '.join(rules)}"
-    return [*lines, note + "; NOT COMPARABLE" if len(rules) > 1 else note]
+    note, rules = "[95 % bootstrap intervals over tasks]", {x for r in results for x in r["rules"]}
+    if rules:
+        note += f"; grader's rules: {', '.join(sorted(rules))}"
+    return [*lines, note + "; NOT COMPARABLE" * (len(rules) > 1)]
 
 
 def plot(results, path):
     """Draws success, or else the mean reward: NAME@X is a point of a curve, others are lines."""
     with fail_on_error("--plot wants matplotlib"):
         from matplotlib.figure import Figure
-    metric = "success" if any(r["success"] is not None for r in results) else "tests_passed"
-    curves, ticks = {}, set()  # {(name, whether it is a line): [(x or None, value, low, high)]}
+    metric = "success" if "success" in results[0] else "tests_passed"
+    axes, curves = Figure(figsize=(6, 4), layout="constrained").subplots(), {}
     for r in results:
-        if r[metric] is not None:
-            name, x = re.fullmatch(r"(?s)(.*?)(?:@(\d+\.?\d*))?", r["system"]).groups()
-            low, high = r[f"{metric}_95"] or (r[metric], r[metric])
-            point = x and float(x), 100 * r[metric], 100 * low, 100 * high
-            if point[0] == 0:
-                fail(f"--plot: {r['system']}: X must be above 0, for the axis is logarithmic")
-            curves.setdefault((name, x is None), []).append(point)
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
-    for i, ((name, is_line), points) in enumerate(curves.items()):
-        if is_line:
-            axes.axhline(points[0][1], label=name, color=f"C{i}", linestyle="--")
+        if r[metric] is None:
+            continue
+        name, x = re.fullmatch(r"(?s)(.*?)(?:@(\d+\.?\d*))?", r["system"]).groups()
+        value, low, high = (100 * v for v in (r[metric], *(r[f"{metric}_95"] or [r[metric]] * 2)))
+        if x:
+            curves.setdefault(name, []).append((float(x), value, low, high))
         else:
-            x, value, low, high = zip(*sorted(points))
-            axes.plot(x, value, marker="o", label=name, color=f"C{i}")
-            axes.fill_between(x, low, high, color=f"C{i}", alpha=0.15, linewidth=0)
-            ticks.update(x)
-    if ticks:
+            axes.axhline(value, label=name, color=f"C{len(axes.lines)}", linestyle="--")
+    for name, points in curves.items():
+        x, value, low, high = zip(*sorted(points))
+        color = f"C{len(axes.lines)}"
+        axes.plot(x, value, marker="o", label=name, color=color)
+        axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted(ticks), [f"{x:g}" for x in sorted(ticks)])
+        axes.set_xticks(x, [f"{value:g}" for value in x])
     axes.set_ylabel("success %" if metric == "success" else f"{reward_name(results)} %")
     axes.legend()
     kind = os.path.splitext(path)[1][1:] or "png"
     with writing(path) as part:
-        figure.savefig(part, dpi=150, format=kind)
+        axes.figure.savefig(part, dpi=150, format=kind)
 
 
 # --- the report: one HTML file, which needs no server ---------------------------------------------
 
 STYLE = """<!doctype html><meta charset="utf-8"><title>Episodes</title><style>
-* {box-sizing: border-box}
-body {margin: 0; font: 14px system-ui, sans-serif; color: #111}
-nav {width: 24em; height: 100vh; overflow-y: auto; border-right: 1px solid #ccc}
-header {padding: 8px}
-summary {cursor: pointer; color: #555} summary b {color: #111} h3 {margin: 0 0 6px}
-.task > summary {padding: 4px 8px; list-style: none}
-.task > summary:hover {background: #eee} .task[open] > summary {background: #dbeafe}
-.task > summary b {display: block} summary span {display: inline-block; width: 3.5em}
-main {position: fixed; inset: 0 0 0 24em; overflow: auto; padding: 12px}
-.side {display: flex; gap: 12px; margin-top: 12px} .side > * {flex: 1 1 0; min-width: 18em}
+body {margin: 0; font: 14px system-ui, sans-serif}
+nav {width: 24em; height: 100vh; overflow-y: auto}
+main {position: fixed; inset: 0 0 0 25em; overflow: auto}
+.side {display: flex; gap: 12px} .side > * {flex: 1 1 0; min-width: 18em}
+.task > summary b {display: block} .task > summary span {display: inline-block; width: 3.5em}
+.task[open] > summary {background: #dbeafe}
 img {max-width: 100%; border: 1px solid #ccc}
-pre {margin: 0; font: 12px ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere}
-.box {margin: 6px 0; padding: 6px 8px; border-radius: 6px; background: #f3f4f6}
+pre {margin: 0; white-space: pre-wrap; overflow-wrap: anywhere}
+.box {margin: 6px 0; padding: 6px; background: #f3f4f6}
 .assistant {margin-left: 1.5em; border-left: 6px solid #9ca3af}
-.advantage {float: right; color: #555} .pass {color: #15803d} .fail {color: #b91c1c}
+.pass {color: #15803d} .fail {color: #b91c1c}
 </style>
-<nav><header>"""
+<nav>"""
 
 
 def tag(name, style, text):
@@ -338,24 +293,16 @@ def folded(summary, content, attributes=""):
     return f"<details {attributes}><summary>{summary}</summary>{content}</details>"
 
 
-def message(m, largest):
-    """A message and its candidates, best first; the bars' colours are their advantages."""
-    text = m.get("content", m.get("output", ""))
-    parts, bar, advantage = [], "", m.get("advantage")
-    if advantage is not None:
-        hue = 142 if advantage > 0 else 0
-        strength = min(1, abs(advantage) / largest)
-        bar = f"border-color: hsl({hue} 70% {88 - 45 * strength:.0f}%)"
-        parts.append(tag("span", "advantage", f"{advantage:.3f}"))
-    parts.append(tag("pre", "", text))
-    if m.get("output", text) != text:
-        parts.append(folded("as sampled", tag("pre", "", m["output"])))
+def message(m):
+    """A message, as the model wrote it, with its advantage; its candidates, best first, folded."""
+    parts = []
+    if "advantage" in m:
+        parts.append(tag("b", "advantage", f"{m['advantage']:+.3f}"))
+    parts.append(tag("pre", "", m.get("output") or m.get("content", "")))
     if candidates := m.get("candidates"):
         ranked = sorted(candidates, key=lambda c: c.get("advantage", 0), reverse=True)
-        shown = "".join(message(candidate, largest) for candidate in ranked)
-        parts.append(folded(f"{len(candidates)} candidates", shown))
-    style = f'class="box {html.escape(m.get("role", "assistant"))}" style="{bar}"'
-    return f'<div {style}>{"".join(parts)}</div>'
+        parts.append(folded(f"{len(candidates)} candidates", "".join(map(message, ranked))))
+    return f'<div class="box {html.escape(m.get("role", "assistant"))}">{"".join(parts)}</div>'
 
 
 def artifact(task, text, pictures):
@@ -374,10 +321,7 @@ def episode(number, record, pictures):
     for name, verdict in record.get("tests", {}).items():
         style = "pass" if verdict == "pass" else "fail"
         parts.append(tag("div", style, f"{name}: {verdict}"))
-    history = record["dialogue_history"]
-    actions = history + [c for m in history for c in m.get("candidates", ())]
-    largest = max(abs(action.get("advantage", 0)) for action in actions) or 1
-    parts += [message(m, largest) for m in history]
+    parts += map(message, record["dialogue_history"])
     summary = f"<b>episode {number}: reward {record['reward']:.3f}</b>"
     return folded(summary, "".join(parts), 'class="episode"' + " open" * (number == 0))
 
@@ -426,39 +370,24 @@ def write_report(path, systems, args):
             for text in (record.get("answer") or "", hidden_information(task)):
                 pages.add(environment(task).page(text))
     pictures, names = draw(pages - {""}, args), [system.name for system in systems]
-    note = html.escape(f"mean rewards of {', '.join(names)} in %")
+    note = html.escape(f"{len(tasks)} tasks; mean rewards of {', '.join(names)} in %")
     with writing(path) as part, open(part, "w", encoding="utf-8") as f:
-        f.write(f"{STYLE}{len(tasks)} tasks; {note}</header>\n")
+        f.write(f"{STYLE}{note}\n")
         for i, episodes in enumerate(tasks.values()):
             f.write(report_task(i, episodes, names, pictures) + "\n")
 
 
-def check_writable(path):
-    """Ends the program if a file can't be written, before the work; a file there stays as it is."""
-    part = path + ".part"
-    with fail_on_error(f"{path} can't be written", part=part):
-        open(part, "w").close()
-        os.remove(part)
-
-
 def main(args):
-    emit = open_stdout()
-    if args.html and args.results:
-        fail("--html shows episodes, and --results 1 has none")
-    for path in filter(None, (args.html, args.plot)):
-        check_writable(path)
-    if args.results:
-        fields = "system", "files", "rules", "tests_passed", "episodes", "tasks"
-        results = [r for path in args.files for r in records_of(path, fields, args.skip_bad)]
-    else:
-        systems = named_systems(args.files)
-        for system in systems:
-            system.read(args)
-        results = [result(system, systems, args.bootstrap) for system in systems]
-        for r in results:
-            emit(r)
+    emit, systems = open_stdout(), named_systems(args.files)
+    for system in systems:
+        system.read(args)
+    results = [result(system, systems, args.bootstrap) for system in systems]
+    for r in results:
+        emit(r)
     for text in table(results):
         say(text)
+    if n := sum(system.by_marker for system in systems):
+        say(f"{n} records have no `answered`: the marker in their last message tells")
     if args.plot:
         plot(results, args.plot)
     if args.html:

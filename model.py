@@ -48,7 +48,12 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
 from transformers.utils import logging
 
 from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, from_rank_0,
-                   progress, reading, remove, resume_hint, rng, say, sum_over_ranks, writing)
+                   progress, reading, rng, say, warmup_steps, writing)
+
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:  # torch has a kernel of its own
+    flash_attn_varlen_func = None
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads, too
 logging.set_verbosity_error()
@@ -61,7 +66,6 @@ TODAY = datetime.date(2024, 7, 26)  # for templates that tell the date: every da
 LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 26}  # logits held at once: 64 MB or 256 MB in fp32
 GATHERED = 2 ** 17  # keys gathered at once: with values 0.5 GB for 8 heads of size 128 in bf16
 HEAD = "head.safetensors"  # the file of a linear head, beside the model's
-COUNT = {"tokens": 0, "reference_tokens": 0}  # computed so far: in training, by the reference
 
 
 # --- turns and their tree -------------------------------------------------------------------------
@@ -151,7 +155,7 @@ def on_device(x, device):
     return x.to(device)
 
 
-def tree_tokens(turns):
+def count_tokens(turns):
     """The tokens of the turns' tree."""
     tokens, before = 0, []
     for seq in sorted([*prompt, *action] for prompt, action in turns):
@@ -160,26 +164,14 @@ def tree_tokens(turns):
     return tokens
 
 
-def count_of_all_ranks():
-    """COUNT, summed over all ranks."""
-    return dict(zip(COUNT, map(int, sum_over_ranks(*COUNT.values()))))
+def official_tokens(pairs):
+    """The tokens that the usual procedure computes in a step.
 
-
-def compare_tokens(steps, tokens, reference_tokens):
-    """Tokens computed in all steps [[Pair]], and once by the reference, beside the official ones.
-
-    The official procedure computes for each pair of each step two sequences, the turns of a side in
-    one, padded to the longer one; and the same once more by the reference model, if there is one.
-    `sharing`: how many times fewer tokens ours are.
+    It is two sequences a pair, the turns of a side in one, padded to the longer one.
     """
-    official = 0
-    for pair in chain.from_iterable(steps):
-        sides = [tree_tokens(side) for side in (pair.chosen, pair.rejected) if side]
-        official += len(sides) * max(sides)
-    of_reference = official if reference_tokens else 0
-    return {"tokens": {"official": official, "computed": tokens},
-            "reference_tokens": {"official": of_reference, "computed": reference_tokens},
-            "sharing": (official + of_reference) / max(1, tokens + reference_tokens)}
+    sides = [[count_tokens(side) for side in (pair.chosen, pair.rejected) if side]
+             for pair in pairs]
+    return sum(len(tokens) * max(tokens) for tokens in sides)
 
 
 # --- attention over runs --------------------------------------------------------------------------
@@ -215,8 +207,9 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     With several groups, each is computed again in the backward pass, so that the keys of one group
     at a time are gathered. Their gradients are summed in fp32.
     """
-    if kwargs.get("s_aux") is not None:
-        fail("this model has attention sinks, which the packed forward can't compute")
+    if tree is None or kwargs.get("s_aux") is not None:
+        what = "attention sinks" if tree else "layers that do not hand the tree to their attention"
+        fail(f"this model has {what}: the packed forward can't compute it")
     left = sliding_window - 1 if sliding_window else -1  # keys that a token sees before it; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     kernel = flash_kernel if q.is_cuda and q.dtype != torch.float32 else sdpa_kernel
@@ -252,9 +245,13 @@ def sdpa_kernel(q, k, v, runs, scale, left):
 
 
 def flash_kernel(q, k, v, runs, scale, left):
-    """torch's FlashAttention over runs of any lengths: it needs a GPU and 16 bits."""
-    return varlen_attn(q, k, v, runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv), scale=scale,
-                       window_size=(left, 0), enable_gqa=q.shape[1] != k.shape[1])
+    """FlashAttention over runs, of the package flash-attn or of torch: on a GPU in 16 bits."""
+    lengths = runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv)
+    if flash_attn_varlen_func:
+        return flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=scale, causal=True,
+                                      window_size=(left, 0))
+    return varlen_attn(q, k, v, *lengths, scale=scale, window_size=(left, 0),
+                       enable_gqa=q.shape[1] != k.shape[1])
 
 
 AttentionInterface.register("tree", tree_attention)
@@ -262,17 +259,30 @@ AttentionInterface.register("tree", tree_attention)
 
 # --- the forward ----------------------------------------------------------------------------------
 
-def head_logps(hidden, weight, targets):
-    """log softmax(hidden @ weight.T)[targets], (N,), in fp32, or in fp64 for fp64 inputs."""
-    logits = F.linear(hidden, weight)
-    if logits.dtype != torch.float64:
-        logits = logits.float()
+def head_logps(hidden, weight, bias, targets, config):
+    """log softmax(logits)[targets], (N,), in fp32, or in fp64 for fp64 inputs.
+
+    The logits are hidden @ weight.T + bias; some families scale them, or cap them by a tanh.
+    """
+    logits = F.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    divisor, factor, cap = (getattr(config, name, None) for name in (
+        "logits_scaling", "logit_scale", "final_logit_softcapping"))
+    if divisor or factor:
+        logits = logits * (factor or 1) / (divisor or 1)
+    if cap:
+        logits = cap * torch.tanh(logits / cap)
     return -F.cross_entropy(logits, targets, reduction="none")
 
 
 def has_vision(config):
     """Whether a model of this config sees pictures."""
     return hasattr(config, "vision_config")
+
+
+def kind_of_model(config):
+    """transformers' class that makes a model of this config."""
+    return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
 
 
 class TreeLM(torch.nn.Module):
@@ -290,6 +300,7 @@ class TreeLM(torch.nn.Module):
         self.dtype = lm.dtype
         self.config = lm.config.get_text_config()
         self.pictures = None  # the Pictures that tokens of pictures are of
+        self.tokens = 0  # computed so far
         self.score = None
         if head:
             self.score = torch.nn.Linear(self.config.hidden_size, 1, bias=False, device=lm.device)
@@ -311,12 +322,13 @@ class TreeLM(torch.nn.Module):
         if self.score:
             return hidden[scored].float() @ self.score.weight[0].float()
         hidden, targets = hidden[tree.parent[scored]], tree.ids[scored]
+        head = self.lm.lm_head
         # Logits of a few tokens at a time: the checkpoints keep none for the backward pass.
         chunk = max(1, LOGITS[self.device.type] // self.config.vocab_size)
         logps = []
         for i in range(0, len(scored), chunk):
-            logps.append(checkpoint(head_logps, hidden[i:i + chunk], self.lm.lm_head.weight,
-                                    targets[i:i + chunk], use_reentrant=False))
+            logps.append(checkpoint(head_logps, hidden[i:i + chunk], head.weight, head.bias,
+                                    targets[i:i + chunk], self.config, use_reentrant=False))
         return torch.cat(logps)
 
     def embed(self, tree):
@@ -348,7 +360,7 @@ class TreeLM(torch.nn.Module):
                 "position_ids": positions.T[:, None]}
 
 
-def action_logps(model, turns, max_tokens=math.inf):
+def action_logps(model, turns, tree_tokens=math.inf):
     """Log-probs of each action given its prompt: a list of (L,) fp32 tensors on the CPU.
 
     A model with a head gives one value a turn instead, (1,): the mean over its tokens, those of
@@ -356,17 +368,17 @@ def action_logps(model, turns, max_tokens=math.inf):
     Those that other ranks computed have no gradient: where each rank takes the same loss of all
     turns, the sum of the ranks' gradients, which FSDP makes, is that of the loss.
 
-    A rank's trees have at most max_tokens tokens, each. Where it has several, each is computed
+    A rank's trees have at most tree_tokens tokens, each. Where it has several, each is computed
     again in the backward pass: the same values and gradients in bounded memory.
     """
-    parts = deal(turns, max_tokens)
+    parts = deal(turns, tree_tokens)
     trees = -(-len(parts) // WORLD)  # of each rank: all must join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
     anchor = torch.ones((), requires_grad=True)
     flat, none = [torch.zeros(sum(sizes(model, part))) for part in parts], 0
     for n in range(RANK * trees, RANK * trees + trees):
         tree = Tree(parts[min(n, len(parts) - 1)], model.device, model.score is not None)
-        COUNT["tokens"] += len(tree.ids)
+        model.tokens += len(tree.ids)
         if recompute:
             # `anchor` chains the trees, so that autograd recomputes one at a time, the last first
             numbers = anchor = checkpoint(tree_logps, model, tree, anchor, use_reentrant=True)
@@ -490,8 +502,21 @@ def batches(groups, batch_size, seed):
     return [pairs[i:i + batch_size] for i in range(0, len(pairs), batch_size)]
 
 
-def deal(turns, max_tokens, world=WORLD):
-    """The turns in parts [[turn]], whose trees have at most max_tokens tokens, or are of one turn.
+def tell_plan(what, groups, steps, more):
+    """Says how much there is to train on. Warns where it is little; more: flags that give more."""
+    n, warmup = sum(map(len, groups)), warmup_steps(len(steps))
+    few = f": few to learn from; more by {more}" if n < 50 or len(steps) < 30 else ""
+    if steps:
+        say(f"{n} {what}, {len(steps)} steps, {warmup} of them to warm up{few}")
+
+
+def accuracy(margin):
+    """The share of margins (N,) above 0; one of 0 up to rounding counts a half."""
+    return ((margin.round(decimals=3).sign() + 1) / 2).double().mean().item()
+
+
+def deal(turns, tree_tokens, world=WORLD):
+    """The turns in parts [[turn]], whose trees have at most tree_tokens tokens, or are of one turn.
 
     Each of `world` ranks computes as many, which are neighbours. They are as few as can be for
     that, and of similar size: the largest is as small as it can be, to one percent. Turns with a
@@ -516,7 +541,7 @@ def deal(turns, max_tokens, world=WORLD):
             size += added
         return parts
 
-    low, high = 0, min(max_tokens, sum(new))
+    low, high = 0, min(tree_tokens, sum(new))
     parts = cut(high)
     most = -(-len(parts) // world) * world
     while high - low > 1 + high // 100:
@@ -530,12 +555,12 @@ def deal(turns, max_tokens, world=WORLD):
 
 
 @torch.no_grad()
-def score(model, turns, max_tokens, what="scoring"):
+def score(model, turns, tree_tokens, what="scoring"):
     """action_logps of any number of turns without gradient. `what` names the progress bar."""
-    parts, logps = deal(turns, max_tokens), {}
+    parts, logps = deal(turns, tree_tokens), {}
     for n in progress(what, range(0, len(parts), WORLD)):
         some = list(chain.from_iterable(parts[n:n + WORLD]))
-        logps.update(zip(some, action_logps(model, some, max_tokens)))
+        logps.update(zip(some, action_logps(model, some, tree_tokens)))
     for module in model.modules():  # an optimizer made after this finds the shards of all weights
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -719,9 +744,6 @@ def find_model(path, weights=False):
             if weights:
                 wanted.append("*.safetensors")
             path = snapshot_download(path, allow_patterns=wanted)
-        elif glob.glob(os.path.join(glob.escape(path), "*.gguf")) and not weight_files(path):
-            fail(f"{path!r} holds a GGUF file, which is not read: take the model's safetensors "
-                 "(transformers loads GGUF by GgufConfig(dequantize=True) and saves them)")
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as e:
@@ -752,32 +774,22 @@ def base_digest(path):
     return None if RANK else weights_digest(find_model(path, weights=True)[0])
 
 
-def load_options(args, device):
-    """Keyword arguments of `load` from the flags of utils.machine_flags."""
-    if args.dtype == "bf16" and device.type == "cpu" and not cpu_has_bf16():
-        say("this CPU has no instructions for bf16: --dtype fp32 is many times as fast")
-    return {"dtype": args.dtype, "replicate": args.replicate, "offload": args.offload,
-            "recompute": args.recompute}
+def load_options(args):
+    """Keyword arguments of `load` from the trainers' flags."""
+    return {name: getattr(args, name) for name in ("dtype", "replicate", "offload", "recompute")}
 
 
-def cpu_has_bf16():
-    """Whether this CPU multiplies in bf16. One that does not is ten times slower than in fp32."""
-    with open("/proc/cpuinfo") as f:
-        return bool(re.search(r"\b(avx512_bf16|amx_bf16)\b", f.read()))
-
-
-def pick_dtype(name, device, config):
-    """The torch.dtype of --dtype. auto is bf16 on a GPU, and on such a CPU for wide models."""
+def pick_dtype(name, device):
+    """The torch.dtype of --dtype; auto is bf16 on a GPU and fp32 on a CPU."""
     if name == "auto":
-        wide = config.get_text_config().hidden_size >= 512  # no tiny one
-        name = "bf16" if device.type == "cuda" or wide and cpu_has_bf16() else "fp32"
+        name = "bf16" if device.type == "cuda" else "fp32"
     return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(name, name)
 
 
 def load_lm(path, device, dtype="fp32"):
     """(transformers causal LM, tokenizer) to sample with. dtype: as for `load`."""
     path, tokenizer, config = find_model(path, weights=True)
-    dtype = pick_dtype(dtype, torch.device(device), config)
+    dtype = pick_dtype(dtype, torch.device(device))
     lm = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa",
                                               dtype=dtype, trust_remote_code=False,
                                               use_safetensors=True)
@@ -789,53 +801,92 @@ def load(path, device="cpu", dtype="fp32", head=False, **sharding):
 
     dtype: the value of --dtype, or a torch.dtype. sharding: keyword arguments of `shard`, to train
     with fp32 weights. Of several ranks rank 0 reads the files, and the others get their shards.
-    Fails if the packed forward can't compute the model, and if the files lack a weight of the
-    model or have another. A head that is not in the files gets random numbers.
+    Fails if the files lack a weight of the model or have another, and if the packed forward does
+    not give the model's own log-probs. A head that is not in the files gets random numbers.
     """
     path, tokenizer, config = find_model(path, weights=True)
     refuse_unknown(path, config)
     device = torch.device(device)
-    dtype = pick_dtype(dtype, device, config)
-    kind, attention = AutoModelForCausalLM, "tree"
-    if has_vision(config):
-        kind = AutoModelForImageTextToText
-        attention = {"text_config": "tree", "vision_config": "sdpa"}
+    dtype = pick_dtype(dtype, device)
+    kind = kind_of_model(config)
+    attention = {"text_config": "tree", "vision_config": "sdpa"} if has_vision(config) else "tree"
+    turns, source = proof_turns(config.get_text_config()), []
 
-    def whole():
-        """The model with the weights of the files, in CPU memory."""
+    def read():
+        """Puts the model with the weights of the files, in CPU memory, into `source`.
+
+        Returns log-probs of the turns by the model's own forward.
+        """
         try:
             lm, told = kind.from_pretrained(path, dtype="auto" if sharding else dtype,
-                                            attn_implementation=attention, use_safetensors=True,
+                                            attn_implementation="eager", use_safetensors=True,
                                             trust_remote_code=False, output_loading_info=True)
         except Exception as e:
             fail(f"the weights in {path!r} can't be read: {str(e).splitlines()[-1]}")
         if wrong := sorted(map(str, chain(*told.values()))):
             fail(f"the weights in {path!r} are not those of its config.json: {wrong[:3]}")
-        model = TreeLM(lm, device, head)
+        if not hasattr(getattr(lm, "model", None), "layers") and not has_vision(config):
+            fail(f"{path!r} is not built as today's chat models are: it has no model.layers")
+        own = own_logps(lm, turns)
+        lm.set_attn_implementation(attention)
+        source.append(TreeLM(lm, device, head))
         if head:
-            std = config.get_text_config().hidden_size ** -0.5
-            torch.nn.init.normal_(model.score.weight, std=std,
+            weight = source[0].score.weight
+            torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5,
                                   generator=torch.Generator().manual_seed(0))
             if os.path.exists(file := os.path.join(path, HEAD)):
-                model.score.load_state_dict(load_file(file))
-        return model
+                source[0].score.load_state_dict(load_file(file))
+        return own
 
     if sharding and WORLD > 1:
-        source = []  # rank 0's
-        from_rank_0(lambda: source.append(whole()))
+        own = from_rank_0(read)
         with torch.device("meta"):
             model = TreeLM(kind.from_config(config, dtype=torch.float32,
                                             attn_implementation=attention), device, head)
         shard(model, dtype, **sharding)
-        fill_from_rank_0(model, source, "cpu" if sharding["offload"] else device)
-        return model, tokenizer
-    model = whole()
-    if sharding:
-        shard(model, dtype, **sharding)
-        model.float()
-    if not sharding.get("offload"):
-        model.to(device)
+        fill_from_rank_0(model, source, "cpu" if sharding.get("offload") else device)
+    else:
+        own = read()
+        model, = source
+        if sharding:
+            shard(model, dtype, **sharding)
+            model.float()
+        if not sharding.get("offload"):
+            model.to(device)
+    prove(model, path, turns, own)
     return model, tokenizer
+
+
+def proof_turns(config):
+    """Two turns with a common prompt, and one that is longer than a sliding window."""
+    longest = min(getattr(config, "sliding_window", None) or 0, 2048) + 8
+    first = config.vocab_size // 2  # far from special tokens
+    turns = [(8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (longest, (3, 2, 1))]
+    return [(tuple(first + i % 11 for i in range(length)), tuple(first + i for i in action))
+            for length, action in turns]
+
+
+@torch.no_grad()
+def own_logps(lm, turns):
+    """action_logps by the forward and attention of a transformers model, turn by turn."""
+    logps = []
+    for prompt, action in turns:
+        logits = lm(input_ids=torch.tensor([prompt + action])).logits[0, len(prompt) - 1:-1]
+        logps.append(-F.cross_entropy(logits.float(), torch.tensor(action), reduction="none"))
+    return torch.cat(logps)
+
+
+def prove(model, path, turns, own):
+    """Fails if the packed forward, as loaded and sharded, does not give the log-probs `own`.
+
+    In 16 bits they may differ by 0.5 in the mean, which is rounding where logits are large.
+    """
+    head, model.score = model.score, None
+    difference = (torch.cat(score(model, turns, math.inf)) - own).abs().mean().item()
+    model.score, model.tokens = head, 0
+    if not difference < (1e-3 if model.dtype == torch.float32 else 0.5):
+        fail(f"the packed forward can't compute {path!r}: its log-probs differ by {difference:.2g} "
+             "in the mean from those of the model's own forward")
 
 
 def fill_from_rank_0(model, source, device):
@@ -855,24 +906,19 @@ def fill_from_rank_0(model, source, device):
 
 
 def refuse_unknown(path, config):
-    """Fails if the packed forward can't compute a model of this config."""
-    if has_vision(config) and config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
-        fail(f"{path!r} sees pictures in a way not known here; Qwen2-VL and Qwen2.5-VL are known")
+    """Fails if a model of this config can't be computed, where `prove` might not see it."""
     text = config.get_text_config()
-    other = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    caps = ("final_logit_softcapping", "attn_logit_softcapping")
-    if text.model_type == "gpt_oss":
-        fail(f"{path!r} has attention sinks, which the packed forward can't compute")
-    if other or any(getattr(text, cap, None) for cap in caps):
-        fail(f"{path!r} uses soft caps or layers other than attention, "
-             "which the packed forward can't compute")
-    scales = [getattr(text, name, None) or 1 for name in ("logits_scaling", "logit_scale")]
-    if scales != [1, 1] or text.model_type in ("phi", "stablelm", "nemotron"):
-        fail(f"{path!r} scales or shifts its logits, or its attention is of a form of its own, "
-             "which the packed forward can't compute")
-    if (getattr(text, "rope_parameters", None) or {}).get("rope_type") in ("longrope", "dynamic"):
-        fail(f"{path!r} has positions (longrope, dynamic) that depend on the length of a forward, "
-             "which the packed forward can't compute")
+    layers = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
+    other = "layers other than attention" if layers else None
+    if has_vision(config) and config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
+        other = "a way to see pictures that is not Qwen2-VL's or Qwen2.5-VL's"
+    if getattr(text, "attn_logit_softcapping", None):
+        other = "soft caps in its attention"
+    if rope in ("longrope", "dynamic"):
+        other = f"positions ({rope}) that depend on the length of a forward"
+    if other:
+        fail(f"{path!r} has {other}, which the packed forward can't compute")
 
 
 def ranks_of_a_copy(world, replicate):
@@ -922,7 +968,7 @@ def save(model, tokenizer, out):
     state = get_model_state_dict(model, options=whole)  # empty on other ranks than 0
     if RANK:
         return
-    with fail_on_error(f"{out} can't be written", resume_hint()):
+    with fail_on_error(f"{out} can't be written"):
         ends = {end_of_turn(tokenizer)[-1], tokenizer.eos_token_id}
         generation = model.lm.generation_config
         generation.eos_token_id = sorted(ends)
@@ -930,6 +976,8 @@ def save(model, tokenizer, out):
         generation.do_sample = generation.do_sample or bool(generation.temperature)
         of_lm = {name: state["lm." + name].to(model.dtype)
                  for name, _ in model.lm.named_parameters()}  # tied ones once
+        of_lm |= {name: state["lm." + name] for name, _ in model.lm.named_buffers()
+                  if "lm." + name in state}  # in their own dtype
         model.lm.save_pretrained(out, state_dict=of_lm)
         model.lm.config.dtype = model.dtype  # save_pretrained has noted that of the fp32 weights
         model.lm.config.save_pretrained(out)
@@ -946,11 +994,10 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 def training_state(model, optimizer):
-    """(weights, moments, {name: tensor}): the last has what is trained of both, and COUNT."""
+    """(weights, moments, {name: tensor}): the last has what is trained of both."""
     weights, moments = get_state_dict(model, optimizer, options=FLAT)
     tensors = {name: weights[name] for name, p in model.named_parameters() if p.requires_grad}
     tensors.update((name, x) for name, x in moments.items() if torch.is_tensor(x))
-    tensors["counts"] = torch.tensor(list(count_of_all_ranks().values()))
     return weights, moments, tensors
 
 
@@ -959,22 +1006,16 @@ def save_checkpoint(model, optimizer, out, step):
 
     Each rank writes its shards as safetensors, which hold no code.
     """
-    path = os.path.join(out, f"checkpoint-{step}")
-    part = path + ".part"
-    if RANK == 0:
-        remove(part)
-    barrier()
-    with fail_on_error(f"{path} can't be written", resume_hint(), part):
+    with writing(os.path.join(out, f"checkpoint-{step}")) as part:
         dcp.save(training_state(model, optimizer)[2],
                  storage_writer=dcp.HuggingFaceStorageWriter(part, save_distributed=True))
-        if RANK == 0:
-            os.replace(part, path)
     drop_checkpoints(out, keep=step)
     barrier()  # no rank may end the program while rank 0 still writes
 
 
 def restore(model, optimizer, log):
-    """Loads the last checkpoint of the run in log's folder, if it has one."""
+    """Loads the last checkpoint of the run in log's folder, if it has one; removes all others."""
+    drop_checkpoints(log.out, keep=log.step)  # a kill may leave a part of one
     if log.step and not log.finished:
         path = os.path.join(log.out, f"checkpoint-{log.step}")
         with reading(path):
@@ -982,27 +1023,20 @@ def restore(model, optimizer, log):
             dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path))
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments,
                            options=FLAT)
-        for key, count in zip(COUNT, tensors["counts"].tolist()):  # of all ranks together
-            COUNT[key] = 0 if RANK else count
 
 
-def reference_logps(model, turns, max_tokens, out):
-    """score() by the untrained weights, kept in `out` for a run that resumes. Starts COUNT."""
-    COUNT.update(tokens=0, reference_tokens=0)
+def reference_logps(model, turns, tree_tokens, out):
+    """score() by the untrained weights, kept in `out` for a run that resumes."""
     if model.score is not None or not turns:  # a head's values are advantages without a reference
         return [torch.zeros(1)] * len(turns)
     path = os.path.join(out, "reference.safetensors")
     if from_rank_0(lambda: os.path.exists(path)):
         with reading(path):
-            kept = load_file(path)
-            COUNT["reference_tokens"] = 0 if RANK else int(kept.get("tokens", 0))
-            return list(kept["logps"].split(sizes(model, turns)))
-    logps = score(model, turns, max_tokens, "reference")
-    COUNT.update(tokens=0, reference_tokens=COUNT["tokens"])
-    tokens = torch.tensor(count_of_all_ranks()["reference_tokens"])
+            return list(load_file(path)["logps"].split(sizes(model, turns)))
+    logps = score(model, turns, tree_tokens, "reference")
     if RANK == 0:
         with writing(path) as part:
-            save_file({"logps": torch.cat(logps), "tokens": tokens}, part)
+            save_file({"logps": torch.cat(logps)}, part)
     return logps
 
 
@@ -1012,34 +1046,37 @@ def dry_run(args, config, steps, reference, scored=()):
     """What a run on args.dry_run GPUs would take, a dict. steps: [[Pair]].
 
     reference: the turns that the reference reads; scored: those that the trained critic judges.
-    tokens, reference_tokens, sharing: see compare_tokens. `slowest_rank`: the tokens of each step's
-    slowest GPU, times the number of GPUs. scoring_tokens: those of both scorings.
+    tokens of all steps: official, see official_tokens; computed; slowest_rank, those of each step's
+    slowest GPU times the number of GPUs. The official reference computes in each step, ours once.
+    sharing: how many times fewer tokens ours are. scoring_tokens: those of both scorings.
     hours: at 400 TFLOP/s a GPU, 6 for each weight and token in training, 2 without gradient.
     gb_a_gpu: fp32 weights, gradients and AdamW's moments. Activations come on top.
     """
-    if has_vision(config):
-        fail("--dry_run does not know models that see pictures")
     if not steps:
         fail("--dry_run: there are no steps to take")
     gpus = args.dry_run
     with torch.device("meta"):
-        parameters = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
-    computed = slowest = 0
+        parameters = sum(p.numel() for p in kind_of_model(config).from_config(config).parameters())
+    official = computed = slowest = 0
     for batch in steps:
-        parts = deal(turns_in(batch), args.max_tokens, gpus)
+        parts = deal(turns_in(batch), args.tree_tokens, gpus)
         trees = -(-len(parts) // gpus)
-        tokens = list(map(tree_tokens, parts + parts[-1:] * (-len(parts) % gpus)))
+        tokens = list(map(count_tokens, parts + parts[-1:] * (-len(parts) % gpus)))
         computed += sum(tokens)
         slowest += gpus * max(sum(tokens[n:n + trees]) for n in range(0, len(tokens), trees))
-    scoring = [sum(map(tree_tokens, deal(turns, args.max_tokens, gpus)))
-               for turns in (reference, scored)]
-    tokens = compare_tokens(steps, computed, scoring[0])
-    tokens["tokens"]["slowest_rank"] = slowest
-    flops = 2 * parameters * (slowest * (3 if args.recompute == 0 else 4) + sum(scoring))
+        official += official_tokens(batch)
+    of_reference, of_critic = (sum(map(count_tokens, deal(turns, args.tree_tokens, gpus)))
+                               for turns in (reference, scored))
+    flops = slowest * (6 if args.recompute == 0 else 8) + 2 * (of_reference + of_critic)
     at_rest = 0 if args.offload else 16 * parameters / ranks_of_a_copy(gpus, args.replicate)
     return {"gpus": gpus, "parameters": parameters, "steps": len(steps),
-            "examples": sum(map(len, steps)), **tokens, "scoring_tokens": sum(scoring),
-            "hours": float(f"{flops / 400e12 / gpus / 3600:.3g}"),
+            "examples": sum(map(len, steps)),
+            "tokens": {"official": official, "computed": computed, "slowest_rank": slowest},
+            "reference_tokens": {"official": official if reference else 0,
+                                 "computed": of_reference},
+            "sharing": (2 if reference else 1) * official / (computed + of_reference),
+            "scoring_tokens": of_reference + of_critic,
+            "hours": float(f"{parameters * flops / 400e12 / gpus / 3600:.3g}"),
             "gb_a_gpu": float(f"{at_rest / 1e9:.3g}")}
 
 

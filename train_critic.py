@@ -18,9 +18,10 @@ regression  a linear head on the mean hidden state of (c, o_t, a_t); eq. 2 witho
 value       a linear head's logit that the trajectory is the better one of its pair, trained by
             cross-entropy on every turn of the pairs
 teacher     mean log pi_ref(a|c,o) - mean log pi_ref(a|o): what c says of the action to the
-            untrained model
+            untrained model; trains nothing, and sets --ref_context agent
 
-A --model with vision (Qwen2-VL, Qwen2.5-VL) reads the pages of frontend tasks as pictures.
+Only logratio needs the agent's own --model. A --model with vision (Qwen2-VL, Qwen2.5-VL) reads the
+pages of frontend tasks as pictures.
 
     python train_critic.py --model runs/base --out runs/critic < in.jsonl > scored.jsonl
     torchrun --nproc_per_node=8 train_critic.py --out runs/critic < in.jsonl > scored.jsonl
@@ -28,9 +29,9 @@ A --model with vision (Qwen2-VL, Qwen2.5-VL) reads the pages of frontend tasks a
     for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
 # utils before what loads slowly: it sets up streams and signals
-from utils import (RANK, Log, check_finite, digest, drop_checkpoints, end_by_signal, fail, flag,
-                   from_rank_0, init_distributed, lr_at, machine_flags, open_stdout, parser,
-                   read_jsonl, rng, run, say, stop_signal, sum_over_ranks, writing)
+from utils import (RANK, SIGNALS, Log, check_finite, digest, drop_checkpoints, end_by_signal, fail,
+                   flag, from_rank_0, init_distributed, lr_at, machine_flags, open_stdout, parser,
+                   read_jsonl, rng, run, say, sum_over_ranks, writing)
 
 import json
 import math
@@ -48,24 +49,21 @@ KEPT = "head", "hidden_info", "ref_context", "normalize", "picture_tokens"  # in
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < trajectories.jsonl > scored.jsonl")
     flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "pi_ref, and where pi starts")
-    flag(p, "out", None, "directory for the model and its metrics.jsonl: a new one, or with "
-         "--resume or --score a run's", required=True)
+    flag(p, "out", None, "the run's directory: a new one, unless --resume or --score is given",
+         required=True)
     g = p.add_argument_group("pairs")
-    flag(g, "pairs", "best", "best: a task's best trajectory, if solved, and each worse one; "
-         "all: any 2", choices=["best", "all"])
+    flag(g, "pairs", "best", "best: a task's solved trajectory and each worse; all: any 2",
+         choices=["best", "all"])
     flag(g, "margin", 0.1, "--pairs all: least difference of the two rewards")
-    flag(g, "held_out", 0.1, "share of the tasks kept out of training, to report accuracy on; at "
-         "least one, if it is above 0")
+    flag(g, "held_out", 0.1, "share of the tasks kept out of training, to report accuracy on")
     g = p.add_argument_group("the critic")
-    flag(g, "head", "logratio", "what A is, see above; only logratio needs the agent's own "
-         "--model; teacher trains nothing and sets --ref_context agent",
+    flag(g, "head", "logratio", "what A is: see the docstring",
          choices=["logratio", "regression", "value", "teacher"])
-    flag(g, "normalize", "turn", "log-ratios in the loss: the mean of a turn (eq. 3), the mean of "
-         "a trajectory (released code), or none: their sum",
+    flag(g, "normalize", "turn", "log-ratios: mean of a turn (eq. 3), of a trajectory, or sum",
          choices=["turn", "trajectory", "none"])
     flag(g, "hidden_info", 1, "0: the critic reads what the agent reads", choices=[0, 1])
-    flag(g, "ref_context", "hidden", "pi_ref reads c, too (eq. 3), or what the agent reads "
-         "(released code)", choices=["hidden", "agent"])
+    flag(g, "ref_context", "hidden", "pi_ref reads c, too (eq. 3), or what the agent reads",
+         choices=["hidden", "agent"])
     flag(g, "picture_tokens", 1024, "model with vision: most tokens of a page's picture",
          least=1)
     flag(g, "score", 0, "1: score stdin with the finished critic in --out and its flags",
@@ -73,7 +71,7 @@ def get_args(argv=None):
     g = p.add_argument_group("objective and optimization")
     flag(g, "beta", 0.1, "scale of the margin")
     flag(g, "nll_coef", 0.01, "weight of the chosen side's NLL per token")
-    flag(g, "lr", 2e-7, "peak: 3%% of the steps warm up, at least 3; then a cosine to a tenth")
+    flag(g, "lr", 2e-7, "peak: 3%% of the steps warm up, then a cosine to a tenth")
     flag(g, "batch_size", 8, "pairs a step, over all GPUs", least=1)
     flag(g, "epochs", 4, "over the pairs")
     flag(g, "max_grad_norm", 1.0, "gradients are clipped to it")
@@ -92,11 +90,10 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (COUNT, PICTURE, TURN, Pair, Pictures, action_ids, action_logps, actions_of,
-                   base_digest, batches, compare_tokens, count_of_all_ranks, dry_run, find_model,
-                   gathered, has_vision, load, load_options, pick_dtype, raw_text,
-                   reference_logps, render, restore, save, save_checkpoint, score, thinking_flag,
-                   turns_in, weights_digest)
+from model import (PICTURE, TURN, Pair, Pictures, accuracy, action_ids, action_logps, actions_of,
+                   base_digest, batches, dry_run, find_model, gathered, has_vision, load,
+                   load_options, pick_dtype, raw_text, reference_logps, render, restore, save,
+                   save_checkpoint, score, tell_plan, thinking_flag, turns_in, weights_digest)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -155,29 +152,31 @@ def main(args):
     turns, ref_turns = list(ref_of), list(ref_of.values())
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(pairs, args.batch_size, seed=(args.seed, epoch))]
+    more = f"--pairs all ({sum(map(len, trajectory_pairs(records, 'all', args.margin)))} pairs)"
+    tell_plan(f"pairs of {len(pairs)} tasks", pairs, steps, f"{more}, collect.py -k")
     config = find_model(args.model)[2]
     if args.dry_run:
         reference = ref_turns if args.head not in LINEAR else []
         return emit(dry_run(args, config, steps, reference, turns))
     log.begin(steps=len(steps), pairs=sum(map(len, pairs)), tasks=len(pairs),
-              dtype=str(pick_dtype(args.dtype, device, config)),
+              dtype=str(pick_dtype(args.dtype, device)),
               data=digest([*map(digest, ref_of.items()), *map(digest, map(tuple, chain(*pairs)))]),
               model_weights=base_digest(args.model))
 
     start = args.out if log.finished else args.model
-    model, tokenizer = load(start, device, head=args.head in LINEAR, **load_options(args, device))
+    model, tokenizer = load(start, device, head=args.head in LINEAR, **load_options(args))
     model.pictures = pictures
     # zeros for a linear head, whose value is A already
-    ref = dict(zip(turns, reference_logps(model, ref_turns, args.max_tokens, args.out)))
+    ref = dict(zip(turns, reference_logps(model, ref_turns, args.tree_tokens, args.out)))
     fused = device.type == "cuda" and not args.offload
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=fused)
     restore(model, optimizer, log)
 
     for step in log.steps("critic", len(steps)):
-        batch, before = steps[step], COUNT["tokens"]
+        batch, before = steps[step], model.tokens
         read = turns_in(batch)
-        logps = dict(zip(read, action_logps(model, read, args.max_tokens)))
+        logps = dict(zip(read, action_logps(model, read, args.tree_tokens)))
         losses, margins = zip(*(pair_loss(args, pair, logps, ref) for pair in batch))
         loss = sum(losses) / len(batch)  # on all ranks the same; FSDP sums their gradients
         loss.backward()
@@ -190,25 +189,24 @@ def main(args):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        stop, tokens = sum_over_ranks(stop_signal(), COUNT["tokens"] - before)
-        log(step=step, loss=loss, accuracy=(margin > 0).double().mean().item(),
-            margin=margin.mean().item(), grad_norm=norm, lr=lr, **log.speed(tokens))
+        stop, tokens = sum_over_ranks(len(SIGNALS), model.tokens - before)
+        log(step=step, loss=loss, accuracy=accuracy(margin), margin=margin.mean().item(),
+            grad_norm=norm, lr=lr, **log.speed(tokens))
         if stop or (args.save_every and (step + 1) % args.save_every == 0):
             save_checkpoint(model, optimizer, args.out, step + 1)
         if stop:
             end_by_signal()
 
     if not log.finished:
-        tokens = compare_tokens(steps, **count_of_all_ranks())
         read = turns_in(held)
-        logps = dict(zip(read, score(model, read, args.max_tokens, "held-out pairs")))
+        logps = dict(zip(read, score(model, read, args.tree_tokens, "held-out pairs")))
         right = [pair_loss(args, pair, logps, ref)[1].item() > 0 for pair in held]
         save(model, tokenizer, args.out)
         save_critic(args)
         log(last=True, finished=len(steps), held_out_pairs=len(held),
-            held_out_accuracy=sum(right) / len(held) if held else None, **tokens)
+            held_out_accuracy=sum(right) / len(held) if held else None)
     drop_checkpoints(args.out)
-    logps = score(model, turns, args.max_tokens, "advantages")
+    logps = score(model, turns, args.tree_tokens, "advantages")
     add_advantages(records, {turn: advantage(p, ref[turn], args.normalize).item()
                              for turn, p in zip(turns, logps)}, emit)
 
@@ -238,6 +236,8 @@ def prepare(args, records):
     Returns ({turn: reference turn}, [[Pair]] to train on, [Pair] held out, Pictures or None).
     """
     path, tokenizer, config = find_model(args.model)
+    if has_vision(config) and args.dry_run:
+        fail("--dry_run does not draw pages: give a --model that does not see")
     pictures = Pictures(path, config, args.picture_tokens) if has_vision(config) else None
     need = needs("dialogue_history", "reward", to_train=True)
     ref_of = read_turns(vars(args), tokenizer, pictures, args, need, records)
@@ -246,9 +246,6 @@ def prepare(args, records):
         lack = "a solved and a worse one" if args.pairs == "best" else "two that differ by --margin"
         fail(f"no pairs in {len(records)} trajectories: no task has {lack} (--pairs all --margin 0 "
              "takes whatever differs; collect.py -k draws more per task)")
-    n = sum(map(len, groups))
-    say(f"{n} pairs of trajectories, of {len(groups)} tasks"
-        + ", which are few: see --pairs all, collect.py -k" * (0 < n < 50))
     rng("held out", args.seed).shuffle(groups)
     few = min(math.ceil(args.held_out * len(groups)), len(groups) - 1)  # one task always trains
     return ref_of, groups[few:], list(chain(*groups[:few])), pictures
@@ -371,14 +368,14 @@ def load_critic(folder, device, **options):
     return critic, tokenizer, models, pictures
 
 
-def score_turns(critic, models, ref_of, max_tokens):
+def score_turns(critic, models, ref_of, tree_tokens):
     """{turn: its advantage, a float} of {turn: reference turn}, by the models of load_critic."""
     if not ref_of:
         return {}
-    logps = score(models[0], list(ref_of), max_tokens)
+    logps = score(models[0], list(ref_of), tree_tokens)
     ref_logps = [torch.zeros(1)] * len(ref_of)  # a head's value has no reference
     if len(models) > 1:
-        ref_logps = score(models[1], list(ref_of.values()), max_tokens)
+        ref_logps = score(models[1], list(ref_of.values()), tree_tokens)
     return {turn: advantage(p, ref, critic["normalize"]).item()
             for turn, p, ref in zip(ref_of, logps, ref_logps)}
 
@@ -387,7 +384,7 @@ def score_only(args, emit, device):
     """--score 1: writes stdin's records with the advantages of the finished critic in --out."""
     records = []
     critic, tokenizer, models, pictures = load_critic(args.out, device,
-                                                      **load_options(args, device))
+                                                      **load_options(args))
 
     def prepare():
         need = needs("dialogue_history", to_train=True)
@@ -396,7 +393,7 @@ def score_only(args, emit, device):
     ref_of, pictures = from_rank_0(prepare)
     for model in models:
         model.pictures = pictures
-    add_advantages(records, score_turns(critic, models, ref_of, args.max_tokens), emit)
+    add_advantages(records, score_turns(critic, models, ref_of, args.tree_tokens), emit)
 
 
 if __name__ == "__main__":

@@ -6,10 +6,13 @@ the hidden information.
 
 --loss selects what it learns from:
 
-dpo    SWEET-RL: a+ is of the upper, a- of the lower half of a turn's candidates by advantage;
-       --mix adds pairs of whole trajectories
-mtdpo  multi-turn DPO, without a critic: a+ and a- are trajectories of a task, ranked by reward
-rft    rejection fine-tuning: the NLL of solved trajectories, or with --all 1 of all (supervised)
+    dpo    SWEET-RL: a+ is of the upper, a- of the lower half of a turn's candidates by advantage;
+           --mix adds pairs of whole trajectories
+    mtdpo  multi-turn DPO, without a critic: a+ and a- are trajectories of a task, by reward
+    rft    rejection fine-tuning: the NLL of solved trajectories, with --all 1 of all (supervised)
+
+mtdpo and rft also read preferences, {"prompt": [...], "chosen": [...], "rejected": [...]}, lists of
+messages. They train on all of the assistant's.
 
     python train_policy.py --loss rft --all 1 --model tiny --out runs/base < demos.jsonl
     python train_policy.py --model runs/base --out runs/sweet < scored.jsonl
@@ -17,9 +20,10 @@ rft    rejection fine-tuning: the NLL of solved trajectories, or with --all 1 of
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
 # utils before what loads slowly: it sets up streams and signals
-from utils import (Log, barrier, check_finite, digest, drop_checkpoints, end_by_signal, fail, flag,
-                   from_rank_0, init_distributed, lr_at, machine_flags, open_stdout, parser,
-                   read_jsonl, rng, run, say, stop_signal, sum_over_ranks)
+from utils import (SIGNALS, Log, barrier, check_dialogue, check_finite, check_shape, digest,
+                   drop_checkpoints, end_by_signal, fail, flag, from_rank_0, init_distributed,
+                   lr_at, machine_flags, open_stdout, parser, read_jsonl, rng, run, say,
+                   sum_over_ranks)
 
 import os
 import sys
@@ -32,9 +36,9 @@ def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < scored.jsonl")
     flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct",
          "pi_ref, and where pi starts; tiny: a new one, with the records' words")
-    flag(p, "out", None, "directory for the model and its metrics.jsonl: a new one, or with "
-         "--resume a run's", required=True)
-    flag(p, "loss", "dpo", "what it learns from, see above", choices=["dpo", "mtdpo", "rft"])
+    flag(p, "out", None, "the run's directory: a new one, unless --resume is given", required=True)
+    flag(p, "loss", "dpo", "what it learns from: see above",
+         choices=["dpo", "mtdpo", "rft"])
     g = p.add_argument_group("pairs")
     flag(g, "pairs_per_turn", 4, "dpo: pairs drawn from a turn's candidates", least=1)
     flag(g, "prior", 0.0, "dpo: rank candidates by advantage + prior * log-prob when sampled")
@@ -45,7 +49,7 @@ def get_args(argv=None):
     g = p.add_argument_group("objective and optimization")
     flag(g, "beta", 0.1, "scale of the margin")
     flag(g, "nll_coef", 0.01, "weight of the chosen side's NLL per token")
-    flag(g, "lr", 2e-7, "peak: 3%% of the steps warm up, at least 3; then a cosine to a tenth")
+    flag(g, "lr", 2e-7, "peak: 3%% of the steps warm up, then a cosine to a tenth")
     flag(g, "batch_size", None, "pairs a step, over all GPUs; not given: 8, as in the paper "
          "(rft: 32)", kind=int, least=1)
     flag(g, "epochs", None, "over the pairs; not given: 1, as in the paper (mtdpo, rft: 4)",
@@ -67,10 +71,10 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (COUNT, TURN, Pair, action_ids, action_logps, actions_of, base_digest, batches,
-                   compare_tokens, count_of_all_ranks, dry_run, find_model, gathered, load,
-                   load_options, pick_dtype, reference_logps, restore, save, save_checkpoint, tiny,
-                   turns_in, turns_of)
+from model import (TURN, Pair, accuracy, action_ids, action_logps, actions_of, base_digest,
+                   batches, dry_run, find_model, gathered, load, load_options, pick_dtype,
+                   reference_logps, restore, save, save_checkpoint, tell_plan, tiny, turns_in,
+                   turns_of)
 from train_critic import trajectory_pairs
 
 
@@ -102,11 +106,13 @@ def main(args):
     turns = turns_in(chain(*groups)) if args.loss != "rft" else []  # rft has no reference
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
+    what = "trajectories" if args.loss == "rft" else "pairs"
+    tell_plan(what, groups, steps, "--epochs, --pairs all, collect.py -k")
     config = made[0].lm.config if made else find_model(args.model)[2]
     if args.dry_run:
         return emit(dry_run(args, config, steps, turns))
     log.begin(steps=len(steps), pairs=sum(map(len, groups)),
-              dtype=str(pick_dtype(args.dtype, device, config)),
+              dtype=str(pick_dtype(args.dtype, device)),
               data=digest([digest(tuple(pair)) for pair in chain(*groups)]),
               model_weights=None if made else base_digest(args.model))
 
@@ -115,25 +121,24 @@ def main(args):
         start = os.path.join(args.out, "init")
         save(*made, start)
         barrier()
-    model, tokenizer = load(start, device, **load_options(args, device))
-    ref = dict(zip(turns, reference_logps(model, turns, args.max_tokens, args.out)))
+    model, tokenizer = load(start, device, **load_options(args))
+    ref = dict(zip(turns, reference_logps(model, turns, args.tree_tokens, args.out)))
     fused = device.type == "cuda" and not args.offload
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=fused)
     restore(model, optimizer, log)
 
     for step in log.steps("policy", len(steps)):
-        batch, before = steps[step], COUNT["tokens"]
+        batch, before = steps[step], model.tokens
         read = turns_in(batch)
-        logps = dict(zip(read, action_logps(model, read, args.max_tokens)))
+        logps = dict(zip(read, action_logps(model, read, args.tree_tokens)))
         losses, margins = zip(*(pair_loss(args, pair, logps, ref) for pair in batch))
         if args.loss == "rft":  # its loss is a mean over tokens, and has no margin
             size = sum(len(action) for pair in batch for _, action in pair.chosen)
             right = {}
         else:
             size, margin = len(batch), torch.stack(margins)
-            right = {"accuracy": (margin > 0).double().mean().item(),
-                     "margin": margin.mean().item()}
+            right = {"accuracy": accuracy(margin), "margin": margin.mean().item()}
         loss = sum(losses) / size  # on all ranks the same; FSDP sums their gradients
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
@@ -144,7 +149,7 @@ def main(args):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        stop, tokens = sum_over_ranks(stop_signal(), COUNT["tokens"] - before)
+        stop, tokens = sum_over_ranks(len(SIGNALS), model.tokens - before)
         log(step=step, loss=loss, **right, grad_norm=norm, lr=lr, **log.speed(tokens))
         if stop or (args.save_every and (step + 1) % args.save_every == 0):
             save_checkpoint(model, optimizer, args.out, step + 1)
@@ -153,7 +158,7 @@ def main(args):
 
     if not log.finished:
         save(model, tokenizer, args.out)
-        log(last=True, finished=len(steps), **compare_tokens(steps, **count_of_all_ranks()))
+        log(last=True, finished=len(steps))
     drop_checkpoints(args.out)
     emit({"summary": "train_policy", "out": args.out, "steps": len(steps)})
 
@@ -172,16 +177,40 @@ def prepare(args):
     needs_reward = {"mtdpo": True, "rft": not args.all}.get(args.loss, args.mix > 0)
     fields = ["dialogue_history", "reward"] if needs_reward else ["dialogue_history"]
     need = needs(*fields, to_train=True)
-    records = list(read_jsonl(sys.stdin, need, skip_bad=args.skip_bad))
+    records = list(read_records(need, args.skip_bad))
     made = tiny(records, args.seed, PIECES) if args.model == "tiny" else None
     add_turns(made[1] if made else find_model(args.model)[1], records, args.max_length)
     groups = [pairs for pairs in make_groups(args, records) if pairs]
-    n = sum(map(len, groups))
-    if not n:
+    if not groups:
         fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
-    say(f"{n} {'trajectories' if args.loss == 'rft' else 'pairs'} of {len(records)} records"
-        + ", which are few to learn from" * (n < 50))
     return groups, made
+
+
+def read_records(need, skip_bad):
+    """Yields stdin's records.
+
+    A line of preferences is two of them: {"prompt", "chosen", "rejected"}, lists of messages, of
+    which the prompt may be missing. It is a task, with a solved and an unsolved trajectory.
+    """
+    def fields(record):
+        if "chosen" not in record:
+            return need(record)
+        check_shape(record, dict.fromkeys(("prompt", "chosen", "rejected"), [{}]))
+        for side in ("chosen", "rejected"):
+            said = record.get(side, [])
+            check_dialogue([*record.get("prompt", []), *said], f"prompt and {side}")
+            if said and all(message["role"] != "assistant" for message in said):
+                raise ValueError(f"{side} has no message of the assistant")
+        return "chosen", "rejected"
+
+    for n, record in enumerate(read_jsonl(sys.stdin, fields, skip_bad=skip_bad)):
+        if "chosen" not in record:
+            yield record
+            continue
+        for reward, side in enumerate(("rejected", "chosen")):
+            history = [*record.get("prompt", []), *record[side]]
+            yield {"task": {"id": f"preference {n}"}, "reward": float(reward),
+                   "dialogue_history": history}
 
 
 def add_turns(tokenizer, records, max_length):

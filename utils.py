@@ -1,8 +1,6 @@
 """What three or more scripts share: flags, messages, signals, JSON lines, ranks, --out."""
 import argparse
-import atexit
 import contextlib
-import errno
 import fcntl
 import functools
 import hashlib
@@ -23,7 +21,6 @@ from types import SimpleNamespace
 
 from tqdm import tqdm
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets both; without it: rank 0 of 1
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 if WORLD > 1:  # loads slowly, and one process needs none of it
@@ -32,17 +29,23 @@ if WORLD > 1:  # loads slowly, and one process needs none of it
 
 # --- flags ----------------------------------------------------------------------------------------
 
-class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of a description, and shows the flags' defaults."""
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of a description, and ends a flag's line by [its default]."""
 
     def _get_help_string(self, action):
-        return action.help if action.default is None else super()._get_help_string(action)
+        has_default = action.default not in (None, argparse.SUPPRESS)
+        return action.help + " [%(default)s]" * has_default
 
 
 def parser(doc, usage):
-    """An ArgumentParser that describes itself by `doc` and takes no abbreviated flags."""
+    """An ArgumentParser that takes no abbreviated flags.
+
+    It describes itself by the first paragraph of `doc` and by the indented ones.
+    """
+    first, *others = doc.split("\n\n")
+    shown = [first, *(paragraph for paragraph in others if paragraph.startswith("    "))]
     form = functools.partial(Help, max_help_position=28, width=100)
-    p = argparse.ArgumentParser(description=doc, usage=usage, formatter_class=form,
+    p = argparse.ArgumentParser(description="\n\n".join(shown), usage=usage, formatter_class=form,
                                 allow_abbrev=False)
     if RANK:
         p.error = end_after_rank_0
@@ -61,43 +64,37 @@ def flag(p, name, default, text, kind=None, least=0, **more):
     A number below `least` is refused.
     """
     kind = kind or (str if default is None else type(default))
-    metavar = "N" if kind in (int, float) and "choices" not in more else None
-    if kind in (int, float):
-        kind = at_least(kind, least)
-    options = {"type": kind, "default": default, "metavar": metavar, "help": text, **more}
-    p.add_argument(name if name.startswith("-") else "--" + name, **options)
 
-
-def at_least(kind, least):
-    """For argparse: reads an int or float that is not below `least`."""
-    def read(text):
-        value = kind(text)
-        if not value >= least:  # NaN, too
-            raise argparse.ArgumentTypeError(f"{text} is below {least}")
-        return value
+    def read(value):
+        number = kind(value)
+        if kind is not str and not number >= least:  # NaN, too
+            raise argparse.ArgumentTypeError(f"{value} is below {least}")
+        return number
 
     read.__name__ = kind.__name__  # argparse names it: "invalid int value"
-    return read
+    if kind is not str and "choices" not in more:
+        more["metavar"] = "N"
+    p.add_argument(name if name.startswith("-") else "--" + name, type=read, default=default,
+                   help=text, **more)
 
 
 def skip_bad_flag(p):
-    flag(p, "skip_bad", 0, "1: leave out and count bad lines; 0: the first one ends the program",
+    flag(p, "skip_bad", 0, "1: leave out and count bad lines; 0: the first ends the program",
          choices=[0, 1])
 
 
 def machine_flags(p):
     """The trainers' flags for speed, memory and checkpoints. Only --dtype changes results."""
     g = p.add_argument_group("speed and memory (only --dtype changes results)")
-    flag(g, "max_tokens", 16384, "tokens of a tree computed at once: bounds the memory", least=1)
-    flag(g, "dtype", "auto", "of the computation and the saved model; weights train in fp32; "
-         "auto: bf16 on a GPU or a CPU that has it, if the model is not tiny",
+    flag(g, "tree_tokens", 16384, "tokens of a tree computed at once: bounds the memory", least=1)
+    flag(g, "dtype", "auto", "auto: bf16 on a GPU, fp32 on a CPU; weights train in fp32",
          choices=["auto", "bf16", "fp32"])
-    flag(g, "recompute", None, "1: layers compute activations again in the backward pass, a third "
-         "slower in a fraction of the memory; not given: 1 on a GPU", kind=int, choices=[0, 1])
+    flag(g, "recompute", None, "1: activation checkpointing, a third slower; not given: 1 on a GPU",
+         kind=int, choices=[0, 1])
     flag(g, "replicate", 1, "copies of the model; each is spread over 1/N of the processes",
          least=1)
     flag(g, "offload", 0, "1: weights and moments rest in CPU memory", choices=[0, 1])
-    flag(g, "dry_run", 0, "print steps, tokens, hours and memory of a run on N GPUs; train nothing")
+    flag(g, "dry_run", 0, "print steps, tokens, hours, memory of a run on N GPUs; train nothing")
     g = p.add_argument_group("input and --out")
     flag(g, "max_length", 16384, "leave out and count turns of more tokens (prompt and action)")
     skip_bad_flag(g)
@@ -130,138 +127,90 @@ def fail(message):
 
 
 @contextlib.contextmanager
-def fail_on_error(what, hint="", part=None):
-    """Ends the program by "error: WHAT: reasonHINT" if the code inside fails; removes `part`."""
+def fail_on_error(what):
+    """Ends the program by "error: WHAT: reason" if the code inside fails."""
     try:
         yield
-    except (SystemExit, KeyboardInterrupt, GeneratorExit):
+    except (SystemExit, GeneratorExit):
         raise
     except BaseException as e:  # torch's error of checkpoints is no Exception
-        if part:
-            with contextlib.suppress(OSError):
-                remove(part)
         last_line = str(e).strip().rpartition("\n")[2].strip()
-        reason = getattr(e, "strerror", None) or last_line or type(e).__name__
-        fail(f"{what}: {reason}{hint}")
+        fail(f"{what}: {getattr(e, 'strerror', None) or last_line or type(e).__name__}")
 
 
 @contextlib.contextmanager
 def writing(path):
     """Yields path + ".part". What is written there, a file or a directory, becomes `path`.
 
-    On an error it is removed, and the program ends. Of several ranks only rank 0 may use this: if
-    all write to a directory, they do that before, under fail_on_error.
+    An error ends the program, and `path` is as it was. All ranks may write to a directory, if the
+    code inside ends with a barrier.
     """
     part = path + ".part"
-    with fail_on_error(f"{path} can't be written", resume_hint(), part):
-        yield part
-        os.replace(part, path)
+    with fail_on_error(f"{path} can't be written"):
+        try:
+            yield part
+            if RANK == 0:
+                os.replace(part, path)
+        except BaseException:
+            shutil.rmtree(part, ignore_errors=True)
+            raise
 
 
 def reading(path):
     """A context for reading a file of the run that is resumed; an error ends the program."""
-    return fail_on_error(f"{path} is damaged, so this run can't go on",
-                         "; without its --out it starts over")
+    return fail_on_error(f"{path} is damaged; another --out starts over")
 
 
 def check_finite(step, **values):
     """Ends a run before a step that would spoil the weights."""
     for name, value in values.items():
         if not math.isfinite(value):
-            fail(f"step {step}: the {name} is {value}, and this step would spoil the weights. "
-                 "A lower --lr, a lower --beta or --dtype fp32 may help; the last checkpoint "
-                 "is whole")
+            fail(f"step {step}: the {name} is {value}, and this step would spoil the weights: "
+                 "a lower --lr or --beta, or --dtype fp32, may help")
 
 
 SHOW_EVERY = 10  # seconds between lines on a stderr that is no terminal
 
 
-def progress(what, items=None, total=None, done=0):
-    """A tqdm bar over items, or to update by hand, from `done` to `total`; rank 0 alone shows it.
+def progress(what, items=None, total=None):
+    """A tqdm bar over items, or to update by hand; rank 0 alone shows it.
 
     Where stderr is no terminal it is a line every 10 seconds.
     """
     every, form = 0.1, None
     if not sys.stderr.isatty():
         every, form = SHOW_EVERY, "{desc}: {n_fmt} of {total_fmt}, {remaining} left\n"
-    return tqdm(items, total=total, initial=done, desc=what, disable=RANK > 0, leave=False,
-                mininterval=every, delay=every, bar_format=form, file=sys.stderr)
+    return tqdm(items, total=total, desc=what, disable=RANK > 0, leave=False, mininterval=every,
+                delay=every, bar_format=form, file=sys.stderr)
 
 
-# --- signals --------------------------------------------------------------------------------------
-
-PROCESS = SimpleNamespace(
-    hint="",  # the end of an error's line: how to go on
-    busy=False,  # in a step loop or a line of stdout, which a signal must not cut
-    signal=0)  # the number of the signal that came, which asks a step loop to end
-
-
-def on_signal(number, frame):
-    """SIGTERM or Ctrl-C: ends the program with one line, or leaves that to a step loop."""
-    PROCESS.signal = number
-    if not PROCESS.busy:
-        end_by_signal()
-
-
-def stop_signal():
-    """The number of the signal that asked the step loop to end; 0: none did."""
-    return PROCESS.signal
-
-
-def end_by_signal():
-    """Says so, and ends by the signal's default action: so a shell's loop ends, too."""
-    number = PROCESS.signal or signal.SIGTERM  # another rank may have got it
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)  # or a second line would come into this one
-    say(f"error: ended by {signal.Signals(number).name}{PROCESS.hint}")
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
-
-
-@contextlib.contextmanager
-def signals_wait():
-    """A signal that comes inside ends the program at the end of the outermost such context."""
-    outer, PROCESS.busy = PROCESS.busy, True
-    try:
-        yield
-    finally:
-        PROCESS.busy = outer
-        if PROCESS.signal and not outer:
-            end_by_signal()
-
-
-def resume_hint():
-    """How an error's line ends: "; --resume ..." if that can go on, or ""."""
-    return PROCESS.hint
-
+# --- the program and its signals ------------------------------------------------------------------
 
 def run(main, args):
-    """Calls main(args). Signals, a full disk or GPU end it with one line, `| head` silently."""
-    if hasattr(args, "resume") and not getattr(args, "score", 0):
-        PROCESS.hint = "; --resume goes on from what was finished"
-    for number in (signal.SIGTERM, signal.SIGINT):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup and a shell's background ignore some
-            signal.signal(number, on_signal)
-            os.register_at_fork(after_in_child=functools.partial(
-                signal.signal, number, signal.SIG_DFL))
+    """Calls main(args). Ctrl-C and SIGTERM end it at once, but for a trainer's steps."""
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # or a shell's & ignores it
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
     try:
         main(args)
-    except StdoutError as e:
-        if e.errno == errno.EPIPE:  # the reader has gone
-            sys.exit(0)
-        fail(f"stdout: {e.strerror}{PROCESS.hint}")
-    except BaseException as e:
-        if RANK and isinstance(e, SystemExit):
+    except SystemExit:
+        if RANK:
             end_after_rank_0()
-        time.sleep(5 if RANK else WORLD > 1)  # a rank that only lost another is ended meanwhile
-        if type(e).__name__ == "OutOfMemoryError":  # torch's, of a GPU
-            fail(f"{str(e).partition(' Of the ')[0]} A lower --max_tokens or --concurrency, "
-                 f"--recompute 1, --offload 1 or more GPUs need less{PROCESS.hint}")
         raise
     finally:
         if WORLD == 1:
             leave_group()  # or NCCL prints a warning
     leave_group()
+
+
+SIGNALS = []  # those that came during a trainer's steps, to end them
+
+
+def end_by_signal():
+    """Says so, and ends by the signal's default action: so a shell's loop ends, too."""
+    number = (SIGNALS or [signal.SIGTERM])[0]  # another rank may have got it
+    say(f"error: ended by {signal.Signals(number).name}; --resume 1 goes on")
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
 
 
 # --- JSON lines -----------------------------------------------------------------------------------
@@ -303,6 +252,17 @@ def check_shape(value, shape, path=""):
                 check_shape(value[key], expected, f"{path}.{key}".lstrip("."))
 
 
+def check_dialogue(history, name):
+    """Raises ValueError if a value is no list of messages; name: the value's, in the error."""
+    check_shape(history, RECORD["dialogue_history"], name)
+    for message in history:
+        if message.get("role") not in ("system", "user", "assistant") or "content" not in message:
+            raise ValueError(f"a message of {name} lacks content, or a role of system, user and "
+                             "assistant")
+    if history and history[0]["role"] == "assistant":
+        raise ValueError(f"{name} starts with the assistant, who has nothing to answer to")
+
+
 def parse_record(line, need):
     """The record in a line (bytes), with every field of `need`; ValueError says what is wrong."""
     try:
@@ -318,13 +278,7 @@ def parse_record(line, need):
     if "task" not in record and "problem_description" in record:
         record = {"task": record}  # ColBench's published task files hold bare tasks
     check_shape(record, RECORD)
-    history = record.get("dialogue_history", ())
-    for message in history:
-        if message.get("role") not in ("system", "user", "assistant") or "content" not in message:
-            raise ValueError("a message of dialogue_history lacks content, or a role of system, "
-                             "user and assistant")
-    if history and history[0]["role"] == "assistant":
-        raise ValueError("dialogue_history starts with the assistant, who has nothing to answer to")
+    check_dialogue(record.get("dialogue_history", []), "dialogue_history")
     if not -1 <= record.get("reward", 0) <= 1:
         raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
     for path in need(record) if callable(need) else need:
@@ -359,15 +313,11 @@ def read_jsonl(stream, need=(), name="stdin", skip_bad=0):
         fail(f"{name} is empty: nothing to do (did the stage before it fail?)")
 
 
-class StdoutError(OSError):
-    """Stdout takes no more: its disk is full, or its reader has gone."""
-
-
 def open_stdout():
     """Keeps stdout for records: returns emit(record), which writes one as a line of JSON.
 
     What libraries print goes to stderr: call this before they load. Of several ranks only rank 0
-    writes. A signal never cuts a line.
+    writes. Ends the program when stdout takes no more, silently if its reader has gone (`| head`).
     """
     stdout = os.dup(1)
     os.dup2(2, 1)
@@ -380,12 +330,14 @@ def open_stdout():
         except ValueError:
             fail("a result is NaN or infinite, and no more is written: are the weights sound?")
         data = memoryview(line.encode())
-        with signals_wait():
-            try:
-                while data:  # a pipe may take a part
-                    data = data[os.write(stdout, data):]
-            except OSError as e:
-                raise StdoutError(e.errno, e.strerror) from None
+        try:
+            while data:  # a pipe may take a part
+                data = data[os.write(stdout, data):]
+        except BrokenPipeError:
+            os._exit(0)  # at once: an event loop would report an exception
+        except OSError as e:
+            say(f"error: stdout: {e.strerror}")
+            os._exit(1)
     return emit
 
 
@@ -440,7 +392,8 @@ def from_rank_0(make):
     """
     if WORLD == 1:
         return make()
-    group = patient_group()  # made before rank 0 waits: a new group has an hour to meet
+    # made before rank 0 waits: the ranks have an hour to meet
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
     result = [None]
     if RANK == 0:
         try:
@@ -453,12 +406,6 @@ def from_rank_0(make):
     return result[0]
 
 
-@functools.cache
-def patient_group():
-    """A group of all ranks whose collectives wait for 30 days."""
-    return dist.new_group(backend="gloo", timeout=timedelta(days=30))
-
-
 # --- the --out directory of a run -----------------------------------------------------------------
 
 class Log:
@@ -469,40 +416,32 @@ class Log:
     model is written, so that it is `finished`.
     """
     MAY_CHANGE = {  # flags, when a run is resumed
-        "out", "max_tokens", "recompute", "replicate", "offload", "save_every", "resume",
+        "out", "tree_tokens", "recompute", "replicate", "offload", "save_every", "resume",
         "browser"}
 
     def __init__(self, args):
-        self.args, self.out, self.last_shown = args, args.out, 0.0
+        self.args, self.out, self.shown = args, args.out, -math.inf
         self.path = os.path.join(args.out, "metrics.jsonl")
         self.rows, self.step = from_rank_0(self.claim)
         self.finished = any("finished" in row for row in self.rows)
-        if self.finished:
-            self.step = self.rows[-1]["finished"]
 
     def claim(self):
         """Locks --out. Returns the rows of the run to resume, or [], and its last step, or 0."""
         out = self.out
-        try:
+        with fail_on_error(f"--out {out}"):
             os.makedirs(out, exist_ok=True)
             self.lock = os.open(out, os.O_RDONLY)
+        with fail_on_error(f"--out {out} is in use by another run"):
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            fail(f"--out {out} is in use by another run")
-        except OSError as e:
-            fail(f"--out {out}: {e.strerror}")
-        atexit.register(remove_empty, out)
         if not set(os.listdir(out)) - {"metrics.jsonl.part", "pictures"}:
             return [], 0  # it is new, or the run was killed as it began
-        if not os.path.exists(self.path):
-            fail(f"--out {out} exists already and holds no run: name another")
-        if not self.args.resume:
-            fail(f"--out {out} holds a run already: name another, or --resume 1 continues it")
+        if not self.args.resume or not os.path.exists(self.path):
+            fail(f"--out {out} exists already: name another, or --resume 1 continues the run in it")
         with reading(self.path), open(self.path) as f:
             rows = [json.loads(line) for line in f if line.endswith("}\n")]  # a kill may cut one
             rows[0]["args"]  # or it is no such file
         checkpoints = re.findall(r"^checkpoint-(\d+)$", "\n".join(os.listdir(out)), re.M)
-        return rows, max([0, *map(int, checkpoints)])
+        return rows, rows[-1].get("finished", max([0, *map(int, checkpoints)]))
 
     def begin(self, **facts):
         """Writes the first row, or goes on at self.step if flags and facts are the same."""
@@ -519,7 +458,7 @@ class Log:
         with writing(self.path) as part, open(part, "w") as f:
             f.writelines(json.dumps(row) + "\n" for row in (*rows, first))
         self.file = open(self.path, "a", buffering=1)
-        with fail_on_error(f"{self.out} can't be written", resume_hint()):
+        with fail_on_error(f"{self.out} can't be written"):
             shutil.copy(sys.argv[0], self.out)
 
     def check_same(self, facts):
@@ -534,42 +473,46 @@ class Log:
     def steps(self, what, n):
         """Yields the steps below n that are not made yet. Meanwhile signals are only noted.
 
-        After each step look at stop_signal(): save a checkpoint and call end_by_signal().
+        After each step look at SIGNALS on all ranks: save a checkpoint and call end_by_signal().
         """
-        with signals_wait():
-            for step in progress(what, range(self.step, n), n, self.step):
-                self.began = time.monotonic()
-                yield step
+        self.what, self.n, self.start = what, n, time.monotonic()
+        usual = {number: signal.signal(number, lambda number, frame: SIGNALS.append(number))
+                 for number in (signal.SIGTERM, signal.SIGINT)}
+        for step in range(self.step, n):
+            self.began = time.monotonic()
+            yield step
+        for number, action in usual.items():
+            signal.signal(number, action)
+        if SIGNALS:  # one came after the last look
+            end_by_signal()
 
     def speed(self, tokens):
-        """{seconds, tokens_per_second} of the step under way, of `tokens` computed tokens."""
+        """{tokens, seconds, tokens_per_second} of the step under way; tokens: those computed."""
         seconds = time.monotonic() - self.began
-        return {"seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds)}
+        return {"tokens": round(tokens), "seconds": round(seconds, 4),
+                "tokens_per_second": round(tokens / seconds)}
 
     def __call__(self, last=False, **row):
         """Adds a row to metrics.jsonl; shows it if it is the last one or 10 seconds went by."""
         if RANK:
             return
-        with fail_on_error(f"{self.path} can't be written", resume_hint()):
+        with fail_on_error(f"{self.path} can't be written"):
             self.file.write(json.dumps(row) + "\n")
-        if last or time.time() - self.last_shown > SHOW_EVERY:
-            self.last_shown = time.time()
-            say("  ".join(f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
-                          for key, value in row.items()))
+        now = time.monotonic()
+        if last or now - self.shown > SHOW_EVERY:
+            self.shown = now
+            say(f"{self.what}: {', '.join(self.words(row))}")
 
-
-def remove(path):
-    """Removes a file, or a directory with all that is in it, if it is there."""
-    if os.path.isdir(path):
-        shutil.rmtree(path)
-    elif os.path.exists(path):
-        os.remove(path)
-
-
-def remove_empty(out):
-    """Removes an empty directory: the --out of a run that failed before it began."""
-    with contextlib.suppress(OSError):
-        os.rmdir(out)
+    def words(self, row):
+        """Yields a row's numbers as text, "step 86 of 240, 1:02 left", "loss 0.6931"."""
+        for name, value in row.items():
+            if name == "step":
+                pace = (time.monotonic() - self.start) / (value + 1 - self.step)
+                left = tqdm.format_interval(pace * (self.n - value - 1))
+                yield f"step {value + 1} of {self.n}, {left} left"
+            elif isinstance(value, (int, float)):
+                text = f"{value:.4g}" if isinstance(value, float) else value
+                yield f"{name.replace('_', ' ')} {text}"
 
 
 def drop_checkpoints(out, keep=None):
@@ -577,15 +520,17 @@ def drop_checkpoints(out, keep=None):
     if RANK == 0:
         for name in os.listdir(out):
             if name.startswith("checkpoint-") and name != f"checkpoint-{keep}":
-                remove(os.path.join(out, name))
+                shutil.rmtree(os.path.join(out, name))
+
+
+def warmup_steps(steps):
+    """How many of the steps warm up: 3 %, at least 3, but not more than a third."""
+    return max(round(0.03 * steps), min(3, steps // 3))
 
 
 def lr_at(step, steps, peak):
-    """Learning rate of 0-based `step`: a linear warm-up to `peak`, a cosine to a tenth of it.
-
-    3 % of the steps warm up, at least 3, but not more than a third.
-    """
-    warmup = max(round(0.03 * steps), min(3, steps // 3))
+    """Learning rate of 0-based `step`: a linear warm-up to `peak`, a cosine to a tenth of it."""
+    warmup = warmup_steps(steps)
     if step < warmup:
         return peak * (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)
@@ -608,7 +553,8 @@ def digest(x):
 @functools.cache
 def version():
     """This checkout's commit ("unknown" outside git, marked if files differ) and the packages'."""
-    git = subprocess.run(["git", "-C", HERE, "describe", "--always", "--dirty"],
+    here = os.path.dirname(os.path.abspath(__file__))
+    git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"],
                          capture_output=True, text=True)
     python = ".".join(map(str, sys.version_info[:3]))
     parts = [git.stdout.strip() or "unknown", f"python {python}"]

@@ -102,7 +102,7 @@ class Bench:
         """What --dry_run says of a step."""
         flags = SimpleNamespace(dry_run=WORLD, dtype="bf16" if self.gpu else "fp32", replicate=1,
                                 offload=0, recompute=recompute,
-                                max_tokens=B.MAX_TOKENS)
+                                tree_tokens=B.MAX_TOKENS)
         return dry_run(flags, AutoConfig.from_pretrained(self.path(shape)), [self.batch(job)], [])
 
     def load(self, shape):

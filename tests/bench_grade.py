@@ -1,7 +1,6 @@
 """How fast the grader is, beside a naive exec in this process and a fresh interpreter per answer.
 
     python tests/bench_grade.py [--rounds 9] [--tasks 40]
-    python tests/bench_grade.py --memory 1     # instead: its memory along tasks of large values
 
 All three grade the same answers (each task's reference), ten tests each, on one core, round after
 round in turn; the figures are medians over the rounds. Run it where the machine is quiet.
@@ -16,7 +15,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from colbench import Grader, grade_records  # noqa: E402
+from colbench import Grader  # noqa: E402
 
 TASKS = Path(__file__).resolve().parents[2] / "shared" / "colbench" / "backend_tasks.jsonl"
 ONE = """import json, sys
@@ -48,39 +47,11 @@ def naive(task, answer):
     return passed / len(task["test_cases"])
 
 
-def answer_alone(task, answer):
-    """Half of naive's work: the answer alone, compared with nothing.
-
-    The grader caches references.
-    """
-    for test in task["test_cases"].values():
-        space = {}
-        exec(answer, space)
-        eval(test, space)
-
-
 def fresh(task, answer):
     """A new interpreter for each answer, without any confinement."""
     request = json.dumps([answer, list(task["test_cases"].values())])
     command = [sys.executable, "-I", "-c", ONE]
     subprocess.run(command, input=request, text=True, capture_output=True)
-
-
-def memory(tasks):
-    """Resident MB of this process after tasks of ten values: of 100 MB, 1 MB and a few bytes."""
-    values = {"100 MB": "str(x) * 100_000_000", "1 MB": "str(x) * 1_000_000", "few": "x"}
-    resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096 >> 20
-    with Grader(workers=2) as grader:
-        print(f"resident MB: {resident()} at the start")
-        for name, value in values.items():
-            records = [{"task": {"ground_truth": f"def f(x): return {value}  # {i}",
-                                 "test_cases": {f"test{j}": f"f({j})" for j in range(10)}},
-                        "answer": f"def f(x): return {value}"} for i in range(tasks)]
-            most = passed = 0
-            for graded in grade_records(records, grader):
-                most, passed = max(most, resident()), passed + graded["reward"]
-            print(f"{name:>6} a value: {tasks} tasks, reward {passed / tasks:.1f}, "
-                  f"at most {most} MB")
 
 
 def main():
@@ -89,18 +60,14 @@ def main():
     p.add_argument("--rounds", type=int, default=9)
     p.add_argument("--tasks", type=int, default=40,
                    help="answers a round (a tenth of it for fresh interpreters)")
-    p.add_argument("--memory", type=int, default=0, choices=[0, 1], help="1: memory, not speed")
     args = p.parse_args()
-    if args.memory:
-        return memory(args.tasks)
     os.sched_setaffinity(0, [max(os.sched_getaffinity(0))])  # children inherit it
     tasks = [json.loads(line) for line in TASKS.open()] if TASKS.exists() else list(few())
     with Grader(workers=1) as grader:
         tasks = [t for t in tasks[:3 * args.tasks]
                  if grader.grade(t, t["ground_truth"])["reward"] == 1]  # and its value is cached
         tasks = (tasks * args.tasks)[:args.tasks]
-        ways = {"naive": (naive, tasks), "answer alone": (answer_alone, tasks),
-                "grader": (grader.grade, tasks),
+        ways = {"naive": (naive, tasks), "grader": (grader.grade, tasks),
                 "fresh interpreter": (fresh, tasks[:max(1, args.tasks // 10)])}
         rates = {name: [] for name in ways}
         for _ in range(args.rounds):

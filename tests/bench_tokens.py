@@ -14,8 +14,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from model import (Pair, batches, compare_tokens, deal, tree_tokens,  # noqa: E402
-                   turns_in)
+from model import Pair, batches, count_tokens, deal, official_tokens, turns_in  # noqa: E402
 
 MAX_TOKENS = 16384
 
@@ -52,15 +51,14 @@ def ratios(groups, batch_size, ranks):
     """Official tokens over all computed ones, over the slowest rank's, and with the reference."""
     steps, computed, slowest = batches(groups, batch_size, seed=(0, 0)), 0, 0
     for batch in steps:
-        parts = list(map(tree_tokens, deal(turns_in(batch), MAX_TOKENS, ranks)))
+        parts = list(map(count_tokens, deal(turns_in(batch), MAX_TOKENS, ranks)))
         share = -(-len(parts) // ranks)
         computed += sum(parts)
         slowest += ranks * max(sum(parts[n:n + share]) for n in range(0, len(parts), share))
     turns = turns_in(pair for group in groups for pair in group)
-    reference = sum(map(tree_tokens, deal(turns, MAX_TOKENS, 1)))
-    counts = compare_tokens(steps, computed, reference)
-    total = counts["tokens"]["official"]
-    return total / computed, total / slowest, counts["sharing"]
+    reference = sum(map(count_tokens, deal(turns, MAX_TOKENS, 1)))
+    total = sum(map(official_tokens, steps))
+    return total / computed, total / slowest, 2 * total / (computed + reference)
 
 
 def main():

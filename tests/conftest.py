@@ -46,16 +46,15 @@ def forks():
                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def script(name, *flags, stdin="", cwd=ROOT, fresh=False, out="", err="", kill=None, ranks=1):
+def script(name, *flags, stdin="", cwd=ROOT, fresh=False, out="", kill=None, ranks=1):
     """Runs `python name flags`; returns the CompletedProcess, with text in stdout and stderr.
 
     It runs in a fork of a process that has torch loaded, which saves seconds a call: see forks.py.
-    stdin: text or records. out, err: files to which stdout and stderr are appended. None for any of
-    the three: it is closed. fresh=True: a new interpreter. kill: (when, signal) to send it, if it
-    has not ended by then; when: seconds, or a function that says that it is time. ranks: how many
-    processes run it, as torchrun would start them.
+    stdin: text or records. out: a file to which stdout is appended. fresh=True: a new interpreter.
+    kill: (when, signal) to send it, if it has not ended by then; when: seconds, or a function that
+    says that it is time. ranks: how many processes run it, as torchrun would start them.
     """
-    given = stdin if isinstance(stdin, str) else lines(stdin or [])
+    given = stdin if isinstance(stdin, str) else lines(stdin)
     command = [os.path.join(ROOT, name), *map(str, flags)]
     if fresh:
         command = [sys.executable, *command]
@@ -65,10 +64,7 @@ def script(name, *flags, stdin="", cwd=ROOT, fresh=False, out="", err="", kill=N
         files = [Path(d, name) for name in ("in", "out", "err")]
         for file, text in zip(files, (given, "", "")):
             file.write_text(text, encoding="utf-8")
-        streams = [str(file) for file in (files[0], out or files[1], err or files[2])]
-        for n, given in enumerate((stdin, out, err)):
-            if given is None:
-                streams[n] = None
+        streams = [str(file) for file in (files[0], out or files[1], files[2])]
         order = [command, str(cwd), streams, ranks]
         forks().stdin.write(json.dumps(order).encode() + b"\n")
         pid = int(forks().stdout.readline())

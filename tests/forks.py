@@ -1,8 +1,8 @@
 """Runs scripts in forks of this process, which has loaded the libraries that load slowly.
 
-A line of stdin is an order: [argv, directory, [files for stdin, stdout, stderr], ranks], where null
-in place of a file is a closed stream. The fork's PID and then its exit code go to stdout. None of
-our own modules is loaded here: a fork loads them as a new interpreter does.
+A line of stdin is an order: [argv, directory, [files for stdin, stdout, stderr], ranks]. The fork's
+PID and then its exit code go to stdout. None of our own modules is loaded here: a fork loads them
+as a new interpreter does.
 """
 import gc
 import json
@@ -21,14 +21,8 @@ SLOW = ["numpy", "openai", "safetensors.torch", "tqdm", "torch.distributed.check
 def set_streams(files):
     """Gives this process other standard streams, as a new interpreter sets them up."""
     for fd, file in enumerate(files):
-        if file:
-            os.dup2(os.open(file, os.O_RDWR | os.O_APPEND), fd)
-    for fd, name in enumerate(("stdin", "stdout", "stderr")):
-        if not files[fd]:
-            os.close(fd)
-            setattr(sys, name, None)
-    if files[0]:
-        sys.stdin = open(0, encoding="utf-8", closefd=False)
+        os.dup2(os.open(file, os.O_RDWR | os.O_APPEND), fd)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)
 
 
 def be_ranks(world):

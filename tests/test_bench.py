@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import CPU, ROOT
 
-from model import batches, deal, score, tree_tokens, turns_in
+from model import batches, deal, score, count_tokens, turns_in
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_rows_of_a_step(bench, job):
     folder, model, pi_ref = bench
     batch = first_batch(folder, job, 3)
     rows = {(r["rival"], r["ranks"]): r for r in B.compare_steps(model, pi_ref, job, batch, 1)}
-    scored = tree_tokens(turns_in(batch)) if job != "rft" else 0
+    scored = count_tokens(turns_in(batch)) if job != "rft" else 0
     for world in (1, 8):
         theirs = [0] * world
         for n, pair in enumerate(batch):
@@ -42,7 +42,7 @@ def test_rows_of_a_step(bench, job):
             theirs[n % world] += len(lengths) * max(lengths) * (3 if job == "rft" else 4)
         parts = deal(turns_in(batch), B.MAX_TOKENS, world)
         assert len(parts) <= world  # one a rank
-        ours = [3 * tree_tokens(part) for part in parts]
+        ours = [3 * count_tokens(part) for part in parts]
         bound = max(theirs) / (max(ours) + scored / B.JOBS[job][3] / world)
         row = rows["official", world]
         assert row["tokens"] == pytest.approx(bound) and row["differs"] < 1e-5

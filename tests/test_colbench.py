@@ -1,48 +1,48 @@
-"""Built-in tasks, the rules of an episode, the scripted human, the demonstrations."""
+"""Built-in functions, bare and in English, their human, demonstrations; the rules of an episode."""
 import itertools
 import math
+import random
 import re
 
 import pytest
 
 import colbench
-from colbench import (ANSWER, SLOTS, SPLITS, builtin_tasks, read_action, scripted_human, slots_of,
-                      with_hidden)
-from conftest import demos, records, script
+from colbench import (ANSWER, BUGS, DETAILS, SLOTS, SPLITS, STORIES, English, Functions, Grader, fill,
+                      read_action, slots_of, with_hidden)
+from conftest import demos, lines, records, script
 from utils import rng
 
+KINDS = [Functions, English]
 
-def take(n, split, seed, **knobs):
+
+def take(n, split="train", seed=0, kind=Functions, **knobs):
     given = [str(x) for k, v in {"seed": seed, **knobs}.items() for x in ("--" + k, v)]
-    args = colbench.get_args(["tasks", *given])
-    return list(itertools.islice(builtin_tasks("backend", split, args), n))
+    return list(itertools.islice(kind.tasks(split, colbench.get_args(["tasks", *given])), n))
+
+
+def numbers_in(text):
+    """All numbers above 1 in a text."""
+    return [int(n) for n in re.findall(r"[1-9]\d*", text)]
 
 
 # --- built-in tasks -------------------------------------------------------------------------------
 
-def test_splits_share_no_task_and_the_seed_decides():
-    drawn = {split: take(500, split, seed, max_slots=5, usual=0.5)
+@pytest.mark.parametrize("kind", KINDS)
+def test_splits_share_no_task_and_the_seed_decides(kind):
+    drawn = {split: take(300, split, seed, kind, max_slots=5, usual=0.5)
              for seed, split in enumerate(SPLITS)}
-    ids = {split: {t["id"] for t in tasks} for split, tasks in drawn.items()}
-    codes = {split: {t["ground_truth"] for t in tasks} for split, tasks in drawn.items()}
-    for a, b in itertools.combinations(SPLITS, 2):
-        assert not ids[a] & ids[b] and not codes[a] & codes[b]
-    assert all(len(ids[s]) == len(codes[s]) > 250 for s in SPLITS)  # some come twice
-    assert take(50, "val", 3) == take(50, "val", 3) != take(50, "val", 4)
-
-
-def shape(code):
-    """A reference without its values; all its values make as many tasks."""
-    return re.sub(r"=[^\s,()]+", "=", code.partition("):")[0]) + code.partition("):")[2]
+    for field in "id", "ground_truth":
+        a, b, c = ({t[field] for t in drawn[split]} for split in SPLITS)
+        assert min(map(len, (a, b, c))) > 150 and len(a | b | c) == len(a) + len(b) + len(c)
+    assert take(50, "val", 3, kind) == take(50, "val", 3, kind) != take(50, "val", 4, kind)
 
 
 def test_tens_of_thousands_of_tasks():
-    codes = [task["ground_truth"] for task in take(600, "train", 0, max_slots=5)]
-    shapes = {shape(code): slots_of(code) for code in codes}
-    sizes = [(len(slots), math.prod(len(SLOTS[k]) for k in slots)) for slots in shapes.values()]
+    slots = {re.sub(r"=[^\s,()]+", "=", code): slots_of(code)
+             for code in (t["ground_truth"] for t in take(600, max_slots=5))}  # by shape
+    sizes = [(len(names), math.prod(len(SLOTS[k]) for k in names)) for names in slots.values()]
     assert {n for n, _ in sizes} == {2, 3, 4, 5}
-    assert sum(size for n, size in sizes if n <= 4) > 25_000
-    assert sum(size for _, size in sizes) > 100_000
+    assert sum(size for n, size in sizes if n <= 4) > 25_000 < sum(size for _, size in sizes) / 4
     values = [v for slot in SLOTS.values() for v in slot]
     assert len(values) == len(set(values))  # a value tells its slot
 
@@ -53,34 +53,102 @@ def values_of(code, tests):
     return [eval(test, space) for test in tests.values()]
 
 
-def test_every_other_value_of_a_slot_fails_a_test():
-    for task in (t for split in SPLITS for t in take(80, split, 7, max_slots=5)):
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_other_value_of_a_slot_fails_a_test(kind):
+    for task in (t for split in SPLITS for t in take(40, split, 7, kind, max_slots=5)):
         code, tests = task["ground_truth"], task["test_cases"]
         assert len(tests) == 10 == len(set(tests.values()))
         right = values_of(code, tests)
         assert None not in right
         for name, value in slots_of(code).items():
-            for other in map(str, SLOTS[name]):
+            for other in map(str, kind.details[name].values):
                 wrong = code.replace(f"{name}={value}", f"{name}={other}", 1)
                 assert (values_of(wrong, tests) == right) == (other == value), (wrong, tests)
-        said = colbench.first_message(task, 6)["content"]
-        assert not re.search(r"\d", said)  # the agent must ask
+        assert not numbers_in(task["problem_description"])  # the agent must ask
 
 
-@pytest.mark.full
-def test_slots_are_asked_for_by_number():
+def test_a_description_in_english_tells_which_details_are_missing():
+    for task in take(200, kind=English, max_slots=5):
+        unit = STORIES[task["id"].split("-")[0]][1]
+        told = task["problem_description"].lower()
+        missing = {slot for slot, detail in DETAILS.items()
+                   if any(fill(clause, unit=unit).lower() in told for clause in detail.clauses)}
+        assert missing == slots_of(task["ground_truth"]).keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_slots_are_asked_for_by_number(kind):
     for low, high in ((2, 2), (5, 5), (3, 4)):
-        for task in take(60, "train", 0, min_slots=low, max_slots=high):
+        for task in take(60, kind=kind, min_slots=low, max_slots=high):
             assert low <= len(slots_of(task["ground_truth"])) <= high
-    failed = script("colbench.py", "tasks", "--min_slots", 9, "--max_slots", 9)
-    assert failed.returncode == 1 and failed.stderr.startswith("error: ") and not failed.stdout
+    with pytest.raises(SystemExit, match="no built-in function has 7 to 9 slots"):
+        take(1, kind=kind, min_slots=7, max_slots=9)
 
 
-def test_slots_of():
-    assert slots_of("def f(x, rate=3, op=max): return f(rate=9)") == {"rate": "3", "op": "max"}
-    for code in ("def f(x):\n    y=3\n    return y", "", "def f(x): return x"):
-        assert slots_of(code) == {}
-    assert slots_of("def f(x,a=-1,b='z'): return a") == {"a": "-1", "b": "'z'"}
+# --- the human ------------------------------------------------------------------------------------
+
+def test_scripted_human():
+    task = {"problem_description": "p", "ground_truth": "def f(x, rate=3, op=max): return x"}
+    for message, reply in (
+            ("what is the rate?", "rate=3"), ("which op?", "op=max"), ("op, rate?", "op=max"),
+            ("what is the fee?", "i do not know"), ("", "i do not know"),
+            ("rates?", "i do not know")):
+        assert Functions.scripted_human(task, message) == reply
+    no_slots = {**task, "ground_truth": "def f(x):\n    rate = 3"}
+    assert Functions.scripted_human(no_slots, "the rate?") == "i do not know"
+    hidden = {**task, "hidden_information": "def f(x, rate=8): ..."}
+    assert Functions.scripted_human(hidden, "the rate?") == "rate=8"
+
+
+def test_the_human_understands_its_own_wordings():
+    for slot, detail in DETAILS.items():
+        for _, unit in STORIES.values():
+            for text in detail.questions + detail.clauses:
+                assert English.asked_for(fill(text, unit=unit)) == slot, text
+
+
+@pytest.mark.parametrize("slot, question", [
+    ("price", "what's the hourly price?"),
+    ("price", "Could you tell me how much it costs per kilometer?"),
+    ("price", "So what do you charge?"),
+    ("price", "What is the rate?"),
+    ("fee", "Is there a fee?"),
+    ("fee", "Are there any additional costs?"),
+    ("fee", "what is the base fare"),
+    ("fee", "How much is the service charge?"),
+    ("free", "Do the first few minutes cost nothing?"),
+    ("free", "how many free hours are there per day"),
+    ("free", "Are some pages included?"),
+    ("minimum", "Is there a lower bound for the price?"),
+    ("minimum", "What's the smallest amount one can pay?"),
+    ("maximum", "is there a cap on the total"),
+    ("maximum", "What is the upper limit of the cost?"),
+    ("maximum", "It should not exceed what?"),
+    ("limit", "Is there a limit to the number of parcels?"),
+    ("limit", "When do you refuse?"),
+    ("color", "What color should it be?"),
+    (None, "Hello! How can I help you today?"),
+    (None, ""),
+])
+def test_the_human_understands_others(slot, question):
+    assert English.asked_for(question) == slot
+
+
+def test_the_human_tells_one_number_and_never_code():
+    """Whatever it hears: its own questions, words of the code, and the code itself."""
+    r = random.Random(0)
+    words = [*DETAILS, *"def return x total = min( max( price? fee, what is the code".split()]
+    for task in take(60, kind=English, max_slots=5):
+        code, values = task["ground_truth"], slots_of(task["ground_truth"])
+        heard = [code, f"{ANSWER} {code}", *code.splitlines()]
+        heard += [" ".join(r.choices(words, k=r.randrange(12))) for _ in range(20)]
+        heard += [q for detail in DETAILS.values() for q in detail.questions]
+        for message in heard:
+            reply, slot = English.scripted_human(task, message), English.asked_for(message)
+            assert colbench.redact(reply, code) == reply and not set("=()_:") & set(reply)
+            assert numbers_in(reply) == ([int(values[slot])] if slot in values else []), message
+            assert slot in values or reply in English.unknown
+            assert reply == English.scripted_human(task, message)  # the same each time
 
 
 # --- the rules of an episode ----------------------------------------------------------------------
@@ -140,19 +208,6 @@ def test_with_hidden_changes_the_first_message_of_a_copy():
     assert history[0]["content"] == "q"
 
 
-def test_scripted_human():
-    task = {"problem_description": "p", "ground_truth": "def f(x, rate=3, op=max): return x"}
-    for message, reply in (
-            ("what is the rate?", "rate=3"), ("which op?", "op=max"), ("op, rate?", "op=max"),
-            ("what is the fee?", "i do not know"), ("", "i do not know"),
-            ("rates?", "i do not know")):
-        assert scripted_human(task, message) == reply
-    no_slots = {**task, "ground_truth": "def f(x):\n    rate = 3"}
-    assert scripted_human(no_slots, "the rate?") == "i do not know"
-    hidden = {**task, "hidden_information": "def f(x, rate=8): ..."}
-    assert scripted_human(hidden, "the rate?") == "rate=8"
-
-
 # --- demonstrations -------------------------------------------------------------------------------
 
 agent = lambda d: [m for m in d["dialogue_history"] if m["role"] == "assistant"]
@@ -193,6 +248,17 @@ def test_knobs_of_demonstrations():
     assert sum(m["content"] == "i do not know" for d in asked for m in d["dialogue_history"]) > 60
 
 
+def test_who_asks_for_every_detail_can_write_the_function():
+    """A perfect agent, which reads the description and not the reference, solves every task."""
+    probabilities = ("at_once", "early", "distract", "noise", "silent", "hidden")
+    knobs = dict.fromkeys(probabilities, 0.0) | {"max_turns": 7, "max_slots": 5}
+    with Grader() as grader:
+        for r in demos(40, kind="english", **knobs):
+            assert grader.grade(r["task"], r["answer"])["reward"] == 1, r
+    for bodies in English.bodies.values():  # and a bug can be put into each
+        assert all(any(right in body for right, _ in BUGS) for body in bodies.values())
+
+
 # --- the command line -----------------------------------------------------------------------------
 
 @pytest.mark.full
@@ -212,7 +278,7 @@ def test_another_answer_marker_is_one_line(monkeypatch):
     monkeypatch.setattr(colbench, "ANSWER", "MY LAST WORD:")
     args = colbench.get_args(["demos", "--at_once", "1", "--silent", "0"])
     (task,) = take(1, "train", 0)
-    made = [colbench.demonstration(task, rng("marker", i), args) for i in range(4)]
+    made = [Functions.demonstration(task, rng("marker", i), args) for i in range(4)]
     outputs = [m["content"] for r in made for m in agent(r)]
     assert all(output.startswith("MY LAST WORD:\n") for output in outputs)
     assert not any("I WANT" in output for output in outputs)
@@ -221,3 +287,26 @@ def test_another_answer_marker_is_one_line(monkeypatch):
     assert 'write "MY LAST WORD:"' in first["content"]
     tokenizer = model.tiny(made, 0, colbench.PIECES)[1]
     assert "MY LAST WORD:\n" in tokenizer.get_vocab()
+
+
+def test_what_a_critic_ranks_right_is_counted_by_kind(tmp_path):
+    """Two turns: at the first nothing is told, at the second all but the price has been asked."""
+    task, = take(1, kind=English, max_slots=2)
+    other = next(slot for slot in slots_of(task["ground_truth"]) if slot != "price")
+    right = f"{ANSWER}\n{task['ground_truth']}"
+    useful, price = (DETAILS[slot].questions[0] for slot in (other, "price"))
+    candidates = [{"output": output, "advantage": advantage, "logprob": -1.0}
+                  for output, advantage in ((useful, 0.5), ("What color?", 0.7),
+                                            (ANSWER + "\nno", 0.1), (right, 0.9))]
+    history = [{"role": "user", "content": task["problem_description"]}]
+    for question in (useful, price, right):
+        history += [{"role": "assistant", "content": question, "candidates": candidates},
+                    {"role": "user", "content": "4"}]
+    file = tmp_path / "scored.jsonl"
+    file.write_text(lines([{"task": task, "dialogue_history": history}]))
+    done = script("tests/experiments/ranks.py", file)
+    shares = re.findall(r"(\d+\.\d) % of (\d+)  " + str(file), done.stdout)
+    # all told: the right answer beats both questions and the wrong answer; before: at the first
+    # turn the useful question does not beat the one of colors, at the second it is not useful
+    assert shares == [("100.0", "2"), ("100.0", "1"), ("100.0", "1"), ("0.0", "1")]
+    assert done.stdout.count(" 0.0 % of") == 1 + 4  # the prior: all are alike

@@ -33,33 +33,21 @@ DOCSTRING = '''def f(x):
 '''
 FORMS = {  # each with {} where the code stands; a person finds it at a glance
     "bare": "{}", "fence": "Here:\n```python\n{}```\nDone.", "unclosed": "```python\n{}",
-    "no language": "```\n{}```",
-    "py": "```py\n{}```", "Python3": "```Python3\n{}```", "space": "```  python \n{}```",
-    "tildes": "~~~\n{}~~~",
-    "tildes python": "Code:\n\n~~~python\n{}~~~\n", "four ticks": "````python\n{}````",
+    "no language": "```\n{}```", "py": "```py\n{}```", "space": "```  Python3 \n{}```",
+    "tildes": "Code:\n\n~~~python\n{}~~~\n", "four ticks": "````python\n{}````",
     "crlf fence": "```python\r\n{}\r\n```\r\n",
     "prose before": "Here is the function you asked for.\n\n{}",
     "prose after": "{}\nThis doubles its argument.",
     "prose around": "Sure! It doubles.\n\n{}\nHope that helps, and don't\nhesitate to ask.",
     "prose that names code": "From what you said, import nothing:\n{}",
-    "shell fence first": "```bash\npip install x\n```\n```python\n{}```",
-    "usage after": "```python\n{}```\nUsage:\n```python\nprint(f(2))\n```",
-    "output after": "```python\n{}```\nOutput:\n```\n4\n```",
+    "constants in prose": "As agreed:\n\nTWO = 2\n\n{}", "much prose": "{}\n" + "and more\n" * 300,
+    "shell fence first": "```bash\npip install x\n```\n" * 9 + "```python\n{}```",
+    "usage after": "```python\n{}```\nUsage:\n```python\nprint(f(2))\n```\n```\n4\n```",
     "imports in an earlier block": "```python\nimport math\n```\nand\n```python\n{}```",
-    "title": "# Solution\n\n{}",
     "heading and fence": "### Answer\n\n```python\n{}```\n\n**Note:** it's simple.",
     "inline fence": "The code is ```python\n{}```",
-    "unusual info": "```python title=\"double.py\"\n{}```",
-    "helper in another fence": "```\ndef g(x):\n    return x\n```\n```python\n{}```",
-    "done": "{}\nDone",
-    "constants in prose": "As agreed:\n\nTWO = 2\n\n{}",
-    "braces": "```{{python}}\n{}```", "dot": "```{{.python}}\n{}```",
-    "file name": "```python double.py\n{}```", "copy": "```python copy\n{}```",
+    "info": "```python title=\"double.py\"\n{}```", "braces": "```{{.python}}\n{}```",
     "unclosed and prose": "```python\n{}\nThis doubles x, as you wished.",
-    "code, then usage in python": "```\n{}```\n```python\nprint(f(3))\n```",
-    "info": "```python filename=double.py\n{}```", "Bye": "{}\n\nBye",
-    "much prose": "{}\n" + "and more\n" * 300,
-    "bash blocks": "```bash\nls -l\n```\n" * 40 + "```python\n{}```",
     "quote in prose": "It's what you're after:\n```python\n{}```\nIsn't it?"}
 
 
@@ -114,16 +102,12 @@ def test_blocks_that_the_answer_uses_are_run_and_no_others(graders, blocks, rewa
 
 def test_no_answer_has_two_tries(graders):
     """What is code is settled before any of it runs: an answer can't be read in two ways."""
-    both = f"{WRONG}\n'''\n```python\n{RIGHT}```\n'''\n"  # Python as it stands
-    assert graders[0].grade(DOUBLE, both)["reward"] == 0
-    assert graders[0].grade(DOUBLE, f"```python\n{WRONG}```\n\n{RIGHT}")["reward"] == 0
-    for inside, reward in ((RIGHT, 1),
-                           (WRONG, 0)):  # a fence is what is meant, whatever stands before it
-        assert graders[0].grade(DOUBLE, f"{WRONG}\n```python\n{inside}```")["reward"] == reward
-        assert graders[0].grade(DOUBLE, f"{RIGHT}\n```python\n{inside}```")["reward"] == reward
-    raises = "```python\nraise KeyError\n```\n```python\n" + RIGHT + "```"
-    assert graders[0].grade(DOUBLE,
-                            raises)["reward"] == 1  # no definitions: not a part of the answer
+    for answer, reward in ((f"{WRONG}\n'''\n```python\n{RIGHT}```\n'''\n", 0),  # it is Python
+                           (f"```python\n{WRONG}```\n\n{RIGHT}", 0),
+                           (f"{WRONG}\n```python\n{RIGHT}```", 1),  # a fence is what is meant
+                           (f"{RIGHT}\n```python\n{WRONG}```", 0),
+                           (f"```python\nraise KeyError\n```\n```python\n{RIGHT}```", 1)):
+        assert graders[0].grade(DOUBLE, answer)["reward"] == reward, answer
 
 
 @pytest.mark.parametrize("text", [
@@ -196,13 +180,12 @@ def honest_corpus():
         yield f"form {name}, wrong", DOUBLE, form.format(WRONG)
     for name, answer in ODDITIES.items():
         yield f"oddity {name}", DOUBLE, answer
-    imports = "import collections, datetime, decimal, fractions, math, pathlib, uuid"
-    for text in VALUES:
-        code = f"def f(x):\n    {imports}\n    return [{text}, x]"
+    imports = "import collections, datetime, decimal, fractions, math, numpy, uuid"
+    for text in [*VALUES, *(f"numpy.array({data})" for data in ("[x]", "[x, x]", "[]", "x"))]:
+        code = f"def f(x):\n    {imports}\n    return {text}"
+        if "array" not in text:
+            code = code.replace(text, f"[{text}, x]")
         yield f"value {text}", task(code, "f(1)", "f(2)"), code
-    arrays = "def f(x):\n    import numpy\n    return numpy.array({})"
-    for data in ("[x]", "[x, x]", "[]", "x"):
-        yield f"array {data}", task(arrays.format(data), "f(1)"), arrays.format(data)
 
 
 def oracle(pipe, cases):
@@ -224,8 +207,7 @@ def test_official_rules_give_the_released_scorers_verdicts(graders):
     differ = {name: (w, g) for (name, *_), w, g in zip(cases, wanted, got) if w != g
               and w is not None}
     assert differ == {}
-    assert len(cases) > 180 and None not in wanted and 0.3 < sum(filter(None,
-        wanted)) / len(cases) < 0.9
+    assert len(cases) > 140 and None not in wanted and 0.3 < sum(wanted) / len(cases) < 0.9
 
 
 # --- answers on stdin -----------------------------------------------------------------------------
@@ -240,9 +222,8 @@ def test_any_text_is_graded_and_the_answers_after_it_as_if_it_had_not_been_there
     assert done.returncode == 0, done.stderr
     rewards = [r["reward"] for r in records(done.stdout)]
     assert rewards[::2] == [0, 1, 0, 0, 0, 0, 0, 0, 0] and set(rewards[1::2]) == {1}
-    (read,) = read_jsonl([b'{"answer": "\xed\xa0\x80 \\ud83d\\ude00 '
-                          b'\\udc00"}'])  # as bytes and as escapes, and a whole pair
-    assert read == {"answer": "\ufffd \U0001f600 \ufffd"}
+    (read,) = read_jsonl([b'{"answer": "\xed\xa0\x80 \\ud83d\\ude00 \\udc00"}'])
+    assert read == {"answer": "\ufffd \U0001f600 \ufffd"}  # as bytes and as escapes, and a whole pair
 
 
 def test_a_bad_line_costs_no_verdict_of_the_lines_before_it():
@@ -279,5 +260,5 @@ def test_a_signal_ends_the_grading_of_a_hostile_answer_long_before_its_time_is_u
     children = descendants(grading.pid)
     grading.send_signal(number)
     assert grading.wait(30) == -number and children
-    assert grading.stderr.read() == f"error: ended by {number.name}\n"
+    assert grading.stderr.read() == ""
     gone(children)

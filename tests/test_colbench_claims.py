@@ -2,21 +2,17 @@
 
     CLAIMS=100000 CLAIMS_SEED=1 python -m pytest -q tests/test_colbench_claims.py -k wire
 """
-import ast
 import collections
 import datetime
 import decimal
 import fractions
-import inspect
 import itertools
-import json
 import math
-import os
 import pathlib
+import os
 import random
 import re
 import socket
-import threading
 import time
 import uuid
 
@@ -65,7 +61,9 @@ def test_no_message_at_the_wire_earns_a_reward_or_raises():
             said = verdict(WANTED, received(sent))
             assert said != "pass" and len(said) < 1200 and "\n" not in said
     assert verdict(WANTED, received(WANTED)) == "pass"
-    assert verdict("no expected value: None", received(b"none")) != "pass"
+    for wanted in b"none", b"raised E", b"", "timeout":  # a reference without a value
+        assert verdict(wanted, received(b"none")).startswith("no expected value: ")
+        assert verdict(wanted, wanted) != "pass"
 
 
 def test_a_child_that_says_nothing_is_not_waited_for():
@@ -81,66 +79,39 @@ def test_what_a_child_says_is_kept_short(graders):
     assert len(graders[0].grade(odd, odd["ground_truth"])["tests"]["test1"]) < 200
 
 
-def test_nothing_that_comes_off_the_wire_is_decoded():
-    """No function of the grader's side parses: neither json.loads nor int, eval or pickle."""
-    for function in (verdict, colbench.why_not, receive):
-        calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(inspect.getsource(function)))
-                 if isinstance(node, ast.Call)}
-        assert not [call for call in calls if "loads" in call or call in ("int", "eval", "float")]
-
-
-def test_a_verdict_of_pass_is_written_once_behind_the_comparison():
-    """What decides is in `verdict`; `grade` counts it, `check_stdin` says what did not pass."""
-    source = ast.parse(inspect.getsource(colbench))
-    where = [function.name for function in ast.walk(source) if isinstance(function, ast.FunctionDef)
-             for node in ast.walk(function) if isinstance(node, ast.Constant)
-             and node.value == "pass"]
-    assert collections.Counter(where) == {"verdict": 1, "grade": 1, "check_stdin": 1}
-
-
 # --- from inside ----------------------------------------------------------------------------------
 
 HIDDEN = task("def f(x):\n    return (x * 7919 + 104729) % 1009 + 3",
               *(f"f({i})" for i in range(4)))
-LINES = ["pass", "pass pass", "error pass", "value true", 'value {"type": "object"}', "", "value",
-         "raised pass", "value NaN", "refused pass", 'value "pass"', "value 1\\nvalue 2",
-         '["value", 1]']
+LINES = ["pass", "value", "value pass", "", "raised pass", "refused pass", "value " + "5e" * 32]
 VANDALS = {
-    "json": "import json\njson.dumps = lambda *a, **k: LINE\ndef f(x): return 0",
-    "encoder": "import json\n"
-               "json.encoder.encode_basestring_ascii = json.encoder.c_make_encoder = lambda *a: "
-               "LINE\ndef f(x): return 0",
-    "main": "import __main__ as m\nm.encode = lambda *a: LINE\n"
-            "m.json = type('J', (), {'dumps': lambda *a: LINE})\ndef f(x): return 0",
+    "encoder": "import json\njson.dumps = json.encoder.encode_basestring_ascii = lambda *a: LINE\n"
+               "json.encoder.c_make_encoder = json.dumps\ndef f(x): return 0",
+    "main": "import __main__ as m\nm.claim = m.as_text = m.sha256 = lambda *a: LINE\n"
+            "def f(x): return 0",
     "stdout": "import sys, io\nsys.stdout = sys.stderr = sys.__stdout__ = io.StringIO(LINE)\n"
-              "print(LINE)\ndef f(x): print(LINE); return 0",
+              "def f(x): print(LINE); return 0",
     "builtins": "import builtins\nbuiltins.isinstance = lambda *a: True\n"
-                "builtins.type = lambda *a: LINE\nbuiltins.len = lambda *a: 0\n"
-                "def f(x): return 0",
-    "every descriptor": "import posix\ndef f(x):\n    for fd in range(64):\n"
-                        "        try: posix.write(fd, LINE.encode() + b'\\n')\n"
-                        "        except OSError: pass\n    return 0",
-    "writev": "import os\ndef f(x):\n    for fd in range(64):\n"
-              "        try: os.writev(fd, [LINE.encode(), b'\\n'])\n"
-              "        except OSError: pass\n    os._exit(0)",
-    "libc": "import ctypes\ndef f(x):\n"
-            "    for fd in range(9): ctypes.CDLL(None).write(fd, LINE.encode() + b'\\n"
-            "', len(LINE) + 1)\n    return 0",
-    "many lines at import": "import os\nfor fd in range(3, 9):\n    try: os.write(fd, (LINE + '\\n"
-                            "').encode() * 9)\n"
+                "builtins.type = builtins.ascii = lambda *a: LINE\ndef f(x): return 0",
+    "every descriptor": "import os\ndef f(x):\n    for fd in range(64):\n"
+                        "        try: os.write(fd, LINE.encode()), os.writev(fd, [b'pass'])\n"
+                        "        except OSError: pass\n    os._exit(0)",
+    "libc": "import ctypes\ndef f(x):\n    for fd in range(9):\n"
+            "        ctypes.CDLL(None).write(fd, LINE.encode(), len(LINE))\n    return 0",
+    "many lines at import": "import os\nfor fd in range(3, 9):\n"
+                            "    try: [os.write(fd, LINE.encode()) for _ in range(9)]\n"
                             "    except OSError: pass\ndef f(x): return 0",
     "frames": "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
-              "        for name, value in {**frame.f_locals, **frame.f_globals}.items():\n"
-              "            if type(value) is dict and 'tests' in value: value['tests'] = ['1'] * "
-              "9\n        frame = frame.f_back\n    return LINE",
+              "        for value in [*frame.f_locals.values(), *frame.f_globals.values()]:\n"
+              "            if type(value) is dict and 'tests' in value: value['tests'] = ['1'] * 9\n"
+              "        frame = frame.f_back\n    return LINE",
     "garbage": "import gc\ndef f(x):\n    for o in gc.get_objects():\n"
                "        if type(o) is dict and 'tests' in o: o.clear()\n"
-               "        if type(o) is list and o and o[0] == 'value': o[:] = [LINE]\n    return 0",
-    "tracing": "import sys\ndef trace(frame, event, arg):\n"
-               "    if 'line' in frame.f_locals: frame.f_locals['line'] = LINE\n    return trace\n"
-               "sys.settrace(trace)\ndef f(x): return 0",
+               "        if type(o) is list and o and type(o[0]) is str: o[:] = [LINE]\n    return 0",
+    "tracing": "import sys\ndef trace(frame, event, arg):\n    frame.f_locals['said'] = LINE\n"
+               "    return trace\nsys.settrace(trace)\ndef f(x): return 0",
     "os.write": "import os\nwrite = os.write\n"
-                "os.write = lambda fd, data: write(fd, LINE.encode() + b'\\n') and len(data)\n"
+                "os.write = lambda fd, data: write(fd, LINE.encode()) and len(data)\n"
                 "def f(x): return 0",
     "class": "class E(int):\n    def __eq__(s, o): return True\n    def __repr__(s): return LINE\n"
              "    __hash__ = int.__hash__\ndef f(x): return E(0)",
@@ -152,10 +123,8 @@ def forge(grader, names=VANDALS):
     """No vandal earns a reward, and none spoils the next answer's."""
     for name in names:
         for text in LINES:
-            answer = f"LINE = {text!r}.replace('\\\\n', chr(10))\n" + VANDALS[name]
-            graded = grader.grade(HIDDEN, answer)
-            assert graded["reward"] == 0 and "pass" not in graded["tests"].values(), (name, text,
-                graded)
+            graded = grader.grade(HIDDEN, f"LINE = {text!r}\n" + VANDALS[name])
+            assert graded["reward"] == 0, (name, text, graded)
         assert grader.grade(DOUBLE, HONEST)["reward"] == 1, name
 
 
@@ -180,7 +149,6 @@ set() | {1} | frozenset({1}) | {(1, 'a')} | {(1, 1)} | {1: 1}.keys()
 collections.OrderedDict([(1, 1), (2, 2)])
 collections.Counter('a') | collections.Counter({'a': 1.0})
 collections.defaultdict(list, {1: 1}) | collections.namedtuple('P', 'a')(1)
-collections.deque([1]) | collections.deque([1], 5) | collections.deque([[1]])
 range(0) | range(3) | range(0, 3) | range(0, 4, 2) | range(0, 3, 2) | range(2**80, 2**80 + 2)
 decimal.Decimal('0.5') | decimal.Decimal('0.50') | decimal.Decimal('NaN')
 decimal.Decimal('-Infinity') | decimal.Decimal('Infinity') | decimal.Decimal(1)
@@ -193,8 +161,8 @@ datetime.datetime(2024, 1, 2, 1, tzinfo=datetime.timezone(datetime.timedelta(hou
 datetime.datetime(2024, 1, 2, 3, 4, 5, 6) | datetime.date(2024, 1, 2)
 datetime.time(1, 2) | datetime.timedelta(1) | datetime.timedelta(hours=24)
 uuid.UUID(int=1) | uuid.UUID('00000000-0000-0000-0000-000000000001') | uuid.UUID(int=2)
-pathlib.Path('a') | pathlib.PurePosixPath('a') | pathlib.Path('a/../a') | ('PurePosixPath', 'a')
-int | type(None)
+int | type(None) | collections.deque([1]) | collections.deque([1], 5) | collections.deque([[1]])
+pathlib.PurePosixPath('a/b') | pathlib.PurePosixPath('a//b') | pathlib.PurePosixPath('1')
 """
 VALUES = [text.strip() for text in VALUES.strip().replace("\n", "|").split("|")]
 
@@ -207,66 +175,22 @@ def same(x, y):
         return False
 
 
-@pytest.mark.full
+FORMS = ["[{}, 0]", "({},)", "{1: {}}", "{'a': [{}], 'b': ({}, 2)}", "[[[{}]], {2: ()}]"]
+
+
 def test_two_values_are_equal_where_python_says_so():
-    """The oracle is ==, on all pairs of some 75 values, each by itself and within a list."""
-    differ = []
+    """The oracle is ==, on all pairs of some 70 values, each by itself and within others."""
+    r, differ = random.Random(f"values {SEED}"), []
     for a, b in itertools.product(VALUES, repeat=2):
-        for form in "{}", "[{}, 0]", "{{1: {}}}":
-            x, y = (eval(form.format(text), dict(SPACE)) for text in (a, b))
+        for form in ["{}", *(FORMS if FULL else r.sample(FORMS, 1))]:
+            x, y = (eval(form.replace("{}", text), dict(SPACE)) for text in (a, b))
             try:
                 equal = x is not None and bool(x == y)
             except decimal.InvalidOperation:  # a signalling NaN
                 equal = False
             if same(x, y) != equal:
-                differ.append((form.format(a), form.format(b), equal))
+                differ.append((form, a, b, equal))
     assert not differ, differ
-
-
-GUISES = [  # equal values each
-    ["1", "1.0", "True", "fractions.Fraction(1)", "decimal.Decimal('1.0')", "1+0j"],
-    ["0", "-0.0", "False", "decimal.Decimal('0E-9')"], ["0.5", "fractions.Fraction(1, 2)"],
-    ["2**70", "2.0**70", "decimal.Decimal(2**70)"], ["-3", "-3.0"], ["'a'"], ["''"], ["None"],
-    ["'\\ud83d\\ude00'"], ["'\\U0001f600'"],
-    ["b'a'"], ["math.inf", "decimal.Decimal('Infinity')"], ["range(0)", "range(5, 1)"],
-    ["range(1, 6, 2)", "range(1, 7, 2)"], ["datetime.timedelta(1)", "datetime.timedelta(hours=24)"],
-    ["datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc)",
-     "datetime.datetime(2024, 1, 2, 3, tzinfo=datetime.timezone(datetime.timedelta(hours=3)))"],
-    ["datetime.datetime(2024, 1, 2)"], ["(1, 2)", "(True, 2.0)"]]
-
-
-def two_alike(r, depth, hashable=False):
-    """The texts of two values: each part of the second is equal to the first's, or now and then
-    another."""
-    if depth == 0 or r.random() < 0.2:
-        of_first = r.choice(GUISES)
-        of_second = of_first if r.random() < 0.97 else r.choice(GUISES)
-        return r.choice(of_first), r.choice(of_second)
-    kind = r.choice(["tuple", "frozenset"] + ["list", "set", "dict", "deque"] * (not hashable))
-    n = r.randrange(4)
-    parts = [two_alike(r, depth - 1, hashable or kind in ("set", "frozenset")) for _ in range(n)]
-    keys = [two_alike(r, depth - 1, True) for _ in range(n)]
-    texts = []
-    for side in 0, 1:
-        items = [part[side] for part in parts]
-        if kind == "dict":
-            items = [f"({key[side]}, {item})" for key, item in zip(keys, items)]
-        if kind in ("dict", "set", "frozenset"):
-            r.shuffle(items)
-        opening = {"deque": "collections.deque", "set": r.choice(["set", "frozenset"])}
-        texts.append(f"{opening.get(kind, kind)}([{', '.join(items)}])")
-    return texts
-
-
-def test_generated_values_are_equal_where_python_says_so():
-    r, equal, n = random.Random(f"values {SEED}"), 0, N // 2
-    for _ in range(n):
-        a, b = two_alike(r, r.choice([1, 2, 3]))
-        x, y = eval(a, dict(SPACE)), eval(b, dict(SPACE))
-        if x is not None:
-            assert same(x, y) == (x == y), (a, b)
-            equal += x == y
-    assert 0.1 * n < equal < 0.95 * n
 
 
 def test_a_subclass_of_dict_counts_as_a_dict():
@@ -294,13 +218,8 @@ def test_long_and_deep_values_are_compared(graders, text):
 
 REFUSED = {
     "generator": "(i for i in [1])", "dict_values": "{1: 2}.values()", "function": "f",
-    "module": "__import__('math')", "object": "object()", "map": "map(str, [1])",
-    "Pattern": "__import__('re').compile('a')", "slice": "slice(1)", "type": "type('K', (), {})",
-    "memoryview": "memoryview(b'a')", "array": "__import__('array').array('i', [1])",
-    "mappingproxy": "__import__('types').MappingProxyType({})",
-    "ChainMap": "__import__('collections').ChainMap({})",
-    "UserDict": "__import__('collections').UserDict({})",
-    "IPv4Address": "__import__('ipaddress').ip_address('10.0.0.1')"}
+    "module": "__import__('math')", "object": "object()", "type": "type('K', (), {})",
+    "memoryview": "memoryview(b'a')", "UserDict": "__import__('collections').UserDict({})"}
 
 
 @pytest.mark.parametrize("name", REFUSED)

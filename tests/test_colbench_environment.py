@@ -80,7 +80,7 @@ def test_twenty_questions_go_through_all_scripts(repo):
     files = ["base.jsonl", "sweet.jsonl", "--bootstrap", 0, "--html", "report.html"]
     (base, sweet), table = run(repo, "evaluate.py", *files)
     assert base["tests_passed"] == base["success"] == round(found / 48, 4)
-    assert base["unanswered"] is not None and base["not_drawn"] is None
+    assert base["unanswered"] is not None and "not_drawn" not in base and "rules" not in table
     assert table.splitlines()[0].split()[:3] == ["system", "words", "%"]
     assert base["rewards"] == ["words found"] and os.path.getsize(repo / "report.html")
     bare = [{k: r[k] for k in ("task", "answer")} for r in played]

@@ -112,27 +112,6 @@ def test_hidden_information_wins_over_the_reference(trajectories, tiny_dir, tmp_
     assert advantages("other", lambda task: {"hidden_information": "rates differ by day"}) != plain
 
 
-@pytest.mark.parametrize("name, flags", [
-    ("colbench.py", ["check"]),
-    ("collect.py", ["--human", "fixed:no", "--max_turns", 2, "--max_tokens", 5]),
-    ("train_policy.py", ["--loss", "mtdpo", "--epochs", 1]),
-    ("train_critic.py", ["--epochs", 1, "--held_out", 0]),
-    ("evaluate.py", [])])
-def test_partial_lines_are_named_or_skipped(name, flags, trajectories, tiny_dir, tmp_path):
-    tasks = name in ("colbench.py", "collect.py")
-    good = [json.dumps(public_task(n) if tasks else r) for n, r in enumerate(trajectories)]
-    broken = [good[0][:60], "[]",
-              '{"task": {"problem_description": "f"}, "dialogue_history": null}']
-    stdin = "\n".join([*good[:3], *broken, *good[3:]]) + "\n"
-    model = [] if name in ("colbench.py", "evaluate.py") else ["--model", tiny_dir]
-    out = ["--out", tmp_path / "out"] if name.startswith("train") else []
-    done = script(name, *flags, *model, *out, stdin=stdin)
-    error = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 1 and len(error) == 1 and "stdin, line 4" in error[0], done.stderr
-    done = script(name, *flags, *model, *out, "--skip_bad", 1, stdin=stdin)
-    assert done.returncode == 0 and "3 of 9 lines" in done.stderr, done.stderr
-
-
 @pytest.mark.full
 @pytest.mark.skipif(not os.path.exists(REAL), reason="no ../shared/colbench/backend_tasks.jsonl")
 def test_check_finds_the_real_tasks_that_cannot_be_graded():

@@ -1,6 +1,4 @@
 """evaluate.py against numbers worked out by hand, and its intervals against the textbook."""
-import json
-
 import numpy as np
 import pytest
 
@@ -11,20 +9,14 @@ from conftest import lines, records, script
 CODE = "def f(x, rate=3, fee=12): return x * rate + fee"
 
 
-def episode(task, reward, turns=1, tokens=None, answered=True, told=(), answer="x",
-            rules="honest", **more):
+def episode(task, reward, turns=1, tokens=None, rules="honest", **more):
     history = [{"role": "user", "content": "write f"}]
-    for t in range(turns):
-        text = "I WANT TO ANSWER:\n" + answer if answered and t == turns - 1 else "what?"
-        message = {"role": "assistant", "content": text}
+    for _ in range(turns):
+        history += [{"role": "assistant", "content": "what?"}, {"role": "user", "content": "?"}]
         if tokens:
-            message["token_ids"] = [1] * tokens
-        history.append(message)
-        if t < turns - 1:
-            reply = told[t] if t < len(told) else "i do not know"
-            history.append({"role": "user", "content": reply})
+            history[-2]["token_ids"] = [1] * tokens
     return {"task": {"id": task, "problem_description": "p", "ground_truth": CODE},
-            "dialogue_history": history, "answer": answer, "reward": reward,
+            "dialogue_history": history[:-1], "answer": "x", "answered": True, "reward": reward,
             "meta": {"rules": rules}, **more}
 
 
@@ -37,57 +29,50 @@ def run(tmp_path, *flags, stdin="", **files):
 
 
 def test_hand_computed(tmp_path):
-    rs = [episode("a", 1.0, turns=3, tokens=5, told=["rate=3", "fee=12"],
-                  answer="def f(x, rate=3, fee=12): return x"),
-          episode("a", 0.5, turns=2, tokens=7, told=["fee=12"],
-                  answer="def f(x, rate=3, fee=13): return x"),
-          episode("b", 0.2, turns=4, tokens=2, told=["rate=3"], answered=False, answer="what?"),
-          episode("c", 1, turns=1, tokens=1, answer="def f(x, rate=4, fee=12): return x")]
+    rs = [episode("a", 1.0, turns=3, tokens=5), episode("a", 0.5, turns=2, tokens=7),
+          episode("b", 0.2, turns=4, tokens=2, answered=False),
+          episode("c", 1, turns=1, tokens=1)]
     (r,), table = run(tmp_path, "s.jsonl", s=rs)
     assert (r["system"], r["episodes"], r["tasks"], r["rules"]) == ("s", 4, 3, ["honest"])
     assert r["tests_passed"] == 0.675 and r["success"] == 0.5 and r["turns"] == 2.5
     assert r["tokens"] == (15 + 14 + 8 + 1) / 4 and r["unanswered"] == 0.25
-    assert r["success_by_file"] == [0.5] and "minus_first" not in r
+    assert "minus_first" not in r
     low, high = r["success_95"]  # of the tasks (1/2, 0/1, 1/1) some resamples hold only b or c
     assert (low, high) == (0, 1)
-    assert "67.5 [" in table and "50.0 [0.0, 100.0]" in table
-    assert table.splitlines()[1].startswith("s ")
+    head, row, note = table.splitlines()
+    assert head.replace(" %", "%").split() == [
+        "system", "tests%", "success%", "unanswered%", "turns", "tokens", "episodes", "tasks"]
+    assert row.startswith("s ") and "67.5 [" in row and "50.0 [0.0, 100.0]" in row
+    assert note == "[95 % bootstrap intervals over tasks]; grader's rules: honest"
 
 
-def test_what_is_not_there_is_none(tmp_path):
+def test_one_task_tells_nothing_of_others(tmp_path):
     (r,), table = run(tmp_path, "s.jsonl", s=[episode("a", 1), episode("a", 0)])
-    assert r["tokens"] is None and r["tokens_95"] is None
-    assert r["success"] == 0.5 and r["success_95"] is None  # one task tells nothing of others
+    assert r["success"] == 0.5 and r["success_95"] is None and "tokens" not in r
 
 
-def test_cut_messages_have_a_column_where_there_are_any(tmp_path):
-    r = episode("a", 1, turns=4, tokens=5)
-    (whole,), table = run(tmp_path, "s.jsonl", s=[r])
-    assert whole["cut"] == 0 and "cut %" not in table
-    r["dialogue_history"][3]["cut"] = True
-    (half,), table = run(tmp_path, "s.jsonl", s=[r, episode("b", 1, turns=1, tokens=5)])
-    assert half["cut"] == 0.2 and "cut %" in table and " 20.0 " in table
+def test_where_records_do_not_say_whether_they_are_answered_the_marker_does(tmp_path):
+    rs = [episode(t, 1) for t in "abcd"]
+    for r in rs[:2]:
+        del r["answered"]
+    rs[0]["dialogue_history"][-1]["content"] = colbench.ANSWER + "x"
+    (r,), said = run(tmp_path, "s.jsonl", s=rs)
+    assert r["unanswered"] == 0.25 and "\n2 records have no `answered`: " in said
 
 
-def test_pages_have_likeness_wins_and_failures(tmp_path):
-    page = lambda task, reward, **more: {**episode(task, reward, answered=False, **more), "task": {
+def test_pages_have_likeness_wins_failures_and_no_rules(tmp_path):
+    page = lambda task, reward, **more: {**episode(task, reward, **more), "task": {
         "id": task, "problem_description": "p", "ground_truth": "<html></html>"}}
     ours = [page("a", 1.0), page("b", 0.5), page("b", 0.7), page("c", 0.25),
             page("d", 0.0, failure="no page")]
     rival = [page("a", 0.9), page("b", 0.6), page("c", 0.3), page("e", 1.0)]
     (first, r), table = run(tmp_path, "rival.jsonl", "ours.jsonl", ours=ours, rival=rival)
-    assert r["tests_passed"] == 0.49 and r["success"] is None and r["unanswered"] is None
+    assert r["tests_passed"] == 0.49 and "success" not in r and "unanswered" not in r
     assert first["not_drawn"] == 0 and r["not_drawn"] == 0.2 and r["minus_first"]["success"] is None
-    d = r["minus_first"]
-    assert d["wins"] == 0.5 and d["clusters"] == 3  # a won, b tied, c lost
-    assert "not drawn %" in table and "wins %" in table
-    head, *rows = table.splitlines()[:3]
-    column = head.index("wins %") + len("wins %")
-    assert rows[1][:column].endswith("]") and " 50.0 [" in rows[1]
-    (_, r), table = run(tmp_path, "a.jsonl", "b.jsonl", a=[episode("a", 0.2), episode("b", 1)],
-                        b=[episode("a", 0.3), episode("b", 1)])
-    assert r["not_drawn"] is None and r["minus_first"]["wins"] == 0.75
-    assert "wins" not in table and "drawn" not in table
+    assert r["minus_first"]["clusters"] == 3 and "success" not in table
+    assert r["minus_first"]["wins"] == 0.5 and "wins %" in table  # a won, b tied, c lost
+    assert "likeness %" in table and "likeness - first" in table and "not drawn %" in table
+    assert table.endswith("[95 % bootstrap intervals over tasks]\n")
 
 
 def test_an_environment_brings_its_own_metrics(monkeypatch):
@@ -103,8 +88,9 @@ def test_an_environment_brings_its_own_metrics(monkeypatch):
         system.add((0, name), record)
     r = evaluate.result(system, [system], 0)
     assert r["at_once"] == r["success"] == 0.5
-    head, row, _ = evaluate.table([r])
-    assert "at once %" in head and row.split()[1:4] == ["75.0", "50.0", "1.0"]
+    head, row, note = evaluate.table([r])
+    assert "at once %" in head and row.split()[1:4] == ["75.0", "50.0", "0.0"]
+    assert "rules" not in note  # it has none
 
 
 def test_interval_resamples_tasks_not_episodes(tmp_path):
@@ -124,7 +110,7 @@ def test_seeds_that_share_test_tasks_give_no_more_certainty_than_one(tmp_path):
     for r, rs in zip(one, three):
         assert (r["success_95"], r["tasks"]) == (rs["success_95"], rs["tasks"])
     a, b = one[1]["minus_first"], three[1]["minus_first"]
-    assert b == {**a, "clusters": 60} and a["success_95"] and a["wins_95"]
+    assert b == {**a, "clusters": 60} and a["success_95"]
 
 
 def test_interval_of_independent_episodes_is_the_normal_one():
@@ -151,7 +137,7 @@ def test_a_paired_difference_is_not_widened_by_the_tasks(tmp_path):
 
 def test_nothing_in_common(tmp_path):
     (_, r), table = run(tmp_path, "a.jsonl", "b.jsonl", a=[episode("x", 1)], b=[episode("y", 1)])
-    names = ("success", "success_95", "tests_passed", "tests_passed_95", "wins", "wins_95")
+    names = ("success", "success_95", "tests_passed", "tests_passed_95")
     assert r["minus_first"] == {"first": "a", "clusters": 0, **dict.fromkeys(names)}
 
 
@@ -160,36 +146,10 @@ def test_seeds_are_joined_under_a_name_and_paired_by_seed(tmp_path):
                  s0=[episode("x", 1), episode("y", 1)], s1=[episode("x", 1), episode("z", 0)])
     (b, s), table = run(tmp_path, "base=b0.jsonl,b1.jsonl", "sweet=s0.jsonl,s1.jsonl", **files)
     assert (b["system"], b["files"]) == ("base", ["b0.jsonl", "b1.jsonl"])
-    assert (b["success"], b["success_by_file"]) == (0.75, [0.5, 1.0])
-    assert (s["success"], s["success_by_file"]) == (0.75, [1.0, 0.5])
-    assert (s["tasks"], s["episodes"]) == (3, 4)
+    assert (b["success"], b["tasks"], b["episodes"]) == (0.75, 2, 4)
+    assert (s["success"], s["tasks"], s["episodes"]) == (0.75, 3, 4)
     d = s["minus_first"]
     assert d["clusters"] == 3 and d["success"] == 0.3333  # x and y of seed 0, x of seed 1
-    assert (b["missing"], s["missing"]) == (1, 1)  # z and y of seed 1
-    whole = table.replace(" %", "%").replace(", ", ",")
-    head, first, second = (line.split() for line in whole.splitlines()[:3])
-    at = head.index("seeds")
-    assert head[at:at + 4] == ["seeds", "episodes", "tasks", "missing"]
-    assert first[-4:] == ["2", "4", "2", "1"]  # of the first system they are the last columns
-    at = second.index("2")
-    assert second[at:at + 4] == ["2", "4", "3", "1"]
-
-
-def test_an_episode_that_is_there_twice_counts_once(tmp_path):
-    rs = [episode("x", 1, sample=0), episode("x", 0, sample=1), episode("y", 1, sample=0)]
-    twice = [*rs, episode("x", 0, sample=0), episode("y", 0, sample=0), rs[1]]
-    once, said = run(tmp_path, "s.jsonl", s=rs)
-    assert "not counted" not in said
-    got, said = run(tmp_path, "s.jsonl", "--html", tmp_path / "r.html", s=twice)
-    assert got == once and [line for line in said.splitlines() if "not counted" in line] == [
-        "s: 3 episodes, by task and sample, were there before and are not counted "
-        "(several seeds? NAME=FILE,FILE)"]
-    run(tmp_path, "s.jsonl", "--html", tmp_path / "once.html", s=rs)
-    assert (tmp_path / "r.html").read_text() == (tmp_path / "once.html").read_text()
-    (r,), said = run(tmp_path, "a=s.jsonl,s.jsonl", s=rs)  # two seeds may give the same
-    assert r["episodes"] == 6 and "not counted" not in said
-    (r,), said = run(tmp_path, "n.jsonl", n=[episode("x", 1), episode("x", 0)])  # of no sample
-    assert r["episodes"] == 2 and "not counted" not in said
 
 
 def test_names(tmp_path):
@@ -232,31 +192,6 @@ def test_bad_input(tmp_path, flags, stdin, message):
     assert "Traceback" not in done.stderr
 
 
-def test_the_record_is_json_for_the_sweep_table(tmp_path):
-    (r,), _ = run(tmp_path, "s.jsonl", s=[episode("x", 1), episode("y", 0.5)])
-    assert json.loads(json.dumps(r)) == r and all(f"{m}_95" in r for m in evaluate.METRICS)
-
-
-@pytest.mark.full
-def test_earlier_results_make_one_table(tmp_path):
-    files = {"a": [episode(t, 1) for t in "abc"], "b": [episode(t, 0.5) for t in "abc"]}
-    one, table = run(tmp_path, "a.jsonl", "b.jsonl", **files)
-    (tmp_path / "r.jsonl").write_text(lines(one))
-    again, both = run(tmp_path, "--results", 1, "r.jsonl", "r.jsonl")
-    assert again == [] and both.splitlines()[:3] == table.splitlines()[:3]
-    assert len(both.splitlines()) == 6
-    for flags, message in (
-            (["--results", 1, "a.jsonl"], "a.jsonl, line 1: no 'system'"),
-            (["--results", 1, "r.jsonl", "--html", "x.html"], "--html shows episodes"),
-            (["x@0=a.jsonl", "--plot", "x.png"], "x@0: X must be above 0"),
-            (["a.jsonl", "--plot", "x.nothing"], "x.nothing can't be written: Format")):
-        if "--plot" in flags:
-            pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-        done = script("evaluate.py", *flags, cwd=tmp_path)
-        assert done.returncode == 1 and message in done.stderr, done.stderr
-        assert "Traceback" not in done.stderr
-
-
 @pytest.mark.full
 def test_plot_draws_curves_with_intervals_and_level_lines(tmp_path, monkeypatch):
     figures = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed")
@@ -278,4 +213,5 @@ def test_plot_draws_curves_with_intervals_and_level_lines(tmp_path, monkeypatch)
     low, high = np.array([r["success_95"] for r in results if r["system"] == "critic@1"][0]) * 100
     band = figure.axes[0].collections[0].get_paths()[0].vertices
     assert {y for x, y in band if x == 1} == {low, high}
-    run(tmp_path, "c@2=c2.jsonl", "c=base.jsonl", "--plot", "f.png")  # a curve and a line
+    done = script("evaluate.py", "base.jsonl", "--plot", "x.nothing", cwd=tmp_path)
+    assert done.returncode == 1 and "x.nothing can't be written: Format" in done.stderr

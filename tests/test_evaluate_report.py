@@ -1,4 +1,4 @@
-"""evaluate.py --html in a real Chromium: what it shows, that texts stay texts, 2,000 episodes."""
+"""evaluate.py --html in a real Chromium: what it shows, and that texts stay texts."""
 import os
 import shutil
 
@@ -12,7 +12,7 @@ sync_api = pytest.importorskip("playwright.sync_api", reason=NO_BROWSER)
 BROWSER = next(filter(None, map(shutil.which, colbench.BROWSERS)), None)
 if not BROWSER:
     pytest.skip(NO_BROWSER, allow_module_level=True)
-LISTED = ".task:not([hidden]) > summary b"  # the names of the tasks in the list
+LISTED = ".task > summary b"  # the names of the tasks in the list
 OPEN = ".task[open] main"  # what is shown beside it
 HOSTILE = ("</script><script>document.title = 'owned'</script></template>"
            "<img src=x onerror=\"document.title = 'owned'\"><!--")
@@ -40,7 +40,6 @@ def report(tmp_path, tab, **systems):
     tab.asked.clear()
     tab.goto(f"file://{tmp_path}/report.html")
     assert len(tab.asked) == 1  # itself alone
-    return done
 
 
 def texts(tab, where):
@@ -70,25 +69,18 @@ def test_the_report_shows_conversations_candidates_and_verdicts_side_by_side(tmp
         "episode 0: reward 0.000", "episode 0: reward 1.000"]
     assert texts(tab, f"{OPEN} .pass") == ["a: pass"]
     assert texts(tab, f"{OPEN} .fail") == ["a: wrong value"]
-    assert "def f0(): return 0" in texts(tab, f"{OPEN} pre")  # the reference and both answers
+    assert texts(tab, f"{OPEN} pre").count("def f0(): return 0") == 3  # the reference, two answers
+    assert "hm. OUTPUT: which rate?" in texts(tab, f"{OPEN} pre")  # what the model wrote
     tab.get_by_text("3 candidates").click()
     shown = [t for t in texts(tab, f"{OPEN} .episode details[open] pre") if "candidate" in t]
     assert shown == ["candidate 0.25", "candidate 0.0", "candidate -0.5"]
-    red, green = (border(tab, text) for text in ("candidate -0.5", "candidate 0.25"))
-    assert red[0] > red[1] and green[1] > green[0]
+    assert texts(tab, f"{OPEN} .advantage") == ["+0.500", "+0.250", "+0.000", "-0.500"]
     tab.locator(LISTED).nth(1).click()
     assert texts(tab, f"{OPEN} h3") == ["t1", "hidden reference", "base"]
     other = tab.get_by_text("the other sample")
     assert not other.is_visible()
     tab.get_by_text("episode 1: reward 1.000").click()
     assert other.is_visible()
-
-
-def border(tab, text):
-    """(red, green, blue) of the bar beside a message."""
-    box = tab.locator(".box", has_text=text).last
-    colour = box.evaluate("e => getComputedStyle(e).borderLeftColor")
-    return [int(x) for x in colour.removeprefix("rgb(").removesuffix(")").split(", ")]
 
 
 def test_what_a_model_wrote_is_never_markup(tmp_path, tab):
@@ -117,9 +109,3 @@ def test_pages_are_shown_as_pictures(tmp_path, tab):
     assert [width for _, width in sources] == [480] * 3
     reference, base, rft = (src for src, _ in sources)
     assert reference == rft != base and texts(tab, ".fail") == ["no page"]
-
-
-def test_a_report_that_cannot_be_written_is_said_first(tmp_path):
-    done = script("evaluate.py", "--html", tmp_path / "none" / "x.html", stdin=[episode(0, 1.0)])
-    assert done.returncode == 1 and done.stdout == "" and done.stderr == \
-        f"error: {tmp_path}/none/x.html can't be written: No such file or directory\n"

@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import colbench
+import model
 from conftest import CPU, ROOT, records, script
 
 SCRIPTS = ("collect", "train_critic", "train_policy", "evaluate", "colbench")
@@ -64,7 +65,7 @@ def benchmark(name, flags):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name, flags", [
-    ("grade", "--rounds 1 --tasks 3"), ("grade", "--memory 1 --tasks 1"),
+    ("grade", "--rounds 1 --tasks 3"),
     ("memory", "--records 20 grade"), ("tokens", ""),
     ("train", "--repeats 1 --shape tiny --jobs dpo critic scoring"),
     ("collect", "--episodes 4 --batch 4 --delay 0.01 --max_tokens 8 --max_turns 2 --repeats 1"),
@@ -208,3 +209,14 @@ def test_the_edit_lora(ranked, tiny_dir, tmp_path):
         again = load_file(copy / out / "model.safetensors")
         for name in base:
             assert (again[name] - got[name]).abs().max() < 1e-5, name
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name, world", [("train_policy", 1), ("train_critic", 2)])
+def test_lora_on_a_base_in_16_bits(name, world, ranked, tiny_dir, tmp_path):
+    copy, base = edited("lora", tmp_path), tmp_path / "base"
+    lm, tokenizer = model.load(tiny_dir, dtype=torch.bfloat16)
+    model.save(lm, tokenizer, str(base))
+    head = ["--head", "regression"] if name == "train_critic" else []
+    first, _ = train(copy, name, ranked, base, "--dtype", "bf16", *head, ranks=world)
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-3) and first["grad_norm"] > 0

@@ -14,7 +14,7 @@ import model
 import train_critic
 import train_policy
 import utils
-from conftest import lines
+from conftest import lines, script as run_script
 from model import TURN, Pair, batches
 from train_critic import trajectory_pairs
 from train_policy import candidate_pairs
@@ -323,21 +323,10 @@ def test_the_learning_rate_warms_up_also_where_steps_are_few():
         assert got[-1] >= 0.1 and (steps < 50 or got[-1] < 0.11)
 
 
-def test_auto_is_bf16_where_it_is_fast_and_else_bf16_is_warned_of(monkeypatch, tiny_dir, capfd):
-    cpu, wide = torch.device("cpu"), model.LlamaConfig(hidden_size=576)
-    tiny = model.find_model(tiny_dir)[2]
-    for bf16 in (False, True):
-        monkeypatch.setattr(model, "cpu_has_bf16", lambda: bf16)
-        assert model.pick_dtype("auto", cpu, wide) == (torch.float32, torch.bfloat16)[bf16]
-        assert model.pick_dtype("auto", cpu, tiny) == model.pick_dtype("fp32", cpu, wide)
-        assert model.pick_dtype("auto", torch.device("cuda"), tiny) == torch.bfloat16
-        for dtype in ("auto", "fp32", "bf16"):
-            model.load_options(train_policy.get_args(["--out", "x", "--dtype", dtype]), cpu)
-            warned = "no instructions for bf16" in capfd.readouterr().err
-            assert warned == (dtype == "bf16" and not bf16)
-    flags = open("/proc/cpuinfo").read().split()
-    monkeypatch.undo()
-    assert model.cpu_has_bf16() == ("avx512_bf16" in flags or "amx_bf16" in flags)
+def test_auto_is_bf16_on_a_gpu_alone():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert [model.pick_dtype("auto", d) for d in (cpu, gpu)] == [torch.float32, torch.bfloat16]
+    assert model.pick_dtype("bf16", cpu) == torch.bfloat16
 
 
 # --- c: the critic's, never the policy's ----------------------------------------------------------
@@ -418,7 +407,7 @@ def test_every_pass_tells_how_far_it_is(rewarded, tiny_dir, tmp_path, monkeypatc
     out = tmp_path / "out"
     train(train_critic, monkeypatch, rewarded, "--model", tiny_dir, "--held_out", 0, "--out", out)
     said = capfd.readouterr().err
-    for told in ("reference: ", "step 0 ", "seconds ", "advantages: "):
+    for told in ("reference: ", "critic: step 1 of ", "seconds ", "advantages: "):
         assert told in said
     train(train_critic, monkeypatch, rewarded, "--score", 1, "--out", out)
     said = capfd.readouterr().err
@@ -431,8 +420,8 @@ def test_training_starts_at_log_2_and_micro_batches_do_not_matter(script, reward
     flags = ["--model", tiny_dir, "--lr", 1e-4, "--nll_coef", 0, "--batch_size", 4, "--epochs", 3]
     flags += ["--held_out", 0] if script is train_critic else ["--loss", "mtdpo"]
     runs = []
-    for max_tokens in (100, 10 ** 6):
-        more = ["--max_tokens", max_tokens, "--out", tmp_path / str(max_tokens)]
+    for tree_tokens in (100, 10 ** 6):
+        more = ["--tree_tokens", tree_tokens, "--out", tmp_path / str(tree_tokens)]
         _, saved, metrics = train(script, monkeypatch, rewarded, *flags, *more)
         first, *rows = map(json.loads, metrics.splitlines())
         steps = [row for row in rows if "step" in row]
@@ -455,3 +444,76 @@ def test_rewards_that_differ_by_the_margin_make_a_pair():
         (pair,), = trajectory_pairs(rs, "all", 0.1)
         assert pair.chosen == (((1,), (k,)),)
         assert not trajectory_pairs(rs, "all", 0.11)
+
+
+PREFERENCES = [
+    {"prompt": [{"role": "user", "content": "write pay(x)"}],
+     "chosen": [{"role": "assistant", "content": "what is the rate?"},
+                {"role": "user", "content": "rate=3"},
+                {"role": "assistant", "content": "def pay(x, rate=3): return x * rate"}],
+     "rejected": [{"role": "assistant", "content": "def pay(x): return x"}]},
+    {"chosen": [{"role": "system", "content": "be short"}, {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b c d"}, {"role": "user", "content": "e"},
+                {"role": "assistant", "content": "f <|end|> g"}],
+     "rejected": [{"role": "system", "content": "be short"}, {"role": "user", "content": "a"},
+                  {"role": "assistant", "content": "b c d"}, {"role": "user", "content": "e"},
+                  {"role": "assistant", "content": "h"}]}]
+
+
+def test_preferences_train_on_every_token_of_the_assistant(tiny_dir, monkeypatch):
+    """By a loop over one forward of the whole conversation."""
+    pi, tokenizer = model.load(tiny_dir)
+    pi_ref, _ = model.load(tiny_dir)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in pi.parameters():
+            p += 0.01 * torch.randn_like(p)
+    flags = ["--model", tiny_dir, "--loss", "mtdpo", "--beta", "0.7", "--nll_coef", "0.5"]
+    args = train_policy.get_args([*flags, "--out", "x"])
+    monkeypatch.setattr("sys.stdin", io.BytesIO(lines(PREFERENCES).encode()))
+    groups, _ = train_policy.prepare(args)
+
+    def by_loop(lm, history):
+        """Log-probs of all tokens of the assistant, to the end of its turn."""
+        whole = model.render(tokenizer, history)
+        logps = lm.lm.eval()(torch.tensor([whole]), use_cache=False)  # its attention: see below
+        logps, found = logps.logits[0].log_softmax(-1), []
+        for t, m in enumerate(history):
+            if m["role"] == "assistant":
+                start = len(model.render(tokenizer, history[:t]))
+                end = start + len(model.action_ids(tokenizer, m))
+                assert whole[:start] == model.render(tokenizer, history[:t])
+                assert whole[start:end] == list(model.action_ids(tokenizer, m))
+                found += [logps[i - 1, whole[i]] for i in range(start, end)]
+        return torch.stack(found)
+
+    turns = model.turns_in(pair for pairs in groups for pair in pairs)
+    logps, ref = (dict(zip(turns, model.action_logps(lm, turns))) for lm in (pi, pi_ref))
+    for lm in (pi, pi_ref):
+        lm.lm.set_attn_implementation("eager")
+    by_chosen = {pair.chosen[-1]: pair for pairs in groups for pair in pairs}
+    assert len(by_chosen) == 2
+    for line in PREFERENCES:
+        sides = [line.get("prompt", []) + line[side] for side in ("chosen", "rejected")]
+        (chosen, ref_chosen), (rejected, ref_rejected) = (
+            [by_loop(lm, side) for lm in (pi, pi_ref)] for side in sides)
+        margin = 0.7 * ((chosen - ref_chosen).sum() - (rejected - ref_rejected).sum())
+        want = math.log(1 + math.exp(-margin)) - 0.5 * chosen.mean().item()
+        history = sides[0][:-1]
+        last = tuple(model.render(tokenizer, history)), model.action_ids(tokenizer, sides[0][-1])
+        loss, got = train_policy.pair_loss(args, by_chosen[last], logps, ref)
+        assert got.item() == pytest.approx(margin.item(), abs=1e-5)
+        assert loss.item() == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize("line, message", [
+    ({"chosen": PREFERENCES[0]["chosen"]}, "starts with the assistant"),
+    ({**PREFERENCES[0], "rejected": None}, "no 'rejected' in this record"),
+    ({**PREFERENCES[0], "chosen": "def pay(x): return x"}, "chosen is not a list"),
+    ({**PREFERENCES[0], "chosen": [{"role": "user", "content": "?"}]}, "no message of the"),
+    ({**PREFERENCES[0], "rejected": [{"role": "tool", "content": "?"}]}, "lacks content, or a")])
+def test_what_is_wrong_with_a_preference_is_said(line, message, tiny_dir, tmp_path):
+    flags = ["--loss", "mtdpo", "--model", tiny_dir, "--out", tmp_path / "o"]
+    done = run_script("train_policy.py", *flags, stdin=[PREFERENCES[0], line])
+    assert done.returncode == 1 and "error: stdin, line 2: " in done.stderr, done.stderr
+    assert message in done.stderr

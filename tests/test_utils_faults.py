@@ -3,8 +3,6 @@
 FULL=1 KILLS=100 python -m pytest -q tests/test_utils_faults.py kills every stage 100 times;
 FAULT_SEED=1 kills at other moments.
 """
-import ast
-import contextlib
 import errno
 import json
 import os
@@ -15,14 +13,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-import colbench
+import model as M
 import utils
-from conftest import CPU, ROOT, descendants, lines, records, script, shell
-from test_readme import SCRIPTS
+from conftest import ROOT, records, script, shell
 
 KILLS, SEED = int(os.environ.get("KILLS", 6)), os.environ.get("FAULT_SEED", "0")
 
@@ -91,55 +89,39 @@ def test_a_stage_killed_again_and_again_ends_as_if_it_had_not_been(name, tasks, 
         else:
             assert done.stdout == whole.stdout and out.read_text() == whole_out.read_text()
 
+    def metrics(out):
+        """The whole rows of a trainer's log."""
+        path = out / "metrics.jsonl" if trains else Path("none")
+        return records(path.read_text().rpartition("\n")[0]) if path.exists() else []
+
     def check_killed(out, done, how, rows_before):
         """What it leaves is whole; ended by SIGTERM or SIGINT, its last step is in a checkpoint."""
+        assert done.returncode == -how, (done.returncode, done.stderr)
+        loading = "KeyboardInterrupt" in done.stderr  # Python's own, before utils.run
+        assert loading or "Traceback" not in done.stderr, done.stderr
         if name == "evaluate.py":
             assert done.stdout in (whole.stdout, "")
             assert not out.exists() or out.read_text() == whole_out.read_text()
-        rows = metrics(out) if trains else []
+        rows = metrics(out)
         if how != signal.SIGKILL and len(rows) > rows_before and "step" in rows[-1]:
             assert (out / f"checkpoint-{rows[-1]['step'] + 1}").exists()
-
-    def metrics(out):
-        """The whole rows of a trainer's log."""
-        path = out / "metrics.jsonl"
-        return records(path.read_text().rpartition("\n")[0]) if path.exists() else []
+            assert f"error: ended by {how.name}; --resume 1 goes on" in done.stderr
 
     r, kills, resumed, out = random.Random(f"{SEED} {name}"), 0, 0, tmp_path / "killed0"
     while kills < KILLS:
         how = r.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-        rows_before = len(metrics(out)) if trains else 0
-        was_cut = appends and out.exists() and not out.read_bytes().endswith(b"\n")
+        rows_before = len(metrics(out))
         done = run(out, (0.3 + r.random() * seconds, how))
-        too_late = how != signal.SIGKILL and "error: " not in done.stderr
-        if done.returncode == 0 or too_late:  # it had done its work
-            check_same(out, done if done.returncode == 0 else run(out))
+        if done.returncode == 0:  # it had done its work
+            check_same(out, done)
             out = tmp_path / f"killed{kills}"
             continue
         kills += 1
-        assert done.returncode == -how, (done.returncode, done.stderr)
-        if how != signal.SIGKILL:
-            (error,) = (line for line in done.stderr.splitlines() if "error" in line.lower())
-            assert error.startswith(f"error: ended by {how.name}")
-            assert "Traceback" not in done.stderr, done.stderr
-            written = out.read_text() if appends and not was_cut else done.stdout
-            assert not written or written.endswith("\n")
         check_killed(out, done, how, rows_before)
-        if trains:
-            resumed += any("resumed" in row for row in metrics(out))
+        resumed += any("resumed" in row for row in metrics(out))
     check_same(out, run(out))
     # a few kills may all come before the first checkpoint
     assert resumed or not trains or KILLS < 30
-
-
-EMIT = """
-import argparse, utils
-def main(args):
-    emit = utils.open_stdout()
-    for _ in range(9):
-        emit({"x": "y" * 1_000_000})
-utils.run(main, argparse.Namespace())
-"""
 
 
 def test_progress_is_rare_where_stderr_is_no_terminal(monkeypatch, capfd):
@@ -150,122 +132,45 @@ def test_progress_is_rare_where_stderr_is_no_terminal(monkeypatch, capfd):
     assert "scoring:" in capfd.readouterr().err
 
 
-def test_a_signal_waits_for_the_end_of_a_line():
-    """The line of 1 MB is half way through a pipe when the signal comes."""
-    with subprocess.Popen([sys.executable, "-c", EMIT], cwd=ROOT, stdout=subprocess.PIPE,
-                          stderr=subprocess.PIPE) as p:
-        data = p.stdout.read(1000)
-        p.send_signal(signal.SIGTERM)
-        time.sleep(0.5)
-        data += p.stdout.read()
-        assert p.wait() == -signal.SIGTERM and p.stderr.read() == b"error: ended by SIGTERM\n"
-    assert data.endswith(b"\n") and all("x" in r for r in records(data.decode()))
-
-
-STEPS = """
-import argparse, sys, time, utils
-args = argparse.Namespace(model="m", out=sys.argv[1], resume=0)
+SLEEPS = """
+import argparse, time, utils
 def main(args):
-    log = utils.Log(args)
-    log.begin()
-    for step in log.steps("wait", 1):
-        print("in a step", flush=True)
-        for _ in range(600):
-            time.sleep(0.1)
-utils.run(main, args)
-"""
-
-
-CHILD = """
-import argparse, os, signal, time, utils
-def main(args):
-    if not os.fork():
-        print(os.getpid(), flush=True)
-        time.sleep(60)
-    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+    print("begun", flush=True)
+    time.sleep(60)
 utils.run(main, argparse.Namespace())
 """
 
 
-@pytest.mark.parametrize("ignored", [False, True])
-def test_a_forked_child_has_the_usual_signals_and_an_ignored_one_stays_ignored(ignored):
-    def ignore():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with subprocess.Popen([sys.executable, "-c", CHILD], cwd=ROOT, text=True,
-                          preexec_fn=ignore if ignored else None,
-                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
-        child = int(p.stdout.readline())
-        if ignored:
-            os.kill(child, signal.SIGINT)
-            p.send_signal(signal.SIGINT)
-        how = signal.SIGTERM if ignored else signal.SIGINT
-        os.kill(child, how)
-        assert p.communicate() == (f"{-how}\n", "") and p.returncode == 0
-
-
-FULL_GPU = """
-import argparse, utils
-class OutOfMemoryError(RuntimeError):  # as torch's
-    pass
-def main(args):
-    raise OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 46.00 MiB. GPU 0 has 80.00 GiB of which 0 bytes is "
-        "free. Of the allocated memory 78.62 GiB ...")
-utils.run(main, argparse.Namespace(offload=0, resume=0))
-"""
-
-
-def test_a_full_gpu_is_one_line():
-    done = subprocess.run([sys.executable, "-c", FULL_GPU], cwd=ROOT, capture_output=True,
-                          text=True)
-    assert done.returncode == 1 and done.stdout == ""
-    assert done.stderr == (
-        "error: CUDA out of memory. Tried to allocate 46.00 MiB. GPU 0 has 80.00 GiB of which 0 "
-        "bytes is free. A lower --max_tokens or --concurrency, --recompute 1, --offload 1 or more "
-        "GPUs need less; --resume goes on from what was finished\n")
-
-
-# --- streams that are closed, a stop before the start ---------------------------------------------
-
-def runs(tiny_dir, out):
-    """Every script with flags under which it reads stdin."""
-    return {"collect.py": ["--model", tiny_dir, "--max_tokens", 5, "--max_turns", 2],
-            "evaluate.py": [], "colbench.py": ["grade"],
-            "train_critic.py": ["--model", tiny_dir, "--out", out],
-            "train_policy.py": ["--model", tiny_dir, "--out", out]}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name, to", [("evaluate.py", "/dev/full")])
-def test_where_stderr_takes_nothing_the_results_are_the_same(name, to, tasks, scored, tiny_dir,
-                                                             tmp_path):
-    flags, given = runs(tiny_dir, "out")[name], tmp_path / "in.jsonl"
-    given.write_text(lines(tasks if name == "collect.py" else scored))
-    whole = script(name, *flags, stdin=given.read_text(), cwd=tmp_path)
-    (tmp_path / "elsewhere").mkdir()
-    done = script(name, *flags, stdin=given.read_text(), cwd=tmp_path / "elsewhere", err=to)
-    assert done.returncode == 0 and whole.stderr and not done.stderr
-    assert done.stdout == whole.stdout != ""
-    if "--out" in flags:
-        assert weights(tmp_path / "elsewhere" / "out") == weights(tmp_path / "out")
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_program_at_once_and_nohup_ignores_it(how):
+    for ignored in (False, True):
+        first = signal.SIG_IGN if ignored else signal.default_int_handler
+        with subprocess.Popen([sys.executable, "-c", SLEEPS], cwd=ROOT, text=True,
+                              preexec_fn=lambda: signal.signal(signal.SIGINT, first),
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
+            assert p.stdout.readline() == "begun\n"
+            if ignored:
+                p.send_signal(signal.SIGINT)
+                how = signal.SIGTERM
+            p.send_signal(how)
+            assert p.communicate() == ("", "") and p.returncode == -how
 
 
 # --- disks that take no more ----------------------------------------------------------------------
 
 def test_writing_leaves_all_or_nothing(tmp_path):
     """It makes a file or a directory; after an error the one before is as it was."""
-    file, folder = tmp_path / "file", tmp_path / "folder"
-    with utils.writing(str(file)) as part:
-        Path(part).write_text("x")
-        assert not file.exists()
-    with utils.writing(str(folder)) as part:
-        os.mkdir(part)
-    for path in (file, folder):
+    for name in ("file", "folder"):
+        path = tmp_path / name
+        make = Path.touch if name == "file" else Path.mkdir
+        with utils.writing(str(path)) as part:
+            make(Path(part))
+            assert not path.exists()
         with pytest.raises(SystemExit, match=f"error: {path} can't be written: No space left$"):
             with utils.writing(str(path)) as part:
-                os.mkdir(part)
+                Path(part).mkdir()
                 raise OSError(errno.ENOSPC, "No space left")
-    assert file.read_text() == "x" and sorted(os.listdir(tmp_path)) == ["file", "folder"]
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
 
 @pytest.fixture
@@ -297,8 +202,8 @@ def complaint(done, *said):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name, kilobytes, path", [
-    ("train_critic.py", 36, "reference.safetensors"), ("train_policy.py", 900, "checkpoint-1"),
-    ("train_policy.py", 5000, "checkpoint-2"), ("train_critic.py", 4300, "")])
+    ("train_critic.py", 36, "reference.safetensors"), ("train_policy.py", 5000, "checkpoint-2"),
+    ("train_critic.py", 4300, "")])
 def test_a_full_disk_leaves_the_last_checkpoint(name, kilobytes, path, scored, tiny_dir, tmp_path,
                                                 disk):
     """Of the tiny model's checkpoints, 3.2 MB each, and weights, 1.1 MB, not all find room."""
@@ -309,8 +214,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(name, kilobytes, path, scored, t
     whole, small = run(tmp_path / "whole"), disk(kilobytes)
     out = small / "out"
     complaint(run(out), f"{out}/{path}" if path else str(out), "can't be written: ",
-              "No space left on device", "--resume goes on")
-    assert not [p for p in os.listdir(out) if p.endswith(".part")]
+              "No space left on device")
+    assert not [*out.glob("checkpoint-*.part")]
     steps = [int(p[11:]) for p in os.listdir(out) if p.startswith("checkpoint-")]
     assert len(steps) <= 1 and (path != "checkpoint-2" or steps == [1])
     resize(small, "size=50m")
@@ -333,7 +238,7 @@ def test_a_full_disk_under_stdout_keeps_whole_lines(tasks, scored, tiny_dir, dis
     play = ["collect.py", "-k", 4, "--model", tiny_dir, "--max_tokens", 12, "--max_turns", 3,
             "--resume", out]
     out.touch()
-    complaint(script(*play, stdin=tasks, out=out), "stdout: No space left", "--resume")
+    complaint(script(*play, stdin=tasks, out=out), "stdout: No space left")
     resize(small, "size=50m")
     done = script(*play, stdin=tasks, out=out)
     assert done.returncode == 0 and "(0 done before)" not in done.stderr, done.stderr
@@ -350,27 +255,29 @@ def test_what_cannot_be_written_is_said_before_the_work(scored, tiny_dir, disk):
     for name in ("train_critic.py", "train_policy.py"):
         done = script(name, "--model", tiny_dir, "--out", small / "out", stdin=scored)
         complaint(done, f"--out {small}/out: Read-only")
-    for flag in ("--html", "--plot"):
-        done = script("evaluate.py", flag, small / "x.html", stdin=scored)
-        complaint(done, f"{small}/x.html can't be written: ")
     done = script("collect.py", "--model", tiny_dir, "--resume", small / "all.jsonl")
     complaint(done, f"--resume {small}/all.jsonl: Read-only")
 
 
-DAMAGE = {"gone": lambda file: file.unlink(), "empty": lambda file: file.write_bytes(b""),
-          "cut": lambda file: file.write_bytes(file.read_bytes()[:9000])}
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_checkpoint_is_named(damage, scored, tiny_dir, tmp_path):
+def test_a_damaged_checkpoint_is_named(scored, tiny_dir, tmp_path):
     out = tmp_path / "out"
     train = ["train_policy.py", "--model", tiny_dir, "--out", out, "--save_every", 1,
              "--batch_size", 1, "--resume", 1]
     script(*train, stdin=scored, kill=(lambda: [*out.glob("checkpoint-*")], signal.SIGTERM))
     (checkpoint,) = out.glob("checkpoint-*")
-    DAMAGE[damage](next(checkpoint.glob("*.safetensors")))
-    complaint(script(*train, stdin=scored), str(checkpoint), "starts over")
+    file = next(checkpoint.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:9000])
+    done = script(*train, stdin=scored)
+    assert done.returncode == 1 and not (out / "model.safetensors").exists()
+    assert done.stderr.splitlines()[-1].startswith(f"error: {checkpoint} is damaged; ")
+
+
+def test_what_a_kill_left_of_a_checkpoint_is_gone_before_the_next_is_written(tmp_path):
+    for name in ("checkpoint-1", "checkpoint-2.part"):
+        (tmp_path / name).mkdir()
+    M.restore(None, None, SimpleNamespace(out=tmp_path, step=1, finished=True))
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
 
 
 # --- data and models that degenerate --------------------------------------------------------------
@@ -394,31 +301,18 @@ def say_nothing(rs):
     return [{**r, "dialogue_history": r["dialogue_history"][:1]} for r in rs]
 
 
-def only(token_ids):
-    """Another message, of which no text is known."""
-    return {"token_ids": token_ids, "output": None}
-
-
 EMPTY = {"content": "", "output": "", "token_ids": []}
 UNLIKE = "no turn has two unlike candidates"
 # what it does to the records; a part of the complaint of each run below, or None where it trains
 ODD = {
-    "one trajectory a task": (lambda rs: [r for r in rs if r["sample"] == 0],
-                              "no pairs in 4", None, "nothing to train on"),
     "all rewards equal": (set_all(reward=1.0), "no pairs in 8", None, "nothing to train on"),
-    "all fail": (set_all(reward=0.0), "no pairs in 8", None, "nothing to train on"),
     "actions of nothing": (lambda rs: change(rs, lambda m: EMPTY), None, UNLIKE, None),
-    "actions of one token": (lambda rs: change(rs, lambda m: only(m["token_ids"][-1:])),
-                             None, None, None),
     "the same candidate 16 times": (lambda rs: change(rs, candidates=lambda c: c[:1] * 16),
                                     None, UNLIKE, None),
-    "one candidate": (lambda rs: change(rs, candidates=lambda c: c[:1]), None, UNLIKE, None),
-    "equal advantages": (lambda rs: change(rs, lambda m: {"advantage": 0.5}), None, None, None),
-    "huge advantages": (lambda rs: change(rs, lambda m: {"advantage": -1e299}), None, None, None),
-    "all too long": (lambda rs: change(rs, lambda m: only(m["token_ids"] * 900)),
+    "all too long": (lambda rs: change(rs, lambda m: {
+        "token_ids": m["token_ids"] * 900, "output": None}),
                      "no pairs", "nothing", "nothing"),
     "an agent that says nothing": (say_nothing, *["line 1: the agent says nothing"] * 3),
-    "a reward of 2": (set_all(reward=2), *["line 1: the reward 2 is not between"] * 3),
     "a log-prob of NaN": (lambda rs: change(rs, lambda m: {"logprob": float("nan")}),
                           *["logprob is not a finite number"] * 3)}
 ODD_RUNS = [["train_critic.py"], ["train_policy.py", "--nll_coef", 0.1],
@@ -435,7 +329,7 @@ def test_degenerate_data_trains_or_is_refused_in_one_line(odd, scored, tiny_dir,
                       "--max_length", 4000, stdin=make(scored))
         if message:
             complaint(done, message)
-            assert not out.exists()
+            assert not os.path.exists(out / "metrics.jsonl")
         else:
             assert done.returncode == 0, done.stderr
             trained = load_file(out / "model.safetensors")
@@ -455,16 +349,12 @@ def spoiled(tiny_dir, tmp_path):
 
 @pytest.mark.full
 def test_weights_that_are_not_finite_are_never_trained_on_or_played_with(tasks, scored, spoiled,
-                                                                         tiny_dir, tmp_path):
-    bad = spoiled
+                                                                         tmp_path):
     for name in ("train_critic.py", "train_policy.py"):
-        done = script(name, "--model", bad, "--out", tmp_path / name, stdin=scored)
-        complaint(done, "step 0: the loss is nan", "--lr")
+        done = script(name, "--model", spoiled, "--out", tmp_path / name, stdin=scored)
+        complaint(done, "nan")
         assert not (tmp_path / name / "model.safetensors").exists()
-    critic = {"ref": str(tiny_dir), "hidden_info": 1, "normalize": "turn"}
-    (bad / "critic.json").write_text(json.dumps(critic))
-    complaint(script("train_critic.py", "--score", 1, "--out", bad, stdin=scored), "NaN")
-    done = script("collect.py", "--model", bad, "--max_tokens", 5, stdin=tasks)
+    done = script("collect.py", "--model", spoiled, "--max_tokens", 5, stdin=tasks)
     assert done.returncode and not done.stdout and "log-probs are NaN or infinite" in done.stderr
 
 
@@ -483,70 +373,21 @@ def test_a_step_that_would_spoil_the_weights_is_not_made(name, scored, tiny_dir,
 # --- trust ----------------------------------------------------------------------------------------
 
 @pytest.mark.full
-def test_what_is_said_cannot_steer_a_terminal(scored, tasks, tiny_dir, tmp_path):
-    evil = "\x1b]0;pwned\x07\x1b[2J\x9b31m\u202e\r"
-    task = {**tasks[0]["task"], "id": evil}
-    odd_task = {**task, "test_cases": {evil: "f(" + evil}}
-    done = [script("evaluate.py", stdin=[{**scored[0], "meta": {"rules": evil}}]),
-            script("evaluate.py", stdin=[{**scored[0], "tests": {evil: 1}}]),
-            script("colbench.py", "grade", stdin=[{**scored[0], "reward": evil}]),
-            script("colbench.py", "check", stdin=[odd_task]),
-            script("train_policy.py", "--model", evil, "--out", tmp_path / "x", stdin=scored),
-            script("collect.py", "--model", tiny_dir, "--max_tokens", 5, "--retries", 0,
-                   "--human", "http://127.0.0.1:9/v1", stdin=[task])]
-    for d in done:
-        steering = {*evil[:1], "\x07", "\x9b", "\u202e", "\r"}
-        assert not {*d.stderr} & steering, repr(d.stderr)
-        assert "\x1b" not in d.stdout  # JSON escapes it
-    assert sum("?]0;pwned" in d.stderr for d in done) >= 3, [d.stderr for d in done]
-
-
-@pytest.mark.full
-def test_what_data_says_starts_no_line(scored, tasks, spoiled, tiny_dir):
+def test_what_data_says_neither_steers_a_terminal_nor_starts_a_line(scored, tasks, spoiled,
+                                                                   tiny_dir, tmp_path):
+    steering = "\x1b\x07\x9b\u202e"
     ends = "\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029"
-    evil = "x" + "".join(f"{end}error: forged" for end in ends)
+    evil = f"{steering}]0;pwned" + "".join(f"{end}error: forged" for end in ends)
     task = {**tasks[0]["task"], "id": evil, "test_cases": {evil: "f(" + evil}}
-    (result,) = records(script("evaluate.py", stdin=scored).stdout)
     done = [script("evaluate.py", stdin=[{**scored[0], "meta": {"rules": evil}}]),
             script("evaluate.py", stdin=[{**scored[0], "tests": {evil: 1}}]),
-            script("evaluate.py", "--results", 1, stdin=[{**result, "system": evil}]),
             script("colbench.py", "check", stdin=[{"task": task}]),
+            script("train_policy.py", "--model", evil, "--out", tmp_path / "x", stdin=scored),
             script("collect.py", "--model", tiny_dir, stdin=[{**scored[0], "task": task}]),
             script("collect.py", "--model", spoiled, "--max_tokens", 5, stdin=[{"task": task}])]
     for d in done:
-        assert "forged" in d.stderr
+        assert "forged" in d.stderr and not {*steering, "\r"} & {*d.stderr}, repr(d.stderr)
         assert not any(line.startswith("error: forged") for line in d.stderr.splitlines()), d.stderr
-
-
-PICKLES = {"pickle", "dill", "cloudpickle", "shelve", "joblib"}
-RUNS_TEXT = {"eval", "exec", "compile", "os.system", "os.popen", "torch.load", "pickle.load",
-             "pickle.loads"}
-
-
-def test_nothing_is_unpickled_evaluated_or_run_by_a_shell():
-    """Of the scripts' own code; what the grader's children run is a string to them."""
-    server = ast.walk(ast.parse(colbench.server_program([])))
-    children = {f.name for f in server if isinstance(f, ast.FunctionDef)}
-    children |= {"builtin_task"}  # they run our own expressions
-    for name in (*(f"{s}.py" for s in SCRIPTS), "model.py", "utils.py"):
-        tree = ast.parse(open(f"{ROOT}/{name}", encoding="utf-8").read())
-        allowed = set()
-        for f in ast.walk(tree) if name == "colbench.py" else ():
-            if isinstance(f, ast.FunctionDef) and f.name in children:
-                allowed |= {id(node) for node in ast.walk(f)}
-        for node in ast.walk(tree):
-            if id(node) in allowed:
-                continue
-            if isinstance(node, (ast.Import, ast.ImportFrom)):
-                names = {a.name for a in node.names} | {getattr(node, "module", None)}
-                assert not names & PICKLES, (name, node.lineno)
-            if isinstance(node, ast.Call):
-                assert ast.unparse(node.func) not in RUNS_TEXT, (name, node.lineno)
-                for k in node.keywords:
-                    if k.arg in ("shell", "trust_remote_code"):
-                        assert ast.unparse(k.value) == "False", (name, node.lineno)
-                    if k.arg == "use_safetensors":
-                        assert ast.unparse(k.value) == "True", (name, node.lineno)
 
 
 def test_a_models_own_code_and_pickles_are_not_run(scored, tasks, tiny_dir, tmp_path):
@@ -567,44 +408,6 @@ def test_a_models_own_code_and_pickles_are_not_run(scored, tasks, tiny_dir, tmp_
     for command, stdin in runs:
         complaint(script(*command, "--model", bad, stdin=stdin), str(bad))
     assert not mark.exists()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("command", [
-    ["train_policy.py", "--epochs", 99, "--batch_size", 1, "--out", "OUT"],
-    ["collect.py", "-k", 999, "--max_tokens", 5, "--max_turns", 2]], ids=["trains", "plays"])
-def test_nothing_listens_on_the_network(command, scored, tasks, tiny_dir, tmp_path):
-    log = tmp_path / "out" / "metrics.jsonl"
-    stdin = tmp_path / "in.jsonl"
-    stdin.write_text(lines(tasks if command[0] == "collect.py" else scored))
-    flags = [str(log.parent) if flag == "OUT" else str(flag) for flag in command[1:]]
-    with open(stdin) as given, subprocess.Popen(
-            [sys.executable, f"{ROOT}/{command[0]}", "--model", tiny_dir, *flags], stdin=given,
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=CPU) as p:
-        if command[0] == "collect.py":
-            p.stdout.readline()
-        else:
-            while not log.exists() or log.stat().st_size < 2000:
-                assert p.poll() is None
-                time.sleep(0.01)
-        addresses = [a for pid in (p.pid, *descendants(p.pid)) for a in listening(pid)]
-        p.kill()
-    assert all(a.startswith("0100007F:") for a in addresses), addresses  # 127.0.0.1
-
-
-def listening(pid):
-    """The addresses, in hexadecimal, on which a process listens."""
-    listens = {}
-    for name in ("tcp", "tcp6"):
-        for line in open(f"/proc/{pid}/net/{name}").readlines()[1:]:
-            row = line.split()
-            if row[3] == "0A":
-                listens[f"socket:[{row[9]}]"] = row[1]
-    links = []
-    for fd in os.listdir(f"/proc/{pid}/fd"):
-        with contextlib.suppress(OSError):
-            links.append(os.readlink(f"/proc/{pid}/fd/{fd}"))
-    return [listens[link] for link in links if link in listens]
 
 
 # --- the same again -------------------------------------------------------------------------------

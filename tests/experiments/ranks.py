@@ -10,7 +10,7 @@ import sys
 from argparse import Namespace
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
-from colbench import asked_for, environment, read_action, slots_of
+from colbench import English, environment, read_action, slots_of
 from utils import progress, read_jsonl
 
 PAIRS = {  # name: (the better kind of candidate, the worse one)
@@ -24,7 +24,7 @@ def kind_of(candidate, task, told, grader, graded):
     """right or wrong, of an answer; useful or useless, of a question."""
     content, answer = read_action(candidate["output"], last=False)
     if answer is None:
-        slot = asked_for("english", content)
+        slot = English.asked_for(content)
         return "useful" if slot in slots_of(task["ground_truth"]).keys() - told else "useless"
     if (task["id"], answer) not in graded:
         graded[task["id"], answer] = grader.grade(task, answer)["reward"] >= 1
@@ -50,7 +50,7 @@ def count(records, grader, graded, value):
                     found[name][0] += sum(pairs)
                     found[name][1] += len(pairs)
             if m["role"] == "assistant":
-                told.add(asked_for("english", m["content"]))
+                told.add(English.asked_for(m["content"]))
     return found
 
 
