@@ -7,10 +7,10 @@
 
 Each episode is written as it ends. Draws are functions of (seed, task, sample, turn); the other
 episodes change them by rounding only, and so rarely a text. A record that has a dialogue already
-gets candidates only. URLs are http://host:port/v1, several with commas between.
+gets candidates only.
 """
 from utils import (digest, fail, fail_on_error, flag, open_stdout, parser, progress, read_jsonl,
-                   resume_hint, rng, run, say, skip_bad_flag, version)
+                   rng, run, say, skip_bad_flag, version)
 
 import asyncio
 import atexit
@@ -48,7 +48,8 @@ def get_args(argv=None):
          choices=["honest", "official"], metavar="RULES")
     skip_bad_flag(g)
     g = p.add_argument_group("human")
-    flag(g, "human", "scripted", "scripted, fixed:TEXT, or URLs of an LLM", metavar="WHO")
+    flag(g, "human", "scripted", "scripted, fixed:TEXT, or http://host:port/v1[,...] of an LLM",
+         metavar="WHO")
     flag(g, "human_model", None, "the LLM's name, if a server has several", metavar="NAME")
     flag(g, "human_tokens", None, "longest reply of the LLM, else 150 for 400 characters",
          kind=int, least=1)
@@ -61,19 +62,20 @@ def get_args(argv=None):
     flag(g, "candidates", 0, "alternatives drawn at every turn; stage 2 wants 16")
     flag(g, "candidates_share", 1.0, "share of the episodes that get candidates")
     flag(g, "best_of", 1, "messages drawn; the critic's favourite is sent", least=1)
-    flag(g, "critic", None, "--out of train_critic.py, or URLs of an LLM; READS THE REFERENCE",
+    flag(g, "critic", None, "--out of train_critic.py, or an LLM's http://...; READS THE REFERENCE",
          metavar="WHO")
     flag(g, "prior", 0.0, "--best_of: choose by score + prior * log-prob")
     g = p.add_argument_group("engine")
-    flag(g, "engine", "auto", "transformers, vllm (auto: on a GPU), or URLs of vllm", metavar="E")
+    flag(g, "engine", "auto", "transformers, vllm (auto: on a GPU), or http://...,http://... of it",
+         metavar="E")
     flag(g, "max_batch_tokens", 65536, "transformers: tokens at once, and kept")
     flag(g, "dtype", "auto", "transformers; auto: bf16 where it is fast",
          choices=["auto", "bf16", "fp32"])
     flag(g, "tensor_parallel", 1, "vllm: GPUs of one copy of the model", least=1)
     flag(g, "data_parallel", 1, "vllm: copies", least=1)
     flag(g, "max_model_len", None, "vllm: longest context, else the model's", kind=int, least=1)
-    flag(g, "timeout", 300.0, "URLs: seconds of a request, of an engine's for each draw")
-    flag(g, "retries", 8, "URLs: of a request, over about a minute")
+    flag(g, "timeout", 300.0, "http://: seconds of a request, of an engine's for each draw")
+    flag(g, "retries", 8, "http://: of a request, over about a minute")
     page_flags(p)
     args = p.parse_args(argv)
     if (args.best_of > 1) != bool(args.critic):
@@ -368,9 +370,9 @@ class Run(Players):
     async def all(self):
         """Plays all episodes, and says how it went."""
         await self.load()
-        n, model = lines_left(getattr(sys.stdin, "buffer", sys.stdin)), self.args.model
-        self.bar = progress(f"episodes of {model}", total=n and n * self.args.k,
-                            done=self.done_before)
+        n = lines_left(getattr(sys.stdin, "buffer", sys.stdin))
+        self.bar = progress(f"episodes of {self.args.model}",
+                            total=n and max(0, n * self.args.k - self.done_before))
         with self.opened:
             await asyncio.gather(self.play_all(), self.write())
         self.summary()
@@ -528,7 +530,7 @@ class Endpoint:
                 self.down.discard(client)
                 return reply
         if self.answered == answered:
-            raise RunError(why + resume_hint())
+            raise RunError(why + "; --resume FILE goes on from what was finished")
         raise EpisodeError(why)
 
     async def chat(self, content, max_tokens, key):

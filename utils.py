@@ -17,7 +17,6 @@ import sys
 import time
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version as package_version
-from types import SimpleNamespace
 
 from tqdm import tqdm
 

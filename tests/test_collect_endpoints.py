@@ -158,7 +158,7 @@ def test_a_human_who_dies_ends_the_run_by_one_line(tiny_dir, tasks):
     assert done.returncode == 1 and "Traceback" not in done.stderr
     errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
     assert len(errors) == 1 and errors[0].startswith(f"error: {human.url}"), errors
-    assert "503" in errors[0] and "--resume goes on" in errors[0]
+    assert "503" in errors[0] and "--resume FILE goes on" in errors[0]
     assert 5 < len(records(done.stdout)) < 40 and len(human.seen) < 60
 
 
