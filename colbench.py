@@ -119,9 +119,9 @@ def needs(*fields, to_grade=False, to_train=False):
     return need
 
 
-def first_message(task, max_turns, agent_prompt=None):
-    """The agent's instructions: `agent_prompt` filled in, else the task's own, else its kind's."""
-    prompt = agent_prompt or task.get("agent_prompt") or environment(task).agent_prompt
+def first_message(task, max_turns):
+    """The agent's instructions: the task's own `agent_prompt`, else its kind's."""
+    prompt = task.get("agent_prompt") or environment(task).agent_prompt
     content = fill(prompt, max_turns=max_turns, problem_description=task["problem_description"],
                    ANSWER=ANSWER, OUTPUT=OUTPUT)
     return {"role": "user", "content": content}
@@ -133,9 +133,9 @@ def dialogue_text(history):
     return "\n".join(f"{names[m['role']]}: {m['content']}" for m in history[1:])
 
 
-def human_prompt(task, history, prompt=None):
-    """What an LLM that plays the human reads: `prompt` filled in, else that of the task's kind."""
-    prompt = prompt or environment(task).human_prompt
+def human_prompt(task, history):
+    """What an LLM that plays the human reads: its kind's prompt, filled in."""
+    prompt = environment(task).human_prompt
     if not prompt:
         fail(f"tasks of kind {kind_of(task)} have no prompt for an LLM human")
     return fill(prompt, problem_description=task["problem_description"],

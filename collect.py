@@ -17,6 +17,7 @@ import atexit
 import base64
 import contextlib
 import itertools
+import json
 import math
 import os
 import re
@@ -69,7 +70,7 @@ def get_args(argv=None):
     flag(g, "engine", "auto", "transformers, vllm (auto: on a GPU), or http://...,http://... of it",
          metavar="E")
     flag(g, "max_batch_tokens", 65536, "transformers: tokens at once, and kept")
-    flag(g, "dtype", "auto", "transformers; auto: bf16 where it is fast",
+    flag(g, "dtype", "auto", "transformers; auto: bf16 on a GPU, fp32 on a CPU",
          choices=["auto", "bf16", "fp32"])
     flag(g, "tensor_parallel", 1, "vllm: GPUs of one copy of the model", least=1)
     flag(g, "data_parallel", 1, "vllm: copies", least=1)
@@ -312,7 +313,7 @@ def trained_critic(args):
                 if file := await asyncio.to_thread(env.picture_file, page, folder.name):
                     pictures.add(page, file)
         turns = critic_turns(critic, tokenizer, task, history, actions, args.thinking, pictures)
-        work = partial(score_turns, critic, models, dict(turns), max_tokens=16384)
+        work = partial(score_turns, critic, models, dict(turns), tree_tokens=16384)
         scores = await asyncio.get_running_loop().run_in_executor(COMPUTE, work)
         return [scores[turn] for turn, _ in turns]
 
@@ -334,7 +335,11 @@ def finished_episodes(args, meta):
         f.seek(0)
         *_, last = b"", *deque(f, 1)
         if last.startswith(b"{") and not last.endswith(b"\n"):
-            f.truncate(f.tell() - len(last))
+            try:
+                json.loads(last)
+                f.write(b"\n")  # it is whole
+            except ValueError:
+                f.truncate(f.tell() - len(last))
         f.seek(0)
         fields = "task.problem_description", "task.ground_truth", "sample"
         for r in read_jsonl(f, fields, path, args.skip_bad) if os.path.getsize(path) else ():
