@@ -264,11 +264,6 @@ def test_collect_complains_of_flags(flags, message, tiny_dir, tasks):
     assert message in complaint(play(tiny_dir, tasks, *flags))
 
 
-def test_gguf_files_are_refused(tiny_dir, tasks, tmp_path):
-    (tmp_path / "model.Q4_K_M.gguf").write_bytes(b"GGUF")
-    assert "a GGUF file, which is not read" in complaint(play(tmp_path, tasks))
-
-
 def test_a_bad_line_later_on_loses_nothing_before_it(tasks, tiny_dir):
     other = lines([{"task": {**tasks[0]["task"], "ground_truth": "def f(x): return x"}}])
     for bad, error in (("{\n", "stdin, line 5: not JSON"), (other, "two unlike tasks of stdin")):
