@@ -1,6 +1,6 @@
 """ColBench: the record, the built-in tasks, the human, the rules of an episode, and the grader.
 
-One record is one line of JSON, and every stage adds fields to it (README, "The record"):
+One record is one line of JSON, and every stage adds fields to it (README, "One record"):
     {"task": {"id", "kind", "problem_description", "ground_truth",
               "test_cases": {"test1": "f(1, 2)", ...}},
      "sample": 0, "dialogue_history": [{"role", "content"}, ...],
@@ -15,6 +15,7 @@ from utils import (digest, fail, flag, open_stdout, parser, progress, read_jsonl
                    skip_bad_flag)
 
 import asyncio
+import builtins
 import collections.abc
 import concurrent.futures
 import contextlib
@@ -27,6 +28,7 @@ import inspect
 import io
 import itertools
 import json
+import keyword
 import math
 import numbers
 import os
@@ -980,7 +982,8 @@ def claim(codes, error, test, official):
     # the released scorer's exec inside a function has two namespaces: what the code defines
     # at its top level is invisible from inside its functions
     local = {} if official else space
-    tested = re.match(r"\w*", test.strip())[0]
+    names = re.findall(r"[^\W\d]\w*", test)
+    tested = next((x for x in names if not hasattr(builtins, x) and not keyword.iskeyword(x)), "")
     try:
         for code in codes:
             try:
@@ -1068,7 +1071,8 @@ def serve(bpf, modules, memory, room):
 # fork server: end
 
 
-IMPORTS = """import collections.abc, contextlib, ctypes, datetime, gc, json, math, numbers, os
+IMPORTS = """import builtins, collections.abc, contextlib, ctypes, datetime, gc, json, keyword, math
+import numbers, os
 import pathlib, re, resource, signal, socket, struct, sys, textwrap, types, uuid
 import encodings.ascii, encodings.latin_1, encodings.utf_16, encodings.cp1252, encodings.idna
 import encodings.base64_codec, encodings.hex_codec, encodings.rot_13, unicodedata

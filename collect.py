@@ -304,7 +304,15 @@ def trained_critic(args):
     await critic(env, task, history, actions) gives the actions' advantages.
     """
     critic, tokenizer, models, pictures = load_critic(args.critic, DEVICE, dtype="auto")
-    folder = tempfile.TemporaryDirectory()
+    folder, waiting, lock, step = tempfile.TemporaryDirectory(), {}, asyncio.Lock(), None
+
+    async def score_waiting():
+        nonlocal step
+        async with lock:  # while others are scored, more requests come, which this one takes along
+            work = partial(score_turns, critic, models, dict(waiting), tree_tokens=16384)
+            waiting.clear()
+            step = None
+            return await asyncio.get_running_loop().run_in_executor(COMPUTE, work)
 
     async def advantages(env, task, history, actions):
         texts = [m["content"] for m in history] + [action["output"] for action in actions]
@@ -313,8 +321,10 @@ def trained_critic(args):
                 if file := await asyncio.to_thread(env.picture_file, page, folder.name):
                     pictures.add(page, file)
         turns = critic_turns(critic, tokenizer, task, history, actions, args.thinking, pictures)
-        work = partial(score_turns, critic, models, dict(turns), tree_tokens=16384)
-        scores = await asyncio.get_running_loop().run_in_executor(COMPUTE, work)
+        nonlocal step
+        waiting.update(turns)
+        step = step or asyncio.ensure_future(score_waiting())
+        scores = await step
         return [scores[turn] for turn, _ in turns]
 
     return advantages, bool(pictures)
@@ -501,7 +511,7 @@ class Endpoint:
         self.answered, self.down = 0, set()  # requests, clients
 
     async def meet(self, wanted=None):
-        """Asks for the model's name: `wanted`, if it is served, else the only one. Returns self."""
+        """Asks for the model's name: `wanted`, or the only one that is served. Returns self."""
         async def names(client):
             reply = await client.with_options(max_retries=0).models.list()
             return [model.id for model in reply.data]
@@ -509,9 +519,9 @@ class Endpoint:
             served = await self(names)
         except EpisodeError as e:  # no such server
             raise RunError(e) from None
-        if wanted not in served and len(served) != 1:
-            fail(f"{self.clients[0].base_url} serves {', '.join(served)}: say which")
-        self.model = wanted if wanted in served else served[0]
+        if wanted not in served and (wanted or len(served) != 1):
+            fail(f"{self.clients[0].base_url} serves {', '.join(served)}, not {wanted or 'one'}")
+        self.model = wanted or served[0]
         return self
 
     async def __call__(self, request, key=None):

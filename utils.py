@@ -39,11 +39,11 @@ class Help(argparse.RawDescriptionHelpFormatter):
 def parser(doc, usage):
     """An ArgumentParser that takes no abbreviated flags.
 
-    It describes itself by the first paragraph of `doc` and by the indented ones.
+    It describes itself by the first paragraph of `doc` and by indented ones without commands.
     """
     first, *others = doc.split("\n\n")
-    shown = [first, *(paragraph for paragraph in others if paragraph.startswith("    "))]
-    form = functools.partial(Help, max_help_position=28, width=100)
+    shown = [first, *(text for text in others if text[:4] == "    " and "python " not in text)]
+    form = functools.partial(Help, max_help_position=36, width=110)
     p = argparse.ArgumentParser(description="\n\n".join(shown), usage=usage, formatter_class=form,
                                 allow_abbrev=False)
     if RANK:
@@ -492,11 +492,14 @@ class Log:
                 "tokens_per_second": round(tokens / seconds)}
 
     def __call__(self, last=False, **row):
-        """Adds a row to metrics.jsonl; shows it if it is the last one or 10 seconds went by."""
+        """Adds a row to metrics.jsonl, if the run had not finished; shows it if it is the last
+        one or 10 seconds went by.
+        """
         if RANK:
             return
-        with fail_on_error(f"{self.path} can't be written"):
-            self.file.write(json.dumps(row) + "\n")
+        if not self.finished:
+            with fail_on_error(f"{self.path} can't be written"):
+                self.file.write(json.dumps(row) + "\n")
         now = time.monotonic()
         if last or now - self.shown > SHOW_EVERY:
             self.shown = now
