@@ -378,7 +378,7 @@ class Run(Players):
     def __init__(self, args, emit):
         super().__init__(args)
         self.emit, self.done = emit, finished_episodes(args, self.meta)
-        self.done_before, self.totals, self.error = len(self.done), Counter(), None
+        self.done_before, self.totals, self.error = frozenset(self.done), Counter(), None
         self.texts, self.dialogues = {}, Counter()  # of a task id: digest, how many were read
         self.played = asyncio.Queue()  # of records that are being graded
 
@@ -387,7 +387,7 @@ class Run(Players):
         await self.load()
         n = lines_left(getattr(sys.stdin, "buffer", sys.stdin))
         self.bar = progress(f"episodes of {self.args.model}",
-                            total=n and max(0, n * self.args.k - self.done_before))
+                            total=n and max(0, n * self.args.k - len(self.done_before)))
         with self.opened:
             await asyncio.gather(self.play_all(), self.write())
         self.summary()
@@ -400,6 +400,8 @@ class Run(Players):
                 if key not in self.done:
                     self.done.add(key)
                     yield record, sample
+                elif key not in self.done_before:
+                    self.totals["repeated"] += 1
 
     def samples(self, record):
         """Completes a record's task; returns the numbers of its samples."""
@@ -473,10 +475,12 @@ class Run(Players):
         reward = " and ".join(env.reward_name for env in environments) or "reward"
         mean = 100 * totals["reward"] / max(1, totals["episodes"])
         cut = 100 * totals["cut"] / max(1, totals["actions"])
-        say("; ".join([f"{totals['episodes']} episodes of {self.args.model} ({self.done_before} "
-                       f"done before): {reward} {mean:.1f} %",
+        say("; ".join([f"{totals['episodes']} episodes of {self.args.model} "
+                       f"({len(self.done_before)} done before): {reward} {mean:.1f} %",
                        f"{cut:.1f} % of actions cut at --max_tokens {self.args.max_tokens}",
                        *(env.grader_line() for env in environments)]))
+        if totals["repeated"]:
+            say(f"{totals['repeated']} episodes of tasks that stdin repeats were left out")
         if self.error:
             fail(self.error)
         if totals["failed"]:

@@ -184,8 +184,8 @@ def test_first_message_takes_braces_as_they_are():
             "ground_truth": "g"}
     text = colbench.first_message(task, 7)["content"]
     assert text.endswith(task["problem_description"]) and "You have 7 messages" in text
-    other = colbench.first_message(task, 7, "{max_turns}: {problem_description}")["content"]
-    assert other.startswith("7: a {dict}")
+    own = {**task, "agent_prompt": "{max_turns}: {problem_description}"}
+    assert colbench.first_message(own, 7)["content"].startswith("7: a {dict}")
     assert colbench.first_message({**task, "agent_prompt": "own"}, 7)["content"] == "own"
 
 

@@ -137,7 +137,7 @@ def test_a_paired_difference_is_not_widened_by_the_tasks(tmp_path):
 
 def test_nothing_in_common(tmp_path):
     (_, r), table = run(tmp_path, "a.jsonl", "b.jsonl", a=[episode("x", 1)], b=[episode("y", 1)])
-    names = ("success", "success_95", "tests_passed", "tests_passed_95")
+    names = ("success", "success_95", "tests_passed", "tests_passed_95", "wins", "wins_95")
     assert r["minus_first"] == {"first": "a", "clusters": 0, **dict.fromkeys(names)}
 
 
