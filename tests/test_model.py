@@ -165,7 +165,7 @@ def test_what_the_backward_pass_holds_is_bounded(monkeypatch):
     assert paths > 15 * tokens and all_kept - bytes_kept() > 0.9 * paths * a_key
 
     def below(node):
-        return {node}.union(*(below(following) for following, _ in node.next_functions if following))
+        return {node}.union(*(below(other) for other, _ in node.next_functions if other))
 
     everything = below(torch.cat(M.action_logps(model, some_turns(), 30)).grad_fn)
     parts = [node for node in everything if node.name() == "CheckpointFunctionBackward"]
