@@ -118,7 +118,7 @@ def test_policy_losses_are_eq_4_and_the_nll():
 
 def test_the_learning_rate_warms_up_also_where_steps_are_few():
     # steps that warm up: 3 %, at least 3, never more than a third of them
-    for steps, warmup in ((1, 0), (3, 1), (9, 3), (117, 4), (1000, 30)):
+    for steps, warmup in ((1, 0), (2, 0), (3, 1), (6, 2), (9, 3), (117, 4), (1000, 30)):
         got = [utils.lr_at(step, steps, 1.0) for step in range(steps)]
         assert got[:warmup] == [(n + 1) / warmup for n in range(warmup)]
         assert got[warmup] == 1 and all(a > b for a, b in zip(got[warmup:], got[warmup + 1:]))
