@@ -542,12 +542,15 @@ def data(collected):
 @pytest.fixture(scope="module")
 def command(tiny_dir, tmp_path_factory):
     """command(job, out, *flags): the script and its flags."""
-    moe = tmp_path_factory.mktemp("moe")
-    save_random("qwen3_moe", M.find_model(tiny_dir)[1], moe)
+    model, tokenizer = M.load(tiny_dir)
+    bases = {job: tmp_path_factory.mktemp(job) for job in ("moe", "bf16")}
+    save_random("qwen3_moe", tokenizer, bases["moe"])
+    model.dtype = torch.bfloat16  # of the files, as of models on the hub
+    M.save(model, tokenizer, str(bases["bf16"]))
 
     def make(job, out, *flags):
         name, *usual = JOBS[job]
-        return [name, "--model", moe if job == "moe" else tiny_dir, *usual, "--out", out, *flags]
+        return [name, "--model", bases.get(job, tiny_dir), *usual, "--out", out, *flags]
     return make
 
 
@@ -931,13 +934,15 @@ def test_turns_that_are_too_long_are_left_out_and_counted(job, command, data, tm
 @pytest.mark.full
 def test_bf16_computes_and_saves_in_16_bits_and_trains_in_32(killed, whole, tiny_dir, command, data,
                                                              tmp_path):
-    """A step of 2e-7 is lost on a 16-bit weight."""
-    train(data, *command("bf16", tmp_path / "fp32", "--dtype", "fp32", "--epochs", 1))
+    """A step of 2e-7 is lost on a 16-bit weight, as which the files hold it."""
+    train(data, *command("bf16", tmp_path / "fp32", "--model", tiny_dir, "--dtype", "fp32"))
     low, high = (load_file(out / "reference.safetensors")["logps"]
                  for out in (whole("bf16")[0], tmp_path / "fp32"))
     assert 1e-3 < (low - high).abs().mean() < 0.05
     (file,) = glob(f"{killed('bf16')}/checkpoint-*/*.safetensors")
-    kept, base = load_file(file), load_file(f"{tiny_dir}/model.safetensors")
+    kept = load_file(file)
+    base = load_file(f"{metrics(killed('bf16'))[0]['args']['model']}/model.safetensors")
+    assert {x.dtype for x in base.values()} == {torch.bfloat16}
     state = {name.removeprefix("lm."): x for name, x in kept.items() if name.startswith("lm.")}
     moments = {name.rpartition(".")[2] for name in kept if name.startswith("state.")}
     assert state.keys() >= base.keys() and moments == {"step", "exp_avg", "exp_avg_sq"}
