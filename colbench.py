@@ -1,6 +1,6 @@
 """ColBench: the record, the built-in tasks, the human, the rules of an episode, and the grader.
 
-One record is one line of JSON, and every stage adds fields to it (README, "The record"):
+One record is one line of JSON, and every stage adds fields to it (README, "One record"):
     {"task": {"id", "kind", "problem_description", "ground_truth",
               "test_cases": {"test1": "f(1, 2)", ...}},
      "sample": 0, "dialogue_history": [{"role", "content"}, ...],
@@ -15,6 +15,7 @@ from utils import (digest, fail, flag, open_stdout, parser, progress, read_jsonl
                    skip_bad_flag)
 
 import asyncio
+import builtins
 import collections.abc
 import concurrent.futures
 import contextlib
@@ -27,12 +28,12 @@ import inspect
 import io
 import itertools
 import json
+import keyword
 import math
 import numbers
 import os
 import pathlib
 import platform
-import queue
 import re
 import resource
 import shutil
@@ -41,6 +42,7 @@ import socket
 import struct
 import subprocess
 import sys
+import sysconfig
 import textwrap
 import threading
 import time
@@ -119,9 +121,9 @@ def needs(*fields, to_grade=False, to_train=False):
     return need
 
 
-def first_message(task, max_turns, agent_prompt=None):
-    """The agent's instructions: `agent_prompt` filled in, else the task's own, else its kind's."""
-    prompt = agent_prompt or task.get("agent_prompt") or environment(task).agent_prompt
+def first_message(task, max_turns):
+    """The agent's instructions: the task's own `agent_prompt`, else its kind's."""
+    prompt = task.get("agent_prompt") or environment(task).agent_prompt
     content = fill(prompt, max_turns=max_turns, problem_description=task["problem_description"],
                    ANSWER=ANSWER, OUTPUT=OUTPUT)
     return {"role": "user", "content": content}
@@ -133,11 +135,11 @@ def dialogue_text(history):
     return "\n".join(f"{names[m['role']]}: {m['content']}" for m in history[1:])
 
 
-def human_prompt(task, history, prompt=None):
-    """What an LLM that plays the human reads: `prompt` filled in, else that of the task's kind."""
-    prompt = prompt or environment(task).human_prompt
+def human_prompt(task, history):
+    """What an LLM that plays the human reads: its kind's prompt, filled in."""
+    prompt = environment(task).human_prompt
     if not prompt:
-        fail(f"tasks of kind {kind_of(task)} have no prompt for an LLM human: --human_prompt FILE")
+        fail(f"tasks of kind {kind_of(task)} have no prompt for an LLM human")
     return fill(prompt, problem_description=task["problem_description"],
                 hidden_information=hidden_information(task), dialogue=dialogue_text(history))
 
@@ -835,7 +837,7 @@ LIMITS = {
     "claim": 200}            # bytes
 
 # The system calls that a child may make: name, number on x86_64, on aarch64. All others fail with
-# EPERM. What it may import is there before it is: it opens no file, no socket and no process.
+# EPERM: it opens no socket and no process.
 CALLS = """
 read 0 63   write 1 64   close 3 57   fstat 5 80   lseek 8 62   mmap 9 222   mprotect 10 226
 munmap 11 215   brk 12 214   mremap 25 216   rt_sigaction 13 134   rt_sigprocmask 14 135
@@ -844,26 +846,46 @@ futex 202 98   getrandom 318 278   rseq 334 293   restart_syscall 219 128   gett
 clock_gettime 228 113   clock_getres 229 114   clock_nanosleep 230 115   exit 60 93
 exit_group 231 94
 """
-# What a child may import, all of it loaded before the fork: the standard library but for what opens
-# windows or builds packages, and some others. Your tasks need another module? Add it.
-LEFT_OUT = {"antigravity", "distutils", "idlelib", "lib2to3", "_tkinter", "tkinter", "turtle"}
-MODULES = [*sorted(sys.stdlib_module_names - LEFT_OUT), *"""concurrent.futures.thread html.parser
-logging.config logging.handlers numpy numpy.fft numpy.linalg numpy.random sympy
-sympy.assumptions.wrapper sympy.tensor.tensor typing_extensions unittest.mock xml.dom.minidom
-xml.etree.ElementTree xml.sax""".split()]
+# And these where the kernel has Landlock, which lets it read libraries alone, to import them.
+FILE_CALLS = """
+openat 257 56   newfstatat 262 79   stat 4 -1   lstat 6 -1   statx 332 291   pread64 17 67
+getdents64 217 61   readlink 89 -1   readlinkat 267 78   access 21 -1   faccessat 269 48
+faccessat2 439 439   getcwd 79 17
+"""
+# What is loaded before the fork: it is often imported, or slow to load.
+MODULES = """_strptime array asyncio base64 bisect calendar collections.abc contextlib copy csv
+dataclasses datetime decimal difflib enum fractions functools hashlib heapq html inspect io
+ipaddress itertools logging math numbers numpy numpy.random operator pathlib pprint queue random re
+sqlite3 statistics string sympy textwrap threading time typing unicodedata unittest.mock
+urllib.parse uuid zlib zoneinfo""".split()
 
 
-def seccomp_filter():
-    """The BPF program that allows CALLS."""
+def libraries():
+    """What a child may read: the libraries of this Python and of the system, time zones."""
+    paths = {sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return [*paths, "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib",
+            "/etc/ld.so.cache", "/usr/share/zoneinfo"]
+
+
+def seccomp_filter(calls):
+    """The BPF program that allows these calls."""
     machines = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
     if platform.machine() not in machines:
         raise GraderError(f"no sandbox on {platform.machine()}: its system calls are not listed")
     column, arch = machines[platform.machine()]
-    load, equal, leave = 0x20, 0x15, 0x06  # then: jump if true, if false, operand
+    load, keep, equal, above, leave = 0x20, 0x54, 0x15, 0x35, 0x06  # of equal, above: jump if
     allow, deny, kill = (leave, 0, 0, 0x7FFF0000), (leave, 0, 0, 0x00050001), (leave, 0, 0, 1 << 31)
+    # no other process's clock; a futex waits or wakes, within the process
+    clock = [(load, 0, 0, 16), (above, 0, 1, 16), deny, allow]
+    futex = [(load, 0, 0, 24), (keep, 0, 0, 0xFFFFFEFF), (equal, 4, 0, 128), (equal, 3, 0, 129),
+             (equal, 2, 0, 137), (equal, 1, 0, 138), deny, allow]
+    checks = {"futex": futex, **dict.fromkeys(["clock_gettime", "clock_getres", "clock_nanosleep"],
+                                              clock)}
     program = [(load, 0, 0, 4), (equal, 1, 0, arch), kill, (load, 0, 0, 0)]
-    for number in CALLS.split()[column::3]:
-        program += [(equal, 0, 1, int(number)), allow]
+    for name, number in zip(calls.split()[::3], map(int, calls.split()[column::3])):
+        check = checks.get(name, [allow])
+        if number >= 0:
+            program += [(equal, 0, len(check), number), *check]
     return b"".join(struct.pack("HBBI", *step) for step in [*program, deny])
 
 
@@ -871,9 +893,34 @@ def seccomp_filter():
 # `python -c` gets their text alone: nothing else of this file (the built-in tasks!) is in a child.
 # fork server: begin
 
+def read_alone(libc, paths):
+    """Landlock: from now on this process and its children open files below `paths` alone, to read.
+
+    False where the kernel has no Landlock.
+    """
+    version = libc.syscall(444, 0, 0, 1, 0)
+    if version < 1:
+        return False
+    files = 2 ** {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16) - 1  # all rights that it knows
+    asked = ctypes.create_string_buffer(struct.pack("Q", files))
+    rules = libc.syscall(444, ctypes.addressof(asked), 8, 0, 0)
+    for path in filter(os.path.exists, paths):
+        rights = 4 | 8 if os.path.isdir(path) else 4  # read files, list directories
+        fd = os.open(path, os.O_PATH)
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, fd))
+        if libc.syscall(445, rules, 1, ctypes.addressof(rule), 0):
+            raise OSError(f"Landlock takes no rule for {path}")
+        os.close(fd)
+    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    if libc.syscall(446, rules, 0, 0, 0):
+        raise OSError("Landlock does not restrict")
+    os.close(rules)
+    return True
+
+
 def confine(libc, bpf, memory):
     """Locks this process up."""
-    for limit, value in (("AS", memory), ("CPU", 60), ("FSIZE", 0), ("CORE", 0)):
+    for limit, value in (("AS", memory), ("CPU", 60), ("FSIZE", 0), ("CORE", 0), ("NOFILE", 64)):
         resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: never outlive the server
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
@@ -884,7 +931,8 @@ def confine(libc, bpf, memory):
         raise OSError("no seccomp here")
 
 
-FENCED = re.compile(r"(`{3,}|~{3,})[ \t]*[{.]*(\w*)[^\n]*\n(.*?)(?:\1|\Z)", re.S)
+FENCED = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*[{.]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*\1|\Z)",
+                    re.S | re.M)
 FIRST_LINE = re.compile(  # a line that is code and not prose
     r"^[ \t]*(def \w+ *\(|async def |class \w+ *[(:]|import \w|from [\w.]+ import |@\w"
     r"|\w+ = \S)", re.M)
@@ -909,11 +957,11 @@ def answer_code(answer):
     for _, language, block in FENCED.findall(answer):
         if language.lower() in ("", "py", "python", "python3"):
             found += compiled(textwrap.dedent(block))
-    first = FIRST_LINE.search(answer)
-    lines = textwrap.dedent(answer[first.start():]).split("\n") if first else []
-    while lines and not found:
-        found = compiled("\n".join(lines))
-        lines.pop()  # was it prose?
+    for first in FIRST_LINE.finditer(answer):
+        lines = textwrap.dedent(answer[first.start():]).split("\n")
+        while lines and not found:
+            found = compiled("\n".join(lines))
+            lines.pop()  # was it prose?
     return found or [compile(answer, "<answer>", "exec")]
 
 
@@ -923,7 +971,9 @@ def number(x):
         return f"{number(x.real)} + {number(x.imag)}j" if x.imag else number(x.real)
     if x in (math.inf, -math.inf):
         return str(float(x))
-    return "%x/%x" % x.as_integer_ratio()
+    if isinstance(x, numbers.Rational):  # sympy's, too
+        return "%x/%x" % (int(x.numerator), int(x.denominator))
+    return "%x/%x" % (x if hasattr(x, "as_integer_ratio") else float(x)).as_integer_ratio()
 
 
 def joined(values):
@@ -980,7 +1030,8 @@ def claim(codes, error, test, official):
     # the released scorer's exec inside a function has two namespaces: what the code defines
     # at its top level is invisible from inside its functions
     local = {} if official else space
-    tested = re.match(r"\w*", test.strip())[0]
+    names = re.findall(r"[^\W\d]\w*", test)
+    tested = next((x for x in names if not hasattr(builtins, x) and not keyword.iskeyword(x)), "")
     try:
         for code in codes:
             try:
@@ -1035,16 +1086,21 @@ def be_child(wire, request, null, confinement, room):
         os._exit(0)
 
 
-def serve(bpf, modules, memory, room):
+def serve(bpf, blind, paths, modules, memory, room):
     """A fork server on stdin, a Unix socket: "f" with a wire and a file forks a child, "k" kills
     and reaps it. It ends with the grader, and the child with it.
+
+    blind: the filter where there is no Landlock; a child then imports `modules` alone.
     """
     libc = ctypes.CDLL(None)
     libc.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
+    libc.syscall.argtypes = 5 * [ctypes.c_long]
     for module in modules:
         with contextlib.suppress(ImportError):
             __import__(module)
-    control, null = socket.socket(fileno=0), os.open(os.devnull, os.O_RDWR)
+    null = os.open(os.devnull, os.O_RDWR)
+    bpf = bpf if read_alone(libc, paths) else blind
+    control = socket.socket(fileno=0)
     text = "def f(x):\n    for i in range(3): x += i\n    return [x, 0.5, 'a', {'b': (x, None)}]"
     run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, null, room)
     gc.collect()  # the run above fills caches that each child would have to fill,
@@ -1068,7 +1124,8 @@ def serve(bpf, modules, memory, room):
 # fork server: end
 
 
-IMPORTS = """import collections.abc, contextlib, ctypes, datetime, gc, json, math, numbers, os
+IMPORTS = """import builtins, collections.abc, contextlib, ctypes, datetime, gc, json, keyword, math
+import numbers, os
 import pathlib, re, resource, signal, socket, struct, sys, textwrap, types, uuid
 import encodings.ascii, encodings.latin_1, encodings.utf_16, encodings.cp1252, encodings.idna
 import encodings.base64_codec, encodings.hex_codec, encodings.rot_13, unicodedata
@@ -1081,7 +1138,8 @@ def server_program(modules):
     source = inspect.getsource(sys.modules[__name__])
     begin, end = source.index("\n# fork server: begin"), source.index("\n# fork server: end")
     limits = f"{LIMITS['memory']}, {LIMITS['claim']}"
-    call = f"serve({seccomp_filter()!r}, {modules}, {limits})"
+    filters = f"{seccomp_filter(CALLS + FILE_CALLS)!r}, {seccomp_filter(CALLS)!r}"
+    call = f"serve({filters}, {libraries()}, {modules}, {limits})"
     return f"{IMPORTS}{source[begin:end]}\n{call}\n"
 
 
@@ -1202,9 +1260,10 @@ class Grader(contextlib.AbstractContextManager):
     rules: "honest", or "official" for the verdicts of the released scorer. workers: answers graded
     at once. GraderError where a child can't confine itself.
 
-    Seccomp stops files, processes, network, signals and shared memory, also for root. Limits and
-    the kill of the child stop memory and time. A fork server that has seen nothing leaves nothing
-    to read. Claims are compared and nothing else, which stops forgeries.
+    Seccomp stops processes, network, signals and shared memory, also for root. Landlock stops all
+    files but libraries, to read; without it seccomp stops files, too. Limits and the kill of the
+    child stop memory and time. A fork server that has seen nothing leaves nothing to read. Claims
+    are compared and nothing else, which stops forgeries.
 
     A test passes if the answer's value and the reference's have the same text (`as_text`), which
     means that the two are equal by ==. None never passes, NaN equals nothing, floats are exact.
@@ -1218,38 +1277,40 @@ class Grader(contextlib.AbstractContextManager):
     def __init__(self, rules="honest", workers=2):
         if rules not in ("honest", "official"):
             raise ValueError(f"rules is {rules!r}: use 'honest' or 'official'")
-        self.official, self.workers, self.closed = rules == "official", workers, False
-        self.idle = queue.LifoQueue()
-        for _ in range(workers):  # a child without MODULES forks faster: for texts without "import"
-            self.idle.put((Server([]), Server(MODULES)))
+        self.official, self.workers = rules == "official", workers
+        self.pool = concurrent.futures.ThreadPoolExecutor(workers)  # a queue, in which none starves
+        self.servers, self.local = [], threading.local()
         self.expected = functools.lru_cache(4096)(self.expected)
         self.claims("", ["0"])
 
     def __exit__(self, *_):
-        """Ends the servers, waiting for answers in work."""
-        self.closed = True
-        for servers in [self.idle.get() for _ in range(self.workers)]:
-            for server in servers:
-                server.stop()
-            self.idle.put(servers)  # a thread that waits for them learns that the grader is closed
+        """Ends the servers, after the answers in work."""
+        self.pool.shutdown(cancel_futures=True)
+        for server in self.servers:
+            server.stop()
 
     def claims(self, text, tests, patience=1):
         """For each test a child's claim, as bytes, or why there is none, as text.
 
         patience stretches the time limits, in which a wait for servers and their start don't count.
         """
-        claims, left = [], LIMITS["answer"] * patience
-        servers = self.idle.get()
         try:
-            if self.closed:
-                raise GraderError("the grader is closed")
-            while len(claims) < len(tests) and left > 0:
-                request = {"text": text, "tests": tests[len(claims):], "official": self.official}
-                server, seconds = servers["import" in text], LIMITS["test"] * patience
-                found, took = server.run(request, seconds, left)
-                claims, left = claims + found, left - took
-        finally:
-            self.idle.put(servers)
+            return self.pool.submit(self.run, text, tests, patience).result()
+        except (RuntimeError, concurrent.futures.CancelledError):
+            raise GraderError("the grader is closed") from None
+
+    def run(self, text, tests, patience):
+        """claims() by this thread's servers."""
+        if not hasattr(self.local, "servers"):
+            # a child without MODULES forks faster: for texts without "import"
+            self.local.servers = Server([]), Server(MODULES)
+            self.servers += self.local.servers
+        claims, left = [], LIMITS["answer"] * patience
+        while len(claims) < len(tests) and left > 0:
+            request = {"text": text, "tests": tests[len(claims):], "official": self.official}
+            server, seconds = self.local.servers["import" in text], LIMITS["test"] * patience
+            found, took = server.run(request, seconds, left)
+            claims, left = claims + found, left - took
         return claims + ["timeout"] * (len(tests) - len(claims))
 
     def expected(self, code, *tests):

@@ -5,18 +5,17 @@
     ... | python collect.py --model runs/base --best_of 4 --critic runs/critic > guided.jsonl
     ... | python collect.py --model runs/base -k 4 --resume all.jsonl >> all.jsonl
 
-Many episodes run at once; each is written as it ends. Every draw is a function of (seed, task,
-sample, turn). The other episodes change it by rounding only: after a kill and --resume log-probs
-differ by about 1e-6, and rarely a text. Records that have a dialogue already get candidates only.
+Each episode is written as it ends. Draws are functions of (seed, task, sample, turn); the other
+episodes change them by rounding only, and so rarely a text. A record that has a dialogue already
+gets candidates only.
 """
-from utils import (Endpoint, EndpointError, digest, fail, fail_on_error, flag, open_stdout, parser,
-                   progress, read_jsonl, rng, run, say, skip_bad_flag, version)
+from utils import (digest, fail, fail_on_error, flag, open_stdout, parser, progress, read_jsonl,
+                   rng, run, say, skip_bad_flag, version)
 
 import asyncio
 import atexit
 import base64
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -25,67 +24,59 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 
-from colbench import (NOT_SEEN, GraderError, NoReference, RenderError, dialogue_text, environment,
-                      fill, first_message, hidden_information, human_prompt, kind_of, needs,
-                      page_flags, read_action, redact, task_id, ungraded, without_thinking)
+from colbench import (NOT_SEEN, GraderError, NoReference, RenderError, agent_messages, answers,
+                      dialogue_text, environment, fill, first_message, hidden_information,
+                      human_prompt, kind_of, needs, page_flags, read_action, redact, task_id,
+                      ungraded, without_thinking)
 
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < tasks.jsonl > trajectories.jsonl")
     g = p.add_argument_group("episodes")
-    flag(g, "model", "meta-llama/Llama-3.1-8B-Instruct", "the agent")
+    flag(g, "model", "meta-llama/Llama-3.1-8B-Instruct", "the agent", metavar="DIR")
     flag(g, "-k", 1, "episodes of each task", least=1)
     flag(g, "max_turns", 10, "the agent's messages; the last one is its answer", least=1)
-    flag(g, "agent_prompt", None, "the agent's first message, with {problem_description}, "
-         "{max_turns}, {ANSWER} and {OUTPUT}", metavar="FILE")
-    flag(g, "concurrency", 256, "episodes at once, for each vllm copy or engine's address",
-         least=1)
-    flag(g, "resume", None, "skip the episodes in FILE, and drop its last line if that is cut off",
+    flag(g, "concurrency", 256, "episodes at once, for each vllm copy or server", least=1)
+    flag(g, "resume", None, "skip the episodes in FILE; if its last line is cut, drop that",
          metavar="FILE")
+    flag(g, "rules", "honest", "honest or official: the grader's, see colbench.py",
+         choices=["honest", "official"], metavar="RULES")
     skip_bad_flag(g)
     g = p.add_argument_group("human")
-    flag(g, "human", "scripted", "scripted: the built-in one; fixed:TEXT: always says TEXT; "
-         "http://host:port/v1[,http://...]: an LLM at temperature 0")
-    flag(g, "human_model", None, "the LLM's name, if the servers have several")
-    flag(g, "human_prompt", None, "what the LLM reads, with {problem_description}, "
-         "{hidden_information} and {dialogue}", metavar="FILE")
-    flag(g, "human_tokens", None, "longest reply of the LLM, else 150 for 400 characters, where it "
-         "is cut", kind=int, least=1)
+    flag(g, "human", "scripted", "scripted, fixed:TEXT, or http://host:port/v1[,...] of an LLM",
+         metavar="WHO")
+    flag(g, "human_model", None, "the LLM's name, if a server has several", metavar="NAME")
+    flag(g, "human_tokens", None, "longest reply of the LLM, else 150 for 400 characters",
+         kind=int, least=1)
     g = p.add_argument_group("sampling")
     flag(g, "temperature", 1.0, "0: greedy")
-    flag(g, "top_p", 1.0, "of each token, draw from the likeliest that sum up to P; log-probs are "
-         "of what is drawn from", metavar="P")
+    flag(g, "top_p", 1.0, "draw each token from the likeliest that sum up to P", metavar="P")
     flag(g, "max_tokens", 1024, "longest message", least=1)
-    flag(g, "thinking", 0, "1: let a model think whose chat template can; nobody sees the thought",
-         choices=[0, 1])
+    flag(g, "thinking", 0, "1: let a model think that can; nobody sees it", choices=[0, 1])
     flag(g, "seed", 0, "of all draws")
     flag(g, "candidates", 0, "alternatives drawn at every turn; stage 2 wants 16")
     flag(g, "candidates_share", 1.0, "share of the episodes that get candidates")
-    flag(g, "best_of", 1, "messages drawn at every turn; the critic's favourite is sent",
-         least=1)
-    flag(g, "critic", None, "--out of train_critic.py, or http://host:port/v1 of an LLM; it READS "
-         "HIDDEN INFORMATION, so this is no fair policy")
+    flag(g, "best_of", 1, "messages drawn; the critic's favourite is sent", least=1)
+    flag(g, "critic", None, "--out of train_critic.py, or an LLM's http://...; READS THE REFERENCE",
+         metavar="WHO")
     flag(g, "prior", 0.0, "--best_of: choose by score + prior * log-prob")
     g = p.add_argument_group("engine")
-    flag(g, "engine", "auto", "transformers, vllm, or http://host:port/v1[,http://...] of vLLM "
-         "servers; auto: vllm if it and a GPU are there")
-    flag(g, "max_batch_tokens", 65536, "transformers: tokens at once, and kept for next turns")
-    flag(g, "dtype", "auto", "transformers: of the model; draws are in fp32; auto: bf16 on a GPU"
-         " or a CPU that has it, if the model is not tiny", choices=["auto", "bf16", "fp32"])
+    flag(g, "engine", "auto", "transformers, vllm (auto: on a GPU), or http://...,http://... of it",
+         metavar="E")
+    flag(g, "max_batch_tokens", 65536, "transformers: tokens at once, and kept")
+    flag(g, "dtype", "auto", "transformers; auto: bf16 on a GPU, fp32 on a CPU",
+         choices=["auto", "bf16", "fp32"])
     flag(g, "tensor_parallel", 1, "vllm: GPUs of one copy of the model", least=1)
     flag(g, "data_parallel", 1, "vllm: copies", least=1)
     flag(g, "max_model_len", None, "vllm: longest context, else the model's", kind=int, least=1)
-    flag(g, "in_flight", 64, "requests at once to one server of --human or --critic", least=1)
-    flag(g, "timeout", 120.0, "seconds of a request, of an engine's for each draw")
-    flag(g, "retries", 8, "of a request, over about a minute")
-    g = p.add_argument_group("grading")
-    flag(g, "rules", "honest", "the grader's rules, see colbench.py",
-         choices=["honest", "official"])
+    flag(g, "timeout", 300.0, "http://: seconds of a request, of an engine's for each draw")
+    flag(g, "retries", 8, "http://: of a request, over about a minute")
     page_flags(p)
     args = p.parse_args(argv)
     if (args.best_of > 1) != bool(args.critic):
@@ -114,8 +105,460 @@ from model import (common_prefix, end_of_turn, find_model, load_lm, refuse_unkno
                    sdpa_kernel, weights_digest)
 from train_critic import critic_turns, load_critic, score_turns
 
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SAME = ("temperature", "top_p", "max_turns", "max_tokens", "thinking", "seed", "best_of", "prior",
+        "rules")  # flags that all episodes of a file share
+COMPUTE = ThreadPoolExecutor(1)  # the thread in which models compute
+
+
+class EpisodeError(Exception):
+    """Why an episode can't go on. The others do."""
+
+
+class RunError(Exception):
+    """Why no episode can go on."""
+
+
+# --- an episode -----------------------------------------------------------------------------------
+
+class Players:
+    """The agent, the human, the critic, and the environments of the tasks."""
+
+    def __init__(self, args):
+        self.args, self.critic, self.pictures = args, None, http(args.human)
+        folder, self.tokenizer, _ = find_model(args.model)
+        self.stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id}
+        self.meta = {name: getattr(args, name) for name in ("model", "human", "critic", *SAME)}
+        self.meta |= {"model_weights": weights_digest(folder), "version": version()}
+        self.environments, self.opened = {}, contextlib.ExitStack()
+
+    async def load(self):
+        """Loads the models and asks the servers for theirs; returns self."""
+        args = self.args
+        if http(args.human):
+            self.llm = await Endpoint(args.human, args).meet(args.human_model)
+        if http(args.engine):
+            self.engine = await http_engine(args, self.stop)
+        elif args.engine == "vllm" or (
+                args.engine == "auto" and DEVICE == "cuda" and find_spec("vllm")):
+            self.engine = vllm_engine(args, self.stop)
+        else:
+            self.engine = TransformersEngine(args, self.stop)
+        if http(args.critic):
+            self.critic = partial(judge, await Endpoint(args.critic, args).meet())
+        elif args.critic:
+            self.critic, sees = trained_critic(args)
+            self.pictures |= sees
+        return self
+
+    async def play(self, task, sample):
+        """Plays one episode: the fields that its record gets."""
+        turns, key = self.args.max_turns, (self.args.seed, task_id(task), sample)
+        candidates = self.candidates(key)
+        history = [first_message(task, turns)]
+        for turn in range(turns):
+            message = await self.act(task, history, (*key, turn), candidates)
+            message["content"], answer = read_action(message["output"], last=turn == turns - 1)
+            history.append(message)
+            if answer is not None:
+                break
+            history.append({"role": "user", "content": await self.human(task, history)})
+        answer = environment(task).answer(history, answer)
+        return {"sample": sample, "dialogue_history": history, "answer": answer,
+                "answered": answers(message), "meta": self.meta}
+
+    async def add_candidates(self, record, sample):
+        """Gives the agent's messages of a dialogue candidates: the fields that its record gets.
+
+        In `meta` the candidates' settings stand beside those of the dialogue.
+        """
+        history, key = record["dialogue_history"], (self.args.seed, task_id(record["task"]), sample)
+        agent = [t for t, m in enumerate(history) if m["role"] == "assistant"]
+        if candidates := self.candidates(key):
+            for turn, t in enumerate(agent):
+                drawn = await self.act(record["task"], history[:t], (*key, turn), candidates)
+                history[t]["candidates"] = drawn["candidates"]
+        answered = bool(agent) and answers(history[agent[-1]])
+        meta = {"thinking": self.args.thinking, "candidates": self.meta}
+        if "reward" not in record:
+            meta["rules"] = self.args.rules
+        return {"sample": sample, "answered": record.get("answered", answered), "meta": meta}
+
+    def candidates(self, key):
+        """How many candidates each turn of an episode gets."""
+        chosen = rng("share", *key).random() < self.args.candidates_share
+        return self.args.candidates if chosen else 0
+
+    async def act(self, task, history, key, candidates):
+        """The agent's next message, its `content` still None, with so many candidates.
+
+        key: (seed, task id, sample, turn).
+        """
+        n = self.args.best_of
+        draws = [(*key, j) for j in range(n)]
+        draws += [(*key, "candidate", j) for j in range(candidates)]
+        prompt = render(self.tokenizer, history, self.args.thinking)
+        if self.args.temperature:
+            drawn = await self.engine(prompt, draws)
+        else:  # all are the same, and vLLM draws no more than one
+            drawn = await self.engine(prompt, draws[:1]) * len(draws)
+        texts = self.tokenizer.batch_decode([ids for ids, _ in drawn], skip_special_tokens=True)
+        actions = []
+        for text, (ids, logprobs) in zip(texts, drawn):
+            if not math.isfinite(sum(logprobs)):
+                raise EpisodeError("the model's log-probs are NaN or infinite: are its weights "
+                                   "sound?")
+            sent = len(actions) < n
+            likely = {"logprobs": logprobs} if sent else {"logprob": round(sum(logprobs), 6)}
+            cut = {} if ids[-1] in self.stop else {"cut": True}
+            actions.append({"output": text, "token_ids": ids, **likely, **cut})
+        chosen = await self.best(task, history, actions[:n]) if self.critic else actions[0]
+        message = {"role": "assistant", "content": None, **chosen}
+        if candidates:
+            message["candidates"] = actions[n:]
+        return message
+
+    async def best(self, task, history, actions):
+        """The critic's favourite action."""
+        scores = await self.critic(self.environment(task), task, history, actions)
+        values = [score + self.args.prior * sum(action["logprobs"])
+                  for score, action in zip(scores, actions)]
+        return actions[values.index(max(values))]
+
+    async def human(self, task, history):
+        """The human's reply to the last message."""
+        who, _, text = self.args.human.partition(":")
+        env, last = self.environment(task), (task, history[-1]["content"])
+        if who == "fixed":
+            return text[:env.reply_chars]
+        look = env.scripted_human if who == "scripted" else env.shown
+        try:
+            seen = await asyncio.to_thread(look, *last) if env.drawn else look(*last)
+        except NoReference:
+            raise
+        except RenderError as e:
+            return NOT_SEEN.format(e)
+        if who == "scripted":
+            return seen  # the reply; what an LLM is shown are pictures
+        content = human_prompt(task, history)
+        if seen:
+            urls = ["data:image/png;base64," + base64.b64encode(png).decode() for png in seen]
+            content = [{"type": "text", "text": content},
+                       *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
+        most = self.args.human_tokens or env.reply_chars * 3 // 8
+        reply = await self.llm.chat(content, most, key=task_id(task))
+        return redact(reply[:env.reply_chars], hidden_information(task))
+
+    def environment(self, task):
+        """The environment of a task's kind, opened at its first use."""
+        kind = kind_of(task)
+        if kind not in self.environments:
+            env = environment(task)(self.args, os.cpu_count(), self.pictures)
+            self.environments[kind] = self.opened.enter_context(env)
+        return self.environments[kind]
+
+
+JUDGE_PROMPT = """An assistant works for a colleague who wants something that it can't see. It \
+finds out by talking to them, and hands it in at the end.
+
+What the colleague wants:
+{hidden_information}
+
+The conversation so far:
+{dialogue}
+
+Two messages that the assistant might send next:
+A: {a}
+
+B: {b}
+
+Which one brings it nearer to handing in exactly what is wanted? Reply with one letter, A or B."""
+
+
+async def judge(llm, env, task, history, actions):
+    """[advantage] of messages by an LLM, an Endpoint: the share of comparisons that each wins.
+
+    In a circle, each is compared with the next as A, and with the one before as B. Of equal texts
+    both win half.
+    """
+    async def wins(a, b):
+        """1 if a wins against b, 0 if b wins, 0.5 if they are equal."""
+        if a == b:
+            return 0.5
+        prompt = fill(JUDGE_PROMPT, hidden_information=hidden_information(task),
+                      dialogue=dialogue_text(history), a=a, b=b)
+        reply = await llm.chat(prompt, 1024, key=task_id(task))
+        letters = set(re.findall(r"\b[AB]\b", reply))
+        if len(letters) != 1:  # "A better one is B" says nothing sure
+            raise EpisodeError("not one of A and B in the critic's reply")
+        return float(letters == {"A"})
+
+    texts = [read_action(action["output"], False)[0] for action in actions]
+    won = await asyncio.gather(*map(wins, texts, texts[1:] + texts[:1]))
+    return [(won[i] + 1 - won[i - 1]) / 2 for i in range(len(texts))]
+
+
+def trained_critic(args):
+    """(critic, whether it sees pages) of a finished run of train_critic.py.
+
+    await critic(env, task, history, actions) gives the actions' advantages.
+    """
+    critic, tokenizer, models, pictures = load_critic(args.critic, DEVICE, dtype="auto")
+    folder, waiting, lock, step = tempfile.TemporaryDirectory(), {}, asyncio.Lock(), None
+
+    async def score_waiting():
+        nonlocal step
+        async with lock:  # while others are scored, more requests come, which this one takes along
+            work = partial(score_turns, critic, models, dict(waiting), tree_tokens=16384)
+            waiting.clear()
+            step = None
+            return await asyncio.get_running_loop().run_in_executor(COMPUTE, work)
+
+    async def advantages(env, task, history, actions):
+        texts = [m["content"] for m in history] + [action["output"] for action in actions]
+        for page in map(env.page, [*texts, hidden_information(task)] if pictures else ()):
+            if page and page not in pictures.numbers:
+                if file := await asyncio.to_thread(env.picture_file, page, folder.name):
+                    pictures.add(page, file)
+        turns = critic_turns(critic, tokenizer, task, history, actions, args.thinking, pictures)
+        nonlocal step
+        waiting.update(turns)
+        step = step or asyncio.ensure_future(score_waiting())
+        scores = await step
+        return [scores[turn] for turn, _ in turns]
+
+    return advantages, bool(pictures)
+
+
+# --- all episodes ---------------------------------------------------------------------------------
+
+def finished_episodes(args, meta):
+    """{(task id, sample)} of the episodes in --resume's file, which may be missing or empty.
+
+    A last line that a kill has cut is dropped from the file. Episodes of other weights or SAME
+    flags than those in `meta` end the program.
+    """
+    path, done = args.resume, set()
+    if not path:
+        return done
+    with fail_on_error(f"--resume {path}"), open(path, "ab+") as f:
+        f.seek(0)
+        *_, last = b"", *deque(f, 1)
+        if last.startswith(b"{") and not last.endswith(b"\n"):
+            try:
+                json.loads(last)
+                f.write(b"\n")  # it is whole
+            except ValueError:
+                f.truncate(f.tell() - len(last))
+        f.seek(0)
+        fields = "task.problem_description", "task.ground_truth", "sample"
+        for r in read_jsonl(f, fields, path, args.skip_bad) if os.path.getsize(path) else ():
+            done.add((task_id(r["task"]), r["sample"]))
+            had = r.get("meta", {})
+            had = had.get("candidates", had)
+            for name in ("model_weights", *SAME):
+                if None not in (had.get(name), meta[name]) and had[name] != meta[name]:
+                    fail(f"--resume {path} holds episodes with {name} {had[name]}, not "
+                         f"{meta[name]}: give the same flags and weights, or another file")
+    return done
+
+
+def lines_left(stream):
+    """How many lines a file has from here on; None of a pipe."""
+    if not stream.seekable():
+        return None
+    at, n = stream.tell(), sum(1 for _ in stream)
+    stream.seek(at)
+    return n
+
+
+class Run(Players):
+    """The episodes of stdin's tasks: read, played, graded, written, in that order."""
+
+    def __init__(self, args, emit):
+        super().__init__(args)
+        self.emit, self.done = emit, finished_episodes(args, self.meta)
+        self.done_before, self.totals, self.error = len(self.done), Counter(), None
+        self.texts, self.dialogues = {}, Counter()  # of a task id: digest, how many were read
+        self.played = asyncio.Queue()  # of records that are being graded
+
+    async def all(self):
+        """Plays all episodes, and says how it went."""
+        await self.load()
+        n = lines_left(getattr(sys.stdin, "buffer", sys.stdin))
+        self.bar = progress(f"episodes of {self.args.model}",
+                            total=n and max(0, n * self.args.k - self.done_before))
+        with self.opened:
+            await asyncio.gather(self.play_all(), self.write())
+        self.summary()
+
+    def jobs(self):
+        """Yields (record, sample) of the episodes to play."""
+        for record in read_jsonl(sys.stdin, needs(to_grade=True), skip_bad=self.args.skip_bad):
+            for sample in self.samples(record):
+                key = record["task"]["id"], sample
+                if key not in self.done:
+                    self.done.add(key)
+                    yield record, sample
+
+    def samples(self, record):
+        """Completes a record's task; returns the numbers of its samples."""
+        task = record["task"]
+        record["task"] = task = {"kind": kind_of(task), **task, "id": task_id(task)}
+        text = digest([task["problem_description"], task["ground_truth"]])
+        if self.texts.setdefault(task["id"], text) != text:
+            fail(f"two unlike tasks of stdin have the id {task['id']}")
+        played, graded = "dialogue_history" in record, "reward" in record
+        if not (played and graded):
+            self.environment(task)  # what can't be opened ends the program before the play
+        if not played:
+            return range(self.args.k)
+        if not self.args.candidates:
+            fail(f"task {task['id']} has a dialogue already: give --candidates, or cut it out")
+        if not graded and "answer" not in record:
+            fail(f"task {task['id']} has a dialogue without reward and without answer to grade")
+        self.dialogues[task["id"]] += 1  # published dialogues have no number
+        return [record.get("sample", self.dialogues[task["id"]] - 1)]
+
+    async def play_all(self):
+        args, jobs = self.args, self.jobs()
+        n = args.concurrency * args.data_parallel * len(args.engine.split(","))
+        await asyncio.gather(*(self.work(jobs) for _ in range(n)))
+        self.played.put_nowait(None)
+
+    async def work(self, jobs):
+        """Plays one episode after another. An error of the run waits for those under way."""
+        try:
+            for record, sample in jobs:
+                if not self.error:
+                    await self.one(record, sample)
+        except (RunError, SystemExit) as e:
+            self.error = str(e).removeprefix("error: ")
+
+    async def one(self, record, sample):
+        """Plays an episode. If it fails, it is not written, and --resume plays it again."""
+        try:
+            if "dialogue_history" in record:
+                new = await self.add_candidates(record, sample)
+            else:
+                record = ungraded(record)
+                new = await self.play(record["task"], sample)
+        except (EpisodeError, NoReference) as e:
+            self.totals["failed"] += 1
+            if self.totals["failed"] <= 3:
+                say(f"task {record['task']['id']}, sample {sample} failed: {e}")
+            return
+        new["meta"] = {**record.get("meta", {}), **new["meta"]}
+        self.played.put_nowait(asyncio.ensure_future(self.grade({**record, **new})))
+
+    async def grade(self, record):
+        if "reward" not in record:
+            grade = self.environment(record["task"]).grade
+            record |= await asyncio.to_thread(grade, record["task"], record["answer"])
+        return record
+
+    async def write(self):
+        """Writes the episodes in the order in which they ended, whatever grading takes."""
+        while graded := await self.played.get():
+            record = await graded
+            self.emit(record)
+            self.bar.update()
+            actions = [a for m in agent_messages(record) for a in (m, *m.get("candidates", ()))]
+            self.totals.update(episodes=1, reward=record["reward"], actions=len(actions),
+                               cut=sum("cut" in action for action in actions))
+
+    def summary(self):
+        """Says how it went; ends the program by its error, if there was one."""
+        totals, environments = self.totals, self.environments.values()
+        reward = " and ".join(env.reward_name for env in environments) or "reward"
+        mean = 100 * totals["reward"] / max(1, totals["episodes"])
+        cut = 100 * totals["cut"] / max(1, totals["actions"])
+        say("; ".join([f"{totals['episodes']} episodes of {self.args.model} ({self.done_before} "
+                       f"done before): {reward} {mean:.1f} %",
+                       f"{cut:.1f} % of actions cut at --max_tokens {self.args.max_tokens}",
+                       *(env.grader_line() for env in environments)]))
+        if self.error:
+            fail(self.error)
+        if totals["failed"]:
+            fail(f"{totals['failed']} episodes failed and were not written; --resume FILE plays "
+                 "them again")
+
+
+def main(args):
+    try:
+        asyncio.run(Run(args, open_stdout()).all())
+    except (GraderError, RunError) as e:
+        fail(e)
+
+
+# --- servers --------------------------------------------------------------------------------------
+
+class Endpoint:
+    """OpenAI-compatible servers of one model. The API key comes from the environment.
+
+    Requests of one key go to one server, which has their prompts' beginning in its cache. The
+    client repeats a request that fails; then the others get it, and the server is their last
+    choice until it answers again.
+    """
+
+    def __init__(self, urls, args, draws=1):
+        """urls: "http://host:port/v1", several with commas between. draws: of each request."""
+        import openai
+        self.errors = openai.OpenAIError, ConnectionError
+        options = {"api_key": os.environ.get("OPENAI_API_KEY", "none"), "max_retries": args.retries,
+                   "timeout": openai.Timeout(draws * args.timeout, connect=30)}
+        self.clients = [openai.AsyncOpenAI(base_url=url, **options) for url in urls.split(",")]
+        self.answered, self.down = 0, set()  # requests, clients
+
+    async def meet(self, wanted=None):
+        """Asks for the model's name: `wanted`, or the only one that is served. Returns self."""
+        async def names(client):
+            reply = await client.with_options(max_retries=0).models.list()
+            return [model.id for model in reply.data]
+        try:
+            served = await self(names)
+        except EpisodeError as e:  # no such server
+            raise RunError(e) from None
+        if wanted not in served and (wanted or len(served) != 1):
+            fail(f"{self.clients[0].base_url} serves {', '.join(served)}, not {wanted or 'one'}")
+        self.model = wanted or served[0]
+        return self
+
+    async def __call__(self, request, key=None):
+        """await request(client), of a server that answers.
+
+        EpisodeError: this request is wrong, or its reply of no use. If no server answered it, nor
+        any other request in that time, the program ends.
+        """
+        answered, order = self.answered, rng(key).sample(self.clients, len(self.clients))
+        for client in sorted(order, key=self.down.__contains__):
+            try:
+                reply = await request(client)
+            except Exception as e:
+                why = f"{client.base_url}: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
+                wrong = getattr(e, "status_code", 0) in (400, 413, 422)
+                if wrong or not isinstance(e, self.errors):
+                    raise EpisodeError(why) from None
+                self.down.add(client)
+            else:
+                self.answered += 1
+                self.down.discard(client)
+                return reply
+        if self.answered == answered:
+            raise RunError(why + "; --resume FILE goes on from what was finished")
+        raise EpisodeError(why)
+
+    async def chat(self, content, max_tokens, key):
+        """The model's reply to a user's message at temperature 0, without its thought."""
+        async def ask(client):
+            completion = await client.chat.completions.create(
+                model=self.model, messages=[{"role": "user", "content": content}],
+                temperature=0, seed=0, max_tokens=max_tokens)
+            reply = without_thinking(completion.choices[0].message.content or "")
+            if not reply:
+                raise ValueError("an empty reply")
+            return reply.encode(errors="replace").decode()  # no tokenizer takes a lone surrogate
+        return await self(ask, key)
 
 
 # --- engines: await engine(prompt_ids, draws) samples the agent's messages ------------------------
@@ -124,6 +567,73 @@ DEVICE = "cuda" if CUDA else "cpu"
 # it begins with its episode's (seed, task id, sample). vLLM's draw i has the seed of draw 0 plus i.
 # token_ids end with a token of `stop` unless max_tokens cut them. logprobs are the sampler's, at
 # its temperature and top_p.
+
+async def http_engine(args, stop):
+    """Samples by vLLM servers, which take and give token ids."""
+    servers = await Endpoint(args.engine, args, args.best_of + args.candidates).meet(args.model)
+    fixed = {"model": servers.model, "temperature": args.temperature, "top_p": args.top_p,
+             "top_k": 0, "min_p": 0, "repetition_penalty": 1, "logprobs": 0,
+             "max_tokens": args.max_tokens, "stop_token_ids": sorted(stop),
+             "skip_special_tokens": False, "return_token_ids": True}
+
+    async def engine(prompt, draws):
+        seed = rng(*draws[0]).getrandbits(31)
+        body = {**fixed, "prompt": prompt, "seed": seed, "n": len(draws)}
+
+        async def ask(client):  # completions.create would check the reply number by number
+            outs = (await client.post("/completions", cast_to=object, body=body))["choices"]
+            if any(out["finish_reason"] not in ("stop", "length") for out in outs):
+                raise ConnectionError("a message is cut off: the server is shutting down")
+            if len(outs) != len(draws) or not all(out.get("token_ids") for out in outs):
+                raise ValueError("no token_ids for each draw: it takes vLLM 0.10 or newer")
+            return [(out["token_ids"], [round(x, 6) for x in out["logprobs"]["token_logprobs"]])
+                    for out in outs]
+        return await servers(ask, draws[0][:3])
+
+    return engine
+
+
+def vllm_engine(args, stop):
+    """Samples by vLLM in this process. Another batch may change its tokens, whatever the seed."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    try:
+        from vllm import AsyncEngineArgs, SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+        from vllm.v1.engine.async_llm import AsyncLLM
+        import psutil  # comes with it
+    except ImportError as e:
+        fail(f"--engine vllm needs the package vllm ({e}): see requirements.txt")
+    options = dict(tensor_parallel_size=args.tensor_parallel, max_model_len=args.max_model_len,
+                   data_parallel_size=args.data_parallel, logprobs_mode="processed_logprobs",
+                   generation_config="vllm", enable_prefix_caching=True, disable_log_stats=True,
+                   use_tqdm_on_load=False)
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=args.model, **options))
+    # its processes would outlive a kill and keep the GPU; a pipe closes however this one ends
+    its = [str(process.pid) for process in psutil.Process().children(recursive=True)]
+    subprocess.Popen(["sh", "-c", 'read line; kill -9 "$@"', "sh", *its], stdin=subprocess.PIPE,
+                     stderr=subprocess.DEVNULL, start_new_session=True)
+    atexit.register(llm.shutdown)
+
+    async def engine(prompt, draws):
+        params = SamplingParams(n=len(draws), seed=rng(*draws[0]).getrandbits(31),
+                                temperature=args.temperature, top_p=args.top_p,
+                                max_tokens=args.max_tokens, stop_token_ids=sorted(stop),
+                                logprobs=0, flat_logprobs=True, detokenize=False,
+                                output_kind=RequestOutputKind.FINAL_ONLY)
+        home = rng(*draws[0][:3]).randrange(args.data_parallel)  # has its prefix in its cache
+        try:
+            async for reply in llm.generate({"type": "token", "prompt_token_ids": prompt}, params,
+                                            str(draws[0]), data_parallel_rank=home):
+                outs = reply.outputs
+        except Exception as e:  # of many kinds: the prompt is too long, the engine has died
+            why = f"vllm: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
+            raise (RunError if llm.errored else EpisodeError)(why) from None
+        return [(list(out.token_ids), [round(x, 6) for x in out.logprobs.logprobs])
+                for out in outs]
+
+    return engine
+
 
 class Group:
     """Prompts with n draws each, and the actions that grow behind them, a token a step.
@@ -200,11 +710,9 @@ class Group:
         """Takes the rows' next tokens; drops rows that have ended, an eighth of them at once."""
         self.steps += 1
         live = [r for r, action in enumerate(self.actions) if not action.ended]
-        self.ids = tokens
         if len(live) <= 7 / 8 * len(self.actions):
-            self.ids = [tokens[r] for r in live]
+            tokens = [tokens[r] for r in live]
             self.actions = [self.actions[r] for r in live]
-            live = torch.tensor(live, dtype=torch.long, device=DEVICE)
             slots = self.slots[live]
             prompts, at = (slots // self.n).unique(return_inverse=True)
             self.slots = at * self.n + slots % self.n
@@ -212,14 +720,13 @@ class Group:
                 self.lengths = self.lengths[prompts]
                 self.shared = [x[:, prompts] for x in self.shared]
             self.own = [x[:, live] for x in self.own]
+        self.ids = tokens
         self.positions = self.lengths[self.slots // self.n] + self.steps
 
 
 def attend_in_groups(module, query, key, value, attention_mask, scaling=None, groups=(),
                      sliding_window=None, **kwargs):
     """The engine's attention, in the form that transformers' AttentionInterface wants."""
-    if kwargs.get("s_aux") is not None:
-        fail("--engine transformers can't compute attention sinks: take vllm")
     left = sliding_window - 1 if sliding_window else -1
     sizes = [len(group.ids) for group in groups]
     parts = zip(*(x[0].transpose(0, 1).split(sizes) for x in (query, key, value)))
@@ -246,45 +753,30 @@ class TransformersEngine:
         config = self.lm.config.get_text_config()
         self.longest = getattr(config, "max_position_embeddings", None) or math.inf
         self.waiting, self.under_way, self.groups = [], [], []  # requests, requests, Groups
-        self.server = None  # the task that serves them
+        self.step = None  # the asyncio task that samples for all requests
         self.kept = {}  # episode: (its last prompt, Group.kept of it); the latest one comes last
 
     async def __call__(self, prompt, draws):
         if len(prompt) >= self.longest:
-            raise EndpointError(f"the conversation has {len(prompt)} tokens, and the model takes "
-                                f"{self.longest}")
+            raise EpisodeError(f"the conversation has {len(prompt)} tokens, and the model takes "
+                               f"{self.longest}")
         actions = [SimpleNamespace(rng=rng(*draw), ids=[], logps=[], ended=False) for draw in draws]
-        answer = asyncio.get_running_loop().create_future()
-        self.waiting.append(SimpleNamespace(prompt=prompt, episode=draws[0][:3], actions=actions,
-                                            answer=answer))
-        if not self.server:
-            self.server = asyncio.ensure_future(self.serve())
-        return await answer
+        request = SimpleNamespace(prompt=prompt, episode=draws[0][:3], actions=actions, live=True)
+        self.waiting.append(request)
+        while request.live:
+            self.step = self.step or asyncio.ensure_future(self.take_step())
+            await self.step
+        return [(action.ids, action.logps) for action in actions]
 
-    async def serve(self):
-        """Samples while there are requests, in a thread; answers each as its actions end."""
-        while self.waiting or self.under_way:
-            before = 0
-            while before != len(self.waiting):  # until all have asked: batches are full, and the
-                before = len(self.waiting)      # same every time
-                await asyncio.sleep(0)
-            try:
-                new = self.admit()
-                self.under_way += new
-                await asyncio.to_thread(self.sample, new)
-            except Exception as e:
-                for request in self.under_way:
-                    request.answer.set_exception(e)
-                self.under_way, self.groups = [], []
-            for request in self.ended():
-                request.answer.set_result([(action.ids, action.logps)
-                                           for action in request.actions])
-                self.under_way.remove(request)
-        self.server = None
-
-    def ended(self):
-        """The requests under way all of whose actions have ended."""
-        return [r for r in self.under_way if all(action.ended for action in r.actions)]
+    async def take_step(self):
+        """Samples, in a thread, until a request's actions have ended."""
+        before = 0
+        while before != len(self.waiting):  # until all have asked: batches are full, and the
+            before = len(self.waiting)      # same every time
+            await asyncio.sleep(0)
+        new = self.admit()
+        await asyncio.get_running_loop().run_in_executor(COMPUTE, self.sample, new)
+        self.step = asyncio.ensure_future(self.take_step()) if self.under_way else None
 
     def admit(self):
         """Takes from the waiting requests those that begin now, at least one if none is under way.
@@ -307,7 +799,7 @@ class TransformersEngine:
 
     @torch.no_grad()
     def sample(self, new):
-        """Begins new requests; samples until one under way has ended."""
+        """Begins new requests; samples until one has ended."""
         by_prompt, by_number = {}, {}
         for request in new:
             by_prompt.setdefault(tuple(request.prompt), []).append(request)
@@ -318,11 +810,15 @@ class TransformersEngine:
             self.begin(*zip(*alike))
         while sum(len(prompt) for prompt, _ in self.kept.values()) > self.args.max_batch_tokens:
             del self.kept[next(iter(self.kept))]
-        while not self.ended():
+        self.under_way += new
+        while not (ended := [r for r in self.under_way if all(a.ended for a in r.actions)]):
             logits = self.forward(self.groups).split([len(group.ids) for group in self.groups])
             for group, part in zip(self.groups, logits):
                 group.grow(self.draw(part, group.actions))
             self.groups = [group for group in self.groups if group.actions]
+        for request in ended:
+            request.live = False
+            self.under_way.remove(request)
 
     def begin(self, prompts, requests, actions):
         """Reads prompts that have as many actions each, in one forward; draws the first tokens."""
@@ -383,563 +879,6 @@ class TransformersEngine:
         token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)
         token = token.clamp(max=cdf.shape[1] - 1)  # beyond it where logits are NaN
         return token, logps.gather(1, token)
-
-
-def vllm_engine(args, stop):
-    """Samples by vLLM in this process. Another batch may change its tokens, whatever the seed."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    try:
-        from vllm import AsyncEngineArgs, SamplingParams
-        from vllm.platforms import current_platform
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.async_llm import AsyncLLM
-        import psutil  # comes with it
-    except ImportError as e:
-        fail(f"--engine vllm needs the package vllm ({e}): see requirements.txt")
-    options = dict(tensor_parallel_size=args.tensor_parallel, max_model_len=args.max_model_len,
-                   data_parallel_size=args.data_parallel, logprobs_mode="processed_logprobs",
-                   generation_config="vllm", enable_prefix_caching=True, disable_log_stats=True,
-                   use_tqdm_on_load=False)
-    if current_platform.is_cpu():  # chunked prefill crashes seeded draws there
-        options |= dict(dtype="float32", enforce_eager=True, enable_chunked_prefill=False,
-                        kv_cache_memory_bytes=1 << 28)
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=args.model, **options))
-    # its processes would outlive a kill and keep the GPU; a pipe closes however this one ends
-    its = [str(process.pid) for process in psutil.Process().children(recursive=True)]
-    guard = subprocess.Popen(["sh", "-c", 'read line; kill -9 "$@"', "sh", *its],
-                             stdin=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                             start_new_session=True)
-
-    def end():
-        llm.shutdown()
-        llm.shutdown = lambda: None  # __del__ calls it again, when vllm's modules are gone
-        guard.kill()
-
-    atexit.register(end)
-    numbers = itertools.count()
-    homes = {}  # episode: the rank of the copy that has its prefix in its cache
-
-    async def engine(prompt, draws):
-        params = SamplingParams(n=len(draws), seed=rng(*draws[0]).getrandbits(31),
-                                temperature=args.temperature, top_p=args.top_p,
-                                max_tokens=args.max_tokens, stop_token_ids=sorted(stop),
-                                logprobs=0, flat_logprobs=True, detokenize=False,
-                                output_kind=RequestOutputKind.FINAL_ONLY)
-        home = homes.setdefault(draws[0][:3], len(homes) % args.data_parallel)
-        try:
-            async for reply in llm.generate({"type": "token", "prompt_token_ids": prompt}, params,
-                                            str(next(numbers)), data_parallel_rank=home):
-                outs = reply.outputs
-        except Exception as e:  # of many kinds: the prompt is too long, the engine has died
-            why = " ".join(str(e).split())[:200]
-            raise EndpointError(f"vllm: {type(e).__name__}: {why}") from None
-        return [(list(out.token_ids), [round(x, 6) for x in out.logprobs.logprobs])
-                for out in outs]
-
-    return engine
-
-
-async def http_engine(args, stop):
-    """Samples by vLLM servers, which take and give token ids.
-
-    They queue the requests, one for each episode, so --timeout is for each of a turn's draws.
-    """
-    timeout = args.timeout * (args.best_of + args.candidates)
-    servers = Endpoint(args.engine, args.concurrency, timeout, args.retries)
-    fixed = {"model": await servers.model(args.model), "temperature": args.temperature,
-             "top_p": args.top_p, "top_k": 0, "min_p": 0, "repetition_penalty": 1, "logprobs": 0,
-             "max_tokens": args.max_tokens, "stop_token_ids": sorted(stop),
-             "skip_special_tokens": False, "return_token_ids": True}
-
-    async def engine(prompt, draws):
-        seed = rng(*draws[0]).getrandbits(31)
-        body = {**fixed, "prompt": prompt, "seed": seed, "n": len(draws)}
-
-        async def ask(client):  # completions.create would check the reply number by number
-            reply = await client.post("/completions", cast_to=object, body=body)
-            drawn = []
-            for out in reply["choices"]:
-                if out["finish_reason"] not in ("stop", "length"):  # the server is shutting down
-                    raise ValueError(f"message cut off: finish_reason {out['finish_reason']}")
-                if not out.get("token_ids"):
-                    raise ValueError("no token_ids in the reply: it takes vLLM 0.10 or newer")
-                ids, logprobs = out["token_ids"], out["logprobs"]["token_logprobs"]
-                if not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
-                    raise ValueError("token_ids in the reply are no token ids")
-                if len(logprobs) != len(ids):
-                    raise ValueError(f"{len(logprobs)} logprobs of {len(ids)} token_ids")
-                drawn.append((ids, [round(x, 6) for x in logprobs]))
-            if len(drawn) != len(draws):
-                raise ValueError(f"{len(drawn)} draws instead of {len(draws)}")
-            return drawn
-        return await servers(ask, draws[0][:3])
-
-    return engine
-
-
-def trained_critic(args):
-    """(critic, its Pictures or None) of a finished run of train_critic.py.
-
-    await critic(task, history, actions) gives the actions' advantages.
-    """
-    critic, tokenizer, models, pictures = load_critic(args.critic, DEVICE, dtype="auto")
-    lock, waiting = asyncio.Lock(), []  # requests: (turns with what pi_ref reads, their scores)
-
-    async def advantages(task, history, actions):
-        asked = critic_turns(critic, tokenizer, task, history, actions, args.thinking, pictures)
-        scores = []
-        waiting.append((asked, scores))
-        async with lock:
-            if not scores:  # no other request has scored it along with its own
-                await asyncio.sleep(0)  # others ask, too
-                batch = waiting.copy()
-                waiting.clear()
-                ref_of = dict(pair for turns, _ in batch for pair in turns)
-                score_of = await asyncio.to_thread(score_turns, critic, models, ref_of, 16384)
-                for turns, of_turns in batch:
-                    of_turns += [score_of[turn] for turn, _ in turns]
-        return scores
-
-    return advantages, pictures
-
-
-JUDGE_PROMPT = """An assistant works for a colleague who wants something that it can't see. It \
-finds out by talking to them, and hands it in at the end.
-
-What the colleague wants:
-{hidden_information}
-
-The conversation so far:
-{dialogue}
-
-Two messages that the assistant might send next:
-A: {a}
-
-B: {b}
-
-Which one brings it nearer to handing in exactly what is wanted? Reply with one letter, A or B."""
-
-
-async def judge(servers, model, task, history, actions):
-    """[advantage] of messages by an LLM: the share of comparisons that each wins.
-
-    In a circle, each is compared with the next as A, and with the one before as B. Of equal texts
-    both win half. servers: an Endpoint. EndpointError if no server gives a verdict.
-    """
-    async def wins(a, b):
-        """1 if a wins against b, 0 if b wins, 0.5 if they are equal."""
-        if a == b:
-            return 0.5
-        prompt = fill(JUDGE_PROMPT, hidden_information=hidden_information(task),
-                      dialogue=dialogue_text(history), a=a, b=b)
-
-        async def ask(client):
-            reply = await client.chat.completions.create(
-                model=model, temperature=0, seed=0, max_tokens=1024,
-                messages=[{"role": "user", "content": prompt}])
-            text = without_thinking(reply.choices[0].message.content or "")
-            letters = set(re.findall(r"\b[AB]\b", text))
-            if len(letters) != 1:  # "A better one is B" says nothing sure
-                raise ValueError("not one of A and B in the reply")
-            return float(letters == {"A"})
-        return await servers(ask)
-
-    texts = [read_action(action["output"], False)[0] for action in actions]
-    won = await asyncio.gather(*map(wins, texts, texts[1:] + texts[:1]))
-    return [(won[i] + 1 - won[i - 1]) / 2 for i in range(len(texts))]
-
-
-# --- an episode -----------------------------------------------------------------------------------
-
-class Players:
-    """What an episode talks to: the agent, the human, the critic, and its task's environment."""
-
-    def __init__(self, args):
-        self.args, self.drawn, self.cut = args, 0, 0
-        self.environments, self.opened = {}, contextlib.ExitStack()
-        self.threads = ThreadPoolExecutor(2 * os.cpu_count())  # where a call waits for others
-        self.agent_prompt = read_file("--agent_prompt", args.agent_prompt)
-        self.human_prompt = read_file("--human_prompt", args.human_prompt)
-
-    async def load(self):
-        """Loads the models and asks the servers for theirs; returns self."""
-        args = self.args
-        if http(args.human):
-            self.humans = Endpoint(args.human, args.in_flight, args.timeout, args.retries)
-            self.human_model = await self.humans.model(args.human_model)
-        self.concurrency = args.concurrency * args.data_parallel * len(args.engine.split(","))
-        directory, self.tokenizer, _ = find_model(args.model)
-        self.weights = weights_digest(directory)  # None where only servers have them
-        self.stop = stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id}
-        vllm = args.engine == "vllm" or args.engine == "auto" and CUDA and find_spec("vllm")
-        if http(args.engine):
-            self.engine = await http_engine(args, stop)
-        elif vllm:
-            self.engine = vllm_engine(args, stop)
-        else:
-            self.engine = TransformersEngine(args, stop)
-        self.critic = self.pictures = None
-        if http(args.critic):
-            judges = Endpoint(args.critic, args.in_flight, args.timeout, args.retries)
-            self.critic = functools.partial(judge, judges, await judges.model())
-        elif args.critic:
-            self.critic, self.pictures = trained_critic(args)
-            self.folder = tempfile.TemporaryDirectory()
-        return self
-
-    def environment(self, task):
-        """The environment of a task's kind, opened at its first use."""
-        kind = kind_of(task)
-        if kind not in self.environments:
-            pictures = http(self.args.human) or bool(self.pictures)
-            env = environment(task)(self.args, os.cpu_count(), pictures)
-            self.environments[kind] = self.opened.enter_context(env)
-        return self.environments[kind]
-
-    async def call(self, env, method, *args):
-        """method(*args) of an environment, in a thread where it may wait for a browser."""
-        return await self.in_thread(method, *args) if env.drawn else method(*args)
-
-    async def in_thread(self, method, *args):
-        return await asyncio.get_running_loop().run_in_executor(self.threads, method, *args)
-
-    def render(self, history):
-        return render(self.tokenizer, history, self.args.thinking)
-
-    async def act(self, task, history, key, candidates):
-        """The agent's next message, its `content` still None, with so many candidates.
-
-        key: (seed, task id, sample, turn).
-        """
-        n = self.args.best_of
-        draws = [(*key, j) for j in range(n)]
-        draws += [(*key, "candidate", j) for j in range(candidates)]
-        prompt = self.render(history)
-        if self.args.temperature:
-            drawn = await self.engine(prompt, draws)
-        else:  # all are the same, and vLLM draws no more than one
-            drawn = await self.engine(prompt, draws[:1]) * len(draws)
-        texts = self.tokenizer.batch_decode([ids for ids, _ in drawn], skip_special_tokens=True)
-        actions = []
-        for text, (ids, logprobs) in zip(texts, drawn):
-            total = sum(logprobs)
-            if not math.isfinite(total):
-                raise EndpointError("the model's log-probs are NaN or infinite: "
-                                    "are its weights sound?")
-            action = {"output": text, "token_ids": ids, "logprobs": logprobs}
-            if len(actions) >= n:
-                action = {"output": text, "token_ids": ids, "logprob": round(total, 6)}
-            if ids[-1] not in self.stop:
-                action["cut"] = True
-            actions.append(action)
-        self.drawn += len(actions)
-        self.cut += sum("cut" in action for action in actions)
-        chosen = await self.best(task, history, actions[:n]) if self.critic else actions[0]
-        message = {"role": "assistant", "content": None, **chosen}
-        if candidates:
-            message["candidates"] = actions[n:]
-        return message
-
-    async def best(self, task, history, actions):
-        """The critic's favourite action."""
-        if self.pictures:
-            await self.show_critic(task, history, actions)
-        scores = await self.critic(task, history, actions)
-        values = [score + self.args.prior * sum(action["logprobs"])
-                  for score, action in zip(scores, actions)]
-        return actions[values.index(max(values))]
-
-    async def show_critic(self, task, history, actions):
-        """Adds the pages of all that the critic will read to its pictures."""
-        env = self.environment(task)
-        texts = [m["content"] for m in history] + [a["output"] for a in actions]
-        for page in map(env.page, [*texts, hidden_information(task)]):
-            if page and page not in self.pictures.numbers:
-                file = await self.call(env, env.picture_file, page, self.folder.name)
-                if file:
-                    self.pictures.add(page, file)
-
-    async def human(self, task, history):
-        """The human's reply to the last message."""
-        who, _, text = self.args.human.partition(":")
-        if who == "fixed":
-            return text[:environment(task).reply_chars]
-        env, message = self.environment(task), history[-1]["content"]
-        try:
-            if who == "scripted":
-                return await self.call(env, env.scripted_human, task, message)
-            pictures = await self.call(env, env.shown, task, message)
-        except NoReference:
-            raise
-        except RenderError as e:
-            return NOT_SEEN.format(e)
-        prompt = human_prompt(task, history, self.human_prompt)
-        reply = await self.llm_reply(prompt, pictures, env.reply_chars)
-        return redact(reply, hidden_information(task))
-
-    async def llm_reply(self, prompt, pictures, limit):
-        """What an LLM says, cut at `limit` characters; pictures: PNG files as bytes."""
-        content = prompt
-        if pictures:
-            content = [{"type": "text", "text": prompt}]
-            for png in pictures:
-                url = "data:image/png;base64," + base64.b64encode(png).decode()
-                content.append({"type": "image_url", "image_url": {"url": url}})
-
-        async def ask(client):
-            completion = await client.chat.completions.create(
-                model=self.human_model, messages=[{"role": "user", "content": content}],
-                temperature=0, seed=0, max_tokens=self.args.human_tokens or limit * 3 // 8)
-            reply = without_thinking(completion.choices[0].message.content or "")
-            if not reply:
-                raise ValueError("an empty reply")
-            whole = reply.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-            return whole[:limit]  # without lone surrogates, which no tokenizer takes
-        return await self.humans(ask)
-
-    async def play(self, task, sample):
-        """Plays one episode: {"sample", "dialogue_history", "answer"}."""
-        turns, key = self.args.max_turns, (self.args.seed, task_id(task), sample)
-        candidates = self.candidates(key)
-        history = [first_message(task, turns, self.agent_prompt)]
-        for turn in range(turns):
-            message = await self.act(task, history, (*key, turn), candidates)
-            message["content"], answer = read_action(message["output"], last=turn == turns - 1)
-            history.append(message)
-            if answer is not None:
-                break
-            history.append({"role": "user", "content": await self.human(task, history)})
-        answer = environment(task).answer(history, answer)
-        return {"sample": sample, "dialogue_history": history, "answer": answer}
-
-    async def add_candidates(self, record, sample):
-        """Gives the agent's messages of a dialogue candidates, in place: {"sample"}."""
-        history, key = record["dialogue_history"], (self.args.seed, task_id(record["task"]), sample)
-        agent = [t for t, m in enumerate(history) if m["role"] == "assistant"]
-        if candidates := self.candidates(key):
-            for turn, t in enumerate(agent):
-                drawn = await self.act(record["task"], history[:t], (*key, turn), candidates)
-                history[t]["candidates"] = drawn["candidates"]
-        return {"sample": sample}
-
-    def candidates(self, key):
-        """How many candidates each turn of an episode gets."""
-        chosen = rng("share", *key).random() < self.args.candidates_share
-        return self.args.candidates if chosen else 0
-
-
-def read_file(flag, path):
-    """The text of a flag's file, or None without one."""
-    if path:
-        with fail_on_error(f"{flag} {path}"), open(path, encoding="utf-8") as f:
-            return f.read()
-
-
-# --- all episodes ---------------------------------------------------------------------------------
-
-def finished_episodes(path, skip_bad):
-    """({(task id, sample)}, {name: [its values]} of `meta` that must stay) of a file's episodes.
-
-    A last line that is cut off is dropped from the file, which may be missing.
-    """
-    keys, metas, last = set(), {}, b""
-    fields = "task.problem_description", "task.ground_truth", "sample"
-
-    def whole_lines(f):
-        nonlocal last
-        for last in f:
-            if last.endswith(b"\n") or is_json(last):
-                yield last
-
-    if not path or not os.path.exists(path):
-        return keys, metas
-    with fail_on_error(f"--resume {path}"), open(path, "rb+") as f:
-        lines = whole_lines(f)
-        first = next(lines, None)
-        records = itertools.chain([first], lines) if first else []
-        for r in read_jsonl(records, fields, path, skip_bad) if first else ():
-            keys.add((task_id(r["task"]), r["sample"]))
-            meta = r.get("meta", {})
-            meta = meta.get("candidates", meta)
-            for name in meta.keys() & {"model_weights", *Run.SAME}:
-                values = metas.setdefault(name, [])
-                if meta[name] not in values:
-                    values.append(meta[name])
-        end = f.seek(0, os.SEEK_END)
-        if last and not last.endswith(b"\n"):
-            if is_json(last):
-                f.write(b"\n")
-            elif last.startswith(b"{"):
-                f.truncate(end - len(last))
-            else:
-                fail(f"--resume {path}: its last line is no record")
-    return keys, metas
-
-
-def is_json(line):
-    try:
-        return bool(json.loads(line))
-    except ValueError:
-        return False
-
-
-class Run:
-    """The episodes of stdin's tasks: read, played, graded, written, in that order."""
-
-    SAME = ("temperature", "top_p", "max_turns", "max_tokens", "thinking", "seed", "best_of",
-            "prior", "rules")  # flags that all episodes of a file share
-    META = ("model", "human", "critic", *SAME)
-
-    def __init__(self, args, emit, players, done):
-        self.args, self.emit, self.players, self.done = args, emit, players, done
-        self.done_before = len(done)
-        self.meta = {flag: getattr(args, flag) for flag in self.META}
-        self.meta |= {"model_weights": players.weights, "version": version()}
-        self.times_read, self.totals, self.error = Counter(), Counter(), None
-        self.tasks = {}  # id: digest of its texts
-        self.played = asyncio.Queue()  # of records that are being graded
-
-    async def all(self):
-        with self.players.opened:
-            await asyncio.gather(self.play_all(), self.write())
-
-    def jobs(self):
-        """Yields (record, sample) of the episodes to play.
-
-        A bad line ends the input. Episodes under way are finished first, then self.error is told.
-        """
-        try:
-            for record in read_jsonl(sys.stdin, needs(to_grade=True), skip_bad=self.args.skip_bad):
-                for sample in self.samples(record):
-                    yield record, sample
-        except SystemExit as e:
-            self.error = e
-
-    def samples(self, record):
-        """Completes a record's task; yields the numbers of its samples that are still to play."""
-        task = record["task"]
-        record["task"] = task = {"kind": kind_of(task), **task, "id": task_id(task)}
-        text = digest([task["problem_description"], task["ground_truth"]])
-        if self.tasks.setdefault(task["id"], text) != text:
-            fail(f"two unlike tasks of stdin have the id {task['id']}")
-        n, samples = self.times_read[task["id"]], range(self.args.k)
-        self.times_read[task["id"]] += 1
-        if "dialogue_history" in record:
-            samples = [record.get("sample", n)]  # published dialogues have no number
-            if not self.args.candidates:
-                fail(f"task {task['id']} has a dialogue already: give --candidates, or cut it out")
-            if "reward" not in record and "answer" not in record:
-                fail(f"task {task['id']} has a dialogue without reward and without answer to grade")
-        if "dialogue_history" not in record or "reward" not in record:
-            self.players.environment(task)  # what can't be opened ends the program before the play
-        for sample in samples:
-            key = task["id"], sample
-            if key not in self.done:
-                self.done.add(key)
-                yield sample
-            elif n > 0:
-                self.totals["repeated"] += 1
-
-    async def play_all(self):
-        jobs = self.jobs()
-        await asyncio.gather(*(self.play(jobs) for _ in range(self.players.concurrency)))
-        self.played.put_nowait(None)
-
-    async def play(self, jobs):
-        """Plays one job after another.
-
-        An episode that fails is not written. No reply is made up; --resume plays it again.
-        """
-        for record, sample in jobs:
-            try:
-                if "dialogue_history" in record:
-                    new = await self.players.add_candidates(record, sample)
-                else:
-                    record = ungraded(record)
-                    new = await self.players.play(record["task"], sample)
-            except (EndpointError, NoReference) as e:
-                self.totals["failed"] += 1
-                if self.totals["failed"] <= 3:
-                    say(f"task {record['task']['id']}, sample {sample} failed: {e}")
-                continue
-            new["meta"] = self.meta_of(record)
-            self.played.put_nowait(asyncio.ensure_future(self.grade({**record, **new})))
-
-    def meta_of(self, record):
-        """The `meta` of an episode. A dialogue that was there keeps its own beside that of its new
-        candidates, whose prompts are rendered by --thinking.
-        """
-        meta = record.get("meta", {})
-        if "dialogue_history" not in record:
-            return {**meta, **self.meta}
-        meta = {**meta, "thinking": self.args.thinking, "candidates": self.meta}
-        return meta if "reward" in record else {**meta, "rules": self.args.rules}
-
-    async def grade(self, record):
-        if "reward" not in record:
-            grade = self.players.environment(record["task"]).grade
-            record |= await self.players.in_thread(grade, record["task"], record["answer"])
-        return record
-
-    async def write(self):
-        """Writes the episodes in the order in which they ended, whatever grading takes."""
-        bar = progress("episodes")
-        while graded := await self.played.get():
-            record = await graded
-            self.emit(record)
-            bar.update()
-            self.totals["episodes"] += 1
-            self.totals["reward"] += record["reward"]
-            self.totals["solved"] += record["reward"] == 1
-            self.totals["tokens"] += sum(len(m.get("token_ids", ()))
-                                         for m in record["dialogue_history"])
-
-    def summary(self):
-        """Says how it went; raises the error that ends the program, if there is one."""
-        totals, environments = self.totals, self.players.environments.values()
-        n = max(1, totals["episodes"])
-        reward = " and ".join(env.reward_name for env in environments) or "reward"
-        parts = [f"{totals['episodes']} episodes ({self.done_before} done before): "
-                 f"{reward} {100 * totals['reward'] / n:.1f} %, "
-                 f"success {100 * totals['solved'] / n:.1f} %, "
-                 f"{totals['tokens'] / n:.0f} tokens each"]
-        if cut := self.players.cut:
-            parts.append(f"{100 * cut / self.players.drawn:.1f} % of actions cut at --max_tokens "
-                         f"{self.args.max_tokens}")
-        say("; ".join(parts + [env.grader_line() for env in environments]))
-        if totals["repeated"]:
-            say(f"{totals['repeated']} episodes of tasks that stdin repeats were left out")
-        if totals["failed"] and not self.error:
-            fail(f"{totals['failed']} episodes failed and were not written; --resume FILE plays "
-                 "them again")
-        if self.error:
-            raise self.error
-
-
-async def collect(args, emit):
-    """Plays all episodes, and says how it went."""
-    done, metas = finished_episodes(args.resume, args.skip_bad)
-    for name in Run.SAME:
-        for value in metas.get(name, ()):
-            if value != getattr(args, name):
-                fail(f"--resume {args.resume} holds episodes with --{name} {value}, not "
-                     f"{getattr(args, name)}: give the same flags, or another file")
-    players = await Players(args).load()
-    weights = set(metas.get("model_weights", ())) - {None}
-    if players.weights and weights - {players.weights}:
-        fail(f"--resume {args.resume} holds episodes of other weights than those at --model "
-             f"{args.model}: take the old weights, or another file")
-    episodes = Run(args, emit, players, done)
-    await episodes.all()
-    episodes.summary()
-
-
-def main(args):
-    try:
-        asyncio.run(collect(args, open_stdout()))
-    except GraderError as e:
-        fail(e)
 
 
 if __name__ == "__main__":

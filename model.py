@@ -512,15 +512,15 @@ def tell_plan(what, groups, steps, more):
 
 def accuracy(margin):
     """The share of margins (N,) above 0; one of 0 up to rounding counts a half."""
-    return ((margin.round(decimals=3).sign() + 1) / 2).double().mean().item()
+    return ((margin.round(decimals=5).sign() + 1) / 2).double().mean().item()
 
 
 def deal(turns, tree_tokens, world=WORLD):
     """The turns in parts [[turn]], whose trees have at most tree_tokens tokens, or are of one turn.
 
-    Each of `world` ranks computes as many, which are neighbours. They are as few as can be for
-    that, and of similar size: the largest is as small as it can be, to one percent. Turns with a
-    long common prefix share a part.
+    Each of `world` ranks gets the same number of consecutive parts. That number is as small as it
+    can be, and then the largest part is, to one percent. Turns with a long common prefix share a
+    part.
     """
     turns = sorted(set(turns), key=lambda turn: turn[0] + turn[1])
     new, lengths, before = [], [], []
@@ -685,7 +685,7 @@ def raw_text(message):
 
 
 def spells(tokenizer, message):
-    """Whether its token_ids spell its `output`, or one of them more, if the other has been cut.
+    """Whether its token_ids spell its `output`, or one is a prefix of the other.
 
     Candidates, of which there are many, pass.
     """

@@ -59,7 +59,7 @@ def get_args(argv=None):
     g = p.add_argument_group("the critic")
     flag(g, "head", "logratio", "what A is: see the docstring",
          choices=["logratio", "regression", "value", "teacher"])
-    flag(g, "normalize", "turn", "log-ratios: mean of a turn (eq. 3), of a trajectory, or sum",
+    flag(g, "normalize", "turn", "mean of a turn (eq. 3), mean of a trajectory, or sum",
          choices=["turn", "trajectory", "none"])
     flag(g, "hidden_info", 1, "0: the critic reads what the agent reads", choices=[0, 1])
     flag(g, "ref_context", "hidden", "pi_ref reads c, too (eq. 3), or what the agent reads",
@@ -198,17 +198,17 @@ def main(args):
             end_by_signal()
 
     if not log.finished:
-        read = turns_in(held)
-        logps = dict(zip(read, score(model, read, args.tree_tokens, "held-out pairs")))
-        right = [pair_loss(args, pair, logps, ref)[1].item() > 0 for pair in held]
         save(model, tokenizer, args.out)
         save_critic(args)
-        log(last=True, finished=len(steps), held_out_pairs=len(held),
-            held_out_accuracy=sum(right) / len(held) if held else None)
+        log(last=True, finished=len(steps))
     drop_checkpoints(args.out)
-    logps = score(model, turns, args.tree_tokens, "advantages")
+    logps = dict(zip(turns, score(model, turns, args.tree_tokens, "advantages")))
+    if held:
+        margin = torch.stack([pair_loss(args, pair, logps, ref)[1] for pair in held])
+        log(last=True, finished=len(steps), held_out_pairs=len(held),
+            held_out_accuracy=accuracy(margin))
     add_advantages(records, {turn: advantage(p, ref[turn], args.normalize).item()
-                             for turn, p in zip(turns, logps)}, emit)
+                             for turn, p in logps.items()}, emit)
 
 
 # --- pairs ----------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """What three or more scripts share: flags, messages, signals, JSON lines, ranks, --out."""
 import argparse
-import asyncio
 import contextlib
 import fcntl
 import functools
@@ -18,7 +17,6 @@ import sys
 import time
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version as package_version
-from types import SimpleNamespace
 
 from tqdm import tqdm
 
@@ -41,11 +39,11 @@ class Help(argparse.RawDescriptionHelpFormatter):
 def parser(doc, usage):
     """An ArgumentParser that takes no abbreviated flags.
 
-    It describes itself by the first paragraph of `doc` and by the indented ones.
+    It describes itself by the first paragraph of `doc` and by indented ones without commands.
     """
     first, *others = doc.split("\n\n")
-    shown = [first, *(paragraph for paragraph in others if paragraph.startswith("    "))]
-    form = functools.partial(Help, max_help_position=28, width=100)
+    shown = [first, *(text for text in others if text[:4] == "    " and "python " not in text)]
+    form = functools.partial(Help, max_help_position=36, width=110)
     p = argparse.ArgumentParser(description="\n\n".join(shown), usage=usage, formatter_class=form,
                                 allow_abbrev=False)
     if RANK:
@@ -342,78 +340,6 @@ def open_stdout():
     return emit
 
 
-# --- servers --------------------------------------------------------------------------------------
-
-class EndpointError(Exception):
-    """No server gave a usable reply, or one says that the request itself is wrong."""
-
-
-class Endpoint:
-    """OpenAI-compatible servers. A request goes to the least busy one, after an error to another.
-
-    urls: "http://host:port/v1", several with commas between. in_flight: most requests under way at
-    each. timeout: seconds. A server that failed rests, ever longer, while the others go on. The
-    API key comes from the environment only. Requests with the same `key` go to the server that
-    answered the last one: it has their prompt's beginning in its cache.
-    """
-
-    def __init__(self, urls, in_flight=64, timeout=120, retries=8):
-        import openai
-        self.timeout, self.retries = timeout, retries
-        self.servers, self.homes = [], {}  # homes: {key: the server that answered last}
-        options = {"api_key": os.environ.get("OPENAI_API_KEY", "none"),
-                   "timeout": openai.Timeout(timeout, connect=30),
-                   "max_retries": 0}  # those would be at the same server
-        for url in urls.split(","):
-            client = openai.AsyncOpenAI(base_url=url, **options)
-            self.servers.append(SimpleNamespace(url=url, client=client, waiting=0, failures=0,
-                                                rests_until=0, room=asyncio.Semaphore(in_flight)))
-
-    async def __call__(self, request, key=None):
-        """await request(client), with retries; it raises an error if a reply is of no use."""
-        def load(server):
-            rest = max(0, server.rests_until - time.monotonic())
-            return rest, server is not self.homes.get(key), server.waiting
-
-        for attempt in range(self.retries + 1):
-            if attempt:
-                pause = min(30, 0.25 * 2 ** attempt)
-                await asyncio.sleep(pause * random.uniform(0.5, 1))
-            server = min(self.servers, key=load)
-            server.waiting += 1
-            try:
-                async with server.room:
-                    reply = await asyncio.wait_for(request(server.client), self.timeout)
-            except Exception as e:
-                reason = f"{server.url}: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
-                status, alone = getattr(e, "status_code", 0), len(self.servers) == 1
-                if status in (400, 413, 422) or alone and status in (401, 403, 404):
-                    break  # no server would take this request
-                self.homes.pop(key, None)
-                server.failures += 1
-                server.rests_until = time.monotonic() + min(60, 2 ** server.failures - 2)
-            else:
-                server.failures = 0
-                if key is not None:
-                    self.homes[key] = server
-                return reply
-            finally:
-                server.waiting -= 1
-        raise EndpointError(reason)
-
-    async def model(self, wanted=None):
-        """The name of the model: `wanted` if it is served, else the only one. Fails otherwise."""
-        async def names(client):
-            return [model.id for model in (await client.models.list()).data]
-        try:
-            served = await self(names)
-        except EndpointError as e:
-            fail(e)
-        if wanted not in served and len(served) != 1:
-            fail(f"{self.servers[0].url} serves {', '.join(served)}: say which")
-        return wanted if wanted in served else served[0]
-
-
 # --- ranks ----------------------------------------------------------------------------------------
 
 def init_distributed():
@@ -566,11 +492,14 @@ class Log:
                 "tokens_per_second": round(tokens / seconds)}
 
     def __call__(self, last=False, **row):
-        """Adds a row to metrics.jsonl; shows it if it is the last one or 10 seconds went by."""
+        """Adds a row to metrics.jsonl, if the run had not finished; shows it if it is the last
+        one or 10 seconds went by.
+        """
         if RANK:
             return
-        with fail_on_error(f"{self.path} can't be written"):
-            self.file.write(json.dumps(row) + "\n")
+        if not self.finished:
+            with fail_on_error(f"{self.path} can't be written"):
+                self.file.write(json.dumps(row) + "\n")
         now = time.monotonic()
         if last or now - self.shown > SHOW_EVERY:
             self.shown = now

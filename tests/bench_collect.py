@@ -1,8 +1,6 @@
-"""Collecting without barriers beside the lock-step loop of the released code; memory; kills.
+"""Collecting without barriers beside the lock-step loop of the released code, or another checkout.
 
     python tests/bench_collect.py [--model runs/base]  # speed: same engine, seeds, slow human
-    python tests/bench_collect.py --memory 10000       # resident memory of collect.py
-    python tests/bench_collect.py --kills 8            # what kill -9 and --resume change
     python tests/bench_collect.py --sampling DIR --model DIR  # tokens a second of the embedded
                                                        # engine, beside another checkout's, in DIR
     python tests/bench_collect.py --ceiling DIR --model DIR  # turns a CPU second, beside those
@@ -38,8 +36,9 @@ TESTS = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [TESTS, os.environ.get("CHECKOUT", os.path.dirname(TESTS))]
 import collect  # noqa: E402
 import colbench  # noqa: E402
+import model  # noqa: E402
 from conftest import ROOT, demos, lines  # noqa: E402
-from utils import open_stdout, rng  # noqa: E402
+from utils import rng  # noqa: E402
 
 
 def get_args():
@@ -53,9 +52,6 @@ def get_args():
     p.add_argument("--max_turns", type=int, default=6)
     p.add_argument("--max_tokens", type=int, default=40)
     p.add_argument("--repeats", type=int, default=5)
-    p.add_argument("--memory", type=int, default=0, help="episodes; measures memory instead")
-    p.add_argument("--kills", type=int, default=0,
-                   help="kills of a run of 1,000 episodes; measures what they change")
     p.add_argument("--sampling", metavar="DIR", help="another checkout, to compare this one with")
     p.add_argument("--tasks", type=int, default=4, help="--sampling: English tasks")
     p.add_argument("--dtype", default="fp32", help="--sampling: this checkout's; the other's: fp32")
@@ -135,62 +131,32 @@ async def speed(args, flags):
         print(json.dumps(out), flush=True)
 
 
-def start(flags, out, stdin):
-    return subprocess.Popen([sys.executable, "collect.py", *flags], cwd=ROOT, stdin=open(stdin),
-                            stdout=out, stderr=subprocess.DEVNULL)
+def measured(flags, tasks, engine=None):
+    """Records that collect.py writes of these tasks; its seconds and CPU seconds without loading.
+
+    engine: in the place of the embedded one.
+    """
+    embedded, records, began = collect.TransformersEngine, [], []
+
+    def loaded(args, stop):
+        made = engine or embedded(args, stop)
+        began[:] = time.perf_counter(), time.process_time()
+        return made
+
+    collect.TransformersEngine, collect.open_stdout = loaded, lambda: records.append
+    sys.stdin = io.BytesIO(lines({"task": task} for task in tasks).encode())
+    collect.main(collect.get_args(flags))
+    return records, time.perf_counter() - began[0], time.process_time() - began[1]
 
 
-def memory(args, flags, folder):
-    """MB resident in collect.py's process, at each tenth of the episodes."""
-    with open(os.path.join(folder, "tasks"), "w") as f:
-        tasks = colbench.ENVIRONMENTS["backend"].tasks("train", colbench.get_args(["tasks"]))
-        f.write(lines({"task": {**next(tasks), "id": str(i)}} for i in range(args.memory // 10)))
-    flags = [*flags, "-k", "10", "--max_tokens", "8", "--max_turns", "3"]
-    process, seen = start(flags, subprocess.PIPE, f.name), []
-    for n, _ in enumerate(process.stdout, 1):
-        if n % (args.memory // 10) == 0:
-            status = open(f"/proc/{process.pid}/status").read()
-            seen.append(round(int(status.split("VmRSS:")[1].split()[0]) / 1024))
-    assert process.wait() == 0 and n == args.memory
-    print(json.dumps({"episodes": n, "resident_mb_at_each_tenth": seen}))
-
-
-def kills(args, flags, folder):
-    """Plays 1,000 episodes, then again with kills at random moments; counts what differs."""
-    with open(os.path.join(folder, "tasks"), "w") as f:
-        tasks = colbench.ENVIRONMENTS["backend"].tasks("train", colbench.get_args(["tasks"]))
-        f.write(lines({"task": {**next(tasks), "id": str(i)}} for i in range(250)))
-    path, random_ = os.path.join(folder, "all"), random.Random(0)
-    flags = [*flags, "-k", "4", "--max_turns", "6"]
-    with open(path + "-whole", "w") as out:
-        assert start(flags, out, f.name).wait() == 0
-    written = lambda: open(path, "rb").read().count(b"\n")
-    for kill in range(args.kills + 1):
-        with open(path, "a") as out:
-            process = start([*flags, "--resume", path], out, f.name)
-        at = written() + random_.randrange(1, 1600 // args.kills) if kill < args.kills else 10 ** 9
-        while process.poll() is None and written() < at:
-            time.sleep(0.01)
-        process.kill()
-        process.wait()
-    whole, again = ([json.loads(line) for line in open(p)] for p in (path + "-whole", path))
-    key = lambda r: (r["task"]["id"], r["sample"])
-    text = lambda r: [m["content"] for m in r["dialogue_history"]]
-    assert sorted(map(key, whole)) == sorted(map(key, again)), "not the same episodes, each once"
-    whole = {key(r): text(r) for r in whole}
-    print(json.dumps({"episodes": len(whole), "kills": args.kills,
-                      "texts_that_differ": sum(text(r) != whole[key(r)] for r in again)}))
-
-
-async def no_engine(args, flags):
-    """Plays episodes whose draws cost nothing; emits {"turns", "cpu_seconds", "records"}."""
-    emit, random_ = open_stdout(), random.Random(0)
+def no_engine(args, flags):
+    """Plays episodes whose draws cost nothing; prints them and {"turns", "cpu_seconds", ...}."""
+    random_, tokenizer = random.Random(0), model.find_model(args.model)[1]
     flags = [*flags, "--candidates", "16", "--max_turns", "10"]
     flags += ["--human", "fixed:" + "It is so. " * 39]
-    players = await collect.Players(collect.get_args(flags)).load()
-    names = "README.md", "colbench.py", "collect.py", "utils.py"
+    names = "README.md", "colbench.py", "model.py", "utils.py"
     texts = [open(os.path.join(ROOT, name), encoding="utf-8").read() for name in names]
-    ids = players.tokenizer("\n".join(texts), add_special_tokens=False)["input_ids"]
+    ids = tokenizer("\n".join(texts), add_special_tokens=False)["input_ids"]
 
     def piece(tokens):
         at = random_.randrange(len(ids) - tokens)
@@ -200,23 +166,17 @@ async def no_engine(args, flags):
     drawn = [(ids, [round(-random_.random(), 6) for _ in ids]) for ids in drawn]
     lengths = []
 
-    async def engine(*request):  # a prompt and its draws; older checkouts give a pair of them
-        prompt, draws = request if len(request) == 2 else request[0]
+    async def engine(prompt, draws):
         lengths.append(len(prompt))
         await asyncio.sleep(0)
         at = rng(*draws[0]).randrange(len(drawn) - len(draws))
         return drawn[at:at + len(draws)]
 
-    players.engine, tests = engine, {"test1": "f(1)"}
-    tasks = [{"id": f"t{i:02}", "ground_truth": "def f(x): return x", "test_cases": tests,
-              "problem_description": players.tokenizer.decode(piece(args.description))}
-             for i in range(16)]
-    sys.stdin = io.BytesIO(lines({"task": task} for task in tasks).encode())
-    players.environment(tasks[0])  # its opening is no work of a turn
-    start = time.process_time()
-    await collect.Run(players.args, emit, players, set()).all()
-    seconds = time.process_time() - start
-    emit({"turns": len(lengths), "cpu_seconds": seconds, "longest_prompt": max(lengths)})
+    tasks = [{"id": f"t{i:02}", "ground_truth": "def f(x): return x", "test_cases": {"a": "f(1)"},
+              "problem_description": tokenizer.decode(piece(args.description))} for i in range(16)]
+    records, _, cpu = measured(flags, tasks, engine)
+    print(lines(records) + json.dumps({"turns": len(lengths), "cpu_seconds": cpu,
+                                       "longest_prompt": max(lengths)}))
 
 
 def in_both(args, other):
@@ -237,7 +197,7 @@ def ceiling(args):
         rates.append([last["turns"] / last["cpu_seconds"] for *_, last in both])
         for *episodes, last in both:
             played = sorted((r["task"]["id"], r["dialogue_history"]) for r in episodes)
-            written.add(json.dumps(played).replace(', "cut": true', ""))  # an old one has none
+            written.add(json.dumps(played))
     assert len(written) == 1, "the checkouts do not write the same records"
     print(json.dumps({"message": args.message, "longest_prompt": last["longest_prompt"],
                       **compared("turns_a_cpu_second", rates)}))
@@ -251,24 +211,17 @@ def compared(name, rates):
             "ratio": round(statistics.median(ratios), 2), "ratios": ratios}
 
 
-async def sample(args, flags):
-    """Plays English tasks; emits {"second", "cpu_second"}: tokens of all draws in one."""
-    emit, episodes = open_stdout(), []
+def sample(args, flags):
+    """Plays English tasks; prints {"second", "cpu_second"}: tokens of all draws in one."""
     flags = [*flags, "--candidates", str(args.candidates)]
     if os.environ["CHECKOUT"] == ROOT:
         flags += ["--dtype", args.dtype]
-    players = await collect.Players(collect.get_args(flags)).load()
     given = colbench.get_args(["tasks", "--kind", "english"])
-    tasks = list(itertools.islice(colbench.ENVIRONMENTS["english"].tasks("train", given),
-                                  args.tasks))
-    sys.stdin = io.BytesIO(lines({"task": task} for task in tasks).encode())
-    players.environment(tasks[0])
-    start, cpu = time.perf_counter(), time.process_time()
-    await collect.Run(players.args, episodes.append, players, set()).all()
-    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    drawn = [len(action["token_ids"]) for r in episodes for m in r["dialogue_history"]
+    tasks = colbench.ENVIRONMENTS["english"].tasks("train", given)
+    records, seconds, cpu = measured(flags, itertools.islice(tasks, args.tasks))
+    drawn = [len(action["token_ids"]) for r in records for m in r["dialogue_history"]
              if m["role"] == "assistant" for action in (m, *m.get("candidates", ()))]
-    emit({"second": sum(drawn) / seconds, "cpu_second": sum(drawn) / cpu})
+    print(json.dumps({"second": sum(drawn) / seconds, "cpu_second": sum(drawn) / cpu}))
 
 
 def sampling(args):
@@ -284,20 +237,15 @@ if __name__ == "__main__":
     args = get_args()
     with tempfile.TemporaryDirectory() as folder:
         if not args.model:
-            import model
             args.model = os.path.join(folder, "model")
             model.save(*model.tiny(demos(200), 0, colbench.PIECES), args.model)
         flags = ["--model", args.model, "--engine", "transformers",
                  "--max_turns", str(args.max_turns), "--max_tokens", str(args.max_tokens)]
         if "CHECKOUT" in os.environ:
-            asyncio.run((no_engine if args.ceiling else sample)(args, flags))
+            (no_engine if args.ceiling else sample)(args, flags)
         elif args.sampling:
             sampling(args)
         elif args.ceiling:
             ceiling(args)
-        elif args.memory:
-            memory(args, flags, folder)
-        elif args.kills:
-            kills(args, flags, folder)
         else:
             asyncio.run(speed(args, flags))

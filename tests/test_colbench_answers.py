@@ -100,6 +100,13 @@ def test_blocks_that_the_answer_uses_are_run_and_no_others(graders, blocks, rewa
     assert graders[0].grade(DOUBLE, answer)["reward"] == reward
 
 
+@pytest.mark.parametrize("test", ["(f(3))", "sorted([f(3), 1])", "not f(3)", "[f(x) for x in [1]]"])
+def test_what_is_tested_may_stand_within_an_expression(graders, test):
+    """It is then defined, and the block that raises is no matter."""
+    answer = f"```python\n{RIGHT}```\nso\n```python\nprint(rate * f(2))\n```"
+    assert graders[0].grade(task(RIGHT, test), answer)["reward"] == 1
+
+
 def test_no_answer_has_two_tries(graders):
     """What is code is settled before any of it runs: an answer can't be read in two ways."""
     for answer, reward in ((f"{WRONG}\n'''\n```python\n{RIGHT}```\n'''\n", 0),  # it is Python

@@ -320,13 +320,43 @@ def nothing(): return 0
     assert done == nothing
 
 
+IMPORTING = {
+    "numpy, lazily": "import numpy as np\ndef f(x): return np.unique([x, 1, x])",
+    "sympy's solver": "import sympy\ndef f(x): return sympy.solve(sympy.Symbol('y') ** 2 - x)",
+    "sympy's numbers": "from sympy import Rational\ndef f(x): return [Rational(x, 3), Rational(x)]",
+    "a codec": "def f(x): return '\\\\x41'.encode().decode('unicode_escape') * x",
+    "a time zone": "from datetime import datetime\nfrom zoneinfo import ZoneInfo\n"
+                   "def f(x): return datetime(2024, x, 1, tzinfo=ZoneInfo('Europe/Paris'))",
+    "a submodule": "from email.mime.text import MIMEText\ndef f(x): return str(MIMEText('a' * x))",
+    "a parser": "import xml.dom.minidom as m\ndef f(x): return m.parseString('<a/>').toxml() * x"}
+
+
+@pytest.mark.parametrize("style", IMPORTING)
+def test_an_answer_imports_what_is_installed(grader, style):
+    code = IMPORTING[style]
+    assert grader.grade(task(code, "f(4)", "f(9)"), code)["reward"] == 1
+
+
+@pytest.mark.parametrize("call", [
+    "libc.clock_gettime((~1 << 3) | 2, buffer)",       # the time that process 1 took
+    "libc.syscall(202, buffer, 1, 1, 0, 0, 0)",        # FUTEX_WAKE, shared by all
+    "libc.syscall(202, buffer, 6 | 128, 0, 0, 0, 0)"])  # FUTEX_LOCK_PI: is there such a thread?
+def test_no_call_tells_of_another_process(grader, call):
+    own = call.replace("(~1 << 3) | 2", "1").replace(", 1, 1,", ", 129, 1,")
+    own = own.replace("6 | 128", "129")
+    code = ("import ctypes\nlibc, buffer = ctypes.CDLL(None), ctypes.create_string_buffer(64)\n"
+            "def f(own): return (%s if own else %s) < 0" % (own, call))
+    want = task("def f(own): return not own", "f(True)", "f(False)")
+    assert grader.grade(want, code)["reward"] == 1
+
+
 def test_an_answer_cannot_read_an_earlier_one(grader):
     """The server sees neither code nor values, so the next child's heap holds none of them."""
     mark = "marker_" + "of_an_earlier_answer"
     grader.claims(f"def {mark}(): return '{mark}' * 50", [f"{mark}()"] * 3)
     if os.geteuid():
         pytest.skip("only root may read a server's memory: it is not dumpable")
-    for server, _ in grader.idle.queue:
+    for server in grader.servers:
         if server.process:
             pid = server.process.pid
             with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb") as memory:
@@ -397,7 +427,7 @@ def test_the_wait_for_a_server_and_its_start_take_none_of_an_answers_time(monkey
                                  pytest.param(signal.SIGSEGV, marks=pytest.mark.full)])
 def test_a_killed_server_is_started_again(how):
     with Grader(workers=1) as g:
-        plain, imports = g.idle.queue[0]
+        plain, imports = g.servers
         os.kill(plain.process.pid, how)
         assert g.grade(DOUBLE, HONEST)["reward"] == 1
         # while an answer runs: again on a new server, or an error, but never a verdict
@@ -410,11 +440,11 @@ def test_a_killed_server_is_started_again(how):
 def test_a_grader_that_cannot_work_says_so(monkeypatch):
     with Grader(workers=1) as g:
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        g.idle.queue[0][0].stop()
+        g.servers[0].stop()
         with pytest.raises(GraderError):
             g.grade(DOUBLE, HONEST)
     monkeypatch.undo()
-    monkeypatch.setattr(module, "seccomp_filter", lambda: b"")
+    monkeypatch.setattr(module, "seccomp_filter", lambda calls: b"")
     with pytest.raises(GraderError, match="confine"):
         Grader(workers=1)
 

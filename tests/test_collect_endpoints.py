@@ -10,10 +10,10 @@ import time
 import pytest
 
 import colbench
+import collect
 import model as M
-from conftest import records, script
-from collect import judge
-from utils import Endpoint, EndpointError, rng
+from conftest import complaint, records, script
+from utils import rng
 
 
 TIMEOUT = 3  # seconds; more than a busy machine needs to answer
@@ -22,8 +22,8 @@ TIMEOUT = 3  # seconds; more than a busy machine needs to answer
 class Server(http.server.ThreadingHTTPServer):
     """An OpenAI-compatible server: `reply(path, body)` gives the JSON.
 
-    trouble: the share of requests that fail, in all the ways that servers have. refuse: a status
-    for all of them.
+    trouble: the share of requests that fail in passing, in the ways that servers have. refuse: a
+    status for all of them.
     """
     daemon_threads, request_queue_size = True, 256
 
@@ -31,7 +31,6 @@ class Server(http.server.ThreadingHTTPServer):
         self.reply, self.trouble, self.refuse = reply, trouble, refuse
         self.random = random.Random(0)
         self.seen, self.lock = [], threading.Lock()
-        self.busy = self.busiest = 0
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
@@ -60,27 +59,20 @@ class Handler(http.server.BaseHTTPRequestHandler):
         s, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with s.lock:
             s.seen.append((self.path, body, self.headers["Authorization"]))
-            kind = s.random.choice(["500", "html", "cut", "stall", "none", "empty", "429"]) \
-                if s.random.random() < s.trouble else ""
-            s.busy += kind != "stall"  # the client gives that up, and this thread goes on
-            s.busiest = max(s.busy, s.busiest)
-        try:
-            if s.refuse:
-                return self.send('{"error": "no"}', s.refuse)
-            good = json.dumps(s.reply(self.path, body))
-            if kind in ("500", "429"):
-                return self.send('{"error": "busy"}', int(kind))
-            if kind == "stall":
-                time.sleep(TIMEOUT + 0.5)
-            if kind == "cut":
-                self.close_connection = True
-                cut = b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n" + good[:20].encode()
-                return self.wfile.write(cut)
-            self.send({"html": "<html>bad gateway</html>", "none": '{"choices": []}',
-                       "empty": json.dumps(chat(None))}.get(kind, good))
-        finally:
-            with s.lock:
-                s.busy -= kind != "stall"
+            fails = s.random.random() < s.trouble
+            kind = s.random.choice(["500", "cut", "stall", "429"]) if fails else ""
+        if s.refuse:
+            return self.send('{"error": "no"}', s.refuse)
+        good = json.dumps(s.reply(self.path, body))
+        if kind in ("500", "429"):
+            return self.send('{"error": "busy"}', int(kind))
+        if kind == "stall":
+            time.sleep(TIMEOUT + 0.5)
+        if kind == "cut":
+            self.close_connection = True
+            cut = b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n" + good[:20].encode()
+            return self.wfile.write(cut)
+        self.send(good)
 
 
 def chat(text):
@@ -96,47 +88,50 @@ def said(path, body):
 
 
 PLAY = ["--max_turns", 3, "--max_tokens", 12, "--timeout", TIMEOUT]
+NOBODY = "http://127.0.0.1:9/v1"
 
 
 def play(tiny_dir, tasks, *flags):
     return script("collect.py", "--model", tiny_dir, *PLAY, *flags, stdin=tasks)
 
 
+def key_of(record):
+    return record["task"]["id"], record["sample"]
+
+
+# --- the human ------------------------------------------------------------------------------------
+
 @pytest.mark.full
 def test_a_flaky_human_loses_no_episode_and_never_becomes_a_made_up_reply(tiny_dir, tasks):
     servers = [Server(said, trouble=0.3), Server(said, trouble=0.3)]
-    nobody = "http://127.0.0.1:9/v1"
-    urls = ",".join([servers[0].url, nobody, servers[1].url])
-    done = play(tiny_dir, tasks, "-k", 6, "--human", urls, "--in_flight", 3)
+    urls = ",".join([servers[0].url, NOBODY, servers[1].url])
+    done = play(tiny_dir, tasks, "-k", 6, "--human", urls, "--retries", 2)
     assert done.returncode == 0, done.stderr
-    got = records(done.stdout)
-    keys = sorted((r["task"]["id"], r["sample"]) for r in got)
-    assert keys == sorted((t["task"]["id"], i) for t in tasks for i in range(6))
-    replies = 0
+    got, replies = records(done.stdout), 0
+    assert sorted(map(key_of, got)) == sorted((t["task"]["id"], i) for t in tasks for i in range(6))
     for r in got:
         history = r["dialogue_history"]
-        for t, m in enumerate(history[1:], 1):
-            if m["role"] == "user":
-                prompt = colbench.human_prompt(r["task"], history[:t])
-                reply = said("", {"messages": [{"content": prompt}]})["choices"][0]["message"]
-                assert m["content"] == reply["content"]
-                assert r["task"]["ground_truth"] in prompt and history[t - 1]["content"] in prompt
-                replies += 1
-    assert replies > 24 and all(s.busiest <= 3 for s in servers)
+        for t in range(2, len(history), 2):
+            prompt = colbench.human_prompt(r["task"], history[:t])
+            reply = said("", {"messages": [{"content": prompt}]})["choices"][0]["message"]
+            assert history[t]["content"] == reply["content"]
+            assert r["task"]["ground_truth"] in prompt and history[t - 1]["content"] in prompt
+            replies += 1
     seen = [x for s in servers for x in s.seen]
-    assert len(seen) > replies  # some were asked again
+    assert 24 < replies < len(seen)  # some were asked again
     assert all(body["temperature"] == 0 for _, body, _ in seen)
 
 
 @pytest.mark.full
-def test_episodes_that_fail_are_not_written_and_are_played_again(tiny_dir, tasks, tmp_path):
+@pytest.mark.parametrize("bad_reply", [chat(None), chat("<think>no end"), {"choices": []}, "no"])
+def test_failed_episodes_are_not_written_and_are_played_again(bad_reply, tiny_dir, tasks, tmp_path):
     bad = tasks[1]["task"]["problem_description"]
 
     def reply(path, body):
-        return chat(None) if bad in body["messages"][0]["content"] else said(path, body)
+        return bad_reply if bad in body["messages"][0]["content"] else said(path, body)
     flags = ["-k", 2, "--retries", 1, "--human"]
     done = play(tiny_dir, tasks, *flags, Server(reply).url)
-    assert done.returncode == 1 and "2 episodes failed" in done.stderr and "empty" in done.stderr
+    assert done.returncode == 1 and "2 episodes failed" in done.stderr
     failed = tasks[1]["task"]["id"]
     played = {r["task"]["id"] for r in records(done.stdout)}
     assert played == {t["task"]["id"] for t in tasks} - {failed}
@@ -146,52 +141,38 @@ def test_episodes_that_fail_are_not_written_and_are_played_again(tiny_dir, tasks
     assert [r["task"]["id"] for r in records(again.stdout)] == [failed] * 2
 
 
-@pytest.mark.full
 def test_where_no_server_answers_it_says_so_at_once(tiny_dir, tasks):
-    for flag in ("--human", "--engine"):
-        done = play(tiny_dir, tasks, flag, "http://127.0.0.1:9/v1", "--retries", 0)
-        assert done.returncode == 1 and done.stdout == ""
-        assert done.stderr.startswith("error: http://127.0.0.1:9/v1")
-        assert len(done.stderr.splitlines()) == 1
+    for flags in (["--human", NOBODY], ["--engine", f"{NOBODY},{NOBODY}"],
+                  ["--best_of", 2, "--critic", NOBODY]):
+        assert complaint(play(tiny_dir, tasks, *flags)).startswith(f"error: {NOBODY}")
 
 
-@pytest.mark.full
-def test_the_key_comes_from_the_environment(tiny_dir, tasks, monkeypatch):
-    import asyncio
-
-    from utils import Endpoint
-    server = Server(said)
-    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
-
-    async def ask(client):
-        messages = [{"role": "user", "content": "?"}]
-        return await client.chat.completions.create(model="m", messages=messages)
-    asyncio.run(Endpoint(server.url)(ask))
-    assert server.seen[0][2] == "Bearer sesame"
-
-
-@pytest.mark.full
-def test_quoted_code_is_cut_out(tiny_dir, tasks):
+def test_a_human_who_dies_ends_the_run_by_one_line(tiny_dir, tasks):
+    """What ended before is written; of 400 episodes hardly any is begun after that."""
     def reply(path, body):
-        prompt = body["messages"][0]["content"]
-        code = next(line for line in prompt.splitlines() if line.startswith("def "))
-        return chat(f"sure: {code} ok")
-    done = play(tiny_dir, tasks, "--human", Server(reply).url)
-    replies = [m["content"] for r in records(done.stdout) for m in r["dialogue_history"][1:]
-               if m["role"] == "user"]
-    assert replies and set(replies) == {"sure: [...] ok"}
+        human.refuse = 503 if len(human.seen) == 40 else None
+        return said(path, body)
+    human = Server(reply)
+    flags = ["-k", 100, "--concurrency", 8, "--retries", 0, "--human", human.url]
+    done = play(tiny_dir, tasks, *flags)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    errors = [line for line in done.stderr.splitlines() if "error" in line.lower()]
+    assert len(errors) == 1 and errors[0].startswith(f"error: {human.url}"), errors
+    assert "503" in errors[0] and "--resume FILE goes on" in errors[0]
+    assert 5 < len(records(done.stdout)) < 40 and len(human.seen) < 60
 
 
-@pytest.mark.parametrize("flags, tokens", [([], 150), (["--human_tokens", 20], 20)])
-def test_an_llm_human_is_asked_for_few_tokens_and_cut_at_the_characters(
-        flags, tokens, tiny_dir, tasks):
-    server = Server(lambda path, body: chat("so " * 300))
-    done = play(tiny_dir, tasks[:1], *flags, "--human", server.url)
-    assert done.returncode == 0, done.stderr
-    assert {body["max_tokens"] for _, body, _ in server.seen} == {tokens}
-    replies = [m["content"] for r in records(done.stdout) for m in r["dialogue_history"][1:]
-               if m["role"] == "user"]
-    assert replies and all(reply == ("so " * 300)[:400] for reply in replies)
+def test_an_llm_humans_reply_is_short_and_quotes_no_code(tiny_dir, tasks):
+    def reply(path, body):
+        lines = body["messages"][0]["content"].splitlines()
+        code = next(line for line in lines if line.startswith("def "))
+        return chat(f"hi \ud83d: {code} " + "so " * 300)
+    for flags, tokens in (([], 150), (["--human_tokens", 20], 20)):
+        human = Server(reply)
+        done = play(tiny_dir, tasks, *flags, "--human", human.url)
+        replies = {m["content"] for r in records(done.stdout) for m in r["dialogue_history"][2::2]}
+        assert replies and {body["max_tokens"] for _, body, _ in human.seen} == {tokens}
+        assert all(r.startswith("hi ?: [...] so so") and len(r) <= 400 for r in replies)
 
 
 def test_redact_is_about_lines_of_code_however_spaced():
@@ -200,6 +181,8 @@ def test_redact_is_about_lines_of_code_however_spaced():
     free = "multiply by 34 and add 7; if y: return"
     assert colbench.redact(free, hidden) == free
 
+
+# --- the engine -----------------------------------------------------------------------------------
 
 def draw(prompt, seed, most, stop):
     """(token_ids, logprobs) that are functions of prompt and seed."""
@@ -221,14 +204,10 @@ def sampled(path, body):
     return {"id": "x", "object": "text_completion", "created": 0, "model": "m", "choices": choices}
 
 
-def key_of(record):
-    return record["task"]["id"], record["sample"]
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("best_of, temperature", [(1, 1), (1, 0)])
+@pytest.mark.parametrize("temperature", [1, 0])
 def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(
-        best_of, temperature, tiny_dir, tasks):
+        temperature, tiny_dir, tasks):
     servers = [Server(sampled, trouble=0.2), Server(sampled)]
     urls = ",".join(s.url for s in servers)
     flags = ["-k", 2, "--candidates", 3, "--engine", urls, "--temperature", temperature,
@@ -254,81 +233,79 @@ def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(
     assert {b["n"] for b in bodies} == {4 if temperature else 1}
 
 
-def test_an_episode_stays_at_its_server_until_that_fails():
-    """48 episodes of 5 turns; then one of the three servers dies, and 5 turns more."""
+@pytest.mark.parametrize("change", [{"token_ids": None}, {"finish_reason": "abort"}])
+def test_a_reply_that_is_of_no_use_is_no_action(change, tiny_dir, tasks):
+    def odd(path, body):
+        reply = sampled(path, body)
+        reply["choices"][0].update(change)
+        return reply
+    good, bad = Server(sampled), Server(odd)
+    done = play(tiny_dir, tasks, "--engine", bad.url)
+    assert done.returncode == 1 and not done.stdout and "Traceback" not in done.stderr
+    assert ("token_ids" if "token_ids" in change else "shutting down") in done.stderr
+    if "finish_reason" in change:  # another server takes it
+        assert play(tiny_dir, tasks, "--engine", f"{bad.url},{good.url}").returncode == 0
+
+
+def endpoint(*servers, retries=8):
+    """An Endpoint of these servers."""
+    args = collect.get_args(["--timeout", str(TIMEOUT), "--retries", str(retries)])
+    made = collect.Endpoint(",".join(s.url for s in servers), args)
+    made.model = "m"
+    return made
+
+
+@pytest.mark.parametrize("status", [401, 404, 503])
+def test_an_episode_stays_at_its_server_until_that_fails(status):
+    """40 episodes of 5 turns; then one of the three servers fails, and 5 turns more."""
     servers = [Server(said) for _ in range(3)]
 
-    async def episode(endpoint, number):
-        async def ask(client):
-            message = {"role": "user", "content": str(number)}
-            return await client.post("/chat/completions", cast_to=object,
-                                     body={"model": "m", "messages": [message]})
+    async def episode(one, number):
         for _ in range(5):
-            await endpoint(ask, ("task", number))
+            await one.chat(str(number), 9, key=("task", number))
 
-    def at():
+    async def episodes(one):
         """For each server the episodes that it saw."""
+        await asyncio.gather(*(episode(one, n) for n in range(40)))
         seen = [{int(body["messages"][0]["content"]) for _, body, _ in s.seen} for s in servers]
         for s in servers:
             s.seen.clear()
         return seen
 
-    async def play():
-        endpoint = Endpoint(",".join(s.url for s in servers), timeout=TIMEOUT)
-        await asyncio.gather(*(episode(endpoint, n) for n in range(48)))
-        before = at()
-        assert sorted(map(len, before)) == [16, 16, 16]  # each saw its own: 48 in all
-        servers[0].shutdown()
-        servers[0].server_close()
-        for connection in endpoint.servers[0].client._client._transport._pool.connections:
-            await connection.aclose()
-        await asyncio.gather(*(episode(endpoint, n) for n in range(48)))
-        after = at()
-        assert before[1] <= after[1] and before[2] <= after[2]
-        assert after[1] | after[2] == set(range(48)) and not after[1] & after[2]
-    asyncio.run(play())
+    async def both():
+        one = endpoint(*servers, retries=0)
+        before = await episodes(one)
+        assert sum(map(len, before)) == 40 and all(len(seen) > 5 for seen in before)
+        servers[0].refuse = status
+        await episodes(one)
+        first, *after = await episodes(one)
+        assert not first and before[1] <= after[0] and before[2] <= after[1]
+        assert after[0] | after[1] == set(range(40)) and not after[0] & after[1]
+    asyncio.run(both())
 
 
-@pytest.mark.parametrize("status", [401, 404])
-def test_a_server_that_refuses_takes_no_request_from_the_others(status):
-    good, bad = Server(said), Server(said, refuse=status)
+def test_what_is_wrong_with_one_request_is_an_error_of_its_episode(monkeypatch):
+    """Where nobody answers at all it is one of the run."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    bad, good = Server(said, refuse=400), Server(said)
 
-    async def ask(client):
-        message = {"role": "user", "content": "x"}
-        return await client.post("/chat/completions", cast_to=object,
-                                 body={"model": "m", "messages": [message]})
+    async def ask(one, key=0):
+        return await one.chat("x", 9, key)
 
-    async def play():
-        both = Endpoint(f"{bad.url},{good.url}", timeout=TIMEOUT)
-        await asyncio.gather(*(both(ask) for _ in range(12)))
-        assert len(good.seen) == 12 and bad.seen
-        bad.seen.clear()
-        with pytest.raises(EndpointError, match=str(status)):
-            await Endpoint(bad.url, timeout=TIMEOUT)(ask)
+    async def all_of():
+        with pytest.raises(collect.EpisodeError, match="400"):
+            await ask(endpoint(bad))
         assert len(bad.seen) == 1
-    asyncio.run(play())
+        bad.refuse = 503
+        with pytest.raises(collect.RunError, match="503"):
+            await ask(endpoint(bad, bad, retries=0))
+        one = endpoint(bad, good, retries=0)
+        assert len({await ask(one, key) for key in range(9)}) == 1 and len(good.seen) == 9
+        assert {key for _, _, key in good.seen} == {"Bearer sesame"}
+    asyncio.run(all_of())
 
 
-def test_half_a_character_in_a_reply_becomes_a_mark(tiny_dir, tasks):
-    human = Server(lambda path, body: chat("hi \ud83d there"))
-    done = play(tiny_dir, tasks, "--human", human.url)
-    assert done.returncode == 0, done.stderr
-    said = {m["content"] for r in records(done.stdout) for m in r["dialogue_history"][2::2]}
-    assert said == {"hi \ufffd there"}
-
-
-@pytest.mark.parametrize("change, message", [
-    ({"token_ids": ["a"]}, "no token ids"), ({"token_ids": [-1, 3]}, "no token ids"),
-    ({"logprobs": {"token_logprobs": [-1.0]}}, "1 logprobs of ")])
-def test_odd_token_ids_of_a_server_are_refused(change, message, tiny_dir, tasks):
-    def odd(path, body):
-        reply = sampled(path, body)
-        reply["choices"][0].update(change)
-        return reply
-    done = play(tiny_dir, tasks, "--engine", Server(odd).url, "--retries", 0)
-    assert message in done.stderr and "Traceback" not in done.stderr, done.stderr
-    assert done.returncode == 1 and not done.stdout
-
+# --- the judge ------------------------------------------------------------------------------------
 
 def prefers(word, trouble=0.0, taste=1):
     """A judge who takes the message with more of a word, with taste=-1 less, and thinks first."""
@@ -341,12 +318,11 @@ def prefers(word, trouble=0.0, taste=1):
     return Server(reply, trouble)
 
 
-def judged(actions, server, retries=8):
+def judged(actions, server):
     async def main():
-        servers = Endpoint(server.url, timeout=TIMEOUT, retries=retries)
         task = {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x"}
         history = [{"role": "user", "content": "write f(x)"}]
-        return await judge(servers, "m", task, history, actions)
+        return await collect.judge(endpoint(server), None, task, history, actions)
     return asyncio.run(main())
 
 
@@ -356,8 +332,8 @@ def test_a_judge_gives_each_message_the_share_of_its_comparisons_that_it_wins():
     assert judged(said, prefers("no", trouble=0.3)) == [0, 0.5, 0.5, 0.75, 0.75]
     assert judged(said[:2], prefers("no")) == [0, 1]
     for reply in ("neither", "A better one is B"):
-        with pytest.raises(EndpointError, match="not one of A and B"):
-            judged(said, Server(lambda path, body: chat(reply)), retries=1)
+        with pytest.raises(collect.EpisodeError, match="not one of A and B"):
+            judged(said, Server(lambda path, body: chat(reply)))
 
 
 def test_a_judge_chooses_messages(tiny_dir, tasks):

@@ -7,7 +7,6 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 import collect
-from conftest import nucleus
 from test_model import FAMILIES, SIZES, two_models
 
 STOP = {3, 14, 15}
@@ -109,19 +108,6 @@ def test_requests_join_while_a_long_action_goes_on(monkeypatch):
         await asyncio.gather(one(long, 1), one(short, 1))
     asyncio.run(both())
     assert order == [short, long]
-
-
-def test_top_p_is_a_matter_of_each_token(monkeypatch):
-    lm = two_models("llama")[1]
-    flags = ["--temperature", 0.8, "--top_p", 0.6]
-    played = play(engine_of(lm, monkeypatch, *flags), range(4))
-    lm.set_attn_implementation("sdpa")
-    for prompt, drawn in played.values():
-        for action, logps in drawn:
-            with torch.no_grad():
-                logits = lm(torch.tensor([prompt + action])).logits[0, len(prompt) - 1:-1]
-            want = nucleus((logits / 0.8).log_softmax(-1), 0.6)[range(len(action)), action]
-            assert torch.allclose(torch.tensor(logps), want, rtol=0, atol=1e-4)
 
 
 def test_bf16_draws_in_fp32(monkeypatch):
