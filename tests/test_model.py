@@ -1,75 +1,66 @@
-"""The tree against separate forwards; its parts, and the ranks' shares; kernels; chat templates."""
+"""The packed forward against separate ones; parts and ranks' shares; chat templates; --dry_run."""
 import copy
-import functools
-import glob
 import json
-import os
+import math
 import random
 import shutil
-import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from torch.utils.checkpoint import checkpoint
-from transformers import (AutoModelForCausalLM, AutoTokenizer, Cohere2Config, Cohere2ForCausalLM,
-                          DeepseekV3Config, DeepseekV3ForCausalLM, Gemma2Config,
-                          Gemma2ForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, GptOssConfig,
-                          GptOssForCausalLM, GraniteConfig, GraniteForCausalLM, LlamaConfig,
-                          LlamaForCausalLM, MistralConfig, MistralForCausalLM, MixtralConfig,
-                          MixtralForCausalLM, NemotronConfig, NemotronForCausalLM, PhiConfig,
-                          PhiForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM,
-                          Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
+from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig,
+                          PreTrainedTokenizerFast)
 
 import model as M
-from colbench import PIECES, with_hidden
-from conftest import CPU, ROOT, demos, lines
+from colbench import PIECES
+from conftest import ROOT, demos, script
 
 # --- the tree -------------------------------------------------------------------------------------
 
 SIZES = dict(vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
              num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
              initializer_range=0.2)  # large, so that attention is far from uniform
-FAMILIES = {"llama": (LlamaForCausalLM, LlamaConfig, dict(tie_word_embeddings=False)),
-            "llama_tied": (LlamaForCausalLM, LlamaConfig, dict(tie_word_embeddings=True)),
-            "qwen2": (Qwen2ForCausalLM, Qwen2Config, dict(tie_word_embeddings=True)),
-            "qwen2_windows": (Qwen2ForCausalLM, Qwen2Config,
-                              dict(use_sliding_window=True, sliding_window=6, max_window_layers=1)),
-            "mistral": (MistralForCausalLM, MistralConfig, dict(sliding_window=11)),
-            "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig,
-                       dict(sliding_window=7, layer_types=["sliding_attention", "full_attention"],
-                            head_dim=16, query_pre_attn_scalar=16)),
-            "qwen3": (Qwen3ForCausalLM, Qwen3Config, dict(head_dim=16, tie_word_embeddings=False)),
-            "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig,
-                          dict(head_dim=16, num_experts=5, num_experts_per_tok=2,
-                               moe_intermediate_size=24, norm_topk_prob=True)),
-            "mixtral": (MixtralForCausalLM, MixtralConfig,
-                        dict(num_local_experts=3, num_experts_per_tok=2)),
-            "granite": (GraniteForCausalLM, GraniteConfig,
-                        dict(logits_scaling=8.0, residual_multiplier=0.5)),
-            "cohere2": (Cohere2ForCausalLM, Cohere2Config, dict(
-                logit_scale=0.06, sliding_window=5, head_dim=16,
-                layer_types=["sliding_attention", "full_attention"])),
-            "phi": (PhiForCausalLM, PhiConfig, {}),
-            "gemma2_caps": (Gemma2ForCausalLM, Gemma2Config,
-                            dict(head_dim=16, sliding_window=5, final_logit_softcapping=3.0,
-                                 attn_logit_softcapping=None)),
-            "deepseek_v3": (DeepseekV3ForCausalLM, DeepseekV3Config, dict(
-                num_key_value_heads=4, n_routed_experts=4, n_group=2, topk_group=1,
-                num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=1,
-                q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8,
-                v_head_dim=16))}
+WINDOW_FIRST = ["sliding_attention", "full_attention"]
+FAMILIES = {  # name: (model_type, what its config has beside SIZES)
+    "llama": ("llama", dict(tie_word_embeddings=False)),
+    "llama_tied": ("llama", dict(tie_word_embeddings=True)),
+    "qwen2": ("qwen2", dict(tie_word_embeddings=True)),
+    "qwen2_windows": ("qwen2", dict(use_sliding_window=True, sliding_window=6,
+                                    max_window_layers=1)),
+    "mistral": ("mistral", dict(sliding_window=11)),
+    "gemma3": ("gemma3_text", dict(sliding_window=7, layer_types=WINDOW_FIRST, head_dim=16,
+                                   query_pre_attn_scalar=16)),
+    "qwen3": ("qwen3", dict(head_dim=16, tie_word_embeddings=False)),
+    "qwen3_moe": ("qwen3_moe", dict(head_dim=16, num_experts=5, num_experts_per_tok=2,
+                                    moe_intermediate_size=24, norm_topk_prob=True)),
+    "mixtral": ("mixtral", dict(num_local_experts=3, num_experts_per_tok=2)),
+    "granite": ("granite", dict(logits_scaling=8.0, residual_multiplier=0.5)),
+    "cohere2": ("cohere2", dict(logit_scale=0.06, sliding_window=5, head_dim=16,
+                                layer_types=WINDOW_FIRST)),
+    "phi": ("phi", {}),
+    "gemma2_caps": ("gemma2", dict(head_dim=16, sliding_window=5, final_logit_softcapping=3.0,
+                                   attn_logit_softcapping=None)),
+    "deepseek_v3": ("deepseek_v3", dict(
+        num_key_value_heads=4, n_routed_experts=4, n_group=2, topk_group=1, num_experts_per_tok=2,
+        moe_intermediate_size=24, first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16,
+        qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=16))}
+
+
+def random_lm(family, attention, **more):
+    """A transformers model of a family, with random weights."""
+    kind, own = FAMILIES[family]
+    config = AutoConfig.for_model(kind, **{**SIZES, **own, **more})
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention)
 
 
 def two_models(family, dtype=torch.float32):
     """The same random weights twice: with the tree's attention, and with transformers' own."""
-    kind, config, more = FAMILIES[family]
     torch.manual_seed(1)
-    tree = M.TreeLM(kind(config(**{**SIZES, **more}, attn_implementation="tree"))).to(dtype)
-    plain = kind(config(**{**SIZES, **more}, attn_implementation="sdpa")).to(dtype)
+    tree, plain = M.TreeLM(random_lm(family, "tree")).to(dtype), random_lm(family, "sdpa").to(dtype)
     plain.load_state_dict(tree.lm.state_dict())
     plain.config._experts_implementation = "eager"  # a loop over experts
     if dtype == torch.float64:
@@ -109,134 +100,77 @@ def separate(model, turns):
 
 def gradients(model, logps):
     """Of a sum in which every token has its own weight."""
+    model.zero_grad()
     weights = torch.sin(torch.arange(sum(map(len, logps)), dtype=torch.float64) + 1)
     (torch.cat(list(logps)).double() * weights).sum().backward()
     return {n.removeprefix("lm."): p.grad for n, p in model.named_parameters()}
 
 
-def same_gradients(got, want, limit=5e-7):  # transformers' norms are fp32 in any dtype
+def check_equal_separate(tree, plain, turns, tree_tokens=math.inf, limit=1e-12):
+    """Values and gradients; without gradient the values are the same to the bit."""
+    got, want = M.action_logps(tree, turns, tree_tokens), separate(plain, turns)
+    for x, y in zip(got, want, strict=True):
+        assert x.shape == y.shape and (x - y).abs().max() <= limit * y.abs().max().clamp(min=1)
+    with torch.no_grad():
+        again = M.action_logps(tree, turns, tree_tokens)
+    assert all(torch.equal(x, y) for x, y in zip(again, got))
+    got, want = gradients(tree, got), gradients(plain, want)
+    assert got.keys() == want.keys() and len(got) > 10
     scale = max(g.abs().max() for g in want.values())
-    for name in want:
-        assert (got[name] - want[name]).abs().max() <= limit * scale, name
+    for name in want:  # transformers' norms are fp32 in any dtype
+        assert (got[name] - want[name]).abs().max() <= max(3 * limit, 5e-7) * scale, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_values_and_gradients_equal_separate_forwards(family, dtype, monkeypatch):
+    """Of one tree, and of one in parts; with all keys gathered at once, and in groups of runs."""
     monkeypatch.setitem(M.LOGITS, "cpu", 7 * SIZES["vocab_size"])  # of 7 tokens at a time
     tree, plain = two_models(family, dtype)
-    for seed in range(3):
+    in_fp32 = dtype == torch.float32 or family == "deepseek_v3"  # as its router is
+    for seed, tree_tokens, keys in ((0, math.inf, 2 ** 17), (1, 30, 2 ** 17), (2, math.inf, 70)):
+        monkeypatch.setattr(M, "GATHERED", keys)
         turns = some_turns(seed)
-        tree.zero_grad(), plain.zero_grad()
-        got, want = M.action_logps(tree, turns), separate(plain, turns)
-        assert [len(x) for x in got] == [len(action) for _, action in turns]
-        in_fp32 = dtype == torch.float32 or family == "deepseek_v3"  # as its router is
-        limit = 1e-6 if in_fp32 else 1e-12
-        for x, y in zip(got, want):
-            assert (x - y).abs().max() <= limit * y.abs().max().clamp(min=1)
-        got, want = gradients(tree, got), gradients(plain, want)
-        assert got.keys() == want.keys() and len(got) > 10
-        same_gradients(got, want, 3e-6 if in_fp32 else 5e-7)
-
-
-def test_a_tree_lays_every_prefix_out_once():
-    for seed in range(20):
-        turns = some_turns(seed)
-        tree = M.Tree(turns)
+        assert (len(M.deal(turns, tree_tokens)) > 2) == (tree_tokens < math.inf)
+        assert (len(M.Tree(turns).groups) > 2) == (keys < 2 ** 17)
+        check_equal_separate(tree, plain, turns, tree_tokens, 1e-6 if in_fp32 else 1e-12)
         prefixes = {(*p, *a)[:n + 1] for p, a in turns for n in range(len(p) + len(a))}
-        assert len(tree.ids) == len(prefixes) == M.count_tokens(turns)
-
-        def path(i):  # by the parents, up to the root
-            return ([] if i < 0 else path(tree.parent[i].item()) + [tree.ids[i].item()])
-        for (prompt, action), at in zip(turns, tree.actions):
-            assert tree.ids[at].tolist() == list(action)
-            assert path(at[-1].item()) == [*prompt, *action]
-            assert tree.pos[at].tolist() == list(range(len(prompt), len(prompt) + len(action)))
-        runs, = tree.groups
-        assert sum(runs.q) == runs.cu_q[-1] == len(tree.ids)
-        assert sum(runs.kv) == runs.cu_kv[-1] == len(runs.paths)
+        assert len(M.Tree(turns).ids) == len(prefixes) == M.count_tokens(turns)
 
 
-def test_sharing_saves_tokens_on_candidates(tiny_dir):
-    """16 candidates at every turn of short dialogues. They share their history, but no token."""
-    _, tokenizer = M.load(tiny_dir)
-    r, turns = random.Random(0), []
-    for d in demos(50):
-        for prompt, action in M.turns_of(tokenizer, d):
-            turns += [(prompt, tuple(r.randrange(6, 300) for _ in action)) for _ in range(16)]
-    assert sum(len(p) + len(a) for p, a in turns) > 4.5 * M.count_tokens(turns)
+def test_what_the_backward_pass_holds_is_bounded(monkeypatch):
+    """Keys gathered for it: of 20 turns of 4 candidates, whose paths have 15 times the tree's.
 
-
-def test_score_equals_action_logps():
-    tree, _ = two_models("llama_tied")
-    turns = [t for seed in range(3) for t in some_turns(seed)]
-    want = M.action_logps(tree, turns)
-    for bound in (1, 64, 10 ** 9):
-        for x, y in zip(M.score(tree, turns, bound), want):
-            assert not x.requires_grad and torch.allclose(x, y, rtol=0, atol=1e-5)
-
-
-# --- a tree in parts ------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("bound", [1, 30, 64])
-@pytest.mark.parametrize("family", ["llama_tied", "qwen3"])
-def test_parts_of_a_tree_give_the_same_values_and_gradients(family, bound, monkeypatch):
-    model, _ = two_models(family, torch.float64)
-    turns = [turn for seed in range(3) for turn in some_turns(seed)]
-    want = M.action_logps(model, turns)
-    want_gradients = gradients(model, want)
-    model.zero_grad()
-    trees, tree_logps = [], M.tree_logps
-
-    def noted(model, tree, *anchor):
-        trees.append((len(tree.turns), len(tree.ids)))
-        return tree_logps(model, tree, *anchor)
-
-    monkeypatch.setattr(M, "tree_logps", noted)
-    got = M.action_logps(model, turns, bound)
-    assert sum(n for n, _ in trees) == len(set(turns)) and len(trees) > 3
-    got_gradients = gradients(model, got)
-    assert sum(n for n, _ in trees) == 2 * len(set(turns))  # again in the backward pass
-    assert all(tokens <= bound or n == 1 for n, tokens in trees)
-    assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
-    same_gradients(got_gradients, want_gradients)
-    with torch.no_grad():
-        again = M.action_logps(model, turns, bound)
-    assert all(torch.equal(a, b) for a, b in zip(again, got))
-
-
-def test_no_two_parts_are_recomputed_at_once():
-    """Each one's gradient comes after the next one's.
-
-    Else autograd would take up whatever else is ready on a GPU, and hold several parts.
+    Parts: each one's gradient comes after the next one's. Else autograd would take up whatever
+    else is ready on a GPU, and hold several parts.
     """
-    model, _ = two_models("llama_tied", torch.float64)
+    model, _ = two_models("llama_tied")
+    r, turns, history = random.Random(0), [], ()
+    for _ in range(20):
+        history += tuple(r.randrange(61) for _ in range(20))
+        turns += [(history, tuple(r.randrange(61) for _ in range(8))) for _ in range(4)]
+    weights = {p.data_ptr() for p in model.parameters()}
+
+    def bytes_kept():
+        kept = {}
+        note = lambda x: kept.update({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()})
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: note(x) or x, lambda x: x):
+            M.action_logps(model, turns)
+        return sum(n for place, n in kept.items() if place not in weights)
+
+    paths, tokens = sum(M.Tree(turns).groups[0].kv), M.count_tokens(turns)
+    all_kept = bytes_kept()
+    monkeypatch.setattr(M, "GATHERED", 2 * tokens)
+    a_key = 2 * 2 * 2 * 8 * 4  # bytes: key and value, of 2 layers, 2 heads of size 8, in fp32
+    assert paths > 15 * tokens and all_kept - bytes_kept() > 0.9 * paths * a_key
 
     def below(node):
-        nodes = {node}
-        for following, _ in node.next_functions:
-            if following:
-                nodes |= below(following)
-        return nodes
+        return {node}.union(*(below(other) for other, _ in node.next_functions if other))
 
     everything = below(torch.cat(M.action_logps(model, some_turns(), 30)).grad_fn)
     parts = [node for node in everything if node.name() == "CheckpointFunctionBackward"]
     above = sorted(sum(node in below(other) for other in parts) for node in parts)
     assert above == list(range(1, len(parts) + 1)) and len(parts) > 2
-
-
-def random_pairs(r):
-    """Pairs over a small tree of prompts, neighbours mostly with the same prompt."""
-    pairs, prompt = [], (0,)
-    for _ in range(r.randrange(1, 13)):
-        if r.random() < 0.5:
-            prompt = (*prompt[:r.randrange(1, len(prompt) + 1)], *some_ids(r))
-        pairs.append(M.Pair(((prompt, some_ids(r)),), ((prompt, some_ids(r)),)))
-    return pairs
-
-
-def some_ids(r):
-    return tuple(r.randrange(3) for _ in range(r.randrange(1, 12)))
 
 
 def smallest_largest(turns, n):
@@ -251,7 +185,12 @@ def smallest_largest(turns, n):
 def test_parts_hold_each_turn_once_are_bounded_and_as_even_as_the_best_cut():
     r = random.Random(0)
     for _ in range(150):
-        turns, world = M.turns_in(random_pairs(r)), r.randrange(1, 4)
+        prompt, turns, world = (0,), set(), r.randrange(1, 4)
+        for _ in range(r.randrange(1, 13)):
+            some_ids = lambda: tuple(r.randrange(3) for _ in range(r.randrange(1, 12)))
+            if r.random() < 0.5:
+                prompt = (*prompt[:r.randrange(1, len(prompt) + 1)], *some_ids())
+            turns.add((prompt, some_ids()))
         bound = r.choice([1, 20, 60, 10 ** 9])
         parts = M.deal(turns, bound, world)
         in_order = sorted(turns, key=lambda turn: turn[0] + turn[1])
@@ -259,28 +198,22 @@ def test_parts_hold_each_turn_once_are_bounded_and_as_even_as_the_best_cut():
         assert all(len(part) == 1 or M.count_tokens(part) <= bound for part in parts)
         rounds = -(-len(M.deal(turns, bound, 1)) // world)
         assert -(-len(parts) // world) == rounds  # no more than needed
-        if rounds == 1 and len(turns) < 12:
+        if rounds == 1:
             best = smallest_largest(in_order, world)
             assert max(map(M.count_tokens, parts)) <= best * 1.01 + 1
 
 
-def test_ranks_compute_few_tokens_twice():
-    """Six turns of a trajectory with four pairs each: what is computed against one process."""
-    r, turns = random.Random(0), []
-    for _ in range(8):
-        prompt = tuple(r.randrange(9) for _ in range(40))
-        for _ in range(6):
-            turns += [(prompt, (r.randrange(9), r.randrange(9))) for _ in range(8)]
-            prompt += tuple(r.randrange(9) for _ in range(12))
-    alone = M.count_tokens(turns)
-    parts = list(map(M.count_tokens, M.deal(turns, 10 ** 9, 4)))
-    assert len(parts) == 4 and sum(parts) <= 1.1 * alone and max(parts) <= 0.3 * alone
+def test_batches_are_a_permutation_and_a_function_of_the_seed():
+    groups = [[(g, i) for i in range(1 + g % 4)] for g in range(30)]
+    one = M.batches(groups, 8, seed=(0, 0))
+    order = [x for batch in one for x in batch]
+    assert sorted(order) == sorted(x for group in groups for x in group)
+    assert {len(batch) for batch in one[:-1]} == {8}
+    assert one == M.batches(groups, 8, seed=(0, 0)) != M.batches(groups, 8, seed=(0, 1))
+    assert all(order.index((g, i)) == order.index((g, 0)) + i for group in groups for g, i in group)
 
 
 # --- kernels --------------------------------------------------------------------------------------
-
-GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
 
 def loop_kernel(q, k, v, runs, scale, left):
     """The oracle of the kernels: of n queries and m keys, query i sees the first m - n + i + 1."""
@@ -295,139 +228,54 @@ def loop_kernel(q, k, v, runs, scale, left):
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("family", ["llama_tied", "qwen3"])
-def test_sdpa_gives_what_a_loop_over_the_layout_of_flash_kernels_gives(family, monkeypatch):
-    model, _ = two_models(family, torch.float64)
-    turns = some_turns()
-    want = M.action_logps(model, turns)
-    want_gradients = {n: g.clone() for n, g in gradients(model, want).items()}
-    model.zero_grad()
+def test_the_layout_that_flash_kernels_take_gives_the_same(monkeypatch):
     monkeypatch.setattr(M, "sdpa_kernel", loop_kernel)
-    runs, = M.Tree(turns).groups
-    assert any(queries < keys for queries, keys in zip(runs.q, runs.kv, strict=True))
-    got = M.action_logps(model, turns)
-    assert all((a - b).abs().max() < 1e-12 for a, b in zip(got, want, strict=True))
-    same_gradients(gradients(model, got), want_gradients)
+    check_equal_separate(*two_models("llama_tied", torch.float64), some_turns())
 
 
-@pytest.mark.parametrize("recompute", [0, 1])
-@pytest.mark.parametrize("family", ["llama_tied", "qwen3"])
-def test_groups_of_runs_give_the_same_values_and_gradients(family, recompute, monkeypatch):
-    model, plain = two_models(family)
-    if recompute:
-        for layer in model.layers():
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    turns = some_turns()
-    want, want_gradients = M.action_logps(model, turns), gradients(plain, separate(plain, turns))
-    for bound, number in ((1, len(M.Tree(turns).groups[0].q)), (70, 3)):
-        monkeypatch.setattr(M, "GATHERED", bound)
-        groups = M.Tree(turns).groups
-        assert len(groups) == number > 1
-        assert all(len(runs.paths) <= bound or len(runs.q) == 1 for runs in groups)
-        model.zero_grad()
-        got = M.action_logps(model, turns)
-        with torch.no_grad():
-            scored = M.action_logps(model, turns)
-        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
-        assert all(torch.equal(a, b) for a, b in zip(scored, want, strict=True))
-        same_gradients(gradients(model, got), want_gradients, 3e-6)
-
-
-def test_what_is_kept_for_the_backward_pass_does_not_grow_with_the_paths(monkeypatch):
-    """20 turns of 4 candidates: the paths have more than 15 times the tokens of the tree."""
-    model, _ = two_models("llama_tied")
-    r, turns, history = random.Random(0), [], ()
-    for _ in range(20):
-        history += tuple(r.randrange(61) for _ in range(20))
-        turns += [(history, tuple(r.randrange(61) for _ in range(8))) for _ in range(4)]
-    parameters = {p.data_ptr() for p in model.parameters()}
-
-    def bytes_kept():
-        kept = {}
-
-        def note(x):
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            M.action_logps(model, turns)
-        return sum(n for place, n in kept.items() if place not in parameters)
-
-    paths, tokens = sum(M.Tree(turns).groups[0].kv), M.count_tokens(turns)
-    all_kept = bytes_kept()
-    monkeypatch.setattr(M, "GATHERED", 2 * tokens)
-    a_key = 2 * 2 * 2 * 8 * 4  # bytes: key and value, of 2 layers, 2 heads of size 8, in fp32
-    assert paths > 15 * tokens and all_kept - bytes_kept() > 0.9 * paths * a_key
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=GPU)])
-@pytest.mark.parametrize("groups", [1, 4, 200])
-def test_gradients_of_what_many_branches_share_are_summed_in_fp32(groups, device, monkeypatch):
+@pytest.mark.parametrize("groups", [1, 4])
+def test_gradients_of_what_many_branches_share_are_summed_in_fp32(groups, monkeypatch):
     torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     query, key, value = (torch.randn(1, 2, 5, 8).to(device, torch.bfloat16).requires_grad_()
                          for _ in range(3))
-    paths = torch.arange(5, device=device).repeat(200)
     up = torch.rand(1000, 2, 8).to(device, torch.bfloat16)
-
-    def kernel(q, k, v, runs, *more):
-        for taken, x in ((k, key), (v, value)):
-            assert torch.equal(taken, x[0].transpose(0, 1)[runs.paths])
-        return k * runs.up + v * runs.up
-
-    tree = SimpleNamespace(groups=[SimpleNamespace(paths=part, tokens=slice(0, 5), up=up_part)
-                                   for part, up_part in zip(paths.chunk(groups), up.chunk(groups))])
-    monkeypatch.setattr(M, "sdpa_kernel", kernel)
-    monkeypatch.setattr(M, "flash_kernel", kernel)
+    parts = zip(torch.arange(5, device=device).repeat(200).chunk(groups), up.chunk(groups))
+    tree = SimpleNamespace(groups=[SimpleNamespace(paths=paths, tokens=slice(0, 5), up=some)
+                                   for paths, some in parts])
+    for name in ("sdpa_kernel", "flash_kernel"):
+        monkeypatch.setattr(M, name, lambda q, k, v, runs, *more: k * runs.up + v * runs.up)
     M.tree_attention(None, query, key, value, None, tree=tree)[0].sum().backward()
-    plain = key.detach()[0].transpose(0, 1).clone().requires_grad_()
-    (plain[paths] * up).sum().backward()
     exact = up.double().view(200, 5, 2, 8).sum(0)
-
-    def error(gradient):
-        return ((gradient - exact).abs() / exact).max().item()
-
-    for x in (key, value):
-        assert error(x.grad[0].transpose(0, 1)) <= 2 ** -8 < error(plain.grad) / 2
+    for x in (key, value):  # summed in bf16 it would be up to 2 % off
+        error = (x.grad[0].transpose(0, 1) - exact).abs() / exact
+        assert error.max() <= 2 ** -8
 
 
-def bf16_error(device, exact=None):
-    """(rms of values' errors, largest relative error of a parameter's gradient).
-
-    Without `exact`, the exact (values, gradients).
-    """
-    r = random.Random(0)
-
-    def ids(n):
-        return tuple(r.randrange(300) for _ in range(n))
-
-    turns, history = [], ids(150)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_flash_is_as_exact_as_sdpa_in_16_bits(monkeypatch):
+    """Runs have fewer queries than keys: a mask not aligned at the end would be far off."""
+    r, turns = random.Random(0), []
+    ids = lambda n: tuple(r.randrange(61) for _ in range(n))
+    history = ids(150)
     for _ in range(4):
         turns += [(history, ids(r.randrange(5, 70))) for _ in range(12)]
         history += turns[-1][1] + ids(30)
-    torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=300, hidden_size=256, intermediate_size=512,
-                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                         initializer_range=0.06, attn_implementation="tree")
-    lm = LlamaForCausalLM(config).bfloat16()
-    model = M.TreeLM(lm.to(device, torch.bfloat16 if exact else torch.float32))
-    logps = M.action_logps(model, turns)
-    values = torch.cat(logps).detach()
-    grads = {n: g.float() for n, g in gradients(model, logps).items()}
-    if not exact:
-        return values, grads
-    off = [((g - exact[1][n]).norm() / exact[1][n].norm()).item() for n, g in grads.items()]
-    return (values - exact[0]).square().mean().sqrt().item(), max(off)
 
+    def numbers(dtype):
+        """[log-probs, gradients]; in fp32 by sdpa."""
+        torch.manual_seed(0)
+        lm = random_lm("llama", "tree", hidden_size=256, initializer_range=0.06).bfloat16()
+        model = M.TreeLM(lm.to("cuda", dtype))
+        logps = M.action_logps(model, turns)
+        found = gradients(model, logps).values()
+        return [torch.cat(logps).detach(), torch.cat([g.float().flatten() for g in found])]
 
-@GPU
-def test_flash_is_as_exact_as_sdpa_in_16_bits(monkeypatch):
-    """Runs have fewer queries than keys: a mask not aligned at the end would be far off."""
-    exact = bf16_error("cuda")
-    got = bf16_error("cuda", exact)
+    exact, flash = numbers(torch.float32), numbers(torch.bfloat16)
     monkeypatch.setattr(M, "flash_kernel", M.sdpa_kernel)
-    want = bf16_error("cuda", exact)
-    assert want[0] < 0.1 and want[1] < 0.1
-    assert got[0] < 2 * want[0] and got[1] < 2 * want[1]
+    for x, y, z in zip(exact, flash, numbers(torch.bfloat16)):
+        errors = [(other - x).norm() / x.norm() for other in (y, z)]
+        assert errors[1] < 0.1 and errors[0] < 2 * errors[1]
 
 
 # --- chat templates -------------------------------------------------------------------------------
@@ -485,8 +333,6 @@ TEMPLATES = {
 ENDS = {"llama3": "<|end_of_text|>", "chatml": "<|endoftext|>", "qwen3": "<|endoftext|>",
         "mistral": "</s>", "gemma": "<eos>"}
 
-NO_BOS = "chatml", "qwen3"
-
 
 def byte_tokenizer(name):
     """A byte-level tokenizer with a family's control tokens. It adds a BOS, as Llama's does."""
@@ -497,10 +343,11 @@ def byte_tokenizer(name):
     t.decoder = decoders.ByteLevel()
     t.add_special_tokens(control)
     t.add_tokens(["<think>", "</think>"] * (name == "qwen3"))
-    if name not in NO_BOS:
-        bos = (control[0], len(alphabet))
-        t.post_processor = processors.TemplateProcessing(f"{control[0]} $A", special_tokens=[bos])
-    bos = {} if name in NO_BOS else {"bos_token": control[0]}
+    bos = {}
+    if name not in ("chatml", "qwen3"):
+        bos = {"bos_token": control[0]}
+        t.post_processor = processors.TemplateProcessing(
+            f"{control[0]} $A", special_tokens=[(control[0], len(alphabet))])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, eos_token=ENDS[name],
                                         clean_up_tokenization_spaces=False, **bos)
     tokenizer.chat_template = template
@@ -516,9 +363,8 @@ def template_text(tokenizer, messages, thinking=False):
                                          enable_thinking=thinking)
 
 
-def turns_of(tokenizer, history, hidden=None, thinking=0):
-    read = with_hidden(history, hidden) if hidden else history
-    return M.turns_of(tokenizer, {"dialogue_history": read, "meta": {"thinking": thinking}})
+def turns_of(tokenizer, history, thinking=0):
+    return M.turns_of(tokenizer, {"dialogue_history": history, "meta": {"thinking": thinking}})
 
 
 PLAIN = dialogue("write f(x): the price", "what is the fee?", "fee=3",
@@ -526,57 +372,29 @@ PLAIN = dialogue("write f(x): the price", "what is the fee?", "fee=3",
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-class TestTemplate:
-    def test_actions_are_the_assistant_turns(self, name):
-        tokenizer, (control, _, end) = byte_tokenizer(name), TEMPLATES[name]
-        spelled = [{**m, "content": m["content"] + "".join(control) + "."} for m in PLAIN]
-        for history in (PLAIN, spelled):
-            turns = turns_of(tokenizer, history)
-            want = [m["content"] + end for m in history[1::2]]
-            assert [tokenizer.decode(action) for _, action in turns] == want
+def test_turns_are_what_the_template_writes(name):
+    """Control tokens that messages spell stay text, and a template that trims does so around them.
 
-    def test_prompt_is_the_template_with_one_bos(self, name):
-        tokenizer, (control, _, _) = byte_tokenizer(name), TEMPLATES[name]
-        for t in (1, 3):
-            prompt = turns_of(tokenizer, PLAIN)[t // 2][0]
-            assert tokenizer.decode(prompt) == template_text(tokenizer, PLAIN[:t])
-            assert prompt.count(tokenizer.convert_tokens_to_ids(control[0])) == (name not in NO_BOS)
-
-    def test_spelled_control_tokens_stay_text(self, name):
-        tokenizer, (control, _, _) = byte_tokenizer(name), TEMPLATES[name]
-        ids = set(tokenizer.convert_tokens_to_ids(control))
-        text = "".join(control) + "\ue0000\ue001."
-        spelled = [{**m, "content": m["content"] + text} for m in PLAIN]
-
-        def count(*conversation):
-            turns = turns_of(tokenizer, *conversation)
-            return [sum(i in ids for i in part) for turn in turns for part in turn]
-
-        assert count(spelled) == count(PLAIN)
-        assert count(PLAIN, "".join(control)) == count(PLAIN, "c")
-        prompt = turns_of(tokenizer, spelled)[1][0]
-        assert tokenizer.decode(prompt) == template_text(tokenizer, spelled[:3])
-
-    def test_end_of_turn_is_the_templates(self, name):
-        tokenizer, (_, _, end) = byte_tokenizer(name), TEMPLATES[name]
-        assert M.end_of_turn(tokenizer) == [tokenizer.convert_tokens_to_ids(end)]
-
-    def test_later_prompts_extend_earlier_turns(self, name):
-        tokenizer = byte_tokenizer(name)
-        (prompt, action), (later, _) = turns_of(tokenizer, PLAIN)
-        if name == "qwen3":  # an empty thought stands before a new message alone
-            prompt = prompt[:-len(tokenizer("<think>\n\n</think>\n\n")["input_ids"])]
-        assert later[:len(prompt)] == prompt
-        if name != "mistral":  # its template writes a space that the action does not begin with
-            assert later[:len(prompt) + len(action)] == prompt + action
-
-    def test_hidden_information_stands_in_front_of_the_same_conversation(self, name):
-        tokenizer = byte_tokenizer(name)
-        seen, blind = turns_of(tokenizer, PLAIN, "SECRET"), turns_of(tokenizer, PLAIN)
-        for (p, a), (q, b) in zip(seen, blind):
-            p, q = tokenizer.decode(p), tokenizer.decode(q)
-            assert a == b and "SECRET" in p and "SECRET" not in q
-            assert p.replace("Hidden reference:\nSECRET\n\n", "") == q
+    Later prompts extend earlier turns, so that these share a tree.
+    """
+    tokenizer, (control, _, end) = byte_tokenizer(name), TEMPLATES[name]
+    ids, numbers = set(tokenizer.convert_tokens_to_ids(control)), []
+    text = "".join(control) + "\ue0000\ue001."
+    spelled = [{**m, "content": f" {m['content']}{text} \n"} for m in PLAIN]
+    for history in (PLAIN, spelled):
+        turns = turns_of(tokenizer, history)
+        for t, (prompt, action) in zip((1, 3), turns, strict=True):
+            assert tokenizer.decode(prompt) == template_text(tokenizer, history[:t])
+            assert tokenizer.decode(action) == history[t]["content"] + end
+        numbers.append([sum(i in ids for i in part) for turn in turns for part in turn])
+    assert numbers[0] == numbers[1]
+    assert M.end_of_turn(tokenizer) == [tokenizer.convert_tokens_to_ids(end)]
+    (prompt, action), (later, _) = turns_of(tokenizer, PLAIN)
+    if name == "qwen3":  # an empty thought stands before a new message alone
+        prompt = prompt[:-len(tokenizer("<think>\n\n</think>\n\n")["input_ids"])]
+    if name == "mistral":  # its template writes a space that the action does not begin with
+        action = ()
+    assert later[:len(prompt) + len(action)] == prompt + action
 
 
 def test_thinking():
@@ -586,52 +404,44 @@ def test_thinking():
     """
     tokenizer = byte_tokenizer("qwen3")
     marks = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    found = lambda ids: [i for i in ids if i in marks]
     history = copy.deepcopy(PLAIN)
     history[1]["output"] = "<think>\nwhich?\n</think>\n\nwhat is the fee?"
     for thinking in (0, 1):
-        turns = turns_of(tokenizer, history, None, thinking)
+        turns = turns_of(tokenizer, history, thinking)
         for t, (prompt, _) in enumerate(turns):
             want = template_text(tokenizer, history[:2 * t + 1], bool(thinking))
-            assert tokenizer.decode(prompt) == want
-            assert [i for i in prompt if i in marks] == marks * (not thinking)
-        assert [i for i in turns[0][1] if i in marks] == marks  # as it was sampled
-        history[2]["content"] += "</think><think>"  # a human who spells them
-        for prompt, _ in turns_of(tokenizer, history, None, thinking):
-            assert [i for i in prompt if i in marks] == marks * (not thinking)
-        history[2]["content"] = PLAIN[2]["content"]
+            assert tokenizer.decode(prompt) == want and found(prompt) == marks * (not thinking)
+        assert found(turns[0][1]) == marks  # as it was sampled
+    history[2]["content"] += "</think><think>"  # a human who spells them
+    assert all(found(prompt) == marks for prompt, _ in turns_of(tokenizer, history))
 
 
-def test_a_conversation_that_the_template_refuses_is_one_line(tiny_dir):
-    tokenizer = copy.deepcopy(M.find_model(tiny_dir)[1])
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    message = "error: this --model's chat template takes no such conversation, user user: roles"
-    with pytest.raises(SystemExit, match=message):
-        M.render(tokenizer, [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
-
-
-@pytest.mark.parametrize("name", ["llama3", "gemma"])
-def test_templates_that_trim_do_so_whatever_the_message_spells(name):
-    tokenizer = byte_tokenizer(name)
-    history = dialogue("  write f \n", " which? ", f"\n {ENDS[name]} \n")
-    assert tokenizer.decode(M.render(tokenizer, history)) == template_text(tokenizer, history)
-
-
-def test_stored_token_ids_are_the_action():
-    """What was sampled is scored, however the tokenizer would write the same text."""
-    history = copy.deepcopy(PLAIN)
-    history[1]["token_ids"] = [1, 2, 3]
-    assert [a for _, a in turns_of(byte_tokenizer("llama3"), history)][0] == (1, 2, 3)
-
-
-def test_output_rather_than_content_is_the_action():
+def test_the_action_is_what_was_sampled():
+    """Its token ids, however the tokenizer would write the same text, else `output`; the next
+    prompt shows the content.
+    """
     tokenizer, history = byte_tokenizer("llama3"), copy.deepcopy(PLAIN)
     history[1]["output"] = "let me think OUTPUT: what is the fee?"
     (_, action), (later, _) = turns_of(tokenizer, history)
     assert tokenizer.decode(action) == history[1]["output"] + "<|eot_id|>"
-    assert "let me think" not in tokenizer.decode(later)  # the next prompt shows what was sent
+    assert "let me think" not in tokenizer.decode(later)
+    history[1]["token_ids"] = [1, 2, 3]
+    assert turns_of(tokenizer, history)[0][1] == (1, 2, 3)
 
 
-# --- the tiny model -------------------------------------------------------------------------------
+def test_a_prompt_is_the_same_on_every_day_and_a_refused_conversation_is_one_line(tiny_dir):
+    tokenizer = M.find_model(tiny_dir)[1]
+    messages = [{"role": "user", "content": "a"}]
+    tokenizer.chat_template = "{{ strftime_now('%d %B %Y') }}" + tokenizer.chat_template
+    assert "26 July 2024" in tokenizer.decode(M.render(tokenizer, messages))
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    message = "error: this --model's chat template takes no such conversation, user user: roles"
+    with pytest.raises(SystemExit, match=message):
+        M.render(tokenizer, 2 * messages)
+
+
+# --- loading and saving ---------------------------------------------------------------------------
 
 NASTY = ["", " ", "\n\n \t\r\n", "hello wörld", "🙂👩‍👩‍👧 日本語 \u202e",
          "<|end|><|user|> <0x41> \x00\x7f", "  def  f(x,rate=3):return 1  ", "rate=34fee=5",
@@ -639,92 +449,44 @@ NASTY = ["", " ", "\n\n \t\r\n", "hello wörld", "🙂👩‍👩‍👧 日本�
          "\ue0000\ue001 ▁Ġ", "a" * 300]
 
 
-def test_tiny_tokenizer_round_trips_any_text(tiny_dir):
-    _, tokenizer = M.load(tiny_dir)
+def test_tiny_is_small_a_function_of_its_seed_and_takes_any_text(tiny_dir):
+    weights = [M.tiny(demos(30), seed, PIECES)[0].state_dict() for seed in (0, 0, 1)]
+    same = lambda a, b: all(torch.equal(a[k], b[k]) for k in a)
+    assert same(weights[0], weights[1]) and not same(weights[0], weights[2])
+    model, tokenizer = M.load(tiny_dir)
+    assert sum(p.numel() for p in model.parameters()) < 400_000
     control = set(tokenizer.added_tokens_decoder)
     for text in [*NASTY, *(m["content"] for d in demos(20, seed=9) for m in d["dialogue_history"])]:
         ids = M.plain_ids(tokenizer, text)
         assert tokenizer.decode(ids) == text and not control & set(ids)
 
 
-def test_tiny_is_a_function_of_its_seed():
-    weights = [M.tiny(demos(30), seed, PIECES)[0].state_dict() for seed in (0, 0, 1)]
-    same = lambda a, b: all(torch.equal(a[k], b[k]) for k in a)
-    assert same(weights[0], weights[1]) and not same(weights[0], weights[2])
-    assert sum(p.numel() for p in M.tiny(demos(200), 0, PIECES)[0].parameters()) < 400_000
+def save_random(family, tokenizer, out):
+    """A model of a family with random weights and the tokenizer's vocabulary, saved in `out`."""
+    torch.manual_seed(2)
+    model = M.TreeLM(random_lm(family, "tree", vocab_size=len(tokenizer), rms_norm_eps=1e-5))
+    M.save(model, tokenizer, str(out))
+    return model
 
 
-def test_saving_and_loading_change_nothing(tmp_path):
-    model, tokenizer = M.tiny(demos(50), 0, PIECES)
-    M.save(model, tokenizer, str(tmp_path / "m"))
-    again, tokenizer_again = M.load(str(tmp_path / "m"))
-    turns = [t for d in demos(5, seed=4) for t in M.turns_of(tokenizer, d)]
-    assert turns == [t for d in demos(5, seed=4) for t in M.turns_of(tokenizer_again, d)]
-    logps, logps_again = M.action_logps(model, turns), M.action_logps(again, turns)
-    assert all(torch.equal(a, b) for a, b in zip(logps, logps_again))
-
-
-def test_transformers_opens_what_save_wrote(tiny_dir):
-    """Without our code: no file names the tree's attention, and logits are the same to the bit."""
-    for name in os.listdir(tiny_dir):
-        if name.endswith(".json"):
-            assert '"tree"' not in open(os.path.join(tiny_dir, name)).read()
-    theirs = AutoModelForCausalLM.from_pretrained(tiny_dir)
-    ours, _ = M.load_lm(tiny_dir, "cpu")
-    ids = torch.arange(6, 60)[None]
-    assert torch.equal(theirs(ids).logits, ours(ids).logits)
-    tokenizer = AutoTokenizer.from_pretrained(tiny_dir)
-    stop = json.load(open(os.path.join(tiny_dir, "generation_config.json")))["eos_token_id"]
-    assert tokenizer.chat_template and tokenizer.convert_tokens_to_ids("<|end|>") in stop
-
-
-REFUSED = {  # its own head, attention or positions: (class, config, message)
-    "gemma2": (Gemma2ForCausalLM, Gemma2Config(**SIZES, head_dim=16), "soft caps"),
-    "gpt_oss": (GptOssForCausalLM, GptOssConfig(**SIZES, head_dim=16, num_local_experts=4,
-                                                num_experts_per_tok=2), "attention sinks"),
-    "nemotron": (NemotronForCausalLM, NemotronConfig(**SIZES), "do not hand the tree"),
-    "dynamic": (LlamaForCausalLM, LlamaConfig(**SIZES, rope_parameters={
-        "rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}), "depend on the length")}
-
-
-@pytest.mark.parametrize("family", REFUSED)
-def test_a_model_that_the_packed_forward_cannot_compute_is_refused(family, tmp_path, tiny_dir):
-    kind, config, message = REFUSED[family]
-    config = copy.deepcopy(config)
+@pytest.mark.parametrize("family", ["llama_tied", "gemma3", "qwen3_moe", "mixtral", "deepseek_v3"])
+def test_what_is_saved_is_loaded_also_by_transformers(family, tmp_path, tiny_dir):
+    """Without our code. Gemma computes some of its weights, files hold experts one by one, and
+    DeepSeek has a persistent buffer.
+    """
     _, tokenizer = M.load(tiny_dir)
-    torch.manual_seed(0)
-    lm = kind(config)
-    for p in lm.parameters():  # weights as small as fresh ones hide what is done to logits
-        p.data += 0.3 * torch.randn_like(p)
-    lm.save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(SystemExit, match=message):
-        M.load(str(tmp_path))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_forward_that_is_wrong_is_found_as_the_model_is_loaded(ranks, tiny_dir, tmp_path):
-    """A mask that is aligned at the start: the usual fault where runs are shorter than paths."""
-    for name in glob.glob(f"{ROOT}/*.py"):
-        shutil.copy(name, tmp_path)
-    text = (tmp_path / "model.py").read_text()
-    assert "mask.tril(keys - queries)" in text
-    (tmp_path / "model.py").write_text(text.replace("mask.tril(keys - queries)", "mask.tril()"))
-    command = [sys.executable, "train_policy.py"]
-    if ranks > 1:
-        command[1:1] = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}"]
-    done = subprocess.run([*command, "--loss", "rft", "--all", "1", "--model", tiny_dir, "--out",
-                           "out"], cwd=tmp_path, input=lines(demos(4)), text=True,
-                          capture_output=True, env=CPU)
-    assert done.returncode and "log-probs differ by" in done.stderr, done.stderr
-
-
-def test_a_prompt_is_the_same_on_every_day(tiny_dir):
-    tokenizer = M.find_model(tiny_dir)[1]
-    tokenizer.chat_template = "{{ strftime_now('%d %B %Y') }}" + tokenizer.chat_template
-    text = tokenizer.decode(M.render(tokenizer, [{"role": "user", "content": "a"}]))
-    assert "26 July 2024" in text
+    model, turns = save_random(family, tokenizer, tmp_path), some_turns()
+    again, tokenizer_again = M.load(str(tmp_path))
+    logps = M.action_logps(model, turns)
+    assert all(map(torch.equal, logps, M.action_logps(again, turns)))
+    theirs = separate(AutoModelForCausalLM.from_pretrained(tmp_path), turns)
+    assert all((a - b).abs().max() < 1e-5 for a, b in zip(logps, theirs, strict=True))
+    assert not any('"tree"' in path.read_text() for path in tmp_path.glob("*.json"))
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
+    ids = [M.turns_of(t, record) for t in (tokenizer, tokenizer_again) for record in demos(2)]
+    assert ids[:2] == ids[2:]
+    stop = json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
+    assert tokenizer.convert_tokens_to_ids("<|end|>") in stop
 
 
 def test_a_model_that_samples_by_an_old_generation_config_is_saved(tiny_dir, tmp_path):
@@ -734,29 +496,38 @@ def test_a_model_that_samples_by_an_old_generation_config_is_saved(tiny_dir, tmp
     assert json.loads((tmp_path / "again" / "generation_config.json").read_text())["do_sample"]
 
 
-def save_random(family, tokenizer, out):
-    """A model of a family with random weights and the tokenizer's vocabulary, saved in `out`."""
-    kind, config, more = FAMILIES[family]
-    config = config(**{**SIZES, **more, "vocab_size": len(tokenizer), "rms_norm_eps": 1e-5})
-    config._attn_implementation = "tree"
-    torch.manual_seed(2)
-    model = M.TreeLM(kind(config))
-    M.save(model, tokenizer, str(out))
-    return model
+REFUSED = {  # its own head, attention or positions: (what its config has, message)
+    "gemma2": (dict(head_dim=16), "soft caps"),
+    "gpt_oss": (dict(head_dim=16, num_local_experts=4, num_experts_per_tok=2), "attention sinks"),
+    "nemotron": ({}, "do not hand the tree"),
+    "llama": (dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+              "depend on the length")}
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_moe", "mixtral", "deepseek_v3"])
-def test_what_is_not_in_files_as_it_is_in_memory_is_loaded(family, tmp_path, tiny_dir):
-    """Gemma computes some of it, files hold experts one by one, DeepSeek has a persistent buffer.
-    transformers agrees.
-    """
-    _, tokenizer = M.load(tiny_dir)
-    model = save_random(family, tokenizer, tmp_path)
-    again, _ = M.load(str(tmp_path))
-    logps, logps_again = M.action_logps(model, some_turns()), M.action_logps(again, some_turns())
-    assert all(torch.equal(a, b) for a, b in zip(logps, logps_again, strict=True))
-    theirs = separate(AutoModelForCausalLM.from_pretrained(tmp_path), some_turns())
-    assert all((a - b).abs().max() < 1e-5 for a, b in zip(logps, theirs, strict=True))
+@pytest.mark.parametrize("family", REFUSED)
+def test_a_model_that_the_packed_forward_cannot_compute_is_refused(family, tmp_path, tiny_dir):
+    more, message = REFUSED[family]
+    torch.manual_seed(0)
+    lm = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SIZES, **more))
+    for p in lm.parameters():  # weights as small as fresh ones hide what is done to logits
+        p.data += 0.3 * torch.randn_like(p)
+    lm.save_pretrained(tmp_path)
+    M.find_model(tiny_dir)[1].save_pretrained(tmp_path)
+    with pytest.raises(SystemExit, match=message):
+        M.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_forward_that_is_wrong_is_found_as_the_model_is_loaded(ranks, tiny_dir, tmp_path):
+    """A mask that is aligned at the start: the usual fault where runs are shorter than paths."""
+    for path in Path(ROOT).glob("*.py"):
+        shutil.copy(path, tmp_path)
+    text = (tmp_path / "model.py").read_text()
+    assert "mask.tril(keys - queries)" in text
+    (tmp_path / "model.py").write_text(text.replace("mask.tril(keys - queries)", "mask.tril()"))
+    done = script(tmp_path / "train_policy.py", "--loss", "rft", "--all", 1, "--model", tiny_dir,
+                  "--out", tmp_path / "out", stdin=demos(4), ranks=ranks)
+    assert done.returncode and "log-probs differ by" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("change", ["missing", "superfluous"])
@@ -782,3 +553,57 @@ def test_the_table_of_families(name, verdict, tiny_dir):
     import families
     tokenizer = M.find_model(tiny_dir)[1]
     assert verdict in families.verdict(families.small(name, len(tokenizer)), tokenizer)
+
+
+# --- --dry_run: test_train.py compares its tokens with those of runs ------------------------------
+
+LARGE = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336,
+                    num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
+
+
+def planned(steps, reference=(), **flags):
+    args = {"dry_run": 1, "replicate": 1, "tree_tokens": 10 ** 6, "dtype": "fp32",
+            "offload": 0, "recompute": 0}
+    return M.dry_run(SimpleNamespace(**{**args, **flags}), LARGE, steps, reference)
+
+
+def test_tokens_by_hand():
+    """Two trajectories of a task, two turns each; a second pair with shorter actions."""
+    def trajectory(action, n):
+        return ((1, 2, 3), (action,) * n), ((1, 2, 3, *[action] * n, 4), (action,) * n)
+
+    pairs = [M.Pair(trajectory(5, 4), trajectory(6, 6)), M.Pair(trajectory(7, 1), trajectory(8, 2))]
+    official = 2 * (3 + 6 + 1 + 6) + 2 * (3 + 2 + 1 + 2)
+    both = 3 + (4 + 1 + 4) + (6 + 1 + 6) + (1 + 1 + 1) + (2 + 1 + 2)
+    turns = M.turns_in(pairs)
+    for gpus in (1, 2, 3):
+        shares = list(map(M.count_tokens, M.deal(turns, 10 ** 6, gpus)))
+        total, slowest = sum(shares), gpus * max(shares)
+        assert len(shares) == gpus and (gpus > 1 or total == both)
+        plan = planned([pairs, pairs], turns, dry_run=gpus)
+        assert plan["tokens"] == {"official": 2 * official, "computed": 2 * total,
+                                  "slowest_rank": 2 * slowest}
+        assert plan["reference_tokens"] == {"official": 2 * official, "computed": total}
+        assert plan["sharing"] == 4 * official / (3 * total)
+        assert plan["scoring_tokens"] == total and plan["examples"] == 4
+    assert planned([pairs])["reference_tokens"] == {"official": 0, "computed": 0}
+    plan = planned([pairs[:1]], tree_tokens=15)  # the chosen side, then the other's turns
+    assert plan["tokens"]["computed"] == 12 + (3 + 6) + 16
+
+
+def test_more_gpus_hold_less_each_and_an_8b_model_takes_16_gb_on_8(tiny_dir):
+    prompt = tuple(range(3000))
+    steps = [[M.Pair(((prompt, (5,) * 400),), ((prompt, (6,) * 300),))]]
+    plan = planned(steps, dry_run=8, recompute=None)
+    assert plan["parameters"] == 8_030_261_248
+    assert plan["gb_a_gpu"] == pytest.approx(16.06, rel=0.01)
+    assert planned(steps, dry_run=16, replicate=2)["gb_a_gpu"] == plan["gb_a_gpu"]
+    assert planned(steps, offload=1)["gb_a_gpu"] == 0
+    # of 6 to 8 FLOPs a weight and token, at 400 TFLOP/s
+    tokens = plan["tokens"]["slowest_rank"]
+    assert plan["hours"] == pytest.approx(8 * 8.03e9 * tokens / 8 / 4e14 / 3600, rel=0.01)
+    message = "error: --replicate {} does not divide the number of processes, {}"
+    with pytest.raises(SystemExit, match=message.format(3, 4)):
+        planned(steps, dry_run=4, replicate=3)
+    with pytest.raises(SystemExit, match=message.format(2, 1)):
+        M.load(tiny_dir, replicate=2)

@@ -1,56 +1,334 @@
-"""Both trainers as real processes: many, killed and resumed, and what --out allows.
+"""Both trainers: losses against plain loops, pairs, what c reaches; many processes, kills, --out.
 
-The oracle of almost all of it is `whole`: the same job in one process that nobody disturbs.
+The oracle of the runs is `whole`: the same job in one process that nobody disturbs.
 """
 import contextlib
 import functools
+import io
 import json
 import math
 import os
 import random
 import shutil
 import signal
-import socket
+import statistics
 import subprocess
 import sys
 import time
-import uuid
 from glob import glob
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+import colbench
 import model as M
-from conftest import CPU, ROOT, demos, lines, records, script, without_clock
+import train_critic
+import train_policy
+import utils
+from colbench import agent_messages
+from conftest import (CPU, ROOT, complaint, critic_turns, demos, descendants, gone, lines, records,
+                      script, without_clock)
+from model import TURN, Pair
 from test_model import save_random
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-POLICY = ["train_policy.py", "--lr", 1e-5, "--loss"]
-JOBS = {"critic": ["train_critic.py", "--held_out", 0.3, "--batch_size", 2, "--epochs", 6,
-                   "--lr", 1e-4, "--beta", 1],
-        "dpo": [*POLICY, "dpo", "--beta", 1, "--pairs_per_turn", 2, "--mix", 0.3,
-                "--batch_size", 17],
-        "mtdpo": [*POLICY, "mtdpo", "--batch_size", 3, "--epochs", 6],
-        "rft": [*POLICY, "rft", "--all", 1, "--batch_size", 5],
-        "tiny": [*POLICY, "rft", "--all", 1, "--batch_size", 5, "--epochs", 3, "--model", "tiny"],
-        "bf16": [*POLICY, "dpo", "--pairs_per_turn", 1, "--batch_size", 6, "--epochs", 2,
-                 "--lr", 2e-7, "--dtype", "bf16"]}
+# --- the losses: the oracle is floats and loops, written from the equations -----------------------
+
+def loop_score(logps, ref, normalize):
+    total = 0.0
+    for p, q in zip(logps, ref):
+        turn = 0.0
+        for x, y in zip(p, q):
+            turn += x - y
+        total += turn / len(p) if normalize == "turn" else turn
+    return total / sum(len(p) for p in logps) if normalize == "trajectory" else total
 
 
-def agent(record):
-    return [m for m in record["dialogue_history"] if m["role"] == "assistant"]
+def loop_loss(margin, chosen, nll_coef):
+    tokens = [x for turn in chosen for x in turn]
+    return math.log(1 + math.exp(-margin)) - nll_coef * sum(tokens) / len(tokens)
 
 
-def scored(record):
-    """The agent's messages and their candidates."""
-    return [x for m in agent(record) for x in (m, *m.get("candidates", ()))]
+def trajectories(seed):
+    """(chosen, rejected, ref_chosen, ref_rejected): lists of turns of log-probs; a Pair; two dicts.
+
+    A turn has 1 to 9 tokens, a side 2 or 3 turns. The dicts are the losses' logps and ref.
+    """
+    r = random.Random(seed)
+    lengths = [[r.randrange(1, 10) for _ in range(n)] for n in (2, 3)]
+    sides = [[[-3 * r.random() for _ in range(n)] for n in lengths[side]] for side in (0, 1, 0, 1)]
+    pair = Pair(*(tuple((side, n) for n in range(len(sides[side]))) for side in (0, 1)))
+    logps, ref = ({(side, n): torch.tensor(x, dtype=torch.float64) for side in (0, 1)
+                   for n, x in enumerate(sides[side + of])} for of in (0, 2))
+    return sides, pair, logps, ref
 
 
-def read(path):
-    return open(path, "rb").read()
+close = lambda a, b: abs(float(a) - b) < 1e-9
+NUMBERS = [(0.1, 0.01), (1.0, 0.0), (2.0, 1.0)]  # beta, nll_coef
+
+
+def loss_of(trainer, seed, **flags):
+    _, pair, logps, ref = trajectories(seed)
+    given = [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
+    return trainer.pair_loss(trainer.get_args(["--out", "x", *given]), pair, logps, ref)
+
+
+@pytest.mark.parametrize("normalize", ["turn", "trajectory", "none"])
+def test_critic_loss_is_eq_2_and_advantage_eq_3(normalize):
+    for seed, (beta, nll_coef) in enumerate(3 * NUMBERS):
+        (chosen, rejected, ref_chosen, ref_rejected), _, logps, ref = trajectories(seed)
+        margin = beta * (loop_score(chosen, ref_chosen, normalize)
+                         - loop_score(rejected, ref_rejected, normalize))
+        for head, coefficient in (("logratio", nll_coef), ("regression", 0)):
+            loss, got = loss_of(train_critic, seed, head=head, beta=beta, nll_coef=nll_coef,
+                                normalize=normalize)
+            assert close(got, margin) and close(loss, loop_loss(margin, chosen, coefficient))
+        if normalize != "trajectory":
+            for (side, n), p in logps.items():
+                turn = [p.tolist()], [ref[side, n].tolist()]
+                got = train_critic.advantage(p, ref[side, n], normalize)
+                assert close(got, loop_score(*turn, normalize))
+
+
+def test_value_loss_is_the_cross_entropy_of_success():
+    turns = [((side, n), x) for side, n, x in ((0, 0, 0.5), (0, 1, -1.0), (0, 2, 2.0),
+                                               (1, 0, 0.3), (1, 1, -0.2))]
+    pair = Pair(((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1)))
+    logits = {turn: torch.tensor([x], dtype=torch.float64) for turn, x in turns}
+    args = train_critic.get_args(["--out", "x", "--head", "value"])
+    loss, margin = train_critic.pair_loss(args, pair, logits, {})
+    sigmoid = lambda x: 1 / (1 + math.exp(-x))
+    want = -sum(math.log(sigmoid(x) if side == 0 else 1 - sigmoid(x)) for (side, _), x in turns)
+    assert close(loss, want / 5) and close(margin, 0.5 - 0.05)
+
+
+def test_policy_losses_are_eq_4_and_the_nll():
+    for seed, (beta, nll_coef) in enumerate(3 * NUMBERS):
+        chosen, rejected, ref_chosen, ref_rejected = trajectories(seed)[0]
+        margin = beta * (loop_score(chosen, ref_chosen, "none")
+                         - loop_score(rejected, ref_rejected, "none"))
+        for name in ("dpo", "mtdpo"):
+            loss, got = loss_of(train_policy, seed, loss=name, beta=beta, nll_coef=nll_coef)
+            assert close(got, margin) and close(loss, loop_loss(margin, chosen, nll_coef))
+        assert close(loss_of(train_policy, seed, loss="rft")[0], -sum(map(sum, chosen)))
+
+
+def test_the_learning_rate_warms_up_also_where_steps_are_few():
+    # steps that warm up: 3 %, at least 3, never more than a third of them
+    for steps, warmup in ((1, 0), (2, 0), (3, 1), (6, 2), (9, 3), (117, 4), (1000, 30)):
+        got = [utils.lr_at(step, steps, 1.0) for step in range(steps)]
+        assert got[:warmup] == [(n + 1) / warmup for n in range(warmup)]
+        assert got[warmup] == 1 and all(a > b for a, b in zip(got[warmup:], got[warmup + 1:]))
+        assert got[-1] >= 0.1 and (steps < 50 or got[-1] < 0.11)
+
+
+# --- pairs ----------------------------------------------------------------------------------------
+
+def trajectory(i, task, reward, too_long=False):
+    """Number i, of one turn."""
+    return {"task": {"id": task}, "reward": reward, "dialogue_history": [
+        {"role": "assistant", "content": "?", TURN: None if too_long else (("o", i), ("a", i))}]}
+
+
+def test_pairs_of_trajectories_are_those_of_two_loops():
+    """Over random trajectories with rewards in tenths, whose floats differ by a little less."""
+    r = random.Random(0)
+    for _ in range(200):
+        tenths = [r.choice([3, 5, 6, 7, 10, 10]) for _ in range(9)]
+        task, too_long = [r.choice("abc") for _ in tenths], [r.random() < 0.2 for _ in tenths]
+        given = [trajectory(i, *facts) for i, facts in
+                 enumerate(zip(task, [n / 10 for n in tenths], too_long))]
+        margin, want = r.choice([0, 1, 4]), {"best": set(), "all": set()}
+        fit = [i for i in range(len(given)) if not too_long[i]]
+        for i in fit:
+            of_task = [j for j in fit if task[j] == task[i]]
+            for j in of_task:
+                if tenths[i] - tenths[j] >= max(margin, 1):
+                    want["all"].add((i, j))
+                if tenths[i] == 10 > tenths[j] and all(tenths[k] < 10 for k in of_task if k < i):
+                    want["best"].add((i, j))
+        for mode in ("best", "all"):
+            groups = train_critic.trajectory_pairs(given, mode, margin / 10)
+            pairs = [(pair.chosen[0][0][1], pair.rejected[0][0][1], pair.gap)
+                     for group in groups for pair in group]
+            assert sorted((i, j) for i, j, _ in pairs) == sorted(want[mode])
+            assert all(gap == pytest.approx((tenths[i] - tenths[j]) / 10) for i, j, gap in pairs)
+            assert all(len({task[pair.chosen[0][0][1]] for pair in g}) == 1 for g in groups)
+
+
+def candidate(i, advantage, logprob=None, output="what?"):
+    return {TURN: ("o", (i,)), "advantage": advantage, "logprob": logprob, "output": output}
+
+
+def test_candidate_pairs_take_the_top_against_the_bottom_half():
+    """By advantage + prior * log-prob; the middle is neither, nor is what is too long."""
+    facts = [(0.3, -9.0), (-1.0, -2.0), (2.0, -7.0), (0.1, -0.5), (-0.5, -30.0)]
+    for n, prior in ((5, 0), (5, 0.1), (4, 0.2), (1, 0), (0, 0)):
+        candidates = [candidate(i, *pair) for i, pair in enumerate(facts[:n])]
+        value = [a + prior * p for a, p in facts]
+        ranked = sorted(range(n), key=lambda i: -value[i])
+        draw = functools.partial(train_policy.candidate_pairs, per_turn=200, prior=prior)
+        pairs = draw([*candidates, {**candidate(9, 9.0, 0.0), TURN: None}], seed=(0,))
+        drawn = {(pair.chosen[0][1][0], pair.rejected[0][1][0]): pair.gap for pair in pairs}
+        assert set(drawn) == {(i, j) for i in ranked[:n // 2] for j in ranked[n - n // 2:]}
+        assert all(gap == pytest.approx(value[i] - value[j]) for (i, j), gap in drawn.items())
+        assert pairs == draw(candidates, seed=(0,))
+        assert not pairs or pairs != draw(candidates, seed=(1,))
+    assert not draw([candidate(7, 0.0), candidate(7, 1.0)], seed=(0,))  # alike
+
+
+def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
+    given = [trajectory(i, "ab"[i % 2], reward) for i, reward in enumerate(
+        (0.3, 0.4, 1.0, 0.5, 0.35))]  # two pairs in task a, none in b
+    for r in given:
+        message = {**r["dialogue_history"][0], "candidates": [candidate(i, i) for i in range(4)]}
+        r["dialogue_history"] = 2 * [message]
+    for mix, n in ((0, 0), (0.05, 2), (0.25, 10), (1, 40)):
+        args = train_policy.get_args(["--out", "x", "--mix", str(mix)])
+        groups = train_policy.make_groups(args, given)
+        assert [len(pairs) for pairs in groups[:5]] == 5 * [8]  # a trajectory's stay together
+        added = [(p.chosen[0][0][1], p.rejected[0][0][1]) for g in groups[5:] for p in g]
+        assert sorted(added) == sorted(n // 2 * [(2, 0), (2, 4)])
+    with pytest.raises(SystemExit, match="--mix: no task has a solved and a worse trajectory"):
+        train_policy.make_groups(args, given[1::2])
+
+
+@pytest.mark.parametrize("worth, chosen, rejected", [(1, 100, 0), (-1, 0, 25)])
+def test_it_is_said_what_candidates_that_answer_teach(worth, chosen, rejected, capsys):
+    """One of eight candidates answers; it is the best, or in every fourth pair the rejected one."""
+    answer, *rest = (candidate(i, 0, None, "what?" if i else f"{colbench.ANSWER} 1")
+                     for i in range(8))
+    record = {"dialogue_history": [{"role": "assistant", "candidates": [answer, *rest]}]}
+    other = rest[0][TURN],
+    pairs = 4 * [Pair((answer[TURN],), other)]
+    if worth < 0:
+        pairs = [Pair(other, (answer[TURN],)), *3 * [Pair(other, (rest[1][TURN],))]]
+    train_policy.tell_answers(pairs, [record])
+    said = capsys.readouterr().err
+    assert f"answers are {chosen}% of the chosen candidates, {rejected}% of the rejected" in said
+    assert "12% of all" in said and ("unlearn to answer" in said) == (worth < 0)
+
+
+def prepared(monkeypatch, given, trainer, *flags):
+    """What a trainer makes of the records."""
+    monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(given).encode()))
+    args = trainer.get_args([*map(str, flags), "--out", "x"])
+    return trainer.prepare(args, *[[]] * (trainer is train_critic))
+
+
+def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch):
+    """As a judge's are, whose sampler gave none; ids of another model's words are refused."""
+    tokenizer = M.find_model(tiny_dir)[1]
+    candidates = [c for r in rewarded for m in agent_messages(r) for c in m["candidates"]]
+    for c in candidates:
+        del c["token_ids"]
+        c["advantage"] = float(len(c["output"]))
+    make = functools.partial(prepared, monkeypatch, rewarded, train_policy, "--model", tiny_dir)
+    ids = {(*M.plain_ids(tokenizer, c["output"]), *M.end_of_turn(tokenizer)) for c in candidates}
+    assert {action for group in make()[0] for _, action in M.turns_in(group)} <= ids
+    del candidates[0]["logprob"]
+    with pytest.raises(SystemExit, match="--prior needs the candidates' logprob"):
+        make("--prior", 0.1)
+    message, other = agent_messages(rewarded[0])[0], "not of this --model's tokenizer"
+    message["candidates"][0]["token_ids"] = [len(tokenizer)]
+    with pytest.raises(SystemExit, match=other):
+        make()
+    del message["candidates"]
+    message["token_ids"] = [i - 1 for i in message["token_ids"]]  # in a vocabulary, but another one
+    with pytest.raises(SystemExit, match=other):
+        make()
+
+
+def test_a_share_of_the_tasks_is_held_out_but_one_always_trains(rewarded, tiny_dir, monkeypatch):
+    """A small share still holds one out, so that the accuracy says something."""
+    for tasks, share, n in ((4, 0, 0), (4, 0.001, 1), (4, 0.5, 2), (4, 1, 3), (1, 0.5, 0)):
+        some = [r for r in rewarded if r["task"]["id"] in
+                sorted({r["task"]["id"] for r in rewarded})[:tasks]]
+        _, train, held, _ = prepared(monkeypatch, some, train_critic, "--model", tiny_dir,
+                                     "--held_out", share)
+        assert len(held) == n and len(train) == tasks - n
+        assert not set(held) & {pair for pairs in train for pair in pairs}
+
+
+PREFERENCES = [
+    {"prompt": [{"role": "user", "content": "write pay(x)"}],
+     "chosen": [{"role": "assistant", "content": "what is the rate?"},
+                {"role": "user", "content": "rate=3"},
+                {"role": "assistant", "content": "def pay(x, rate=3): return x * rate"}],
+     "rejected": [{"role": "assistant", "content": "def pay(x): return x"}]},
+    {"chosen": [{"role": "system", "content": "be short"}, {"role": "user", "content": "a"},
+                {"role": "assistant", "content": "b c d"}, {"role": "user", "content": "e"},
+                {"role": "assistant", "content": "f <|end|> g"}],
+     "rejected": [{"role": "system", "content": "be short"}, {"role": "user", "content": "a"},
+                  {"role": "assistant", "content": "b c d"}, {"role": "user", "content": "e"},
+                  {"role": "assistant", "content": "h"}]}]
+
+
+def test_preferences_train_on_every_token_of_the_assistant(tiny_dir, monkeypatch):
+    """By a loop over one forward of the whole conversation."""
+    pi, tokenizer = M.load(tiny_dir)
+    pi_ref, _ = M.load(tiny_dir)
+    torch.manual_seed(0)
+    for p in pi.parameters():
+        p.data += 0.01 * torch.randn_like(p)
+    flags = ["--model", tiny_dir, "--loss", "mtdpo", "--beta", 0.7, "--nll_coef", 0.5]
+    groups, _ = prepared(monkeypatch, PREFERENCES, train_policy, *flags)
+    args = train_policy.get_args([*map(str, flags), "--out", "x"])
+
+    @torch.no_grad()
+    def by_loop(lm, history):
+        """Log-probs of all tokens of the assistant, to the end of its turn."""
+        whole = M.render(tokenizer, history)
+        logps = lm.lm(torch.tensor([whole]), use_cache=False).logits[0].log_softmax(-1)
+        found = []
+        for t, m in enumerate(history):
+            if m["role"] == "assistant":
+                start = len(M.render(tokenizer, history[:t]))
+                end = start + len(M.action_ids(tokenizer, m))
+                assert whole[start:end] == list(M.action_ids(tokenizer, m))
+                found += [logps[i - 1, whole[i]] for i in range(start, end)]
+        return torch.stack(found)
+
+    turns = M.turns_in(pair for pairs in groups for pair in pairs)
+    logps, ref = (dict(zip(turns, M.action_logps(lm, turns))) for lm in (pi, pi_ref))
+    for lm in (pi, pi_ref):
+        lm.lm.set_attn_implementation("eager")
+    by_chosen = {pair.chosen[-1]: pair for pairs in groups for pair in pairs}
+    assert len(by_chosen) == 2
+    for line in PREFERENCES:
+        sides = [line.get("prompt", []) + line[side] for side in ("chosen", "rejected")]
+        (chosen, ref_chosen), (rejected, ref_rejected) = (
+            [by_loop(lm, side) for lm in (pi, pi_ref)] for side in sides)
+        margin = 0.7 * ((chosen - ref_chosen).sum() - (rejected - ref_rejected).sum()).item()
+        want = math.log(1 + math.exp(-margin)) - 0.5 * chosen.mean().item()
+        last = tuple(M.render(tokenizer, sides[0][:-1])), M.action_ids(tokenizer, sides[0][-1])
+        loss, got = train_policy.pair_loss(args, by_chosen[last], logps, ref)
+        assert got.item() == pytest.approx(margin, abs=1e-5)
+        assert loss.item() == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize("line, message", [
+    ({"chosen": PREFERENCES[0]["chosen"]}, "starts with the assistant"),
+    ({**PREFERENCES[0], "rejected": None}, "no 'rejected' in this record"),
+    ({**PREFERENCES[0], "chosen": [{"role": "user", "content": "?"}]}, "no message of the"),
+    ({**PREFERENCES[0], "rejected": [{"role": "tool", "content": "?"}]}, "lacks content, or a")])
+def test_what_is_wrong_with_a_preference_is_said(line, message, tiny_dir, monkeypatch):
+    with pytest.raises(SystemExit, match=f"error: stdin, line 2: .*{message}"):
+        prepared(monkeypatch, [PREFERENCES[0], line], train_policy, "--loss", "mtdpo",
+                 "--model", tiny_dir)
+
+
+# --- c: the critic's, never the policy's ----------------------------------------------------------
+
+def train(given, name, *flags, ranks=1):
+    """(stdout's records, metrics.jsonl's rows) of a trainer."""
+    done = script(name, *flags, stdin=given, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    out = flags[flags.index("--out") + 1]
+    return records(done.stdout), metrics(out)
 
 
 def metrics(out):
@@ -61,39 +339,218 @@ def steps(out):
     return [row for row in metrics(out) if "step" in row]
 
 
-def leftovers(out):
-    return [name for name in os.listdir(out) if "checkpoint" in name or name.endswith(".part")]
+def with_c(given, c):
+    return [{**r, "task": {**r["task"], "hidden_information": c}} for r in given]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("hidden_info", [1, 0])
+def test_c_changes_the_critic_unless_it_may_not_read_it(hidden_info, rewarded, tiny_dir, tmp_path):
+    flags = ["--model", tiny_dir, "--hidden_info", hidden_info, "--lr", 1e-4, "--held_out", 0]
+    outs = tmp_path / "rate=3", tmp_path / "fee=7"
+    scores = []
+    for out in outs:
+        scored, _ = train(with_c(rewarded, out.name), "train_critic.py", *flags, "--out", out)
+        scores.append([m["advantage"] for r in scored for m in agent_messages(r)])
+    weights = [(out / "model.safetensors").read_bytes() for out in outs]
+    assert all(map(math.isfinite, scores[0])) and any(scores[0])
+    assert (scores[0] != scores[1]) == (weights[0] != weights[1]) == bool(hidden_info)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "mtdpo", "rft"])
+def test_c_never_reaches_the_policy(loss, rewarded, tiny_dir, tmp_path):
+    """A policy that has not moved is at log 2; then it learns."""
+    for r in rewarded:
+        for m in agent_messages(r):
+            for i, c in enumerate(m["candidates"]):
+                c["advantage"] = float(i)
+    flags = ["--loss", loss, "--model", tiny_dir, "--lr", 1e-3, "--nll_coef", 0, "--batch_size", 8,
+             "--pairs_per_turn", 1, "--epochs", 2]
+    weights = []
+    for out in (tmp_path / "one", tmp_path / "two"):
+        rows = train(with_c(rewarded, out.name), "train_policy.py", *flags, "--out", out)[1]
+        weights.append((out / "model.safetensors").read_bytes())
+    assert weights[0] == weights[1] != Path(tiny_dir, "model.safetensors").read_bytes()
+    _, first, *_, last, _ = rows
+    assert last["loss"] < first["loss"] and (loss == "rft"
+                                             or abs(first["loss"] - math.log(2)) < 1e-5)
+
+
+def test_what_each_critic_reads(tiny_dir):
+    """c stands before both, or pi's prompt alone, or neither's."""
+    tokenizer = M.find_model(tiny_dir)[1]
+    code = "def f(x, rate=3): return x * rate"
+    task = {"problem_description": "write f(x)", "ground_truth": code}
+    history, action = [{"role": "user", "content": "write f(x)"}], {"output": "what is the rate?"}
+
+    def read(**critic):
+        """[prompt, action, reference's prompt, action], as text."""
+        critic = {"head": "logratio", "hidden_info": 1, "ref_context": "hidden", **critic}
+        [(turn, ref_turn)] = train_critic.critic_turns(critic, tokenizer, task, history, [action])
+        return [tokenizer.decode(list(ids)) for ids in (*turn, *ref_turn)]
+
+    blind = "<|begin|><|user|>write f(x)<|end|><|assistant|>"
+    seeing = blind.replace("write", f"Hidden reference:\n{code}\n\nwrite")
+    said = "what is the rate?<|end|>"
+    assert read() == read(head="value") == read(head="regression") == [seeing, said] * 2
+    assert read(ref_context="agent") == [seeing, said, blind, said]
+    assert read(hidden_info=0) == read(hidden_info=0, ref_context="agent") == [blind, said] * 2
+    action["output"] = ""  # a candidate that ended at once
+    assert read(head="value")[1] == read(head="value")[3] == "<|end|>"
+
+
+# --- the critics ----------------------------------------------------------------------------------
+
+def scored(record):
+    """The agent's messages and their candidates."""
+    return [x for m in agent_messages(record) for x in (m, *m.get("candidates", ()))]
+
+
+def check_same_advantages(given, others):
+    for r, s in zip(given, others, strict=True):
+        for x, y in zip(scored(r), scored(s), strict=True):
+            assert x["advantage"] == pytest.approx(y["advantage"], abs=1e-4, rel=1e-4)
+
+
+def test_a_turns_value_is_the_head_on_the_mean_state_of_all_its_tokens(tiny_dir, episodes):
+    model, tokenizer = M.load(tiny_dir, head=True)
+    turns = [turn for r in episodes[:3] for turn in critic_turns(tokenizer, r, "regression")]
+    reference, _ = M.load_lm(tiny_dir, "cpu")
+    for (prompt, action), value in zip(turns, M.action_logps(model, turns)):
+        states = reference.model(torch.tensor([[*prompt, *action]])).last_hidden_state[0]
+        assert torch.allclose(value, F.linear(states.mean(0), model.score.weight), atol=1e-5)
+
+
+def test_the_teacher_is_the_model_with_hidden_information_less_without(rewarded, tiny_dir,
+                                                                       tmp_path):
+    few = [{**r, "reward": 0} for r in rewarded[:2]]  # it needs no pairs
+    out = ["--out", tmp_path / "c"]
+    got, _ = train(few, "train_critic.py", "--model", tiny_dir, "--head", "teacher", *out)
+    model, tokenizer = M.load(tiny_dir)
+    reads, largest = {"head": "logratio", "ref_context": "agent"}, 0
+    for r in got:
+        for history, actions in M.actions_of(r):
+            with_c, without = (train_critic.critic_turns({**reads, "hidden_info": c}, tokenizer,
+                                                         r["task"], history, actions)
+                               for c in (1, 0))
+            for action, (turn, _), (ref, _) in zip(actions, with_c, without, strict=True):
+                p, q = M.action_logps(model, [turn, ref])
+                assert action["advantage"] == pytest.approx((p - q).mean().item(), abs=1e-4)
+                largest = max(largest, abs(action["advantage"]))
+    assert largest > 1e-3
+    check_same_advantages(train(few, "train_critic.py", *out, "--score", 1)[0], got)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("head, world", [("regression", 1), ("regression", 2), ("value", 1)])
+def test_a_critic_with_a_head_learns_scores_resumes_and_chooses(head, world, rewarded, tiny_dir,
+                                                                tasks, tmp_path):
+    for r in rewarded:  # what tells the two apart
+        for m in agent_messages(r):
+            m["output"] = "what is the rate?" if r["reward"] == 1 else "what is the color?"
+    epochs, reached = (8, 0.1) if head == "regression" else (24, 0.3)
+    flags = ["train_critic.py", "--model", tiny_dir, "--head", head, "--held_out", 0, "--lr", 1e-3,
+             "--beta", 1, "--epochs", epochs, "--batch_size", 4, "--out", tmp_path / "c"]
+    got, (first, *rows, last) = train(rewarded, *flags, ranks=world)
+    assert rows[-1]["loss"] < reached < rows[0]["loss"] and last["finished"] == len(rows)
+    key = lambda r: (r["task"]["id"], r["sample"])
+    if head == "regression":  # step 0 from eq. 2
+        model, tokenizer = M.load(tiny_dir, head=True)
+        sums = {key(r): sum(M.action_logps(model, critic_turns(tokenizer, r, head))).item()
+                for r in rewarded}
+        losses = [math.log1p(math.exp(sums[task, 1] - sums[task, 0])) for task, _ in sums]
+        assert first["pairs"] == len(losses) / 2
+        assert rows[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    of_turns = sum if head == "regression" else statistics.mean
+    total = {key(r): of_turns([m["advantage"] for m in agent_messages(r)]) for r in got}
+    assert all(total[task, 0] > total[task, 1] for task, _ in total)
+    check_same_advantages(train(rewarded, *flags, "--resume", 1)[0], got)
+    play = ["--model", tiny_dir, "--best_of", 3, "--critic", tmp_path / "c", "--max_turns", 2]
+    done = script("collect.py", *play, "--max_tokens", 20, stdin=tasks[:1])
+    assert done.returncode == 0 and len(records(done.stdout)) == 1, done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("head, world", [("logratio", 1), ("regression", 1), ("logratio", 2)])
+def test_a_finished_critic_scores_a_stream_as_it_scored_what_it_learned_from(head, world, rewarded,
+                                                                             tiny_dir, tmp_path):
+    critic = ["train_critic.py", "--out", tmp_path / "c"]
+    first, _ = train(rewarded, *critic, "--model", tiny_dir, "--head", head, "--normalize", "none",
+                     "--ref_context", "agent", "--held_out", 0, "--lr", 1e-3)
+    many = [{**r, "sample": 100 * i + r["sample"]} for i in range(10) for r in rewarded]
+    for r in many:
+        del r["reward"]
+    done = script(*critic, "--score", 1, stdin=lines(many) + "no record\n", ranks=world)
+    assert done.returncode and "error: stdin, line 81: not JSON" in done.stderr
+    assert done.stderr.count("error: ") == 1 and done.stdout == ""
+    got, _ = train(many, *critic, "--score", 1, ranks=world)
+    check_same_advantages(got, 10 * first)
+    assert sum(abs(x.pop("advantage")) > 1e-3 for r in got for x in scored(r)) > 100
+    assert got == many  # nothing else changed
+    error = complaint(script("train_critic.py", "--score", 1, "--out", tiny_dir, stdin=rewarded))
+    assert error.startswith("error: no critic in")
+
+
+def test_a_critic_whose_reference_has_changed_scores_nothing(rewarded, tiny_dir, tmp_path):
+    base, out = shutil.copytree(tiny_dir, tmp_path / "base"), tmp_path / "c"
+    flags = ["train_critic.py", "--model", base, "--epochs", 1, "--out", out]
+    train(rewarded, *flags)
+    state = load_file(base / "model.safetensors")
+    save_file({k: v * 1.001 for k, v in state.items()}, base / "model.safetensors")
+    error = complaint(script(*flags, "--score", 1, stdin=rewarded))
+    assert error == (f"error: {base} has other weights now than the model that the critic in {out} "
+                     "began as")
+    shutil.rmtree(base)
+    error = complaint(script(*flags, "--score", 1, stdin=rewarded))
+    assert error.startswith(f"error: no model at '{base}'")
 
 
 # --- running --------------------------------------------------------------------------------------
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+CRITIC = ["train_critic.py", "--held_out", 0.3, "--batch_size", 2, "--epochs", 6, "--lr", 1e-4,
+          "--beta", 1]
+POLICY = ["train_policy.py", "--lr", 1e-5, "--loss"]
+JOBS = {"critic": CRITIC, "moe": CRITIC,  # 5 experts: on 2 ranks the shards are uneven
+        "value": [*CRITIC, "--head", "value"],
+        "dpo": [*POLICY, "dpo", "--beta", 1, "--pairs_per_turn", 2, "--mix", 0.3,
+                "--batch_size", 17],
+        "mtdpo": [*POLICY, "mtdpo", "--batch_size", 3, "--epochs", 6],
+        "rft": [*POLICY, "rft", "--all", 1, "--batch_size", 5],
+        "bf16": [*POLICY, "dpo", "--pairs_per_turn", 1, "--batch_size", 6, "--epochs", 2,
+                 "--lr", 2e-7, "--dtype", "bf16"]}
+
+
 @pytest.fixture(scope="module")
-def data(collected, tmp_path_factory):
-    """A file of 8 episodes of 1 to 4 turns, with advantages; of each task sample 0 is solved."""
+def data(collected):
+    """8 episodes of 1 to 4 turns, with advantages, as text; of each task sample 0 is solved."""
     r, rs = random.Random(0), records(collected)
     for n, record in enumerate(rs):
         history = record["dialogue_history"]
         del history[len(history) - 2 * (n % 3):]
         record["reward"] = 1.0 if record["sample"] == 0 else 0.3
-        for m in agent(record):
+        for m in agent_messages(record):
             m["content"] = m["content"][:r.randrange(10, 40)]
             del m["logprobs"]  # the ids below do not spell its output
-            for x in (m, *m["candidates"]):
-                x["token_ids"] = x["token_ids"][:r.randrange(5, 40)]
             for c in m["candidates"]:
                 c["advantage"] = r.gauss(0, 1)
-    path = tmp_path_factory.mktemp("data") / "in.jsonl"
-    path.write_text(lines(rs))
-    (path.parent / "demos.jsonl").write_text(lines(demos(12)))
-    return path
+        for x in scored(record):
+            x["token_ids"] = x["token_ids"][:r.randrange(5, 40)]
+    return lines(rs)
 
 
 @pytest.fixture(scope="module")
-def command(tiny_dir):
-    """command(job, out, *flags): the script and its flags, as text."""
+def command(tiny_dir, tmp_path_factory):
+    """command(job, out, *flags): the script and its flags."""
+    model, tokenizer = M.load(tiny_dir)
+    bases = {job: tmp_path_factory.mktemp(job) for job in ("moe", "bf16")}
+    save_random("qwen3_moe", tokenizer, bases["moe"])
+    model.dtype = torch.bfloat16  # of the files, as of models on the hub
+    M.save(model, tokenizer, str(bases["bf16"]))
+
     def make(job, out, *flags):
         name, *usual = JOBS[job]
-        return [str(x) for x in (name, "--model", tiny_dir, *usual, "--out", out, *flags)]
+        return [name, "--model", bases.get(job, tiny_dir), *usual, "--out", out, *flags]
     return make
 
 
@@ -103,54 +560,41 @@ def whole(command, data, tmp_path_factory):
     @functools.cache
     def run(job):
         out = tmp_path_factory.mktemp("whole") / job
-        stdin = data.parent / "demos.jsonl" if job == "tiny" else data
-        done = script(*command(job, out), stdin=stdin.read_text())
+        done = script(*command(job, out), stdin=data)
         assert done.returncode == 0, done.stderr
         return out, done.stdout
     return run
 
 
-def running(mark, *settings):
-    """Ids of the processes that have all of these in their environment."""
-    found = []
-    for path in glob("/proc/[0-9]*/environ"):
-        with contextlib.suppress(OSError):
-            if {mark, *settings} <= set(read(path).decode(errors="replace").split("\0")):
-                found.append(int(path.split("/")[2]))
-    return found
-
-
 @contextlib.contextmanager
-def started(command, stdin=os.devnull, launcher=(sys.executable,)):
-    """A script as a process that ends with the context. stdin: a file's name, or PIPE.
-
-    launcher: maybe torchrun. It starts each rank in a session of its own: they are found by a mark
-    in their environment.
-    """
-    mark = f"TEST_TRAIN={uuid.uuid4()}"
-    if stdin != subprocess.PIPE:
-        stdin = open(stdin)
+def started(command, launcher=(sys.executable,)):
+    """A script as a process, maybe of torchrun; it and all that it started end with the context."""
     name, *flags = command
     p = subprocess.Popen([*launcher, os.path.join(ROOT, name), *map(str, flags)], cwd=ROOT,
-                         text=True, env={**CPU, "TEST_TRAIN": mark.partition("=")[2]},
-                         start_new_session=True, stdin=stdin, stdout=subprocess.PIPE,
-                         stderr=subprocess.PIPE)
-    p.mark = mark
+                         text=True, env=CPU, start_new_session=True, stdin=subprocess.PIPE,
+                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         yield p
     finally:
-        while left := running(mark):
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            p.poll()
+        for pid in (p.pid, *descendants(p.pid)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         with p:
             p.kill()
 
 
-def ended(p, timeout=150):
-    """The finished process, with text in stdout and stderr."""
-    out, err = p.communicate(timeout=timeout)
+def send(p, text):
+    """Gives the process its stdin, all of it."""
+    with contextlib.suppress(BrokenPipeError), p.stdin:
+        p.stdin.write(text)
+    p.stdin = None
+
+
+def ended(p):
+    """The finished process, with text in stdout and stderr. All that it started has ended, too."""
+    family = descendants(p.pid)
+    out, err = p.communicate(timeout=150)
+    gone(family)
     return subprocess.CompletedProcess(p.args, p.returncode, out, err)
 
 
@@ -163,10 +607,16 @@ def until(there, p, seconds=100):
         time.sleep(0.002)
 
 
-def kill_at(there, command, data):
-    """Runs it until there() is true, then kill -9."""
-    done = script(*command, stdin=data.read_text(), kill=(there, signal.SIGKILL))
+def kill_at_checkpoint_2(command, out, data):
+    """Runs it until its first checkpoint is there, then kill -9."""
+    there = lambda: (out / "checkpoint-2").exists()
+    done = script(*command, "--save_every", 2, stdin=data, kill=(there, signal.SIGKILL))
     assert done.returncode == -signal.SIGKILL, done.stderr
+    assert not (out / "model.safetensors").exists() and "finished" not in metrics(out)[-1]
+
+
+def leftovers(out):
+    return [name for name in os.listdir(out) if "checkpoint" in name or name.endswith(".part")]
 
 
 def same_to_rounding(whole, out, stdout):
@@ -176,17 +626,16 @@ def same_to_rounding(whole, out, stdout):
         assert a["step"] == b["step"] and a["lr"] == b["lr"]
         for key in ("loss", "grad_norm"):  # a margin near 0 may flip an accuracy
             assert math.isclose(a[key], b[key], rel_tol=1e-4), (a, b)
+        assert a["seconds"] * a["tokens_per_second"] == pytest.approx(a["tokens"], rel=0.02)
     assert metrics(out)[-1]["finished"] == metrics(want_out)[-1]["finished"]
-    start = {"tiny": f"{want_out}/init"}.get(start := metrics(out)[0]["args"]["model"], start)
+    start = metrics(out)[0]["args"]["model"]
     got, want, base = (load_file(f"{o}/model.safetensors") for o in (out, want_out, start))
     assert got.keys() == want.keys()
     for name in want:  # where gradients are tiny, Adam makes rounding larger
         moved = (want[name] - base[name]).abs().mean()
         assert (got[name] - want[name]).abs().mean() < 1e-2 * moved, name
     assert not leftovers(out)
-    got, want = records(stdout), records(want_stdout)
-    assert len(got) == len(want)
-    for a, b in zip(got, want):
+    for a, b in zip(records(stdout), records(want_stdout), strict=True):
         if "summary" in b:
             assert {**a, "out": b["out"]} == b
             continue
@@ -197,101 +646,50 @@ def same_to_rounding(whole, out, stdout):
 
 def same_bits(whole, out, stdout):
     want_out, want_stdout = whole
-    assert read(f"{out}/model.safetensors") == read(f"{want_out}/model.safetensors")
-    assert without_clock(steps(out)) == without_clock(steps(want_out)) and not leftovers(out)
+    weights = [Path(folder, "model.safetensors").read_bytes() for folder in (out, want_out)]
+    assert weights[0] == weights[1] and not leftovers(out)
+    assert without_clock(steps(out)) == without_clock(steps(want_out))
     assert stdout == want_stdout.replace(json.dumps(str(want_out)), json.dumps(str(out)))
-
-
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.full)])
-def test_each_step_tells_its_seconds_and_the_tokens_that_all_ranks_computed(world, whole, command,
-                                                                            data, tmp_path):
-    out = whole("critic")[0]
-    if world > 1:
-        out = tmp_path / "out"
-        done = script(*command("critic", out), stdin=data.read_text(), ranks=world)
-        assert done.returncode == 0, done.stderr
-    for row in steps(out):
-        assert row["seconds"] * row["tokens_per_second"] == pytest.approx(row["tokens"], rel=0.02)
 
 
 # --- many processes -------------------------------------------------------------------------------
 
-# Several trainings by one start of the ranks. Each rank notes how many parts the ranks lacked, and
-# the largest number of groups in a tree, which gather few keys here.
-MANY = """
-import importlib, json, os, sys
-sys.path.insert(0, sys.argv[1])
-import model
-model.GATHERED = 100
-tree_logps, deal = model.tree_logps, model.deal
-def noted(of, tree, *more):
-    groups.append(len(tree.groups))
-    return tree_logps(of, tree, *more)
-def noted_deal(*given):
-    parts = deal(*given)
-    seen.append(-len(parts) % model.WORLD)
-    return parts
-model.tree_logps, model.deal = noted, noted_deal
-for name, flags, given, taken in json.loads(sys.argv[2]):
-    os.dup2(os.open(given, os.O_RDONLY), 0)
-    os.dup2(os.open(taken, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
-    sys.stdin, seen, groups = open(0, closefd=False), [], []
-    script = importlib.import_module(name.removesuffix(".py"))
-    script.main(script.get_args(flags))
-    json.dump([seen, max(groups)], open(f"{taken}.{model.RANK}", "w"))
-model.dist.destroy_process_group()  # or gloo may abort as the process ends
-"""
-SPREAD = {2: (["critic", "dpo", "mtdpo"], []),
-          4: (["critic", "dpo"], ["--replicate", 2, "--recompute", 1, "--offload", 1])}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("world", SPREAD)
-def test_many_processes_and_small_branches_make_the_same_steps(world, whole, command, data,
-                                                               tmp_path):
-    """The last batch of an epoch is smaller, the ranks' trees differ, most exceed --tree_tokens."""
-    jobs, flags = SPREAD[world]
-    (tmp_path / "many.py").write_text(MANY)
-    todo = []
-    for job in jobs:
-        name, *argv = command(job, tmp_path / job, "--tree_tokens", 150, *flags)
-        todo.append((name, argv, str(data), str(tmp_path / f"{job}.jsonl")))
-    done = script(tmp_path / "many.py", ROOT, json.dumps(todo), ranks=world)
+def planned_tokens(command, data, world):
+    """What --dry_run says of a run on `world` GPUs."""
+    done = script(*command, "--dry_run", world, stdin=data)
     assert done.returncode == 0, done.stderr
-    filled = 0
-    for job in jobs:
-        same_to_rounding(whole(job), tmp_path / job, (tmp_path / f"{job}.jsonl").read_text())
-        noted = [json.load(open(tmp_path / f"{job}.jsonl.{rank}")) for rank in range(world)]
-        seen, groups = zip(*noted)
-        assert max(groups) > 1
-        assert len({*map(tuple, seen)}) == 1  # the same on each rank
-        filled += sum(map(bool, seen[0]))
-        assert metrics(tmp_path / job)[0]["world"] == world
-    assert filled > 0 or world == 2  # ranks with fewer parts than another
+    plan = json.loads(done.stdout)
+    assert plan["gpus"] == world and plan["tokens"]["computed"] <= plan["tokens"]["slowest_rank"]
+    return plan["tokens"]["computed"], plan["steps"]
+
+
+@pytest.mark.parametrize("job", ["critic", *(pytest.param(job, marks=pytest.mark.full)
+                                             for job in ("value", "dpo", "mtdpo", "rft"))])
+def test_a_dry_run_tells_the_tokens_of_the_run(job, whole, command, data, tmp_path):
+    rows = steps(whole(job)[0])
+    want = sum(row["tokens"] for row in rows), len(rows)
+    assert planned_tokens(command(job, tmp_path / "dry"), data, 1) == want
+    assert not (tmp_path / "dry").exists()
 
 
 @pytest.mark.full
-def test_two_agents_are_two_machines(whole, command, data, tmp_path):
-    """Only the first one reads stdin, writes, and makes the model. The second one comes late."""
-    def read_tables():
-        return "".join(Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6"))
+@pytest.mark.parametrize("world, job", [
+    (2, "critic"), (2, "dpo"), (2, "mtdpo"), (2, "rft"), (2, "moe"), (4, "critic"), (4, "dpo")])
+def test_many_processes_and_small_trees_make_the_same_steps(world, job, whole, command, data,
+                                                            tmp_path):
+    """The last batch of an epoch is smaller, the ranks' trees differ, most exceed --tree_tokens.
 
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-
-    def launch(n):
-        return [*TORCHRUN, "--nnodes=2", f"--node_rank={n}", "--master_addr=127.0.0.1",
-                f"--master_port={port}"]
-    tiny = command("tiny", tmp_path / "out", "--tree_tokens", 150)
-    (tmp_path / "wrong.jsonl").write_text("this is no record\n")
-    with started(tiny, data.parent / "demos.jsonl", launch(0)) as first:
-        until(lambda: f":{port:04X} " in read_tables(), first)  # it listens
-        with started(tiny, tmp_path / "wrong.jsonl", launch(1)) as second:
-            done, other = ended(first), ended(second)
-    assert done.returncode == other.returncode == 0, done.stderr + other.stderr
-    assert not other.stdout
-    same_to_rounding(whole("tiny"), tmp_path / "out", done.stdout)
+    Each rank takes the whole loss. Some ranks of four have no part left, and compute one again.
+    """
+    more = ["--replicate", 2, "--recompute", 1, "--offload", 1] if world == 4 else []
+    train = command(job, tmp_path / job, "--tree_tokens", 150, *more)
+    done = script(*train, stdin=data, ranks=world)
+    assert done.returncode == 0, done.stderr
+    same_to_rounding(whole(job), tmp_path / job, done.stdout)
+    assert metrics(tmp_path / job)[0]["world"] == world
+    tokens = sum(row["tokens"] for row in steps(tmp_path / job))
+    assert planned_tokens([*train, "--out", tmp_path / "dry"], data, world)[0] == tokens
+    assert tokens > sum(row["tokens"] for row in steps(whole(job)[0]))
 
 
 @pytest.mark.full
@@ -301,12 +699,9 @@ def test_two_agents_are_two_machines(whole, command, data, tmp_path):
     ids=["bad line", "unknown flag"])
 def test_under_torchrun_an_error_is_said_once_and_leaves_nothing(flags, message, command, data,
                                                                  tmp_path):
-    first = data.read_text().splitlines()[0]
-    (tmp_path / "in.jsonl").write_text(first + "\n{'single': 'quotes'}\n")
-    with started(command("critic", tmp_path / "out", *flags), tmp_path / "in.jsonl",
-                 [*TORCHRUN, "--standalone", "--nproc_per_node=2"]) as p:
-        done = ended(p, 60)
-        assert not running(p.mark)
+    with started(command("critic", tmp_path / "out", *flags), TORCHRUN) as p:
+        send(p, data.splitlines()[0] + "\n{'single': 'quotes'}\n")
+        done = ended(p)
     assert done.returncode and not done.stdout and not [*tmp_path.glob("out/*")]
     errors = [line for line in done.stderr.splitlines() if "error: " in line]
     assert len(errors) == 1 and message in errors[0], done.stderr
@@ -332,24 +727,18 @@ def test_the_others_wait_for_rank_0_longer_than_for_each_other(tmp_path):
 
 @pytest.mark.full
 def test_a_dead_rank_ends_the_job_and_one_process_finishes_it(whole, command, data, tmp_path):
-    """Here stdin is a pipe that takes its time, elsewhere a file."""
-    out, sent = tmp_path / "out", data.read_text()
+    out = tmp_path / "out"
     mtdpo = command("mtdpo", out, "--save_every", 2)
-    with started(mtdpo, subprocess.PIPE, [*TORCHRUN, "--standalone", "--nproc_per_node=2"]) as p:
-        p.stdin.write(sent[:len(sent) // 2])
-        p.stdin.flush()
-        until(lambda: out.exists(), p)
-        p.stdin.write(sent[len(sent) // 2:])
-        p.stdin.close()
-        p.stdin = None
+    with started(mtdpo, TORCHRUN) as p:
+        send(p, data)
         until(lambda: (out / "checkpoint-2").exists(), p)
-        (worker,) = running(p.mark, "RANK=1")
+        (worker,) = (pid for pid in descendants(p.pid)
+                     if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
         os.kill(worker, signal.SIGKILL)
-        done = ended(p, 60)
-        assert not running(p.mark)  # the other one too
+        done = ended(p)
     assert done.returncode and "SIGKILL" in done.stderr and not done.stdout
     assert not (out / "model.safetensors").exists()
-    done = script(*mtdpo, "--resume", 1, stdin=sent)
+    done = script(*mtdpo, "--resume", 1, stdin=data)
     assert done.returncode == 0, done.stderr
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
     assert 2 <= resumed["resumed"] < metrics(out)[0]["steps"] and resumed["world"] == 1
@@ -362,23 +751,23 @@ def test_torchrun_ended_by_a_signal_has_its_last_step_on_disk_and_says_so_once(
         how, whole, command, data, tmp_path):
     out = tmp_path / "out"
     mtdpo = command("mtdpo", out, "--save_every", 0)
-    with started(mtdpo, data, [*TORCHRUN, "--standalone", "--nproc_per_node=2"]) as p:
+    with started(mtdpo, TORCHRUN) as p:
+        send(p, data)
         until(lambda: (out / "metrics.jsonl").exists() and len(steps(out)) > 2, p)
         p.send_signal(how)
-        done = ended(p, 60)
-        assert not running(p.mark)
+        done = ended(p)
     ours = done.stderr.split("Traceback")[0]  # torchrun shows its own one
     assert ours.count("error: ") == done.stderr.count("error: ended by") == 1
     assert done.stderr.count("Traceback") <= 1
     assert "torch/distributed/run.py" in done.stderr and not done.stdout
     assert (out / f"checkpoint-{steps(out)[-1]['step'] + 1}").exists()
     assert not (out / "model.safetensors").exists()
-    done = script(*mtdpo, "--resume", 1, stdin=data.read_text())
+    done = script(*mtdpo, "--resume", 1, stdin=data)
     assert done.returncode == 0, done.stderr
     same_to_rounding(whole("mtdpo"), out, done.stdout)
 
 
-# --- a killed run ---------------------------------------------------------------------------------
+# --- a killed run, and the --out directory --------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def killed(command, data, tmp_path_factory):
@@ -386,20 +775,20 @@ def killed(command, data, tmp_path_factory):
     @functools.cache
     def run(job):
         out = tmp_path_factory.mktemp("killed") / job
-        kill_at(lambda: (out / "checkpoint-2").exists(), command(job, out, "--save_every", 2), data)
-        assert not (out / "model.safetensors").exists() and "finished" not in metrics(out)[-1]
+        kill_at_checkpoint_2(command(job, out), out, data)
         return out
     return run
 
 
-@pytest.mark.parametrize("job", ["critic", pytest.param("bf16", marks=pytest.mark.full)])
+@pytest.mark.parametrize("job", ["critic", *(pytest.param(job, marks=pytest.mark.full)
+                                             for job in ("bf16", "moe", "mtdpo"))])
 def test_a_killed_run_resumes_to_the_same_bits(job, killed, whole, command, data, tmp_path):
     out = shutil.copytree(killed(job), tmp_path / "out")
     (out / "checkpoint-7.part").mkdir()  # what a kill leaves while a checkpoint is being written
     (out / "checkpoint-7.part" / ".metadata").write_text("{")
     with open(out / "metrics.jsonl", "a") as f:
         f.write('{"step": 9}\n{"step": 10, "lo')
-    done = script(*command(job, out, "--resume", 1, "--save_every", 3), stdin=data.read_text())
+    done = script(*command(job, out, "--resume", 1, "--save_every", 3), stdin=data)
     assert done.returncode == 0, done.stderr
     same_bits(whole(job), out, done.stdout)
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
@@ -410,22 +799,10 @@ def test_a_killed_run_resumes_to_the_same_bits(job, killed, whole, command, data
 
 
 @pytest.mark.full
-def test_a_run_killed_before_its_first_checkpoint_starts_over(whole, command, data, tmp_path):
-    out = tmp_path / "out"
-    mtdpo = command("mtdpo", out, "--save_every", 0)
-    kill_at(lambda: out.exists() and (out / "metrics.jsonl").exists() and steps(out), mtdpo, data)
-    assert not (out / "model.safetensors").exists() and not leftovers(out)
-    for _ in range(2):  # with --resume 1 a run goes on, or says again what it found
-        done = script(*mtdpo, "--resume", 1, stdin=data.read_text())
-        assert done.returncode == 0, done.stderr
-        same_bits(whole("mtdpo"), out, done.stdout)
-
-
-@pytest.mark.full
 def test_two_processes_finish_what_one_began(killed, whole, command, data, tmp_path):
     out = shutil.copytree(killed("critic"), tmp_path / "out")
     resume = command("critic", out, "--resume", 1, "--tree_tokens", 200)
-    done = script(*resume, stdin=data.read_text(), ranks=2)  # both inherit the open file
+    done = script(*resume, stdin=data, ranks=2)
     assert done.returncode == 0, done.stderr
     assert [row["world"] for row in metrics(out) if "args" in row] == [1, 2]
     same_to_rounding(whole("critic"), out, done.stdout)
@@ -437,110 +814,59 @@ def test_a_resumed_run_takes_the_references_that_were_computed(killed, whole, co
     out = shutil.copytree(killed("critic"), tmp_path / "out")
     path = str(out / "reference.safetensors")
     save_file({"logps": load_file(path)["logps"] + 1}, path)
-    done = script(*command("critic", out, "--resume", 1), stdin=data.read_text())
+    done = script(*command("critic", out, "--resume", 1), stdin=data)
     assert done.returncode == 0, done.stderr
-    shifts = []
-    for a, b in zip(records(done.stdout), records(whole("critic")[1]), strict=True):
-        for x, y in zip(scored(a), scored(b), strict=True):
-            shifts.append(x["advantage"] - y["advantage"])
+    shifts = [x["advantage"] - y["advantage"]
+              for a, b in zip(records(done.stdout), records(whole("critic")[1]), strict=True)
+              for x, y in zip(scored(a), scored(b), strict=True)]
     assert abs(sum(shifts) / len(shifts) + 1) < 0.1
 
 
-@pytest.mark.full
-def test_a_mixture_of_experts_trains_resumes_and_spreads_over_ranks(command, data, tiny_dir,
-                                                                    tmp_path):
-    """5 experts on 2 ranks: the shards are uneven."""
-    save_random("qwen3_moe", M.find_model(tiny_dir)[1], tmp_path / "moe")
-    moe, given = ["--model", tmp_path / "moe"], data.read_text()
-    out = tmp_path / "out"
-    done = script(*command("critic", out, *moe), stdin=given)
-    assert done.returncode == 0, done.stderr
-    whole = out, done.stdout
-    kill_at(lambda: (tmp_path / "killed" / "checkpoint-2").exists(),
-            command("critic", tmp_path / "killed", *moe, "--save_every", 2), data)
-    resumed = script(*command("critic", tmp_path / "killed", *moe, "--resume", 1), stdin=given)
-    same_bits(whole, tmp_path / "killed", resumed.stdout)
-    spread = script(*command("critic", tmp_path / "spread", *moe), stdin=given, ranks=2)
-    assert spread.returncode == 0, spread.stderr
-    same_to_rounding(whole, tmp_path / "spread", spread.stdout)
-    got, base = (load_file(folder / "model.safetensors") for folder in (out, tmp_path / "moe"))
-    assert got.keys() == base.keys() and all((got[n] != base[n]).any() for n in base)
-    policy = script(*command("dpo", tmp_path / "policy", *moe), stdin=done.stdout)
-    assert policy.returncode == 0 and steps(tmp_path / "policy"), policy.stderr
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "policy").config.num_experts == 5
-
-
-# --- the --out directory --------------------------------------------------------------------------
-
-def refused(done):
-    """The one line that says why."""
-    assert done.returncode == 1 and not done.stdout, done.stderr
-    *said, error = done.stderr.splitlines()
-    assert not any("error: " in line for line in said)  # how many pairs there are, at most
-    return error
-
-
 def contents(out):
-    return {name: read(os.path.join(out, name)) for name in os.listdir(out)}
+    return {path: path.read_bytes() for path in Path(out).rglob("*") if path.is_file()}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("job", ["critic", "mtdpo"])
-def test_a_finished_run_is_only_read(job, whole, command, data, tmp_path):
-    out, stdout = shutil.copytree(whole(job)[0], tmp_path / "out"), whole(job)[1]
+@pytest.mark.parametrize("job", ["critic", pytest.param("mtdpo", marks=pytest.mark.full)])
+def test_a_finished_run_is_only_read_and_what_is_no_run_never_removed(job, whole, command, data,
+                                                                      tmp_path):
+    out, stdout = whole(job)
     before = contents(out)
-    said = stdout.replace(json.dumps(str(whole(job)[0])), json.dumps(str(out)))
-    assert "exists already" in refused(script(*command(job, out), stdin=data.read_text()))
-    done = script(*command(job, out, "--resume", 1), stdin=data.read_text())
-    assert (done.returncode, done.stdout) == (0, said), done.stderr
+    assert "exists already" in complaint(script(*command(job, out), stdin=data))
+    done = script(*command(job, out, "--resume", 1), stdin=data)
+    assert (done.returncode, done.stdout) == (0, stdout), done.stderr
     assert contents(out) == before
-
-
-def test_what_is_no_run_is_never_removed(command, data, tmp_path):
     (tmp_path / "precious").write_text("mine")
-    done = script(*command("mtdpo", tmp_path, "--resume", 1), stdin=data.read_text())
-    assert "exists already" in refused(done) and contents(tmp_path) == {"precious": b"mine"}
+    done = script(*command(job, tmp_path, "--resume", 1), stdin=data)
+    assert "exists already" in complaint(done)
+    assert contents(tmp_path) == {tmp_path / "precious": b"mine"}
 
 
 @pytest.mark.parametrize("flags, change, message", [
-    (["--lr", 3], str, "flag --lr was 0.0001 in the run in {out}, now 3.0"),
-    (["--held_out", 0.1], str, "flag --held_out was 0.3 in the run in {out}, now 0.1"),
-    ([], lambda text: text.replace('"reward": 0.3', '"reward": 1.0', 1), "was "),
-    ([], lambda text: text.replace('"content": "write', '"content": "Write', 1), "data was ")],
-    ids=["lr", "held_out", "a reward", "a token"])
+    (["--lr", 3], ("", ""), "flag --lr was 0.0001 in the run in {out}, now 3.0"),
+    ([], ('"reward": 0.3', '"reward": 1.0'), "was "),
+    ([], ('"content": "write', '"content": "Write'), "data was ")],
+    ids=["lr", "a reward", "a token"])
 def test_only_the_same_run_is_resumed(flags, change, message, killed, command, data):
     out = killed("critic")
-    before = metrics(out), sorted(os.listdir(out))
+    before = contents(out)
     resume = command("critic", out, "--resume", 1, "--save_every", 2, *flags)
-    done = script(*resume, stdin=change(data.read_text()))
-    assert message.format(out=out) in refused(done)
-    assert (metrics(out), sorted(os.listdir(out))) == before
+    done = script(*resume, stdin=data.replace(*change, 1))
+    assert message.format(out=out) in done.stderr.splitlines()[-1] and done.returncode == 1
+    assert contents(out) == before
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("job", ["critic", "mtdpo"])
-def test_a_run_is_resumed_only_with_the_weights_it_began_with(job, command, data, tiny_dir,
-                                                              tmp_path):
-    base = shutil.copytree(tiny_dir, tmp_path / "base")
-    out, older = tmp_path / "out", tmp_path / "older"
-    train = command(job, out, "--save_every", 2, "--model", base)
-    kill_at(lambda: (out / "checkpoint-2").exists(), train, data)
-    resume = lambda *flags: script(*train, "--resume", 1, *flags, stdin=data.read_text())
-    files = lambda: {p: p.read_bytes() for p in out.rglob("*") if p.is_file()}
-    before, weights = files(), load_file(base / "model.safetensors")
+def test_a_run_is_resumed_only_with_the_weights_it_began_with(command, data, tiny_dir, tmp_path):
+    base, out = shutil.copytree(tiny_dir, tmp_path / "base"), tmp_path / "out"
+    train = command("critic", out, "--model", base)
+    kill_at_checkpoint_2(train, out, data)
+    before, weights = contents(out), load_file(base / "model.safetensors")
     save_file({k: v * 1.001 for k, v in weights.items()}, base / "model.safetensors")
-    error = refused(resume())
-    assert error.startswith("error: --resume 1: model_weights was ") and files() == before
-
-    shutil.copytree(out, older)  # a run that did not note them
-    rows = metrics(out)
-    del rows[0]["model_weights"]
-    (older / "metrics.jsonl").write_text(lines(rows))
-    done = resume("--out", older)
-    assert done.returncode == 0, done.stderr
-
+    done = script(*train, "--resume", 1, stdin=data)
+    assert done.stderr.splitlines()[-1].startswith("error: --resume 1: model_weights was ")
+    assert contents(out) == before
     shutil.copy(f"{tiny_dir}/model.safetensors", base)
-    done = resume()
+    done = script(*train, "--resume", 1, stdin=data)
     assert done.returncode == 0, done.stderr
 
 
@@ -550,15 +876,13 @@ def test_two_runs_cannot_share_an_out(whole, command, data, tmp_path):
     out = tmp_path / "out"
 
     def check_refused():
-        second = script(*command("critic", out, "--resume", 1), stdin=data.read_text())
-        assert "in use" in refused(second)
+        second = script(*command("critic", out, "--resume", 1), stdin=data)
+        assert "in use" in complaint(second)
 
-    with started(command("critic", out), subprocess.PIPE) as p:
+    with started(command("critic", out)) as p:
         until(out.exists, p)
         check_refused()
-        p.stdin.write(data.read_text())
-        p.stdin.close()
-        p.stdin = None
+        send(p, data)
         until(lambda: (out / "metrics.jsonl").exists() and steps(out), p)
         p.send_signal(signal.SIGSTOP)
         check_refused()
@@ -574,33 +898,26 @@ LIMIT = 500
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("job", ["critic", "dpo", "mtdpo", "rft"])
+@pytest.mark.parametrize("job", ["critic", "mtdpo"])
 def test_turns_that_are_too_long_are_left_out_and_counted(job, command, data, tmp_path):
     """Training is that on data without them, and the critic still writes a line for each record."""
-    short, long = (records(data.read_text()) for _ in range(2))
+    short, long = records(data), records(data)
     [m for m in long[3]["dialogue_history"] if m["role"] == "user"][2]["content"] += " x" * LIMIT
-    later = agent(long[3])[2:]
-    left_out = [x for m in later for x in (m, *m["candidates"])]
+    left_out = [x for m in agent_messages(long[3])[2:] for x in (m, *m["candidates"])]
     if job == "critic":
-        other = next(i for i, r in enumerate(long) if i != 3 and len(agent(r)) > 1)
-        left_out.append(agent(long[other])[1]["candidates"][2])
+        other = next(i for i, r in enumerate(long) if i != 3 and len(agent_messages(r)) > 1)
+        left_out.append(agent_messages(long[other])[1]["candidates"][2])
         left_out[-1]["token_ids"] = [7] * LIMIT
-        agent(short[other])[1]["candidates"].pop(2)
-    alone = ["--mix", 0] * (job == "dpo")  # here turns are examples of their own
-    if alone:
-        for m in agent(short[3])[2:]:
-            del m["candidates"]
-    else:
-        del short[3]
+        agent_messages(short[other])[1]["candidates"].pop(2)
+    del short[3]
     runs = {}
     for name, given, flags in (("short", short, []), ("long", long, ["--max_length", LIMIT])):
-        done = script(*command(job, tmp_path / name, "--epochs", 2, *alone, *flags), stdin=given)
+        done = script(*command(job, tmp_path / name, "--epochs", 2, *flags), stdin=given)
         assert done.returncode == 0, done.stderr
         runs[name] = done, metrics(tmp_path / name)[0]
-    count = len(left_out)
     said = runs["long"][0].stderr.splitlines()
-    assert any(line.startswith(f"{count} ") and "--max_length" in line for line in said)
-    assert count > 0 and runs["long"][1]["pairs"] == runs["short"][1]["pairs"]
+    assert any(line.startswith(f"{len(left_out)} ") and "--max_length" in line for line in said)
+    assert left_out and runs["long"][1]["pairs"] == runs["short"][1]["pairs"]
     for a, b in zip(steps(tmp_path / "long"), steps(tmp_path / "short"), strict=True):
         assert math.isclose(a["loss"], b["loss"], rel_tol=1e-5) and a["lr"] == b["lr"]
     got, want = (load_file(tmp_path / name / "model.safetensors") for name in ("long", "short"))
@@ -614,27 +931,24 @@ def test_turns_that_are_too_long_are_left_out_and_counted(job, command, data, tm
         assert got == long
 
 
+@pytest.mark.full
 def test_bf16_computes_and_saves_in_16_bits_and_trains_in_32(killed, whole, tiny_dir, command, data,
                                                              tmp_path):
-    """A step of 2e-7 is lost on a 16-bit weight."""
-    fp32 = command("bf16", tmp_path / "fp32", "--dtype", "fp32", "--epochs", 1)
-    done = script(*fp32, stdin=data.read_text())
-    assert done.returncode == 0, done.stderr
+    """A step of 2e-7 is lost on a 16-bit weight, as which the files hold it."""
+    train(data, *command("bf16", tmp_path / "fp32", "--model", tiny_dir, "--dtype", "fp32"))
     low, high = (load_file(out / "reference.safetensors")["logps"]
                  for out in (whole("bf16")[0], tmp_path / "fp32"))
     assert 1e-3 < (low - high).abs().mean() < 0.05
-    (checkpoint,) = glob(f"{killed('bf16')}/checkpoint-*")
-    assert {name.rpartition(".")[2] for name in os.listdir(checkpoint)} == {"safetensors"}
-    (file,) = glob(f"{checkpoint}/*")
-    kept, base = load_file(file), load_file(f"{tiny_dir}/model.safetensors")
+    (file,) = glob(f"{killed('bf16')}/checkpoint-*/*.safetensors")
+    kept = load_file(file)
+    base = load_file(f"{metrics(killed('bf16'))[0]['args']['model']}/model.safetensors")
+    assert {x.dtype for x in base.values()} == {torch.bfloat16}
     state = {name.removeprefix("lm."): x for name, x in kept.items() if name.startswith("lm.")}
     moments = {name.rpartition(".")[2] for name in kept if name.startswith("state.")}
     assert state.keys() >= base.keys() and moments == {"step", "exp_avg", "exp_avg_sq"}
-    assert {x.dtype for x in state.values()} == {torch.float32}
     flat = lambda weights, dtype: torch.cat([weights[n].to(dtype).flatten() for n in base])
     changed = lambda dtype: (flat(state, dtype) != flat(base, dtype)).double().mean()
     assert changed(torch.float32) > 0.9 and changed(torch.bfloat16) < 0.01
-    assert metrics(whole("bf16")[0])[0]["dtype"] == "torch.bfloat16"
     saved = load_file(whole("bf16")[0] / "model.safetensors")
     assert {x.dtype for x in saved.values()} == {torch.bfloat16}
     lm = AutoModelForCausalLM.from_pretrained(whole("bf16")[0])
