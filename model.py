@@ -818,7 +818,8 @@ def load(path, device="cpu", dtype="fp32", head=False, **sharding):
         Returns log-probs of the turns by the model's own forward.
         """
         try:
-            lm, told = kind.from_pretrained(path, dtype="auto" if sharding else dtype,
+            keep = sharding and dtype != torch.float32  # the files' dtype: half the memory
+            lm, told = kind.from_pretrained(path, dtype="auto" if keep else dtype,
                                             attn_implementation="eager", use_safetensors=True,
                                             trust_remote_code=False, output_loading_info=True)
         except Exception as e:

@@ -2,32 +2,32 @@
 
     python tests/bench_train.py                           # ten minutes of one core
     python tests/bench_train.py --jobs dpo scoring --repeats 5
-    torchrun --nproc_per_node=8 tests/bench_train.py --shape 8b    # on GPUs in bf16; or on a CPU
 
 Records of the paper's shape go to disk: a task has four trajectories of six turns, a turn has 16
 candidates and four pairs; texts are random words. The trainers' own functions read them, make the
 batches and deal them to the ranks. A step is the body of the trainers' loop: pack, forward, loss,
-backward. Weights are random, drawn on the device.
+backward. It runs on 1 process, on 2 of torchrun, and on 8 simulated ones: the shares of 8 ranks
+one after another, of which the slowest counts.
 
 dpo, dpo 24         pairs of candidates, 8 a step, or 24, which are all of a trajectory
 mtdpo, critic       pairs of trajectories, 8 a step
 rft                 solved trajectories, 8 a step
-scoring             one process: log-probs without gradient, of all 17 actions a turn, which get
-                    advantages, and of those in the pairs of dpo, for pi_ref
+scoring             log-probs without gradient: of all 17 actions a turn, which get advantages, and
+                    of those in the pairs of dpo, for pi_ref
 
 Rivals read the same pairs and have the same weights:
 
 official   a pair is a batch of two padded sequences, all logits, pi_ref on it at every step
+trl        TRL's DPOTrainer, a pair at a time (pip install trl==1.16.0; left out without it). In
+           mtdpo it trains on the human's replies, too, so its loss is another
 kv cache   scoring: a prompt once, with a KV cache; then all its actions in one padded batch, with
            the head on actions alone
 
-Every repeat runs both in turn. `time` is the slowest rank's CPU time, on a GPU its wall time, over
-that of ours: median [min, max]. `tokens` is the same of computed tokens, with a backward pass as
-two forwards. `of bound` is time / tokens. Ours includes pi_ref's share, by the epochs that it
-serves; of ours are `seconds`, `TFLOP/s` a rank (2 for each weight and token) and `GB`, the most
-memory of a GPU. `differs` is the largest relative difference of losses, of gradients or of
-log-probs, as whole vectors. Each row goes to stdout as JSON, the table to stderr. Exits with 1 if
-one differs by more than 1e-4, in bf16 by more than 0.1.
+Every repeat runs all of them in turn. `time` is the slowest rank's CPU time over that of ours:
+median [min, max]. `tokens` is the same of computed tokens, with a backward pass as two forwards.
+`of bound` is time / tokens. Ours includes pi_ref's share, by the epochs that it serves. `differs`
+is the largest relative difference of losses, of gradients or of log-probs, as whole vectors. Each
+row goes to stdout as JSON, the table to stderr. Exits with 1 if one differs by more than 1e-4.
 """
 import argparse
 import contextlib
@@ -36,9 +36,11 @@ import json
 import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from unittest.mock import patch
 
@@ -47,13 +49,14 @@ os.environ["TQDM_DISABLE"] = "1"
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
+from transformers import LlamaConfig  # noqa: E402
 
 import train_critic  # noqa: E402
 import train_policy  # noqa: E402
-from model import (action_logps, batches, head_logps, load, score, tiny, turns_in)  # noqa: E402
-from utils import (RANK, WORLD, fail, from_rank_0, init_distributed, leave_group,  # noqa: E402
-                   sum_over_ranks)
+from model import (action_logps, batches, deal, gathered, head_logps, load, score,  # noqa: E402
+                   tiny, turns_in)
+from utils import RANK, WORLD, fail, init_distributed, leave_group, sum_over_ranks  # noqa: E402
 
 #               module, flags, pairs a step, epochs that pi_ref's log-probs serve
 JOBS = {"dpo": (train_policy, [], 8, 1),
@@ -67,7 +70,7 @@ SHAPES = {"tiny": (64, 128, 1, 2, 1, 32, 2048, True),
           "1b": (2048, 8192, 16, 32, 8, 64, 128256, True),
           "3b": (3072, 8192, 28, 24, 8, 128, 128256, True),
           "8b": (4096, 14336, 32, 32, 8, 128, 128256, False)}
-WORDS, TURNS, CANDIDATES, MAX_TOKENS = 1700, 6, 16, 16384
+WORDS, TURNS, CANDIDATES, BETA, NLL, MAX_TOKENS = 1700, 6, 16, 0.1, 0.01, 16384
 TOKENS = [0]  # that went through a model: 1 a forward, 2 a backward
 
 
@@ -77,6 +80,7 @@ def get_args():
     p.add_argument("--jobs", nargs="+", choices=[*JOBS, "scoring"], default=[*JOBS, "scoring"])
     p.add_argument("--shape", choices=SHAPES, default="small", help="of the model: random weights")
     p.add_argument("--repeats", type=int, default=3)
+    p.add_argument("--data", help="what torchrun's processes read: a folder made before")
     return p.parse_args()
 
 
@@ -143,7 +147,6 @@ def random_model(folder, device, noise=0.0, **how):
             own.add_(drawn, alpha=noise)
 
     def made(path, dtype, attn_implementation, **rest):
-        torch.manual_seed(0)  # on every rank the same, as from files
         lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path),
                                               attn_implementation=attn_implementation,
                                               dtype=torch.float32 if dtype == "auto" else dtype)
@@ -185,13 +188,22 @@ def loss_size(job, batch):
     return len(batch)
 
 
-def our_step(model, job, batch, ref):
-    """The loss of a step, as the trainers compute it; leaves gradients."""
+def our_step(model, job, batch, ref, others, rank, world):
+    """A rank's share of the loss of a step, as the trainers compute it; leaves gradients.
+
+    others: {turn: (L,)} that a simulated rank would get from the other ones.
+    """
     turns = turns_in(batch)
-    logps = dict(zip(turns, action_logps(model, turns, MAX_TOKENS)))
+    if world != WORLD:
+        parts = deal(turns, MAX_TOKENS, world)
+        share = -(-len(parts) // world)
+        turns = [turn for part in parts[rank * share:(rank + 1) * share] for turn in part]
+    own = action_logps(model, turns, MAX_TOKENS) if turns else []
+    logps = {**others, **dict(zip(turns, own))}
     loss = sum(pair_loss(job, pair, logps, ref) for pair in batch) / loss_size(job, batch)
-    loss.backward()
-    return loss.item()
+    if turns:  # a rank may have none
+        loss.backward()
+    return loss.item() / world
 
 
 @contextlib.contextmanager
@@ -236,6 +248,44 @@ def official_step(model, ref_model, job, pair, size):
     return loss.item()
 
 
+def trl_step(model, ref_model, pairs):
+    """A function that takes TRL's step and returns its loss; None where TRL is not installed."""
+    try:
+        import trl
+        from datasets import Dataset
+    except ImportError as e:
+        print(f"without TRL ({e}): pip install trl==1.16.0", file=sys.stderr)
+        return None
+
+    class Tokenised(trl.DPOTrainer):
+        def _prepare_dataset(self, dataset, *args):
+            return dataset  # token ids already
+
+    def step():
+        trainer.current_gradient_accumulation_steps = len(rows)
+        with plain(model, ref_model):
+            return sum(trainer.training_step(trainer.model, trainer.data_collator([row])).item()
+                       for row in rows)
+
+    warnings.filterwarnings("ignore")
+
+    def after_prompt(side):  # with the human's replies, if it has several turns
+        (first, _), (last, action) = side[0], side[-1]
+        return list((last + action)[len(first):])
+
+    rows = [{"prompt_ids": list(chosen[0][0]), "chosen_ids": after_prompt(chosen),
+             "rejected_ids": after_prompt(rejected)} for chosen, rejected, _ in pairs]
+    with tempfile.TemporaryDirectory() as out:
+        config = trl.DPOConfig(
+            out, beta=BETA, loss_type=["sigmoid", "sft"], loss_weights=[1.0, NLL],
+            max_length=None, per_device_train_batch_size=1, report_to="none",
+            gradient_checkpointing=False, bf16=False, use_cpu=True)
+        tokenizer = AutoTokenizer.from_pretrained(model.config.name_or_path)
+        trainer = Tokenised(model.lm, ref_model.lm, args=config, processing_class=tokenizer,
+                            train_dataset=Dataset.from_list(rows))
+    return step
+
+
 @torch.no_grad()
 def kv_cache_scores(model, turns):
     """[(L,)] of the turns: each prompt once, then its actions in a padded batch on its KV cache."""
@@ -275,64 +325,83 @@ def cost(device, fn, *args):
     return out, torch.tensor([clock() - start, TOKENS[0]], dtype=torch.float64)
 
 
-def slowest(cost):
-    """A tensor of figures, each the largest of all ranks, which must all call this."""
+def max_over_ranks(number):
+    """The largest number of all ranks, which must all call this."""
+    number = torch.tensor(float(number))
     if WORLD > 1:
-        dist.all_reduce(cost, dist.ReduceOp.MAX)
-    return cost
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+    return number.item()
+
+
+def slowest(costs):
+    """(seconds, tokens): of the slowest rank, and of the one with most tokens."""
+    return torch.tensor([max_over_ranks(max(column)) for column in torch.stack(costs).T.tolist()])
 
 
 def difference(ours, theirs):
-    """Norm of the difference of two lists of tensors, of all ranks, over that of the first."""
+    """Norm of the difference of two lists of tensors, over that of the first."""
     def norm(tensors):
-        return sum_over_ranks(sum(x.double().norm().item() ** 2 for x in tensors))[0] ** 0.5
+        return sum(x.double().norm().item() ** 2 for x in tensors) ** 0.5
 
     return norm(x.double() - y.double() for x, y in zip(ours, theirs)) / norm(ours)
 
 
-def take_gradients(model):
-    """This rank's shards of the gradients; the model has none any more."""
-    grads = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
-             for p in model.parameters()]
+def take_gradients(model, loss):
+    """[loss, gradient, ...] of all ranks; the model has no gradients any more."""
+    got = [torch.tensor(sum_over_ranks(loss))]
+    got += [gathered(p.grad) for p in model.parameters()]
     model.zero_grad()
-    return grads
+    return got
 
 
-def row(job, model, items, rival, theirs, ours, differs):
+def row(job, ranks, items, rival, theirs, ours, differs):
     """A row of the table. theirs, ours: (seconds, tokens) of each repeat; differs: of each, too."""
     times, tokens = (torch.stack(theirs) / torch.stack(ours)).T.tolist()
-    middle, seconds = statistics.median(times), statistics.median(x[0].item() for x in ours)
-    flops = 2 * sum(p.numel() for p in model.parameters()) * ours[0][1].item()
-    return {"job": job, "ranks": WORLD, "items": items, "rival": rival, "tokens": tokens[0],
+    middle = statistics.median(times)
+    return {"job": job, "ranks": ranks, "items": items, "rival": rival, "tokens": tokens[0],
             "time": middle, "min": min(times), "max": max(times), "of_bound": middle / tokens[0],
-            "seconds": seconds, "tflops": flops / seconds / 1e12, "differs": max(differs)}
+            "differs": max(differs)}
 
 
 def compare_steps(model, ref_model, job, batch, repeats):
-    """The row of a step of a job, by all ranks that there are."""
+    """Rows of a step of a job: by all ranks that there are, or by one and by eight simulated."""
     device, size, epochs = model.device, loss_size(job, batch), JOBS[job][3]
+    worlds = {1: range(1), 8: range(8)} if WORLD == 1 else {WORLD: [RANK]}
     turns = turns_in(batch) if job != "rft" else []
     official_step(model, ref_model, job, batch[0], size)  # to warm up
     model.zero_grad()
-    ours, theirs, differs, gigabytes = [], [], [], 0
+    trl = trl_step(model, ref_model, batch) if "dpo" in job and WORLD == 1 else None
+    everything = turns_in(batch)
+    others = dict(zip(everything, score(model, everything, MAX_TOKENS)))
+    costs, differs = {}, {}  # {(way, world): [figures of each repeat]}
     for _ in range(repeats):
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        # pi_ref's log-probs, of which a rank of several computes a share
         scored, ref_cost = cost(device, score, ref_model, turns, MAX_TOKENS)
-        loss, mine = cost(device, our_step, model, job, batch, dict(zip(turns, scored)))
-        if device.type == "cuda":
-            gigabytes = torch.cuda.max_memory_allocated() / 1e9
-        ours.append(slowest(mine + ref_cost / epochs))
-        gradients = take_gradients(model)
+        ref, gradients = dict(zip(turns, scored)), {}
+
+        def note(way, world, by_rank, got):
+            costs.setdefault((way, world), []).append(slowest(by_rank))
+            ours = gradients.setdefault(world, got)  # the first
+            new = max(difference(ours[:1], got[:1]), difference(ours[1:], got[1:]))
+            differs.setdefault((way, world), []).append(new)
+
+        for world, ranks in worlds.items():
+            losses, by_rank = zip(*(
+                cost(device, our_step, model, job, batch, ref, others, rank, world)
+                for rank in ranks))
+            # pi_ref's share. Real ranks without a part repeat one; over a data set, few do.
+            share = ref_cost / epochs / len(ranks)
+            note("ours", world, [x + share for x in by_rank], take_gradients(model, sum(losses)))
         losses, pairs = zip(*(cost(device, official_step, model, ref_model, job, pair, size)
                               for pair in batch[RANK::WORLD]))
-        theirs.append(slowest(sum(pairs)))
-        their_loss, = sum_over_ranks(sum(losses))
-        differs.append(max(abs(loss - their_loss) / abs(loss),
-                           difference(gradients, take_gradients(model))))
-    figures = row(job, model, len(batch), "official", theirs, ours, differs)
-    return {**figures, "gb": slowest(torch.tensor(gigabytes)).item()}
+        got = take_gradients(model, sum(losses))
+        for world, ranks in worlds.items():
+            dealt = [pairs] if WORLD > 1 else [pairs[rank::world] for rank in ranks]
+            note("official", world, [sum(part) for part in dealt if part], got)
+        if trl:
+            loss, by_trl = cost(device, trl)
+            note("trl", 1, [by_trl], take_gradients(model, loss))
+    return [row(job, world, len(batch), way, theirs, costs["ours", world], differs[way, world])
+            for (way, world), theirs in costs.items() if way != "ours"]
 
 
 def compare_scoring(model, name, turns, repeats):
@@ -344,53 +413,62 @@ def compare_scoring(model, name, turns, repeats):
         ours.append(mine)
         theirs.append(rival)
         differs.append(difference(got, want))
-    return row(name, model, len(turns), "kv cache", theirs, ours, differs)
+    return row(name, 1, len(turns), "kv cache", theirs, ours, differs)
 
 
 def table(rows):
     """The rows as a markdown table."""
-    lines = ["| job | ranks | items | rival | tokens | time | of bound | seconds | TFLOP/s | GB "
-             "| differs |", "|---|---|---|---|---|---|---|---|---|---|---|"]
+    lines = ["| job | ranks | items | rival | tokens | time | of bound | differs |",
+             "|---|---|---|---|---|---|---|---|"]
     for r in rows:
         lines.append(f"| {r['job']} | {r['ranks']} | {r['items']} | {r['rival']} | "
                      f"{r['tokens']:.2f} | {r['time']:.2f} [{r['min']:.2f}, {r['max']:.2f}] | "
-                     f"{r['of_bound']:.0%} | {r['seconds']:.3g} | {r['tflops']:.3g} | "
-                     f"{r.get('gb', 0):.3g} | {r['differs']:.0e} |")
+                     f"{r['of_bound']:.0%} | {r['differs']:.0e} |")
     return "\n".join(lines)
 
 
 def measure(args, folder, device):
-    """Rows of all jobs. Scoring takes two trajectories."""
-    model = random_model(folder, device, dtype="auto", recompute=None)  # as the trainers load it
-    ref_model = random_model(folder, device, noise=0.1, dtype="auto").requires_grad_(False)
+    """Rows of all jobs, by the processes that run this. Scoring takes two trajectories."""
+    model = random_model(folder, device, recompute=0)
+    ref_model = random_model(folder, device, noise=0.1, recompute=0)
     for job in args.jobs:
         if job != "scoring":
             batch = batches(read_groups(job, folder), JOBS[job][2], seed=(0, 0))[0]
-            yield compare_steps(model, ref_model, job, batch, args.repeats)
+            yield from compare_steps(model, ref_model, job, batch, args.repeats)
         elif WORLD == 1:
             some = read_groups(job, folder)[:2 * TURNS * (CANDIDATES + 1)]
             pairs = read_groups("dpo 24", folder)[:2]
             for name, turns in (("advantages", some), ("pi_ref", turns_in(sum(pairs, [])))):
-                yield compare_scoring(ref_model, name, turns, args.repeats)
+                yield compare_scoring(model, name, turns, args.repeats)
 
 
 def main():
-    args, rows = get_args(), []
+    args = get_args()
     torch.set_num_threads(1)
     device = init_distributed()
-    with tempfile.TemporaryDirectory() as folder:
-        folder = from_rank_0(lambda: folder)
-        from_rank_0(lambda: make_data(folder, 8, args.shape))
-        for line in measure(args, folder, device):
-            rows.append(line)
+    if args.data:
+        for line in measure(args, args.data, device):
             if RANK == 0:
                 print(json.dumps(line), flush=True)
+        return leave_group()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        make_data(folder, 8, args.shape)
+        for line in measure(args, folder, device):
+            rows.append(line)
+            print(json.dumps(line), flush=True)
+        again = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", __file__,
+                 "--data", folder, "--repeats", str(args.repeats), "--jobs", *args.jobs]
+        said = subprocess.run(again, stdout=subprocess.PIPE, text=True, check=True).stdout
+        print(said, end="", flush=True)
+        rows += map(json.loads, said.splitlines())
+    rows.sort(key=lambda r: list(JOBS).index(r["job"]) if r["job"] in JOBS else len(JOBS))
+    print(table(rows), file=sys.stderr)
     leave_group()
-    if RANK == 0:
-        print(table(rows), file=sys.stderr)
-        most = 0.1 if device.type == "cuda" else 1e-4
-        if wrong := [f"{r['rival']} of {r['job']}" for r in rows if not r["differs"] < most]:
-            fail(f"not the same work: {', '.join(wrong)}")
+    wrong = [f"{r['rival']} of {r['job']}" for r in rows
+             if not r["differs"] < 1e-4 and (r["rival"], r["job"]) != ("trl", "mtdpo")]
+    if wrong:
+        fail(f"not the same work: {', '.join(wrong)}")
 
 
 if __name__ == "__main__":

@@ -607,3 +607,11 @@ def test_more_gpus_hold_less_each_and_an_8b_model_takes_16_gb_on_8(tiny_dir):
         planned(steps, dry_run=4, replicate=3)
     with pytest.raises(SystemExit, match=message.format(2, 1)):
         M.load(tiny_dir, replicate=2)
+
+
+def test_files_in_16_bits_are_proven_and_trained_in_fp32(tiny_dir, tmp_path):
+    """As models of the hub are by default on a CPU."""
+    model, tokenizer = M.load(tiny_dir, dtype=torch.bfloat16)
+    M.save(model, tokenizer, str(tmp_path))
+    again, _ = M.load(str(tmp_path), dtype="fp32", replicate=1)
+    assert {p.dtype for p in again.parameters()} == {torch.float32}

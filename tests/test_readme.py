@@ -66,7 +66,7 @@ def benchmark(name, flags):
 @pytest.mark.full
 @pytest.mark.parametrize("name, flags", [
     ("grade", "--rounds 1 --tasks 3"),
-    ("memory", "--records 20 grade"),
+    ("memory", "--records 20 grade"), ("tokens", ""),
     ("train", "--repeats 1 --shape tiny --jobs dpo critic scoring"),
     ("collect", "--episodes 4 --batch 4 --delay 0.01 --max_tokens 8 --max_turns 2 --repeats 1"),
     ("collect", "--sampling . --tasks 1 --candidates 2 --max_tokens 4 --max_turns 1 --repeats 1")])

@@ -30,7 +30,7 @@ import train_critic
 import train_policy
 import utils
 from colbench import agent_messages
-from conftest import (CPU, ROOT, complaint, critic_turns, demos, descendants, gone, lines, records,
+from conftest import (CPU, ROOT, complaint, critic_turns, descendants, gone, lines, records,
                       script, without_clock)
 from model import TURN, Pair
 from test_model import save_random
@@ -954,3 +954,13 @@ def test_bf16_computes_and_saves_in_16_bits_and_trains_in_32(killed, whole, tiny
     lm = AutoModelForCausalLM.from_pretrained(whole("bf16")[0])
     assert lm.dtype == torch.bfloat16 and lm(torch.arange(6, 60)[None]).logits.isfinite().all()
     assert all(torch.equal(p, saved[n]) for n, p in lm.named_parameters())
+
+
+def test_an_untrained_critic_ranks_held_out_pairs_by_chance(rewarded, tiny_dir, tmp_path):
+    """Its margins are 0 up to rounding. The model is saved before they are computed."""
+    flags = ["--model", tiny_dir, "--epochs", 0, "--held_out", 0.5, "--out", tmp_path / "c"]
+    done = script("train_critic.py", *flags, stdin=rewarded)
+    assert done.returncode == 0, done.stderr
+    *_, saved, held = records((tmp_path / "c" / "metrics.jsonl").read_text())
+    assert saved == {"finished": 0} and held["held_out_pairs"] == 2
+    assert held["held_out_accuracy"] == 0.5
