@@ -514,8 +514,11 @@ class Endpoint:
         self.clients = [openai.AsyncOpenAI(base_url=url, **options) for url in urls.split(",")]
         self.answered, self.down = 0, set()  # requests, clients
 
-    async def meet(self, wanted=None):
-        """Asks for the model's name: `wanted`, or the only one that is served. Returns self."""
+    async def meet(self, wanted=None, alias=False):
+        """Asks for the model's name: `wanted`, or the only one that is served. Returns self.
+
+        alias: 1 if the only one may be `wanted` under another name.
+        """
         async def names(client):
             reply = await client.with_options(max_retries=0).models.list()
             return [model.id for model in reply.data]
@@ -523,9 +526,9 @@ class Endpoint:
             served = await self(names)
         except EpisodeError as e:  # no such server
             raise RunError(e) from None
-        if wanted not in served and (wanted or len(served) != 1):
+        self.model = served[0] if len(served) == 1 and (alias or not wanted) else wanted
+        if self.model not in served:
             fail(f"{self.clients[0].base_url} serves {', '.join(served)}, not {wanted or 'one'}")
-        self.model = wanted or served[0]
         return self
 
     async def __call__(self, request, key=None):
@@ -574,7 +577,8 @@ class Endpoint:
 
 async def http_engine(args, stop):
     """Samples by vLLM servers, which take and give token ids."""
-    servers = await Endpoint(args.engine, args, args.best_of + args.candidates).meet(args.model)
+    servers = await Endpoint(args.engine, args, args.best_of + args.candidates).meet(
+        args.model, alias=True)
     fixed = {"model": servers.model, "temperature": args.temperature, "top_p": args.top_p,
              "top_k": 0, "min_p": 0, "repetition_penalty": 1, "logprobs": 0,
              "max_tokens": args.max_tokens, "stop_token_ids": sorted(stop),

@@ -103,7 +103,7 @@ def start(command, tasks, path, *flags):
                                    stdout=out, stderr=subprocess.PIPE, text=True, env=FAST)
     process.stdin.write(lines(tasks))
     process.stdin.close()
-    end = time.time() + 180
+    end = time.time() + 500  # two workers on two busy cores start slowly
     while not path.read_text():
         assert process.poll() is None and time.time() < end, process.stderr.read()
         time.sleep(0.05)
