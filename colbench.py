@@ -1609,7 +1609,7 @@ class Renderer(contextlib.AbstractContextManager):
 
 
 def draw_pages(args, pages, folder):
-    """{page: its PNG file in folder} of the pages that can be drawn; args: see browser_flags.
+    """{page: its PNG file in folder} of the pages that can be drawn; args: see browser_flag.
 
     Files that are there already are taken as they are. Others are drawn many at once.
     """
@@ -1718,16 +1718,14 @@ PIECES = "|".join([r"[A-Z][A-Z ]+:\n|Hidden reference:\n",
                    r" ?\w+=|\d+| ?\w+|[^\w]"])
 
 
-def browser_flags(p):
-    """How pages are drawn. Returns the group of flags."""
-    p = p.add_argument_group("pages (frontend)")
-    flag(p, "browser", None, "Chromium; not given: found by itself", metavar="PATH")
-    return p
+def browser_flag(p):
+    flag(p, "browser", None, "Chromium, to draw pages; not given: found by itself", metavar="PATH")
 
 
 def page_flags(p):
     """How pages are drawn and graded."""
-    p = browser_flags(p)
+    p = p.add_argument_group("pages (frontend)")
+    browser_flag(p)
     flag(p, "clip", None, "the likeness is CLIP's, from a directory or the hub (the paper's: "
          "openai/clip-vit-base-patch32); not given: that of blocks and texts, which needs no model",
          metavar="DIR")

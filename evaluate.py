@@ -30,7 +30,7 @@ import tempfile
 
 import numpy as np
 
-from colbench import (Functions, agent_messages, browser_flags, draw_pages, environment,
+from colbench import (Functions, agent_messages, browser_flag, draw_pages, environment,
                       hidden_information, needs, task_id)
 
 
@@ -44,7 +44,7 @@ def get_args(argv=None):
          metavar="FILE")
     flag(p, "html", None, "write a page with every episode, all systems side by side",
          metavar="FILE")
-    browser_flags(p)
+    browser_flag(p)
     return p.parse_args(argv)
 
 

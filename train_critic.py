@@ -1,5 +1,4 @@
-"""Stage 1: the critic. It reads the hidden information c and learns from pairs of trajectories
-which turns were good.
+"""Stage 1: the critic reads the hidden information c, and learns from pairs which turns were good.
 
     A(o_t, a_t, c) = 1/L_t sum_l log [ pi(a_t^l | o_t, a_t^<l, c) / pi_ref(a_t^l | o_t, a_t^<l, c) ]
     loss = -log sigmoid( beta sum_t A(o_t+, a_t+, c) - beta sum_t A(o_t-, a_t-, c) )
@@ -39,7 +38,7 @@ import os
 import sys
 from itertools import chain
 
-from colbench import (agent_messages, browser_flags, draw_pages, environment, hidden_information,
+from colbench import (agent_messages, browser_flag, draw_pages, environment, hidden_information,
                       needs, task_id, with_hidden)
 
 LINEAR = "regression", "value"  # those with a head of their own
@@ -66,6 +65,7 @@ def get_args(argv=None):
          choices=["hidden", "agent"])
     flag(g, "picture_tokens", 1024, "model with vision: most tokens of a page's picture",
          least=1)
+    browser_flag(g)
     flag(g, "score", 0, "1: score stdin with the finished critic in --out and its flags",
          choices=[0, 1])
     g = p.add_argument_group("objective and optimization")
@@ -77,7 +77,6 @@ def get_args(argv=None):
     flag(g, "max_grad_norm", 1.0, "gradients are clipped to it")
     flag(g, "seed", 0, "of the order and of what is held out")
     machine_flags(p)
-    browser_flags(p)
     args = p.parse_args(argv)
     if args.head == "teacher":  # pi is pi_ref with c in its prompt: no step
         args.hidden_info, args.ref_context, args.epochs, args.held_out = 1, "agent", 0, 0
