@@ -1,16 +1,14 @@
 """Built-in functions, bare and in English, their human, demonstrations; the rules of an episode."""
 import itertools
-import math
 import random
 import re
 
 import pytest
 
 import colbench
-from colbench import (ANSWER, BUGS, DETAILS, SLOTS, SPLITS, STORIES, English, Functions, Grader, fill,
+from colbench import (ANSWER, BUGS, DETAILS, SPLITS, STORIES, English, Functions, Grader, fill,
                       read_action, slots_of, with_hidden)
-from conftest import demos, lines, records, script
-from utils import rng
+from conftest import demos, records, script
 
 KINDS = [Functions, English]
 
@@ -35,16 +33,6 @@ def test_splits_share_no_task_and_the_seed_decides(kind):
         a, b, c = ({t[field] for t in drawn[split]} for split in SPLITS)
         assert min(map(len, (a, b, c))) > 150 and len(a | b | c) == len(a) + len(b) + len(c)
     assert take(50, "val", 3, kind) == take(50, "val", 3, kind) != take(50, "val", 4, kind)
-
-
-def test_tens_of_thousands_of_tasks():
-    slots = {re.sub(r"=[^\s,()]+", "=", code): slots_of(code)
-             for code in (t["ground_truth"] for t in take(600, max_slots=5))}  # by shape
-    sizes = [(len(names), math.prod(len(SLOTS[k]) for k in names)) for names in slots.values()]
-    assert {n for n, _ in sizes} == {2, 3, 4, 5}
-    assert sum(size for n, size in sizes if n <= 4) > 25_000 < sum(size for _, size in sizes) / 4
-    values = [v for slot in SLOTS.values() for v in slot]
-    assert len(values) == len(set(values))  # a value tells its slot
 
 
 def values_of(code, tests):
@@ -90,48 +78,29 @@ def test_slots_are_asked_for_by_number(kind):
 def test_scripted_human():
     task = {"problem_description": "p", "ground_truth": "def f(x, rate=3, op=max): return x"}
     for message, reply in (
-            ("what is the rate?", "rate=3"), ("which op?", "op=max"), ("op, rate?", "op=max"),
-            ("what is the fee?", "i do not know"), ("", "i do not know"),
-            ("rates?", "i do not know")):
+            ("what is the rate?", "rate=3"), ("op, rate?", "op=max"), ("rates?", "i do not know"),
+            ("what is the fee?", "i do not know"), ("", "i do not know")):
         assert Functions.scripted_human(task, message) == reply
-    no_slots = {**task, "ground_truth": "def f(x):\n    rate = 3"}
-    assert Functions.scripted_human(no_slots, "the rate?") == "i do not know"
     hidden = {**task, "hidden_information": "def f(x, rate=8): ..."}
     assert Functions.scripted_human(hidden, "the rate?") == "rate=8"
 
 
-def test_the_human_understands_its_own_wordings():
+HEARD = {  # questions of others
+    "price": ["what's the hourly price?", "So what do you charge?", "What is the rate?"],
+    "fee": ["Are there any additional costs?", "what is the base fare"],
+    "free": ["Do the first few minutes cost nothing?", "Are some pages included?"],
+    "minimum": ["Is there a lower bound for the price?", "the smallest amount one can pay"],
+    "maximum": ["is there a cap on the total", "It should not exceed what?"],
+    "limit": ["Is there a limit to the number of parcels?", "When do you refuse?"],
+    "color": ["What color should it be?"], None: ["Hello! How can I help you today?", ""]}
+
+
+def test_the_human_understands_its_own_wordings_and_those_of_others():
     for slot, detail in DETAILS.items():
         for _, unit in STORIES.values():
-            for text in detail.questions + detail.clauses:
+            for text in (*detail.questions, *detail.clauses, *HEARD[slot]):
                 assert English.asked_for(fill(text, unit=unit)) == slot, text
-
-
-@pytest.mark.parametrize("slot, question", [
-    ("price", "what's the hourly price?"),
-    ("price", "Could you tell me how much it costs per kilometer?"),
-    ("price", "So what do you charge?"),
-    ("price", "What is the rate?"),
-    ("fee", "Is there a fee?"),
-    ("fee", "Are there any additional costs?"),
-    ("fee", "what is the base fare"),
-    ("fee", "How much is the service charge?"),
-    ("free", "Do the first few minutes cost nothing?"),
-    ("free", "how many free hours are there per day"),
-    ("free", "Are some pages included?"),
-    ("minimum", "Is there a lower bound for the price?"),
-    ("minimum", "What's the smallest amount one can pay?"),
-    ("maximum", "is there a cap on the total"),
-    ("maximum", "What is the upper limit of the cost?"),
-    ("maximum", "It should not exceed what?"),
-    ("limit", "Is there a limit to the number of parcels?"),
-    ("limit", "When do you refuse?"),
-    ("color", "What color should it be?"),
-    (None, "Hello! How can I help you today?"),
-    (None, ""),
-])
-def test_the_human_understands_others(slot, question):
-    assert English.asked_for(question) == slot
+    assert all(English.asked_for(text) is None for text in HEARD[None])
 
 
 def test_the_human_tells_one_number_and_never_code():
@@ -191,21 +160,18 @@ def test_first_message_takes_braces_as_they_are():
 
 def test_task_id_is_given_or_a_hash():
     task = {"problem_description": "p", "ground_truth": "g"}
-    assert colbench.task_id({**task, "id": "x"}) == "x"
     assert colbench.task_id({**task, "id": 5}) == "5"
     assert colbench.task_id(task) == colbench.task_id({**task, "test_cases": {}})
-    others = [{**task, "ground_truth": "h"}, {"problem_description": "pg", "ground_truth": ""}]
-    assert len({colbench.task_id(t) for t in (task, *others)}) == 3
-    surrogate = {"problem_description": "\ud800", "ground_truth": "g"}  # JSON may spell a lone one
-    colbench.task_id(surrogate)
+    others = [{**task, "ground_truth": "h"}, {"problem_description": "pg", "ground_truth": ""},
+              {**task, "problem_description": "\ud800"}]  # JSON may spell a lone surrogate
+    assert len({colbench.task_id(t) for t in (task, *others)}) == 4
 
 
 def test_with_hidden_changes_the_first_message_of_a_copy():
     history = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    seen = with_hidden(history, "SECRET")
-    assert "SECRET" in seen[0]["content"] and seen[0]["content"].endswith("q")
-    assert seen[1] == history[1]
-    assert history[0]["content"] == "q"
+    first, second = with_hidden(history, "SECRET")
+    assert "SECRET" in first["content"] and first["content"].endswith("q")
+    assert second == history[1] and history[0]["content"] == "q"
 
 
 # --- demonstrations -------------------------------------------------------------------------------
@@ -270,43 +236,3 @@ def test_same_command_same_bytes():
         assert one.stdout == two.stdout != other.stdout
     tasks = [r["task"]["id"] for r in records(script("colbench.py", "tasks", "--n", 400).stdout)]
     assert len(set(tasks)) == 400  # none twice
-
-
-def test_another_answer_marker_is_one_line(monkeypatch):
-    """ANSWER alone tells the prompts, demonstrations, actions, and the tiny model's words."""
-    import model
-    monkeypatch.setattr(colbench, "ANSWER", "MY LAST WORD:")
-    args = colbench.get_args(["demos", "--at_once", "1", "--silent", "0"])
-    (task,) = take(1, "train", 0)
-    made = [Functions.demonstration(task, rng("marker", i), args) for i in range(4)]
-    outputs = [m["content"] for r in made for m in agent(r)]
-    assert all(output.startswith("MY LAST WORD:\n") for output in outputs)
-    assert not any("I WANT" in output for output in outputs)
-    assert read_action(outputs[0], False)[1].startswith("def ")
-    first = colbench.first_message({**task, "agent_prompt": None}, 5)
-    assert 'write "MY LAST WORD:"' in first["content"]
-    tokenizer = model.tiny(made, 0, colbench.PIECES)[1]
-    assert "MY LAST WORD:\n" in tokenizer.get_vocab()
-
-
-def test_what_a_critic_ranks_right_is_counted_by_kind(tmp_path):
-    """Two turns: at the first nothing is told, at the second all but the price has been asked."""
-    task, = take(1, kind=English, max_slots=2)
-    other = next(slot for slot in slots_of(task["ground_truth"]) if slot != "price")
-    right = f"{ANSWER}\n{task['ground_truth']}"
-    useful, price = (DETAILS[slot].questions[0] for slot in (other, "price"))
-    candidates = [{"output": output, "advantage": advantage, "logprob": -1.0}
-                  for output, advantage in ((useful, 0.5), ("What color?", 0.7),
-                                            (ANSWER + "\nno", 0.1), (right, 0.9))]
-    history = [{"role": "user", "content": task["problem_description"]}]
-    for question in (useful, price, right):
-        history += [{"role": "assistant", "content": question, "candidates": candidates},
-                    {"role": "user", "content": "4"}]
-    file = tmp_path / "scored.jsonl"
-    file.write_text(lines([{"task": task, "dialogue_history": history}]))
-    done = script("tests/experiments/ranks.py", file)
-    shares = re.findall(r"(\d+\.\d) % of (\d+)  " + str(file), done.stdout)
-    # all told: the right answer beats both questions and the wrong answer; before: at the first
-    # turn the useful question does not beat the one of colors, at the second it is not useful
-    assert shares == [("100.0", "2"), ("100.0", "1"), ("100.0", "1"), ("0.0", "1")]
-    assert done.stdout.count(" 0.0 % of") == 1 + 4  # the prior: all are alike
