@@ -7,6 +7,7 @@ import multiprocessing
 import signal
 import subprocess
 import sys
+import textwrap
 
 import pytest
 
@@ -16,10 +17,6 @@ from test_colbench_claims import VALUES, graders  # noqa: F401 (a fixture)
 from utils import read_jsonl
 
 RIGHT, WRONG = "def f(x):\n    return x * 2\n", "def f(x):\n    return x * 3\n"
-
-
-def indented(text, by="    "):
-    return "".join(by + line for line in text.splitlines(keepends=True))
 
 
 DOCSTRING = '''def f(x):
@@ -35,7 +32,6 @@ FORMS = {  # each with {} where the code stands; a person finds it at a glance
     "bare": "{}", "fence": "Here:\n```python\n{}```\nDone.", "unclosed": "```python\n{}",
     "no language": "```\n{}```", "py": "```py\n{}```", "space": "```  Python3 \n{}```",
     "tildes": "Code:\n\n~~~python\n{}~~~\n", "four ticks": "````python\n{}````",
-    "crlf fence": "```python\r\n{}\r\n```\r\n",
     "prose before": "Here is the function you asked for.\n\n{}",
     "prose after": "{}\nThis doubles its argument.",
     "prose around": "Sure! It doubles.\n\n{}\nHope that helps, and don't\nhesitate to ask.",
@@ -51,19 +47,17 @@ FORMS = {  # each with {} where the code stands; a person finds it at a glance
     "quote in prose": "It's what you're after:\n```python\n{}```\nIsn't it?"}
 
 
+SPELLED = (str, lambda text: text.replace("\n", "\r\n"),
+           lambda text: textwrap.indent(text, "    "), lambda text: textwrap.indent(text, "\t"))
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_form_is_read_as_a_person_would_and_wrong_code_in_it_stays_wrong(graders, form):
-    for code, reward in ((RIGHT, 1), (WRONG, 0)):
-        assert graders[0].grade(DOUBLE, FORMS[form].format(code))["reward"] == reward
-
-
-@pytest.mark.parametrize("code, reward", [(RIGHT, 1), (WRONG, 0)])
-def test_indentation_of_the_whole(graders, code, reward):
-    two = "import math\n\n" + code + "\ndef g(x):\n    return f(x)\n"
-    for text in (code, two):
-        for answer in (indented(text), indented(text, "\t"),
-                       indented(f"```python\n{text}```\n", "   "),
-                       f"1. The code:\n{indented(f'```python{chr(10)}{text}```')}"):
+    """Also where the whole of it is indented, and where a second function follows."""
+    more = "\ndef g(x):\n    return f(x)\n"
+    for code, reward in ((RIGHT, 1), (WRONG, 0), (RIGHT + more, 1)):
+        for spell in SPELLED:
+            answer = spell(FORMS[form].format(code))
             assert graders[0].grade(DOUBLE, answer)["reward"] == reward, answer
 
 
@@ -107,14 +101,14 @@ def test_what_is_tested_may_stand_within_an_expression(graders, test):
     assert graders[0].grade(task(RIGHT, test), answer)["reward"] == 1
 
 
-def test_no_answer_has_two_tries(graders):
+@pytest.mark.parametrize("answer, reward", [
+    (f"{WRONG}\n'''\n```python\n{RIGHT}```\n'''\n", 0),  # it is Python
+    (f"```python\n{WRONG}```\n\n{RIGHT}", 0),
+    (f"{WRONG}\n```python\n{RIGHT}```", 1),  # a fence is what is meant
+    (f"{RIGHT}\n```python\n{WRONG}```", 0)])
+def test_no_answer_has_two_tries(graders, answer, reward):
     """What is code is settled before any of it runs: an answer can't be read in two ways."""
-    for answer, reward in ((f"{WRONG}\n'''\n```python\n{RIGHT}```\n'''\n", 0),  # it is Python
-                           (f"```python\n{WRONG}```\n\n{RIGHT}", 0),
-                           (f"{WRONG}\n```python\n{RIGHT}```", 1),  # a fence is what is meant
-                           (f"{RIGHT}\n```python\n{WRONG}```", 0),
-                           (f"```python\nraise KeyError\n```\n```python\n{RIGHT}```", 1)):
-        assert graders[0].grade(DOUBLE, answer)["reward"] == reward, answer
+    assert graders[0].grade(DOUBLE, answer)["reward"] == reward
 
 
 @pytest.mark.parametrize("text", [
@@ -125,11 +119,6 @@ def test_odd_texts_get_nothing_and_the_next_answer_its_due(graders, text):
     for grader in graders:
         assert grader.grade(DOUBLE, text)["reward"] == 0
         assert grader.grade(DOUBLE, HONEST)["reward"] == 1
-
-
-def test_an_answer_too_long_is_not_run(graders):
-    graded = graders[0].grade(DOUBLE, RIGHT + "#" * (1 << 18))
-    assert set(graded["tests"].values()) == {"not run: it has more than 262,144 characters"}
 
 
 # --- the released scorer --------------------------------------------------------------------------
@@ -167,17 +156,6 @@ def released(reference, answer, tests):
         except ArithmeticError:  # a signalling NaN ends the released scorer
             return None
     return passed / len(tests)
-
-
-def test_where_official_rules_differ_from_the_released_scorer(graders):
-    """As the docstring of Grader says; each is graded 0 here, and 1 or nothing at all there."""
-    same = "def f(x):\n    import math\n    return {}"
-    for answer, there in ((same.format("[math.nan]"), 1), (same.format("math.sqrt"), 1),
-                          ("def f(x):\n    class E:\n        __eq__ = lambda s, o: True\n"
-                           "    return E()", 1)):
-        reference = same.format("7") if "class" in answer else answer
-        assert released(reference, answer, ["f(1)"]) == there
-        assert graders[1].grade(task(reference, "f(1)"), answer)["reward"] == 0
 
 
 def honest_corpus():
@@ -220,38 +198,24 @@ def test_official_rules_give_the_released_scorers_verdicts(graders):
 # --- answers on stdin -----------------------------------------------------------------------------
 
 def test_any_text_is_graded_and_the_answers_after_it_as_if_it_had_not_been_there():
-    record = {"task": {"problem_description": "d", **DOUBLE},
-              "dialogue_history": [{"role": "user", "content": "\ud800 and \udc00\ud800"}]}
+    """Nothing of an earlier verdict stays; a bad last line costs no verdict before it."""
+    old = {"reward": 0.5, "tests": {"test9": "old"}, "failure": "old", "note": "\ud800 \udc00"}
+    record = {"task": {"problem_description": "d", **DOUBLE}, **old}
     texts = ["\ud800", f"{RIGHT}# \ud800 \udfff", "\udc00\ud800", "def f(x): return '\ud800' * x",
              "\0", "x" * 300_000, "", "\u2028", WRONG]
     stdin = [{**record, "answer": text} for odd in texts for text in (odd, RIGHT)]
-    done = script("colbench.py", "grade", stdin=stdin)
-    assert done.returncode == 0, done.stderr
-    rewards = [r["reward"] for r in records(done.stdout)]
-    assert rewards[::2] == [0, 1, 0, 0, 0, 0, 0, 0, 0] and set(rewards[1::2]) == {1}
+    done = script("colbench.py", "grade", "--workers", 2, stdin=lines(stdin) + "{\n")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: stdin, line 19: not JSON")
+    got = records(done.stdout)
+    assert [r["reward"] for r in got] == [0, 1, 1, 1] + [0, 1] * 7
+    assert all(r["tests"].keys() == DOUBLE["test_cases"].keys() for r in got)
+    assert not any("failure" in r for r in got) and {r["note"] for r in got} == {"\ufffd \ufffd"}
     (read,) = read_jsonl([b'{"answer": "\xed\xa0\x80 \\ud83d\\ude00 \\udc00"}'])
     assert read == {"answer": "\ufffd \U0001f600 \ufffd"}  # as bytes and as escapes, and a whole pair
 
 
-def test_a_bad_line_costs_no_verdict_of_the_lines_before_it():
-    """Some are being graded as it is read."""
-    good = [{"task": {"problem_description": "d", **DOUBLE}, "answer": RIGHT, "n": n}
-            for n in range(5)]
-    done = script("colbench.py", "grade", "--workers", 2, stdin=lines(good) + "{\n")
-    assert [(r["n"], r["reward"]) for r in records(done.stdout)] == [(n, 1) for n in range(5)]
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: stdin, line 6: not JSON")
-
-
-def test_nothing_of_an_earlier_verdict_stays():
-    old = {"reward": 0.0, "tests": {"test9": "old"}, "failure": "old"}
-    record = {"task": {"problem_description": "d", **DOUBLE}, "answer": RIGHT, "note": "mine"}
-    new, = records(script("colbench.py", "grade", stdin=[{**record, **old}]).stdout)
-    fresh, = records(script("colbench.py", "grade", stdin=[record]).stdout)
-    assert new == fresh and fresh["reward"] == 1 and fresh["note"] == "mine"
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_ends_the_grading_of_a_hostile_answer_long_before_its_time_is_up(number):
     """Ten answers that never end, of up to 6 s each; half of that is allowed, on a busy machine."""
     slow = {"task": {"problem_description": "d", **DOUBLE}, "answer": "while True: pass"}
@@ -260,8 +224,7 @@ def test_a_signal_ends_the_grading_of_a_hostile_answer_long_before_its_time_is_u
         [sys.executable, "colbench.py", "grade", "--workers", "1"], cwd=ROOT, text=True, env=CPU,
         stdin=pipe, stdout=pipe, stderr=pipe,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
-    records = [{**slow, "answer": RIGHT}] + [slow] * 10
-    grading.stdin.write(lines(records))
+    grading.stdin.write(lines([{**slow, "answer": RIGHT}] + [slow] * 10))
     grading.stdin.flush()
     assert grading.stdout.readline()  # the right answer's: the next one runs
     children = descendants(grading.pid)
