@@ -1,6 +1,5 @@
 """The grader: right verdicts, honest code, hostile code, and nothing left behind."""
 import contextlib
-import json
 import os
 import platform
 import shlex
@@ -16,13 +15,13 @@ from pathlib import Path
 import pytest
 
 import colbench as module
-from conftest import FULL, descendants, gone, records, script
+from conftest import FULL, ROOT, descendants, records, script
 from colbench import Grader, GraderError, grade_records
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 LISTENER = socket.create_server(("127.0.0.1", 0))  # on any free port
 SECRET = "def f(x):\n    return (x * 7919 + 104729) % 1009 + 3\n"
-FOLDER = Path("/tmp/colbench_secret")
+FOLDER = Path(f"/tmp/colbench{os.getpid()}")
 
 
 def task(reference, *tests):
@@ -42,7 +41,7 @@ def secrets():
     (FOLDER / "reference.py").write_text(SECRET)
     (FOLDER / "victim").write_text("victim")
     tcp, udp = LISTENER, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    udp.bind("\0colbench45678")
+    udp.bind(f"\0colbench{os.getpid()}")
     tcp.setblocking(False), udp.setblocking(False)
     yield tcp, udp
     tcp.close(), udp.close()
@@ -52,17 +51,17 @@ def secrets():
     del os.environ["COLBENCH_SECRET"]
 
 
-def full():
-    """Whether the grader's system calls are listed for this machine."""
-    return platform.machine() in ("x86_64", "aarch64")
+@pytest.fixture(scope="module")
+def graders():
+    if platform.machine() not in ("x86_64", "aarch64"):
+        pytest.skip("no sandbox for this processor")
+    with Grader(workers=2) as honest, Grader("official", workers=1) as official:
+        yield honest, official
 
 
 @pytest.fixture(scope="module")
-def grader():
-    if not full():
-        pytest.skip("no sandbox for this processor")
-    with Grader() as g:
-        yield g
+def grader(graders):
+    return graders[0]
 
 
 def traces():
@@ -107,7 +106,8 @@ VERDICTS = [
     ("def f(x):\n    a = []\n    a.append(a)\n    return a",
      ['value refused "nested too deeply"'] * 4),
     ("def f(x): return len(bytearray(2 << 30))", ['raised "MemoryError"'] * 4),
-    ("import nosuchmodule", ['raised "ModuleNotFoundError: nosuchmodule"'] * 4)]
+    ("import nosuchmodule", ['raised "ModuleNotFoundError: nosuchmodule"'] * 4),
+    (HONEST + "#" * (1 << 18), ["not run: it has more than 262,144 characters"] * 4)]
 
 
 @pytest.mark.parametrize("answer, verdicts", VERDICTS)
@@ -129,17 +129,9 @@ def test_reference_without_a_value_never_passes(grader):
         Grader(rules="oficial")
 
 
-def test_both_sides_hash_alike(grader):
-    order = task("def f(n):\n    return list({str(i) for i in range(n)})", "f(50)", "f(60)")
-    assert grader.grade(order, order["ground_truth"])["reward"] == 1
-
-
-def test_inputs_and_modules_are_fresh(grader):
+def test_inputs_are_fresh(grader):
     mutating = task("def f(a):\n    return sum(a)", "f([1, 2])", "f([1, 2])")
     assert grader.grade(mutating, "def f(a):\n    a.append(0)\n    return sum(a)")["reward"] == 1
-    vandal = "import math, json\njson.dumps = math.floor = None\n" + HONEST
-    grader.grade(DOUBLE, vandal)
-    assert grader.grade(DOUBLE, HONEST)["reward"] == 1
 
 
 ODDITIES = {  # honest code of all kinds, all right
@@ -177,26 +169,29 @@ def test_honest_oddities_pass(grader, name):
 
 # --- attacks --------------------------------------------------------------------------------------
 
-STEPS = [  # each as the first line of a right function: who takes the step gets the reward
+# Each is the first line of a right function: who takes the step gets the reward. None of them does
+# harm where it can be taken: os.getppid() fails in a child as all calls do, and gives -1.
+STEPS = [
     "os.fork()", "_thread.start_new_thread(print, ())", "subprocess.run(['true'])",
     "os.execv('/bin/true', ['true'])", "open('/tmp/pwned', 'w')", "open('/dev/shm/pwned', 'w')",
     "os.mkdir('/tmp/pwned')", "os.open(victim, os.O_RDONLY | os.O_TRUNC)", "os.unlink(victim)",
-    "os.chmod(victim, 0)", "open('/tmp/colbench_secret/reference.py')", "os.listdir('/')",
-    "open(f'/proc/{os.getppid()}/environ')", "open(f'/proc/{os.getppid()}/mem', 'rb')",
-    "os.environ['COLBENCH_SECRET']", "socket.create_connection(('127.0.0.1', %d))"
-    % LISTENER.getsockname()[1], "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
-    "socket.socket(socket.AF_UNIX).connect('\\0colbench45678')", "os.kill(os.getppid(), 9)",
-    "os.killpg(0, 9)", "os.kill(os.getpid(), 0)", "fcntl.fcntl(0, fcntl.F_SETOWN, os.getppid())",
+    "os.chmod(victim, 0)", "open(secret)", "os.listdir('/')", "open('/proc/self/environ')",
+    "open('/proc/self/mem', 'rb')", "os.environ['COLBENCH_SECRET']",
+    "socket.create_connection(('127.0.0.1', port))",
+    "socket.socket(socket.AF_INET, socket.SOCK_DGRAM)",
+    "socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).sendto(b'x', name)",
+    "os.kill(os.getpid(), 0)", "os.killpg(0, 0)", "fcntl.fcntl(0, fcntl.F_SETOWN, os.getpid())",
     "resource.setrlimit(resource.RLIMIT_AS, (-1, -1))", "time.sleep(9)",
-    "assert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0",
+    "assert ctypes.CDLL(None).ptrace(0, 0, 0, 0) == 0",
     "sum(range(10 ** 12))", "9 ** 9 ** 9", "re.match('(a+)+$', 'a' * 60 + 'b')", "f(x)",
     "'a' * (1 << 40)", "os._exit(0)", "os.abort()", "ctypes.string_at(0)", "sys.exit(0)",
     "sys._getframe(99)", "import colbench", "import __main__; __main__.task",
     "while True: print('x' * 99999)", "while True: os.fork()"]
-STEP = """import _thread, ctypes, fcntl, os, re, resource, socket, subprocess, sys, time
-victim = '/tmp/colbench_secret/victim'
+STEP = f"""import _thread, ctypes, fcntl, os, re, resource, socket, subprocess, sys, time
+victim, secret, name = '{FOLDER}/victim', '{FOLDER}/reference.py', '\\0colbench{os.getpid()}'
+port = {LISTENER.getsockname()[1]}
 def f(x):
-    {}
+    {{}}
     return 2 * x"""
 ATTACKS = {step: STEP.format(step) for step in STEPS} | {
     "a loop": "while True: pass",
@@ -209,7 +204,6 @@ ATTACKS = {step: STEP.format(step) for step in STEPS} | {
     "equal inside": "class E(int):\n    def __eq__(s, o): return True\n    __hash__ = None\n"
                     "def f(x): return [E(7)]",
     "reduce": "class E:\n    def __reduce__(s): return print, (1,)\ndef f(x): return E()"}
-FEW = {name: ATTACKS[name] for name in [*STEPS[:25], "os.abort()", "a loop"]}
 
 
 def check_attacks(g, secrets, attacks=ATTACKS):
@@ -224,9 +218,9 @@ def check_attacks(g, secrets, attacks=ATTACKS):
         assert g.grade(DOUBLE, HONEST)["reward"] == 1, name
 
 
-def quick(monkeypatch):
-    limits = {**module.LIMITS, "test": .5, "answer": .5}
-    monkeypatch.setattr(module, "LIMITS", limits)  # only to save time
+def quick(monkeypatch, answer=.5):
+    """Shorter limits, only to save time."""
+    monkeypatch.setattr(module, "LIMITS", {**module.LIMITS, "test": .5, "answer": answer})
 
 
 def test_attacks_meet_a_wall(grader, secrets, monkeypatch):
@@ -234,93 +228,60 @@ def test_attacks_meet_a_wall(grader, secrets, monkeypatch):
     check_attacks(grader, secrets)
 
 
-AS_NOBODY = """
-import json, os, sys
-sys.path[:0] = json.loads(sys.argv[1])
-import test_colbench_grader as t
-assert os.geteuid() == 65534
-t.module.LIMITS |= {"test": .5, "answer": .5}
-os.environ["COLBENCH_SECRET"] = t.SECRET
-import test_colbench_claims
-vandals = list(test_colbench_claims.VANDALS)
-with t.Grader("official", workers=1) as g:
-    test_colbench_claims.forge(g, vandals)
-with t.Grader(workers=1) as g:
-    assert g.grade(t.DOUBLE, t.HONEST)["reward"] == 1
-    test_colbench_claims.forge(g, vandals)
-    t.check_attacks(g, None, t.ATTACKS)
-    for name in t.ODDITIES.keys() - {"numpy", "sympy"}:  # not packages of that Python
-        assert g.grade(t.DOUBLE, t.ODDITIES[name])["reward"] == 1, name
-print("all as it should be")
-"""
-
-
 @pytest.mark.full
-@pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an unprivileged user already")
-def test_an_unprivileged_user_is_as_safe(secrets, grader, tmp_path):
-    """In a mount namespace in which that user can reach this Python and this checkout."""
-    reach, paths = [sys.base_prefix, *sys.path[1:], str(Path(__file__).parent),
-                    str(Path(module.__file__).parent)], []
-    script = f"set -e; chmod 755 {tmp_path}; "
-    for i, path in enumerate(p for p in dict.fromkeys(reach) if os.path.isdir(p)):
-        paths.append(f"/mnt/{i}")
-        script += f"mkdir -p {tmp_path}/{i}; mount --bind {shlex.quote(path)} {tmp_path}/{i}; "
-    script += f"mount --rbind {tmp_path} /mnt; "
+@pytest.mark.skipif(os.geteuid() != 0, reason="the tests run as an unprivileged user already")
+def test_an_unprivileged_user_is_as_safe(tmp_path):
+    """The same tests, by that user, where this Python and this checkout are mounted for it."""
+    reach = [sys.base_prefix, *filter(os.path.isdir, sys.path[1:]), ROOT]
+    mounts = f"set -e; chmod 755 {tmp_path}; "
+    for i, path in enumerate(reach):
+        mounts += f"mkdir {tmp_path}/{i}; mount --bind {shlex.quote(path)} {tmp_path}/{i}; "
+    mounts += f'mount --rbind {tmp_path} /mnt; cd /mnt/{len(reach) - 1}; exec "$@"'
     python = f"/mnt/0/bin/python{sys.version_info[0]}.{sys.version_info[1]}"
-    command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", python, "-c",
-               AS_NOBODY, json.dumps(paths[1:])]
-    done = subprocess.run(["unshare", "-m", "bash", "-c", script + 'cd /; exec "$@"', "bash",
-                           *command], text=True,
-                          capture_output=True, timeout=300)
-    if "mount" in done.stderr.split("Traceback")[0] and done.returncode:
+    paths = ":".join(f"/mnt/{i}" for i in range(1, len(reach)))
+    chosen = "wall or forges or oddities and not numpy and not sympy"  # not of that Python
+    done = subprocess.run(
+        ["unshare", "-m", "bash", "-c", mounts, "bash", "setpriv", "--reuid=65534",
+         "--regid=65534", "--clear-groups", python, "-Bm", "pytest", "-qp", "no:cacheprovider",
+         "tests/test_colbench_grader.py", "tests/test_colbench_claims.py", "-k", chosen],
+        text=True, capture_output=True, timeout=300, env={**os.environ, "PYTHONPATH": paths})
+    if "mount" in done.stderr:
         pytest.skip(f"no mounts here: {done.stderr}")
-    assert done.stdout == "all as it should be\n", done.stderr
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_a_child_finds_nothing_to_read(grader, tmp_path):
-    """What a child reports of its environment, descriptors, modules and command line."""
+def test_a_child_finds_nothing_to_read_and_no_file_to_fill(grader):
+    """What it reports of its environment, descriptors, modules and command line.
+
+    The file of its request lies in memory, which no limit of the child's counts.
+    """
     probe = """
-import os, sys, ctypes
+import os, sys
 def environ(): return sorted(os.environ)
 def fds():
-    found = []
+    found, written = 0, 0
     for fd in range(64):
-        try: os.lseek(fd, 0, 1)
-        except OSError as e:
-            if e.errno == 9: continue
-        found.append(fd)
-    return len(found)
+        try: os.lseek(fd, 0, 1)  # a file; the wire is none
+        except OSError as e: found += e.errno != 9
+        else:
+            found += 1
+            try: written += fd > 2 and os.write(fd, b"x" * 9)
+            except OSError: pass
+    return found, written
 def modules(): return [m for m in sys.modules if m in ("colbench", "grader", "torch")]
 def argv(): return sys.argv
 def source(): return "ground_truth" in repr(vars(sys.modules["__main__"]))
 """
     known = "{'PYTHONHASHSEED', 'TZ', 'OPENBLAS_NUM_THREADS', 'LC_CTYPE'}"
-    facts = {f"set(environ()) <= {known}": True, "fds()": 5, "modules()": [], "argv()": ["-c"],
-             "source()": False}  # fds: /dev/null three times, the wire, the request
+    facts = {f"set(environ()) <= {known}": True, "fds()": (5, 0), "modules()": [],
+             "argv()": ["-c"], "source()": False}  # /dev/null three times, the wire, the request
     for test, value in facts.items():
-        claims = grader.claims(probe + f"def wanted(): return {value!r}", [test, "wanted()"])
-        assert claims[0] == claims[1], (test, claims)
-
-
-def test_a_child_cannot_fill_the_file_of_its_request(grader):
-    """It lies in memory, which no limit of the child's counts."""
-    code = """
-import os
-def written():
-    n = 0
-    for fd in range(9):
-        try:
-            os.lseek(fd, 0, 1)  # a file; the wire is none
-            n += fd > 2 and os.write(fd, b"x" * 9)
-        except OSError: pass
-    return n
-def nothing(): return 0
-"""
-    done, nothing = grader.claims(code, ["written()", "nothing()"])
-    assert done == nothing
+        given, wanted = grader.claims(probe + f"def wanted(): return {value!r}", [test, "wanted()"])
+        assert given == wanted, (test, given)
 
 
 IMPORTING = {
+    "a set's order": "def f(x): return list({str(i) for i in range(x * 9)})",
     "numpy, lazily": "import numpy as np\ndef f(x): return np.unique([x, 1, x])",
     "sympy's solver": "import sympy\ndef f(x): return sympy.solve(sympy.Symbol('y') ** 2 - x)",
     "sympy's numbers": "from sympy import Rational\ndef f(x): return [Rational(x, 3), Rational(x)]",
@@ -409,8 +370,6 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(grader):
     assert len(graded) == n and all(r["reward"] == r["want"] for r in graded)
     most, memory = (max(x) for x in zip(*sizes))
     assert most < 40 and memory < 6 << 30
-    quarter = len(sizes) // 4
-    assert n < 1000 or max(sizes[-quarter:])[0] <= max(sizes[:quarter])[0] + 4  # nothing piles up
 
 
 def test_the_wait_for_a_server_and_its_start_take_none_of_an_answers_time(monkeypatch):
@@ -462,21 +421,6 @@ def test_the_end_of_a_grader_leaves_nothing_and_is_told_to_whoever_waits():
     assert descendants() <= before
 
 
-def test_a_killed_grader_leaves_nothing():
-    code = ("from colbench import Grader; g = Grader(workers=1)\nprint('ready', flush=True)\n"
-            "g.grade({'ground_truth': 'def f(): return 1', 'test_cases': {'t': 'f()'}},\n"
-            "        'import time\\ndef f(): time.sleep(60)')")
-    grading = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True,
-                               cwd=Path(module.__file__).parent)
-    assert grading.stdout.readline()
-    time.sleep(.3)
-    its = descendants(grading.pid)
-    grading.kill()
-    grading.wait()
-    assert its
-    gone(its)
-
-
 def test_check_drops_tasks_whose_reference_does_not_pass():
     bad = task("def f(x):\n    if x == 1: import nosuch\n    if x == 2: return None\n"
                "    if x == 3: raise KeyError\n    if x == 4: return f\n"
@@ -494,24 +438,16 @@ def test_check_drops_tasks_whose_reference_does_not_pass():
     assert "test6" not in said
 
 
-# --- the shared files, where they are -------------------------------------------------------------
-
-def shared(name):
-    path = SHARED / name
-    return [json.loads(line) for line in path.open()] if path.exists() else []
-
-
 @pytest.mark.full
 @pytest.mark.skipif(not (SHARED / "sandbox").exists(),
                     reason="no ../shared/sandbox beside this checkout")
 def test_shared_attacks(secrets, grader, monkeypatch):
     """Every record: its reward, and the grader's invariants after each."""
-    monkeypatch.setattr(module, "LIMITS",
-                        {**module.LIMITS, "test": .5, "answer": 2})  # only to save time
+    quick(monkeypatch, answer=2)
     with Grader(workers=1) as g:
         g.grade(DOUBLE, HONEST), g.grade(DOUBLE, "import math\n" + HONEST)
         before = traces()
-        for record in shared("sandbox/answers.jsonl"):
+        for record in records((SHARED / "sandbox" / "answers.jsonl").read_text()):
             start = time.monotonic()
             graded = g.grade(record["task"], record["answer"])
             # the released scorer reads the first block alone; these rules read both
@@ -521,17 +457,3 @@ def test_shared_attacks(secrets, grader, monkeypatch):
             assert g.grade(DOUBLE, HONEST)["reward"] == 1, record["id"]
             assert traces() == before, record["id"]
             assert not reached(*secrets), record["id"]
-
-
-@pytest.mark.skipif(not (SHARED / "colbench").exists(),
-                    reason="no ../shared/colbench beside this checkout")
-def test_shared_references_pass(grader):
-    """References as answers, all of them or every tenth: they pass, but for three odd ones.
-
-    One needs a module that is not here, one gives random numbers, and one writes files.
-    """
-    step = 1 if FULL else 10
-    tasks = shared("colbench/backend_tasks.jsonl")[::step]
-    graded = grade_records(({"task": t, "answer": t["ground_truth"]} for t in tasks), grader)
-    failed = {step * i: r["tests"]["test1"] for i, r in enumerate(graded) if r["reward"] < 1}
-    assert set(failed) <= {214, 235, 264}, failed
