@@ -6,7 +6,7 @@ import pytest
 
 import model as M
 from colbench import task_id
-from conftest import ROOT, records, script
+from conftest import ROOT, critic_turns, records, script
 
 REAL = os.path.join(ROOT, "..", "shared", "colbench", "backend_tasks.jsonl")
 
@@ -97,19 +97,13 @@ def test_the_raw_output_is_what_is_trained(trajectories, tiny_dir):
     assert "What is the rate?" in read and "I don't know" not in read
 
 
-def test_hidden_information_wins_over_the_reference(trajectories, tiny_dir, tmp_path):
-    """The critic reads it: equal to the reference it changes nothing, another text does."""
-    def advantages(name, hidden):
-        rs = [{**r, "task": {**r["task"], **hidden(r["task"])}} for r in trajectories]
-        flags = ["--model", tiny_dir, "--held_out", 0, "--epochs", 1, "--lr", 1e-3]
-        done = script("train_critic.py", *flags, "--out", tmp_path / name, stdin=rs)
-        assert done.returncode == 0, done.stderr
-        messages = [m for r in records(done.stdout) for m in r["dialogue_history"]]
-        return [m["advantage"] for m in messages if "advantage" in m]
-    plain = advantages("plain", lambda task: {})
-    assert len(plain) == 12 and len(set(plain)) > 3
-    assert advantages("same", lambda task: {"hidden_information": task["ground_truth"]}) == plain
-    assert advantages("other", lambda task: {"hidden_information": "rates differ by day"}) != plain
+def test_a_critic_reads_hidden_information_before_the_reference(trajectories, tiny_dir):
+    _, tokenizer, _ = M.find_model(tiny_dir)
+    for hidden in ({}, {"hidden_information": "rates differ by day"}):
+        r = {**trajectories[0], "task": {**trajectories[0]["task"], **hidden}}
+        prompt, _ = critic_turns(tokenizer, r, "logratio")[0]
+        read = tokenizer.decode(prompt)
+        assert ("rates differ" in read, "return x * 2" in read) == (bool(hidden), not hidden)
 
 
 @pytest.mark.full
