@@ -134,7 +134,7 @@ None | True | 1 | 1.0 | 0 | -0.0 | 0.5 | 2**63 | 2**70000 | 2.0**63 | 1e300 | 0.
 math.inf | float('nan') | 1+0j | 1j
 '' | 'a' | '\\ud800\\0é' | '\\ud83d\\ude00' | '\\U0001f600' | '::1' | b'a' | b'' | bytearray(b'a')
 [] | [1] | [1.0, [None]] | [float('nan')] | [[float('nan')]] | () | (1,) | ((1,),)
-set() | {1} | frozenset({1}) | {(1, 'a')} | {(1, 1)} | {1: 1}.keys()
+set() | {1} | frozenset({1}) | {(1, 'a')} | {(1, 1)} | {0, 8} | {8, 0} | {1: 1}.keys()
 {} | {1: 1} | {1: [1], 'a': ()} | {(1,): {2: 3}} | {'a': 1} | {1: 1, 2: 2} | {2: 2, 1: 1}
 collections.OrderedDict([(1, 1), (2, 2)])
 collections.Counter('a') | collections.Counter({'a': 1.0})

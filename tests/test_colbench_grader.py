@@ -129,6 +129,12 @@ def test_reference_without_a_value_never_passes(grader):
         Grader(rules="oficial")
 
 
+def test_both_sides_hash_alike(graders):
+    code = "def f(n): return list({str(i) for i in range(n)})"
+    one, other = (grader.claims(code, ["f(50)", "f(60)"]) for grader in graders)
+    assert one == other
+
+
 def test_inputs_are_fresh(grader):
     mutating = task("def f(a):\n    return sum(a)", "f([1, 2])", "f([1, 2])")
     assert grader.grade(mutating, "def f(a):\n    a.append(0)\n    return sum(a)")["reward"] == 1
@@ -281,7 +287,6 @@ def source(): return "ground_truth" in repr(vars(sys.modules["__main__"]))
 
 
 IMPORTING = {
-    "a set's order": "def f(x): return list({str(i) for i in range(x * 9)})",
     "numpy, lazily": "import numpy as np\ndef f(x): return np.unique([x, 1, x])",
     "sympy's solver": "import sympy\ndef f(x): return sympy.solve(sympy.Symbol('y') ** 2 - x)",
     "sympy's numbers": "from sympy import Rational\ndef f(x): return [Rational(x, 3), Rational(x)]",
