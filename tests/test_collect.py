@@ -39,29 +39,24 @@ def test_a_draw_does_not_depend_on_its_company(tasks, collected, tiny_dir):
     assert len(tokens) == 2 * len(tasks) and len(set(drawn)) == len(drawn)  # each is a draw
 
 
-def test_the_samplers_logprobs_are_the_models(episodes, tiny_dir):
-    """Padding, the cache, dropped rows: none changes what the model says of the same tokens."""
-    model, tokenizer = M.load(tiny_dir)
-    for r in episodes:
-        turns = M.turns_of(tokenizer, r)
-        for m, turn, logps in zip(agent_messages(r), turns, M.score(model, turns, 4096)):
-            prompt, action = turn
-            assert list(action) == m["token_ids"] and len(action) <= 40
-            assert torch.allclose(logps, torch.tensor(m["logprobs"]), rtol=0, atol=1e-4)
-            others = [(prompt, tuple(c["token_ids"])) for c in m["candidates"]]
-            for c, logps in zip(m["candidates"], M.score(model, others, 4096)):
-                assert abs(logps.sum().item() - c["logprob"]) < 1e-3
-
-
-def test_cut_actions_are_counted_and_marked(tasks, tiny_dir):
+def test_log_probs_are_the_models_and_cut_actions_are_marked(tasks, tiny_dir):
     """An untrained model ends a message after some hundred tokens."""
-    flags = ["--max_turns", 2, "--candidates", 3, "--max_tokens", 100]
-    done = play(tiny_dir, tasks, *flags)
-    end = M.end_of_turn(M.find_model(tiny_dir)[1])[-1]
-    actions = [a for r in records(done.stdout) for m in agent_messages(r)
-               for a in (m, *m["candidates"])]
-    assert all(a.get("cut", False) == (a["token_ids"][-1] != end) for a in actions)
-    share = 100 * sum("cut" in a for a in actions) / len(actions)
+    done = play(tiny_dir, tasks, "--max_turns", 2, "--candidates", 3, "--max_tokens", 100)
+    model, tokenizer = M.load(tiny_dir)
+    end, cut = M.end_of_turn(tokenizer)[-1], []
+    for r in records(done.stdout):
+        for m, (prompt, _) in zip(agent_messages(r), M.turns_of(tokenizer, r)):
+            actions = [m, *m["candidates"]]
+            turns = [(prompt, tuple(action["token_ids"])) for action in actions]
+            of_model = M.score(model, turns, 4096)
+            assert torch.allclose(of_model[0], torch.tensor(m["logprobs"]), rtol=0, atol=1e-4)
+            for action, logps in zip(actions[1:], of_model[1:]):
+                assert abs(logps.sum().item() - action["logprob"]) < 1e-3
+            for action in actions:
+                assert len(action["token_ids"]) <= 100
+                assert action.get("cut", False) == (action["token_ids"][-1] != end)
+                cut.append("cut" in action)
+    share = 100 * sum(cut) / len(cut)
     assert f"; {share:.1f} % of actions cut at --max_tokens 100" in done.stderr.splitlines()[-1]
     assert 0 < share < 100
 
@@ -128,15 +123,14 @@ def test_best_of_sends_the_critics_favourite(tasks, rewarded, tiny_dir, tmp_path
     assert len(set(favourites)) > 1 and favourites[::2] != favourites[1::2]
 
 
-@pytest.mark.parametrize("ended", ["", ANSWER + "\ndef f(): return 1"])
-def test_answered_says_whether_the_last_message_has_the_marker(ended, episodes, tiny_dir):
+def test_answered_says_whether_the_last_message_has_the_marker(episodes, tiny_dir):
     """Played to the last turn without an answer of its own, or given as a dialogue."""
     assert all(r["answered"] == (ANSWER in agent_messages(r)[-1]["content"]) for r in episodes)
-    r = episodes[0]
-    del r["answered"]
-    r["dialogue_history"][-1] |= {"output": ended, "content": ended}
-    (again,) = records(play(tiny_dir, [r], *PLAY, "--candidates", 1).stdout)
-    assert again["answered"] is bool(ended)
+    for r, ended in zip(episodes, ("", ANSWER + "\ndef f(): return 1")):
+        del r["answered"]
+        r["dialogue_history"][-1] |= {"output": ended, "content": ended}
+    again = records(play(tiny_dir, episodes[:2], *PLAY, "--candidates", 1).stdout)
+    assert sorted(r["answered"] for r in again) == [False, True]
 
 
 def test_dialogues_that_exist_only_get_candidates(episodes, tiny_dir):
@@ -224,44 +218,26 @@ def test_a_conversation_longer_than_the_models_context_is_no_episode(tasks, tiny
     assert "tokens, and the model takes 10" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_a_human_who_knows_nothing_says_so(tiny_dir):
-    task = {"task": {**TASK, "ground_truth": "def f():\n    return 1"}}
-    done = play(tiny_dir, [task], "--max_tokens", 5, "--max_turns", 3)
-    assert done.stderr.count("the scripted human knows the slots of built-in tasks alone") == 1
-
-
 TASK = {"problem_description": "p", "ground_truth": "def f(): return 1",
         "test_cases": {"test1": "f()"}}
-PLAYED = {"task": TASK, "dialogue_history": [{"role": "user", "content": "p"}]}
+PLAYED = lines([{"task": TASK, "dialogue_history": [{"role": "user", "content": "p"}]}])
 
 
-@pytest.mark.parametrize("stdin, message", [
-    (lines([{"task": TASK}])[:-3], "line 1: not JSON"),
-    ("[1]\n", "line 1: not a JSON object"),
-    ("", "stdin is empty"),
-    (lines([{"task": {**TASK, "test_cases": None}}]), "line 1: no 'task.test_cases'"),
-    (lines([{"tusk": TASK}]), "line 1: no 'task.problem_description'"),
-    (lines([PLAYED]), "a dialogue already")],
-    ids=["cut", "list", "empty", "no tests", "no task", "played"])
-def test_collect_complains(stdin, message, tiny_dir):
-    assert message in complaint(play(tiny_dir, stdin))
-
-
-def test_a_dialogue_that_cannot_be_graded_is_refused(tiny_dir):
-    message = complaint(play(tiny_dir, lines([PLAYED]), "--candidates", 2))
-    assert "without reward and without answer" in message
-
-
-@pytest.mark.parametrize("flags, message", [
-    (["--model", "no/such/dir"], "no model at 'no/such/dir'"),
-    (["--best_of", 2], "--critic"),
-    (["--human", "me"], "--human 'me'"),
-    (["--top_p", 0], "--top_p 0.0: give a share above 0"),
-    (["--max_turns", 0], "argument --max_turns: 0 is below 1"),
-    (["--temperature", "nan"], "argument --temperature: nan is below 0"),
-    (["--best_of", 2, "--critic", "no/critic"], "no/critic")])
-def test_collect_complains_of_flags(flags, message, tiny_dir, tasks):
-    assert message in complaint(play(tiny_dir, tasks, *flags))
+@pytest.mark.parametrize("stdin, flags, message", [
+    (lines([{"task": TASK}])[:-3], [], "line 1: not JSON"),
+    ("", [], "stdin is empty"),
+    (lines([{"task": {**TASK, "test_cases": None}}]), [], "line 1: no 'task.test_cases'"),
+    (PLAYED, [], "a dialogue already"),
+    (PLAYED, ["--candidates", 2], "without reward and without answer"),
+    ("", ["--model", "no/such/dir"], "no model at 'no/such/dir'"),
+    ("", ["--best_of", 2], "--critic"),
+    ("", ["--best_of", 2, "--critic", "no/critic"], "no/critic"),
+    ("", ["--human", "me"], "--human 'me'"),
+    ("", ["--top_p", 0], "--top_p 0.0: give a share above 0"),
+    ("", ["--max_turns", 0], "argument --max_turns: 0 is below 1"),
+    ("", ["--temperature", "nan"], "argument --temperature: nan is below 0")])
+def test_collect_complains(stdin, flags, message, tiny_dir):
+    assert message in complaint(play(tiny_dir, stdin, *flags))
 
 
 def test_a_bad_line_later_on_loses_nothing_before_it(tasks, tiny_dir):
@@ -271,9 +247,3 @@ def test_a_bad_line_later_on_loses_nothing_before_it(tasks, tiny_dir):
         assert done.returncode == 1 and "Traceback" not in done.stderr
         assert done.stderr.splitlines()[-1].startswith(f"error: {error}")
         assert len(records(done.stdout)) == len(tasks)
-
-
-def test_help_fits_a_screen(capsys):
-    with pytest.raises(SystemExit):
-        collect.get_args(["--help"])
-    assert len(capsys.readouterr().out.splitlines()) <= 60
