@@ -149,7 +149,7 @@ def test_read_action(output, last, content, answer):
 
 
 def test_first_message_takes_braces_as_they_are():
-    task = {"problem_description": "a {dict} {max_turns} {problem_description} {0}",
+    task = {"problem_description": "a {dict} {ANSWER} {problem_description} {0}",
             "ground_truth": "g"}
     text = colbench.first_message(task, 7)["content"]
     assert text.endswith(task["problem_description"]) and "You have 7 messages" in text

@@ -142,7 +142,7 @@ def test_inputs_are_fresh(grader):
 
 ODDITIES = {  # honest code of all kinds, all right
     "prints": "def f(x):\n    print('[\"value\", 1]')\n    return x * 2",
-    "os": "import os\ndef f(x): return len(os.path.join('', 'a' * 2 * x))",
+    "os": "def f(x):\n    import os\n    return len(os.path.join('', 'a' * 2 * x))",
     "helper": "def g(x): return x\ndef f(x): return 2 * g(x)",
     "from star": "from math import *\ndef f(x): return int(fabs(2 * x))",
     "lambda": "f = lambda x: x << 1",

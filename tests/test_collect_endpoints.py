@@ -162,20 +162,16 @@ def test_a_human_who_dies_ends_the_run_by_one_line(tiny_dir, tasks):
     assert 5 < len(records(done.stdout)) < 40 and len(human.seen) < 60
 
 
-def test_an_llm_humans_reply_is_short_and_quotes_no_code(tiny_dir, tasks):
+def test_an_llm_humans_reply_is_short_and_quotes_no_code_however_spaced(tiny_dir, tasks):
     def reply(path, body):
         lines = body["messages"][0]["content"].splitlines()
         code = next(line for line in lines if line.startswith("def "))
-        return chat(f"hi \ud83d: {code} " + "so " * 300)
-    for flags, tokens in (([], 150), (["--human_tokens", 20], 20)):
-        human = Server(reply)
-        done = play(tiny_dir, tasks, *flags, "--human", human.url)
-        replies = {m["content"] for r in records(done.stdout) for m in r["dialogue_history"][2::2]}
-        assert replies and {body["max_tokens"] for _, body, _ in human.seen} == {tokens}
-        assert all(r.startswith("hi ?: [...] so so") and len(r) <= 400 for r in replies)
-
-
-def test_redact_is_about_lines_of_code_however_spaced():
+        return chat(f"hi \ud83d: {code.replace(' ', '  ')} " + "so " * 300)
+    human = Server(reply)
+    done = play(tiny_dir, tasks, "--human_tokens", 20, "--human", human.url)
+    replies = {m["content"] for r in records(done.stdout) for m in r["dialogue_history"][2::2]}
+    assert replies and {body["max_tokens"] for _, body, _ in human.seen} == {20}
+    assert all(r.startswith("hi ?: [...] so so") and len(r) <= 400 for r in replies)
     hidden = "def f(x):\n    total = x * 34 + 7\n    if y:\n        return y\n"
     assert colbench.redact("use total=x*34 +7 there", hidden) == "use [...] there"
     free = "multiply by 34 and add 7; if y: return"
