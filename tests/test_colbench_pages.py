@@ -257,18 +257,14 @@ def test_similarity_orders_the_real_pages(blocks, tasks):
 
 
 def test_similarity_is_symmetric_bounded_and_falls_with_each_difference(blocks):
-    def page(colour="green", text="A Shop", extra=""):
-        changed = PLAIN.replace("green", colour).replace("A Shop", text)
-        return blocks(changed.replace("</body>", extra + "</body>"))
-
-    more = "<p>more</p>" * 9
-    same, blue, words = page(), page("blue"), page(text="My Garden")
+    changes = [("green", "blue"), ("A Shop", "My Garden"), ("</body>", "<p>more</p>" * 9)]
+    same, *others = blocks(PLAIN), *(blocks(PLAIN.replace(*change)) for change in changes)
+    both = blocks(PLAIN.replace(*changes[0]).replace(*changes[1]))
     assert similarity(same, same) == 1
-    for other in (blue, words, page(extra=more), page("red", "My Garden", more)):
+    for other in (*others, both):
         assert similarity(same, other) == pytest.approx(similarity(other, same))
         assert 0 <= similarity(same, other) < 1
-    both = page("blue", "My Garden")
-    assert similarity(same, both) < min(similarity(same, blue), similarity(same, words))
+    assert similarity(same, both) < min(similarity(same, other) for other in others[:2])
     nothing = blocks("<html></html>")
     assert similarity(nothing, nothing) == 1 and similarity(same, nothing) < 0.12
 
@@ -276,34 +272,25 @@ def test_similarity_is_symmetric_bounded_and_falls_with_each_difference(blocks):
 # --- grading --------------------------------------------------------------------------------------
 
 @pytest.mark.full
-def test_grade_draws_the_last_page_of_an_answer():
+def test_grade_draws_the_last_page_of_an_answer_and_check_drops_what_cannot_be_drawn(tasks):
+    """ColBench's own references are like themselves."""
     answers = [PLAIN, f"first {BLUE} then\n```html\n{PLAIN}\n```", BLUE, "I have no page", None,
                "<body><p>A Shop</p></body>", "<html><body>cut of"]
-    records_in = [answered(answer) for answer in answers]
+    bad = {"problem_description": "a", "ground_truth": "<html><body>" + "x" * PAGE["bytes"]}
+    records_in = [*map(answered, answers), {"task": bad, "answer": PLAIN}]
     done = script("colbench.py", "grade", "--skip_bad", 1, stdin=records_in)
     assert done.returncode == 0, done.stderr
     got = records(done.stdout)
-    same, last, other, none, some, cut = (r["reward"] for r in got)  # null is no answer
-    assert same == last == 1 > other > some > none == cut == 0
+    same, last, other, none, some, cut, no_reference = (r["reward"] for r in got)
+    assert same == last == 1 > other > some > none == cut == no_reference == 0
     assert {r["reward_by"] for r in got} == {"blocks"} and got[3]["failure"] == "no page"
-    assert "6 answers: likeness" in done.stderr and ", 2 failed; grader: blocks" in done.stderr
+    assert "its reference can't be drawn" in got[-1]["failure"]
+    assert "7 answers: likeness" in done.stderr and ", 3 failed; grader: blocks" in done.stderr
     kept = [{k: v for k, v in r.items() if k in ("task", "answer")} for r in got]
-    assert kept == [r for r in records_in if r["answer"] is not None]
-
-
-@pytest.mark.full
-def test_check_drops_what_cannot_be_drawn(tasks):
-    """ColBench's own references are like themselves."""
-    bad = {"problem_description": "a", "ground_truth": "<html><body>" + "x" * PAGE["bytes"]}
-    empty = {"problem_description": "b", "ground_truth": EMPTY}
-    done = script("colbench.py", "check", stdin=[*tasks[:3], bad, empty])
-    assert done.returncode == 0
-    assert [r["task"] for r in records(done.stdout)] == [*tasks[:3], empty]
+    assert kept == [r for r in records_in if r["answer"] is not None]  # null is no answer
+    done = script("colbench.py", "check", stdin=[*tasks[:3], bad])
+    assert [r["task"] for r in records(done.stdout)] == tasks[:3]
     assert "line 4: dropped: no page" in done.stderr
-    done = script("colbench.py", "grade", stdin=[{"task": bad, "answer": PLAIN}, answered(PLAIN)])
-    one, other = records(done.stdout)
-    assert one["reward"] == 0 and "its reference can't be drawn" in one["failure"]
-    assert other["reward"] == 1
 
 
 @pytest.mark.full
@@ -328,25 +315,20 @@ def test_clip_is_the_cosine_of_the_real_classes_embeddings(tmp_path, renderer):
     model = CLIPModel(CLIPConfig(vision_config={**small, "image_size": 224, "patch_size": 32},
                                  text_config={**small, "vocab_size": 99}, projection_dim=16))
     model.eval().save_pretrained(tmp_path)
-    CLIPImageProcessorPil().save_pretrained(tmp_path)
+    prepare = CLIPImageProcessorPil()
+    prepare.save_pretrained(tmp_path)
     more = "<p class='bg-red-500 h-64'>a tall one</p>" * 9
-    tall = PLAIN.replace("</body>", more + "</body>")
-    done = script("colbench.py", "grade", "--clip", tmp_path,
-                  stdin=map(answered, [PLAIN, tall, "none"] * 4))
+    both = PLAIN, PLAIN.replace("</body>", more + "</body>")
+    pictures = [Image.open(io.BytesIO(renderer.render(page)["png"])).convert("RGB")
+                for page in both]
+    with torch.no_grad():
+        features = model.get_image_features(prepare(pictures, return_tensors="pt")["pixel_values"])
+    features = getattr(features, "pooler_output", features)
+    want = torch.cosine_similarity(features[0], features[1], dim=0).item()
+    stdin = map(answered, [*both, "none"] * 4)
+    done = script("colbench.py", "grade", "--clip", tmp_path, stdin=stdin)
     assert done.returncode == 0, done.stderr
     got = records(done.stdout)
-    pictures = [Image.open(io.BytesIO(renderer.render(page)["png"])).convert("RGB")
-                for page in (PLAIN, tall)]
-    assert pictures[1].height > pictures[1].width
-
-    def cosine(pictures):
-        pixels = CLIPImageProcessorPil()(pictures, return_tensors="pt")["pixel_values"]
-        with torch.no_grad():
-            features = model.get_image_features(pixels)
-        features = getattr(features, "pooler_output", features)
-        return torch.cosine_similarity(features[0], features[1], dim=0).item()
-
-    want = cosine(pictures)
     assert abs(want) < 0.9999 and {r["reward_by"] for r in got} == {"clip"}
     for r, value in zip(got, [1, max(0, want), 0] * 4):
         assert r["reward"] == pytest.approx(value, abs=1e-5)
@@ -368,62 +350,51 @@ def engine_that_says(tokenizer, said_by_turn):
     def reply(path, body):
         turn = tokenizer.decode(body["prompt"]).count("<|assistant|>") - 1
         ids = M.plain_ids(tokenizer, said_by_turn[turn]) + body["stop_token_ids"][:1]
-        logprobs = {"token_logprobs": [-1.0] * len(ids), "tokens": [], "top_logprobs": [],
-                    "text_offset": []}
-        choice = {"text": "", "finish_reason": "stop", "token_ids": ids, "logprobs": logprobs}
-        return {"id": "x", "object": "text_completion", "created": 0, "model": "m",
-                "choices": [choice | {"index": i} for i in range(body["n"])]}
+        choice = {"text": "", "finish_reason": "stop", "token_ids": ids,
+                  "logprobs": {"token_logprobs": [-1.0] * len(ids)}}
+        return {"choices": [choice | {"index": i} for i in range(body["n"])]}
     return Server(reply)
 
 
 @pytest.mark.full
-def test_episodes_are_pages_shown_to_a_human_who_sees_both(tiny_dir, tmp_path, renderer):
+def test_episodes_are_pages_shown_to_a_human_who_sees_both(tmp_path, renderer):
     """The agent sends pages; the human says what it was shown; the last page shown is graded."""
-    tokenizer = M.find_model(tiny_dir)[1]
-    engine = engine_that_says(tokenizer, [
-        "I have no page yet", f"Let me see. OUTPUT: {BLUE}", f"OUTPUT: the same: {PLAIN}",
+    base = str(tmp_path / "base")
+    M.save(*M.tiny(demos(100, kind="frontend"), 0, colbench.PIECES), base)
+    task = next(pages("test"))
+    right = task["ground_truth"]
+    other = re.sub(r'(<header class="bg-)\w+-', r"\1orange-", right)
+    engine = engine_that_says(M.find_model(base)[1], [
+        "I have no page yet", f"Let me see. OUTPUT: {other}", f"OUTPUT: the same: {right}",
         "Good luck"])
-    blue, plain = (renderer.render(page)["png"] for page in (BLUE, PLAIN))
+    drawn = {renderer.render(page)["png"]: text
+             for page, text in ((other, "other "), (right, "right "))}
 
     def reply(path, body):
         text, *pictures = body["messages"][0]["content"]
         urls = [picture["image_url"]["url"] for picture in pictures]
         png = [base64.b64decode(url.removeprefix("data:image/png;base64,")) for url in urls]
-        assert "a shop" in text["text"] and "<html" not in text["text"]
-        assert png[1] == plain
-        return chat(("blue " if png[0] == blue else "the same ") + "x" * 2000)
+        assert task["problem_description"] in text["text"] and "<html" not in text["text"]
+        assert drawn[png[1]] == "right "
+        return chat(drawn[png[0]] + "x" * 2000)
     human = Server(reply, trouble=0.3)
-    tasks_in = [{"problem_description": "a shop", "ground_truth": PLAIN}]
-    for turns in (4, 2, 1):
-        flags = ["--engine", engine.url, "--human", human.url, "--max_turns", turns,
+    for turns, who in ((4, human.url), (2, "scripted"), (1, human.url)):
+        flags = ["--engine", engine.url, "--human", who, "--max_turns", turns,
                  "--candidates", 2, "--timeout", 3]
-        done = script("collect.py", "--model", tiny_dir, *flags, stdin=tasks_in)
+        done = script("collect.py", "--model", base, *flags, stdin=[{"task": task}])
         assert done.returncode == 0, done.stderr
         (r,) = records(done.stdout)
-        history = r["dialogue_history"]
-        assert r["task"]["kind"] == "frontend" and r["reward_by"] == "blocks"
-        assert len(history) == 2 * turns
-        assert "no scripts" in history[0]["content"] and history[0]["content"].endswith("a shop")
+        _, *said = (m["content"] for m in r["dialogue_history"])
+        assert r["reward_by"] == "blocks" and len(said) == 2 * turns - 1
+        if turns > 1:
+            assert said[1] == "i can't see your page: no page"
         if turns == 4:
-            assert history[2]["content"] == "i can't see your page: no page"
-            assert [len(m["content"]) for m in history[4:7:2]] == [1000, 1000]
-            assert history[4]["content"].startswith("blue")
-            assert history[6]["content"].startswith("the same")
-            assert r["answer"] == PLAIN and r["reward"] == 1
+            assert said[3::2] == ["other " + "x" * 994, "right " + "x" * 994]
+            assert r["answer"] == right and r["reward"] == 1
         else:
-            assert r["answer"] == (BLUE if turns == 2 else "") and r["reward"] < 1
+            assert r["answer"] == (other if turns == 2 else "") and r["reward"] < 1
             assert ("failure" in r) == (turns == 1)
     assert len(human.seen) >= 2  # one that draws nothing asks nobody
-
-    # the text critic reads the reference page, and the policy trains on what it ranked
-    other = {**r, "sample": 1, "reward": 0.9}
-    flags = ["--model", tiny_dir, "--pairs", "all", "--margin", 0.1, "--held_out", 0,
-             "--epochs", 1, "--out", tmp_path / "critic"]
-    done = script("train_critic.py", *flags, stdin=[r, other])
-    assert done.returncode == 0, done.stderr
-    candidates = [c for x in records(done.stdout) for c in x["dialogue_history"][1]["candidates"]]
-    assert all("advantage" in c for c in candidates)
-    assert script("evaluate.py", stdin=done.stdout).returncode == 0
 
 
 @pytest.mark.full
@@ -495,26 +466,6 @@ def test_demonstrations_of_pages_go_as_the_flags_say():
     assert 70 <= sum(colbench.HIDDEN[:10] in texts[0] for texts in mixed) < 170
     at_once = demos(20, kind="frontend", at_once=1, silent=0)
     assert all(r["dialogue_history"][1]["content"].startswith(colbench.ANSWER) for r in at_once)
-
-
-@pytest.mark.full
-def test_episodes_with_the_scripted_human(tmp_path, blocks):
-    """A tiny model plays; each reply is about the slots of the two pages."""
-    base = tmp_path / "base"
-    learned = demos(200, kind="frontend", hidden=0, at_once=0, early=0, silent=0, noise=0)
-    flags = ["--loss", "rft", "--all", 1, "--model", "tiny", "--lr", 3e-3, "--epochs", 6]
-    done = script("train_policy.py", *flags, "--out", base, stdin=learned)
-    assert done.returncode == 0, done.stderr
-    tasks_in = script("colbench.py", "tasks", "--kind", "frontend", "--n", 3).stdout
-    flags = ["--model", base, "--max_tokens", 40, "--max_turns", 4, "-k", 2]
-    done = script("collect.py", *flags, stdin=tasks_in)
-    assert done.returncode == 0, done.stderr
-    for r in records(done.stdout):
-        history = r["dialogue_history"]
-        for message, reply in zip(history[1::2], history[2::2]):
-            assert reply["content"] == colbench.Pages.scripted_human(r["task"], message["content"])
-        wanted, answer = r["task"]["ground_truth"], r["answer"]
-        assert r["reward"] == (similarity(blocks(answer), blocks(wanted)) if answer else 0)
 
 
 @pytest.mark.full
