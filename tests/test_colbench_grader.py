@@ -335,17 +335,6 @@ def test_an_answer_cannot_read_an_earlier_one(grader):
 
 # --- the grader itself ----------------------------------------------------------------------------
 
-def test_parallel_grading_keeps_apart_and_in_order(grader):
-    records = [{"task": task(f"def f(x):\n    return x + {i}", "f(1)", "f(2)"), "keep": i,
-                "answer": f"def f(x):\n    return x + {i - i % 3 % 2}"} for i in range(60)]
-    graded = list(grade_records(iter(records), grader))
-    assert [r["keep"] for r in graded] == list(range(60))
-    assert [r["reward"] for r in graded] == [float(i % 3 != 1) for i in range(60)]
-    with ThreadPoolExecutor(8) as pool:
-        rewards = list(pool.map(lambda r: grader.grade(r["task"], r["answer"])["reward"], records))
-    assert rewards == [r["reward"] for r in graded]
-
-
 def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(grader):
     """ANSWERS=10000 python -m pytest -q -s tests/test_colbench_grader.py -k thousands"""
     n, sizes, stop = int(os.environ.get("ANSWERS", 300 if FULL else 60)), [], threading.Event()
@@ -358,21 +347,22 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(grader):
                     pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
             sizes.append((len(descendants()), pages * 4096))
 
-    def records():
+    def answers():
         for i in range(n):
             mischief, wrong = i % 5 == 0, i % 5 == 1
             answer = f"def f(x):\n    return x + {i + wrong}"
             if mischief:
                 answer = list(ATTACKS.values())[i // 5 % len(ATTACKS)]
             yield {"task": task(f"def f(x):\n    return x + {i}", "f(1)"), "answer": answer,
-                   "want": not (mischief or wrong)}
+                   "want": not (mischief or wrong), "number": i}
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    graded = list(grade_records(records(), grader))
+    graded = list(grade_records(answers(), grader))
     stop.set()
     watcher.join()
-    assert len(graded) == n and all(r["reward"] == r["want"] for r in graded)
+    assert [r["number"] for r in graded] == list(range(n))  # in order, each by itself
+    assert all(r["reward"] == r["want"] for r in graded)
     most, memory = (max(x) for x in zip(*sizes))
     assert most < 40 and memory < 6 << 30
 
@@ -428,19 +418,15 @@ def test_the_end_of_a_grader_leaves_nothing_and_is_told_to_whoever_waits():
 
 def test_check_drops_tasks_whose_reference_does_not_pass():
     bad = task("def f(x):\n    if x == 1: import nosuch\n    if x == 2: return None\n"
-               "    if x == 3: raise KeyError\n    if x == 4: return f\n"
-               "    if x == 5:\n        import random\n        return random.random()\n"
-               "    return x",
-               *[f"f({i})" for i in range(1, 7)])
+               "    if x == 3:\n        import random\n        return random.random()\n"
+               "    return x", "f(1)", "f(2)", "f(3)", "f(4)")
     tasks = [{"task": {"problem_description": "d", **t}, "n": n} for n, t in
              enumerate((DOUBLE, bad, DOUBLE))]
     done = script("colbench.py", "check", stdin=tasks)
     assert records(done.stdout) == [tasks[0], tasks[2]]
-    assert "line 2: dropped: " in done.stderr
-    said = done.stderr
-    for why in ("nosuch", "None", "KeyError", "TypeError: function", "'test5': 'wrong value'"):
-        assert why in said, said
-    assert "test6" not in said
+    (said,) = (line for line in done.stderr.splitlines() if "dropped" in line)
+    assert said.startswith("line 2: dropped: ") and "test4" not in said
+    assert all(why in said for why in ("nosuch", "None", "'test3': 'wrong value'")), said
 
 
 @pytest.mark.full

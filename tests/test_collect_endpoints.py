@@ -285,19 +285,15 @@ def test_what_is_wrong_with_one_request_is_an_error_of_its_episode(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     bad, good = Server(said, refuse=400), Server(said)
 
-    async def ask(one, key=0):
-        return await one.chat("x", 9, key)
-
     async def all_of():
         with pytest.raises(collect.EpisodeError, match="400"):
-            await ask(endpoint(bad))
-        assert len(bad.seen) == 1
+            await endpoint(bad).chat("x", 9, 0)
+        assert len(bad.seen) == 1  # it is not asked again
         bad.refuse = 503
         with pytest.raises(collect.RunError, match="503"):
-            await ask(endpoint(bad, bad, retries=0))
-        one = endpoint(bad, good, retries=0)
-        assert len({await ask(one, key) for key in range(9)}) == 1 and len(good.seen) == 9
-        assert {key for _, _, key in good.seen} == {"Bearer sesame"}
+            await endpoint(bad, bad, retries=0).chat("x", 9, 0)
+        await endpoint(bad, good, retries=0).chat("x", 9, 0)
+        assert [key for _, _, key in good.seen] == ["Bearer sesame"]
     asyncio.run(all_of())
 
 
@@ -315,18 +311,15 @@ def prefers(word, trouble=0.0, taste=1):
 
 
 def judged(actions, server):
-    async def main():
-        task = {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x"}
-        history = [{"role": "user", "content": "write f(x)"}]
-        return await collect.judge(endpoint(server), None, task, history, actions)
-    return asyncio.run(main())
+    task = {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x"}
+    history = [{"role": "user", "content": "write f(x)"}]
+    return asyncio.run(collect.judge(endpoint(server), None, task, history, actions))
 
 
 def test_a_judge_gives_each_message_the_share_of_its_comparisons_that_it_wins():
     said = [{"output": text} for text in ("so", "no", "no no", "no no no", "no no no")]
     # so < no < no no < no no no = no no no > so, in a circle
     assert judged(said, prefers("no", trouble=0.3)) == [0, 0.5, 0.5, 0.75, 0.75]
-    assert judged(said[:2], prefers("no")) == [0, 1]
     for reply in ("neither", "A better one is B"):
         with pytest.raises(collect.EpisodeError, match="not one of A and B"):
             judged(said, Server(lambda path, body: chat(reply)))
@@ -336,9 +329,8 @@ def test_a_judge_chooses_messages(tiny_dir, tasks):
     """Two judges of opposite taste: what one chooses of the same four draws the other does not."""
     task, chosen = {**tasks[0]["task"], "hidden_information": "def f(x, rate=3)"}, []
     for taste in (1, -1):
-        server = prefers("e", taste=taste)
-        flags = ["--max_turns", 1, "--max_tokens", 20, "--best_of", 4, "--critic", server.url]
-        done = script("collect.py", "--model", tiny_dir, *flags, stdin=[task])
-        assert done.returncode == 0 and 0 < len(server.seen) <= 4, done.stderr
+        url = prefers("e", taste=taste).url
+        done = play(tiny_dir, [task], "--best_of", 4, "--critic", url, "--max_turns", 1)
+        assert done.returncode == 0, done.stderr
         chosen.append(records(done.stdout)[0]["dialogue_history"][1]["output"].count("e"))
     assert chosen[0] > chosen[1]

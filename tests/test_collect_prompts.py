@@ -1,5 +1,4 @@
 """Prompts are tokenized part by part: the ids of the whole, by several kinds of tokenizers."""
-import os
 import random
 from array import array
 
@@ -14,9 +13,8 @@ from test_model import TEMPLATES
 WORDS = ["", " ", "  ", "\n", "\n\n", "\r\n", "\t", "a", "fee", " fee", "def f(x):\n    return x",
          "\u00e9", "e\u0301", "\u0301", "\U0001f642", "\u00a0", "\u2581", "<|", "|>", "<", ">", "[",
          "</think>", "\ue000", "\ue0001\ue001", "\ue0020\ue003", "I WANT TO ANSWER:", "A", "FEE"]
-CUTS = {"plain": {}, "rstrip": {"rstrip": True}}  # how the control tokens are added
-NO_CUTS = {"lstrip": {"lstrip": True}, "single_word": {"single_word": True},
-           "normalized": {"normalized": True}}
+CUTS = {}, {"rstrip": True}  # how the control tokens are added
+NO_CUTS = "lstrip", "single_word", "normalized"
 
 
 def spelled(random_, words):
@@ -56,11 +54,14 @@ def whole(tokenizer, text):
     return array("q", tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def check(tokenizer, monkeypatch, dialogues=12):
-    """Growing dialogues of hostile text: the ids of the parts, and those of the whole text."""
+def check(tokenizer, monkeypatch, cut):
+    """Growing dialogues of hostile text: the ids of the parts, and those of the whole text.
+
+    cut: whether a conversation of two messages has more than one part.
+    """
     words = WORDS + M.control_tokens(tokenizer) + [t[1:] for t in M.control_tokens(tokenizer)]
     random_ = random.Random(1)
-    for _ in range(dialogues):
+    for _ in range(12):
         history = []
         for t in range(7):
             content = spelled(random_, words)
@@ -70,46 +71,30 @@ def check(tokenizer, monkeypatch, dialogues=12):
                 with monkeypatch.context() as m:
                     m.setattr(M, "template_ids", whole)
                     assert ids == M.render(tokenizer, history, thinking), history
-
-
-def parts(tokenizer):
-    """Into how many parts a conversation of two messages is cut."""
     text = tokenizer.apply_chat_template([{"role": "user", "content": "a"},
                                           {"role": "assistant", "content": "b"}], tokenize=False)
-    return len(list(filter(None, M.cuts(tokenizer).split(text))))
+    assert (len(list(filter(None, M.cuts(tokenizer).split(text)))) > 2) == cut
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bytes after a space", "whole texts", "first word",
                                   "each text"])
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_ids_of_the_parts_are_those_of_the_whole(name, kind, monkeypatch):
-    for how in CUTS.values():
-        tokenizer = trained(name, kind, how)
-        assert parts(tokenizer) >= 3
-        check(tokenizer, monkeypatch)
+    for how in CUTS:
+        check(trained(name, kind, how), monkeypatch, cut=True)
 
 
 @pytest.mark.parametrize("how", NO_CUTS)
 def test_where_a_token_looks_around_itself_nothing_is_cut(how, monkeypatch):
     for name in TEMPLATES:
-        tokenizer = trained(name, "whole texts", NO_CUTS[how])
-        assert parts(tokenizer) == 1
-        check(tokenizer, monkeypatch)
+        check(trained(name, "whole texts", {how: True}), monkeypatch, cut=False)
 
 
 def test_no_cut_inside_another_token(monkeypatch):
     tokenizer = trained("chatml", "bytes", {})
     tokenizer.add_tokens([AddedToken("\n<|im_s", normalized=False)])
     assert not M.cuts(tokenizer).match("<|im_start|>")
-    check(tokenizer, monkeypatch)
-
-
-def test_real_tokenizers(tiny_dir, monkeypatch):
-    """The tiny model's, and that of the chat model in the directory CHAT_MODEL."""
-    for directory in filter(None, [tiny_dir, os.environ.get("CHAT_MODEL")]):
-        tokenizer = M.find_model(directory)[1]
-        assert parts(tokenizer) >= 3
-        check(tokenizer, monkeypatch, 100)
+    check(tokenizer, monkeypatch, cut=True)
 
 
 def test_a_part_is_tokenized_once(tiny_dir):

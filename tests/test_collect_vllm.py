@@ -1,4 +1,5 @@
 """A real vLLM, in its CPU build, on a tiny model: in process, and as a server of either side."""
+import contextlib
 import json
 import math
 import os
@@ -14,7 +15,7 @@ import torch
 
 import colbench
 import model as M
-from conftest import CPU, ROOT, descendants, gone, lines, nucleus, records, script
+from conftest import CPU, ROOT, descendants, gone, lines, nucleus, records
 
 pytest.importorskip("vllm", reason="vllm is not installed (its CPU build: see .ci/run)")
 FAST = {**CPU, "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -51,56 +52,48 @@ def command(tiny_dir, tmp_path):
             "--model", str(tiny_dir)]
 
 
-def serve(models, folder):
-    """[(process, url)] of a vLLM server for each model."""
-    out = []
-    for i, model in enumerate(models):
+@pytest.fixture
+def servers(tiny_dir, tmp_path):
+    """[(process, url)] of two vLLM servers of the tiny model."""
+    running = []
+    for i in range(2):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
-        flags = ["--host", "127.0.0.1", "--port", port, "--dtype", "float32",
+        flags = ["--model", tiny_dir, "--host", "127.0.0.1", "--port", port, "--dtype", "float32",
                  "--max-model-len", 2048, "--enforce-eager", "--no-enable-chunked-prefill",
                  "--kv-cache-memory-bytes", 1 << 28, "--generation-config", "vllm",
                  "--logprobs-mode", "processed_logprobs", "--uvicorn-log-level", "warning"]
-        with open(folder / f"log{i}", "w") as log:
+        with open(tmp_path / f"log{i}", "w") as log:
             server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-            process = subprocess.Popen([*server, "--model", model, *map(str, flags)],
-                                       stdout=log, stderr=log, env=FAST, start_new_session=True)
-            out.append((process, f"http://127.0.0.1:{port}", log.name))
+            process = subprocess.Popen([*server, *map(str, flags)], stdout=log, stderr=log,
+                                       env=FAST, start_new_session=True)
+        running.append((process, f"http://127.0.0.1:{port}"))
     end = time.time() + 300
-    for process, url, log in out:
+    for i, (process, url) in enumerate(running):
         while True:
-            assert process.poll() is None and time.time() < end, open(log).read()[-3000:]
-            try:
+            said = (tmp_path / f"log{i}").read_text()
+            assert process.poll() is None and time.time() < end, said[-3000:]
+            with contextlib.suppress(OSError):
                 urllib.request.urlopen(url + "/health", timeout=5)
                 break
-            except OSError:
-                time.sleep(0.5)
-    return [(process, url + "/v1") for process, url, _ in out]
-
-
-@pytest.fixture(scope="module")
-def servers(tiny_dir, tmp_path_factory):
-    """[(process, url)] of two vLLM servers of the tiny model."""
-    running = serve([tiny_dir] * 2, tmp_path_factory.mktemp("servers"))
-    yield running
+            time.sleep(0.5)
+    yield [(process, url + "/v1") for process, url in running]
     for process, _ in running:
         stop(process)
 
 
 def stop(process):
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
 def start(command, tasks, path, *flags):
-    """collect.py, started: its process; stdout goes to the file `path`."""
+    """collect.py, started, with its first episode in the file `path`: its process."""
     with open(path, "w") as out:
-        process = subprocess.Popen([*command, *map(str, flags)], cwd=ROOT, stdin=subprocess.PIPE,
-                                   stdout=out, stderr=subprocess.PIPE, text=True, env=FAST)
+        process = subprocess.Popen([*map(str, [*command, *flags])], cwd=ROOT, text=True, env=FAST,
+                                   stdin=subprocess.PIPE, stdout=out, stderr=subprocess.PIPE)
     process.stdin.write(lines(tasks))
     process.stdin.close()
     end = time.time() + 500  # two workers on two busy cores start slowly
@@ -163,23 +156,17 @@ def test_killed_it_leaves_no_process_behind(command, tasks, tmp_path):
     gone(its)
 
 
-def test_a_server_answers_as_the_human(tiny_dir, tasks, servers):
-    replies = []
-    for _, url in servers:  # few tokens of an untrained human say nothing
-        flags = [*PLAY, "--human_tokens", 400, "--human", url]
-        done = script("collect.py", "--model", tiny_dir, *flags, stdin=tasks)
-        assert done.returncode == 0, done.stderr
-        got = records(done.stdout)
+def test_servers_answer_as_the_human_or_sample_and_one_that_dies_is_left_out(
+        tiny_dir, tasks, servers, tmp_path):
+    command = [sys.executable, "collect.py", "--model", tiny_dir, *PLAY, "--retries", 1]
+    urls, out = ",".join(url for _, url in servers), tmp_path / "out"
+    for flags in (["--human", urls, "--human_tokens", 400],  # few of an untrained one say nothing
+                  ["--engine", urls, "--concurrency", 1]):
+        process = start(command, tasks, out, *flags)
+        if "--engine" in flags:
+            stop(servers[1][0])
+        assert process.wait(120) == 0, process.stderr.read()
+        got = records(out.read_text())
         check(got, tiny_dir, tasks)
-        replies.append({m["content"] for r in got for m in r["dialogue_history"][2::2]})
-    assert replies[0] == replies[1] != set()  # temperature 0
-    assert all(0 < len(reply) <= colbench.Functions.reply_chars for reply in replies[0])
-
-
-def test_servers_sample_and_one_that_dies_is_left_out(tiny_dir, tasks, servers, tmp_path):
-    urls = ",".join(url for _, url in servers)
-    process = start([sys.executable, "collect.py", "--model", tiny_dir], tasks, tmp_path / "out",
-                    *PLAY, "--engine", urls, "--concurrency", 1, "--retries", 1)
-    stop(servers[1][0])
-    assert process.wait(120) == 0, process.stderr.read()
-    check(records((tmp_path / "out").read_text()), tiny_dir, tasks)
+        replies = {m["content"] for r in got for m in r["dialogue_history"][2::2]}
+        assert replies and all(0 < len(reply) <= 400 for reply in replies)

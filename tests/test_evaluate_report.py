@@ -60,21 +60,17 @@ def test_the_report_shows_conversations_candidates_and_verdicts_side_by_side(tmp
                   for a in (-0.5, 0.25, 0.0)]
     first = episode(0, 0.0, output="hm. OUTPUT: which rate?", advantage=0.5, candidates=candidates)
     base = [first, episode(1, 0.0), {**episode(1, 1.0, said="the other sample"), "sample": 1}]
-    sweet = [episode(0, 1.0, said="it is twelve"), episode(2, 1.0)]
-    report(tmp_path, tab, base=base, sweet=sweet)
+    report(tmp_path, tab, base=base, sweet=[episode(0, 1.0), episode(2, 1.0)])
     assert texts(tab, LISTED) == ["write f0", "write f1", "write f2"]
     assert texts(tab, ".task > summary span") == ["0", "100", "50", "-", "-", "100"]
     assert texts(tab, f"{OPEN} h3") == ["t0", "hidden reference", "base", "sweet"]
     assert texts(tab, f"{OPEN} .episode > summary") == [
         "episode 0: reward 0.000", "episode 0: reward 1.000"]
-    assert texts(tab, f"{OPEN} .pass") == ["a: pass"]
-    assert texts(tab, f"{OPEN} .fail") == ["a: wrong value"]
+    assert texts(tab, f"{OPEN} .pass, {OPEN} .fail") == ["a: wrong value", "a: pass"]
     assert texts(tab, f"{OPEN} pre").count("def f0(): return 0") == 3  # the reference, two answers
     assert "hm. OUTPUT: which rate?" in texts(tab, f"{OPEN} pre")  # what the model wrote
     tab.get_by_text("3 candidates").click()
-    shown = [t for t in texts(tab, f"{OPEN} .episode details[open] pre") if "candidate" in t]
-    assert shown == ["candidate 0.25", "candidate 0.0", "candidate -0.5"]
-    assert texts(tab, f"{OPEN} .advantage") == ["+0.500", "+0.250", "+0.000", "-0.500"]
+    assert texts(tab, f"{OPEN} details[open] .advantage") == ["+0.500", "+0.250", "+0.000", "-0.500"]
     tab.locator(LISTED).nth(1).click()
     assert texts(tab, f"{OPEN} h3") == ["t1", "hidden reference", "base"]
     other = tab.get_by_text("the other sample")
