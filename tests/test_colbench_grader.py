@@ -165,7 +165,16 @@ ODDITIES = {  # honest code of all kinds, all right
     "float that is whole": "def f(x): return x * 2.0",
     "numpy": "import numpy.random\ndef f(x): return numpy.array([x, x]).sum()",
     "sympy": "from sympy import *\ndef f(x): return int(solve(Symbol('y') - 2 * x)[0])",
-    "two definitions": "def f(x): return 0\ndef f(x): return 2 * x"}
+    "two definitions": "def f(x): return 0\ndef f(x): return 2 * x",
+    "numpy, lazily": "def f(x):\n    import numpy as np\n    return np.unique([x, x])[0] * 2",
+    "sympy's numbers": "def f(x):\n    from sympy import Rational\n    return Rational(4 * x, 2)",
+    "a codec": "def f(x): return 2 * x * len('\\\\x41'.encode().decode('unicode_escape'))",
+    "a time zone": "from datetime import datetime\nfrom zoneinfo import ZoneInfo\n"
+                   "def f(x): return 2 * datetime(2024, x, 1, tzinfo=ZoneInfo('Europe/Paris')).month",
+    "a submodule": "from email.mime.text import MIMEText\n"
+                   "def f(x): return 2 * len(MIMEText('a' * x).get_payload())",
+    "a parser": "import xml.dom.minidom as m\n"
+                "def f(x): return x * m.parseString('<a b=\"2\"/>').firstChild.attributes.length * 2"}
 
 
 @pytest.mark.parametrize("name", ODDITIES)
@@ -284,23 +293,6 @@ def source(): return "ground_truth" in repr(vars(sys.modules["__main__"]))
     for test, value in facts.items():
         given, wanted = grader.claims(probe + f"def wanted(): return {value!r}", [test, "wanted()"])
         assert given == wanted, (test, given)
-
-
-IMPORTING = {
-    "numpy, lazily": "import numpy as np\ndef f(x): return np.unique([x, 1, x])",
-    "sympy's solver": "import sympy\ndef f(x): return sympy.solve(sympy.Symbol('y') ** 2 - x)",
-    "sympy's numbers": "from sympy import Rational\ndef f(x): return [Rational(x, 3), Rational(x)]",
-    "a codec": "def f(x): return '\\\\x41'.encode().decode('unicode_escape') * x",
-    "a time zone": "from datetime import datetime\nfrom zoneinfo import ZoneInfo\n"
-                   "def f(x): return datetime(2024, x, 1, tzinfo=ZoneInfo('Europe/Paris'))",
-    "a submodule": "from email.mime.text import MIMEText\ndef f(x): return str(MIMEText('a' * x))",
-    "a parser": "import xml.dom.minidom as m\ndef f(x): return m.parseString('<a/>').toxml() * x"}
-
-
-@pytest.mark.parametrize("style", IMPORTING)
-def test_an_answer_imports_what_is_installed(grader, style):
-    code = IMPORTING[style]
-    assert grader.grade(task(code, "f(4)", "f(9)"), code)["reward"] == 1
 
 
 @pytest.mark.parametrize("call", [

@@ -196,12 +196,12 @@ def test_a_record_without_its_dialogue_is_played_and_graded_anew(tasks, tiny_dir
 
 def test_new_candidates_leave_what_is_known_of_a_dialogue(episodes, tiny_dir):
     """Its settings, its rules, its reward; the candidates' settings stand beside them."""
-    old = [{**r, "reward": 0.5} for r in episodes[:2]]
-    old[0]["meta"] = {"rules": "official", "seed": 77}
-    del old[1]["meta"], old[1]["reward"]
+    known, bare = {**episodes[0], "reward": 0.5}, episodes[1]
+    known["meta"] = {"rules": "official", "seed": 77}
+    del bare["meta"], bare["reward"]
     flags = ["--candidates", 2, "--max_tokens", 5, "--seed", 8]
-    first, second = sorted(records(play(tiny_dir, old, *flags).stdout),
-                           key=lambda r: "seed" not in r["meta"])
+    got = {r["sample"]: r for r in records(play(tiny_dir, [known, bare], *flags).stdout)}
+    first, second = got[known["sample"]], got[bare["sample"]]
     assert (first["meta"]["rules"], first["meta"]["seed"], first["reward"]) == ("official", 77, 0.5)
     assert "seed" not in second["meta"] and second["meta"]["rules"] == "honest"
     assert all(r["meta"]["candidates"]["seed"] == 8 for r in (first, second))

@@ -42,11 +42,9 @@ def play(engine, numbers, turns=3):
     return played
 
 
-OFTEN = "qwen2_windows", "gemma3"  # the others: with FULL=1
-
-
 @pytest.mark.parametrize("family", [
-    name if name in OFTEN else pytest.param(name, marks=pytest.mark.full) for name in FAMILIES])
+    name if name in ("qwen2_windows", "gemma3") else pytest.param(name, marks=pytest.mark.full)
+    for name in FAMILIES])
 def test_draws_are_those_of_separate_forwards_in_any_company(family, monkeypatch):
     """Prompts of one length and of many, shared prompts, kept ones; the same tokens each time."""
     lm = two_models(family)[1]
