@@ -59,12 +59,10 @@ def test_twenty_questions_go_through_all_scripts(repo):
 
     human = Server(lambda path, body: chat("perhaps"))
     heard, _ = run(repo, "collect.py", *play, "--human", human.url, stdin=tasks)
-    replies = [m["content"] for r in heard for m in r["dialogue_history"][2::2]]
-    assert replies and set(replies) == {"perhaps"} and len(human.seen) >= len(replies)
-    prompts = [body["messages"][0]["content"] for _, body, _ in human.seen]
-    known = [f"Your word is {t['task']['hidden_information']}. Reply yes or no." for t in tasks]
-    assert all(prompt.partition("\n")[0] in known for prompt in prompts)
-    assert not any("Python" in prompt or "{" in prompt for prompt in prompts)
+    assert {m["content"] for r in heard for m in r["dialogue_history"][2::2]} == {"perhaps"}
+    prompts = {body["messages"][0]["content"].partition("\n")[0] for _, body, _ in human.seen}
+    hidden = (t["task"]["hidden_information"] for t in tasks)
+    assert prompts <= {f"Your word is {word}. Reply yes or no." for word in hidden}
 
     critic = ["--model", "base", "--pairs", "all", "--held_out", 0, "--epochs", 1, "--lr", 1e-4]
     scored, _ = run(repo, "train_critic.py", *critic, "--out", "critic", stdin=played)
