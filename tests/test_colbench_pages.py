@@ -15,8 +15,6 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -25,7 +23,8 @@ import torch
 import colbench
 import model as M
 from colbench import CACHE, PAGE, Renderer, RenderError, similarity
-from conftest import ROOT, complaint, demos, descendants, gone, lines, records, script
+from conftest import ROOT, complaint, demos, descendants, records, script
+from test_colbench_answers import SIGNALS, end_grading
 from test_collect_endpoints import Server, chat
 from test_readme import benchmark
 
@@ -188,20 +187,9 @@ def test_a_killed_browser_loses_no_page():
 
 
 @pytest.mark.full
-def test_a_killed_grader_leaves_no_browser_behind(tmp_path):
-    pages = (PLAIN.replace("shoes", str(i)) for i in range(500))
-    (tmp_path / "in").write_text(lines(map(answered, pages)))
-    for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
-        process = subprocess.Popen(
-            [sys.executable, "colbench.py", "grade"], cwd=ROOT, stdin=open(tmp_path / "in"),
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert process.stdout.readline()
-        its = descendants(process.pid)
-        assert len(its) > 3
-        process.send_signal(how)
-        _, said = process.communicate(timeout=60)
-        assert process.returncode and "Traceback" not in said
-        gone(its)
+@pytest.mark.parametrize("number", SIGNALS)
+def test_an_ended_grader_leaves_no_browser_behind(number):
+    end_grading([answered(PLAIN.replace("shoes", str(i))) for i in range(40)], number)
 
 
 @pytest.mark.full

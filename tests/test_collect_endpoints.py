@@ -13,6 +13,7 @@ import colbench
 import collect
 import model as M
 from conftest import complaint, records, script
+from test_collect import key_of
 from utils import rng
 
 
@@ -93,10 +94,6 @@ NOBODY = "http://127.0.0.1:9/v1"
 
 def play(tiny_dir, tasks, *flags):
     return script("collect.py", "--model", tiny_dir, *PLAY, *flags, stdin=tasks)
-
-
-def key_of(record):
-    return record["task"]["id"], record["sample"]
 
 
 # --- the human ------------------------------------------------------------------------------------
