@@ -24,7 +24,6 @@ import base64
 import html
 import io
 import os
-import re
 import sys
 import tempfile
 
@@ -40,8 +39,6 @@ def get_args(argv=None):
                    help="a system's graded records, else stdin; NAME=: its runs of several seeds")
     skip_bad_flag(p)
     flag(p, "bootstrap", 2000, "resamples; 0: no intervals")
-    flag(p, "plot", None, "draw a figure: systems NAME@X are points of a curve over X",
-         metavar="FILE")
     flag(p, "html", None, "write a page with every episode, all systems side by side",
          metavar="FILE")
     browser_flag(p)
@@ -74,7 +71,6 @@ class System:
         self.name, self.files, self.n_episodes = name, files, 0
         self.clusters = {}  # (file index, task id): {metric: (numerator, denominator)}
         self.rules, self.rewards = set(), set()
-        self.by_marker = 0  # episodes whose record does not say whether they are answered
         self.shown = []  # the episodes that the report shows
 
     def read(self, args):
@@ -96,7 +92,6 @@ class System:
         kind = environment(record["task"])
         self.n_episodes += 1
         self.rewards.add(kind.reward_name)
-        self.by_marker += "unanswered" in measured and "answered" not in record
         if issubclass(kind, Functions) and "rules" in record.get("meta", {}):
             self.rules.add(record["meta"]["rules"])
 
@@ -237,35 +232,6 @@ def table(results):
     return [*lines, note + "; NOT COMPARABLE" * (len(rules) > 1)]
 
 
-def plot(results, path):
-    """Draws success, or else the mean reward: NAME@X is a point of a curve, others are lines."""
-    with fail_on_error("--plot wants matplotlib"):
-        from matplotlib.figure import Figure
-    metric = "success" if "success" in results[0] else "tests_passed"
-    axes, curves = Figure(figsize=(6, 4), layout="constrained").subplots(), {}
-    for r in results:
-        if r[metric] is None:
-            continue
-        name, x = re.fullmatch(r"(?s)(.*?)(?:@(\d+\.?\d*))?", r["system"]).groups()
-        value, low, high = (100 * v for v in (r[metric], *(r[f"{metric}_95"] or [r[metric]] * 2)))
-        if x:
-            curves.setdefault(name, []).append((float(x), value, low, high))
-        else:
-            axes.axhline(value, label=name, color=f"C{len(axes.lines)}", linestyle="--")
-    for name, points in curves.items():
-        x, value, low, high = zip(*sorted(points))
-        color = f"C{len(axes.lines)}"
-        axes.plot(x, value, marker="o", label=name, color=color)
-        axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(x, [f"{value:g}" for value in x])
-    axes.set_ylabel("success %" if metric == "success" else f"{reward_name(results)} %")
-    axes.legend()
-    kind = os.path.splitext(path)[1][1:] or "png"
-    with writing(path) as part:
-        axes.figure.savefig(part, dpi=150, format=kind)
-
-
 # --- the report: one HTML file, which needs no server ---------------------------------------------
 
 STYLE = """<!doctype html><meta charset="utf-8"><title>Episodes</title><style>
@@ -386,10 +352,6 @@ def main(args):
         emit(r)
     for text in table(results):
         say(text)
-    if n := sum(system.by_marker for system in systems):
-        say(f"{n} records have no `answered`: the marker in their last message tells")
-    if args.plot:
-        plot(results, args.plot)
     if args.html:
         write_report(args.html, systems, args)
 

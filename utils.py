@@ -485,22 +485,20 @@ class Log:
         if SIGNALS:  # one came after the last look
             end_by_signal()
 
-    def speed(self, tokens):
-        """{tokens, seconds, tokens_per_second} of the step under way; tokens: those computed."""
-        seconds = time.monotonic() - self.began
-        return {"tokens": round(tokens), "seconds": round(seconds, 4),
-                "tokens_per_second": round(tokens / seconds)}
-
     def __call__(self, last=False, **row):
         """Adds a row to metrics.jsonl, if the run had not finished; shows it if it is the last
-        one or 10 seconds went by.
+        one or 10 seconds went by. tokens: those computed in the step under way, which is timed.
         """
         if RANK:
             return
+        now = time.monotonic()
+        if "tokens" in row:
+            seconds = now - self.began
+            row |= {"seconds": round(seconds, 4),
+                    "tokens_per_second": round(row["tokens"] / seconds)}
         if not self.finished:
             with fail_on_error(f"{self.path} can't be written"):
                 self.file.write(json.dumps(row) + "\n")
-        now = time.monotonic()
         if last or now - self.shown > SHOW_EVERY:
             self.shown = now
             say(f"{self.what}: {', '.join(self.words(row))}")
