@@ -11,8 +11,7 @@ One record is one line of JSON, and every stage adds fields to it (README, "One 
     python colbench.py grade < answers.jsonl > graded.jsonl                # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl                    # drops broken tasks
 """
-from utils import (digest, fail, flag, open_stdout, parser, progress, read_jsonl, rng, run, say,
-                   skip_bad_flag)
+from utils import digest, fail, flag, open_stdout, parser, progress, read_jsonl, rng, run, say
 
 import asyncio
 import builtins
@@ -1765,7 +1764,6 @@ def get_args(argv=None):
          choices=["honest", "official"])
     for p in (grade, check):
         flag(p, "workers", os.cpu_count(), "answers run at once", least=1)
-        skip_bad_flag(p)
         page_flags(p)
 
     return root.parse_args(argv)
@@ -1793,7 +1791,7 @@ def write_demos(args, emit):
 
 def open_records(args, *fields):
     """(stdin's records, the environment of their tasks), which must all be of one kind."""
-    records = read_jsonl(sys.stdin, needs(*fields, to_grade=True), skip_bad=args.skip_bad)
+    records = read_jsonl(sys.stdin, needs(*fields, to_grade=True))
     first = next(records, None)
     kind = environment(first["task"]) if first else Functions
 

@@ -10,7 +10,7 @@ episodes change them by rounding only, and so rarely a text. A record that has a
 gets candidates only.
 """
 from utils import (digest, fail, fail_on_error, flag, open_stdout, parser, progress, read_jsonl,
-                   rng, run, say, skip_bad_flag, version)
+                   rng, run, say, version)
 
 import asyncio
 import atexit
@@ -47,7 +47,6 @@ def get_args(argv=None):
          metavar="FILE")
     flag(g, "rules", "honest", "honest or official: the grader's, see colbench.py",
          choices=["honest", "official"], metavar="RULES")
-    skip_bad_flag(g)
     g = p.add_argument_group("human")
     flag(g, "human", "scripted", "scripted, fixed:TEXT, or http://host:port/v1[,...] of an LLM",
          metavar="WHO")
@@ -352,7 +351,7 @@ def finished_episodes(args, meta):
                 f.truncate(f.tell() - len(last))
         f.seek(0)
         fields = "task.problem_description", "task.ground_truth", "sample"
-        for r in read_jsonl(f, fields, path, args.skip_bad) if os.path.getsize(path) else ():
+        for r in read_jsonl(f, fields, path) if os.path.getsize(path) else ():
             done.add((task_id(r["task"]), r["sample"]))
             had = r.get("meta", {})
             had = had.get("candidates", had)
@@ -394,7 +393,7 @@ class Run(Players):
 
     def jobs(self):
         """Yields (record, sample) of the episodes to play."""
-        for record in read_jsonl(sys.stdin, needs(to_grade=True), skip_bad=self.args.skip_bad):
+        for record in read_jsonl(sys.stdin, needs(to_grade=True)):
             for sample in self.samples(record):
                 key = record["task"]["id"], sample
                 if key not in self.done:

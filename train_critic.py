@@ -239,7 +239,7 @@ def prepare(args, records):
         fail("--dry_run does not draw pages: give a --model that does not see")
     pictures = Pictures(path, config, args.picture_tokens) if has_vision(config) else None
     need = needs("dialogue_history", "reward", to_train=True)
-    records += read_jsonl(sys.stdin, need, skip_bad=args.skip_bad)
+    records += read_jsonl(sys.stdin, need)
     if pictures:
         draw(args, records, pictures)
     ref_of = read_turns(vars(args), tokenizer, records, args.max_length, pictures)
@@ -387,7 +387,7 @@ def score_only(args, emit, device):
 
     def prepare():
         need = needs("dialogue_history", to_train=True)
-        records.extend(read_jsonl(sys.stdin, need, skip_bad=args.skip_bad))
+        records.extend(read_jsonl(sys.stdin, need))
         if pictures:
             draw(args, records, pictures)
         return read_turns(critic, tokenizer, records, args.max_length, pictures), pictures

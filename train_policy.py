@@ -176,7 +176,7 @@ def prepare(args):
     needs_reward = {"mtdpo": True, "rft": not args.all}.get(args.loss, args.mix > 0)
     fields = ["dialogue_history", "reward"] if needs_reward else ["dialogue_history"]
     need = needs(*fields, to_train=True)
-    records = list(read_records(need, args.skip_bad))
+    records = list(read_records(need))
     made = tiny(records, args.seed, PIECES) if args.model == "tiny" else None
     tokenizer = made[1] if made else find_model(args.model)[1]
     agent = {"head": "logratio", "hidden_info": 0, "ref_context": "hidden"}  # it never reads c
@@ -187,7 +187,7 @@ def prepare(args):
     return groups, made
 
 
-def read_records(need, skip_bad):
+def read_records(need):
     """Yields stdin's records.
 
     A line of preferences is two of them: {"prompt", "chosen", "rejected"}, lists of messages, of
@@ -204,7 +204,7 @@ def read_records(need, skip_bad):
                 raise ValueError(f"{side} has no message of the assistant")
         return "chosen", "rejected"
 
-    for n, record in enumerate(read_jsonl(sys.stdin, fields, skip_bad=skip_bad)):
+    for n, record in enumerate(read_jsonl(sys.stdin, fields)):
         if "chosen" not in record:
             yield record
             continue

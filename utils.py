@@ -77,11 +77,6 @@ def flag(p, name, default, text, kind=None, least=0, **more):
                    help=text, **more)
 
 
-def skip_bad_flag(p):
-    flag(p, "skip_bad", 0, "1: leave out and count bad lines; 0: the first ends the program",
-         choices=[0, 1])
-
-
 def machine_flags(p):
     """The trainers' flags for speed, memory and checkpoints. Only --dtype changes results."""
     g = p.add_argument_group("speed and memory (only --dtype changes results)")
@@ -96,7 +91,6 @@ def machine_flags(p):
     flag(g, "dry_run", 0, "print steps, tokens, hours, memory of a run on N GPUs; train nothing")
     g = p.add_argument_group("input and --out")
     flag(g, "max_length", 16384, "leave out and count turns of more tokens (prompt and action)")
-    skip_bad_flag(g)
     flag(g, "save_every", 100, "steps between checkpoints to resume from; 0: none")
     flag(g, "resume", 0, "1: continue the run in --out, or start it if there is none",
          choices=[0, 1])
@@ -289,25 +283,20 @@ def parse_record(line, need):
     return record
 
 
-def read_jsonl(stream, need=(), name="stdin", skip_bad=0):
+def read_jsonl(stream, need=(), name="stdin"):
     """Yields a dict for each line. A bad line ends the program by an error that names the line.
 
     need: fields that each record must have, as paths such as "task.ground_truth"; or a function
-    that returns them for a record. With skip_bad, bad lines are left out and counted on stderr.
+    that returns them for a record.
     """
-    number = skipped = 0
+    number = 0
     lines = getattr(stream, "buffer", stream)  # bytes: they may not be UTF-8
     for number, line in enumerate(lines, 1):
         try:
             record = parse_record(line, need)
         except ValueError as e:
-            if not skip_bad:
-                fail(f"{name}, line {number}: {e} (--skip_bad 1 leaves such lines out)")
-            skipped += 1
-            continue
+            fail(f"{name}, line {number}: {e}")
         yield record
-    if skipped:
-        say(f"{skipped} of {number} lines of {name} are no such records and were skipped")
     if not number:
         fail(f"{name} is empty: nothing to do (did the stage before it fail?)")
 
