@@ -151,8 +151,7 @@ def main(args):
     turns, ref_turns = list(ref_of), list(ref_of.values())
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(pairs, args.batch_size, seed=(args.seed, epoch))]
-    more = f"--pairs all ({sum(map(len, trajectory_pairs(records, 'all', args.margin)))} pairs)"
-    tell_plan(f"pairs of {len(pairs)} tasks", pairs, steps, f"{more}, collect.py -k")
+    tell_plan(f"pairs of {len(pairs)} tasks", pairs, steps)
     config = find_model(args.model)[2]
     if args.dry_run:
         reference = ref_turns if args.head not in LINEAR else []

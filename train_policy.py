@@ -105,8 +105,7 @@ def main(args):
     turns = turns_in(chain(*groups)) if args.loss != "rft" else []  # rft has no reference
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
-    what = "trajectories" if args.loss == "rft" else "pairs"
-    tell_plan(what, groups, steps, "--epochs, --pairs all, collect.py -k")
+    tell_plan("trajectories" if args.loss == "rft" else "pairs", groups, steps)
     config = made[0].lm.config if made else find_model(args.model)[2]
     if args.dry_run:
         return emit(dry_run(args, config, steps, turns))

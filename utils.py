@@ -98,13 +98,9 @@ def machine_flags(p):
 
 # --- messages and errors --------------------------------------------------------------------------
 
-# Characters that steer a terminal or end a line.
-CONTROL = re.compile("[\0-\x08\n-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-
-
 def inline(message):
     """The message on one line: data in it can't steer the terminal or begin a line of its own."""
-    return CONTROL.sub("?", str(message))
+    return "".join(c if c.isprintable() else "?" for c in str(message))
 
 
 def say(message):
@@ -512,14 +508,12 @@ def drop_checkpoints(out, keep=None):
                 shutil.rmtree(os.path.join(out, name))
 
 
-def warmup_steps(steps):
-    """How many of the steps warm up: 3 %, at least 3, but not more than a third."""
-    return max(round(0.03 * steps), min(3, steps // 3))
-
-
 def lr_at(step, steps, peak):
-    """Learning rate of 0-based `step`: a linear warm-up to `peak`, a cosine to a tenth of it."""
-    warmup = warmup_steps(steps)
+    """Learning rate of 0-based `step`: a linear warm-up to `peak`, a cosine to a tenth of it.
+
+    The warm-up takes 3 % of the steps, at least 3 of them, but not more than a third.
+    """
+    warmup = max(round(0.03 * steps), min(3, steps // 3))
     if step < warmup:
         return peak * (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)
