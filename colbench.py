@@ -11,8 +11,7 @@ One record is one line of JSON, and every stage adds fields to it (README, "One 
     python colbench.py grade < answers.jsonl > graded.jsonl                # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl                    # drops broken tasks
 """
-from utils import (digest, fail, flag, open_stdout, parser, progress, read_jsonl, rng, run, say,
-                   skip_bad_flag)
+from utils import digest, fail, flag, open_stdout, parser, progress, read_jsonl, rng, run, say
 
 import asyncio
 import builtins
@@ -225,10 +224,10 @@ def scripted_episode(task, max_turns, agent, human, show_hidden=False):
 
 # --- environments: all that a kind of task decides ------------------------------------------------
 
-class Environment(contextlib.AbstractContextManager):
+class Environment(contextlib.ExitStack):
     """One kind of task. The class knows the task; an instance plays the human and grades.
 
-    An instance is shared by threads; `with` ends what it has started. args: a script's flags;
+    An instance is shared by threads; `with` ends what it has entered. args: a script's flags;
     workers: answers graded at once; pictures: 1 if an LLM human or a critic looks at pages.
     """
     agent_prompt = "{problem_description}"  # may hold {max_turns}, {ANSWER} and {OUTPUT}, too
@@ -240,10 +239,7 @@ class Environment(contextlib.AbstractContextManager):
     drawn = False                   # 1 if answers are drawn: then methods may take long
 
     def __init__(self, args, workers, pictures=0):
-        self.workers = workers
-
-    def __exit__(self, *_):
-        pass
+        super().__init__()
 
     @classmethod
     def tasks(cls, split, args):
@@ -417,6 +413,17 @@ def draw_values(r, slots, usual):
             for name, choices in slots.items()}
 
 
+def endless(draw, split):
+    """Yields the tasks that draw() gives. It may give None, but not 10,000 times in a row."""
+    misses = 0
+    while misses < 10_000:
+        task = draw()
+        misses = 0 if task else misses + 1
+        if task:
+            yield task
+    fail(f"the {split} split has no such tasks")
+
+
 def slots_of(code):
     """{name: text} of a reference's slots, the keyword defaults in `def f(x, rate=3): ...`."""
     signature = code.partition("\n")[0].partition(":")[0]
@@ -499,11 +506,9 @@ not mind. Write no code, quote none, and do not mention that a function exists."
     task_fields = {"agent_prompt": "{problem_description}"}
 
     def __init__(self, args, workers, pictures=0):
-        self.rules, self.workers = getattr(args, "rules", "honest"), workers
-        self.grader = Grader(self.rules, workers)
-
-    def __exit__(self, *_):
-        self.grader.__exit__()
+        super().__init__(args, workers)
+        self.rules = getattr(args, "rules", "honest")
+        self.grader = self.enter_context(Grader(self.rules, workers))
 
     def grade(self, task, answer):
         return self.grader.grade(task, answer)
@@ -555,14 +560,15 @@ not mind. Write no code, quote none, and do not mention that a function exists."
         names = [name for name in cls.stories if cls.bodies_of(name, args)]
         if not names:
             fail(f"no built-in function has {args.min_slots} to {args.max_slots} slots")
-        while True:
+
+        def draw():
             name = r.choice(names)
             slots, body = r.choice(list(cls.bodies_of(name, args).items()))
             values = draw_values(r, {slot: cls.details[slot].values for slot in slots}, args.usual)
             if rng("split", name, values).choice(SPLITS) == split:
-                task = cls.builtin_task(name, values, body)
-                if task:
-                    yield task
+                return cls.builtin_task(name, values, body)
+
+        return endless(draw, split)
 
     @classmethod
     def asked_for(cls, message):
@@ -711,16 +717,13 @@ mention pictures."""
     page = staticmethod(extract_page)
 
     def __init__(self, args, workers, pictures=0):
+        super().__init__(args, workers)
         self.by, self.likeness = "blocks", similarity  # likeness(page, reference)
         if args.clip:
             self.by, self.likeness, pictures = "clip", Clip(args.clip), 1
-        self.renderer = Renderer(workers, args.browser, pictures)
-        self.workers = 2 * workers
+        self.renderer = self.enter_context(Renderer(workers, args.browser, pictures))
         self.render = functools.lru_cache(256 if pictures else 1024)(self.renderer.render)
         self.picture_file = self.renderer.picture_file
-
-    def __exit__(self, *_):
-        self.renderer.__exit__()
 
     @classmethod
     def answer(cls, history, final):
@@ -758,18 +761,17 @@ mention pictures."""
     def tasks(cls, split, args):
         """As Functions.tasks. A description tells a page's theme, no slot."""
         r = rng("pages", split, args.seed)
-        misses = 0  # in a row: with --usual 1 a split may have no page
-        while misses < 10_000:
+
+        def draw():
             theme = r.choice(THEMES)
             values = draw_values(r, PAGE_VALUES, args.usual)
-            misses += 1
             if rng("pages", theme, values).choice(SPLITS) == split:
-                misses = 0
-                yield {"id": "-".join([theme, *values.values()]), "kind": "frontend",
-                       "problem_description": f"a page for the {theme}",
-                       "agent_prompt": "{problem_description}",
-                       "ground_truth": fill(BUILTIN_PAGE, theme=theme, **values)}
-        fail(f"the {split} split has no page with --usual {args.usual}")
+                return {"id": "-".join([theme, *values.values()]), "kind": "frontend",
+                        "problem_description": f"a page for the {theme}",
+                        "agent_prompt": "{problem_description}",
+                        "ground_truth": fill(BUILTIN_PAGE, theme=theme, **values)}
+
+        return endless(draw, split)
 
     @classmethod
     def scripted_human(cls, task, message):
@@ -1357,7 +1359,7 @@ def grade_records(records, grader):
     """
     window, error = collections.deque(), None
     graded = lambda record, job: {**ungraded(record), **job.result()}
-    with concurrent.futures.ThreadPoolExecutor(grader.workers) as pool:
+    with concurrent.futures.ThreadPoolExecutor(2 * grader.workers) as pool:
         try:
             for record in records:
                 job = pool.submit(grader.grade, record["task"], record.get("answer"))
@@ -1369,6 +1371,35 @@ def grade_records(records, grader):
         yield from itertools.starmap(graded, window)
     if error:
         raise error
+
+
+class Environments(contextlib.ExitStack):
+    """with Environments(args, workers) as opened: opened(task) is the Environment of its kind.
+
+    Each is made once, when first asked for. The arguments are an Environment's.
+    """
+
+    def __init__(self, args, workers, pictures=0):
+        super().__init__()
+        self.args, self.workers, self.pictures = args, workers, pictures
+        self.of_kind, self.lock = {}, threading.Lock()
+
+    def __call__(self, task):
+        kind = kind_of(task)
+        with self.lock:
+            if kind not in self.of_kind:
+                env = ENVIRONMENTS[kind](self.args, self.workers, self.pictures)
+                self.of_kind[kind] = self.enter_context(env)
+        return self.of_kind[kind]
+
+    def grade(self, task, answer):
+        return self(task).grade(task, answer)
+
+    def reward_name(self):
+        return " and ".join(env.reward_name for env in self.of_kind.values()) or "reward"
+
+    def grader_line(self):
+        return "; ".join(env.grader_line() for env in self.of_kind.values())
 
 
 # --- frontend: pages in a real browser, which reaches nothing -------------------------------------
@@ -1765,7 +1796,6 @@ def get_args(argv=None):
          choices=["honest", "official"])
     for p in (grade, check):
         flag(p, "workers", os.cpu_count(), "answers run at once", least=1)
-        skip_bad_flag(p)
         page_flags(p)
 
     return root.parse_args(argv)
@@ -1791,41 +1821,26 @@ def write_demos(args, emit):
         emit(kind.demonstration(task, rng("demo", args.seed, i), args))
 
 
-def open_records(args, *fields):
-    """(stdin's records, the environment of their tasks), which must all be of one kind."""
-    records = read_jsonl(sys.stdin, needs(*fields, to_grade=True), skip_bad=args.skip_bad)
-    first = next(records, None)
-    kind = environment(first["task"]) if first else Functions
-
-    def of_this_kind(record):
-        if environment(record["task"]) is not kind:
-            fail(f"task {task_id(record['task'])} is of another kind: grade each kind by itself")
-        return record
-
-    given = itertools.chain([first] if first else [], records)
-    return map(of_this_kind, given), kind(args, args.workers)
-
-
 def grade_stdin(args, emit):
     """add the reward to records that have task and answer"""
-    records, grader = open_records(args, "answer")
     rewards, failed = [], 0
-    with grader:
+    with Environments(args, args.workers) as grader:
+        records = read_jsonl(sys.stdin, needs("answer", to_grade=True))
         for record in grade_records(records, grader):
             emit({**record, "meta": {**record.get("meta", {}), "rules": args.rules}})
             rewards.append(record["reward"])
             failed += "failure" in record
         percent = 100 / max(1, len(rewards))
         failures = f", {failed} failed" if failed else ""
-        say(f"{len(rewards)} answers: {grader.reward_name} {sum(rewards) * percent:.1f} %, "
+        say(f"{len(rewards)} answers: {grader.reward_name()} {sum(rewards) * percent:.1f} %, "
             f"success {rewards.count(1) * percent:.1f} %{failures}; {grader.grader_line()}")
 
 
 def check_stdin(args, emit):
     """drop tasks that do not give their own reference the full reward"""
-    records, grader = open_records(args)
+    records = read_jsonl(sys.stdin, needs(to_grade=True))
     answered = ({"task": r["task"], "answer": r["task"]["ground_truth"], "of": r} for r in records)
-    with grader:
+    with Environments(args, args.workers) as grader:
         for i, record in enumerate(grade_records(answered, grader), 1):
             if record["reward"] > 0.9999:  # likenesses are rounded
                 emit(record["of"])

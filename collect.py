@@ -10,12 +10,11 @@ episodes change them by rounding only, and so rarely a text. A record that has a
 gets candidates only.
 """
 from utils import (digest, fail, fail_on_error, flag, open_stdout, parser, progress, read_jsonl,
-                   rng, run, say, skip_bad_flag, version)
+                   rng, run, say, version)
 
 import asyncio
 import atexit
 import base64
-import contextlib
 import itertools
 import json
 import math
@@ -30,10 +29,10 @@ from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 
-from colbench import (NOT_SEEN, GraderError, NoReference, RenderError, agent_messages, answers,
-                      dialogue_text, environment, fill, first_message, hidden_information,
-                      human_prompt, kind_of, needs, page_flags, read_action, redact, task_id,
-                      ungraded, without_thinking)
+from colbench import (NOT_SEEN, Environments, GraderError, NoReference, RenderError,
+                      agent_messages, answers, dialogue_text, environment, fill, first_message,
+                      hidden_information, human_prompt, kind_of, needs, page_flags, read_action,
+                      redact, task_id, ungraded, without_thinking)
 
 
 def get_args(argv=None):
@@ -47,7 +46,6 @@ def get_args(argv=None):
          metavar="FILE")
     flag(g, "rules", "honest", "honest or official: the grader's, see colbench.py",
          choices=["honest", "official"], metavar="RULES")
-    skip_bad_flag(g)
     g = p.add_argument_group("human")
     flag(g, "human", "scripted", "scripted, fixed:TEXT, or http://host:port/v1[,...] of an LLM",
          metavar="WHO")
@@ -75,8 +73,8 @@ def get_args(argv=None):
     flag(g, "tensor_parallel", 1, "vllm: GPUs of one copy of the model", least=1)
     flag(g, "data_parallel", 1, "vllm: copies", least=1)
     flag(g, "max_model_len", None, "vllm: longest context, else the model's", kind=int, least=1)
-    flag(g, "timeout", 300.0, "http://: seconds of a request, of an engine's for each draw")
-    flag(g, "retries", 8, "http://: of a request, over about a minute")
+    flag(g, "timeout", 1800.0, "http://: seconds until a request is made again")
+    flag(g, "retries", 8, "http://: of a request, over about a minute where a server is down")
     page_flags(p)
     args = p.parse_args(argv)
     if (args.best_of > 1) != bool(args.critic):
@@ -125,12 +123,12 @@ class Players:
     """The agent, the human, the critic, and the environments of the tasks."""
 
     def __init__(self, args):
-        self.args, self.critic, self.pictures = args, None, http(args.human)
+        self.args, self.critic = args, None
         folder, self.tokenizer, _ = find_model(args.model)
         self.stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id}
         self.meta = {name: getattr(args, name) for name in ("model", "human", "critic", *SAME)}
         self.meta |= {"model_weights": weights_digest(folder), "version": version()}
-        self.environments, self.opened = {}, contextlib.ExitStack()
+        self.environment = Environments(args, os.cpu_count(), http(args.human))
 
     async def load(self):
         """Loads the models and asks the servers for theirs; returns self."""
@@ -148,7 +146,7 @@ class Players:
             self.critic = partial(judge, await Endpoint(args.critic, args).meet())
         elif args.critic:
             self.critic, sees = trained_critic(args)
-            self.pictures |= sees
+            self.environment.pictures |= sees
         return self
 
     async def play(self, task, sample):
@@ -249,14 +247,6 @@ class Players:
         reply = await self.llm.chat(content, most, key=task_id(task))
         return redact(reply[:env.reply_chars], hidden_information(task))
 
-    def environment(self, task):
-        """The environment of a task's kind, opened at its first use."""
-        kind = kind_of(task)
-        if kind not in self.environments:
-            env = environment(task)(self.args, os.cpu_count(), self.pictures)
-            self.environments[kind] = self.opened.enter_context(env)
-        return self.environments[kind]
-
 
 JUDGE_PROMPT = """An assistant works for a colleague who wants something that it can't see. It \
 finds out by talking to them, and hands it in at the end.
@@ -333,7 +323,7 @@ def trained_critic(args):
 # --- all episodes ---------------------------------------------------------------------------------
 
 def finished_episodes(args, meta):
-    """{(task id, sample)} of the episodes in --resume's file, which may be missing or empty.
+    """{(task id, sample)} of the episodes in --resume's file, which may be empty.
 
     A last line that a kill has cut is dropped from the file. Episodes of other weights or SAME
     flags than those in `meta` end the program.
@@ -341,8 +331,7 @@ def finished_episodes(args, meta):
     path, done = args.resume, set()
     if not path:
         return done
-    with fail_on_error(f"--resume {path}"), open(path, "ab+") as f:
-        f.seek(0)
+    with fail_on_error(f"--resume {path}"), open(path, "rb+") as f:
         *_, last = b"", *deque(f, 1)
         if last.startswith(b"{") and not last.endswith(b"\n"):
             try:
@@ -352,7 +341,7 @@ def finished_episodes(args, meta):
                 f.truncate(f.tell() - len(last))
         f.seek(0)
         fields = "task.problem_description", "task.ground_truth", "sample"
-        for r in read_jsonl(f, fields, path, args.skip_bad) if os.path.getsize(path) else ():
+        for r in read_jsonl(f, fields, path) if os.path.getsize(path) else ():
             done.add((task_id(r["task"]), r["sample"]))
             had = r.get("meta", {})
             had = had.get("candidates", had)
@@ -363,48 +352,36 @@ def finished_episodes(args, meta):
     return done
 
 
-def lines_left(stream):
-    """How many lines a file has from here on; None of a pipe."""
-    if not stream.seekable():
-        return None
-    at, n = stream.tell(), sum(1 for _ in stream)
-    stream.seek(at)
-    return n
-
-
 class Run(Players):
     """The episodes of stdin's tasks: read, played, graded, written, in that order."""
 
     def __init__(self, args, emit):
         super().__init__(args)
         self.emit, self.done = emit, finished_episodes(args, self.meta)
-        self.done_before, self.totals, self.error = frozenset(self.done), Counter(), None
-        self.texts, self.dialogues = {}, Counter()  # of a task id: digest, how many were read
+        self.totals, self.error = Counter({"done before": len(self.done)}), None
+        self.texts, self.samples_of = {}, Counter()  # of a task id: digest, how many were read
         self.played = asyncio.Queue()  # of records that are being graded
 
     async def all(self):
         """Plays all episodes, and says how it went."""
         await self.load()
-        n = lines_left(getattr(sys.stdin, "buffer", sys.stdin))
-        self.bar = progress(f"episodes of {self.args.model}",
-                            total=n and max(0, n * self.args.k - len(self.done_before)))
-        with self.opened:
+        self.bar = progress(f"episodes of {self.args.model}")
+        with self.environment:
             await asyncio.gather(self.play_all(), self.write())
         self.summary()
 
     def jobs(self):
         """Yields (record, sample) of the episodes to play."""
-        for record in read_jsonl(sys.stdin, needs(to_grade=True), skip_bad=self.args.skip_bad):
+        for record in read_jsonl(sys.stdin, needs(to_grade=True)):
             for sample in self.samples(record):
-                key = record["task"]["id"], sample
-                if key not in self.done:
-                    self.done.add(key)
+                if (record["task"]["id"], sample) not in self.done:
                     yield record, sample
-                elif key not in self.done_before:
-                    self.totals["repeated"] += 1
 
     def samples(self, record):
-        """Completes a record's task; returns the numbers of its samples."""
+        """Completes a record's task; returns the numbers of its samples.
+
+        A task that comes again gets further samples, and so does one's next dialogue.
+        """
         task = record["task"]
         record["task"] = task = {"kind": kind_of(task), **task, "id": task_id(task)}
         text = digest([task["problem_description"], task["ground_truth"]])
@@ -413,14 +390,15 @@ class Run(Players):
         played, graded = "dialogue_history" in record, "reward" in record
         if not (played and graded):
             self.environment(task)  # what can't be opened ends the program before the play
-        if not played:
-            return range(self.args.k)
-        if not self.args.candidates:
+        if played and not self.args.candidates:
             fail(f"task {task['id']} has a dialogue already: give --candidates, or cut it out")
-        if not graded and "answer" not in record:
+        if played and not graded and "answer" not in record:
             fail(f"task {task['id']} has a dialogue without reward and without answer to grade")
-        self.dialogues[task["id"]] += 1  # published dialogues have no number
-        return [record.get("sample", self.dialogues[task["id"]] - 1)]
+        if "sample" in record and played:
+            return [record["sample"]]
+        first, n = self.samples_of[task["id"]], 1 if played else self.args.k
+        self.samples_of[task["id"]] += n
+        return range(first, first + n)
 
     async def play_all(self):
         args, jobs = self.args, self.jobs()
@@ -455,8 +433,8 @@ class Run(Players):
 
     async def grade(self, record):
         if "reward" not in record:
-            grade = self.environment(record["task"]).grade
-            record |= await asyncio.to_thread(grade, record["task"], record["answer"])
+            record |= await asyncio.to_thread(self.environment.grade, record["task"],
+                                              record["answer"])
         return record
 
     async def write(self):
@@ -471,16 +449,12 @@ class Run(Players):
 
     def summary(self):
         """Says how it went; ends the program by its error, if there was one."""
-        totals, environments = self.totals, self.environments.values()
-        reward = " and ".join(env.reward_name for env in environments) or "reward"
+        totals, reward = self.totals, self.environment.reward_name()
         mean = 100 * totals["reward"] / max(1, totals["episodes"])
         cut = 100 * totals["cut"] / max(1, totals["actions"])
-        say("; ".join([f"{totals['episodes']} episodes of {self.args.model} "
-                       f"({len(self.done_before)} done before): {reward} {mean:.1f} %",
-                       f"{cut:.1f} % of actions cut at --max_tokens {self.args.max_tokens}",
-                       *(env.grader_line() for env in environments)]))
-        if totals["repeated"]:
-            say(f"{totals['repeated']} episodes of tasks that stdin repeats were left out")
+        say(f"{totals['episodes']} episodes of {self.args.model} ({totals['done before']} done "
+            f"before): {reward} {mean:.1f} %; {cut:.1f} % of actions cut at --max_tokens "
+            f"{self.args.max_tokens}; {self.environment.grader_line()}")
         if self.error:
             fail(self.error)
         if totals["failed"]:
@@ -505,12 +479,12 @@ class Endpoint:
     choice until it answers again.
     """
 
-    def __init__(self, urls, args, draws=1):
-        """urls: "http://host:port/v1", several with commas between. draws: of each request."""
+    def __init__(self, urls, args):
+        """urls: "http://host:port/v1", several with commas between."""
         import openai
         self.errors = openai.OpenAIError, ConnectionError
         options = {"api_key": os.environ.get("OPENAI_API_KEY", "none"), "max_retries": args.retries,
-                   "timeout": openai.Timeout(draws * args.timeout, connect=30)}
+                   "timeout": openai.Timeout(args.timeout, connect=30)}
         self.clients = [openai.AsyncOpenAI(base_url=url, **options) for url in urls.split(",")]
         self.answered, self.down = 0, set()  # requests, clients
 
@@ -577,8 +551,7 @@ class Endpoint:
 
 async def http_engine(args, stop):
     """Samples by vLLM servers, which take and give token ids."""
-    servers = await Endpoint(args.engine, args, args.best_of + args.candidates).meet(
-        args.model, alias=True)
+    servers = await Endpoint(args.engine, args).meet(args.model, alias=True)
     fixed = {"model": servers.model, "temperature": args.temperature, "top_p": args.top_p,
              "top_k": 0, "min_p": 0, "repetition_penalty": 1, "logprobs": 0,
              "max_tokens": args.max_tokens, "stop_token_ids": sorted(stop),
@@ -768,7 +741,9 @@ class TransformersEngine:
         if len(prompt) >= self.longest:
             raise EpisodeError(f"the conversation has {len(prompt)} tokens, and the model takes "
                                f"{self.longest}")
-        actions = [SimpleNamespace(rng=rng(*draw), ids=[], logps=[], ended=False) for draw in draws]
+        most = min(self.args.max_tokens, self.longest - len(prompt))
+        actions = [SimpleNamespace(rng=rng(*draw), ids=[], logps=[], most=most, ended=False)
+                   for draw in draws]
         request = SimpleNamespace(prompt=prompt, episode=draws[0][:3], actions=actions, live=True)
         self.waiting.append(request)
         while request.live:
@@ -867,7 +842,7 @@ class TransformersEngine:
                 tokens[r], action = t, actions[r]
                 action.ids.append(t)
                 action.logps.append(round(p, 6))
-                action.ended = t in self.stop or len(action.ids) == self.args.max_tokens
+                action.ended = t in self.stop or len(action.ids) == action.most
         return tokens
 
     def choose(self, logits, generators):

@@ -3,7 +3,6 @@
     python evaluate.py base.jsonl rft.jsonl sweet.jsonl >> results.jsonl    # the table: on stderr
     python evaluate.py base=base0.jsonl,base1.jsonl sweet=sweet0.jsonl,sweet1.jsonl  # two seeds
     python collect.py --model runs/base < test.jsonl | tee base.jsonl | python evaluate.py
-    python evaluate.py base.jsonl sweet.jsonl --html report.html    # every episode, to look at
 
     tests_passed  mean reward: share of the hidden tests passed, or likeness of pages
     success       share of the episodes with reward 1; frontend tasks have none
@@ -17,34 +16,21 @@ Intervals (95 %) come from a bootstrap over tasks: a task is drawn with all its 
 all seeds, since these are not independent. Differences are taken on the tasks that both systems
 have in a seed, drawn in pairs.
 """
-from utils import (fail_on_error, flag, open_stdout, parser, read_jsonl, run, say, skip_bad_flag,
-                   version, writing)
+from utils import fail_on_error, flag, open_stdout, parser, read_jsonl, run, say, version
 
-import base64
-import html
-import io
 import os
-import re
 import sys
-import tempfile
 
 import numpy as np
 
-from colbench import (Functions, agent_messages, browser_flag, draw_pages, environment,
-                      hidden_information, needs, task_id)
+from colbench import Functions, agent_messages, environment, needs, task_id
 
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] [FILE | NAME=FILE,FILE,... ...] >> results.jsonl")
     p.add_argument("files", nargs="*", metavar="FILE | NAME=FILE,FILE,...",
                    help="a system's graded records, else stdin; NAME=: its runs of several seeds")
-    skip_bad_flag(p)
     flag(p, "bootstrap", 2000, "resamples; 0: no intervals")
-    flag(p, "plot", None, "draw a figure: systems NAME@X are points of a curve over X",
-         metavar="FILE")
-    flag(p, "html", None, "write a page with every episode, all systems side by side",
-         metavar="FILE")
-    browser_flag(p)
     return p.parse_args(argv)
 
 
@@ -74,19 +60,15 @@ class System:
         self.name, self.files, self.n_episodes = name, files, 0
         self.clusters = {}  # (file index, task id): {metric: (numerator, denominator)}
         self.rules, self.rewards = set(), set()
-        self.by_marker = 0  # episodes whose record does not say whether they are answered
-        self.shown = []  # the episodes that the report shows
 
-    def read(self, args):
+    def read(self):
         need = needs("dialogue_history", "reward")
         for i, path in enumerate(self.files):
             with fail_on_error(path):
                 stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
             name = "stdin" if path == "-" else path
-            for record in read_jsonl(stream, need, name, args.skip_bad):
+            for record in read_jsonl(stream, need, name):
                 self.add((i, task_id(record["task"])), record)
-                if args.html:
-                    self.shown.append(record)
 
     def add(self, cluster, record):
         sums, measured = self.clusters.setdefault(cluster, {}), measure(record)
@@ -96,7 +78,6 @@ class System:
         kind = environment(record["task"])
         self.n_episodes += 1
         self.rewards.add(kind.reward_name)
-        self.by_marker += "unanswered" in measured and "answered" not in record
         if issubclass(kind, Functions) and "rules" in record.get("meta", {}):
             self.rules.add(record["meta"]["rules"])
 
@@ -237,161 +218,15 @@ def table(results):
     return [*lines, note + "; NOT COMPARABLE" * (len(rules) > 1)]
 
 
-def plot(results, path):
-    """Draws success, or else the mean reward: NAME@X is a point of a curve, others are lines."""
-    with fail_on_error("--plot wants matplotlib"):
-        from matplotlib.figure import Figure
-    metric = "success" if "success" in results[0] else "tests_passed"
-    axes, curves = Figure(figsize=(6, 4), layout="constrained").subplots(), {}
-    for r in results:
-        if r[metric] is None:
-            continue
-        name, x = re.fullmatch(r"(?s)(.*?)(?:@(\d+\.?\d*))?", r["system"]).groups()
-        value, low, high = (100 * v for v in (r[metric], *(r[f"{metric}_95"] or [r[metric]] * 2)))
-        if x:
-            curves.setdefault(name, []).append((float(x), value, low, high))
-        else:
-            axes.axhline(value, label=name, color=f"C{len(axes.lines)}", linestyle="--")
-    for name, points in curves.items():
-        x, value, low, high = zip(*sorted(points))
-        color = f"C{len(axes.lines)}"
-        axes.plot(x, value, marker="o", label=name, color=color)
-        axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(x, [f"{value:g}" for value in x])
-    axes.set_ylabel("success %" if metric == "success" else f"{reward_name(results)} %")
-    axes.legend()
-    kind = os.path.splitext(path)[1][1:] or "png"
-    with writing(path) as part:
-        axes.figure.savefig(part, dpi=150, format=kind)
-
-
-# --- the report: one HTML file, which needs no server ---------------------------------------------
-
-STYLE = """<!doctype html><meta charset="utf-8"><title>Episodes</title><style>
-body {margin: 0; font: 14px system-ui, sans-serif}
-nav {width: 24em; height: 100vh; overflow-y: auto}
-main {position: fixed; inset: 0 0 0 25em; overflow: auto}
-.side {display: flex; gap: 12px} .side > * {flex: 1 1 0; min-width: 18em}
-.task > summary b {display: block} .task > summary span {display: inline-block; width: 3.5em}
-.task[open] > summary {background: #dbeafe}
-img {max-width: 100%; border: 1px solid #ccc}
-pre {margin: 0; white-space: pre-wrap; overflow-wrap: anywhere}
-.box {margin: 6px 0; padding: 6px; background: #f3f4f6}
-.assistant {margin-left: 1.5em; border-left: 6px solid #9ca3af}
-.pass {color: #15803d} .fail {color: #b91c1c}
-</style>
-<nav>"""
-
-
-def tag(name, style, text):
-    """An HTML element of a text, which is escaped: a model wrote it."""
-    return f'<{name} class="{style}">{html.escape(text)}</{name}>'
-
-
-def folded(summary, content, attributes=""):
-    return f"<details {attributes}><summary>{summary}</summary>{content}</details>"
-
-
-def message(m):
-    """A message, as the model wrote it, with its advantage; its candidates, best first, folded."""
-    parts = []
-    if "advantage" in m:
-        parts.append(tag("b", "advantage", f"{m['advantage']:+.3f}"))
-    parts.append(tag("pre", "", m.get("output") or m.get("content", "")))
-    if candidates := m.get("candidates"):
-        ranked = sorted(candidates, key=lambda c: c.get("advantage", 0), reverse=True)
-        parts.append(folded(f"{len(candidates)} candidates", "".join(map(message, ranked))))
-    return f'<div class="box {html.escape(m.get("role", "assistant"))}">{"".join(parts)}</div>'
-
-
-def artifact(task, text, pictures):
-    """An answer or a reference: of a page its picture, and the source folded."""
-    source, page = tag("pre", "box", text), environment(task).page(text)
-    if not page:
-        return source
-    return pictures.get(page, "") + folded("source", source)
-
-
-def episode(number, record, pictures):
-    """An episode: its answer, the verdicts, the dialogue."""
-    parts = [artifact(record["task"], record.get("answer") or "", pictures)]
-    if "failure" in record:
-        parts.append(tag("div", "fail", record["failure"]))
-    for name, verdict in record.get("tests", {}).items():
-        style = "pass" if verdict == "pass" else "fail"
-        parts.append(tag("div", style, f"{name}: {verdict}"))
-    parts += map(message, record["dialogue_history"])
-    summary = f"<b>episode {number}: reward {record['reward']:.3f}</b>"
-    return folded(summary, "".join(parts), 'class="episode"' + " open" * (number == 0))
-
-
-def report_task(number, episodes, systems, pictures):
-    """A task in the list, with each system's mean reward; open, it shows {system: [records]}."""
-    task, means = next(iter(episodes.values()))[0]["task"], {}
-    columns = [("hidden reference", artifact(task, hidden_information(task), pictures))]
-    for system, records in episodes.items():
-        means[system] = sum(record["reward"] for record in records) / len(records)
-        columns.append((system, "".join(episode(i, record, pictures)
-                                        for i, record in enumerate(records))))
-    summary = [tag("b", "", task["problem_description"][:90])]
-    for system in systems:
-        summary.append(tag("span", "", f"{100 * means[system]:.0f}" if system in means else "-"))
-    head = tag("h3", "", task_id(task)) + tag("pre", "", task["problem_description"])
-    sections = [f"<section>{tag('h3', '', name)}{shown}</section>" for name, shown in columns]
-    shown = f'<main>{head}<div class="side">{"".join(sections)}</div></main>'
-    return folded("".join(summary), shown, 'class="task" name="task"' + " open" * (number == 0))
-
-
-def draw(pages, args):
-    """{page: <img> of a small picture} of the pages that can be drawn."""
-    if not pages:
-        return {}
-    from PIL import Image
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for page, file in draw_pages(args, pages, folder).items():
-            picture, jpeg = Image.open(file).convert("RGB"), io.BytesIO()
-            picture.thumbnail((480, 1600))
-            picture.save(jpeg, "jpeg", quality=80)
-            data = base64.b64encode(jpeg.getvalue()).decode()
-            found[page] = f'<img src="data:image/jpeg;base64,{data}">'
-    return found
-
-
-def write_report(path, systems, args):
-    """Writes all episodes of all systems as HTML, by task."""
-    tasks, pages = {}, set()
-    for system in systems:
-        for record in system.shown:
-            task = record["task"]
-            episodes = tasks.setdefault(task_id(task), {})
-            episodes.setdefault(system.name, []).append(record)
-            for text in (record.get("answer") or "", hidden_information(task)):
-                pages.add(environment(task).page(text))
-    pictures, names = draw(pages - {""}, args), [system.name for system in systems]
-    note = html.escape(f"{len(tasks)} tasks; mean rewards of {', '.join(names)} in %")
-    with writing(path) as part, open(part, "w", encoding="utf-8") as f:
-        f.write(f"{STYLE}{note}\n")
-        for i, episodes in enumerate(tasks.values()):
-            f.write(report_task(i, episodes, names, pictures) + "\n")
-
-
 def main(args):
     emit, systems = open_stdout(), named_systems(args.files)
     for system in systems:
-        system.read(args)
+        system.read()
     results = [result(system, systems, args.bootstrap) for system in systems]
     for r in results:
         emit(r)
     for text in table(results):
         say(text)
-    if n := sum(system.by_marker for system in systems):
-        say(f"{n} records have no `answered`: the marker in their last message tells")
-    if args.plot:
-        plot(results, args.plot)
-    if args.html:
-        write_report(args.html, systems, args)
 
 
 if __name__ == "__main__":

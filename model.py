@@ -20,7 +20,6 @@ import glob
 import math
 import os
 import re
-import struct
 import warnings
 from array import array
 from collections import Counter
@@ -48,7 +47,7 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
 from transformers.utils import logging
 
 from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, from_rank_0,
-                   progress, reading, rng, say, warmup_steps, writing)
+                   progress, reading, rng, say, writing)
 
 try:
     from flash_attn import flash_attn_varlen_func
@@ -91,10 +90,10 @@ class Runs:
         self.q = [end - start for start, end, _ in runs]    # tokens of each run
         self.kv = [len(path) for _, _, path in runs]        # tokens of each path
         paths = [torch.frombuffer(path, dtype=torch.long) for _, _, path in runs]
-        self.paths = on_device(torch.cat(paths), device)    # (K,) flat indices of the paths
+        self.paths = torch.cat(paths).to(device)            # (K,) flat indices of the paths
 
         def starts(lengths):
-            return on_device(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
+            return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
 
         self.cu_q, self.cu_kv = starts(self.q), starts(self.kv)  # one more than runs: the end
 
@@ -107,7 +106,6 @@ class Tree:
 
     def __init__(self, turns, device="cpu", with_prompts=False):
         """with_prompts: `actions` hold the tokens of the prompts, too."""
-        device = torch.device(device)
         seqs = [[*prompt, *action] for prompt, action in turns]
         ids, pos, parent, actions = [], [], [], [None] * len(turns)
         runs = []  # as Runs takes them
@@ -135,9 +133,7 @@ class Tree:
             groups[-1].append(run)
         scored, where = torch.cat(actions).unique(return_inverse=True)
 
-        def there(x):
-            return on_device(torch.as_tensor(x, dtype=torch.long), device)
-
+        there = functools.partial(torch.as_tensor, dtype=torch.long, device=device)
         self.ids = there(ids)        # (T,) token ids in depth-first order
         self.pos = there(pos)        # (T,) depth: the position in a sequence
         self.parent = there(parent)  # (T,) flat index of the token before
@@ -146,13 +142,6 @@ class Tree:
         self.scored = there(scored)  # (S,) flat indices of all actions' tokens, each once
         self.where = there(where)    # where the turns' actions, concatenated, are in `scored`
         self.groups = [Runs(group, device) for group in groups]
-
-
-def on_device(x, device):
-    """The tensor on a device. From the CPU to a GPU it waits for none of the GPU's work."""
-    if device.type == "cuda":
-        return x.pin_memory().to(device, non_blocking=True)
-    return x.to(device)
 
 
 def count_tokens(turns):
@@ -176,24 +165,12 @@ def official_tokens(pairs):
 
 # --- attention over runs --------------------------------------------------------------------------
 
-class Gather(torch.autograd.Function):
-    """x[index], with the gradient summed in fp32.
+def wide(x):
+    """x in fp32 at least. Rows that many tokens share are gathered from it.
 
     Summed in bf16, the gradient of a prefix that 100 branches share would be 1 % off.
     """
-
-    @staticmethod
-    def forward(ctx, x, index):
-        ctx.save_for_backward(index)
-        ctx.rows = len(x)
-        return x[index]
-
-    @staticmethod
-    def backward(ctx, grad):
-        index, = ctx.saved_tensors
-        wide = torch.promote_types(grad.dtype, torch.float32)
-        total = torch.zeros(ctx.rows, *grad.shape[1:], dtype=wide, device=grad.device)
-        return total.index_add_(0, index, grad.to(wide)).to(grad.dtype), None
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def tree_attention(module, query, key, value, attention_mask, scaling=None, tree=None,
@@ -205,7 +182,7 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     end, because the run's tokens are the last of its path. So is a sliding window.
 
     With several groups, each is computed again in the backward pass, so that the keys of one group
-    at a time are gathered. Their gradients are summed in fp32.
+    at a time are gathered.
     """
     if tree is None or kwargs.get("s_aux") is not None:
         what = "attention sinks" if tree else "layers that do not hand the tree to their attention"
@@ -215,12 +192,13 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     kernel = flash_kernel if q.is_cuda and q.dtype != torch.float32 else sdpa_kernel
 
     def attend(q, k, v, runs):
-        k, v = (Gather.apply(x, runs.paths).to(q.dtype) for x in (k, v))
+        k, v = (x.index_select(0, runs.paths).to(q.dtype) for x in (k, v))
         return kernel(q, k, v, runs, scaling, left)
 
-    if len(tree.groups) > 1 and torch.is_grad_enabled():
-        k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (k, v))
-        attend = functools.partial(checkpoint, attend, use_reentrant=False)
+    if torch.is_grad_enabled():
+        k, v = wide(k), wide(v)
+        if len(tree.groups) > 1:
+            attend = functools.partial(checkpoint, attend, use_reentrant=False)
     return torch.cat([attend(q[runs.tokens], k, v, runs) for runs in tree.groups])[None], None
 
 
@@ -264,8 +242,7 @@ def head_logps(hidden, weight, bias, targets, config):
 
     The logits are hidden @ weight.T + bias; some families scale them, or cap them by a tanh.
     """
-    logits = F.linear(hidden, weight, bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = wide(F.linear(hidden, weight, bias))
     divisor, factor, cap = (getattr(config, name, None) for name in (
         "logits_scaling", "logit_scale", "final_logit_softcapping"))
     if divisor or factor:
@@ -353,30 +330,33 @@ class TreeLM(torch.nn.Module):
         if shown:
             rows = torch.arange(len(seen), device=self.device)
             rows = dict(zip(numbers, rows.split([math.prod(grids[n]) for n in numbers])))
-            features = Gather.apply(seen, torch.cat([rows[n] for n in shown]))
+            shown = torch.cat([rows[n] for n in shown])
+            features = wide(seen).index_select(0, shown).to(seen.dtype)
             words = words.index_put((torch.tensor(places, device=self.device),), features)
         positions = torch.tensor(picture_positions(ids, parents, grids), device=self.device)
         return {"inputs_embeds": (words + 0 * seen.sum())[None],
                 "position_ids": positions.T[:, None]}
 
 
-def action_logps(model, turns, tree_tokens=math.inf):
+def action_logps(model, turns, tree_tokens=math.inf, what=None):
     """Log-probs of each action given its prompt: a list of (L,) fp32 tensors on the CPU.
 
     A model with a head gives one value a turn instead, (1,): the mean over its tokens, those of
     the prompt included. Every rank must call this with the same turns, and gets the values of all.
-    Those that other ranks computed have no gradient: where each rank takes the same loss of all
-    turns, the sum of the ranks' gradients, which FSDP makes, is that of the loss.
+    Those that other ranks computed carry no gradient. Every rank takes the same loss of all turns,
+    and FSDP sums the ranks' gradients: this is the loss's gradient.
 
     A rank's trees have at most tree_tokens tokens, each. Where it has several, each is computed
-    again in the backward pass: the same values and gradients in bounded memory.
+    again in the backward pass: the same values and gradients in bounded memory. `what` names a
+    progress bar over them.
     """
     parts = deal(turns, tree_tokens)
     trees = -(-len(parts) // WORLD)  # of each rank: all must join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
     anchor = torch.ones((), requires_grad=True)
     flat, none = [torch.zeros(sum(sizes(model, part))) for part in parts], 0
-    for n in range(RANK * trees, RANK * trees + trees):
+    numbers_of_parts = range(RANK * trees, RANK * trees + trees)
+    for n in progress(what, numbers_of_parts) if what else numbers_of_parts:
         tree = Tree(parts[min(n, len(parts) - 1)], model.device, model.score is not None)
         model.tokens += len(tree.ids)
         if recompute:
@@ -422,23 +402,22 @@ class Pictures:
     are scaled down.
     """
 
-    def __init__(self, path, config, max_tokens, files=()):
-        """path: the model's directory; files: {page: its PNG file}."""
+    def __init__(self, path, config, max_tokens):
+        """path: the model's directory."""
         from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen
         self.processor = qwen.Qwen2VLImageProcessorPil.from_pretrained(path)
         self.resize = qwen.smart_resize
         self.size = {"shortest_edge": 4 * SIDE ** 2, "longest_edge": max_tokens * SIDE ** 2}
         self.start, self.end = config.vision_start_token_id, config.vision_end_token_id
         self.numbers, self.files, self.grids = {}, [], []
-        for page, file in dict(files).items():
-            self.add(page, file)
 
     def add(self, page, file):
         """Gives a new page the next number."""
         if page in self.numbers:
             return
-        with open(file, "rb") as f:
-            width, height = struct.unpack(">16x2I", f.read(24))  # from the PNG's header
+        from PIL import Image
+        with Image.open(file) as image:
+            width, height = image.size
         height, width = self.resize(height, width, SIDE, *self.size.values())
         self.numbers[page] = len(self.files)
         self.files.append(file)
@@ -502,12 +481,12 @@ def batches(groups, batch_size, seed):
     return [pairs[i:i + batch_size] for i in range(0, len(pairs), batch_size)]
 
 
-def tell_plan(what, groups, steps, more):
-    """Says how much there is to train on. Warns where it is little; more: flags that give more."""
-    n, warmup = sum(map(len, groups)), warmup_steps(len(steps))
-    few = f": few to learn from; more by {more}" if n < 50 or len(steps) < 30 else ""
+def tell_plan(what, groups, steps):
+    """Says how much there is to train on, and where it is little."""
+    n = sum(map(len, groups))
+    few = ": few to learn from; collect.py -k gives more" if n < 50 or len(steps) < 30 else ""
     if steps:
-        say(f"{n} {what}, {len(steps)} steps, {warmup} of them to warm up{few}")
+        say(f"{n} {what}, {len(steps)} steps{few}")
 
 
 def accuracy(margin):
@@ -556,15 +535,14 @@ def deal(turns, tree_tokens, world=WORLD):
 
 @torch.no_grad()
 def score(model, turns, tree_tokens, what="scoring"):
-    """action_logps of any number of turns without gradient. `what` names the progress bar."""
-    parts, logps = deal(turns, tree_tokens), {}
-    for n in progress(what, range(0, len(parts), WORLD)):
-        some = list(chain.from_iterable(parts[n:n + WORLD]))
-        logps.update(zip(some, action_logps(model, some, tree_tokens)))
+    """action_logps without gradient."""
+    if not turns:
+        return []
+    logps = action_logps(model, turns, tree_tokens, what)
     for module in model.modules():  # an optimizer made after this finds the shards of all weights
         if isinstance(module, FSDPModule):
             module.reshard()
-    return [logps[turn] for turn in turns]
+    return logps
 
 
 # --- chat templates: conversations to token ids ---------------------------------------------------
@@ -1048,8 +1026,7 @@ def dry_run(args, config, steps, reference, scored=()):
 
     reference: the turns that the reference reads; scored: those that the trained critic judges.
     tokens of all steps: official, see official_tokens; computed; slowest_rank, those of each step's
-    slowest GPU times the number of GPUs. The official reference computes in each step, ours once.
-    sharing: how many times fewer tokens ours are. scoring_tokens: those of both scorings.
+    slowest GPU times the number of GPUs. scoring_tokens: of the reference, once, and the critic.
     hours: at 400 TFLOP/s a GPU, 6 for each weight and token in training, 2 without gradient.
     gb_a_gpu: fp32 weights, gradients and AdamW's moments. Activations come on top.
     """
@@ -1066,17 +1043,13 @@ def dry_run(args, config, steps, reference, scored=()):
         computed += sum(tokens)
         slowest += gpus * max(sum(tokens[n:n + trees]) for n in range(0, len(tokens), trees))
         official += official_tokens(batch)
-    of_reference, of_critic = (sum(map(count_tokens, deal(turns, args.tree_tokens, gpus)))
-                               for turns in (reference, scored))
-    flops = slowest * (6 if args.recompute == 0 else 8) + 2 * (of_reference + of_critic)
+    scoring = sum(count_tokens(part) for turns in (reference, scored)
+                  for part in deal(turns, args.tree_tokens, gpus))
+    flops = slowest * (6 if args.recompute == 0 else 8) + 2 * scoring
     at_rest = 0 if args.offload else 16 * parameters / ranks_of_a_copy(gpus, args.replicate)
     return {"gpus": gpus, "parameters": parameters, "steps": len(steps),
-            "examples": sum(map(len, steps)),
             "tokens": {"official": official, "computed": computed, "slowest_rank": slowest},
-            "reference_tokens": {"official": official if reference else 0,
-                                 "computed": of_reference},
-            "sharing": (2 if reference else 1) * official / (computed + of_reference),
-            "scoring_tokens": of_reference + of_critic,
+            "scoring_tokens": scoring,
             "hours": float(f"{parameters * flops / 400e12 / gpus / 3600:.3g}"),
             "gb_a_gpu": float(f"{at_rest / 1e9:.3g}")}
 

@@ -151,8 +151,7 @@ def main(args):
     turns, ref_turns = list(ref_of), list(ref_of.values())
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(pairs, args.batch_size, seed=(args.seed, epoch))]
-    more = f"--pairs all ({sum(map(len, trajectory_pairs(records, 'all', args.margin)))} pairs)"
-    tell_plan(f"pairs of {len(pairs)} tasks", pairs, steps, f"{more}, collect.py -k")
+    tell_plan(f"pairs of {len(pairs)} tasks", pairs, steps)
     config = find_model(args.model)[2]
     if args.dry_run:
         reference = ref_turns if args.head not in LINEAR else []
@@ -190,7 +189,7 @@ def main(args):
         optimizer.zero_grad()
         stop, tokens = sum_over_ranks(len(SIGNALS), model.tokens - before)
         log(step=step, loss=loss, accuracy=accuracy(margin), margin=margin.mean().item(),
-            grad_norm=norm, lr=lr, **log.speed(tokens))
+            grad_norm=norm, lr=lr, tokens=int(tokens))
         if stop or (args.save_every and (step + 1) % args.save_every == 0):
             save_checkpoint(model, optimizer, args.out, step + 1)
         if stop:
@@ -239,7 +238,10 @@ def prepare(args, records):
         fail("--dry_run does not draw pages: give a --model that does not see")
     pictures = Pictures(path, config, args.picture_tokens) if has_vision(config) else None
     need = needs("dialogue_history", "reward", to_train=True)
-    ref_of = read_turns(vars(args), tokenizer, pictures, args, need, records)
+    records += read_jsonl(sys.stdin, need)
+    if pictures:
+        draw(args, records, pictures)
+    ref_of = read_turns(vars(args), tokenizer, records, args.max_length, pictures)
     groups = trajectory_pairs(records, args.pairs, args.margin)
     if not groups and args.head != "teacher":
         lack = "a solved and a worse one" if args.pairs == "best" else "two that differ by --margin"
@@ -281,42 +283,39 @@ def critic_turns(critic, tokenizer, task, history, actions, thinking=0, pictures
     return [((prompt, ids), (ref_prompt, ids)) for ids in map(ids_of, actions)]
 
 
-def read_turns(critic, tokenizer, pictures, args, need, records):
-    """Fills `records` from stdin. Returns {turn: reference turn} of all actions.
+def read_turns(critic, tokenizer, records, max_length, pictures=None):
+    """Sets action[TURN] for the agent's messages and candidates: their turn, None if too long.
 
-    Sets action[TURN] for the agent's messages and candidates: their turn, None if too long.
+    Returns {turn: reference turn} of those that fit. critic: as for critic_turns.
     """
-    records += read_jsonl(sys.stdin, need, skip_bad=args.skip_bad)
-    if pictures:
-        folder = os.path.join(args.out, "pictures")
-        for page, file in draw_pages(args, pages_in(records), folder).items():
-            pictures.add(page, file)
     ref_of, too_long = {}, 0
     for r in records:
         for history, actions in actions_of(r):
             turns = critic_turns(critic, tokenizer, r["task"], history, actions,
                                  thinking_flag(r), pictures)
             for action, (turn, ref_turn) in zip(actions, turns):
-                fits = sum(map(len, turn)) <= args.max_length
+                fits = sum(map(len, turn)) <= max_length
                 action[TURN] = turn if fits else None
                 too_long += not fits
                 if fits:
                     ref_of[turn] = ref_turn
     if too_long:
-        say(f"{too_long} messages and candidates are longer than --max_length: they get no "
-            "advantage, and trajectories with such a message are in no pair")
+        say(f"{too_long} messages and candidates are longer than --max_length and are left out, "
+            "and so are trajectories with such a message")
     return ref_of
 
 
-def pages_in(records):
-    """The pages that the critic looks at: the hidden ones and those that the agent wrote."""
+def draw(args, records, pictures):
+    """Adds the pages that the critic looks at to the Pictures: hidden ones and the agent's."""
     pages = set()
     for r in records:
         texts = [hidden_information(r["task"])]
         for _, actions in actions_of(r):
             texts += [action.get(key) or "" for action in actions for key in ("content", "output")]
         pages.update(map(environment(r["task"]).page, texts))
-    return sorted(pages - {""})
+    folder = os.path.join(args.out, "pictures")
+    for page, file in draw_pages(args, sorted(pages - {""}), folder).items():
+        pictures.add(page, file)
 
 
 def add_advantages(records, advantages, emit):
@@ -387,7 +386,10 @@ def score_only(args, emit, device):
 
     def prepare():
         need = needs("dialogue_history", to_train=True)
-        return read_turns(critic, tokenizer, pictures, args, need, records), pictures
+        records.extend(read_jsonl(sys.stdin, need))
+        if pictures:
+            draw(args, records, pictures)
+        return read_turns(critic, tokenizer, records, args.max_length, pictures), pictures
 
     ref_of, pictures = from_rank_0(prepare)
     for model in models:

@@ -71,11 +71,10 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, accuracy, action_ids, action_logps, actions_of, base_digest,
-                   batches, dry_run, find_model, gathered, load, load_options, pick_dtype,
-                   reference_logps, restore, save, save_checkpoint, tell_plan, tiny, turns_in,
-                   turns_of)
-from train_critic import trajectory_pairs
+from model import (TURN, Pair, accuracy, action_logps, actions_of, base_digest, batches, dry_run,
+                   find_model, gathered, load, load_options, pick_dtype, reference_logps, restore,
+                   save, save_checkpoint, tell_plan, tiny, turns_in)
+from train_critic import read_turns, trajectory_pairs
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -106,8 +105,7 @@ def main(args):
     turns = turns_in(chain(*groups)) if args.loss != "rft" else []  # rft has no reference
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
-    what = "trajectories" if args.loss == "rft" else "pairs"
-    tell_plan(what, groups, steps, "--epochs, --pairs all, collect.py -k")
+    tell_plan("trajectories" if args.loss == "rft" else "pairs", groups, steps)
     config = made[0].lm.config if made else find_model(args.model)[2]
     if args.dry_run:
         return emit(dry_run(args, config, steps, turns))
@@ -150,7 +148,7 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
         stop, tokens = sum_over_ranks(len(SIGNALS), model.tokens - before)
-        log(step=step, loss=loss, **right, grad_norm=norm, lr=lr, **log.speed(tokens))
+        log(step=step, loss=loss, **right, grad_norm=norm, lr=lr, tokens=int(tokens))
         if stop or (args.save_every and (step + 1) % args.save_every == 0):
             save_checkpoint(model, optimizer, args.out, step + 1)
         if stop:
@@ -177,16 +175,18 @@ def prepare(args):
     needs_reward = {"mtdpo": True, "rft": not args.all}.get(args.loss, args.mix > 0)
     fields = ["dialogue_history", "reward"] if needs_reward else ["dialogue_history"]
     need = needs(*fields, to_train=True)
-    records = list(read_records(need, args.skip_bad))
+    records = list(read_records(need))
     made = tiny(records, args.seed, PIECES) if args.model == "tiny" else None
-    add_turns(made[1] if made else find_model(args.model)[1], records, args.max_length)
+    tokenizer = made[1] if made else find_model(args.model)[1]
+    agent = {"head": "logratio", "hidden_info": 0, "ref_context": "hidden"}  # it never reads c
+    read_turns(agent, tokenizer, records, args.max_length)
     groups = [pairs for pairs in make_groups(args, records) if pairs]
     if not groups:
         fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
     return groups, made
 
 
-def read_records(need, skip_bad):
+def read_records(need):
     """Yields stdin's records.
 
     A line of preferences is two of them: {"prompt", "chosen", "rejected"}, lists of messages, of
@@ -203,7 +203,7 @@ def read_records(need, skip_bad):
                 raise ValueError(f"{side} has no message of the assistant")
         return "chosen", "rejected"
 
-    for n, record in enumerate(read_jsonl(sys.stdin, fields, skip_bad=skip_bad)):
+    for n, record in enumerate(read_jsonl(sys.stdin, fields)):
         if "chosen" not in record:
             yield record
             continue
@@ -211,22 +211,6 @@ def read_records(need, skip_bad):
             history = [*record.get("prompt", []), *record[side]]
             yield {"task": {"id": f"preference {n}"}, "reward": float(reward),
                    "dialogue_history": history}
-
-
-def add_turns(tokenizer, records, max_length):
-    """Sets action[TURN] for the agent's messages and ranked candidates, None if too long."""
-    too_long = 0
-    for r in records:
-        for (_, actions), (prompt, _) in zip(actions_of(r), turns_of(tokenizer, r)):
-            message, *candidates = actions
-            for action in (message, *(c for c in candidates if "advantage" in c)):
-                turn = prompt, action_ids(tokenizer, action)
-                fits = sum(map(len, turn)) <= max_length
-                action[TURN] = turn if fits else None
-                too_long += not fits
-    if too_long:
-        say(f"{too_long} messages and candidates are longer than --max_length and are left out, "
-            "and so are trajectories with such a message")
 
 
 def make_groups(args, records):
@@ -273,7 +257,8 @@ def candidate_pairs(candidates, *, per_turn, prior, seed):
             fail("--prior needs the candidates' logprob: see collect.py --candidates")
         return candidate["advantage"] + (prior and prior * candidate["logprob"])
 
-    ranked = sorted((c for c in candidates if c.get(TURN)), key=value, reverse=True)
+    judged = [c for c in candidates if c.get(TURN) and "advantage" in c]
+    ranked = sorted(judged, key=value, reverse=True)
     half, random = len(ranked) // 2, rng("pairs", *seed)
     pairs = []
     for _ in range(per_turn if half else 0):

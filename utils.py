@@ -77,11 +77,6 @@ def flag(p, name, default, text, kind=None, least=0, **more):
                    help=text, **more)
 
 
-def skip_bad_flag(p):
-    flag(p, "skip_bad", 0, "1: leave out and count bad lines; 0: the first ends the program",
-         choices=[0, 1])
-
-
 def machine_flags(p):
     """The trainers' flags for speed, memory and checkpoints. Only --dtype changes results."""
     g = p.add_argument_group("speed and memory (only --dtype changes results)")
@@ -96,7 +91,6 @@ def machine_flags(p):
     flag(g, "dry_run", 0, "print steps, tokens, hours, memory of a run on N GPUs; train nothing")
     g = p.add_argument_group("input and --out")
     flag(g, "max_length", 16384, "leave out and count turns of more tokens (prompt and action)")
-    skip_bad_flag(g)
     flag(g, "save_every", 100, "steps between checkpoints to resume from; 0: none")
     flag(g, "resume", 0, "1: continue the run in --out, or start it if there is none",
          choices=[0, 1])
@@ -104,13 +98,9 @@ def machine_flags(p):
 
 # --- messages and errors --------------------------------------------------------------------------
 
-# Characters that steer a terminal or end a line.
-CONTROL = re.compile("[\0-\x08\n-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-
-
 def inline(message):
     """The message on one line: data in it can't steer the terminal or begin a line of its own."""
-    return CONTROL.sub("?", str(message))
+    return "".join(c if c.isprintable() else "?" for c in str(message))
 
 
 def say(message):
@@ -289,25 +279,20 @@ def parse_record(line, need):
     return record
 
 
-def read_jsonl(stream, need=(), name="stdin", skip_bad=0):
+def read_jsonl(stream, need=(), name="stdin"):
     """Yields a dict for each line. A bad line ends the program by an error that names the line.
 
     need: fields that each record must have, as paths such as "task.ground_truth"; or a function
-    that returns them for a record. With skip_bad, bad lines are left out and counted on stderr.
+    that returns them for a record.
     """
-    number = skipped = 0
+    number = 0
     lines = getattr(stream, "buffer", stream)  # bytes: they may not be UTF-8
     for number, line in enumerate(lines, 1):
         try:
             record = parse_record(line, need)
         except ValueError as e:
-            if not skip_bad:
-                fail(f"{name}, line {number}: {e} (--skip_bad 1 leaves such lines out)")
-            skipped += 1
-            continue
+            fail(f"{name}, line {number}: {e}")
         yield record
-    if skipped:
-        say(f"{skipped} of {number} lines of {name} are no such records and were skipped")
     if not number:
         fail(f"{name} is empty: nothing to do (did the stage before it fail?)")
 
@@ -485,22 +470,20 @@ class Log:
         if SIGNALS:  # one came after the last look
             end_by_signal()
 
-    def speed(self, tokens):
-        """{tokens, seconds, tokens_per_second} of the step under way; tokens: those computed."""
-        seconds = time.monotonic() - self.began
-        return {"tokens": round(tokens), "seconds": round(seconds, 4),
-                "tokens_per_second": round(tokens / seconds)}
-
     def __call__(self, last=False, **row):
         """Adds a row to metrics.jsonl, if the run had not finished; shows it if it is the last
-        one or 10 seconds went by.
+        one or 10 seconds went by. tokens: those computed in the step under way, which is timed.
         """
         if RANK:
             return
+        now = time.monotonic()
+        if "tokens" in row:
+            seconds = now - self.began
+            row |= {"seconds": round(seconds, 4),
+                    "tokens_per_second": round(row["tokens"] / seconds)}
         if not self.finished:
             with fail_on_error(f"{self.path} can't be written"):
                 self.file.write(json.dumps(row) + "\n")
-        now = time.monotonic()
         if last or now - self.shown > SHOW_EVERY:
             self.shown = now
             say(f"{self.what}: {', '.join(self.words(row))}")
@@ -525,14 +508,12 @@ def drop_checkpoints(out, keep=None):
                 shutil.rmtree(os.path.join(out, name))
 
 
-def warmup_steps(steps):
-    """How many of the steps warm up: 3 %, at least 3, but not more than a third."""
-    return max(round(0.03 * steps), min(3, steps // 3))
-
-
 def lr_at(step, steps, peak):
-    """Learning rate of 0-based `step`: a linear warm-up to `peak`, a cosine to a tenth of it."""
-    warmup = warmup_steps(steps)
+    """Learning rate of 0-based `step`: a linear warm-up to `peak`, a cosine to a tenth of it.
+
+    The warm-up takes 3 % of the steps, at least 3 of them, but not more than a third.
+    """
+    warmup = max(round(0.03 * steps), min(3, steps // 3))
     if step < warmup:
         return peak * (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)

@@ -101,7 +101,10 @@ lanes() {  # SEEDS PARTS: on two cores
 row() { echo "$1=$(for s in $3; do echo runs/seed$s/$2.jsonl; done | paste -sd,)"; }  # NAME FILE SEEDS
 rows() { for m in "${@:3}"; do row $m $1/test-$m "$2"; done; }               # PART SEEDS NAMES
 table() { python evaluate.py "$@" >> runs/results.jsonl; }
-figure() { python evaluate.py --plot runs/$1.png "${@:2}" >> runs/results.jsonl; }
+figure() {  # NAME SYSTEMS
+  python evaluate.py "${@:2}" | tee -a runs/results.jsonl |
+    python tests/experiments/plot.py runs/$1.png
+}
 others_tables() {  # SEEDS: other critics and temperatures, figures
   table $(rows plain "$1" sweet blind paper trajectory none agent regression value \
       teacher uncritical)

@@ -1,0 +1,38 @@
+"""Draws the success of evaluate.py's systems, or else their mean reward, with intervals.
+
+    python evaluate.py ... | tee -a runs/results.jsonl | python tests/experiments/plot.py FILE.png
+
+Systems NAME@X are points of a curve over X; others are lines. It takes matplotlib.
+"""
+import json
+import re
+import sys
+
+from matplotlib.figure import Figure
+
+
+def main(path):
+    results = [json.loads(line) for line in sys.stdin]
+    metric = "success" if "success" in results[0] else "tests_passed"
+    axes, curves = Figure(figsize=(6, 4), layout="constrained").subplots(), {}
+    for r in results:
+        name, x = re.fullmatch(r"(?s)(.*?)(?:@(\d+\.?\d*))?", r["system"]).groups()
+        value, low, high = (100 * v for v in (r[metric], *(r[f"{metric}_95"] or [r[metric]] * 2)))
+        if x:
+            curves.setdefault(name, []).append((float(x), value, low, high))
+        else:
+            axes.axhline(value, label=name, color=f"C{len(axes.lines)}", linestyle="--")
+    for name, points in curves.items():
+        x, value, low, high = zip(*sorted(points))
+        color = f"C{len(axes.lines)}"
+        axes.plot(x, value, marker="o", label=name, color=color)
+        axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(x, [f"{value:g}" for value in x])
+    axes.set_ylabel(f"{metric.replace('_', ' ')} %")
+    axes.legend()
+    axes.figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
