@@ -46,9 +46,10 @@ def test_bare_tasks(tiny_dir):
     assert [r["task"] for r in records(done.stdout)] == tasks
     flags = ["--model", tiny_dir, "-k", 2, "--human", "fixed:no", "--max_turns", 2,
              "--max_tokens", 5]
-    done = script("collect.py", *flags, stdin=[*tasks, tasks[0]])  # said again: the same task
+    done = script("collect.py", *flags, stdin=[*tasks, tasks[0]])
     got = sorted((r["task"]["id"], r["sample"]) for r in records(done.stdout))
-    assert got == sorted((task_id(task), i) for task in tasks for i in (0, 1))
+    wanted = [(task_id(task), i) for task in tasks for i in (0, 1)]
+    assert got == sorted([*wanted, (task_id(tasks[0]), 2), (task_id(tasks[0]), 3)])
 
 
 @pytest.mark.full

@@ -1,12 +1,10 @@
 """evaluate.py against numbers worked out by hand, and its intervals against the textbook."""
-import contextlib
 import random
 import statistics
 
 import pytest
 
 import colbench
-import evaluate
 from conftest import complaint, lines, records, script
 
 CODE = "def f(x, rate=3, fee=12): return x * rate + fee"
@@ -59,8 +57,7 @@ def test_where_records_do_not_say_whether_they_are_answered_the_marker_does(tmp_
     for r in rs[:2]:
         del r["answered"]
     rs[0]["dialogue_history"][-1]["content"] = colbench.ANSWER + "x"
-    (r,), said = run(tmp_path, "s.jsonl", s=rs)
-    assert r["unanswered"] == 0.25 and "\n2 records have no `answered`: " in said
+    assert run(tmp_path, "s.jsonl", s=rs)[0][0]["unanswered"] == 0.25
 
 
 def test_pages_have_likeness_wins_failures_and_no_rules(tmp_path):
@@ -175,24 +172,10 @@ def test_bad_input(tmp_path, flags, stdin, message):
 
 
 @pytest.mark.full
-def test_plot_draws_curves_with_intervals_and_level_lines(tmp_path, monkeypatch):
-    figures = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed")
+def test_a_figure_is_drawn_of_the_lines(tmp_path):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     files = {name: [episode(t, float(i < solved)) for i, t in enumerate("abcd")]
-             for name, solved in (("base", 1), ("c1", 2), ("c4", 4), ("c2", 3))}
-    systems = ["base.jsonl", "critic@4=c4.jsonl", "critic@1=c1.jsonl", "critic@2=c2.jsonl"]
-    run(tmp_path, *systems, "--plot", "f.png", **files)
+             for name, solved in (("base", 1), ("c1", 2), ("c4", 4))}
+    results, _ = run(tmp_path, "base.jsonl", "critic@4=c4.jsonl", "critic@1=c1.jsonl", **files)
+    script("tests/experiments/plot.py", tmp_path / "f.png", stdin=results)
     assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"
-    saved = []
-    monkeypatch.setattr(figures.Figure, "savefig", lambda figure, *_, **how: saved.append(figure))
-    monkeypatch.setattr(evaluate, "writing", contextlib.nullcontext)
-    results, _ = run(tmp_path, *systems)
-    evaluate.plot(results, "g.png")
-    axes = saved[0].axes[0]
-    level, curve = axes.lines
-    assert (level.get_label(), curve.get_label()) == ("base", "critic")
-    assert list(level.get_ydata()) == [25, 25]
-    assert list(curve.get_xdata()) == [1, 2, 4] and list(curve.get_ydata()) == [50, 75, 100]
-    band = axes.collections[0].get_paths()[0].vertices
-    assert {y for x, y in band if x == 1} == {100 * x for x in results[2]["success_95"]}
-    done = script("evaluate.py", "base.jsonl", "--plot", "x.nothing", cwd=tmp_path)
-    assert done.returncode == 1 and "x.nothing can't be written: Format" in done.stderr
