@@ -1,4 +1,4 @@
-"""What three or more scripts share: flags, messages, signals, JSON lines, ranks, --out."""
+"""What the scripts share: flags, messages, signals, JSON lines, ranks, --out."""
 import argparse
 import contextlib
 import fcntl
@@ -191,12 +191,8 @@ def run(main, args):
     leave_group()
 
 
-SIGNALS = []  # those that came during a trainer's steps, to end them
-
-
-def end_by_signal():
+def end_by(number):
     """Says so, and ends by the signal's default action: so a shell's loop ends, too."""
-    number = (SIGNALS or [signal.SIGTERM])[0]  # another rank may have got it
     say(f"error: ended by {signal.Signals(number).name}; --resume 1 goes on")
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
@@ -425,7 +421,8 @@ class Log:
             rows = [json.loads(line) for line in f if line.endswith("}\n")]  # a kill may cut one
             rows[0]["args"]  # or it is no such file
         checkpoints = re.findall(r"^checkpoint-(\d+)$", "\n".join(os.listdir(out)), re.M)
-        return rows, rows[-1].get("finished", max([0, *map(int, checkpoints)]))
+        finished = [row["finished"] for row in rows if "finished" in row]
+        return rows, max([0, *map(int, checkpoints), *finished])
 
     def begin(self, **facts):
         """Writes the first row, or goes on at self.step if flags and facts are the same."""
@@ -454,21 +451,25 @@ class Log:
                     fail(f"--resume 1: {what}{name} was {had[name]} in the run in {self.out}, now "
                          f"{value}: it must be the same")
 
-    def steps(self, what, n):
-        """Yields the steps below n that are not made yet. Meanwhile signals are only noted.
-
-        After each step look at SIGNALS on all ranks: save a checkpoint and call end_by_signal().
+    def steps(self, what, n, save):
+        """Yields the steps below n that are not made yet. Calls save(how many are made) every
+        --save_every, and after a step in which a signal came to a rank, which ends the run.
         """
-        self.what, self.n, self.start = what, n, time.monotonic()
-        usual = {number: signal.signal(number, lambda number, frame: SIGNALS.append(number))
+        self.what, self.n, self.start, came = what, n, time.monotonic(), []
+        usual = {number: signal.signal(number, lambda number, frame: came.append(number))
                  for number in (signal.SIGTERM, signal.SIGINT)}
         for step in range(self.step, n):
             self.began = time.monotonic()
             yield step
+            stop, = sum_over_ranks(len(came))
+            if stop or (self.args.save_every and (step + 1) % self.args.save_every == 0):
+                save(step + 1)
+            if stop:
+                end_by((came or [signal.SIGTERM])[0])  # another rank may have got it
         for number, action in usual.items():
             signal.signal(number, action)
-        if SIGNALS:  # one came after the last look
-            end_by_signal()
+        if came:  # after the last look
+            end_by(came[0])
 
     def __call__(self, last=False, **row):
         """Adds a row to metrics.jsonl, if the run had not finished; shows it if it is the last
