@@ -148,18 +148,18 @@ def main(args):
         return score_only(args, emit, device)
     log = None if args.dry_run else Log(args)
     records = []  # on rank 0 alone, to be written at the end; the rest goes to every rank
-    ref_of, pairs, held, pictures = from_rank_0(lambda: prepare(args, records))
+    ref_of, groups, held, pictures = from_rank_0(lambda: prepare(args, records))
     turns, ref_turns = list(ref_of), list(ref_of.values())
     steps = [batch for epoch in range(args.epochs)
-             for batch in batches(pairs, args.batch_size, seed=(args.seed, epoch))]
-    tell_plan(f"pairs of {len(pairs)} tasks", pairs, steps)
+             for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
+    tell_plan(f"pairs of {len(groups)} tasks", groups, steps)
     config = find_model(args.model)[2]
     if args.dry_run:
         reference = ref_turns if args.head not in LINEAR else []
         return emit(dry_run(args, config, steps, reference, turns))
-    log.begin(steps=len(steps), pairs=sum(map(len, pairs)), tasks=len(pairs),
-              dtype=str(pick_dtype(args.dtype, device)),
-              data=digest([*map(digest, ref_of.items()), *map(digest, map(tuple, chain(*pairs)))]),
+    data = *ref_of.items(), *map(tuple, chain(*groups))
+    log.begin(steps=len(steps), pairs=sum(map(len, groups)), tasks=len(groups),
+              dtype=str(pick_dtype(args.dtype, device)), data=digest([*map(digest, data)]),
               model_weights=base_digest(args.model))
 
     start = args.out if log.finished else args.model

@@ -392,8 +392,8 @@ class Log:
     """The --out directory of a run, locked against other runs: metrics.jsonl, the script's copy.
 
     metrics.jsonl has a row of the run's flags and facts, then a row for each log(...). Only rank 0
-    writes. All ranks know of a run that is resumed its last checkpoint's `step`, and whether its
-    model is written, so that it is `finished`.
+    writes. Every rank knows `step`, that of the last checkpoint, and `finished`: whether the model
+    is written.
     """
     MAY_CHANGE = {  # flags, when a run is resumed
         "out", "tree_tokens", "recompute", "replicate", "offload", "save_every", "resume",
