@@ -196,12 +196,12 @@ def main(args):
     if not log.finished:
         save(model, tokenizer, args.out)
         save_critic(args)
-        log(last=True, finished=len(steps))
+        log(finished=len(steps))
     drop_checkpoints(args.out)
     logps = dict(zip(turns, score(model, turns, args.tree_tokens, "advantages")))
     if held:
         margin = torch.stack([pair_loss(args, pair, logps, ref)[1] for pair in held])
-        log(last=True, held_out_pairs=len(held), held_out_accuracy=accuracy(margin))
+        log(held_out_pairs=len(held), held_out_accuracy=accuracy(margin))
     add_advantages(records, {turn: advantage(p, ref[turn], args.normalize).item()
                              for turn, p in logps.items()}, emit)
 

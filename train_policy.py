@@ -153,7 +153,7 @@ def main(args):
 
     if not log.finished:
         save(model, tokenizer, args.out)
-        log(last=True, finished=len(steps))
+        log(finished=len(steps))
     drop_checkpoints(args.out)
     emit({"summary": "train_policy", "out": args.out, "steps": len(steps)})
 
