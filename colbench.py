@@ -1173,9 +1173,9 @@ class Server:
             self.process = None
 
     def run(self, request, seconds, left):
-        """Runs one child. Returns its claims, as bytes, for the first tests, in place of the next
-        one why there are no more, as text; and the seconds that it took.
+        """Runs one child: ([its claims, as bytes], the seconds that it took).
 
+        If it ends before its last test, the last of the claims is text: why.
         seconds: for each test; left: for all of them. A server that fails is restarted once.
         GraderError: it fails again.
         """
@@ -1249,7 +1249,7 @@ OFFICIAL_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "tra
 
 
 def official_code(answer):
-    """The code in an answer as the released scorer cuts it out, with a bare fence's tag."""
+    """The code in an answer as the released scorer cuts it out. A tag behind ``` stays in it."""
     for fence in ("```python", "```"):
         if fence in answer:
             answer = answer.split(fence)[1].split("```")[0]
@@ -1269,7 +1269,8 @@ class Grader(contextlib.AbstractContextManager):
 
     A test passes if the answer's value and the reference's have the same text (`as_text`), which
     means that the two are equal by ==. None never passes, NaN equals nothing, floats are exact.
-    Refused by their names are functions, iterators, and instances of the answer's own classes.
+    Functions, iterators and instances of the answer's own classes have no text: the verdict names
+    their class.
 
     The official rules differ from the released scorer where a refused value passes there (math.nan
     in a list, math.sqrt, an == that says True), where an answer ends it there (SystemExit), and in

@@ -5,9 +5,9 @@
     ... | python collect.py --model runs/base --best_of 4 --critic runs/critic > guided.jsonl
     ... | python collect.py --model runs/base -k 4 --resume all.jsonl >> all.jsonl
 
-Each episode is written as it ends. Draws are functions of (seed, task, sample, turn); the other
-episodes change them by rounding only, and so rarely a text. A record that has a dialogue already
-gets candidates only.
+Each episode is written as it ends. Draws are functions of (seed, task, sample, turn). Others in a
+batch change logits by rounding, and so rarely a text. A record that has a dialogue already gets
+candidates only.
 """
 from utils import (digest, fail, fail_on_error, flag, open_stdout, parser, progress, read_jsonl,
                    rng, run, say, version)

@@ -547,13 +547,6 @@ def score(model, turns, tree_tokens, what="scoring"):
 
 # --- chat templates: conversations to token ids ---------------------------------------------------
 
-@functools.cache
-def control_tokens(tokenizer):
-    """Tokens that steer the model: special ones, and others in the template (Qwen3's <think>)."""
-    return [token.content for token in tokenizer.added_tokens_decoder.values()
-            if token.special or token.content.strip() and token.content in tokenizer.chat_template]
-
-
 def any_of(texts):
     """A pattern of any of the texts, the longest first."""
     longest_first = sorted(texts, key=len, reverse=True)
@@ -562,8 +555,12 @@ def any_of(texts):
 
 @functools.cache
 def forbidden(tokenizer):
-    """(what a message may not say to a template: control tokens and our placeholders; a pattern)"""
-    marks = ["\ue000", "\ue002", *control_tokens(tokenizer)]
+    """(what a message may not say to a template, a pattern of it): our placeholders, special tokens
+    and others that the template has (Qwen3's <think>).
+    """
+    template, marks = tokenizer.chat_template, ["\ue000", "\ue002"]
+    marks += [token.content for token in tokenizer.added_tokens_decoder.values()
+              if token.special or token.content.strip() and token.content in template]
     return marks, re.compile(any_of(marks))
 
 
@@ -951,7 +948,7 @@ def save(model, tokenizer, out):
         ends = {end_of_turn(tokenizer)[-1], tokenizer.eos_token_id}
         generation = model.lm.generation_config
         generation.eos_token_id = sorted(ends)
-        # old models set a temperature without it, which can't be saved
+        # transformers saves no temperature without it, which old models have
         generation.do_sample = generation.do_sample or bool(generation.temperature)
         of_lm = {name: state["lm." + name].to(model.dtype)
                  for name, _ in model.lm.named_parameters()}  # tied ones once

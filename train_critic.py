@@ -27,15 +27,16 @@ pages of frontend tasks as pictures.
     python train_critic.py --score 1 --out runs/critic < more.jsonl > scored.jsonl  # trains nothing
     for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
-# utils before what loads slowly: it sets up streams and signals
-from utils import (RANK, SIGNALS, Log, check_finite, digest, drop_checkpoints, end_by_signal, fail,
-                   flag, from_rank_0, init_distributed, lr_at, machine_flags, open_stdout, parser,
-                   read_jsonl, rng, run, say, sum_over_ranks, writing)
+# utils before what loads slowly: a wrong flag is told at once
+from utils import (RANK, Log, check_finite, digest, drop_checkpoints, fail, flag, from_rank_0,
+                   init_distributed, lr_at, machine_flags, open_stdout, parser, read_jsonl, rng,
+                   run, say, sum_over_ranks, writing)
 
 import json
 import math
 import os
 import sys
+from functools import partial
 from itertools import chain
 
 from colbench import (agent_messages, browser_flag, draw_pages, environment, hidden_information,
@@ -56,7 +57,7 @@ def get_args(argv=None):
     flag(g, "margin", 0.1, "--pairs all: least difference of the two rewards")
     flag(g, "held_out", 0.1, "share of the tasks kept out of training, to report accuracy on")
     g = p.add_argument_group("the critic")
-    flag(g, "head", "logratio", "what A is: see the docstring",
+    flag(g, "head", "logratio", "what A is: see the top of train_critic.py",
          choices=["logratio", "regression", "value", "teacher"])
     flag(g, "normalize", "turn", "mean of a turn (eq. 3), mean of a trajectory, or sum",
          choices=["turn", "trajectory", "none"])
@@ -84,7 +85,7 @@ def get_args(argv=None):
 
 
 if __name__ == "__main__":
-    ARGS = get_args()  # before the slow imports: a wrong flag is told at once
+    ARGS = get_args()
 
 import torch
 import torch.nn.functional as F
@@ -100,7 +101,7 @@ from model import (PICTURE, TURN, Pair, Pictures, accuracy, action_ids, action_l
 def advantage(logps, ref_logps, normalize):
     """Eq. 3, one action: (L,) log-probs to a scalar; normalize="none" takes the sum.
 
-    This is what is written. "trajectory" changes the loss alone, by trajectory_score.
+    The records get this A. --normalize trajectory changes only the loss, by trajectory_score.
     """
     ratio = logps - ref_logps
     return ratio.sum() if normalize == "none" else ratio.mean()
@@ -147,18 +148,18 @@ def main(args):
         return score_only(args, emit, device)
     log = None if args.dry_run else Log(args)
     records = []  # on rank 0 alone, to be written at the end; the rest goes to every rank
-    ref_of, pairs, held, pictures = from_rank_0(lambda: prepare(args, records))
+    ref_of, groups, held, pictures = from_rank_0(lambda: prepare(args, records))
     turns, ref_turns = list(ref_of), list(ref_of.values())
     steps = [batch for epoch in range(args.epochs)
-             for batch in batches(pairs, args.batch_size, seed=(args.seed, epoch))]
-    tell_plan(f"pairs of {len(pairs)} tasks", pairs, steps)
+             for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
+    tell_plan(f"pairs of {len(groups)} tasks", groups, steps)
     config = find_model(args.model)[2]
     if args.dry_run:
         reference = ref_turns if args.head not in LINEAR else []
         return emit(dry_run(args, config, steps, reference, turns))
-    log.begin(steps=len(steps), pairs=sum(map(len, pairs)), tasks=len(pairs),
-              dtype=str(pick_dtype(args.dtype, device)),
-              data=digest([*map(digest, ref_of.items()), *map(digest, map(tuple, chain(*pairs)))]),
+    data = *ref_of.items(), *map(tuple, chain(*groups))
+    log.begin(steps=len(steps), pairs=sum(map(len, groups)), tasks=len(groups),
+              dtype=str(pick_dtype(args.dtype, device)), data=digest([*map(digest, data)]),
               model_weights=base_digest(args.model))
 
     start = args.out if log.finished else args.model
@@ -171,7 +172,8 @@ def main(args):
                                   weight_decay=0.0, fused=fused)
     restore(model, optimizer, log)
 
-    for step in log.steps("critic", len(steps)):
+    save_step = partial(save_checkpoint, model, optimizer, args.out)
+    for step in log.steps("critic", len(steps), save_step):
         batch, before = steps[step], model.tokens
         read = turns_in(batch)
         logps = dict(zip(read, action_logps(model, read, args.tree_tokens)))
@@ -187,24 +189,19 @@ def main(args):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        stop, tokens = sum_over_ranks(len(SIGNALS), model.tokens - before)
+        tokens, = sum_over_ranks(model.tokens - before)
         log(step=step, loss=loss, accuracy=accuracy(margin), margin=margin.mean().item(),
             grad_norm=norm, lr=lr, tokens=int(tokens))
-        if stop or (args.save_every and (step + 1) % args.save_every == 0):
-            save_checkpoint(model, optimizer, args.out, step + 1)
-        if stop:
-            end_by_signal()
 
     if not log.finished:
         save(model, tokenizer, args.out)
         save_critic(args)
-        log(last=True, finished=len(steps))
+        log(finished=len(steps))
     drop_checkpoints(args.out)
     logps = dict(zip(turns, score(model, turns, args.tree_tokens, "advantages")))
     if held:
         margin = torch.stack([pair_loss(args, pair, logps, ref)[1] for pair in held])
-        log(last=True, finished=len(steps), held_out_pairs=len(held),
-            held_out_accuracy=accuracy(margin))
+        log(held_out_pairs=len(held), held_out_accuracy=accuracy(margin))
     add_advantages(records, {turn: advantage(p, ref[turn], args.normalize).item()
                              for turn, p in logps.items()}, emit)
 

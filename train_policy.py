@@ -19,14 +19,14 @@ messages. They train on all of the assistant's.
     torchrun --nproc_per_node=8 train_policy.py --resume 1 --out runs/sweet < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
-# utils before what loads slowly: it sets up streams and signals
-from utils import (SIGNALS, Log, barrier, check_dialogue, check_finite, check_shape, digest,
-                   drop_checkpoints, end_by_signal, fail, flag, from_rank_0, init_distributed,
-                   lr_at, machine_flags, open_stdout, parser, read_jsonl, rng, run, say,
-                   sum_over_ranks)
+# utils before what loads slowly: a wrong flag is told at once
+from utils import (Log, barrier, check_dialogue, check_finite, check_shape, digest,
+                   drop_checkpoints, fail, flag, from_rank_0, init_distributed, lr_at,
+                   machine_flags, open_stdout, parser, read_jsonl, rng, run, say, sum_over_ranks)
 
 import os
 import sys
+from functools import partial
 from itertools import chain, cycle
 
 from colbench import PIECES, agent_messages, answers, needs, task_id
@@ -66,7 +66,7 @@ def get_args(argv=None):
 
 
 if __name__ == "__main__":
-    ARGS = get_args()  # before the slow imports: a wrong flag is told at once
+    ARGS = get_args()
 
 import torch
 import torch.nn.functional as F
@@ -126,7 +126,8 @@ def main(args):
                                   weight_decay=0.0, fused=fused)
     restore(model, optimizer, log)
 
-    for step in log.steps("policy", len(steps)):
+    save_step = partial(save_checkpoint, model, optimizer, args.out)
+    for step in log.steps("policy", len(steps), save_step):
         batch, before = steps[step], model.tokens
         read = turns_in(batch)
         logps = dict(zip(read, action_logps(model, read, args.tree_tokens)))
@@ -147,16 +148,12 @@ def main(args):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        stop, tokens = sum_over_ranks(len(SIGNALS), model.tokens - before)
+        tokens, = sum_over_ranks(model.tokens - before)
         log(step=step, loss=loss, **right, grad_norm=norm, lr=lr, tokens=int(tokens))
-        if stop or (args.save_every and (step + 1) % args.save_every == 0):
-            save_checkpoint(model, optimizer, args.out, step + 1)
-        if stop:
-            end_by_signal()
 
     if not log.finished:
         save(model, tokenizer, args.out)
-        log(last=True, finished=len(steps))
+        log(finished=len(steps))
     drop_checkpoints(args.out)
     emit({"summary": "train_policy", "out": args.out, "steps": len(steps)})
 

@@ -1,4 +1,4 @@
-"""What three or more scripts share: flags, messages, signals, JSON lines, ranks, --out."""
+"""What the scripts share: flags, messages, signals, JSON lines, ranks, --out."""
 import argparse
 import contextlib
 import fcntl
@@ -161,16 +161,19 @@ def check_finite(step, **values):
 SHOW_EVERY = 10  # seconds between lines on a stderr that is no terminal
 
 
-def progress(what, items=None, total=None):
+def progress(what, items=None, total=None, initial=0):
     """A tqdm bar over items, or to update by hand; rank 0 alone shows it.
 
     Where stderr is no terminal it is a line every 10 seconds.
     """
     every, form = 0.1, None
     if not sys.stderr.isatty():
-        every, form = SHOW_EVERY, "{desc}: {n_fmt} of {total_fmt}, {remaining} left\n"
-    return tqdm(items, total=total, desc=what, disable=RANK > 0, leave=False, mininterval=every,
-                delay=every, bar_format=form, file=sys.stderr)
+        every, form = SHOW_EVERY, "{desc}: {n_fmt} of {total_fmt}, {remaining} left{postfix}\n"
+    bar = tqdm(items, total=total, initial=initial, desc=what, disable=RANK > 0, leave=False,
+               mininterval=every, delay=every, bar_format=form, file=sys.stderr)
+    if form:
+        bar.close = lambda: None  # it would blank the last line
+    return bar
 
 
 # --- the program and its signals ------------------------------------------------------------------
@@ -191,12 +194,8 @@ def run(main, args):
     leave_group()
 
 
-SIGNALS = []  # those that came during a trainer's steps, to end them
-
-
-def end_by_signal():
+def end_by(number):
     """Says so, and ends by the signal's default action: so a shell's loop ends, too."""
-    number = (SIGNALS or [signal.SIGTERM])[0]  # another rank may have got it
     say(f"error: ended by {signal.Signals(number).name}; --resume 1 goes on")
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
@@ -396,15 +395,15 @@ class Log:
     """The --out directory of a run, locked against other runs: metrics.jsonl, the script's copy.
 
     metrics.jsonl has a row of the run's flags and facts, then a row for each log(...). Only rank 0
-    writes. All ranks know of a run that is resumed its last checkpoint's `step`, and whether its
-    model is written, so that it is `finished`.
+    writes. Every rank knows `step`, that of the last checkpoint, and `finished`: whether the model
+    is written.
     """
     MAY_CHANGE = {  # flags, when a run is resumed
         "out", "tree_tokens", "recompute", "replicate", "offload", "save_every", "resume",
         "browser"}
 
     def __init__(self, args):
-        self.args, self.out, self.shown = args, args.out, -math.inf
+        self.args, self.out = args, args.out
         self.path = os.path.join(args.out, "metrics.jsonl")
         self.rows, self.step = from_rank_0(self.claim)
         self.finished = any("finished" in row for row in self.rows)
@@ -425,7 +424,8 @@ class Log:
             rows = [json.loads(line) for line in f if line.endswith("}\n")]  # a kill may cut one
             rows[0]["args"]  # or it is no such file
         checkpoints = re.findall(r"^checkpoint-(\d+)$", "\n".join(os.listdir(out)), re.M)
-        return rows, rows[-1].get("finished", max([0, *map(int, checkpoints)]))
+        finished = [row["finished"] for row in rows if "finished" in row]
+        return rows, max([0, *map(int, checkpoints), *finished])
 
     def begin(self, **facts):
         """Writes the first row, or goes on at self.step if flags and facts are the same."""
@@ -454,50 +454,46 @@ class Log:
                     fail(f"--resume 1: {what}{name} was {had[name]} in the run in {self.out}, now "
                          f"{value}: it must be the same")
 
-    def steps(self, what, n):
-        """Yields the steps below n that are not made yet. Meanwhile signals are only noted.
-
-        After each step look at SIGNALS on all ranks: save a checkpoint and call end_by_signal().
+    def steps(self, what, n, save):
+        """Yields the steps below n that are not made yet. Calls save(how many are made) every
+        --save_every, and after a step in which a signal came to a rank, which ends the run.
         """
-        self.what, self.n, self.start = what, n, time.monotonic()
-        usual = {number: signal.signal(number, lambda number, frame: SIGNALS.append(number))
+        self.what, self.bar, came = what, progress(what, total=n, initial=self.step), []
+        usual = {number: signal.signal(number, lambda number, frame: came.append(number))
                  for number in (signal.SIGTERM, signal.SIGINT)}
         for step in range(self.step, n):
             self.began = time.monotonic()
             yield step
+            stop, = sum_over_ranks(len(came))
+            if stop or (self.args.save_every and (step + 1) % self.args.save_every == 0):
+                save(step + 1)
+            if stop:
+                end_by((came or [signal.SIGTERM])[0])  # another rank may have got it
+        self.bar.close()
         for number, action in usual.items():
             signal.signal(number, action)
-        if SIGNALS:  # one came after the last look
-            end_by_signal()
+        if came:  # after the last look
+            end_by(came[0])
 
-    def __call__(self, last=False, **row):
-        """Adds a row to metrics.jsonl, if the run had not finished; shows it if it is the last
-        one or 10 seconds went by. tokens: those computed in the step under way, which is timed.
+    def __call__(self, **row):
+        """Adds a row to metrics.jsonl, if the run had not finished, and shows its numbers.
+
+        tokens: those computed in the step under way, which is timed.
         """
         if RANK:
             return
-        now = time.monotonic()
         if "tokens" in row:
-            seconds = now - self.began
+            seconds = time.monotonic() - self.began
             row |= {"seconds": round(seconds, 4),
                     "tokens_per_second": round(row["tokens"] / seconds)}
         if not self.finished:
             with fail_on_error(f"{self.path} can't be written"):
                 self.file.write(json.dumps(row) + "\n")
-        if last or now - self.shown > SHOW_EVERY:
-            self.shown = now
-            say(f"{self.what}: {', '.join(self.words(row))}")
-
-    def words(self, row):
-        """Yields a row's numbers as text, "step 86 of 240, 1:02 left", "loss 0.6931"."""
-        for name, value in row.items():
-            if name == "step":
-                pace = (time.monotonic() - self.start) / (value + 1 - self.step)
-                left = tqdm.format_interval(pace * (self.n - value - 1))
-                yield f"step {value + 1} of {self.n}, {left} left"
-            elif isinstance(value, (int, float)):
-                text = f"{value:.4g}" if isinstance(value, float) else value
-                yield f"{name.replace('_', ' ')} {text}"
+        if "step" in row:
+            self.bar.set_postfix(row, refresh=False)
+            self.bar.update()
+        else:
+            say(f"{self.what}: {', '.join(f'{name} {value}' for name, value in row.items())}")
 
 
 def drop_checkpoints(out, keep=None):
