@@ -47,48 +47,23 @@ def texts(tab, where):
     return tab.locator(where).all_text_contents()
 
 
-def episode(i, reward, said="which rate?", **more):
-    task = {"id": f"t{i}", "problem_description": f"write f{i}",
-            "ground_truth": f"def f{i}(): return {i}", "test_cases": {"a": f"f{i}()"}}
-    history = [{"role": "user", "content": f"write f{i}"},
-               {"role": "assistant", "content": said, **more}]
-    return {"task": task, "answer": f"def f{i}(): return 0", "reward": reward,
-            "tests": {"a": "pass" if reward == 1 else "wrong value"}, "dialogue_history": history}
-
-
-def test_the_report_shows_conversations_candidates_and_verdicts_side_by_side(tmp_path, tab):
-    candidates = [{"output": f"candidate {a}", "token_ids": [1], "advantage": a}
-                  for a in (-0.5, 0.25, 0.0)]
-    first = episode(0, 0.0, output="hm. OUTPUT: which rate?", advantage=0.5, candidates=candidates)
-    base = [first, episode(1, 0.0), {**episode(1, 1.0, said="the other sample"), "sample": 1}]
-    report(tmp_path, tab, base=base, sweet=[episode(0, 1.0), episode(2, 1.0)])
-    assert texts(tab, LISTED) == ["write f0", "write f1", "write f2"]
-    assert texts(tab, ".task > summary span") == ["0", "100", "50", "-", "-", "100"]
-    assert texts(tab, f"{OPEN} h3") == ["t0", "hidden reference", "base", "sweet"]
-    assert texts(tab, f"{OPEN} .episode > summary") == [
-        "episode 0: reward 0.000", "episode 0: reward 1.000"]
-    assert texts(tab, f"{OPEN} .pass, {OPEN} .fail") == ["a: wrong value", "a: pass"]
-    assert texts(tab, f"{OPEN} pre").count("def f0(): return 0") == 3  # the reference, two answers
-    assert "hm. OUTPUT: which rate?" in texts(tab, f"{OPEN} pre")  # what the model wrote
-    tab.get_by_text("3 candidates").click()
-    assert texts(tab, f"{OPEN} details[open] .advantage") == ["+0.500", "+0.250", "+0.000", "-0.500"]
-    tab.locator(LISTED).nth(1).click()
-    assert texts(tab, f"{OPEN} h3") == ["t1", "hidden reference", "base"]
-    other = tab.get_by_text("the other sample")
-    assert not other.is_visible()
-    tab.get_by_text("episode 1: reward 1.000").click()
-    assert other.is_visible()
-
-
-def test_what_a_model_wrote_is_never_markup(tmp_path, tab):
-    candidates = [{"output": HOSTILE, "token_ids": [1], "role": '"><img src=x>'}]
-    r = episode(0, 0.5, said=HOSTILE, advantage=0.1, candidates=candidates)
-    r = {**r, "answer": HOSTILE, "tests": {HOSTILE: HOSTILE}, "failure": HOSTILE}
-    r["task"] |= {"problem_description": HOSTILE, "ground_truth": HOSTILE, "id": HOSTILE}
-    report(tmp_path, tab, **{"base": [r]})
-    tab.get_by_text("1 candidates").click()
+def test_what_a_model_wrote_is_never_markup_and_candidates_come_best_first(tmp_path, tab):
+    candidates = [{"output": HOSTILE, "token_ids": [1], "advantage": advantage,
+                   "role": '"><img src=x>'} for advantage in (-0.5, 0.25, 0.0)]
+    task = {"problem_description": HOSTILE, "ground_truth": HOSTILE, "id": HOSTILE,
+            "test_cases": {"a": "f()"}}
+    history = [{"role": "user", "content": HOSTILE},
+               {"role": "assistant", "content": HOSTILE, "candidates": candidates}]
+    r = {"task": task, "answer": HOSTILE, "reward": 0.5, "dialogue_history": history,
+         "tests": {HOSTILE: HOSTILE}, "failure": HOSTILE}
+    report(tmp_path, tab, base=[r], sweet=[{**r, "reward": 1.0}])
+    tab.get_by_text("3 candidates").first.click()
     assert tab.title() == "Episodes" and tab.locator("img, script").count() == 0
-    assert texts(tab, LISTED) == [HOSTILE[:90]] and texts(tab, f"{OPEN} pre").count(HOSTILE) >= 5
+    assert texts(tab, LISTED) == [HOSTILE[:90]] and texts(tab, f"{OPEN} pre").count(HOSTILE) >= 10
+    assert texts(tab, ".task > summary span") == ["50", "100"]
+    assert texts(tab, f"{OPEN} .episode > summary") == [
+        "episode 0: reward 0.500", "episode 0: reward 1.000"]
+    assert texts(tab, f"{OPEN} details[open] .advantage")[:3] == ["+0.250", "+0.000", "-0.500"]
 
 
 def test_pages_are_shown_as_pictures(tmp_path, tab):
