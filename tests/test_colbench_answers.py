@@ -212,7 +212,7 @@ def test_any_text_is_graded_and_the_answers_after_it_as_if_it_had_not_been_there
     assert all(r["tests"].keys() == DOUBLE["test_cases"].keys() for r in got)
     assert not any("failure" in r for r in got) and {r["note"] for r in got} == {"\ufffd \ufffd"}
     (read,) = read_jsonl([b'{"answer": "\xed\xa0\x80 \\ud83d\\ude00 \\udc00"}'])
-    assert read == {"answer": "\ufffd \U0001f600 \ufffd"}  # as bytes and as escapes, and a whole pair
+    assert read == {"answer": "\ufffd \U0001f600 \ufffd"}  # as bytes, a whole pair, as escapes
 
 
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGKILL

@@ -29,8 +29,8 @@ SEED = int(os.environ.get("CLAIMS_SEED", 0))
 
 # --- the wire -------------------------------------------------------------------------------------
 
-WORDS = [b"pass", b"value", b"value pass", b"raised pass", b"refused pass", b"none", b"timeout", b"",
-         b"process ended", b"no answer", b"\xff\xfe", b"value \n", b"raised \n", b"\0"]
+WORDS = [b"pass", b"value", b"value pass", b"raised pass", b"refused pass", b"none", b"timeout",
+         b"", b"process ended", b"no answer", b"\xff\xfe", b"value \n", b"raised \n", b"\0"]
 WANTED = b"value " + b"5e" * 32
 
 
@@ -95,11 +95,12 @@ VANDALS = {
                             "    except OSError: pass\ndef f(x): return 0",
     "frames": "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
               "        for value in [*frame.f_locals.values(), *frame.f_globals.values()]:\n"
-              "            if type(value) is dict and 'tests' in value: value['tests'] = ['1'] * 9\n"
+              "            if type(value) is dict and 'tests' in value: value['tests'] = ['1']\n"
               "        frame = frame.f_back\n    return LINE",
     "garbage": "import gc\ndef f(x):\n    for o in gc.get_objects():\n"
                "        if type(o) is dict and 'tests' in o: o.clear()\n"
-               "        if type(o) is list and o and type(o[0]) is str: o[:] = [LINE]\n    return 0",
+               "        if type(o) is list and o and type(o[0]) is str: o[:] = [LINE]\n"
+               "    return 0",
     "tracing": "import sys\ndef trace(frame, event, arg):\n    frame.f_locals['said'] = LINE\n"
                "    return trace\nsys.settrace(trace)\ndef f(x): return 0",
     "os.write": "import os\nwrite = os.write\n"

@@ -94,8 +94,8 @@ def test_an_unknown_kind_is_an_error_that_names_the_known_ones(name, flags, tiny
     values = {"MODEL": tiny_dir, "OUT": tmp_path / "out"}
     flags = [values.get(flag, flag) for flag in flags.split()]
     history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ant"}]
-    for kind, error in (("words", "unknown task.kind 'words'; known are backend, english, frontend"),
-                        (["words"], "task.kind is not text")):
+    for kind, error in ((["words"], "task.kind is not text"),
+                        ("words", "unknown task.kind 'words'; known are backend, english, front")):
         task = {"kind": kind, "problem_description": "a word", "ground_truth": "ant"}
         record = {"task": task, "answer": "ant", "reward": 1.0, "dialogue_history": history}
         assert f"error: stdin, line 1: {error}" in complaint(script(name, *flags, stdin=[record]))

@@ -170,11 +170,11 @@ ODDITIES = {  # honest code of all kinds, all right
     "sympy's numbers": "def f(x):\n    from sympy import Rational\n    return Rational(4 * x, 2)",
     "a codec": "def f(x): return 2 * x * len('\\\\x41'.encode().decode('unicode_escape'))",
     "a time zone": "from datetime import datetime\nfrom zoneinfo import ZoneInfo\n"
-                   "def f(x): return 2 * datetime(2024, x, 1, tzinfo=ZoneInfo('Europe/Paris')).month",
+                   "def f(x): return 2 * datetime(24, x, 1, tzinfo=ZoneInfo('Europe/Paris')).month",
     "a submodule": "from email.mime.text import MIMEText\n"
                    "def f(x): return 2 * len(MIMEText('a' * x).get_payload())",
     "a parser": "import xml.dom.minidom as m\n"
-                "def f(x): return x * m.parseString('<a b=\"2\"/>').firstChild.attributes.length * 2"}
+                "def f(x): return x * int(m.parseString('<a>2</a>').firstChild.firstChild.data)"}
 
 
 @pytest.mark.parametrize("name", ODDITIES)
