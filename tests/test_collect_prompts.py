@@ -59,8 +59,8 @@ def check(tokenizer, monkeypatch, cut):
 
     cut: whether a conversation of two messages has more than one part.
     """
-    words = WORDS + M.control_tokens(tokenizer) + [t[1:] for t in M.control_tokens(tokenizer)]
-    random_ = random.Random(1)
+    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    words, random_ = WORDS + added + [text[1:] for text in added], random.Random(1)
     for _ in range(12):
         history = []
         for t in range(7):
