@@ -1,6 +1,7 @@
 """The scripts as a user runs them: pipes, the same bytes again, complaints of bad input."""
 import os
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import colbench
 import model as M
 from colbench import agent_messages
-from conftest import MAKE, PLAY, complaint, demos, lines, records, script, shell
+from conftest import (MAKE, PLAY, actions, complaint, demos, lines, metrics, records, script, shell,
+                      steps, train)
+from test_model import separate
 
 # An untrained model solves nothing, so this filter gives sample 0 of a task full marks.
 GRAFT = """python -c "
@@ -19,7 +22,6 @@ for line in sys.stdin:
     r['reward'] = 1.0 if r['sample'] == 0 else r['reward'] * 0.5
     print(json.dumps(r))
 " """
-weights = lambda out: open(os.path.join(out, "model.safetensors"), "rb").read()
 
 
 # --- the whole pipe -------------------------------------------------------------------------------
@@ -60,11 +62,11 @@ def test_one_pipe_from_tasks_to_a_policy(chat_model, tmp_path):
     (summary,) = records(done.stdout)
     assert summary["summary"] == "train_policy" and summary["out"] == f"{tmp_path}/policy"
     for out in (tmp_path / "critic", tmp_path / "policy"):  # a model, and how it was made
-        first, *rows = records(open(out / "metrics.jsonl").read())
+        first, *_ = metrics(out)
         assert first["args"]["lr"] == 1e-4 and {"argv", "version"} <= set(first)
-        assert first["steps"] == sum("step" in row for row in rows)
-        assert weights(out) != weights(model) and M.load(str(out))
-        assert any(name.endswith(".py") for name in os.listdir(out))
+        assert first["steps"] == len(steps(out)) and [*out.glob("*.py")]
+        weights = [Path(folder, "model.safetensors").read_bytes() for folder in (out, model)]
+        assert weights[0] != weights[1] and M.load(str(out))
     # the policy plays again, the critic helps it, and evaluate compares
     test = script("colbench.py", "tasks", "--kind", kind, "--split", "test", "--n", n).stdout
     flags = ["--model", tmp_path / "policy", "--max_tokens", 20, "--max_turns", 2]
@@ -92,18 +94,13 @@ def test_unknown_fields_survive_each_stage(tasks, tiny_dir, tmp_path):
             m["note"] = note
         for m in agent_messages(r):
             m["candidates"][0]["note"] = note
-    critic = ["--model", tiny_dir, "--out", tmp_path / "c", "--held_out", 0]
-    scored = script("train_critic.py", *critic, stdin=rs)
-    after = records(scored.stdout)
-    assert len(after) == 4, scored.stderr
-    for r in after:
-        for m in agent_messages(r):
-            for x in (m, *m["candidates"]):
-                del x["advantage"]
-    assert after == rs  # one line in, one line out, in order, nothing else changed
+    scored, _ = train(rs, "train_critic.py", "--model", tiny_dir, "--out", tmp_path / "c")
+    for x in (x for r in scored for x in actions(r)):
+        del x["advantage"]
+    assert scored == rs  # one line in, one line out, in order, nothing else changed
     graded = records(script("colbench.py", "grade", stdin=rs).stdout)
-    assert all(r["note"] == note and r["task"] == sent["task"] for r, sent in zip(graded, rs))
     assert len(graded) == 4
+    assert all(r["note"] == note and r["task"] == sent["task"] for r, sent in zip(graded, rs))
 
 
 @pytest.mark.full
@@ -143,17 +140,9 @@ def thinker(tmp_path_factory):
         r["meta"] = {"thinking": 1}
         for m in agent_messages(r):
             m["output"] = f"rate</think>{m['content']}"
-    done = script("train_policy.py", "--model", out / "untrained", "--loss", "rft", "--all", 1,
-                  "--lr", 3e-3, "--batch_size", 20, "--epochs", 4, "--out", out / "thinker",
-                  stdin=given)
-    assert done.returncode == 0, done.stderr
+    train(given, "train_policy.py", "--model", out / "untrained", "--loss", "rft", "--all", 1,
+          "--lr", 3e-3, "--batch_size", 20, "--out", out / "thinker")
     return str(out / "thinker")
-
-
-def separate_logps(lm, prompt, action):
-    """Log-probs of an action by a forward of its own, with nothing shared."""
-    logits = lm(torch.tensor([[*prompt, *action]])).logits[0, len(prompt) - 1:-1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(action)[:, None])[:, 0]
 
 
 def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(thinker, tmp_path):
@@ -165,10 +154,8 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(thinker,
     rs = records(played.stdout)
     for r in rs:
         r["reward"] = float(r["sample"])
-    flags = ["--model", thinker, "--lr", 1e-3]
-    scored = script("train_critic.py", *flags, "--held_out", 0, "--epochs", 1, "--out",
-                    tmp_path / "critic", stdin=rs)
-    assert scored.returncode == 0, scored.stderr
+    flags = ["--model", thinker, "--lr", 1e-3, "--epochs", 1]
+    scored, _ = train(rs, "train_critic.py", *flags, "--held_out", 0, "--out", tmp_path / "critic")
     base, critic = (AutoModelForCausalLM.from_pretrained(path)
                     for path in (thinker, tmp_path / "critic"))
     tokenizer = AutoTokenizer.from_pretrained(thinker)
@@ -181,7 +168,7 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(thinker,
         return tokenizer(text, add_special_tokens=False)["input_ids"]
 
     kept, turns, turns_logps, checked = [], [], [], 0
-    for r in records(scored.stdout):
+    for r in scored:
         agent = agent_messages(r)
         if any(m["output"].count("</think>") != 1 for m in agent[:-1]):
             continue  # what such a message says is another text than what the template leaves
@@ -190,22 +177,21 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(thinker,
             history = r["dialogue_history"][:2 * t + 1]
             seen = colbench.with_hidden(history, colbench.hidden_information(r["task"]))
             prompt, privileged = prompt_ids(history), prompt_ids(seen)
+            drawn = [x["token_ids"] for x in (m, *m["candidates"])]
             with torch.no_grad():
-                logps = separate_logps(base, prompt, m["token_ids"])
-                for x in (m, *m["candidates"]):
-                    pi, ref = (separate_logps(lm, privileged, x["token_ids"]).mean()
-                               for lm in (critic, base))
-                    assert x["advantage"] == pytest.approx((pi - ref).item(), abs=2e-4)
-                    checked += abs(x["advantage"]) > 1e-2
+                (logps,) = separate(base, [(prompt, m["token_ids"])])
+                pi, ref = (separate(lm, [(privileged, ids) for ids in drawn])
+                           for lm in (critic, base))
+            for x, p, q in zip((m, *m["candidates"]), pi, ref):
+                assert x["advantage"] == pytest.approx((p.mean() - q.mean()).item(), abs=2e-4)
+                checked += abs(x["advantage"]) > 1e-2
             assert torch.allclose(torch.tensor(m["logprobs"]), logps, atol=1e-3)
             assert not turns or not t or prompt[:len(turns[-1])] != turns[-1]
             turns.append([*prompt, *m["token_ids"]])
             turns_logps.append(logps)
     assert checked > 20 and any(len(agent_messages(r)) == 3 for r in kept)
-    done = script("train_policy.py", *flags, "--loss", "rft", "--all", 1, "--epochs", 1,
-                  "--out", tmp_path / "policy", stdin=kept)
-    assert done.returncode == 0, done.stderr
-    first = records((tmp_path / "policy" / "metrics.jsonl").read_text())[1]
+    _, (_, first, *_) = train(kept, "train_policy.py", *flags, "--loss", "rft", "--all", 1,
+                              "--out", tmp_path / "policy")
     assert first["loss"] == pytest.approx(-torch.cat(turns_logps).mean().item(), abs=1e-4)
 
 
@@ -214,34 +200,25 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(thinker,
 @pytest.mark.parametrize("name, flags", [
     ("colbench.py", ["tasks", "--nn", "3"]),
     ("collect.py", ["--temprature", "1"]),
-    ("train_critic.py", ["--out", "x", "--learning_rate", "1"]),
     ("train_critic.py", ["--out", "x", "--epoch", "1"]),  # no abbreviations
     ("train_critic.py", []),
     ("train_policy.py", ["--out", "x", "--loss", "ppo"]),
     ("evaluate.py", ["--seed", "1"])])
-def test_wrong_flags(name, flags, tmp_path):
+def test_a_wrong_flag_stops_before_anything_is_made(name, flags, tmp_path):
     done = script(name, *flags, cwd=tmp_path)
     complaint(done)
     assert done.returncode == 2 and not os.listdir(tmp_path)
 
 
-def same_rewards(rs):
-    return [{**r, "reward": 0.0} for r in rs]
-
-
-@pytest.mark.parametrize("name", ["train_critic.py", "train_policy.py"])
-@pytest.mark.parametrize("change, message", [
-    (same_rewards, "no task has a solved and a worse"),
-    (lambda rs: [{**r, "reward": None} for r in rs], "line 1: no 'reward'"),
-    (lambda rs: [], "stdin is empty"), ("model", "no model at"), ("out", "exists already")],
-    ids=["no pairs", "no reward", "empty", "no model", "out exists"])
-def test_trainers_complain_and_leave_nothing(name, change, message, rewarded, tiny_dir, tmp_path):
-    out, model = tmp_path / "out", "no/such/dir" if change == "model" else tiny_dir
-    out.mkdir()
-    if change == "out":
-        (out / "precious").write_text("mine")
-    flags = ["--loss", "mtdpo"] if name == "train_policy.py" else []
-    given = change(rewarded) if callable(change) else rewarded
-    done = script(name, "--model", model, "--out", out, *flags, stdin=given)
-    assert message in complaint(done)
-    assert os.listdir(out) == ["precious"] * (change == "out")
+@pytest.mark.parametrize("name, flags", [("train_critic.py", []),
+                                         ("train_policy.py", ["--loss", "mtdpo"])])
+@pytest.mark.parametrize("reward, model, message", [
+    (0.0, "", "no task has a solved and a worse"), (None, "", "line 1: no 'reward'"),
+    ("no line", "", "stdin is empty"), (1.0, "no/such/dir", "no model at")])
+def test_trainers_complain_and_leave_nothing(name, flags, reward, model, message, rewarded,
+                                             tiny_dir, tmp_path):
+    given = [{**r, "reward": reward} for r in rewarded if reward != "no line"]
+    done = script(name, "--model", model or tiny_dir, "--out", tmp_path / "out", *flags,
+                  stdin=given)
+    complaint(done, message)
+    assert not [*tmp_path.glob("out/*")]
