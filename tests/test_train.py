@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from glob import glob
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,7 @@ from colbench import agent_messages
 from conftest import (CPU, ROOT, actions, complaint, critic_turns, descendants, gone, lines,
                       metrics, records, script, steps, train)
 from model import TURN, Pair
-from test_model import save_random
+from test_model import save_random, separate
 
 # --- the losses: the oracle is floats and loops, written from the equations -----------------------
 
@@ -606,6 +607,36 @@ def planned_tokens(command, data, world):
     plan = json.loads(done.stdout)
     assert plan["gpus"] == world and plan["tokens"]["computed"] <= plan["tokens"]["slowest_rank"]
     return plan["tokens"]["computed"], plan["steps"]
+
+
+@pytest.mark.parametrize("job", ["critic", pytest.param("dpo", marks=pytest.mark.full)])
+def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data, tiny_dir,
+                                                      monkeypatch):
+    trainer, flags = train_critic if job == "critic" else train_policy, command(job, "x")[1:]
+    args = trainer.get_args([*map(str, flags)])
+    made = prepared(monkeypatch, records(data), trainer, *flags)
+    groups = made[1] if job == "critic" else made[0]
+    pi, pi_ref = (AutoModelForCausalLM.from_pretrained(tiny_dir) for _ in range(2))
+
+    def by_turn(lm, pairs):
+        turns = M.turns_in(pairs)
+        return dict(zip(turns, separate(lm, turns)))
+
+    with torch.no_grad():
+        ref = by_turn(pi_ref, chain(*groups))
+    optimizer = torch.optim.AdamW(pi.parameters(), betas=(0.9, 0.95), weight_decay=0)
+    batches = [batch for epoch in range(args.epochs)
+               for batch in M.batches(groups, args.batch_size, seed=(args.seed, epoch))]
+    for step, (batch, row) in enumerate(zip(batches, steps(whole(job)[0]), strict=True)):
+        logps = by_turn(pi, batch)
+        loss = sum(trainer.pair_loss(args, pair, logps, ref)[0] for pair in batch) / len(batch)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(pi.parameters(), args.max_grad_norm)
+        optimizer.param_groups[0]["lr"] = utils.lr_at(step, len(batches), args.lr)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert row["loss"] == pytest.approx(loss.item(), rel=1e-3)
+        assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-2)
 
 
 @pytest.mark.parametrize("job", ["critic", *(pytest.param(job, marks=pytest.mark.full)
