@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig,
+from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig,
                           PreTrainedTokenizerFast)
 
 import model as M

@@ -130,18 +130,6 @@ def test_a_tree_with_pictures_has_the_values_and_gradients_of_separate_forwards(
         assert some > 40  # the vision tower's, too
 
 
-def test_positions_are_those_of_the_real_classes(seeing):
-    _, lm, pictures = seeing
-    tokenizer = M.find_model(seeing[0])[1]
-    for prompt, action in all_turns(tokenizer, pictures, "regression"):
-        seq = [*prompt, *action]
-        pos = M.picture_positions(seq, range(-1, len(seq) - 1), pictures.grids)
-        grids = [(1, *(2 * x for x in pictures.grids[n])) for n in pictures_in(seq)]
-        shown = torch.tensor([[i >= M.PICTURE for i in seq]]).int()
-        want, _ = lm.model.get_rope_index(torch.tensor([seq]), shown, torch.tensor(grids))
-        assert torch.equal(torch.tensor(pos).T, want[:, 0])
-
-
 def test_a_reference_without_a_picture_is_read_as_text(seeing):
     """So is code; and what data holds under any name is never taken for a picture."""
     path, lm, pictures = seeing

@@ -271,46 +271,34 @@ PREFERENCES = [
 
 
 def test_preferences_train_on_every_token_of_the_assistant(tiny_dir, monkeypatch):
-    """By a loop over one forward of the whole conversation."""
-    pi, tokenizer = M.load(tiny_dir)
-    pi_ref, _ = M.load(tiny_dir)
+    """By a loop over its messages and a forward for each."""
+    pi, pi_ref = (AutoModelForCausalLM.from_pretrained(tiny_dir) for _ in range(2))
+    tokenizer = M.find_model(tiny_dir)[1]
     torch.manual_seed(0)
     for p in pi.parameters():
         p.data += 0.01 * torch.randn_like(p)
-    flags = ["--model", tiny_dir, "--loss", "mtdpo", "--beta", 0.7, "--nll_coef", 0.5]
+    flags = ["--model", tiny_dir, "--loss", "mtdpo", "--beta", "0.7", "--nll_coef", "0.5"]
     groups, _ = prepared(monkeypatch, PREFERENCES, train_policy, *flags)
-    args = train_policy.get_args([*map(str, flags), "--out", "x"])
+    args = train_policy.get_args([*flags, "--out", "x"])
 
-    @torch.no_grad()
-    def by_loop(lm, history):
-        """Log-probs of all tokens of the assistant, to the end of its turn."""
-        whole = M.render(tokenizer, history)
-        logps = lm.lm(torch.tensor([whole]), use_cache=False).logits[0].log_softmax(-1)
-        found = []
-        for t, m in enumerate(history):
-            if m["role"] == "assistant":
-                start = len(M.render(tokenizer, history[:t]))
-                end = start + len(M.action_ids(tokenizer, m))
-                assert whole[start:end] == list(M.action_ids(tokenizer, m))
-                found += [logps[i - 1, whole[i]] for i in range(start, end)]
-        return torch.stack(found)
+    def of_side(lm, history):
+        turns = [(M.render(tokenizer, history[:t]), M.action_ids(tokenizer, m))
+                 for t, m in enumerate(history) if m["role"] == "assistant"]
+        return [x.detach() for x in separate(lm, turns)]
 
-    turns = M.turns_in(pair for pairs in groups for pair in pairs)
-    logps, ref = (dict(zip(turns, M.action_logps(lm, turns))) for lm in (pi, pi_ref))
-    for lm in (pi, pi_ref):
-        lm.lm.set_attn_implementation("eager")
-    by_chosen = {pair.chosen[-1]: pair for pairs in groups for pair in pairs}
-    assert len(by_chosen) == 2
+    turns = M.turns_in(chain(*groups))
+    logps, ref = (dict(zip(turns, separate(lm, turns))) for lm in (pi, pi_ref))
+    found = sorted(train_policy.pair_loss(args, pair, logps, ref)[0].item()
+                   for pair in chain(*groups))
+    want = []
     for line in PREFERENCES:
         sides = [line.get("prompt", []) + line[side] for side in ("chosen", "rejected")]
-        (chosen, ref_chosen), (rejected, ref_rejected) = (
-            [by_loop(lm, side) for lm in (pi, pi_ref)] for side in sides)
-        margin = 0.7 * ((chosen - ref_chosen).sum() - (rejected - ref_rejected).sum()).item()
-        want = math.log(1 + math.exp(-margin)) - 0.5 * chosen.mean().item()
-        last = tuple(M.render(tokenizer, sides[0][:-1])), M.action_ids(tokenizer, sides[0][-1])
-        loss, got = train_policy.pair_loss(args, by_chosen[last], logps, ref)
-        assert got.item() == pytest.approx(margin, abs=1e-5)
-        assert loss.item() == pytest.approx(want, abs=1e-5)
+        chosen, rejected, ref_chosen, ref_rejected = (
+            of_side(lm, side) for lm in (pi, pi_ref) for side in sides)
+        margin = 0.7 * (loop_score(chosen, ref_chosen, "none")
+                        - loop_score(rejected, ref_rejected, "none"))
+        want.append(loop_loss(margin, chosen, 0.5))
+    assert found == pytest.approx(sorted(map(float, want)), abs=1e-5)
 
 
 @pytest.mark.parametrize("line, message", [
@@ -413,16 +401,9 @@ def test_a_critic_with_a_head_learns_scores_resumes_and_chooses(head, world, rew
     epochs, reached = (8, 0.1) if head == "regression" else (24, 0.3)
     flags = ["train_critic.py", "--model", tiny_dir, "--head", head, "--held_out", 0, "--lr", 1e-3,
              "--beta", 1, "--epochs", epochs, "--batch_size", 4, "--out", tmp_path / "c"]
-    got, (first, *rows, last) = train(rewarded, *flags, ranks=world)
+    got, (_, *rows, last) = train(rewarded, *flags, ranks=world)
     assert rows[-1]["loss"] < reached < rows[0]["loss"] and last["finished"] == len(rows)
     key = lambda r: (r["task"]["id"], r["sample"])
-    if head == "regression":  # step 0 from eq. 2
-        model, tokenizer = M.load(tiny_dir, head=True)
-        sums = {key(r): sum(M.action_logps(model, critic_turns(tokenizer, r, head))).item()
-                for r in rewarded}
-        losses = [math.log1p(math.exp(sums[task, 1] - sums[task, 0])) for task, _ in sums]
-        assert first["pairs"] == len(losses) / 2
-        assert rows[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
     of_turns = sum if head == "regression" else statistics.mean
     total = {key(r): of_turns([m["advantage"] for m in agent_messages(r)]) for r in got}
     assert all(total[task, 0] > total[task, 1] for task, _ in total)
