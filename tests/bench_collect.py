@@ -1,24 +1,17 @@
-"""Collecting without barriers beside the lock-step loop of the released code, or another checkout.
+"""Collecting without barriers beside the lock-step loop of the released code.
 
-    python tests/bench_collect.py [--model runs/base]     # the same engine, seeds and slow human
-    python tests/bench_collect.py --beside DIR [--model DIR] [flags of collect.py]
+    python tests/bench_collect.py [--model runs/base] [flags of collect.py]
 
-The human answers after a random time, log-normal as LLM servers are: median --delay (by default
-about what the engine takes for a turn of 64), sigma --sigma. Lock-step: all episodes of a batch
-sample, then all wait for the slowest reply; the next batch starts when all have ended. Without
---model an untrained tiny one plays. It never answers, so all its episodes have --max_turns turns.
-
---beside: both checkouts play the same built-in tasks by `python collect.py`, as a whole program.
-time and cpu_time are what the other one takes over what this one takes: medians. With --kind
-english, --candidates 16 and a real model most of it is the engine's.
+Both have the same engine, seeds and slow human, who answers after a random time, log-normal as LLM
+servers are: median --delay (by default about what the engine takes for a turn of 64), sigma
+--sigma. Lock-step: all episodes of a batch sample, then all wait for the slowest reply; the next
+batch starts when all have ended. Without --model an untrained tiny one plays. It never answers, so
+all its episodes have --max_turns turns.
 """
 import asyncio
-import functools
 import math
 import os
-import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 
@@ -27,7 +20,7 @@ sys.path[:0] = [TESTS, os.path.dirname(TESTS)]
 import collect  # noqa: E402
 import colbench  # noqa: E402
 import model  # noqa: E402
-from conftest import CPU, ROOT, demos, lines  # noqa: E402
+from conftest import demos  # noqa: E402
 from timing import in_turn, parser, ratio, show  # noqa: E402
 from utils import rng  # noqa: E402
 
@@ -35,8 +28,6 @@ from utils import rng  # noqa: E402
 def get_args():
     p = parser(__doc__, repeats=5)
     p.add_argument("--model", help="directory of the agent")
-    p.add_argument("--beside", metavar="DIR", help="another checkout, to compare this one with")
-    p.add_argument("--kind", default="backend", help="of the tasks")
     p.add_argument("--episodes", type=int, default=64, help="played in one go, each of a task")
     p.add_argument("--batch", type=int, default=64, help="episodes under way at once, for both")
     p.add_argument("--delay", type=float, default=0.2, help="median seconds of a reply")
@@ -88,7 +79,7 @@ async def lock_step(players, jobs, batch):
     return done
 
 
-def compare_with_lock_step(args, flags, tasks):
+def compare(args, flags, tasks):
     loop = asyncio.new_event_loop()
     players = loop.run_until_complete(SlowHuman(collect.get_args(flags)).load())
     players.delay, players.sigma = args.delay, args.sigma
@@ -104,33 +95,12 @@ def compare_with_lock_step(args, flags, tasks):
           "least": least, "most": most, "same_text": sum(a == b for a, b in zip(*texts))})
 
 
-def compare_with_checkout(args, flags, tasks):
-    cpu = {args.beside: [], ROOT: []}
-
-    def play(checkout):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, os.path.join(checkout, "collect.py"), *flags],
-                              input=lines({"task": task} for task in tasks), text=True, env=CPU,
-                              stdout=subprocess.PIPE, check=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        cpu[checkout].append(after.ru_utime - before.ru_utime)
-        return len(done.stdout.splitlines())
-
-    seconds, gave = in_turn({name: functools.partial(play, name) for name in cpu}, args.repeats)
-    assert gave[ROOT] == gave[args.beside]
-    here, other = seconds[ROOT], seconds[args.beside]
-    show({"row": f"{gave[ROOT]} episodes", "seconds": statistics.median(here),
-          "time": ratio(other, here)[0], "cpu_time": ratio(cpu[args.beside], cpu[ROOT])[0]})
-
-
 if __name__ == "__main__":
     args, flags = get_args()
-    given = colbench.get_args(["tasks", "--kind", args.kind])
-    builtin = colbench.ENVIRONMENTS[args.kind].tasks("train", given)
+    builtin = colbench.ENVIRONMENTS["backend"].tasks("train", colbench.get_args(["tasks"]))
     tasks = [next(builtin) for _ in range(args.episodes)]
     with tempfile.TemporaryDirectory() as folder:
         if not args.model:
             args.model = os.path.join(folder, "model")
             model.save(*model.tiny(demos(200), 0, colbench.PIECES), args.model)
-        flags = ["--model", args.model, "--engine", "transformers", *flags]
-        (compare_with_checkout if args.beside else compare_with_lock_step)(args, flags, tasks)
+        compare(args, ["--model", args.model, "--engine", "transformers", *flags], tasks)

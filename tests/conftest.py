@@ -168,17 +168,6 @@ def demos(n, seed=0, **knobs):
     return [kind.demonstration(next(tasks), utils.rng("demo", seed, i), args) for i in range(n)]
 
 
-def critic_turns(tokenizer, record, head, hidden_info=1, pictures=None):
-    """The turns by which a critic judges a record's messages."""
-    import train_critic
-    critic = {"head": head, "hidden_info": hidden_info, "ref_context": "hidden"}
-    history = record["dialogue_history"]
-    turns_after = functools.partial(train_critic.critic_turns, critic, tokenizer, record["task"])
-    both = [turns_after(history[:t], [m], 0, pictures)
-            for t, m in enumerate(history) if m["role"] == "assistant"]
-    return [turn for [(turn, _)] in both]
-
-
 def nucleus(logps, top_p):
     """Log-probs (n, vocabulary) of sampling with --top_p: -inf for what is never drawn."""
     logps = logps.detach()

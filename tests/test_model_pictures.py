@@ -10,7 +10,8 @@ from transformers import (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, 
 
 import colbench
 import model as M
-from conftest import actions, complaint, critic_turns, demos, records, script, train
+import train_critic
+from conftest import actions, complaint, demos, records, script, train
 from test_model import gradients
 
 pytest.importorskip("PIL", reason="pillow is not installed (MANUAL.md, \"Frontend Design\")")
@@ -68,6 +69,14 @@ def episode(pages, hidden):
                     {"role": "user", "content": "it looks right"}]
     task = {"problem_description": "x", "ground_truth": f"<html>{hidden}</html>"}
     return {"task": task, "dialogue_history": history[:-1]}
+
+
+def critic_turns(tokenizer, record, head, hidden_info, pictures):
+    """The turns by which a critic judges a record's messages."""
+    critic = {"head": head, "hidden_info": hidden_info, "ref_context": "hidden"}
+    both = [train_critic.critic_turns(critic, tokenizer, record["task"], history, actions, 0,
+                                      pictures) for history, actions in M.actions_of(record)]
+    return [turn for [(turn, _)] in both]
 
 
 def all_turns(tokenizer, pictures, head):

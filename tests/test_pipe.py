@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import colbench
 import model as M
@@ -131,73 +131,47 @@ FORGETS = """{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>\
 {% if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% endif %}{% endif %}"""
 
 
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory):
-    """A tiny model that has learned to think a word, and whose template strips earlier thoughts."""
-    given = demos(200)
-    model, tokenizer = M.tiny(given, 0, colbench.PIECES)
+def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(tasks, tmp_path):
+    """By separate forwards. A thought is in its action, but not in later prompts: no prompt
+    extends the turn before.
+    """
+    path, (made, tokenizer) = str(tmp_path / "model"), M.tiny(demos(200), 0, colbench.PIECES)
     tokenizer.chat_template = FORGETS
     tokenizer.add_tokens(["<think>", "</think>"])
-    model.lm.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    out = tmp_path_factory.mktemp("model")
-    M.save(model, tokenizer, str(out / "untrained"))
-    for r in given:
-        r["meta"] = {"thinking": 1}
-        for m in agent_messages(r):
-            m["output"] = f"rate</think>{m['content']}"
-    train(given, "train_policy.py", "--model", out / "untrained", "--loss", "rft", "--all", 1,
-          "--lr", 3e-3, "--batch_size", 20, "--out", out / "thinker")
-    return str(out / "thinker")
+    made.lm.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    M.save(made, tokenizer, path)
+    lm = AutoModelForCausalLM.from_pretrained(path)
 
-
-def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(thinker, tmp_path):
-    """A thought is in its action, but not in later prompts: no prompt extends the turn before."""
-    tasks = script("colbench.py", "tasks", "--n", 5).stdout
-    played = script("collect.py", "--model", thinker, "-k", 2, "--candidates", 2, "--thinking", 1,
-                    "--max_turns", 3, "--max_tokens", 25, stdin=tasks)
-    assert played.returncode == 0, played.stderr
-    rs = records(played.stdout)
-    for r in rs:
-        r["reward"] = float(r["sample"])
-    flags = ["--model", thinker, "--lr", 1e-3, "--epochs", 1]
-    scored, _ = train(rs, "train_critic.py", *flags, "--held_out", 0, "--out", tmp_path / "critic")
-    base, critic = (AutoModelForCausalLM.from_pretrained(path)
-                    for path in (thinker, tmp_path / "critic"))
-    tokenizer = AutoTokenizer.from_pretrained(thinker)
-
-    def prompt_ids(history):
-        """What the template makes of all that the agent wrote, its thoughts, too."""
-        full = [{**m, "content": "<think>" + m["output"]} if "output" in m else m for m in history]
-        text = tokenizer.apply_chat_template(full, tokenize=False, add_generation_prompt=True,
+    @torch.no_grad()
+    def logps_of(history, ids):
+        text = tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True,
                                              enable_thinking=True)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return separate(lm, [(prompt, ids)])[0]
 
-    kept, turns, turns_logps, checked = [], [], [], 0
+    played = script("collect.py", "--model", path, "--thinking", 1, "--max_turns", 3,
+                    "--max_tokens", 25, stdin=tasks)
+    rs = records(played.stdout)
+    for history, (m,) in (turn for r in rs for turn in M.actions_of(r)):
+        if "think>" not in str(history):  # noise may spell it
+            want = logps_of(history, m["token_ids"])
+            assert torch.allclose(torch.tensor(m["logprobs"]), want, atol=1e-3)
+    for m in (m for r in rs for m in agent_messages(r)):
+        m |= {"content": "what is it?", "output": "rate</think>what is it?"}
+        del m["token_ids"], m["logprobs"]
+    flags = ["--model", path, "--epochs", 1, "--out"]
+    scored, _ = train(rs, "train_critic.py", "--head", "teacher", *flags, tmp_path / "critic")
+    logps = []
     for r in scored:
-        agent = agent_messages(r)
-        if any(m["output"].count("</think>") != 1 for m in agent[:-1]):
-            continue  # what such a message says is another text than what the template leaves
-        kept.append(r)
-        for t, m in enumerate(agent):
-            history = r["dialogue_history"][:2 * t + 1]
+        for history, (m,) in M.actions_of(r):
+            ids = tokenizer(m["output"] + "<|end|>", add_special_tokens=False)["input_ids"]
+            logps.append(logps_of(history, ids))
             seen = colbench.with_hidden(history, colbench.hidden_information(r["task"]))
-            prompt, privileged = prompt_ids(history), prompt_ids(seen)
-            drawn = [x["token_ids"] for x in (m, *m["candidates"])]
-            with torch.no_grad():
-                (logps,) = separate(base, [(prompt, m["token_ids"])])
-                pi, ref = (separate(lm, [(privileged, ids) for ids in drawn])
-                           for lm in (critic, base))
-            for x, p, q in zip((m, *m["candidates"]), pi, ref):
-                assert x["advantage"] == pytest.approx((p.mean() - q.mean()).item(), abs=2e-4)
-                checked += abs(x["advantage"]) > 1e-2
-            assert torch.allclose(torch.tensor(m["logprobs"]), logps, atol=1e-3)
-            assert not turns or not t or prompt[:len(turns[-1])] != turns[-1]
-            turns.append([*prompt, *m["token_ids"]])
-            turns_logps.append(logps)
-    assert checked > 20 and any(len(agent_messages(r)) == 3 for r in kept)
-    _, (_, first, *_) = train(kept, "train_policy.py", *flags, "--loss", "rft", "--all", 1,
-                              "--out", tmp_path / "policy")
-    assert first["loss"] == pytest.approx(-torch.cat(turns_logps).mean().item(), abs=1e-4)
+            want = logps_of(seen, ids).mean() - logps[-1].mean()
+            assert m["advantage"] == pytest.approx(want.item(), abs=2e-4) != 0
+    _, (_, first, *_) = train(rs, "train_policy.py", "--loss", "rft", "--all", 1, *flags,
+                              tmp_path / "policy")
+    assert first["loss"] == pytest.approx(-torch.cat(logps).mean().item(), abs=1e-4)
 
 
 # --- bad input ------------------------------------------------------------------------------------

@@ -32,8 +32,8 @@ import train_critic
 import train_policy
 import utils
 from colbench import agent_messages
-from conftest import (CPU, ROOT, actions, complaint, critic_turns, descendants, gone, lines,
-                      metrics, records, script, steps, train)
+from conftest import (CPU, ROOT, actions, complaint, descendants, gone, lines, metrics, records,
+                      script, steps, train)
 from model import TURN, Pair
 from test_model import save_random, separate
 
@@ -364,7 +364,7 @@ def check_same_advantages(given, others):
 
 def test_a_turns_value_is_the_head_on_the_mean_state_of_all_its_tokens(tiny_dir, episodes):
     model, tokenizer = M.load(tiny_dir, head=True)
-    turns = [turn for r in episodes[:3] for turn in critic_turns(tokenizer, r, "regression")]
+    turns = [turn for r in episodes[:3] for turn in M.turns_of(tokenizer, r)]
     reference, _ = M.load_lm(tiny_dir, "cpu")
     for (prompt, action), value in zip(turns, M.action_logps(model, turns)):
         states = reference.model(torch.tensor([[*prompt, *action]])).last_hidden_state[0]
@@ -590,7 +590,8 @@ def planned_tokens(command, data, world):
     return plan["tokens"]["computed"], plan["steps"]
 
 
-@pytest.mark.parametrize("job", ["critic", pytest.param("dpo", marks=pytest.mark.full)])
+@pytest.mark.parametrize("job", ["critic", *(pytest.param(job, marks=pytest.mark.full)
+                                             for job in ("dpo", "rft"))])
 def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data, tiny_dir,
                                                       monkeypatch):
     trainer, flags = train_critic if job == "critic" else train_policy, command(job, "x")[1:]
@@ -609,8 +610,10 @@ def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data,
     batches = [batch for epoch in range(args.epochs)
                for batch in M.batches(groups, args.batch_size, seed=(args.seed, epoch))]
     for step, (batch, row) in enumerate(zip(batches, steps(whole(job)[0]), strict=True)):
-        logps = by_turn(pi, batch)
-        loss = sum(trainer.pair_loss(args, pair, logps, ref)[0] for pair in batch) / len(batch)
+        logps, size = by_turn(pi, batch), len(batch)
+        if job == "rft":
+            size = sum(len(action) for pair in batch for _, action in pair.chosen)
+        loss = sum(trainer.pair_loss(args, pair, logps, ref)[0] for pair in batch) / size
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(pi.parameters(), args.max_grad_norm)
         optimizer.param_groups[0]["lr"] = utils.lr_at(step, len(batches), args.lr)
