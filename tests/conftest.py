@@ -145,8 +145,9 @@ def actions(record):
 
 
 def metrics(out):
-    """The whole rows of a run's metrics.jsonl."""
-    return records(Path(out, "metrics.jsonl").read_text().rpartition("\n")[0])
+    """The whole rows of a run's metrics.jsonl; [] if there is none."""
+    path = Path(out, "metrics.jsonl")
+    return records(path.read_text().rpartition("\n")[0]) if path.exists() else []
 
 
 def steps(out):

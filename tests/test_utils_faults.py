@@ -72,15 +72,12 @@ def test_a_stage_killed_again_and_again_ends_as_if_it_had_not_been(name, tasks, 
             m.pop("logprobs", None)  # other company in a batch, other rounding
         assert got == want
 
-    def rows(out):
-        return metrics(out) if trains and (out / "metrics.jsonl").exists() else []
-
     def check_killed(out, done, how, rows_before):
         """What it leaves is whole; ended by SIGTERM or SIGINT, its last step is in a checkpoint."""
         assert done.returncode == -how, (done.returncode, done.stderr)
         loading = "KeyboardInterrupt" in done.stderr  # Python's own, before utils.run
         assert loading or "Traceback" not in done.stderr, done.stderr
-        there = rows(out)
+        there = metrics(out)
         if how != signal.SIGKILL and len(there) > rows_before and "step" in there[-1]:
             done_steps = there[-1]["step"] + 1
             assert (out / f"checkpoint-{done_steps}").exists()
@@ -90,7 +87,7 @@ def test_a_stage_killed_again_and_again_ends_as_if_it_had_not_been(name, tasks, 
     r, kills, resumed, out = random.Random(f"{SEED} {name}"), 0, 0, tmp_path / "killed0"
     while kills < KILLS:
         how = r.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-        rows_before = len(rows(out))
+        rows_before = len(metrics(out))
         done = run(out, (0.3 + r.random() * seconds, how))
         if done.returncode == 0:  # it had done its work
             check_same(out, done)
@@ -98,7 +95,7 @@ def test_a_stage_killed_again_and_again_ends_as_if_it_had_not_been(name, tasks, 
             continue
         kills += 1
         check_killed(out, done, how, rows_before)
-        resumed += any("resumed" in row for row in rows(out))
+        resumed += any("resumed" in row for row in metrics(out))
     check_same(out, run(out))
     # a few kills may all come before the first checkpoint
     assert resumed or not trains or KILLS < 30
