@@ -1,21 +1,20 @@
 """How fast the grader is, beside a naive exec in this process and a fresh interpreter per answer.
 
-    python tests/bench_grade.py [--rounds 9] [--tasks 40]
+    python tests/bench_grade.py [--repeats 9] [--tasks 40]
 
-All three grade the same answers (each task's reference), ten tests each, on one core, round after
-round in turn; the figures are medians over the rounds. Run it where the machine is quiet.
+All three grade the same answers (each task's reference), ten tests each, on one core, in turn; the
+figures are medians. Run it where the machine is quiet.
 """
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from colbench import Grader  # noqa: E402
+from timing import in_turn, parser, ratio  # noqa: E402
 
 TASKS = Path(__file__).resolve().parents[2] / "shared" / "colbench" / "backend_tasks.jsonl"
 ONE = """import json, sys
@@ -27,8 +26,8 @@ for test in tests:
 """
 
 
-def few():
-    """Stand-ins, where the real tasks are not beside this checkout."""
+def stand_ins():
+    """Tasks, where the real ones are not beside this checkout."""
     for i in range(10):
         code = (f"def f(xs, k={i}):\n    best = 0\n    for x in xs:\n"
                 "        best = max(best + x, x, k)\n    return best")
@@ -55,32 +54,23 @@ def fresh(task, answer):
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--rounds", type=int, default=9)
-    p.add_argument("--tasks", type=int, default=40,
-                   help="answers a round (a tenth of it for fresh interpreters)")
+    p = parser(__doc__, repeats=9)
+    p.add_argument("--tasks", type=int, default=40, help="answers that each grades in a repeat")
     args = p.parse_args()
     os.sched_setaffinity(0, [max(os.sched_getaffinity(0))])  # children inherit it
-    tasks = [json.loads(line) for line in TASKS.open()] if TASKS.exists() else list(few())
+    tasks = [json.loads(line) for line in TASKS.open()] if TASKS.exists() else list(stand_ins())
     with Grader(workers=1) as grader:
         tasks = [t for t in tasks[:3 * args.tasks]
                  if grader.grade(t, t["ground_truth"])["reward"] == 1]  # and its value is cached
         tasks = (tasks * args.tasks)[:args.tasks]
-        ways = {"naive": (naive, tasks), "grader": (grader.grade, tasks),
-                "fresh interpreter": (fresh, tasks[:max(1, args.tasks // 10)])}
-        rates = {name: [] for name in ways}
-        for _ in range(args.rounds):
-            for name, (way, some) in ways.items():
-                start = time.perf_counter()
-                for task in some:
-                    way(task, task["ground_truth"])
-                rates[name].append(len(some) / (time.perf_counter() - start))
-        which = "real tasks" if TASKS.exists() else "stand-in tasks"
-        print(f"{which}, one core, answers a second:")
-    for name, rate in rates.items():
-        ratio = statistics.median(g / r for g, r in zip(rates["grader"], rate))
-        print(f"  {name:18} {statistics.median(rate):8.0f}   grader is {ratio:5.2f} of it")
+        ways = {"grader": grader.grade, "naive": naive, "fresh interpreter": fresh}
+        seconds, _ = in_turn({name: lambda way=way: [way(t, t["ground_truth"]) for t in tasks]
+                              for name, way in ways.items()}, args.repeats)
+    print(f"{'real' if TASKS.exists() else 'stand-in'} tasks, one core, answers a second:")
+    for name, times in seconds.items():
+        speedup, _, _ = ratio(times, seconds["grader"])
+        print(f"  {name:18} {len(tasks) / statistics.median(times):8.0f}   "
+              f"grader is {speedup:5.2f} of it")
 
 
 if __name__ == "__main__":

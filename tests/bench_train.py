@@ -1,46 +1,32 @@
 """What the trainers' steps and scores cost, beside other ways to compute the same.
 
-    python tests/bench_train.py                           # ten minutes of one core
-    python tests/bench_train.py --jobs dpo scoring --repeats 5
+    python tests/bench_train.py                                   # some minutes of one core
+    torchrun --nproc_per_node=2 tests/bench_train.py --jobs dpo critic --repeats 5
 
 Records of the paper's shape go to disk: a task has four trajectories of six turns, a turn has 16
-candidates and four pairs; texts are random words. The trainers' own functions read them, make the
-batches and deal them to the ranks. A step is the body of the trainers' loop: pack, forward, loss,
-backward. It runs on 1 process, on 2 of torchrun, and on 8 simulated ones: the shares of 8 ranks
-one after another, of which the slowest counts.
-
-dpo, dpo 24         pairs of candidates, 8 a step, or 24, which are all of a trajectory
-mtdpo, critic       pairs of trajectories, 8 a step
-rft                 solved trajectories, 8 a step
-scoring             log-probs without gradient: of all 17 actions a turn, which get advantages, and
-                    of those in the pairs of dpo, for pi_ref
-
-Rivals read the same pairs and have the same weights:
+candidates and four pairs; texts are random words. The trainers' own functions read them and make
+the batches. A step is the body of the trainers' loop: pack, forward, loss, backward. Jobs are the
+trainers' losses, 8 pairs a step ("dpo 24": all of a trajectory), and scoring, log-probs of all 17
+actions a turn without gradient. Rivals read the same pairs and have the same weights:
 
 official   a pair is a batch of two padded sequences, all logits, pi_ref on it at every step
-trl        TRL's DPOTrainer, a pair at a time (pip install trl==1.16.0; left out without it). In
-           mtdpo it trains on the human's replies, too, so its loss is another
 kv cache   scoring: a prompt once, with a KV cache; then all its actions in one padded batch, with
            the head on actions alone
 
-Every repeat runs all of them in turn. `time` is the slowest rank's CPU time over that of ours:
-median [min, max]. `tokens` is the same of computed tokens, with a backward pass as two forwards.
-`of bound` is time / tokens. Ours includes pi_ref's share, by the epochs that it serves. `differs`
-is the largest relative difference of losses, of gradients or of log-probs, as whole vectors. Each
-row goes to stdout as JSON, the table to stderr. Exits with 1 if one differs by more than 1e-4.
+Every repeat runs all of them in turn. time, least, most: the slowest rank's CPU time over that of
+ours, which includes pi_ref's share, by the epochs that it serves. tokens: the same of computed
+tokens, those of --dry_run, with a backward pass as two forwards; of_bound is time / tokens.
+differs: the relative difference of losses and gradients, or of log-probs, as whole vectors. Exits
+with 1 if one differs by more than 1e-4.
 """
-import argparse
 import contextlib
 import functools
 import json
 import os
 import random
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from pathlib import Path
 from unittest.mock import patch
 
@@ -49,14 +35,15 @@ os.environ["TQDM_DISABLE"] = "1"
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: E402
-from transformers import LlamaConfig  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import train_critic  # noqa: E402
 import train_policy  # noqa: E402
-from model import (action_logps, batches, deal, gathered, head_logps, load, score,  # noqa: E402
-                   tiny, turns_in)
-from utils import RANK, WORLD, fail, init_distributed, leave_group, sum_over_ranks  # noqa: E402
+from model import (action_logps, batches, count_tokens, dry_run, gathered, head_logps,  # noqa: E402
+                   load, score, tiny, turns_in)
+from timing import in_turn, parser, ratio, show  # noqa: E402
+from utils import (RANK, WORLD, fail, from_rank_0, init_distributed, leave_group,  # noqa: E402
+                   sum_over_ranks)
 
 #               module, flags, pairs a step, epochs that pi_ref's log-probs serve
 JOBS = {"dpo": (train_policy, [], 8, 1),
@@ -70,24 +57,23 @@ SHAPES = {"tiny": (64, 128, 1, 2, 1, 32, 2048, True),
           "1b": (2048, 8192, 16, 32, 8, 64, 128256, True),
           "3b": (3072, 8192, 28, 24, 8, 128, 128256, True),
           "8b": (4096, 14336, 32, 32, 8, 128, 128256, False)}
-WORDS, TURNS, CANDIDATES, BETA, NLL, MAX_TOKENS = 1700, 6, 16, 0.1, 0.01, 16384
-TOKENS = [0]  # that went through a model: 1 a forward, 2 a backward
+WORDS, TURNS, CANDIDATES, TREE_TOKENS = 1700, 6, 16, 16384
 
 
 def get_args():
-    p = argparse.ArgumentParser(description=__doc__,
-                                formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = parser(__doc__, repeats=3)
     p.add_argument("--jobs", nargs="+", choices=[*JOBS, "scoring"], default=[*JOBS, "scoring"])
     p.add_argument("--shape", choices=SHAPES, default="small", help="of the model: random weights")
-    p.add_argument("--repeats", type=int, default=3)
-    p.add_argument("--data", help="what torchrun's processes read: a folder made before")
     return p.parse_args()
 
 
 # --- data and models ------------------------------------------------------------------------------
 
 def make_data(folder, tasks, shape):
-    """Writes records.jsonl, and a model's config.json and tokenizer, one token a word."""
+    """Writes records.jsonl and a model with random weights, whose tokenizer has a token a word.
+
+    Returns the folder.
+    """
     r = random.Random(0)
 
     def text(low, high):
@@ -109,13 +95,17 @@ def make_data(folder, tasks, shape):
                                     "dialogue_history": history[:-1]}) + "\n")
     words = "".join(f" w{n}" for n in range(WORDS)) * 2  # a tokenizer wants to see a word twice
     says = [{"dialogue_history": [{"role": "assistant", "content": words}]}]
-    tokenizer = tiny(says, 0, r" ?\w+|\W")[1]
-    tokenizer.save_pretrained(folder)
+    tiny(says, 0, r" ?\w+|\W")[1].save_pretrained(folder)
     width, mlp, layers, heads, kv, size, vocab, tied = SHAPES[shape]
-    LlamaConfig(vocab_size=vocab, hidden_size=width, intermediate_size=mlp, head_dim=size,
-                num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv,
-                tie_word_embeddings=tied, max_position_embeddings=16384, pad_token_id=0,
-                architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    config = LlamaConfig(vocab_size=vocab, hidden_size=width, intermediate_size=mlp, head_dim=size,
+                         num_hidden_layers=layers, num_attention_heads=heads,
+                         num_key_value_heads=kv, tie_word_embeddings=tied, pad_token_id=0,
+                         max_position_embeddings=16384, initializer_range=width ** -0.5)
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        lm = LlamaForCausalLM(config)
+    lm.to(torch.bfloat16 if torch.cuda.is_available() else None).save_pretrained(folder)
+    return folder
 
 
 def read_groups(job, folder):
@@ -129,81 +119,36 @@ def read_groups(job, folder):
     return list(ref_of) if job == "scoring" else train
 
 
-def random_model(folder, device, noise=0.0, **how):
-    """model.load of a folder without weights: they are drawn on the device, pi_ref's with noise."""
-    @torch.no_grad()
-    def draw(model):
-        for n, p in enumerate(model.parameters()):
-            own, seed = p, n
-            if hasattr(p, "to_local"):
-                own, seed = p.to_local(), n + 1000 * RANK  # a shard's numbers are its own
-            generator = torch.Generator(own.device).manual_seed(seed)
-            if own.ndim == 1:
-                own.fill_(1)  # a norm's
-                continue
-            scale = own.shape[1] ** -0.5
-            own.normal_(0, scale, generator=generator)
-            drawn = torch.empty_like(own).normal_(0, scale, generator=generator)
-            own.add_(drawn, alpha=noise)
-
-    def made(path, dtype, attn_implementation, **rest):
-        lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path),
-                                              attn_implementation=attn_implementation,
-                                              dtype=torch.float32 if dtype == "auto" else dtype)
-        return lm, {"missing_keys": (), "mismatched_keys": ()}
-
-    with (patch("model.AutoModelForCausalLM.from_pretrained", made),
-          patch("model.weight_files", lambda path: [path])):
-        model, _ = load(folder, device, **how)
-    draw(model)
-    model.lm.model.register_forward_pre_hook(count, with_kwargs=True)
+@torch.no_grad()
+def load_moved(folder, device, **how):
+    """model.load's model, for a policy: its weights have moved a little from pi_ref's."""
+    model, _ = load(folder, device, **how)
+    for n, p in enumerate(model.parameters()):
+        own = p.to_local() if hasattr(p, "to_local") else p  # a shard's numbers are its own
+        generator = torch.Generator(own.device).manual_seed(1000 * RANK + n)
+        own.add_(torch.empty_like(own).normal_(0, own.std(), generator=generator), alpha=0.1)
     return model
 
 
-def count(module, args, kwargs):
-    TOKENS[0] += kwargs["input_ids"].numel() * (3 if torch.is_grad_enabled() else 1)
+# --- steps: each leaves gradients and returns the loss --------------------------------------------
 
-
-# --- steps ----------------------------------------------------------------------------------------
-
-@functools.cache
-def flags_of(job):
-    """The module of a job's trainer, and its flags as parsed."""
+def loss_of(job, pairs, logps, ref, batch):
+    """The share of these pairs in the loss of a step, by the trainer. logps, ref: {turn: (L,)}."""
     module, flags, _, _ = JOBS[job]
-    return module, module.get_args(["--out", "x", *flags])
-
-
-def pair_loss(job, pair, logps, ref):
-    """The trainer's. logps, ref: {turn: (L,)}."""
-    module, args = flags_of(job)
-    if ref:
-        ref = {turn: ref[turn].to(logps[turn].device) for turn in turns_in([pair])}
-    return module.pair_loss(args, pair, logps, ref)[0]
-
-
-def loss_size(job, batch):
-    """What a step's sum of losses is divided by: pairs, or for rft tokens."""
+    args = module.get_args(["--out", "x", *flags])
+    size = len(batch)
     if job == "rft":
-        return sum(len(action) for pair in batch for _, action in pair.chosen)
-    return len(batch)
+        size = sum(len(action) for pair in batch for _, action in pair.chosen)
+    return sum(module.pair_loss(args, pair, logps, ref)[0] for pair in pairs) / size
 
 
-def our_step(model, job, batch, ref, others, rank, world):
-    """A rank's share of the loss of a step, as the trainers compute it; leaves gradients.
-
-    others: {turn: (L,)} that a simulated rank would get from the other ones.
-    """
+def our_step(model, job, batch, ref):
+    """As the trainers do it; on all ranks the same loss."""
     turns = turns_in(batch)
-    if world != WORLD:
-        parts = deal(turns, MAX_TOKENS, world)
-        share = -(-len(parts) // world)
-        turns = [turn for part in parts[rank * share:(rank + 1) * share] for turn in part]
-    own = action_logps(model, turns, MAX_TOKENS) if turns else []
-    logps = {**others, **dict(zip(turns, own))}
-    loss = sum(pair_loss(job, pair, logps, ref) for pair in batch) / loss_size(job, batch)
-    if turns:  # a rank may have none
-        loss.backward()
-    return loss.item() / world
+    logps = dict(zip(turns, action_logps(model, turns, TREE_TOKENS)))
+    loss = loss_of(job, batch, logps, ref, batch)
+    loss.backward()
+    return loss.item()
 
 
 @contextlib.contextmanager
@@ -229,72 +174,42 @@ def pad(seqs, device):
     return torch.tensor([[*seq, *[0] * (length - len(seq))] for seq in seqs], device=device)
 
 
-def official_step(model, ref_model, job, pair, size):
-    """The loss of one pair over the step's size, by the released procedure; leaves gradients."""
-    sides = [side for side in pair[:2] if side]
-    ids = pad([side[-1][0] + side[-1][1] for side in sides], model.device)
+def official_step(model, job, batch, ref_model):
+    """By the released procedure, pair by pair; each rank takes its share of them."""
+    total = 0.0
+    for pair in batch[RANK::WORLD]:
+        sides = [side for side in pair[:2] if side]
+        ids = pad([side[-1][0] + side[-1][1] for side in sides], model.device)
 
-    def logps_of(rows):
-        return {(prompt, action): row[len(prompt) - 1:][:len(action)].cpu()
-                for row, side in zip(rows, sides) for prompt, action in side}
+        def logps_of(rows):
+            return {(prompt, action): row[len(prompt) - 1:][:len(action)].cpu()
+                    for row, side in zip(rows, sides) for prompt, action in side}
 
-    ref = {}
-    with plain(model, ref_model):
-        if job != "rft":
-            with torch.no_grad():
-                ref = logps_of(ref_model(ids))
-        loss = pair_loss(job, pair, logps_of(model(ids)), ref) / size
-        loss.backward()
-    return loss.item()
-
-
-def trl_step(model, ref_model, pairs):
-    """A function that takes TRL's step and returns its loss; None where TRL is not installed."""
-    try:
-        import trl
-        from datasets import Dataset
-    except ImportError as e:
-        print(f"without TRL ({e}): pip install trl==1.16.0", file=sys.stderr)
-        return None
-
-    class Tokenised(trl.DPOTrainer):
-        def _prepare_dataset(self, dataset, *args):
-            return dataset  # token ids already
-
-    def step():
-        trainer.current_gradient_accumulation_steps = len(rows)
         with plain(model, ref_model):
-            return sum(trainer.training_step(trainer.model, trainer.data_collator([row])).item()
-                       for row in rows)
+            with torch.no_grad():
+                ref = logps_of(ref_model(ids)) if job != "rft" else {}
+            loss = loss_of(job, [pair], logps_of(model(ids)), ref, batch)
+            loss.backward()
+        total += loss.item()
+    return sum_over_ranks(total)[0]
 
-    warnings.filterwarnings("ignore")
 
-    def after_prompt(side):  # with the human's replies, if it has several turns
-        (first, _), (last, action) = side[0], side[-1]
-        return list((last + action)[len(first):])
+# --- scores ---------------------------------------------------------------------------------------
 
-    rows = [{"prompt_ids": list(chosen[0][0]), "chosen_ids": after_prompt(chosen),
-             "rejected_ids": after_prompt(rejected)} for chosen, rejected, _ in pairs]
-    with tempfile.TemporaryDirectory() as out:
-        config = trl.DPOConfig(
-            out, beta=BETA, loss_type=["sigmoid", "sft"], loss_weights=[1.0, NLL],
-            max_length=None, per_device_train_batch_size=1, report_to="none",
-            gradient_checkpointing=False, bf16=False, use_cpu=True)
-        tokenizer = AutoTokenizer.from_pretrained(model.config.name_or_path)
-        trainer = Tokenised(model.lm, ref_model.lm, args=config, processing_class=tokenizer,
-                            train_dataset=Dataset.from_list(rows))
-    return step
+def by_prompt(turns):
+    """{prompt: [action]} of the turns."""
+    actions = {}
+    for prompt, action in turns:
+        actions.setdefault(prompt, []).append(action)
+    return actions
 
 
 @torch.no_grad()
 def kv_cache_scores(model, turns):
     """[(L,)] of the turns: each prompt once, then its actions in a padded batch on its KV cache."""
-    by_prompt, logps = {}, {}
-    for prompt, action in turns:
-        by_prompt.setdefault(prompt, []).append(action)
-    decoder = model.lm.model
+    logps, decoder = {}, model.lm.model
     with plain(model):
-        for prompt, actions in by_prompt.items():
+        for prompt, actions in by_prompt(turns).items():
             first = decoder(input_ids=pad([prompt], model.device), use_cache=True)
             cache, ids = first.past_key_values, pad(actions, model.device)
             for layer in cache.layers:
@@ -311,18 +226,19 @@ def kv_cache_scores(model, turns):
     return [logps[turn] for turn in turns]
 
 
+def kv_cache_tokens(turns):
+    return sum(len(prompt) + len(actions) * (max(map(len, actions)) - 1)
+               for prompt, actions in by_prompt(turns).items())
+
+
 # --- measuring ------------------------------------------------------------------------------------
 
-def cost(device, fn, *args):
-    """(fn(*args), its (seconds, tokens), a tensor): CPU time, on a GPU wall time."""
-    sync, clock = (lambda: None), time.process_time
+def clock(device):
+    """Seconds: CPU time, on a GPU wall time."""
     if device.type == "cuda":
-        sync, clock = torch.cuda.synchronize, time.perf_counter
-    sync()
-    TOKENS[0], start = 0, clock()
-    out = fn(*args)
-    sync()
-    return out, torch.tensor([clock() - start, TOKENS[0]], dtype=torch.float64)
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
 
 
 def max_over_ranks(number):
@@ -333,9 +249,10 @@ def max_over_ranks(number):
     return number.item()
 
 
-def slowest(costs):
-    """(seconds, tokens): of the slowest rank, and of the one with most tokens."""
-    return torch.tensor([max_over_ranks(max(column)) for column in torch.stack(costs).T.tolist()])
+def timed(device, ways, repeats):
+    """in_turn, with seconds of the slowest rank."""
+    seconds, gave = in_turn(ways, repeats, functools.partial(clock, device))
+    return {name: list(map(max_over_ranks, times)) for name, times in seconds.items()}, gave
 
 
 def difference(ours, theirs):
@@ -346,129 +263,81 @@ def difference(ours, theirs):
     return norm(x.double() - y.double() for x, y in zip(ours, theirs)) / norm(ours)
 
 
-def take_gradients(model, loss):
-    """[loss, gradient, ...] of all ranks; the model has no gradients any more."""
-    got = [torch.tensor(sum_over_ranks(loss))]
-    got += [gathered(p.grad) for p in model.parameters()]
-    model.zero_grad()
-    return got
+def row(name, seconds, ours, tokens, differs):
+    """A row. seconds, ours: of each repeat; tokens: the rival's over ours."""
+    middle, least, most = ratio(seconds, ours)
+    return {"row": f"{name}, {WORLD} ranks", "tokens": tokens, "time": middle, "least": least,
+            "most": most, "of_bound": middle / tokens, "differs": differs}
 
 
-def row(job, ranks, items, rival, theirs, ours, differs):
-    """A row of the table. theirs, ours: (seconds, tokens) of each repeat; differs: of each, too."""
-    times, tokens = (torch.stack(theirs) / torch.stack(ours)).T.tolist()
-    middle = statistics.median(times)
-    return {"job": job, "ranks": ranks, "items": items, "rival": rival, "tokens": tokens[0],
-            "time": middle, "min": min(times), "max": max(times), "of_bound": middle / tokens[0],
-            "differs": max(differs)}
+def tokens_of_step(job, config, batch, turns):
+    """The official tokens over those of the slowest rank, by --dry_run; forwards: 3 and 1."""
+    module, flags, _, epochs = JOBS[job]
+    args = module.get_args(["--out", "x", "--dry_run", str(WORLD), *flags])
+    plan = dry_run(args, config, [batch], turns)
+    ours = 3 * plan["tokens"]["slowest_rank"] + plan["reference_tokens"]["computed"] / epochs
+    return plan["tokens"]["official"] * (4 if turns else 3) / ours
 
 
 def compare_steps(model, ref_model, job, batch, repeats):
-    """Rows of a step of a job: by all ranks that there are, or by one and by eight simulated."""
-    device, size, epochs = model.device, loss_size(job, batch), JOBS[job][3]
-    worlds = {1: range(1), 8: range(8)} if WORLD == 1 else {WORLD: [RANK]}
+    """The row of a step of a job."""
     turns = turns_in(batch) if job != "rft" else []
-    official_step(model, ref_model, job, batch[0], size)  # to warm up
-    model.zero_grad()
-    trl = trl_step(model, ref_model, batch) if "dpo" in job and WORLD == 1 else None
-    everything = turns_in(batch)
-    others = dict(zip(everything, score(model, everything, MAX_TOKENS)))
-    costs, differs = {}, {}  # {(way, world): [figures of each repeat]}
-    for _ in range(repeats):
-        scored, ref_cost = cost(device, score, ref_model, turns, MAX_TOKENS)
-        ref, gradients = dict(zip(turns, scored)), {}
+    ref = dict(zip(turns, score(ref_model, turns, TREE_TOKENS)))
 
-        def note(way, world, by_rank, got):
-            costs.setdefault((way, world), []).append(slowest(by_rank))
-            ours = gradients.setdefault(world, got)  # the first
-            new = max(difference(ours[:1], got[:1]), difference(ours[1:], got[1:]))
-            differs.setdefault((way, world), []).append(new)
+    def step(way, *args):
+        """[loss, gradient, ...]; the model has no gradients any more."""
+        got = [torch.tensor(way(model, job, batch, *args))]
+        got += [gathered(p.grad) for p in model.parameters()]
+        model.zero_grad()
+        return got
 
-        for world, ranks in worlds.items():
-            losses, by_rank = zip(*(
-                cost(device, our_step, model, job, batch, ref, others, rank, world)
-                for rank in ranks))
-            # pi_ref's share. Real ranks without a part repeat one; over a data set, few do.
-            share = ref_cost / epochs / len(ranks)
-            note("ours", world, [x + share for x in by_rank], take_gradients(model, sum(losses)))
-        losses, pairs = zip(*(cost(device, official_step, model, ref_model, job, pair, size)
-                              for pair in batch[RANK::WORLD]))
-        got = take_gradients(model, sum(losses))
-        for world, ranks in worlds.items():
-            dealt = [pairs] if WORLD > 1 else [pairs[rank::world] for rank in ranks]
-            note("official", world, [sum(part) for part in dealt if part], got)
-        if trl:
-            loss, by_trl = cost(device, trl)
-            note("trl", 1, [by_trl], take_gradients(model, loss))
-    return [row(job, world, len(batch), way, theirs, costs["ours", world], differs[way, world])
-            for (way, world), theirs in costs.items() if way != "ours"]
+    ways = {"ours": functools.partial(step, our_step, ref),
+            "official": functools.partial(step, official_step, ref_model),
+            "pi_ref": functools.partial(score, ref_model, turns, TREE_TOKENS)}
+    ways["official"]()  # to warm up
+    seconds, gave = timed(model.device, ways, repeats)
+    share = 1 / JOBS[job][3]
+    ours = [a + share * b for a, b in zip(seconds["ours"], seconds["pi_ref"])]
+    tokens = tokens_of_step(job, model.config, batch, turns)
+    differs = max(difference(gave["ours"][:1], gave["official"][:1]),
+                  difference(gave["ours"][1:], gave["official"][1:]))
+    return row(f"{job}, official", seconds["official"], ours, tokens, differs)
 
 
-def compare_scoring(model, name, turns, repeats):
+def compare_scoring(model, turns, repeats):
     """The row of log-probs of these turns, beside the KV cache."""
-    ours, theirs, differs = [], [], []
-    for _ in range(repeats):
-        got, mine = cost(model.device, score, model, turns, MAX_TOKENS)
-        want, rival = cost(model.device, kv_cache_scores, model, turns)
-        ours.append(mine)
-        theirs.append(rival)
-        differs.append(difference(got, want))
-    return row(name, 1, len(turns), "kv cache", theirs, ours, differs)
-
-
-def table(rows):
-    """The rows as a markdown table."""
-    lines = ["| job | ranks | items | rival | tokens | time | of bound | differs |",
-             "|---|---|---|---|---|---|---|---|"]
-    for r in rows:
-        lines.append(f"| {r['job']} | {r['ranks']} | {r['items']} | {r['rival']} | "
-                     f"{r['tokens']:.2f} | {r['time']:.2f} [{r['min']:.2f}, {r['max']:.2f}] | "
-                     f"{r['of_bound']:.0%} | {r['differs']:.0e} |")
-    return "\n".join(lines)
+    ways = {"ours": functools.partial(score, model, turns, TREE_TOKENS),
+            "kv cache": functools.partial(kv_cache_scores, model, turns)}
+    seconds, gave = timed(model.device, ways, repeats)
+    tokens = kv_cache_tokens(turns) / count_tokens(turns)
+    return row("scoring, kv cache", seconds["kv cache"], seconds["ours"], tokens,
+               difference(gave["ours"], gave["kv cache"]))
 
 
 def measure(args, folder, device):
-    """Rows of all jobs, by the processes that run this. Scoring takes two trajectories."""
-    model = random_model(folder, device, recompute=0)
-    ref_model = random_model(folder, device, noise=0.1, recompute=0)
+    """Rows of all jobs. Scoring takes two trajectories, on one rank."""
+    model, (ref_model, _) = load_moved(folder, device, recompute=0), load(folder, device)
     for job in args.jobs:
         if job != "scoring":
             batch = batches(read_groups(job, folder), JOBS[job][2], seed=(0, 0))[0]
-            yield from compare_steps(model, ref_model, job, batch, args.repeats)
+            yield compare_steps(model, ref_model, job, batch, args.repeats)
         elif WORLD == 1:
             some = read_groups(job, folder)[:2 * TURNS * (CANDIDATES + 1)]
-            pairs = read_groups("dpo 24", folder)[:2]
-            for name, turns in (("advantages", some), ("pi_ref", turns_in(sum(pairs, [])))):
-                yield compare_scoring(model, name, turns, args.repeats)
+            yield compare_scoring(ref_model, some, args.repeats)
 
 
 def main():
     args = get_args()
     torch.set_num_threads(1)
-    device = init_distributed()
-    if args.data:
-        for line in measure(args, args.data, device):
-            if RANK == 0:
-                print(json.dumps(line), flush=True)
-        return leave_group()
-    rows = []
+    device, rows = init_distributed(), []
     with tempfile.TemporaryDirectory() as folder:
-        make_data(folder, 8, args.shape)
+        folder = from_rank_0(lambda: make_data(folder, 8, args.shape))
         for line in measure(args, folder, device):
             rows.append(line)
-            print(json.dumps(line), flush=True)
-        again = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", __file__,
-                 "--data", folder, "--repeats", str(args.repeats), "--jobs", *args.jobs]
-        said = subprocess.run(again, stdout=subprocess.PIPE, text=True, check=True).stdout
-        print(said, end="", flush=True)
-        rows += map(json.loads, said.splitlines())
-    rows.sort(key=lambda r: list(JOBS).index(r["job"]) if r["job"] in JOBS else len(JOBS))
-    print(table(rows), file=sys.stderr)
+            show(line)
     leave_group()
-    wrong = [f"{r['rival']} of {r['job']}" for r in rows
-             if not r["differs"] < 1e-4 and (r["rival"], r["job"]) != ("trl", "mtdpo")]
-    if wrong:
-        fail(f"not the same work: {', '.join(wrong)}")
+    if wrong := [r["row"] for r in rows if not r["differs"] < 1e-4]:
+        fail(f"not the same work: {wrong}")
 
 
 if __name__ == "__main__":

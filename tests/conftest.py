@@ -122,14 +122,12 @@ def gone(pids, seconds=20):
         time.sleep(0.1)
 
 
-def complaint(done):
-    """The one line that says what is wrong; argparse's comes with its usage and exit status 2."""
+def complaint(done, *parts):
+    """The last and only line that says what is wrong, with all these parts; nothing on stdout."""
     said = done.stderr.splitlines()
-    assert done.returncode != 0 and not done.stdout and "Traceback" not in done.stderr, done.stderr
+    assert done.returncode in (1, 2) and not done.stdout and "Traceback" not in done.stderr, said
     errors = [line for line in said if "error: " in line]
-    assert len(errors) == 1 and said[-1] == errors[0], done.stderr
-    if not done.stderr.startswith("usage:"):  # collect.py may say before what it did until then
-        assert done.returncode == 1 and all("episodes" in line for line in said[:-1]), done.stderr
+    assert errors == said[-1:] and all(part in errors[0] for part in parts), said
     return errors[0]
 
 
@@ -141,10 +139,26 @@ def records(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
-def without_clock(rows):
-    """The rows of a metrics.jsonl without what the wall clock said."""
-    clock = {"seconds", "tokens_per_second"}
-    return [{key: value for key, value in row.items() if key not in clock} for row in rows]
+def actions(record):
+    """The agent's messages and their candidates."""
+    return [x for m in colbench.agent_messages(record) for x in (m, *m.get("candidates", ()))]
+
+
+def metrics(out):
+    """The whole rows of a run's metrics.jsonl; [] if there is none."""
+    path = Path(out, "metrics.jsonl")
+    return records(path.read_text().rpartition("\n")[0]) if path.exists() else []
+
+
+def steps(out):
+    return [row for row in metrics(out) if "step" in row]
+
+
+def train(given, *command, ranks=1):
+    """(stdout's records, metrics.jsonl's rows) of a trainer that must succeed."""
+    done = script(*command, stdin=given, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    return records(done.stdout), metrics(command[command.index("--out") + 1])
 
 
 def demos(n, seed=0, **knobs):
@@ -153,17 +167,6 @@ def demos(n, seed=0, **knobs):
     kind = colbench.ENVIRONMENTS[args.kind]
     tasks = kind.tasks("train", args)
     return [kind.demonstration(next(tasks), utils.rng("demo", seed, i), args) for i in range(n)]
-
-
-def critic_turns(tokenizer, record, head, hidden_info=1, pictures=None):
-    """The turns by which a critic judges a record's messages."""
-    import train_critic
-    critic = {"head": head, "hidden_info": hidden_info, "ref_context": "hidden"}
-    history = record["dialogue_history"]
-    turns_after = functools.partial(train_critic.critic_turns, critic, tokenizer, record["task"])
-    both = [turns_after(history[:t], [m], 0, pictures)
-            for t, m in enumerate(history) if m["role"] == "assistant"]
-    return [turn for [(turn, _)] in both]
 
 
 def nucleus(logps, top_p):
@@ -224,3 +227,13 @@ def rewarded(episodes):
     for r in episodes:
         r["reward"] = 1.0 if r["sample"] == 0 else 0.3
     return episodes
+
+
+@pytest.fixture
+def ranked(rewarded):
+    """The episodes with rewards and candidates' advantages."""
+    for r in rewarded:
+        for message in colbench.agent_messages(r):
+            for i, candidate in enumerate(message["candidates"]):
+                candidate["advantage"] = float(i)
+    return rewarded

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
-from transformers import (AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig,
+from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig,
                           PreTrainedTokenizerFast)
 
 import model as M
@@ -252,32 +252,6 @@ def test_gradients_of_what_many_branches_share_are_summed_in_fp32(groups, monkey
         assert error.max() <= 2 ** -8
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_flash_is_as_exact_as_sdpa_in_16_bits(monkeypatch):
-    """Runs have fewer queries than keys: a mask not aligned at the end would be far off."""
-    r, turns = random.Random(0), []
-    ids = lambda n: tuple(r.randrange(61) for _ in range(n))
-    history = ids(150)
-    for _ in range(4):
-        turns += [(history, ids(r.randrange(5, 70))) for _ in range(12)]
-        history += turns[-1][1] + ids(30)
-
-    def numbers(dtype):
-        """[log-probs, gradients]; in fp32 by sdpa."""
-        torch.manual_seed(0)
-        lm = random_lm("llama", "tree", hidden_size=256, initializer_range=0.06).bfloat16()
-        model = M.TreeLM(lm.to("cuda", dtype))
-        logps = M.action_logps(model, turns)
-        found = gradients(model, logps).values()
-        return [torch.cat(logps).detach(), torch.cat([g.float().flatten() for g in found])]
-
-    exact, flash = numbers(torch.float32), numbers(torch.bfloat16)
-    monkeypatch.setattr(M, "flash_kernel", M.sdpa_kernel)
-    for x, y, z in zip(exact, flash, numbers(torch.bfloat16)):
-        errors = [(other - x).norm() / x.norm() for other in (y, z)]
-        assert errors[1] < 0.1 and errors[0] < 2 * errors[1]
-
-
 # --- chat templates -------------------------------------------------------------------------------
 
 # The documented formats. name: (control tokens, the beginning of text first; template; end of turn)
@@ -294,12 +268,6 @@ TEMPLATES = {
                "{% if add_generation_prompt %}"
                "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
                "<|eot_id|>"),
-    "chatml": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-               "{% if messages[0]['role'] != 'system' %}"
-               "<|im_start|>system\nYou are helpful.<|im_end|>\n{% endif %}"
-               "{% for m in messages %}"
-               "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-               "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}", "<|im_end|>"),
     # Qwen3's <think> and </think> are no special tokens.
     "qwen3": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
               "{% set ns = namespace(last=0) %}"
@@ -330,8 +298,7 @@ TEMPLATES = {
               "{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
               "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}", "<end_of_turn>"),
 }
-ENDS = {"llama3": "<|end_of_text|>", "chatml": "<|endoftext|>", "qwen3": "<|endoftext|>",
-        "mistral": "</s>", "gemma": "<eos>"}
+ENDS = {"llama3": "<|end_of_text|>", "qwen3": "<|endoftext|>", "mistral": "</s>", "gemma": "<eos>"}
 
 
 def byte_tokenizer(name):
@@ -344,7 +311,7 @@ def byte_tokenizer(name):
     t.add_special_tokens(control)
     t.add_tokens(["<think>", "</think>"] * (name == "qwen3"))
     bos = {}
-    if name not in ("chatml", "qwen3"):
+    if name != "qwen3":
         bos = {"bos_token": control[0]}
         t.post_processor = processors.TemplateProcessing(
             f"{control[0]} $A", special_tokens=[(control[0], len(alphabet))])
@@ -443,10 +410,8 @@ def test_a_prompt_is_the_same_on_every_day_and_a_refused_conversation_is_one_lin
 
 # --- loading and saving ---------------------------------------------------------------------------
 
-NASTY = ["", " ", "\n\n \t\r\n", "hello wörld", "🙂👩‍👩‍👧 日本語 \u202e",
-         "<|end|><|user|> <0x41> \x00\x7f", "  def  f(x,rate=3):return 1  ", "rate=34fee=5",
-         "I WANT TO ANSWER:\ndef price(x, rate=3, cap=41): return min(x * rate, cap)",
-         "\ue0000\ue001 ▁Ġ", "a" * 300]
+NASTY = ["", "\n\n \t\r\n", "hello wörld 🙂👩‍👩‍👧 日本語 \u202e", "a" * 300, "\ue0000\ue001 ▁Ġ",
+         "<|end|><|user|> <0x41> \x00\x7f", "  def  f(x,rate=3):return 1  "]
 
 
 def test_tiny_is_small_a_function_of_its_seed_and_takes_any_text(tiny_dir):
@@ -472,28 +437,23 @@ def save_random(family, tokenizer, out):
 @pytest.mark.parametrize("family", ["llama_tied", "gemma3", "qwen3_moe", "mixtral", "deepseek_v3"])
 def test_what_is_saved_is_loaded_also_by_transformers(family, tmp_path, tiny_dir):
     """Without our code. Gemma computes some of its weights, files hold experts one by one, and
-    DeepSeek has a persistent buffer.
+    DeepSeek has a persistent buffer. Old configs sample by a temperature alone.
     """
     _, tokenizer = M.load(tiny_dir)
     model, turns = save_random(family, tokenizer, tmp_path), some_turns()
+    (tmp_path / "generation_config.json").write_text('{"temperature": 0.9}')
     again, tokenizer_again = M.load(str(tmp_path))
+    M.save(again, tokenizer_again, str(tmp_path))
     logps = M.action_logps(model, turns)
     assert all(map(torch.equal, logps, M.action_logps(again, turns)))
     theirs = separate(AutoModelForCausalLM.from_pretrained(tmp_path), turns)
     assert all((a - b).abs().max() < 1e-5 for a, b in zip(logps, theirs, strict=True))
     assert not any('"tree"' in path.read_text() for path in tmp_path.glob("*.json"))
-    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == tokenizer.chat_template
     ids = [M.turns_of(t, record) for t in (tokenizer, tokenizer_again) for record in demos(2)]
     assert ids[:2] == ids[2:]
-    stop = json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
-    assert tokenizer.convert_tokens_to_ids("<|end|>") in stop
-
-
-def test_a_model_that_samples_by_an_old_generation_config_is_saved(tiny_dir, tmp_path):
-    shutil.copytree(tiny_dir, tmp_path / "m")
-    (tmp_path / "m" / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6}')
-    M.save(*M.load(str(tmp_path / "m")), str(tmp_path / "again"))
-    assert json.loads((tmp_path / "again" / "generation_config.json").read_text())["do_sample"]
+    generation = json.loads((tmp_path / "generation_config.json").read_text())
+    assert generation["do_sample"]
+    assert tokenizer.convert_tokens_to_ids("<|end|>") in generation["eos_token_id"]
 
 
 REFUSED = {  # its own head, attention or positions: (what its config has, message)
@@ -534,13 +494,11 @@ def test_a_forward_that_is_wrong_is_found_as_the_model_is_loaded(ranks, tiny_dir
 def test_every_tensor_of_the_files_and_of_the_model_has_its_like(change, tmp_path, tiny_dir):
     shutil.copytree(tiny_dir, tmp_path / "m")
     tensors = load_file(tmp_path / "m" / "model.safetensors")
-    name = "model.norm.weight" if change == "missing" else "model.norm.bias"
-    if change == "missing":
-        del tensors[name]
-    else:
-        tensors[name] = tensors["model.norm.weight"].clone()
+    norm = tensors.pop("model.norm.weight")
+    if change == "superfluous":
+        tensors |= {"model.norm.weight": norm, "model.norm.bias": norm.clone()}
     save_file(tensors, tmp_path / "m" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(SystemExit, match=f"not those of its config.json: .*{name}"):
+    with pytest.raises(SystemExit, match="not those of its config.json: .*model.norm"):
         M.load(str(tmp_path / "m"))
 
 
@@ -607,11 +565,3 @@ def test_more_gpus_hold_less_each_and_an_8b_model_takes_16_gb_on_8(tiny_dir):
         planned(steps, dry_run=4, replicate=3)
     with pytest.raises(SystemExit, match=message.format(2, 1)):
         M.load(tiny_dir, replicate=2)
-
-
-def test_files_in_16_bits_are_proven_and_trained_in_fp32(tiny_dir, tmp_path):
-    """As models of the hub are by default on a CPU."""
-    model, tokenizer = M.load(tiny_dir, dtype=torch.bfloat16)
-    M.save(model, tokenizer, str(tmp_path))
-    again, _ = M.load(str(tmp_path), dtype="fp32", replicate=1)
-    assert {p.dtype for p in again.parameters()} == {torch.float32}

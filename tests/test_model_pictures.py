@@ -5,13 +5,13 @@ import shutil
 
 import pytest
 import torch
-from transformers import (CLIPImageProcessorPil, CLIPVisionConfig, CLIPVisionModelWithProjection,
-                          Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2VLConfig,
+from transformers import (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2VLConfig,
                           Qwen2VLForConditionalGeneration)
 
 import colbench
 import model as M
-from conftest import complaint, critic_turns, demos, records, script
+import train_critic
+from conftest import actions, complaint, demos, records, script, train
 from test_model import gradients
 
 pytest.importorskip("PIL", reason="pillow is not installed (MANUAL.md, \"Frontend Design\")")
@@ -69,6 +69,14 @@ def episode(pages, hidden):
                     {"role": "user", "content": "it looks right"}]
     task = {"problem_description": "x", "ground_truth": f"<html>{hidden}</html>"}
     return {"task": task, "dialogue_history": history[:-1]}
+
+
+def critic_turns(tokenizer, record, head, hidden_info, pictures):
+    """The turns by which a critic judges a record's messages."""
+    critic = {"head": head, "hidden_info": hidden_info, "ref_context": "hidden"}
+    both = [train_critic.critic_turns(critic, tokenizer, record["task"], history, actions, 0,
+                                      pictures) for history, actions in M.actions_of(record)]
+    return [turn for [(turn, _)] in both]
 
 
 def all_turns(tokenizer, pictures, head):
@@ -131,18 +139,6 @@ def test_a_tree_with_pictures_has_the_values_and_gradients_of_separate_forwards(
         assert some > 40  # the vision tower's, too
 
 
-def test_positions_are_those_of_the_real_classes(seeing):
-    _, lm, pictures = seeing
-    tokenizer = M.find_model(seeing[0])[1]
-    for prompt, action in all_turns(tokenizer, pictures, "regression"):
-        seq = [*prompt, *action]
-        pos = M.picture_positions(seq, range(-1, len(seq) - 1), pictures.grids)
-        grids = [(1, *(2 * x for x in pictures.grids[n])) for n in pictures_in(seq)]
-        shown = torch.tensor([[i >= M.PICTURE for i in seq]]).int()
-        want, _ = lm.model.get_rope_index(torch.tensor([seq]), shown, torch.tensor(grids))
-        assert torch.equal(torch.tensor(pos).T, want[:, 0])
-
-
 def test_a_reference_without_a_picture_is_read_as_text(seeing):
     """So is code; and what data holds under any name is never taken for a picture."""
     path, lm, pictures = seeing
@@ -186,66 +182,37 @@ def test_a_critic_that_sees_trains_scores_resumes_and_chooses(head, pages_played
     agent, played = pages_played
     tiny_that_sees("qwen2_vl", str(tmp_path / "vl"))
     if head == "logratio":  # it is then the agent's model
-        for r in played:
-            for m in colbench.agent_messages(r):
-                for c in m["candidates"]:
-                    c.pop("token_ids", None)
-    quiet = ["--browser", "/bin/false"]  # all pages are drawn already
-
-    def train(name, *more, ranks=1):
-        return script("train_critic.py", "--model", tmp_path / "vl", "--head", head, "--pairs",
-                      "all", "--held_out", 0, "--lr", 3e-3, "--beta", 1, "--epochs", 12,
-                      "--batch_size", 4, "--picture_tokens", 60, "--out", tmp_path / name, *more,
-                      stdin=played, ranks=ranks)
-
-    done = train("c")
-    assert done.returncode == 0, done.stderr
-    _, *steps, last = records((tmp_path / "c" / "metrics.jsonl").read_text())
-    assert steps[-1]["loss"] < 0.3 < steps[0]["loss"] and last["finished"] == len(steps)
-    out = records(done.stdout)
-    assert all(math.isfinite(c["advantage"]) for r in out for m in colbench.agent_messages(r)
-               for c in (m, *m["candidates"]))
-    pictures = os.listdir(tmp_path / "c" / "pictures")
-    assert len(pictures) > 5 and all(f.endswith(".png") for f in pictures)
-    again = train("c", "--resume", 1, *quiet)
-    assert again.returncode == 0 and again.stdout == done.stdout, again.stderr
-    if head == "logratio":
-        # Pictures outlive a run that was killed before it began.
-        shutil.copytree(tmp_path / "c" / "pictures", tmp_path / "d" / "pictures")
-        done = train("d", "--epochs", 1, *quiet)
-        assert done.returncode == 0, done.stderr
-        assert sorted(os.listdir(tmp_path / "d" / "pictures")) == sorted(pictures)
-        return
-
-    spread = train("c2", "--tree_tokens", 300, ranks=2)
-    assert spread.returncode == 0, spread.stderr
-    _, *others, _ = records((tmp_path / "c2" / "metrics.jsonl").read_text())
-    assert len(steps) == len(others)
-    assert sorted(os.listdir(tmp_path / "c2" / "pictures")) == sorted(pictures)
-    for a, b in list(zip(steps, others))[:3]:  # later AdamW has made something of the rounding
+        for action in (x for r in played for x in actions(r)):
+            action.pop("token_ids", None)
+    out, flags = tmp_path / "c", [
+        "train_critic.py", "--model", tmp_path / "vl", "--head", head, "--pairs", "all",
+        "--held_out", 0, "--lr", 3e-3, "--beta", 1, "--epochs", 12, "--batch_size", 4,
+        "--picture_tokens", 60]
+    got, (_, *rows, last) = train(played, *flags, "--out", out)
+    assert rows[-1]["loss"] < 0.3 < rows[0]["loss"] and last["finished"] == len(rows)
+    assert all(math.isfinite(x["advantage"]) for r in got for x in actions(r))
+    pictures = sorted(os.listdir(out / "pictures"))
+    assert len(pictures) > 5 and all(name.endswith(".png") for name in pictures)
+    # all pages are drawn already, also those of a run that was killed before it began
+    quiet, again = ["--browser", "/bin/false"], tmp_path / "again"
+    assert train(played, *flags, "--out", out, "--resume", 1, *quiet)[0] == got
+    shutil.copytree(out / "pictures", again / "pictures")
+    flags += ["--tree_tokens", 300, *quiet]
+    _, (_, *others, _) = train(played, *flags, "--out", again, ranks=2)
+    assert sorted(os.listdir(again / "pictures")) == pictures and len(others) == len(rows)
+    for a, b in list(zip(rows, others))[:3]:  # later AdamW has made something of the rounding
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
-
-    policy, clip = tmp_path / "p", tmp_path / "clip"
-    done = script("train_policy.py", "--model", agent, "--lr", 1e-4, "--out", policy, stdin=out)
-    assert done.returncode == 0, done.stderr
-    config = CLIPVisionConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-                              num_attention_heads=2, projection_dim=16)
-    CLIPVisionModelWithProjection(config).save_pretrained(clip)
-    CLIPImageProcessorPil().save_pretrained(clip)
-    flags = ["--model", policy, "--max_turns", 2, "--max_tokens", 30, "--clip", clip]
-    best_of = ["-k", 3, "--best_of", 2, "--critic", tmp_path / "c"]
-    done = script("collect.py", *flags, *best_of, stdin=[played[0]["task"]])
-    assert done.returncode == 0, done.stderr
-    assert {r["reward_by"] for r in records(done.stdout)} == {"clip"}
-    done = script("evaluate.py", stdin=done.stdout)
-    assert done.returncode == 0 and records(done.stdout)[0]["episodes"] == 3, done.stderr
+    if head == "regression":
+        done = script("collect.py", "--model", agent, "--max_turns", 2, "--max_tokens", 30, "-k", 3,
+                      "--best_of", 2, "--critic", out, stdin=[played[0]["task"]])
+        assert done.returncode == 0 and len(records(done.stdout)) == 3, done.stderr
 
 
-def test_what_a_critic_that_sees_cannot_do_is_said(pages_played, tmp_path):
+@pytest.mark.parametrize("flags, message", [
+    (["--dry_run", 8], "--dry_run does not draw pages"),
+    (["--browser", "/nowhere/chromium"], "no /nowhere/chromium found")])
+def test_what_a_critic_that_sees_cannot_do_is_said(flags, message, pages_played, tmp_path):
     tiny_that_sees("qwen2_5_vl", str(tmp_path / "vl"))
-    for flags, message in ((["--dry_run", 8], "--dry_run does not draw pages: give a --model that"),
-                           (["--browser", "/nowhere/chromium"], "no /nowhere/chromium found")):
-        done = script("train_critic.py", "--model", tmp_path / "vl", *flags, "--pairs", "all",
-                      "--out", tmp_path / "c", stdin=pages_played[1])
-        assert complaint(done).startswith(f"error: {message}")
+    complaint(script("train_critic.py", "--model", tmp_path / "vl", *flags, "--pairs", "all",
+                     "--out", tmp_path / "c", stdin=pages_played[1]), message)

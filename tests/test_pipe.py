@@ -1,25 +1,40 @@
 """The scripts as a user runs them: pipes, the same bytes again, complaints of bad input."""
 import os
 import shlex
+import sys
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 import colbench
 import model as M
 from colbench import agent_messages
-from conftest import MAKE, PLAY, complaint, demos, lines, records, script, shell
+from conftest import (MAKE, PLAY, ROOT, actions, complaint, demos, lines, metrics, records, script,
+                      shell, steps, train)
+from test_model import separate
 
-# An untrained model solves nothing, so this filter gives sample 0 of a task full marks.
-GRAFT = """python -c "
-import json, sys
-for line in sys.stdin:
-    r = json.loads(line)
-    r['reward'] = 1.0 if r['sample'] == 0 else r['reward'] * 0.5
-    print(json.dumps(r))
-" """
-weights = lambda out: open(os.path.join(out, "model.safetensors"), "rb").read()
+# An untrained model solves nothing, so a filter gives sample 0 of a task full marks.
+PIPE = r"""
+set -euo pipefail
+solve() {{ sed 's/"sample": 0,\(.*\)"reward": [0-9.]*/"sample": 0,\1"reward": 1.0/'; }}
+play() {{ python collect.py --max_tokens 40 --max_turns 3 "$@"; }}
+cd {root}
+python colbench.py tasks --kind {kind} --n {n} --seed 4 | tee {out}/tasks |
+    play --model {model} --seed 5 -k 2 --candidates {candidates} | tee {out}/played | solve |
+    python train_critic.py --model {model} --seed 6 --pairs all --margin 0 --lr 1e-4 --epochs 1 \
+        --held_out 0 --out {out}/critic | tee {out}/scored |
+    python train_policy.py --model {model} --seed 7 --lr 1e-4 --out {out}/policy > {out}/summary
+python colbench.py grade < {out}/played > {out}/graded
+# the policy plays again, the critic helps it, and evaluate compares
+python colbench.py tasks --kind {kind} --split test --n {n} > {out}/test
+play --model {out}/policy < {out}/test > {out}/plain
+play --model {out}/policy --best_of 2 --critic {out}/critic < {out}/test > {out}/best
+python evaluate.py --html {out}/report {out}/plain {out}/best > {out}/results
+"""
+FILES = ["tasks", "played", "scored", "summary", "graded", "plain", "best", "report", "results",
+         "critic/model.safetensors", "critic/reference.safetensors", "policy/model.safetensors"]
 
 
 # --- the whole pipe -------------------------------------------------------------------------------
@@ -40,41 +55,33 @@ def chat_model(request, tiny_dir, tmp_path):
 
 
 @pytest.mark.full
-def test_one_pipe_from_tasks_to_a_policy(chat_model, tmp_path):
+def test_one_pipe_gives_a_policy_and_the_same_bytes_again(chat_model, tmp_path):
     model, kind, n, candidates = chat_model
-    m, d = shlex.quote(model), shlex.quote(str(tmp_path))
-    done = shell(f"""set -o pipefail
-        python colbench.py tasks --kind {kind} --n {n} --seed 1 |
-        python collect.py --model {m} -k 2 --candidates {candidates} --max_tokens 40 \
-            --max_turns 3 | {GRAFT} |
-        python train_critic.py --model {m} --out {d}/critic --pairs all --margin 0 --lr 1e-4 \
-            --epochs 1 --held_out 0 |
-        tee {d}/scored.jsonl | python train_policy.py --model {m} --out {d}/policy --lr 1e-4""",
-                 timeout=600)
-    assert done.returncode == 0, done.stderr
-    scored = records(open(tmp_path / "scored.jsonl").read())
+    one, two = (tmp_path / seed for seed in "12")  # of Python's hashes, which order sets; not ours
+    for out in (one, two)[:2 if kind == "backend" else 1]:
+        out.mkdir()
+        done = shell(f"export PYTHONHASHSEED={out.name}" + PIPE.format(
+            root=ROOT, out=out, model=model, kind=kind, n=n, candidates=candidates), timeout=600)
+        assert done.returncode == 0, done.stderr
+    for name in FILES if two.exists() else ():
+        a, b = ((out / name).read_bytes() for out in (one, two))
+        assert a and a == b.replace(str(two).encode(), str(one).encode()), name
+    scored = records((one / "scored").read_text())
     assert len(scored) == len({(r["task"]["id"], r["sample"]) for r in scored}) == 2 * n
-    for message in (m for r in scored for m in agent_messages(r)):
-        assert len(message["candidates"]) == candidates
-        assert all(isinstance(x["advantage"], float) for x in (message, *message["candidates"]))
-    (summary,) = records(done.stdout)
-    assert summary["summary"] == "train_policy" and summary["out"] == f"{tmp_path}/policy"
-    for out in (tmp_path / "critic", tmp_path / "policy"):  # a model, and how it was made
-        first, *rows = records(open(out / "metrics.jsonl").read())
-        assert first["args"]["lr"] == 1e-4 and {"argv", "version"} <= set(first)
-        assert first["steps"] == sum("step" in row for row in rows)
-        assert weights(out) != weights(model) and M.load(str(out))
-        assert any(name.endswith(".py") for name in os.listdir(out))
-    # the policy plays again, the critic helps it, and evaluate compares
-    test = script("colbench.py", "tasks", "--kind", kind, "--split", "test", "--n", n).stdout
-    flags = ["--model", tmp_path / "policy", "--max_tokens", 20, "--max_turns", 2]
-    for name, more in (("plain", []), ("best", ["--best_of", 2, "--critic", tmp_path / "critic"])):
-        played = script("collect.py", *flags, *more, stdin=test)
-        (tmp_path / f"{name}.jsonl").write_text(played.stdout)
-    done = script("evaluate.py", tmp_path / "plain.jsonl", tmp_path / "best.jsonl")
-    assert done.returncode == 0, done.stderr
-    plain, best = records(done.stdout)
+    for r in scored:
+        assert all(len(m["candidates"]) == candidates for m in agent_messages(r))
+        assert all(isinstance(x["advantage"], float) for x in actions(r))
+    plain, best = records((one / "results").read_text())
     assert plain["system"] == "plain" and best["minus_first"]["clusters"] == n
+    critic, policy = metrics(one / "critic")[0], metrics(one / "policy")[0]
+    meta = scored[0]["meta"]
+    assert [meta["seed"], critic["args"]["seed"], policy["args"]["seed"]] == [5, 6, 7]
+    for row in (meta, critic, policy, plain):
+        assert f"python {sys.version.split()[0]}, torch 2." in row["version"]
+    for out in (one / "critic", one / "policy"):  # a model, and how it was made
+        assert metrics(out)[0]["steps"] == len(steps(out)) and [*out.glob("*.py")]
+        weights = [Path(folder, "model.safetensors").read_bytes() for folder in (out, model)]
+        assert weights[0] != weights[1] and M.load(str(out))
 
 
 def test_unknown_fields_survive_each_stage(tasks, tiny_dir, tmp_path):
@@ -92,18 +99,13 @@ def test_unknown_fields_survive_each_stage(tasks, tiny_dir, tmp_path):
             m["note"] = note
         for m in agent_messages(r):
             m["candidates"][0]["note"] = note
-    critic = ["--model", tiny_dir, "--out", tmp_path / "c", "--held_out", 0]
-    scored = script("train_critic.py", *critic, stdin=rs)
-    after = records(scored.stdout)
-    assert len(after) == 4, scored.stderr
-    for r in after:
-        for m in agent_messages(r):
-            for x in (m, *m["candidates"]):
-                del x["advantage"]
-    assert after == rs  # one line in, one line out, in order, nothing else changed
+    scored, _ = train(rs, "train_critic.py", "--model", tiny_dir, "--out", tmp_path / "c")
+    for x in (x for r in scored for x in actions(r)):
+        del x["advantage"]
+    assert scored == rs  # one line in, one line out, in order, nothing else changed
     graded = records(script("colbench.py", "grade", stdin=rs).stdout)
-    assert all(r["note"] == note and r["task"] == sent["task"] for r, sent in zip(graded, rs))
     assert len(graded) == 4
+    assert all(r["note"] == note and r["task"] == sent["task"] for r, sent in zip(graded, rs))
 
 
 @pytest.mark.full
@@ -129,84 +131,47 @@ FORGETS = """{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>\
 {% if add_generation_prompt %}<|assistant|>{% if enable_thinking %}<think>{% endif %}{% endif %}"""
 
 
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory):
-    """A tiny model that has learned to think a word, and whose template strips earlier thoughts."""
-    given = demos(200)
-    model, tokenizer = M.tiny(given, 0, colbench.PIECES)
+def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(tasks, tmp_path):
+    """By separate forwards. A thought is in its action, but not in later prompts: no prompt
+    extends the turn before.
+    """
+    path, (made, tokenizer) = str(tmp_path / "model"), M.tiny(demos(200), 0, colbench.PIECES)
     tokenizer.chat_template = FORGETS
     tokenizer.add_tokens(["<think>", "</think>"])
-    model.lm.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    out = tmp_path_factory.mktemp("model")
-    M.save(model, tokenizer, str(out / "untrained"))
-    for r in given:
-        r["meta"] = {"thinking": 1}
-        for m in agent_messages(r):
-            m["output"] = f"rate</think>{m['content']}"
-    done = script("train_policy.py", "--model", out / "untrained", "--loss", "rft", "--all", 1,
-                  "--lr", 3e-3, "--batch_size", 20, "--epochs", 4, "--out", out / "thinker",
-                  stdin=given)
-    assert done.returncode == 0, done.stderr
-    return str(out / "thinker")
+    made.lm.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    M.save(made, tokenizer, path)
+    lm = AutoModelForCausalLM.from_pretrained(path)
 
-
-def separate_logps(lm, prompt, action):
-    """Log-probs of an action by a forward of its own, with nothing shared."""
-    logits = lm(torch.tensor([[*prompt, *action]])).logits[0, len(prompt) - 1:-1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(action)[:, None])[:, 0]
-
-
-def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(thinker, tmp_path):
-    """A thought is in its action, but not in later prompts: no prompt extends the turn before."""
-    tasks = script("colbench.py", "tasks", "--n", 5).stdout
-    played = script("collect.py", "--model", thinker, "-k", 2, "--candidates", 2, "--thinking", 1,
-                    "--max_turns", 3, "--max_tokens", 25, stdin=tasks)
-    assert played.returncode == 0, played.stderr
-    rs = records(played.stdout)
-    for r in rs:
-        r["reward"] = float(r["sample"])
-    flags = ["--model", thinker, "--lr", 1e-3]
-    scored = script("train_critic.py", *flags, "--held_out", 0, "--epochs", 1, "--out",
-                    tmp_path / "critic", stdin=rs)
-    assert scored.returncode == 0, scored.stderr
-    base, critic = (AutoModelForCausalLM.from_pretrained(path)
-                    for path in (thinker, tmp_path / "critic"))
-    tokenizer = AutoTokenizer.from_pretrained(thinker)
-
-    def prompt_ids(history):
-        """What the template makes of all that the agent wrote, its thoughts, too."""
-        full = [{**m, "content": "<think>" + m["output"]} if "output" in m else m for m in history]
-        text = tokenizer.apply_chat_template(full, tokenize=False, add_generation_prompt=True,
+    @torch.no_grad()
+    def logps_of(history, ids):
+        text = tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True,
                                              enable_thinking=True)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+        return separate(lm, [(prompt, ids)])[0]
 
-    kept, turns, turns_logps, checked = [], [], [], 0
-    for r in records(scored.stdout):
-        agent = agent_messages(r)
-        if any(m["output"].count("</think>") != 1 for m in agent[:-1]):
-            continue  # what such a message says is another text than what the template leaves
-        kept.append(r)
-        for t, m in enumerate(agent):
-            history = r["dialogue_history"][:2 * t + 1]
+    played = script("collect.py", "--model", path, "--thinking", 1, "--max_turns", 3,
+                    "--max_tokens", 25, stdin=tasks)
+    rs = records(played.stdout)
+    for history, (m,) in (turn for r in rs for turn in M.actions_of(r)):
+        if "think>" not in str(history):  # noise may spell it
+            want = logps_of(history, m["token_ids"])
+            assert torch.allclose(torch.tensor(m["logprobs"]), want, atol=1e-3)
+    for m in (m for r in rs for m in agent_messages(r)):
+        m |= {"content": "what is it?", "output": "rate</think>what is it?"}
+        del m["token_ids"], m["logprobs"]
+    flags = ["--model", path, "--epochs", 1, "--out"]
+    scored, _ = train(rs, "train_critic.py", "--head", "teacher", *flags, tmp_path / "critic")
+    logps = []
+    for r in scored:
+        for history, (m,) in M.actions_of(r):
+            ids = tokenizer(m["output"] + "<|end|>", add_special_tokens=False)["input_ids"]
+            logps.append(logps_of(history, ids))
             seen = colbench.with_hidden(history, colbench.hidden_information(r["task"]))
-            prompt, privileged = prompt_ids(history), prompt_ids(seen)
-            with torch.no_grad():
-                logps = separate_logps(base, prompt, m["token_ids"])
-                for x in (m, *m["candidates"]):
-                    pi, ref = (separate_logps(lm, privileged, x["token_ids"]).mean()
-                               for lm in (critic, base))
-                    assert x["advantage"] == pytest.approx((pi - ref).item(), abs=2e-4)
-                    checked += abs(x["advantage"]) > 1e-2
-            assert torch.allclose(torch.tensor(m["logprobs"]), logps, atol=1e-3)
-            assert not turns or not t or prompt[:len(turns[-1])] != turns[-1]
-            turns.append([*prompt, *m["token_ids"]])
-            turns_logps.append(logps)
-    assert checked > 20 and any(len(agent_messages(r)) == 3 for r in kept)
-    done = script("train_policy.py", *flags, "--loss", "rft", "--all", 1, "--epochs", 1,
-                  "--out", tmp_path / "policy", stdin=kept)
-    assert done.returncode == 0, done.stderr
-    first = records((tmp_path / "policy" / "metrics.jsonl").read_text())[1]
-    assert first["loss"] == pytest.approx(-torch.cat(turns_logps).mean().item(), abs=1e-4)
+            want = logps_of(seen, ids).mean() - logps[-1].mean()
+            assert m["advantage"] == pytest.approx(want.item(), abs=2e-4) != 0
+    _, (_, first, *_) = train(rs, "train_policy.py", "--loss", "rft", "--all", 1, *flags,
+                              tmp_path / "policy")
+    assert first["loss"] == pytest.approx(-torch.cat(logps).mean().item(), abs=1e-4)
 
 
 # --- bad input ------------------------------------------------------------------------------------
@@ -214,34 +179,25 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(thinker,
 @pytest.mark.parametrize("name, flags", [
     ("colbench.py", ["tasks", "--nn", "3"]),
     ("collect.py", ["--temprature", "1"]),
-    ("train_critic.py", ["--out", "x", "--learning_rate", "1"]),
     ("train_critic.py", ["--out", "x", "--epoch", "1"]),  # no abbreviations
     ("train_critic.py", []),
     ("train_policy.py", ["--out", "x", "--loss", "ppo"]),
     ("evaluate.py", ["--seed", "1"])])
-def test_wrong_flags(name, flags, tmp_path):
+def test_a_wrong_flag_stops_before_anything_is_made(name, flags, tmp_path):
     done = script(name, *flags, cwd=tmp_path)
     complaint(done)
     assert done.returncode == 2 and not os.listdir(tmp_path)
 
 
-def same_rewards(rs):
-    return [{**r, "reward": 0.0} for r in rs]
-
-
-@pytest.mark.parametrize("name", ["train_critic.py", "train_policy.py"])
-@pytest.mark.parametrize("change, message", [
-    (same_rewards, "no task has a solved and a worse"),
-    (lambda rs: [{**r, "reward": None} for r in rs], "line 1: no 'reward'"),
-    (lambda rs: [], "stdin is empty"), ("model", "no model at"), ("out", "exists already")],
-    ids=["no pairs", "no reward", "empty", "no model", "out exists"])
-def test_trainers_complain_and_leave_nothing(name, change, message, rewarded, tiny_dir, tmp_path):
-    out, model = tmp_path / "out", "no/such/dir" if change == "model" else tiny_dir
-    out.mkdir()
-    if change == "out":
-        (out / "precious").write_text("mine")
-    flags = ["--loss", "mtdpo"] if name == "train_policy.py" else []
-    given = change(rewarded) if callable(change) else rewarded
-    done = script(name, "--model", model, "--out", out, *flags, stdin=given)
-    assert message in complaint(done)
-    assert os.listdir(out) == ["precious"] * (change == "out")
+@pytest.mark.parametrize("name, flags", [("train_critic.py", []),
+                                         ("train_policy.py", ["--loss", "mtdpo"])])
+@pytest.mark.parametrize("reward, model, message", [
+    (0.0, "", "no task has a solved and a worse"), (None, "", "line 1: no 'reward'"),
+    ("no line", "", "stdin is empty"), (1.0, "no/such/dir", "no model at")])
+def test_trainers_complain_and_leave_nothing(name, flags, reward, model, message, rewarded,
+                                             tiny_dir, tmp_path):
+    given = [{**r, "reward": reward} for r in rewarded if reward != "no line"]
+    done = script(name, "--model", model or tiny_dir, "--out", tmp_path / "out", *flags,
+                  stdin=given)
+    complaint(done, message)
+    assert not [*tmp_path.glob("out/*")]

@@ -3,24 +3,24 @@
 .ci/run runs the quickstart and the tests themselves."""
 import glob
 import math
-import os
 import re
 import shlex
 import shutil
 import signal
 import subprocess
-import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-import colbench
 import model
-from conftest import CPU, ROOT, records, script
+from colbench import agent_messages
+from conftest import ROOT, script, steps, train
 
 SCRIPTS = ("collect", "train_critic", "train_policy", "evaluate", "colbench")
+EDITS = f"{ROOT}/tests/experiments/edits"
 
 
 def commands(text):
@@ -38,45 +38,22 @@ def commands(text):
 
 
 def all_commands():
-    readme = "".join(open(f"{ROOT}/{path}", encoding="utf-8").read()
-                     for path in ("README.md", "tests/experiments/MANUAL.md"))
-    for block in re.findall(r"```bash\n(.*?)```", readme, re.S):
-        yield from commands(block.replace("play()", "# play()"))
-    for name in SCRIPTS:
-        yield from commands(import_module(name).__doc__)
-    for path in glob.glob(f"{ROOT}/tests/experiments/*.sh"):
-        yield from commands(open(path, encoding="utf-8").read())
+    texts = [import_module(name).__doc__ for name in SCRIPTS]
+    texts += [Path(path).read_text() for path in glob.glob(f"{ROOT}/tests/experiments/*.sh")]
+    for path in ("README.md", "tests/experiments/MANUAL.md"):
+        blocks = re.findall(r"```bash\n(.*?)```", Path(ROOT, path).read_text(), re.S)
+        texts += [block.replace("play()", "# play()") for block in blocks]
+    found = [command for text in texts for command in commands(text)]
+    assert len({name for name, _ in found}) == len(SCRIPTS) and len(found) > 40
+    return found
 
 
-@pytest.mark.parametrize("script, argv", list(all_commands()),
+@pytest.mark.parametrize("name, argv", all_commands(),
                          ids=lambda x: x if isinstance(x, str) else " ".join(x)[:60])
-def test_commands_parse(script, argv):
-    if script in ("train_critic", "train_policy") and "--out" not in argv:
+def test_commands_parse(name, argv):
+    if name in ("train_critic", "train_policy") and "--out" not in argv:
         argv = [*argv, "--out", "runs/x"]  # an excerpt of a command
-    import_module(script).get_args(argv)
-
-
-def benchmark(name, flags):
-    """Runs a benchmark on something tiny."""
-    command = [sys.executable, f"{ROOT}/tests/bench_{name}.py", *flags.split()]
-    done = subprocess.run(command, capture_output=True, text=True, env=CPU)
-    assert done.returncode == 0 and done.stdout, done.stderr
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name, flags", [
-    ("grade", "--rounds 1 --tasks 3"),
-    ("memory", "--records 20 grade"), ("tokens", ""),
-    ("train", "--repeats 1 --shape tiny --jobs dpo critic scoring"),
-    ("collect", "--episodes 4 --batch 4 --delay 0.01 --max_tokens 8 --max_turns 2 --repeats 1"),
-    ("collect", "--sampling . --tasks 1 --candidates 2 --max_tokens 4 --max_turns 1 --repeats 1")])
-def test_the_benchmarks_run(name, flags):
-    benchmark(name, flags)
-
-
-def test_there_are_commands():
-    found = [script for script, _ in all_commands()]
-    assert all(found.count(script) >= 2 for script in SCRIPTS), found
+    import_module(name).get_args(argv)
 
 
 # --- "Change X -> edit Y": each patch of tests/experiments/edits is applied to a copy -------------
@@ -85,79 +62,48 @@ def edited(name, folder):
     """The path of a copy of the scripts with a patch applied."""
     for path in glob.glob(f"{ROOT}/*.py"):
         shutil.copy(path, folder)
-    patch = f"{ROOT}/tests/experiments/edits/{name}.diff"
+    patch = f"{EDITS}/{name}.diff"
     subprocess.run(["git", "apply", "--whitespace=error", patch], cwd=folder, check=True)
     return folder
 
 
-def first_step(out):
-    """The metrics of a run's first step."""
-    rows = records(open(f"{out}/metrics.jsonl").read())
-    return next(row for row in rows if row.get("step") == 0)
-
-
-def train(copy, name, stdin, tiny_dir, *flags, ranks=1):
-    """Runs a trainer of the copy; returns its first step's metrics and its stdout's records."""
-    out = copy / "out"
-    done = script(f"{copy}/{name}.py", "--model", tiny_dir, "--out", out, "--nll_coef", 0, *flags,
-                  stdin=stdin, ranks=ranks)
-    assert done.returncode == 0, done.stderr
-    return first_step(out), records(done.stdout)
-
-
-@pytest.fixture
-def ranked(rewarded):
-    """Episodes whose candidates have advantages."""
-    for r in rewarded:
-        for message in colbench.agent_messages(r):
-            for i, candidate in enumerate(message["candidates"]):
-                candidate["advantage"] = float(i)
-    return rewarded
+def first_step(copy, name, given, base, *flags, ranks=1):
+    """Metrics of the first step of a trainer of the copy, and its stdout's records."""
+    got, (_, first, *_) = train(given, f"{copy}/{name}.py", "--model", base, "--nll_coef", 0,
+                                *flags, "--out", copy / "out", ranks=ranks)
+    return first, got
 
 
 def test_every_edit_is_in_the_readme_and_has_a_test():
-    edits = {os.path.basename(path) for path in glob.glob(f"{ROOT}/tests/experiments/edits/*")}
-    named = set(re.findall(r"\b\w+\.diff\b", open(f"{ROOT}/README.md").read()))
-    tested = set(re.findall(r'edited\("(\w+)"', open(__file__).read()))
-    assert edits == named == {f"{name}.diff" for name in tested}
+    edits = {Path(path).stem for path in glob.glob(f"{EDITS}/*")}
+    named = set(re.findall(r"\b(\w+)\.diff\b", Path(ROOT, "README.md").read_text()))
+    tested = set(re.findall(r'(?:edited|param)\("(\w+)"', Path(__file__).read_text()))
+    assert edits == named == tested
 
 
 @pytest.mark.full
-def test_the_edit_ipo(ranked, tiny_dir, tmp_path):
-    copy = edited("ipo", tmp_path)
-    first, _ = train(copy, "train_policy", ranked, tiny_dir, "--beta", 0.1)
-    assert first["loss"] == pytest.approx(25)  # (0 - 1 / (2 beta)) ** 2
-
-
-@pytest.mark.full
-def test_the_edit_grpo(ranked, tiny_dir, tmp_path):
-    copy = edited("grpo", tmp_path)
-    first, _ = train(copy, "train_policy", ranked, tiny_dir, "--loss", "grpo", "--batch_size", 8)
-    assert abs(first["loss"]) < 1  # ratios of 1: the mean of some normalised advantages
+@pytest.mark.parametrize("edit, name, flags, ranks, loss", [
+    pytest.param("ipo", "train_policy", [], 1, 25),  # (0 - 1 / (2 beta)) ** 2
+    # ratios of 1: the mean of some normalised advantages
+    pytest.param("grpo", "train_policy", ["--loss", "grpo", "--batch_size", 8], 1, None),
+    pytest.param("margin_by_gap", "train_critic", ["--held_out", 0], 1, math.log1p(math.exp(0.7))),
+    pytest.param("margin_by_gap", "train_critic", ["--held_out", 0], 2, math.log1p(math.exp(0.7)))])
+def test_edits_of_the_losses(edit, name, flags, ranks, loss, ranked, tiny_dir, tmp_path):
+    first, _ = first_step(edited(edit, tmp_path), name, ranked, tiny_dir, *flags, ranks=ranks)
     assert first["grad_norm"] > 0
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_edit_margin_by_gap(world, rewarded, tiny_dir, tmp_path):
-    copy = edited("margin_by_gap", tmp_path)
-    first, _ = train(copy, "train_critic", rewarded, tiny_dir, "--held_out", 0, ranks=world)
-    assert first["loss"] == pytest.approx(math.log(1 + math.exp(0.7)))
+    assert abs(first["loss"]) < 1 if loss is None else first["loss"] == pytest.approx(loss)
 
 
 @pytest.mark.full
 def test_the_edit_sqrt_length(rewarded, tiny_dir, tmp_path):
     copy = edited("sqrt_length", tmp_path)
     flags = "--lr", 1e-3, "--epochs", 1, "--held_out", 0
-    _, scored = train(copy, "train_critic", rewarded, tiny_dir, *flags)
-    plain = script("train_critic.py", "--score", 1, "--out", copy / "out", stdin=scored)
-    compared = 0
-    for ours, theirs in zip(scored, records(plain.stdout), strict=True):
-        for a, b in zip(colbench.agent_messages(ours), colbench.agent_messages(theirs)):
-            length = len(a["token_ids"])
-            assert a["advantage"] == pytest.approx(b["advantage"] * length ** 0.5, rel=1e-3)
-            compared += length > 1 and a["advantage"] != 0
-    assert compared
+    _, scored = first_step(copy, "train_critic", rewarded, tiny_dir, *flags)
+    plain, _ = train(scored, "train_critic.py", "--score", 1, "--out", copy / "out")
+    for ours, theirs in zip(scored, plain, strict=True):
+        for a, b in zip(agent_messages(ours), agent_messages(theirs), strict=True):
+            root = len(a["token_ids"]) ** 0.5
+            assert a["advantage"] == pytest.approx(b["advantage"] * root, rel=1e-3) != 0
 
 
 @pytest.mark.full
@@ -165,18 +111,17 @@ def test_the_edit_marker(tmp_path):
     copy = edited("marker", tmp_path)
     demos = script(f"{copy}/colbench.py", "demos", "--n", 50).stdout
     assert "MY ANSWER IS:" in demos and "I WANT TO ANSWER" not in demos
-    train(copy, "train_policy", demos, "tiny", "--loss", "rft", "--all", 1, "--epochs", 1)
-    assert "MY ANSWER IS:" in open(copy / "out" / "tokenizer.json").read()  # one token of its own
+    first_step(copy, "train_policy", demos, "tiny", "--loss", "rft", "--all", 1, "--epochs", 1)
+    assert "MY ANSWER IS:" in (copy / "out" / "tokenizer.json").read_text()  # a token of its own
 
 
 @pytest.mark.full
 def test_the_edit_csv(ranked, tiny_dir, tmp_path):
     copy = edited("csv", tmp_path)
-    train(copy, "train_policy", ranked, tiny_dir, "--batch_size", 8)
+    first_step(copy, "train_policy", ranked, tiny_dir, "--batch_size", 8)
     head, *rows = (copy / "out" / "metrics.csv").read_text().splitlines()
-    steps = [r for r in records((copy / "out" / "metrics.jsonl").read_text()) if "step" in r]
     assert [dict(zip(head.split(","), row.split(","))) for row in rows] == [
-        {key: str(value) for key, value in step.items()} for step in steps]
+        {key: str(value) for key, value in step.items()} for step in steps(copy / "out")]
 
 
 @pytest.mark.full
@@ -184,7 +129,7 @@ def test_the_edit_lora(ranked, tiny_dir, tmp_path):
     """Only low-rank updates move, a checkpoint has them alone, 2 processes make the same."""
     copy = edited("lora", tmp_path)
     flags = "--lr", 1e-3, "--batch_size", 8, "--dtype", "fp32"
-    first, _ = train(copy, "train_policy", ranked, tiny_dir, *flags)
+    first, _ = first_step(copy, "train_policy", ranked, tiny_dir, *flags)
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-5) and first["grad_norm"] > 0
     base, got = (load_file(f"{path}/model.safetensors") for path in (tiny_dir, copy / "out"))
     assert base.keys() == got.keys()
@@ -194,29 +139,24 @@ def test_the_edit_lora(ranked, tiny_dir, tmp_path):
             assert not moved.any(), name
         else:
             assert 1 <= torch.linalg.matrix_rank(moved, rtol=1e-3) <= 16, name
-    for world, out in (1, "whole"), (2, "two"):
-        run = [f"{copy}/train_policy.py", "--model", tiny_dir, "--out", copy / out,
-               "--nll_coef", 0, *flags]
-        if world == 1:  # killed and resumed
-            done = script(*run, "--save_every", 1, stdin=ranked,
-                          kill=(lambda: [*(copy / out).glob("checkpoint-2")], signal.SIGKILL))
-            (file,) = (copy / out).glob("checkpoint-*[0-9]/*.safetensors")
-            assert {name.split(".")[-1] for name in load_file(file) if name[:3] == "lm."} == {
-                "A", "B"}
-            run += ["--resume", 1]
-        done = script(*run, stdin=ranked, ranks=world)
-        assert done.returncode == 0, done.stderr
-        again = load_file(copy / out / "model.safetensors")
-        for name in base:
-            assert (again[name] - got[name]).abs().max() < 1e-5, name
+    run = [f"{copy}/train_policy.py", "--model", tiny_dir, "--nll_coef", 0, *flags, "--out"]
+    killed, two = copy / "killed", copy / "two"
+    script(*run, killed, "--save_every", 1, stdin=ranked,
+           kill=(lambda: [*killed.glob("checkpoint-2")], signal.SIGKILL))
+    (file,) = killed.glob("checkpoint-*[0-9]/*.safetensors")
+    assert {name[-2:] for name in load_file(file) if name[:3] == "lm."} == {".A", ".B"}
+    for out, more, ranks in ((killed, ["--resume", 1], 1), (two, [], 2)):
+        train(ranked, *run, out, *more, ranks=ranks)
+        again = load_file(out / "model.safetensors")
+        assert all((again[name] - got[name]).abs().max() < 1e-5 for name in base)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name, world", [("train_policy", 1), ("train_critic", 2)])
-def test_lora_on_a_base_in_16_bits(name, world, ranked, tiny_dir, tmp_path):
+@pytest.mark.parametrize("name, head, world", [("train_policy", [], 1),
+                                               ("train_critic", ["--head", "regression"], 2)])
+def test_lora_on_a_base_in_16_bits(name, head, world, ranked, tiny_dir, tmp_path):
     copy, base = edited("lora", tmp_path), tmp_path / "base"
     lm, tokenizer = model.load(tiny_dir, dtype=torch.bfloat16)
     model.save(lm, tokenizer, str(base))
-    head = ["--head", "regression"] if name == "train_critic" else []
-    first, _ = train(copy, name, ranked, base, "--dtype", "bf16", *head, ranks=world)
+    first, _ = first_step(copy, name, ranked, base, "--dtype", "bf16", *head, ranks=world)
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-3) and first["grad_norm"] > 0

@@ -14,8 +14,10 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from glob import glob
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -30,10 +32,10 @@ import train_critic
 import train_policy
 import utils
 from colbench import agent_messages
-from conftest import (CPU, ROOT, complaint, critic_turns, descendants, gone, lines, records,
-                      script, without_clock)
+from conftest import (CPU, ROOT, actions, complaint, descendants, gone, lines, metrics, records,
+                      script, steps, train)
 from model import TURN, Pair
-from test_model import save_random
+from test_model import save_random, separate
 
 # --- the losses: the oracle is floats and loops, written from the equations -----------------------
 
@@ -94,15 +96,18 @@ def test_critic_loss_is_eq_2_and_advantage_eq_3(normalize):
 
 
 def test_value_loss_is_the_cross_entropy_of_success():
-    turns = [((side, n), x) for side, n, x in ((0, 0, 0.5), (0, 1, -1.0), (0, 2, 2.0),
-                                               (1, 0, 0.3), (1, 1, -0.2))]
+    logits = {(0, 0): 0.5, (0, 1): -1.0, (0, 2): 2.0, (1, 0): 0.3, (1, 1): -0.2}  # (side, turn)
     pair = Pair(((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1)))
-    logits = {turn: torch.tensor([x], dtype=torch.float64) for turn, x in turns}
     args = train_critic.get_args(["--out", "x", "--head", "value"])
-    loss, margin = train_critic.pair_loss(args, pair, logits, {})
-    sigmoid = lambda x: 1 / (1 + math.exp(-x))
-    want = -sum(math.log(sigmoid(x) if side == 0 else 1 - sigmoid(x)) for (side, _), x in turns)
+    tensors = {turn: torch.tensor([x], dtype=torch.float64) for turn, x in logits.items()}
+    loss, margin = train_critic.pair_loss(args, pair, tensors, {})
+    of_success = {turn: 1 / (1 + math.exp(-x)) for turn, x in logits.items()}
+    want = -sum(math.log(1 - p if side else p) for (side, _), p in of_success.items())
     assert close(loss, want / 5) and close(margin, 0.5 - 0.05)
+
+
+def test_a_margin_of_0_up_to_rounding_is_ranked_by_chance():
+    assert M.accuracy(torch.tensor([1e-7, -1e-7, 0, 1e-3])) == 0.625
 
 
 def test_policy_losses_are_eq_4_and_the_nll():
@@ -129,8 +134,9 @@ def test_the_learning_rate_warms_up_also_where_steps_are_few():
 
 def trajectory(i, task, reward, too_long=False):
     """Number i, of one turn."""
-    return {"task": {"id": task}, "reward": reward, "dialogue_history": [
-        {"role": "assistant", "content": "?", TURN: None if too_long else (("o", i), ("a", i))}]}
+    turn = None if too_long else (("o", i), ("a", i))
+    message = {"role": "assistant", "content": "?", TURN: turn}
+    return {"task": {"id": task}, "reward": reward, "dialogue_history": [message]}
 
 
 def test_pairs_of_trajectories_are_those_of_two_loops():
@@ -196,19 +202,16 @@ def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
         train_policy.make_groups(args, given[1::2])
 
 
-@pytest.mark.parametrize("worth, chosen, rejected", [(1, 100, 0), (-1, 0, 25)])
-def test_it_is_said_what_candidates_that_answer_teach(worth, chosen, rejected, capsys):
-    """One of eight candidates answers; it is the best, or in every fourth pair the rejected one."""
-    answer, *rest = (candidate(i, 0, None, "what?" if i else f"{colbench.ANSWER} 1")
-                     for i in range(8))
-    record = {"dialogue_history": [{"role": "assistant", "candidates": [answer, *rest]}]}
-    other = rest[0][TURN],
-    pairs = 4 * [Pair((answer[TURN],), other)]
-    if worth < 0:
-        pairs = [Pair(other, (answer[TURN],)), *3 * [Pair(other, (rest[1][TURN],))]]
-    train_policy.tell_answers(pairs, [record])
+@pytest.mark.parametrize("worth", [1, -1])
+def test_a_policy_that_may_unlearn_to_answer_is_told_of(worth, capsys):
+    """One of eight candidates answers, and is ranked best or worst."""
+    answer, *others = (candidate(i, 0, None, "what?" if i else f"{colbench.ANSWER} 1")
+                       for i in range(8))
+    record = {"dialogue_history": [{"role": "assistant", "candidates": [answer, *others]}]}
+    sides = [(answer[TURN],), (others[0][TURN],)][::worth]
+    train_policy.tell_answers([Pair(*sides)], [record])
     said = capsys.readouterr().err
-    assert f"answers are {chosen}% of the chosen candidates, {rejected}% of the rejected" in said
+    assert f"answers are {100 * (worth > 0)}% of the chosen candidates" in said
     assert "12% of all" in said and ("unlearn to answer" in said) == (worth < 0)
 
 
@@ -268,46 +271,34 @@ PREFERENCES = [
 
 
 def test_preferences_train_on_every_token_of_the_assistant(tiny_dir, monkeypatch):
-    """By a loop over one forward of the whole conversation."""
-    pi, tokenizer = M.load(tiny_dir)
-    pi_ref, _ = M.load(tiny_dir)
+    """By a loop over its messages and a forward for each."""
+    pi, pi_ref = (AutoModelForCausalLM.from_pretrained(tiny_dir) for _ in range(2))
+    tokenizer = M.find_model(tiny_dir)[1]
     torch.manual_seed(0)
     for p in pi.parameters():
         p.data += 0.01 * torch.randn_like(p)
-    flags = ["--model", tiny_dir, "--loss", "mtdpo", "--beta", 0.7, "--nll_coef", 0.5]
+    flags = ["--model", tiny_dir, "--loss", "mtdpo", "--beta", "0.7", "--nll_coef", "0.5"]
     groups, _ = prepared(monkeypatch, PREFERENCES, train_policy, *flags)
-    args = train_policy.get_args([*map(str, flags), "--out", "x"])
+    args = train_policy.get_args([*flags, "--out", "x"])
 
-    @torch.no_grad()
-    def by_loop(lm, history):
-        """Log-probs of all tokens of the assistant, to the end of its turn."""
-        whole = M.render(tokenizer, history)
-        logps = lm.lm(torch.tensor([whole]), use_cache=False).logits[0].log_softmax(-1)
-        found = []
-        for t, m in enumerate(history):
-            if m["role"] == "assistant":
-                start = len(M.render(tokenizer, history[:t]))
-                end = start + len(M.action_ids(tokenizer, m))
-                assert whole[start:end] == list(M.action_ids(tokenizer, m))
-                found += [logps[i - 1, whole[i]] for i in range(start, end)]
-        return torch.stack(found)
+    def of_side(lm, history):
+        turns = [(M.render(tokenizer, history[:t]), M.action_ids(tokenizer, m))
+                 for t, m in enumerate(history) if m["role"] == "assistant"]
+        return [x.detach() for x in separate(lm, turns)]
 
-    turns = M.turns_in(pair for pairs in groups for pair in pairs)
-    logps, ref = (dict(zip(turns, M.action_logps(lm, turns))) for lm in (pi, pi_ref))
-    for lm in (pi, pi_ref):
-        lm.lm.set_attn_implementation("eager")
-    by_chosen = {pair.chosen[-1]: pair for pairs in groups for pair in pairs}
-    assert len(by_chosen) == 2
+    turns = M.turns_in(chain(*groups))
+    logps, ref = (dict(zip(turns, separate(lm, turns))) for lm in (pi, pi_ref))
+    found = sorted(train_policy.pair_loss(args, pair, logps, ref)[0].item()
+                   for pair in chain(*groups))
+    want = []
     for line in PREFERENCES:
         sides = [line.get("prompt", []) + line[side] for side in ("chosen", "rejected")]
-        (chosen, ref_chosen), (rejected, ref_rejected) = (
-            [by_loop(lm, side) for lm in (pi, pi_ref)] for side in sides)
-        margin = 0.7 * ((chosen - ref_chosen).sum() - (rejected - ref_rejected).sum()).item()
-        want = math.log(1 + math.exp(-margin)) - 0.5 * chosen.mean().item()
-        last = tuple(M.render(tokenizer, sides[0][:-1])), M.action_ids(tokenizer, sides[0][-1])
-        loss, got = train_policy.pair_loss(args, by_chosen[last], logps, ref)
-        assert got.item() == pytest.approx(margin, abs=1e-5)
-        assert loss.item() == pytest.approx(want, abs=1e-5)
+        chosen, rejected, ref_chosen, ref_rejected = (
+            of_side(lm, side) for lm in (pi, pi_ref) for side in sides)
+        margin = 0.7 * (loop_score(chosen, ref_chosen, "none")
+                        - loop_score(rejected, ref_rejected, "none"))
+        want.append(loop_loss(margin, chosen, 0.5))
+    assert found == pytest.approx(sorted(map(float, want)), abs=1e-5)
 
 
 @pytest.mark.parametrize("line, message", [
@@ -323,57 +314,24 @@ def test_what_is_wrong_with_a_preference_is_said(line, message, tiny_dir, monkey
 
 # --- c: the critic's, never the policy's ----------------------------------------------------------
 
-def train(given, name, *flags, ranks=1):
-    """(stdout's records, metrics.jsonl's rows) of a trainer."""
-    done = script(name, *flags, stdin=given, ranks=ranks)
-    assert done.returncode == 0, done.stderr
-    out = flags[flags.index("--out") + 1]
-    return records(done.stdout), metrics(out)
-
-
-def metrics(out):
-    return records(open(f"{out}/metrics.jsonl").read())
-
-
-def steps(out):
-    return [row for row in metrics(out) if "step" in row]
-
-
-def with_c(given, c):
-    return [{**r, "task": {**r["task"], "hidden_information": c}} for r in given]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("hidden_info", [1, 0])
-def test_c_changes_the_critic_unless_it_may_not_read_it(hidden_info, rewarded, tiny_dir, tmp_path):
-    flags = ["--model", tiny_dir, "--hidden_info", hidden_info, "--lr", 1e-4, "--held_out", 0]
-    outs = tmp_path / "rate=3", tmp_path / "fee=7"
-    scores = []
-    for out in outs:
-        scored, _ = train(with_c(rewarded, out.name), "train_critic.py", *flags, "--out", out)
-        scores.append([m["advantage"] for r in scored for m in agent_messages(r)])
-    weights = [(out / "model.safetensors").read_bytes() for out in outs]
-    assert all(map(math.isfinite, scores[0])) and any(scores[0])
-    assert (scores[0] != scores[1]) == (weights[0] != weights[1]) == bool(hidden_info)
-
-
 @pytest.mark.parametrize("loss", ["dpo", "mtdpo", "rft"])
-def test_c_never_reaches_the_policy(loss, rewarded, tiny_dir, tmp_path):
+def test_c_never_reaches_the_policy(loss, ranked, tiny_dir, tmp_path):
     """A policy that has not moved is at log 2; then it learns."""
-    for r in rewarded:
-        for m in agent_messages(r):
-            for i, c in enumerate(m["candidates"]):
-                c["advantage"] = float(i)
     flags = ["--loss", loss, "--model", tiny_dir, "--lr", 1e-3, "--nll_coef", 0, "--batch_size", 8,
              "--pairs_per_turn", 1, "--epochs", 2]
     weights = []
-    for out in (tmp_path / "one", tmp_path / "two"):
-        rows = train(with_c(rewarded, out.name), "train_policy.py", *flags, "--out", out)[1]
-        weights.append((out / "model.safetensors").read_bytes())
+    for c in ("rate=3", "fee=7"):
+        for r in ranked:
+            r["task"]["hidden_information"] = c
+        _, rows = train(ranked, "train_policy.py", *flags, "--out", tmp_path / c)
+        weights.append((tmp_path / c / "model.safetensors").read_bytes())
     assert weights[0] == weights[1] != Path(tiny_dir, "model.safetensors").read_bytes()
-    _, first, *_, last, _ = rows
-    assert last["loss"] < first["loss"] and (loss == "rft"
-                                             or abs(first["loss"] - math.log(2)) < 1e-5)
+    begin, first, *_, last, _ = rows
+    assert last["loss"] < first["loss"]
+    if loss == "rft":
+        assert begin["pairs"] == 4  # the solved trajectories alone
+    else:
+        assert abs(first["loss"] - math.log(2)) < 1e-5
 
 
 def test_what_each_critic_reads(tiny_dir):
@@ -401,20 +359,15 @@ def test_what_each_critic_reads(tiny_dir):
 
 # --- the critics ----------------------------------------------------------------------------------
 
-def scored(record):
-    """The agent's messages and their candidates."""
-    return [x for m in agent_messages(record) for x in (m, *m.get("candidates", ()))]
-
-
 def check_same_advantages(given, others):
     for r, s in zip(given, others, strict=True):
-        for x, y in zip(scored(r), scored(s), strict=True):
+        for x, y in zip(actions(r), actions(s), strict=True):
             assert x["advantage"] == pytest.approx(y["advantage"], abs=1e-4, rel=1e-4)
 
 
 def test_a_turns_value_is_the_head_on_the_mean_state_of_all_its_tokens(tiny_dir, episodes):
     model, tokenizer = M.load(tiny_dir, head=True)
-    turns = [turn for r in episodes[:3] for turn in critic_turns(tokenizer, r, "regression")]
+    turns = [turn for r in episodes[:3] for turn in M.turns_of(tokenizer, r)]
     reference, _ = M.load_lm(tiny_dir, "cpu")
     for (prompt, action), value in zip(turns, M.action_logps(model, turns)):
         states = reference.model(torch.tensor([[*prompt, *action]])).last_hidden_state[0]
@@ -442,67 +395,52 @@ def test_the_teacher_is_the_model_with_hidden_information_less_without(rewarded,
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("head, world", [("regression", 1), ("regression", 2), ("value", 1)])
-def test_a_critic_with_a_head_learns_scores_resumes_and_chooses(head, world, rewarded, tiny_dir,
-                                                                tasks, tmp_path):
-    for r in rewarded:  # what tells the two apart
-        for m in agent_messages(r):
+@pytest.mark.parametrize("head, world", [
+    ("logratio", 1), ("logratio", 2), ("regression", 1), ("regression", 2), ("value", 1)])
+def test_a_critic_learns_scores_a_stream_resumes_and_chooses(head, world, rewarded, tasks,
+                                                             tiny_dir, tmp_path):
+    for r in rewarded:
+        for m in agent_messages(r):  # what tells the two apart
+            del m["token_ids"], m["logprobs"]
             m["output"] = "what is the rate?" if r["reward"] == 1 else "what is the color?"
-    epochs, reached = (8, 0.1) if head == "regression" else (24, 0.3)
-    flags = ["train_critic.py", "--model", tiny_dir, "--head", head, "--held_out", 0, "--lr", 1e-3,
-             "--beta", 1, "--epochs", epochs, "--batch_size", 4, "--out", tmp_path / "c"]
-    got, (first, *rows, last) = train(rewarded, *flags, ranks=world)
+    epochs, reached = (24, 0.3) if head == "value" else (8, 0.1)
+    critic = ["train_critic.py", "--out", tmp_path / "c"]
+    flags = ["--model", tiny_dir, "--head", head, "--held_out", 0, "--lr", 1e-3, "--beta", 1,
+             "--epochs", epochs, "--batch_size", 4, "--normalize", "none", "--ref_context", "agent"]
+    first, (_, *rows, last) = train(rewarded, *critic, *flags, ranks=world)
     assert rows[-1]["loss"] < reached < rows[0]["loss"] and last["finished"] == len(rows)
-    key = lambda r: (r["task"]["id"], r["sample"])
-    if head == "regression":  # step 0 from eq. 2
-        model, tokenizer = M.load(tiny_dir, head=True)
-        sums = {key(r): sum(M.action_logps(model, critic_turns(tokenizer, r, head))).item()
-                for r in rewarded}
-        losses = [math.log1p(math.exp(sums[task, 1] - sums[task, 0])) for task, _ in sums]
-        assert first["pairs"] == len(losses) / 2
-        assert rows[0]["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-4)
-    of_turns = sum if head == "regression" else statistics.mean
-    total = {key(r): of_turns([m["advantage"] for m in agent_messages(r)]) for r in got}
+    of_turns = statistics.mean if head == "value" else sum
+    total = {(r["task"]["id"], r["sample"]): of_turns([m["advantage"] for m in agent_messages(r)])
+             for r in first}
     assert all(total[task, 0] > total[task, 1] for task, _ in total)
-    check_same_advantages(train(rewarded, *flags, "--resume", 1)[0], got)
+    check_same_advantages(train(rewarded, *critic, *flags, "--resume", 1)[0], first)
+    many = [{**r, "sample": 100 * i + r["sample"]} for i in range(10) for r in rewarded]
+    for r in many:
+        del r["reward"]
+    done = script(*critic, "--score", 1, stdin=lines(many) + "no record\n", ranks=world)
+    complaint(done, "error: stdin, line 81: not JSON")
+    got, _ = train(many, *critic, "--score", 1, ranks=world)
+    check_same_advantages(got, 10 * first)
+    assert sum(abs(x.pop("advantage")) > 1e-3 for r in got for x in actions(r)) > 100
+    assert got == many  # nothing else changed
     play = ["--model", tiny_dir, "--best_of", 3, "--critic", tmp_path / "c", "--max_turns", 2]
     done = script("collect.py", *play, "--max_tokens", 20, stdin=tasks[:1])
     assert done.returncode == 0 and len(records(done.stdout)) == 1, done.stderr
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("head, world", [("logratio", 1), ("regression", 1), ("logratio", 2)])
-def test_a_finished_critic_scores_a_stream_as_it_scored_what_it_learned_from(head, world, rewarded,
-                                                                             tiny_dir, tmp_path):
-    critic = ["train_critic.py", "--out", tmp_path / "c"]
-    first, _ = train(rewarded, *critic, "--model", tiny_dir, "--head", head, "--normalize", "none",
-                     "--ref_context", "agent", "--held_out", 0, "--lr", 1e-3)
-    many = [{**r, "sample": 100 * i + r["sample"]} for i in range(10) for r in rewarded]
-    for r in many:
-        del r["reward"]
-    done = script(*critic, "--score", 1, stdin=lines(many) + "no record\n", ranks=world)
-    assert done.returncode and "error: stdin, line 81: not JSON" in done.stderr
-    assert done.stderr.count("error: ") == 1 and done.stdout == ""
-    got, _ = train(many, *critic, "--score", 1, ranks=world)
-    check_same_advantages(got, 10 * first)
-    assert sum(abs(x.pop("advantage")) > 1e-3 for r in got for x in scored(r)) > 100
-    assert got == many  # nothing else changed
-    error = complaint(script("train_critic.py", "--score", 1, "--out", tiny_dir, stdin=rewarded))
-    assert error.startswith("error: no critic in")
-
-
-def test_a_critic_whose_reference_has_changed_scores_nothing(rewarded, tiny_dir, tmp_path):
+def test_a_critic_neither_scores_nor_resumes_with_another_reference(rewarded, tiny_dir, tmp_path):
     base, out = shutil.copytree(tiny_dir, tmp_path / "base"), tmp_path / "c"
     flags = ["train_critic.py", "--model", base, "--epochs", 1, "--out", out]
     train(rewarded, *flags)
-    state = load_file(base / "model.safetensors")
-    save_file({k: v * 1.001 for k, v in state.items()}, base / "model.safetensors")
-    error = complaint(script(*flags, "--score", 1, stdin=rewarded))
-    assert error == (f"error: {base} has other weights now than the model that the critic in {out} "
-                     "began as")
+    before, weights = contents(out), load_file(base / "model.safetensors")
+    save_file({k: v * 1.001 for k, v in weights.items()}, base / "model.safetensors")
+    done = script("train_critic.py", "--score", 1, "--out", base, stdin=rewarded)
+    complaint(done, "error: no critic in")
+    for flag, message in (("--score", f"{base} has other weights"), ("--resume", "model_weights")):
+        complaint(script(*flags, flag, 1, stdin=rewarded), message)
+        assert contents(out) == before
     shutil.rmtree(base)
-    error = complaint(script(*flags, "--score", 1, stdin=rewarded))
-    assert error.startswith(f"error: no model at '{base}'")
+    complaint(script(*flags, "--score", 1, stdin=rewarded), f"no model at '{base}'")
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -534,7 +472,7 @@ def data(collected):
             del m["logprobs"]  # the ids below do not spell its output
             for c in m["candidates"]:
                 c["advantage"] = r.gauss(0, 1)
-        for x in scored(record):
+        for x in actions(record):
             x["token_ids"] = x["token_ids"][:r.randrange(5, 40)]
     return lines(rs)
 
@@ -567,12 +505,15 @@ def whole(command, data, tmp_path_factory):
 
 
 @contextlib.contextmanager
-def started(command, launcher=(sys.executable,)):
+def started(command, given, launcher=(sys.executable,)):
     """A script as a process, maybe of torchrun; it and all that it started end with the context."""
     name, *flags = command
-    p = subprocess.Popen([*launcher, os.path.join(ROOT, name), *map(str, flags)], cwd=ROOT,
-                         text=True, env=CPU, start_new_session=True, stdin=subprocess.PIPE,
-                         stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with tempfile.TemporaryFile("w+") as stdin:
+        stdin.write(given)
+        stdin.seek(0)
+        p = subprocess.Popen([*launcher, os.path.join(ROOT, name), *map(str, flags)], cwd=ROOT,
+                             text=True, env=CPU, start_new_session=True, stdin=stdin,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         yield p
     finally:
@@ -581,13 +522,6 @@ def started(command, launcher=(sys.executable,)):
                 os.kill(pid, signal.SIGKILL)
         with p:
             p.kill()
-
-
-def send(p, text):
-    """Gives the process its stdin, all of it."""
-    with contextlib.suppress(BrokenPipeError), p.stdin:
-        p.stdin.write(text)
-    p.stdin = None
 
 
 def ended(p):
@@ -607,18 +541,6 @@ def until(there, p, seconds=100):
         time.sleep(0.002)
 
 
-def kill_at_checkpoint_2(command, out, data):
-    """Runs it until its first checkpoint is there, then kill -9."""
-    there = lambda: (out / "checkpoint-2").exists()
-    done = script(*command, "--save_every", 2, stdin=data, kill=(there, signal.SIGKILL))
-    assert done.returncode == -signal.SIGKILL, done.stderr
-    assert not (out / "model.safetensors").exists() and "finished" not in metrics(out)[-1]
-
-
-def leftovers(out):
-    return [name for name in os.listdir(out) if "checkpoint" in name or name.endswith(".part")]
-
-
 def same_to_rounding(whole, out, stdout):
     """A run against the undisturbed one: every step's metrics, the weights, stdout."""
     want_out, want_stdout = whole
@@ -626,7 +548,6 @@ def same_to_rounding(whole, out, stdout):
         assert a["step"] == b["step"] and a["lr"] == b["lr"]
         for key in ("loss", "grad_norm"):  # a margin near 0 may flip an accuracy
             assert math.isclose(a[key], b[key], rel_tol=1e-4), (a, b)
-        assert a["seconds"] * a["tokens_per_second"] == pytest.approx(a["tokens"], rel=0.02)
     assert metrics(out)[-1]["finished"] == metrics(want_out)[-1]["finished"]
     start = metrics(out)[0]["args"]["model"]
     got, want, base = (load_file(f"{o}/model.safetensors") for o in (out, want_out, start))
@@ -634,21 +555,23 @@ def same_to_rounding(whole, out, stdout):
     for name in want:  # where gradients are tiny, Adam makes rounding larger
         moved = (want[name] - base[name]).abs().mean()
         assert (got[name] - want[name]).abs().mean() < 1e-2 * moved, name
-    assert not leftovers(out)
-    for a, b in zip(records(stdout), records(want_stdout), strict=True):
-        if "summary" in b:
-            assert {**a, "out": b["out"]} == b
-            continue
-        for x, y in zip(scored(a), scored(b), strict=True):
+    got, want = records(stdout), records(want_stdout)
+    if "summary" in want[0]:
+        assert got == [{**want[0], "out": str(out)}]
+        return
+    for a, b in zip(got, want, strict=True):
+        for x, y in zip(actions(a), actions(b), strict=True):
             assert abs(x.pop("advantage") - y.pop("advantage")) < 1e-5
-        assert a == b  # nothing else changed, the order neither
+    assert got == want  # nothing else changed, the order neither
 
 
 def same_bits(whole, out, stdout):
+    """A run against the undisturbed one: the same, but for what the wall clock says."""
     want_out, want_stdout = whole
     weights = [Path(folder, "model.safetensors").read_bytes() for folder in (out, want_out)]
-    assert weights[0] == weights[1] and not leftovers(out)
-    assert without_clock(steps(out)) == without_clock(steps(want_out))
+    rows = [[{key: value for key, value in row.items() if "second" not in key}
+             for row in metrics(folder) if "args" not in row] for folder in (out, want_out)]
+    assert weights[0] == weights[1] and rows[0] == rows[1]
     assert stdout == want_stdout.replace(json.dumps(str(want_out)), json.dumps(str(out)))
 
 
@@ -661,6 +584,39 @@ def planned_tokens(command, data, world):
     plan = json.loads(done.stdout)
     assert plan["gpus"] == world and plan["tokens"]["computed"] <= plan["tokens"]["slowest_rank"]
     return plan["tokens"]["computed"], plan["steps"]
+
+
+@pytest.mark.parametrize("job", ["critic", *(pytest.param(job, marks=pytest.mark.full)
+                                             for job in ("dpo", "rft"))])
+def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data, tiny_dir,
+                                                      monkeypatch):
+    trainer, flags = train_critic if job == "critic" else train_policy, command(job, "x")[1:]
+    args = trainer.get_args([*map(str, flags)])
+    made = prepared(monkeypatch, records(data), trainer, *flags)
+    groups = made[1] if job == "critic" else made[0]
+    pi, pi_ref = (AutoModelForCausalLM.from_pretrained(tiny_dir) for _ in range(2))
+
+    def by_turn(lm, pairs):
+        turns = M.turns_in(pairs)
+        return dict(zip(turns, separate(lm, turns)))
+
+    with torch.no_grad():
+        ref = by_turn(pi_ref, chain(*groups))
+    optimizer = torch.optim.AdamW(pi.parameters(), betas=(0.9, 0.95), weight_decay=0)
+    batches = [batch for epoch in range(args.epochs)
+               for batch in M.batches(groups, args.batch_size, seed=(args.seed, epoch))]
+    for step, (batch, row) in enumerate(zip(batches, steps(whole(job)[0]), strict=True)):
+        logps, size = by_turn(pi, batch), len(batch)
+        if job == "rft":
+            size = sum(len(action) for pair in batch for _, action in pair.chosen)
+        loss = sum(trainer.pair_loss(args, pair, logps, ref)[0] for pair in batch) / size
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(pi.parameters(), args.max_grad_norm)
+        optimizer.param_groups[0]["lr"] = utils.lr_at(step, len(batches), args.lr)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert row["loss"] == pytest.approx(loss.item(), rel=1e-3)
+        assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-2)
 
 
 @pytest.mark.parametrize("job", ["critic", *(pytest.param(job, marks=pytest.mark.full)
@@ -699,8 +655,8 @@ def test_many_processes_and_small_trees_make_the_same_steps(world, job, whole, c
     ids=["bad line", "unknown flag"])
 def test_under_torchrun_an_error_is_said_once_and_leaves_nothing(flags, message, command, data,
                                                                  tmp_path):
-    with started(command("critic", tmp_path / "out", *flags), TORCHRUN) as p:
-        send(p, data.splitlines()[0] + "\n{'single': 'quotes'}\n")
+    bad = data.splitlines()[0] + "\n{'single': 'quotes'}\n"
+    with started(command("critic", tmp_path / "out", *flags), bad, TORCHRUN) as p:
         done = ended(p)
     assert done.returncode and not done.stdout and not [*tmp_path.glob("out/*")]
     errors = [line for line in done.stderr.splitlines() if "error: " in line]
@@ -726,44 +682,28 @@ def test_the_others_wait_for_rank_0_longer_than_for_each_other(tmp_path):
 
 
 @pytest.mark.full
-def test_a_dead_rank_ends_the_job_and_one_process_finishes_it(whole, command, data, tmp_path):
-    out = tmp_path / "out"
-    mtdpo = command("mtdpo", out, "--save_every", 2)
-    with started(mtdpo, TORCHRUN) as p:
-        send(p, data)
-        until(lambda: (out / "checkpoint-2").exists(), p)
-        (worker,) = (pid for pid in descendants(p.pid)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_one_process_finishes_what_two_of_torchrun_began(how, whole, command, data, tmp_path):
+    """One of two ranks is killed; or torchrun ends by a signal, and the last step is on disk."""
+    out, is_kill = tmp_path / "out", how == signal.SIGKILL
+    mtdpo = command("mtdpo", out, "--save_every", 2 * is_kill)
+    with started(mtdpo, data, TORCHRUN) as p:
+        until(lambda: len(steps(out)) > 2, p)
+        (rank_1,) = (pid for pid in descendants(p.pid)
                      if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
-        os.kill(worker, signal.SIGKILL)
+        os.kill(rank_1 if is_kill else p.pid, how)
         done = ended(p)
-    assert done.returncode and "SIGKILL" in done.stderr and not done.stdout
-    assert not (out / "model.safetensors").exists()
+    assert done.returncode and not done.stdout and not (out / "model.safetensors").exists()
+    if is_kill:
+        assert "SIGKILL" in done.stderr
+    else:
+        ours, *torchruns = done.stderr.split("Traceback")
+        assert ours.count("error: ended by") == 1 and len(torchruns) <= 1, done.stderr
+        assert (out / f"checkpoint-{steps(out)[-1]['step'] + 1}").exists()
     done = script(*mtdpo, "--resume", 1, stdin=data)
     assert done.returncode == 0, done.stderr
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
-    assert 2 <= resumed["resumed"] < metrics(out)[0]["steps"] and resumed["world"] == 1
-    same_to_rounding(whole("mtdpo"), out, done.stdout)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_torchrun_ended_by_a_signal_has_its_last_step_on_disk_and_says_so_once(
-        how, whole, command, data, tmp_path):
-    out = tmp_path / "out"
-    mtdpo = command("mtdpo", out, "--save_every", 0)
-    with started(mtdpo, TORCHRUN) as p:
-        send(p, data)
-        until(lambda: (out / "metrics.jsonl").exists() and len(steps(out)) > 2, p)
-        p.send_signal(how)
-        done = ended(p)
-    ours = done.stderr.split("Traceback")[0]  # torchrun shows its own one
-    assert ours.count("error: ") == done.stderr.count("error: ended by") == 1
-    assert done.stderr.count("Traceback") <= 1
-    assert "torch/distributed/run.py" in done.stderr and not done.stdout
-    assert (out / f"checkpoint-{steps(out)[-1]['step'] + 1}").exists()
-    assert not (out / "model.safetensors").exists()
-    done = script(*mtdpo, "--resume", 1, stdin=data)
-    assert done.returncode == 0, done.stderr
+    assert 2 <= resumed["resumed"] < resumed["steps"] and resumed["world"] == 1
     same_to_rounding(whole("mtdpo"), out, done.stdout)
 
 
@@ -775,51 +715,33 @@ def killed(command, data, tmp_path_factory):
     @functools.cache
     def run(job):
         out = tmp_path_factory.mktemp("killed") / job
-        kill_at_checkpoint_2(command(job, out), out, data)
+        there = lambda: (out / "checkpoint-2").exists()
+        done = script(*command(job, out, "--save_every", 2), stdin=data,
+                      kill=(there, signal.SIGKILL))
+        assert done.returncode == -signal.SIGKILL, done.stderr
+        assert not (out / "model.safetensors").exists() and "finished" not in metrics(out)[-1]
         return out
     return run
 
 
-@pytest.mark.parametrize("job", ["critic", *(pytest.param(job, marks=pytest.mark.full)
-                                             for job in ("bf16", "moe", "mtdpo"))])
-def test_a_killed_run_resumes_to_the_same_bits(job, killed, whole, command, data, tmp_path):
+@pytest.mark.parametrize("job, world", [
+    ("critic", 1), *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        ("bf16", 1), ("moe", 1), ("mtdpo", 1), ("critic", 2)))])
+def test_a_killed_run_resumes_to_the_same_bits(job, world, killed, whole, command, data, tmp_path):
+    """On two processes to rounding. What the reference said is not computed again."""
     out = shutil.copytree(killed(job), tmp_path / "out")
     (out / "checkpoint-7.part").mkdir()  # what a kill leaves while a checkpoint is being written
     (out / "checkpoint-7.part" / ".metadata").write_text("{")
     with open(out / "metrics.jsonl", "a") as f:
         f.write('{"step": 9}\n{"step": 10, "lo')
-    done = script(*command(job, out, "--resume", 1, "--save_every", 3), stdin=data)
+    reference = (out / "reference.safetensors").stat()
+    done = script(*command(job, out, "--resume", 1, "--save_every", 3), stdin=data, ranks=world)
     assert done.returncode == 0, done.stderr
-    same_bits(whole(job), out, done.stdout)
+    (same_bits if world == 1 else same_to_rounding)(whole(job), out, done.stdout)
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
-    assert 2 <= resumed["resumed"] < metrics(out)[0]["steps"]
-    ends, want = ([row for row in metrics(folder) if "finished" in row]
-                  for folder in (out, whole(job)[0]))
-    assert ends == want  # as if there had been no kill
-
-
-@pytest.mark.full
-def test_two_processes_finish_what_one_began(killed, whole, command, data, tmp_path):
-    out = shutil.copytree(killed("critic"), tmp_path / "out")
-    resume = command("critic", out, "--resume", 1, "--tree_tokens", 200)
-    done = script(*resume, stdin=data, ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert [row["world"] for row in metrics(out) if "args" in row] == [1, 2]
-    same_to_rounding(whole("critic"), out, done.stdout)
-
-
-def test_a_resumed_run_takes_the_references_that_were_computed(killed, whole, command, data,
-                                                               tmp_path):
-    """If they were computed again, a change of the file would change nothing."""
-    out = shutil.copytree(killed("critic"), tmp_path / "out")
-    path = str(out / "reference.safetensors")
-    save_file({"logps": load_file(path)["logps"] + 1}, path)
-    done = script(*command("critic", out, "--resume", 1), stdin=data)
-    assert done.returncode == 0, done.stderr
-    shifts = [x["advantage"] - y["advantage"]
-              for a, b in zip(records(done.stdout), records(whole("critic")[1]), strict=True)
-              for x, y in zip(scored(a), scored(b), strict=True)]
-    assert abs(sum(shifts) / len(shifts) + 1) < 0.1
+    assert 2 <= resumed["resumed"] < resumed["steps"] and resumed["world"] == world
+    assert (out / "reference.safetensors").stat().st_ino == reference.st_ino
+    assert not [name for name in os.listdir(out) if "checkpoint" in name or ".part" in name]
 
 
 def contents(out):
@@ -831,13 +753,13 @@ def test_a_finished_run_is_only_read_and_what_is_no_run_never_removed(job, whole
                                                                       tmp_path):
     out, stdout = whole(job)
     before = contents(out)
-    assert "exists already" in complaint(script(*command(job, out), stdin=data))
+    complaint(script(*command(job, out), stdin=data), "exists already")
     done = script(*command(job, out, "--resume", 1), stdin=data)
     assert (done.returncode, done.stdout) == (0, stdout), done.stderr
     assert contents(out) == before
     (tmp_path / "precious").write_text("mine")
     done = script(*command(job, tmp_path, "--resume", 1), stdin=data)
-    assert "exists already" in complaint(done)
+    complaint(done, "exists already")
     assert contents(tmp_path) == {tmp_path / "precious": b"mine"}
 
 
@@ -849,45 +771,21 @@ def test_a_finished_run_is_only_read_and_what_is_no_run_never_removed(job, whole
 def test_only_the_same_run_is_resumed(flags, change, message, killed, command, data):
     out = killed("critic")
     before = contents(out)
-    resume = command("critic", out, "--resume", 1, "--save_every", 2, *flags)
-    done = script(*resume, stdin=data.replace(*change, 1))
-    assert message.format(out=out) in done.stderr.splitlines()[-1] and done.returncode == 1
+    done = script(*command("critic", out, "--resume", 1, *flags), stdin=data.replace(*change, 1))
+    complaint(done, "--resume 1: ", message.format(out=out))
     assert contents(out) == before
-
-
-@pytest.mark.full
-def test_a_run_is_resumed_only_with_the_weights_it_began_with(command, data, tiny_dir, tmp_path):
-    base, out = shutil.copytree(tiny_dir, tmp_path / "base"), tmp_path / "out"
-    train = command("critic", out, "--model", base)
-    kill_at_checkpoint_2(train, out, data)
-    before, weights = contents(out), load_file(base / "model.safetensors")
-    save_file({k: v * 1.001 for k, v in weights.items()}, base / "model.safetensors")
-    done = script(*train, "--resume", 1, stdin=data)
-    assert done.stderr.splitlines()[-1].startswith("error: --resume 1: model_weights was ")
-    assert contents(out) == before
-    shutil.copy(f"{tiny_dir}/model.safetensors", base)
-    done = script(*train, "--resume", 1, stdin=data)
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.full
 def test_two_runs_cannot_share_an_out(whole, command, data, tmp_path):
-    """The second is refused while the first waits for stdin and while it trains."""
     out = tmp_path / "out"
-
-    def check_refused():
-        second = script(*command("critic", out, "--resume", 1), stdin=data)
-        assert "in use" in complaint(second)
-
-    with started(command("critic", out)) as p:
-        until(out.exists, p)
-        check_refused()
-        send(p, data)
-        until(lambda: (out / "metrics.jsonl").exists() and steps(out), p)
+    with started(command("critic", out), data) as p:
+        until(lambda: steps(out), p)
         p.send_signal(signal.SIGSTOP)
-        check_refused()
+        second = script(*command("critic", out, "--resume", 1), stdin=data)
         p.send_signal(signal.SIGCONT)
         done = ended(p)
+    complaint(second, "in use")
     assert done.returncode == 0, done.stderr
     same_bits(whole("critic"), out, done.stdout)
 
@@ -912,20 +810,16 @@ def test_turns_that_are_too_long_are_left_out_and_counted(job, command, data, tm
     del short[3]
     runs = {}
     for name, given, flags in (("short", short, []), ("long", long, ["--max_length", LIMIT])):
-        done = script(*command(job, tmp_path / name, "--epochs", 2, *flags), stdin=given)
-        assert done.returncode == 0, done.stderr
-        runs[name] = done, metrics(tmp_path / name)[0]
-    said = runs["long"][0].stderr.splitlines()
+        runs[name] = script(*command(job, tmp_path / name, "--epochs", 2, *flags), stdin=given)
+        assert runs[name].returncode == 0, runs[name].stderr
+    said = runs["long"].stderr.splitlines()
     assert any(line.startswith(f"{len(left_out)} ") and "--max_length" in line for line in said)
-    assert left_out and runs["long"][1]["pairs"] == runs["short"][1]["pairs"]
     for a, b in zip(steps(tmp_path / "long"), steps(tmp_path / "short"), strict=True):
         assert math.isclose(a["loss"], b["loss"], rel_tol=1e-5) and a["lr"] == b["lr"]
-    got, want = (load_file(tmp_path / name / "model.safetensors") for name in ("long", "short"))
-    assert all((got[name] - want[name]).abs().mean() < 1e-7 for name in want)
     if job == "critic":
-        got = records(runs["long"][0].stdout)
+        got = records(runs["long"].stdout)
         for r, given in zip(got, long, strict=True):
-            for x, sent in zip(scored(r), scored(given), strict=True):
+            for x, sent in zip(actions(r), actions(given), strict=True):
                 sent.pop("advantage", None)  # of whoever scored it before
                 assert any(sent is y for y in left_out) or isinstance(x.pop("advantage"), float)
         assert got == long
@@ -954,13 +848,3 @@ def test_bf16_computes_and_saves_in_16_bits_and_trains_in_32(killed, whole, tiny
     lm = AutoModelForCausalLM.from_pretrained(whole("bf16")[0])
     assert lm.dtype == torch.bfloat16 and lm(torch.arange(6, 60)[None]).logits.isfinite().all()
     assert all(torch.equal(p, saved[n]) for n, p in lm.named_parameters())
-
-
-def test_an_untrained_critic_ranks_held_out_pairs_by_chance(rewarded, tiny_dir, tmp_path):
-    """Its margins are 0 up to rounding. The model is saved before they are computed."""
-    flags = ["--model", tiny_dir, "--epochs", 0, "--held_out", 0.5, "--out", tmp_path / "c"]
-    done = script("train_critic.py", *flags, stdin=rewarded)
-    assert done.returncode == 0, done.stderr
-    *_, saved, held = records((tmp_path / "c" / "metrics.jsonl").read_text())
-    assert saved == {"finished": 0} and held["held_out_pairs"] == 2
-    assert held["held_out_accuracy"] == 0.5

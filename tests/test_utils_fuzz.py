@@ -32,11 +32,7 @@ def places(x, path=()):
     """The paths of all values in x, nested ones, too."""
     if path:
         yield path
-    children = []
-    if isinstance(x, dict):
-        children = x.items()
-    elif isinstance(x, list):
-        children = enumerate(x)
+    children = {dict: dict.items, list: enumerate}.get(type(x), lambda x: ())(x)
     for key, value in children:
         yield from places(value, (*path, key))
 
@@ -48,11 +44,9 @@ def broken_value(r, record):
     at = record
     for k in path:
         at = at[k]
-    kind = r.randrange(4)
-    if kind == 0:
+    at[key] = r.choice([None, r.choice(JUNK), r.choice(JUNK)])
+    if r.random() < 0.25:
         del at[key]
-    else:
-        at[key] = None if kind == 1 else r.choice(JUNK)
     return json.dumps(record).encode()
 
 
