@@ -26,7 +26,6 @@ from colbench import CACHE, PAGE, Renderer, RenderError, similarity
 from conftest import ROOT, complaint, demos, descendants, records, script
 from test_colbench_answers import SIGNALS, end_grading
 from test_collect_endpoints import Server, chat
-from test_readme import benchmark
 
 pytest.importorskip("playwright", reason="no playwright (MANUAL.md, \"Frontend Design\")")
 SHEET = os.path.join(CACHE, "tailwind.min.css")
@@ -426,8 +425,3 @@ def test_demonstrations_of_pages_go_as_the_flags_say():
     assert 70 <= sum(colbench.HIDDEN[:10] in texts[0] for texts in mixed) < 170
     at_once = demos(20, kind="frontend", at_once=1, silent=0)
     assert all(r["dialogue_history"][1]["content"].startswith(colbench.ANSWER) for r in at_once)
-
-
-@pytest.mark.full
-def test_the_benchmark_of_pages_runs():
-    benchmark("render", "--rounds 1 --pages 2")

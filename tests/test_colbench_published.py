@@ -6,7 +6,7 @@ import pytest
 
 import model as M
 from colbench import task_id
-from conftest import ROOT, critic_turns, records, script
+from conftest import ROOT, records, script
 
 REAL = os.path.join(ROOT, "..", "shared", "colbench", "backend_tasks.jsonl")
 
@@ -96,15 +96,6 @@ def test_the_raw_output_is_what_is_trained(trajectories, tiny_dir):
     assert tokenizer.decode(asked) == "I don't know the rate. OUTPUT: What is the rate?<|end|>"
     read = tokenizer.decode(prompt)
     assert "What is the rate?" in read and "I don't know" not in read
-
-
-def test_a_critic_reads_hidden_information_before_the_reference(trajectories, tiny_dir):
-    _, tokenizer, _ = M.find_model(tiny_dir)
-    for hidden in ({}, {"hidden_information": "rates differ by day"}):
-        r = {**trajectories[0], "task": {**trajectories[0]["task"], **hidden}}
-        prompt, _ = critic_turns(tokenizer, r, "logratio")[0]
-        read = tokenizer.decode(prompt)
-        assert ("rates differ" in read, "return x * 2" in read) == (bool(hidden), not hidden)
 
 
 @pytest.mark.full
