@@ -231,7 +231,8 @@ def test_similarity_orders_the_real_pages(blocks, tasks):
 
 
 def test_similarity_is_symmetric_bounded_and_falls_with_each_difference(blocks):
-    changes = [("green", "blue"), ("A Shop", "My Garden"), ("</body>", "<p>more</p>" * 9)]
+    changes = [("green", "blue"), ("A Shop", "My Garden"), ("A Shop", "A Shpo"),
+               ("<p class", "<p style='margin: 90px' class"), ("</body>", "<p>more</p>" * 9)]
     same, *others = blocks(PLAIN), *(blocks(PLAIN.replace(*change)) for change in changes)
     both = blocks(PLAIN.replace(*changes[0]).replace(*changes[1]))
     assert similarity(same, same) == 1
