@@ -541,10 +541,8 @@ def test_tokens_by_hand():
         plan = planned([pairs, pairs], turns, dry_run=gpus)
         assert plan["tokens"] == {"official": 2 * official, "computed": 2 * total,
                                   "slowest_rank": 2 * slowest}
-        assert plan["reference_tokens"] == {"official": 2 * official, "computed": total}
-        assert plan["sharing"] == 4 * official / (3 * total)
-        assert plan["scoring_tokens"] == total and plan["examples"] == 4
-    assert planned([pairs])["reference_tokens"] == {"official": 0, "computed": 0}
+        assert plan["reference_tokens"] == total and plan["critic_tokens"] == 0
+    assert planned([pairs])["reference_tokens"] == 0
     plan = planned([pairs[:1]], tree_tokens=15)  # the chosen side, then the other's turns
     assert plan["tokens"]["computed"] == 12 + (3 + 6) + 16
 
