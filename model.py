@@ -693,13 +693,6 @@ def actions_of(record):
             yield history[:t], [message, *message.get("candidates", ())]
 
 
-def turns_of(tokenizer, record):
-    """The turns [(prompt_ids, action_ids)] of the assistant messages in a record, in order."""
-    thinking = thinking_flag(record)
-    return [(tuple(render(tokenizer, history, thinking)), action_ids(tokenizer, actions[0]))
-            for history, actions in actions_of(record)]
-
-
 # --- loading, sharding, saving --------------------------------------------------------------------
 
 def weight_files(folder):
