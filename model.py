@@ -693,13 +693,6 @@ def actions_of(record):
             yield history[:t], [message, *message.get("candidates", ())]
 
 
-def turns_of(tokenizer, record):
-    """The turns [(prompt_ids, action_ids)] of the assistant messages in a record, in order."""
-    thinking = thinking_flag(record)
-    return [(tuple(render(tokenizer, history, thinking)), action_ids(tokenizer, actions[0]))
-            for history, actions in actions_of(record)]
-
-
 # --- loading, sharding, saving --------------------------------------------------------------------
 
 def weight_files(folder):
@@ -1023,7 +1016,7 @@ def dry_run(args, config, steps, reference, scored=()):
 
     reference: the turns that the reference reads; scored: those that the trained critic judges.
     tokens of all steps: official, see official_tokens; computed; slowest_rank, those of each step's
-    slowest GPU times the number of GPUs. scoring_tokens: of the reference, once, and the critic.
+    slowest GPU times the number of GPUs. reference_tokens and critic_tokens are computed once.
     hours: at 400 TFLOP/s a GPU, 6 for each weight and token in training, 2 without gradient.
     gb_a_gpu: fp32 weights, gradients and AdamW's moments. Activations come on top.
     """
@@ -1040,13 +1033,13 @@ def dry_run(args, config, steps, reference, scored=()):
         computed += sum(tokens)
         slowest += gpus * max(sum(tokens[n:n + trees]) for n in range(0, len(tokens), trees))
         official += official_tokens(batch)
-    scoring = sum(count_tokens(part) for turns in (reference, scored)
-                  for part in deal(turns, args.tree_tokens, gpus))
-    flops = slowest * (6 if args.recompute == 0 else 8) + 2 * scoring
+    of_reference, of_critic = (sum(map(count_tokens, deal(turns, args.tree_tokens, gpus)))
+                               for turns in (reference, scored))
+    flops = slowest * (6 if args.recompute == 0 else 8) + 2 * (of_reference + of_critic)
     at_rest = 0 if args.offload else 16 * parameters / ranks_of_a_copy(gpus, args.replicate)
     return {"gpus": gpus, "parameters": parameters, "steps": len(steps),
             "tokens": {"official": official, "computed": computed, "slowest_rank": slowest},
-            "scoring_tokens": scoring,
+            "reference_tokens": of_reference, "critic_tokens": of_critic,
             "hours": float(f"{parameters * flops / 400e12 / gpus / 3600:.3g}"),
             "gb_a_gpu": float(f"{at_rest / 1e9:.3g}")}
 

@@ -275,7 +275,7 @@ def tokens_of_step(job, config, batch, turns):
     module, flags, _, epochs = JOBS[job]
     args = module.get_args(["--out", "x", "--dry_run", str(WORLD), *flags])
     plan = dry_run(args, config, [batch], turns)
-    ours = 3 * plan["tokens"]["slowest_rank"] + plan["reference_tokens"]["computed"] / epochs
+    ours = 3 * plan["tokens"]["slowest_rank"] + plan["reference_tokens"] / epochs
     return plan["tokens"]["official"] * (4 if turns else 3) / ours
 
 

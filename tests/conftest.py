@@ -135,6 +135,15 @@ def lines(records):
     return "".join(json.dumps(r) + "\n" for r in records)
 
 
+def turns_of(tokenizer, record):
+    """The turns [(prompt_ids, action_ids)] of the assistant messages in a record, in order."""
+    import model  # slow to load
+    thinking = model.thinking_flag(record)
+    return [(tuple(model.render(tokenizer, history, thinking)),
+             model.action_ids(tokenizer, actions[0]))
+            for history, actions in model.actions_of(record)]
+
+
 def records(text):
     return [json.loads(line) for line in text.splitlines()]
 

@@ -6,7 +6,8 @@ import pytest
 
 import model as M
 from colbench import task_id
-from conftest import ROOT, records, script
+from conftest import ROOT, records, script, turns_of
+from train_critic import critic_turns
 
 REAL = os.path.join(ROOT, "..", "shared", "colbench", "backend_tasks.jsonl")
 
@@ -92,10 +93,20 @@ def test_offline_trajectories_go_into_every_stage(trajectories, tiny_dir, tmp_pa
 
 def test_the_raw_output_is_what_is_trained(trajectories, tiny_dir):
     _, tokenizer, _ = M.find_model(tiny_dir)
-    (_, asked), (prompt, _) = M.turns_of(tokenizer, trajectories[0])
+    (_, asked), (prompt, _) = turns_of(tokenizer, trajectories[0])
     assert tokenizer.decode(asked) == "I don't know the rate. OUTPUT: What is the rate?<|end|>"
     read = tokenizer.decode(prompt)
     assert "What is the rate?" in read and "I don't know" not in read
+
+
+def test_a_critic_reads_hidden_information_before_the_reference(trajectories, tiny_dir):
+    _, tokenizer, _ = M.find_model(tiny_dir)
+    for hidden in ({}, {"hidden_information": "rates differ by day"}):
+        r = {**trajectories[0], "task": {**trajectories[0]["task"], **hidden}}
+        critic = {"head": "logratio", "hidden_info": 1, "ref_context": "hidden"}
+        [((prompt, _), _)] = critic_turns(critic, tokenizer, r["task"], *next(M.actions_of(r)))
+        read = tokenizer.decode(prompt)
+        assert ("rates differ" in read, "return x * 2" in read) == (bool(hidden), not hidden)
 
 
 @pytest.mark.full

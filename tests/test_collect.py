@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import collect
 import model as M
 from colbench import ANSWER, agent_messages, task_id
-from conftest import PLAY, complaint, lines, nucleus, records, script
+from conftest import PLAY, complaint, lines, nucleus, records, script, turns_of
 from train_critic import advantage
 
 
@@ -45,7 +45,7 @@ def test_log_probs_are_the_models_and_cut_actions_are_marked(tasks, tiny_dir):
     model, tokenizer = M.load(tiny_dir)
     end, cut = M.end_of_turn(tokenizer)[-1], []
     for r in records(done.stdout):
-        for m, (prompt, _) in zip(agent_messages(r), M.turns_of(tokenizer, r)):
+        for m, (prompt, _) in zip(agent_messages(r), turns_of(tokenizer, r)):
             actions = [m, *m["candidates"]]
             turns = [(prompt, tuple(action["token_ids"])) for action in actions]
             of_model = M.score(model, turns, 4096)

@@ -12,7 +12,7 @@ import pytest
 import colbench
 import collect
 import model as M
-from conftest import complaint, records, script
+from conftest import complaint, records, script, turns_of
 from test_collect import key_of
 from utils import rng
 
@@ -213,7 +213,7 @@ def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(
     stop, seeds = bodies[0]["stop_token_ids"], set()
     for r in got:
         history = r["dialogue_history"]
-        turns = M.turns_of(tokenizer, {"dialogue_history": history})
+        turns = turns_of(tokenizer, {"dialogue_history": history})
         for n, (m, (prompt, action)) in enumerate(zip(history[1::2], turns)):
             seed = rng(0, *key_of(r), n, 0).getrandbits(31)
             draws = [draw(prompt, seed + i * bool(temperature), 12, stop) for i in range(4)]

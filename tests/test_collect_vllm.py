@@ -15,7 +15,7 @@ import torch
 
 import colbench
 import model as M
-from conftest import CPU, ROOT, descendants, gone, lines, nucleus, records
+from conftest import CPU, ROOT, descendants, gone, lines, nucleus, records, turns_of
 
 pytest.importorskip("vllm", reason="vllm is not installed (its CPU build: see .ci/run)")
 FAST = {**CPU, "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -112,7 +112,7 @@ def check(got, tiny_dir, tasks):
     keys = sorted((r["task"]["id"], r["sample"]) for r in got)
     assert keys == sorted((t["task"]["id"], i) for t in tasks for i in range(2))
     for r in got:
-        turns = M.turns_of(tokenizer, r)
+        turns = turns_of(tokenizer, r)
         for m, (prompt, action) in zip(colbench.agent_messages(r), turns):
             assert list(action) == m["token_ids"] and len(m["candidates"]) == 2
             logits = lm(torch.tensor([[*prompt, *action]])).logits[0, len(prompt) - 1:-1] / 0.7
@@ -139,7 +139,7 @@ def test_in_process(command, tiny_dir, tasks):
     assert {n for _, _, n in asked} == {3}  # a message and two candidates
     tokenizer, homes = M.find_model(tiny_dir)[1], []
     for r in got:
-        later = [list(prompt) for prompt, _ in M.turns_of(tokenizer, r)[1:]]
+        later = [list(prompt) for prompt, _ in turns_of(tokenizer, r)[1:]]
         ranks = {rank for prompt, rank, _ in asked if prompt in later}
         assert len(ranks) <= 1
         homes += ranks

@@ -17,7 +17,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig,
 
 import model as M
 from colbench import PIECES
-from conftest import ROOT, demos, script
+from conftest import ROOT, demos, script, turns_of as turns_in_record
 
 # --- the tree -------------------------------------------------------------------------------------
 
@@ -331,7 +331,7 @@ def template_text(tokenizer, messages, thinking=False):
 
 
 def turns_of(tokenizer, history, thinking=0):
-    return M.turns_of(tokenizer, {"dialogue_history": history, "meta": {"thinking": thinking}})
+    return turns_in_record(tokenizer, {"dialogue_history": history, "meta": {"thinking": thinking}})
 
 
 PLAIN = dialogue("write f(x): the price", "what is the fee?", "fee=3",
@@ -449,7 +449,7 @@ def test_what_is_saved_is_loaded_also_by_transformers(family, tmp_path, tiny_dir
     theirs = separate(AutoModelForCausalLM.from_pretrained(tmp_path), turns)
     assert all((a - b).abs().max() < 1e-5 for a, b in zip(logps, theirs, strict=True))
     assert not any('"tree"' in path.read_text() for path in tmp_path.glob("*.json"))
-    ids = [M.turns_of(t, record) for t in (tokenizer, tokenizer_again) for record in demos(2)]
+    ids = [turns_in_record(t, record) for t in (tokenizer, tokenizer_again) for record in demos(2)]
     assert ids[:2] == ids[2:]
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     assert generation["do_sample"]
@@ -541,10 +541,8 @@ def test_tokens_by_hand():
         plan = planned([pairs, pairs], turns, dry_run=gpus)
         assert plan["tokens"] == {"official": 2 * official, "computed": 2 * total,
                                   "slowest_rank": 2 * slowest}
-        assert plan["reference_tokens"] == {"official": 2 * official, "computed": total}
-        assert plan["sharing"] == 4 * official / (3 * total)
-        assert plan["scoring_tokens"] == total and plan["examples"] == 4
-    assert planned([pairs])["reference_tokens"] == {"official": 0, "computed": 0}
+        assert plan["reference_tokens"] == total and plan["critic_tokens"] == 0
+    assert planned([pairs])["reference_tokens"] == 0
     plan = planned([pairs[:1]], tree_tokens=15)  # the chosen side, then the other's turns
     assert plan["tokens"]["computed"] == 12 + (3 + 6) + 16
 

@@ -33,7 +33,7 @@ import train_policy
 import utils
 from colbench import agent_messages
 from conftest import (CPU, ROOT, actions, complaint, descendants, gone, lines, metrics, records,
-                      script, steps, train)
+                      script, steps, train, turns_of)
 from model import TURN, Pair
 from test_model import save_random, separate
 
@@ -367,7 +367,7 @@ def check_same_advantages(given, others):
 
 def test_a_turns_value_is_the_head_on_the_mean_state_of_all_its_tokens(tiny_dir, episodes):
     model, tokenizer = M.load(tiny_dir, head=True)
-    turns = [turn for r in episodes[:3] for turn in M.turns_of(tokenizer, r)]
+    turns = [turn for r in episodes[:3] for turn in turns_of(tokenizer, r)]
     reference, _ = M.load_lm(tiny_dir, "cpu")
     for (prompt, action), value in zip(turns, M.action_logps(model, turns)):
         states = reference.model(torch.tensor([[*prompt, *action]])).last_hidden_state[0]
