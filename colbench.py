@@ -812,7 +812,7 @@ mention pictures."""
         def human(content):
             """Names a slot; the agent mends it, or changes another."""
             reply = cls.scripted_human(task, content)
-            named = [slot for slot in page if slot in reply.split()]
+            named = [slot for slot in page if re.search(rf"\b{slot}\b", reply)]
             if r.random() < args.distract:
                 other = r.choice(list(page))
                 page[other] = r.choice(PAGE_VALUES[other])
