@@ -107,7 +107,7 @@ def test_value_loss_is_the_cross_entropy_of_success():
 
 
 def test_a_margin_of_0_up_to_rounding_is_ranked_by_chance():
-    assert M.accuracy(torch.tensor([1e-7, -1e-7, 0, 1e-3])) == 0.625
+    assert M.accuracy(torch.tensor([1e-7, 2e-7, 0, 1e-3])) == 0.625
 
 
 def test_policy_losses_are_eq_4_and_the_nll():
