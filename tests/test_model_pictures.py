@@ -53,13 +53,13 @@ def seeing(request, tmp_path_factory):
     """(directory, the transformers model, Pictures of six pages of several sizes) of each class."""
     out = tmp_path_factory.mktemp(request.param)
     lm = tiny_that_sees(request.param, str(out))
-    files = {}
+    pictures = M.Pictures(str(out), lm.config, 12)
     for i, size in enumerate([(60, 60), (120, 60), (60, 120), (120, 60), (200, 90), (56, 56)]):
         picture = Image.new("RGB", size, (40 * i, 255 - 40 * i, 80))
         ImageDraw.Draw(picture).rectangle([5 * i, 10, 30, 40], fill="white")
         picture.save(out / f"{i}.png")
-        files[f"<html>{i}</html>"] = str(out / f"{i}.png")
-    return str(out), lm, M.Pictures(str(out), lm.config, 12, files)
+        pictures.add(f"<html>{i}</html>", str(out / f"{i}.png"))
+    return str(out), lm, pictures
 
 
 def episode(pages, hidden):

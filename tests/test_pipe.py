@@ -31,9 +31,9 @@ python colbench.py grade < {out}/played > {out}/graded
 python colbench.py tasks --kind {kind} --split test --n {n} > {out}/test
 play --model {out}/policy < {out}/test > {out}/plain
 play --model {out}/policy --best_of 2 --critic {out}/critic < {out}/test > {out}/best
-python evaluate.py --html {out}/report {out}/plain {out}/best > {out}/results
+python evaluate.py {out}/plain {out}/best > {out}/results
 """
-FILES = ["tasks", "played", "scored", "summary", "graded", "plain", "best", "report", "results",
+FILES = ["tasks", "played", "scored", "summary", "graded", "plain", "best", "results",
          "critic/model.safetensors", "critic/reference.safetensors", "policy/model.safetensors"]
 
 

@@ -107,7 +107,7 @@ def test_value_loss_is_the_cross_entropy_of_success():
 
 
 def test_a_margin_of_0_up_to_rounding_is_ranked_by_chance():
-    assert M.accuracy(torch.tensor([1e-7, -1e-7, 0, 1e-3])) == 0.625
+    assert M.accuracy(torch.tensor([1e-7, 2e-7, 0, 1e-3])) == 0.625
 
 
 def test_policy_losses_are_eq_4_and_the_nll():
@@ -548,7 +548,7 @@ def same_to_rounding(whole, out, stdout):
         assert a["step"] == b["step"] and a["lr"] == b["lr"]
         for key in ("loss", "grad_norm"):  # a margin near 0 may flip an accuracy
             assert math.isclose(a[key], b[key], rel_tol=1e-4), (a, b)
-    assert metrics(out)[-1]["finished"] == metrics(want_out)[-1]["finished"]
+    assert [row["finished"] for row in metrics(out) if "finished" in row] == [len(steps(out))]
     start = metrics(out)[0]["args"]["model"]
     got, want, base = (load_file(f"{o}/model.safetensors") for o in (out, want_out, start))
     assert got.keys() == want.keys()

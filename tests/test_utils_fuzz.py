@@ -1,4 +1,4 @@
-"""Broken JSON lines into every stage: one line names the place, or they are skipped and counted.
+"""Broken JSON lines into every stage: one line says what is wrong, and where.
 
 Every case is a function of (SEED, stage, number), so a failing one can be run again by its id.
 """
@@ -111,7 +111,6 @@ def only_task(record):
 TRAIN = ["--model", "MODEL", "--out", "OUT"]
 STAGES = {  # module, flags, cases, what it reads of an episode
     "evaluate": (evaluate, ["--bootstrap", "0"], 1100, None),
-    "report": (evaluate, ["--bootstrap", "0", "--html", "HTML"], 200, None),
     "grade": (colbench, ["grade", "--workers", "1"], 100, None),
     "check": (colbench, ["check", "--workers", "1"], 40, only_task),
     "collect": (collect, ["--model", "MODEL", "--max_tokens", "2", "--max_turns", "2"], 80,
@@ -129,45 +128,32 @@ def test_no_input_gets_past_or_breaks_a_stage(stage, good, tiny_dir, tmp_path, m
     module, flags, cases, read = STAGES[stage]
     load_lm = cache(model.load_lm)
     monkeypatch.setattr(model, "load_lm", load_lm)
-    given = [read(record) for record in good] if read else good
-    ends = {"error": 0, "done": 0, "skipped": 0}
+    given, ends = [read(record) for record in good] if read else good, {"error": 0, "done": 0}
     for n in range(cases):
         r = random.Random(f"{SEED} {stage} {n}")
         data, line = damaged(r, given)
-        skip, out = n % 2, []
-        names = {"MODEL": tiny_dir, "OUT": str(tmp_path / str(n)),
-                 "HTML": str(tmp_path / "report.html")}
-        argv = [*(names.get(flag, flag) for flag in flags), "--skip_bad", str(skip)]
+        names, out, error = {"MODEL": tiny_dir, "OUT": str(tmp_path / str(n))}, [], ""
         monkeypatch.setattr(module, "open_stdout", lambda: lambda x: out.append(json.dumps(x)))
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
-        error = ""
         try:
-            module.main(module.get_args(argv))
+            module.main(module.get_args([names.get(flag, flag) for flag in flags]))
         except SystemExit as e:
             error = str(e.code)
         case = f"{stage} {n}: {data[:3000]!r}"
-        said = capfd.readouterr().err
-        assert "Traceback" not in said, case
-        skipped = re.search(r"(\d+) of \d+ lines of stdin are no such records", said)
-        ends["error" if error else "skipped" if skipped else "done"] += 1
+        assert "Traceback" not in capfd.readouterr().err, case
+        ends["error" if error else "done"] += 1
         if error:
-            check_error(error, line, skip, case)
+            check_error(error, line, case)
         elif stage in ("grade", "collect", "candidates", "critic"):  # a record for each line
-            n_lines = data.count(b"\n") + (not data.endswith(b"\n"))
-            twice = re.search(r"(\d+) episodes of tasks that stdin repeats", said)
-            lost = sum(int(match[1]) for match in (skipped, twice) if match)
-            assert len(out) == n_lines - lost, case
-    assert ends["error"] and ends["done"] and (ends["skipped"] or stage == "rft"), ends
+            assert len(out) == data.count(b"\n") + (not data.endswith(b"\n")), case
+    assert ends["error"] and ends["done"], ends
 
 
-def check_error(error, line, skip, case):
+def check_error(error, line, case):
     """It is one line; if it names a line of stdin, that is the broken one."""
     assert error.startswith("error: ") and "\n" not in error and len(error) < 500, (error, case)
-    named = re.match(r"error: stdin, line (\d+): .+ \(--skip_bad 1 leaves such lines out\)$", error)
-    if named:
-        assert int(named[1]) == line and not skip, (error, case)
-    else:
-        assert ", line " not in error, (error, case)
+    named = re.match(r"error: stdin, line (\d+): ", error)
+    assert int(named[1]) == line if named else ", line " not in error, (error, case)
 
 
 def test_a_null_is_a_field_that_is_not_there(good):
