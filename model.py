@@ -355,8 +355,8 @@ def action_logps(model, turns, tree_tokens=math.inf, what=None):
     recompute = trees > 1 and torch.is_grad_enabled()
     anchor = torch.ones((), requires_grad=True)
     flat, none = [torch.zeros(sum(sizes(model, part))) for part in parts], 0
-    numbers_of_parts = range(RANK * trees, RANK * trees + trees)
-    for n in progress(what, numbers_of_parts) if what else numbers_of_parts:
+    own = range(RANK * trees, RANK * trees + trees)  # this rank's parts
+    for n in progress(what, own) if what else own:
         tree = Tree(parts[min(n, len(parts) - 1)], model.device, model.score is not None)
         model.tokens += len(tree.ids)
         if recompute:
