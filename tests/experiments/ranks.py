@@ -1,34 +1,41 @@
-"""What critics rank right on tasks in English: the share of a turn's pairs of candidates.
+"""What critics rank right on built-in functions: the share of a turn's pairs of candidates.
 
     python tests/experiments/ranks.py runs/real1/scored-*.jsonl
 
-A question is useful if it asks for a detail of the function that the human has not told yet.
-"prior" ranks by the candidates' log-probs when they were sampled, without a critic.
+A question is useful if it asks for a detail of the function that the human has not told yet. It
+is a repeated one if the dialogue has it already. An answer is lucky if it is right although details
+are open: the agent can't have known. Files joined by commas are one row. "prior" ranks
+by the candidates' log-probs when they were sampled, without a critic; "with prior" as
+train_policy.py --prior 0.1 does.
 """
 import os
 import sys
 from argparse import Namespace
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
-from colbench import English, environment, read_action, slots_of
+from colbench import environment, read_action, slots_of
 from utils import progress, read_jsonl
 
 PAIRS = {  # name: (the better kind of candidate, the worse one)
     "all told: right answer over question": ("right", "useless"),
     "all told: right answer over wrong one": ("right", "wrong"),
     "details open: useful question over wrong answer": ("useful", "wrong"),
-    "details open: useful question over useless one": ("useful", "useless")}
+    "details open: useful question over useless one": ("useful", "useless"),
+    "details open: useful question over repeated one": ("useful", "repeated"),
+    "details open: useful question over lucky answer": ("useful", "right")}
 
 
-def kind_of(candidate, task, told, grader, graded):
-    """right or wrong, of an answer; useful or useless, of a question."""
+def kinds_of(candidate, task, told, grader, graded):
+    """right or wrong, of an answer; useful or useless, of a question, which may be repeated."""
     content, answer = read_action(candidate["output"], last=False)
     if answer is None:
-        slot = English.asked_for(content)
-        return "useful" if slot in slots_of(task["ground_truth"]).keys() - told else "useless"
+        slot = environment(task).asked_for(content)
+        if slot in slots_of(task["ground_truth"]).keys() - told:
+            return ["useful"]
+        return ["useless", "repeated"] if slot in told else ["useless"]
     if (task["id"], answer) not in graded:
         graded[task["id"], answer] = grader.grade(task, answer)["reward"] >= 1
-    return "right" if graded[task["id"], answer] else "wrong"
+    return ["right" if graded[task["id"], answer] else "wrong"]
 
 
 def count(records, grader, graded, value):
@@ -37,11 +44,11 @@ def count(records, grader, graded, value):
     for r in records:
         told = set()
         for m in r["dialogue_history"]:
-            by_kind = {"right": [], "wrong": [], "useful": [], "useless": []}
+            by_kind = {kind: [] for pair in PAIRS.values() for kind in pair}
             for c in m.get("candidates", ()):
                 if "advantage" in c:
-                    kind = kind_of(c, r["task"], told, grader, graded)
-                    by_kind[kind].append(value(c))
+                    for kind in kinds_of(c, r["task"], told, grader, graded):
+                        by_kind[kind].append(value(c))
             open_slots = slots_of(r["task"]["ground_truth"]).keys() - told
             state = "details open" if open_slots else "all told"
             for name, (better, worse) in PAIRS.items():
@@ -50,17 +57,21 @@ def count(records, grader, graded, value):
                     found[name][0] += sum(pairs)
                     found[name][1] += len(pairs)
             if m["role"] == "assistant":
-                told.add(English.asked_for(m["content"]))
+                told.add(environment(r["task"]).asked_for(m["content"]))
     return found
 
 
 def main(paths):
     graded = {}
-    with environment({"kind": "english"})(Namespace(), os.cpu_count()) as grader:
+    with environment({"kind": "english"})(Namespace(), os.cpu_count()) as grader:  # grades all
         rows = {}
         for path in progress("files", paths, len(paths)):
-            with open(path) as f:
-                records = list(read_jsonl(f, (), path))
+            records = []
+            for name in path.split(","):
+                with open(name) as f:
+                    records += read_jsonl(f, (), name)
+            rows[path + " with prior"] = count(
+                records, grader, graded, lambda c: c["advantage"] + 0.1 * c["logprob"])
             rows[path] = count(records, grader, graded, lambda c: c["advantage"])
             rows["prior"] = count(records, grader, graded, lambda c: c["logprob"])
     for name in PAIRS:

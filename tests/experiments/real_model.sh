@@ -73,6 +73,8 @@ table() {  # NAME SYSTEMS: differences are to the first system
 }
 
 export OMP_NUM_THREADS=2
+[ "${BASH_SOURCE[0]}" = "$0" ] || return 0  # never_loses.sh takes the functions
+
 stage $R/demos.jsonl python colbench.py demos --kind english --seed $SEED --n $DEMOS
 fit base $MODEL --loss rft --all 1 --lr 4e-4 --epochs 1 --batch_size 8 < $R/demos.jsonl
 tasks tasks $TASKS
