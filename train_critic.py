@@ -234,11 +234,7 @@ def prepare(args, records):
     if has_vision(config) and args.dry_run:
         fail("--dry_run does not draw pages: give a --model that does not see")
     pictures = Pictures(path, config, args.picture_tokens) if has_vision(config) else None
-    need = needs("dialogue_history", "reward", to_train=True)
-    records += read_jsonl(sys.stdin, need)
-    if pictures:
-        draw(args, records, pictures)
-    ref_of = read_turns(vars(args), tokenizer, records, args.max_length, pictures)
+    ref_of = read_stdin(args, ["reward"], records, vars(args), tokenizer, pictures)
     groups = trajectory_pairs(records, args.pairs, args.margin)
     if not groups and args.head != "teacher":
         lack = "a solved and a worse one" if args.pairs == "best" else "two that differ by --margin"
@@ -300,6 +296,14 @@ def read_turns(critic, tokenizer, records, max_length, pictures=None):
         say(f"{too_long} messages and candidates are longer than --max_length and are left out, "
             "and so are trajectories with such a message")
     return ref_of
+
+
+def read_stdin(args, fields, records, critic, tokenizer, pictures):
+    """Fills `records`, which need `fields`, and draws their pages; returns what read_turns does."""
+    records += read_jsonl(sys.stdin, needs("dialogue_history", *fields, to_train=True))
+    if pictures:
+        draw(args, records, pictures)
+    return read_turns(critic, tokenizer, records, args.max_length, pictures)
 
 
 def draw(args, records, pictures):
@@ -378,17 +382,9 @@ def score_turns(critic, models, ref_of, tree_tokens):
 def score_only(args, emit, device):
     """--score 1: writes stdin's records with the advantages of the finished critic in --out."""
     records = []
-    critic, tokenizer, models, pictures = load_critic(args.out, device,
-                                                      **load_options(args))
-
-    def prepare():
-        need = needs("dialogue_history", to_train=True)
-        records.extend(read_jsonl(sys.stdin, need))
-        if pictures:
-            draw(args, records, pictures)
-        return read_turns(critic, tokenizer, records, args.max_length, pictures), pictures
-
-    ref_of, pictures = from_rank_0(prepare)
+    critic, tokenizer, models, pictures = load_critic(args.out, device, **load_options(args))
+    ref_of, pictures = from_rank_0(
+        lambda: (read_stdin(args, [], records, critic, tokenizer, pictures), pictures))
     for model in models:
         model.pictures = pictures
     add_advantages(records, score_turns(critic, models, ref_of, args.tree_tokens), emit)
