@@ -121,9 +121,8 @@ def main(args):
         barrier()
     model, tokenizer = load(start, device, **load_options(args))
     ref = dict(zip(turns, reference_logps(model, turns, args.tree_tokens, args.out)))
-    fused = device.type == "cuda" and not args.offload
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
-                                  weight_decay=0.0, fused=fused)
+                                  weight_decay=0.0, fused=True)
     restore(model, optimizer, log)
 
     save_step = partial(save_checkpoint, model, optimizer, args.out)
