@@ -25,7 +25,8 @@ play -k 3 --candidates 16 --candidates_share 0.1 --resume runs/train.jsonl \
     < runs/tasks.jsonl >> runs/train.jsonl
 kill $server  # training takes all eight
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1800  # seconds for the checkpoint after Ctrl-C, not 30
-# the untrained critic, which no trained one has beaten on the 135M; --ref_context agent trains one
+# the untrained critic; one trained on the episodes of its policy is better yet (RESULTS.md, "A critic
+# that never loses")
 torchrun --nproc_per_node=8 train_critic.py --head teacher --resume 1 --out runs/critic \
     < runs/train.jsonl > runs/scored.jsonl
 # batches of 32 that keep trajectories together: 8 GPUs compute 2.8 times fewer tokens than with the

@@ -9,25 +9,35 @@
 #   trained    --ref_context agent: starts as the untrained one, learns from the base's episodes
 #   eq3        the default: pi_ref reads c, too
 #   better     as trained, but learns from the episodes of the untrained critic's policy
-#   again-untrained, again-better    of a second round: they rank that policy's own candidates
+#   better-by_turn    as better, with edits/nll_by_turn.diff and --nll_coef 1
+#   again-CRITIC      of a second round: ranks the untrained critic's policy's own candidates
 # Killed and started again, it goes on where it was.
 set -euo pipefail
 ROWS=${ROWS:-untrained@0.1 untrained@0.3 untrained@1 trained@0.1 trained@0.3 eq3@0.1 eq3@0.3
     better@0.1 better@0.3 better@1 again-untrained@0.3 again-better@0.3}
 
+edited=runs/by_turn  # a copy of the scripts
+if [ ! -e $edited ]; then
+  mkdir -p $edited.part && cp *.py $edited.part
+  git apply --directory=$edited.part tests/experiments/edits/nll_by_turn.diff
+  mv $edited.part $edited
+fi
+
 scored() {  # CRITIC: its records, $R/scored-CRITIC.jsonl
   if [ -e $R/scored-$1.jsonl ]; then return; fi
   case $1 in
-    better) scored again-better ;;
+    better*) scored again-$1 ;;
     again-*) policy $FIRST; again ;;
   esac
   case $1 in
     untrained) learn untrained train --head teacher ;;
     trained) learn trained train --ref_context agent ;;
     eq3) learn eq3 train ;;
-    better) score better train ;;
+    better*) score $1 train ;;
     again-untrained) score untrained again ;;
     again-better) learn better again --ref_context agent ;;
+    again-better-by_turn)
+      scripts=$edited learn better-by_turn again --ref_context agent --nll_coef 1 ;;
   esac > $R/scored-$1.part
   mv $R/scored-$1.part $R/scored-$1.jsonl
 }
@@ -40,7 +50,7 @@ toy() (  # BASE: plain, early or long
   FIRST=untrained@0.3
   score() { python train_critic.py --score 1 --out $R/critic-$1 --model $C < $R/$2.jsonl; }
   learn() {
-    python train_critic.py --model $C --seed $s --resume 1 --out $R/critic-$1 --beta 1 \
+    python ${scripts:-.}/train_critic.py --model $C --seed $s --resume 1 --out $R/critic-$1 --beta 1 \
         --nll_coef 0.3 --lr 4e-4 --batch_size 16 --epochs $((4 * e)) "${@:3}" < $R/$2.jsonl
   }
   again() { play again $R/$FIRST -k 4 --candidates 16 --candidates_share $share < $R/tasks.jsonl; }
@@ -84,9 +94,9 @@ real() (
     python train_critic.py --score 1 $FLAGS --out $R/critic-$1 --model $R/base < $R/$2.jsonl
   }
   learn() {
-    python train_critic.py --seed $SEED $FLAGS --save_every 20 --resume 1 --out $R/critic-$1 \
-        --model $R/base --beta 1 --nll_coef 0.3 --lr 8e-5 --pairs all --margin 0.3 --epochs 1 \
-        "${@:3}" < $R/$2.jsonl
+    python ${scripts:-.}/train_critic.py --seed $SEED $FLAGS --save_every 20 --resume 1 \
+        --out $R/critic-$1 --model $R/base --beta 1 --nll_coef 0.3 --lr 8e-5 --pairs all \
+        --margin 0.3 --epochs 1 "${@:3}" < $R/$2.jsonl
   }
   again() { play again $R/$FIRST tasks "${draws[@]}"; }
   policy() (
