@@ -14,7 +14,8 @@
 # Killed and started again, it goes on where it was.
 set -euo pipefail
 ROWS=${ROWS:-untrained@0.1 untrained@0.3 untrained@1 trained@0.1 trained@0.3 eq3@0.1 eq3@0.3
-    better@0.1 better@0.3 better@1 again-untrained@0.3 again-better@0.3}
+    better@0.1 better@0.3 better@1 better-by_turn@0.1 better-by_turn@0.3
+    again-untrained@0.3 again-better@0.3}
 
 edited=runs/by_turn  # a copy of the scripts
 if [ ! -e $edited ]; then
