@@ -6,8 +6,9 @@
 
 These are eq. 3 and eq. 2 of the paper. o_t is the dialogue before message t, a_t the message, of
 L_t tokens. tau+ and tau- are trajectories of one task; tau+ has the higher reward. The NLL is a
-mean over its tokens. pi starts as pi_ref. In the code a *turn* is (prompt_ids, action_ids): a
-message or candidate as token ids, with all that the model reads before it.
+mean over the turns of tau+, in each a mean over its tokens. pi starts as pi_ref. In the code a
+*turn* is (prompt_ids, action_ids): a message or candidate as token ids, with all that the model
+reads before it.
 
 After training, every message and every candidate gets its `advantage` A, and the records go on
 to stdout. --head selects what A is:
@@ -71,7 +72,7 @@ def get_args(argv=None):
          choices=[0, 1])
     g = p.add_argument_group("objective and optimization")
     flag(g, "beta", 0.1, "scale of the margin")
-    flag(g, "nll_coef", 0.01, "weight of the chosen side's NLL per token")
+    flag(g, "nll_coef", 0.01, "weight of the chosen side's NLL")
     flag(g, "lr", 2e-7, "peak: 3%% of the steps warm up, then a cosine to a tenth")
     flag(g, "batch_size", 8, "pairs a step, over all GPUs", least=1)
     flag(g, "epochs", 4, "over the pairs")
@@ -118,7 +119,8 @@ def critic_loss(chosen, rejected, ref_chosen, ref_rejected, beta, nll_coef, norm
     """(loss, margin) of one pair, eq. 2: each side is a trajectory's list of (L_t,) log-probs."""
     margin = beta * (trajectory_score(chosen, ref_chosen, normalize)
                      - trajectory_score(rejected, ref_rejected, normalize))
-    return -F.logsigmoid(margin) - nll_coef * torch.cat(chosen).mean(), margin
+    likelihood = sum(logps.mean() for logps in chosen) / len(chosen)
+    return -F.logsigmoid(margin) - nll_coef * likelihood, margin
 
 
 def value_loss(chosen, rejected):

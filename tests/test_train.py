@@ -50,8 +50,8 @@ def loop_score(logps, ref, normalize):
 
 
 def loop_loss(margin, chosen, nll_coef):
-    tokens = [x for turn in chosen for x in turn]
-    return math.log(1 + math.exp(-margin)) - nll_coef * sum(tokens) / len(tokens)
+    means = [sum(turn) / len(turn) for turn in chosen]
+    return math.log(1 + math.exp(-margin)) - nll_coef * sum(means) / len(means)
 
 
 def trajectories(seed):
@@ -117,7 +117,8 @@ def test_policy_losses_are_eq_4_and_the_nll():
                          - loop_score(rejected, ref_rejected, "none"))
         for name in ("dpo", "mtdpo"):
             loss, got = loss_of(train_policy, seed, loss=name, beta=beta, nll_coef=nll_coef)
-            assert close(got, margin) and close(loss, loop_loss(margin, chosen, nll_coef))
+            want = loop_loss(margin, [sum(chosen, [])], nll_coef)  # its NLL is by token
+            assert close(got, margin) and close(loss, want)
         assert close(loss_of(train_policy, seed, loss="rft")[0], -sum(map(sum, chosen)))
 
 
@@ -297,7 +298,7 @@ def test_preferences_train_on_every_token_of_the_assistant(tiny_dir, monkeypatch
             of_side(lm, side) for lm in (pi, pi_ref) for side in sides)
         margin = 0.7 * (loop_score(chosen, ref_chosen, "none")
                         - loop_score(rejected, ref_rejected, "none"))
-        want.append(loop_loss(margin, chosen, 0.5))
+        want.append(loop_loss(margin, [torch.cat(chosen)], 0.5))
     assert found == pytest.approx(sorted(map(float, want)), abs=1e-5)
 
 

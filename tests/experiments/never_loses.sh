@@ -8,37 +8,29 @@
 #   untrained  --head teacher
 #   trained    --ref_context agent: starts as the untrained one, learns from the base's episodes
 #   eq3        the default: pi_ref reads c, too
-#   better     as trained, but learns from the episodes of the untrained critic's policy
-#   better-by_turn    as better, with edits/nll_by_turn.diff and --nll_coef 1
+#   better     as trained, but learns from the episodes of the untrained critic's policy, by
+#              --nll_coef 1 (trained and eq3: 0.3)
 #   again-CRITIC      of a second round: ranks the untrained critic's policy's own candidates
+# The real model with more tasks: TASKS=400 EPISODES=2 SHARE=0.11 EPOCHS=2 in the environment.
 # Killed and started again, it goes on where it was.
 set -euo pipefail
 ROWS=${ROWS:-untrained@0.1 untrained@0.3 untrained@1 trained@0.1 trained@0.3 eq3@0.1 eq3@0.3
-    better@0.1 better@0.3 better@1 better-by_turn@0.1 better-by_turn@0.3
-    again-untrained@0.3 again-better@0.3}
-
-edited=runs/by_turn  # a copy of the scripts
-if [ ! -e $edited ]; then
-  mkdir -p $edited.part && cp *.py $edited.part
-  git apply --directory=$edited.part tests/experiments/edits/nll_by_turn.diff
-  mv $edited.part $edited
-fi
+    better@0.1 better@0.3 better@1 again-untrained@0.3 again-better@0.3}
+EPOCHS=${EPOCHS:-1}  # of the real model's critic
 
 scored() {  # CRITIC: its records, $R/scored-CRITIC.jsonl
   if [ -e $R/scored-$1.jsonl ]; then return; fi
   case $1 in
-    better*) scored again-$1 ;;
+    better) scored again-better ;;
     again-*) policy $FIRST; again ;;
   esac
   case $1 in
     untrained) learn untrained train --head teacher ;;
     trained) learn trained train --ref_context agent ;;
     eq3) learn eq3 train ;;
-    better*) score $1 train ;;
+    better) score better train ;;
     again-untrained) score untrained again ;;
-    again-better) learn better again --ref_context agent ;;
-    again-better-by_turn)
-      scripts=$edited learn better-by_turn again --ref_context agent --nll_coef 1 ;;
+    again-better) learn better again --ref_context agent --nll_coef 1 ;;
   esac > $R/scored-$1.part
   mv $R/scored-$1.part $R/scored-$1.jsonl
 }
@@ -51,7 +43,7 @@ toy() (  # BASE: plain, early or long
   FIRST=untrained@0.3
   score() { python train_critic.py --score 1 --out $R/critic-$1 --model $C < $R/$2.jsonl; }
   learn() {
-    python ${scripts:-.}/train_critic.py --model $C --seed $s --resume 1 --out $R/critic-$1 --beta 1 \
+    python train_critic.py --model $C --seed $s --resume 1 --out $R/critic-$1 --beta 1 \
         --nll_coef 0.3 --lr 4e-4 --batch_size 16 --epochs $((4 * e)) "${@:3}" < $R/$2.jsonl
   }
   again() { play again $R/$FIRST -k 4 --candidates 16 --candidates_share $share < $R/tasks.jsonl; }
@@ -95,9 +87,9 @@ real() (
     python train_critic.py --score 1 $FLAGS --out $R/critic-$1 --model $R/base < $R/$2.jsonl
   }
   learn() {
-    python ${scripts:-.}/train_critic.py --seed $SEED $FLAGS --save_every 20 --resume 1 \
+    python train_critic.py --seed $SEED $FLAGS --save_every 20 --resume 1 \
         --out $R/critic-$1 --model $R/base --beta 1 --nll_coef 0.3 --lr 8e-5 --pairs all \
-        --margin 0.3 --epochs 1 "${@:3}" < $R/$2.jsonl
+        --margin 0.3 --epochs $EPOCHS "${@:3}" < $R/$2.jsonl
   }
   again() { play again $R/$FIRST tasks "${draws[@]}"; }
   policy() (
