@@ -1278,8 +1278,6 @@ class Grader(contextlib.AbstractContextManager):
     """
 
     def __init__(self, rules="honest", workers=2):
-        if rules not in ("honest", "official"):
-            raise ValueError(f"rules is {rules!r}: use 'honest' or 'official'")
         self.official, self.workers = rules == "official", workers
         self.pool = concurrent.futures.ThreadPoolExecutor(workers)  # a queue, in which none starves
         self.servers, self.local = [], threading.local()
@@ -1323,8 +1321,6 @@ class Grader(contextlib.AbstractContextManager):
     def grade(self, task, answer):
         """{"reward": share of tests passed, "tests": {name: "pass" or the reason why not}}."""
         names, tests = list(task["test_cases"]), list(task["test_cases"].values())
-        if not tests:
-            raise GraderError("a task without test cases can't be graded")
         reason = self.not_run(answer or "")
         if reason:
             verdicts = [reason] * len(tests)

@@ -123,10 +123,6 @@ def test_reference_without_a_value_never_passes(grader):
     assert grader.grade(odd, odd["ground_truth"]) == {"reward": 1 / 3, "tests": {
         "test1": "no expected value: None",
         "test2": 'no expected value: raised "KeyError"', "test3": "pass"}}
-    with pytest.raises(GraderError):
-        grader.grade({"ground_truth": "", "test_cases": {}}, HONEST)
-    with pytest.raises(ValueError):
-        Grader(rules="oficial")
 
 
 def test_both_sides_hash_alike(graders):
