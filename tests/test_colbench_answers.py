@@ -137,7 +137,7 @@ def released(reference, answer, tests):
         try:
             exec(code)
             return eval(test)
-        except Exception:
+        except Exception:  # any error of an answer is no value, as in the released scorer
             return None
 
     def late(*_):
