@@ -192,7 +192,7 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     kernel = flash_kernel if q.is_cuda and q.dtype != torch.float32 else sdpa_kernel
 
     def attend(q, k, v, runs):
-        k, v = (x.index_select(0, runs.paths).to(q.dtype) for x in (k, v))
+        k, v = (x.index_select(0, runs.paths) for x in (k, v))
         return kernel(q, k, v, runs, scaling, left)
 
     if torch.is_grad_enabled():
@@ -203,12 +203,15 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
 
 
 def sdpa_kernel(q, k, v, runs, scale, left):
-    """One scaled_dot_product_attention for each run: for the CPU, and for fp32."""
+    """One scaled_dot_product_attention for each run: for the CPU, and for fp32.
+
+    It is in the keys' dtype: with gradients fp32, in which a CPU's kernel is faster than in bf16.
+    """
     def by_run(x, lengths):
         return [part.transpose(0, 1)[None] for part in x.split(lengths)]  # (1, heads, length, D)
 
-    out = []
-    for q_run, k_run, v_run in zip(by_run(q, runs.q), by_run(k, runs.kv), by_run(v, runs.kv)):
+    out, q_runs = [], by_run(q.to(k.dtype), runs.q)
+    for q_run, k_run, v_run in zip(q_runs, by_run(k, runs.kv), by_run(v, runs.kv)):
         queries, keys = q_run.shape[2], k_run.shape[2]
         mask = None
         if queries < keys or left >= 0:  # else is_causal means the same
@@ -219,11 +222,12 @@ def sdpa_kernel(q, k, v, runs, scale, left):
         out.append(F.scaled_dot_product_attention(
             q_run, k_run, v_run, attn_mask=mask, is_causal=mask is None, scale=scale,
             enable_gqa=True))
-    return torch.cat(out, 2)[0].transpose(0, 1)
+    return torch.cat(out, 2)[0].transpose(0, 1).to(q.dtype)
 
 
 def flash_kernel(q, k, v, runs, scale, left):
     """FlashAttention over runs, of the package flash-attn or of torch: on a GPU in 16 bits."""
+    k, v = k.to(q.dtype), v.to(q.dtype)
     lengths = runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv)
     if flash_attn_varlen_func:
         return flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=scale, causal=True,
@@ -921,9 +925,9 @@ def shard(model, dtype, replicate=1, offload=0, recompute=None):
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*model.layers(), model):
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offloading)
-        # Gradients are summed over the ranks: each loss is divided by the global count already.
-        module.set_gradient_divide_factor(1.0)
-        module.set_force_sum_reduction_for_comms(True)
+        if WORLD > 1:  # gradients are summed: each loss is divided by the global count already
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def gathered(tensor):
