@@ -73,6 +73,7 @@ table() {  # NAME SYSTEMS: differences are to the first system
 }
 
 export OMP_NUM_THREADS=2
+export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=99999999999  # keep freed memory: 8 % faster steps
 [ "${BASH_SOURCE[0]}" = "$0" ] || return 0  # never_loses.sh takes the functions
 
 stage $R/demos.jsonl python colbench.py demos --kind english --seed $SEED --n $DEMOS
