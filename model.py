@@ -91,11 +91,9 @@ class Runs:
         self.kv = [len(path) for _, _, path in runs]        # tokens of each path
         paths = [torch.frombuffer(path, dtype=torch.long) for _, _, path in runs]
         self.paths = torch.cat(paths).to(device)            # (K,) flat indices of the paths
-
-        def starts(lengths):
-            return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-
-        self.cu_q, self.cu_kv = starts(self.q), starts(self.kv)  # one more than runs: the end
+        self.cu_q, self.cu_kv = (  # where each run and path starts, and the end
+            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+            for lengths in (self.q, self.kv))
 
 
 class Tree:
@@ -215,8 +213,7 @@ def sdpa_kernel(q, k, v, runs, scale, left):
         queries, keys = q_run.shape[2], k_run.shape[2]
         mask = None
         if queries < keys or left >= 0:  # else is_causal means the same
-            mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device)
-            mask = mask.tril(keys - queries)
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
             if left >= 0:
                 mask = mask.triu(keys - queries - left)
         out.append(F.scaled_dot_product_attention(
@@ -761,10 +758,9 @@ def pick_dtype(name, device):
 def load_lm(path, device, dtype="fp32"):
     """(transformers causal LM, tokenizer) to sample with. dtype: as for `load`."""
     path, tokenizer, config = find_model(path, weights=True)
-    dtype = pick_dtype(dtype, torch.device(device))
-    lm = AutoModelForCausalLM.from_pretrained(path, attn_implementation="sdpa",
-                                              dtype=dtype, trust_remote_code=False,
-                                              use_safetensors=True)
+    lm = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="sdpa", dtype=pick_dtype(dtype, torch.device(device)),
+        trust_remote_code=False, use_safetensors=True)
     return lm.to(device), tokenizer
 
 
