@@ -578,6 +578,7 @@ def vllm_engine(args, stop):
     """Samples by vLLM in this process. Another batch may change its tokens, whatever the seed."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # torch was asked for a GPU: no fork now
     try:
         from vllm import AsyncEngineArgs, SamplingParams
         from vllm.sampling_params import RequestOutputKind
@@ -685,7 +686,8 @@ class Group:
 
     def kept(self, i):
         """Keys and values of prompt i for a later one: (2, tokens, heads, size) of each layer."""
-        return [x[:, i, :, :self.lengths[i]].transpose(1, 2) for x in self.shared]
+        n = self.lengths[i].item()
+        return [x[:, i, :, :n].transpose(1, 2).contiguous() for x in self.shared]
 
     def grow(self, tokens):
         """Takes the rows' next tokens; drops rows that have ended, an eighth of them at once."""

@@ -366,10 +366,10 @@ def action_logps(model, turns, tree_tokens=math.inf, what=None):
         else:
             numbers = tree_logps(model, tree)
         if n < len(parts):
-            flat[n] = numbers.cpu()
+            flat[n] = numbers
         else:  # nothing is left: this has a backward pass, and adds 0
             none = none + 0 * numbers.sum().cpu()
-    flat = torch.cat(flat) + none
+    flat = torch.cat([numbers.cpu() for numbers in flat]) + none
     if WORLD > 1:
         everyones = flat.detach().clone()
         dist.all_reduce(everyones)
@@ -924,6 +924,8 @@ def shard(model, dtype, replicate=1, offload=0, recompute=None):
         if WORLD > 1:  # gradients are summed: each loss is divided by the global count already
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+    for layer in model.layers():  # one that is recomputed in a backward pass would stay gathered
+        layer.register_forward_hook(lambda layer, *_: layer.reshard())
 
 
 def gathered(tensor):
@@ -1017,7 +1019,8 @@ def dry_run(args, config, steps, reference, scored=()):
     reference: the turns that the reference reads; scored: those that the trained critic judges.
     tokens of all steps: official, see official_tokens; computed; slowest_rank, those of each step's
     slowest GPU times the number of GPUs. reference_tokens and critic_tokens are computed once.
-    hours: at 400 TFLOP/s a GPU, 6 for each weight and token in training, 2 without gradient.
+    hours: at 400 TFLOP/s a GPU, 6 for each weight and token in training, 2 without gradient, and 2
+    where layers are recomputed, 2 where trees are.
     gb_a_gpu: fp32 weights, gradients and AdamW's moments. Activations come on top.
     """
     if not steps:
@@ -1025,17 +1028,19 @@ def dry_run(args, config, steps, reference, scored=()):
     gpus = args.dry_run
     with torch.device("meta"):
         parameters = sum(p.numel() for p in kind_of_model(config).from_config(config).parameters())
-    official = computed = slowest = 0
+    official = computed = slowest = flops = 0
     for batch in steps:
         parts = deal(turns_in(batch), args.tree_tokens, gpus)
         trees = -(-len(parts) // gpus)
         tokens = list(map(count_tokens, parts + parts[-1:] * (-len(parts) % gpus)))
         computed += sum(tokens)
-        slowest += gpus * max(sum(tokens[n:n + trees]) for n in range(0, len(tokens), trees))
+        longest = gpus * max(sum(tokens[n:n + trees]) for n in range(0, len(tokens), trees))
+        slowest += longest
+        flops += longest * (6 + 2 * (args.recompute != 0) + 2 * (trees > 1))
         official += official_tokens(batch)
     of_reference, of_critic = (sum(map(count_tokens, deal(turns, args.tree_tokens, gpus)))
                                for turns in (reference, scored))
-    flops = slowest * (6 if args.recompute == 0 else 8) + 2 * (of_reference + of_critic)
+    flops += 2 * (of_reference + of_critic)
     at_rest = 0 if args.offload else 16 * parameters / ranks_of_a_copy(gpus, args.replicate)
     return {"gpus": gpus, "parameters": parameters, "steps": len(steps),
             "tokens": {"official": official, "computed": computed, "slowest_rank": slowest},

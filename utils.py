@@ -332,9 +332,11 @@ def init_distributed():
     import torch.distributed as dist
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # sizes vary
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # sizes vary
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # for which torchrun sets one thread each
+        torch.set_num_threads(max(1, os.cpu_count() // ranks))
         backend = "cpu:gloo,cuda:nccl"
     alone = {}
     if "RANK" not in os.environ:

@@ -176,6 +176,7 @@ def main(args):
                 barrier()  # all ranks begin the next row together
                 gc.collect()
                 torch.cuda.empty_cache()
+        del make  # and the models: the next shape's come onto the GPU
     leave_group()
 
 

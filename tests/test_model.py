@@ -16,6 +16,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig,
                           PreTrainedTokenizerFast)
 
 import model as M
+import utils
 from colbench import PIECES
 from conftest import ROOT, demos, script, turns_of as turns_in_record
 
@@ -483,8 +484,8 @@ def test_a_forward_that_is_wrong_is_found_as_the_model_is_loaded(ranks, tiny_dir
     for path in Path(ROOT).glob("*.py"):
         shutil.copy(path, tmp_path)
     text = (tmp_path / "model.py").read_text()
-    assert "mask.tril(keys - queries)" in text
-    (tmp_path / "model.py").write_text(text.replace("mask.tril(keys - queries)", "mask.tril()"))
+    assert ".tril(keys - queries)" in text
+    (tmp_path / "model.py").write_text(text.replace(".tril(keys - queries)", ".tril()"))
     done = script(tmp_path / "train_policy.py", "--loss", "rft", "--all", 1, "--model", tiny_dir,
                   "--out", tmp_path / "out", stdin=demos(4), ranks=ranks)
     assert done.returncode and "log-probs differ by" in done.stderr, done.stderr
@@ -558,8 +559,26 @@ def test_more_gpus_hold_less_each_and_an_8b_model_takes_16_gb_on_8(tiny_dir):
     # of 6 to 8 FLOPs a weight and token, at 400 TFLOP/s
     tokens = plan["tokens"]["slowest_rank"]
     assert plan["hours"] == pytest.approx(8 * 8.03e9 * tokens / 8 / 4e14 / 3600, rel=0.01)
+    plan = planned(steps, tree_tokens=3500)  # two trees, each computed again
+    assert plan["hours"] == pytest.approx(8 * 8.03e9 * 6700 / 4e14 / 3600, rel=0.01)
     message = "error: --replicate {} does not divide the number of processes, {}"
     with pytest.raises(SystemExit, match=message.format(3, 4)):
         planned(steps, dry_run=4, replicate=3)
     with pytest.raises(SystemExit, match=message.format(2, 1)):
         M.load(tiny_dir, replicate=2)
+
+
+@pytest.mark.parametrize("recompute", [0, 1])
+def test_no_layer_stays_gathered_after_its_forward(tiny_dir, recompute):
+    """Nor where a tree is computed again in the backward pass, in which FSDP would keep it."""
+    turns, gathered = [((9, 8), (i, 7)) for i in range(6)], []
+    utils.init_distributed()
+    try:
+        model, _ = M.load(tiny_dir, dtype="bf16", replicate=1, offload=0, recompute=recompute)
+        for layer in model.layers():  # its weights are DTensors, but while they are gathered
+            layer.mlp.register_forward_hook(lambda mlp, *_: gathered.append(
+                sum(not hasattr(x.mlp.up_proj.weight, "full_tensor") for x in model.layers())))
+        sum(x.sum() for x in M.action_logps(model, turns, tree_tokens=6)).backward()
+    finally:
+        utils.leave_group()
+    assert len(gathered) >= 2 * 2 * 3 and set(gathered) == {1}

@@ -16,14 +16,15 @@ play() {
   CUDA_VISIBLE_DEVICES=4,5,6,7 python collect.py --human http://localhost:8000/v1 \
       --data_parallel 4 --max_model_len 16384 "$@"
 }
-until_up() { until curl -sf localhost:8000/health; do sleep 5; done; }
+until_up() { until curl -sf localhost:8000/health; do kill -0 $server; sleep 5; done; }
 human & server=$!
+trap 'kill $server || true' EXIT
 until_up
 # 15,000 episodes, a tenth with 16 candidates a turn; --resume makes it safe to start again
 python colbench.py check < data/backend_tasks/train.jsonl | head -5000 > runs/tasks.jsonl
 play -k 3 --candidates 16 --candidates_share 0.1 --resume runs/train.jsonl \
     < runs/tasks.jsonl >> runs/train.jsonl
-kill $server  # training takes all eight
+kill $server && wait $server || true  # training takes all eight
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1800  # seconds for the checkpoint after Ctrl-C, not 30
 # the untrained critic; one trained on the episodes of its policy is better yet (RESULTS.md, "A critic
 # that never loses")
@@ -42,4 +43,3 @@ for m in rft sweet; do
     play --rules official --model runs/$m --resume runs/test-$m.jsonl >> runs/test-$m.jsonl
 done
 python evaluate.py runs/test-rft.jsonl runs/test-sweet.jsonl > runs/table.jsonl
-kill $server
