@@ -28,14 +28,6 @@ if WORLD > 1:  # loads slowly, and one process needs none of it
 
 # --- flags ----------------------------------------------------------------------------------------
 
-class Help(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of a description, and ends a flag's line by [its default]."""
-
-    def _get_help_string(self, action):
-        has_default = action.default not in (None, argparse.SUPPRESS)
-        return action.help + " [%(default)s]" * has_default
-
-
 def parser(doc, usage):
     """An ArgumentParser that takes no abbreviated flags.
 
@@ -43,7 +35,7 @@ def parser(doc, usage):
     """
     first, *others = doc.split("\n\n")
     shown = [first, *(text for text in others if text[:4] == "    " and "python " not in text)]
-    form = functools.partial(Help, max_help_position=36, width=110)
+    form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=110)
     p = argparse.ArgumentParser(description="\n\n".join(shown), usage=usage, formatter_class=form,
                                 allow_abbrev=False)
     if RANK:
@@ -60,9 +52,11 @@ def end_after_rank_0(message=None):
 def flag(p, name, default, text, kind=None, least=0, **more):
     """Adds a flag of the default's type; without a default it is text, or of `kind`.
 
-    A number below `least` is refused.
+    A number below `least` is refused. Its line of --help ends by [its default].
     """
-    kind = kind or (str if default is None else type(default))
+    if default is not None:
+        kind, text = type(default), text + " [%(default)s]"
+    kind = kind or str
 
     def read(value):
         number = kind(value)
