@@ -296,20 +296,17 @@ def open_stdout():
     What libraries print goes to stderr: call this before they load. Of several ranks only rank 0
     writes. Ends the program when stdout takes no more, silently if its reader has gone (`| head`).
     """
-    stdout = os.dup(1)
+    stdout = open(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)
 
     def emit(record):
         if RANK:
             return
         try:
-            line = json.dumps(record, allow_nan=False) + "\n"
+            stdout.write(json.dumps(record, allow_nan=False) + "\n")
+            stdout.flush()
         except ValueError:
             fail("a result is NaN or infinite, and no more is written: are the weights sound?")
-        data = memoryview(line.encode())
-        try:
-            while data:  # a pipe may take a part
-                data = data[os.write(stdout, data):]
         except BrokenPipeError:
             os._exit(0)  # at once: an event loop would report an exception
         except OSError as e:
