@@ -135,7 +135,6 @@ class Tree:
         self.ids = there(ids)        # (T,) token ids in depth-first order
         self.pos = there(pos)        # (T,) depth: the position in a sequence
         self.parent = there(parent)  # (T,) flat index of the token before
-        self.turns = turns
         self.actions = actions       # for each turn the flat indices (L,) of its action, on the CPU
         self.scored = there(scored)  # (S,) flat indices of all actions' tokens, each once
         self.where = there(where)    # where the turns' actions, concatenated, are in `scored`
@@ -352,24 +351,21 @@ def action_logps(model, turns, tree_tokens=math.inf, what=None):
     progress bar over them.
     """
     parts = deal(turns, tree_tokens)
-    trees = -(-len(parts) // WORLD)  # of each rank: all must join every collective
+    trees = len(parts) // WORLD  # of each rank: all must join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
     anchor = torch.ones((), requires_grad=True)
-    flat, none = [torch.zeros(sum(sizes(model, part))) for part in parts], 0
+    flat = [torch.zeros(sum(sizes(model, part))) for part in parts]
     own = range(RANK * trees, RANK * trees + trees)  # this rank's parts
     for n in progress(what, own) if what else own:
-        tree = Tree(parts[min(n, len(parts) - 1)], model.device, model.score is not None)
+        tree = Tree(parts[n], model.device, model.score is not None)
         model.tokens += len(tree.ids)
         if recompute:
             # `anchor` chains the trees, so that autograd recomputes one at a time, the last first
             numbers = anchor = checkpoint(tree_logps, model, tree, anchor, use_reentrant=True)
         else:
             numbers = tree_logps(model, tree)
-        if n < len(parts):
-            flat[n] = numbers
-        else:  # nothing is left: this has a backward pass, and adds 0
-            none = none + 0 * numbers.sum().cpu()
-    flat = torch.cat([numbers.cpu() for numbers in flat]) + none
+        flat[n] = numbers
+    flat = torch.cat([numbers.cpu() for numbers in flat])
     if WORLD > 1:
         everyones = flat.detach().clone()
         dist.all_reduce(everyones)
@@ -498,9 +494,9 @@ def accuracy(margin):
 def deal(turns, tree_tokens, world=WORLD):
     """The turns in parts [[turn]], whose trees have at most tree_tokens tokens, or are of one turn.
 
-    Each of `world` ranks gets the same number of consecutive parts. That number is as small as it
-    can be, and then the largest part is, to one percent. Turns with a long common prefix share a
-    part.
+    Each of `world` ranks gets the same number of consecutive parts; where there are too few, the
+    last one comes again. That number is as small as it can be, and then the largest part is, to one
+    percent. Turns with a long common prefix share a part.
     """
     turns = sorted(set(turns), key=lambda turn: turn[0] + turn[1])
     new, lengths, before = [], [], []
@@ -531,7 +527,7 @@ def deal(turns, tree_tokens, world=WORLD):
             parts, high = trial, middle
         else:
             low = middle
-    return parts
+    return parts + parts[-1:] * (-len(parts) % world)
 
 
 @torch.no_grad()
@@ -1030,9 +1026,8 @@ def dry_run(args, config, steps, reference, scored=()):
         parameters = sum(p.numel() for p in kind_of_model(config).from_config(config).parameters())
     official = computed = slowest = flops = 0
     for batch in steps:
-        parts = deal(turns_in(batch), args.tree_tokens, gpus)
-        trees = -(-len(parts) // gpus)
-        tokens = list(map(count_tokens, parts + parts[-1:] * (-len(parts) % gpus)))
+        tokens = list(map(count_tokens, deal(turns_in(batch), args.tree_tokens, gpus)))
+        trees = len(tokens) // gpus
         computed += sum(tokens)
         longest = gpus * max(sum(tokens[n:n + trees]) for n in range(0, len(tokens), trees))
         slowest += longest
