@@ -150,16 +150,6 @@ def count_tokens(turns):
     return tokens
 
 
-def official_tokens(pairs):
-    """The tokens that the usual procedure computes in a step.
-
-    It is two sequences a pair, the turns of a side in one, padded to the longer one.
-    """
-    sides = [[count_tokens(side) for side in (pair.chosen, pair.rejected) if side]
-             for pair in pairs]
-    return sum(len(tokens) * max(tokens) for tokens in sides)
-
-
 # --- attention over runs --------------------------------------------------------------------------
 
 def wide(x):
@@ -1013,8 +1003,8 @@ def dry_run(args, config, steps, reference, scored=()):
     """What a run on args.dry_run GPUs would take, a dict. steps: [[Pair]].
 
     reference: the turns that the reference reads; scored: those that the trained critic judges.
-    tokens of all steps: official, see official_tokens; computed; slowest_rank, those of each step's
-    slowest GPU times the number of GPUs. reference_tokens and critic_tokens are computed once.
+    tokens of all steps: computed; slowest_rank, those of each step's slowest GPU times the number of
+    GPUs. reference_tokens and critic_tokens are computed once.
     hours: at 400 TFLOP/s a GPU, 6 for each weight and token in training, 2 without gradient, and 2
     where layers are recomputed, 2 where trees are.
     gb_a_gpu: fp32 weights, gradients and AdamW's moments. Activations come on top.
@@ -1024,7 +1014,7 @@ def dry_run(args, config, steps, reference, scored=()):
     gpus = args.dry_run
     with torch.device("meta"):
         parameters = sum(p.numel() for p in kind_of_model(config).from_config(config).parameters())
-    official = computed = slowest = flops = 0
+    computed = slowest = flops = 0
     for batch in steps:
         tokens = list(map(count_tokens, deal(turns_in(batch), args.tree_tokens, gpus)))
         trees = len(tokens) // gpus
@@ -1032,13 +1022,12 @@ def dry_run(args, config, steps, reference, scored=()):
         longest = gpus * max(sum(tokens[n:n + trees]) for n in range(0, len(tokens), trees))
         slowest += longest
         flops += longest * (6 + 2 * (args.recompute != 0) + 2 * (trees > 1))
-        official += official_tokens(batch)
     of_reference, of_critic = (sum(map(count_tokens, deal(turns, args.tree_tokens, gpus)))
                                for turns in (reference, scored))
     flops += 2 * (of_reference + of_critic)
     at_rest = 0 if args.offload else 16 * parameters / ranks_of_a_copy(gpus, args.replicate)
     return {"gpus": gpus, "parameters": parameters, "steps": len(steps),
-            "tokens": {"official": official, "computed": computed, "slowest_rank": slowest},
+            "tokens": {"computed": computed, "slowest_rank": slowest},
             "reference_tokens": of_reference, "critic_tokens": of_critic,
             "hours": float(f"{parameters * flops / 400e12 / gpus / 3600:.3g}"),
             "gb_a_gpu": float(f"{at_rest / 1e9:.3g}")}

@@ -308,13 +308,23 @@ def row(name, seconds, ours, tokens, differs):
             "most": most, "of_bound": middle / tokens, "differs": differs}
 
 
+def official_tokens(pairs):
+    """The tokens that the usual procedure computes in a step.
+
+    It is two sequences a pair, the turns of a side in one, padded to the longer one.
+    """
+    sides = [[count_tokens(side) for side in (pair.chosen, pair.rejected) if side]
+             for pair in pairs]
+    return sum(len(tokens) * max(tokens) for tokens in sides)
+
+
 def tokens_of_step(job, config, batch, turns):
-    """The official tokens over those of the slowest rank, by --dry_run; forwards: 3 and 1."""
+    """The usual tokens over those of the slowest rank, by --dry_run; forwards: 3 and 1."""
     module, flags, _, epochs = JOBS[job]
     args = module.get_args(["--out", "x", "--dry_run", str(WORLD), *flags])
     plan = dry_run(args, config, [batch], turns)
     ours = 3 * plan["tokens"]["slowest_rank"] + plan["reference_tokens"] / epochs
-    return plan["tokens"]["official"] * (4 if turns else 3) / ours
+    return official_tokens(batch) * (4 if turns else 3) / ours
 
 
 def compare_steps(model, ref_model, job, batch, repeats):
