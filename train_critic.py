@@ -370,8 +370,6 @@ def load_critic(folder, device, **options):
 
 def score_turns(critic, models, ref_of, tree_tokens):
     """{turn: its advantage, a float} of {turn: reference turn}, by the models of load_critic."""
-    if not ref_of:
-        return {}
     logps = score(models[0], list(ref_of), tree_tokens)
     ref_logps = [torch.zeros(1)] * len(ref_of)  # a head's value has no reference
     if len(models) > 1:
