@@ -14,29 +14,19 @@ One record is one line of JSON, and every stage adds fields to it (README, "One 
 from utils import digest, fail, flag, open_stdout, parser, progress, read_jsonl, rng, run, say
 
 import asyncio
-import builtins
-import collections.abc
+import collections
 import concurrent.futures
 import contextlib
-import ctypes
-import datetime
 import functools
-import gc
 import html
 import inspect
 import io
 import itertools
 import json
-import keyword
-import math
-import numbers
 import os
-import pathlib
 import platform
 import re
-import resource
 import shutil
-import signal
 import socket
 import struct
 import subprocess
@@ -45,9 +35,7 @@ import sysconfig
 import textwrap
 import threading
 import time
-import types
 import urllib.parse
-import uuid
 from hashlib import sha256
 from typing import NamedTuple
 
@@ -894,6 +882,12 @@ def seccomp_filter(calls):
 # The lines between the next mark and "fork server: end" are the whole program of a fork server.
 # `python -c` gets their text alone: nothing else of this file (the built-in tasks!) is in a child.
 # fork server: begin
+import builtins, collections.abc, contextlib, ctypes, datetime, gc, json, keyword, math, numbers
+import os, pathlib, re, resource, signal, socket, struct, sys, textwrap, types, uuid
+import encodings.ascii, encodings.base64_codec, encodings.cp1252, encodings.hex_codec
+import encodings.idna, encodings.latin_1, encodings.rot_13, encodings.utf_16, unicodedata
+from hashlib import sha256
+
 
 def read_alone(libc, paths):
     """Landlock: from now on this process and its children open files below `paths` alone, to read.
@@ -1126,15 +1120,6 @@ def serve(bpf, blind, paths, modules, memory, room):
 # fork server: end
 
 
-IMPORTS = """import builtins, collections.abc, contextlib, ctypes, datetime, gc, json, keyword, math
-import numbers, os
-import pathlib, re, resource, signal, socket, struct, sys, textwrap, types, uuid
-import encodings.ascii, encodings.latin_1, encodings.utf_16, encodings.cp1252, encodings.idna
-import encodings.base64_codec, encodings.hex_codec, encodings.rot_13, unicodedata
-from hashlib import sha256
-"""
-
-
 def server_program(modules):
     """The source of a fork server, which is a part of this file."""
     source = inspect.getsource(sys.modules[__name__])
@@ -1142,7 +1127,7 @@ def server_program(modules):
     limits = f"{LIMITS['memory']}, {LIMITS['claim']}"
     filters = f"{seccomp_filter(CALLS + FILE_CALLS)!r}, {seccomp_filter(CALLS)!r}"
     call = f"serve({filters}, {libraries()}, {modules}, {limits})"
-    return f"{IMPORTS}{source[begin:end]}\n{call}\n"
+    return f"{source[begin:end]}\n{call}\n"
 
 
 class GraderError(Exception):
