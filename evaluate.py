@@ -194,15 +194,10 @@ def row(r, mean):
     return cells
 
 
-def reward_name(results):
-    """What the rewards are: "tests passed", "likeness"; of several kinds "reward"."""
-    names = {name for r in results for name in r["rewards"]}
-    return names.pop() if len(names) == 1 else "reward"
-
-
 def table(results):
     """Lines of aligned text, one per system, and under them what the numbers rest on."""
-    mean = reward_name(results).partition(" ")[0]
+    names = {name.partition(" ")[0] for r in results for name in r["rewards"]}
+    mean = names.pop() if len(names) == 1 else "reward"  # "tests", "likeness"
     rows = [row(r, mean) for r in results]
     heads = [head for head in rows[-1]  # the first system has no differences
              if {cells.get(head, "-") for cells in rows} != {"-"}]
