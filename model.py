@@ -636,11 +636,6 @@ def end_of_turn(tokenizer):
     return [tokenizer.eos_token_id]
 
 
-def thinking_flag(record):
-    """Whether the record's dialogue was sampled with --thinking 1."""
-    return record.get("meta", {}).get("thinking", 0)
-
-
 def raw_text(message):
     """What the agent wrote in a message or candidate: `output`, or `content`, or ""."""
     return message.get("output") or message.get("content") or ""

@@ -94,7 +94,7 @@ import torch.nn.functional as F
 from model import (PICTURE, TURN, Pair, Pictures, accuracy, action_ids, action_logps, actions_of,
                    base_digest, batches, dry_run, find_model, gathered, has_vision, load,
                    load_options, pick_dtype, raw_text, reference_logps, render, restore, save,
-                   save_checkpoint, score, tell_plan, thinking_flag, turns_in, weights_digest)
+                   save_checkpoint, score, tell_plan, turns_in, weights_digest)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -284,9 +284,9 @@ def read_turns(critic, tokenizer, records, max_length, pictures=None):
     """
     ref_of, too_long = {}, 0
     for r in records:
+        thinking = r.get("meta", {}).get("thinking", 0)  # its dialogue was sampled so
         for history, actions in actions_of(r):
-            turns = critic_turns(critic, tokenizer, r["task"], history, actions,
-                                 thinking_flag(r), pictures)
+            turns = critic_turns(critic, tokenizer, r["task"], history, actions, thinking, pictures)
             for action, (turn, ref_turn) in zip(actions, turns):
                 fits = sum(map(len, turn)) <= max_length
                 action[TURN] = turn if fits else None
