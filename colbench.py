@@ -1,10 +1,6 @@
 """ColBench: the record, the built-in tasks, the human, the rules of an episode, and the grader.
 
-One record is one line of JSON, and every stage adds fields to it (README, "One record"):
-    {"task": {"id", "kind", "problem_description", "ground_truth",
-              "test_cases": {"test1": "f(1, 2)", ...}},
-     "sample": 0, "dialogue_history": [{"role", "content"}, ...],
-     "answer": "...", "reward": 0.7, "tests": {...}}
+One record is one line of JSON, and every stage adds fields to it: README, "One record".
 
     python colbench.py tasks --split train --n 500 --seed 0 > tasks.jsonl  # built-in tasks
     python colbench.py demos --n 8000 --seed 0 > demos.jsonl               # scripted episodes

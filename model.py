@@ -998,8 +998,8 @@ def dry_run(args, config, steps, reference, scored=()):
     """What a run on args.dry_run GPUs would take, a dict. steps: [[Pair]].
 
     reference: the turns that the reference reads; scored: those that the trained critic judges.
-    tokens of all steps: computed; slowest_rank, those of each step's slowest GPU times the number of
-    GPUs. reference_tokens and critic_tokens are computed once.
+    tokens of all steps: computed; slowest_rank, those of each step's slowest GPU times the number
+    of GPUs. reference_tokens and critic_tokens are computed once.
     hours: at 400 TFLOP/s a GPU, 6 for each weight and token in training, 2 without gradient, and 2
     where layers are recomputed, 2 where trees are.
     gb_a_gpu: fp32 weights, gradients and AdamW's moments. Activations come on top.

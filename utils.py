@@ -206,7 +206,7 @@ RECORD = {
              "hidden_information": str, "agent_prompt": str, "test_cases": {...: str}},
     "dialogue_history": [{"role": str, **ACTION, "candidates": [ACTION]}],
     "sample": int, "answer": str, "answered": bool, "reward": float,
-    "tests": {...: str}, "failure": str, "text": str,
+    "tests": {...: str}, "failure": str,
     "meta": {"rules": str, "model_weights": str, "candidates": {}}}
 TYPES = {
     str: ("text", lambda x: isinstance(x, str)),
@@ -326,7 +326,7 @@ def init_distributed():
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # sizes vary
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # for which torchrun sets one thread each
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets one thread for each
         torch.set_num_threads(max(1, os.cpu_count() // ranks))
         backend = "cpu:gloo,cuda:nccl"
     alone = {}
