@@ -766,13 +766,11 @@ def load(path, device="cpu", dtype="fp32", head=False, **sharding):
 
         Returns log-probs of the turns by the model's own forward.
         """
-        try:
+        with fail_on_error(f"the weights in {path!r} can't be read"):
             keep = sharding and dtype != torch.float32  # the files' dtype: half the memory
             lm, told = kind.from_pretrained(path, dtype="auto" if keep else dtype,
                                             attn_implementation="eager", use_safetensors=True,
                                             trust_remote_code=False, output_loading_info=True)
-        except Exception as e:
-            fail(f"the weights in {path!r} can't be read: {str(e).splitlines()[-1]}")
         if wrong := sorted(map(str, chain(*told.values()))):
             fail(f"the weights in {path!r} are not those of its config.json: {wrong[:3]}")
         if not hasattr(getattr(lm, "model", None), "layers") and not has_vision(config):

@@ -29,9 +29,9 @@ pages of frontend tasks as pictures.
     for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
 # utils before what loads slowly: a wrong flag is told at once
-from utils import (RANK, Log, check_finite, digest, drop_checkpoints, fail, flag, from_rank_0,
-                   init_distributed, lr_at, machine_flags, open_stdout, parser, read_jsonl, rng,
-                   run, say, sum_over_ranks, writing)
+from utils import (RANK, Log, check_finite, digest, drop_checkpoints, fail, fail_on_error, flag,
+                   from_rank_0, init_distributed, lr_at, machine_flags, open_stdout, parser,
+                   read_jsonl, rng, run, say, sum_over_ranks, writing)
 
 import json
 import math
@@ -348,13 +348,10 @@ def load_critic(folder, device, **options):
 
     models: [pi, pi_ref], or [pi] where a head gives A. options: see model.load.
     """
-    try:
+    with fail_on_error(f"no critic.json of a finished train_critic.py in {folder}"):
         with open(os.path.join(folder, "critic.json")) as f:
             critic = json.load(f)
         critic = {name: critic[name] for name in (*KEPT, "ref", "ref_weights")}
-    except (OSError, ValueError, KeyError) as e:
-        fail(f"no critic in {folder}: critic.json: {getattr(e, 'strerror', e)}; name the --out of "
-             "a train_critic.py that has finished")
     path, tokenizer, config = find_model(folder)
     ref, has_head = critic["ref"], critic["head"] in LINEAR
     models = [load(path, device, head=has_head, **options)[0]]
