@@ -1556,8 +1556,7 @@ class Renderer(contextlib.AbstractContextManager):
             css = f.read()
         if sha256(css).hexdigest() != TAILWIND:
             fail(f"no Tailwind 2.2.19 style sheet at {tailwind} (MANUAL.md, \"Frontend Design\")")
-        self.api, self.workers, self.pictures = async_api, workers, pictures
-        self.sheet = Sheet(css.decode())
+        self.api, self.sheet = async_api, Sheet(css.decode())
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.browsers = [Browser(async_api, path, pictures) for _ in range(workers)]

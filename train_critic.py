@@ -155,10 +155,9 @@ def main(args):
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
     tell_plan(f"pairs of {len(groups)} tasks", groups, steps)
-    config = find_model(args.model)[2]
     if args.dry_run:
         reference = ref_turns if args.head not in LINEAR else []
-        return emit(dry_run(args, config, steps, reference, turns))
+        return emit(dry_run(args, find_model(args.model)[2], steps, reference, turns))
     data = *ref_of.items(), *map(tuple, chain(*groups))
     log.begin(steps=len(steps), pairs=sum(map(len, groups)), tasks=len(groups),
               dtype=str(pick_dtype(args.dtype, device)), data=digest([*map(digest, data)]),

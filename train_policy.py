@@ -106,8 +106,8 @@ def main(args):
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
     tell_plan("trajectories" if args.loss == "rft" else "pairs", groups, steps)
-    config = made[0].lm.config if made else find_model(args.model)[2]
     if args.dry_run:
+        config = made[0].lm.config if made else find_model(args.model)[2]
         return emit(dry_run(args, config, steps, turns))
     log.begin(steps=len(steps), pairs=sum(map(len, groups)),
               dtype=str(pick_dtype(args.dtype, device)),
