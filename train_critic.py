@@ -347,7 +347,7 @@ def load_critic(folder, device, **options):
 
     models: [pi, pi_ref], or [pi] where a head gives A. options: see model.load.
     """
-    with fail_on_error(f"no critic.json of a finished train_critic.py in {folder}"):
+    with fail_on_error(f"no critic in {folder}, critic.json of a finished train_critic.py"):
         with open(os.path.join(folder, "critic.json")) as f:
             critic = json.load(f)
         critic = {name: critic[name] for name in (*KEPT, "ref", "ref_weights")}
