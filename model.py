@@ -192,13 +192,13 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
 def sdpa_kernel(q, k, v, runs, scale, left):
     """One scaled_dot_product_attention for each run: for the CPU, and for fp32.
 
-    It is in the keys' dtype: with gradients fp32, in which a CPU's kernel is faster than in bf16.
+    It computes in fp32, in which a CPU's backward pass is faster than in bf16.
     """
     def by_run(x, lengths):
         return [part.transpose(0, 1)[None] for part in x.split(lengths)]  # (1, heads, length, D)
 
-    out, q_runs = [], by_run(q.to(k.dtype), runs.q)
-    for q_run, k_run, v_run in zip(q_runs, by_run(k, runs.kv), by_run(v, runs.kv)):
+    out, dtype, (q, k, v) = [], q.dtype, map(wide, (q, k, v))
+    for q_run, k_run, v_run in zip(by_run(q, runs.q), by_run(k, runs.kv), by_run(v, runs.kv)):
         queries, keys = q_run.shape[2], k_run.shape[2]
         mask = None
         if queries < keys or left >= 0:  # else is_causal means the same
@@ -208,7 +208,7 @@ def sdpa_kernel(q, k, v, runs, scale, left):
         out.append(F.scaled_dot_product_attention(
             q_run, k_run, v_run, attn_mask=mask, is_causal=mask is None, scale=scale,
             enable_gqa=True))
-    return torch.cat(out, 2)[0].transpose(0, 1).to(q.dtype)
+    return torch.cat(out, 2)[0].transpose(0, 1).to(dtype)
 
 
 def flash_kernel(q, k, v, runs, scale, left):

@@ -3,7 +3,7 @@
 #
 #   bash tests/experiments/real_model.sh     # from the repo's root, after the quickstart's install
 #   SEED=1 MODEL=DIR bash tests/experiments/real_model.sh
-#   CRITICS="without_c untrained" bash tests/experiments/real_model.sh  # what c is worth
+#   CRITICS="without_c eq3" bash tests/experiments/real_model.sh  # with trained critics, too
 #
 # The first table compares the warmed-up base with RFT, after about half an hour; the next ones all
 # methods. Everything goes to runs/real$SEED; the tables to stderr and to *.results there, the times
@@ -21,7 +21,7 @@ SHARE=${SHARE:-0.25}  # of the episodes that get CANDIDATES at every turn
 CANDIDATES=${CANDIDATES:-12}
 TESTS=${TESTS:-300}   # test tasks, DRAWS episodes of each
 DRAWS=${DRAWS:-2}
-CRITICS=${CRITICS:-}  # eq3, without_c, untrained, none: SWEET-RL with each of these, too
+CRITICS=${CRITICS:-}  # trained, eq3, without_c, none: SWEET-RL with each of these, too
 . .venv/bin/activate
 R=${R:-runs/real$SEED}
 mkdir -p $R
@@ -85,8 +85,8 @@ tasks tests $TESTS --split test
 for m in base rft; do play test-$m $R/$m tests -k $DRAWS; done
 table rft base rft
 
-critic trained --ref_context agent  # it starts as what the base makes of c, the hidden information
-sweet sweet_from_rft trained
+critic untrained --head teacher  # what c, the hidden information, says of an action to the base
+sweet sweet_from_rft untrained
 mtdpo mtdpo_from_rft $R/rft
 rft rft_from_rft $R/rft
 for m in sweet mtdpo rft; do play test-${m}_from_rft $R/${m}_from_rft tests -k $DRAWS; done
@@ -95,11 +95,11 @@ for m in rft_from_rft mtdpo_from_rft; do table sweet_and_$m $m sweet_from_rft; d
 
 for c in $CRITICS; do
   case $c in
+    trained) critic trained --ref_context agent ;;  # it starts as the untrained one
     eq3) critic eq3 ;;                        # the reference reads c, too
     without_c) critic without_c --hidden_info 0 ;;
-    untrained) critic untrained --head teacher ;;  # what c says of an action to the base
     none) stage $R/scored-none.jsonl sed -E 's/("advantage": )[-+.e0-9]+/\10/g' \
-              $R/scored-trained.jsonl ;;          # only --prior ranks the candidates
+              $R/scored-untrained.jsonl ;;        # only --prior ranks the candidates
   esac
   sweet sweet_$c $c
   play test-sweet_$c $R/sweet_$c tests -k $DRAWS
