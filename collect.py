@@ -578,7 +578,8 @@ def vllm_engine(args, stop):
     """Samples by vLLM in this process. Another batch may change its tokens, whatever the seed."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # torch was asked for a GPU: no fork now
+    if DEVICE == "cuda":  # torch was asked for it, and can't use it after a fork
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     try:
         from vllm import AsyncEngineArgs, SamplingParams
         from vllm.sampling_params import RequestOutputKind
