@@ -361,7 +361,7 @@ def action_logps(model, turns, tree_tokens=math.inf, what=None):
         dist.all_reduce(everyones)
         flat = flat + (everyones - flat.detach())
     in_order = list(chain.from_iterable(parts))
-    logps = dict(zip(in_order, flat.split(sizes(model, in_order))))
+    logps = dict(zip(in_order, flat.split(sizes(model, in_order))))  # of a part's copies the last
     return [logps[turn] for turn in turns]
 
 

@@ -12,7 +12,7 @@ oracle     the tree in 16 bits beside separate forwards in fp32: relative errors
            gradients, and the errors of separate forwards in 16 bits, which should be about as large
 load       both models from the disk, proven
 step       our step without the optimizer: tokens a second and GPU, share of the peak (of_peak: what
-           is computed; useful: without recomputation), peak memory, and what --dry_run expects
+           is computed; useful: no layer recomputed), peak memory, and what --dry_run expects
 official   the released procedure on the same pairs: its seconds over ours, its loss, its
            gradient's norm over ours
 scoring    the rival with a KV cache, as in bench_train.py
