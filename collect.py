@@ -578,8 +578,7 @@ def vllm_engine(args, stop):
     """Samples by vLLM in this process. Another batch may change its tokens, whatever the seed."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    if DEVICE == "cuda":  # torch was asked for it, and can't use it after a fork
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # torch was asked for a GPU: no fork now
     try:
         from vllm import AsyncEngineArgs, SamplingParams
         from vllm.sampling_params import RequestOutputKind

@@ -147,7 +147,8 @@ def test_in_process(command, tiny_dir, tasks):
 
 
 def test_killed_it_leaves_no_process_behind(command, tasks, tmp_path):
-    flags = [*IN_PROCESS, "-k", 500, "--tensor_parallel", 2]
+    # few at once: before the first episode has ended, more would fill the pipe of stderr
+    flags = [*IN_PROCESS, "-k", 500, "--concurrency", 8, "--tensor_parallel", 2]
     process = start(command, tasks, tmp_path / "out", *flags)
     its = descendants(process.pid)
     assert len(its) > 3  # an engine, its two workers, and whoever sees to their end
