@@ -51,8 +51,8 @@ def script(name, *flags, stdin="", cwd=ROOT, fresh=False, out="", kill=None, ran
 
     It runs in a fork of a process that has torch loaded, which saves seconds a call: see forks.py.
     stdin: text or records. out: a file to which stdout is appended. fresh=True: a new interpreter.
-    kill: (when, signal) to send it, if it has not ended by then; when: seconds, or a function that
-    says that it is time. ranks: how many processes run it, as torchrun would start them.
+    kill: (when, signal) to send it; when: seconds, if it has not ended by then, or a path, as soon
+    as it has written that. ranks: how many processes run it, as torchrun would start them.
     """
     given = stdin if isinstance(stdin, str) else lines(stdin)
     command = [os.path.join(ROOT, name), *map(str, flags)]
@@ -65,26 +65,17 @@ def script(name, *flags, stdin="", cwd=ROOT, fresh=False, out="", kill=None, ran
         for file, text in zip(files, (given, "", "")):
             file.write_text(text, encoding="utf-8")
         streams = [str(file) for file in (files[0], out or files[1], files[2])]
-        order = [command, str(cwd), streams, ranks]
+        when, how = kill or (None, None)
+        last = [str(when), how] if isinstance(when, Path) else None
+        order = [command, str(cwd), streams, ranks, last]
         forks().stdin.write(json.dumps(order).encode() + b"\n")
         pid = int(forks().stdout.readline())
-        if kill and not ends_before(kill[0]):
+        if kill and not last and not select.select([forks().stdout], [], [], when)[0]:
             with contextlib.suppress(ProcessLookupError):  # it ended just now
-                os.kill(pid, kill[1])
+                os.kill(pid, how)
         code = int(forks().stdout.readline())
         said = [file.read_text(encoding="utf-8") for file in files[1:]]
         return subprocess.CompletedProcess(command, code, *said)
-
-
-def ends_before(when):
-    """Waits until it is time; returns whether the script ended before that."""
-    ended = lambda seconds: bool(select.select([forks().stdout], [], [], seconds)[0])
-    if not callable(when):
-        return ended(when)
-    while not when():
-        if ended(0.002):
-            return True
-    return False
 
 
 def shell(command, cwd=ROOT, timeout=180):

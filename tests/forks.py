@@ -1,8 +1,8 @@
 """Runs scripts in forks of this process, which has loaded the libraries that load slowly.
 
-A line of stdin is an order: [argv, directory, [files for stdin, stdout, stderr], ranks]. The fork's
-PID and then its exit code go to stdout. None of our own modules is loaded here: a fork loads them
-as a new interpreter does.
+A line of stdin is an order: [argv, directory, [files for stdin, stdout, stderr], ranks, last], with
+`last` null or [path, signal]. The fork's PID and then its exit code go to stdout. None of our own
+modules is loaded here: a fork loads them as a new interpreter does.
 """
 import gc
 import json
@@ -47,18 +47,29 @@ def be_ranks(world):
     os._exit(code)
 
 
+def end_at(path, how):
+    """This process gets the signal `how` as soon as it has renamed a file or directory to path."""
+    def replace(part, to, rename=os.replace):
+        rename(part, to)
+        if to == path:
+            os.kill(os.getpid(), how)
+    os.replace = replace
+
+
 if __name__ == "__main__":
     for name in SLOW:
         import_module(name)
     gc.freeze()  # a fork need not copy torch only to tear it down
     for line in sys.stdin:
-        argv, cwd, files, world = json.loads(line)
+        argv, cwd, files, world, last = json.loads(line)
         pid = os.fork()
         if not pid:
             set_streams(files)
             os.chdir(cwd)
             if world > 1:
                 be_ranks(world)
+            if last:
+                end_at(*last)
             sys.argv, sys.path[0] = argv, os.path.dirname(argv[0])
             runpy.run_path(argv[0], run_name="__main__")
             sys.exit()
