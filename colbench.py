@@ -1330,19 +1330,20 @@ def ungraded(record):
     return {name: value for name, value in record.items() if name not in of_grader}
 
 
-def grade_records(records, grader):
+def grade_records(records, environments):
     """Yields each record with "reward" and "tests" for its "task" and "answer", in order.
 
     A bad line ends the program after the records before it.
     """
     window, error = collections.deque(), None
     graded = lambda record, job: {**ungraded(record), **job.result()}
-    with concurrent.futures.ThreadPoolExecutor(2 * grader.workers) as pool:
+    with concurrent.futures.ThreadPoolExecutor(2 * environments.workers) as pool:
         try:
             for record in records:
-                job = pool.submit(grader.grade, record["task"], record.get("answer"))
+                grade = environments(record["task"]).grade
+                job = pool.submit(grade, record["task"], record.get("answer"))
                 window.append((record, job))
-                if len(window) >= 4 * grader.workers:
+                if len(window) >= 4 * environments.workers:
                     yield graded(*window.popleft())
         except SystemExit as e:
             error = e
@@ -1360,18 +1361,14 @@ class Environments(contextlib.ExitStack):
     def __init__(self, args, workers, pictures=0):
         super().__init__()
         self.args, self.workers, self.pictures = args, workers, pictures
-        self.of_kind, self.lock = {}, threading.Lock()
+        self.of_kind = {}
 
     def __call__(self, task):
         kind = kind_of(task)
-        with self.lock:
-            if kind not in self.of_kind:
-                env = ENVIRONMENTS[kind](self.args, self.workers, self.pictures)
-                self.of_kind[kind] = self.enter_context(env)
+        if kind not in self.of_kind:
+            env = ENVIRONMENTS[kind](self.args, self.workers, self.pictures)
+            self.of_kind[kind] = self.enter_context(env)
         return self.of_kind[kind]
-
-    def grade(self, task, answer):
-        return self(task).grade(task, answer)
 
     def reward_name(self):
         return " and ".join(env.reward_name for env in self.of_kind.values()) or "reward"

@@ -433,8 +433,8 @@ class Run(Players):
 
     async def grade(self, record):
         if "reward" not in record:
-            record |= await asyncio.to_thread(self.environment.grade, record["task"],
-                                              record["answer"])
+            grade = self.environment(record["task"]).grade
+            record |= await asyncio.to_thread(grade, record["task"], record["answer"])
         return record
 
     async def write(self):

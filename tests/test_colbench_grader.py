@@ -11,12 +11,13 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 import colbench as module
 from conftest import FULL, ROOT, descendants, records, script
-from colbench import Grader, GraderError, grade_records
+from colbench import Environments, Grader, GraderError, grade_records
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 LISTENER = socket.create_server(("127.0.0.1", 0))  # on any free port
@@ -323,7 +324,7 @@ def test_an_answer_cannot_read_an_earlier_one(grader):
 
 # --- the grader itself ----------------------------------------------------------------------------
 
-def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(grader):
+def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb():
     """ANSWERS=10000 python -m pytest -q -s tests/test_colbench_grader.py -k thousands"""
     n, sizes, stop = int(os.environ.get("ANSWERS", 300 if FULL else 60)), [], threading.Event()
 
@@ -346,7 +347,8 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(grader):
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    graded = list(grade_records(answers(), grader))
+    with Environments(SimpleNamespace(), workers=2) as environments:
+        graded = list(grade_records(answers(), environments))
     stop.set()
     watcher.join()
     assert [r["number"] for r in graded] == list(range(n))  # in order, each by itself
