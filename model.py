@@ -81,6 +81,19 @@ def common_prefix(a, b):
     return low
 
 
+def in_order(turns):
+    """Yields (turn, its tokens, how many of them the one before shares) in depth-first order."""
+    before = ()
+    for seq, turn in sorted((prompt + action, (prompt, action)) for prompt, action in turns):
+        yield turn, seq, common_prefix(before, seq)
+        before = seq
+
+
+def count_tokens(turns):
+    """The tokens of the turns' tree."""
+    return sum(len(seq) - shared for _, seq, shared in in_order(turns))
+
+
 class Runs:
     """Neighbouring runs of a tree as a kernel takes them: their lengths and paths."""
 
@@ -104,24 +117,21 @@ class Tree:
 
     def __init__(self, turns, device="cpu", with_prompts=False):
         """with_prompts: `actions` hold the tokens of the prompts, too."""
-        seqs = [[*prompt, *action] for prompt, action in turns]
-        ids, pos, parent, actions = [], [], [], [None] * len(turns)
-        runs = []  # as Runs takes them
-        before, path = [], array("q")  # the last sequence, and the flat indices of its tokens
-        for i in sorted(range(len(turns)), key=seqs.__getitem__):
-            seq = seqs[i]
-            shared = common_prefix(before, seq)
+        ids, pos, parent = [], [], []
+        runs, indices = [], {}  # as Runs takes them; {turn: its part of `actions`}
+        path = array("q")  # the flat indices of a sequence's tokens
+        for turn, seq, shared in in_order(turns):
             start = len(ids)
             ids += seq[shared:]
             pos += range(shared, len(seq))
             path = path[:shared] + array("q", range(start, len(ids)))
             parent += path[shared - 1:-1] if shared else [-1, *path[:-1]]
-            if runs and shared == len(before):  # it extends the last sequence: one run serves both
+            if runs and shared == len(runs[-1][2]):  # it extends the last one: one run serves both
                 start, _, _ = runs.pop()
             runs.append((start, len(ids), path))
-            first = 0 if with_prompts else len(turns[i][0])
-            actions[i] = torch.frombuffer(path, dtype=torch.long)[first:]
-            before = seq
+            first = 0 if with_prompts else len(turn[0])
+            indices[turn] = torch.frombuffer(path, dtype=torch.long)[first:]
+        actions = [indices[turn] for turn in turns]
         groups, keys = [], 0
         for run in runs:
             keys += len(run[2])
@@ -139,15 +149,6 @@ class Tree:
         self.scored = there(scored)  # (S,) flat indices of all actions' tokens, each once
         self.where = there(where)    # where the turns' actions, concatenated, are in `scored`
         self.groups = [Runs(group, device) for group in groups]
-
-
-def count_tokens(turns):
-    """The tokens of the turns' tree."""
-    tokens, before = 0, []
-    for seq in sorted([*prompt, *action] for prompt, action in turns):
-        tokens += len(seq) - common_prefix(before, seq)
-        before = seq
-    return tokens
 
 
 # --- attention over runs --------------------------------------------------------------------------
@@ -488,18 +489,12 @@ def deal(turns, tree_tokens, world=WORLD):
     last one comes again. That number is as small as it can be, and then the largest part is, to one
     percent. Turns with a long common prefix share a part.
     """
-    turns = sorted(set(turns), key=lambda turn: turn[0] + turn[1])
-    new, lengths, before = [], [], []
-    for prompt, action in turns:
-        seq = [*prompt, *action]
-        lengths.append(len(seq))
-        new.append(len(seq) - common_prefix(before, seq))
-        before = seq
+    rows = [(turn, len(seq), len(seq) - shared) for turn, seq, shared in in_order(set(turns))]
 
     def cut(limit):
         """[[turn]]: parts of at most `limit` tokens, or one turn."""
         parts, size = [], limit
-        for turn, length, added in zip(turns, lengths, new):
+        for turn, length, added in rows:
             if size + added > limit:
                 parts.append([])
                 size, added = 0, length
@@ -507,7 +502,7 @@ def deal(turns, tree_tokens, world=WORLD):
             size += added
         return parts
 
-    low, high = 0, min(tree_tokens, sum(new))
+    low, high = 0, min(tree_tokens, sum(added for _, _, added in rows))
     parts = cut(high)
     most = -(-len(parts) // world) * world
     while high - low > 1 + high // 100:
