@@ -93,8 +93,8 @@ def test_a_page_has_its_style_and_placeholders_and_always_the_same_bytes(rendere
 
 def test_scripts_do_not_run_and_text_is_text(renderer):
     page = renderer.render("<body><p>before</p>"
-                           "<script>document.body.innerHTML = 'JS RAN'</script>"
-                           "<noscript><p>no script</p></noscript><p onclick='x()'>é🙂</p></body>")
+                           "<script>document.body.innerHTML = 'JS RAN'</script><noscript>"
+                           "<p>no script</p></noscript><p onclick='x()'>é🙂</p></body>")
     assert texts(page) == ["before", "no script", "é🙂"]
 
 

@@ -413,8 +413,8 @@ def test_a_prompt_is_the_same_on_every_day_and_a_refused_conversation_is_one_lin
 
 # --- loading and saving ---------------------------------------------------------------------------
 
-NASTY = ["", "\n\n \t\r\n", "hello wörld 🙂👩‍👩‍👧 日本語 \u202e", "a" * 300, "\ue0000\ue001 ▁Ġ",
-         "<|end|><|user|> <0x41> \x00\x7f", "  def  f(x,rate=3):return 1  "]
+NASTY = ["", "\n\n \t\r\n", "hello wörld 🙂👩‍👩‍👧 日本語 \u202e", "a" * 300,
+         "\ue0000\ue001 ▁Ġ", "<|end|><|user|> <0x41> \x00\x7f", "  def  f(x,rate=3):return 1  "]
 
 
 def test_tiny_is_small_a_function_of_its_seed_and_takes_any_text(tiny_dir):
