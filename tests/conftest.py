@@ -78,6 +78,13 @@ def script(name, *flags, stdin="", cwd=ROOT, fresh=False, out="", kill=None, ran
         return subprocess.CompletedProcess(command, code, *said)
 
 
+def succeed(*command, **how):
+    """script(), which must end with exit status 0."""
+    done = script(*command, **how)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def shell(command, cwd=ROOT, timeout=180):
     """Runs a bash command with `python` the one of the tests; returns the CompletedProcess."""
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
@@ -156,8 +163,7 @@ def steps(out):
 
 def train(given, *command, ranks=1):
     """(stdout's records, metrics.jsonl's rows) of a trainer that must succeed."""
-    done = script(*command, stdin=given, ranks=ranks)
-    assert done.returncode == 0, done.stderr
+    done = succeed(*command, stdin=given, ranks=ranks)
     return records(done.stdout), metrics(command[command.index("--out") + 1])
 
 
@@ -211,9 +217,7 @@ def tasks():
 @pytest.fixture(scope="session")
 def collected(tasks, tiny_dir):
     """collect.py's stdout on the tasks: 2 episodes each, 4 candidates a turn. All text is noise."""
-    done = script("collect.py", "--model", tiny_dir, *PLAY, stdin=tasks)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return succeed("collect.py", "--model", tiny_dir, *PLAY, stdin=tasks).stdout
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 import colbench
-from conftest import ROOT, complaint, lines, records, script
+from conftest import ROOT, complaint, lines, records, script, succeed
 from test_collect_endpoints import Server, chat
 
 HERE = "# your own environments are imported here"  # the line below ENVIRONMENTS
@@ -29,8 +29,7 @@ def repo(tmp_path_factory):
 
 
 def run(repo, name, *flags, stdin=""):
-    done = script(str(repo / name), *flags, stdin=stdin, cwd=repo)
-    assert done.returncode == 0, done.stderr
+    done = succeed(str(repo / name), *flags, stdin=stdin, cwd=repo)
     return records(done.stdout), done.stderr
 
 

@@ -23,7 +23,7 @@ import torch
 import colbench
 import model as M
 from colbench import CACHE, PAGE, Renderer, RenderError, similarity
-from conftest import ROOT, complaint, demos, descendants, records, script
+from conftest import ROOT, complaint, demos, descendants, records, script, succeed
 from test_colbench_answers import SIGNALS, end_grading
 from test_collect_endpoints import Server, chat
 
@@ -253,8 +253,7 @@ def test_grade_draws_the_last_page_of_an_answer_and_check_drops_what_cannot_be_d
                "<body><p>A Shop</p></body>", "<html><body>cut of"]
     bad = {"problem_description": "a", "ground_truth": "<html><body>" + "x" * PAGE["bytes"]}
     records_in = [*map(answered, answers), {"task": bad, "answer": PLAIN}]
-    done = script("colbench.py", "grade", stdin=records_in)
-    assert done.returncode == 0, done.stderr
+    done = succeed("colbench.py", "grade", stdin=records_in)
     got = records(done.stdout)
     same, last, other, none, some, cut, no_reference = (r["reward"] for r in got)
     assert same == last == 1 > other > some > none == cut == no_reference == 0
@@ -300,9 +299,7 @@ def test_clip_is_the_cosine_of_the_real_classes_embeddings(tmp_path, renderer):
     features = getattr(features, "pooler_output", features)
     want = torch.cosine_similarity(features[0], features[1], dim=0).item()
     stdin = map(answered, [*both, "none"] * 4)
-    done = script("colbench.py", "grade", "--clip", tmp_path, stdin=stdin)
-    assert done.returncode == 0, done.stderr
-    got = records(done.stdout)
+    got = records(succeed("colbench.py", "grade", "--clip", tmp_path, stdin=stdin).stdout)
     assert abs(want) < 0.9999 and {r["reward_by"] for r in got} == {"clip"}
     for r, value in zip(got, [1, max(0, want), 0] * 4):
         assert r["reward"] == pytest.approx(value, abs=1e-5)
@@ -355,8 +352,7 @@ def test_episodes_are_pages_shown_to_a_human_who_sees_both(tmp_path, renderer):
     for turns, who in ((4, human.url), (2, "scripted"), (1, human.url)):
         flags = ["--engine", engine.url, "--human", who, "--max_turns", turns,
                  "--candidates", 2, "--timeout", 3]
-        done = script("collect.py", "--model", base, *flags, stdin=[{"task": task}])
-        assert done.returncode == 0, done.stderr
+        done = succeed("collect.py", "--model", base, *flags, stdin=[{"task": task}])
         (r,) = records(done.stdout)
         _, *said = (m["content"] for m in r["dialogue_history"])
         assert r["reward_by"] == "blocks" and len(said) == 2 * turns - 1

@@ -6,7 +6,7 @@ import pytest
 
 import model as M
 from colbench import task_id
-from conftest import ROOT, records, script, turns_of
+from conftest import ROOT, records, script, succeed, train, turns_of
 from train_critic import critic_turns
 
 REAL = os.path.join(ROOT, "..", "shared", "colbench", "backend_tasks.jsonl")
@@ -42,8 +42,7 @@ def trajectories():
 @pytest.mark.full
 def test_bare_tasks(tiny_dir):
     tasks = [public_task(n) for n in (2, 3)]
-    done = script("colbench.py", "check", stdin=tasks)
-    assert done.returncode == 0, done.stderr
+    done = succeed("colbench.py", "check", stdin=tasks)
     assert [r["task"] for r in records(done.stdout)] == tasks
     flags = ["--model", tiny_dir, "-k", 2, "--human", "fixed:no", "--max_turns", 2,
              "--max_tokens", 5]
@@ -60,13 +59,10 @@ def test_offline_trajectories_go_into_every_stage(trajectories, tiny_dir, tmp_pa
     (row,) = records(script("evaluate.py", stdin=trajectories).stdout)
     assert row["episodes"] == 6 and row["success"] == 0.5
 
-    critic = ["--model", tiny_dir, "--held_out", 0, "--epochs", 1, "--lr", 1e-3]
-    done = script("train_critic.py", *critic, "--out", tmp_path / "critic", stdin=trajectories)
-    scored = records(done.stdout)
-    assert done.returncode == 0 and len(scored) == 6, done.stderr
-    first = json.loads((tmp_path / "critic" / "metrics.jsonl").read_text().splitlines()[0])
+    critic = ["train_critic.py", "--model", tiny_dir, "--held_out", 0, "--epochs", 1, "--lr", 1e-3]
+    scored, (first, *_) = train(trajectories, *critic, "--out", tmp_path / "critic")
     assert first["pairs"] == 3 and first["tasks"] == 3  # by task: no two of one stand together
-    for r, before in zip(scored, trajectories):
+    for r, before in zip(scored, trajectories, strict=True):
         assert all("advantage" in m for m in r["dialogue_history"] if m["role"] == "assistant")
         for m in r["dialogue_history"]:
             m.pop("advantage", None)
@@ -74,21 +70,18 @@ def test_offline_trajectories_go_into_every_stage(trajectories, tiny_dir, tmp_pa
 
     for loss in ("rft", "mtdpo"):
         flags = ["--model", tiny_dir, "--loss", loss, "--epochs", 1, "--out", tmp_path / loss]
-        done = script("train_policy.py", *flags, stdin=trajectories)
-        assert done.returncode == 0, done.stderr
+        succeed("train_policy.py", *flags, stdin=trajectories)
 
-    flags = ["--model", tiny_dir, "--candidates", 3, "--max_tokens", 5]
-    done = script("collect.py", *flags, "--candidates_share", 0, stdin=trajectories)
+    collect = ["collect.py", "--model", tiny_dir, "--candidates", 3, "--max_tokens", 5]
+    done = succeed(*collect, "--candidates_share", 0, stdin=trajectories)
     assert not any("candidates" in m for r in records(done.stdout) for m in r["dialogue_history"])
-    done = script("collect.py", *flags, stdin=trajectories)
-    sampled = records(done.stdout)
-    assert done.returncode == 0, done.stderr
+    sampled = records(succeed(*collect, stdin=trajectories).stdout)
     got = sorted((r["task"]["problem_description"], r["sample"], r["reward"]) for r in sampled)
     assert got == sorted((public_task(n)["problem_description"], block, 1.0 - block)
                          for n in (2, 3, 4) for block in (0, 1))
-    scored = script("train_critic.py", *critic, "--out", tmp_path / "critic2", stdin=sampled).stdout
-    done = script("train_policy.py", "--model", tiny_dir, "--out", tmp_path / "sweet", stdin=scored)
-    assert done.returncode == 0 and json.loads(done.stdout)["steps"] > 0, done.stderr
+    scored, _ = train(sampled, *critic, "--out", tmp_path / "critic2")
+    policy = ["train_policy.py", "--model", tiny_dir, "--out", tmp_path / "sweet"]
+    assert train(scored, *policy)[0][0]["steps"] > 0
 
 
 def test_the_raw_output_is_what_is_trained(trajectories, tiny_dir):

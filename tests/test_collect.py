@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 import collect
 import model as M
 from colbench import ANSWER, agent_messages, task_id
-from conftest import PLAY, complaint, lines, nucleus, records, script, turns_of
+from conftest import PLAY, complaint, lines, nucleus, records, script, succeed, turns_of
 from train_critic import advantage
 
 
@@ -101,8 +101,7 @@ def test_the_sampler_draws_from_the_models_distribution(temperature, top_p, tiny
 def test_best_of_sends_the_critics_favourite(tasks, rewarded, tiny_dir, tmp_path):
     critic = str(tmp_path / "c")
     flags = ["--model", tiny_dir, "--out", critic, "--lr", 1e-3, "--held_out", 0]
-    done = script("train_critic.py", *flags, stdin=rewarded)
-    assert done.returncode == 0, done.stderr
+    succeed("train_critic.py", *flags, stdin=rewarded)
     p = players(tiny_dir, "--best_of", 5, "--critic", critic, "--max_tokens", 12)
     task, favourites = tasks[0]["task"], []
     history = [{"role": "user", "content": task["problem_description"]}]
@@ -139,7 +138,6 @@ def test_dialogues_that_exist_only_get_candidates(episodes, tiny_dir):
         for m in agent_messages(r):
             del m["candidates"]
     done = play(tiny_dir, bare, *PLAY)
-    assert done.returncode == 0, done.stderr
     again = {key_of(r): r["dialogue_history"] for r in records(done.stdout)}
     assert again == {key_of(r): r["dialogue_history"] for r in episodes}  # the very same ones
 

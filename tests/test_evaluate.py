@@ -5,7 +5,7 @@ import statistics
 import pytest
 
 import colbench
-from conftest import complaint, lines, records, script
+from conftest import complaint, lines, records, script, succeed
 
 CODE = "def f(x, rate=3, fee=12): return x * rate + fee"
 
@@ -24,8 +24,7 @@ def episode(task, reward, turns=1, tokens=None, rules="honest", **more):
 def run(tmp_path, *flags, stdin="", **files):
     for name, rs in files.items():
         (tmp_path / f"{name}.jsonl").write_text(lines(rs))
-    done = script("evaluate.py", *flags, stdin=stdin, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = succeed("evaluate.py", *flags, stdin=stdin, cwd=tmp_path)
     return records(done.stdout), done.stderr
 
 
@@ -177,5 +176,5 @@ def test_a_figure_is_drawn_of_the_lines(tmp_path):
     files = {name: [episode(t, float(i < solved)) for i, t in enumerate("abcd")]
              for name, solved in (("base", 1), ("c1", 2), ("c4", 4))}
     results, _ = run(tmp_path, "base.jsonl", "critic@4=c4.jsonl", "critic@1=c1.jsonl", **files)
-    script("tests/experiments/plot.py", tmp_path / "f.png", stdin=results)
+    succeed("tests/experiments/plot.py", tmp_path / "f.png", stdin=results)
     assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"

@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 import colbench
-from conftest import lines, script
+from conftest import lines, succeed
 
 NO_BROWSER = "no playwright or no Chromium (MANUAL.md, \"Frontend Design\")"
 sync_api = pytest.importorskip("playwright.sync_api", reason=NO_BROWSER)
@@ -35,8 +35,7 @@ def report(tmp_path, tab, **systems):
     for name, made in systems.items():
         (tmp_path / f"{name}.jsonl").write_text(lines(made))
     files = [tmp_path / f"{name}.jsonl" for name in systems]
-    done = script("tests/experiments/report.py", *files)
-    assert done.returncode == 0, done.stderr
+    done = succeed("tests/experiments/report.py", *files)
     (tmp_path / "report.html").write_text(done.stdout, encoding="utf-8")
     tab.asked.clear()
     tab.goto(f"file://{tmp_path}/report.html")

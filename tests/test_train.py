@@ -33,7 +33,7 @@ import train_policy
 import utils
 from colbench import agent_messages
 from conftest import (CPU, ROOT, actions, complaint, descendants, gone, lines, metrics, records,
-                      script, steps, train, turns_of)
+                      script, steps, succeed, train, turns_of)
 from model import TURN, Pair
 from test_model import save_random, separate
 
@@ -425,8 +425,8 @@ def test_a_critic_learns_scores_a_stream_resumes_and_chooses(head, world, reward
     assert sum(abs(x.pop("advantage")) > 1e-3 for r in got for x in actions(r)) > 100
     assert got == many  # nothing else changed
     play = ["--model", tiny_dir, "--best_of", 3, "--critic", tmp_path / "c", "--max_turns", 2]
-    done = script("collect.py", *play, "--max_tokens", 20, stdin=tasks[:1])
-    assert done.returncode == 0 and len(records(done.stdout)) == 1, done.stderr
+    done = succeed("collect.py", *play, "--max_tokens", 20, stdin=tasks[:1])
+    assert len(records(done.stdout)) == 1
 
 
 def test_a_critic_neither_scores_nor_resumes_with_another_reference(rewarded, tiny_dir, tmp_path):
@@ -499,9 +499,7 @@ def whole(command, data, tmp_path_factory):
     @functools.cache
     def run(job):
         out = tmp_path_factory.mktemp("whole") / job
-        done = script(*command(job, out), stdin=data)
-        assert done.returncode == 0, done.stderr
-        return out, done.stdout
+        return out, succeed(*command(job, out), stdin=data).stdout
     return run
 
 
@@ -580,9 +578,7 @@ def same_bits(whole, out, stdout):
 
 def planned_tokens(command, data, world):
     """What --dry_run says of a run on `world` GPUs."""
-    done = script(*command, "--dry_run", world, stdin=data)
-    assert done.returncode == 0, done.stderr
-    plan = json.loads(done.stdout)
+    plan = json.loads(succeed(*command, "--dry_run", world, stdin=data).stdout)
     assert plan["gpus"] == world and plan["tokens"]["computed"] <= plan["tokens"]["slowest_rank"]
     return plan["tokens"]["computed"], plan["steps"]
 
@@ -640,8 +636,7 @@ def test_many_processes_and_small_trees_make_the_same_steps(world, job, whole, c
     """
     more = ["--replicate", 2, "--recompute", 1, "--offload", 1] if world == 4 else []
     train = command(job, tmp_path / job, "--tree_tokens", 150, *more)
-    done = script(*train, stdin=data, ranks=world)
-    assert done.returncode == 0, done.stderr
+    done = succeed(*train, stdin=data, ranks=world)
     same_to_rounding(whole(job), tmp_path / job, done.stdout)
     assert metrics(tmp_path / job)[0]["world"] == world
     tokens = sum(row["tokens"] for row in steps(tmp_path / job))
@@ -701,8 +696,7 @@ def test_one_process_finishes_what_two_of_torchrun_began(how, whole, command, da
         ours, *torchruns = done.stderr.split("Traceback")
         assert ours.count("error: ended by") == 1 and len(torchruns) <= 1, done.stderr
         assert (out / f"checkpoint-{steps(out)[-1]['step'] + 1}").exists()
-    done = script(*mtdpo, "--resume", 1, stdin=data)
-    assert done.returncode == 0, done.stderr
+    done = succeed(*mtdpo, "--resume", 1, stdin=data)
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
     assert 2 <= resumed["resumed"] < resumed["steps"] and resumed["world"] == 1
     same_to_rounding(whole("mtdpo"), out, done.stdout)
@@ -735,8 +729,7 @@ def test_a_killed_run_resumes_to_the_same_bits(job, world, killed, whole, comman
     with open(out / "metrics.jsonl", "a") as f:
         f.write('{"step": 9}\n{"step": 10, "lo')
     reference = (out / "reference.safetensors").stat()
-    done = script(*command(job, out, "--resume", 1, "--save_every", 3), stdin=data, ranks=world)
-    assert done.returncode == 0, done.stderr
+    done = succeed(*command(job, out, "--resume", 1, "--save_every", 3), stdin=data, ranks=world)
     (same_bits if world == 1 else same_to_rounding)(whole(job), out, done.stdout)
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
     assert 2 <= resumed["resumed"] < resumed["steps"] and resumed["world"] == world
@@ -754,8 +747,7 @@ def test_a_finished_run_is_only_read_and_what_is_no_run_never_removed(job, whole
     out, stdout = whole(job)
     before = contents(out)
     complaint(script(*command(job, out), stdin=data), "exists already")
-    done = script(*command(job, out, "--resume", 1), stdin=data)
-    assert (done.returncode, done.stdout) == (0, stdout), done.stderr
+    assert succeed(*command(job, out, "--resume", 1), stdin=data).stdout == stdout
     assert contents(out) == before
     (tmp_path / "precious").write_text("mine")
     done = script(*command(job, tmp_path, "--resume", 1), stdin=data)
@@ -810,8 +802,7 @@ def test_turns_that_are_too_long_are_left_out_and_counted(job, command, data, tm
     del short[3]
     runs = {}
     for name, given, flags in (("short", short, []), ("long", long, ["--max_length", LIMIT])):
-        runs[name] = script(*command(job, tmp_path / name, "--epochs", 2, *flags), stdin=given)
-        assert runs[name].returncode == 0, runs[name].stderr
+        runs[name] = succeed(*command(job, tmp_path / name, "--epochs", 2, *flags), stdin=given)
     said = runs["long"].stderr.splitlines()
     assert any(line.startswith(f"{len(left_out)} ") and "--max_length" in line for line in said)
     for a, b in zip(steps(tmp_path / "long"), steps(tmp_path / "short"), strict=True):
