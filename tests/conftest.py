@@ -133,6 +133,11 @@ def lines(records):
     return "".join(json.dumps(r) + "\n" for r in records)
 
 
+def dialogue(*contents):
+    """Messages of user and assistant in turn."""
+    return [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
+
+
 def turns_of(tokenizer, record):
     """The turns [(prompt_ids, action_ids)] of the assistant messages in a record, in order."""
     import model  # slow to load

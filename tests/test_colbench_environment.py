@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 import colbench
-from conftest import ROOT, complaint, lines, records, script, succeed
+from conftest import ROOT, complaint, dialogue, lines, records, script, succeed
 from test_collect_endpoints import Server, chat
 
 HERE = "# your own environments are imported here"  # the line below ENVIRONMENTS
@@ -92,11 +92,10 @@ def test_twenty_questions_go_through_all_scripts(repo):
 def test_an_unknown_kind_is_an_error_that_names_the_known_ones(name, flags, tiny_dir, tmp_path):
     values = {"MODEL": tiny_dir, "OUT": tmp_path / "out"}
     flags = [values.get(flag, flag) for flag in flags.split()]
-    history = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ant"}]
     for kind, error in ((["words"], "task.kind is not text"),
                         ("words", "unknown task.kind 'words'; known are backend, english, front")):
         task = {"kind": kind, "problem_description": "a word", "ground_truth": "ant"}
-        record = {"task": task, "answer": "ant", "reward": 1.0, "dialogue_history": history}
+        record = {"task": task, "answer": "", "reward": 1, "dialogue_history": dialogue("?", "ant")}
         assert f"error: stdin, line 1: {error}" in complaint(script(name, *flags, stdin=[record]))
 
 

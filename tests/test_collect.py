@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 import collect
 import model as M
 from colbench import ANSWER, agent_messages, task_id
-from conftest import PLAY, complaint, lines, nucleus, records, script, succeed, turns_of
+from conftest import (PLAY, complaint, dialogue, lines, nucleus, records, script, succeed,
+                      turns_of)
 from train_critic import advantage
 
 
@@ -67,7 +68,7 @@ def players(tiny_dir, *flags):
 
 
 def prompt_of(players, text):
-    return M.render(players.tokenizer, [{"role": "user", "content": text}])
+    return M.render(players.tokenizer, dialogue(text))
 
 
 def sample(players, prompt, draws):
@@ -104,7 +105,7 @@ def test_best_of_sends_the_critics_favourite(tasks, rewarded, tiny_dir, tmp_path
     succeed("train_critic.py", *flags, stdin=rewarded)
     p = players(tiny_dir, "--best_of", 5, "--critic", critic, "--max_tokens", 12)
     task, favourites = tasks[0]["task"], []
-    history = [{"role": "user", "content": task["problem_description"]}]
+    history = dialogue(task["problem_description"])
     hidden = f"Hidden reference:\n{task['ground_truth']}\n\n{history[0]['content']}"
     read = tuple(prompt_of(p, hidden))
     for turn in range(6):
@@ -218,7 +219,7 @@ def test_a_conversation_longer_than_the_models_context_is_no_episode(tasks, tiny
 
 TASK = {"problem_description": "p", "ground_truth": "def f(): return 1",
         "test_cases": {"test1": "f()"}}
-PLAYED = lines([{"task": TASK, "dialogue_history": [{"role": "user", "content": "p"}]}])
+PLAYED = lines([{"task": TASK, "dialogue_history": dialogue("p")}])
 
 
 @pytest.mark.parametrize("stdin, flags, message", [

@@ -12,7 +12,7 @@ import pytest
 import colbench
 import collect
 import model as M
-from conftest import complaint, records, script, turns_of
+from conftest import complaint, dialogue, records, script, succeed, turns_of
 from test_collect import key_of
 from utils import rng
 
@@ -92,8 +92,8 @@ PLAY = ["--max_turns", 3, "--max_tokens", 12, "--timeout", TIMEOUT]
 NOBODY = "http://127.0.0.1:9/v1"
 
 
-def play(tiny_dir, tasks, *flags):
-    return script("collect.py", "--model", tiny_dir, *PLAY, *flags, stdin=tasks)
+def play(tiny_dir, tasks, *flags, how=script):
+    return how("collect.py", "--model", tiny_dir, *PLAY, *flags, stdin=tasks)
 
 
 # --- the human ------------------------------------------------------------------------------------
@@ -102,8 +102,7 @@ def play(tiny_dir, tasks, *flags):
 def test_a_flaky_human_loses_no_episode_and_never_becomes_a_made_up_reply(tiny_dir, tasks):
     servers = [Server(said, trouble=0.3), Server(said, trouble=0.3)]
     urls = ",".join([servers[0].url, NOBODY, servers[1].url])
-    done = play(tiny_dir, tasks, "-k", 6, "--human", urls, "--retries", 2)
-    assert done.returncode == 0, done.stderr
+    done = play(tiny_dir, tasks, "-k", 6, "--human", urls, "--retries", 2, how=succeed)
     got, replies = records(done.stdout), 0
     assert sorted(map(key_of, got)) == sorted((t["task"]["id"], i) for t in tasks for i in range(6))
     for r in got:
@@ -133,8 +132,8 @@ def test_failed_episodes_are_not_written_and_are_played_again(bad_reply, tiny_di
     played = {r["task"]["id"] for r in records(done.stdout)}
     assert played == {t["task"]["id"] for t in tasks} - {failed}
     (tmp_path / "all.jsonl").write_text(done.stdout)
-    again = play(tiny_dir, tasks, *flags, Server(said).url, "--resume", tmp_path / "all.jsonl")
-    assert again.returncode == 0
+    flags += [Server(said).url, "--resume", tmp_path / "all.jsonl"]
+    again = play(tiny_dir, tasks, *flags, how=succeed)
     assert [r["task"]["id"] for r in records(again.stdout)] == [failed] * 2
 
 
@@ -204,8 +203,7 @@ def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(
     urls = ",".join(s.url for s in servers)
     flags = ["-k", 2, "--candidates", 3, "--engine", urls, "--temperature", temperature,
              "--top_p", 0.9]
-    done, again = (play(tiny_dir, tasks, *flags) for _ in range(2))
-    assert done.returncode == 0, done.stderr
+    done, again = (play(tiny_dir, tasks, *flags, how=succeed) for _ in range(2))
     got = sorted(records(done.stdout), key=key_of)
     assert got == sorted(records(again.stdout), key=key_of)  # each draw has a seed of its own
     tokenizer, bodies = M.find_model(tiny_dir)[1], [body for s in servers for _, body, _ in s.seen]
@@ -236,7 +234,7 @@ def test_a_reply_that_is_of_no_use_is_no_action(change, tiny_dir, tasks):
     assert done.returncode == 1 and not done.stdout and "Traceback" not in done.stderr
     assert ("token_ids" if "token_ids" in change else "shutting down") in done.stderr
     if "finish_reason" in change:  # another server takes it
-        assert play(tiny_dir, tasks, "--engine", f"{bad.url},{good.url}").returncode == 0
+        play(tiny_dir, tasks, "--engine", f"{bad.url},{good.url}", how=succeed)
 
 
 def endpoint(*servers, retries=8):
@@ -308,8 +306,8 @@ def prefers(word, trouble=0.0, taste=1):
 
 def judged(actions, server):
     task = {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x"}
-    history = [{"role": "user", "content": "write f(x)"}]
-    return asyncio.run(collect.judge(endpoint(server), None, task, history, actions))
+    one = endpoint(server)
+    return asyncio.run(collect.judge(one, None, task, dialogue("write f(x)"), actions))
 
 
 def test_a_judge_gives_each_message_the_share_of_its_comparisons_that_it_wins():
@@ -326,7 +324,7 @@ def test_a_judge_chooses_messages(tiny_dir, tasks):
     task, chosen = {**tasks[0]["task"], "hidden_information": "def f(x, rate=3)"}, []
     for taste in (1, -1):
         url = prefers("e", taste=taste).url
-        done = play(tiny_dir, [task], "--best_of", 4, "--critic", url, "--max_turns", 1)
-        assert done.returncode == 0, done.stderr
+        flags = ["--best_of", 4, "--critic", url, "--max_turns", 1]
+        done = play(tiny_dir, [task], *flags, how=succeed)
         chosen.append(records(done.stdout)[0]["dialogue_history"][1]["output"].count("e"))
     assert chosen[0] > chosen[1]

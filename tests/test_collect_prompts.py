@@ -1,4 +1,5 @@
 """Prompts are tokenized part by part: the ids of the whole, by several kinds of tokenizers."""
+import itertools
 import random
 from array import array
 
@@ -8,6 +9,7 @@ from tokenizers import (AddedToken, Tokenizer, decoders, models, normalizers, pr
 from transformers import PreTrainedTokenizerFast
 
 import model as M
+from conftest import dialogue
 from test_model import TEMPLATES
 
 WORDS = ["", " ", "  ", "\n", "\n\n", "\r\n", "\t", "a", "fee", " fee", "def f(x):\n    return x",
@@ -62,17 +64,13 @@ def check(tokenizer, monkeypatch, cut):
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
     words, random_ = WORDS + added + [text[1:] for text in added], random.Random(1)
     for _ in range(12):
-        history = []
-        for t in range(7):
-            content = spelled(random_, words)
-            history.append({"role": ("user", "assistant")[t % 2], "content": content})
-            for thinking in (0, 1) if t % 2 == 0 else ():
-                ids = M.render(tokenizer, history, thinking)
-                with monkeypatch.context() as m:
-                    m.setattr(M, "template_ids", whole)
-                    assert ids == M.render(tokenizer, history, thinking), history
-    text = tokenizer.apply_chat_template([{"role": "user", "content": "a"},
-                                          {"role": "assistant", "content": "b"}], tokenize=False)
+        messages = dialogue(*(spelled(random_, words) for _ in range(7)))
+        for t, thinking in itertools.product((1, 3, 5, 7), (0, 1)):
+            ids = M.render(tokenizer, messages[:t], thinking)
+            with monkeypatch.context() as m:
+                m.setattr(M, "template_ids", whole)
+                assert ids == M.render(tokenizer, messages[:t], thinking), messages[:t]
+    text = tokenizer.apply_chat_template(dialogue("a", "b"), tokenize=False)
     assert (len(list(filter(None, M.cuts(tokenizer).split(text)))) > 1) == cut
 
 
@@ -98,10 +96,8 @@ def test_no_cut_inside_another_token(monkeypatch):
 
 
 def test_a_part_is_tokenized_once(tiny_dir):
-    tokenizer, history = M.find_model(tiny_dir)[1], []
-    for n in range(9):
-        history.append({"role": ("user", "assistant")[n % 2], "content": f"part {n} of nine"})
-        if n % 2 == 0:
-            before = M.part_ids.cache_info().misses
-            M.render(tokenizer, history)
+    tokenizer, messages = M.find_model(tiny_dir)[1], dialogue(*(f"part {n}" for n in range(9)))
+    M.render(tokenizer, messages[:7])
+    before = M.part_ids.cache_info().misses
+    M.render(tokenizer, messages)
     assert M.part_ids.cache_info().misses - before <= 2  # the two messages that are new

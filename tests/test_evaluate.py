@@ -5,19 +5,17 @@ import statistics
 import pytest
 
 import colbench
-from conftest import complaint, lines, records, script, succeed
+from conftest import complaint, dialogue, lines, records, script, succeed
 
 CODE = "def f(x, rate=3, fee=12): return x * rate + fee"
 
 
 def episode(task, reward, turns=1, tokens=None, rules="honest", **more):
-    history = [{"role": "user", "content": "write f"}]
-    for _ in range(turns):
-        history += [{"role": "assistant", "content": "what?"}, {"role": "user", "content": "?"}]
-        if tokens:
-            history[-2]["token_ids"] = [1] * tokens
+    history = dialogue(*["write f", "what?"] * turns)
+    for message in history[1::2] if tokens else ():
+        message["token_ids"] = [1] * tokens
     return {"task": {"id": task, "problem_description": "p", "ground_truth": CODE},
-            "dialogue_history": history[:-1], "answer": "x", "answered": True, "reward": reward,
+            "dialogue_history": history, "answer": "x", "answered": True, "reward": reward,
             "meta": {"rules": rules}, **more}
 
 

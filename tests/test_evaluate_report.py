@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 import colbench
-from conftest import lines, succeed
+from conftest import dialogue, lines, succeed
 
 NO_BROWSER = "no playwright or no Chromium (MANUAL.md, \"Frontend Design\")"
 sync_api = pytest.importorskip("playwright.sync_api", reason=NO_BROWSER)
@@ -51,8 +51,8 @@ def test_what_a_model_wrote_is_never_markup_and_candidates_come_best_first(tmp_p
                    "role": '"><img src=x>'} for advantage in (-0.5, 0.25, 0.0)]
     task = {"problem_description": HOSTILE, "ground_truth": HOSTILE, "id": HOSTILE,
             "test_cases": {"a": "f()"}}
-    history = [{"role": "user", "content": HOSTILE},
-               {"role": "assistant", "content": HOSTILE, "candidates": candidates}]
+    history = dialogue(HOSTILE, HOSTILE)
+    history[1]["candidates"] = candidates
     r = {"task": task, "answer": HOSTILE, "reward": 0.5, "dialogue_history": history,
          "tests": {HOSTILE: HOSTILE}, "failure": HOSTILE}
     report(tmp_path, tab, base=[r], sweet=[{**r, "reward": 1.0}])
@@ -70,11 +70,10 @@ def test_pages_are_shown_as_pictures(tmp_path, tab):
         pytest.skip("no Tailwind style sheet (MANUAL.md, \"Frontend Design\")")
     task = {"id": "a", "kind": "frontend", "problem_description": "a shop",
             "ground_truth": "<html><h1>A Shop</h1></html>"}
-    play = lambda page, **more: [{"task": task, "answer": page, "reward": 0.5, "dialogue_history": [
-        {"role": "user", "content": "a shop"}, {"role": "assistant", "content": page}], **more}]
+    play = lambda page, **more: [{"task": task, "answer": page, "reward": 0.5,
+                                  "dialogue_history": dialogue("a shop", page), **more}]
     report(tmp_path, tab, base=play("<html><h1>My Shop</h1></html>"),
-           rft=play("<html><h1>A Shop</h1></html>"),
-           none=play("", failure="no page"))
+           rft=play(task["ground_truth"]), none=play("", failure="no page"))
     pictures = tab.locator(f"{OPEN} img")
     sources = pictures.evaluate_all("all => all.map(e => [e.src, e.naturalWidth])")
     assert [width for _, width in sources] == [480] * 3

@@ -18,7 +18,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig,
 import model as M
 import utils
 from colbench import PIECES
-from conftest import ROOT, demos, script, turns_of as turns_in_record
+from conftest import ROOT, demos, dialogue, script, turns_of as turns_in_record
 
 # --- the tree -------------------------------------------------------------------------------------
 
@@ -324,10 +324,6 @@ def byte_tokenizer(name):
     return tokenizer
 
 
-def dialogue(*contents):
-    return [{"role": ("user", "assistant")[i % 2], "content": c} for i, c in enumerate(contents)]
-
-
 def template_text(tokenizer, messages, thinking=False):
     return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True,
                                          enable_thinking=thinking)
@@ -402,7 +398,7 @@ def test_the_action_is_what_was_sampled():
 
 def test_a_prompt_is_the_same_on_every_day_and_a_refused_conversation_is_one_line(tiny_dir):
     tokenizer = M.find_model(tiny_dir)[1]
-    messages = [{"role": "user", "content": "a"}]
+    messages = dialogue("a")
     tokenizer.chat_template = "{{ strftime_now('%d %B %Y') }}" + tokenizer.chat_template
     assert "26 July 2024" in tokenizer.decode(M.render(tokenizer, messages))
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"

@@ -1,4 +1,5 @@
 """Critics that see: Qwen2-VL's own forward against the tree's; the whole pipe with pictures."""
+import itertools
 import math
 import os
 import shutil
@@ -11,7 +12,7 @@ from transformers import (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, 
 import colbench
 import model as M
 import train_critic
-from conftest import actions, complaint, demos, records, script, train
+from conftest import actions, complaint, demos, dialogue, records, script, succeed, train
 from test_model import gradients
 
 pytest.importorskip("PIL", reason="pillow is not installed (MANUAL.md, \"Frontend Design\")")
@@ -63,12 +64,9 @@ def seeing(request, tmp_path_factory):
 
 
 def episode(pages, hidden):
-    history = [{"role": "user", "content": "a page for the bakery"}]
-    for page in pages:
-        history += [{"role": "assistant", "content": f"here <html>{page}</html>"},
-                    {"role": "user", "content": "it looks right"}]
+    said = [("it looks right", f"here <html>{page}</html>") for page in pages]
     task = {"problem_description": "x", "ground_truth": f"<html>{hidden}</html>"}
-    return {"task": task, "dialogue_history": history[:-1]}
+    return {"task": task, "dialogue_history": dialogue(*itertools.chain(*said))}
 
 
 def critic_turns(tokenizer, record, head, hidden_info, pictures):
@@ -204,9 +202,9 @@ def test_a_critic_that_sees_trains_scores_resumes_and_chooses(head, pages_played
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
     if head == "regression":
-        done = script("collect.py", "--model", agent, "--max_turns", 2, "--max_tokens", 30, "-k", 3,
-                      "--best_of", 2, "--critic", out, stdin=[played[0]["task"]])
-        assert done.returncode == 0 and len(records(done.stdout)) == 3, done.stderr
+        play = ["--model", agent, "--max_turns", 2, "--max_tokens", 30, "-k", 3, "--best_of", 2]
+        done = succeed("collect.py", *play, "--critic", out, stdin=[played[0]["task"]])
+        assert len(records(done.stdout)) == 3
 
 
 @pytest.mark.parametrize("flags, message", [

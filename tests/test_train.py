@@ -32,8 +32,8 @@ import train_critic
 import train_policy
 import utils
 from colbench import agent_messages
-from conftest import (CPU, ROOT, actions, complaint, descendants, gone, lines, metrics, records,
-                      script, steps, succeed, train, turns_of)
+from conftest import (CPU, ROOT, actions, complaint, descendants, dialogue, gone, lines, metrics,
+                      records, script, steps, succeed, train, turns_of)
 from model import TURN, Pair
 from test_model import save_random, separate
 
@@ -257,18 +257,11 @@ def test_a_share_of_the_tasks_is_held_out_but_one_always_trains(rewarded, tiny_d
         assert not set(held) & {pair for pairs in train for pair in pairs}
 
 
-PREFERENCES = [
-    {"prompt": [{"role": "user", "content": "write pay(x)"}],
-     "chosen": [{"role": "assistant", "content": "what is the rate?"},
-                {"role": "user", "content": "rate=3"},
-                {"role": "assistant", "content": "def pay(x, rate=3): return x * rate"}],
-     "rejected": [{"role": "assistant", "content": "def pay(x): return x"}]},
-    {"chosen": [{"role": "system", "content": "be short"}, {"role": "user", "content": "a"},
-                {"role": "assistant", "content": "b c d"}, {"role": "user", "content": "e"},
-                {"role": "assistant", "content": "f <|end|> g"}],
-     "rejected": [{"role": "system", "content": "be short"}, {"role": "user", "content": "a"},
-                  {"role": "assistant", "content": "b c d"}, {"role": "user", "content": "e"},
-                  {"role": "assistant", "content": "h"}]}]
+PROMPT, *CHOSEN = dialogue("write pay(x)", "what is the rate?", "rate=3", "def pay(x, rate=3): ...")
+SYSTEM = {"role": "system", "content": "be short"}
+PREFERENCES = [{"prompt": [PROMPT], "chosen": CHOSEN, "rejected": CHOSEN[-1:]},
+               {"chosen": [SYSTEM, *dialogue("a", "b c d", "e", "f <|end|> g")],
+                "rejected": [SYSTEM, *dialogue("a", "b c d", "e", "h")]}]
 
 
 def test_preferences_train_on_every_token_of_the_assistant(tiny_dir, monkeypatch):
@@ -305,7 +298,7 @@ def test_preferences_train_on_every_token_of_the_assistant(tiny_dir, monkeypatch
 @pytest.mark.parametrize("line, message", [
     ({"chosen": PREFERENCES[0]["chosen"]}, "starts with the assistant"),
     ({**PREFERENCES[0], "rejected": None}, "no 'rejected' in this record"),
-    ({**PREFERENCES[0], "chosen": [{"role": "user", "content": "?"}]}, "no message of the"),
+    ({**PREFERENCES[0], "chosen": dialogue("?")}, "no message of the"),
     ({**PREFERENCES[0], "rejected": [{"role": "tool", "content": "?"}]}, "lacks content, or a")])
 def test_what_is_wrong_with_a_preference_is_said(line, message, tiny_dir, monkeypatch):
     with pytest.raises(SystemExit, match=f"error: stdin, line 2: .*{message}"):
