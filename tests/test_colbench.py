@@ -7,7 +7,7 @@ import pytest
 
 import colbench
 from colbench import (ANSWER, BUGS, DETAILS, SPLITS, STORIES, English, Functions, Grader, fill,
-                      read_action, slots_of, with_hidden)
+                      read_action, slots_of)
 from conftest import demos, records, script
 
 KINDS = [Functions, English]
@@ -165,13 +165,6 @@ def test_task_id_is_given_or_a_hash():
     others = [{**task, "ground_truth": "h"}, {"problem_description": "pg", "ground_truth": ""},
               {**task, "problem_description": "\ud800"}]  # JSON may spell a lone surrogate
     assert len({colbench.task_id(t) for t in (task, *others)}) == 4
-
-
-def test_with_hidden_changes_the_first_message_of_a_copy():
-    history = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
-    first, second = with_hidden(history, "SECRET")
-    assert "SECRET" in first["content"] and first["content"].endswith("q")
-    assert second == history[1] and history[0]["content"] == "q"
 
 
 # --- demonstrations -------------------------------------------------------------------------------

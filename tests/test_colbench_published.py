@@ -4,39 +4,28 @@ import os
 
 import pytest
 
-import model as M
 from colbench import task_id
-from conftest import ROOT, records, script, succeed, train, turns_of
-from train_critic import critic_turns
+from conftest import ROOT, dialogue, records, script, succeed, train
 
 REAL = os.path.join(ROOT, "..", "shared", "colbench", "backend_tasks.jsonl")
 
 
-def public_task(n, **more):
+def public_task(n):
     """A bare task: its description is vague, the function is what the human sees."""
     return {"problem_description": f"I need a function price{n}(x) that gives the price of x.",
             "ground_truth": f"def price{n}(x):\n    return x * {n} + 17",
-            "test_cases": {f"test{i}": f"price{n}({i})" for i in range(1, 11)}, **more}
+            "test_cases": {f"test{i}": f"price{n}({i})" for i in range(1, 11)}}
 
 
 def public_trajectory(n, block):
     """An offline record: the first block's answers are right, the second's wrong by one."""
     answer = f"def price{n}(x):\n    return x * {n} + {17 + block}"
-    def say(text, thought):
-        return {"role": "assistant", "content": text, "input": "the prompt as text",
-                "output": f"{thought}OUTPUT: {text}"}
-    return {"task": public_task(n), "dialogue_history": [
-        {"role": "user", "content": f"a long instruction. I need a function price{n}(x)."},
-        say("What is the rate?", "I don't know the rate. "),
-        {"role": "user", "content": f"It is {n}."},
-        say(f"I WANT TO ANSWER:\n```python\n{answer}\n```", "")],
-        "answer": f"```python\n{answer}\n```", "reward": 1.0 - block}
-
-
-@pytest.fixture
-def trajectories():
-    """Three tasks once, then all again, as the released file has them."""
-    return [public_trajectory(n, block) for block in (0, 1) for n in (2, 3, 4)]
+    history = dialogue(f"a long instruction. I need a function price{n}(x).", "What is the rate?",
+                       f"It is {n}.", f"I WANT TO ANSWER:\n```python\n{answer}\n```")
+    for message in history[1::2]:
+        message |= {"input": "the prompt as text", "output": f"I see. OUTPUT: {message['content']}"}
+    return {"task": public_task(n), "dialogue_history": history,
+            "answer": f"```python\n{answer}\n```", "reward": 1.0 - block}
 
 
 @pytest.mark.full
@@ -53,7 +42,9 @@ def test_bare_tasks(tiny_dir):
 
 
 @pytest.mark.full
-def test_offline_trajectories_go_into_every_stage(trajectories, tiny_dir, tmp_path):
+def test_offline_trajectories_go_into_every_stage(tiny_dir, tmp_path):
+    """Three tasks once, then all again, as the released file has them."""
+    trajectories = [public_trajectory(n, block) for block in (0, 1) for n in (2, 3, 4)]
     done = script("colbench.py", "grade", stdin=trajectories)
     assert [r["reward"] for r in records(done.stdout)] == [1.0] * 3 + [0.0] * 3, done.stderr
     (row,) = records(script("evaluate.py", stdin=trajectories).stdout)
@@ -82,24 +73,6 @@ def test_offline_trajectories_go_into_every_stage(trajectories, tiny_dir, tmp_pa
     scored, _ = train(sampled, *critic, "--out", tmp_path / "critic2")
     policy = ["train_policy.py", "--model", tiny_dir, "--out", tmp_path / "sweet"]
     assert train(scored, *policy)[0][0]["steps"] > 0
-
-
-def test_the_raw_output_is_what_is_trained(trajectories, tiny_dir):
-    _, tokenizer, _ = M.find_model(tiny_dir)
-    (_, asked), (prompt, _) = turns_of(tokenizer, trajectories[0])
-    assert tokenizer.decode(asked) == "I don't know the rate. OUTPUT: What is the rate?<|end|>"
-    read = tokenizer.decode(prompt)
-    assert "What is the rate?" in read and "I don't know" not in read
-
-
-def test_a_critic_reads_hidden_information_before_the_reference(trajectories, tiny_dir):
-    _, tokenizer, _ = M.find_model(tiny_dir)
-    for hidden in ({}, {"hidden_information": "rates differ by day"}):
-        r = {**trajectories[0], "task": {**trajectories[0]["task"], **hidden}}
-        critic = {"head": "logratio", "hidden_info": 1, "ref_context": "hidden"}
-        [((prompt, _), _)] = critic_turns(critic, tokenizer, r["task"], *next(M.actions_of(r)))
-        read = tokenizer.decode(prompt)
-        assert ("rates differ" in read, "return x * 2" in read) == (bool(hidden), not hidden)
 
 
 @pytest.mark.full

@@ -329,11 +329,14 @@ def test_c_never_reaches_the_policy(loss, ranked, tiny_dir, tmp_path):
 
 
 def test_what_each_critic_reads(tiny_dir):
-    """c stands before both, or pi's prompt alone, or neither's."""
+    """c stands before both, or pi's prompt alone, or neither's. It is what is hidden, or the code.
+
+    All of this leaves the dialogue as it was.
+    """
     tokenizer = M.find_model(tiny_dir)[1]
     code = "def f(x, rate=3): return x * rate"
     task = {"problem_description": "write f(x)", "ground_truth": code}
-    history, action = [{"role": "user", "content": "write f(x)"}], {"output": "what is the rate?"}
+    history, action = dialogue("write f(x)", "so", "go on"), {"output": "what is the rate?"}
 
     def read(**critic):
         """[prompt, action, reference's prompt, action], as text."""
@@ -341,12 +344,15 @@ def test_what_each_critic_reads(tiny_dir):
         [(turn, ref_turn)] = train_critic.critic_turns(critic, tokenizer, task, history, [action])
         return [tokenizer.decode(list(ids)) for ids in (*turn, *ref_turn)]
 
-    blind = "<|begin|><|user|>write f(x)<|end|><|assistant|>"
+    later = "so<|end|><|user|>go on<|end|><|assistant|>"
+    blind = "<|begin|><|user|>write f(x)<|end|><|assistant|>" + later
     seeing = blind.replace("write", f"Hidden reference:\n{code}\n\nwrite")
     said = "what is the rate?<|end|>"
     assert read() == read(head="value") == read(head="regression") == [seeing, said] * 2
     assert read(ref_context="agent") == [seeing, said, blind, said]
     assert read(hidden_info=0) == read(hidden_info=0, ref_context="agent") == [blind, said] * 2
+    task["hidden_information"] = "rate 3"
+    assert read() == [seeing.replace(code, "rate 3"), said] * 2
     action["output"] = ""  # a candidate that ended at once
     assert read(head="value")[1] == read(head="value")[3] == "<|end|>"
 
