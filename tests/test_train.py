@@ -783,36 +783,25 @@ def test_two_runs_cannot_share_an_out(whole, command, data, tmp_path):
 
 # --- what is left out, what it is saved as --------------------------------------------------------
 
-LIMIT = 500
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("job", ["critic", "mtdpo"])
-def test_turns_that_are_too_long_are_left_out_and_counted(job, command, data, tmp_path):
-    """Training is that on data without them, and the critic still writes a line for each record."""
-    short, long = records(data), records(data)
-    [m for m in long[3]["dialogue_history"] if m["role"] == "user"][2]["content"] += " x" * LIMIT
-    left_out = [x for m in agent_messages(long[3])[2:] for x in (m, *m["candidates"])]
-    if job == "critic":
-        other = next(i for i, r in enumerate(long) if i != 3 and len(agent_messages(r)) > 1)
-        left_out.append(agent_messages(long[other])[1]["candidates"][2])
-        left_out[-1]["token_ids"] = [7] * LIMIT
-        agent_messages(short[other])[1]["candidates"].pop(2)
-    del short[3]
-    runs = {}
-    for name, given, flags in (("short", short, []), ("long", long, ["--max_length", LIMIT])):
-        runs[name] = succeed(*command(job, tmp_path / name, "--epochs", 2, *flags), stdin=given)
-    said = runs["long"].stderr.splitlines()
-    assert any(line.startswith(f"{len(left_out)} ") and "--max_length" in line for line in said)
-    for a, b in zip(steps(tmp_path / "long"), steps(tmp_path / "short"), strict=True):
-        assert math.isclose(a["loss"], b["loss"], rel_tol=1e-5) and a["lr"] == b["lr"]
-    if job == "critic":
-        got = records(runs["long"].stdout)
-        for r, given in zip(got, long, strict=True):
-            for x, sent in zip(actions(r), actions(given), strict=True):
-                sent.pop("advantage", None)  # of whoever scored it before
-                assert any(sent is y for y in left_out) or isinstance(x.pop("advantage"), float)
-        assert got == long
+def test_turns_that_are_too_long_are_left_out_and_counted(data, tiny_dir, tmp_path):
+    """They get no advantage, but each record is written. That no pair has them is tested above."""
+    tokenizer, given, lengths = M.find_model(tiny_dir)[1], records(data), []
+    for r in given:
+        for history, both in M.actions_of(r):
+            read = colbench.with_hidden(history, r["task"]["ground_truth"])
+            prompt = M.render(tokenizer, read)
+            lengths += [len(prompt) + len(M.action_ids(tokenizer, action)) for action in both]
+    limit = sorted(lengths)[len(lengths) // 2]
+    flags = ["--head", "teacher", "--max_length", limit, "--out", tmp_path / "c"]
+    done = succeed("train_critic.py", "--model", tiny_dir, *flags, stdin=data)
+    left_out = sum(n > limit for n in lengths)
+    assert f"{left_out} messages and candidates are longer than --max_length" in done.stderr
+    got = records(done.stdout)
+    for x, length in zip(chain(*map(actions, got)), lengths, strict=True):
+        assert ("advantage" in x) == (length <= limit)
+    for x in chain(*map(actions, got + given)):
+        x.pop("advantage", None)  # given: of whoever scored it before
+    assert got == given
 
 
 @pytest.mark.full
