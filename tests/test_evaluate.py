@@ -30,10 +30,14 @@ def test_hand_computed(tmp_path):
     rs = [episode("a", 1.0, turns=3, tokens=5), episode("a", 0.5, turns=2, tokens=7),
           episode("b", 0.2, turns=4, tokens=2, answered=False),
           episode("c", 1, turns=1, tokens=1)]
+    for r in rs[:2]:  # where a record does not say whether it is answered, the marker does
+        del r["answered"]
+    for r in rs[1:]:
+        r["dialogue_history"][-1]["content"] = colbench.ANSWER + "x"
     (r,), table = run(tmp_path, "s.jsonl", s=rs)
     assert (r["system"], r["episodes"], r["tasks"], r["rules"]) == ("s", 4, 3, ["honest"])
     assert r["tests_passed"] == 0.675 and r["success"] == 0.5 and r["turns"] == 2.5
-    assert r["tokens"] == (15 + 14 + 8 + 1) / 4 and r["unanswered"] == 0.25
+    assert r["tokens"] == (15 + 14 + 8 + 1) / 4 and r["unanswered"] == 0.5
     assert "minus_first" not in r
     low, high = r["success_95"]  # of the tasks (1/2, 0/1, 1/1) some resamples hold only b or c
     assert (low, high) == (0, 1)
@@ -47,14 +51,7 @@ def test_hand_computed(tmp_path):
 def test_one_task_tells_nothing_of_others(tmp_path):
     (r,), table = run(tmp_path, "s.jsonl", s=[episode("a", 1), episode("a", 0)])
     assert r["success"] == 0.5 and r["success_95"] is None and "tokens" not in r
-
-
-def test_where_records_do_not_say_whether_they_are_answered_the_marker_does(tmp_path):
-    rs = [episode(t, 1) for t in "abcd"]
-    for r in rs[:2]:
-        del r["answered"]
-    rs[0]["dialogue_history"][-1]["content"] = colbench.ANSWER + "x"
-    assert run(tmp_path, "s.jsonl", s=rs)[0][0]["unanswered"] == 0.25
+    assert r["unanswered"] == 0  # as they say, without the marker
 
 
 def test_pages_have_likeness_wins_failures_and_no_rules(tmp_path):
@@ -79,7 +76,8 @@ def plain_bootstrap(tasks, statistic):
     return [statistic(tasks), draws[50], draws[-51]]
 
 
-def test_values_and_intervals_are_those_of_a_plain_bootstrap(tmp_path):
+@pytest.mark.parametrize("metric", ["tests_passed", "success"])
+def test_values_and_intervals_are_those_of_a_plain_bootstrap(metric, tmp_path):
     """Two systems, each of two seeds, which have some tasks in common and some not.
 
     A task is drawn with all its episodes of all seeds; a difference is of the tasks that both have
@@ -93,13 +91,14 @@ def test_values_and_intervals_are_those_of_a_plain_bootstrap(tmp_path):
                 for _ in range(r.randint(1, 3)):
                     rs.append(episode(f"t{t}", min(1, t % 5 / 4 + r.choice((0, better)))))
     systems = [f"{name}={name}0.jsonl,{name}1.jsonl" for name in "as"]
-    results, _ = run(tmp_path, *systems, **files)
+    results, table = run(tmp_path, *systems, **files)
     assert run(tmp_path, *systems)[0] == results  # seeded
     by = {name: {} for name in "as"}  # {(seed, task): rewards}
     for file, rs in files.items():
         for record in rs:
             cluster = file[1], record["task"]["id"]
-            by[file[0]].setdefault(cluster, []).append(record["reward"])
+            reward = record["reward"] if metric == "tests_passed" else record["reward"] == 1
+            by[file[0]].setdefault(cluster, []).append(reward)
 
     def tasks_of(values):
         """The values of clusters, by task."""
@@ -120,20 +119,13 @@ def test_values_and_intervals_are_those_of_a_plain_bootstrap(tmp_path):
              (results[1]["minus_first"], gain, tasks_of(common))]
     for got, statistic, tasks in cases:
         value, low, high = plain_bootstrap(tasks, statistic)
-        assert got["tests_passed"] == pytest.approx(value, abs=1e-4)
-        assert got["tests_passed_95"] == pytest.approx([low, high], abs=0.05 * (high - low))
+        assert got[metric] == pytest.approx(value, abs=1e-4)
+        assert got[f"{metric}_95"] == pytest.approx([low, high], abs=0.05 * (high - low))
+    low, high = got[f"{metric}_95"]
+    assert f" {100 * got[metric]:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]" in table
     assert results[1]["minus_first"]["clusters"] == len(common) < len(by["a"])
     assert [(r["system"], r["files"][1], r["episodes"]) for r in results] == [
         (name, f"{name}1.jsonl", len(files[name + "0"]) + len(files[name + "1"])) for name in "as"]
-
-
-def test_a_paired_difference_is_not_widened_by_the_tasks(tmp_path):
-    base = [episode(f"t{t}", t % 10 / 10) for t in range(40)]
-    better = [episode(f"t{t}", t % 10 / 10 + 0.1) for t in reversed(range(10, 50))]
-    (_, r), table = run(tmp_path, "base.jsonl", "better.jsonl", base=base, better=better)
-    d = r["minus_first"]
-    assert (d["first"], d["clusters"], d["tests_passed_95"]) == ("base", 30, [0.1, 0.1])
-    assert d["success"] == 0.1 and "+10.0 [+10.0, +10.0]" in table
 
 
 def test_nothing_in_common(tmp_path):
