@@ -6,8 +6,8 @@ import re
 import pytest
 
 import colbench
-from colbench import (ANSWER, BUGS, DETAILS, SPLITS, STORIES, English, Functions, Grader, fill,
-                      read_action, slots_of)
+from colbench import (ANSWER, BUGS, DETAILS, SPLITS, STORIES, English, Functions, Grader,
+                      agent_messages, fill, read_action, slots_of)
 from conftest import demos, records, script
 
 KINDS = [Functions, English]
@@ -169,12 +169,9 @@ def test_task_id_is_given_or_a_hash():
 
 # --- demonstrations -------------------------------------------------------------------------------
 
-agent = lambda d: [m for m in d["dialogue_history"] if m["role"] == "assistant"]
-
-
 def test_demonstrations_obey_the_rules():
     for d in demos(300, seed=2):
-        said = agent(d)
+        said = agent_messages(d)
         roles = [m["role"] for m in d["dialogue_history"]]
         assert 1 <= len(said) <= 6 and roles == ["user", "assistant"] * len(said)
         for i, m in enumerate(said):
@@ -185,16 +182,16 @@ def test_demonstrations_obey_the_rules():
 
 def test_knobs_of_demonstrations():
     at_once = demos(60, at_once=1, silent=0)
-    assert all(len(agent(d)) == 1 for d in at_once)
+    assert all(len(agent_messages(d)) == 1 for d in at_once)
     assert all(ANSWER in d["dialogue_history"][1]["content"] for d in at_once)
-    assert not any(ANSWER in m["output"] for d in demos(60, silent=1) for m in agent(d))
-    assert all(len(agent(d)) == 4 for d in demos(60, silent=1, max_turns=4))
+    assert not any(ANSWER in m["output"] for d in demos(60, silent=1) for m in agent_messages(d))
+    assert all(len(agent_messages(d)) == 4 for d in demos(60, silent=1, max_turns=4))
     in_front = lambda d: d["task"]["ground_truth"] in d["dialogue_history"][0]["content"]
     fronts = lambda hidden: [in_front(d) for d in demos(200, hidden=hidden)]
     assert all(fronts(1)) and not any(fronts(0)) and 50 < sum(fronts(0.4)) < 110
     good = demos(60, at_once=0, early=0, distract=0, noise=0, silent=0, hidden=0, max_turns=10)
     assert all(d["answer"] == d["task"]["ground_truth"] for d in good)
-    assert all(len(agent(d)) > len(slots_of(d["answer"])) for d in good)
+    assert all(len(agent_messages(d)) > len(slots_of(d["answer"])) for d in good)
     informed = demos(60, at_once=1, noise=0, silent=0, hidden=1)
     assert all(d["answer"] == d["task"]["ground_truth"] for d in informed)  # it read the reference
     guessed = demos(60, at_once=1, noise=0, silent=0, hidden=0, min_slots=4)

@@ -112,20 +112,14 @@ VANDALS = {
               "def f(x): raise pass_(LINE)"}
 
 
-def forge(grader, names=VANDALS):
-    """No vandal earns a reward, and none spoils the next answer's."""
-    for name in names:
-        for text in LINES:
-            graded = grader.grade(HIDDEN, f"LINE = {text!r}\n" + VANDALS[name])
-            assert graded["reward"] == 0, (name, text, graded)
-        assert grader.grade(DOUBLE, HONEST)["reward"] == 1, name
-
-
 @pytest.mark.parametrize("name", VANDALS)
-def test_no_answer_forges_a_reward_from_inside(graders, name, monkeypatch):
+def test_no_answer_forges_a_reward_from_inside_or_spoils_the_next_ones(graders, name, monkeypatch):
     quick(monkeypatch)
     for grader in graders:
-        forge(grader, [name])
+        for text in LINES:
+            graded = grader.grade(HIDDEN, f"LINE = {text!r}\n" + VANDALS[name])
+            assert graded["reward"] == 0, (text, graded)
+        assert grader.grade(DOUBLE, HONEST)["reward"] == 1
 
 
 # --- values ---------------------------------------------------------------------------------------

@@ -218,26 +218,22 @@ ATTACKS = {step: STEP.format(step) for step in STEPS} | {
     "reduce": "class E:\n    def __reduce__(s): return print, (1,)\ndef f(x): return E()"}
 
 
-def check_attacks(g, secrets, attacks=ATTACKS):
-    """No attack is worth anything, outside all is as it was; an honest answer passes after."""
-    for text in (HONEST, "import math\n" + HONEST):  # the server for imports starts with the second
-        assert g.grade(DOUBLE, text)["reward"] == 1
-    before = traces()
-    for name, answer in attacks.items():
-        graded = g.grade(DOUBLE, answer)
-        assert graded["reward"] == 0, (name, graded)
-        assert traces() == before and not (secrets and reached(*secrets)), name
-        assert g.grade(DOUBLE, HONEST)["reward"] == 1, name
-
-
 def quick(monkeypatch, answer=.5):
     """Shorter limits, only to save time."""
     monkeypatch.setattr(module, "LIMITS", {**module.LIMITS, "test": .5, "answer": answer})
 
 
 def test_attacks_meet_a_wall(grader, secrets, monkeypatch):
+    """No attack is worth anything, outside all is as it was; an honest answer passes after."""
     quick(monkeypatch)
-    check_attacks(grader, secrets)
+    for text in (HONEST, "import math\n" + HONEST):  # the server for imports starts with the second
+        assert grader.grade(DOUBLE, text)["reward"] == 1
+    before = traces()
+    for name, answer in ATTACKS.items():
+        graded = grader.grade(DOUBLE, answer)
+        assert graded["reward"] == 0, (name, graded)
+        assert traces() == before and not reached(*secrets), name
+        assert grader.grade(DOUBLE, HONEST)["reward"] == 1, name
 
 
 @pytest.mark.full
