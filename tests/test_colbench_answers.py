@@ -3,6 +3,7 @@
 Two texts that a person understands are read otherwise: a stub of the function in an earlier block
 counts as its first version, and a fence in the docstring of code without a fence counts as a fence.
 """
+import builtins
 import multiprocessing
 import signal
 import subprocess
@@ -173,25 +174,18 @@ def honest_corpus():
         yield f"value {text}", task(code, "f(1)", "f(2)"), code
 
 
-def oracle(pipe, cases):
-    import builtins
+def oracle(cases):
     builtins.input = lambda *_: (_ for _ in ()).throw(EOFError())
-    pipe.send([released(t["ground_truth"], answer, list(t["test_cases"].values())) for _, t,
-               answer in cases])
+    return [released(t["ground_truth"], answer, list(t["test_cases"].values()))
+            for _, t, answer in cases]
 
 
 def test_official_rules_give_the_released_scorers_verdicts(graders):
     cases = list(honest_corpus())
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    process = multiprocessing.get_context("fork").Process(target=oracle, args=(theirs, cases))
-    process.start()
-    theirs.close()
-    wanted = ours.recv()
-    process.join()
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        wanted = pool.apply(oracle, [cases])
     got = [graders[1].grade(t, answer)["reward"] for _, t, answer in cases]
-    differ = {name: (w, g) for (name, *_), w, g in zip(cases, wanted, got) if w != g
-              and w is not None}
-    assert differ == {}
+    assert {name: (w, g) for (name, *_), w, g in zip(cases, wanted, got) if w != g} == {}
     assert len(cases) > 140 and None not in wanted and 0.3 < sum(wanted) / len(cases) < 0.9
 
 
