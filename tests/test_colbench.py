@@ -122,30 +122,29 @@ def test_the_human_tells_one_number_and_never_code():
 
 # --- the rules of an episode ----------------------------------------------------------------------
 
-@pytest.mark.parametrize("output, last, content, answer", [
-    ("which rate?", False, "which rate?", None),
-    ("  which rate? \n", False, "which rate?", None),
-    ("which rate?", True, "which rate?", "which rate?"),  # rounds are over: it counts
-    (f"{ANSWER}\ndef f(x): return x\n", False, f"{ANSWER}\ndef f(x): return x",
-     "def f(x): return x"),
-    (f"{ANSWER} def f(x): return x", True, f"{ANSWER} def f(x): return x", "def f(x): return x"),
-    ("I wonder. OUTPUT: which rate?", False, "which rate?", None),  # thought is private
-    ("I wonder. OUTPUT: which rate?", True, "which rate?", "which rate?"),
-    (f"I wonder.\nOUTPUT:\n{ANSWER}\ncode", False, f"{ANSWER}\ncode", "code"),
-    (f"I know. {ANSWER} code", False, f"I know. {ANSWER} code", "code"),
-    (f"{ANSWER}\nprint('OUTPUT:', 3)", False, f"{ANSWER}\nprint('OUTPUT:', 3)",
-     "print('OUTPUT:', 3)"),  # in the code
-    (f"Too early for {ANSWER} now.\nOUTPUT: which rate?", False, "which rate?", None),
-    (f"Enough.\n**{ANSWER}**\nprint('OUTPUT:', 3)", False,
-     f"Enough.\n**{ANSWER}**\nprint('OUTPUT:', 3)", "**\nprint('OUTPUT:', 3)"),
-    (f"not yet: {ANSWER}? OUTPUT: {ANSWER} code", False, f"{ANSWER} code", "code"),
-    (f"{ANSWER} a {ANSWER} b", False, f"{ANSWER} a {ANSWER} b", f"a {ANSWER} b"),
-    (f"<think>\n{ANSWER} no\n</think>\n\nwhich rate?", False, "which rate?", None),
-    (f"hm, {ANSWER}\n</think>\n{ANSWER} code", False, f"{ANSWER} code", "code"),  # <think> cut
-    (f"<think>\n{ANSWER} cut of", False, "", None), (f"<think>\n{ANSWER} cut of", True, "", ""),
-    (ANSWER, False, ANSWER, ""), ("", False, "", None), ("", True, "", "")])
-def test_read_action(output, last, content, answer):
-    assert read_action(output, last) == (content, answer)
+THOUGHTS = ["", "I wonder. OUTPUT: ", "I wonder.\nOUTPUT:\n", f"not yet: {ANSWER}? OUTPUT: ",
+            f"Too early for {ANSWER} now.\nOUTPUT: ", f"<think>\n{ANSWER} no\n</think>\n\n",
+            f"hm, {ANSWER}\n</think>\n"]  # <think> is cut
+SENT = [  # what the human is shown, and the answer that it marks
+    ("which rate?", None), ("", None), (ANSWER, ""), (f"I know. {ANSWER} code", "code"),
+    (f"{ANSWER}\ndef f(x): return x", "def f(x): return x"),
+    (f"{ANSWER} a {ANSWER} b", f"a {ANSWER} b"),
+    (f"{ANSWER}\nprint('OUTPUT:', 3)", "print('OUTPUT:', 3)"),  # in the code
+    (f"Enough.\n**{ANSWER}**\nprint('OUTPUT:', 3)", "**\nprint('OUTPUT:', 3)")]
+
+
+def test_a_thought_that_does_not_end_sends_nothing():
+    assert read_action(f"<think>\n{ANSWER} cut of", last=False) == ("", None)
+    assert read_action(f"<think>\n{ANSWER} cut of", last=True) == ("", "")
+
+
+@pytest.mark.parametrize("thought", THOUGHTS)
+@pytest.mark.parametrize("content, answer", SENT)
+def test_read_action(thought, content, answer):
+    """A thought is private. When rounds are over, any message counts as an answer."""
+    for output in (thought + content, f"{thought}  {content} \n"):
+        assert read_action(output, last=False) == (content, answer)
+        assert read_action(output, last=True) == (content, content if answer is None else answer)
 
 
 def test_first_message_takes_braces_as_they_are():
