@@ -4,52 +4,14 @@ import random
 from array import array
 
 import pytest
-from tokenizers import (AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers,
-                        trainers)
-from transformers import PreTrainedTokenizerFast
+from tokenizers import AddedToken
 
 import model as M
 from conftest import dialogue
-from test_model import TEMPLATES
+from test_model import TEMPLATES, WORDS, spelled, tokenizer_of
 
-WORDS = ["", " ", "  ", "\n", "\n\n", "\r\n", "\t", "a", "fee", " fee", "def f(x):\n    return x",
-         "\u00e9", "e\u0301", "\u0301", "\U0001f642", "\u00a0", "\u2581", "<|", "|>", "<", ">", "[",
-         "</think>", "\ue000", "\ue0001\ue001", "\ue0020\ue003", "I WANT TO ANSWER:", "A", "FEE"]
 CUTS = {}, {"rstrip": True}  # how the control tokens are added
 NO_CUTS = "lstrip", "single_word", "normalized"
-
-
-def spelled(random_, words):
-    return "".join(random_.choices(words, k=random_.randrange(12)))
-
-
-def trained(name, kind, how):
-    """A small BPE of a family's template, of a kind of pre-tokenizer or normalizer."""
-    control, template, _ = TEMPLATES[name]
-    t = Tokenizer(models.BPE(unk_token="?"))
-    if kind.startswith("bytes"):
-        t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "bytes after a space")
-        t.decoder = decoders.ByteLevel()
-    elif kind == "whole texts":  # no pre-tokenizer: merges go across spaces and lines
-        t.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
-    elif kind == "first word":
-        t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    elif kind == "each text":
-        t.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"),
-                                             normalizers.Replace(" ", "\u2581")])
-    random_ = random.Random(0)
-    text = [spelled(random_, WORDS) + f">\n{name}<|\n\n" for _ in range(300)]
-    alphabet = pre_tokenizers.ByteLevel.alphabet() if kind.startswith("bytes") else []
-    t.train_from_iterator(text, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet,
-                                                    special_tokens=["?"], show_progress=False))
-    how = {"normalized": False, **how}
-    t.add_special_tokens([AddedToken(token, **how) for token in control])
-    t.add_tokens([AddedToken(token, normalized=True) for token in ["  ", "<think>", "</think>"]])
-    bos = {} if name == "qwen3" else {"bos_token": AddedToken(control[0], **how)}
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, **bos,
-                                        eos_token=AddedToken(control[1], **how))
-    tokenizer.chat_template = template
-    return tokenizer
 
 
 def whole(tokenizer, text):
@@ -79,17 +41,17 @@ def check(tokenizer, monkeypatch, cut):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_ids_of_the_parts_are_those_of_the_whole(name, kind, monkeypatch):
     for how in CUTS:
-        check(trained(name, kind, how), monkeypatch, cut=True)
+        check(tokenizer_of(name, kind, 500, **how), monkeypatch, cut=True)
 
 
 @pytest.mark.parametrize("how", NO_CUTS)
 def test_where_a_token_looks_around_itself_nothing_is_cut(how, monkeypatch):
     for name in TEMPLATES:
-        check(trained(name, "whole texts", {how: True}), monkeypatch, cut=False)
+        check(tokenizer_of(name, "whole texts", 500, **{how: True}), monkeypatch, cut=False)
 
 
 def test_no_cut_inside_another_token(monkeypatch):
-    tokenizer = trained("qwen3", "bytes", {})
+    tokenizer = tokenizer_of("qwen3", "bytes", 500)
     tokenizer.add_tokens([AddedToken("\n<|im_s", normalized=False)])
     assert not M.cuts(tokenizer).match("<|im_start|>")
     check(tokenizer, monkeypatch, cut=True)

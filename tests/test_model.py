@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import (AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers,
+                        processors, trainers)
 from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig,
                           PreTrainedTokenizerFast)
 
@@ -304,22 +305,48 @@ TEMPLATES = {
 ENDS = {"llama3": "<|end_of_text|>", "qwen3": "<|endoftext|>", "mistral": "</s>", "gemma": "<eos>"}
 
 
-def byte_tokenizer(name):
-    """A byte-level tokenizer with a family's control tokens. It adds a BOS, as Llama's does."""
+WORDS = ["", " ", "  ", "\n", "\n\n", "\r\n", "\t", "a", "fee", " fee", "def f(x):\n    return x",
+         "\u00e9", "e\u0301", "\u0301", "\U0001f642", "\u00a0", "\u2581", "<|", "|>", "<", ">", "[",
+         "</think>", "\ue000", "\ue0001\ue001", "\ue0020\ue003", "I WANT TO ANSWER:", "A", "FEE"]
+
+
+def spelled(random_, words):
+    return "".join(random_.choices(words, k=random_.randrange(12)))
+
+
+def tokenizer_of(name, kind="bytes", size=0, **how):
+    """A BPE with a family's template and control tokens. It adds a BOS, as Llama's does.
+
+    kind: of pre-tokenizer or normalizer. size: of the vocabulary; 0: it merges nothing. how: the
+    control tokens are added.
+    """
     control, template, _ = TEMPLATES[name]
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    t = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    t.decoder = decoders.ByteLevel()
-    t.add_special_tokens(control)
-    t.add_tokens(["<think>", "</think>"] * (name == "qwen3"))
+    t = Tokenizer(models.BPE(unk_token="?"))
+    if kind.startswith("bytes"):
+        t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "bytes after a space")
+        t.decoder = decoders.ByteLevel()
+    elif kind == "whole texts":  # no pre-tokenizer: merges go across spaces and lines
+        t.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    elif kind == "first word":
+        t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    elif kind == "each text":
+        t.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"),
+                                             normalizers.Replace(" ", "\u2581")])
+    random_ = random.Random(0)
+    text = [spelled(random_, WORDS) + f">\n{name}<|\n\n" for _ in range(300)]
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if kind.startswith("bytes") else []
+    t.train_from_iterator(text, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet,
+                                                    special_tokens=["?"], show_progress=False))
+    how = {"normalized": False, **how}
+    t.add_special_tokens([AddedToken(token, **how) for token in control])
+    t.add_tokens([AddedToken(token, normalized=True) for token in ["  ", "<think>", "</think>"]])
     bos = {}
     if name != "qwen3":
-        bos = {"bos_token": control[0]}
+        bos = {"bos_token": AddedToken(control[0], **how)}
         t.post_processor = processors.TemplateProcessing(
-            f"{control[0]} $A", special_tokens=[(control[0], len(alphabet))])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, eos_token=ENDS[name],
-                                        clean_up_tokenization_spaces=False, **bos)
+            f"{control[0]} $A", special_tokens=[(control[0], t.token_to_id(control[0]))])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, **bos,
+                                        eos_token=AddedToken(ENDS[name], **how))
     tokenizer.chat_template = template
     return tokenizer
 
@@ -343,7 +370,7 @@ def test_turns_are_what_the_template_writes(name):
 
     Later prompts extend earlier turns, so that these share a tree.
     """
-    tokenizer, (control, _, end) = byte_tokenizer(name), TEMPLATES[name]
+    tokenizer, (control, _, end) = tokenizer_of(name), TEMPLATES[name]
     ids, numbers = set(tokenizer.convert_tokens_to_ids(control)), []
     text = "".join(control) + "\ue0000\ue001."
     spelled = [{**m, "content": f" {m['content']}{text} \n"} for m in PLAIN]
@@ -368,7 +395,7 @@ def test_thinking():
 
     A thought is said once, as an action.
     """
-    tokenizer = byte_tokenizer("qwen3")
+    tokenizer = tokenizer_of("qwen3")
     marks = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
     found = lambda ids: [i for i in ids if i in marks]
     history = copy.deepcopy(PLAIN)
@@ -387,7 +414,7 @@ def test_the_action_is_what_was_sampled():
     """Its token ids, however the tokenizer would write the same text, else `output`; the next
     prompt shows the content.
     """
-    tokenizer, history = byte_tokenizer("llama3"), copy.deepcopy(PLAIN)
+    tokenizer, history = tokenizer_of("llama3"), copy.deepcopy(PLAIN)
     history[1]["output"] = "let me think OUTPUT: what is the fee?"
     (_, action), (later, _) = turns_of(tokenizer, history)
     assert tokenizer.decode(action) == history[1]["output"] + "<|eot_id|>"
