@@ -145,6 +145,8 @@ def test_read_action(thought, content, answer):
     for output in (thought + content, f"{thought}  {content} \n"):
         assert read_action(output, last=False) == (content, answer)
         assert read_action(output, last=True) == (content, content if answer is None else answer)
+    if answer is not None:  # this thought only mentions the marker
+        assert read_action(f"{ANSWER}: now?\nOUTPUT: {content}", False) == (content, answer)
 
 
 def test_first_message_takes_braces_as_they_are():
