@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-MAKE = os.path.join(ROOT, "..", "shared", "models", "make.sh")  # makes SmolLM2-135M-Instruct
+SHARED = Path(ROOT).parent / "shared"  # what a checkout may have beside it
 sys.path.insert(0, ROOT)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -107,17 +107,22 @@ def descendants(pid=None):
     return family - {pid}
 
 
+def until(there, p=None, seconds=100):
+    """Waits until there() is true; not longer than the process p lives."""
+    end = time.time() + seconds
+    while not there():
+        assert p is None or p.poll() is None, p.communicate()
+        assert time.time() < end
+        time.sleep(0.01)
+
+
 def gone(pids, seconds=20):
     """Fails unless these processes have ended within so many seconds; zombies have."""
-    def alive(pid):
+    def ended(pid):
         with contextlib.suppress(OSError):
-            return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-        return False
-
-    end = time.time() + seconds
-    while left := [pid for pid in pids if alive(pid)]:
-        assert time.time() < end, left
-        time.sleep(0.1)
+            return ") Z " in Path(f"/proc/{pid}/stat").read_text()
+        return True
+    until(lambda: all(map(ended, pids)), seconds=seconds)
 
 
 def complaint(done, *parts):
@@ -149,6 +154,10 @@ def turns_of(tokenizer, record):
 
 def records(text):
     return [json.loads(line) for line in text.splitlines()]
+
+
+def key_of(record):
+    return colbench.task_id(record["task"]), record["sample"]
 
 
 def actions(record):

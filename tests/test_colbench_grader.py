@@ -3,6 +3,7 @@ import contextlib
 import os
 import platform
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,10 +17,9 @@ from types import SimpleNamespace
 import pytest
 
 import colbench as module
-from conftest import FULL, ROOT, descendants, records, script
+from conftest import FULL, ROOT, SHARED, descendants, records, script
 from colbench import Environments, Grader, GraderError, grade_records
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
 LISTENER = socket.create_server(("127.0.0.1", 0))  # on any free port
 SECRET = "def f(x):\n    return (x * 7919 + 104729) % 1009 + 3\n"
 FOLDER = Path(f"/tmp/colbench{os.getpid()}")
@@ -46,9 +46,7 @@ def secrets():
     tcp.setblocking(False), udp.setblocking(False)
     yield tcp, udp
     tcp.close(), udp.close()
-    for name in ("reference.py", "victim"):
-        (FOLDER / name).unlink()
-    FOLDER.rmdir()
+    shutil.rmtree(FOLDER)
     del os.environ["COLBENCH_SECRET"]
 
 

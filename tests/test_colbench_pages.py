@@ -8,7 +8,6 @@ import contextlib
 import functools
 import io
 import itertools
-import json
 import os
 import random
 import re
@@ -23,7 +22,7 @@ import torch
 import colbench
 import model as M
 from colbench import CACHE, PAGE, Renderer, RenderError, similarity
-from conftest import ROOT, complaint, demos, descendants, records, script, succeed
+from conftest import SHARED, complaint, demos, descendants, records, script, succeed
 from test_colbench_answers import SIGNALS, end_grading
 from test_collect_endpoints import Server, chat
 
@@ -32,7 +31,7 @@ SHEET = os.path.join(CACHE, "tailwind.min.css")
 if not any(map(shutil.which, colbench.BROWSERS)) or not os.path.exists(SHEET):
     pytest.skip("no Chromium, or no Tailwind sheet (MANUAL.md, \"Frontend Design\")",
                 allow_module_level=True)
-REAL = os.path.join(ROOT, "..", "shared", "colbench", "frontend_tasks.jsonl")
+REAL = SHARED / "colbench" / "frontend_tasks.jsonl"
 LINK = ('<link href="https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css" '
         'rel="stylesheet">')
 PLAIN = f"""<html>{LINK}<body class="bg-gray-100">
@@ -58,10 +57,9 @@ def blocks():
 
 @pytest.fixture(scope="module")
 def tasks():
-    if not os.path.exists(REAL):
+    if not REAL.exists():
         pytest.skip("no real ColBench tasks at ../shared/colbench/frontend_tasks.jsonl")
-    with open(REAL, encoding="utf-8") as f:
-        return [json.loads(line) for line in f]
+    return records(REAL.read_text(encoding="utf-8"))
 
 
 def size(png):

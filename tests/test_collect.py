@@ -9,14 +9,10 @@ from safetensors.torch import load_file, save_file
 
 import collect
 import model as M
-from colbench import ANSWER, agent_messages, task_id
-from conftest import (PLAY, complaint, dialogue, lines, nucleus, records, script, succeed,
+from colbench import ANSWER, agent_messages
+from conftest import (PLAY, complaint, dialogue, key_of, lines, nucleus, records, script, succeed,
                       turns_of)
 from train_critic import advantage
-
-
-def key_of(record):
-    return task_id(record["task"]), record["sample"]
 
 
 def play(model, stdin, *flags, **how):

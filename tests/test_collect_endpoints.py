@@ -12,8 +12,7 @@ import pytest
 import colbench
 import collect
 import model as M
-from conftest import complaint, dialogue, records, script, succeed, turns_of
-from test_collect import key_of
+from conftest import complaint, dialogue, key_of, records, script, succeed, turns_of
 from utils import rng
 
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 import colbench
 import model as M
 from colbench import agent_messages
-from conftest import (MAKE, PLAY, ROOT, actions, complaint, demos, lines, metrics, records, script,
-                      shell, steps, train)
+from conftest import (PLAY, ROOT, SHARED, actions, complaint, demos, lines, metrics, records,
+                      script, shell, steps, train)
 from test_model import separate
 
 # An untrained model solves nothing, so a filter gives sample 0 of a task full marks.
@@ -44,9 +44,10 @@ def chat_model(request, tiny_dir, tmp_path):
     """(model, kind of tasks, how many, --candidates): tiny; real, warmed up on demonstrations."""
     if request.param == "tiny":
         return tiny_dir, "backend", 3, 4
-    if not os.path.exists(MAKE):
+    make = SHARED / "models" / "make.sh"
+    if not make.exists():
         pytest.skip("no ../shared/models beside this checkout, which makes SmolLM2-135M-Instruct")
-    done = shell(f"""set -o pipefail; bash {shlex.quote(MAKE)} {tmp_path} &&
+    done = shell(f"""set -o pipefail; bash {shlex.quote(str(make))} {tmp_path} &&
         python colbench.py demos --kind english --n 4 | python train_policy.py --loss rft --all 1 \
             --model {tmp_path}/smollm2 --out {tmp_path}/base --epochs 1 --batch_size 4 \
             --lr 1e-4""", timeout=600)

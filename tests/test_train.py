@@ -15,7 +15,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from glob import glob
 from itertools import chain
 from pathlib import Path
@@ -33,7 +32,7 @@ import train_policy
 import utils
 from colbench import agent_messages
 from conftest import (CPU, ROOT, actions, complaint, descendants, dialogue, gone, lines, metrics,
-                      records, script, steps, succeed, train, turns_of)
+                      records, script, steps, succeed, train, turns_of, until)
 from model import TURN, Pair
 from test_model import save_random, separate
 
@@ -528,15 +527,6 @@ def ended(p):
     out, err = p.communicate(timeout=150)
     gone(family)
     return subprocess.CompletedProcess(p.args, p.returncode, out, err)
-
-
-def until(there, p, seconds=100):
-    """Waits until there() is true; not longer than the process p lives."""
-    end = time.time() + seconds
-    while not there():
-        assert p.poll() is None, p.communicate()[1]
-        assert time.time() < end
-        time.sleep(0.002)
 
 
 def same_to_rounding(whole, out, stdout):
