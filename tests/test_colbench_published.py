@@ -1,13 +1,12 @@
 """ColBench's public files: bare tasks, and trajectories without ids, numbers or token ids."""
-import json
-import os
+import re
 
 import pytest
 
 from colbench import task_id
-from conftest import ROOT, dialogue, records, script, succeed, train
+from conftest import SHARED, dialogue, key_of, records, script, succeed, train
 
-REAL = os.path.join(ROOT, "..", "shared", "colbench", "backend_tasks.jsonl")
+REAL = SHARED / "colbench" / "backend_tasks.jsonl"
 
 
 def public_task(n):
@@ -36,7 +35,7 @@ def test_bare_tasks(tiny_dir):
     flags = ["--model", tiny_dir, "-k", 2, "--human", "fixed:no", "--max_turns", 2,
              "--max_tokens", 5]
     done = script("collect.py", *flags, stdin=[*tasks, tasks[0]])
-    got = sorted((r["task"]["id"], r["sample"]) for r in records(done.stdout))
+    got = sorted(map(key_of, records(done.stdout)))
     wanted = [(task_id(task), i) for task in tasks for i in (0, 1)]
     assert got == sorted([*wanted, (task_id(tasks[0]), 2), (task_id(tasks[0]), 3)])
 
@@ -76,16 +75,13 @@ def test_offline_trajectories_go_into_every_stage(tiny_dir, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.skipif(not os.path.exists(REAL), reason="no ../shared/colbench/backend_tasks.jsonl")
+@pytest.mark.skipif(not REAL.exists(), reason="no ../shared/colbench/backend_tasks.jsonl")
 def test_check_finds_the_real_tasks_that_cannot_be_graded():
-    """By 0-based line: a missing module, a file written, random numbers."""
-    with open(REAL, encoding="utf-8") as f:
-        tasks = [json.loads(line) for line in f]
+    """A missing module, a file written, random numbers."""
+    tasks = records(REAL.read_text(encoding="utf-8"))
     done = script("colbench.py", "check", stdin=tasks)
-    said = [(int(line.split(":")[0].split()[1]) - 1, line)
-            for line in done.stderr.splitlines() if line.startswith("line ")]
-    dropped = {i: line for i, line in said if "dropped" in line}
-    assert set(dropped) == {214, 235, 264}
-    assert "bs4" in dropped[214] and "wrong value" in dropped[264]
-    kept = [r["task"] for r in records(done.stdout)]  # datetimes (207), types (211) are values
-    assert kept == [task for i, task in enumerate(tasks) if i not in dropped]
+    dropped = dict(re.findall(r"^line (\d+): (dropped: .*)", done.stderr, re.M))
+    assert set(dropped) == {"215", "236", "265"}
+    assert "bs4" in dropped["215"] and "wrong value" in dropped["265"]
+    kept = [r["task"] for r in records(done.stdout)]  # datetimes, types are values
+    assert kept == [task for n, task in enumerate(tasks, 1) if str(n) not in dropped]
