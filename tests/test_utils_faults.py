@@ -19,18 +19,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import utils
-from colbench import agent_messages
-from conftest import ROOT, complaint, metrics, records, script, steps, succeed
+from conftest import ROOT, actions, complaint, key_of, metrics, records, script, steps, succeed
 
 KILLS, SEED = int(os.environ.get("KILLS", 6)), os.environ.get("FAULT_SEED", "0")
 
 
 def weights(out):
     return {k: v.numpy().tobytes() for k, v in load_file(out / "model.safetensors").items()}
-
-
-def key(r):
-    return r["task"]["id"], r["sample"]
 
 
 # stage: its flags. collect.py appends to OUT, the trainers make it.
@@ -67,7 +62,7 @@ def test_a_stage_killed_again_and_again_ends_as_if_it_had_not_been(name, tasks, 
             assert done.stdout.replace(str(out), str(whole_out)) == whole.stdout
             assert weights(out) == weights(whole_out)
             return
-        got, want = (sorted(records(path.read_text()), key=key) for path in (out, whole_out))
+        got, want = (sorted(records(path.read_text()), key=key_of) for path in (out, whole_out))
         for m in (m for r in got + want for m in r["dialogue_history"]):
             m.pop("logprobs", None)  # other company in a batch, other rounding
         assert got == want
@@ -194,7 +189,7 @@ def test_a_full_disk_under_stdout_keeps_whole_lines(tasks, ranked, tiny_dir, dis
     complaint(script(*play, stdin=tasks, out=out), "stdout: No space left")
     disk("size=50m")
     assert "(0 done before)" not in succeed(*play, stdin=tasks, out=out).stderr
-    assert len({key(r) for r in records(out.read_text())}) == 16
+    assert len(set(map(key_of, records(out.read_text())))) == 16
     for command in (["evaluate.py"], ["colbench.py", "grade"],
                     ["train_critic.py", "--model", tiny_dir, "--out", small / "out"]):
         complaint(script(*command, stdin=ranked, out="/dev/full"), "stdout: No space left")
@@ -227,16 +222,12 @@ def test_a_damaged_checkpoint_is_named(ranked, tiny_dir, tmp_path):
 
 # --- data and models that degenerate --------------------------------------------------------------
 
-def change(message=None, candidates=None, **fields):
-    """A function of records: new fields, for all actions from message(m), or other candidates."""
+def change(fields):
+    """A function of records, which gets all actions fields(action)."""
     def changed(rs):
-        rs = json.loads(json.dumps(rs))
-        for m in (m for r in rs for m in agent_messages(r)):
-            if candidates:
-                m["candidates"] = candidates(m["candidates"])
-            for x in (m, *m["candidates"]) if message else ():
-                x.update(message(x))
-        return [{**r, **fields} for r in rs]
+        for action in (x for r in rs for x in actions(r)):
+            action.update(fields(action))
+        return rs
     return changed
 
 
@@ -244,15 +235,18 @@ EMPTY = {"content": "", "output": "", "token_ids": []}
 UNLIKE = "no turn has two unlike candidates"
 # what it does to the records; a part of the complaint of each run below, or None where it trains
 ODD = {
-    "all rewards equal": (change(reward=1.0), "no pairs in 8", None, "nothing to train on"),
-    "actions of nothing": (change(lambda m: EMPTY), None, UNLIKE, None),
-    "the same candidate 16 times": (change(candidates=lambda c: c[:1] * 16), None, UNLIKE, None),
-    "all too long": (change(lambda m: {"token_ids": m["token_ids"] * 900, "output": None}),
+    "all rewards equal": (lambda rs: [{**r, "reward": 1.0} for r in rs],
+                          "no pairs in 8", None, "nothing to train on"),
+    "actions of nothing": (change(lambda x: EMPTY), None, UNLIKE, None),
+    "the same candidate 16 times": (
+        change(lambda x: {"candidates": x["candidates"][:1] * 16} if "candidates" in x else {}),
+        None, UNLIKE, None),
+    "all too long": (change(lambda x: {"token_ids": x["token_ids"] * 900, "output": None}),
                      "no pairs", "nothing", "nothing"),
     "an agent that says nothing": (
         lambda rs: [{**r, "dialogue_history": r["dialogue_history"][:1]} for r in rs],
         *["line 1: the agent says nothing"] * 3),
-    "a log-prob of NaN": (change(lambda m: {"logprob": float("nan")}),
+    "a log-prob of NaN": (change(lambda x: {"logprob": float("nan")}),
                           *["logprob is not a finite number"] * 3)}
 ODD_RUNS = [["train_critic.py"], ["train_policy.py", "--nll_coef", 0.1],
             ["train_policy.py", "--loss", "mtdpo"]]
@@ -262,10 +256,11 @@ ODD_RUNS = [["train_critic.py"], ["train_policy.py", "--nll_coef", 0.1],
 @pytest.mark.parametrize("odd", ODD)
 def test_degenerate_data_trains_or_is_refused_in_one_line(odd, ranked, tiny_dir, tmp_path):
     make, *complaints = ODD[odd]
+    given = make(ranked)
     for i, (command, message) in enumerate(zip(ODD_RUNS, complaints, strict=True)):
         out = tmp_path / str(i)
         done = script(*command, "--model", tiny_dir, "--out", out, "--epochs", 1,
-                      "--max_length", 4000, stdin=make(ranked))
+                      "--max_length", 4000, stdin=given)
         if message:
             complaint(done, message)
             assert not (out / "metrics.jsonl").exists()
