@@ -85,18 +85,17 @@ def test_twenty_questions_go_through_all_scripts(repo):
     assert run(repo, "colbench.py", "check", stdin=tasks)[0] == tasks
 
 
-@pytest.mark.parametrize("name, flags", [
-    ("colbench.py", "grade"), ("colbench.py", "check"),
-    ("collect.py", "--model MODEL"), ("train_critic.py", "--model MODEL --out OUT"),
-    ("train_policy.py", "--model MODEL --out OUT"), ("evaluate.py", "")])
-def test_an_unknown_kind_is_an_error_that_names_the_known_ones(name, flags, tiny_dir, tmp_path):
+@pytest.mark.parametrize("command", [
+    "colbench.py grade", "colbench.py check", "collect.py --model MODEL", "evaluate.py",
+    "train_critic.py --model MODEL --out OUT", "train_policy.py --model MODEL --out OUT"])
+def test_an_unknown_kind_is_an_error_that_names_the_known_ones(command, tiny_dir, tmp_path):
     values = {"MODEL": tiny_dir, "OUT": tmp_path / "out"}
-    flags = [values.get(flag, flag) for flag in flags.split()]
+    command = [values.get(part, part) for part in command.split()]
     for kind, error in ((["words"], "task.kind is not text"),
                         ("words", "unknown task.kind 'words'; known are backend, english, front")):
         task = {"kind": kind, "problem_description": "a word", "ground_truth": "ant"}
         record = {"task": task, "answer": "", "reward": 1, "dialogue_history": dialogue("?", "ant")}
-        assert f"error: stdin, line 1: {error}" in complaint(script(name, *flags, stdin=[record]))
+        assert f"error: stdin, line 1: {error}" in complaint(script(*command, stdin=[record]))
 
 
 @pytest.mark.parametrize("kind, task", [
