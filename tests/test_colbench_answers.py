@@ -20,15 +20,8 @@ from utils import read_jsonl
 RIGHT, WRONG = "def f(x):\n    return x * 2\n", "def f(x):\n    return x * 3\n"
 
 
-DOCSTRING = '''def f(x):
-    """Doubles.
-
-    ```python
-    def f(x): return {inner}
-    ```
-    """
-    return {outer}
-'''
+DOCSTRING = ('def f(x):\n    """Doubles.\n\n    ```python\n    def f(x): return {inner}\n'
+             '    ```\n    """\n    return {outer}\n')
 FORMS = {  # each with {} where the code stands; a person finds it at a glance
     "bare": "{}", "fence": "Here:\n```python\n{}```\nDone.", "unclosed": "```python\n{}",
     "no language": "```\n{}```", "py": "```py\n{}```", "space": "```  Python3 \n{}```",

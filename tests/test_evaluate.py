@@ -137,9 +137,8 @@ def test_nothing_in_common(tmp_path):
 def test_names(tmp_path):
     rs = [episode("x", 1)]
     (tmp_path / "lr=1").mkdir(), (tmp_path / "lr=2").mkdir()
-    for lr in "12":
-        (tmp_path / f"lr={lr}" / "test.jsonl").write_text(lines(rs))
-    got, _ = run(tmp_path, "lr=1/test.jsonl", "lr=2/test.jsonl", "-", stdin=rs)
+    files = {"lr=1/test": rs, "lr=2/test": rs}
+    got, _ = run(tmp_path, "lr=1/test.jsonl", "lr=2/test.jsonl", "-", stdin=rs, **files)
     assert [r["system"] for r in got] == ["lr=1/test.jsonl", "lr=2/test.jsonl", "stdin"]
     assert run(tmp_path, stdin=rs)[0][0]["system"] == "stdin"
 
