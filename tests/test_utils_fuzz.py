@@ -19,7 +19,7 @@ import model
 import train_critic
 import train_policy
 import utils
-from conftest import records
+from conftest import key_of, records
 
 SEED = int(os.environ.get("FUZZ_SEED", 0))
 JUNK = (True, False, -1, 7, 1.5, 10 ** 30, float("nan"), float("inf"),
@@ -87,20 +87,18 @@ def damaged(r, given):
 @pytest.fixture(scope="module")
 def good(collected):
     """Short episodes that every stage takes: two a task, one of them solved, with advantages."""
-    rs = sorted(records(collected), key=lambda r: (r["task"]["id"], r["sample"]))[:4]
+    rs = sorted(records(collected), key=key_of)[:4]
     for r in rs:
         r["reward"] = 1.0 if r["sample"] == 0 else 0.3
         r["dialogue_history"] = r["dialogue_history"][:4]
         r["task"]["test_cases"] = dict(list(r["task"]["test_cases"].items())[:1])
         for m in r["dialogue_history"]:
             m["content"] = m["content"][:60]
-            if m["role"] == "assistant":
-                m["candidates"] = m["candidates"][:2]
-                for x in (m, *m["candidates"]):
-                    x["token_ids"], x["output"] = x["token_ids"][:3], x["output"][:60]
-                m["logprobs"] = m["logprobs"][:3]
-                for n, c in enumerate(m["candidates"]):
-                    c["advantage"] = n - 0.5
+        for m in colbench.agent_messages(r):
+            m["candidates"], m["logprobs"] = m["candidates"][:2], m["logprobs"][:3]
+            for n, x in enumerate((m, *m["candidates"])):
+                x["token_ids"], x["output"] = x["token_ids"][:3], x["output"][:60]
+                x["advantage"] = n - 1.5
     return rs
 
 
