@@ -46,20 +46,16 @@ def forks():
                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
-def script(name, *flags, stdin="", cwd=ROOT, fresh=False, out="", kill=None, ranks=1):
+def script(name, *flags, stdin="", cwd=ROOT, out="", kill=None, ranks=1):
     """Runs `python name flags`; returns the CompletedProcess, with text in stdout and stderr.
 
     It runs in a fork of a process that has torch loaded, which saves seconds a call: see forks.py.
-    stdin: text or records. out: a file to which stdout is appended. fresh=True: a new interpreter.
-    kill: (when, signal) to send it; when: seconds, if it has not ended by then, or a path, as soon
-    as it has written that. ranks: how many processes run it, as torchrun would start them.
+    stdin: text or records. out: a file to which stdout is appended. kill: (when, signal) to send
+    it; when: seconds, if it has not ended by then, or a path, as soon as it has written that.
+    ranks: how many processes run it, as torchrun would start them.
     """
     given = stdin if isinstance(stdin, str) else lines(stdin)
     command = [os.path.join(ROOT, name), *map(str, flags)]
-    if fresh:
-        command = [sys.executable, *command]
-        return subprocess.run(command, input=given, text=True, capture_output=True, cwd=cwd,
-                              timeout=120, env=CPU)
     with tempfile.TemporaryDirectory() as d:
         files = [Path(d, name) for name in ("in", "out", "err")]
         for file, text in zip(files, (given, "", "")):
