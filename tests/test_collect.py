@@ -219,7 +219,6 @@ PLAYED = lines([{"task": TASK, "dialogue_history": dialogue("p")}])
 
 
 @pytest.mark.parametrize("stdin, flags, message", [
-    (lines([{"task": TASK}])[:-3], [], "line 1: not JSON"),
     ("", [], "stdin is empty"),
     (lines([{"task": {**TASK, "test_cases": None}}]), [], "line 1: no 'task.test_cases'"),
     (PLAYED, [], "a dialogue already"),
