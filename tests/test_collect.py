@@ -134,7 +134,7 @@ def test_dialogues_that_exist_only_get_candidates(episodes, tiny_dir):
     for r in bare:
         for m in agent_messages(r):
             del m["candidates"]
-    done = play(tiny_dir, bare, *PLAY)
+    done = succeed("collect.py", "--model", tiny_dir, *PLAY, stdin=bare)
     again = {key_of(r): r["dialogue_history"] for r in records(done.stdout)}
     assert again == {key_of(r): r["dialogue_history"] for r in episodes}  # the very same ones
 
