@@ -1259,7 +1259,7 @@ class Grader(contextlib.AbstractContextManager):
     """
 
     def __init__(self, rules="honest", workers=2):
-        self.official, self.workers = rules == "official", workers
+        self.official = rules == "official"
         self.pool = concurrent.futures.ThreadPoolExecutor(workers)  # a queue, in which none starves
         self.servers, self.local = [], threading.local()
         self.expected = functools.lru_cache(4096)(self.expected)
