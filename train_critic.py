@@ -189,9 +189,9 @@ def main(args):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        tokens, = sum_over_ranks(model.tokens - before)
+        tokens = int(sum_over_ranks(model.tokens - before))
         log(step=step, loss=loss, accuracy=accuracy(margin), margin=margin.mean().item(),
-            grad_norm=norm, lr=lr, tokens=int(tokens))
+            grad_norm=norm, lr=lr, tokens=tokens)
 
     if not log.finished:
         save(model, tokenizer, args.out)

@@ -147,8 +147,8 @@ def main(args):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        tokens, = sum_over_ranks(model.tokens - before)
-        log(step=step, loss=loss, **right, grad_norm=norm, lr=lr, tokens=int(tokens))
+        tokens = int(sum_over_ranks(model.tokens - before))
+        log(step=step, loss=loss, **right, grad_norm=norm, lr=lr, tokens=tokens)
 
     if not log.finished:
         save(model, tokenizer, args.out)

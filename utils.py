@@ -346,14 +346,14 @@ def leave_group():
             dist.destroy_process_group()
 
 
-def sum_over_ranks(*numbers):
-    """Each number summed over all ranks: a list of floats. All ranks must call this."""
+def sum_over_ranks(number):
+    """A number summed over all ranks. All ranks must call this."""
     if WORLD == 1:
-        return list(numbers)
+        return number
     import torch
-    sums = torch.tensor(numbers, dtype=torch.float64)
-    dist.all_reduce(sums)
-    return sums.tolist()
+    total = torch.tensor(number, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item()
 
 
 def barrier():
@@ -457,7 +457,7 @@ class Log:
         for step in range(self.step, n):
             self.began = time.monotonic()
             yield step
-            stop, = sum_over_ranks(len(came))
+            stop = sum_over_ranks(len(came))
             if stop or (self.args.save_every and (step + 1) % self.args.save_every == 0):
                 save(step + 1)
             if stop:

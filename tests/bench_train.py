@@ -193,7 +193,7 @@ def official_step(model, job, batch, ref_model):
             loss = loss_of(job, [pair], logps_of(model(ids)), ref, batch)
             loss.backward()
         total += loss.item()
-    return sum_over_ranks(total)[0]
+    return sum_over_ranks(total)
 
 
 def trl_step(model, ref_model, pairs):
