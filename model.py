@@ -84,7 +84,8 @@ def common_prefix(a, b):
 def in_order(turns):
     """Yields (turn, its tokens, how many of them the one before shares) in depth-first order."""
     before = ()
-    for seq, turn in sorted((prompt + action, (prompt, action)) for prompt, action in turns):
+    for turn in sorted(turns, key=lambda turn: turn[0] + turn[1]):
+        seq = turn[0] + turn[1]
         yield turn, seq, common_prefix(before, seq)
         before = seq
 
