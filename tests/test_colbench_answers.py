@@ -128,9 +128,10 @@ def released(reference, answer, tests):
             answer = answer.split(mark)[1].split("```")[0]
 
     def value(code, test):
+        names = {}  # apart from the globals, as in the function of the scorer before Python 3.13
         try:
-            exec(code)
-            return eval(test)
+            exec(code, globals(), names)
+            return eval(test, globals(), names)
         except Exception:  # any error of an answer is no value, as in the released scorer
             return None
 
