@@ -1165,6 +1165,7 @@ class Server:
                 return self.run_child(request, seconds, left)
             except OSError as e:
                 error = e
+                self.stop()
         raise GraderError(f"a fork server failed twice: {error!r}") from error
 
     def run_child(self, request, seconds, left):

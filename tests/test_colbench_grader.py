@@ -383,8 +383,10 @@ def test_a_grader_that_cannot_work_says_so(monkeypatch):
             g.grade(DOUBLE, HONEST)
     monkeypatch.undo()
     monkeypatch.setattr(module, "seccomp_filter", lambda calls: b"")
-    with pytest.raises(GraderError, match="confine"):
+    before = descendants()
+    with pytest.raises(GraderError, match="confine") as raised:  # it holds on to the servers
         Grader(workers=1)
+    assert raised and descendants() == before
 
 
 def test_the_end_of_a_grader_leaves_nothing_and_is_told_to_whoever_waits():
