@@ -152,9 +152,6 @@ def check_finite(step, **values):
                  "a lower --lr or --beta, or --dtype fp32, may help")
 
 
-SHOW_EVERY = 10  # seconds between lines on a stderr that is no terminal
-
-
 def progress(what, items=None, total=None, initial=0):
     """A tqdm bar over items, or to update by hand; rank 0 alone shows it.
 
@@ -162,9 +159,11 @@ def progress(what, items=None, total=None, initial=0):
     """
     every, form = 0.1, None
     if not sys.stderr.isatty():
-        every, form = SHOW_EVERY, "{desc}: {n_fmt} of {total_fmt}, {remaining} left{postfix}\n"
+        every, form = 10, "{desc}: {n_fmt} in {elapsed}{postfix}\n"
+        if items or total:
+            form = "{desc}: {n_fmt} of {total_fmt}, {remaining} left{postfix}\n"
     bar = tqdm(items, total=total, initial=initial, desc=what, disable=RANK > 0, leave=False,
-               mininterval=every, delay=every, bar_format=form, file=sys.stderr)
+               mininterval=every, delay=every, bar_format=form, file=sys.stderr, position=0)
     if form:
         bar.close = lambda: None  # it would blank the last line
     return bar
