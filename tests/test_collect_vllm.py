@@ -52,10 +52,10 @@ def command(tiny_dir, tmp_path):
 
 
 @pytest.fixture
-def servers(tiny_dir, tmp_path):
+def servers(tiny_dir):
     """[(process, url)] of two vLLM servers of the tiny model."""
     running = []
-    for i in range(2):
+    for _ in range(2):
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
@@ -63,10 +63,8 @@ def servers(tiny_dir, tmp_path):
                  "--max-model-len", 2048, "--enforce-eager", "--no-enable-chunked-prefill",
                  "--kv-cache-memory-bytes", 1 << 28, "--generation-config", "vllm",
                  "--logprobs-mode", "processed_logprobs", "--uvicorn-log-level", "warning"]
-        with open(tmp_path / f"log{i}", "w") as log:
-            server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
-            process = subprocess.Popen([*server, *map(str, flags)], stdout=log, stderr=log,
-                                       env=FAST, start_new_session=True)
+        server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *map(str, flags)]
+        process = subprocess.Popen(server, env=FAST, start_new_session=True)  # pytest shows its log
         running.append((process, f"http://127.0.0.1:{port}"))
 
     def healthy(url):
