@@ -1134,7 +1134,7 @@ class Server:
     """A fork server, started when first used and again when it died; one caller at a time."""
 
     def __init__(self, modules):
-        self.modules, self.process, self.control, self.ready = modules, None, None, False
+        self.modules, self.process, self.control = modules, None, None
 
     def start(self):
         self.control, theirs = socket.socketpair()
@@ -1146,7 +1146,6 @@ class Server:
                                             env=env, cwd="/", start_new_session=True)
 
     def stop(self):
-        self.ready = False
         if self.process:
             self.process.kill()
             self.process.wait()
@@ -1170,10 +1169,8 @@ class Server:
 
     def run_child(self, request, seconds, left):
         """As run(), but OSError where the server fails."""
-        if not self.ready:  # it never started, or it failed, or its last child was given up
-            self.stop()
+        if not self.process:
             self.start()
-        self.ready = False
         wire, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a message is a claim
         with wire, open(os.memfd_create("request"), "w+") as file:
             json.dump(request, file)
@@ -1190,7 +1187,8 @@ class Server:
                 if isinstance(got, str):
                     break
         self.control.sendall(b"k")
-        self.ready = self.control.recv(1) == b"k"
+        if self.control.recv(1) != b"k":
+            raise OSError("the server ended before its child")
         return claims, time.monotonic() - begin
 
 
