@@ -1,11 +1,9 @@
-"""ColBench: the record, the built-in tasks, the human, the rules of an episode, and the grader.
+"""ColBench: the record, the prompts, the rules of an episode, and the grader.
 
 One record is one line of JSON, and every stage adds fields to it: README, "One record".
 
-    python colbench.py tasks --split train --n 500 --seed 0 > tasks.jsonl  # built-in tasks
-    python colbench.py demos --n 8000 --seed 0 > demos.jsonl               # scripted episodes
-    python colbench.py grade < answers.jsonl > graded.jsonl                # adds the reward
-    python colbench.py check < tasks.jsonl > good.jsonl                    # drops broken tasks
+    python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
+    python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
 """
 from utils import digest, fail, flag, open_stdout, parser, progress, read_jsonl, rng, run, say
 
@@ -185,27 +183,6 @@ def extract_page(text):
     return ""
 
 
-def scripted_episode(task, max_turns, agent, human, show_hidden=False):
-    """A record of an episode between two functions, for demonstrations.
-
-    agent(turn, reply): its raw output in this turn, after the human's reply (None at first).
-    human(content): the reply. show_hidden: the first message starts with the reference.
-    """
-    history, reply, answer = [first_message(task, max_turns)], None, None
-    for turn in range(max_turns):
-        output = agent(turn, reply)
-        content, answer = read_action(output, turn == max_turns - 1)
-        history.append({"role": "assistant", "content": content, "output": output})
-        if answer is not None:
-            break
-        reply = human(content)
-        history.append({"role": "user", "content": reply})
-    if show_hidden:
-        history = with_hidden(history, task["ground_truth"])
-    answer = environment(task).answer(history, answer)
-    return {"task": task, "sample": 0, "dialogue_history": history, "answer": answer}
-
-
 # --- environments: all that a kind of task decides ------------------------------------------------
 
 class Environment(contextlib.ExitStack):
@@ -219,21 +196,10 @@ class Environment(contextlib.ExitStack):
     reply_chars = 400               # the human's reply is cut here
     fields = ()                     # what grade reads of a task beyond description and reference
     reward_name = "reward"          # in messages; its first word heads a column of evaluate.py
-    pieces = ""                     # regex: what is one token to the tiny model
     drawn = False                   # 1 if answers are drawn: then methods may take long
 
     def __init__(self, args, workers, pictures=0):
         super().__init__()
-
-    @classmethod
-    def tasks(cls, split, args):
-        """Endless built-in tasks of a split, for `colbench.py tasks`."""
-        fail(f"--kind {args.kind} has no built-in tasks")
-
-    @classmethod
-    def demonstration(cls, task, r, args):
-        """A scripted_episode for `colbench.py demos`, drawn by r, a random.Random."""
-        fail(f"--kind {args.kind} has no demonstrations")
 
     @classmethod
     def answer(cls, history, final):
@@ -257,10 +223,6 @@ class Environment(contextlib.ExitStack):
         answered = record.get("answered", marked)
         return {"success": (record["reward"] >= 1, 1), "unanswered": (not answered, 1)}
 
-    def scripted_human(self, task, message):
-        """The built-in human's reply."""
-        fail("--human scripted: this kind of task has no scripted human")
-
     def shown(self, task, message):
         """PNG files, as bytes, that an LLM human looks at."""
         return []
@@ -274,184 +236,10 @@ class Environment(contextlib.ExitStack):
         return "grader: " + type(self).__name__
 
 
-# --- Backend Programming: functions with hidden slots ---------------------------------------------
-
-class Detail(NamedTuple):
-    """A number that only the human knows.
-
-    The texts may hold {unit}, replies also {n}, the number.
-    """
-    values: object    # a range, or a tuple of texts
-    step: str         # Python; of functions in English
-    clauses: tuple    # of the description, which leaves the number out
-    questions: tuple
-    replies: tuple
-    named: str        # regex: the words by which a question names it
-
-
-# The slots' values are disjoint, so that a small model can learn which number belongs where.
-SLOTS = {"rate": range(2, 10), "fee": range(11, 21), "low": range(21, 31), "step": range(31, 41),
-         "cap": range(41, 51), "mod": range(51, 61), "code": range(61, 71), "op": ("min", "max"),
-         "color": ()}
-# One description stands for several functions: asking, or the reference, tells which slots it has.
-FAMILIES = {  # name: (description, expressions in x and their slots)
-    "rent": ("the rent for x days", (
-        "x * rate + fee", "min(x * rate + fee, cap)",
-        "code if x < 0 else min(x * rate, cap)", "code if x < 0 else min(x * rate + fee, cap)")),
-    "ship": ("the cost of shipping x", (
-        "x + fee if x < low else x", "x + fee if x < low else x * rate",
-        "x // step * rate + fee", "x // step * rate + (fee if x < low else 0)")),
-    "tax": ("the tax on x", (
-        "max(x - low, 0) * rate", "code if x < 0 else max(x - low, 0) * rate",
-        "min(max(x - low, 0) * rate, cap)", "code if x < 0 else min(max(x - low, 0) * rate, cap)")),
-    "grade": ("the grade for x points", (
-        "code if x < low else x", "code if x < low else x // step",
-        "op(x % step, low)", "code if x < 0 else op(x % step, low)")),
-    "pay": ("what to pay for x hours", (
-        "x * rate + fee", "op(x * rate, x + fee)", "op(x * rate, cap)", "op(x * rate + fee, cap)")),
-    "park": ("the price of parking for x minutes", (
-        "x // step * rate", "code if x < 0 else x // step * rate",
-        "x // step * rate + fee", "code if x < 0 else x // step * rate + fee")),
-    "seat": ("the seat of guest x", (
-        "x % mod + fee", "code if x > cap else x % mod + fee",
-        "x % mod * rate + fee", "code if x > cap else x % mod * rate + fee")),
-    "toll": ("the toll for x", (
-        "x * rate + fee", "code if x < low else x * rate",
-        "code if x < low else x * rate + fee",
-        "code if x < low else min(x * rate + fee, cap * 9)")),
-}
-# In the order of their steps. A function has a price and one to four of the others.
-DETAILS = {
-    "limit": Detail(
-        range(40, 60), "if x > limit:\n    return 0",
-        ("too many {unit}s are refused, and the result is 0",
-         "above a certain number of {unit}s we refuse, and the result is 0"),
-        ("How many {unit}s do you accept?", "What is the largest number of {unit}s allowed?",
-         "Above how many {unit}s do you refuse?"),
-        ("We accept up to {n} {unit}s.", "More than {n} {unit}s are refused."),
-        r"accept|refus|allow|too many|largest number|\blimit"),
-    "free": Detail(
-        range(2, 10), "x = max(x - free, 0)",
-        ("the first few {unit}s are free", "some {unit}s at the start cost nothing"),
-        ("How many {unit}s are free?", "How many {unit}s cost nothing?",
-         "What number of {unit}s is free?"),
-        ("The first {n} {unit}s are free.", "{n} {unit}s cost nothing."),
-        r"free|nothing|includ|without pay"),
-    "price": Detail(
-        range(2, 10), "total = x * price",
-        ("each {unit} has the same price", "you pay for each {unit}"),
-        ("What is the price of each {unit}?", "How much does one {unit} cost?",
-         "How much do you charge per {unit}?"),
-        ("Each {unit} costs {n}.", "The price is {n} per {unit}."),
-        r"each|every|\bper\b|\bone\b|single|\brate\b"),
-    "fee": Detail(
-        range(11, 21), "total = total + fee",
-        ("a fixed fee is added", "a booking fee comes on top"),
-        ("How high is the fixed fee?", "What fee is added?", "How much is the booking fee?"),
-        ("The fee is {n}.", "We add {n} for the booking."),
-        r"\bfees?\b|fixed|flat|booking|add|extra|on top|\bbase\b|service|surcharge"),
-    "minimum": Detail(
-        range(21, 31), "total = max(total, minimum)",
-        ("it never costs less than a minimum", "there is a minimum total"),
-        ("What is the minimum?", "What does it cost at least?", "What is the lowest total?"),
-        ("The minimum is {n}.", "It costs at least {n}."),
-        r"minim|at least|lowest|lower|smallest|less than|below|floor"),
-    "maximum": Detail(
-        range(61, 91), "total = min(total, maximum)",
-        ("it never costs more than a maximum", "there is a maximum total"),
-        ("What is the maximum?", "What does it cost at most?", "What is the highest total?"),
-        ("The maximum is {n}.", "It costs at most {n}."),
-        r"maxim|at most|highest|upper|more than|\bcap|exceed|ceiling"),
-    "color": Detail((), "", (), ("What color should it be?",), (), r"\bcolor\b")}
-STORIES = {  # name: (what the function gives, unit)
-    "ride": ("the price of a taxi ride of x kilometers", "kilometer"),
-    "rent": ("the rent of a boat for x days", "day"),
-    "wash": ("the price of washing x shirts", "shirt"),
-    "ship": ("the cost of shipping x parcels", "parcel"),
-    "park": ("the price of parking for x hours", "hour"),
-    "lessons": ("the price of x piano lessons", "lesson"),
-    "call": ("the price of a phone call of x minutes", "minute"),
-    "copies": ("the price of copying x pages", "page")}
-BUGS = (("min(", "max("), ("max(", "min("), (" + ", " - "), (" * ", " + "), ("<", ">"), (">", "<"),
-        ("//", "%"), ("%", "//"), ("else x", "else 0"))
-SPLITS = ("train", "val", "test")  # which one a task is in is drawn by its name and values
-
-
-def slots_in(expression):
-    return tuple(slot for slot in SLOTS if re.search(rf"\b{slot}\b", expression))
-
-
-def body_in_english(slots):
-    steps = "\n".join(DETAILS[slot].step for slot in slots)
-    return "\n" + textwrap.indent(f"{steps}\nreturn total", "    ")
-
-
-PRICED = [tuple(slot for slot in DETAILS if slot == "price" or slot in others)
-          for n in range(len(DETAILS) - 1)
-          for others in itertools.combinations([*DETAILS][:2] + [*DETAILS][3:-1], n)]
-
-
-def draw_values(r, slots, usual):
-    """A value for each slot. With probability `usual` it is the first one, which a guess names."""
-    return {name: choices[0] if r.random() < usual else r.choice(choices)
-            for name, choices in slots.items()}
-
-
-def endless(draw, split):
-    """Yields the tasks that draw() gives. It may give None, but not 10,000 times in a row."""
-    misses = 0
-    while misses < 10_000:
-        task = draw()
-        misses = 0 if task else misses + 1
-        if task:
-            yield task
-    fail(f"the {split} split has no such tasks")
-
-
-def slots_of(code):
-    """{name: text} of a reference's slots, the keyword defaults in `def f(x, rate=3): ...`."""
-    signature = code.partition("\n")[0].partition(":")[0]
-    return dict(re.findall(r"(\w+)=([^\s,()]+)", signature))
-
-
-def builtin_code(name, values, body):
-    """A function; slots_of reads the values again."""
-    defaults = ", ".join(f"{slot}={value}" for slot, value in values.items())
-    return f"def {name}(x, {defaults}):{body}"
-
-
-def telling_inputs(outputs, values, choices, r):
-    """Ten inputs x. Another value of any one slot changes the output of at least one of them.
-
-    outputs(inputs, values): a function's outputs; choices: {slot: its values}; r: a random.Random.
-    None where some other value makes the same function.
-    """
-    numbers = [v for v in values.values() if isinstance(v, int)]
-    inputs = {v + d for v in numbers for d in (-2, -1, 0, 1, 2)}
-    inputs |= {-r.randrange(1, 20), *range(4), 500, *r.sample(range(150), 30)}
-    inputs = sorted(inputs)
-    right = outputs(inputs, values)
-    rivals = [outputs(inputs, {**values, slot: value})
-              for slot in values for value in choices[slot] if value != values[slot]]
-    wrong = {x: {n for n, rival in enumerate(rivals) if rival[i] != right[i]}
-             for i, x in enumerate(inputs)}
-    left, chosen = set(range(len(rivals))), []
-    while left and len(chosen) < 10:  # next the input at which the most of them are wrong
-        best = max((x for x in inputs if x not in chosen), key=lambda x: len(wrong[x] & left))
-        chosen.append(best)
-        left -= wrong[best]
-    if left:
-        return None
-    chosen += r.sample([x for x in inputs if x not in chosen], 10 - len(chosen))
-    r.shuffle(chosen)
-    return chosen
-
+# --- Backend Programming: functions ---------------------------------------------------------------
 
 class Functions(Environment):
-    """Backend Programming: the answer is a function, the reward the share of tests it passes.
-
-    The built-in functions have slots, numbers that only the human knows; a small model's tasks.
-    """
+    """Backend Programming: the answer is a function, the reward the share of tests it passes."""
     agent_prompt = """You write a Python function for a colleague. The description below leaves \
 out details that only they know, and hidden unit tests check those details. Talk to them: in each \
 message ask one short question about one detail. You may think first; only what follows "{OUTPUT}" \
@@ -477,17 +265,6 @@ what was asked for, and only what the function settles; where it settles nothing
 not mind. Write no code, quote none, and do not mention that a function exists."""
     fields = ("task.test_cases",)
     reward_name = "tests passed"
-    pieces = r"def \w+\(x|\): return [^\n]+"  # a built-in function's head and body
-    kind = "backend"
-    details = {slot: Detail(values, "", (), (f"what is the {slot}?", f"which {slot} do you want?"),
-                            (slot + "={n}",), rf"\b{slot}\b") for slot, values in SLOTS.items()}
-    stories = {name: (what, "") for name, (what, _) in FAMILIES.items()}
-    bodies = {name: {slots_in(e): f" return {e}" for e in expressions}
-              for name, (_, expressions) in FAMILIES.items()}  # {name: {its slots: its body}}
-    requests = ("write {name}(x): {what}",)
-    unknown = ("i do not know",)  # the human's replies where it knows nothing
-    answer_form = "{code}"
-    task_fields = {"agent_prompt": "{problem_description}"}
 
     def __init__(self, args, workers, pictures=0):
         super().__init__(args, workers)
@@ -500,176 +277,8 @@ not mind. Write no code, quote none, and do not mention that a function exists."
     def grader_line(self):
         return f"grader: {self.rules} rules"
 
-    @classmethod
-    def bodies_of(cls, name, args):
-        """{slots: body} of a name's functions that have so many slots."""
-        return {slots: body for slots, body in cls.bodies[name].items()
-                if args.min_slots <= len(slots) <= args.max_slots}
 
-    @classmethod
-    def builtin_task(cls, name, values, body):
-        """A task whose slots have these values; None if another value makes the same function.
-
-        It has ten tests. Any other value of any one slot fails at least one of them.
-        """
-        code, space = builtin_code(name, values, body), {"min": min, "max": max}
-        exec(code, space)  # our own code, from FAMILIES or DETAILS
-
-        def outputs(inputs, values):
-            values = {slot: space.get(value, value) for slot, value in values.items()}
-            return [space[name](x, **values) for x in inputs]
-
-        r, (what, unit) = rng("tests", name, values), cls.stories[name]
-        choices = {slot: cls.details[slot].values for slot in values}
-        inputs = telling_inputs(outputs, values, choices, r)
-        if inputs is None:
-            return None
-        said = [fill(r.choice(cls.requests), name=name, what=what)]
-        for slot in values:
-            if cls.details[slot].clauses:
-                clause = fill(r.choice(cls.details[slot].clauses), unit=unit)
-                said.append(f"{clause[0].upper()}{clause[1:]}.")
-        return {"id": "-".join([name, *(f"{slot}{value}" for slot, value in values.items())]),
-                "kind": cls.kind, "problem_description": " ".join(said), **cls.task_fields,
-                "ground_truth": code,
-                "test_cases": {f"test{i}": f"{name}({x})" for i, x in enumerate(inputs, 1)}}
-
-    @classmethod
-    def tasks(cls, split, args):
-        """Endless built-in tasks of a split. The splits share no task; one seed may repeat a task.
-
-        args: seed, usual, min_slots and max_slots of `colbench.py tasks`.
-        """
-        r = rng("tasks", split, args.seed)
-        names = [name for name in cls.stories if cls.bodies_of(name, args)]
-        if not names:
-            fail(f"no built-in function has {args.min_slots} to {args.max_slots} slots")
-
-        def draw():
-            name = r.choice(names)
-            slots, body = r.choice(list(cls.bodies_of(name, args).items()))
-            values = draw_values(r, {slot: cls.details[slot].values for slot in slots}, args.usual)
-            if rng("split", name, values).choice(SPLITS) == split:
-                return cls.builtin_task(name, values, body)
-
-        return endless(draw, split)
-
-    @classmethod
-    def asked_for(cls, message):
-        """The slot that a message asks for first, or None."""
-        starts = {slot: match.start() for slot, detail in cls.details.items()
-                  if (match := re.search(detail.named, message, re.I))}
-        if not starts and re.search("price|cost|charge|how much", message, re.I):
-            return "price"
-        return min(starts, key=starts.get, default=None)
-
-    @classmethod
-    def scripted_human(cls, task, message):
-        """The value of the first slot that the message asks for."""
-        slots, slot = slots_of(hidden_information(task)), cls.asked_for(message)
-        if not slots:
-            say_that_it_knows_nothing()
-        r = rng("reply", task_id(task), message)
-        if slot not in slots:
-            return r.choice(cls.unknown)
-        _, unit = cls.stories.get(task_id(task).partition("-")[0], ("", ""))
-        return fill(r.choice(cls.details[slot].replies), n=slots[slot], unit=unit)
-
-    @classmethod
-    def demonstration(cls, task, r, args):
-        """A scripted episode of mixed quality: what an imperfect agent might do.
-
-        args: max_turns and the probabilities of `colbench.py demos`: at_once, early, distract,
-        noise, silent, hidden.
-        """
-        name = task["id"].partition("-")[0]
-        functions = cls.bodies_of(name, args)
-        slots, told, denied = slots_of(task["ground_truth"]), {}, set()
-        informed, silent = r.random() < args.hidden, r.random() < args.silent
-        if any(cls.details[slot].clauses for slot in slots):  # the description tells its slots
-            functions = {tuple(slots): cls.bodies[name][tuple(slots)]}
-
-        def answer(possible):
-            """The function by what it knows; the missing slots and values are guessed."""
-            known = tuple(slot for slot in cls.details if slot in (slots if informed else told))
-            names = r.choice([known] if known in possible else list(possible))
-            usual = {slot: cls.details[slot].values[0] for slot in names}
-            values = {slot: told.get(slot) or (slots if informed else usual)[slot]
-                      for slot in names}
-            body = possible[names]
-            if r.random() < args.noise:  # a bug: one operator is another
-                right, wrong = r.choice([swap for swap in BUGS if swap[0] in body])
-                body = body.replace(right, wrong, 1)
-            return f"{ANSWER}\n" + fill(cls.answer_form, code=builtin_code(name, values, body))
-
-        def agent(turn, reply):
-            possible = {names: body for names, body in functions.items()
-                        if set(told) <= set(names) and not denied & set(names)}
-            unknown = [slot for slot in cls.details
-                       if slot not in told and any(slot in names for names in possible)]
-            early = r.random() < (args.at_once if turn == 0 else args.early)
-            last = turn == args.max_turns - 1
-            if not silent and (early or last or not unknown):
-                return answer(possible)
-            distracted = not unknown or r.random() < args.distract
-            asked = r.choice(list(cls.details) if distracted else unknown[:2])
-            return fill(r.choice(cls.details[asked].questions), unit=cls.stories[name][1])
-
-        def human(content):
-            slot = cls.asked_for(content)
-            if slot in slots:
-                told[slot] = slots[slot]
-            else:
-                denied.add(slot)
-            return cls.scripted_human(task, content)
-
-        return scripted_episode(task, args.max_turns, agent, human, show_hidden=informed)
-
-
-class English(Functions):
-    """Backend Programming on built-in tasks in English, for real language models."""
-    pieces = ""
-    kind = "english"
-    details, stories = DETAILS, STORIES
-    bodies = dict.fromkeys(STORIES, {slots: body_in_english(slots) for slots in PRICED})
-    requests = ("Please write a function {name}(x) that returns {what}.",
-                "I need a function {name}(x). It should return {what}.",
-                "Can you write {name}(x)? It returns {what}.")
-    unknown = ("I do not know.", "I can't say.", "That does not matter.")
-    answer_form = "```python\n{code}\n```"
-    task_fields = {}
-
-
-@functools.cache
-def say_that_it_knows_nothing():
-    say("the scripted human knows the slots of built-in tasks alone, and nothing of some tasks "
-        "here: --human http://... lets an LLM play the human")
-
-
-# --- Frontend Design: pages with hidden slots -----------------------------------------------------
-
-PAGE_SLOTS = {  # name: (what stands before its value in a page, values)
-    "background": ('<body class="bg-', ("gray", "yellow", "pink")),
-    "header": ('<header class="bg-', ("red", "green", "blue", "purple")),
-    "title": ('<h1 class="text-', ("left", "center", "right")),
-    "columns": ("grid-cols-", ("1", "2", "3", "4")),
-    "button": ('<button class="bg-', ("black", "white"))}
-PAGE_VALUES = {slot: values for slot, (_, values) in PAGE_SLOTS.items()}
-THEMES = "bakery", "school", "museum", "garden", "library", "market"
-BUILTIN_PAGE = """\
-<html><link rel=stylesheet href=tailwind.css><body class="bg-{background}-300">\
-<header class="bg-{header}-500 p-8"><h1 class="text-{title} text-8xl">the {theme}</h1></header>\
-<main class="grid-cols-{columns} grid gap-8 p-8">\
-<p class="p-8 bg-white">a</p><p class="p-8 bg-white">b</p>\
-<p class="p-8 bg-white">c</p><p class="p-8 bg-white">d</p>\
-</main><button class="bg-{button} m-8 p-16"></button></body></html>"""
-
-
-def page_slots(page):
-    """{slot: its value} of a page that is made like the built-in ones; it may lack some."""
-    found = {slot: re.search(before + r"(\w+)", page) for slot, (before, _) in PAGE_SLOTS.items()}
-    return {slot: match[1] for slot, match in found.items() if match}
-
+# --- Frontend Design: pages -----------------------------------------------------------------------
 
 class Pages(Environment):
     """Frontend Design: the answer is a web page, the reward how alike it and the reference look.
@@ -695,8 +304,6 @@ layout, colours, sizes and texts, said of your page as it should be. Write no co
 mention pictures."""
     reply_chars = 1000
     reward_name = "likeness"
-    pieces = (r'<html>SLOT|(?:-\d00)?(?: [^\n"]*)?">(?:SLOT|[^\n"]*)'  # what is between slots
-              .replace("SLOT", r'[^\n]*?class="(?:bg-|text-|grid-cols-)'))
     drawn = True
     page = staticmethod(extract_page)
 
@@ -740,71 +347,6 @@ mention pictures."""
 
     def grader_line(self):
         return f"grader: {self.by}"
-
-    @classmethod
-    def tasks(cls, split, args):
-        """As Functions.tasks. A description tells a page's theme, no slot."""
-        r = rng("pages", split, args.seed)
-
-        def draw():
-            theme = r.choice(THEMES)
-            values = draw_values(r, PAGE_VALUES, args.usual)
-            if rng("pages", theme, values).choice(SPLITS) == split:
-                return {"id": "-".join([theme, *values.values()]), "kind": "frontend",
-                        "problem_description": f"a page for the {theme}",
-                        "agent_prompt": "{problem_description}",
-                        "ground_truth": fill(BUILTIN_PAGE, theme=theme, **values)}
-
-        return endless(draw, split)
-
-    @classmethod
-    def scripted_human(cls, task, message):
-        """One slot of a built-in page that is not as in theirs."""
-        page, wanted = extract_page(message), page_slots(hidden_information(task))
-        if not wanted:
-            say_that_it_knows_nothing()
-        if not page:
-            return NOT_SEEN.format("no page")
-        shown = page_slots(page)
-        wrong = [slot for slot in wanted if shown.get(slot) != wanted[slot]]
-        if not wrong:
-            return RIGHT
-        slot = rng("remark", task["id"], message).choice(wrong)
-        said = f"the {slot} should be {wanted[slot]}"
-        if slot == "columns":
-            said = f"there should be {wanted[slot]} columns"
-        return f"{said}, not {shown[slot]}" if slot in shown else said
-
-    @classmethod
-    def demonstration(cls, task, r, args):
-        """As Functions.demonstration."""
-        theme, wanted = task["id"].partition("-")[0], page_slots(task["ground_truth"])
-        informed, silent = r.random() < args.hidden, r.random() < args.silent
-        page = {slot: wanted[slot] if informed else r.choice(choices)
-                for slot, choices in PAGE_VALUES.items()}
-
-        def agent(turn, reply):
-            if reply == RIGHT and not silent:
-                return f"{ANSWER} that page"
-            output = fill(BUILTIN_PAGE, theme=theme, **page)
-            if not silent and r.random() < (args.at_once if turn == 0 else args.early):
-                output = f"{ANSWER}\n{output}"
-            if r.random() < args.noise:
-                output = output.replace("</body></html>", "")  # no page at all
-            return output
-
-        def human(content):
-            """Names a slot; the agent mends it, or changes another."""
-            reply = cls.scripted_human(task, content)
-            named = [slot for slot in page if re.search(rf"\b{slot}\b", reply)]
-            if r.random() < args.distract:
-                other = r.choice(list(page))
-                page[other] = r.choice(PAGE_VALUES[other])
-            elif named:
-                page[named[0]] = wanted[named[0]]
-            return reply
-
-        return scripted_episode(task, args.max_turns, agent, human, show_hidden=informed)
 
 
 # --- the grader: a sandbox ------------------------------------------------------------------------
@@ -876,7 +418,7 @@ def seccomp_filter(calls):
 
 
 # The lines between the next mark and "fork server: end" are the whole program of a fork server.
-# `python -c` gets their text alone: nothing else of this file (the built-in tasks!) is in a child.
+# `python -c` gets their text alone: nothing else of this file is in a child.
 # fork server: begin
 import builtins, collections.abc, contextlib, ctypes, datetime, gc, json, keyword, math, numbers
 import os, pathlib, re, resource, signal, socket, struct, sys, textwrap, types, uuid
@@ -1712,14 +1254,8 @@ class Clip:
 # --- command line ---------------------------------------------------------------------------------
 
 sys.modules["colbench"] = sys.modules[__name__]  # for imports of it, also where it is __main__
-ENVIRONMENTS = {"backend": Functions, "english": English, "frontend": Pages}
+ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
 # your own environments are imported here: MANUAL.md, "Your own environment"
-
-# A regex of what is one token to the tiny model: a marker, what the kinds add, `name=`, numbers,
-# words, and any other character.
-PIECES = "|".join([r"[A-Z][A-Z ]+:\n|Hidden reference:\n",
-                   *(kind.pieces for kind in ENVIRONMENTS.values() if kind.pieces),
-                   r" ?\w+=|\d+| ?\w+|[^\w]"])
 
 
 def browser_flag(p):
@@ -1745,25 +1281,6 @@ def get_args(argv=None):
         p.set_defaults(run=run)
         return p
 
-    tasks, demos = command("tasks", write_tasks), command("demos", write_demos)
-    flag(tasks, "split", "train", "the splits share no task", choices=SPLITS)
-    for p, n, usual in ((tasks, 500, 0.65), (demos, 8000, 0.0)):
-        flag(p, "kind", "backend", "backend: functions; english: functions for a real language "
-             "model; frontend: pages", choices=ENVIRONMENTS)
-        flag(p, "n", n, "how many")
-        flag(p, "seed", 0, "another seed, another draw")
-        flag(p, "usual", usual, "probability of a slot's usual value, which a guess names")
-        flag(p, "min_slots", 2, "hidden slots of a function, at least")
-        flag(p, "max_slots", 4, "and at most; 5 is the longest")
-    flag(demos, "max_turns", 6, "messages the agent may send")
-    script = demos.add_argument_group("the script: probabilities")
-    flag(script, "at_once", 0.15, "the agent answers in its first message")
-    flag(script, "early", 0.3, "it answers in a later one while a slot is unknown")
-    flag(script, "distract", 0.15, "a question is irrelevant or repeated")
-    flag(script, "noise", 0.04, "the answer has a bug")
-    flag(script, "silent", 0.12, "the agent never answers")
-    flag(script, "hidden", 0.4, "it reads the reference in its first message, as the critic does")
-
     grade, check = command("grade", grade_stdin), command("check", check_stdin)
     flag(grade, "rules", "honest", "official: as the released scorer",
          choices=["honest", "official"])
@@ -1772,26 +1289,6 @@ def get_args(argv=None):
         page_flags(p)
 
     return root.parse_args(argv)
-
-
-def write_tasks(args, emit):
-    """write built-in tasks, none twice"""
-    seen = set()
-    for i, task in enumerate(ENVIRONMENTS[args.kind].tasks(args.split, args)):
-        if len(seen) == args.n:
-            return
-        if i > 100 * args.n:
-            fail(f"the {args.split} split has no {args.n} such tasks (found {len(seen)})")
-        if task["id"] not in seen:
-            seen.add(task["id"])
-            emit({"task": task})
-
-
-def write_demos(args, emit):
-    """write scripted demonstrations on tasks of the train split; a task may come again"""
-    kind = ENVIRONMENTS[args.kind]
-    for i, task in zip(range(args.n), kind.tasks("train", args)):
-        emit(kind.demonstration(task, rng("demo", args.seed, i), args))
 
 
 def grade_stdin(args, emit):

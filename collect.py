@@ -1,10 +1,11 @@
 """Plays episodes: an agent talks with a human and hands in an answer, which is graded.
 
-    colbench.py tasks | python collect.py --model runs/base -k 4 > trajectories.jsonl
-    ... | python collect.py --model runs/base -k 4 --candidates 16 > trajectories.jsonl
-    ... | python collect.py --model runs/base --best_of 4 --critic runs/critic > guided.jsonl
-    ... | python collect.py --model runs/base -k 4 --resume all.jsonl >> all.jsonl
+    python collect.py --human http://localhost:8000/v1 -k 4 < tasks.jsonl > episodes.jsonl
+    ... | python collect.py --human simulator.py -k 4 --candidates 16 > episodes.jsonl
+    ... | python collect.py --human simulator.py --best_of 4 --critic runs/critic > guided.jsonl
+    ... | python collect.py --human simulator.py -k 4 --resume all.jsonl >> all.jsonl
 
+simulator.py defines reply(task, history), which returns the human's answer to the last message.
 Each episode is written as it ends. Draws are functions of (seed, task, sample, turn). Others in a
 batch change logits by rounding, and so rarely a text. A record that has a dialogue already gets
 candidates only.
@@ -15,11 +16,13 @@ from utils import (digest, fail, fail_on_error, flag, open_stdout, parser, progr
 import asyncio
 import atexit
 import base64
+import inspect
 import itertools
 import json
 import math
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -47,8 +50,8 @@ def get_args(argv=None):
     flag(g, "rules", "honest", "honest or official: the grader's, see colbench.py",
          choices=["honest", "official"], metavar="RULES")
     g = p.add_argument_group("human")
-    flag(g, "human", "scripted", "scripted, fixed:TEXT, or http://host:port/v1[,...] of an LLM",
-         metavar="WHO")
+    flag(g, "human", None, "http://host:port/v1[,...] of an LLM, fixed:TEXT, or a FILE.py with "
+         "reply(task, history)", metavar="WHO")
     flag(g, "human_model", None, "the LLM's name, if a server has several", metavar="NAME")
     flag(g, "human_tokens", None, "longest reply of the LLM, else 150 for 400 characters",
          kind=int, least=1)
@@ -81,8 +84,6 @@ def get_args(argv=None):
         fail("--best_of N and --critic go together")
     if not 0 < args.top_p <= 1:
         fail(f"--top_p {args.top_p}: give a share above 0, at most 1")
-    if not (args.human == "scripted" or args.human.startswith("fixed:") or http(args.human)):
-        fail(f"--human {args.human!r}: give scripted, fixed:TEXT, or http://host:port/v1")
     if args.engine not in ("auto", "transformers", "vllm") and not http(args.engine):
         fail(f"--engine {args.engine!r}: give auto, transformers, vllm, or http://host:port/v1")
     return args
@@ -90,6 +91,14 @@ def get_args(argv=None):
 
 def http(where):
     return (where or "").startswith(("http://", "https://"))
+
+
+def function(file, name):
+    """The function of this name that a Python file defines."""
+    sys.path.append(os.path.dirname(os.path.abspath(file)))  # for what it imports
+    with fail_on_error(file):
+        defined = runpy.run_path(file)
+    return defined.get(name) or fail(f"{file} defines no {name}()")
 
 
 if __name__ == "__main__":
@@ -133,6 +142,8 @@ class Players:
     async def load(self):
         """Loads the models and asks the servers for theirs; returns self."""
         args = self.args
+        if args.human and not http(args.human) and not args.human.startswith("fixed:"):
+            self.reply = function(args.human, "reply")
         if http(args.human):
             self.llm = await Endpoint(args.human, args).meet(args.human_model)
         if http(args.engine):
@@ -225,19 +236,25 @@ class Players:
 
     async def human(self, task, history):
         """The human's reply to the last message."""
-        who, _, text = self.args.human.partition(":")
-        env, last = self.environment(task), (task, history[-1]["content"])
-        if who == "fixed":
-            return text[:env.reply_chars]
-        look = env.scripted_human if who == "scripted" else env.shown
+        who, env = self.args.human, self.environment(task)
+        if who.startswith("fixed:"):
+            return who.removeprefix("fixed:")[:env.reply_chars]
+        if not http(who):
+            try:
+                reply = self.reply(task, history)
+                reply = await reply if inspect.isawaitable(reply) else reply
+            except ValueError as e:
+                raise EpisodeError(f"{who}: {e}") from None
+            if reply is None:
+                raise EpisodeError(f"{who} has no reply")
+            return reply[:env.reply_chars]
+        look, last = env.shown, (task, history[-1]["content"])
         try:
             seen = await asyncio.to_thread(look, *last) if env.drawn else look(*last)
         except NoReference:
             raise
         except RenderError as e:
             return NOT_SEEN.format(e)
-        if who == "scripted":
-            return seen  # the reply; what an LLM is shown are pictures
         content = human_prompt(task, history)
         if seen:
             urls = ["data:image/png;base64," + base64.b64encode(png).decode() for png in seen]
@@ -390,6 +407,9 @@ class Run(Players):
         played, graded = "dialogue_history" in record, "reward" in record
         if not (played and graded):
             self.environment(task)  # what can't be opened ends the program before the play
+        if not played and not self.args.human:
+            fail("--human is missing: give the http://host:port/v1 of an LLM, fixed:TEXT, or a "
+                 "FILE.py that defines reply(task, history)")
         if played and not self.args.candidates:
             fail(f"task {task['id']} has a dialogue already: give --candidates, or cut it out")
         if played and not graded and "answer" not in record:

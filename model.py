@@ -22,7 +22,6 @@ import os
 import re
 import warnings
 from array import array
-from collections import Counter
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -32,7 +31,6 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from jinja2.exceptions import TemplateError
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict,
                                                      get_state_dict, set_model_state_dict,
                                                      set_state_dict)
@@ -42,8 +40,7 @@ from torch.distributed.fsdp import (CPUOffloadPolicy, FSDPModule, MixedPrecision
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
-                          AutoModelForImageTextToText, AutoTokenizer, LlamaConfig,
-                          LlamaForCausalLM, PreTrainedTokenizerFast)
+                          AutoModelForImageTextToText, AutoTokenizer)
 from transformers.utils import logging
 
 from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, from_rank_0,
@@ -1020,40 +1017,3 @@ def dry_run(args, config, steps, reference, scored=()):
             "reference_tokens": of_reference, "critic_tokens": of_critic,
             "hours": float(f"{parameters * flops / 400e12 / gpus / 3600:.3g}"),
             "gb_a_gpu": float(f"{at_rest / 1e9:.3g}")}
-
-
-# --- a tiny model ---------------------------------------------------------------------------------
-
-def tiny(records, seed, pieces):
-    """(TreeLM, tokenizer): an untrained Llama of about 260k parameters, with the records' words.
-
-    pieces: a regular expression that splits text into words of one token. Text of other words is
-    spelled byte by byte, so that any text goes in and out unchanged.
-    """
-    counts = Counter()
-    for record in records:
-        for message in record["dialogue_history"]:
-            counts.update(re.findall(pieces, raw_text(message)))
-    special = ["<|pad|>", "<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
-    vocab = [(token, 0.0) for token in special]
-    vocab += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
-    # Words have equal scores, so that the fewest pieces win.
-    vocab += [(word, -1.0) for word in sorted(counts) if counts[word] > 1]
-    t = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
-    t.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), "isolated")
-    t.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
-    t.add_special_tokens([AddedToken(token, normalized=False) for token in special])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=t, bos_token="<|begin|>", eos_token="<|end|>", pad_token="<|pad|>",
-        clean_up_tokenization_spaces=False, additional_special_tokens=special[3:])
-    tokenizer.chat_template = (
-        "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>"
-        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
-    torch.manual_seed(seed)
-    # With the usual initializer_range of 0.02 a model of this size never learns to copy a value.
-    config = LlamaConfig(vocab_size=len(vocab), hidden_size=96, intermediate_size=256,
-                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                         head_dim=32, max_position_embeddings=16384, tie_word_embeddings=True,
-                         initializer_range=0.08, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-                         attn_implementation="tree")
-    return TreeLM(LlamaForCausalLM(config)), tokenizer

@@ -14,28 +14,26 @@ the hidden information.
 mtdpo and rft also read preferences, {"prompt": [...], "chosen": [...], "rejected": [...]}, lists of
 messages. They train on all of the assistant's.
 
-    python train_policy.py --loss rft --all 1 --model tiny --out runs/base < demos.jsonl
+    python train_policy.py --loss rft --all 1 --out runs/base < demos.jsonl
     python train_policy.py --model runs/base --out runs/sweet < scored.jsonl
     torchrun --nproc_per_node=8 train_policy.py --resume 1 --out runs/sweet < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
 # utils before what loads slowly: a wrong flag is told at once
-from utils import (Log, barrier, check_dialogue, check_finite, check_shape, digest,
+from utils import (Log, check_dialogue, check_finite, check_shape, digest,
                    drop_checkpoints, fail, flag, from_rank_0, init_distributed, lr_at,
                    machine_flags, open_stdout, parser, read_jsonl, rng, run, say, sum_over_ranks)
 
-import os
 import sys
 from functools import partial
 from itertools import chain, cycle
 
-from colbench import PIECES, agent_messages, answers, needs, task_id
+from colbench import agent_messages, answers, needs, task_id
 
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < scored.jsonl")
-    flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct",
-         "pi_ref, and where pi starts; tiny: a new one, with the records' words")
+    flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "pi_ref, and where pi starts")
     flag(p, "out", None, "the run's directory: a new one, unless --resume is given", required=True)
     flag(p, "loss", "dpo", "what it learns from: see above",
          choices=["dpo", "mtdpo", "rft"])
@@ -73,7 +71,7 @@ import torch.nn.functional as F
 
 from model import (TURN, Pair, accuracy, action_logps, actions_of, base_digest, batches, dry_run,
                    find_model, gathered, load, load_options, pick_dtype, reference_logps, restore,
-                   save, save_checkpoint, tell_plan, tiny, turns_in)
+                   save, save_checkpoint, tell_plan, turns_in)
 from train_critic import read_turns, trajectory_pairs
 
 
@@ -101,25 +99,19 @@ def pair_loss(args, pair, logps, ref):
 def main(args):
     emit, device = open_stdout(), init_distributed()
     log = None if args.dry_run else Log(args)
-    groups, made = from_rank_0(lambda: prepare(args))
+    groups = from_rank_0(lambda: prepare(args))
     turns = turns_in(chain(*groups)) if args.loss != "rft" else []  # rft has no reference
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
     tell_plan("trajectories" if args.loss == "rft" else "pairs", groups, steps)
     if args.dry_run:
-        config = made[0].lm.config if made else find_model(args.model)[2]
-        return emit(dry_run(args, config, steps, turns))
+        return emit(dry_run(args, find_model(args.model)[2], steps, turns))
     log.begin(steps=len(steps), pairs=sum(map(len, groups)),
               dtype=str(pick_dtype(args.dtype, device)),
               data=digest([digest(tuple(pair)) for pair in chain(*groups)]),
-              model_weights=None if made else base_digest(args.model))
+              model_weights=base_digest(args.model))
 
-    start = args.model
-    if made:
-        start = os.path.join(args.out, "init")
-        save(*made, start)
-        barrier()
-    model, tokenizer = load(start, device, **load_options(args))
+    model, tokenizer = load(args.model, device, **load_options(args))
     ref = dict(zip(turns, reference_logps(model, turns, args.tree_tokens, args.out)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
@@ -167,19 +159,18 @@ NOTHING = {"dpo": "no turn has two unlike candidates with an advantage "
 
 
 def prepare(args):
-    """([[Pair]] of stdin, and --model tiny's (model, tokenizer), made here, or None)."""
+    """[[Pair]] of stdin: see make_groups."""
     needs_reward = {"mtdpo": True, "rft": not args.all}.get(args.loss, args.mix > 0)
     fields = ["dialogue_history", "reward"] if needs_reward else ["dialogue_history"]
     need = needs(*fields, to_train=True)
     records = list(read_records(need))
-    made = tiny(records, args.seed, PIECES) if args.model == "tiny" else None
-    tokenizer = made[1] if made else find_model(args.model)[1]
+    tokenizer = find_model(args.model)[1]
     agent = {"head": "logratio", "hidden_info": 0, "ref_context": "hidden"}  # it never reads c
     read_turns(agent, tokenizer, records, args.max_length)
     groups = [pairs for pairs in make_groups(args, records) if pairs]
     if not groups:
         fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
-    return groups, made
+    return groups
 
 
 def read_records(need):

@@ -1,0 +1,494 @@
+"""A toy world for the scripts: tasks, demonstrations, a human and a model, all made up here.
+
+    python tests/toy.py tasks --split train --n 400 > tasks.jsonl
+    python tests/toy.py demos --n 8000 > demos.jsonl   # scripted episodes of mixed quality
+    python tests/toy.py model --out runs/tiny          # a Llama of 267k parameters
+    ... | python collect.py --human tests/toy.py ...   # calls reply()
+
+A task is a function with slots, numbers that only the human knows. There are two worlds: slots,
+for the tiny model, and english, for a real one.
+"""
+import itertools
+import re
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.append(str(Path(__file__).parents[1]))
+from colbench import (ANSWER, environment, fill, first_message, hidden_information, read_action,
+                      task_id, with_hidden)
+from utils import fail, flag, open_stdout, parser, rng, run
+
+
+# --- two worlds -----------------------------------------------------------------------------------
+
+class World(NamedTuple):
+    """What its functions and their humans say."""
+    details: dict      # {slot: Detail}, in the order in which a demonstration asks
+    stories: dict      # {name: (what the function gives, unit)}
+    bodies: dict       # {name: {its slots: its body}}
+    requests: tuple    # descriptions
+    unknown: tuple     # the human's replies where it knows nothing
+    answer_form: str
+    task_fields: dict
+
+
+class Detail(NamedTuple):
+    """A number that only the human knows.
+
+    The texts may hold {unit}, replies also {n}, the number.
+    """
+    values: object    # a range, or a tuple of texts
+    step: str         # Python; of functions in English
+    clauses: tuple    # of the description, which leaves the number out
+    questions: tuple
+    replies: tuple
+    named: str        # regex: the words by which a question names it
+
+
+# The slots' values are disjoint, so that a small model can learn which number belongs where.
+SLOTS = {"rate": range(2, 10), "fee": range(11, 21), "low": range(21, 31), "step": range(31, 41),
+         "cap": range(41, 51), "mod": range(51, 61), "code": range(61, 71), "op": ("min", "max"),
+         "color": ()}
+# One description stands for several functions: asking, or the reference, tells which slots it has.
+FAMILIES = {  # name: (description, expressions in x and their slots)
+    "rent": ("the rent for x days", (
+        "x * rate + fee", "min(x * rate + fee, cap)",
+        "code if x < 0 else min(x * rate, cap)", "code if x < 0 else min(x * rate + fee, cap)")),
+    "ship": ("the cost of shipping x", (
+        "x + fee if x < low else x", "x + fee if x < low else x * rate",
+        "x // step * rate + fee", "x // step * rate + (fee if x < low else 0)")),
+    "tax": ("the tax on x", (
+        "max(x - low, 0) * rate", "code if x < 0 else max(x - low, 0) * rate",
+        "min(max(x - low, 0) * rate, cap)", "code if x < 0 else min(max(x - low, 0) * rate, cap)")),
+    "grade": ("the grade for x points", (
+        "code if x < low else x", "code if x < low else x // step",
+        "op(x % step, low)", "code if x < 0 else op(x % step, low)")),
+    "pay": ("what to pay for x hours", (
+        "x * rate + fee", "op(x * rate, x + fee)", "op(x * rate, cap)", "op(x * rate + fee, cap)")),
+    "park": ("the price of parking for x minutes", (
+        "x // step * rate", "code if x < 0 else x // step * rate",
+        "x // step * rate + fee", "code if x < 0 else x // step * rate + fee")),
+    "seat": ("the seat of guest x", (
+        "x % mod + fee", "code if x > cap else x % mod + fee",
+        "x % mod * rate + fee", "code if x > cap else x % mod * rate + fee")),
+    "toll": ("the toll for x", (
+        "x * rate + fee", "code if x < low else x * rate",
+        "code if x < low else x * rate + fee",
+        "code if x < low else min(x * rate + fee, cap * 9)")),
+}
+# In the order of their steps. A function has a price and one to four of the others.
+DETAILS = {
+    "limit": Detail(
+        range(40, 60), "if x > limit:\n    return 0",
+        ("too many {unit}s are refused, and the result is 0",
+         "above a certain number of {unit}s we refuse, and the result is 0"),
+        ("How many {unit}s do you accept?", "What is the largest number of {unit}s allowed?",
+         "Above how many {unit}s do you refuse?"),
+        ("We accept up to {n} {unit}s.", "More than {n} {unit}s are refused."),
+        r"accept|refus|allow|too many|largest number|\blimit"),
+    "free": Detail(
+        range(2, 10), "x = max(x - free, 0)",
+        ("the first few {unit}s are free", "some {unit}s at the start cost nothing"),
+        ("How many {unit}s are free?", "How many {unit}s cost nothing?",
+         "What number of {unit}s is free?"),
+        ("The first {n} {unit}s are free.", "{n} {unit}s cost nothing."),
+        r"free|nothing|includ|without pay"),
+    "price": Detail(
+        range(2, 10), "total = x * price",
+        ("each {unit} has the same price", "you pay for each {unit}"),
+        ("What is the price of each {unit}?", "How much does one {unit} cost?",
+         "How much do you charge per {unit}?"),
+        ("Each {unit} costs {n}.", "The price is {n} per {unit}."),
+        r"each|every|\bper\b|\bone\b|single|\brate\b"),
+    "fee": Detail(
+        range(11, 21), "total = total + fee",
+        ("a fixed fee is added", "a booking fee comes on top"),
+        ("How high is the fixed fee?", "What fee is added?", "How much is the booking fee?"),
+        ("The fee is {n}.", "We add {n} for the booking."),
+        r"\bfees?\b|fixed|flat|booking|add|extra|on top|\bbase\b|service|surcharge"),
+    "minimum": Detail(
+        range(21, 31), "total = max(total, minimum)",
+        ("it never costs less than a minimum", "there is a minimum total"),
+        ("What is the minimum?", "What does it cost at least?", "What is the lowest total?"),
+        ("The minimum is {n}.", "It costs at least {n}."),
+        r"minim|at least|lowest|lower|smallest|less than|below|floor"),
+    "maximum": Detail(
+        range(61, 91), "total = min(total, maximum)",
+        ("it never costs more than a maximum", "there is a maximum total"),
+        ("What is the maximum?", "What does it cost at most?", "What is the highest total?"),
+        ("The maximum is {n}.", "It costs at most {n}."),
+        r"maxim|at most|highest|upper|more than|\bcap|exceed|ceiling"),
+    "color": Detail((), "", (), ("What color should it be?",), (), r"\bcolor\b")}
+STORIES = {  # name: (what the function gives, unit)
+    "ride": ("the price of a taxi ride of x kilometers", "kilometer"),
+    "rent": ("the rent of a boat for x days", "day"),
+    "wash": ("the price of washing x shirts", "shirt"),
+    "ship": ("the cost of shipping x parcels", "parcel"),
+    "park": ("the price of parking for x hours", "hour"),
+    "lessons": ("the price of x piano lessons", "lesson"),
+    "call": ("the price of a phone call of x minutes", "minute"),
+    "copies": ("the price of copying x pages", "page")}
+BUGS = (("min(", "max("), ("max(", "min("), (" + ", " - "), (" * ", " + "), ("<", ">"), (">", "<"),
+        ("//", "%"), ("%", "//"), ("else x", "else 0"))
+SPLITS = ("train", "val", "test")  # which one a task is in is drawn by its name and values
+
+
+
+def slots_in(expression):
+    return tuple(slot for slot in SLOTS if re.search(rf"\b{slot}\b", expression))
+
+
+def body_in_english(slots):
+    steps = "\n".join(DETAILS[slot].step for slot in slots)
+    return "\n" + textwrap.indent(f"{steps}\nreturn total", "    ")
+
+
+PRICED = [tuple(slot for slot in DETAILS if slot == "price" or slot in others)
+          for n in range(len(DETAILS) - 1)
+          for others in itertools.combinations([*DETAILS][:2] + [*DETAILS][3:-1], n)]
+WORLDS = {
+    "slots": World(
+        details={slot: Detail(values, step="", clauses=(), replies=(slot + "={n}",),
+                              questions=(f"what is the {slot}?", f"which {slot} do you want?"),
+                              named=rf"\b{slot}\b")
+                 for slot, values in SLOTS.items()},
+        stories={name: (what, "") for name, (what, _) in FAMILIES.items()},
+        bodies={name: {slots_in(e): f" return {e}" for e in expressions}
+                for name, (_, expressions) in FAMILIES.items()},
+        requests=("write {name}(x): {what}",),
+        unknown=("i do not know",),
+        answer_form="{code}",
+        task_fields={"agent_prompt": "{problem_description}"}),
+    "english": World(
+        details=DETAILS,
+        stories=STORIES,
+        bodies=dict.fromkeys(STORIES, {slots: body_in_english(slots) for slots in PRICED}),
+        requests=("Please write a function {name}(x) that returns {what}.",
+                  "I need a function {name}(x). It should return {what}.",
+                  "Can you write {name}(x)? It returns {what}."),
+        unknown=("I do not know.", "I can't say.", "That does not matter."),
+        answer_form="```python\n{code}\n```",
+        task_fields={"world": "english"})}
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+def draw_values(r, slots, usual):
+    """A value for each slot. With probability `usual` it is the first one, which a guess names."""
+    return {name: choices[0] if r.random() < usual else r.choice(choices)
+            for name, choices in slots.items()}
+
+
+def endless(draw, split):
+    """Yields the tasks that draw() gives. It may give None, but not 10,000 times in a row."""
+    misses = 0
+    while misses < 10_000:
+        task = draw()
+        misses = 0 if task else misses + 1
+        if task:
+            yield task
+    fail(f"the {split} split has no such tasks")
+
+
+def slots_of(code):
+    """{name: text} of a reference's slots, the keyword defaults in `def f(x, rate=3): ...`."""
+    signature = code.partition("\n")[0].partition(":")[0]
+    return dict(re.findall(r"(\w+)=([^\s,()]+)", signature))
+
+
+def code_of(name, values, body):
+    """A function; slots_of reads the values again."""
+    defaults = ", ".join(f"{slot}={value}" for slot, value in values.items())
+    return f"def {name}(x, {defaults}):{body}"
+
+
+def telling_inputs(outputs, values, choices, r):
+    """Ten inputs x. Another value of any one slot changes the output of at least one of them.
+
+    outputs(inputs, values): a function's outputs; choices: {slot: its values}; r: a random.Random.
+    None where some other value makes the same function.
+    """
+    numbers = [v for v in values.values() if isinstance(v, int)]
+    inputs = {v + d for v in numbers for d in (-2, -1, 0, 1, 2)}
+    inputs |= {-r.randrange(1, 20), *range(4), 500, *r.sample(range(150), 30)}
+    inputs = sorted(inputs)
+    right = outputs(inputs, values)
+    rivals = [outputs(inputs, {**values, slot: value})
+              for slot in values for value in choices[slot] if value != values[slot]]
+    wrong = {x: {n for n, rival in enumerate(rivals) if rival[i] != right[i]}
+             for i, x in enumerate(inputs)}
+    left, chosen = set(range(len(rivals))), []
+    while left and len(chosen) < 10:  # next the input at which the most of them are wrong
+        best = max((x for x in inputs if x not in chosen), key=lambda x: len(wrong[x] & left))
+        chosen.append(best)
+        left -= wrong[best]
+    if left:
+        return None
+    chosen += r.sample([x for x in inputs if x not in chosen], 10 - len(chosen))
+    r.shuffle(chosen)
+    return chosen
+
+
+def bodies_of(world, name, args):
+    """{slots: body} of a name's functions that have so many slots."""
+    return {slots: body for slots, body in world.bodies[name].items()
+            if args.min_slots <= len(slots) <= args.max_slots}
+
+
+def make_task(world, name, values, body):
+    """A task whose slots have these values; None if another value makes the same function.
+
+    It has ten tests. Any other value of any one slot fails at least one of them.
+    """
+    code, space = code_of(name, values, body), {"min": min, "max": max}
+    exec(code, space)  # our own code
+
+    def outputs(inputs, values):
+        values = {slot: space.get(value, value) for slot, value in values.items()}
+        return [space[name](x, **values) for x in inputs]
+
+    r, (what, unit) = rng("tests", name, values), world.stories[name]
+    choices = {slot: world.details[slot].values for slot in values}
+    inputs = telling_inputs(outputs, values, choices, r)
+    if inputs is None:
+        return None
+    said = [fill(r.choice(world.requests), name=name, what=what)]
+    for slot in values:
+        if world.details[slot].clauses:
+            clause = fill(r.choice(world.details[slot].clauses), unit=unit)
+            said.append(f"{clause[0].upper()}{clause[1:]}.")
+    return {"id": "-".join([name, *(f"{slot}{value}" for slot, value in values.items())]),
+            "kind": "backend", "problem_description": " ".join(said), **world.task_fields,
+            "ground_truth": code,
+            "test_cases": {f"test{i}": f"{name}({x})" for i, x in enumerate(inputs, 1)}}
+
+
+def tasks(split, args):
+    """Endless tasks of a split. The splits share no task; one seed may repeat a task."""
+    r, world = rng("tasks", split, args.seed), WORLDS[args.world]
+    names = [name for name in world.stories if bodies_of(world, name, args)]
+    if not names:
+        fail(f"no function has {args.min_slots} to {args.max_slots} slots")
+
+    def draw():
+        name = r.choice(names)
+        slots, body = r.choice(list(bodies_of(world, name, args).items()))
+        values = draw_values(r, {slot: world.details[slot].values for slot in slots}, args.usual)
+        if rng("split", name, values).choice(SPLITS) == split:
+            return make_task(world, name, values, body)
+
+    return endless(draw, split)
+
+
+# --- the human ------------------------------------------------------------------------------------
+
+def asked_for(world, message):
+    """The slot that a message asks for first, or None."""
+    starts = {slot: match.start() for slot, detail in world.details.items()
+              if (match := re.search(detail.named, message, re.I))}
+    if not starts and re.search("price|cost|charge|how much", message, re.I):
+        return "price"
+    return min(starts, key=starts.get, default=None)
+
+
+def reply(task, history):
+    """For collect.py: the value of the first slot that the last message asks for."""
+    world, message = WORLDS[task.get("world", "slots")], history[-1]["content"]
+    slots, slot = slots_of(hidden_information(task)), asked_for(world, message)
+    if not slots:
+        raise ValueError("only tasks of tests/toy.py have slots that it knows")
+    r = rng("reply", task_id(task), message)
+    if slot not in slots:
+        return r.choice(world.unknown)
+    _, unit = world.stories.get(task_id(task).partition("-")[0], ("", ""))
+    return fill(r.choice(world.details[slot].replies), n=slots[slot], unit=unit)
+
+
+# --- demonstrations -------------------------------------------------------------------------------
+
+def episode(task, max_turns, agent, human, show_hidden=False):
+    """A record of an episode between two functions.
+
+    agent(turn, reply): its raw output in this turn, after the human's reply (None at first).
+    human(history): the reply. show_hidden: the first message starts with the reference.
+    """
+    history, said, answer = [first_message(task, max_turns)], None, None
+    for turn in range(max_turns):
+        output = agent(turn, said)
+        content, answer = read_action(output, turn == max_turns - 1)
+        history.append({"role": "assistant", "content": content, "output": output})
+        if answer is not None:
+            break
+        said = human(history)
+        history.append({"role": "user", "content": said})
+    if show_hidden:
+        history = with_hidden(history, task["ground_truth"])
+    answer = environment(task).answer(history, answer)
+    return {"task": task, "sample": 0, "dialogue_history": history, "answer": answer}
+
+
+def demonstration(world, task, r, args):
+    """A scripted episode of mixed quality: what an imperfect agent might do."""
+    name, details = task["id"].partition("-")[0], world.details
+    functions = bodies_of(world, name, args)
+    slots, told, denied = slots_of(task["ground_truth"]), {}, set()
+    informed, silent = r.random() < args.hidden, r.random() < args.silent
+    if any(details[slot].clauses for slot in slots):  # the description tells its slots
+        functions = {tuple(slots): world.bodies[name][tuple(slots)]}
+
+    def answer(possible):
+        """The function by what it knows; the missing slots and values are guessed."""
+        known = tuple(slot for slot in details if slot in (slots if informed else told))
+        names = r.choice([known] if known in possible else list(possible))
+        usual = {slot: details[slot].values[0] for slot in names}
+        guess = slots if informed else usual
+        values = {slot: told.get(slot) or guess[slot] for slot in names}
+        body = possible[names]
+        if r.random() < args.noise:  # a bug: one operator is another
+            right, wrong = r.choice([swap for swap in BUGS if swap[0] in body])
+            body = body.replace(right, wrong, 1)
+        return f"{ANSWER}\n" + fill(world.answer_form, code=code_of(name, values, body))
+
+    def agent(turn, said):
+        possible = {names: body for names, body in functions.items()
+                    if set(told) <= set(names) and not denied & set(names)}
+        unknown = [slot for slot in details
+                   if slot not in told and any(slot in names for names in possible)]
+        early = r.random() < (args.at_once if turn == 0 else args.early)
+        last = turn == args.max_turns - 1
+        if not silent and (early or last or not unknown):
+            return answer(possible)
+        distracted = not unknown or r.random() < args.distract
+        asked = r.choice(list(details) if distracted else unknown[:2])
+        return fill(r.choice(details[asked].questions), unit=world.stories[name][1])
+
+    def human(history):
+        slot = asked_for(world, history[-1]["content"])
+        if slot in slots:
+            told[slot] = slots[slot]
+        else:
+            denied.add(slot)
+        return reply(task, history)
+
+    return episode(task, args.max_turns, agent, human, show_hidden=informed)
+
+
+def demos(args):
+    """Demonstrations on tasks of the train split; a task may come again."""
+    for i, task in zip(range(args.n), tasks("train", args)):
+        yield demonstration(WORLDS[args.world], task, rng("demo", args.seed, i), args)
+
+
+# --- a tiny model ---------------------------------------------------------------------------------
+
+# What is one token to it: markers, a function's head and body, `name=`, numbers, words, and any
+# other character.
+PIECES = (r"[A-Z][A-Z ]+:\n|Hidden reference:\n|def \w+\(x|\): return [^\n]+"
+          r"| ?\w+=|\d+| ?\w+|[^\w]")
+
+
+def tiny(records, seed=0, pieces=PIECES):
+    """(model, tokenizer): an untrained Llama of about 260k parameters, with the records' words.
+
+    Text of other words is spelled byte by byte, so that any text goes in and out unchanged.
+    """
+    import torch
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils import logging
+    logging.disable_progress_bar()
+    counts = Counter()
+    for record in records:
+        for message in record["dialogue_history"]:
+            counts.update(re.findall(pieces, message.get("output") or message["content"]))
+    special = ["<|pad|>", "<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
+    vocab = [(token, 0.0) for token in special]
+    vocab += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
+    # Words have equal scores, so that the fewest pieces win.
+    vocab += [(word, -1.0) for word in sorted(counts) if counts[word] > 1]
+    t = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
+    t.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), "isolated")
+    t.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    t.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=t, bos_token="<|begin|>", eos_token="<|end|>", pad_token="<|pad|>",
+        clean_up_tokenization_spaces=False, additional_special_tokens=special[3:])
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
+    torch.manual_seed(seed)
+    # With the usual initializer_range of 0.02 a model of this size never learns to copy a value.
+    config = LlamaConfig(vocab_size=len(vocab), hidden_size=96, intermediate_size=256,
+                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                         head_dim=32, max_position_embeddings=16384, tie_word_embeddings=True,
+                         initializer_range=0.08, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+    return LlamaForCausalLM(config), tokenizer
+
+
+# --- command line ---------------------------------------------------------------------------------
+
+def commands(doc):
+    """(parser, its commands) with the flags of both toys."""
+    root = parser(doc, usage=None)
+    found = root.add_subparsers(dest="command", required=True)
+    for name, n, usual in ("tasks", 500, 0.65), ("demos", 8000, 0.0), ("model", 8000, 0.0):
+        p = found.add_parser(name, allow_abbrev=False)
+        flag(p, "n", n, "how many; model: the demonstrations whose words it has")
+        flag(p, "seed", 0, "another seed, another draw")
+        flag(p, "usual", usual, "probability of a slot's usual value, which a guess names")
+        if name == "tasks":
+            flag(p, "split", "train", "the splits share no task", choices=SPLITS)
+            continue
+        if name == "model":
+            flag(p, "out", None, "its directory", required=True)
+        flag(p, "max_turns", 6, "messages the agent may send")
+        g = p.add_argument_group("the script: probabilities")
+        flag(g, "at_once", 0.15, "the agent answers in its first message")
+        flag(g, "early", 0.3, "it answers in a later one while a slot is unknown")
+        flag(g, "distract", 0.15, "a question is irrelevant or repeated")
+        flag(g, "noise", 0.04, "the answer has a bug")
+        flag(g, "silent", 0.12, "the agent never answers")
+        flag(g, "hidden", 0.4, "it reads the reference in its first message, as the critic does")
+    return root, found
+
+
+def get_args(argv=None):
+    root, found = commands(__doc__)
+    for p in found.choices.values():
+        flag(p, "world", "slots", "slots: for a tiny model; english: for a real one",
+             choices=WORLDS)
+        flag(p, "min_slots", 2, "hidden slots of a function, at least")
+        flag(p, "max_slots", 4, "and at most")
+    return root.parse_args(argv)
+
+
+def write_tasks(made, args, emit):
+    """Writes tasks, none twice."""
+    seen = set()
+    for i, task in enumerate(made):
+        if len(seen) == args.n:
+            return
+        if i > 100 * args.n:
+            fail(f"the {args.split} split has no {args.n} such tasks (found {len(seen)})")
+        if task["id"] not in seen:
+            seen.add(task["id"])
+            emit({"task": task})
+
+
+def main(args, tasks=tasks, demos=demos, pieces=PIECES):
+    emit = open_stdout()
+    if args.command == "tasks":
+        write_tasks(tasks(args.split, args), args, emit)
+    elif args.command == "demos":
+        for record in demos(args):
+            emit(record)
+    else:
+        for part in tiny(demos(args), args.seed, pieces):
+            part.save_pretrained(args.out)
+
+
+if __name__ == "__main__":
+    run(main, get_args())

@@ -1,0 +1,225 @@
+"""Toy pages for the scripts: tasks, demonstrations, a human, a model, and a reward without CLIP.
+
+    python tests/toy_pages.py tasks --split train --n 150 > tasks.jsonl
+    python tests/toy_pages.py demos --n 4000 > demos.jsonl
+    python tests/toy_pages.py model --out runs/tiny
+    ... | python collect.py --human tests/toy_pages.py ...   # calls reply()
+    ... | python tests/toy_pages.py grade > graded.jsonl     # by the likeness of blocks
+"""
+import os
+import re
+from collections import Counter
+
+import toy  # makes the scripts importable, too
+import colbench
+from colbench import (ANSWER, NOT_SEEN, PAGE, Environment, Pages, Renderer, browser_flag,
+                      extract_page, fill, hidden_information)
+from utils import flag, open_stdout, rng, run
+
+
+# --- pages with hidden slots ----------------------------------------------------------------------
+
+PAGE_SLOTS = {  # name: (what stands before its value in a page, values)
+    "background": ('<body class="bg-', ("gray", "yellow", "pink")),
+    "header": ('<header class="bg-', ("red", "green", "blue", "purple")),
+    "title": ('<h1 class="text-', ("left", "center", "right")),
+    "columns": ("grid-cols-", ("1", "2", "3", "4")),
+    "button": ('<button class="bg-', ("black", "white"))}
+PAGE_VALUES = {slot: values for slot, (_, values) in PAGE_SLOTS.items()}
+RIGHT = "it looks right"  # what the human says at last
+THEMES = "bakery", "school", "museum", "garden", "library", "market"
+PAGE_TEXT = """\
+<html><link rel=stylesheet href=tailwind.css><body class="bg-{background}-300">\
+<header class="bg-{header}-500 p-8"><h1 class="text-{title} text-8xl">the {theme}</h1></header>\
+<main class="grid-cols-{columns} grid gap-8 p-8">\
+<p class="p-8 bg-white">a</p><p class="p-8 bg-white">b</p>\
+<p class="p-8 bg-white">c</p><p class="p-8 bg-white">d</p>\
+</main><button class="bg-{button} m-8 p-16"></button></body></html>"""
+
+
+def page_slots(page):
+    """{slot: its value} of a page that is made like the built-in ones; it may lack some."""
+    found = {slot: re.search(before + r"(\w+)", page) for slot, (before, _) in PAGE_SLOTS.items()}
+    return {slot: match[1] for slot, match in found.items() if match}
+
+
+def tasks(split, args):
+    """As toy.tasks. A description tells a page's theme, no slot."""
+    r = rng("pages", split, args.seed)
+
+    def draw():
+        theme = r.choice(THEMES)
+        values = toy.draw_values(r, PAGE_VALUES, args.usual)
+        if rng("pages", theme, values).choice(toy.SPLITS) == split:
+            return {"id": "-".join([theme, *values.values()]), "kind": "frontend",
+                    "problem_description": f"a page for the {theme}",
+                    "agent_prompt": "{problem_description}",
+                    "ground_truth": fill(PAGE_TEXT, theme=theme, **values)}
+
+    return toy.endless(draw, split)
+
+
+def reply(task, history):
+    """For collect.py: one slot of the last page that is not as in theirs."""
+    message = history[-1]["content"]
+    page, wanted = extract_page(message), page_slots(hidden_information(task))
+    if not wanted:
+        raise ValueError("only tasks of tests/toy_pages.py have slots that it knows")
+    if not page:
+        return NOT_SEEN.format("no page")
+    shown = page_slots(page)
+    wrong = [slot for slot in wanted if shown.get(slot) != wanted[slot]]
+    if not wrong:
+        return RIGHT
+    slot = rng("remark", task["id"], message).choice(wrong)
+    said = f"the {slot} should be {wanted[slot]}"
+    if slot == "columns":
+        said = f"there should be {wanted[slot]} columns"
+    return f"{said}, not {shown[slot]}" if slot in shown else said
+
+
+def demonstration(task, r, args):
+    """As toy.demonstration."""
+    theme, wanted = task["id"].partition("-")[0], page_slots(task["ground_truth"])
+    informed, silent = r.random() < args.hidden, r.random() < args.silent
+    page = {slot: wanted[slot] if informed else r.choice(choices)
+            for slot, choices in PAGE_VALUES.items()}
+
+    def agent(turn, said):
+        if said == RIGHT and not silent:
+            return f"{ANSWER} that page"
+        output = fill(PAGE_TEXT, theme=theme, **page)
+        if not silent and r.random() < (args.at_once if turn == 0 else args.early):
+            output = f"{ANSWER}\n{output}"
+        if r.random() < args.noise:
+            output = output.replace("</body></html>", "")  # no page at all
+        return output
+
+    def human(history):
+        """Names a slot; the agent mends it, or changes another."""
+        said = reply(task, history)
+        named = [slot for slot in page if re.search(rf"\b{slot}\b", said)]
+        if r.random() < args.distract:
+            other = r.choice(list(page))
+            page[other] = r.choice(PAGE_VALUES[other])
+        elif named:
+            page[named[0]] = wanted[named[0]]
+        return said
+
+    return toy.episode(task, args.max_turns, agent, human, show_hidden=informed)
+
+
+def demos(args):
+    """As toy.demos."""
+    for i, task in zip(range(args.n), tasks("train", args)):
+        yield demonstration(task, rng("demo", args.seed, i), args)
+
+
+# What is one token to the tiny model, before toy.PIECES: what is between slots.
+PIECES = (r'<html>SLOT|(?:-\d00)?(?: [^\n"]*)?">(?:SLOT|[^\n"]*)|'
+          .replace("SLOT", r'[^\n]*?class="(?:bg-|text-|grid-cols-)')) + toy.PIECES
+
+
+# --- how alike two pages look ---------------------------------------------------------------------
+
+# What is on a page: pictures, inputs and the like by their tags, coloured areas, and texts, by box.
+BLOCKS = """limit => document.fonts.ready.then(() => {
+  const blocks = [], things = /^(IMG|SVG|IFRAME|VIDEO|CANVAS|INPUT|TEXTAREA|SELECT)$/i;
+  const solid = css => !css.startsWith('rgba') || !css.endsWith(', 0)');
+  const rgb = css => css.match(/[\\d.]+/g).slice(0, 3).map(Number);
+  const add = (kind, what, css, text) => {
+    const r = what.getBoundingClientRect();
+    const box = [r.left + scrollX, r.top + scrollY, r.width, r.height];
+    const weight = Math.sqrt(Math.max(1, r.width * r.height));
+    blocks.push({kind, box, colour: rgb(css), text, weight});
+  };
+  for (const e of document.body ? document.body.querySelectorAll('*') : []) {
+    const r = e.getBoundingClientRect(), s = getComputedStyle(e);
+    if (blocks.length >= limit || r.width < 1 || r.height < 1) continue;
+    if (s.visibility != 'visible' || s.opacity == 0) continue;
+    const coloured = solid(s.backgroundColor) || s.backgroundImage != 'none';
+    if (things.test(e.tagName)) add(e.tagName, e, 'rgb(0, 0, 0)', '');
+    else if (coloured) add('area', e, s.backgroundColor, '');
+    const texts = [...e.childNodes].filter(n => n.nodeType == 3 && n.textContent.trim());
+    if (texts.length) {  // where its letters are
+      const range = document.createRange();
+      range.setStartBefore(texts[0]);
+      range.setEndAfter(texts[texts.length - 1]);
+      const text = texts.map(n => n.textContent).join(' ').trim().slice(0, 500);
+      add('text', range, s.color, text);
+    }
+  }
+  const root = document.documentElement, behind = [document.body, root]
+    .map(e => e ? getComputedStyle(e).backgroundColor : '').find(css => css && solid(css));
+  return {blocks, colour: rgb(behind || 'rgb(255, 255, 255)'), height: root.scrollHeight};
+})"""
+
+
+def colour_likeness(a, b):
+    """How alike the colours of two blocks or pages are, 0 to 1."""
+    return 1 - sum(abs(x - y) for x, y in zip(a["colour"], b["colour"])) / 765
+
+
+def text_likeness(a, b):
+    """How alike the texts of two blocks are, 0 to 1: the share of common pairs of letters."""
+    a, b = (Counter(zip(x["text"].lower(), x["text"].lower()[1:])) for x in (a, b))
+    return 2 * (a & b).total() / (a.total() + b.total()) if a or b else 1.0
+
+
+def block_likeness(a, b, height):
+    """How alike two blocks of one kind are, 0 to 1: place and size, colour, text."""
+    sides = (PAGE["width"], height) * 2
+    apart = sum(abs(x - y) / side for x, y, side in zip(a["box"], b["box"], sides))
+    return max(0, 1 - apart / 2) * colour_likeness(a, b) * (1 + text_likeness(a, b)) / 2
+
+
+def similarity(page, other):
+    """How alike two drawn pages are, 0 to 1; 1 for equal pages. No model's weights are needed.
+
+    It is the share of both pages' blocks that have a like one in the other, weighted by the square
+    roots of their areas. The most alike are matched first. Heights and backgrounds are a twentieth.
+    """
+    height = max(page["height"], other["height"], 1)
+    scores = [(block_likeness(a, b, height), i, j) for i, a in enumerate(page["blocks"])
+              for j, b in enumerate(other["blocks"]) if a["kind"] == b["kind"]]
+    scores.sort(key=lambda score: (-score[0], score[1:]))
+    matched, left, right = 0.0, set(), set()
+    for likeness, i, j in scores:
+        if i not in left and j not in right:
+            left.add(i)
+            right.add(j)
+            matched += likeness * (page["blocks"][i]["weight"] + other["blocks"][j]["weight"])
+    whole = sum(block["weight"] for block in page["blocks"] + other["blocks"])
+    blocks = matched / whole if whole else 1.0
+    behind = colour_likeness(page, other) * min(page["height"], other["height"]) / height
+    return round(0.95 * blocks + 0.05 * behind, 6)  # 1 for equal pages, in whatever order added
+
+
+class Blocks(Pages):
+    """Pages, graded by `similarity`."""
+
+    def __init__(self, args):
+        Environment.__init__(self, args)
+        self.reward_by, self.likeness = "blocks", similarity
+        self.renderer = self.enter_context(Renderer(args.workers, args.browser, BLOCKS))
+
+
+# --- command line ---------------------------------------------------------------------------------
+
+def get_args(argv=None):
+    root, found = toy.commands(__doc__)
+    grade = found.add_parser("grade", allow_abbrev=False)
+    flag(grade, "workers", os.cpu_count(), "pages drawn at once", least=1)
+    browser_flag(grade)
+    return root.parse_args(argv)
+
+
+def main(args):
+    if args.command == "grade":
+        colbench.ENVIRONMENTS["frontend"] = Blocks
+        return colbench.grade_stdin(args, open_stdout())
+    toy.main(args, tasks, demos, PIECES)
+
+
+if __name__ == "__main__":
+    run(main, get_args())
