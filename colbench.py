@@ -5,7 +5,7 @@ One record is one line of JSON, and every stage adds fields to it: README, "One 
     python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
 """
-from utils import digest, fail, flag, open_stdout, parser, progress, read_jsonl, rng, run, say
+from utils import digest, fail, flag, open_stdout, parser, progress, read_jsonl, run, say
 
 import asyncio
 import collections
@@ -31,13 +31,11 @@ import threading
 import time
 import urllib.parse
 from hashlib import sha256
-from typing import NamedTuple
 
 
 ANSWER = "I WANT TO ANSWER:"   # what follows is the final answer
 OUTPUT = "OUTPUT:"             # what stands before is the agent's private thought
 HIDDEN = "Hidden reference:\n{hidden}\n\n"  # goes before a conversation, for a reader who may know
-RIGHT = "it looks right"                    # what the human says of a page
 NOT_SEEN = "i can't see your page: {}"
 
 
@@ -186,30 +184,25 @@ def extract_page(text):
 # --- environments: all that a kind of task decides ------------------------------------------------
 
 class Environment(contextlib.ExitStack):
-    """One kind of task. The class knows the task; an instance plays the human and grades.
+    """One kind of task: what agent and human read, what the answer is, and how it is graded.
 
-    An instance is shared by threads; `with` ends what it has entered. args: a script's flags;
-    workers: answers graded at once; pictures: 1 if an LLM human or a critic looks at pages.
+    The class knows the task. An instance grades; it is shared by threads, and `with` ends what it
+    has entered. args: the flags of `colbench.py grade`.
     """
     agent_prompt = "{problem_description}"  # may hold {max_turns}, {ANSWER} and {OUTPUT}, too
     human_prompt = None             # for an LLM that plays the human; see human_prompt()
     reply_chars = 400               # the human's reply is cut here
+    pages = False                   # True: answers are web pages, at which an LLM human looks
     fields = ()                     # what grade reads of a task beyond description and reference
     reward_name = "reward"          # in messages; its first word heads a column of evaluate.py
-    drawn = False                   # 1 if answers are drawn: then methods may take long
 
-    def __init__(self, args, workers, pictures=0):
+    def __init__(self, args):
         super().__init__()
 
     @classmethod
     def answer(cls, history, final):
         """The answer of a dialogue; final: what the agent's last message hands in, or None."""
         return final
-
-    @classmethod
-    def page(cls, text):
-        """The HTML page in a text, or "". A kind that has pages inherits from Pages."""
-        return ""
 
     @classmethod
     def metrics(cls, record):
@@ -223,17 +216,12 @@ class Environment(contextlib.ExitStack):
         answered = record.get("answered", marked)
         return {"success": (record["reward"] >= 1, 1), "unanswered": (not answered, 1)}
 
-    def shown(self, task, message):
-        """PNG files, as bytes, that an LLM human looks at."""
-        return []
-
     def grade(self, task, answer):
-        """{"reward": 0 to 1} and what else the record should keep; "failure" says what failed."""
-        fail(f"{type(self).__name__} grades nothing: it needs a method grade")
+        """{"reward": 0 to 1} and what else the record should keep.
 
-    def grader_line(self):
-        """How it grades, for a program's last message."""
-        return "grader: " + type(self).__name__
+        "failure" says what failed, "reward_by" what graded; rewards by two of them do not compare.
+        """
+        fail(f"{type(self).__name__} grades nothing: it needs a method grade")
 
 
 # --- Backend Programming: functions ---------------------------------------------------------------
@@ -266,16 +254,13 @@ not mind. Write no code, quote none, and do not mention that a function exists."
     fields = ("task.test_cases",)
     reward_name = "tests passed"
 
-    def __init__(self, args, workers, pictures=0):
-        super().__init__(args, workers)
-        self.rules = getattr(args, "rules", "honest")
-        self.grader = self.enter_context(Grader(self.rules, workers))
+    def __init__(self, args):
+        super().__init__(args)
+        self.reward_by = f"{args.rules} rules"
+        self.grader = self.enter_context(Grader(args.rules, args.workers))
 
     def grade(self, task, answer):
-        return self.grader.grade(task, answer)
-
-    def grader_line(self):
-        return f"grader: {self.rules} rules"
+        return {**self.grader.grade(task, answer), "reward_by": self.reward_by}
 
 
 # --- Frontend Design: pages -----------------------------------------------------------------------
@@ -283,8 +268,7 @@ not mind. Write no code, quote none, and do not mention that a function exists."
 class Pages(Environment):
     """Frontend Design: the answer is a web page, the reward how alike it and the reference look.
 
-    The likeness is by --clip, a Clip, or else by `similarity`. A page that can't be drawn is worth
-    0, and "failure" in the record says why.
+    The likeness is CLIP's. A page that can't be drawn is worth 0, and "failure" says why.
     """
     agent_prompt = """You build a web page for a colleague who has a certain page in mind; below \
 is how they describe it. In each message send one complete page, from <html> to </html>, with \
@@ -304,17 +288,12 @@ layout, colours, sizes and texts, said of your page as it should be. Write no co
 mention pictures."""
     reply_chars = 1000
     reward_name = "likeness"
-    drawn = True
-    page = staticmethod(extract_page)
+    pages = True
 
-    def __init__(self, args, workers, pictures=0):
-        super().__init__(args, workers)
-        self.by, self.likeness = "blocks", similarity  # likeness(page, reference)
-        if args.clip:
-            self.by, self.likeness, pictures = "clip", Clip(args.clip), 1
-        self.renderer = self.enter_context(Renderer(workers, args.browser, pictures))
-        self.render = functools.lru_cache(256 if pictures else 1024)(self.renderer.render)
-        self.picture_file = self.renderer.picture_file
+    def __init__(self, args):
+        super().__init__(args)
+        self.reward_by, self.likeness = "clip", Clip(args.clip)  # likeness(page, reference)
+        self.renderer = self.enter_context(Renderer(args.workers, args.browser))
 
     @classmethod
     def answer(cls, history, final):
@@ -326,27 +305,12 @@ mention pictures."""
     def metrics(cls, record):
         return {"not_drawn": ("failure" in record, 1)}
 
-    def pair(self, task, text):
-        """(the last page in a text, the reference) as drawn; RenderError if one can't be."""
-        page, reference = self.render(extract_page(text)), task["ground_truth"]
-        try:
-            return page, self.render(extract_page(reference) or reference)
-        except RenderError as e:
-            why = f"task {task_id(task)}: its reference can't be drawn: {e}"
-            raise NoReference(why) from None
-
-    def shown(self, task, message):
-        return [picture["png"] for picture in self.pair(task, message)]
-
     def grade(self, task, answer):
         try:
-            pages = self.pair(task, answer)
-        except RenderError as e:
-            return {"reward": 0.0, "reward_by": self.by, "failure": str(e)}
-        return {"reward": self.likeness(*pages), "reward_by": self.by}
-
-    def grader_line(self):
-        return f"grader: {self.by}"
+            pages = self.renderer.pair(task, answer)
+        except (RenderError, NoReference) as e:
+            return {"reward": 0.0, "reward_by": self.reward_by, "failure": str(e)}
+        return {"reward": self.likeness(*pages), "reward_by": self.reward_by}
 
 
 # --- the grader: a sandbox ------------------------------------------------------------------------
@@ -876,15 +840,15 @@ def grade_records(records, environments):
 
     A bad line ends the program after the records before it.
     """
-    window, error = collections.deque(), None
+    window, error, workers = collections.deque(), None, environments.args.workers
     graded = lambda record, job: {**ungraded(record), **job.result()}
-    with concurrent.futures.ThreadPoolExecutor(2 * environments.workers) as pool:
+    with concurrent.futures.ThreadPoolExecutor(2 * workers) as pool:
         try:
             for record in records:
                 grade = environments(record["task"]).grade
                 job = pool.submit(grade, record["task"], record.get("answer"))
                 window.append((record, job))
-                if len(window) >= 4 * environments.workers:
+                if len(window) >= 4 * workers:
                     yield graded(*window.popleft())
         except SystemExit as e:
             error = e
@@ -894,34 +858,26 @@ def grade_records(records, environments):
 
 
 class Environments(contextlib.ExitStack):
-    """with Environments(args, workers) as opened: opened(task) is the Environment of its kind.
+    """with Environments(args) as opened: opened(task) is the Environment of its kind.
 
-    Each is made once, when first asked for. The arguments are an Environment's.
+    Each is made once, when first asked for.
     """
 
-    def __init__(self, args, workers, pictures=0):
+    def __init__(self, args):
         super().__init__()
-        self.args, self.workers, self.pictures = args, workers, pictures
-        self.of_kind = {}
+        self.args, self.of_kind = args, {}
 
     def __call__(self, task):
         kind = kind_of(task)
         if kind not in self.of_kind:
-            env = ENVIRONMENTS[kind](self.args, self.workers, self.pictures)
-            self.of_kind[kind] = self.enter_context(env)
+            self.of_kind[kind] = self.enter_context(ENVIRONMENTS[kind](self.args))
         return self.of_kind[kind]
-
-    def reward_name(self):
-        return " and ".join(env.reward_name for env in self.of_kind.values()) or "reward"
-
-    def grader_line(self):
-        return "; ".join(env.grader_line() for env in self.of_kind.values())
 
 
 # --- frontend: pages in a real browser, which reaches nothing -------------------------------------
 
 PAGE = {"width": 1280, "height": 720, "tallest": 4096,  # pixels of a picture
-        "bytes": 1 << 20, "seconds": 15, "blocks": 400}
+        "bytes": 1 << 20, "seconds": 15}
 BROWSERS = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"
 BROWSER_FLAGS = [
     "--disable-gpu", "--disable-background-networking", "--disable-component-update",
@@ -934,44 +890,15 @@ CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.
 PICTURE_HOSTS = re.compile(
     r"(^|\.)(picsum\.photos|placeholder\.com|placehold\.(co|it)|dummyimage\.com|unsplash\.com|"
     r"loremflickr\.com|placekitten\.com)$")
-# What is on a page: pictures, inputs and the like by their tags, coloured areas, and texts, by box.
-BLOCKS = """limit => document.fonts.ready.then(() => {
-  const blocks = [], things = /^(IMG|SVG|IFRAME|VIDEO|CANVAS|INPUT|TEXTAREA|SELECT)$/i;
-  const solid = css => !css.startsWith('rgba') || !css.endsWith(', 0)');
-  const rgb = css => css.match(/[\\d.]+/g).slice(0, 3).map(Number);
-  const add = (kind, what, css, text) => {
-    const r = what.getBoundingClientRect();
-    const box = [r.left + scrollX, r.top + scrollY, r.width, r.height];
-    const weight = Math.sqrt(Math.max(1, r.width * r.height));
-    blocks.push({kind, box, colour: rgb(css), text, weight});
-  };
-  for (const e of document.body ? document.body.querySelectorAll('*') : []) {
-    const r = e.getBoundingClientRect(), s = getComputedStyle(e);
-    if (blocks.length >= limit || r.width < 1 || r.height < 1) continue;
-    if (s.visibility != 'visible' || s.opacity == 0) continue;
-    const coloured = solid(s.backgroundColor) || s.backgroundImage != 'none';
-    if (things.test(e.tagName)) add(e.tagName, e, 'rgb(0, 0, 0)', '');
-    else if (coloured) add('area', e, s.backgroundColor, '');
-    const texts = [...e.childNodes].filter(n => n.nodeType == 3 && n.textContent.trim());
-    if (texts.length) {  // where its letters are
-      const range = document.createRange();
-      range.setStartBefore(texts[0]);
-      range.setEndAfter(texts[texts.length - 1]);
-      const text = texts.map(n => n.textContent).join(' ').trim().slice(0, 500);
-      add('text', range, s.color, text);
-    }
-  }
-  const root = document.documentElement, behind = [document.body, root]
-    .map(e => e ? getComputedStyle(e).backgroundColor : '').find(css => css && solid(css));
-  return {blocks, colour: rgb(behind || 'rgb(255, 255, 255)'), height: root.scrollHeight};
-})"""
+# What a Renderer asks of a page; the answer has a height.
+HEIGHT = "() => document.fonts.ready.then(() => ({height: document.documentElement.scrollHeight}))"
 
 
 class RenderError(Exception):
     """Why a page has no picture."""
 
 
-class NoReference(RenderError):
+class NoReference(Exception):
     """Why a task's reference has no picture."""
 
 
@@ -1003,8 +930,8 @@ class Browser:
     Its methods run in a Renderer's event loop. api: playwright.async_api.
     """
 
-    def __init__(self, api, path, pictures):
-        self.api, self.path, self.pictures = api, path, pictures
+    def __init__(self, api, path, script):
+        self.api, self.path, self.script = api, path, script
         self.driver = self.tab = None
         self.page = self.sheet = None  # what the tab may load
 
@@ -1036,13 +963,11 @@ class Browser:
         """See Renderer.render. api.Error if the page fails."""
         self.page, self.sheet = page, sheet
         await self.tab.goto("https://page.invalid/")
-        drawn = await self.tab.evaluate(BLOCKS, PAGE["blocks"])
-        if self.pictures:
-            height = min(max(drawn["height"], 1), PAGE["tallest"])
-            box = {"x": 0, "y": 0, "width": PAGE["width"], "height": height}
-            drawn["png"] = await self.tab.screenshot(full_page=True, clip=box,
-                                                     animations="disabled")
-        return drawn
+        drawn = await self.tab.evaluate(self.script)
+        height = min(max(drawn["height"], 1), PAGE["tallest"])
+        box = {"x": 0, "y": 0, "width": PAGE["width"], "height": height}
+        png = await self.tab.screenshot(full_page=True, clip=box, animations="disabled")
+        return {**drawn, "png": png}
 
     async def answer(self, route):
         """Answers a request of the tab: with the page, its sheet or a grey picture, or not."""
@@ -1076,11 +1001,11 @@ class Renderer(contextlib.AbstractContextManager):
     """with Renderer() as renderer: renderer.render(page), from any thread.
 
     Scripts are off. Every request is answered here or refused.
-    workers: browsers, each with one page at a time. pictures=0: no "png", in half the time. The
-    same page gives the same bytes.
+    workers: browsers, each with one page at a time. script: what is asked of a page, HEIGHT and
+    maybe more. The same page gives the same bytes.
     """
 
-    def __init__(self, workers=2, browser=None, pictures=1):
+    def __init__(self, workers=2, browser=None, script=HEIGHT):
         try:
             from playwright import async_api
         except ImportError:
@@ -1097,10 +1022,11 @@ class Renderer(contextlib.AbstractContextManager):
         self.api, self.sheet = async_api, Sheet(css.decode())
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        self.browsers = [Browser(async_api, path, pictures) for _ in range(workers)]
+        self.browsers = [Browser(async_api, path, script) for _ in range(workers)]
         self.idle = asyncio.LifoQueue()  # last in, first out: few pages start few browsers
         for one in self.browsers:
             self.idle.put_nowait(one)
+        self.render = functools.lru_cache(256)(self.render)
 
     def __exit__(self, *_):
         for browser in self.browsers:
@@ -1111,7 +1037,7 @@ class Renderer(contextlib.AbstractContextManager):
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def render(self, page):
-        """{"png", "blocks", "colour", "height"} of a page, or RenderError says why not.
+        """{"png", "height"} of a page, and what else `script` gives; RenderError says why not.
 
         GraderError if the browser does not start.
         """
@@ -1120,6 +1046,15 @@ class Renderer(contextlib.AbstractContextManager):
         if len(page.encode(errors="replace")) > PAGE["bytes"]:
             raise RenderError(f"the page has more than {PAGE['bytes']} bytes")
         return self.wait(self.draw(page, self.sheet(page)))
+
+    def pair(self, task, text):
+        """(the last page in a text, the task's reference) as drawn."""
+        page, reference = self.render(extract_page(text)), task["ground_truth"]
+        try:
+            return page, self.render(extract_page(reference) or reference)
+        except RenderError as e:
+            why = f"task {task_id(task)}: its reference can't be drawn: {e}"
+            raise NoReference(why) from None
 
     async def draw(self, page, sheet):
         browser = await self.idle.get()
@@ -1176,46 +1111,6 @@ def draw_pages(args, pages, folder):
 
 # --- frontend: how alike two pages look -----------------------------------------------------------
 
-def colour_likeness(a, b):
-    """How alike the colours of two blocks or pages are, 0 to 1."""
-    return 1 - sum(abs(x - y) for x, y in zip(a["colour"], b["colour"])) / 765
-
-
-def text_likeness(a, b):
-    """How alike the texts of two blocks are, 0 to 1: the share of common pairs of letters."""
-    a, b = (collections.Counter(zip(x["text"].lower(), x["text"].lower()[1:])) for x in (a, b))
-    return 2 * (a & b).total() / (a.total() + b.total()) if a or b else 1.0
-
-
-def block_likeness(a, b, height):
-    """How alike two blocks of one kind are, 0 to 1: place and size, colour, text."""
-    sides = (PAGE["width"], height) * 2
-    apart = sum(abs(x - y) / side for x, y, side in zip(a["box"], b["box"], sides))
-    return max(0, 1 - apart / 2) * colour_likeness(a, b) * (1 + text_likeness(a, b)) / 2
-
-
-def similarity(page, other):
-    """How alike two drawn pages are, 0 to 1; 1 for equal pages. No model's weights are needed.
-
-    It is the share of both pages' blocks that have a like one in the other, weighted by the square
-    roots of their areas. The most alike are matched first. Heights and backgrounds are a twentieth.
-    """
-    height = max(page["height"], other["height"], 1)
-    scores = [(block_likeness(a, b, height), i, j) for i, a in enumerate(page["blocks"])
-              for j, b in enumerate(other["blocks"]) if a["kind"] == b["kind"]]
-    scores.sort(key=lambda score: (-score[0], score[1:]))
-    matched, left, right = 0.0, set(), set()
-    for likeness, i, j in scores:
-        if i not in left and j not in right:
-            left.add(i)
-            right.add(j)
-            matched += likeness * (page["blocks"][i]["weight"] + other["blocks"][j]["weight"])
-    whole = sum(block["weight"] for block in page["blocks"] + other["blocks"])
-    blocks = matched / whole if whole else 1.0
-    behind = colour_likeness(page, other) * min(page["height"], other["height"]) / height
-    return round(0.95 * blocks + 0.05 * behind, 6)  # 1 for equal pages, in whatever order added
-
-
 class Clip:
     """Cosine similarity of CLIP image embeddings, clipped to [0, 1].
 
@@ -1262,15 +1157,6 @@ def browser_flag(p):
     flag(p, "browser", None, "Chromium, to draw pages; not given: found by itself", metavar="PATH")
 
 
-def page_flags(p):
-    """How pages are drawn and graded."""
-    p = p.add_argument_group("pages (frontend)")
-    browser_flag(p)
-    flag(p, "clip", None, "the likeness is CLIP's, from a directory or the hub (the paper's: "
-         "openai/clip-vit-base-patch32); not given: that of blocks and texts, which needs no model",
-         metavar="DIR")
-
-
 def get_args(argv=None):
     root = parser(__doc__, usage=None)
     commands = root.add_subparsers(dest="command", required=True)
@@ -1282,35 +1168,40 @@ def get_args(argv=None):
         return p
 
     grade, check = command("grade", grade_stdin), command("check", check_stdin)
-    flag(grade, "rules", "honest", "official: as the released scorer",
-         choices=["honest", "official"])
     for p in (grade, check):
+        flag(p, "rules", "honest", "official: as the released scorer",
+             choices=["honest", "official"])
         flag(p, "workers", os.cpu_count(), "answers run at once", least=1)
-        page_flags(p)
+        g = p.add_argument_group("pages (frontend)")
+        browser_flag(g)
+        flag(g, "clip", "openai/clip-vit-base-patch32", "their likeness is CLIP's; a directory or "
+             "a hub name", metavar="DIR")
 
     return root.parse_args(argv)
 
 
 def grade_stdin(args, emit):
     """add the reward to records that have task and answer"""
-    rewards, failed = [], 0
-    with Environments(args, args.workers) as grader:
+    rewards, failed, by = [], 0, set()
+    with Environments(args) as grader:
         records = read_jsonl(sys.stdin, needs("answer", to_grade=True))
         for record in grade_records(records, grader):
-            emit({**record, "meta": {**record.get("meta", {}), "rules": args.rules}})
+            emit(record)
             rewards.append(record["reward"])
             failed += "failure" in record
+            by.add(record.get("reward_by", "own rules"))
+        name = " and ".join(kind.reward_name for kind in grader.of_kind.values())
         percent = 100 / max(1, len(rewards))
         failures = f", {failed} failed" if failed else ""
-        say(f"{len(rewards)} answers: {grader.reward_name()} {sum(rewards) * percent:.1f} %, "
-            f"success {rewards.count(1) * percent:.1f} %{failures}; {grader.grader_line()}")
+        say(f"{len(rewards)} answers: {name} {sum(rewards) * percent:.1f} %, success "
+            f"{rewards.count(1) * percent:.1f} %{failures}; by {' and '.join(sorted(by))}")
 
 
 def check_stdin(args, emit):
     """drop tasks that do not give their own reference the full reward"""
     records = read_jsonl(sys.stdin, needs(to_grade=True))
     answered = ({"task": r["task"], "answer": r["task"]["ground_truth"], "of": r} for r in records)
-    with Environments(args, args.workers) as grader:
+    with Environments(args) as grader:
         for i, record in enumerate(grade_records(answered, grader), 1):
             if record["reward"] > 0.9999:  # likenesses are rounded
                 emit(record["of"])

@@ -1,11 +1,12 @@
-"""Plays episodes: an agent talks with a human and hands in an answer, which is graded.
+"""Plays episodes: an agent talks with a human and hands in an answer.
 
     python collect.py --human http://localhost:8000/v1 -k 4 < tasks.jsonl > episodes.jsonl
     ... | python collect.py --human simulator.py -k 4 --candidates 16 > episodes.jsonl
     ... | python collect.py --human simulator.py --best_of 4 --critic runs/critic > guided.jsonl
     ... | python collect.py --human simulator.py -k 4 --resume all.jsonl >> all.jsonl
 
-simulator.py defines reply(task, history), which returns the human's answer to the last message.
+simulator.py defines reply(task, history), the human's answer to the last message. The next stage
+is `colbench.py grade`, which adds the reward.
 Each episode is written as it ends. Draws are functions of (seed, task, sample, turn). Others in a
 batch change logits by rounding, and so rarely a text. A record that has a dialogue already gets
 candidates only.
@@ -28,14 +29,14 @@ import sys
 import tempfile
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 
-from colbench import (NOT_SEEN, Environments, GraderError, NoReference, RenderError,
-                      agent_messages, answers, dialogue_text, environment, fill, first_message,
-                      hidden_information, human_prompt, kind_of, needs, page_flags, read_action,
-                      redact, task_id, ungraded, without_thinking)
+from colbench import (NOT_SEEN, GraderError, NoReference, Renderer, RenderError, agent_messages,
+                      answers, browser_flag, dialogue_text, environment, extract_page, fill,
+                      first_message, hidden_information, human_prompt, kind_of, needs, read_action,
+                      redact, task_id, without_thinking)
 
 
 def get_args(argv=None):
@@ -47,8 +48,6 @@ def get_args(argv=None):
     flag(g, "concurrency", 256, "episodes at once, for each vllm copy or server", least=1)
     flag(g, "resume", None, "skip the episodes in FILE; if its last line is cut, drop that",
          metavar="FILE")
-    flag(g, "rules", "honest", "honest or official: the grader's, see colbench.py",
-         choices=["honest", "official"], metavar="RULES")
     g = p.add_argument_group("human")
     flag(g, "human", None, "http://host:port/v1[,...] of an LLM, fixed:TEXT, or a FILE.py with "
          "reply(task, history)", metavar="WHO")
@@ -78,7 +77,7 @@ def get_args(argv=None):
     flag(g, "max_model_len", None, "vllm: longest context, else the model's", kind=int, least=1)
     flag(g, "timeout", 1800.0, "http://: seconds until a request is made again")
     flag(g, "retries", 8, "http://: of a request, over about a minute where a server is down")
-    page_flags(p)
+    browser_flag(p)
     args = p.parse_args(argv)
     if (args.best_of > 1) != bool(args.critic):
         fail("--best_of N and --critic go together")
@@ -113,8 +112,8 @@ from model import (common_prefix, end_of_turn, find_model, load_lm, refuse_unkno
 from train_critic import critic_turns, load_critic, score_turns
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SAME = ("temperature", "top_p", "max_turns", "max_tokens", "thinking", "seed", "best_of", "prior",
-        "rules")  # flags that all episodes of a file share
+SAME = ("temperature", "top_p", "max_turns", "max_tokens", "thinking", "seed", "best_of",
+        "prior")  # flags that all episodes of a file share
 COMPUTE = ThreadPoolExecutor(1)  # the thread in which models compute
 
 
@@ -129,7 +128,7 @@ class RunError(Exception):
 # --- an episode -----------------------------------------------------------------------------------
 
 class Players:
-    """The agent, the human, the critic, and the environments of the tasks."""
+    """The agent, the human and the critic."""
 
     def __init__(self, args):
         self.args, self.critic = args, None
@@ -137,7 +136,6 @@ class Players:
         self.stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id}
         self.meta = {name: getattr(args, name) for name in ("model", "human", "critic", *SAME)}
         self.meta |= {"model_weights": weights_digest(folder), "version": version()}
-        self.environment = Environments(args, os.cpu_count(), http(args.human))
 
     async def load(self):
         """Loads the models and asks the servers for theirs; returns self."""
@@ -156,9 +154,13 @@ class Players:
         if http(args.critic):
             self.critic = partial(judge, await Endpoint(args.critic, args).meet())
         elif args.critic:
-            self.critic, sees = trained_critic(args)
-            self.environment.pictures |= sees
+            self.critic = trained_critic(args, lambda: self.renderer)
         return self
+
+    @cached_property
+    def renderer(self):
+        """The browsers of those who look at pages; started by the first page."""
+        return Renderer(os.cpu_count(), self.args.browser)
 
     async def play(self, task, sample):
         """Plays one episode: the fields that its record gets."""
@@ -189,8 +191,6 @@ class Players:
                 history[t]["candidates"] = drawn["candidates"]
         answered = bool(agent) and answers(history[agent[-1]])
         meta = {"thinking": self.args.thinking, "candidates": self.meta}
-        if "reward" not in record:
-            meta["rules"] = self.args.rules
         return {"sample": sample, "answered": record.get("answered", answered), "meta": meta}
 
     def candidates(self, key):
@@ -229,40 +229,42 @@ class Players:
 
     async def best(self, task, history, actions):
         """The critic's favourite action."""
-        scores = await self.critic(self.environment(task), task, history, actions)
+        scores = await self.critic(task, history, actions)
         values = [score + self.args.prior * sum(action["logprobs"])
                   for score, action in zip(scores, actions)]
         return actions[values.index(max(values))]
 
     async def human(self, task, history):
         """The human's reply to the last message."""
-        who, env = self.args.human, self.environment(task)
+        who, most = self.args.human, environment(task).reply_chars
         if who.startswith("fixed:"):
-            return who.removeprefix("fixed:")[:env.reply_chars]
-        if not http(who):
-            try:
-                reply = self.reply(task, history)
-                reply = await reply if inspect.isawaitable(reply) else reply
-            except ValueError as e:
-                raise EpisodeError(f"{who}: {e}") from None
-            if reply is None:
-                raise EpisodeError(f"{who} has no reply")
-            return reply[:env.reply_chars]
-        look, last = env.shown, (task, history[-1]["content"])
+            return who.removeprefix("fixed:")[:most]
+        if http(who):
+            return redact((await self.llm_reply(task, history))[:most], hidden_information(task))
         try:
-            seen = await asyncio.to_thread(look, *last) if env.drawn else look(*last)
-        except NoReference:
-            raise
-        except RenderError as e:
-            return NOT_SEEN.format(e)
-        content = human_prompt(task, history)
-        if seen:
-            urls = ["data:image/png;base64," + base64.b64encode(png).decode() for png in seen]
+            said = self.reply(task, history)
+            said = await said if inspect.isawaitable(said) else said
+        except ValueError as e:
+            raise EpisodeError(f"{who}: {e}") from None
+        if said is None:
+            raise EpisodeError(f"{who} has no reply")
+        return said[:most]
+
+    async def llm_reply(self, task, history):
+        """The reply of the LLM, which reads the hidden information and looks at pages."""
+        env, content = environment(task), human_prompt(task, history)
+        if env.pages:
+            try:
+                message = history[-1]["content"]
+                seen = await asyncio.to_thread(self.renderer.pair, task, message)
+            except RenderError as e:
+                return NOT_SEEN.format(e)
+            urls = ["data:image/png;base64," + base64.b64encode(page["png"]).decode()
+                    for page in seen]
             content = [{"type": "text", "text": content},
                        *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
         most = self.args.human_tokens or env.reply_chars * 3 // 8
-        reply = await self.llm.chat(content, most, key=task_id(task))
-        return redact(reply[:env.reply_chars], hidden_information(task))
+        return await self.llm.chat(content, most, key=task_id(task))
 
 
 JUDGE_PROMPT = """An assistant works for a colleague who wants something that it can't see. It \
@@ -282,7 +284,7 @@ B: {b}
 Which one brings it nearer to handing in exactly what is wanted? Reply with one letter, A or B."""
 
 
-async def judge(llm, env, task, history, actions):
+async def judge(llm, task, history, actions):
     """[advantage] of messages by an LLM, an Endpoint: the share of comparisons that each wins.
 
     In a circle, each is compared with the next as A, and with the one before as B. Of equal texts
@@ -305,10 +307,11 @@ async def judge(llm, env, task, history, actions):
     return [(won[i] + 1 - won[i - 1]) / 2 for i in range(len(texts))]
 
 
-def trained_critic(args):
-    """(critic, whether it sees pages) of a finished run of train_critic.py.
+def trained_critic(args, renderer):
+    """The critic of a finished run of train_critic.py.
 
-    await critic(env, task, history, actions) gives the actions' advantages.
+    await critic(task, history, actions) gives the actions' advantages. renderer(): the Renderer,
+    for a critic that sees.
     """
     critic, tokenizer, models, pictures = load_critic(args.critic, DEVICE, dtype="auto")
     folder, waiting, lock, step = tempfile.TemporaryDirectory(), {}, asyncio.Lock(), None
@@ -321,12 +324,18 @@ def trained_critic(args):
             step = None
             return await asyncio.get_running_loop().run_in_executor(COMPUTE, work)
 
-    async def advantages(env, task, history, actions):
+    async def look(task, history, actions):
+        """Draws what the critic has not seen yet."""
         texts = [m["content"] for m in history] + [action["output"] for action in actions]
-        for page in map(env.page, [*texts, hidden_information(task)] if pictures else ()):
+        for page in map(extract_page, [*texts, hidden_information(task)]):
             if page and page not in pictures.numbers:
-                if file := await asyncio.to_thread(env.picture_file, page, folder.name):
+                file = await asyncio.to_thread(renderer().picture_file, page, folder.name)
+                if file:
                     pictures.add(page, file)
+
+    async def advantages(task, history, actions):
+        if pictures and environment(task).pages:
+            await look(task, history, actions)
         turns = critic_turns(critic, tokenizer, task, history, actions, args.thinking, pictures)
         nonlocal step
         waiting.update(turns)
@@ -334,7 +343,7 @@ def trained_critic(args):
         scores = await step
         return [scores[turn] for turn, _ in turns]
 
-    return advantages, bool(pictures)
+    return advantages
 
 
 # --- all episodes ---------------------------------------------------------------------------------
@@ -370,26 +379,26 @@ def finished_episodes(args, meta):
 
 
 class Run(Players):
-    """The episodes of stdin's tasks: read, played, graded, written, in that order."""
+    """The episodes of stdin's tasks."""
 
     def __init__(self, args, emit):
         super().__init__(args)
         self.emit, self.done = emit, finished_episodes(args, self.meta)
         self.totals, self.error = Counter({"done before": len(self.done)}), None
         self.texts, self.samples_of = {}, Counter()  # of a task id: digest, how many were read
-        self.played = asyncio.Queue()  # of records that are being graded
 
     async def all(self):
         """Plays all episodes, and says how it went."""
         await self.load()
-        self.bar = progress(f"episodes of {self.args.model}")
-        with self.environment:
-            await asyncio.gather(self.play_all(), self.write())
+        args, jobs = self.args, self.jobs()
+        self.bar = progress(f"episodes of {args.model}")
+        n = args.concurrency * args.data_parallel * len(args.engine.split(","))
+        await asyncio.gather(*(self.work(jobs) for _ in range(n)))
         self.summary()
 
     def jobs(self):
         """Yields (record, sample) of the episodes to play."""
-        for record in read_jsonl(sys.stdin, needs(to_grade=True)):
+        for record in read_jsonl(sys.stdin, needs()):
             for sample in self.samples(record):
                 if (record["task"]["id"], sample) not in self.done:
                     yield record, sample
@@ -404,27 +413,17 @@ class Run(Players):
         text = digest([task["problem_description"], task["ground_truth"]])
         if self.texts.setdefault(task["id"], text) != text:
             fail(f"two unlike tasks of stdin have the id {task['id']}")
-        played, graded = "dialogue_history" in record, "reward" in record
-        if not (played and graded):
-            self.environment(task)  # what can't be opened ends the program before the play
+        played = "dialogue_history" in record
         if not played and not self.args.human:
             fail("--human is missing: give the http://host:port/v1 of an LLM, fixed:TEXT, or a "
                  "FILE.py that defines reply(task, history)")
         if played and not self.args.candidates:
             fail(f"task {task['id']} has a dialogue already: give --candidates, or cut it out")
-        if played and not graded and "answer" not in record:
-            fail(f"task {task['id']} has a dialogue without reward and without answer to grade")
         if "sample" in record and played:
             return [record["sample"]]
         first, n = self.samples_of[task["id"]], 1 if played else self.args.k
         self.samples_of[task["id"]] += n
         return range(first, first + n)
-
-    async def play_all(self):
-        args, jobs = self.args, self.jobs()
-        n = args.concurrency * args.data_parallel * len(args.engine.split(","))
-        await asyncio.gather(*(self.work(jobs) for _ in range(n)))
-        self.played.put_nowait(None)
 
     async def work(self, jobs):
         """Plays one episode after another. An error of the run waits for those under way."""
@@ -441,7 +440,6 @@ class Run(Players):
             if "dialogue_history" in record:
                 new = await self.add_candidates(record, sample)
             else:
-                record = ungraded(record)
                 new = await self.play(record["task"], sample)
         except (EpisodeError, NoReference) as e:
             self.totals["failed"] += 1
@@ -449,32 +447,19 @@ class Run(Players):
                 say(f"task {record['task']['id']}, sample {sample} failed: {e}")
             return
         new["meta"] = {**record.get("meta", {}), **new["meta"]}
-        self.played.put_nowait(asyncio.ensure_future(self.grade({**record, **new})))
-
-    async def grade(self, record):
-        if "reward" not in record:
-            grade = self.environment(record["task"]).grade
-            record |= await asyncio.to_thread(grade, record["task"], record["answer"])
-        return record
-
-    async def write(self):
-        """Writes the episodes in the order in which they ended, whatever grading takes."""
-        while graded := await self.played.get():
-            record = await graded
-            self.emit(record)
-            self.bar.update()
-            actions = [a for m in agent_messages(record) for a in (m, *m.get("candidates", ()))]
-            self.totals.update(episodes=1, reward=record["reward"], actions=len(actions),
-                               cut=sum("cut" in action for action in actions))
+        record |= new
+        self.emit(record)
+        self.bar.update()
+        actions = [a for m in agent_messages(record) for a in (m, *m.get("candidates", ()))]
+        self.totals.update(episodes=1, actions=len(actions),
+                           cut=sum("cut" in action for action in actions))
 
     def summary(self):
         """Says how it went; ends the program by its error, if there was one."""
-        totals, reward = self.totals, self.environment.reward_name()
-        mean = 100 * totals["reward"] / max(1, totals["episodes"])
+        totals = self.totals
         cut = 100 * totals["cut"] / max(1, totals["actions"])
         say(f"{totals['episodes']} episodes of {self.args.model} ({totals['done before']} done "
-            f"before): {reward} {mean:.1f} %; {cut:.1f} % of actions cut at --max_tokens "
-            f"{self.args.max_tokens}; {self.environment.grader_line()}")
+            f"before): {cut:.1f} % of actions cut at --max_tokens {self.args.max_tokens}")
         if self.error:
             fail(self.error)
         if totals["failed"]:

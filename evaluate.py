@@ -23,7 +23,7 @@ import sys
 
 import numpy as np
 
-from colbench import Functions, agent_messages, environment, needs, task_id
+from colbench import agent_messages, environment, needs, task_id
 
 
 def get_args(argv=None):
@@ -59,7 +59,7 @@ class System:
     def __init__(self, name, files):
         self.name, self.files, self.n_episodes = name, files, 0
         self.clusters = {}  # (file index, task id): {metric: (numerator, denominator)}
-        self.rules, self.rewards = set(), set()
+        self.rewards, self.by = set(), set()
 
     def read(self):
         need = needs("dialogue_history", "reward")
@@ -75,11 +75,10 @@ class System:
         for metric, (numerator, denominator) in measured.items():
             n, d = sums.get(metric, (0, 0))
             sums[metric] = n + numerator, d + denominator
-        kind = environment(record["task"])
         self.n_episodes += 1
-        self.rewards.add(kind.reward_name)
-        if issubclass(kind, Functions) and "rules" in record.get("meta", {}):
-            self.rules.add(record["meta"]["rules"])
+        self.rewards.add(environment(record["task"]).reward_name)
+        if "reward_by" in record:
+            self.by.add(record["reward_by"])
 
     def sums(self, metric, clusters):
         """The sums of a metric in these clusters: an array (clusters, 2)."""
@@ -135,8 +134,8 @@ def with_interval(statistic, tasks, resamples):
 
 def result(system, systems, resamples):
     """The JSON record of a system."""
-    out = {"system": system.name, "files": system.files, "rules": sorted(system.rules),
-           "rewards": sorted(system.rewards), "episodes": system.n_episodes,
+    out = {"system": system.name, "files": system.files, "rewards": sorted(system.rewards),
+           "reward_by": sorted(system.by), "episodes": system.n_episodes,
            "tasks": len({task for _, task in system.clusters}), "version": version()}
     for metric in dict.fromkeys(m for s in systems for sums in s.clusters.values() for m in sums):
         tasks = by_task(system.sums(metric, system.clusters), system.clusters)
@@ -207,10 +206,10 @@ def table(results):
     for name, *values in rows:
         padded = [f"{value:>{width}}" for value, width in zip(values, widths[1:])]
         lines.append("  ".join([f"{name:<{widths[0]}}", *padded]).rstrip())
-    note, rules = "[95 % bootstrap intervals over tasks]", {x for r in results for x in r["rules"]}
-    if rules:
-        note += f"; grader's rules: {', '.join(sorted(rules))}"
-    return [*lines, note + "; NOT COMPARABLE" * (len(rules) > 1)]
+    note, by = "[95 % bootstrap intervals over tasks]", {x for r in results for x in r["reward_by"]}
+    if by:
+        note += f"; graded by {', '.join(sorted(by))}"
+    return [*lines, note + "; NOT COMPARABLE" * (len(by) > 1)]
 
 
 def main(args):

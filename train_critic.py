@@ -40,8 +40,8 @@ import sys
 from functools import partial
 from itertools import chain
 
-from colbench import (agent_messages, browser_flag, draw_pages, environment, hidden_information,
-                      needs, task_id, with_hidden)
+from colbench import (agent_messages, browser_flag, draw_pages, environment, extract_page,
+                      hidden_information, needs, task_id, with_hidden)
 
 LINEAR = "regression", "value"  # those with a head of their own
 KEPT = "head", "hidden_info", "ref_context", "normalize", "picture_tokens"  # in critic.json
@@ -255,7 +255,7 @@ def critic_turns(critic, tokenizer, task, history, actions, thinking=0, pictures
     With pictures, a message's page stands behind it, and the page of c replaces the text of c.
     """
     def picture(text):
-        return pictures.ids(environment(task).page(text)) if pictures else ()
+        return pictures.ids(extract_page(text)) if pictures else ()
 
     def prompt_ids(hidden):
         messages = [{**m, PICTURE: picture(m["content"]) if m["role"] == "assistant" else ()}
@@ -313,7 +313,8 @@ def draw(args, records, pictures):
         texts = [hidden_information(r["task"])]
         for _, actions in actions_of(r):
             texts += [action.get(key) or "" for action in actions for key in ("content", "output")]
-        pages.update(map(environment(r["task"]).page, texts))
+        if environment(r["task"]).pages:
+            pages.update(map(extract_page, texts))
     folder = os.path.join(args.out, "pictures")
     for page, file in draw_pages(args, sorted(pages - {""}), folder).items():
         pictures.add(page, file)

@@ -205,8 +205,8 @@ RECORD = {
              "hidden_information": str, "agent_prompt": str, "test_cases": {...: str}},
     "dialogue_history": [{"role": str, **ACTION, "candidates": [ACTION]}],
     "sample": int, "answer": str, "answered": bool, "reward": float,
-    "tests": {...: str}, "failure": str,
-    "meta": {"rules": str, "model_weights": str, "candidates": {}}}
+    "tests": {...: str}, "failure": str, "reward_by": str,
+    "meta": {"model_weights": str, "candidates": {}}}
 TYPES = {
     str: ("text", lambda x: isinstance(x, str)),
     bool: ("true or false", lambda x: isinstance(x, bool)),

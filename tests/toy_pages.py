@@ -123,8 +123,8 @@ PIECES = (r'<html>SLOT|(?:-\d00)?(?: [^\n"]*)?">(?:SLOT|[^\n"]*)|'
 # --- how alike two pages look ---------------------------------------------------------------------
 
 # What is on a page: pictures, inputs and the like by their tags, coloured areas, and texts, by box.
-BLOCKS = """limit => document.fonts.ready.then(() => {
-  const blocks = [], things = /^(IMG|SVG|IFRAME|VIDEO|CANVAS|INPUT|TEXTAREA|SELECT)$/i;
+BLOCKS = """() => document.fonts.ready.then(() => {
+  const limit = 400, blocks = [], things = /^(IMG|SVG|IFRAME|VIDEO|CANVAS|INPUT|TEXTAREA|SELECT)$/i;
   const solid = css => !css.startsWith('rgba') || !css.endsWith(', 0)');
   const rgb = css => css.match(/[\\d.]+/g).slice(0, 3).map(Number);
   const add = (kind, what, css, text) => {
