@@ -22,7 +22,6 @@ import itertools
 import json
 import math
 import os
-import re
 import runpy
 import subprocess
 import sys
@@ -34,8 +33,8 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 from colbench import (NOT_SEEN, GraderError, NoReference, Renderer, RenderError, agent_messages,
-                      answers, browser_flag, dialogue_text, environment, extract_page, fill,
-                      first_message, hidden_information, human_prompt, kind_of, needs, read_action,
+                      answers, browser_flag, environment, extract_page, first_message,
+                      hidden_information, human_prompt, kind_of, needs, read_action,
                       redact, task_id, without_thinking)
 
 
@@ -63,8 +62,8 @@ def get_args(argv=None):
     flag(g, "candidates", 0, "alternatives drawn at every turn; stage 2 wants 16")
     flag(g, "candidates_share", 1.0, "share of the episodes that get candidates")
     flag(g, "best_of", 1, "messages drawn; the critic's favourite is sent", least=1)
-    flag(g, "critic", None, "--out of train_critic.py, or an LLM's http://...; READS THE REFERENCE",
-         metavar="WHO")
+    flag(g, "critic", None, "--out of train_critic.py, or a FILE.py with advantages(task, history, "
+         "actions); READS THE REFERENCE", metavar="WHO")
     flag(g, "prior", 0.0, "--best_of: choose by score + prior * log-prob")
     g = p.add_argument_group("engine")
     flag(g, "engine", "auto", "transformers, vllm (auto: on a GPU), or http://...,http://... of it",
@@ -93,7 +92,7 @@ def http(where):
 
 
 def function(file, name):
-    """The function of this name that a Python file defines."""
+    """The function of this name that a Python file defines; it may be async."""
     sys.path.append(os.path.dirname(os.path.abspath(file)))  # for what it imports
     with fail_on_error(file):
         defined = runpy.run_path(file)
@@ -140,10 +139,13 @@ class Players:
     async def load(self):
         """Loads the models and asks the servers for theirs; returns self."""
         args = self.args
-        if args.human and not http(args.human) and not args.human.startswith("fixed:"):
-            self.reply = function(args.human, "reply")
         if http(args.human):
             self.llm = await Endpoint(args.human, args).meet(args.human_model)
+            self.reply = self.llm_reply
+        elif (args.human or "").startswith("fixed:"):
+            self.reply = lambda task, history: args.human.removeprefix("fixed:")
+        elif args.human:
+            self.reply = function(args.human, "reply")
         if http(args.engine):
             self.engine = await http_engine(args, self.stop)
         elif args.engine == "vllm" or (
@@ -151,8 +153,8 @@ class Players:
             self.engine = vllm_engine(args, self.stop)
         else:
             self.engine = TransformersEngine(args, self.stop)
-        if http(args.critic):
-            self.critic = partial(judge, await Endpoint(args.critic, args).meet())
+        if args.critic and args.critic.endswith(".py"):
+            self.critic = function(args.critic, "advantages")
         elif args.critic:
             self.critic = trained_critic(args, lambda: self.renderer)
         return self
@@ -229,26 +231,15 @@ class Players:
 
     async def best(self, task, history, actions):
         """The critic's favourite action."""
-        scores = await self.critic(task, history, actions)
+        scores = await ask(self.critic, task, history, actions)
         values = [score + self.args.prior * sum(action["logprobs"])
                   for score, action in zip(scores, actions)]
         return actions[values.index(max(values))]
 
     async def human(self, task, history):
         """The human's reply to the last message."""
-        who, most = self.args.human, environment(task).reply_chars
-        if who.startswith("fixed:"):
-            return who.removeprefix("fixed:")[:most]
-        if http(who):
-            return redact((await self.llm_reply(task, history))[:most], hidden_information(task))
-        try:
-            said = self.reply(task, history)
-            said = await said if inspect.isawaitable(said) else said
-        except ValueError as e:
-            raise EpisodeError(f"{who}: {e}") from None
-        if said is None:
-            raise EpisodeError(f"{who} has no reply")
-        return said[:most]
+        said = await ask(self.reply, task, history)
+        return said[:environment(task).reply_chars]
 
     async def llm_reply(self, task, history):
         """The reply of the LLM, which reads the hidden information and looks at pages."""
@@ -264,47 +255,20 @@ class Players:
             content = [{"type": "text", "text": content},
                        *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
         most = self.args.human_tokens or env.reply_chars * 3 // 8
-        return await self.llm.chat(content, most, key=task_id(task))
+        said = await self.llm.chat(content, most, key=task_id(task))
+        return redact(said, hidden_information(task))
 
 
-JUDGE_PROMPT = """An assistant works for a colleague who wants something that it can't see. It \
-finds out by talking to them, and hands it in at the end.
-
-What the colleague wants:
-{hidden_information}
-
-The conversation so far:
-{dialogue}
-
-Two messages that the assistant might send next:
-A: {a}
-
-B: {b}
-
-Which one brings it nearer to handing in exactly what is wanted? Reply with one letter, A or B."""
-
-
-async def judge(llm, task, history, actions):
-    """[advantage] of messages by an LLM, an Endpoint: the share of comparisons that each wins.
-
-    In a circle, each is compared with the next as A, and with the one before as B. Of equal texts
-    both win half.
-    """
-    async def wins(a, b):
-        """1 if a wins against b, 0 if b wins, 0.5 if they are equal."""
-        if a == b:
-            return 0.5
-        prompt = fill(JUDGE_PROMPT, hidden_information=hidden_information(task),
-                      dialogue=dialogue_text(history), a=a, b=b)
-        reply = await llm.chat(prompt, 1024, key=task_id(task))
-        letters = set(re.findall(r"\b[AB]\b", reply))
-        if len(letters) != 1:  # "A better one is B" says nothing sure
-            raise EpisodeError("not one of A and B in the critic's reply")
-        return float(letters == {"A"})
-
-    texts = [read_action(action["output"], False)[0] for action in actions]
-    won = await asyncio.gather(*map(wins, texts, texts[1:] + texts[:1]))
-    return [(won[i] + 1 - won[i - 1]) / 2 for i in range(len(texts))]
+async def ask(function, *args):
+    """What human or critic gives; None or a ValueError ends the episode."""
+    try:
+        given = function(*args)
+        given = await given if inspect.isawaitable(given) else given
+    except ValueError as e:
+        raise EpisodeError(e) from None
+    if given is None:
+        raise EpisodeError(f"{function.__name__}() gives nothing")
+    return given
 
 
 def trained_critic(args, renderer):
@@ -447,7 +411,7 @@ class Run(Players):
                 say(f"task {record['task']['id']}, sample {sample} failed: {e}")
             return
         new["meta"] = {**record.get("meta", {}), **new["meta"]}
-        record |= new
+        record = {**record, **new}
         self.emit(record)
         self.bar.update()
         actions = [a for m in agent_messages(record) for a in (m, *m.get("candidates", ()))]
