@@ -19,8 +19,8 @@ TESTS = os.path.dirname(os.path.abspath(__file__))
 sys.path[:0] = [TESTS, os.path.dirname(TESTS)]
 import collect  # noqa: E402
 import colbench  # noqa: E402
-import model  # noqa: E402
-from conftest import demos  # noqa: E402
+import toy  # noqa: E402
+from conftest import demos, save  # noqa: E402
 from timing import in_turn, parser, ratio, show  # noqa: E402
 from utils import rng  # noqa: E402
 
@@ -97,10 +97,11 @@ def compare(args, flags, tasks):
 
 if __name__ == "__main__":
     args, flags = get_args()
-    builtin = colbench.ENVIRONMENTS["backend"].tasks("train", colbench.get_args(["tasks"]))
-    tasks = [next(builtin) for _ in range(args.episodes)]
+    made = toy.tasks("train", toy.get_args(["tasks"]))
+    tasks = [next(made) for _ in range(args.episodes)]
     with tempfile.TemporaryDirectory() as folder:
         if not args.model:
             args.model = os.path.join(folder, "model")
-            model.save(*model.tiny(demos(200), 0, colbench.PIECES), args.model)
-        compare(args, ["--model", args.model, "--engine", "transformers", *flags], tasks)
+            save(toy.tiny(demos(200)), args.model)
+        compare(args, ["--model", args.model, "--human", toy.__file__, "--engine", "transformers",
+                       *flags], tasks)

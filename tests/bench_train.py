@@ -39,10 +39,11 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
+import toy  # noqa: E402
 import train_critic  # noqa: E402
 import train_policy  # noqa: E402
 from model import (action_logps, batches, count_tokens, dry_run, gathered, head_logps,  # noqa: E402
-                   load, score, tiny, turns_in)
+                   load, score, turns_in)
 from timing import in_turn, parser, ratio, show  # noqa: E402
 from utils import (RANK, WORLD, fail, from_rank_0, init_distributed, leave_group,  # noqa: E402
                    sum_over_ranks)
@@ -97,7 +98,7 @@ def make_data(folder, tasks, shape):
                                     "dialogue_history": history[:-1]}) + "\n")
     words = "".join(f" w{n}" for n in range(WORDS)) * 2  # a tokenizer wants to see a word twice
     says = [{"dialogue_history": [{"role": "assistant", "content": words}]}]
-    tiny(says, 0, r" ?\w+|\W")[1].save_pretrained(folder)
+    toy.tiny(says, 0, r" ?\w+|\W")[1].save_pretrained(folder)
     width, mlp, layers, heads, kv, size, vocab, tied = SHAPES[shape]
     config = LlamaConfig(vocab_size=vocab, hidden_size=width, intermediate_size=mlp, head_dim=size,
                          num_hidden_layers=layers, num_attention_heads=heads,

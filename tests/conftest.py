@@ -26,7 +26,7 @@ FULL = bool(os.environ.get("FULL"))  # the full dose: kills, fuzz, browsers, vLL
 CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # the scripts' environment: no GPU
 
 import colbench  # noqa: E402
-import utils  # noqa: E402
+import toy  # noqa: E402
 
 
 def pytest_configure(config):
@@ -177,12 +177,17 @@ def train(given, *command, ranks=1):
     return records(done.stdout), metrics(command[command.index("--out") + 1])
 
 
-def demos(n, seed=0, **knobs):
-    args = colbench.get_args(["demos", *(str(x) for k, v in knobs.items() for x in ("--" + k, v))])
-    args.seed = seed
-    kind = colbench.ENVIRONMENTS[args.kind]
-    tasks = kind.tasks("train", args)
-    return [kind.demonstration(next(tasks), utils.rng("demo", seed, i), args) for i in range(n)]
+def demos(n, seed=0, of=toy, **knobs):
+    """Demonstrations of toy or toy_pages."""
+    knobs |= {"n": n, "seed": seed}
+    flags = [str(x) for name, value in knobs.items() for x in ("--" + name, value)]
+    return list(of.demos(of.get_args(["demos", *flags])))
+
+
+def save(made, out):
+    """Saves what toy.tiny makes."""
+    for part in made:
+        part.save_pretrained(out)
 
 
 def nucleus(logps, top_p):
@@ -210,18 +215,18 @@ def end_forks():
 @pytest.fixture(scope="session")
 def tiny_dir(tmp_path_factory):
     """A tiny model whose words are those of 200 demonstrations, untrained, saved."""
-    import model
     out = str(tmp_path_factory.mktemp("model") / "tiny")
-    model.save(*model.tiny(demos(200), 0, colbench.PIECES), out)
+    save(toy.tiny(demos(200)), out)
     return out
 
 
-PLAY = ["-k", 2, "--candidates", 4, "--max_tokens", 40, "--max_turns", 4, "--seed", 3]
+HUMAN = ["--human", toy.__file__]
+PLAY = [*HUMAN, "-k", 2, "--candidates", 4, "--max_tokens", 40, "--max_turns", 4, "--seed", 3]
 
 
 @pytest.fixture(scope="session")
 def tasks():
-    return records(script("colbench.py", "tasks", "--n", 4, "--seed", 1).stdout)
+    return records(script("tests/toy.py", "tasks", "--n", 4, "--seed", 1).stdout)
 
 
 @pytest.fixture(scope="session")

@@ -1,15 +1,12 @@
 """Pages in a real Chromium: the same bytes each time, nothing reached, bounded failures.
 
-And how alike pages look, by blocks and by CLIP.
+And how alike pages look, by CLIP. What is on them is told by toy_pages.BLOCKS.
 """
 import argparse
 import base64
 import contextlib
-import functools
 import io
-import itertools
 import os
-import random
 import re
 import shutil
 import signal
@@ -21,8 +18,10 @@ import torch
 
 import colbench
 import model as M
-from colbench import CACHE, PAGE, Renderer, RenderError, similarity
-from conftest import SHARED, complaint, demos, descendants, records, script, succeed
+import toy
+import toy_pages
+from colbench import CACHE, PAGE, Renderer, RenderError
+from conftest import SHARED, complaint, demos, descendants, records, save, script, succeed
 from test_colbench_answers import SIGNALS, end_grading
 from test_collect_endpoints import Server, chat
 
@@ -44,15 +43,23 @@ EMPTY = "<html><body></body></html>"
 
 @pytest.fixture(scope="module")
 def renderer():
-    with Renderer() as r:
+    with Renderer(script=toy_pages.BLOCKS) as r:
         yield r
 
 
 @pytest.fixture(scope="module")
-def blocks():
-    """Pages drawn without pictures, each once."""
-    with Renderer(pictures=0) as r:
-        yield functools.cache(r.render)
+def clip(tmp_path_factory):
+    """The directory of a tiny CLIP of the real class with random weights, and the CLIPModel."""
+    from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
+    path = str(tmp_path_factory.mktemp("clip"))
+    torch.manual_seed(0)
+    small = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                 projection_dim=16)
+    made = CLIPModel(CLIPConfig(vision_config={**small, "image_size": 224, "patch_size": 32},
+                                text_config={**small, "vocab_size": 99}, projection_dim=16))
+    made.eval().save_pretrained(path)
+    CLIPImageProcessorPil().save_pretrained(path)
+    return path, made
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +92,8 @@ def test_a_page_has_its_style_and_placeholders_and_always_the_same_bytes(rendere
     drawn = {(b["kind"], *b["colour"], *b["box"][2:]) for b in pages[0]["blocks"]}
     assert ("IMG", 0, 0, 0, 100, 50) in drawn and pages[0]["colour"] == [243, 244, 246]
     assert ("area", 16, 185, 129, 1280, 68) in drawn
-    with Renderer(workers=1, pictures=0) as other:  # the same without a picture
-        assert other.render(PLAIN) | {"png": pages[0]["png"]} == pages[0]
+    with Renderer(workers=1) as other:  # the same picture, whatever else is asked
+        assert other.render(PLAIN) == {key: pages[0][key] for key in ("height", "png")}
 
 
 def test_scripts_do_not_run_and_text_is_text(renderer):
@@ -201,93 +208,46 @@ def test_a_part_of_the_sheet_draws_the_real_pages_as_the_whole_does(renderer, ta
         monkeypatch.undo()
 
 
-# --- how alike ------------------------------------------------------------------------------------
-
-def without_a_section(page):
-    """The page less the last of its parts that is neither empty nor most of it, or None."""
-    parts = re.finditer(r"<(section|footer|nav|header|li|p|button)\b.*?</\1>", page, re.S)
-    for part in reversed(list(parts)):
-        if re.sub("<.*?>", "", part[0]).strip() and len(part[0]) < 0.4 * len(page):
-            return page[:part.start()] + page[part.end():]
-    return None
-
-
-@pytest.mark.full
-def test_similarity_orders_the_real_pages(blocks, tasks):
-    """Itself = 1 > less a section > another page of the theme > an empty one, in 95 % of them."""
-    themes = [task["problem_description"].split(":")[0] for task in tasks]
-    with ThreadPoolExecutor(2) as pool:
-        pages = list(pool.map(lambda t: blocks(t["ground_truth"]), tasks))
-    empty, verdicts = blocks(EMPTY), []
-    for i, task in enumerate(tasks):
-        alike = [j for j in range(len(tasks)) if j != i and themes[j] == themes[i]]
-        if (less := without_a_section(task["ground_truth"])) and (alike or i % 3 == 0):
-            others = pages[i], blocks(less), pages[[*alike, i - 1][0]], empty
-            scores = [similarity(pages[i], other) for other in others]
-            verdicts.append(scores[0] == 1 and scores == sorted(set(scores), reverse=True))
-    assert len(verdicts) > 50 and sum(verdicts) >= 0.95 * len(verdicts)
-
-
-def test_similarity_is_symmetric_bounded_and_falls_with_each_difference(blocks):
-    changes = [("green", "blue"), ("A Shop", "My Garden"), ("A Shop", "A Shpo"),
-               ("<p class", "<p style='margin: 90px' class"), ("</body>", "<p>more</p>" * 9)]
-    same, *others = blocks(PLAIN), *(blocks(PLAIN.replace(*change)) for change in changes)
-    both = blocks(PLAIN.replace(*changes[0]).replace(*changes[1]))
-    assert similarity(same, same) == 1
-    for other in (*others, both):
-        assert similarity(same, other) == pytest.approx(similarity(other, same))
-        assert 0 <= similarity(same, other) < 1
-    assert similarity(same, both) < min(similarity(same, other) for other in others[:2])
-    nothing = blocks("<html></html>")
-    assert similarity(nothing, nothing) == 1 and similarity(same, nothing) < 0.12
-
-
 # --- grading --------------------------------------------------------------------------------------
 
 @pytest.mark.full
-def test_grade_draws_the_last_page_of_an_answer_and_check_drops_what_cannot_be_drawn(tasks):
+def test_grade_draws_the_last_page_of_an_answer_and_check_drops_what_cannot_be_drawn(tasks, clip):
     """ColBench's own references are like themselves."""
     answers = [PLAIN, f"first {BLUE} then\n```html\n{PLAIN}\n```", BLUE, "I have no page",
                "<body><p>A Shop</p></body>", "<html><body>cut of"]
     bad = {"problem_description": "a", "ground_truth": "<html><body>" + "x" * PAGE["bytes"]}
     records_in = [*map(answered, answers), {"task": bad, "answer": PLAIN}]
-    done = succeed("colbench.py", "grade", stdin=records_in)
+    done = succeed("tests/toy_pages.py", "grade", stdin=records_in)
     got = records(done.stdout)
     same, last, other, none, some, cut, no_reference = (r["reward"] for r in got)
     assert same == last == 1 > other > some > none == cut == no_reference == 0
     assert {r["reward_by"] for r in got} == {"blocks"} and got[3]["failure"] == "no page"
     assert "its reference can't be drawn" in got[-1]["failure"]
-    assert "7 answers: likeness" in done.stderr and ", 3 failed; grader: blocks" in done.stderr
+    assert "7 answers: likeness" in done.stderr and ", 3 failed; by blocks" in done.stderr
     kept = [{k: v for k, v in r.items() if k in ("task", "answer")} for r in got]
     assert kept == records_in
-    done = script("colbench.py", "check", stdin=[*tasks[:3], bad])
+    done = script("colbench.py", "check", "--clip", clip[0], stdin=[*tasks[:3], bad])
     assert [r["task"] for r in records(done.stdout)] == tasks[:3]
     assert "line 4: dropped: no page" in done.stderr
 
 
 @pytest.mark.full
-def test_kinds_may_be_mixed():
+def test_kinds_may_be_mixed(clip):
     task = {"problem_description": "f", "ground_truth": "def f(): return 1",
             "test_cases": {"a": "f()"}}
     backend = {"task": task, "answer": "def f(): return 1"}
-    done = script("colbench.py", "grade", stdin=[answered(PLAIN), backend, answered(PLAIN)])
-    assert [r["reward"] for r in records(done.stdout)] == [1, 1, 1]
-    assert "grader: blocks; grader: honest rules" in done.stderr
+    done = script("colbench.py", "grade", "--clip", clip[0],
+                  stdin=[answered(PLAIN), backend, answered(PLAIN)])
+    assert [r["reward"] for r in records(done.stdout)] == pytest.approx([1, 1, 1])
+    assert "; by clip and honest rules" in done.stderr
 
 
 @pytest.mark.full
-def test_clip_is_the_cosine_of_the_real_classes_embeddings(tmp_path, renderer):
-    """A tiny CLIP of the real class with random weights; the oracle is transformers' CLIPModel."""
+def test_clip_is_the_cosine_of_the_real_classes_embeddings(clip, renderer):
+    """The oracle is transformers' CLIPModel."""
     from PIL import Image
-    from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
-    torch.manual_seed(0)
-    small = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                 projection_dim=16)
-    model = CLIPModel(CLIPConfig(vision_config={**small, "image_size": 224, "patch_size": 32},
-                                 text_config={**small, "vocab_size": 99}, projection_dim=16))
-    model.eval().save_pretrained(tmp_path)
-    prepare = CLIPImageProcessorPil()
-    prepare.save_pretrained(tmp_path)
+    from transformers import CLIPImageProcessorPil
+    (path, model), prepare = clip, CLIPImageProcessorPil()
     more = "<p class='bg-red-500 h-64'>a tall one</p>" * 9
     both = PLAIN, PLAIN.replace("</body>", more + "</body>")
     pictures = [Image.open(io.BytesIO(renderer.render(page)["png"])).convert("RGB")
@@ -297,7 +257,7 @@ def test_clip_is_the_cosine_of_the_real_classes_embeddings(tmp_path, renderer):
     features = getattr(features, "pooler_output", features)
     want = torch.cosine_similarity(features[0], features[1], dim=0).item()
     stdin = map(answered, [*both, "none"] * 4)
-    got = records(succeed("colbench.py", "grade", "--clip", tmp_path, stdin=stdin).stdout)
+    got = records(succeed("colbench.py", "grade", "--clip", path, stdin=stdin).stdout)
     assert abs(want) < 0.9999 and {r["reward_by"] for r in got} == {"clip"}
     for r, value in zip(got, [1, max(0, want), 0] * 4):
         assert r["reward"] == pytest.approx(value, abs=1e-5)
@@ -309,7 +269,11 @@ def test_clip_is_the_cosine_of_the_real_classes_embeddings(tmp_path, renderer):
     (["--browser", "/bin/false"], "/bin/false does not start"),
     (["--clip", "/nowhere"], "--clip /nowhere")])
 def test_what_is_missing_is_said_in_one_line_and_nothing_is_graded(flags, message):
-    assert message in complaint(script("colbench.py", "grade", *flags, stdin=[answered(PLAIN)]))
+    if "--clip" in flags:
+        done = script("colbench.py", "grade", *flags, stdin=[answered(PLAIN)])
+    else:
+        done = script("tests/toy_pages.py", "grade", *flags, stdin=[answered(PLAIN)])
+    assert message in complaint(done)
 
 
 # --- episodes -------------------------------------------------------------------------------------
@@ -329,8 +293,8 @@ def engine_that_says(tokenizer, said_by_turn):
 def test_episodes_are_pages_shown_to_a_human_who_sees_both(tmp_path, renderer):
     """The agent sends pages; the human says what it was shown; the last page shown is graded."""
     base = str(tmp_path / "base")
-    M.save(*M.tiny(demos(100, kind="frontend"), 0, colbench.PIECES), base)
-    task = next(pages("test"))
+    save(toy.tiny(demos(100, of=toy_pages), 0, toy_pages.PIECES), base)
+    task = next(toy_pages.tasks("test", argparse.Namespace(seed=0, usual=0.0)))
     right = task["ground_truth"]
     other = re.sub(r'(<header class="bg-)\w+-', r"\1orange-", right)
     engine = engine_that_says(M.find_model(base)[1], [
@@ -347,11 +311,11 @@ def test_episodes_are_pages_shown_to_a_human_who_sees_both(tmp_path, renderer):
         assert drawn[png[1]] == "right "
         return chat(drawn[png[0]] + "x" * 2000)
     human = Server(reply, trouble=0.3)
-    for turns, who in ((4, human.url), (2, "scripted"), (1, human.url)):
+    for turns, who in ((4, human.url), (2, toy_pages.__file__), (1, human.url)):
         flags = ["--engine", engine.url, "--human", who, "--max_turns", turns,
                  "--candidates", 2, "--timeout", 3]
         done = succeed("collect.py", "--model", base, *flags, stdin=[{"task": task}])
-        (r,) = records(done.stdout)
+        (r,) = records(succeed("tests/toy_pages.py", "grade", stdin=done.stdout).stdout)
         _, *said = (m["content"] for m in r["dialogue_history"])
         assert r["reward_by"] == "blocks" and len(said) == 2 * turns - 1
         if turns > 1:
@@ -363,60 +327,3 @@ def test_episodes_are_pages_shown_to_a_human_who_sees_both(tmp_path, renderer):
             assert r["answer"] == (other if turns == 2 else "") and r["reward"] < 1
             assert ("failure" in r) == (turns == 1)
     assert len(human.seen) >= 2  # one that draws nothing asks nobody
-
-
-# --- built-in pages and their human ---------------------------------------------------------------
-
-def pages(split, seed=0, usual=0.0):
-    """200 built-in pages of a split, drawn as they are taken."""
-    args = argparse.Namespace(seed=seed, usual=usual)
-    return itertools.islice(colbench.Pages.tasks(split, args), 200)
-
-
-@pytest.mark.full
-def test_built_in_pages_share_nothing_between_splits_and_hide_their_slots():
-    by = {split: list(pages(split)) for split in colbench.SPLITS}
-    ids = [{t["id"] for t in made} for made in by.values()]
-    assert min(map(len, ids)) > 150 and len(set.union(*ids)) == sum(map(len, ids))
-    assert len({t["problem_description"] for t in by["train"]}) == len(colbench.THEMES)
-    assert list(pages("train")) == by["train"] != list(pages("train", seed=1))
-    flags = ["tasks", "--kind", "frontend"]
-    done = script("colbench.py", *flags, "--usual", 0, "--n", 9)
-    assert records(done.stdout)[0]["task"] == by["train"][0]
-    done = script("colbench.py", *flags, "--n", 700)
-    assert done.returncode == 1 and "has no 700 such tasks" in done.stderr
-    done = script("colbench.py", *flags, "--usual", 1, "--split", "val")
-    assert done.returncode == 1 and "the val split has no such tasks" in done.stderr
-
-
-def test_the_scripted_human_names_a_true_difference_in_the_words_of_the_demonstrations():
-    """Of 40 pairs of pages: what is said is so, in their words; equal pages look right."""
-    words = {w for r in demos(300, kind="frontend") for m in r["dialogue_history"]
-             for w in m["content"].split()}
-    r, human = random.Random(0), colbench.Pages.scripted_human
-    for _ in range(40):
-        wanted, shown = ({k: r.choice(v) for k, v in colbench.PAGE_VALUES.items()}
-                         for _ in range(2))
-        page, reference = (colbench.fill(colbench.BUILTIN_PAGE, theme="school", **values)
-                           for values in (shown, wanted))
-        task = {"id": "x", "ground_truth": reference}
-        said = human(task, page)
-        slot = next(k for k in wanted if k in re.findall(r"\w+", said))
-        assert said.endswith(f"not {shown[slot]}") and f" {wanted[slot]}" in said
-        assert shown[slot] != wanted[slot] and set(said.split()) <= words, said
-        assert human(task, reference) == colbench.RIGHT
-        assert human(task, page.replace("</body></html>", "")).endswith("no page")
-
-
-def test_demonstrations_of_pages_go_as_the_flags_say():
-    perfect = dict(at_once=0, early=0, silent=0, noise=0, distract=0, hidden=0, max_turns=7)
-    for r in demos(100, kind="frontend", **perfect):  # five slots, and one message more
-        assert r["answer"] == r["task"]["ground_truth"]
-        assert r["dialogue_history"][-1]["content"] == f"{colbench.ANSWER} that page"
-    mixed = [[m["content"] for m in r["dialogue_history"]] for r in demos(300, kind="frontend")]
-    said = {text for texts in mixed for text in texts[2::2]}
-    assert colbench.RIGHT in said and any("columns" in text for text in said)
-    assert any("can't see" in text for text in said)
-    assert 70 <= sum(colbench.HIDDEN[:10] in texts[0] for texts in mixed) < 170
-    at_once = demos(20, kind="frontend", at_once=1, silent=0)
-    assert all(r["dialogue_history"][1]["content"].startswith(colbench.ANSWER) for r in at_once)

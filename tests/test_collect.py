@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 import collect
 import model as M
 from colbench import ANSWER, agent_messages
-from conftest import (PLAY, complaint, dialogue, key_of, lines, nucleus, records, script, succeed,
-                      turns_of)
+from conftest import (HUMAN, PLAY, complaint, dialogue, key_of, lines, nucleus, records, script,
+                      succeed, turns_of)
 from train_critic import advantage
 
 
 def play(model, stdin, *flags, **how):
-    return script("collect.py", "--model", model, *flags, stdin=stdin, **how)
+    return script("collect.py", "--model", model, *HUMAN, *flags, stdin=stdin, **how)
 
 
 # --- what it samples ------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ def test_log_probs_are_the_models_and_cut_actions_are_marked(tasks, tiny_dir):
                 assert action.get("cut", False) == (action["token_ids"][-1] != end)
                 cut.append("cut" in action)
     share = 100 * sum(cut) / len(cut)
-    assert f"; {share:.1f} % of actions cut at --max_tokens 100" in done.stderr.splitlines()[-1]
+    assert f": {share:.1f} % of actions cut at --max_tokens 100" in done.stderr.splitlines()[-1]
     assert 0 < share < 100
 
 
@@ -184,21 +184,22 @@ def test_a_file_is_resumed_with_the_flags_and_weights_that_played_it(tasks, coll
 
 def test_a_record_without_its_dialogue_is_played_and_graded_anew(tasks, tiny_dir):
     old = [{**r, "reward": 1.0, "tests": {"test1": "pass"}, "failure": "old"} for r in tasks]
-    new = records(play(tiny_dir, old, "--max_tokens", 5, "--max_turns", 2).stdout)
+    played = play(tiny_dir, old, "--max_tokens", 5, "--max_turns", 2).stdout
+    new = records(succeed("colbench.py", "grade", stdin=played).stdout)
     assert len(new) == len(tasks) and {r["reward"] for r in new} == {0.0}
     assert all(len(r["tests"]) == 10 and "failure" not in r for r in new)
 
 
 def test_new_candidates_leave_what_is_known_of_a_dialogue(episodes, tiny_dir):
-    """Its settings, its rules, its reward; the candidates' settings stand beside them."""
+    """Its settings and its reward; the candidates' settings stand beside them."""
     known, bare = {**episodes[0], "reward": 0.5}, episodes[1]
-    known["meta"] = {"rules": "official", "seed": 77}
-    del bare["meta"], bare["reward"]
+    known["meta"] = {"seed": 77}
+    del bare["meta"]
     flags = ["--candidates", 2, "--max_tokens", 5, "--seed", 8]
     got = {r["sample"]: r for r in records(play(tiny_dir, [known, bare], *flags).stdout)}
     first, second = got[known["sample"]], got[bare["sample"]]
-    assert (first["meta"]["rules"], first["meta"]["seed"], first["reward"]) == ("official", 77, 0.5)
-    assert "seed" not in second["meta"] and second["meta"]["rules"] == "honest"
+    assert (first["meta"]["seed"], first["reward"]) == (77, 0.5)
+    assert "seed" not in second["meta"] and "reward" not in second
     assert all(r["meta"]["candidates"]["seed"] == 8 for r in (first, second))
 
 
@@ -220,13 +221,12 @@ PLAYED = lines([{"task": TASK, "dialogue_history": dialogue("p")}])
 
 @pytest.mark.parametrize("stdin, flags, message", [
     ("", [], "stdin is empty"),
-    (lines([{"task": {**TASK, "test_cases": None}}]), [], "line 1: no 'task.test_cases'"),
     (PLAYED, [], "a dialogue already"),
-    (PLAYED, ["--candidates", 2], "without reward and without answer"),
     ("", ["--model", "no/such/dir"], "no model at 'no/such/dir'"),
     ("", ["--best_of", 2], "--critic"),
     ("", ["--best_of", 2, "--critic", "no/critic"], "no/critic"),
-    ("", ["--human", "me"], "--human 'me'"),
+    ("", ["--human", "me.py"], "error: me.py: No such file"),
+    ("", ["--human", collect.__file__], "collect.py defines no reply()"),
     ("", ["--top_p", 0], "--top_p 0.0: give a share above 0"),
     ("", ["--max_turns", 0], "argument --max_turns: 0 is below 1"),
     ("", ["--temperature", "nan"], "argument --temperature: nan is below 0")])
@@ -241,3 +241,33 @@ def test_a_bad_line_later_on_loses_nothing_before_it(tasks, tiny_dir):
         assert done.returncode == 1 and "Traceback" not in done.stderr
         assert done.stderr.splitlines()[-1].startswith(f"error: {error}")
         assert len(records(done.stdout)) == len(tasks)
+
+
+# --- the human ------------------------------------------------------------------------------------
+
+WRITTEN = {
+    "def reply(task, history):\n    return f'{len(history)} {task[\"id\"]}'": None,
+    "import asyncio\nasync def reply(task, history):\n    await asyncio.sleep(0.01)\n"
+    "    return f'{len(history)} {task[\"id\"]}'": None,
+    "def reply(task, history):\n    pass": "reply() gives nothing",
+    "def reply(task, history):\n    raise ValueError('no such task')": "no such task"}
+
+
+@pytest.mark.parametrize("code", WRITTEN)
+def test_a_human_is_a_file_with_a_function(code, tasks, tiny_dir, tmp_path):
+    (tmp_path / "human.py").write_text(code)
+    flags = ["--human", tmp_path / "human.py", "--max_tokens", 5, "--max_turns", 3]
+    done = play(tiny_dir, tasks, *flags)
+    got, why = records(done.stdout), WRITTEN[code]
+    if why:
+        assert not got and f"sample 0 failed: {why}" in done.stderr and done.returncode == 1
+        return
+    assert len(got) == len(tasks)
+    for r in got:
+        said = [m["content"] for m in r["dialogue_history"][2::2]]
+        assert said == [f"{n} {r['task']['id']}" for n in (2, 4)]
+
+
+def test_no_human_is_an_error_that_names_them(tasks, tiny_dir):
+    done = script("collect.py", "--model", tiny_dir, stdin=tasks)
+    complaint(done, "--human is missing", "http://host:port/v1", "fixed:TEXT", "reply(task")

@@ -12,7 +12,7 @@ import pytest
 import colbench
 import collect
 import model as M
-from conftest import complaint, dialogue, key_of, records, script, succeed, turns_of
+from conftest import HUMAN, ROOT, complaint, dialogue, key_of, records, script, succeed, turns_of
 from utils import rng
 
 
@@ -89,10 +89,11 @@ def said(path, body):
 
 PLAY = ["--max_turns", 3, "--max_tokens", 12, "--timeout", TIMEOUT]
 NOBODY = "http://127.0.0.1:9/v1"
+JUDGE = f"{ROOT}/tests/experiments/judge.py"
 
 
 def play(tiny_dir, tasks, *flags, how=script):
-    return how("collect.py", "--model", tiny_dir, *PLAY, *flags, stdin=tasks)
+    return how("collect.py", "--model", tiny_dir, *HUMAN, *PLAY, *flags, stdin=tasks)
 
 
 # --- the human ------------------------------------------------------------------------------------
@@ -137,8 +138,7 @@ def test_failed_episodes_are_not_written_and_are_played_again(bad_reply, tiny_di
 
 
 def test_where_no_server_answers_it_says_so_at_once(tiny_dir, tasks):
-    for flags in (["--human", NOBODY], ["--engine", f"{NOBODY},{NOBODY}"],
-                  ["--best_of", 2, "--critic", NOBODY]):
+    for flags in (["--human", NOBODY], ["--engine", f"{NOBODY},{NOBODY}"]):
         assert complaint(play(tiny_dir, tasks, *flags)).startswith(f"error: {NOBODY}")
 
 
@@ -303,27 +303,37 @@ def prefers(word, trouble=0.0, taste=1):
     return Server(reply, trouble)
 
 
-def judged(actions, server):
+def judge(server, monkeypatch):
+    """tests/experiments/judge.py, with this server."""
+    monkeypatch.setenv("JUDGE", server.url)
+    return collect.function(JUDGE, "advantages")
+
+
+def test_a_judge_gives_each_message_the_share_of_its_comparisons_that_it_wins(monkeypatch):
     task = {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x"}
-    one = endpoint(server)
-    return asyncio.run(collect.judge(one, None, task, dialogue("write f(x)"), actions))
+    actions = [{"output": text} for text in ("so", "no", "no no", "no no no", "no no no")]
 
-
-def test_a_judge_gives_each_message_the_share_of_its_comparisons_that_it_wins():
-    said = [{"output": text} for text in ("so", "no", "no no", "no no no", "no no no")]
+    def judged(server):
+        advantages = judge(server, monkeypatch)
+        return asyncio.run(collect.ask(advantages, task, dialogue("write f(x)"), actions))
     # so < no < no no < no no no = no no no > so, in a circle
-    assert judged(said, prefers("no", trouble=0.3)) == [0, 0.5, 0.5, 0.75, 0.75]
+    assert judged(prefers("no")) == [0, 0.5, 0.5, 0.75, 0.75]
     for reply in ("neither", "A better one is B"):
         with pytest.raises(collect.EpisodeError, match="not one of A and B"):
-            judged(said, Server(lambda path, body: chat(reply)))
+            judged(Server(lambda path, body: chat(reply)))
 
 
-def test_a_judge_chooses_messages(tiny_dir, tasks):
+def test_a_judge_chooses_messages(tiny_dir, tasks, monkeypatch):
     """Two judges of opposite taste: what one chooses of the same four draws the other does not."""
     task, chosen = {**tasks[0]["task"], "hidden_information": "def f(x, rate=3)"}, []
     for taste in (1, -1):
-        url = prefers("e", taste=taste).url
-        flags = ["--best_of", 4, "--critic", url, "--max_turns", 1]
-        done = play(tiny_dir, [task], *flags, how=succeed)
-        chosen.append(records(done.stdout)[0]["dialogue_history"][1]["output"].count("e"))
+        server = prefers("e", taste=taste)
+        flags = ["--best_of", "4", "--critic", JUDGE, "--max_turns", "1", "--max_tokens", "12"]
+        args = collect.get_args(["--model", tiny_dir, *HUMAN, *flags])
+        monkeypatch.setenv("JUDGE", server.url)
+
+        async def play():
+            players = await collect.Players(args).load()
+            return await players.play(task, 0)
+        chosen.append(asyncio.run(play())["dialogue_history"][1]["output"].count("e"))
     assert chosen[0] > chosen[1]

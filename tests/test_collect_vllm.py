@@ -14,12 +14,13 @@ import torch
 
 import colbench
 import model as M
-from conftest import CPU, ROOT, descendants, gone, key_of, lines, nucleus, records, turns_of, until
+from conftest import (HUMAN, CPU, ROOT, descendants, gone, key_of, lines, nucleus, records,
+                      turns_of, until)
 
 pytest.importorskip("vllm", reason="vllm is not installed (its CPU build: see .ci/run)")
 FAST = {**CPU, "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-PLAY = ["--max_turns", 3, "--max_tokens", 12, "--temperature", 0.7, "--top_p", 0.9,
+PLAY = [*HUMAN, "--max_turns", 3, "--max_tokens", 12, "--temperature", 0.7, "--top_p", 0.9,
         "--candidates", 2, "-k", 2]
 IN_PROCESS = [*PLAY, "--engine", "vllm", "--max_model_len", 1024]
 WATCHED = """

@@ -10,13 +10,13 @@ from conftest import complaint, dialogue, lines, records, script, succeed
 CODE = "def f(x, rate=3, fee=12): return x * rate + fee"
 
 
-def episode(task, reward, turns=1, tokens=None, rules="honest", **more):
+def episode(task, reward, turns=1, tokens=None, by="honest rules", **more):
     history = dialogue(*["write f", "what?"] * turns)
     for message in history[1::2] if tokens else ():
         message["token_ids"] = [1] * tokens
     return {"task": {"id": task, "problem_description": "p", "ground_truth": CODE},
             "dialogue_history": history, "answer": "x", "answered": True, "reward": reward,
-            "meta": {"rules": rules}, **more}
+            "reward_by": by, **more}
 
 
 def run(tmp_path, *flags, stdin="", **files):
@@ -35,7 +35,7 @@ def test_hand_computed(tmp_path):
     for r in rs[1:]:
         r["dialogue_history"][-1]["content"] = colbench.ANSWER + "x"
     (r,), table = run(tmp_path, "s.jsonl", s=rs)
-    assert (r["system"], r["episodes"], r["tasks"], r["rules"]) == ("s", 4, 3, ["honest"])
+    assert (r["system"], r["episodes"], r["tasks"], r["reward_by"]) == ("s", 4, 3, ["honest rules"])
     assert r["tests_passed"] == 0.675 and r["success"] == 0.5 and r["turns"] == 2.5
     assert r["tokens"] == (15 + 14 + 8 + 1) / 4 and r["unanswered"] == 0.5
     assert "minus_first" not in r
@@ -45,7 +45,7 @@ def test_hand_computed(tmp_path):
     assert head.replace(" %", "%").split() == [
         "system", "tests%", "success%", "unanswered%", "turns", "tokens", "episodes", "tasks"]
     assert row.startswith("s ") and "67.5 [" in row and "50.0 [0.0, 100.0]" in row
-    assert note == "[95 % bootstrap intervals over tasks]; grader's rules: honest"
+    assert note == "[95 % bootstrap intervals over tasks]; graded by honest rules"
 
 
 def test_one_task_tells_nothing_of_others(tmp_path):
@@ -55,7 +55,7 @@ def test_one_task_tells_nothing_of_others(tmp_path):
 
 
 def test_pages_have_likeness_wins_failures_and_no_rules(tmp_path):
-    page = lambda task, reward, **more: {**episode(task, reward, **more), "task": {
+    page = lambda task, reward, **more: {**episode(task, reward, by="clip", **more), "task": {
         "id": task, "problem_description": "p", "ground_truth": "<html></html>"}}
     ours = [page("a", 1.0), page("b", 0.5), page("b", 0.7), page("c", 0.25),
             page("d", 0.0, failure="no page")]
@@ -66,7 +66,7 @@ def test_pages_have_likeness_wins_failures_and_no_rules(tmp_path):
     assert r["minus_first"]["clusters"] == 3 and "success" not in table
     assert r["minus_first"]["wins"] == 0.5 and "wins %" in table  # a won, b tied, c lost
     assert "likeness %" in table and "likeness - first" in table and "not drawn %" in table
-    assert table.endswith("[95 % bootstrap intervals over tasks]\n")
+    assert table.endswith("[95 % bootstrap intervals over tasks]; graded by clip\n")
 
 
 def plain_bootstrap(tasks, statistic):

@@ -18,7 +18,6 @@ from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig,
 
 import model as M
 import utils
-from colbench import PIECES
 from conftest import ROOT, demos, dialogue, script, turns_of as turns_in_record
 
 # --- the tree -------------------------------------------------------------------------------------
@@ -435,22 +434,6 @@ def test_a_prompt_is_the_same_on_every_day_and_a_refused_conversation_is_one_lin
 
 
 # --- loading and saving ---------------------------------------------------------------------------
-
-NASTY = ["", "\n\n \t\r\n", "hello wörld 🙂👩‍👩‍👧 日本語 \u202e", "a" * 300,
-         "\ue0000\ue001 ▁Ġ", "<|end|><|user|> <0x41> \x00\x7f", "  def  f(x,rate=3):return 1  "]
-
-
-def test_tiny_is_small_a_function_of_its_seed_and_takes_any_text(tiny_dir):
-    weights = [M.tiny(demos(30), seed, PIECES)[0].state_dict() for seed in (0, 0, 1)]
-    same = lambda a, b: all(torch.equal(a[k], b[k]) for k in a)
-    assert same(weights[0], weights[1]) and not same(weights[0], weights[2])
-    model, tokenizer = M.load(tiny_dir)
-    assert sum(p.numel() for p in model.parameters()) < 400_000
-    control = set(tokenizer.added_tokens_decoder)
-    for text in [*NASTY, *(m["content"] for d in demos(20, seed=9) for m in d["dialogue_history"])]:
-        ids = M.plain_ids(tokenizer, text)
-        assert tokenizer.decode(ids) == text and not control & set(ids)
-
 
 def save_random(family, tokenizer, out):
     """A model of a family with random weights and the tokenizer's vocabulary, saved in `out`."""

@@ -11,8 +11,11 @@ from transformers import (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, 
 
 import colbench
 import model as M
+import toy
+import toy_pages
 import train_critic
-from conftest import actions, complaint, demos, dialogue, records, script, succeed, train
+from conftest import (actions, complaint, demos, dialogue, records, save, script, succeed,
+                      train)
 from test_model import gradients
 
 pytest.importorskip("PIL", reason="pillow is not installed (MANUAL.md, \"Frontend Design\")")
@@ -34,7 +37,7 @@ EYES = {"qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration,
 def tiny_that_sees(kind, out):
     """Saves a tiny random model of a real class, with demonstrations' words; returns the LM."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-    _, tokenizer = M.tiny(demos(100, kind="frontend"), 0, colbench.PIECES)
+    _, tokenizer = toy.tiny(demos(100, of=toy_pages), 0, toy_pages.PIECES)
     new = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
     tokenizer.add_tokens(new, special_tokens=True)
     start, end, image = tokenizer.convert_tokens_to_ids(new)
@@ -154,14 +157,14 @@ def test_a_reference_without_a_picture_is_read_as_text(seeing):
 
 @pytest.fixture(scope="module")
 def pages_played(tmp_path_factory):
-    """(tiny text agent, records): three built-in pages, each once right and once not."""
+    """(tiny text agent, records): three toy pages, each once right and once not."""
     pytest.importorskip("playwright", reason="no playwright (MANUAL.md, \"Frontend Design\")")
     sheet = os.path.join(colbench.CACHE, "tailwind.min.css")
     if not any(map(shutil.which, colbench.BROWSERS)) or not os.path.exists(sheet):
         pytest.skip("no Chromium, or no Tailwind style sheet (MANUAL.md, \"Frontend Design\")")
     agent = str(tmp_path_factory.mktemp("agent") / "tiny")
-    M.save(*M.tiny(demos(200, kind="frontend"), 0, colbench.PIECES), agent)
-    made = demos(6, kind="frontend", hidden=0, silent=0, noise=0, at_once=0, early=0, max_turns=3)
+    save(toy.tiny(demos(200, of=toy_pages), 0, toy_pages.PIECES), agent)
+    made = demos(6, of=toy_pages, hidden=0, silent=0, noise=0, at_once=0, early=0, max_turns=3)
     for i, r in enumerate(made):
         r["task"], r["sample"], r["reward"] = made[i // 2 * 2]["task"], i % 2, float(i % 2)
         r["dialogue_history"][0]["content"] = r["task"]["problem_description"]
@@ -202,7 +205,8 @@ def test_a_critic_that_sees_trains_scores_resumes_and_chooses(head, pages_played
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
     if head == "regression":
-        play = ["--model", agent, "--max_turns", 2, "--max_tokens", 30, "-k", 3, "--best_of", 2]
+        play = ["--model", agent, "--human", toy_pages.__file__, "--max_turns", 2, "--max_tokens",
+                30, "-k", 3, "--best_of", 2]
         done = succeed("collect.py", *play, "--critic", out, stdin=[played[0]["task"]])
         assert len(records(done.stdout)) == 3
 

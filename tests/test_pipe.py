@@ -10,25 +10,29 @@ from transformers import AutoModelForCausalLM
 
 import colbench
 import model as M
+import toy
 from colbench import agent_messages
-from conftest import (PLAY, ROOT, SHARED, actions, complaint, demos, lines, metrics, records,
-                      script, shell, steps, train)
+from conftest import (HUMAN, PLAY, ROOT, SHARED, actions, complaint, demos, lines, metrics, records,
+                      save, script, shell, steps, train)
 from test_model import separate
 
 # An untrained model solves nothing, so a filter gives sample 0 of a task full marks.
 PIPE = r"""
 set -euo pipefail
 solve() {{ sed 's/"sample": 0,\(.*\)"reward": [0-9.]*/"sample": 0,\1"reward": 1.0/'; }}
-play() {{ python collect.py --max_tokens 40 --max_turns 3 "$@"; }}
+play() {{
+    python collect.py --human tests/toy.py --max_tokens 40 --max_turns 3 "$@" |
+        python colbench.py grade
+}}
 cd {root}
-python colbench.py tasks --kind {kind} --n {n} --seed 4 | tee {out}/tasks |
+python tests/toy.py tasks --world {world} --n {n} --seed 4 | tee {out}/tasks |
     play --model {model} --seed 5 -k 2 --candidates {candidates} | tee {out}/played | solve |
     python train_critic.py --model {model} --seed 6 --pairs all --margin 0 --lr 1e-4 --epochs 1 \
         --held_out 0 --out {out}/critic | tee {out}/scored |
     python train_policy.py --model {model} --seed 7 --lr 1e-4 --out {out}/policy > {out}/summary
 python colbench.py grade < {out}/played > {out}/graded
 # the policy plays again, the critic helps it, and evaluate compares
-python colbench.py tasks --kind {kind} --split test --n {n} > {out}/test
+python tests/toy.py tasks --world {world} --split test --n {n} > {out}/test
 play --model {out}/policy < {out}/test > {out}/plain
 play --model {out}/policy --best_of 2 --critic {out}/critic < {out}/test > {out}/best
 python evaluate.py {out}/plain {out}/best > {out}/results
@@ -41,14 +45,14 @@ FILES = ["tasks", "played", "scored", "summary", "graded", "plain", "best", "res
 
 @pytest.fixture(params=["tiny", "SmolLM2-135M-Instruct"])
 def chat_model(request, tiny_dir, tmp_path):
-    """(model, kind of tasks, how many, --candidates): tiny; real, warmed up on demonstrations."""
+    """(model, world of tasks, how many, --candidates): tiny; real, warmed up on demonstrations."""
     if request.param == "tiny":
-        return tiny_dir, "backend", 3, 4
+        return tiny_dir, "slots", 3, 4
     make = SHARED / "models" / "make.sh"
     if not make.exists():
         pytest.skip("no ../shared/models beside this checkout, which makes SmolLM2-135M-Instruct")
     done = shell(f"""set -o pipefail; bash {shlex.quote(str(make))} {tmp_path} &&
-        python colbench.py demos --kind english --n 4 | python train_policy.py --loss rft --all 1 \
+        python tests/toy.py demos --world english --n 4 | python train_policy.py --loss rft --all 1 \
             --model {tmp_path}/smollm2 --out {tmp_path}/base --epochs 1 --batch_size 4 \
             --lr 1e-4""", timeout=600)
     assert done.returncode == 0, done.stderr
@@ -57,12 +61,12 @@ def chat_model(request, tiny_dir, tmp_path):
 
 @pytest.mark.full
 def test_one_pipe_gives_a_policy_and_the_same_bytes_again(chat_model, tmp_path):
-    model, kind, n, candidates = chat_model
+    model, world, n, candidates = chat_model
     one, two = (tmp_path / seed for seed in "12")  # of Python's hashes, which order sets; not ours
-    for out in (one, two)[:2 if kind == "backend" else 1]:
+    for out in (one, two)[:2 if world == "slots" else 1]:
         out.mkdir()
         done = shell(f"export PYTHONHASHSEED={out.name}" + PIPE.format(
-            root=ROOT, out=out, model=model, kind=kind, n=n, candidates=candidates), timeout=600)
+            root=ROOT, out=out, model=model, world=world, n=n, candidates=candidates), timeout=600)
         assert done.returncode == 0, done.stderr
     for name in FILES if two.exists() else ():
         a, b = ((out / name).read_bytes() for out in (one, two))
@@ -114,9 +118,9 @@ def test_unknown_fields_survive_each_stage(tasks, tiny_dir, tmp_path):
 def test_head_ends_a_stage_cleanly(stage, rewarded, tiny_dir, tmp_path):
     padded = [r | {"padding": "x" * 50_000} for r in rewarded]  # more than a pipe holds
     (tmp_path / "in.jsonl").write_text(lines(padded))
-    command = {"tasks": "python colbench.py tasks --n 5000",
-               "collect": "python colbench.py tasks --n 40 | python collect.py --concurrency 2 "
-                          f"--model {tiny_dir} --max_tokens 20 --max_turns 2",
+    command = {"tasks": "python tests/toy.py tasks --n 5000",
+               "collect": "python tests/toy.py tasks --n 40 | python collect.py --concurrency 2 "
+                          f"--human fixed:no --model {tiny_dir} --max_tokens 20 --max_turns 2",
                "train_critic": f"python train_critic.py --model {tiny_dir} --out {tmp_path}/c "
                                f"--held_out 0 --epochs 1 < {tmp_path}/in.jsonl"}[stage]
     done = shell(f"{command} | head -1; echo ${{PIPESTATUS[@]}} >&2")
@@ -136,11 +140,11 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(tasks, t
     """By separate forwards. A thought is in its action, but not in later prompts: no prompt
     extends the turn before.
     """
-    path, (made, tokenizer) = str(tmp_path / "model"), M.tiny(demos(200), 0, colbench.PIECES)
+    path, (made, tokenizer) = str(tmp_path / "model"), toy.tiny(demos(200))
     tokenizer.chat_template = FORGETS
     tokenizer.add_tokens(["<think>", "</think>"])
-    made.lm.resize_token_embeddings(len(tokenizer), mean_resizing=False)
-    M.save(made, tokenizer, path)
+    made.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    save((made, tokenizer), path)
     lm = AutoModelForCausalLM.from_pretrained(path)
 
     @torch.no_grad()
@@ -150,7 +154,7 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(tasks, t
         prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
         return separate(lm, [(prompt, ids)])[0]
 
-    played = script("collect.py", "--model", path, "--thinking", 1, "--max_turns", 3,
+    played = script("collect.py", "--model", path, *HUMAN, "--thinking", 1, "--max_turns", 3,
                     "--max_tokens", 25, stdin=tasks)
     rs = records(played.stdout)
     for history, (m,) in (turn for r in rs for turn in M.actions_of(r)):
@@ -178,7 +182,7 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(tasks, t
 # --- bad input ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("command", [
-    "colbench.py tasks --nn 3", "collect.py --temprature 1", "evaluate.py --seed 1",
+    "tests/toy.py tasks --nn 3", "collect.py --temprature 1", "evaluate.py --seed 1",
     "train_policy.py --out x --loss ppo", "train_critic.py",
     "train_critic.py --out x --epoch 1"])  # no abbreviations
 def test_a_wrong_flag_stops_before_anything_is_made(command, tmp_path):

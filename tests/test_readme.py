@@ -19,7 +19,7 @@ import model
 from colbench import agent_messages
 from conftest import ROOT, script, steps, train
 
-SCRIPTS = ("collect", "train_critic", "train_policy", "evaluate", "colbench")
+SCRIPTS = ("collect", "train_critic", "train_policy", "evaluate", "colbench", "toy", "toy_pages")
 EDITS = f"{ROOT}/tests/experiments/edits"
 
 
@@ -109,10 +109,14 @@ def test_the_edit_sqrt_length(rewarded, tiny_dir, tmp_path):
 @pytest.mark.full
 def test_the_edit_marker(tmp_path):
     copy = edited("marker", tmp_path)
-    demos = script(f"{copy}/colbench.py", "demos", "--n", 50).stdout
+    (copy / "tests").mkdir()
+    toy = shutil.copy(f"{ROOT}/tests/toy.py", copy / "tests")
+    demos = script(toy, "demos", "--n", 50).stdout
     assert "MY ANSWER IS:" in demos and "I WANT TO ANSWER" not in demos
-    first_step(copy, "train_policy", demos, "tiny", "--loss", "rft", "--all", 1, "--epochs", 1)
-    assert "MY ANSWER IS:" in (copy / "out" / "tokenizer.json").read_text()  # a token of its own
+    script(toy, "model", "--n", 50, "--out", copy / "tiny")
+    first_step(copy, "train_policy", demos, copy / "tiny", "--loss", "rft", "--all", 1, "--epochs",
+               1)
+    assert "MY ANSWER IS:" in (copy / "tiny" / "tokenizer.json").read_text()  # a token of its own
 
 
 @pytest.mark.full

@@ -31,8 +31,8 @@ import train_critic
 import train_policy
 import utils
 from colbench import agent_messages
-from conftest import (CPU, ROOT, actions, complaint, descendants, dialogue, gone, lines, metrics,
-                      records, script, steps, succeed, train, turns_of, until)
+from conftest import (HUMAN, CPU, ROOT, actions, complaint, descendants, dialogue, gone, lines,
+                      metrics, records, script, steps, succeed, train, turns_of, until)
 from model import TURN, Pair
 from test_model import save_random, separate
 
@@ -422,7 +422,8 @@ def test_a_critic_learns_scores_a_stream_resumes_and_chooses(head, world, reward
     check_same_advantages(got, 10 * first)
     assert sum(abs(x.pop("advantage")) > 1e-3 for r in got for x in actions(r)) > 100
     assert got == many  # nothing else changed
-    play = ["--model", tiny_dir, "--best_of", 3, "--critic", tmp_path / "c", "--max_turns", 2]
+    play = ["--model", tiny_dir, *HUMAN, "--best_of", 3, "--critic", tmp_path / "c", "--max_turns",
+            2]
     done = succeed("collect.py", *play, "--max_tokens", 20, stdin=tasks[:1])
     assert len(records(done.stdout)) == 1
 

@@ -19,7 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import utils
-from conftest import ROOT, actions, complaint, key_of, metrics, records, script, steps, succeed
+from conftest import (HUMAN, ROOT, actions, complaint, key_of, metrics, records, script, steps,
+                      succeed)
 
 KILLS, SEED = int(os.environ.get("KILLS", 6)), os.environ.get("FAULT_SEED", "0")
 
@@ -30,7 +31,7 @@ def weights(out):
 
 # stage: its flags. collect.py appends to OUT, the trainers make it.
 STAGES = {
-    "collect.py": ["-k", 4, "--max_tokens", 12, "--max_turns", 3, "--concurrency", 3,
+    "collect.py": [*HUMAN, "-k", 4, "--max_tokens", 12, "--max_turns", 3, "--concurrency", 3,
                    "--resume", "OUT"],
     "train_critic.py": ["--out", "OUT", "--save_every", 1, "--batch_size", 1, "--epochs", 2,
                         "--resume", 1],
@@ -183,8 +184,8 @@ def test_a_full_disk_leaves_the_last_checkpoint(name, kilobytes, path, ranked, t
 def test_a_full_disk_under_stdout_keeps_whole_lines(tasks, ranked, tiny_dir, disk):
     small = disk("size=40k")
     out = small / "all.jsonl"
-    play = ["collect.py", "-k", 4, "--model", tiny_dir, "--max_tokens", 12, "--max_turns", 3,
-            "--resume", out]
+    play = ["collect.py", *HUMAN, "-k", 4, "--model", tiny_dir, "--max_tokens", 12,
+            "--max_turns", 3, "--resume", out]
     out.touch()
     complaint(script(*play, stdin=tasks, out=out), "stdout: No space left")
     disk("size=50m")
@@ -288,7 +289,7 @@ def test_weights_that_are_not_finite_are_never_trained_on_or_played_with(tasks, 
         out = tmp_path / name
         complaint(script(name, "--model", spoiled, "--out", out, stdin=ranked), "nan")
         assert not (out / "model.safetensors").exists()
-    done = script("collect.py", "--model", spoiled, "--max_tokens", 5, stdin=tasks)
+    done = script("collect.py", "--model", spoiled, *HUMAN, "--max_tokens", 5, stdin=tasks)
     assert done.returncode and not done.stdout and "log-probs are NaN or infinite" in done.stderr
 
 
@@ -311,12 +312,13 @@ def test_what_data_says_neither_steers_a_terminal_nor_starts_a_line(ranked, task
     ends = "\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029"
     evil = f"{steering}]0;pwned" + "".join(f"{end}error: forged" for end in ends)
     task = {**tasks[0]["task"], "id": evil, "test_cases": {evil: "f(" + evil}}
-    done = [script("evaluate.py", stdin=[{**ranked[0], "meta": {"rules": evil}}]),
+    done = [script("evaluate.py", stdin=[{**ranked[0], "reward_by": evil}]),
             script("evaluate.py", stdin=[{**ranked[0], "tests": {evil: 1}}]),
             script("colbench.py", "check", stdin=[{"task": task}]),
             script("train_policy.py", "--model", evil, "--out", tmp_path / "x", stdin=ranked),
             script("collect.py", "--model", tiny_dir, stdin=[{**ranked[0], "task": task}]),
-            script("collect.py", "--model", spoiled, "--max_tokens", 5, stdin=[{"task": task}])]
+            script("collect.py", "--model", spoiled, *HUMAN, "--max_tokens", 5,
+                   stdin=[{"task": task}])]
     for d in done:
         assert "forged" in d.stderr and not {*steering, "\r"} & {*d.stderr}, repr(d.stderr)
         assert not any(line.startswith("error: forged") for line in d.stderr.splitlines()), d.stderr

@@ -16,11 +16,14 @@ mkdir -p runs
 # B the policies' base, turns, tests; q and e multiply the epochs where there are fewer tasks.
 
 play() {  # NAME MODEL [FLAGS]: episodes of stdin's tasks, to $R/NAME.jsonl
-  python collect.py --max_turns $turns --max_tokens 40 --seed $s --resume $R/$1.jsonl \
-      --model "${@:2}" >> $R/$1.jsonl
+  python collect.py --human tests/toy.py --max_turns $turns --max_tokens 40 --seed $s \
+      --resume $R/$1.jsonl --model "${@:2}" | python colbench.py grade >> $R/$1.jsonl
 }
-base() {  # [FLAGS]: the base $C, from demonstrations on stdin
-  python train_policy.py --loss rft --all 1 --seed $s --resume 1 --out $C "$@"
+base() {  # MODEL [FLAGS]: the base $C, from demonstrations on stdin
+  python train_policy.py --loss rft --all 1 --seed $s --resume 1 --out $C --model "$@"
+}
+tiny() {  # [FLAGS of the demonstrations]: the tiny model $S/tiny, with their words
+  python tests/toy.py model --seed $s --out $S/tiny "$@"
 }
 fit() {  # NAME [FLAGS]: a policy from the base $B
   python train_policy.py --model $B --seed $s --resume 1 --out $R/"$@"
@@ -53,14 +56,15 @@ methods() {
 }
 collect() {  # NAME SHARE [FLAGS of the tasks]: 4 episodes a task, SHARE of them with candidates
   R=$S/$1; mkdir -p $R
-  python colbench.py tasks --seed $s "${@:3}" > $R/tasks.jsonl
+  python tests/toy.py tasks --seed $s "${@:3}" > $R/tasks.jsonl
   play train $B -k 4 --candidates 16 --candidates_share $2 < $R/tasks.jsonl
 }
 
 at_plain() { C=$S/base B=$S/base R=$S/plain turns=6 tests=runs/tests.jsonl q=1 e=1; }
 plain() {  # the quickstart's base and tasks
   at_plain
-  python colbench.py demos --seed $s | base --model tiny --lr 3e-3
+  tiny
+  python tests/toy.py demos --seed $s | base $S/tiny --lr 3e-3
   collect plain 0.5 --n 400; methods; by blind --hidden_info 0
   play test-base $B < $tests
   turns=1 play test-single $B < $tests
@@ -124,7 +128,7 @@ others_tables() {  # SEEDS: other critics and temperatures, figures
 [ "${BASH_SOURCE[0]}" = "$0" ] || return 0
 
 pip install -q matplotlib
-python colbench.py tasks --split test --n 300 > runs/tests.jsonl
+python tests/toy.py tasks --split test --n 300 > runs/tests.jsonl
 head -200 runs/tests.jsonl > runs/tests200.jsonl
 first=$(echo $SEEDS | cut -d" " -f1-2)  # the rows of `others` take two seeds; map.sh adds the rest
 lanes "$SEEDS" plain

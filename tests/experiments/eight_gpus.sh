@@ -22,8 +22,9 @@ trap 'kill $server || true' EXIT
 until_up
 # 15,000 episodes, a tenth with 16 candidates a turn; --resume makes it safe to start again
 python colbench.py check < data/backend_tasks/train.jsonl | head -5000 > runs/tasks.jsonl
-play -k 3 --candidates 16 --candidates_share 0.1 --resume runs/train.jsonl \
-    < runs/tasks.jsonl >> runs/train.jsonl
+play -k 3 --candidates 16 --candidates_share 0.1 --resume runs/played.jsonl \
+    < runs/tasks.jsonl >> runs/played.jsonl
+python colbench.py grade < runs/played.jsonl > runs/train.jsonl
 kill $server && wait $server || true  # training takes all eight
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1800  # seconds for the checkpoint after Ctrl-C, not 30
 # the untrained critic; one trained on the episodes of its policy is better yet (RESULTS.md, "A critic
@@ -40,6 +41,7 @@ human & server=$!
 until_up
 for m in rft sweet; do
   head -1000 data/backend_tasks/test.jsonl |
-    play --rules official --model runs/$m --resume runs/test-$m.jsonl >> runs/test-$m.jsonl
+    play --model runs/$m --resume runs/played-$m.jsonl >> runs/played-$m.jsonl
+  python colbench.py grade --rules official < runs/played-$m.jsonl > runs/test-$m.jsonl
 done
 python evaluate.py runs/test-rft.jsonl runs/test-sweet.jsonl > runs/table.jsonl

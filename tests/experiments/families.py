@@ -11,14 +11,14 @@ import os
 import sys
 import tempfile
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", ".."))
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from toy import tiny
 import model as M
-from colbench import PIECES
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
          "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
@@ -60,7 +60,7 @@ def verdict(lm, tokenizer):
 
 def main():
     demos = [{"dialogue_history": [{"role": "assistant", "content": "a b a b"}]}]
-    _, tokenizer = M.tiny(demos, 0, PIECES)
+    _, tokenizer = tiny(demos)
     print("| family | verdict |\n|---|---|")
     for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         with contextlib.redirect_stderr(open(os.devnull, "w")):

@@ -6,8 +6,8 @@
 
 early() {  # a base that answers early, few tasks; then a second round, new tasks, a new critic
   C=$S/early-base B=$S/early-base turns=6 tests=runs/tests.jsonl q=1 e=2
-  python colbench.py demos --seed $((100 + s)) --n 3000 --at_once 0.65 --early 0.1 --distract 0.1 |
-    base --model $S/base --lr 1e-3 --epochs 2
+  python tests/toy.py demos --seed $((100 + s)) --n 3000 --at_once 0.65 --early 0.1 --distract 0.1 |
+    base $S/base --lr 1e-3 --epochs 2
   collect early 1 --n 150; methods; untrained
   play test-base $B < $tests
   for m in rft mtdpo sweet; do
@@ -18,8 +18,9 @@ early() {  # a base that answers early, few tasks; then a second round, new task
 }
 long() {  # four or five slots, ten turns
   C=$S/long-base B=$S/long-base turns=10 tests=runs/tests-long.jsonl q=1 e=1
-  python colbench.py demos --seed $s --min_slots 3 --max_slots 5 --max_turns 10 |
-    base --model tiny --lr 3e-3
+  tiny --min_slots 3 --max_slots 5 --max_turns 10
+  python tests/toy.py demos --seed $s --min_slots 3 --max_slots 5 --max_turns 10 |
+    base $S/tiny --lr 3e-3
   collect long 0.5 --n 400 --min_slots 4 --max_slots 5; methods
   play test-base $B < $tests
 }
@@ -35,7 +36,7 @@ for line in sys.stdin:
   methods
 }
 
-python colbench.py tasks --split test --n 300 --min_slots 4 --max_slots 5 > runs/tests-long.jsonl
+python tests/toy.py tasks --split test --n 300 --min_slots 4 --max_slots 5 > runs/tests-long.jsonl
 lanes "$SEEDS" "early long noise others"
 for r in plain plain150 plain50 early long noise; do
   table $(rows $r "$SEEDS" sweet rft mtdpo paper)

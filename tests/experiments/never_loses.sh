@@ -37,9 +37,9 @@ scored() {  # CRITIC: its records, $R/scored-CRITIC.jsonl
 
 toy() (  # BASE: plain, early or long
   . tests/experiments/compare.sh
-  [ -e runs/tests.jsonl ] || python colbench.py tasks --split test --n 300 > runs/tests.jsonl
+  [ -e runs/tests.jsonl ] || python tests/toy.py tasks --split test --n 300 > runs/tests.jsonl
   [ -e runs/tests-long.jsonl ] ||
-    python colbench.py tasks --split test --n 300 --min_slots 4 --max_slots 5 > runs/tests-long.jsonl
+    python tests/toy.py tasks --split test --n 300 --min_slots 4 --max_slots 5 > runs/tests-long.jsonl
   FIRST=untrained@0.3
   score() { python train_critic.py --score 1 --out $R/critic-$1 --model $C < $R/$2.jsonl; }
   learn() {
@@ -58,19 +58,21 @@ toy() (  # BASE: plain, early or long
     S=runs/seed$s
     of=(--n 400)
     case $1 in
-      plain) at_plain; demos=(); from=(--model tiny --lr 3e-3); share=0.5 ;;
+      plain) at_plain; demos=(); from=($S/tiny --lr 3e-3); share=0.5 ;;
       early)
         C=$S/early-base B=$S/early-base turns=6 tests=runs/tests.jsonl q=1 e=2 share=1
         of=(--n 150)
         demos=(--seed $((100 + s)) --n 3000 --at_once 0.65 --early 0.1 --distract 0.1)
-        from=(--model $S/base --lr 1e-3 --epochs 2) ;;
+        from=($S/base --lr 1e-3 --epochs 2) ;;
       long)
         C=$S/long-base B=$S/long-base turns=10 tests=runs/tests-long.jsonl q=1 e=1 share=0.5
         of=(--n 400 --min_slots 4 --max_slots 5)
-        demos=(--min_slots 3 --max_slots 5 --max_turns 10) from=(--model tiny --lr 3e-3) ;;
+        demos=(--min_slots 3 --max_slots 5 --max_turns 10) from=($S/tiny --lr 3e-3) ;;
     esac
-    [ -e $C/model.safetensors ] ||
-      python colbench.py demos --seed $s ${demos[@]+"${demos[@]}"} | base "${from[@]}"
+    if ! [ -e $C/model.safetensors ]; then
+      if [ $1 != early ]; then tiny ${demos[@]+"${demos[@]}"}; fi
+      python tests/toy.py demos --seed $s ${demos[@]+"${demos[@]}"} | base "${from[@]}"
+    fi
     collect $1 $share "${of[@]}"
     for row in $ROWS; do policy $row; done
   done
@@ -100,7 +102,7 @@ real() (
         --mix 0.25 --prior ${1#*@} < $R/scored-${1%@*}.jsonl
     play test-$1 $R/$1 tests -k $DRAWS
   )
-  stage $R/demos.jsonl python colbench.py demos --kind english --seed $SEED --n $DEMOS
+  stage $R/demos.jsonl python tests/toy.py demos --world english --seed $SEED --n $DEMOS
   fit base $MODEL --loss rft --all 1 --lr 4e-4 --epochs 1 --batch_size 8 < $R/demos.jsonl
   tasks tasks $TASKS
   play train $R/base tasks "${draws[@]}"

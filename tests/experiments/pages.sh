@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Frontend Design on built-in pages: all methods, three seeds. About ten minutes a seed on two cores.
+# Frontend Design on toy pages: all methods, three seeds. About ten minutes a seed on two cores.
 #
 #   bash tests/experiments/pages.sh       # after the installs of README, "Frontend Design"
 set -euo pipefail
@@ -7,7 +7,10 @@ set -euo pipefail
 export OMP_NUM_THREADS=1
 mkdir -p runs
 
-play() { python collect.py --max_turns 6 --max_tokens 40 --seed $s "$@"; }
+play() {
+  python collect.py --human tests/toy_pages.py --max_turns 6 --max_tokens 40 --seed $s "$@" |
+    python tests/toy_pages.py grade
+}
 policy() {  # NAME [FLAGS]
   python train_policy.py --model $R --seed $s --out $R-"$@"
 }
@@ -18,9 +21,10 @@ critic() {  # NAME [FLAGS]: the critic and its policy
 }
 for s in ${SEEDS:-0 1 2}; do
   R=runs/pages$s
-  python colbench.py demos --kind frontend --n 4000 --seed $s |
-    python train_policy.py --loss rft --all 1 --model tiny --lr 3e-3 --seed $s --out $R
-  python colbench.py tasks --kind frontend --usual 0 --n 150 --seed $s |
+  python tests/toy_pages.py model --n 4000 --seed $s --out $R-tiny
+  python tests/toy_pages.py demos --n 4000 --seed $s |
+    python train_policy.py --loss rft --all 1 --model $R-tiny --lr 3e-3 --seed $s --out $R
+  python tests/toy_pages.py tasks --usual 0 --n 150 --seed $s |
     play --model $R -k 4 --candidates 16 --candidates_share 0.5 > $R-train.jsonl
   critic sweet
   critic blind --hidden_info 0
@@ -28,7 +32,7 @@ for s in ${SEEDS:-0 1 2}; do
   policy rft --loss rft --lr 5e-4 --epochs 8 < $R-train.jsonl
   policy mtdpo --loss mtdpo --pairs all --beta 0.3 --nll_coef 3 --lr 3e-4 --batch_size 16 \
       < $R-train.jsonl
-  python colbench.py tasks --kind frontend --usual 0 --split test --n 150 > $R-tasks.jsonl
+  python tests/toy_pages.py tasks --usual 0 --split test --n 150 > $R-tasks.jsonl
   for m in "" -rft -mtdpo -sweet -blind -regression; do
     play --model $R$m -k 2 < $R-tasks.jsonl > $R-test$m.jsonl
   done

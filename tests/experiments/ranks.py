@@ -1,4 +1,4 @@
-"""What critics rank right on built-in functions: the share of a turn's pairs of candidates.
+"""What critics rank right on the functions of toy.py: the share of a turn's pairs of candidates.
 
     python tests/experiments/ranks.py runs/real1/scored-*.jsonl
 
@@ -10,12 +10,13 @@ train_policy.py --prior 0.1 does.
 """
 import os
 import sys
-from argparse import Namespace
 
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
-from colbench import environment, read_action, slots_of
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
+from toy import WORLDS, asked_for, slots_of
+from colbench import Grader, read_action
 from utils import progress, read_jsonl
 
+WORLD = WORLDS["english"]
 PAIRS = {  # name: (the better kind of candidate, the worse one)
     "all told: right answer over question": ("right", "useless"),
     "all told: right answer over wrong one": ("right", "wrong"),
@@ -29,7 +30,7 @@ def kinds_of(candidate, task, told, grader, graded):
     """right or wrong, of an answer; useful or useless, of a question, which may be repeated."""
     content, answer = read_action(candidate["output"], last=False)
     if answer is None:
-        slot = environment(task).asked_for(content)
+        slot = asked_for(WORLD, content)
         if slot in slots_of(task["ground_truth"]).keys() - told:
             return ["useful"]
         return ["useless", "repeated"] if slot in told else ["useless"]
@@ -57,13 +58,13 @@ def count(records, grader, graded, value):
                     found[name][0] += sum(pairs)
                     found[name][1] += len(pairs)
             if m["role"] == "assistant":
-                told.add(environment(r["task"]).asked_for(m["content"]))
+                told.add(asked_for(WORLD, m["content"]))
     return found
 
 
 def main(paths):
     graded = {}
-    with environment({"kind": "english"})(Namespace(), os.cpu_count()) as grader:  # grades all
+    with Grader(workers=os.cpu_count()) as grader:
         rows = {}
         for path in progress("files", paths, len(paths)):
             records = []

@@ -35,15 +35,16 @@ stage() {  # FILE COMMAND: the command's stdout, if it is not there yet
   echo "$((SECONDS - start)) s  $1" | tee -a $R/times >&2
 }
 tasks() {  # NAME N [FLAGS]
-  stage $R/$1.jsonl python colbench.py tasks --kind english --seed $SEED --usual $USUAL \
+  stage $R/$1.jsonl python tests/toy.py tasks --world english --seed $SEED --usual $USUAL \
       --n $2 "${@:3}"
 }
 halves() {  # NAME MODEL TASKS [FLAGS]: two processes of one thread, each plays half of the tasks
   local half jobs=()
   for half in 0 1; do
-    awk "NR % 2 == $half" $R/$3.jsonl |
-      OMP_NUM_THREADS=1 python collect.py --max_turns 6 --max_tokens 128 --seed $SEED $FLAGS \
-          --model $2 --resume $R/$1.$half "${@:4}" >> $R/$1.$half & jobs+=($!)
+    ( awk "NR % 2 == $half" $R/$3.jsonl |
+        OMP_NUM_THREADS=1 python collect.py --human tests/toy.py --max_turns 6 --max_tokens 128 \
+            --seed $SEED $FLAGS --model $2 --resume $R/$1.$half "${@:4}" |
+        python colbench.py grade >> $R/$1.$half ) & jobs+=($!)
   done
   wait ${jobs[0]} && wait ${jobs[1]} && cat $R/$1.0 $R/$1.1
 }
@@ -76,7 +77,7 @@ export OMP_NUM_THREADS=2
 export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=99999999999  # keep freed memory: 8 % faster steps
 [ "${BASH_SOURCE[0]}" = "$0" ] || return 0  # never_loses.sh takes the functions
 
-stage $R/demos.jsonl python colbench.py demos --kind english --seed $SEED --n $DEMOS
+stage $R/demos.jsonl python tests/toy.py demos --world english --seed $SEED --n $DEMOS
 fit base $MODEL --loss rft --all 1 --lr 4e-4 --epochs 1 --batch_size 8 < $R/demos.jsonl
 tasks tasks $TASKS
 play train $R/base tasks -k $EPISODES --candidates $CANDIDATES --candidates_share $SHARE

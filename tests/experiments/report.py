@@ -12,7 +12,8 @@ import sys
 import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
-from colbench import browser_flag, draw_pages, environment, hidden_information, needs, task_id
+from colbench import (browser_flag, draw_pages, environment, extract_page, hidden_information,
+                      needs, task_id)
 from evaluate import named_systems
 from utils import parser, read_jsonl
 
@@ -55,8 +56,8 @@ def message(m):
 
 def artifact(task, text, pictures):
     """An answer or a reference: of a page its picture, and the source folded."""
-    source, page = tag("pre", "box", text), environment(task).page(text)
-    if not page:
+    source, page = tag("pre", "box", text), extract_page(text)
+    if not (page and environment(task).pages):
         return source
     return pictures.get(page, "") + folded("source", source)
 
@@ -121,8 +122,9 @@ def main(args):
             task = record["task"]
             episodes = tasks.setdefault(task_id(task), {})
             episodes.setdefault(system.name, []).append(record)
-            for text in (record.get("answer") or "", hidden_information(task)):
-                pages.add(environment(task).page(text))
+            if environment(task).pages:
+                texts = record.get("answer"), hidden_information(task)
+                pages.update(map(extract_page, texts))
     pictures, names = draw(pages - {""}, args), [system.name for system in systems]
     print(STYLE + html.escape(f"{len(tasks)} tasks; mean rewards of {', '.join(names)} in %"))
     for i, episodes in enumerate(tasks.values()):

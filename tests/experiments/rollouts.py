@@ -1,7 +1,7 @@
 """The advantages that a perfect critic of a policy would give, measured by play.
 
     python tests/experiments/rollouts.py --model runs/base -k 4 --max_turns 6 --max_tokens 40 \
-        < runs/train.jsonl > runs/scored.jsonl
+        --human tests/toy.py < runs/train.jsonl > runs/scored.jsonl
 
 A candidate's advantage is 5 times its Q: the mean reward of -k episodes of --model that go on from
 it, or the reward of its answer. The flags are collect.py's; the records are of functions.
@@ -13,7 +13,7 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
 import collect
-from colbench import agent_messages, needs, read_action
+from colbench import Grader, agent_messages, needs, read_action
 from utils import progress, read_jsonl
 
 
@@ -38,7 +38,7 @@ class Rollouts(collect.Players):
             turn += 1
             message = await self.act(task, history, (self.args.seed, task["id"], key, turn), 0)
             content, answer = self.answer(message["output"], turn)
-        return (await asyncio.to_thread(self.environment.grade, task, answer))["reward"]
+        return (await asyncio.to_thread(self.grader.grade, task, answer))["reward"]
 
     async def all(self, records):
         """Sets the candidates' advantages."""
@@ -57,7 +57,7 @@ class Rollouts(collect.Players):
                 for c in candidates:
                     c["advantage"] = 5 * q
 
-        with self.environment:
+        with Grader() as self.grader:
             await asyncio.gather(*(work() for _ in range(self.args.concurrency)))
 
 
