@@ -90,8 +90,8 @@ def test_twenty_questions_go_through_all_scripts(repo):
     assert any(a["advantage"] for a in actions)
     run(repo, "train_policy.py", "--model", "base", "--out", "sweet", "--lr", 1e-4, stdin=scored)
     best = ["--best_of", 2, "--critic", "critic"]
-    after, _ = run(repo, "collect.py", "--model", "sweet", *play[2:-2], *best, "--human", "words.py",
-                   stdin=tasks)
+    human = ["--human", "words.py"]
+    after, _ = run(repo, "collect.py", "--model", "sweet", *play[2:-2], *best, *human, stdin=tasks)
     after, _ = run(repo, "colbench.py", "grade", stdin=after)
     assert len(after) == 48
 

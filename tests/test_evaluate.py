@@ -144,9 +144,10 @@ def test_names(tmp_path):
 
 
 def test_mixed_rules_are_called_out(tmp_path):
-    files = dict(a=[episode("x", 1)], b=[episode("x", 1, rules="official")])
+    files = dict(a=[episode("x", 1)], b=[episode("x", 1, by="official rules")])
     got, table = run(tmp_path, "a.jsonl", "b.jsonl", **files)
-    assert [r["rules"] for r in got] == [["honest"], ["official"]] and "NOT COMPARABLE" in table
+    assert [r["reward_by"] for r in got] == [["honest rules"], ["official rules"]]
+    assert "NOT COMPARABLE" in table
     assert "NOT COMPARABLE" not in run(tmp_path, "a.jsonl", **files)[1]
 
 

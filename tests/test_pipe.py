@@ -52,9 +52,9 @@ def chat_model(request, tiny_dir, tmp_path):
     if not make.exists():
         pytest.skip("no ../shared/models beside this checkout, which makes SmolLM2-135M-Instruct")
     done = shell(f"""set -o pipefail; bash {shlex.quote(str(make))} {tmp_path} &&
-        python tests/toy.py demos --world english --n 4 | python train_policy.py --loss rft --all 1 \
-            --model {tmp_path}/smollm2 --out {tmp_path}/base --epochs 1 --batch_size 4 \
-            --lr 1e-4""", timeout=600)
+        python tests/toy.py demos --world english --n 4 |
+            python train_policy.py --loss rft --all 1 --model {tmp_path}/smollm2 \
+                --out {tmp_path}/base --epochs 1 --batch_size 4 --lr 1e-4""", timeout=600)
     assert done.returncode == 0, done.stderr
     return f"{tmp_path}/base", "english", 2, 2
 
