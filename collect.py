@@ -1,12 +1,11 @@
 """Plays episodes: an agent talks with a human and hands in an answer.
 
     python collect.py --human http://localhost:8000/v1 -k 4 < tasks.jsonl > episodes.jsonl
-    ... | python collect.py --human simulator.py -k 4 --candidates 16 > episodes.jsonl
-    ... | python collect.py --human simulator.py --best_of 4 --critic runs/critic > guided.jsonl
-    ... | python collect.py --human simulator.py -k 4 --resume all.jsonl >> all.jsonl
+    ... | python collect.py --human human.py --candidates 16 | python colbench.py grade > all.jsonl
+    ... | python collect.py --human human.py --best_of 4 --critic runs/critic > guided.jsonl
+    ... | python collect.py --human human.py -k 4 --resume episodes.jsonl >> episodes.jsonl
 
-simulator.py defines reply(task, history), the human's answer to the last message. The next stage
-is `colbench.py grade`, which adds the reward.
+human.py defines reply(task, history), the human's answer to the last message.
 Each episode is written as it ends. Draws are functions of (seed, task, sample, turn). Others in a
 batch change logits by rounding, and so rarely a text. A record that has a dialogue already gets
 candidates only.

@@ -341,7 +341,8 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb():
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    with Environments(SimpleNamespace(), workers=2) as environments:
+    args = SimpleNamespace(rules="honest", workers=2)
+    with Environments(args) as environments:
         graded = list(grade_records(answers(), environments))
     stop.set()
     watcher.join()

@@ -20,7 +20,7 @@ play() {  # NAME MODEL [FLAGS]: episodes of stdin's tasks, to $R/NAME.jsonl
       --resume $R/$1.jsonl --model "${@:2}" | python colbench.py grade >> $R/$1.jsonl
 }
 base() {  # MODEL [FLAGS]: the base $C, from demonstrations on stdin
-  python train_policy.py --loss rft --all 1 --seed $s --resume 1 --out $C --model "$@"
+  python train_policy.py --loss rft --all 1 --seed $s --resume 1 --out $C --model $1 "${@:2}"
 }
 tiny() {  # [FLAGS of the demonstrations]: the tiny model $S/tiny, with their words
   python tests/toy.py model --seed $s --out $S/tiny "$@"
