@@ -1211,11 +1211,11 @@ def check_stdin(args, emit):
 
 
 def main(args):
-    args.run(args, open_stdout())
+    try:
+        args.run(args, open_stdout())
+    except GraderError as e:
+        fail(e)
 
 
 if __name__ == "__main__":
-    try:
-        run(main, get_args())
-    except GraderError as e:
-        fail(e)
+    run(main, get_args())

@@ -206,11 +206,11 @@ def test_any_text_is_graded_and_the_answers_after_it_as_if_it_had_not_been_there
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
 
 
-def end_grading(answers, number):
+def end_grading(answers, number, grader="colbench.py"):
     """Ends the grading of these records by a signal when the first is graded; nothing is left."""
     pipe = subprocess.PIPE
     grading = subprocess.Popen(
-        [sys.executable, "colbench.py", "grade", "--workers", "1"], cwd=ROOT, text=True, env=CPU,
+        [sys.executable, grader, "grade", "--workers", "1"], cwd=ROOT, text=True, env=CPU,
         stdin=pipe, stdout=pipe, stderr=pipe,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
     grading.stdin.write(lines(answers))

@@ -193,7 +193,8 @@ def test_a_killed_browser_loses_no_page():
 @pytest.mark.full
 @pytest.mark.parametrize("number", SIGNALS)
 def test_an_ended_grader_leaves_no_browser_behind(number):
-    end_grading([answered(PLAIN.replace("shoes", str(i))) for i in range(40)], number)
+    answers = [answered(PLAIN.replace("shoes", str(i))) for i in range(40)]
+    end_grading(answers, number, "tests/toy_pages.py")
 
 
 @pytest.mark.full

@@ -231,7 +231,7 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch
         c["advantage"] = float(len(c["output"]))
     make = functools.partial(prepared, monkeypatch, rewarded, train_policy, "--model", tiny_dir)
     ids = {(*M.plain_ids(tokenizer, c["output"]), *M.end_of_turn(tokenizer)) for c in candidates}
-    assert {action for group in make()[0] for _, action in M.turns_in(group)} <= ids
+    assert {action for group in make() for _, action in M.turns_in(group)} <= ids
     del candidates[0]["logprob"]
     with pytest.raises(SystemExit, match="--prior needs the candidates' logprob"):
         make("--prior", 0.1)
@@ -271,7 +271,7 @@ def test_preferences_train_on_every_token_of_the_assistant(tiny_dir, monkeypatch
     for p in pi.parameters():
         p.data += 0.01 * torch.randn_like(p)
     flags = ["--model", tiny_dir, "--loss", "mtdpo", "--beta", "0.7", "--nll_coef", "0.5"]
-    groups, _ = prepared(monkeypatch, PREFERENCES, train_policy, *flags)
+    groups = prepared(monkeypatch, PREFERENCES, train_policy, *flags)
     args = train_policy.get_args([*flags, "--out", "x"])
 
     def of_side(lm, history):

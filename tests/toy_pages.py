@@ -14,7 +14,7 @@ import toy  # makes the scripts importable, too
 import colbench
 from colbench import (ANSWER, NOT_SEEN, PAGE, Environment, Pages, Renderer, browser_flag,
                       extract_page, fill, hidden_information)
-from utils import flag, open_stdout, rng, run
+from utils import flag, rng, run
 
 
 # --- pages with hidden slots ----------------------------------------------------------------------
@@ -211,14 +211,16 @@ def get_args(argv=None):
     grade = found.add_parser("grade", allow_abbrev=False)
     flag(grade, "workers", os.cpu_count(), "pages drawn at once", least=1)
     browser_flag(grade)
+    grade.set_defaults(run=colbench.grade_stdin)
     return root.parse_args(argv)
 
 
 def main(args):
     if args.command == "grade":
         colbench.ENVIRONMENTS["frontend"] = Blocks
-        return colbench.grade_stdin(args, open_stdout())
-    toy.main(args, tasks, demos, PIECES)
+        colbench.main(args)
+    else:
+        toy.main(args, tasks, demos, PIECES)
 
 
 if __name__ == "__main__":
