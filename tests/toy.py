@@ -16,7 +16,7 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 from colbench import (ANSWER, environment, fill, first_message, hidden_information, read_action,
                       task_id, with_hidden)
 from utils import fail, flag, open_stdout, parser, rng, run
