@@ -146,9 +146,9 @@ def body_in_english(slots):
     return "\n" + textwrap.indent(f"{steps}\nreturn total", "    ")
 
 
-PRICED = [tuple(slot for slot in DETAILS if slot == "price" or slot in others)
-          for n in range(len(DETAILS) - 1)
-          for others in itertools.combinations([*DETAILS][:2] + [*DETAILS][3:-1], n)]
+OTHERS = [slot for slot in DETAILS if slot not in ("price", "color")]
+PRICED = [tuple(slot for slot in DETAILS if slot == "price" or slot in chosen)
+          for n in range(len(OTHERS) + 1) for chosen in itertools.combinations(OTHERS, n)]
 WORLDS = {
     "slots": World(
         details={slot: Detail(values, step="", clauses=(), replies=(slot + "={n}",),
