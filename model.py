@@ -152,11 +152,26 @@ class Tree:
 # --- attention over runs --------------------------------------------------------------------------
 
 def wide(x):
-    """x in fp32 at least. Rows that many tokens share are gathered from it.
+    """x in fp32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class Gather(torch.autograd.Function):
+    """Rows of x, which is wide, in `dtype`. Their gradients are summed in x's dtype.
 
     Summed in bf16, the gradient of a prefix that 100 branches share would be 1 % off.
     """
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+    @staticmethod
+    def forward(ctx, x, rows, dtype):
+        ctx.save_for_backward(rows)
+        ctx.shape = x.shape
+        return x.to(dtype).index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        total = wide(gradient.new_zeros(ctx.shape))
+        return total.index_add_(0, *ctx.saved_tensors, wide(gradient)), None, None
 
 
 def tree_attention(module, query, key, value, attention_mask, scaling=None, tree=None,
@@ -178,13 +193,12 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     kernel = flash_kernel if q.is_cuda and q.dtype != torch.float32 else sdpa_kernel
 
     def attend(q, k, v, runs):
-        k, v = (x.index_select(0, runs.paths) for x in (k, v))
+        k, v = (Gather.apply(x, runs.paths, q.dtype) for x in (k, v))
         return kernel(q, k, v, runs, scaling, left)
 
-    if torch.is_grad_enabled():
-        k, v = wide(k), wide(v)
-        if len(tree.groups) > 1:
-            attend = functools.partial(checkpoint, attend, use_reentrant=False)
+    if len(tree.groups) > 1 and torch.is_grad_enabled():
+        attend = functools.partial(checkpoint, attend, use_reentrant=False)
+    k, v = wide(k), wide(v)
     return torch.cat([attend(q[runs.tokens], k, v, runs) for runs in tree.groups])[None], None
 
 
@@ -212,7 +226,6 @@ def sdpa_kernel(q, k, v, runs, scale, left):
 
 def flash_kernel(q, k, v, runs, scale, left):
     """FlashAttention over runs, of the package flash-attn or of torch: on a GPU in 16 bits."""
-    k, v = k.to(q.dtype), v.to(q.dtype)
     lengths = runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv)
     if flash_attn_varlen_func:
         return flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=scale, causal=True,
@@ -320,7 +333,7 @@ class TreeLM(torch.nn.Module):
             rows = torch.arange(len(seen), device=self.device)
             rows = dict(zip(numbers, rows.split([math.prod(grids[n]) for n in numbers])))
             shown = torch.cat([rows[n] for n in shown])
-            features = wide(seen).index_select(0, shown).to(seen.dtype)
+            features = Gather.apply(wide(seen), shown, seen.dtype)
             words = words.index_put((torch.tensor(places, device=self.device),), features)
         positions = torch.tensor(picture_positions(ids, parents, grids), device=self.device)
         return {"inputs_embeds": (words + 0 * seen.sum())[None],
