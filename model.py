@@ -234,7 +234,7 @@ def flash_kernel(q, k, v, runs, scale, left):
                        enable_gqa=q.shape[1] != k.shape[1])
 
 
-AttentionInterface.register("tree", tree_attention)
+AttentionInterface.register("tree", torch.compiler.disable(tree_attention))  # its sizes vary
 
 
 # --- the forward ----------------------------------------------------------------------------------
@@ -280,6 +280,7 @@ class TreeLM(torch.nn.Module):
         self.config = lm.config.get_text_config()
         self.pictures = None  # the Pictures that tokens of pictures are of
         self.tokens = 0  # computed so far
+        self.head_logps = head_logps  # or compiled
         self.score = None
         if head:
             self.score = torch.nn.Linear(self.config.hidden_size, 1, bias=False, device=lm.device)
@@ -306,7 +307,7 @@ class TreeLM(torch.nn.Module):
         chunk = max(1, LOGITS[self.device.type] // self.config.vocab_size)
         logps = []
         for i in range(0, len(scored), chunk):
-            logps.append(checkpoint(head_logps, hidden[i:i + chunk], head.weight, head.bias,
+            logps.append(checkpoint(self.head_logps, hidden[i:i + chunk], head.weight, head.bias,
                                     targets[i:i + chunk], self.config, use_reentrant=False))
         return torch.cat(logps)
 
@@ -732,7 +733,8 @@ def base_digest(path):
 
 def load_options(args):
     """Keyword arguments of `load` from the trainers' flags."""
-    return {name: getattr(args, name) for name in ("dtype", "replicate", "offload", "recompute")}
+    names = "dtype", "replicate", "offload", "recompute", "compile"
+    return {name: getattr(args, name) for name in names}
 
 
 def pick_dtype(name, device):
@@ -882,17 +884,23 @@ def ranks_of_a_copy(world, replicate):
     return world // replicate
 
 
-def shard(model, dtype, replicate=1, offload=0, recompute=None):
+def shard(model, dtype, replicate=1, offload=0, recompute=None, compile=None):
     """Shards the model by FSDP2: fp32 weights, gradients and moments, computation in dtype.
 
     replicate: the number of copies of the model, each on WORLD / replicate ranks (HSDP).
     offload: 1 keeps weights and moments in CPU memory. recompute: 1 keeps of each layer only its
-    inputs for the backward pass; None is 1 on a GPU.
+    inputs for the backward pass; compile: 1 compiles layers and head. For both None is 1 on a GPU.
     """
     model.dtype = dtype
     shards = ranks_of_a_copy(WORLD, replicate)
-    if recompute or recompute is None and model.device.type == "cuda":
-        for layer in model.layers():
+    recompute, compile = (model.device.type == "cuda" if x is None else x
+                          for x in (recompute, compile))
+    if compile:
+        model.head_logps = torch.compile(head_logps, dynamic=True)
+    for layer in model.layers():
+        if compile:
+            layer.forward = torch.compile(layer.forward, dynamic=True)
+        if recompute:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     if WORLD == 1 and dtype == torch.float32 and not offload:
         return

@@ -79,6 +79,8 @@ def machine_flags(p):
          choices=["auto", "bf16", "fp32"])
     flag(g, "recompute", None, "1: activation checkpointing, a third slower; not given: 1 on a GPU",
          kind=int, choices=[0, 1])
+    flag(g, "compile", None, "1: torch.compile of layers and head; not given: 1 on a GPU", kind=int,
+         choices=[0, 1])
     flag(g, "replicate", 1, "copies of the model; each is spread over 1/N of the processes",
          least=1)
     flag(g, "offload", 0, "1: weights and moments rest in CPU memory", choices=[0, 1])
@@ -391,8 +393,8 @@ class Log:
     is written.
     """
     MAY_CHANGE = {  # flags, when a run is resumed
-        "out", "tree_tokens", "recompute", "replicate", "offload", "save_every", "resume",
-        "browser"}
+        "out", "tree_tokens", "recompute", "compile", "replicate", "offload", "save_every",
+        "resume", "browser"}
 
     def __init__(self, args):
         self.args, self.out = args, args.out
