@@ -59,7 +59,7 @@ TURN = 0  # a trainer keeps a message's or candidate's turn under this key, whic
 PICTURE = 1 << 20  # the id PICTURE + n is a token of picture n; also the key of a message's picture
 SIDE = 28  # pixels along a side of such a token
 TODAY = datetime.date(2024, 7, 26)  # for templates that tell the date: every day the same prompts
-LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 26}  # logits held at once: 64 MB or 256 MB in fp32
+LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits held at once: 64 MB or 512 MB in fp32
 GATHERED = 2 ** 17  # keys gathered at once: with values 0.5 GB for 8 heads of size 128 in bf16
 HEAD = "head.safetensors"  # the file of a linear head, beside the model's
 
