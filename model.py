@@ -22,6 +22,7 @@ import os
 import re
 import warnings
 from array import array
+from inspect import signature
 from itertools import accumulate, chain
 from typing import NamedTuple
 
@@ -46,6 +47,8 @@ from transformers.utils import logging
 from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, from_rank_0,
                    progress, reading, rng, say, writing)
 
+# torch 2.11's kernel takes fewer heads of keys without being told
+GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 try:
     from flash_attn import flash_attn_varlen_func
 except ImportError:  # torch has a kernel of its own
@@ -230,8 +233,7 @@ def flash_kernel(q, k, v, runs, scale, left):
     if flash_attn_varlen_func:
         return flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=scale, causal=True,
                                       window_size=(left, 0))
-    return varlen_attn(q, k, v, *lengths, scale=scale, window_size=(left, 0),
-                       enable_gqa=q.shape[1] != k.shape[1])
+    return varlen_attn(q, k, v, *lengths, scale=scale, window_size=(left, 0), **GQA)
 
 
 AttentionInterface.register("tree", torch.compiler.disable(tree_attention))  # its sizes vary
