@@ -63,7 +63,7 @@ PICTURE = 1 << 20  # the id PICTURE + n is a token of picture n; also the key of
 SIDE = 28  # pixels along a side of such a token
 TODAY = datetime.date(2024, 7, 26)  # for templates that tell the date: every day the same prompts
 LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits held at once: 64 MB or 512 MB in fp32
-GATHERED = 2 ** 17  # keys gathered at once: with values 0.5 GB for 8 heads of size 128 in bf16
+GATHERED = 2 ** 18  # keys gathered at once: with values 1 GB for 8 heads of size 128 in bf16
 HEAD = "head.safetensors"  # the file of a linear head, beside the model's
 
 
