@@ -2,18 +2,21 @@
 
     python tests/bench_gpu.py                                   # one GPU
     torchrun --nproc_per_node=8 tests/bench_gpu.py
+    python tests/bench_gpu.py --shapes 1b                       # five minutes of an H100
     python tests/bench_gpu.py --shapes tiny                     # a rehearsal on a CPU
 
 Models have random weights; nothing is fetched. Records and batches are those of bench_train.py.
-After every row all rows so far are in --out as JSON. A row that fails says so, and the next begins.
+After every row all rows so far are in --out as JSON. A row that fails says so, and the next begins;
+at the end all that failed are named, with exit status 1.
 
 matmul     TFLOP/s of large matrix products, the peak that the shares are of
 oracle     the tree in 16 bits beside separate forwards in fp32: relative errors of log-probs and
            gradients, and the errors of separate forwards in 16 bits, which should be about as large
-load       both models from the disk, proven
+load       the model from the disk, proven, with --compile C --recompute R ("C1 R0"), and pi_ref
 step       our step without the optimizer: tokens a second and GPU, share of the peak (of_peak: what
-           is computed; useful: no layer recomputed), peak memory, and what --dry_run expects
-official   the released procedure on the same pairs: its seconds over ours, its loss, its
+           is computed; useful: no layer recomputed), peak memory, and what --dry_run expects; its
+           first run, in which torch compiles
+official   the released procedure on the same pairs: its seconds over ours (C0 R1), its loss, its
            gradient's norm over ours
 scoring    the rival with a KV cache, as in bench_train.py
 """
@@ -22,6 +25,7 @@ import json
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -30,9 +34,11 @@ import torch  # noqa: E402
 from timing import parser, ratio, show  # noqa: E402
 
 from model import action_logps, batches, dry_run, gathered, load, score, turns_in  # noqa: E402
-from utils import RANK, WORLD, barrier, from_rank_0, init_distributed, leave_group  # noqa: E402
+from utils import (RANK, WORLD, barrier, fail, from_rank_0, init_distributed,  # noqa: E402
+                   leave_group)
 
-JOBS = "dpo 24", "critic"
+JOBS = "dpo 24", "critic", "dpo 96"
+WAYS = (0, 1), (1, 1), (1, 0)  # compile, recompute
 
 
 def get_args():
@@ -70,7 +76,7 @@ class Bench:
         return {"tflops": self.peak / 1e12, "device": name, "ranks": WORLD}
 
     def oracle(self):
-        turns = [(prompt[-512:], action) for job in JOBS
+        turns = [(prompt[-512:], action) for job in JOBS[:2]
                  for prompt, action in turns_in(self.batch[job])[:6]]
 
         def numbers(dtype, separate):
@@ -91,11 +97,15 @@ class Bench:
                 errors[f"{name}_{what}"] = B.difference(x, y)
         return errors
 
-    def load(self):
+    def load(self, compile, recompute):
+        self.model = None
         start = time.perf_counter()
-        self.model = B.load_moved(self.folder, self.device, dtype=self.dtype, recompute=1)
-        self.pi_ref = load(self.folder, self.device, self.dtype)[0].requires_grad_(False)
-        return {"seconds": time.perf_counter() - start}
+        self.model = B.load_moved(self.folder, self.device, dtype=self.dtype, compile=compile,
+                                  recompute=recompute)
+        seconds = time.perf_counter() - start
+        if not self.pi_ref:
+            self.pi_ref = load(self.folder, self.device, self.dtype)[0].requires_grad_(False)
+        return {"seconds": seconds}
 
     def plan(self, job, recompute):
         """What --dry_run says of a step."""
@@ -108,21 +118,22 @@ class Bench:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), float("inf"))
         return gathered(norm).item()
 
-    def step(self, job):
-        plan, batch = self.plan(job, 1), self.batch[job]
+    def step(self, job, compile, recompute):
+        plan, batch = self.plan(job, recompute), self.batch[job]
         turns = turns_in(batch)
         ref = dict(zip(turns, score(self.pi_ref, turns, B.TREE_TOKENS)))
         self.model.zero_grad()
+        start = time.perf_counter()
         B.our_step(self.model, job, batch, ref)  # to warm up
-        norm = self.norm()
+        first, norm = time.perf_counter() - start, self.norm()
         if self.gpu:
             torch.cuda.reset_peak_memory_stats()
         seconds, loss = self.time(lambda: B.our_step(self.model, job, batch, ref))
         self.ours[job] = seconds, loss, norm
-        figures = {"pairs": len(batch), "seconds": min(seconds),
+        figures = {"pairs": len(batch), "seconds": min(seconds), "first": first, "loss": loss,
                    "tokens_a_second": plan["tokens"]["computed"] / WORLD / min(seconds)}
-        for name, recompute in (("of_peak", 1), ("of_peak_useful", 0)):
-            flops = self.plan(job, recompute)["hours"] * 3600 * 400e12  # of a GPU
+        for name, again in (("of_peak", recompute), ("of_peak_useful", 0)):
+            flops = self.plan(job, again)["hours"] * 3600 * 400e12  # of a GPU
             figures[name] = flops / min(seconds) / self.peak
         if self.gpu:
             figures["peak_gb"] = B.max_over_ranks(torch.cuda.max_memory_allocated() / 1e9)
@@ -145,15 +156,18 @@ class Bench:
         return B.compare_scoring(self.pi_ref, turns, self.repeats)
 
     def rows(self):
-        """(name, function that makes the row, its arguments)"""
-        yield "matmul", self.matmul
+        """(words of its name, function that makes the row, its arguments)"""
+        yield ["matmul"], self.matmul
         if WORLD == 1:
-            yield "oracle", self.oracle
-        yield "load", self.load
-        for job in JOBS:
-            yield "step", self.step, job
-            yield "official", self.official, job
-        yield "scoring", self.scoring
+            yield ["oracle"], self.oracle
+        for how in WAYS:
+            name = "C{} R{}".format(*how)
+            yield ["load", name], self.load, *how
+            for job in JOBS:
+                yield ["step", job, name], self.step, job, *how
+                if how == WAYS[0] and job != "dpo 96":
+                    yield ["official", job], self.official, job
+        yield ["scoring"], self.scoring
 
 
 def main(args):
@@ -163,11 +177,12 @@ def main(args):
     for shape in args.shapes:
         with tempfile.TemporaryDirectory() as folder:
             folder = from_rank_0(lambda: folder)
-            for kind, make, *job in Bench(args, device, folder, shape).rows():
-                row = {"row": " ".join([kind, shape, *job])}
+            for (kind, *more), make, *given in Bench(args, device, folder, shape).rows():
+                row = {"row": " ".join([kind, shape, *more])}
                 try:
-                    row |= {k: v for k, v in make(*job).items() if k != "row"}
+                    row |= {k: v for k, v in make(*given).items() if k != "row"}
                 except (Exception, SystemExit) as e:
+                    traceback.print_exc()
                     row["error"] = f"{type(e).__name__}: {e}".splitlines()[0]
                 rows.append(row)
                 show(row)
@@ -177,7 +192,10 @@ def main(args):
                 gc.collect()
                 torch.cuda.empty_cache()
         del make  # and the models: the next shape's come onto the GPU
+        torch.compiler.reset()
     leave_group()
+    if failed := [f"{row['row']} ({row['error']})" for row in rows if "error" in row]:
+        fail(f"{len(failed)} of {len(rows)} rows failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

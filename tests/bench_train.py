@@ -6,8 +6,9 @@
 Records of the paper's shape go to disk: a task has four trajectories of six turns, a turn has 16
 candidates and four pairs; texts are random words. The trainers' own functions read them and make
 the batches. A step is the body of the trainers' loop: pack, forward, loss, backward. Jobs are the
-trainers' losses, 8 pairs a step ("dpo 24": all of a trajectory), and scoring, log-probs of all 17
-actions a turn without gradient. Rivals read the same pairs and have the same weights:
+trainers' losses, 8 pairs a step ("dpo 24": all of a trajectory, "dpo 96": of a task), and scoring,
+log-probs of all 17 actions a turn without gradient. Rivals read the same pairs and have the same
+weights:
 
 official   a pair is a batch of two padded sequences, all logits, pi_ref on it at every step
 trl        dpo and mtdpo: TRL's DPOTrainer, a pair at a time (pip install trl==1.16.0; left out
@@ -51,6 +52,7 @@ from utils import (RANK, WORLD, fail, from_rank_0, init_distributed, leave_group
 #               module, flags, pairs a step, epochs that pi_ref's log-probs serve
 JOBS = {"dpo": (train_policy, [], 8, 1),
         "dpo 24": (train_policy, [], 24, 1),
+        "dpo 96": (train_policy, [], 96, 1),
         "mtdpo": (train_policy, ["--loss", "mtdpo"], 8, 4),
         "rft": (train_policy, ["--loss", "rft"], 8, 4),
         "critic": (train_critic, ["--held_out", "0"], 8, 4)}
@@ -65,7 +67,8 @@ WORDS, TURNS, CANDIDATES, TREE_TOKENS = 1700, 6, 16, 16384
 
 def get_args():
     p = parser(__doc__, repeats=3)
-    p.add_argument("--jobs", nargs="+", choices=[*JOBS, "scoring"], default=[*JOBS, "scoring"])
+    p.add_argument("--jobs", nargs="+", choices=[*JOBS, "scoring"],
+                   default=[*(job for job in JOBS if job != "dpo 96"), "scoring"])
     p.add_argument("--shape", choices=SHAPES, default="small", help="of the model: random weights")
     return p.parse_args()
 
