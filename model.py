@@ -1,6 +1,7 @@
 """The model: log-probs of many actions by one forward over the tree of their shared prefixes.
 
-A turn is (prompt_ids, action_ids): what the agent read and what it wrote, as tuples of token ids.
+A turn is (prompt, action): what the agent read and what it wrote, as strings of a character a token
+(`packed`): chr(id). They are sorted, cut, compared and hashed fast, and take 2 or 4 bytes a token.
 Every loss and every score of this repo is a function of `action_logps(model, turns)`.
 
 Turns share prefixes. Candidates have the same history, the turns of a trajectory extend one
@@ -59,7 +60,7 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 TURN = 0  # a trainer keeps a message's or candidate's turn under this key, which JSON can't have
-PICTURE = 1 << 20  # the id PICTURE + n is a token of picture n; also the key of a message's picture
+PICTURE = 1 << 19  # the id PICTURE + n is a token of picture n; also the key of a message's picture
 SIDE = 28  # pixels along a side of such a token
 TODAY = datetime.date(2024, 7, 26)  # for templates that tell the date: every day the same prompts
 LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits held at once: 64 MB or 512 MB in fp32
@@ -69,8 +70,13 @@ HEAD = "head.safetensors"  # the file of a linear head, beside the model's
 
 # --- turns and their tree -------------------------------------------------------------------------
 
+def packed(ids):
+    """Token ids as a string, as turns hold them; map(ord, string) gives them back."""
+    return "".join(map(chr, ids))
+
+
 def common_prefix(a, b):
-    """Length of the common prefix of two lists, by binary search: comparing slices is fast."""
+    """Length of the common prefix of two sequences, by binary search: comparing slices is fast."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -83,7 +89,7 @@ def common_prefix(a, b):
 
 def in_order(turns):
     """Yields (turn, its tokens, how many of them the one before shares) in depth-first order."""
-    before = ()
+    before = ""
     for turn in sorted(turns, key=lambda turn: turn[0] + turn[1]):
         seq = turn[0] + turn[1]
         yield turn, seq, common_prefix(before, seq)
@@ -123,7 +129,7 @@ class Tree:
         path = array("q")  # the flat indices of a sequence's tokens
         for turn, seq, shared in in_order(turns):
             start = len(ids)
-            ids += seq[shared:]
+            ids += map(ord, seq[shared:])
             pos += range(shared, len(seq))
             path = path[:shared] + array("q", range(start, len(ids)))
             parent += path[shared - 1:-1] if shared else [-1, *path[:-1]]
@@ -465,7 +471,7 @@ def picture_positions(ids, parents, grids):
 
 class Pair(NamedTuple):
     """One example of a loss: two trajectories of a task, or two candidates of a turn."""
-    chosen: tuple         # the turns, (prompt_ids, action_ids), of the better one
+    chosen: tuple         # the turns, (prompt, action), of the better one
     rejected: tuple = ()  # the turns of the worse one; fine-tuning has none
     gap: float = 0.0      # by how much the chosen one's reward is higher, or its rank's value
 
@@ -663,7 +669,7 @@ def spells(tokenizer, message):
 
 
 def action_ids(tokenizer, message, sampled=True, picture=()):
-    """Token ids of an action: the stored `token_ids`, which are what was sampled.
+    """An action, packed: the stored `token_ids`, which are what was sampled.
 
     Without them (demonstrations, published data), or with sampled=False, its raw text is
     tokenized. The ids of a picture and the end of turn follow.
@@ -672,8 +678,8 @@ def action_ids(tokenizer, message, sampled=True, picture=()):
         if max(message["token_ids"]) >= len(tokenizer) or not spells(tokenizer, message):
             fail("token_ids in the records are not of this --model's tokenizer: "
                  "take the model that sampled them")
-        return tuple(message["token_ids"])
-    return (*plain_ids(tokenizer, raw_text(message)), *picture, *end_of_turn(tokenizer))
+        return packed(message["token_ids"])
+    return packed((*plain_ids(tokenizer, raw_text(message)), *picture, *end_of_turn(tokenizer)))
 
 
 def actions_of(record):
@@ -820,7 +826,7 @@ def proof_turns(config):
     longest = min(getattr(config, "sliding_window", None) or 0, 2048) + 8
     first = config.vocab_size // 2  # far from special tokens
     turns = [(8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (longest, (3, 2, 1))]
-    return [(tuple(first + i % 11 for i in range(length)), tuple(first + i for i in action))
+    return [(packed(first + i % 11 for i in range(length)), packed(first + i for i in action))
             for length, action in turns]
 
 
@@ -829,8 +835,9 @@ def own_logps(lm, turns):
     """action_logps by the forward and attention of a transformers model, turn by turn."""
     logps = []
     for prompt, action in turns:
-        logits = lm(input_ids=torch.tensor([prompt + action])).logits[0, len(prompt) - 1:-1]
-        logps.append(-F.cross_entropy(logits.float(), torch.tensor(action), reduction="none"))
+        ids = torch.tensor([*map(ord, prompt + action)])
+        logits = lm(input_ids=ids[None]).logits[0, len(prompt) - 1:-1].float()
+        logps.append(-F.cross_entropy(logits, ids[len(prompt):], reduction="none"))
     return torch.cat(logps)
 
 

@@ -7,8 +7,8 @@
 These are eq. 3 and eq. 2 of the paper. o_t is the dialogue before message t, a_t the message, of
 L_t tokens. tau+ and tau- are trajectories of one task; tau+ has the higher reward. The NLL is a
 mean over the turns of tau+, in each a mean over its tokens. pi starts as pi_ref. In the code a
-*turn* is (prompt_ids, action_ids): a message or candidate as token ids, with all that the model
-reads before it.
+*turn* is (prompt, action): a message or candidate as token ids, packed into strings, with all that
+the model reads before it.
 
 After training, every message and every candidate gets its `advantage` A, and the records go on
 to stdout. --head selects what A is:
@@ -93,8 +93,8 @@ import torch.nn.functional as F
 
 from model import (PICTURE, TURN, Pair, Pictures, accuracy, action_ids, action_logps, actions_of,
                    base_digest, batches, dry_run, find_model, gathered, has_vision, load,
-                   load_options, pick_dtype, raw_text, reference_logps, render, restore, save,
-                   save_checkpoint, score, tell_plan, turns_in, weights_digest)
+                   load_options, packed, pick_dtype, raw_text, reference_logps, render, restore,
+                   save, save_checkpoint, score, tell_plan, turns_in, weights_digest)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ def critic_turns(critic, tokenizer, task, history, actions, thinking=0, pictures
             messages[0][PICTURE] = picture(hidden)
         elif hidden:
             messages = with_hidden(messages, hidden)
-        return tuple(render(tokenizer, messages, thinking))
+        return packed(render(tokenizer, messages, thinking))
 
     def ids_of(action):
         if critic["head"] in LINEAR:  # it may judge another model's tokens

@@ -177,7 +177,8 @@ def plain(*models):
 def pad(seqs, device):
     """(B, T) ids, padded on the right: with a causal mask, nobody sees the padding."""
     length = max(map(len, seqs))
-    return torch.tensor([[*seq, *[0] * (length - len(seq))] for seq in seqs], device=device)
+    return torch.tensor([[*map(ord, seq), *[0] * (length - len(seq))] for seq in seqs],
+                        device=device)
 
 
 def official_step(model, job, batch, ref_model):
@@ -214,9 +215,9 @@ def trl_step(model, ref_model, pairs):
 
     def after_prompt(side):  # with the human's replies, if it has several turns
         (first, _), (last, action) = side[0], side[-1]
-        return list((last + action)[len(first):])
+        return list(map(ord, (last + action)[len(first):]))
 
-    rows = [{"prompt_ids": list(chosen[0][0]), "chosen_ids": after_prompt(chosen),
+    rows = [{"prompt_ids": list(map(ord, chosen[0][0])), "chosen_ids": after_prompt(chosen),
              "rejected_ids": after_prompt(rejected)} for chosen, rejected, _ in pairs]
     with tempfile.TemporaryDirectory() as out:
         config = trl.DPOConfig(  # beta and the NLL's weight as in train_policy.py

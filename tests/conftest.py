@@ -143,7 +143,7 @@ def turns_of(tokenizer, record):
     """The turns [(prompt_ids, action_ids)] of the assistant messages in a record, in order."""
     import model  # slow to load
     thinking = record.get("meta", {}).get("thinking", 0)
-    return [(tuple(model.render(tokenizer, history, thinking)),
+    return [(model.packed(model.render(tokenizer, history, thinking)),
              model.action_ids(tokenizer, actions[0]))
             for history, actions in model.actions_of(record)]
 

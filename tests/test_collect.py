@@ -44,7 +44,7 @@ def test_log_probs_are_the_models_and_cut_actions_are_marked(tasks, tiny_dir):
     for r in records(done.stdout):
         for m, (prompt, _) in zip(agent_messages(r), turns_of(tokenizer, r)):
             actions = [m, *m["candidates"]]
-            turns = [(prompt, tuple(action["token_ids"])) for action in actions]
+            turns = [(prompt, M.packed(action["token_ids"])) for action in actions]
             of_model = M.score(model, turns, 4096)
             assert torch.allclose(of_model[0], torch.tensor(m["logprobs"]), rtol=0, atol=1e-4)
             for action, logps in zip(actions[1:], of_model[1:]):
@@ -103,11 +103,11 @@ def test_best_of_sends_the_critics_favourite(tasks, rewarded, tiny_dir, tmp_path
     task, favourites = tasks[0]["task"], []
     history = dialogue(task["problem_description"])
     hidden = f"Hidden reference:\n{task['ground_truth']}\n\n{history[0]['content']}"
-    read = tuple(prompt_of(p, hidden))
+    read = M.packed(prompt_of(p, hidden))
     for turn in range(6):
         key = (0, task["id"], 0, turn)
         drawn = sample(p, prompt_of(p, history[0]["content"]), [(*key, j) for j in range(5)])
-        turns = [(read, tuple(ids)) for ids, _ in drawn]
+        turns = [(read, M.packed(ids)) for ids, _ in drawn]
         logps, ref_logps = (M.score(M.load(path)[0], turns, 4096) for path in (critic, tiny_dir))
         scores = [advantage(a, b, "turn").item() for a, b in zip(logps, ref_logps)]
         for p.args.prior in (0, 0.1):

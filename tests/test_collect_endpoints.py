@@ -213,8 +213,10 @@ def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(
         turns = turns_of(tokenizer, {"dialogue_history": history})
         for n, (m, (prompt, action)) in enumerate(zip(history[1::2], turns)):
             seed = rng(0, *key_of(r), n, 0).getrandbits(31)
-            draws = [draw(prompt, seed + i * bool(temperature), 12, stop) for i in range(4)]
-            assert (m["token_ids"], m["logprobs"]) == draws[0] and action == tuple(draws[0][0])
+            ids = [*map(ord, prompt)]
+            draws = [draw(ids, seed + i * bool(temperature), 12, stop) for i in range(4)]
+            assert (m["token_ids"], m["logprobs"]) == draws[0]
+            assert [*map(ord, action)] == draws[0][0]
             assert [(c["token_ids"], c["logprob"]) for c in m["candidates"]] == [
                 (ids, round(sum(logprobs), 6)) for ids, logprobs in draws[1:]]
             seeds.add(seed)

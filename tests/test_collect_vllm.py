@@ -105,13 +105,13 @@ def check(got, tiny_dir, tasks):
     lm, tokenizer = M.load_lm(tiny_dir, "cpu")
     assert sorted(map(key_of, got)) == sorted((t["task"]["id"], i) for t in tasks for i in range(2))
     for r in got:
-        turns = turns_of(tokenizer, r)
+        turns = [[[*map(ord, text)] for text in turn] for turn in turns_of(tokenizer, r)]
         for m, (prompt, action) in zip(colbench.agent_messages(r), turns):
-            assert list(action) == m["token_ids"] and len(m["candidates"]) == 2
+            assert action == m["token_ids"] and len(m["candidates"]) == 2
             logits = lm(torch.tensor([[*prompt, *action]])).logits[0, len(prompt) - 1:-1] / 0.7
             logps = logits.log_softmax(-1)
             kept = logps.where(nucleus(logps, 0.9).isfinite(), -math.inf).logsumexp(-1)
-            want = logps[range(len(action)), list(action)] - kept
+            want = logps[range(len(action)), action] - kept
             assert torch.allclose(torch.tensor(m["logprobs"]), want, atol=5e-3)
 
 
@@ -132,7 +132,7 @@ def test_in_process(command, tiny_dir, tasks):
     assert {n for _, _, n in asked} == {3}  # a message and two candidates
     tokenizer, homes = M.find_model(tiny_dir)[1], []
     for r in got:
-        later = [list(prompt) for prompt, _ in turns_of(tokenizer, r)[1:]]
+        later = [[*map(ord, prompt)] for prompt, _ in turns_of(tokenizer, r)[1:]]
         ranks = {rank for prompt, rank, _ in asked if prompt in later}
         assert len(ranks) <= 1
         homes += ranks

@@ -74,7 +74,7 @@ def some_turns(seed=0):
     r = random.Random(seed)
 
     def ids(n):
-        return tuple(r.randrange(61) for _ in range(n))
+        return M.packed(r.randrange(61) for _ in range(n))
 
     root = ids(9)
     a, b, c = ids(5), ids(7), ids(4)
@@ -89,13 +89,17 @@ def some_turns(seed=0):
     return turns
 
 
+def ids_of(text):
+    return torch.tensor([[*map(ord, text)]])
+
+
 def separate(model, turns):
     """The oracle: one unpadded forward a turn."""
     out = []
     for prompt, action in turns:
-        logits = model(input_ids=torch.tensor([[*prompt, *action]]), use_cache=False).logits[0]
+        logits = model(input_ids=ids_of(prompt + action), use_cache=False).logits[0]
         at = torch.arange(len(prompt) - 1, len(prompt) + len(action) - 1)
-        out.append(logits.log_softmax(-1)[at, torch.tensor(action)])
+        out.append(logits.log_softmax(-1)[at, ids_of(action)[0]])
     return out
 
 
@@ -135,7 +139,7 @@ def test_values_and_gradients_equal_separate_forwards(family, dtype, monkeypatch
         assert (len(M.deal(turns, tree_tokens)) > 2) == (tree_tokens < math.inf)
         assert (len(M.Tree(turns).groups) > 2) == (keys < 2 ** 17)
         check_equal_separate(tree, plain, turns, tree_tokens, 1e-6 if in_fp32 else 1e-12)
-        prefixes = {(*p, *a)[:n + 1] for p, a in turns for n in range(len(p) + len(a))}
+        prefixes = {(p + a)[:n + 1] for p, a in turns for n in range(len(p) + len(a))}
         assert len(M.Tree(turns).ids) == len(prefixes) == M.count_tokens(turns)
 
 
@@ -146,10 +150,11 @@ def test_what_the_backward_pass_holds_is_bounded(monkeypatch):
     else is ready on a GPU, and hold several parts.
     """
     model, _ = two_models("llama_tied")
-    r, turns, history = random.Random(0), [], ()
+    r, turns, history = random.Random(0), [], ""
+    some_ids = lambda n: M.packed(r.randrange(61) for _ in range(n))
     for _ in range(20):
-        history += tuple(r.randrange(61) for _ in range(20))
-        turns += [(history, tuple(r.randrange(61) for _ in range(8))) for _ in range(4)]
+        history += some_ids(20)
+        turns += [(history, some_ids(8)) for _ in range(4)]
     weights = {p.data_ptr() for p in model.parameters()}
 
     def bytes_kept():
@@ -186,11 +191,11 @@ def smallest_largest(turns, n):
 def test_parts_hold_each_turn_once_are_bounded_and_as_even_as_the_best_cut():
     r = random.Random(0)
     for _ in range(150):
-        prompt, turns, world = (0,), set(), r.randrange(1, 4)
+        prompt, turns, world = "a", set(), r.randrange(1, 4)
         for _ in range(r.randrange(1, 13)):
-            some_ids = lambda: tuple(r.randrange(3) for _ in range(r.randrange(1, 12)))
+            some_ids = lambda: "".join(r.choice("abc") for _ in range(r.randrange(1, 12)))
             if r.random() < 0.5:
-                prompt = (*prompt[:r.randrange(1, len(prompt) + 1)], *some_ids())
+                prompt = prompt[:r.randrange(1, len(prompt) + 1)] + some_ids()
             turns.add((prompt, some_ids()))
         bound = r.choice([1, 20, 60, 10 ** 9])
         parts = M.deal(turns, bound, world)
@@ -356,7 +361,9 @@ def template_text(tokenizer, messages, thinking=False):
 
 
 def turns_of(tokenizer, history, thinking=0):
-    return turns_in_record(tokenizer, {"dialogue_history": history, "meta": {"thinking": thinking}})
+    """With prompts and actions as lists of ids."""
+    record = {"dialogue_history": history, "meta": {"thinking": thinking}}
+    return [[[*map(ord, text)] for text in turn] for turn in turns_in_record(tokenizer, record)]
 
 
 PLAIN = dialogue("write f(x): the price", "what is the fee?", "fee=3",
@@ -385,7 +392,7 @@ def test_turns_are_what_the_template_writes(name):
     if name == "qwen3":  # an empty thought stands before a new message alone
         prompt = prompt[:-len(tokenizer("<think>\n\n</think>\n\n")["input_ids"])]
     if name == "mistral":  # its template writes a space that the action does not begin with
-        action = ()
+        action = []
     assert later[:len(prompt) + len(action)] == prompt + action
 
 
@@ -419,7 +426,7 @@ def test_the_action_is_what_was_sampled():
     assert tokenizer.decode(action) == history[1]["output"] + "<|eot_id|>"
     assert "let me think" not in tokenizer.decode(later)
     history[1]["token_ids"] = [1, 2, 3]
-    assert turns_of(tokenizer, history)[0][1] == (1, 2, 3)
+    assert turns_of(tokenizer, history)[0][1] == [1, 2, 3]
 
 
 def test_a_prompt_is_the_same_on_every_day_and_a_refused_conversation_is_one_line(tiny_dir):
@@ -537,9 +544,10 @@ def planned(steps, reference=(), **flags):
 def test_tokens_by_hand():
     """Two trajectories of a task, two turns each; a second pair with shorter actions."""
     def trajectory(action, n):
-        return ((1, 2, 3), (action,) * n), ((1, 2, 3, *[action] * n, 4), (action,) * n)
+        return ("abc", action * n), ("abc" + action * n + "d", action * n)
 
-    pairs = [M.Pair(trajectory(5, 4), trajectory(6, 6)), M.Pair(trajectory(7, 1), trajectory(8, 2))]
+    pairs = [M.Pair(trajectory("e", 4), trajectory("f", 6)),
+             M.Pair(trajectory("g", 1), trajectory("h", 2))]
     both = 3 + (4 + 1 + 4) + (6 + 1 + 6) + (1 + 1 + 1) + (2 + 1 + 2)
     turns = M.turns_in(pairs)
     for gpus in (1, 2, 3):
@@ -555,8 +563,8 @@ def test_tokens_by_hand():
 
 
 def test_more_gpus_hold_less_each_and_an_8b_model_takes_16_gb_on_8(tiny_dir):
-    prompt = tuple(range(3000))
-    steps = [[M.Pair(((prompt, (5,) * 400),), ((prompt, (6,) * 300),))]]
+    prompt = M.packed(range(3000))
+    steps = [[M.Pair(((prompt, "a" * 400),), ((prompt, "b" * 300),))]]
     plan = planned(steps, dry_run=8, recompute=None)
     assert plan["parameters"] == 8_030_261_248
     assert plan["gb_a_gpu"] == pytest.approx(16.06, rel=0.01)
@@ -577,7 +585,7 @@ def test_more_gpus_hold_less_each_and_an_8b_model_takes_16_gb_on_8(tiny_dir):
 @pytest.mark.parametrize("recompute", [0, 1])
 def test_no_layer_stays_gathered_after_its_forward(tiny_dir, recompute):
     """Nor where a tree is computed again in the backward pass, in which FSDP would keep it."""
-    turns, gathered = [((9, 8), (i, 7)) for i in range(6)], []
+    turns, gathered = [(chr(9) + chr(8), chr(i) + chr(7)) for i in range(6)], []
     utils.init_distributed()
     try:
         model, _ = M.load(tiny_dir, dtype="bf16", replicate=1, offload=0, recompute=recompute)

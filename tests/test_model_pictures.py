@@ -113,16 +113,16 @@ def test_a_tree_with_pictures_has_the_values_and_gradients_of_separate_forwards(
     model, tokenizer = M.load(path, head=head == "regression")
     model.pictures = pictures
     turns = all_turns(tokenizer, pictures, head)
-    assert len(turns) == 7 and all(any(i >= M.PICTURE for i in p) for p, _ in turns[:5])
+    assert len(turns) == 7 and all(any(ord(i) >= M.PICTURE for i in p) for p, _ in turns[:5])
     assert M.count_tokens(turns) < 0.6 * sum(len(p) + len(a) for p, a in turns)
     want = []
     for prompt, action in turns:
-        hidden = own_forward(lm, pictures, [*prompt, *action])
+        hidden = own_forward(lm, pictures, [*map(ord, prompt + action)])
         if head == "regression":
             want.append((hidden @ model.score.weight[0].detach()).mean()[None])
         else:
             logps = lm.lm_head(hidden).log_softmax(-1)[len(prompt) - 1:-1]
-            want.append(logps.gather(1, torch.tensor(action)[:, None])[:, 0])
+            want.append(logps.gather(1, torch.tensor([*map(ord, action)])[:, None])[:, 0])
     assert len(M.deal(turns, 80)) > 2
     theirs = gradients(lm, want)
     for tree_tokens in (math.inf, 80):
@@ -148,8 +148,9 @@ def test_a_reference_without_a_picture_is_read_as_text(seeing):
         made = episode((0,), hidden)
         made["dialogue_history"][0] |= {"ids": [M.PICTURE], str(M.PICTURE): [M.PICTURE]}
         ((prompt, _),) = critic_turns(tokenizer, made, "logratio", 1, pictures)
-        assert any(i >= M.PICTURE for i in prompt) != as_text
-        text = tokenizer.decode([i for i in prompt if i < M.PICTURE])
+        ids = [*map(ord, prompt)]
+        assert any(i >= M.PICTURE for i in ids) != as_text
+        text = tokenizer.decode([i for i in ids if i < M.PICTURE])
         assert ("Hidden reference:\n<html>9</html>" in text) == as_text
 
 

@@ -34,7 +34,7 @@ from colbench import agent_messages
 from conftest import (HUMAN, CPU, ROOT, actions, complaint, descendants, dialogue, gone, lines,
                       metrics, records, script, steps, succeed, train, turns_of, until)
 from model import TURN, Pair
-from test_model import save_random, separate
+from test_model import ids_of, save_random, separate
 
 # --- the losses: the oracle is floats and loops, written from the equations -----------------------
 
@@ -230,7 +230,8 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch
         del c["token_ids"]
         c["advantage"] = float(len(c["output"]))
     make = functools.partial(prepared, monkeypatch, rewarded, train_policy, "--model", tiny_dir)
-    ids = {(*M.plain_ids(tokenizer, c["output"]), *M.end_of_turn(tokenizer)) for c in candidates}
+    ids = {M.packed(M.plain_ids(tokenizer, c["output"]) + M.end_of_turn(tokenizer))
+           for c in candidates}
     assert {action for group in make() for _, action in M.turns_in(group)} <= ids
     del candidates[0]["logprob"]
     with pytest.raises(SystemExit, match="--prior needs the candidates' logprob"):
@@ -275,7 +276,7 @@ def test_preferences_train_on_every_token_of_the_assistant(tiny_dir, monkeypatch
     args = train_policy.get_args([*flags, "--out", "x"])
 
     def of_side(lm, history):
-        turns = [(M.render(tokenizer, history[:t]), M.action_ids(tokenizer, m))
+        turns = [(M.packed(M.render(tokenizer, history[:t])), M.action_ids(tokenizer, m))
                  for t, m in enumerate(history) if m["role"] == "assistant"]
         return [x.detach() for x in separate(lm, turns)]
 
@@ -341,7 +342,7 @@ def test_what_each_critic_reads(tiny_dir):
         """[prompt, action, reference's prompt, action], as text."""
         critic = {"head": "logratio", "hidden_info": 1, "ref_context": "hidden", **critic}
         [(turn, ref_turn)] = train_critic.critic_turns(critic, tokenizer, task, history, [action])
-        return [tokenizer.decode(list(ids)) for ids in (*turn, *ref_turn)]
+        return [tokenizer.decode([*map(ord, ids)]) for ids in (*turn, *ref_turn)]
 
     later = "so<|end|><|user|>go on<|end|><|assistant|>"
     blind = "<|begin|><|user|>write f(x)<|end|><|assistant|>" + later
@@ -369,7 +370,7 @@ def test_a_turns_value_is_the_head_on_the_mean_state_of_all_its_tokens(tiny_dir,
     turns = [turn for r in episodes[:3] for turn in turns_of(tokenizer, r)]
     reference, _ = M.load_lm(tiny_dir, "cpu")
     for (prompt, action), value in zip(turns, M.action_logps(model, turns)):
-        states = reference.model(torch.tensor([[*prompt, *action]])).last_hidden_state[0]
+        states = reference.model(ids_of(prompt + action)).last_hidden_state[0]
         assert torch.allclose(value, F.linear(states.mean(0), model.score.weight), atol=1e-5)
 
 
