@@ -18,6 +18,7 @@ A run is a stretch of new tokens. It attends to its path from the root: a b c e 
 import datetime
 import functools
 import glob
+import json
 import math
 import os
 import re
@@ -723,14 +724,21 @@ def find_model(path, weights=False):
 def weights_digest(folder):
     """A short hash of a folder's safetensors files; None if there are none.
 
-    It is of the first and last MiB of each: quick for 16 GB. Training moves every tensor.
+    It is of their headers and of three KiB of every tensor: quick for 16 GB.
     """
     facts = []
     for path in sorted(weight_files(folder)):
-        with open(path, "rb") as f:
-            first, size = f.read(2 ** 20), os.path.getsize(path)
-            f.seek(max(0, size - 2 ** 20))
-            facts.append([os.path.basename(path), size, first, f.read()])
+        with fail_on_error(f"{path} can't be read"), open(path, "rb") as f:
+            header = f.read(int.from_bytes(f.read(8), "little"))
+            facts += [os.path.basename(path), header]
+            begin = f.tell()
+            tensors = json.loads(header)
+            tensors.pop("__metadata__", None)
+            for tensor in tensors.values():
+                first, end = tensor["data_offsets"]
+                for place in (first, (first + end) // 2, max(first, end - 1024)):
+                    f.seek(begin + place)
+                    facts.append(f.read(min(1024, end - place)))
     return digest(facts) if facts else None
 
 

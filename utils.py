@@ -274,20 +274,23 @@ def parse_record(line, need):
 
 
 def read_jsonl(stream, need=(), name="stdin"):
-    """Yields a dict for each line. A bad line ends the program by an error that names the line.
+    """Yields a dict for each line, but blank ones. A bad line ends the program; the error names it.
 
     need: fields that each record must have, as paths such as "task.ground_truth"; or a function
     that returns them for a record.
     """
-    number = 0
+    found = False
     lines = getattr(stream, "buffer", stream)  # bytes: they may not be UTF-8
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
             record = parse_record(line, need)
         except ValueError as e:
             fail(f"{name}, line {number}: {e}")
+        found = True
         yield record
-    if not number:
+    if not found:
         fail(f"{name} is empty: nothing to do (did the stage before it fail?)")
 
 
@@ -386,7 +389,7 @@ def from_rank_0(make):
 # --- the --out directory of a run -----------------------------------------------------------------
 
 class Log:
-    """The --out directory of a run, locked against other runs: metrics.jsonl, the script's copy.
+    """The --out directory of a run, locked against other runs: metrics.jsonl, the scripts' copies.
 
     metrics.jsonl has a row of the run's flags and facts, then a row for each log(...). Only rank 0
     writes. Every rank knows `step`, that of the last checkpoint, and `finished`: whether the model
@@ -437,7 +440,8 @@ class Log:
             f.writelines(json.dumps(row) + "\n" for row in (*rows, first))
         self.file = open(self.path, "a", buffering=1)
         with fail_on_error(f"{self.out} can't be written"):
-            shutil.copy(sys.argv[0], self.out)
+            for path in imported_scripts():
+                shutil.copy(path, self.out)
 
     def check_same(self, facts):
         """Fails if the run to resume had other flags or facts. Old runs may lack some."""
@@ -521,6 +525,13 @@ def rng(*key):
 def digest(x):
     """A short hash of nested lists, tuples, numbers and strings, by value."""
     return hashlib.sha256(marshal.dumps(x, 2)).hexdigest()[:16]
+
+
+def imported_scripts():
+    """The paths of our own scripts that this process has loaded."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
+    return sorted({file for file in files if file and os.path.dirname(file) == here})
 
 
 @functools.cache

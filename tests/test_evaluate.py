@@ -154,7 +154,7 @@ def test_mixed_rules_are_called_out(tmp_path):
 @pytest.mark.parametrize("flags, stdin, message", [
     (["s.jsonl"], "", "s.jsonl, line 2: no 'reward'"),
     (["gone.jsonl"], "", "gone.jsonl: No such file"),
-    (["-"], "", "stdin is empty"), ([], "{\n", "stdin, line 1: not JSON")])
+    (["-"], "\n \n", "stdin is empty"), ([], "\n{\n", "stdin, line 2: not JSON")])
 def test_bad_input(tmp_path, flags, stdin, message):
     (tmp_path / "s.jsonl").write_text(lines([episode("x", 1), {**episode("x", 1), "reward": None}]))
     assert message in complaint(script("evaluate.py", *flags, stdin=stdin, cwd=tmp_path))

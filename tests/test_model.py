@@ -518,6 +518,16 @@ def test_every_tensor_of_the_files_and_of_the_model_has_its_like(change, tmp_pat
         M.load(str(tmp_path / "m"))
 
 
+def test_the_digest_of_weights_sees_every_tensor(tmp_path, tiny_dir):
+    seen = {M.weights_digest(tiny_dir)}
+    tensors = load_file(f"{tiny_dir}/model.safetensors")
+    for name in tensors:
+        changed = {n: 1.01 * x if n == name else x for n, x in tensors.items()}
+        save_file(changed, tmp_path / "model.safetensors", {"format": "pt"})
+        seen.add(M.weights_digest(str(tmp_path)))
+    assert len(seen) == 1 + len(tensors)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("name, verdict", [
     ("olmo2", "right"), ("glm4_moe", "right"), ("phimoe", "its log-probs differ"),
