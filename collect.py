@@ -24,7 +24,6 @@ import os
 import runpy
 import subprocess
 import sys
-import tempfile
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
@@ -32,9 +31,8 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 
 from colbench import (NOT_SEEN, GraderError, NoReference, Renderer, RenderError, agent_messages,
-                      answers, browser_flag, environment, extract_page, first_message,
-                      hidden_information, human_prompt, kind_of, needs, read_action,
-                      redact, task_id, without_thinking)
+                      answers, browser_flag, environment, first_message, hidden_information,
+                      human_prompt, kind_of, needs, read_action, redact, task_id, without_thinking)
 
 
 def get_args(argv=None):
@@ -105,14 +103,15 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from model import (common_prefix, end_of_turn, find_model, load_lm, refuse_unknown, render,
-                   sdpa_kernel, weights_digest)
-from train_critic import critic_turns, load_critic, score_turns
+from model import (common_prefix, end_of_turn, find_model, load, load_lm, refuse_unknown, render,
+                   score, sdpa_kernel, weights_digest)
+from train_critic import advantages, critic_turns, find_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAME = ("temperature", "top_p", "max_turns", "max_tokens", "thinking", "seed", "best_of",
         "prior")  # flags that all episodes of a file share
 COMPUTE = ThreadPoolExecutor(1)  # the thread in which models compute
+TREE_TOKENS = 16384  # of what the critic reads at once
 
 
 class EpisodeError(Exception):
@@ -155,7 +154,7 @@ class Players:
         if args.critic and args.critic.endswith(".py"):
             self.critic = function(args.critic, "advantages")
         elif args.critic:
-            self.critic = trained_critic(args, lambda: self.renderer)
+            self.critic = trained_critic(args)
         return self
 
     @cached_property
@@ -270,43 +269,38 @@ async def ask(function, *args):
     return given
 
 
-def trained_critic(args, renderer):
-    """The critic of a finished run of train_critic.py.
+def trained_critic(args):
+    """The critic in a finished --out of train_critic.py.
 
-    await critic(task, history, actions) gives the actions' advantages. renderer(): the Renderer,
-    for a critic that sees.
+    await critic(task, history, actions) gives the actions' advantages.
     """
-    critic, tokenizer, models, pictures = load_critic(args.critic, DEVICE, dtype="auto")
-    folder, waiting, lock, step = tempfile.TemporaryDirectory(), {}, asyncio.Lock(), None
+    base, ref_context = find_reference(args.critic)
+    pi, tokenizer = load(args.critic, DEVICE, "auto")
+    pi_ref, _ = load(base, DEVICE, "auto")
+    waiting, lock, step = {}, asyncio.Lock(), None
+
+    def score_turns(ref_of):
+        ref = score(pi_ref, list(ref_of.values()), TREE_TOKENS)
+        return advantages(pi, dict(zip(ref_of, ref)), TREE_TOKENS)
 
     async def score_waiting():
         nonlocal step
         async with lock:  # while others are scored, more requests come, which this one takes along
-            work = partial(score_turns, critic, models, dict(waiting), tree_tokens=16384)
+            work = partial(score_turns, dict(waiting))
             waiting.clear()
             step = None
             return await asyncio.get_running_loop().run_in_executor(COMPUTE, work)
 
-    async def look(task, history, actions):
-        """Draws what the critic has not seen yet."""
-        texts = [m["content"] for m in history] + [action["output"] for action in actions]
-        for page in map(extract_page, [*texts, hidden_information(task)]):
-            if page and page not in pictures.numbers:
-                file = await asyncio.to_thread(renderer().picture_file, page, folder.name)
-                if file:
-                    pictures.add(page, file)
-
-    async def advantages(task, history, actions):
-        if pictures and environment(task).pages:
-            await look(task, history, actions)
-        turns = critic_turns(critic, tokenizer, task, history, actions, args.thinking, pictures)
+    async def judged(task, history, actions):
+        turns = critic_turns(tokenizer, task, history, actions, args.thinking, True,
+                             ref_context == "hidden")
         nonlocal step
         waiting.update(turns)
         step = step or asyncio.ensure_future(score_waiting())
         scores = await step
         return [scores[turn] for turn, _ in turns]
 
-    return advantages
+    return judged
 
 
 # --- all episodes ---------------------------------------------------------------------------------

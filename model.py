@@ -42,12 +42,11 @@ from torch.distributed.fsdp import (CPUOffloadPolicy, FSDPModule, MixedPrecision
                                     OffloadPolicy, fully_shard)
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
-from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM,
-                          AutoModelForImageTextToText, AutoTokenizer)
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, from_rank_0,
-                   progress, reading, rng, say, writing)
+                   progress, rank_0_keeps, reading, rng, say, writing)
 
 # torch 2.11's kernel takes fewer heads of keys without being told
 GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
@@ -61,12 +60,9 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 TURN = 0  # a trainer keeps a message's or candidate's turn under this key, which JSON can't have
-PICTURE = 1 << 19  # the id PICTURE + n is a token of picture n; also the key of a message's picture
-SIDE = 28  # pixels along a side of such a token
 TODAY = datetime.date(2024, 7, 26)  # for templates that tell the date: every day the same prompts
 LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits held at once: 64 MB or 512 MB in fp32
 GATHERED = 2 ** 18  # keys gathered at once: with values 1 GB for 8 heads of size 128 in bf16
-HEAD = "head.safetensors"  # the file of a linear head, beside the model's
 
 
 # --- turns and their tree -------------------------------------------------------------------------
@@ -97,11 +93,6 @@ def in_order(turns):
         before = seq
 
 
-def count_tokens(turns):
-    """The tokens of the turns' tree."""
-    return sum(len(seq) - shared for _, seq, shared in in_order(turns))
-
-
 class Runs:
     """Neighbouring runs of a tree as a kernel takes them: their lengths and paths."""
 
@@ -123,8 +114,7 @@ class Tree:
     A plain class: FSDP would search a tuple or dataclass for tensors to move.
     """
 
-    def __init__(self, turns, device="cpu", with_prompts=False):
-        """with_prompts: `actions` hold the tokens of the prompts, too."""
+    def __init__(self, turns, device="cpu"):
         ids, pos, parent = [], [], []
         runs, indices = [], {}  # as Runs takes them; {turn: its part of `actions`}
         path = array("q")  # the flat indices of a sequence's tokens
@@ -137,8 +127,7 @@ class Tree:
             if runs and shared == len(runs[-1][2]):  # it extends the last one: one run serves both
                 start, _, _ = runs.pop()
             runs.append((start, len(ids), path))
-            first = 0 if with_prompts else len(turn[0])
-            indices[turn] = torch.frombuffer(path, dtype=torch.long)[first:]
+            indices[turn] = torch.frombuffer(path, dtype=torch.long)[len(turn[0]):]
         actions = [indices[turn] for turn in turns]
         groups, keys = [], 0
         for run in runs:
@@ -263,100 +252,48 @@ def head_logps(hidden, weight, bias, targets, config):
     return -F.cross_entropy(logits, targets, reduction="none")
 
 
-def has_vision(config):
-    """Whether a model of this config sees pictures."""
-    return hasattr(config, "vision_config")
-
-
-def kind_of_model(config):
-    """transformers' class that makes a model of this config."""
-    return AutoModelForImageTextToText if has_vision(config) else AutoModelForCausalLM
-
-
 class TreeLM(torch.nn.Module):
     """A transformers causal LM whose forward takes a Tree.
 
-    It gives log-probs of chosen tokens, or with `head` the outputs of a linear head on their last
-    hidden states. FSDP wraps this module, and not the LM, so that the LM head's weight is used in
-    the forward of the module that gathers it.
+    FSDP wraps this module, and not the LM, so that the LM head's weight is used in the forward of
+    the module that gathers it.
     """
 
-    def __init__(self, lm, device=None, head=False):
+    def __init__(self, lm, device=None):
         super().__init__()
         self.lm = lm.eval()
         self.device = torch.device(device or lm.device)
         self.dtype = lm.dtype
-        self.config = lm.config.get_text_config()
-        self.pictures = None  # the Pictures that tokens of pictures are of
+        self.config = lm.config
         self.tokens = 0  # computed so far
         self.head_logps = head_logps  # or compiled
-        self.score = None
-        if head:
-            self.score = torch.nn.Linear(self.config.hidden_size, 1, bias=False, device=lm.device)
 
     def layers(self):
-        """Every transformer layer, those of the vision tower first."""
-        if has_vision(self.lm.config):
-            return [*self.lm.model.visual.blocks, *self.lm.model.language_model.layers]
+        """Every transformer layer."""
         return [*self.lm.model.layers]
 
-    def forward(self, tree, scored):
-        """A number for each token at the flat indices `scored`: (N,) gives (N,)."""
-        if has_vision(self.lm.config):
-            inputs, decoder = self.embed(tree), self.lm.model.language_model
-        else:
-            inputs = {"input_ids": tree.ids[None], "position_ids": tree.pos[None]}
-            decoder = self.lm.model
-        hidden = decoder(**inputs, tree=tree, use_cache=False).last_hidden_state[0]  # (T, width)
-        if self.score:
-            return hidden[scored].float() @ self.score.weight[0].float()
-        hidden, targets = hidden[tree.parent[scored]], tree.ids[scored]
+    def forward(self, tree):
+        """Log-probs of the tokens tree.scored, (S,)."""
+        inputs = {"input_ids": tree.ids[None], "position_ids": tree.pos[None]}
+        states = self.lm.model(**inputs, tree=tree, use_cache=False).last_hidden_state[0]
+        hidden = states[tree.parent[tree.scored]]  # (T, width) to (S, width)
+        targets = tree.ids[tree.scored]
         head = self.lm.lm_head
         # Logits of a few tokens at a time: the checkpoints keep none for the backward pass.
         chunk = max(1, LOGITS[self.device.type] // self.config.vocab_size)
         logps = []
-        for i in range(0, len(scored), chunk):
+        for i in range(0, len(targets), chunk):
             logps.append(checkpoint(self.head_logps, hidden[i:i + chunk], head.weight, head.bias,
                                     targets[i:i + chunk], self.config, use_reentrant=False))
         return torch.cat(logps)
-
-    def embed(self, tree):
-        """A tree's embeddings and positions. The vision tower sees each picture once.
-
-        A tree without pictures sends it an empty one: every rank must join FSDP's collectives.
-        """
-        ids, parents = tree.ids.tolist(), tree.parent.tolist()
-        places = [t for t, i in enumerate(ids) if i >= PICTURE]
-        shown = [ids[t] - PICTURE for t in places if ids[parents[t]] != ids[t]]  # where each starts
-        numbers = sorted(set(shown))
-        if shown:
-            grids = self.pictures.grids
-            pixels, sizes = self.pictures.pixels(numbers)
-        else:
-            vision = self.lm.config.vision_config
-            patch = vision.in_channels * vision.temporal_patch_size * vision.patch_size ** 2
-            grids, pixels, sizes = [], torch.zeros(4, patch), torch.tensor([[1, 2, 2]])
-        seen = self.lm.model.visual(pixels.to(self.device, self.dtype),
-                                    grid_thw=sizes.to(self.device)).pooler_output
-        words = self.lm.get_input_embeddings()(tree.ids.where(tree.ids < PICTURE, 0))
-        if shown:
-            rows = torch.arange(len(seen), device=self.device)
-            rows = dict(zip(numbers, rows.split([math.prod(grids[n]) for n in numbers])))
-            shown = torch.cat([rows[n] for n in shown])
-            features = Gather.apply(wide(seen), shown, seen.dtype)
-            words = words.index_put((torch.tensor(places, device=self.device),), features)
-        positions = torch.tensor(picture_positions(ids, parents, grids), device=self.device)
-        return {"inputs_embeds": (words + 0 * seen.sum())[None],
-                "position_ids": positions.T[:, None]}
 
 
 def action_logps(model, turns, tree_tokens=math.inf, what=None):
     """Log-probs of each action given its prompt: a list of (L,) fp32 tensors on the CPU.
 
-    A model with a head gives one value a turn instead, (1,): the mean over its tokens, those of
-    the prompt included. Every rank must call this with the same turns, and gets the values of all.
-    Those that other ranks computed carry no gradient. Every rank takes the same loss of all turns,
-    and FSDP sums the ranks' gradients: this is the loss's gradient.
+    Every rank must call this with the same turns, and gets the values of all. Those that other
+    ranks computed carry no gradient. Every rank takes the same loss of all turns, and FSDP sums
+    the ranks' gradients: this is the loss's gradient.
 
     A rank's trees have at most tree_tokens tokens, each. Where it has several, each is computed
     again in the backward pass: the same values and gradients in bounded memory. `what` names a
@@ -366,106 +303,35 @@ def action_logps(model, turns, tree_tokens=math.inf, what=None):
     trees = len(parts) // WORLD  # of each rank: all must join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
     anchor = torch.ones((), requires_grad=True)
-    flat = [torch.zeros(sum(sizes(model, part))) for part in parts]
+    flat = [torch.zeros(sum(lengths(part))) for part in parts]
     own = range(RANK * trees, RANK * trees + trees)  # this rank's parts
     for n in progress(what, own) if what else own:
-        tree = Tree(parts[n], model.device, model.score is not None)
+        tree = Tree(parts[n], model.device)
         model.tokens += len(tree.ids)
         if recompute:
             # `anchor` chains the trees, so that autograd recomputes one at a time, the last first
-            numbers = anchor = checkpoint(tree_logps, model, tree, anchor, use_reentrant=True)
+            logps = anchor = checkpoint(tree_logps, model, tree, anchor, use_reentrant=True)
         else:
-            numbers = tree_logps(model, tree)
-        flat[n] = numbers
-    flat = torch.cat([numbers.cpu() for numbers in flat])
+            logps = tree_logps(model, tree)
+        flat[n] = logps
+    flat = torch.cat([logps.cpu() for logps in flat])
     if WORLD > 1:
         everyones = flat.detach().clone()
         dist.all_reduce(everyones)
-        flat = flat + (everyones - flat.detach())
-    in_order = list(chain.from_iterable(parts))
-    logps = dict(zip(in_order, flat.split(sizes(model, in_order))))  # of a part's copies the last
+        flat = flat + (everyones - flat.detach())  # the values of all, the gradient of ours
+    dealt = list(chain.from_iterable(parts))
+    logps = dict(zip(dealt, flat.split(lengths(dealt))))  # of a part's copies the last
     return [logps[turn] for turn in turns]
 
 
 def tree_logps(model, tree, anchor=None):
-    """The numbers of a tree's turns, one turn's after another's in one tensor."""
-    numbers = model(tree, tree.scored)[tree.where]  # a token that actions share is scored once
-    if model.score is None:
-        return numbers
-    return torch.stack([x.mean() for x in numbers.split(list(map(len, tree.actions)))])
+    """Log-probs of a tree's actions, one turn's after another's in one tensor."""
+    return model(tree)[tree.where]  # a token that actions share is scored once
 
 
-def sizes(model, turns):
-    """How many numbers action_logps gives for each turn."""
-    if model.score is not None:
-        return [1] * len(turns)
+def lengths(turns):
+    """The numbers of tokens of the turns' actions."""
     return [len(action) for _, action in turns]
-
-
-# --- pictures: a critic that sees -----------------------------------------------------------------
-
-class Pictures:
-    """PNG files of pages, as Qwen2-VL reads them. Picture n is files[n].
-
-    Its tokens are a grid of grids[n] = (rows, columns). Pictures of more than max_tokens tokens
-    are scaled down.
-    """
-
-    def __init__(self, path, config, max_tokens):
-        """path: the model's directory."""
-        from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as qwen
-        self.processor = qwen.Qwen2VLImageProcessorPil.from_pretrained(path)
-        self.resize = qwen.smart_resize
-        self.size = {"shortest_edge": 4 * SIDE ** 2, "longest_edge": max_tokens * SIDE ** 2}
-        self.start, self.end = config.vision_start_token_id, config.vision_end_token_id
-        self.numbers, self.files, self.grids = {}, [], []
-
-    def add(self, page, file):
-        """Gives a new page the next number."""
-        if page in self.numbers:
-            return
-        from PIL import Image
-        with Image.open(file) as image:
-            width, height = image.size
-        height, width = self.resize(height, width, SIDE, *self.size.values())
-        self.numbers[page] = len(self.files)
-        self.files.append(file)
-        self.grids.append((height // SIDE, width // SIDE))
-
-    def ids(self, page):
-        """Token ids that show a page; () if it has no picture."""
-        if page not in self.numbers:
-            return ()
-        n = self.numbers[page]
-        return (self.start, *[PICTURE + n] * math.prod(self.grids[n]), self.end)
-
-    def pixels(self, numbers):
-        """(patches, pixels of a patch) of all these pictures; their grids of patches, (N, 3)."""
-        from PIL import Image
-        images = [Image.open(self.files[n]).convert("RGB") for n in numbers]
-        return self.processor(images, size=self.size, return_tensors="pt").values()
-
-
-def picture_positions(ids, parents, grids):
-    """[(time, row, column)]: Qwen2-VL's position of each token of a tree.
-
-    A token of text has three times the same position, after all before it on its path. A picture
-    starts there, too, and its tokens add their row and column.
-    """
-    positions, starts, offsets, ends = [], [], [], []  # offset: a token's index in its picture
-    for i, parent in zip(ids, parents):
-        is_picture = i >= PICTURE
-        start, offset = 0, 0
-        if is_picture and parent >= 0 and ids[parent] == i:
-            start, offset = starts[parent], offsets[parent] + 1
-        elif parent >= 0:
-            start = ends[parent]
-        rows, columns = grids[i - PICTURE] if is_picture else (1, 1)
-        positions.append((start, start + offset // columns, start + offset % columns))
-        starts.append(start)
-        offsets.append(offset)
-        ends.append(start + max(rows, columns))
-    return positions
 
 
 # --- pairs, batches, and each rank's share --------------------------------------------------------
@@ -558,10 +424,10 @@ def any_of(texts):
 
 @functools.cache
 def forbidden(tokenizer):
-    """(what a message may not say to a template, a pattern of it): our placeholders, special tokens
+    """(what a message may not say to a template, a pattern of it): our placeholder, special tokens
     and others that the template has (Qwen3's <think>).
     """
-    template, marks = tokenizer.chat_template, ["\ue000", "\ue002"]
+    template, marks = tokenizer.chat_template, ["\ue000"]
     marks += [token.content for token in tokenizer.added_tokens_decoder.values()
               if token.special or token.content.strip() and token.content in template]
     return marks, re.compile(any_of(marks))
@@ -602,18 +468,14 @@ def template_ids(tokenizer, text):
 def render(tokenizer, messages, thinking=0):
     """Token ids of a conversation, up to where the assistant's next message starts.
 
-    A control token that a message spells stays plain text. The ids of a message's picture, under
-    the key PICTURE, follow its content. thinking: 0 switches off the thinking of models whose
-    template has `enable_thinking`. Fails if the template refuses the conversation.
+    A control token that a message spells stays plain text. thinking: 0 switches off the thinking of
+    models whose template has `enable_thinking`. Fails if the template refuses the conversation.
     """
-    # In the text that the template gets, "\ue000N\ue001" stands for spelled control token N, and
-    # "\ue002N\ue003" for the picture of message N.
+    # In the text that the template gets, "\ue000N\ue001" stands for spelled control token N.
     marks, spelled = forbidden(tokenizer)
     hidden = []
-    for n, message in enumerate(messages):
+    for message in messages:
         content = spelled.sub(lambda m: f"\ue000{marks.index(m[0])}\ue001", message["content"])
-        if message.get(PICTURE):
-            content += f"\ue002{n}\ue003"
         hidden.append({"role": message["role"], "content": content})
     try:
         text = tokenizer.apply_chat_template(hidden, tokenize=False, add_generation_prompt=True,
@@ -622,14 +484,11 @@ def render(tokenizer, messages, thinking=0):
     except TemplateError as e:
         roles = " ".join(message["role"] for message in messages)
         fail(f"this --model's chat template takes no such conversation, {roles}: {e}")
-    pieces = re.split("([\ue000\ue002]\\d+[\ue001\ue003])", text)  # text, placeholder, text, ...
+    pieces = re.split("\ue000(\\d+)\ue001", text)  # text, number, text, ...
     ids = template_ids(tokenizer, pieces[0])
-    for placeholder, after in zip(pieces[1::2], pieces[2::2]):
-        n = int(placeholder[1:-1])
-        if placeholder[0] == "\ue002":
-            ids.extend(messages[n][PICTURE])
-        else:  # in two parts, it is no control token
-            ids += part_ids(tokenizer, marks[n][:1]) + part_ids(tokenizer, marks[n][1:])
+    for n, after in zip(map(int, pieces[1::2]), pieces[2::2]):
+        # in two parts, it is no control token
+        ids += part_ids(tokenizer, marks[n][:1]) + part_ids(tokenizer, marks[n][1:])
         ids += template_ids(tokenizer, after)
     return ids.tolist()
 
@@ -669,18 +528,18 @@ def spells(tokenizer, message):
     return spelled.startswith(output) or output.startswith(spelled)
 
 
-def action_ids(tokenizer, message, sampled=True, picture=()):
+def action_ids(tokenizer, message):
     """An action, packed: the stored `token_ids`, which are what was sampled.
 
-    Without them (demonstrations, published data), or with sampled=False, its raw text is
-    tokenized. The ids of a picture and the end of turn follow.
+    Without them (demonstrations, published data) its raw text is tokenized, and the end of turn
+    follows.
     """
-    if sampled and message.get("token_ids"):
+    if message.get("token_ids"):
         if max(message["token_ids"]) >= len(tokenizer) or not spells(tokenizer, message):
             fail("token_ids in the records are not of this --model's tokenizer: "
                  "take the model that sampled them")
         return packed(message["token_ids"])
-    return packed((*plain_ids(tokenizer, raw_text(message)), *picture, *end_of_turn(tokenizer)))
+    return packed(plain_ids(tokenizer, raw_text(message)) + end_of_turn(tokenizer))
 
 
 def actions_of(record):
@@ -749,7 +608,7 @@ def base_digest(path):
 
 def load_options(args):
     """Keyword arguments of `load` from the trainers' flags."""
-    names = "dtype", "replicate", "offload", "recompute", "compile"
+    names = "dtype", "offload", "recompute", "compile"
     return {name: getattr(args, name) for name in names}
 
 
@@ -760,66 +619,48 @@ def pick_dtype(name, device):
     return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(name, name)
 
 
+def read_lm(path, dtype, attention):
+    """The transformers LM in a folder; fails if the files lack a weight or have another."""
+    with fail_on_error(f"the weights in {path!r} can't be read"):
+        lm, told = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation=attention, use_safetensors=True,
+            trust_remote_code=False, output_loading_info=True)
+    if wrong := sorted(map(str, chain(*told.values()))):
+        fail(f"the weights in {path!r} are not those of its config.json: {wrong[:3]}")
+    return lm
+
+
 def load_lm(path, device, dtype="fp32"):
-    """(transformers causal LM, tokenizer) to sample with. dtype: as for `load`."""
-    path, tokenizer, config = find_model(path, weights=True)
-    lm = AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="sdpa", dtype=pick_dtype(dtype, torch.device(device)),
-        trust_remote_code=False, use_safetensors=True)
+    """(transformers LM, tokenizer) to sample with. dtype: as for `load`."""
+    path, tokenizer, _ = find_model(path, weights=True)
+    lm = read_lm(path, pick_dtype(dtype, torch.device(device)), "sdpa")
     return lm.to(device), tokenizer
 
 
-def load(path, device="cpu", dtype="fp32", head=False, **sharding):
+def load(path, device="cpu", dtype="fp32", **sharding):
     """(TreeLM, tokenizer) of a folder or hub name, with weights in dtype, to score with.
 
     dtype: the value of --dtype, or a torch.dtype. sharding: keyword arguments of `shard`, to train
     with fp32 weights. Of several ranks rank 0 reads the files, and the others get their shards.
-    Fails if the files lack a weight of the model or have another, and if the packed forward does
-    not give the model's own log-probs. A head that is not in the files gets random numbers.
+    Fails if the packed forward does not give the model's own log-probs.
     """
     path, tokenizer, config = find_model(path, weights=True)
     refuse_unknown(path, config)
     device = torch.device(device)
     dtype = pick_dtype(dtype, device)
-    kind = kind_of_model(config)
-    attention = {"text_config": "tree", "vision_config": "sdpa"} if has_vision(config) else "tree"
-    turns, source = proof_turns(config.get_text_config()), []
-
-    def read():
-        """Puts the model with the weights of the files, in CPU memory, into `source`.
-
-        Returns log-probs of the turns by the model's own forward.
-        """
-        with fail_on_error(f"the weights in {path!r} can't be read"):
-            keep = sharding and dtype != torch.float32  # the files' dtype: half the memory
-            lm, told = kind.from_pretrained(path, dtype="auto" if keep else dtype,
-                                            attn_implementation="eager", use_safetensors=True,
-                                            trust_remote_code=False, output_loading_info=True)
-        if wrong := sorted(map(str, chain(*told.values()))):
-            fail(f"the weights in {path!r} are not those of its config.json: {wrong[:3]}")
-        if not hasattr(getattr(lm, "model", None), "layers") and not has_vision(config):
-            fail(f"{path!r} is not built as today's chat models are: it has no model.layers")
-        own = own_logps(lm, turns)
-        lm.set_attn_implementation(attention)
-        source.append(TreeLM(lm, device, head))
-        if head:
-            weight = source[0].score.weight
-            torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5,
-                                  generator=torch.Generator().manual_seed(0))
-            if os.path.exists(file := os.path.join(path, HEAD)):
-                source[0].score.load_state_dict(load_file(file))
-        return own
-
+    keep = sharding and dtype != torch.float32  # the files' dtype: half the memory
+    turns = proof_turns(config)
+    read = functools.partial(read_tree_lm, path, device, "auto" if keep else dtype, turns)
     if sharding and WORLD > 1:
-        own = from_rank_0(read)
+        whole, own = rank_0_keeps(read)
         with torch.device("meta"):
-            model = TreeLM(kind.from_config(config, dtype=torch.float32,
-                                            attn_implementation=attention), device, head)
+            lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32,
+                                                  attn_implementation="tree")
+            model = TreeLM(lm, device)
         shard(model, dtype, **sharding)
-        fill_from_rank_0(model, source, "cpu" if sharding.get("offload") else device)
+        fill_from_rank_0(model, whole, "cpu" if sharding.get("offload") else device)
     else:
-        own = read()
-        model, = source
+        model, own = read()
         if sharding:
             shard(model, dtype, **sharding)
             model.float()
@@ -827,6 +668,16 @@ def load(path, device="cpu", dtype="fp32", head=False, **sharding):
             model.to(device)
     prove(model, path, turns, own)
     return model, tokenizer
+
+
+def read_tree_lm(path, device, dtype, turns):
+    """(TreeLM for a device, in CPU memory; log-probs of the turns by the model's own forward)."""
+    lm = read_lm(path, dtype, "eager")
+    if not hasattr(getattr(lm, "model", None), "layers"):
+        fail(f"{path!r} is not built as today's chat models are: it has no model.layers")
+    own = own_logps(lm, turns)
+    lm.set_attn_implementation("tree")
+    return TreeLM(lm, device), own
 
 
 def proof_turns(config):
@@ -854,24 +705,23 @@ def prove(model, path, turns, own):
 
     In 16 bits they may differ by 0.5 in the mean, which is rounding where logits are large.
     """
-    head, model.score = model.score, None
     difference = (torch.cat(score(model, turns, math.inf)) - own).abs().mean().item()
-    model.score, model.tokens = head, 0
+    model.tokens = 0
     if not difference < (1e-3 if model.dtype == torch.float32 else 0.5):
         fail(f"the packed forward can't compute {path!r}: its log-probs differ by {difference:.2g} "
              "in the mean from those of the model's own forward")
 
 
-def fill_from_rank_0(model, source, device):
-    """Fills a sharded model without memory; source: on rank 0, [the same model, whole]."""
+def fill_from_rank_0(model, whole, device):
+    """Fills a sharded model without memory; whole: on rank 0 the same model, else None."""
     model.to_empty(device=device)
-    weights = source[0].state_dict() if source else {}
+    weights = whole.state_dict() if whole else {}
     everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=everywhere)
-    values = dict(source[0].named_buffers()) if source else {}  # some are in no state_dict
+    values = dict(whole.named_buffers()) if whole else {}  # some are in no state_dict
     for name, buffer in list(model.named_buffers()):
         value = torch.empty_like(buffer, device=model.device)
-        if source:
+        if whole:
             value.copy_(values[name])
         dist.broadcast(value, 0)
         owner, _, leaf = name.rpartition(".")
@@ -880,13 +730,14 @@ def fill_from_rank_0(model, source, device):
 
 def refuse_unknown(path, config):
     """Fails if a model of this config can't be computed, where `prove` might not see it."""
-    text = config.get_text_config()
-    layers = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type")
-    other = "layers other than attention" if layers else None
-    if has_vision(config) and config.model_type not in ("qwen2_vl", "qwen2_5_vl"):
-        other = "a way to see pictures that is not Qwen2-VL's or Qwen2.5-VL's"
-    if getattr(text, "attn_logit_softcapping", None):
+    types = set(getattr(config, "layer_types", None) or ())
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
+    other = None
+    if types - {"full_attention", "sliding_attention"}:
+        other = "layers other than attention"
+    if hasattr(config, "vision_config"):
+        other = "a vision tower"
+    if getattr(config, "attn_logit_softcapping", None):
         other = "soft caps in its attention"
     if rope in ("longrope", "dynamic"):
         other = f"positions ({rope}) that depend on the length of a forward"
@@ -894,22 +745,13 @@ def refuse_unknown(path, config):
         fail(f"{path!r} has {other}, which the packed forward can't compute")
 
 
-def ranks_of_a_copy(world, replicate):
-    """Over how many of `world` ranks each of `replicate` copies of the model is spread."""
-    if world % replicate:
-        fail(f"--replicate {replicate} does not divide the number of processes, {world}")
-    return world // replicate
-
-
-def shard(model, dtype, replicate=1, offload=0, recompute=None, compile=None):
+def shard(model, dtype, offload=0, recompute=None, compile=None):
     """Shards the model by FSDP2: fp32 weights, gradients and moments, computation in dtype.
 
-    replicate: the number of copies of the model, each on WORLD / replicate ranks (HSDP).
     offload: 1 keeps weights and moments in CPU memory. recompute: 1 keeps of each layer only its
     inputs for the backward pass; compile: 1 compiles layers and head. For both None is 1 on a GPU.
     """
     model.dtype = dtype
-    shards = ranks_of_a_copy(WORLD, replicate)
     recompute, compile = (model.device.type == "cuda" if x is None else x
                           for x in (recompute, compile))
     if compile:
@@ -921,10 +763,7 @@ def shard(model, dtype, replicate=1, offload=0, recompute=None, compile=None):
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     if WORLD == 1 and dtype == torch.float32 and not offload:
         return
-    mesh = init_device_mesh(model.device.type, (replicate, shards),
-                            mesh_dim_names=("replicate", "shard"))
-    if replicate == 1:
-        mesh = mesh["shard"]
+    mesh = init_device_mesh(model.device.type, (WORLD,))
     offloading = OffloadPolicy()
     if offload:
         offloading = CPUOffloadPolicy(pin_memory=model.device.type == "cuda")
@@ -962,11 +801,7 @@ def save(model, tokenizer, out):
         model.lm.save_pretrained(out, state_dict=of_lm)
         model.lm.config.dtype = model.dtype  # save_pretrained has noted that of the fp32 weights
         model.lm.config.save_pretrained(out)
-        if model.score is not None:
-            save_file({"weight": state["score.weight"].to(model.dtype)}, os.path.join(out, HEAD))
         tokenizer.save_pretrained(out)
-        if model.pictures:
-            model.pictures.processor.save_pretrained(out)
 
 
 # --- checkpoints: weights and moments for any number of processes ---------------------------------
@@ -997,7 +832,7 @@ def save_checkpoint(model, optimizer, out, step):
 def restore(model, optimizer, log):
     """Loads the last checkpoint of the run in log's folder, if it has one; removes all others."""
     drop_checkpoints(log.out, keep=log.step)  # a kill may leave a part of one
-    if log.step and not log.finished:
+    if log.step:
         path = os.path.join(log.out, f"checkpoint-{log.step}")
         with reading(path):
             weights, moments, tensors = training_state(model, optimizer)
@@ -1007,51 +842,15 @@ def restore(model, optimizer, log):
 
 
 def reference_logps(model, turns, tree_tokens, out):
-    """score() by the untrained weights, kept in `out` for a run that resumes."""
-    if model.score is not None or not turns:  # a head's values are advantages without a reference
-        return [torch.zeros(1)] * len(turns)
+    """score() by the untrained weights, kept in `out` for a run that goes on after a kill."""
+    if not turns:
+        return []
     path = os.path.join(out, "reference.safetensors")
     if from_rank_0(lambda: os.path.exists(path)):
         with reading(path):
-            return list(load_file(path)["logps"].split(sizes(model, turns)))
+            return list(load_file(path)["logps"].split(lengths(turns)))
     logps = score(model, turns, tree_tokens, "reference")
     if RANK == 0:
         with writing(path) as part:
             save_file({"logps": torch.cat(logps)}, part)
     return logps
-
-
-# --- --dry_run: what a run would take -------------------------------------------------------------
-
-def dry_run(args, config, steps, reference, scored=()):
-    """What a run on args.dry_run GPUs would take, a dict. steps: [[Pair]].
-
-    reference: the turns that the reference reads; scored: those that the trained critic judges.
-    tokens of all steps: computed; slowest_rank, those of each step's slowest GPU times the number
-    of GPUs. reference_tokens and critic_tokens are computed once.
-    hours: at 400 TFLOP/s a GPU, 6 for each weight and token in training, 2 without gradient, and 2
-    where layers are recomputed, 2 where trees are.
-    gb_a_gpu: fp32 weights, gradients and AdamW's moments. Activations come on top.
-    """
-    if not steps:
-        fail("--dry_run: there are no steps to take")
-    gpus = args.dry_run
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in kind_of_model(config).from_config(config).parameters())
-    computed = slowest = flops = 0
-    for batch in steps:
-        tokens = list(map(count_tokens, deal(turns_in(batch), args.tree_tokens, gpus)))
-        trees = len(tokens) // gpus
-        computed += sum(tokens)
-        longest = gpus * max(sum(tokens[n:n + trees]) for n in range(0, len(tokens), trees))
-        slowest += longest
-        flops += longest * (6 + 2 * (args.recompute != 0) + 2 * (trees > 1))
-    of_reference, of_critic = (sum(map(count_tokens, deal(turns, args.tree_tokens, gpus)))
-                               for turns in (reference, scored))
-    flops += 2 * (of_reference + of_critic)
-    at_rest = 0 if args.offload else 16 * parameters / ranks_of_a_copy(gpus, args.replicate)
-    return {"gpus": gpus, "parameters": parameters, "steps": len(steps),
-            "tokens": {"computed": computed, "slowest_rank": slowest},
-            "reference_tokens": of_reference, "critic_tokens": of_critic,
-            "hours": float(f"{parameters * flops / 400e12 / gpus / 3600:.3g}"),
-            "gb_a_gpu": float(f"{at_rest / 1e9:.3g}")}

@@ -16,13 +16,13 @@ messages. They train on all of the assistant's.
 
     python train_policy.py --loss rft --all 1 --out runs/base < demos.jsonl
     python train_policy.py --model runs/base --out runs/sweet < scored.jsonl
-    torchrun --nproc_per_node=8 train_policy.py --resume 1 --out runs/sweet < scored.jsonl
+    torchrun --nproc_per_node=8 train_policy.py --out runs/sweet < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
 # utils before what loads slowly: a wrong flag is told at once
-from utils import (Log, check_dialogue, check_finite, check_shape, digest,
-                   drop_checkpoints, fail, flag, from_rank_0, init_distributed, lr_at,
-                   machine_flags, open_stdout, parser, read_jsonl, rng, run, say, sum_over_ranks)
+from utils import (Log, check_dialogue, check_finite, check_shape, digest, drop_checkpoints, fail,
+                   flag, from_rank_0, given, init_distributed, lr_at, machine_flags, open_stdout,
+                   parser, read_jsonl, rng, run, say, sum_over_ranks)
 
 import sys
 from functools import partial
@@ -34,7 +34,7 @@ from colbench import agent_messages, answers, needs, task_id
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < scored.jsonl")
     flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "pi_ref, and where pi starts")
-    flag(p, "out", None, "the run's directory: a new one, unless --resume is given", required=True)
+    flag(p, "out", None, "the run's directory: a new one, or one to go on in", required=True)
     flag(p, "loss", "dpo", "what it learns from: see above",
          choices=["dpo", "mtdpo", "rft"])
     g = p.add_argument_group("pairs")
@@ -56,6 +56,7 @@ def get_args(argv=None):
     flag(g, "seed", 0, "of the order and of the pairs drawn")
     machine_flags(p)
     args = p.parse_args(argv)
+    args.given = given(argv)
     if args.batch_size is None:
         args.batch_size = 32 if args.loss == "rft" else 8
     if args.epochs is None:
@@ -69,9 +70,9 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, accuracy, action_logps, actions_of, base_digest, batches, dry_run,
-                   find_model, gathered, load, load_options, pick_dtype, reference_logps, restore,
-                   save, save_checkpoint, tell_plan, turns_in)
+from model import (TURN, Pair, accuracy, action_logps, actions_of, base_digest, batches, find_model,
+                   gathered, load, load_options, pick_dtype, reference_logps, restore, save,
+                   save_checkpoint, tell_plan, turns_in)
 from train_critic import read_turns, trajectory_pairs
 
 
@@ -98,18 +99,19 @@ def pair_loss(args, pair, logps, ref):
 
 def main(args):
     emit, device = open_stdout(), init_distributed()
-    log = None if args.dry_run else Log(args)
+    log = Log(args)
     groups = from_rank_0(lambda: prepare(args))
     turns = turns_in(chain(*groups)) if args.loss != "rft" else []  # rft has no reference
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
     tell_plan("trajectories" if args.loss == "rft" else "pairs", groups, steps)
-    if args.dry_run:
-        return emit(dry_run(args, find_model(args.model)[2], steps, turns))
     log.begin(steps=len(steps), pairs=sum(map(len, groups)),
               dtype=str(pick_dtype(args.dtype, device)),
               data=digest([digest(tuple(pair)) for pair in chain(*groups)]),
               model_weights=base_digest(args.model))
+    summary = {"summary": "train_policy", "out": args.out, "steps": len(steps)}
+    if log.finished:
+        return emit(summary)
 
     model, tokenizer = load(args.model, device, **load_options(args))
     ref = dict(zip(turns, reference_logps(model, turns, args.tree_tokens, args.out)))
@@ -142,11 +144,10 @@ def main(args):
         tokens = int(sum_over_ranks(model.tokens - before))
         log(step=step, loss=loss, **right, grad_norm=norm, lr=lr, tokens=tokens)
 
-    if not log.finished:
-        save(model, tokenizer, args.out)
-        log(finished=len(steps))
+    save(model, tokenizer, args.out)
+    log(finished=len(steps))
     drop_checkpoints(args.out)
-    emit({"summary": "train_policy", "out": args.out, "steps": len(steps)})
+    emit(summary)
 
 
 # --- pairs ----------------------------------------------------------------------------------------
@@ -165,8 +166,7 @@ def prepare(args):
     need = needs(*fields, to_train=True)
     records = list(read_records(need))
     tokenizer = find_model(args.model)[1]
-    agent = {"head": "logratio", "hidden_info": 0, "ref_context": "hidden"}  # it never reads c
-    read_turns(agent, tokenizer, records, args.max_length)
+    read_turns(tokenizer, records, args.max_length, hidden=False, ref_hidden=False)
     groups = [pairs for pairs in make_groups(args, records) if pairs]
     if not groups:
         fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")

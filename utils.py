@@ -81,15 +81,16 @@ def machine_flags(p):
          kind=int, choices=[0, 1])
     flag(g, "compile", None, "1: torch.compile of layers and head; not given: 1 on a GPU", kind=int,
          choices=[0, 1])
-    flag(g, "replicate", 1, "copies of the model; each is spread over 1/N of the processes",
-         least=1)
     flag(g, "offload", 0, "1: weights and moments rest in CPU memory", choices=[0, 1])
-    flag(g, "dry_run", 0, "print steps, tokens, hours, memory of a run on N GPUs; train nothing")
     g = p.add_argument_group("input and --out")
     flag(g, "max_length", 16384, "leave out and count turns of more tokens (prompt and action)")
-    flag(g, "save_every", 100, "steps between checkpoints to resume from; 0: none")
-    flag(g, "resume", 0, "1: continue the run in --out, or start it if there is none",
-         choices=[0, 1])
+    flag(g, "save_every", 100, "steps between checkpoints to go on from; 0: none")
+
+
+def given(argv):
+    """The names of the flags on a command line, of the program if it is None."""
+    words = sys.argv[1:] if argv is None else argv
+    return [word[2:].partition("=")[0] for word in words if word.startswith("--")]
 
 
 # --- messages and errors --------------------------------------------------------------------------
@@ -142,7 +143,7 @@ def writing(path):
 
 
 def reading(path):
-    """A context for reading a file of the run that is resumed; an error ends the program."""
+    """A context for reading a file of the run that goes on; an error ends the program."""
     return fail_on_error(f"{path} is damaged; another --out starts over")
 
 
@@ -191,7 +192,7 @@ def run(main, args):
 
 def end_by(number):
     """Says so, and ends by the signal's default action: so a shell's loop ends, too."""
-    say(f"error: ended by {signal.Signals(number).name}; --resume 1 goes on")
+    say(f"error: ended by {signal.Signals(number).name}; the same command goes on")
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
@@ -386,37 +387,74 @@ def from_rank_0(make):
     return result[0]
 
 
+def rank_0_keeps(make):
+    """from_rank_0 for a make() of two results: rank 0 alone gets the first, and all the second.
+
+    So what is large, or can't be sent, stays where it was made; other ranks get None for it.
+    """
+    kept = [None]
+
+    def send():
+        kept[0], sent = make()
+        return sent
+
+    sent = from_rank_0(send)
+    return kept[0], sent
+
+
 # --- the --out directory of a run -----------------------------------------------------------------
 
 class Log:
     """The --out directory of a run, locked against other runs: metrics.jsonl, the scripts' copies.
 
+    It is like a target of make. A new one is begun; one that was stopped goes on at `step`, that of
+    its last checkpoint; one that is `finished` has its model. `args` get the flags of its run, and
+    one that is given again must be the same.
+
     metrics.jsonl has a row of the run's flags and facts, then a row for each log(...). Only rank 0
-    writes. Every rank knows `step`, that of the last checkpoint, and `finished`: whether the model
-    is written.
+    writes.
     """
-    MAY_CHANGE = {  # flags, when a run is resumed
-        "out", "tree_tokens", "recompute", "compile", "replicate", "offload", "save_every",
-        "resume", "browser"}
+    MAY_CHANGE = ["out", "model", "tree_tokens", "recompute", "compile", "offload", "save_every"]
+    MAY_CHANGE_LATER = ["dtype", "max_length"]  # where the model is written already
 
     def __init__(self, args):
         self.args, self.out = args, args.out
         self.path = os.path.join(args.out, "metrics.jsonl")
         self.rows, self.step = from_rank_0(self.claim)
         self.finished = any("finished" in row for row in self.rows)
+        if self.rows:
+            self.take_flags(self.rows[0]["args"])
+        if self.finished:
+            say(f"{self.out} is finished: nothing is trained")
+            drop_checkpoints(self.out)  # a kill may have left some
+            if RANK == 0:
+                os.close(self.lock)  # from now on it is only read
+
+    def take_flags(self, had):
+        """Sets the flags that are not given to what they were; the others must be the same."""
+        free = self.MAY_CHANGE + self.MAY_CHANGE_LATER * self.finished
+        for name in vars(self.args).keys() & had.keys() - {"given"}:
+            value = getattr(self.args, name)
+            if name not in self.args.given:
+                setattr(self.args, name, had[name])
+            elif name not in free and value != had[name]:
+                self.refuse("--" + name, had[name], value)
+
+    def refuse(self, name, had, has):
+        fail(f"the run in {self.out} has {name} {had}, not {has}: name another --out")
 
     def claim(self):
-        """Locks --out. Returns the rows of the run to resume, or [], and its last step, or 0."""
+        """Locks --out. Returns the rows of the run in it, or [], and its last step, or 0."""
         out = self.out
         with fail_on_error(f"--out {out}"):
             os.makedirs(out, exist_ok=True)
             self.lock = os.open(out, os.O_RDONLY)
         with fail_on_error(f"--out {out} is in use by another run"):
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not set(os.listdir(out)) - {"metrics.jsonl.part", "pictures"}:
+        if not set(os.listdir(out)) - {"metrics.jsonl.part"}:
             return [], 0  # it is new, or the run was killed as it began
-        if not self.args.resume or not os.path.exists(self.path):
-            fail(f"--out {out} exists already: name another, or --resume 1 continues the run in it")
+        if not os.path.exists(self.path):
+            fail(f"--out {out} exists already, and is no run: name another")
         with reading(self.path), open(self.path) as f:
             rows = [json.loads(line) for line in f if line.endswith("}\n")]  # a kill may cut one
             rows[0]["args"]  # or it is no such file
@@ -425,13 +463,16 @@ class Log:
         return rows, max([0, *map(int, checkpoints), *finished])
 
     def begin(self, **facts):
-        """Writes the first row, or goes on at self.step if flags and facts are the same."""
+        """Writes the first row, or goes on at self.step if the facts are the same."""
         if RANK:
             return
         first = {"args": vars(self.args), "argv": sys.argv, "version": version(),
                  "world": WORLD, **facts}
         if self.rows:
-            self.check_same(facts)
+            for name, value in facts.items():
+                had = self.rows[0].get(name, value)  # an old run may lack some
+                if had != value:
+                    self.refuse(name, had, value)
             first = {"resumed": self.step, **first}
         if self.finished:
             return
@@ -442,15 +483,6 @@ class Log:
         with fail_on_error(f"{self.out} can't be written"):
             for path in imported_scripts():
                 shutil.copy(path, self.out)
-
-    def check_same(self, facts):
-        """Fails if the run to resume had other flags or facts. Old runs may lack some."""
-        first = self.rows[0]
-        for what, had, has in ("flag --", first["args"], vars(self.args)), ("", first, facts):
-            for name, value in has.items():
-                if name not in self.MAY_CHANGE and had.get(name, value) != value:
-                    fail(f"--resume 1: {what}{name} was {had[name]} in the run in {self.out}, now "
-                         f"{value}: it must be the same")
 
     def steps(self, what, n, save):
         """Yields the steps below n that are not made yet. Calls save(how many are made) every
@@ -474,7 +506,7 @@ class Log:
             end_by(came[0])
 
     def __call__(self, **row):
-        """Adds a row to metrics.jsonl, if the run had not finished, and shows its numbers.
+        """Adds a row to metrics.jsonl, and shows its numbers.
 
         tokens: those computed in the step under way, which is timed.
         """
@@ -484,9 +516,8 @@ class Log:
             seconds = time.monotonic() - self.began
             row |= {"seconds": round(seconds, 4),
                     "tokens_per_second": round(row["tokens"] / seconds)}
-        if not self.finished:
-            with fail_on_error(f"{self.path} can't be written"):
-                self.file.write(json.dumps(row) + "\n")
+        with fail_on_error(f"{self.path} can't be written"):
+            self.file.write(json.dumps(row) + "\n")
         if "step" in row:
             self.bar.set_postfix(row, refresh=False)
             self.bar.update()
