@@ -14,7 +14,7 @@ oracle     the tree in 16 bits beside separate forwards in fp32: relative errors
            gradients, and the errors of separate forwards in 16 bits, which should be about as large
 load       the model from the disk, proven, with --compile C --recompute R ("C1 R0"), and pi_ref
 step       our step without the optimizer: tokens a second and GPU, share of the peak (of_peak: what
-           is computed; useful: no layer recomputed), peak memory, and what --dry_run expects; its
+           is computed; useful: no layer recomputed), peak memory, and what plan.py expects; its
            first run, in which torch compiles
 official   the released procedure on the same pairs: its seconds over ours (C0 R1), its loss, its
            gradient's norm over ours
@@ -33,7 +33,8 @@ import bench_train as B  # noqa: E402
 import torch  # noqa: E402
 from timing import parser, ratio, show  # noqa: E402
 
-from model import action_logps, batches, dry_run, gathered, load, score, turns_in  # noqa: E402
+from model import action_logps, batches, gathered, load, score, turns_in  # noqa: E402
+from plan import plan  # noqa: E402
 from utils import (RANK, WORLD, barrier, fail, from_rank_0, init_distributed,  # noqa: E402
                    leave_group)
 
@@ -108,10 +109,9 @@ class Bench:
         return {"seconds": seconds}
 
     def plan(self, job, recompute):
-        """What --dry_run says of a step."""
-        args = B.JOBS[job][0].get_args(["--out", "x", "--dry_run", str(WORLD), "--recompute",
-                                        str(recompute)])
-        return dry_run(args, self.model.config, [self.batch[job]], [])
+        """What plan.py says of a step."""
+        args = B.JOBS[job][0].get_args(["--out", "x", "--recompute", str(recompute)])
+        return plan(args, WORLD, self.model.config, [self.batch[job]], [])
 
     def norm(self):
         """The gradient's; it is left."""

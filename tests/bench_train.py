@@ -18,7 +18,7 @@ kv cache   scoring: a prompt once, with a KV cache; then all its actions in one 
 
 Every repeat runs all of them in turn. time, least, most: the slowest rank's CPU time over that of
 ours, which includes pi_ref's share, by the epochs that it serves. tokens: the same of computed
-tokens, those of --dry_run, with a backward pass as two forwards; of_bound is time / tokens.
+tokens, those of plan.py, with a backward pass as two forwards; of_bound is time / tokens.
 differs: the relative difference of losses and gradients, or of log-probs, as whole vectors. Exits
 with 1 if one differs by more than 1e-4.
 """
@@ -43,8 +43,9 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E
 import toy  # noqa: E402
 import train_critic  # noqa: E402
 import train_policy  # noqa: E402
-from model import (action_logps, batches, count_tokens, dry_run, gathered, head_logps,  # noqa: E402
-                   load, score, turns_in)
+from model import (action_logps, batches, gathered, head_logps, load, score,  # noqa: E402
+                   turns_in)
+from plan import count_tokens, plan  # noqa: E402
 from timing import in_turn, parser, ratio, show  # noqa: E402
 from utils import (RANK, WORLD, fail, from_rank_0, init_distributed, leave_group,  # noqa: E402
                    sum_over_ranks)
@@ -121,7 +122,7 @@ def read_groups(job, folder):
     with open(f"{folder}/records.jsonl") as f, patch("sys.stdin", f):
         if module is train_policy:
             return train_policy.prepare(args)
-        ref_of, train, *_ = train_critic.prepare(args, [])
+        _, (ref_of, train, _) = train_critic.prepare(args)
     return list(ref_of) if job == "scoring" else train
 
 
@@ -324,11 +325,11 @@ def official_tokens(pairs):
 
 
 def tokens_of_step(job, config, batch, turns):
-    """The usual tokens over those of the slowest rank, by --dry_run; forwards: 3 and 1."""
+    """The usual tokens over those of the slowest rank, by plan.py; forwards: 3 and 1."""
     module, flags, _, epochs = JOBS[job]
-    args = module.get_args(["--out", "x", "--dry_run", str(WORLD), *flags])
-    plan = dry_run(args, config, [batch], turns)
-    ours = 3 * plan["tokens"]["slowest_rank"] + plan["reference_tokens"] / epochs
+    args = module.get_args(["--out", "x", *flags])
+    planned = plan(args, WORLD, config, [batch], turns)
+    ours = 3 * planned["tokens"]["slowest_rank"] + planned["reference_tokens"] / epochs
     return official_tokens(batch) * (4 if turns else 3) / ours
 
 

@@ -109,7 +109,7 @@ def test_best_of_sends_the_critics_favourite(tasks, rewarded, tiny_dir, tmp_path
         drawn = sample(p, prompt_of(p, history[0]["content"]), [(*key, j) for j in range(5)])
         turns = [(read, M.packed(ids)) for ids, _ in drawn]
         logps, ref_logps = (M.score(M.load(path)[0], turns, 4096) for path in (critic, tiny_dir))
-        scores = [advantage(a, b, "turn").item() for a, b in zip(logps, ref_logps)]
+        scores = [advantage(a, b).item() for a, b in zip(logps, ref_logps)]
         for p.args.prior in (0, 0.1):
             values = [score + p.args.prior * sum(logprobs)
                       for score, (_, logprobs) in zip(scores, drawn)]

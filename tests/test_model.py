@@ -1,4 +1,4 @@
-"""The packed forward against separate ones; parts and ranks' shares; chat templates; --dry_run."""
+"""The packed forward against separate ones; parts and ranks' shares; chat templates; plan.py."""
 import copy
 import json
 import math
@@ -19,6 +19,7 @@ from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig,
 import model as M
 import utils
 from conftest import ROOT, demos, dialogue, script, turns_of as turns_in_record
+from plan import count_tokens, plan
 
 # --- the tree -------------------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ def test_values_and_gradients_equal_separate_forwards(family, dtype, monkeypatch
         assert (len(M.Tree(turns).groups) > 2) == (keys < 2 ** 17)
         check_equal_separate(tree, plain, turns, tree_tokens, 1e-6 if in_fp32 else 1e-12)
         prefixes = {(p + a)[:n + 1] for p, a in turns for n in range(len(p) + len(a))}
-        assert len(M.Tree(turns).ids) == len(prefixes) == M.count_tokens(turns)
+        assert len(M.Tree(turns).ids) == len(prefixes) == count_tokens(turns)
 
 
 def test_what_the_backward_pass_holds_is_bounded(monkeypatch):
@@ -164,7 +165,7 @@ def test_what_the_backward_pass_holds_is_bounded(monkeypatch):
             M.action_logps(model, turns)
         return sum(n for place, n in kept.items() if place not in weights)
 
-    paths, tokens = sum(M.Tree(turns).groups[0].kv), M.count_tokens(turns)
+    paths, tokens = sum(M.Tree(turns).groups[0].kv), count_tokens(turns)
     all_kept = bytes_kept()
     monkeypatch.setattr(M, "GATHERED", 2 * tokens)
     a_key = 2 * 2 * 2 * 8 * 4  # bytes: key and value, of 2 layers, 2 heads of size 8, in fp32
@@ -182,10 +183,10 @@ def test_what_the_backward_pass_holds_is_bounded(monkeypatch):
 def smallest_largest(turns, n):
     """The largest tree of the best cut of turns into at most n neighbouring parts: every cut."""
     if n == 1:
-        return M.count_tokens(turns)
-    cuts = [max(M.count_tokens(turns[:i]), smallest_largest(turns[i:], n - 1))
+        return count_tokens(turns)
+    cuts = [max(count_tokens(turns[:i]), smallest_largest(turns[i:], n - 1))
             for i in range(1, len(turns))]
-    return min([M.count_tokens(turns), *cuts])
+    return min([count_tokens(turns), *cuts])
 
 
 def test_parts_hold_each_turn_once_are_bounded_and_as_even_as_the_best_cut():
@@ -203,12 +204,12 @@ def test_parts_hold_each_turn_once_are_bounded_and_as_even_as_the_best_cut():
         once = parts[:parts.index(parts[-1]) + 1]  # the last one comes again where they are few
         assert [turn for part in once for turn in part] == in_order
         assert len(parts) % world == 0 and all(part == parts[-1] for part in parts[len(once):])
-        assert all(len(part) == 1 or M.count_tokens(part) <= bound for part in parts)
+        assert all(len(part) == 1 or count_tokens(part) <= bound for part in parts)
         rounds = -(-len(M.deal(turns, bound, 1)) // world)
         assert -(-len(parts) // world) == rounds  # no more than needed
         if rounds == 1:
             best = smallest_largest(in_order, world)
-            assert max(map(M.count_tokens, parts)) <= best * 1.01 + 1
+            assert max(map(count_tokens, parts)) <= best * 1.01 + 1
 
 
 def test_batches_are_a_permutation_and_a_function_of_the_seed():
@@ -539,16 +540,15 @@ def test_the_table_of_families(name, verdict, tiny_dir):
     assert verdict in families.verdict(families.small(name, len(tokenizer)), tokenizer)
 
 
-# --- --dry_run: test_train.py compares its tokens with those of runs ------------------------------
+# --- plan.py: test_train.py compares its tokens with those of runs --------------------------------
 
 LARGE = LlamaConfig(vocab_size=128256, hidden_size=4096, intermediate_size=14336,
                     num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8)
 
 
-def planned(steps, reference=(), **flags):
-    args = {"dry_run": 1, "replicate": 1, "tree_tokens": 10 ** 6, "dtype": "fp32",
-            "offload": 0, "recompute": 0}
-    return M.dry_run(SimpleNamespace(**{**args, **flags}), LARGE, steps, reference)
+def planned(steps, reference=(), gpus=1, **flags):
+    args = {"tree_tokens": 10 ** 6, "offload": 0, "recompute": 0, **flags}
+    return plan(SimpleNamespace(**args), gpus, LARGE, steps, reference)
 
 
 def test_tokens_by_hand():
@@ -561,35 +561,29 @@ def test_tokens_by_hand():
     both = 3 + (4 + 1 + 4) + (6 + 1 + 6) + (1 + 1 + 1) + (2 + 1 + 2)
     turns = M.turns_in(pairs)
     for gpus in (1, 2, 3):
-        shares = list(map(M.count_tokens, M.deal(turns, 10 ** 6, gpus)))
+        shares = list(map(count_tokens, M.deal(turns, 10 ** 6, gpus)))
         total, slowest = sum(shares), gpus * max(shares)
         assert len(shares) == gpus and (gpus > 1 or total == both)
-        plan = planned([pairs, pairs], turns, dry_run=gpus)
-        assert plan["tokens"] == {"computed": 2 * total, "slowest_rank": 2 * slowest}
-        assert plan["reference_tokens"] == total and plan["critic_tokens"] == 0
+        got = planned([pairs, pairs], turns, gpus)
+        assert got["tokens"] == {"computed": 2 * total, "slowest_rank": 2 * slowest}
+        assert got["reference_tokens"] == total and got["critic_tokens"] == 0
     assert planned([pairs])["reference_tokens"] == 0
-    plan = planned([pairs[:1]], tree_tokens=15)  # the chosen side, then the other's turns
-    assert plan["tokens"]["computed"] == 12 + (3 + 6) + 16
+    got = planned([pairs[:1]], tree_tokens=15)  # the chosen side, then the other's turns
+    assert got["tokens"]["computed"] == 12 + (3 + 6) + 16
 
 
-def test_more_gpus_hold_less_each_and_an_8b_model_takes_16_gb_on_8(tiny_dir):
+def test_more_gpus_hold_less_each_and_an_8b_model_takes_16_gb_on_8():
     prompt = M.packed(range(3000))
     steps = [[M.Pair(((prompt, "a" * 400),), ((prompt, "b" * 300),))]]
-    plan = planned(steps, dry_run=8, recompute=None)
-    assert plan["parameters"] == 8_030_261_248
-    assert plan["gb_a_gpu"] == pytest.approx(16.06, rel=0.01)
-    assert planned(steps, dry_run=16, replicate=2)["gb_a_gpu"] == plan["gb_a_gpu"]
+    got = planned(steps, gpus=8, recompute=None)
+    assert got["parameters"] == 8_030_261_248
+    assert got["gb_a_gpu"] == pytest.approx(16.06, rel=0.01)
     assert planned(steps, offload=1)["gb_a_gpu"] == 0
     # of 6 to 8 FLOPs a weight and token, at 400 TFLOP/s
-    tokens = plan["tokens"]["slowest_rank"]
-    assert plan["hours"] == pytest.approx(8 * 8.03e9 * tokens / 8 / 4e14 / 3600, rel=0.01)
-    plan = planned(steps, tree_tokens=3500)  # two trees, each computed again
-    assert plan["hours"] == pytest.approx(8 * 8.03e9 * 6700 / 4e14 / 3600, rel=0.01)
-    message = "error: --replicate {} does not divide the number of processes, {}"
-    with pytest.raises(SystemExit, match=message.format(3, 4)):
-        planned(steps, dry_run=4, replicate=3)
-    with pytest.raises(SystemExit, match=message.format(2, 1)):
-        M.load(tiny_dir, replicate=2)
+    tokens = got["tokens"]["slowest_rank"]
+    assert got["hours"] == pytest.approx(8 * 8.03e9 * tokens / 8 / 4e14 / 3600, rel=0.01)
+    got = planned(steps, tree_tokens=3500)  # two trees, each computed again
+    assert got["hours"] == pytest.approx(8 * 8.03e9 * 6700 / 4e14 / 3600, rel=0.01)
 
 
 @pytest.mark.parametrize("recompute", [0, 1])
@@ -598,7 +592,7 @@ def test_no_layer_stays_gathered_after_its_forward(tiny_dir, recompute):
     turns, gathered = [(chr(9) + chr(8), chr(i) + chr(7)) for i in range(6)], []
     utils.init_distributed()
     try:
-        model, _ = M.load(tiny_dir, dtype="bf16", replicate=1, offload=0, recompute=recompute)
+        model, _ = M.load(tiny_dir, dtype="bf16", offload=0, recompute=recompute)
         for layer in model.layers():  # its weights are DTensors, but while they are gathered
             layer.mlp.register_forward_hook(lambda mlp, *_: gathered.append(
                 sum(not hasattr(x.mlp.up_proj.weight, "full_tensor") for x in model.layers())))

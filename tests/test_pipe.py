@@ -13,7 +13,7 @@ import model as M
 import toy
 from colbench import agent_messages
 from conftest import (HUMAN, PLAY, ROOT, SHARED, actions, complaint, demos, lines, metrics, records,
-                      save, script, shell, steps, train)
+                      save, script, shell, steps, succeed, train)
 from test_model import separate
 
 # An untrained model solves nothing, so a filter gives sample 0 of a task full marks.
@@ -166,8 +166,8 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(tasks, t
     for m in (m for r in rs for m in agent_messages(r)):
         m |= {"content": "what is it?", "output": "rate</think>what is it?"}
         del m["token_ids"], m["logprobs"]
-    flags = ["--model", path, "--epochs", 1, "--out"]
-    scored, _ = train(rs, "train_critic.py", "--head", "teacher", *flags, tmp_path / "critic")
+    untrained = succeed("train_critic.py", "--model", path, "--untrained", 1, stdin=rs)
+    scored = records(untrained.stdout)
     logps = []
     for r in scored:
         for history, (m,) in M.actions_of(r):
@@ -176,8 +176,8 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(tasks, t
             seen = colbench.with_hidden(history, colbench.hidden_information(r["task"]))
             want = logps_of(seen, ids).mean() - logps[-1].mean()
             assert m["advantage"] == pytest.approx(want.item(), abs=2e-4) != 0
-    _, (_, first, *_) = train(rs, "train_policy.py", "--loss", "rft", "--all", 1, *flags,
-                              tmp_path / "policy")
+    _, (_, first, *_) = train(rs, "train_policy.py", "--loss", "rft", "--all", 1, "--model", path,
+                              "--epochs", 1, "--out", tmp_path / "policy")
     assert first["loss"] == pytest.approx(-torch.cat(logps).mean().item(), abs=1e-4)
 
 

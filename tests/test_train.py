@@ -21,7 +21,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -31,21 +30,16 @@ import train_critic
 import train_policy
 import utils
 from colbench import agent_messages
-from conftest import (HUMAN, CPU, ROOT, actions, complaint, descendants, dialogue, gone, lines,
-                      metrics, records, script, steps, succeed, train, turns_of, until)
+from conftest import (CPU, HUMAN, ROOT, actions, complaint, descendants, dialogue, gone, lines,
+                      metrics, records, script, steps, succeed, train, until)
 from model import TURN, Pair
-from test_model import ids_of, save_random, separate
+from test_model import save_random, separate
 
 # --- the losses: the oracle is floats and loops, written from the equations -----------------------
 
-def loop_score(logps, ref, normalize):
-    total = 0.0
-    for p, q in zip(logps, ref):
-        turn = 0.0
-        for x, y in zip(p, q):
-            turn += x - y
-        total += turn / len(p) if normalize == "turn" else turn
-    return total / sum(len(p) for p in logps) if normalize == "trajectory" else total
+def loop_score(logps, ref, of_tokens=sum):
+    """The sum over turns of the sum, or the mean, of a turn's log-ratios."""
+    return sum(of_tokens([x - y for x, y in zip(p, q)]) for p, q in zip(logps, ref))
 
 
 def loop_loss(margin, chosen, nll_coef):
@@ -77,32 +71,16 @@ def loss_of(trainer, seed, **flags):
     return trainer.pair_loss(trainer.get_args(["--out", "x", *given]), pair, logps, ref)
 
 
-@pytest.mark.parametrize("normalize", ["turn", "trajectory", "none"])
-def test_critic_loss_is_eq_2_and_advantage_eq_3(normalize):
+def test_critic_loss_is_eq_2_and_advantage_eq_3():
     for seed, (beta, nll_coef) in enumerate(3 * NUMBERS):
         (chosen, rejected, ref_chosen, ref_rejected), _, logps, ref = trajectories(seed)
-        margin = beta * (loop_score(chosen, ref_chosen, normalize)
-                         - loop_score(rejected, ref_rejected, normalize))
-        for head, coefficient in (("logratio", nll_coef), ("regression", 0)):
-            loss, got = loss_of(train_critic, seed, head=head, beta=beta, nll_coef=nll_coef,
-                                normalize=normalize)
-            assert close(got, margin) and close(loss, loop_loss(margin, chosen, coefficient))
-        if normalize != "trajectory":
-            for (side, n), p in logps.items():
-                turn = [p.tolist()], [ref[side, n].tolist()]
-                got = train_critic.advantage(p, ref[side, n], normalize)
-                assert close(got, loop_score(*turn, normalize))
-
-
-def test_value_loss_is_the_cross_entropy_of_success():
-    logits = {(0, 0): 0.5, (0, 1): -1.0, (0, 2): 2.0, (1, 0): 0.3, (1, 1): -0.2}  # (side, turn)
-    pair = Pair(((0, 0), (0, 1), (0, 2)), ((1, 0), (1, 1)))
-    args = train_critic.get_args(["--out", "x", "--head", "value"])
-    tensors = {turn: torch.tensor([x], dtype=torch.float64) for turn, x in logits.items()}
-    loss, margin = train_critic.pair_loss(args, pair, tensors, {})
-    of_success = {turn: 1 / (1 + math.exp(-x)) for turn, x in logits.items()}
-    want = -sum(math.log(1 - p if side else p) for (side, _), p in of_success.items())
-    assert close(loss, want / 5) and close(margin, 0.5 - 0.05)
+        margin = beta * (loop_score(chosen, ref_chosen, statistics.fmean)
+                         - loop_score(rejected, ref_rejected, statistics.fmean))
+        loss, got = loss_of(train_critic, seed, beta=beta, nll_coef=nll_coef)
+        assert close(got, margin) and close(loss, loop_loss(margin, chosen, nll_coef))
+        for turn, p in logps.items():
+            want = loop_score([p.tolist()], [ref[turn].tolist()], statistics.fmean)
+            assert close(train_critic.advantage(p, ref[turn]), want)
 
 
 def test_a_margin_of_0_up_to_rounding_is_ranked_by_chance():
@@ -112,8 +90,7 @@ def test_a_margin_of_0_up_to_rounding_is_ranked_by_chance():
 def test_policy_losses_are_eq_4_and_the_nll():
     for seed, (beta, nll_coef) in enumerate(3 * NUMBERS):
         chosen, rejected, ref_chosen, ref_rejected = trajectories(seed)[0]
-        margin = beta * (loop_score(chosen, ref_chosen, "none")
-                         - loop_score(rejected, ref_rejected, "none"))
+        margin = beta * (loop_score(chosen, ref_chosen) - loop_score(rejected, ref_rejected))
         for name in ("dpo", "mtdpo"):
             loss, got = loss_of(train_policy, seed, loss=name, beta=beta, nll_coef=nll_coef)
             want = loop_loss(margin, [sum(chosen, [])], nll_coef)  # its NLL is by token
@@ -218,8 +195,8 @@ def test_a_policy_that_may_unlearn_to_answer_is_told_of(worth, capsys):
 def prepared(monkeypatch, given, trainer, *flags):
     """What a trainer makes of the records."""
     monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(given).encode()))
-    args = trainer.get_args([*map(str, flags), "--out", "x"])
-    return trainer.prepare(args, *[[]] * (trainer is train_critic))
+    made = trainer.prepare(trainer.get_args([*map(str, flags), "--out", "x"]))
+    return made[1] if trainer is train_critic else made  # not the records
 
 
 def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch):
@@ -251,8 +228,8 @@ def test_a_share_of_the_tasks_is_held_out_but_one_always_trains(rewarded, tiny_d
     for tasks, share, n in ((4, 0, 0), (4, 0.001, 1), (4, 0.5, 2), (4, 1, 3), (1, 0.5, 0)):
         some = [r for r in rewarded if r["task"]["id"] in
                 sorted({r["task"]["id"] for r in rewarded})[:tasks]]
-        _, train, held, _ = prepared(monkeypatch, some, train_critic, "--model", tiny_dir,
-                                     "--held_out", share)
+        _, train, held = prepared(monkeypatch, some, train_critic, "--model", tiny_dir,
+                                  "--held_out", share)
         assert len(held) == n and len(train) == tasks - n
         assert not set(held) & {pair for pairs in train for pair in pairs}
 
@@ -289,8 +266,7 @@ def test_preferences_train_on_every_token_of_the_assistant(tiny_dir, monkeypatch
         sides = [line.get("prompt", []) + line[side] for side in ("chosen", "rejected")]
         chosen, rejected, ref_chosen, ref_rejected = (
             of_side(lm, side) for lm in (pi, pi_ref) for side in sides)
-        margin = 0.7 * (loop_score(chosen, ref_chosen, "none")
-                        - loop_score(rejected, ref_rejected, "none"))
+        margin = 0.7 * (loop_score(chosen, ref_chosen) - loop_score(rejected, ref_rejected))
         want.append(loop_loss(margin, [torch.cat(chosen)], 0.5))
     assert found == pytest.approx(sorted(map(float, want)), abs=1e-5)
 
@@ -338,23 +314,23 @@ def test_what_each_critic_reads(tiny_dir):
     task = {"problem_description": "write f(x)", "ground_truth": code}
     history, action = dialogue("write f(x)", "so", "go on"), {"output": "what is the rate?"}
 
-    def read(**critic):
+    def read(hidden=True, ref_hidden=True):
         """[prompt, action, reference's prompt, action], as text."""
-        critic = {"head": "logratio", "hidden_info": 1, "ref_context": "hidden", **critic}
-        [(turn, ref_turn)] = train_critic.critic_turns(critic, tokenizer, task, history, [action])
+        [(turn, ref_turn)] = train_critic.critic_turns(tokenizer, task, history, [action], 0,
+                                                       hidden, ref_hidden)
         return [tokenizer.decode([*map(ord, ids)]) for ids in (*turn, *ref_turn)]
 
     later = "so<|end|><|user|>go on<|end|><|assistant|>"
     blind = "<|begin|><|user|>write f(x)<|end|><|assistant|>" + later
     seeing = blind.replace("write", f"Hidden reference:\n{code}\n\nwrite")
     said = "what is the rate?<|end|>"
-    assert read() == read(head="value") == read(head="regression") == [seeing, said] * 2
-    assert read(ref_context="agent") == [seeing, said, blind, said]
-    assert read(hidden_info=0) == read(hidden_info=0, ref_context="agent") == [blind, said] * 2
+    assert read() == [seeing, said] * 2
+    assert read(ref_hidden=False) == [seeing, said, blind, said]
+    assert read(False, False) == [blind, said] * 2
     task["hidden_information"] = "rate 3"
     assert read() == [seeing.replace(code, "rate 3"), said] * 2
     action["output"] = ""  # a candidate that ended at once
-    assert read(head="value")[1] == read(head="value")[3] == "<|end|>"
+    assert read()[1] == read()[3] == "<|end|>"
 
 
 # --- the critics ----------------------------------------------------------------------------------
@@ -365,61 +341,50 @@ def check_same_advantages(given, others):
             assert x["advantage"] == pytest.approx(y["advantage"], abs=1e-4, rel=1e-4)
 
 
-def test_a_turns_value_is_the_head_on_the_mean_state_of_all_its_tokens(tiny_dir, episodes):
-    model, tokenizer = M.load(tiny_dir, head=True)
-    turns = [turn for r in episodes[:3] for turn in turns_of(tokenizer, r)]
-    reference, _ = M.load_lm(tiny_dir, "cpu")
-    for (prompt, action), value in zip(turns, M.action_logps(model, turns)):
-        states = reference.model(ids_of(prompt + action)).last_hidden_state[0]
-        assert torch.allclose(value, F.linear(states.mean(0), model.score.weight), atol=1e-5)
-
-
-def test_the_teacher_is_the_model_with_hidden_information_less_without(rewarded, tiny_dir,
-                                                                       tmp_path):
-    few = [{**r, "reward": 0} for r in rewarded[:2]]  # it needs no pairs
-    out = ["--out", tmp_path / "c"]
-    got, _ = train(few, "train_critic.py", "--model", tiny_dir, "--head", "teacher", *out)
+def test_the_untrained_critic_is_the_model_with_hidden_information_less_without(rewarded, tiny_dir):
+    """It needs no pairs, rewards, or --out, and keeps nothing."""
+    few = rewarded[:2]
+    for r in few:
+        del r["reward"]
+    flags = ["train_critic.py", "--model", tiny_dir, "--untrained", 1]
+    got = records(succeed(*flags, stdin=few).stdout)
     model, tokenizer = M.load(tiny_dir)
-    reads, largest = {"head": "logratio", "ref_context": "agent"}, 0
+    largest = 0
     for r in got:
         for history, actions in M.actions_of(r):
-            with_c, without = (train_critic.critic_turns({**reads, "hidden_info": c}, tokenizer,
-                                                         r["task"], history, actions)
-                               for c in (1, 0))
-            for action, (turn, _), (ref, _) in zip(actions, with_c, without, strict=True):
+            task, reads = r["task"], (True, False)
+            turns = train_critic.critic_turns(tokenizer, task, history, actions, 0, *reads)
+            for action, (turn, ref) in zip(actions, turns, strict=True):
+                assert turn[0] != ref[0]
                 p, q = M.action_logps(model, [turn, ref])
                 assert action["advantage"] == pytest.approx((p - q).mean().item(), abs=1e-4)
                 largest = max(largest, abs(action["advantage"]))
     assert largest > 1e-3
-    check_same_advantages(train(few, "train_critic.py", *out, "--score", 1)[0], got)
+    complaint(script(*flags, "--out", "x", stdin=few), "give --out, or else --untrained 1")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("head, world", [
-    ("logratio", 1), ("logratio", 2), ("regression", 1), ("regression", 2), ("value", 1)])
-def test_a_critic_learns_scores_a_stream_resumes_and_chooses(head, world, rewarded, tasks,
-                                                             tiny_dir, tmp_path):
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_critic_learns_scores_a_stream_and_chooses(world, rewarded, tasks, tiny_dir, tmp_path):
     for r in rewarded:
         for m in agent_messages(r):  # what tells the two apart
             del m["token_ids"], m["logprobs"]
             m["output"] = "what is the rate?" if r["reward"] == 1 else "what is the color?"
-    epochs, reached = (24, 0.3) if head == "value" else (8, 0.1)
     critic = ["train_critic.py", "--out", tmp_path / "c"]
-    flags = ["--model", tiny_dir, "--head", head, "--held_out", 0, "--lr", 1e-3, "--beta", 1,
-             "--epochs", epochs, "--batch_size", 4, "--normalize", "none", "--ref_context", "agent"]
+    flags = ["--model", tiny_dir, "--held_out", 0, "--lr", 1e-3, "--beta", 5, "--epochs", 8,
+             "--batch_size", 4, "--ref_context", "agent"]
     first, (_, *rows, last) = train(rewarded, *critic, *flags, ranks=world)
-    assert rows[-1]["loss"] < reached < rows[0]["loss"] and last["finished"] == len(rows)
-    of_turns = statistics.mean if head == "value" else sum
-    total = {(r["task"]["id"], r["sample"]): of_turns([m["advantage"] for m in agent_messages(r)])
+    assert rows[-1]["loss"] < 0.1 < rows[0]["loss"] and last["finished"] == len(rows)
+    total = {(r["task"]["id"], r["sample"]): sum(m["advantage"] for m in agent_messages(r))
              for r in first}
     assert all(total[task, 0] > total[task, 1] for task, _ in total)
-    check_same_advantages(train(rewarded, *critic, *flags, "--resume", 1)[0], first)
+    check_same_advantages(train(rewarded, *critic, *flags)[0], first)
     many = [{**r, "sample": 100 * i + r["sample"]} for i in range(10) for r in rewarded]
     for r in many:
         del r["reward"]
-    done = script(*critic, "--score", 1, stdin=lines(many) + "no record\n", ranks=world)
+    done = script(*critic, stdin=lines(many) + "no record\n", ranks=world)
     complaint(done, "error: stdin, line 81: not JSON")
-    got, _ = train(many, *critic, "--score", 1, ranks=world)
+    got, _ = train(many, *critic, ranks=world)
     check_same_advantages(got, 10 * first)
     assert sum(abs(x.pop("advantage")) > 1e-3 for r in got for x in actions(r)) > 100
     assert got == many  # nothing else changed
@@ -429,19 +394,34 @@ def test_a_critic_learns_scores_a_stream_resumes_and_chooses(head, world, reward
     assert len(records(done.stdout)) == 1
 
 
-def test_a_critic_neither_scores_nor_resumes_with_another_reference(rewarded, tiny_dir, tmp_path):
-    base, out = shutil.copytree(tiny_dir, tmp_path / "base"), tmp_path / "c"
-    flags = ["train_critic.py", "--model", base, "--epochs", 1, "--out", out]
-    train(rewarded, *flags)
-    before, weights = contents(out), load_file(base / "model.safetensors")
-    save_file({k: v * 1.001 for k, v in weights.items()}, base / "model.safetensors")
-    done = script("train_critic.py", "--score", 1, "--out", base, stdin=rewarded)
-    complaint(done, "error: no critic in")
-    for flag, message in (("--score", f"{base} has other weights"), ("--resume", "model_weights")):
-        complaint(script(*flags, flag, 1, stdin=rewarded), message)
-        assert contents(out) == before
-    shutil.rmtree(base)
-    complaint(script(*flags, "--score", 1, stdin=rewarded), f"no model at '{base}'")
+def test_a_critic_finds_its_reference_and_takes_no_other(rewarded, tiny_dir, tmp_path):
+    """By a path from its own directory, so that both may move together; or by --model."""
+    base, out = shutil.copytree(tiny_dir, tmp_path / "runs" / "base"), tmp_path / "runs" / "c"
+    flags = ["train_critic.py", "--model", "base", "--epochs", 1, "--out", "c"]
+    first = succeed(*flags, stdin=rewarded, cwd=tmp_path / "runs").stdout
+    score = ["train_critic.py", "--out"]
+    moved = shutil.move(tmp_path / "runs", tmp_path / "moved")
+    base, out = Path(moved, "base"), Path(moved, "c")
+    before = contents(out)
+    assert succeed(*score, out, stdin=rewarded).stdout == first
+    elsewhere = shutil.move(base, tmp_path / "elsewhere")
+    complaint(script(*score, out, stdin=rewarded), f"no model at '{out}/../base'")
+    assert succeed(*score, out, "--model", elsewhere, stdin=rewarded).stdout == first
+    weights = load_file(f"{elsewhere}/model.safetensors")
+    save_file({k: v * 1.001 for k, v in weights.items()}, f"{elsewhere}/model.safetensors",
+              {"format": "pt"})
+    done = script(*score, out, "--model", elsewhere, stdin=rewarded)
+    complaint(done, f"{elsewhere} has other weights than the model that the critic in {out}")
+    assert contents(out) == before
+    complaint(script(*score, elsewhere, stdin=rewarded), "exists already, and is no run")
+
+
+def test_a_finished_critic_needs_nothing_of_its_training(rewarded, whole, data, tmp_path):
+    """Its reference is computed anew: not by what is left of training, nor by the trained one."""
+    out, stdout = whole("critic")
+    (out / "reference.safetensors").unlink()
+    got = records(succeed("train_critic.py", "--out", out, stdin=data).stdout)
+    assert got == records(stdout) and any(x["advantage"] for r in got for x in actions(r))
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -451,7 +431,6 @@ CRITIC = ["train_critic.py", "--held_out", 0.3, "--batch_size", 2, "--epochs", 6
           "--beta", 1]
 POLICY = ["train_policy.py", "--lr", 1e-5, "--loss"]
 JOBS = {"critic": CRITIC, "moe": CRITIC,  # 5 experts: on 2 ranks the shards are uneven
-        "value": [*CRITIC, "--head", "value"],
         "dpo": [*POLICY, "dpo", "--beta", 1, "--pairs_per_turn", 2, "--mix", 0.3,
                 "--batch_size", 17],
         "mtdpo": [*POLICY, "mtdpo", "--batch_size", 3, "--epochs", 6],
@@ -568,8 +547,8 @@ def same_bits(whole, out, stdout):
 # --- many processes -------------------------------------------------------------------------------
 
 def planned_tokens(command, data, world):
-    """What --dry_run says of a run on `world` GPUs."""
-    plan = json.loads(succeed(*command, "--dry_run", world, stdin=data).stdout)
+    """What plan.py says of a run on `world` GPUs."""
+    plan = json.loads(succeed("tests/plan.py", *command, "--gpus", world, stdin=data).stdout)
     assert plan["gpus"] == world and plan["tokens"]["computed"] <= plan["tokens"]["slowest_rank"]
     return plan["tokens"]["computed"], plan["steps"]
 
@@ -581,7 +560,7 @@ def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data,
     trainer, flags = train_critic if job == "critic" else train_policy, command(job, "x")[1:]
     args = trainer.get_args([*map(str, flags)])
     made = prepared(monkeypatch, records(data), trainer, *flags)
-    groups = made[1] if job == "critic" else made[0]
+    groups = made[1] if job == "critic" else made
     pi, pi_ref = (AutoModelForCausalLM.from_pretrained(tiny_dir) for _ in range(2))
 
     def by_turn(lm, pairs):
@@ -608,12 +587,12 @@ def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data,
 
 
 @pytest.mark.parametrize("job", ["critic", *(pytest.param(job, marks=pytest.mark.full)
-                                             for job in ("value", "dpo", "mtdpo", "rft"))])
-def test_a_dry_run_tells_the_tokens_of_the_run(job, whole, command, data, tmp_path):
+                                             for job in ("dpo", "mtdpo", "rft"))])
+def test_a_plan_tells_the_tokens_of_the_run(job, whole, command, data, tmp_path):
     rows = steps(whole(job)[0])
     want = sum(row["tokens"] for row in rows), len(rows)
-    assert planned_tokens(command(job, tmp_path / "dry"), data, 1) == want
-    assert not (tmp_path / "dry").exists()
+    assert planned_tokens(command(job, tmp_path / "plan"), data, 1) == want
+    assert not (tmp_path / "plan").exists()
 
 
 @pytest.mark.full
@@ -625,14 +604,14 @@ def test_many_processes_and_small_trees_make_the_same_steps(world, job, whole, c
 
     Each rank takes the whole loss. Some ranks of four have no part left, and compute one again.
     """
-    more = ["--replicate", 2, "--recompute", 1, "--offload", 1] if world == 4 else []
+    more = ["--recompute", 1, "--offload", 1] if world == 4 else []
     more += ["--compile", int(job == "critic")]
     train = command(job, tmp_path / job, "--tree_tokens", 150, *more)
     done = succeed(*train, stdin=data, ranks=world)
     same_to_rounding(whole(job), tmp_path / job, done.stdout)
     assert metrics(tmp_path / job)[0]["world"] == world
     tokens = sum(row["tokens"] for row in steps(tmp_path / job))
-    assert planned_tokens([*train, "--out", tmp_path / "dry"], data, world)[0] == tokens
+    assert planned_tokens([*train, "--out", tmp_path / "plan"], data, world)[0] == tokens
     assert tokens > sum(row["tokens"] for row in steps(whole(job)[0]))
 
 
@@ -688,7 +667,7 @@ def test_one_process_finishes_what_two_of_torchrun_began(how, whole, command, da
         ours, *torchruns = done.stderr.split("Traceback")
         assert ours.count("error: ended by") == 1 and len(torchruns) <= 1, done.stderr
         assert (out / f"checkpoint-{steps(out)[-1]['step'] + 1}").exists()
-    done = succeed(*mtdpo, "--resume", 1, stdin=data)
+    done = succeed(*mtdpo, stdin=data)
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
     assert 2 <= resumed["resumed"] < resumed["steps"] and resumed["world"] == 1
     same_to_rounding(whole("mtdpo"), out, done.stdout)
@@ -721,7 +700,7 @@ def test_a_killed_run_resumes_to_the_same_bits(job, world, killed, whole, comman
     with open(out / "metrics.jsonl", "a") as f:
         f.write('{"step": 9}\n{"step": 10, "lo')
     reference = (out / "reference.safetensors").stat()
-    done = succeed(*command(job, out, "--resume", 1, "--save_every", 3), stdin=data, ranks=world)
+    done = succeed(*command(job, out, "--save_every", 3), stdin=data, ranks=world)
     (same_bits if world == 1 else same_to_rounding)(whole(job), out, done.stdout)
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
     assert 2 <= resumed["resumed"] < resumed["steps"] and resumed["world"] == world
@@ -738,25 +717,28 @@ def test_a_finished_run_is_only_read_and_what_is_no_run_never_removed(job, whole
                                                                       tmp_path):
     out, stdout = whole(job)
     before = contents(out)
-    complaint(script(*command(job, out), stdin=data), "exists already")
-    assert succeed(*command(job, out, "--resume", 1), stdin=data).stdout == stdout
+    assert succeed(*command(job, out), stdin=data).stdout == stdout
+    assert succeed(command(job, out)[0], "--out", out, stdin=data).stdout == stdout
+    done = script(*command(job, out, "--lr", 3), stdin=data)
+    complaint(done, f"the run in {out} has --lr ", ", not 3.0: name another --out")
     assert contents(out) == before
     (tmp_path / "precious").write_text("mine")
-    done = script(*command(job, tmp_path, "--resume", 1), stdin=data)
-    complaint(done, "exists already")
+    done = script(*command(job, tmp_path), stdin=data)
+    complaint(done, "exists already, and is no run")
     assert contents(tmp_path) == {tmp_path / "precious": b"mine"}
 
 
 @pytest.mark.parametrize("flags, change, message", [
-    (["--lr", 3], ("", ""), "flag --lr was 0.0001 in the run in {out}, now 3.0"),
-    ([], ('"reward": 0.3', '"reward": 1.0'), "was "),
-    ([], ('"content": "write', '"content": "Write'), "data was ")],
-    ids=["lr", "a reward", "a token"])
-def test_only_the_same_run_is_resumed(flags, change, message, killed, command, data):
+    (["--lr", 3], ("", ""), "--lr 0.0001, not 3.0"),
+    (["--max_length", 3], ("", ""), "--max_length 16384, not 3"),
+    ([], ('"reward": 0.3', '"reward": 1.0'), ", not "),
+    ([], ('"content": "write', '"content": "Write'), "data ")],
+    ids=["lr", "max_length", "a reward", "a token"])
+def test_only_the_same_run_goes_on(flags, change, message, killed, command, data):
     out = killed("critic")
     before = contents(out)
-    done = script(*command("critic", out, "--resume", 1, *flags), stdin=data.replace(*change, 1))
-    complaint(done, "--resume 1: ", message.format(out=out))
+    done = script(*command("critic", out, *flags), stdin=data.replace(*change, 1))
+    complaint(done, f"the run in {out} has ", message)
     assert contents(out) == before
 
 
@@ -766,7 +748,7 @@ def test_two_runs_cannot_share_an_out(whole, command, data, tmp_path):
     with started(command("critic", out), data) as p:
         until(lambda: steps(out), p)
         p.send_signal(signal.SIGSTOP)
-        second = script(*command("critic", out, "--resume", 1), stdin=data)
+        second = script(*command("critic", out), stdin=data)
         p.send_signal(signal.SIGCONT)
         done = ended(p)
     complaint(second, "in use")
@@ -776,7 +758,7 @@ def test_two_runs_cannot_share_an_out(whole, command, data, tmp_path):
 
 # --- what is left out, what it is saved as --------------------------------------------------------
 
-def test_turns_that_are_too_long_are_left_out_and_counted(data, tiny_dir, tmp_path):
+def test_turns_that_are_too_long_are_left_out_and_counted(data, tiny_dir):
     """They get no advantage, but each record is written. That no pair has them is tested above."""
     tokenizer, given, lengths = M.find_model(tiny_dir)[1], records(data), []
     for r in given:
@@ -785,7 +767,7 @@ def test_turns_that_are_too_long_are_left_out_and_counted(data, tiny_dir, tmp_pa
             prompt = M.render(tokenizer, read)
             lengths += [len(prompt) + len(M.action_ids(tokenizer, action)) for action in both]
     limit = sorted(lengths)[len(lengths) // 2]
-    flags = ["--head", "teacher", "--max_length", limit, "--out", tmp_path / "c"]
+    flags = ["--untrained", 1, "--max_length", limit]
     done = succeed("train_critic.py", "--model", tiny_dir, *flags, stdin=data)
     left_out = sum(n > limit for n in lengths)
     assert f"{left_out} messages and candidates are longer than --max_length" in done.stderr
