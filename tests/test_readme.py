@@ -2,12 +2,14 @@
 
 .ci/run runs the quickstart and the tests themselves."""
 import glob
+import importlib.util
 import math
 import re
 import shlex
 import shutil
 import signal
 import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -16,8 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 import model
+import train_critic
 from colbench import agent_messages
-from conftest import ROOT, script, steps, train
+from conftest import CPU, ROOT, complaint, dialogue, lines, script, steps, train
 
 SCRIPTS = ("collect", "train_critic", "train_policy", "evaluate", "colbench", "toy", "toy_pages")
 EDITS = f"{ROOT}/tests/experiments/edits"
@@ -51,20 +54,29 @@ def all_commands():
 @pytest.mark.parametrize("name, argv", all_commands(),
                          ids=lambda x: x if isinstance(x, str) else " ".join(x)[:60])
 def test_commands_parse(name, argv):
-    if name in ("train_critic", "train_policy") and "--out" not in argv:
+    if name in ("train_critic", "train_policy") and not {"--out", "--untrained"} & {*argv}:
         argv = [*argv, "--out", "runs/x"]  # an excerpt of a command
     import_module(name).get_args(argv)
 
 
 # --- "Change X -> edit Y": each patch of tests/experiments/edits is applied to a copy -------------
 
-def edited(name, folder):
-    """The path of a copy of the scripts with a patch applied."""
+def edited(names, folder):
+    """The path of a copy of the scripts with patches applied, in the order of their names."""
     for path in glob.glob(f"{ROOT}/*.py"):
         shutil.copy(path, folder)
-    patch = f"{EDITS}/{name}.diff"
-    subprocess.run(["git", "apply", "--whitespace=error", patch], cwd=folder, check=True)
+    patches = [f"{EDITS}/{name}.diff" for name in names.split()]
+    subprocess.run(["git", "apply", "--whitespace=error", *patches], cwd=folder, check=True)
     return folder
+
+
+def edited_critic(names, folder):
+    """train_critic.py of such a copy, as a module beside the plain ones."""
+    path = f"{edited(names, folder)}/train_critic.py"
+    spec = importlib.util.spec_from_file_location("edited", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def first_step(copy, name, given, base, *flags, ranks=1):
@@ -75,10 +87,61 @@ def first_step(copy, name, given, base, *flags, ranks=1):
 
 
 def test_every_edit_is_in_the_readme_and_has_a_test():
-    edits = {Path(path).stem for path in glob.glob(f"{EDITS}/*")}
+    edits = {Path(path).stem for path in glob.glob(f"{EDITS}/*.diff")}
     named = set(re.findall(r"\b(\w+)\.diff\b", Path(ROOT, "README.md").read_text()))
-    tested = set(re.findall(r'(?:edited|param)\("(\w+)"', Path(__file__).read_text()))
-    assert edits == named == tested
+    tested = re.findall(r'(?:edited|edited_critic|param)\("([\w ]+)"', Path(__file__).read_text())
+    assert edits == named == set(" ".join(tested).split())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("names", [pytest.param("regression"), pytest.param("regression value"),
+                                   pytest.param("regression vision")])
+def test_edits_with_tests_of_their_own(names, tmp_path):
+    """Those of the last one, in a copy of the scripts and of what the tests share."""
+    copy, name = edited(names, tmp_path), names.split()[-1]
+    (copy / "tests").mkdir()
+    for shared in ("conftest.py", "forks.py", "plan.py", "test_model.py"):
+        shutil.copy(f"{ROOT}/tests/{shared}", copy / "tests")
+    shutil.copy(f"{EDITS}/{name}.py", copy / "tests" / f"test_{name}.py")
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-rs", f"tests/test_{name}.py"],
+                          cwd=copy, env=CPU, capture_output=True, text=True, timeout=600)
+    if done.returncode == 5:
+        pytest.skip(done.stdout.strip())
+    assert done.returncode == 0, done.stdout
+
+
+def test_the_edits_of_what_the_loss_sums(tmp_path):
+    """A turn's log-ratios, or all of a trajectory's in one mean."""
+    chosen, rejected = ([torch.tensor([1.0, 2.0]), torch.tensor([3.0])], [torch.tensor([5.0])])
+    zeros = [[0 * x for x in side] for side in (chosen, rejected)]
+    for critic, want in ((train_critic, 1.5 + 3 - 5), (edited_critic("sum", tmp_path), 3 + 3 - 5),
+                         (edited_critic("trajectory", tmp_path), (1 + 2 + 3) / 3 - 5)):
+        _, margin = critic.critic_loss(chosen, rejected, *zeros, 1, 0)
+        assert margin.item() == pytest.approx(want)
+
+
+def test_the_edit_no_hidden(tiny_dir, tmp_path):
+    tokenizer, history = model.find_model(tiny_dir)[1], dialogue("write f(x)")
+    task = {"problem_description": "write f(x)", "ground_truth": "def f(x): ..."}
+    critic = edited_critic("no_hidden", tmp_path)
+    ((prompt, _), (ref_prompt, _)), = critic.critic_turns(tokenizer, task, history, [{}], 0, True,
+                                                          True)
+    assert prompt == ref_prompt == tuple(model.render(tokenizer, history))
+
+
+@pytest.mark.full
+def test_the_edit_hsdp(rewarded, tiny_dir, tmp_path):
+    """Two copies of the model, each on two of four ranks."""
+    copy = edited("hsdp", tmp_path)
+    plain, (_, first, *_) = train(rewarded, "train_critic.py", "--model", tiny_dir, "--nll_coef", 0,
+                                  "--out", tmp_path / "plain")
+    got, scored = first_step(copy, "train_critic", rewarded, tiny_dir, "--replicate", 2, ranks=4)
+    for key in ("loss", "grad_norm"):
+        assert got[key] == pytest.approx(first[key], rel=1e-4)
+    assert len(scored) == len(plain)
+    done = script(f"{copy}/train_critic.py", "--model", tiny_dir, "--replicate", 2, "--out",
+                  tmp_path / "x", stdin=lines(rewarded))
+    complaint(done, "--replicate 2 does not divide the number of processes, 1")
 
 
 @pytest.mark.full
@@ -99,7 +162,7 @@ def test_the_edit_sqrt_length(rewarded, tiny_dir, tmp_path):
     copy = edited("sqrt_length", tmp_path)
     flags = "--lr", 1e-3, "--epochs", 1, "--held_out", 0
     _, scored = first_step(copy, "train_critic", rewarded, tiny_dir, *flags)
-    plain, _ = train(scored, "train_critic.py", "--score", 1, "--out", copy / "out")
+    plain, _ = train(scored, "train_critic.py", "--out", copy / "out")
     for ours, theirs in zip(scored, plain, strict=True):
         for a, b in zip(agent_messages(ours), agent_messages(theirs), strict=True):
             root = len(a["token_ids"]) ** 0.5
@@ -149,18 +212,17 @@ def test_the_edit_lora(ranked, tiny_dir, tmp_path):
            kill=(killed / "checkpoint-2", signal.SIGKILL))
     file, *_ = killed.glob("checkpoint-2/*.safetensors")
     assert {name[-2:] for name in load_file(file) if name[:3] == "lm."} == {".A", ".B"}
-    for out, more, ranks in ((killed, ["--resume", 1], 1), (two, [], 2)):
-        train(ranked, *run, out, *more, ranks=ranks)
+    for out, ranks in ((killed, 1), (two, 2)):
+        train(ranked, *run, out, ranks=ranks)
         again = load_file(out / "model.safetensors")
         assert all((again[name] - got[name]).abs().max() < 1e-5 for name in base)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name, head, world", [("train_policy", [], 1),
-                                               ("train_critic", ["--head", "regression"], 2)])
-def test_lora_on_a_base_in_16_bits(name, head, world, ranked, tiny_dir, tmp_path):
+@pytest.mark.parametrize("name, world", [("train_policy", 1), ("train_critic", 2)])
+def test_lora_on_a_base_in_16_bits(name, world, ranked, tiny_dir, tmp_path):
     copy, base = edited("lora", tmp_path), tmp_path / "base"
     lm, tokenizer = model.load(tiny_dir, dtype=torch.bfloat16)
     model.save(lm, tokenizer, str(base))
-    first, _ = first_step(copy, name, ranked, base, "--dtype", "bf16", *head, ranks=world)
+    first, _ = first_step(copy, name, ranked, base, "--dtype", "bf16", ranks=world)
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-3) and first["grad_norm"] > 0

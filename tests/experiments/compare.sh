@@ -13,20 +13,27 @@ export OMP_NUM_THREADS=1
 mkdir -p runs
 
 # Variables of a part: s seed, S its directory, R directory of the part, C the critics' base,
-# B the policies' base, turns, tests; q and e multiply the epochs where there are fewer tasks.
+# B the policies' base, turns, tests; q and e multiply the epochs where there are fewer tasks; E the
+# scripts' directory, of `edited`.
 
+edited() {  # EDITS: the directory of a copy of the scripts with them
+  local copy=$(mktemp -d)
+  cp *.py $copy
+  git -C $copy apply $(printf "$PWD/tests/experiments/edits/%s.diff " "$@")
+  echo $copy
+}
 play() {  # NAME MODEL [FLAGS]: episodes of stdin's tasks, to $R/NAME.jsonl
-  python collect.py --human tests/toy.py --max_turns $turns --max_tokens 40 --seed $s \
+  python ${E:-.}/collect.py --human tests/toy.py --max_turns $turns --max_tokens 40 --seed $s \
       --resume $R/$1.jsonl --model "${@:2}" | python colbench.py grade >> $R/$1.jsonl
 }
 base() {  # MODEL [FLAGS]: the base $C, from demonstrations on stdin
-  python train_policy.py --loss rft --all 1 --seed $s --resume 1 --out $C --model $1 "${@:2}"
+  python train_policy.py --loss rft --all 1 --seed $s --out $C --model $1 "${@:2}"
 }
 tiny() {  # [FLAGS of the demonstrations]: the tiny model $S/tiny, with their words
   python tests/toy.py model --seed $s --out $S/tiny "$@"
 }
 fit() {  # NAME [FLAGS]: a policy from the base $B
-  python train_policy.py --model $B --seed $s --resume 1 --out $R/"$@"
+  python train_policy.py --model $B --seed $s --out $R/"$@"
 }
 rft() { fit rft --loss rft --lr 5e-4 --epochs $((8 * q)) < $R/train.jsonl; }
 mtdpo() {
@@ -34,7 +41,7 @@ mtdpo() {
       --epochs $((4 * q)) < $R/train.jsonl
 }
 critic() {  # NAME [FLAGS]
-  python train_critic.py --model $C --seed $s --resume 1 --out $R/critic-$1 \
+  python ${E:-.}/train_critic.py --model $C --seed $s --out $R/critic-$1 \
       --beta 1 --nll_coef 0.3 --lr 4e-4 --batch_size 16 --epochs $((4 * e)) "${@:2}" \
       < $R/train.jsonl > $R/scored-$1.jsonl
 }
@@ -45,7 +52,8 @@ sweet() {  # NAME [FLAGS]: the policy of critic NAME
 try() { for m in "$@"; do play test-$m $R/$m < $tests; done; }      # NAMES: on the test tasks
 by() { critic "$@"; sweet $1; try $1; }                             # NAME [FLAGS]: of the critic
 untrained() {  # the critic's start, and no critic: all advantages are 0, so only --prior ranks
-  by teacher --head teacher
+  python train_critic.py --untrained 1 --model $C < $R/train.jsonl > $R/scored-teacher.jsonl
+  sweet teacher; try teacher
   sed -E 's/("advantage": )[-+.e0-9]+/\10/g' $R/scored-sweet.jsonl > $R/scored-uncritical.jsonl
   sweet uncritical; try uncritical
 }
@@ -65,7 +73,7 @@ plain() {  # the quickstart's base and tasks
   at_plain
   tiny
   python tests/toy.py demos --seed $s | base $S/tiny --lr 3e-3
-  collect plain 0.5 --n 400; methods; by blind --hidden_info 0
+  collect plain 0.5 --n 400; methods; E=$(edited no_hidden) by blind
   play test-base $B < $tests
   turns=1 play test-single $B < $tests
 }
@@ -76,13 +84,19 @@ few() {  # fewer tasks
 }
 others() {  # other critics; best of N; other temperatures; fewer tasks
   at_plain
-  by trajectory --normalize trajectory; by none --normalize none; by agent --ref_context agent
-  by regression --head regression; by value --head value; untrained
+  E=$(edited trajectory) by trajectory; E=$(edited sum) by none; by agent --ref_context agent
+  E=$(edited regression) by regression; E=$(edited regression value) by value; untrained
   for n in 2 4 8 16; do
     play best$n-prior $B --best_of $n --critic $R/critic-sweet --prior 0.1 < runs/tests200.jsonl
     for c in sweet blind value; do
+      E=.
+      case $c in
+        blind) E=$(edited no_hidden) ;;
+        value) E=$(edited regression value) ;;
+      esac
       play best$n-$c $B --best_of $n --critic $R/critic-$c < runs/tests200.jsonl
     done
+    unset E
   done
   for t in 0 0.5; do
     play test-base-$t $B --temperature $t < $tests

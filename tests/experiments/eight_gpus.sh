@@ -29,14 +29,13 @@ kill $server && wait $server || true  # training takes all eight
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1800  # seconds for the checkpoint after Ctrl-C, not 30
 # the untrained critic; one trained on the episodes of its policy is better yet (RESULTS.md, "A critic
 # that never loses")
-torchrun --nproc_per_node=8 train_critic.py --head teacher --resume 1 --out runs/critic \
-    < runs/train.jsonl > runs/scored.jsonl
+torchrun --nproc_per_node=8 train_critic.py --untrained 1 < runs/train.jsonl > runs/scored.jsonl
 # batches of 32 that keep trajectories together: 8 GPUs compute 2.8 times fewer tokens than with the
 # paper's batch of 8, and the toy lost 3 points by it; a batch of 128 computes 5 times fewer and
 # lost 6 (RESULTS.md, "Speed"); without the two flags it is the paper's
-torchrun --nproc_per_node=8 train_policy.py --resume 1 --out runs/sweet \
-    --batch_size 32 --lr 4e-7 < runs/scored.jsonl
-torchrun --nproc_per_node=8 train_policy.py --resume 1 --out runs/rft --loss rft < runs/train.jsonl
+torchrun --nproc_per_node=8 train_policy.py --out runs/sweet --batch_size 32 --lr 4e-7 \
+    < runs/scored.jsonl
+torchrun --nproc_per_node=8 train_policy.py --out runs/rft --loss rft < runs/train.jsonl
 human & server=$!
 until_up
 for m in rft sweet; do

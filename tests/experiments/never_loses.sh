@@ -5,7 +5,7 @@
 #   SEED=1 FLAGS="--dtype bf16" bash tests/experiments/never_loses.sh real   # the real model
 #
 # A row CRITIC@PRIOR is a policy, measured on the test tasks. Its critic is
-#   untrained  --head teacher
+#   untrained  --untrained 1
 #   trained    --ref_context agent: starts as the untrained one, learns from the base's episodes
 #   eq3        the default: pi_ref reads c, too
 #   better     as trained, but learns from the episodes of the untrained critic's policy, by
@@ -25,11 +25,11 @@ scored() {  # CRITIC: its records, $R/scored-CRITIC.jsonl
     again-*) policy $FIRST; again ;;
   esac
   case $1 in
-    untrained) learn untrained train --head teacher ;;
+    untrained) untrained train ;;
     trained) learn trained train --ref_context agent ;;
     eq3) learn eq3 train ;;
     better) score better train ;;
-    again-untrained) score untrained again ;;
+    again-untrained) untrained again ;;
     again-better) learn better again --ref_context agent --nll_coef 1 ;;
   esac > $R/scored-$1.part
   mv $R/scored-$1.part $R/scored-$1.jsonl
@@ -41,9 +41,10 @@ toy() (  # BASE: plain, early or long
   [ -e runs/tests-long.jsonl ] ||
     python tests/toy.py tasks --split test --n 300 --min_slots 4 --max_slots 5 > runs/tests-long.jsonl
   FIRST=untrained@0.3
-  score() { python train_critic.py --score 1 --out $R/critic-$1 --model $C < $R/$2.jsonl; }
+  untrained() { python train_critic.py --untrained 1 --model $C < $R/$1.jsonl; }
+  score() { python train_critic.py --out $R/critic-$1 --model $C < $R/$2.jsonl; }
   learn() {
-    python train_critic.py --model $C --seed $s --resume 1 --out $R/critic-$1 --beta 1 \
+    python train_critic.py --model $C --seed $s --out $R/critic-$1 --beta 1 \
         --nll_coef 0.3 --lr 4e-4 --batch_size 16 --epochs $((4 * e)) "${@:3}" < $R/$2.jsonl
   }
   again() { play again $R/$FIRST -k 4 --candidates 16 --candidates_share $share < $R/tasks.jsonl; }
@@ -85,11 +86,12 @@ real() (
   . tests/experiments/real_model.sh
   FIRST=untrained@0.1
   draws=(-k $EPISODES --candidates $CANDIDATES --candidates_share $SHARE)
+  untrained() { python train_critic.py --untrained 1 $FLAGS --model $R/base < $R/$1.jsonl; }
   score() {
-    python train_critic.py --score 1 $FLAGS --out $R/critic-$1 --model $R/base < $R/$2.jsonl
+    python train_critic.py --out $R/critic-$1 --model $R/base $FLAGS < $R/$2.jsonl
   }
   learn() {
-    python train_critic.py --seed $SEED $FLAGS --save_every 20 --resume 1 \
+    python train_critic.py --seed $SEED $FLAGS --save_every 20 \
         --out $R/critic-$1 --model $R/base --beta 1 --nll_coef 0.3 --lr 8e-5 --pairs all \
         --margin 0.3 --epochs $EPOCHS "${@:3}" < $R/$2.jsonl
   }

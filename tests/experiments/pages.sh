@@ -14,8 +14,14 @@ play() {
 policy() {  # NAME [FLAGS]
   python train_policy.py --model $R --seed $s --out $R-"$@"
 }
+edited() {  # EDITS: the directory of a copy of the scripts with them
+  local copy=$(mktemp -d)
+  cp *.py $copy
+  git -C $copy apply $(printf "$PWD/tests/experiments/edits/%s.diff " "$@")
+  echo $copy
+}
 critic() {  # NAME [FLAGS]: the critic and its policy
-  python train_critic.py --model $R --seed $s --out $R-critic-$1 --pairs all --beta 1 --lr 4e-4 \
+  python ${E:-.}/train_critic.py --model $R --seed $s --out $R-critic-$1 --pairs all --beta 1 --lr 4e-4 \
       --batch_size 16 "${@:2}" < $R-train.jsonl |
     policy $1 --beta 1 --nll_coef 3 --lr 6e-4 --batch_size 32
 }
@@ -27,8 +33,8 @@ for s in ${SEEDS:-0 1 2}; do
   python tests/toy_pages.py tasks --usual 0 --n 150 --seed $s |
     play --model $R -k 4 --candidates 16 --candidates_share 0.5 > $R-train.jsonl
   critic sweet
-  critic blind --hidden_info 0
-  critic regression --head regression
+  E=$(edited no_hidden) critic blind
+  E=$(edited regression) critic regression
   policy rft --loss rft --lr 5e-4 --epochs 8 < $R-train.jsonl
   policy mtdpo --loss mtdpo --pairs all --beta 0.3 --nll_coef 3 --lr 3e-4 --batch_size 16 \
       < $R-train.jsonl

@@ -50,11 +50,17 @@ halves() {  # NAME MODEL TASKS [FLAGS]: two processes of one thread, each plays 
 }
 play() { stage $R/$1.jsonl halves "$@"; }
 fit() {  # NAME MODEL [FLAGS]: a policy, of stdin's records
-  stage $R/$1.json python train_policy.py --seed $SEED $FLAGS --save_every 50 --resume 1 --out $R/$1 \
+  stage $R/$1.json python train_policy.py --seed $SEED $FLAGS --save_every 50 --out $R/$1 \
       --model $2 "${@:3}"
 }
+edited() {  # EDITS: the directory of a copy of the scripts with them
+  local copy=$(mktemp -d)
+  cp *.py $copy
+  git -C $copy apply $(printf "$PWD/tests/experiments/edits/%s.diff " "$@")
+  echo $copy
+}
 critic() {  # NAME [FLAGS]
-  stage $R/scored-$1.jsonl python train_critic.py --seed $SEED $FLAGS --save_every 50 --resume 1 \
+  stage $R/scored-$1.jsonl python ${E:-.}/train_critic.py --seed $SEED $FLAGS --save_every 50 \
       --out $R/critic-$1 --model $R/base --beta 1 --nll_coef 0.3 --lr 8e-5 --pairs all \
       --margin 0.3 --epochs 1 "${@:2}" < $R/train.jsonl
 }
@@ -86,7 +92,9 @@ tasks tests $TESTS --split test
 for m in base rft; do play test-$m $R/$m tests -k $DRAWS; done
 table rft base rft
 
-critic untrained --head teacher  # what c, the hidden information, says of an action to the base
+# what c, the hidden information, says of an action to the base
+stage $R/scored-untrained.jsonl python train_critic.py --untrained 1 $FLAGS --model $R/base \
+    < $R/train.jsonl
 sweet sweet_from_rft untrained
 mtdpo mtdpo_from_rft $R/rft
 rft rft_from_rft $R/rft
@@ -98,7 +106,7 @@ for c in $CRITICS; do
   case $c in
     trained) critic trained --ref_context agent ;;  # it starts as the untrained one
     eq3) critic eq3 ;;                        # the reference reads c, too
-    without_c) critic without_c --hidden_info 0 ;;
+    without_c) E=$(edited no_hidden) critic without_c ;;
     none) stage $R/scored-none.jsonl sed -E 's/("advantage": )[-+.e0-9]+/\10/g' \
               $R/scored-untrained.jsonl ;;        # only --prior ranks the candidates
   esac

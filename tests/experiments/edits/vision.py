@@ -1,4 +1,7 @@
-"""Critics that see: Qwen2-VL's own forward against the tree's; the whole pipe with pictures."""
+"""vision.diff on regression.diff: test_readme.py runs this in a copy of the scripts with both.
+
+Critics that see: Qwen2-VL's own forward against the tree's; the whole pipe with pictures.
+"""
 import itertools
 import math
 import os
@@ -16,6 +19,7 @@ import toy_pages
 import train_critic
 from conftest import (actions, complaint, demos, dialogue, records, save, script, succeed,
                       train)
+from plan import count_tokens
 from test_model import gradients
 
 pytest.importorskip("PIL", reason="pillow is not installed (MANUAL.md, \"Frontend Design\")")
@@ -72,19 +76,19 @@ def episode(pages, hidden):
     return {"task": task, "dialogue_history": dialogue(*itertools.chain(*said))}
 
 
-def critic_turns(tokenizer, record, head, hidden_info, pictures):
+def critic_turns(tokenizer, record, hidden, pictures):
     """The turns by which a critic judges a record's messages."""
-    critic = {"head": head, "hidden_info": hidden_info, "ref_context": "hidden"}
-    both = [train_critic.critic_turns(critic, tokenizer, record["task"], history, actions, 0,
-                                      pictures) for history, actions in M.actions_of(record)]
+    both = [train_critic.critic_turns(tokenizer, record["task"], history, actions, 0, hidden,
+                                      hidden, pictures)
+            for history, actions in M.actions_of(record)]
     return [turn for [(turn, _)] in both]
 
 
-def all_turns(tokenizer, pictures, head):
+def all_turns(tokenizer, pictures):
     """Turns of three episodes: two with the same reference, one without. Page 9 has no picture."""
     turns = []
     for pages, hidden in (((0, 1, 9), 4), ((0, 3), 4), ((2, 2), None)):
-        turns += critic_turns(tokenizer, episode(pages, hidden), head, hidden is not None, pictures)
+        turns += critic_turns(tokenizer, episode(pages, hidden), hidden is not None, pictures)
     return turns
 
 
@@ -106,23 +110,18 @@ def own_forward(lm, pictures, seq):
     return out.last_hidden_state[0]
 
 
-@pytest.mark.parametrize("head", ["logratio", "regression"])
-def test_a_tree_with_pictures_has_the_values_and_gradients_of_separate_forwards(head, seeing):
+def test_a_tree_with_pictures_has_the_values_and_gradients_of_separate_forwards(seeing):
     """So has one in parts."""
     path, lm, pictures = seeing
-    model, tokenizer = M.load(path, head=head == "regression")
+    model, tokenizer = M.load(path, head=True)
     model.pictures = pictures
-    turns = all_turns(tokenizer, pictures, head)
+    turns = all_turns(tokenizer, pictures)
     assert len(turns) == 7 and all(any(ord(i) >= M.PICTURE for i in p) for p, _ in turns[:5])
-    assert M.count_tokens(turns) < 0.6 * sum(len(p) + len(a) for p, a in turns)
+    assert count_tokens(turns) < 0.6 * sum(len(p) + len(a) for p, a in turns)
     want = []
     for prompt, action in turns:
         hidden = own_forward(lm, pictures, [*map(ord, prompt + action)])
-        if head == "regression":
-            want.append((hidden @ model.score.weight[0].detach()).mean()[None])
-        else:
-            logps = lm.lm_head(hidden).log_softmax(-1)[len(prompt) - 1:-1]
-            want.append(logps.gather(1, torch.tensor([*map(ord, action)])[:, None])[:, 0])
+        want.append((hidden @ model.score.weight[0].detach()).mean()[None])
     assert len(M.deal(turns, 80)) > 2
     theirs = gradients(lm, want)
     for tree_tokens in (math.inf, 80):
@@ -131,7 +130,7 @@ def test_a_tree_with_pictures_has_the_values_and_gradients_of_separate_forwards(
             assert x.shape == y.shape and torch.allclose(x, y, atol=2e-5), (x, y)
         ours, some = gradients(model, got), 0
         for name, their in theirs.items():
-            if their is None:  # lm_head has no part in a regression
+            if their is None:  # lm_head has no part in it
                 assert ours[name] is None or not ours[name].any(), name
                 continue
             some += their.abs().max() > 1e-4
@@ -147,7 +146,7 @@ def test_a_reference_without_a_picture_is_read_as_text(seeing):
     for hidden, as_text in ((4, False), (9, True)):
         made = episode((0,), hidden)
         made["dialogue_history"][0] |= {"ids": [M.PICTURE], str(M.PICTURE): [M.PICTURE]}
-        ((prompt, _),) = critic_turns(tokenizer, made, "logratio", 1, pictures)
+        ((prompt, _),) = critic_turns(tokenizer, made, True, pictures)
         ids = [*map(ord, prompt)]
         assert any(i >= M.PICTURE for i in ids) != as_text
         text = tokenizer.decode([i for i in ids if i < M.PICTURE])
@@ -178,18 +177,12 @@ def pages_played(tmp_path_factory):
     return agent, made
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("head", ["regression", "logratio"])
-def test_a_critic_that_sees_trains_scores_resumes_and_chooses(head, pages_played, tmp_path):
+def test_a_critic_that_sees_trains_scores_and_chooses(pages_played, tmp_path):
     agent, played = pages_played
     tiny_that_sees("qwen2_vl", str(tmp_path / "vl"))
-    if head == "logratio":  # it is then the agent's model
-        for action in (x for r in played for x in actions(r)):
-            action.pop("token_ids", None)
     out, flags = tmp_path / "c", [
-        "train_critic.py", "--model", tmp_path / "vl", "--head", head, "--pairs", "all",
-        "--held_out", 0, "--lr", 3e-3, "--beta", 1, "--epochs", 12, "--batch_size", 4,
-        "--picture_tokens", 60]
+        "train_critic.py", "--model", tmp_path / "vl", "--pairs", "all", "--held_out", 0,
+        "--lr", 3e-3, "--beta", 1, "--epochs", 12, "--batch_size", 4, "--picture_tokens", 60]
     got, (_, *rows, last) = train(played, *flags, "--out", out)
     assert rows[-1]["loss"] < 0.3 < rows[0]["loss"] and last["finished"] == len(rows)
     assert all(math.isfinite(x["advantage"]) for r in got for x in actions(r))
@@ -197,7 +190,7 @@ def test_a_critic_that_sees_trains_scores_resumes_and_chooses(head, pages_played
     assert len(pictures) > 5 and all(name.endswith(".png") for name in pictures)
     # all pages are drawn already, also those of a run that was killed before it began
     quiet, again = ["--browser", "/bin/false"], tmp_path / "again"
-    assert train(played, *flags, "--out", out, "--resume", 1, *quiet)[0] == got
+    assert train(played, *flags, "--out", out, *quiet)[0] == got
     shutil.copytree(out / "pictures", again / "pictures")
     flags += ["--tree_tokens", 300, *quiet]
     _, (_, *others, _) = train(played, *flags, "--out", again, ranks=2)
@@ -205,17 +198,14 @@ def test_a_critic_that_sees_trains_scores_resumes_and_chooses(head, pages_played
     for a, b in list(zip(rows, others))[:3]:  # later AdamW has made something of the rounding
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
-    if head == "regression":
-        play = ["--model", agent, "--human", toy_pages.__file__, "--max_turns", 2, "--max_tokens",
-                30, "-k", 3, "--best_of", 2]
-        done = succeed("collect.py", *play, "--critic", out, stdin=[played[0]["task"]])
-        assert len(records(done.stdout)) == 3
+    play = ["--model", agent, "--human", toy_pages.__file__, "--max_turns", 2, "--max_tokens", 30,
+            "-k", 3, "--best_of", 2]
+    done = succeed("collect.py", *play, "--critic", out, stdin=[played[0]["task"]])
+    assert len(records(done.stdout)) == 3
 
 
-@pytest.mark.parametrize("flags, message", [
-    (["--dry_run", 8], "--dry_run does not draw pages"),
-    (["--browser", "/nowhere/chromium"], "no /nowhere/chromium found")])
-def test_what_a_critic_that_sees_cannot_do_is_said(flags, message, pages_played, tmp_path):
+def test_a_browser_that_is_not_there_is_told(pages_played, tmp_path):
     tiny_that_sees("qwen2_5_vl", str(tmp_path / "vl"))
-    complaint(script("train_critic.py", "--model", tmp_path / "vl", *flags, "--pairs", "all",
-                     "--out", tmp_path / "c", stdin=pages_played[1]), message)
+    flags = ["--model", tmp_path / "vl", "--browser", "/nowhere/chromium", "--pairs", "all"]
+    done = script("train_critic.py", *flags, "--out", tmp_path / "c", stdin=pages_played[1])
+    complaint(done, "no /nowhere/chromium found")

@@ -1,0 +1,60 @@
+"""regression.diff: test_readme.py runs this in a copy of the scripts and tests with the edit."""
+import math
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import model as M
+import train_critic
+from colbench import agent_messages
+from conftest import actions, dialogue, records, succeed, train, turns_of
+
+
+def test_the_loss_is_eq_2_of_values_without_the_nll():
+    r = random.Random(0)
+    chosen, rejected, zeros = ([torch.tensor([r.gauss(0, x)]) for _ in range(3)] for x in (1, 1, 0))
+    loss, got = train_critic.critic_loss(chosen, rejected, zeros, zeros, 0.7, 0.5)
+    margin = 0.7 * (sum(chosen) - sum(rejected)).item()
+    assert got.item() == pytest.approx(margin)
+    assert loss.item() == pytest.approx(math.log(1 + math.exp(-margin)))
+    assert train_critic.advantage(chosen[0], zeros[0]) == chosen[0]
+
+
+def test_a_turns_value_is_the_head_on_the_mean_state_of_all_its_tokens(tiny_dir, episodes):
+    model, tokenizer = M.load(tiny_dir, head=True)
+    turns = [turn for r in episodes[:3] for turn in turns_of(tokenizer, r)]
+    reference, _ = M.load_lm(tiny_dir, "cpu")
+    for (prompt, action), value in zip(turns, M.action_logps(model, turns)):
+        states = reference.model(torch.tensor([[*prompt, *action]])).last_hidden_state[0]
+        assert torch.allclose(value, F.linear(states.mean(0), model.score.weight), atol=1e-5)
+
+
+def test_it_reads_the_text_of_an_action_and_not_its_ids(tiny_dir):
+    tokenizer = M.find_model(tiny_dir)[1]
+    task = {"problem_description": "write f(x)", "ground_truth": "def f(x): ..."}
+    action = {"output": "what is the rate?", "token_ids": [10 ** 9]}  # another model's
+    [((_, ids), _)] = train_critic.critic_turns(tokenizer, task, dialogue("write f(x)"), [action],
+                                                0, True, True)
+    assert tokenizer.decode(ids) == "what is the rate?<|end|>"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_critic_learns_scores_and_chooses(world, rewarded, tasks, tiny_dir, tmp_path):
+    for r in rewarded:
+        for m in agent_messages(r):  # what tells the two apart
+            del m["token_ids"], m["logprobs"]
+            m["output"] = "what is the rate?" if r["reward"] == 1 else "what is the color?"
+    critic = ["train_critic.py", "--out", tmp_path / "c"]
+    flags = ["--model", tiny_dir, "--held_out", 0, "--lr", 1e-3, "--beta", 1, "--epochs", 8,
+             "--batch_size", 4]
+    first, (_, *rows, last) = train(rewarded, *critic, *flags, ranks=world)
+    assert rows[-1]["loss"] < 0.1 < rows[0]["loss"] and last["finished"] == len(rows)
+    again, _ = train(rewarded, *critic, ranks=world)
+    for r, s in zip(first, again, strict=True):
+        for x, y in zip(actions(r), actions(s), strict=True):
+            assert x["advantage"] == pytest.approx(y["advantage"], abs=1e-4, rel=1e-4)
+    play = ["--model", tiny_dir, "--best_of", 3, "--critic", tmp_path / "c", "--max_turns", 2]
+    done = succeed("collect.py", *play, "--max_tokens", 20, stdin=tasks[:1])
+    assert len(records(done.stdout)) == 1
