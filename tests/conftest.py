@@ -140,7 +140,7 @@ def dialogue(*contents):
 
 
 def turns_of(tokenizer, record):
-    """The turns [(prompt_ids, action_ids)] of the assistant messages in a record, in order."""
+    """The turns [(prompt, action)] of the assistant messages in a record, in order."""
     import model  # slow to load
     thinking = record.get("meta", {}).get("thinking", 0)
     return [(model.packed(model.render(tokenizer, history, thinking)),

@@ -68,10 +68,11 @@ def read(name, args):
     trainer = import_module(name)
     if name == "train_critic":
         _, (ref_of, groups, _) = trainer.prepare(args)
-        return find_model(args.model)[2], groups, list(ref_of.values()), list(ref_of)
-    groups, made = trainer.prepare(args)
-    config = made[0].lm.config if made else find_model(args.model)[2]
-    return config, groups, turns_in(chain(*groups)) if args.loss != "rft" else [], []
+        turns, scored = list(ref_of.values()), list(ref_of)
+    else:
+        groups, scored = trainer.prepare(args), []
+        turns = turns_in(chain(*groups)) if args.loss != "rft" else []
+    return find_model(args.model)[2], groups, turns, scored
 
 
 def main(argv=None):

@@ -100,7 +100,8 @@ def test_edits_with_tests_of_their_own(names, tmp_path):
     """Those of the last one, in a copy of the scripts and of what the tests share."""
     copy, name = edited(names, tmp_path), names.split()[-1]
     (copy / "tests").mkdir()
-    for shared in ("conftest.py", "forks.py", "plan.py", "test_model.py"):
+    for shared in ("conftest.py", "forks.py", "plan.py", "test_model.py", "toy.py",
+                   "toy_pages.py"):
         shutil.copy(f"{ROOT}/tests/{shared}", copy / "tests")
     shutil.copy(f"{EDITS}/{name}.py", copy / "tests" / f"test_{name}.py")
     done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-rs", f"tests/test_{name}.py"],
@@ -126,7 +127,7 @@ def test_the_edit_no_hidden(tiny_dir, tmp_path):
     critic = edited_critic("no_hidden", tmp_path)
     ((prompt, _), (ref_prompt, _)), = critic.critic_turns(tokenizer, task, history, [{}], 0, True,
                                                           True)
-    assert prompt == ref_prompt == tuple(model.render(tokenizer, history))
+    assert prompt == ref_prompt == model.packed(model.render(tokenizer, history))
 
 
 @pytest.mark.full

@@ -186,7 +186,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(name, kilobytes, path, ranked, t
 
 @pytest.mark.full
 def test_a_full_disk_under_stdout_keeps_whole_lines(tasks, ranked, tiny_dir, disk):
-    small = disk("size=40k")
+    small = disk("size=20k")
     out = small / "all.jsonl"
     play = ["collect.py", *HUMAN, "-k", 4, "--model", tiny_dir, "--max_tokens", 12,
             "--max_turns", 3, "--resume", out]

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 import model as M
 import train_critic
 from colbench import agent_messages
-from conftest import actions, dialogue, records, succeed, train, turns_of
+from conftest import HUMAN, actions, dialogue, records, succeed, train, turns_of
+from test_model import ids_of
 
 
 def test_the_loss_is_eq_2_of_values_without_the_nll():
@@ -27,7 +28,7 @@ def test_a_turns_value_is_the_head_on_the_mean_state_of_all_its_tokens(tiny_dir,
     turns = [turn for r in episodes[:3] for turn in turns_of(tokenizer, r)]
     reference, _ = M.load_lm(tiny_dir, "cpu")
     for (prompt, action), value in zip(turns, M.action_logps(model, turns)):
-        states = reference.model(torch.tensor([[*prompt, *action]])).last_hidden_state[0]
+        states = reference.model(ids_of(prompt + action)).last_hidden_state[0]
         assert torch.allclose(value, F.linear(states.mean(0), model.score.weight), atol=1e-5)
 
 
@@ -37,7 +38,7 @@ def test_it_reads_the_text_of_an_action_and_not_its_ids(tiny_dir):
     action = {"output": "what is the rate?", "token_ids": [10 ** 9]}  # another model's
     [((_, ids), _)] = train_critic.critic_turns(tokenizer, task, dialogue("write f(x)"), [action],
                                                 0, True, True)
-    assert tokenizer.decode(ids) == "what is the rate?<|end|>"
+    assert tokenizer.decode([*map(ord, ids)]) == "what is the rate?<|end|>"
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -55,6 +56,7 @@ def test_a_critic_learns_scores_and_chooses(world, rewarded, tasks, tiny_dir, tm
     for r, s in zip(first, again, strict=True):
         for x, y in zip(actions(r), actions(s), strict=True):
             assert x["advantage"] == pytest.approx(y["advantage"], abs=1e-4, rel=1e-4)
-    play = ["--model", tiny_dir, "--best_of", 3, "--critic", tmp_path / "c", "--max_turns", 2]
+    play = ["--model", tiny_dir, *HUMAN, "--best_of", 3, "--critic", tmp_path / "c", "--max_turns",
+            2]
     done = succeed("collect.py", *play, "--max_tokens", 20, stdin=tasks[:1])
     assert len(records(done.stdout)) == 1
