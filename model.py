@@ -356,14 +356,6 @@ def batches(groups, batch_size, seed):
     return [pairs[i:i + batch_size] for i in range(0, len(pairs), batch_size)]
 
 
-def tell_plan(what, groups, steps):
-    """Says how much there is to train on, and where it is little."""
-    n = sum(map(len, groups))
-    few = ": few to learn from; collect.py -k gives more" if n < 50 or len(steps) < 30 else ""
-    if steps:
-        say(f"{n} {what}, {len(steps)} steps{few}")
-
-
 def accuracy(margin):
     """The share of margins (N,) above 0; one of 0 up to rounding counts a half."""
     return ((margin.round(decimals=5).sign() + 1) / 2).double().mean().item()
@@ -606,12 +598,6 @@ def base_digest(path):
     return None if RANK else weights_digest(find_model(path, weights=True)[0])
 
 
-def load_options(args):
-    """Keyword arguments of `load` from the trainers' flags."""
-    names = "dtype", "offload", "recompute", "compile"
-    return {name: getattr(args, name) for name in names}
-
-
 def pick_dtype(name, device):
     """The torch.dtype of --dtype; auto is bf16 on a GPU and fp32 on a CPU."""
     if name == "auto":
@@ -635,6 +621,13 @@ def load_lm(path, device, dtype="fp32"):
     path, tokenizer, _ = find_model(path, weights=True)
     lm = read_lm(path, pick_dtype(dtype, torch.device(device)), "sdpa")
     return lm.to(device), tokenizer
+
+
+def load_options(args, device):
+    """Keyword arguments of `load` from the trainers' flags."""
+    names = "offload", "recompute", "compile"
+    return {"device": device, "dtype": pick_dtype(args.dtype, device),
+            **{name: getattr(args, name) for name in names}}
 
 
 def load(path, device="cpu", dtype="fp32", **sharding):

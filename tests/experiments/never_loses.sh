@@ -92,7 +92,7 @@ real() (
   }
   learn() {
     python train_critic.py --seed $SEED $FLAGS --save_every 20 \
-        --out $R/critic-$1 --model $R/base --beta 1 --nll_coef 0.3 --lr 8e-5 --pairs all \
+        --out $R/critic-$1 --model $R/base --beta 1 --nll_coef 0.3 --lr 8e-5 \
         --margin 0.3 --epochs $EPOCHS "${@:3}" < $R/$2.jsonl
   }
   again() { play again $R/$FIRST tasks "${draws[@]}"; }

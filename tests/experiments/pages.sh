@@ -21,7 +21,7 @@ edited() {  # EDITS: the directory of a copy of the scripts with them
   echo $copy
 }
 critic() {  # NAME [FLAGS]: the critic and its policy
-  python ${E:-.}/train_critic.py --model $R --seed $s --out $R-critic-$1 --pairs all --beta 1 --lr 4e-4 \
+  python ${E:-.}/train_critic.py --model $R --seed $s --out $R-critic-$1 --margin 0.1 --beta 1 --lr 4e-4 \
       --batch_size 16 "${@:2}" < $R-train.jsonl |
     policy $1 --beta 1 --nll_coef 3 --lr 6e-4 --batch_size 32
 }
@@ -36,7 +36,7 @@ for s in ${SEEDS:-0 1 2}; do
   E=$(edited no_hidden) critic blind
   E=$(edited regression) critic regression
   policy rft --loss rft --lr 5e-4 --epochs 8 < $R-train.jsonl
-  policy mtdpo --loss mtdpo --pairs all --beta 0.3 --nll_coef 3 --lr 3e-4 --batch_size 16 \
+  policy mtdpo --loss mtdpo --margin 0.1 --beta 0.3 --nll_coef 3 --lr 3e-4 --batch_size 16 \
       < $R-train.jsonl
   python tests/toy_pages.py tasks --usual 0 --split test --n 150 > $R-tasks.jsonl
   for m in "" -rft -mtdpo -sweet -blind -regression; do

@@ -61,7 +61,7 @@ edited() {  # EDITS: the directory of a copy of the scripts with them
 }
 critic() {  # NAME [FLAGS]
   stage $R/scored-$1.jsonl python ${E:-.}/train_critic.py --seed $SEED $FLAGS --save_every 50 \
-      --out $R/critic-$1 --model $R/base --beta 1 --nll_coef 0.3 --lr 8e-5 --pairs all \
+      --out $R/critic-$1 --model $R/base --beta 1 --nll_coef 0.3 --lr 8e-5 \
       --margin 0.3 --epochs 1 "${@:2}" < $R/train.jsonl
 }
 rft() { fit "$@" --loss rft --lr 5e-5 --batch_size 16 --epochs 3 < $R/train.jsonl; }
