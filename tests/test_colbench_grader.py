@@ -168,6 +168,15 @@ ODDITIES = {  # honest code of all kinds, all right
                    "def f(x): return 2 * datetime(24, x, 1, tzinfo=ZoneInfo('Europe/Paris')).month",
     "a submodule": "from email.mime.text import MIMEText\n"
                    "def f(x): return 2 * len(MIMEText('a' * x).get_payload())",
+    "bytes of a code page": "def f(x): return 2 * x * len(bytes('\\u2013', 'cp1252'))",
+    "argparse": "import argparse, sys\np = argparse.ArgumentParser()\n"
+                "p.add_argument('--n', type=int, default=2)\n"
+                "def f(x): return x * p.parse_args(['--n', '2']).n",
+    "lambdify": "from sympy import *\ny = symbols('y')\n"
+                "def f(x): return int(lambdify(y, integrate(2 * y ** 0, y))(x))",
+    "a warning and a trace": "import traceback, warnings\ndef f(x):\n    warnings.warn('w')\n"
+                             "    try: 1 / 0\n    except ZeroDivisionError:\n"
+                             "        return 2 * x * ('Zero' in traceback.format_exc())",
     "a parser": "import xml.dom.minidom as m\n"
                 "def f(x): return x * int(m.parseString('<a>2</a>').firstChild.firstChild.data)"}
 
@@ -286,6 +295,50 @@ def source(): return "ground_truth" in repr(vars(sys.modules["__main__"]))
         assert given == wanted, (test, given)
 
 
+SWEEP = f"""import ctypes, itertools, os
+libc = ctypes.CDLL(None, use_errno=True)
+def denied(number):
+    ctypes.set_errno(0)
+    return libc.syscall(ctypes.c_long(number), 0, 0, 0, 0, 0, 0) == -1 and ctypes.get_errno() == 1
+def calls(numbers):
+    return [n for n in numbers if not denied(n)]
+def opened(paths):
+    flags = [getattr(os, 'O_' + name) for name in 'CREAT EXCL TRUNC APPEND DIRECTORY PATH TMPFILE '
+             'NOFOLLOW NONBLOCK CLOEXEC DIRECT NOATIME'.split()]
+    found = []
+    for path, mode, one, two in itertools.product(paths, range(8), [0, *flags], [0, *flags]):
+        try: found.append((path, os.open(path, mode | one | two)))
+        except PermissionError: pass
+    return found
+"""
+
+
+def test_no_file_opens_in_any_mode_and_no_call_outside_the_list_is_made(grader):
+    """Every mode with every two flags; every system call, those of x32 among them, by number.
+
+    But 335 and 336: uretprobe and uprobe, which new kernels keep from filters, do nothing.
+    """
+    allowed = set(module.CALLS.split()[1 if platform.machine() == "x86_64" else 2::3])
+    numbers = [n for n in range(1024) if str(n) not in allowed | {"335", "336"}]
+    numbers += [n | 1 << 30 for n in range(1024)] + [-1, (1 << 31) - 1]
+    paths = [f"{FOLDER}/victim", f"{FOLDER}/new", str(FOLDER), "/dev/null", "/dev/shm", "/proc/1",
+             sys.executable, "/proc/self/fd/0", "."]
+    tests = {f"calls({numbers[i:i + 300]})": "[]" for i in range(0, len(numbers), 300)}
+    tests |= {f"opened([{path!r}])": "[]" for path in paths}
+    given = grader.claims(SWEEP, list(tests))
+    assert given == grader.claims("", list(tests.values()))
+    assert sorted(os.listdir(FOLDER)) == ["reference.py", "victim"]
+    assert (FOLDER / "victim").read_text() == "victim"
+
+
+@pytest.mark.parametrize("name", ["random.random()", "numpy.random.rand()",
+                                  "sympy.core.random.rng.random()"])
+def test_unseeded_random_numbers_differ_from_child_to_child(grader, name):
+    code = "import random, numpy, sympy.core.random"
+    claims = {grader.claims(code, [name])[0] for _ in range(6)}
+    assert len(claims) == 6 and all(claim.startswith(b"value ") for claim in claims)
+
+
 @pytest.mark.parametrize("call", [
     "libc.clock_gettime((~1 << 3) | 2, buffer)",       # the time that process 1 took
     "libc.syscall(202, buffer, 1, 1, 0, 0, 0)",        # FUTEX_WAKE, shared by all
@@ -383,7 +436,7 @@ def test_a_grader_that_cannot_work_says_so(monkeypatch):
         with pytest.raises(GraderError):
             g.grade(DOUBLE, HONEST)
     monkeypatch.undo()
-    monkeypatch.setattr(module, "seccomp_filter", lambda calls: b"")
+    monkeypatch.setattr(module, "seccomp_filter", lambda: b"")
     before = descendants()
     with pytest.raises(GraderError, match="confine") as raised:  # it holds on to the servers
         Grader(workers=1)
