@@ -17,7 +17,9 @@ import inspect
 import io
 import itertools
 import json
+import math
 import os
+import pathlib
 import platform
 import re
 import shutil
@@ -156,7 +158,7 @@ def read_action(output, last):
     output = without_thinking(output)
     thought, marker, sent = output.partition(OUTPUT)
     # "OUTPUT:" is a part of the answer's code, unless the thought only mentions the marker
-    begins = re.search(rf"^\W*{re.escape(ANSWER)}", thought, re.M)
+    begins = re.search(rf"^[^\w\n]*{re.escape(ANSWER)}", thought, re.M)
     in_answer = begins and ANSWER not in sent
     content = (sent if marker and not in_answer else output).strip()
     _, marker, answer = content.partition(ANSWER)
@@ -322,7 +324,8 @@ mention pictures."""
 # claim. The next section makes verdicts of claims.
 
 LIMITS = {
-    "test": 1, "answer": 6,  # seconds; a reference gets three times as long
+    "test": 1, "answer": 6,  # seconds of a CPU; a reference gets three times as much
+    "wall": 10,              # times as many seconds on the wall: for an answer that sleeps
     "memory": 1 << 30,       # bytes of a child
     "code": 1 << 18,         # characters of an answer
     "claim": 200}            # bytes
@@ -440,19 +443,14 @@ def joined(values):
     return ", ".join(map(as_text, values))
 
 
-AS_SHOWN = datetime.date, datetime.time, datetime.timedelta, uuid.UUID  # their repr tells all
-
-
 def as_text(value):
-    """A value as text. Two values give the same text where they are equal by ==.
+    """A value as text: two give the same text if they are equal by ==, and only then.
 
-    A subclass goes as its base (a namedtuple as a tuple, a Counter as a dict), an array of numpy
-    as lists. TypeError: a value of another class. ValueError: NaN.
+    That is the == of plain data: a value of a subclass goes as its base (a namedtuple as a tuple,
+    a Counter as a dict, zeros and all), an array of numpy as lists, a time of day with a zone as
+    its text. TypeError: a value of another class. ValueError: NaN.
     """
-    if isinstance(value, datetime.datetime) and value.utcoffset() is not None:
-        value = value.astimezone(datetime.timezone.utc)
-    builtin = isinstance(value, type) and value.__module__ == "builtins"
-    if value is None or builtin or isinstance(value, AS_SHOWN):
+    if value is None or isinstance(value, type) and value.__module__ == "builtins":
         return ascii(value)
     if isinstance(value, str):
         return ascii(str.__str__(value))
@@ -468,7 +466,16 @@ def as_text(value):
         return f"({joined(value)})"
     if isinstance(value, collections.deque):
         return f"deque({joined(value)})"
-    if isinstance(value, pathlib.PurePath):
+    if isinstance(value, datetime.datetime) and value.utcoffset() is not None:
+        value = value.astimezone(datetime.timezone.utc)
+    for of_time in (datetime.datetime, datetime.date, datetime.time):
+        if isinstance(value, of_time):
+            return f"{of_time.__name__}({of_time.isoformat(value)})"  # which tells no `fold`
+    if isinstance(value, datetime.timedelta):
+        return f"timedelta({value.days}, {value.seconds}, {value.microseconds})"
+    if isinstance(value, uuid.UUID):
+        return f"UUID({value.int})"
+    if isinstance(value, pathlib.PurePosixPath):
         return f"path({ascii(str(value))})"
     if isinstance(value, range):
         return f"range({joined([len(value), *value[:2]])})"
@@ -547,7 +554,7 @@ def be_child(wire, request, null, confinement, room):
         os.close(null)  # `wire` is the only way out now
         reseed()
         confine(*confinement)
-        os.write(wire, b"confined")
+        os.write(wire, b"confined %d" % os.getpid())
         with open(request, closefd=False) as f:
             run_tests(json.load(f), wire, room)
     finally:
@@ -623,7 +630,7 @@ class Server:
 
     def start(self):
         self.control, theirs = socket.socketpair()
-        self.control.settimeout(60)
+        self.control.settimeout(600)  # for a server that starts on a busy machine
         env = {"PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
         command = [sys.executable, "-s", "-P", "-B", "-Wignore", "-c", server_program(self.modules)]
         with theirs:  # not -I: it would ignore the hash seed
@@ -662,30 +669,53 @@ class Server:
             file.seek(0)
             with theirs:
                 socket.send_fds(self.control, [b"f"], [theirs.fileno(), file.fileno()])
-            wire.settimeout(60)  # for a server that starts on a busy machine
-            if wire.recv(9) != b"confined":  # said before it has read any code
+            wire.settimeout(600)
+            hello, _, pid = wire.recv(99).partition(b" ")
+            if hello != b"confined":  # said before it has read any code
                 raise OSError("a child did not start, or could not confine itself")
-            claims, begin = [], time.monotonic()
+            claims, taken = [], Clock(int(pid))
             while len(claims) < len(request["tests"]):
-                got = receive(wire, min(begin + left, time.monotonic() + seconds))
+                got = receive(wire, taken, min(left, taken() + seconds))
                 claims.append(got)
                 if isinstance(got, str):
                     break
+            took = taken()
         self.control.sendall(b"k")
         if self.control.recv(1) != b"k":
             raise OSError("the server ended before its child")
-        return claims, time.monotonic() - begin
+        return claims, took
 
 
-def receive(wire, deadline):
-    """A child's next claim, as bytes, or why there is none, as text."""
-    wire.settimeout(max(1e-3, deadline - time.monotonic()))  # this process may have been slow
-    try:
-        return wire.recv(LIMITS["claim"]) or "process ended"
-    except TimeoutError:
-        return "timeout"
-    except ConnectionError:
-        return "process ended"
+class Clock:
+    """clock() is the seconds that a child has taken from now on.
+
+    They are those of a CPU, which the kernel counts, so that a busy machine takes none from an
+    answer; or a tenth of those on the wall, if that is more: it sleeps.
+    """
+
+    def __init__(self, pid):
+        self.cpu = ~pid << 3 | 2  # the kernel's number for the clock of a process: CPUCLOCK_SCHED
+        self.begin = time.monotonic()
+
+    def __call__(self):
+        waited = (time.monotonic() - self.begin) / LIMITS["wall"]
+        return max(time.clock_gettime(self.cpu), waited)
+
+
+def receive(wire, taken, limit):
+    """A child's next claim, as bytes, or why there is none, as text.
+
+    taken: its Clock; limit: what that may show.
+    """
+    while True:
+        wire.settimeout(max(1e-3, limit - taken()))  # it can't take more than pass
+        try:
+            return wire.recv(LIMITS["claim"]) or "process ended"
+        except TimeoutError:
+            if taken() >= limit:
+                return "timeout"
+        except ConnectionError:
+            return "process ended"
 
 
 # --- the grader: from claims to verdicts ----------------------------------------------------------
@@ -745,7 +775,7 @@ class Grader(contextlib.AbstractContextManager):
         self.official = rules == "official"
         self.pool = concurrent.futures.ThreadPoolExecutor(workers)  # a queue, in which none starves
         self.servers, self.local = [], threading.local()
-        self.expected = functools.lru_cache(4096)(self.expected)
+        self.expected = {}  # {digest of a reference and its tests: its claims}
         self.claims("", ["0"])
 
     def __exit__(self, *_):
@@ -757,7 +787,7 @@ class Grader(contextlib.AbstractContextManager):
     def claims(self, text, tests, patience=1):
         """For each test a child's claim, as bytes, or why there is none, as text.
 
-        patience stretches the time limits, in which a wait for servers and their start don't count.
+        patience stretches the time limits.
         """
         try:
             return self.pool.submit(self.run, text, tests, patience).result()
@@ -779,10 +809,6 @@ class Grader(contextlib.AbstractContextManager):
             claims, left = claims + found, left - took
         return claims + ["timeout"] * (len(tests) - len(claims))
 
-    def expected(self, code, *tests):
-        """A reference's claims: what a busy machine spoils would be kept, hence the patience."""
-        return self.claims(code, tests, patience=3)
-
     def grade(self, task, answer):
         """{"reward": share of tests passed, "tests": {name: "pass" or the reason why not}}."""
         names, tests = list(task["test_cases"]), list(task["test_cases"].values())
@@ -791,8 +817,11 @@ class Grader(contextlib.AbstractContextManager):
             verdicts = [reason] * len(tests)
         else:
             code = official_code(answer) if self.official else answer
-            wanted = self.expected(task["ground_truth"], *tests)
-            verdicts = list(map(verdict, wanted, self.claims(code, tests)))
+            reference = task["ground_truth"]
+            key = digest([reference, tests])
+            if key not in self.expected:
+                self.expected[key] = self.claims(reference, tests, patience=3)
+            verdicts = list(map(verdict, self.expected[key], self.claims(code, tests)))
         reward = verdicts.count("pass") / len(tests)
         return {"reward": reward, "tests": dict(zip(names, verdicts))}
 
@@ -1074,7 +1103,7 @@ def draw_pages(args, pages, folder):
     Files that are there already are taken as they are. Others are drawn many at once.
     """
     os.makedirs(folder, exist_ok=True)
-    pages, workers = list(pages), os.cpu_count()
+    pages, workers = list(pages), cpus()
     renderer = Renderer(workers, args.browser)
     try:
         with renderer, concurrent.futures.ThreadPoolExecutor(2 * workers) as pool:
@@ -1132,6 +1161,18 @@ ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
 # your own environments are imported here: MANUAL.md, "Your own environment"
 
 
+def cpus(cgroups="/sys/fs/cgroup"):
+    """How many CPUs this process may use: its affinity's, or fewer by a quota of its cgroups."""
+    count = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError), open("/proc/self/cgroup") as f:
+        own = pathlib.PurePosixPath("/", f.read().rpartition("::")[2].strip())
+        for folder in (own, *own.parents):
+            with contextlib.suppress(OSError, ValueError):  # the quota may be "max"
+                quota, period = open(f"{cgroups}{folder}/cpu.max").read().split()
+                count = min(count, math.ceil(int(quota) / int(period)))
+    return count
+
+
 def browser_flag(p):
     flag(p, "browser", None, "Chromium, to draw pages; not given: found by itself", metavar="PATH")
 
@@ -1150,7 +1191,7 @@ def get_args(argv=None):
     for p in (grade, check):
         flag(p, "rules", "honest", "official: as the released scorer",
              choices=["honest", "official"])
-        flag(p, "workers", os.cpu_count(), "answers run at once", least=1)
+        flag(p, "workers", cpus(), "answers run at once", least=1)
         g = p.add_argument_group("pages (frontend)")
         browser_flag(g)
         flag(g, "clip", "openai/clip-vit-base-patch32", "their likeness is CLIP's; a directory or "

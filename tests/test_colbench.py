@@ -1,4 +1,6 @@
 """The rules of an episode: what an action means, the first message, a task's id."""
+import time
+
 import pytest
 
 import colbench
@@ -29,6 +31,16 @@ def test_read_action(thought, content, answer):
         assert read_action(output, last=True) == (content, content if answer is None else answer)
     if answer is not None:  # this thought only mentions the marker
         assert read_action(f"{ANSWER}: now?\nOUTPUT: {content}", False) == (content, answer)
+
+
+@pytest.mark.parametrize("text", ["-", "-\n", "<think>", "OUTPUT:", "I WANT TO ANSWER", "\n"])
+def test_reading_an_action_takes_time_in_proportion_to_its_length(text):
+    """Of 200,000 repeats at most ten times that of 40,000: a quadratic search takes 25 times it."""
+    def seconds(n):
+        begin = time.process_time()
+        read_action(text * n + "\nOUTPUT: x", last=False)
+        return time.process_time() - begin
+    assert seconds(200_000) < 10 * min(seconds(40_000) for _ in range(3)) + 0.05
 
 
 def test_first_message_takes_braces_as_they_are():

@@ -161,7 +161,8 @@ def honest_corpus():
     for name, answer in ODDITIES.items():
         yield f"oddity {name}", DOUBLE, answer
     imports = "import collections, datetime, decimal, fractions, math, numpy, uuid"
-    for text in [*VALUES, *(f"numpy.array({data})" for data in ("[x]", "[x, x]", "[]", "x"))]:
+    values = [text for text in VALUES if "mine(" not in text]
+    for text in [*values, *(f"numpy.array({data})" for data in ("[x]", "[x, x]", "[]", "x"))]:
         code = f"def f(x):\n    {imports}\n    return {text}"
         if "array" not in text:
             code = code.replace(text, f"[{text}, x]")

@@ -371,6 +371,55 @@ def test_an_answer_cannot_read_an_earlier_one(grader):
 
 # --- the grader itself ----------------------------------------------------------------------------
 
+BUSY = "import time\nend = time.time() + 100\nwhile time.time() < end: pass"
+SPIN = "import time\ndef f(x):\n    while time.process_time() < x * {}: pass\n    return x"
+
+
+def test_a_busy_machine_takes_nothing_from_a_right_answer():
+    """By CPU time, verdicts are those of a quiet one: 1 worker or 16, a busy loop on each core.
+
+    The answers take .3, .6 and .9 s, or never end, and one sleeps longer than it may compute.
+    """
+    spins = [SPIN.format(.3)] * 8 + [SPIN.format(9), "import time\ndef f(x):\n"
+                                     "    time.sleep(1.3)\n    return x"]
+    wanted = [["pass"] * 3] * 8 + [["timeout"] * 3, ["pass"] * 3]
+    spun = task("def f(x): return x", "f(1)", "f(2)", "f(3)")
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(module.cpus())]
+    try:
+        for workers in 1, 16:
+            with Grader(workers=workers) as g, ThreadPoolExecutor(16) as pool:
+                graded = list(pool.map(lambda answer: g.grade(spun, answer), spins))
+            assert [list(r["tests"].values()) for r in graded] == wanted, workers
+    finally:
+        for p in busy:
+            p.kill(), p.wait()
+
+
+def test_cpus_are_those_of_affinity_and_quota(tmp_path):
+    count = len(os.sched_getaffinity(0))
+    assert module.cpus(tmp_path) == count  # no such file
+    for quota, wanted in (("max 100000", count), ("50000 100000", 1), ("9000000 100000", count),
+                          ("150000 100000", min(2, count))):
+        (tmp_path / "cpu.max").write_text(quota + "\n")
+        assert module.cpus(tmp_path) == wanted
+    one = {max(os.sched_getaffinity(0))}
+    code = f"import os; os.sched_setaffinity(0, {one}); import colbench; print(colbench.cpus())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
+    assert done.stdout == "1\n"
+
+
+def test_references_are_kept_by_a_digest():
+    """Each is run once, and its text, which may be of megabytes, is not kept."""
+    with Grader(workers=1) as g:
+        runs, run = [], g.claims
+        g.claims = lambda text, *rest, **more: runs.append(text) or run(text, *rest, **more)
+        one, other = DOUBLE, task(DOUBLE["ground_truth"], "f(5)")
+        for t in (one, other, one, dict(one), other):
+            assert g.grade(t, HONEST)["reward"] == 1
+        assert runs.count(DOUBLE["ground_truth"]) == 2
+        assert max(len(key) for key in g.expected) < 99
+
+
 def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb():
     """ANSWERS=10000 python -m pytest -q -s tests/test_colbench_grader.py -k thousands"""
     n, sizes, stop = int(os.environ.get("ANSWERS", 300 if FULL else 60)), [], threading.Event()
