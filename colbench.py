@@ -341,14 +341,15 @@ clock_gettime 228 113   clock_getres 229 114   clock_nanosleep 230 115   exit 60
 exit_group 231 94   getcwd 79 17
 """
 # What an answer can import is loaded before the fork: the standard library, numpy and sympy, with
-# those of their modules that they load late. A module in NOT_LOADED runs something or is a test.
-MODULES = [*(name for name in sorted(sys.stdlib_module_names) if name[0] != "_"),
-           *"_strptime _pylong numpy.fft numpy.ma numpy.polynomial numpy.random".split(),
-           *"sympy.assumptions sympy.codegen.ast sympy.combinatorics sympy.concrete.delta".split(),
-           *"sympy.integrals sympy.sets sympy.stats".split()]
-MAY_LOAD = re.compile(r"import|code\(|bytes\(")  # an answer without one of them loads no module
+# those of their modules that they load late. Modules of these names run something, or are tests.
 NOT_LOADED = """__main__ antigravity benchmarks distutils ensurepip idlelib lib2to3 pydoc_data test
 tests this tkinter turtle turtledemo""".split()
+LIBRARY = [*(name for name in sorted(sys.stdlib_module_names) if name[0] != "_"),
+           "_strptime", "_pylong"]
+MORE = """numpy.fft numpy.ma numpy.polynomial numpy.random sympy.assumptions sympy.codegen.ast
+sympy.combinatorics sympy.concrete.delta sympy.integrals sympy.sets sympy.stats""".split()
+# A fork of fewer modules is up to ten times as fast: words in an answer, and what it gets.
+SERVERS = [("numpy|sympy", LIBRARY + MORE), (r"import|code\(|bytes\(", LIBRARY), ("", [])]
 
 
 def seccomp_filter():
@@ -375,9 +376,10 @@ def seccomp_filter():
 # The lines between the next mark and "fork server: end" are the whole program of a fork server.
 # `python -c` gets their text alone: nothing else of this file is in a child.
 # fork server: begin
-import builtins, collections.abc, contextlib, ctypes, datetime, gc, importlib, json, keyword, math
-import numbers, os, pathlib, pkgutil, re, resource, signal, socket, struct, sys, textwrap, types, uuid
-import unicodedata
+import builtins, collections.abc, contextlib, ctypes, datetime, gc, importlib, json, math
+import numbers, os, pathlib, pkgutil, re, resource, signal, socket, struct, symtable, sys
+import textwrap, types, uuid
+import unicodedata  # for \N{...}
 from hashlib import sha256
 
 
@@ -394,37 +396,67 @@ def confine(libc, bpf, memory):
         raise OSError("no seccomp here")
 
 
-FENCED = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*[{.]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*\1|\Z)",
-                    re.S | re.M)
-FIRST_LINE = re.compile(  # a line that is code and not prose
-    r"^[ \t]*(def \w+ *\(|async def |class \w+ *[(:]|import \w|from [\w.]+ import |@\w"
-    r"|\w+ = \S)", re.M)
+FIRST_LINE = re.compile(  # of code, and seldom of prose
+    r"([ \t]*)((async )?def \w|class \w|import \w|from [\w.]+ import|@\w|try:"
+    r"|\w+(, *\w+)*( *:[^=]+| *)=[^=])")
 
 
-def compiled(text):
-    """A list of the code object of a text; empty if it is not Python."""
+def error_line(text):
+    """The number of the line at which a text is no more Python; 0: all of it is."""
     try:
-        return [compile(text, "<answer>", "exec")]
-    except (SyntaxError, ValueError):
-        return []
+        compile(text, "<answer>", "exec")
+        return 0
+    except SyntaxError as e:
+        return e.lineno or 1
+    except Exception:  # a null byte, or too deep for the compiler
+        return 1
 
 
-def answer_code(answer):
-    """Code objects of an answer. They are run one after another until one defines what is tested.
+def candidates(answer):
+    """Texts that may be an answer's code: the whole, what stands in fences, runs of lines.
 
-    The whole answer if it is Python, else its fenced blocks that are, else the lines from the first
-    one of code to the last one that is Python. SyntaxError where nothing is.
+    A run begins with a line of code and ends before the one at which it is no more Python.
     """
-    if found := compiled(answer):
-        return found
-    for _, language, block in FENCED.findall(answer):
-        if language.lower() in ("", "py", "python", "python3"):
-            found += compiled(textwrap.dedent(block))
-    for first in FIRST_LINE.finditer(answer):
-        lines = textwrap.dedent(answer[first.start():]).split("\n")
-        while lines and not found:
-            found = compiled("\n".join(lines))
-            lines.pop()  # was it prose?
+    yield answer
+    text = re.sub("[\u200b\u2060\ufeff]", "", answer)  # invisible, and no Python
+    text = text.replace("\xa0", " ").replace("\r\n", "\n")
+    for block in re.split("`{3,}|~{3,}", text)[1::2]:
+        yield textwrap.dedent(block.partition("\n")[2])
+    lines, number, left = text.split("\n"), 0, 1 << 20  # characters to compile in all
+    while number < len(lines) and left > 0:
+        run = []
+        if first := FIRST_LINE.match(lines[number]):
+            run = [line.removeprefix(first[1]) for line in lines[number:]]
+            while left > 0 and (error := error_line("\n".join(run))):
+                left -= sum(map(len, run)) + len(run)
+                run = run[:min(error, len(run)) - 1]
+            yield "\n".join(run)
+        number += max(1, len(run))
+
+
+def names(code):
+    """Yields the names in a code object that are of its module, of builtins, or attributes."""
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from names(const)
+
+
+def answer_code(answer, used):
+    """Code objects of an answer, which are run one after another.
+
+    The first candidates that are Python, up to one that defines a name in `used`. What is code is
+    settled before any of it runs. SyntaxError where nothing is Python.
+    """
+    found = []
+    for text in candidates(answer):
+        with contextlib.suppress(Exception):  # as in error_line
+            if text.strip():
+                found.append(compile(text, "<answer>", "exec"))
+                top = symtable.symtable(text, "<answer>", "exec")
+                if any(top.lookup(name).is_assigned()
+                       for name in top.get_identifiers() if name in used):
+                    break
     return found or [compile(answer, "<answer>", "exec")]
 
 
@@ -486,57 +518,60 @@ def as_text(value):
     raise TypeError(type(value).__name__)
 
 
-def claim(codes, error, test, official):
+def claim(codes, test, official):
     """What a child says of one test, which runs in a fresh module: "value " and a hash of it,
-    "raised " and an exception's class, "refused " and why the value has no text, or "none".
-
-    error: why there is no code to run.
+    "refused " and why the value has no text, or "none".
     """
     module = sys.modules["answer"] = types.ModuleType("answer")
     space = vars(module)
     # the released scorer's exec inside a function has two namespaces: what the code defines
     # at its top level is invisible from inside its functions
-    local = {} if official else space
-    names = re.findall(r"[^\W\d]\w*", test)
-    tested = next((x for x in names if not hasattr(builtins, x) and not keyword.iskeyword(x)), "")
-    try:
-        for code in codes:
-            try:
-                exec(code, space, local)
-            except Exception as e:
-                error = e
-            if tested in local and not official:  # what else the text does is no matter
-                error = None
-                break
-        if error:
-            raise error
-        value = eval(test, space, local)
+    local, error = {} if official else space, None
+    for code in codes:
         try:
-            if official and getattr(value, "ndim", 0) and value.size != 1:
-                raise TypeError("an array, whose == is no verdict")
-            sys.setrecursionlimit(max(3000, sys.getrecursionlimit()))  # nested data
-            text = as_text(value)
-            return "none" if value is None else "value " + sha256(text.encode()).hexdigest()
-        except RecursionError:
-            return "refused nested too deeply"
-        except Exception as e:
-            return f"refused {type(e).__name__}: {e}"
-    except BaseException as e:  # SystemExit, KeyboardInterrupt: one more wrong answer
-        missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
-        return f"raised {type(e).__name__}{missing}"
+            exec(code, space, local)
+        except BaseException as e:  # SystemExit, too: what is defined before it may be enough
+            error = e
+    if official and error:
+        raise error
+    try:
+        value = eval(test, space, local)
+    except NameError as e:
+        raise error or e
+    try:
+        if official and getattr(value, "ndim", 0) and value.size != 1:
+            raise TypeError("an array, whose == is no verdict")
+        sys.setrecursionlimit(max(3000, sys.getrecursionlimit()))  # nested data
+        text = as_text(value)
+        return "none" if value is None else "value " + sha256(text.encode()).hexdigest()
+    except RecursionError:
+        return "refused nested too deeply"
+    except Exception as e:
+        return f"refused {type(e).__name__}: {e}"
 
 
 def run_tests(request, wire, room):
     """Runs {text, tests, official}; sends a claim of at most `room` bytes for each test."""
-    codes, error, tests, official = [], None, request["tests"], request["official"]
+    text, official = request["text"], request["official"]
+    tests, used, error = [], set(), None
+    for test in request["tests"]:
+        with contextlib.suppress(Exception):  # eval(test) will say why not
+            test = compile(test, "<test>", "eval")
+            used.update(name for name in names(test) if not hasattr(builtins, name))
+        tests.append(test)
     try:
-        text = request["text"]
-        codes = [compile(text, "<answer>", "exec")] if official else answer_code(text)
+        codes = [compile(text, "<answer>", "exec")] if official else answer_code(text, used)
     except BaseException as e:
         error = e
     for test in tests:
-        said = claim(codes, error, test, official).encode("ascii", "backslashreplace")
-        os.write(wire, said[:room])
+        try:
+            if error:
+                raise error
+            said = claim(codes, test, official)
+        except BaseException as e:  # SystemExit, KeyboardInterrupt: one more wrong answer
+            missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
+            said = f"raised {type(e).__name__}{missing}"
+        os.write(wire, said.encode("ascii", "backslashreplace")[:room])
 
 
 def reseed():
@@ -581,14 +616,15 @@ def serve(bpf, modules, but, memory, room):
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core for a handler, and nobody reads its memory
     for name in modules:
         load(name, but)
-    if "zoneinfo" in sys.modules:  # a zone that is held is found without its file
+    if "zoneinfo" in modules:  # a zone that is held is found without its file
         of = sys.modules["zoneinfo"]
         zones = [of.ZoneInfo(name) for name in of.available_timezones()]  # noqa: F841
     null = os.open(os.devnull, os.O_RDWR)
     control = socket.socket(fileno=0)
     text = "def f(x):\n    for i in range(3): x += i\n    return [x, 0.5, 'a', {'b': (x, None)}]"
-    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, null, room)
-    gc.collect()  # the run above fills caches that each child would have to fill,
+    for _ in range(20):
+        run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, null, room)
+    gc.collect()  # the runs above fill caches that each child would have to fill,
     gc.freeze()  # and frozen pages are left alone by a child's collector: twice the speed in all
     with contextlib.suppress(ConnectionError):  # the grader has died
         while True:
@@ -797,13 +833,13 @@ class Grader(contextlib.AbstractContextManager):
     def run(self, text, tests, patience):
         """claims() by this thread's servers."""
         if not hasattr(self.local, "servers"):
-            # a child without MODULES forks ten times as fast: for texts that load none
-            self.local.servers = Server([]), Server(MODULES)
+            self.local.servers = [Server(modules) for _, modules in SERVERS]
             self.servers += self.local.servers
+        rows = zip(self.local.servers, SERVERS)
+        server = next(server for server, (words, _) in rows if re.search(words, text))
         claims, left = [], LIMITS["answer"] * patience
         while len(claims) < len(tests) and left > 0:
             request = {"text": text, "tests": tests[len(claims):], "official": self.official}
-            server = self.local.servers[bool(MAY_LOAD.search(text))]
             seconds = LIMITS["test"] * patience
             found, took = server.run(request, seconds, left)
             claims, left = claims + found, left - took

@@ -1,6 +1,4 @@
 """The rules of an episode: what an action means, the first message, a task's id."""
-import time
-
 import pytest
 
 import colbench
@@ -33,14 +31,10 @@ def test_read_action(thought, content, answer):
         assert read_action(f"{ANSWER}: now?\nOUTPUT: {content}", False) == (content, answer)
 
 
-@pytest.mark.parametrize("text", ["-", "-\n", "<think>", "OUTPUT:", "I WANT TO ANSWER", "\n"])
-def test_reading_an_action_takes_time_in_proportion_to_its_length(text):
-    """Of 200,000 repeats at most ten times that of 40,000: a quadratic search takes 25 times it."""
-    def seconds(n):
-        begin = time.process_time()
-        read_action(text * n + "\nOUTPUT: x", last=False)
-        return time.process_time() - begin
-    assert seconds(200_000) < 10 * min(seconds(40_000) for _ in range(3)) + 0.05
+@pytest.mark.parametrize("text", ["-", "-\n", "- I WANT TO ANSWER\n", "\n"])
+def test_a_long_action_is_read_in_one_pass(text):
+    """A search that starts again on each line would take hours."""
+    assert read_action(f"{text * 300_000}\nOUTPUT: x", last=False) == ("x", None)
 
 
 def test_first_message_takes_braces_as_they_are():
