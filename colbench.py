@@ -176,9 +176,9 @@ def answers(action):
 def extract_page(text):
     """The last page in a text: <html>...</html>, else <body>...</body>, else ""."""
     for tag in ("html", "body"):
-        pages = re.findall(rf"<{tag}\b(?:(?!<{tag}\b).)*?</{tag}\s*>", text or "", re.S | re.I)
-        if pages:
-            return pages[-1]
+        for part in reversed(re.split(rf"(?i)(?=<{tag}\b)", text or "")[1:]):
+            if end := re.search(rf"(?i)</{tag}\s*>", part):
+                return part[:end.end()]
     return ""
 
 
@@ -882,10 +882,23 @@ def ungraded(record):
 def grade_records(records, environments):
     """Yields each record with "reward" and "tests" for its "task" and "answer", in order.
 
-    A bad line ends the program after the records before it.
+    A record whose grade fails is said and left out, and ends the program after the others. So does
+    a bad line, after those before it. A GraderError ends it at once.
     """
-    window, error, workers = collections.deque(), None, environments.args.workers
-    graded = lambda record, job: {**ungraded(record), **job.result()}
+    window, error, failed, workers = collections.deque(), None, 0, environments.args.workers
+
+    def graded():
+        """Yields the oldest record of the window, if it is graded."""
+        nonlocal failed
+        record, job = window.popleft()
+        try:
+            yield {**ungraded(record), **job.result()}
+        except GraderError:
+            raise
+        except Exception as e:
+            failed += 1
+            say(f"not graded: task {task_id(record['task'])}: {type(e).__name__}: {e}")
+
     with concurrent.futures.ThreadPoolExecutor(2 * workers) as pool:
         try:
             for record in records:
@@ -893,12 +906,15 @@ def grade_records(records, environments):
                 job = pool.submit(grade, record["task"], record.get("answer"))
                 window.append((record, job))
                 if len(window) >= 4 * workers:
-                    yield graded(*window.popleft())
+                    yield from graded()
         except SystemExit as e:
             error = e
-        yield from itertools.starmap(graded, window)
+        while window:
+            yield from graded()
     if error:
         raise error
+    if failed:
+        fail(f"{failed} answers could not be graded, and are left out")
 
 
 class Environments(contextlib.ExitStack):
@@ -934,8 +950,12 @@ CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.
 PICTURE_HOSTS = re.compile(
     r"(^|\.)(picsum\.photos|placeholder\.com|placehold\.(co|it)|dummyimage\.com|unsplash\.com|"
     r"loremflickr\.com|placekitten\.com)$")
-# What a Renderer asks of a page; the answer has a height.
-HEIGHT = "() => document.fonts.ready.then(() => ({height: document.documentElement.scrollHeight}))"
+# What a Renderer asks of a page; the answer has a height. A form or a picture in the page may have
+# the name "fonts", and then document.fonts is that form: hence the getters of the class itself.
+HEIGHT = """() => {
+  const get = name => Object.getOwnPropertyDescriptor(Document.prototype, name).get.call(document);
+  return get('fonts').ready.then(() => ({height: get('documentElement').scrollHeight}));
+}"""
 
 
 class RenderError(Exception):
@@ -963,7 +983,8 @@ class Sheet:
             self.parts.append(part[0])
 
     def __call__(self, page):
-        words = {"", *re.split(r"[\s\"'<>=`]+", html.unescape(page))}
+        text = re.sub(r"&#?\w{1,31};?", lambda match: html.unescape(match[0]), page)
+        words = {"", *re.split(r"[\s\"'<>=`]+", text)}
         used = {n for word in words & self.by_class.keys() for n in self.by_class[word]}
         return "".join(self.parts[n] for n in sorted(used))
 
@@ -1004,10 +1025,10 @@ class Browser:
                 await asyncio.wait_for(driver.stop(), 5)
 
     async def shoot(self, page, sheet):
-        """See Renderer.render. api.Error if the page fails."""
+        """See Renderer.render. An error if the page fails."""
         self.page, self.sheet = page, sheet
         await self.tab.goto("https://page.invalid/")
-        drawn = await self.tab.evaluate(self.script)
+        drawn = check_numbers(await self.tab.evaluate(self.script))
         height = min(max(drawn["height"], 1), PAGE["tallest"])
         box = {"x": 0, "y": 0, "width": PAGE["width"], "height": height}
         png = await self.tab.screenshot(full_page=True, clip=box, animations="disabled")
@@ -1028,6 +1049,22 @@ class Browser:
             await route.fulfill(body=grey_picture(url.path), content_type="image/svg+xml")
         else:
             await route.abort("aborted")
+
+
+def check_length(text):
+    """RenderError if a page, or the text that it is searched for in, is too long."""
+    if len(text.encode(errors="replace")) > PAGE["bytes"]:
+        raise RenderError(f"it has more than {PAGE['bytes']} bytes")
+
+
+def check_numbers(said):
+    """What a browser says of a page, if its numbers are those of a page; else RenderError."""
+    if isinstance(said, (dict, list)):
+        for part in said.values() if isinstance(said, dict) else said:
+            check_numbers(part)
+    elif isinstance(said, (int, float)) and not abs(said) < 1e8:  # a browser's layout ends before
+        raise RenderError(f"a length or a colour of the page is {said}")
+    return said
 
 
 def grey_picture(path):
@@ -1087,14 +1124,15 @@ class Renderer(contextlib.AbstractContextManager):
         """
         if not (page or "").strip():
             raise RenderError("no page")
-        if len(page.encode(errors="replace")) > PAGE["bytes"]:
-            raise RenderError(f"the page has more than {PAGE['bytes']} bytes")
+        check_length(page)
         return self.wait(self.draw(page, self.sheet(page)))
 
     def pair(self, task, text):
         """(the last page in a text, the task's reference) as drawn."""
+        check_length(text or "")
         page, reference = self.render(extract_page(text)), task["ground_truth"]
         try:
+            check_length(reference)
             return page, self.render(extract_page(reference) or reference)
         except RenderError as e:
             why = f"task {task_id(task)}: its reference can't be drawn: {e}"
@@ -1111,7 +1149,9 @@ class Renderer(contextlib.AbstractContextManager):
                 except TimeoutError:
                     await browser.stop()
                     raise RenderError(f"the page took more than {PAGE['seconds']} s") from None
-                except self.api.Error as e:
+                except (GraderError, RenderError):
+                    raise
+                except Exception as e:  # a page is data: whatever it does is no error of ours
                     await browser.stop()
                     error = e
             raise RenderError(textwrap.shorten(str(error), 100))

@@ -2,6 +2,7 @@
 import contextlib
 import os
 import platform
+import random
 import shlex
 import shutil
 import signal
@@ -452,6 +453,34 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb():
     assert all(r["reward"] == r["want"] for r in graded)
     most, memory = (max(x) for x in zip(*sizes))
     assert most < 40 and memory < 6 << 30
+
+
+def test_a_grade_that_raises_loses_its_own_record_alone(monkeypatch, capsys):
+    """It is said and left out, and ends the program after all the others; a GraderError at once."""
+    class Odd(module.Environment):
+        def grade(self, task, answer):
+            time.sleep(random.random() / 100)
+            if answer in errors:
+                raise errors[answer]
+            return {"reward": 1.0}
+    monkeypatch.setitem(module.ENVIRONMENTS, "odd", Odd)
+    odd = {"kind": "odd", "problem_description": "d", "ground_truth": "g"}
+    given = [{"task": odd, "answer": str(i)} for i in range(40)]
+    errors = {"3": ValueError("one\ntwo"), "17": KeyError(3), "39": RecursionError()}
+
+    def graded():
+        with Environments(SimpleNamespace(workers=2)) as environments:
+            for r in grade_records(given, environments):
+                done.append(int(r["answer"]))
+    done = []
+    with pytest.raises(SystemExit, match="3 answers could not be graded"):
+        graded()
+    assert done == [i for i in range(40) if str(i) not in errors]
+    assert "ValueError: one?two\n" in capsys.readouterr().err
+    errors["20"], done[:] = GraderError("no sandbox"), []
+    with pytest.raises(GraderError):
+        graded()
+    assert done == [i for i in range(20) if str(i) not in errors]
 
 
 def test_the_wait_for_a_server_and_its_start_take_none_of_an_answers_time(monkeypatch):
