@@ -5,7 +5,7 @@ One record is one line of JSON, and every stage adds fields to it: README, "One 
     python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
 """
-from utils import digest, fail, flag, open_stdout, parser, progress, read_jsonl, run, say
+from utils import digest, fail, flag, open_stdout, parser, read_jsonl, run, say
 
 import asyncio
 import collections
@@ -15,12 +15,12 @@ import functools
 import html
 import inspect
 import io
-import itertools
 import json
 import math
 import os
 import pathlib
 import platform
+import queue
 import re
 import shutil
 import socket
@@ -321,7 +321,8 @@ mention pictures."""
 #
 # The fork server never sees code, values or references, so a child inherits nothing worth reading.
 # From the first line of an answer's code on, the child belongs to the answer: what it sends is a
-# claim. The next section makes verdicts of claims.
+# claim. The next section makes verdicts of claims. Seccomp stops files, processes, network, signals
+# and shared memory, also for root; limits and the kill of the child stop memory and time.
 
 LIMITS = {
     "test": 1, "answer": 6,  # seconds of a CPU; a reference gets three times as much
@@ -401,17 +402,6 @@ FIRST_LINE = re.compile(  # of code, and seldom of prose
     r"|\w+(, *\w+)*( *:[^=]+| *)=[^=])")
 
 
-def error_line(text):
-    """The number of the line at which a text is no more Python; 0: all of it is."""
-    try:
-        compile(text, "<answer>", "exec")
-        return 0
-    except SyntaxError as e:
-        return e.lineno or 1
-    except Exception:  # a null byte, or too deep for the compiler
-        return 1
-
-
 def candidates(answer):
     """Texts that may be an answer's code: the whole, what stands in fences, runs of lines.
 
@@ -427,10 +417,16 @@ def candidates(answer):
         run = []
         if first := FIRST_LINE.match(lines[number]):
             run = [line.removeprefix(first[1]) for line in lines[number:]]
-            while left > 0 and (error := error_line("\n".join(run))):
-                left -= sum(map(len, run)) + len(run)
-                run = run[:min(error, len(run)) - 1]
-            yield "\n".join(run)
+        while run and left > 0:
+            left -= sum(map(len, run)) + len(run)
+            try:
+                compile("\n".join(run), "<answer>", "exec")
+                break
+            except SyntaxError as e:
+                run = run[:min(e.lineno or 1, len(run)) - 1]
+            except Exception:  # a null byte, or too deep for the compiler
+                run = []
+        yield "\n".join(run)
         number += max(1, len(run))
 
 
@@ -450,7 +446,7 @@ def answer_code(answer, used):
     """
     found = []
     for text in candidates(answer):
-        with contextlib.suppress(Exception):  # as in error_line
+        with contextlib.suppress(Exception):  # it is no Python
             if text.strip():
                 found.append(compile(text, "<answer>", "exec"))
                 top = symtable.symtable(text, "<answer>", "exec")
@@ -484,38 +480,37 @@ def as_text(value):
     """
     if value is None or isinstance(value, type) and value.__module__ == "builtins":
         return ascii(value)
-    if isinstance(value, str):
-        return ascii(str.__str__(value))
     if type(value).__module__ == "numpy":
         return as_text(value.tolist())
-    if isinstance(value, numbers.Number):
-        return number(value)
-    if isinstance(value, (bytes, bytearray)):
-        return ascii(bytes(value))
-    if isinstance(value, list):
-        return f"[{joined(value)}]"
-    if isinstance(value, tuple):
-        return f"({joined(value)})"
-    if isinstance(value, collections.deque):
-        return f"deque({joined(value)})"
-    if isinstance(value, datetime.datetime) and value.utcoffset() is not None:
-        value = value.astimezone(datetime.timezone.utc)
-    for of_time in (datetime.datetime, datetime.date, datetime.time):
-        if isinstance(value, of_time):
-            return f"{of_time.__name__}({of_time.isoformat(value)})"  # which tells no `fold`
-    if isinstance(value, datetime.timedelta):
-        return f"timedelta({value.days}, {value.seconds}, {value.microseconds})"
-    if isinstance(value, uuid.UUID):
-        return f"UUID({value.int})"
-    if isinstance(value, pathlib.PurePosixPath):
-        return f"path({ascii(str(value))})"
-    if isinstance(value, range):
-        return f"range({joined([len(value), *value[:2]])})"
-    if isinstance(value, collections.abc.Set):  # keys of a dict, too
-        return "{%s}" % ", ".join(sorted(map(as_text, value)))
-    if isinstance(value, dict):
-        return "dict(%s)" % ", ".join(sorted(map(joined, value.items())))
+    for classes, text in TEXTS:
+        if isinstance(value, classes):
+            return text(value)
     raise TypeError(type(value).__name__)
+
+
+def moment(x):
+    """A datetime as text, without its `fold`, which == does not see either."""
+    aware = x.utcoffset() is not None
+    x = x.astimezone(datetime.timezone.utc) if aware else x
+    return f"datetime({datetime.datetime.isoformat(x)})"
+
+
+TEXTS = [  # classes, and their values as text; the first row counts
+    (str, lambda x: ascii(str.__str__(x))),
+    (numbers.Number, number),
+    ((bytes, bytearray), lambda x: ascii(bytes(x))),
+    (list, lambda x: f"[{joined(x)}]"),
+    (tuple, lambda x: f"({joined(x)})"),
+    (dict, lambda x: "dict(%s)" % ", ".join(sorted(map(joined, x.items())))),
+    (collections.abc.Set, lambda x: "{%s}" % ", ".join(sorted(map(as_text, x)))),
+    (collections.deque, lambda x: f"deque({joined(x)})"),
+    (range, lambda x: f"range({joined([len(x), *x[:2]])})"),
+    (datetime.datetime, moment),
+    (datetime.date, lambda x: f"date({datetime.date.isoformat(x)})"),
+    (datetime.time, lambda x: f"time({datetime.time.isoformat(x)})"),
+    (datetime.timedelta, lambda x: f"timedelta({x.days}, {x.seconds}, {x.microseconds})"),
+    (uuid.UUID, lambda x: f"UUID({x.int})"),
+    (pathlib.PurePosixPath, lambda x: f"path({ascii(str(x))})")]
 
 
 def claim(codes, test, official):
@@ -541,7 +536,7 @@ def claim(codes, test, official):
     try:
         if official and getattr(value, "ndim", 0) and value.size != 1:
             raise TypeError("an array, whose == is no verdict")
-        sys.setrecursionlimit(max(3000, sys.getrecursionlimit()))  # nested data
+        sys.setrecursionlimit(max(4500, sys.getrecursionlimit()))  # nested data
         text = as_text(value)
         return "none" if value is None else "value " + sha256(text.encode()).hexdigest()
     except RecursionError:
@@ -574,20 +569,15 @@ def run_tests(request, wire, room):
         os.write(wire, said.encode("ascii", "backslashreplace")[:room])
 
 
-def reseed():
-    """Unseeded random numbers differ from child to child, as those of Python's random do anyway."""
-    for name in ("numpy.random", "sympy.core.random"):
-        if name in sys.modules:
-            sys.modules[name].seed()
-
-
 def be_child(wire, request, null, confinement, room):
     """The life of a child: it confines itself, says so, and answers one request."""
     try:
         for fd in (0, 1, 2):
             os.dup2(null, fd)
         os.close(null)  # `wire` is the only way out now
-        reseed()
+        for name in ("numpy.random", "sympy.core.random"):  # Python's random does so by itself
+            if name in sys.modules:
+                sys.modules[name].seed()
         confine(*confinement)
         os.write(wire, b"confined %d" % os.getpid())
         with open(request, closefd=False) as f:
@@ -683,9 +673,10 @@ class Server:
     def run(self, request, seconds, left):
         """Runs one child: ([its claims, as bytes], the seconds that it took).
 
-        If it ends before its last test, the last of the claims is text: why.
-        seconds: for each test; left: for all of them. A server that fails is restarted once.
-        GraderError: it fails again.
+        They are those of a CPU, so that a busy machine takes none from an answer; or a tenth of
+        those on the wall, if that is more: it sleeps. seconds: for each test; left: for all. If the
+        child ends before its last test, the last of the claims is text: why. A server that fails is
+        restarted once. GraderError: it fails again.
         """
         for _ in range(2):
             try:
@@ -709,7 +700,10 @@ class Server:
             hello, _, pid = wire.recv(99).partition(b" ")
             if hello != b"confined":  # said before it has read any code
                 raise OSError("a child did not start, or could not confine itself")
-            claims, taken = [], Clock(int(pid))
+            claims, begin = [], time.monotonic()
+            clock = ~int(pid) << 3 | 2  # Linux's number for the clock of a process's CPU time
+            taken = lambda: max(time.clock_gettime(clock),
+                                (time.monotonic() - begin) / LIMITS["wall"])
             while len(claims) < len(request["tests"]):
                 got = receive(wire, taken, min(left, taken() + seconds))
                 claims.append(got)
@@ -722,26 +716,10 @@ class Server:
         return claims, took
 
 
-class Clock:
-    """clock() is the seconds that a child has taken from now on.
-
-    They are those of a CPU, which the kernel counts, so that a busy machine takes none from an
-    answer; or a tenth of those on the wall, if that is more: it sleeps.
-    """
-
-    def __init__(self, pid):
-        self.cpu = ~pid << 3 | 2  # the kernel's number for the clock of a process: CPUCLOCK_SCHED
-        self.begin = time.monotonic()
-
-    def __call__(self):
-        waited = (time.monotonic() - self.begin) / LIMITS["wall"]
-        return max(time.clock_gettime(self.cpu), waited)
-
-
 def receive(wire, taken, limit):
     """A child's next claim, as bytes, or why there is none, as text.
 
-    taken: its Clock; limit: what that may show.
+    taken() is the seconds that it has taken so far, limit those that it may take.
     """
     while True:
         wire.settimeout(max(1e-3, limit - taken()))  # it can't take more than pass
@@ -793,10 +771,6 @@ class Grader(contextlib.AbstractContextManager):
     rules: "honest", or "official" for the verdicts of the released scorer. workers: answers graded
     at once. GraderError where a child can't confine itself.
 
-    Seccomp stops files, processes, network, signals and shared memory, also for root. Limits and
-    the kill of the child stop memory and time. A fork server that has seen nothing leaves nothing
-    to read. Claims are compared and nothing else, which stops forgeries.
-
     A test passes if the answer's value and the reference's have the same text (`as_text`), which
     means that the two are equal by ==. None never passes, NaN equals nothing, floats are exact.
     Functions, iterators and instances of the answer's own classes have no text: the verdict names
@@ -808,42 +782,41 @@ class Grader(contextlib.AbstractContextManager):
     """
 
     def __init__(self, rules="honest", workers=2):
-        self.official = rules == "official"
-        self.pool = concurrent.futures.ThreadPoolExecutor(workers)  # a queue, in which none starves
-        self.servers, self.local = [], threading.local()
+        self.official, self.closed = rules == "official", False
         self.expected = {}  # {digest of a reference and its tests: its claims}
+        self.teams = [[Server(modules) for _, modules in SERVERS] for _ in range(workers)]
+        self.idle = queue.LifoQueue()  # last in, first out: few answers start few servers
+        for team in self.teams:
+            self.idle.put(team)
         self.claims("", ["0"])
 
     def __exit__(self, *_):
         """Ends the servers, after the answers in work."""
-        self.pool.shutdown(cancel_futures=True)
-        for server in self.servers:
-            server.stop()
+        self.closed = True
+        for team in [self.idle.get() for _ in self.teams]:
+            for server in team:
+                server.stop()
+            self.idle.put(team)  # for those who wait
 
     def claims(self, text, tests, patience=1):
         """For each test a child's claim, as bytes, or why there is none, as text.
 
         patience stretches the time limits.
         """
+        team = self.idle.get()
         try:
-            return self.pool.submit(self.run, text, tests, patience).result()
-        except (RuntimeError, concurrent.futures.CancelledError):
-            raise GraderError("the grader is closed") from None
-
-    def run(self, text, tests, patience):
-        """claims() by this thread's servers."""
-        if not hasattr(self.local, "servers"):
-            self.local.servers = [Server(modules) for _, modules in SERVERS]
-            self.servers += self.local.servers
-        rows = zip(self.local.servers, SERVERS)
-        server = next(server for server, (words, _) in rows if re.search(words, text))
-        claims, left = [], LIMITS["answer"] * patience
-        while len(claims) < len(tests) and left > 0:
-            request = {"text": text, "tests": tests[len(claims):], "official": self.official}
-            seconds = LIMITS["test"] * patience
-            found, took = server.run(request, seconds, left)
-            claims, left = claims + found, left - took
-        return claims + ["timeout"] * (len(tests) - len(claims))
+            if self.closed:
+                raise GraderError("the grader is closed")
+            server = next(server for server, (words, _) in zip(team, SERVERS)
+                          if re.search(words, text))
+            claims, left = [], LIMITS["answer"] * patience
+            while len(claims) < len(tests) and left > 0:
+                request = {"text": text, "tests": tests[len(claims):], "official": self.official}
+                found, took = server.run(request, LIMITS["test"] * patience, left)
+                claims, left = claims + found, left - took
+            return claims + ["timeout"] * (len(tests) - len(claims))
+        finally:
+            self.idle.put(team)
 
     def grade(self, task, answer):
         """{"reward": share of tests passed, "tests": {name: "pass" or the reason why not}}."""
@@ -873,65 +846,44 @@ class Grader(contextlib.AbstractContextManager):
         return None
 
 
-def ungraded(record):
-    """The record without what a grader has said of another answer."""
-    of_grader = "reward", "tests", "failure", "reward_by"
-    return {name: value for name, value in record.items() if name not in of_grader}
-
-
-def grade_records(records, environments):
+def grade_records(records, args):
     """Yields each record with "reward" and "tests" for its "task" and "answer", in order.
 
-    A record whose grade fails is said and left out, and ends the program after the others. So does
+    A record whose grade raises is said and left out, and ends the program after the others. So does
     a bad line, after those before it. A GraderError ends it at once.
     """
-    window, error, failed, workers = collections.deque(), None, 0, environments.args.workers
+    window, error, lost = collections.deque(), None, 0
 
-    def graded():
-        """Yields the oldest record of the window, if it is graded."""
-        nonlocal failed
-        record, job = window.popleft()
+    def graded(record, job):
+        """[the record], without what a grader has said of another answer; [] if it is left out."""
+        nonlocal lost
+        before = "reward", "tests", "failure", "reward_by"
         try:
-            yield {**ungraded(record), **job.result()}
+            return [{name: record[name] for name in record if name not in before} | job.result()]
         except GraderError:
             raise
         except Exception as e:
-            failed += 1
+            lost += 1
             say(f"not graded: task {task_id(record['task'])}: {type(e).__name__}: {e}")
+            return []
 
-    with concurrent.futures.ThreadPoolExecutor(2 * workers) as pool:
+    with contextlib.ExitStack() as stack, \
+            concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
+        opened = functools.cache(lambda kind: stack.enter_context(kind(args)))
         try:
             for record in records:
-                grade = environments(record["task"]).grade
-                job = pool.submit(grade, record["task"], record.get("answer"))
-                window.append((record, job))
-                if len(window) >= 4 * workers:
-                    yield from graded()
+                grade = opened(environment(record["task"])).grade
+                window.append((record, pool.submit(grade, record["task"], record.get("answer"))))
+                if len(window) >= 4 * args.workers:
+                    yield from graded(*window.popleft())
         except SystemExit as e:
             error = e
-        while window:
-            yield from graded()
+        for waiting in window:
+            yield from graded(*waiting)
     if error:
         raise error
-    if failed:
-        fail(f"{failed} answers could not be graded, and are left out")
-
-
-class Environments(contextlib.ExitStack):
-    """with Environments(args) as opened: opened(task) is the Environment of its kind.
-
-    Each is made once, when first asked for.
-    """
-
-    def __init__(self, args):
-        super().__init__()
-        self.args, self.of_kind = args, {}
-
-    def __call__(self, task):
-        kind = kind_of(task)
-        if kind not in self.of_kind:
-            self.of_kind[kind] = self.enter_context(ENVIRONMENTS[kind](self.args))
-        return self.of_kind[kind]
+    if lost:
+        fail(f"{lost} answers could not be graded, and are left out")
 
 
 # --- frontend: pages in a real browser, which reaches nothing -------------------------------------
@@ -1051,12 +1003,6 @@ class Browser:
             await route.abort("aborted")
 
 
-def check_length(text):
-    """RenderError if a page, or the text that it is searched for in, is too long."""
-    if len(text.encode(errors="replace")) > PAGE["bytes"]:
-        raise RenderError(f"it has more than {PAGE['bytes']} bytes")
-
-
 def check_numbers(said):
     """What a browser says of a page, if its numbers are those of a page; else RenderError."""
     if isinstance(said, (dict, list)):
@@ -1124,15 +1070,14 @@ class Renderer(contextlib.AbstractContextManager):
         """
         if not (page or "").strip():
             raise RenderError("no page")
-        check_length(page)
+        if len(page.encode(errors="replace")) > PAGE["bytes"]:
+            raise RenderError(f"the page has more than {PAGE['bytes']} bytes")
         return self.wait(self.draw(page, self.sheet(page)))
 
     def pair(self, task, text):
         """(the last page in a text, the task's reference) as drawn."""
-        check_length(text or "")
         page, reference = self.render(extract_page(text)), task["ground_truth"]
         try:
-            check_length(reference)
             return page, self.render(extract_page(reference) or reference)
         except RenderError as e:
             why = f"task {task_id(task)}: its reference can't be drawn: {e}"
@@ -1157,40 +1102,6 @@ class Renderer(contextlib.AbstractContextManager):
             raise RenderError(textwrap.shorten(str(error), 100))
         finally:
             self.idle.put_nowait(browser)
-
-    def picture_file(self, page, folder):
-        """The path of the page's PNG in folder, drawn if it isn't there; None if it can't be."""
-        path = os.path.join(folder, digest(page) + ".png")
-        if not os.path.exists(path):
-            try:
-                png = self.render(page)["png"]
-            except RenderError:
-                return None
-            part = f"{path}.{threading.get_ident()}.part"  # a reader never sees half a file
-            with open(part, "wb") as f:
-                f.write(png)
-            os.replace(part, path)
-        return path
-
-
-def draw_pages(args, pages, folder):
-    """{page: its PNG file in folder} of the pages that can be drawn; args: see browser_flag.
-
-    Files that are there already are taken as they are. Others are drawn many at once.
-    """
-    os.makedirs(folder, exist_ok=True)
-    pages, workers = list(pages), cpus()
-    renderer = Renderer(workers, args.browser)
-    try:
-        with renderer, concurrent.futures.ThreadPoolExecutor(2 * workers) as pool:
-            files = pool.map(renderer.picture_file, pages, itertools.repeat(folder))
-            drawn = dict(zip(pages, progress("drawing pages", files, len(pages))))
-    except GraderError as e:  # the browser does not start
-        fail(e)
-    missing = list(drawn.values()).count(None)
-    if missing:
-        say(f"{missing} of {len(pages)} pages can't be drawn and are not shown")
-    return {page: path for page, path in drawn.items() if path}
 
 
 # --- frontend: how alike two pages look -----------------------------------------------------------
@@ -1237,15 +1148,12 @@ ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
 # your own environments are imported here: MANUAL.md, "Your own environment"
 
 
-def cpus(cgroups="/sys/fs/cgroup"):
-    """How many CPUs this process may use: its affinity's, or fewer by a quota of its cgroups."""
+def cpus(quota="/sys/fs/cgroup/cpu.max"):
+    """How many CPUs this process may use: its affinity's, or fewer by its container's quota."""
     count = len(os.sched_getaffinity(0))
-    with contextlib.suppress(OSError), open("/proc/self/cgroup") as f:
-        own = pathlib.PurePosixPath("/", f.read().rpartition("::")[2].strip())
-        for folder in (own, *own.parents):
-            with contextlib.suppress(OSError, ValueError):  # the quota may be "max"
-                quota, period = open(f"{cgroups}{folder}/cpu.max").read().split()
-                count = min(count, math.ceil(int(quota) / int(period)))
+    with contextlib.suppress(OSError, ValueError):  # it may be "max"
+        most, period = pathlib.Path(quota).read_text().split()
+        count = min(count, math.ceil(int(most) / int(period)))
     return count
 
 
@@ -1256,15 +1164,10 @@ def browser_flag(p):
 def get_args(argv=None):
     root = parser(__doc__, usage=None)
     commands = root.add_subparsers(dest="command", required=True)
-
-    def command(name, run):
+    for name, run in (("grade", grade_stdin), ("check", check_stdin)):
         p = commands.add_parser(name, description=run.__doc__, help=run.__doc__,
                                 allow_abbrev=False, formatter_class=root.formatter_class)
         p.set_defaults(run=run)
-        return p
-
-    grade, check = command("grade", grade_stdin), command("check", check_stdin)
-    for p in (grade, check):
         flag(p, "rules", "honest", "official: as the released scorer",
              choices=["honest", "official"])
         flag(p, "workers", cpus(), "answers run at once", least=1)
@@ -1272,38 +1175,36 @@ def get_args(argv=None):
         browser_flag(g)
         flag(g, "clip", "openai/clip-vit-base-patch32", "their likeness is CLIP's; a directory or "
              "a hub name", metavar="DIR")
-
     return root.parse_args(argv)
 
 
 def grade_stdin(args, emit):
     """add the reward to records that have task and answer"""
-    rewards, failed, by = [], 0, set()
-    with Environments(args) as grader:
-        records = read_jsonl(sys.stdin, needs("answer", to_grade=True))
-        for record in grade_records(records, grader):
-            emit(record)
-            rewards.append(record["reward"])
-            failed += "failure" in record
-            by.add(record.get("reward_by", "own rules"))
-        name = " and ".join(kind.reward_name for kind in grader.of_kind.values())
-        percent = 100 / max(1, len(rewards))
-        failures = f", {failed} failed" if failed else ""
-        say(f"{len(rewards)} answers: {name} {sum(rewards) * percent:.1f} %, success "
-            f"{rewards.count(1) * percent:.1f} %{failures}; by {' and '.join(sorted(by))}")
+    rewards, failed, names, by = [], 0, set(), set()
+    for record in grade_records(read_jsonl(sys.stdin, needs("answer", to_grade=True)), args):
+        emit(record)
+        rewards.append(record["reward"])
+        failed += "failure" in record
+        names.add(environment(record["task"]).reward_name)
+        by.add(record.get("reward_by", "own rules"))
+    percent = 100 / max(1, len(rewards))
+    failures = f", {failed} failed" if failed else ""
+    say(f"{len(rewards)} answers: {' and '.join(sorted(names))} {sum(rewards) * percent:.1f} %, "
+        f"success {rewards.count(1) * percent:.1f} %{failures}; by {' and '.join(sorted(by))}")
 
 
 def check_stdin(args, emit):
     """drop tasks that do not give their own reference the full reward"""
-    records = read_jsonl(sys.stdin, needs(to_grade=True))
-    answered = ({"task": r["task"], "answer": r["task"]["ground_truth"], "of": r} for r in records)
-    with Environments(args) as grader:
-        for i, record in enumerate(grade_records(answered, grader), 1):
-            if record["reward"] > 0.9999:  # likenesses are rounded
-                emit(record["of"])
-                continue
-            failed = {name: why for name, why in record.get("tests", {}).items() if why != "pass"}
-            say(f"line {i}: dropped: {failed or record.get('failure', 'unlike itself')}")
+    records = enumerate(read_jsonl(sys.stdin, needs(to_grade=True)), 1)
+    answered = ({"task": r["task"], "answer": r["task"]["ground_truth"], "of": r, "line": i}
+                for i, r in records)
+    for record in grade_records(answered, args):
+        if record["reward"] > 0.9999:  # likenesses are rounded
+            emit(record["of"])
+            continue
+        failed = {name: why for name, why in record.get("tests", {}).items() if why != "pass"}
+        why = failed or record.get("failure", "unlike itself")
+        say(f"line {record['line']}: dropped: {why}")
 
 
 def main(args):

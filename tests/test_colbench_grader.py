@@ -19,7 +19,7 @@ import pytest
 
 import colbench as module
 from conftest import FULL, ROOT, SHARED, descendants, records, script
-from colbench import Environments, Grader, GraderError, grade_records
+from colbench import Grader, GraderError, grade_records
 
 LISTENER = socket.create_server(("127.0.0.1", 0))  # on any free port
 SECRET = "def f(x):\n    return (x * 7919 + 104729) % 1009 + 3\n"
@@ -359,7 +359,7 @@ def test_an_answer_cannot_read_an_earlier_one(grader):
     grader.claims(f"def {mark}(): return '{mark}' * 50", [f"{mark}()"] * 3)
     if os.geteuid():
         pytest.skip("only root may read a server's memory: it is not dumpable")
-    for server in grader.servers:
+    for server in (server for team in grader.teams for server in team):
         if server.process:
             pid = server.process.pid
             with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb") as memory:
@@ -397,12 +397,12 @@ def test_a_busy_machine_takes_nothing_from_a_right_answer():
 
 
 def test_cpus_are_those_of_affinity_and_quota(tmp_path):
-    count = len(os.sched_getaffinity(0))
-    assert module.cpus(tmp_path) == count  # no such file
+    count, file = len(os.sched_getaffinity(0)), tmp_path / "cpu.max"
+    assert module.cpus(file) == count  # no such file
     for quota, wanted in (("max 100000", count), ("50000 100000", 1), ("9000000 100000", count),
                           ("150000 100000", min(2, count))):
-        (tmp_path / "cpu.max").write_text(quota + "\n")
-        assert module.cpus(tmp_path) == wanted
+        file.write_text(quota + "\n")
+        assert module.cpus(file) == wanted
     one = {max(os.sched_getaffinity(0))}
     code = f"import os; os.sched_setaffinity(0, {one}); import colbench; print(colbench.cpus())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
@@ -444,9 +444,7 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb():
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    args = SimpleNamespace(rules="honest", workers=2)
-    with Environments(args) as environments:
-        graded = list(grade_records(answers(), environments))
+    graded = list(grade_records(answers(), SimpleNamespace(rules="honest", workers=2)))
     stop.set()
     watcher.join()
     assert [r["number"] for r in graded] == list(range(n))  # in order, each by itself
@@ -469,9 +467,8 @@ def test_a_grade_that_raises_loses_its_own_record_alone(monkeypatch, capsys):
     errors = {"3": ValueError("one\ntwo"), "17": KeyError(3), "39": RecursionError()}
 
     def graded():
-        with Environments(SimpleNamespace(workers=2)) as environments:
-            for r in grade_records(given, environments):
-                done.append(int(r["answer"]))
+        for r in grade_records(given, SimpleNamespace(workers=2)):
+            done.append(int(r["answer"]))
     done = []
     with pytest.raises(SystemExit, match="3 answers could not be graded"):
         graded()
@@ -497,7 +494,7 @@ def test_the_wait_for_a_server_and_its_start_take_none_of_an_answers_time(monkey
                                  pytest.param(signal.SIGSEGV, marks=pytest.mark.full)])
 def test_a_killed_server_is_started_again(how):
     with Grader(workers=1) as g:
-        plain, imports = g.servers
+        _, imports, plain = g.teams[0]
         os.kill(plain.process.pid, how)
         assert g.grade(DOUBLE, HONEST)["reward"] == 1
         # while an answer runs: again on a new server, or an error, but never a verdict
@@ -510,7 +507,7 @@ def test_a_killed_server_is_started_again(how):
 def test_a_grader_that_cannot_work_says_so(monkeypatch):
     with Grader(workers=1) as g:
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        g.servers[0].stop()
+        g.teams[0][-1].stop()
         with pytest.raises(GraderError):
             g.grade(DOUBLE, HONEST)
     monkeypatch.undo()
