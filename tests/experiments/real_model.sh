@@ -9,7 +9,7 @@
 # (avx512_bf16). The first table compares the warmed-up base with RFT, after about half an hour; the
 # second one all methods. They go to stderr and to *.results in runs/real$SEED, the times of the
 # stages to runs/times. RESULTS.md says how the settings were chosen.
-export OMP_NUM_THREADS=2
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=99999999999  # keep freed memory: 8 % faster steps
 . tests/experiments/common.sh
 s=${SEED:-0}
