@@ -350,7 +350,8 @@ LIBRARY = [*(name for name in sorted(sys.stdlib_module_names) if name[0] != "_")
 MORE = """numpy.fft numpy.ma numpy.polynomial numpy.random sympy.assumptions sympy.codegen.ast
 sympy.combinatorics sympy.concrete.delta sympy.integrals sympy.sets sympy.stats""".split()
 # A fork of fewer modules is up to ten times as fast: words in an answer, and what it gets.
-SERVERS = [("numpy|sympy", LIBRARY + MORE), (r"import|code\(|bytes\(", LIBRARY), ("", [])]
+SERVERS = [("|".join(name.partition(".")[0] for name in MORE), LIBRARY + MORE),
+           (r"import|code\(|bytes\(", LIBRARY), ("", [])]
 
 
 def seccomp_filter():

@@ -149,8 +149,9 @@ def test_odd_texts_get_nothing_and_the_next_answer_its_due(graders, text):
         assert grader.grade(DOUBLE, HONEST)["reward"] == 1
 
 
-PIECES = ["@x\n", "def f(\n", "import a b\n", "x = '''\n", "a = 1\n", "try:\n a\n", "```\n", "a, a, ",
-          "  def f(x):\n", "class A(", "(", "\u200b", "x: ", "\r\n", "lambda: ", "# \n", "~~~a\n"]
+PIECES = ["@x\n", "def f(\n", "import a b\n", "x = '''\n", "a = 1\n", "try:\n a\n", "```\n",
+          "a, a, ", "  def f(x):\n", "class A(", "(", "\u200b", "x: ", "\r\n", "lambda: ",
+          "# \n", "~~~a\n"]
 
 
 def test_what_is_compiled_of_a_text_is_bounded():

@@ -173,7 +173,7 @@ ODDITIES = {  # honest code of all kinds, all right
     "argparse": "import argparse, sys\np = argparse.ArgumentParser()\n"
                 "p.add_argument('--n', type=int, default=2)\n"
                 "def f(x): return x * p.parse_args(['--n', '2']).n",
-    "lambdify": "from sympy import *\ny = symbols('y')\n"
+    "sympy, lambdify": "from sympy import *\ny = symbols('y')\n"
                 "def f(x): return int(lambdify(y, integrate(2 * y ** 0, y))(x))",
     "a warning and a trace": "import traceback, warnings\ndef f(x):\n    warnings.warn('w')\n"
                              "    try: 1 / 0\n    except ZeroDivisionError:\n"
@@ -223,6 +223,19 @@ ATTACKS = {step: STEP.format(step) for step in STEPS} | {
     "deep value": "def f(x):\n    a = []\n    for _ in range(100000): a = [a]\n    return a",
     "equal inside": "class E(int):\n    def __eq__(s, o): return True\n    __hash__ = None\n"
                     "def f(x): return [E(7)]",
+    "close": "import os\nos.closerange(0, 64)\ndef f(x): return 2 * x",
+    "handler": "import ctypes, signal\nsignal.signal(signal.SIGSEGV, lambda *a: None)\n"
+               "def f(x): return ctypes.string_at(0)",
+    "shared request": "import mmap\nfor fd in range(3, 9):\n"
+                      "    try: mmap.mmap(fd, 0)[:] = b' ' * 99\n"
+                      "    except (OSError, ValueError, IndexError): pass\n1 / 0",
+    "name that raises": "class S(str):\n    def __format__(s, *a): raise SystemExit\ndef f(x):\n"
+                        "    e = ModuleNotFoundError()\n    e.name = S()\n    raise e",
+    "zone that hangs": "import datetime\nclass Z(datetime.tzinfo):\n    def utcoffset(s, d):\n"
+                       "        while True: pass\ndef f(x):\n"
+                       "    return datetime.datetime(2024, 1, 1, tzinfo=Z())",
+    "class of builtins": "class M(type): __module__ = 'builtins'\nclass K(metaclass=M): pass\n"
+                         "K.__module__ = 'builtins'\ndef f(x): return K",
     "reduce": "class E:\n    def __reduce__(s): return print, (1,)\ndef f(x): return E()"}
 
 

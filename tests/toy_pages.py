@@ -125,7 +125,8 @@ PIECES = (r'<html>SLOT|(?:-\d00)?(?: [^\n"]*)?">(?:SLOT|[^\n"]*)|'
 # What is on a page: pictures, inputs and the like by their tags, coloured areas, and texts, by box.
 # What the page names can't stand before what the browser does: see colbench.HEIGHT.
 BLOCKS = """async () => {
-  const get = (of, name, what) => Object.getOwnPropertyDescriptor(of.prototype, name).get.call(what);
+  const getter = (of, name) => Object.getOwnPropertyDescriptor(of.prototype, name).get;
+  const get = (of, name, what) => getter(of, name).call(what);
   await get(Document, 'fonts', document).ready;
   const body = get(Document, 'body', document), root = get(Document, 'documentElement', document);
   const limit = 200, blocks = [], things = /^(IMG|SVG|IFRAME|VIDEO|CANVAS|INPUT|TEXTAREA|SELECT)$/i;
