@@ -733,6 +733,7 @@ def rope_of(config):
     return str(getattr(config, "rope_parameters", None))
 
 
+@torch.enable_grad()
 def trial(model, turns):
     """(Log-probs of the actions of a tree; how much of one depends on tokens not on its path).
 
