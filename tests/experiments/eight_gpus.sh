@@ -12,9 +12,10 @@ human() {
   CUDA_VISIBLE_DEVICES=0,1,2,3 exec vllm serve meta-llama/Llama-3.1-70B-Instruct \
       --tensor-parallel-size 4 --max-model-len 16384
 }
-play() {
-  CUDA_VISIBLE_DEVICES=4,5,6,7 python collect.py --human http://localhost:8000/v1 \
-      --data_parallel 4 --max_model_len 16384 "$@"
+play() {  # MODEL [FLAGS]
+  CUDA_VISIBLE_DEVICES=4,5,6,7 bash tests/experiments/with_vllm.sh "$1" \
+      --data-parallel-size 4 --max-model-len 16384 -- \
+      python collect.py --human http://localhost:8000/v1 --concurrency 1024 --model "$@"
 }
 until_up() { until curl -sf localhost:8000/health; do kill -0 $server; sleep 5; done; }
 human & server=$!
@@ -22,7 +23,7 @@ trap 'kill $server || true' EXIT
 until_up
 # 15,000 episodes, a tenth with 16 candidates a turn; --resume makes it safe to start again
 python colbench.py check < data/backend_tasks/train.jsonl | head -5000 > runs/tasks.jsonl
-play -k 3 --candidates 16 --candidates_share 0.1 --resume runs/played.jsonl \
+play meta-llama/Llama-3.1-8B-Instruct -k 3 --candidates 16 --candidates_share 0.1 --resume runs/played.jsonl \
     < runs/tasks.jsonl >> runs/played.jsonl
 python colbench.py grade < runs/played.jsonl > runs/train.jsonl
 kill $server && wait $server || true  # training takes all eight
@@ -40,7 +41,7 @@ human & server=$!
 until_up
 for m in rft sweet; do
   head -1000 data/backend_tasks/test.jsonl |
-    play --model runs/$m --resume runs/played-$m.jsonl >> runs/played-$m.jsonl
+    play runs/$m --resume runs/played-$m.jsonl >> runs/played-$m.jsonl
   python colbench.py grade --rules official < runs/played-$m.jsonl > runs/test-$m.jsonl
 done
 python evaluate.py runs/test-rft.jsonl runs/test-sweet.jsonl > runs/table.jsonl
