@@ -78,8 +78,8 @@ def test_the_sampler_draws_from_the_models_distribution(temperature, top_p, tiny
     """Each token comes up as often as its log-prob says, none from outside the nucleus ever."""
     p = players(tiny_dir, "--max_tokens", 1, "--temperature", temperature, "--top_p", top_p)
     prompt, n = prompt_of(p, "write f"), 6000
+    lm, _ = M.load_lm(tiny_dir, "cpu")
     with torch.no_grad():
-        lm, _ = M.load_lm(tiny_dir, "cpu")
         logits = lm(torch.tensor([prompt])).logits[:, -1].double()
     logps = nucleus((logits / temperature).log_softmax(-1), top_p)[0]
     seen = torch.zeros(len(logps))
