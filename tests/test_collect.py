@@ -289,8 +289,10 @@ def test_a_template_without_a_generation_prompt_is_refused(tasks, tiny_dir, tmp_
     prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     mistral = ("{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} "
                "[/INST]{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}")
+    thinks = chatml.replace("\n{{", "\n{{ '<think></think>' if m['role'] == 'assistant' }}{{")
     tokenizer = M.find_model(str(base))[1]
-    for template, good in ((chatml, False), (chatml + prompt, True), (mistral, True)):
+    for template, good in ((chatml, False), (chatml + prompt, True), (mistral, True),
+                           (thinks + prompt, True)):
         tokenizer.chat_template = template
         if good:
             collect.refuse_template(tokenizer)
