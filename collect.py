@@ -14,7 +14,6 @@ from utils import (digest, fail, fail_on_error, flag, open_stdout, parser, progr
                    rng, run, say, version)
 
 import asyncio
-import atexit
 import base64
 import inspect
 import itertools
@@ -22,17 +21,16 @@ import json
 import math
 import os
 import runpy
-import subprocess
 import sys
-from collections import Counter, deque
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property, partial
-from importlib.util import find_spec
 from types import SimpleNamespace
+from urllib.parse import urlsplit
 
-from colbench import (NOT_SEEN, GraderError, NoReference, Renderer, RenderError, agent_messages,
-                      answers, browser_flag, environment, first_message, hidden_information,
-                      human_prompt, kind_of, needs, read_action, redact, task_id, without_thinking)
+from colbench import (NOT_SEEN, GraderError, NoReference, Renderer, RenderError, answers,
+                      browser_flag, environment, first_message, human_prompt, kind_of, needs,
+                      read_action, redact, task_id, without_thinking)
 
 
 def get_args(argv=None):
@@ -41,15 +39,14 @@ def get_args(argv=None):
     flag(g, "model", "meta-llama/Llama-3.1-8B-Instruct", "the agent", metavar="DIR")
     flag(g, "-k", 1, "episodes of each task", least=1)
     flag(g, "max_turns", 10, "the agent's messages; the last one is its answer", least=1)
-    flag(g, "concurrency", 256, "episodes at once, for each vllm copy or server", least=1)
+    flag(g, "concurrency", 256, "episodes at once", least=1)
     flag(g, "resume", None, "skip the episodes in FILE; if its last line is cut, drop that",
          metavar="FILE")
     g = p.add_argument_group("human")
-    flag(g, "human", None, "http://host:port/v1[,...] of an LLM, fixed:TEXT, or a FILE.py with "
-         "reply(task, history)", metavar="WHO")
-    flag(g, "human_model", None, "the LLM's name, if a server has several", metavar="NAME")
-    flag(g, "human_tokens", None, "longest reply of the LLM, else 150 for 400 characters",
-         kind=int, least=1)
+    flag(g, "human", None, "http://host:port/v1 of an LLM, fixed:TEXT, or a FILE.py with "
+         "reply(task, history), async if it is slow", metavar="WHO")
+    flag(g, "human_params", "{}", "of a request to the LLM, which has temperature 0 and max_tokens "
+         '1024: {"max_tokens": null} leaves one out, "model" names one of several', metavar="JSON")
     g = p.add_argument_group("sampling")
     flag(g, "temperature", 1.0, "0: greedy")
     flag(g, "top_p", 1.0, "draw each token from the likeliest that sum up to P", metavar="P")
@@ -63,29 +60,22 @@ def get_args(argv=None):
          "actions); READS THE REFERENCE", metavar="WHO")
     flag(g, "prior", 0.0, "--best_of: choose by score + prior * log-prob")
     g = p.add_argument_group("engine")
-    flag(g, "engine", "auto", "transformers, vllm (auto: on a GPU), or http://...,http://... of it",
-         metavar="E")
-    flag(g, "max_batch_tokens", 65536, "transformers: tokens at once, and kept")
+    flag(g, "engine", None, "http://host:port/v1 of a vLLM server, many times as fast on a GPU; "
+         "not given: transformers", metavar="URL")
+    flag(g, "max_batch_tokens", 65536, "transformers: tokens at once, and cached")
     flag(g, "dtype", "auto", "transformers; auto: bf16 on a GPU, fp32 on a CPU",
          choices=["auto", "bf16", "fp32"])
-    flag(g, "tensor_parallel", 1, "vllm: GPUs of one copy of the model", least=1)
-    flag(g, "data_parallel", 1, "vllm: copies", least=1)
-    flag(g, "max_model_len", None, "vllm: longest context, else the model's", kind=int, least=1)
-    flag(g, "timeout", 1800.0, "http://: seconds until a request is made again")
-    flag(g, "retries", 8, "http://: of a request, over about a minute where a server is down")
+    flag(g, "timeout", 1800.0, "of servers: seconds until a request is made again")
+    flag(g, "retries", 8, "of servers: of a request, over about a minute where one is down")
     browser_flag(p)
     args = p.parse_args(argv)
+    with fail_on_error("--human_params is no JSON object"):
+        args.human_params = dict(json.loads(args.human_params))
     if (args.best_of > 1) != bool(args.critic):
         fail("--best_of N and --critic go together")
     if not 0 < args.top_p <= 1:
         fail(f"--top_p {args.top_p}: give a share above 0, at most 1")
-    if args.engine not in ("auto", "transformers", "vllm") and not http(args.engine):
-        fail(f"--engine {args.engine!r}: give auto, transformers, vllm, or http://host:port/v1")
     return args
-
-
-def http(where):
-    return (where or "").startswith(("http://", "https://"))
 
 
 def function(file, name):
@@ -115,11 +105,7 @@ TREE_TOKENS = 16384  # of what the critic reads at once
 
 
 class EpisodeError(Exception):
-    """Why an episode can't go on. The others do."""
-
-
-class RunError(Exception):
-    """Why no episode can go on."""
+    """Why an episode can't go on. The others do; what ends the run is SystemExit, by fail()."""
 
 
 # --- an episode -----------------------------------------------------------------------------------
@@ -128,39 +114,34 @@ class Players:
     """The agent, the human and the critic."""
 
     def __init__(self, args):
-        self.args, self.critic = args, None
+        self.args, self.critic, self.totals = args, None, Counter()
         folder, self.tokenizer, _ = find_model(args.model)
+        refuse_template(self.tokenizer)
         self.stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id}
-        self.meta = {name: getattr(args, name) for name in ("model", "human", "critic", *SAME)}
+        names = "model", "human", "human_params", "critic", *SAME
+        self.meta = {name: getattr(args, name) for name in names}
         self.meta |= {"model_weights": weights_digest(folder), "version": version()}
 
     async def load(self):
-        """Loads the models and asks the servers for theirs; returns self."""
-        args = self.args
-        if http(args.human):
-            self.llm = await Endpoint(args.human, args).meet(args.human_model)
-            self.reply = self.llm_reply
-        elif (args.human or "").startswith("fixed:"):
-            self.reply = lambda task, history: args.human.removeprefix("fixed:")
-        elif args.human:
-            self.reply = function(args.human, "reply")
-        if http(args.engine):
-            self.engine = await http_engine(args, self.stop)
-        elif args.engine == "vllm" or (
-                args.engine == "auto" and DEVICE == "cuda" and find_spec("vllm")):
-            self.engine = vllm_engine(args, self.stop)
+        """Asks the servers for their models, then loads ours; returns self."""
+        args, human = self.args, self.args.human or ""
+        if human.startswith("http"):
+            self.reply = (await LLM(args).meet()).reply
+        elif human.startswith("fixed:"):
+            self.reply = lambda task, history: human.removeprefix("fixed:")
+        elif human:
+            self.reply = function(human, "reply")
+        if args.engine:
+            self.engine = await VllmEngine(args, self.stop).meet()
         else:
             self.engine = TransformersEngine(args, self.stop)
+            if DEVICE == "cuda":
+                say("transformers samples; a vLLM server is many times as fast: --engine")
         if args.critic and args.critic.endswith(".py"):
             self.critic = function(args.critic, "advantages")
         elif args.critic:
-            self.critic = trained_critic(args)
+            self.critic = Critic(args)
         return self
-
-    @cached_property
-    def renderer(self):
-        """The browsers of those who look at pages; started by the first page."""
-        return Renderer(os.cpu_count(), self.args.browser)
 
     async def play(self, task, sample):
         """Plays one episode: the fields that its record gets."""
@@ -187,8 +168,8 @@ class Players:
         agent = [t for t, m in enumerate(history) if m["role"] == "assistant"]
         if candidates := self.candidates(key):
             for turn, t in enumerate(agent):
-                drawn = await self.act(record["task"], history[:t], (*key, turn), candidates)
-                history[t]["candidates"] = drawn["candidates"]
+                _, drawn = await self.sample(history[:t], (*key, turn), 0, candidates)
+                history[t]["candidates"] = drawn
         answered = bool(agent) and answers(history[agent[-1]])
         meta = {"thinking": self.args.thinking, "candidates": self.meta}
         return {"sample": sample, "answered": record.get("answered", answered), "meta": meta}
@@ -203,7 +184,21 @@ class Players:
 
         key: (seed, task id, sample, turn).
         """
-        n = self.args.best_of
+        actions, drawn = await self.sample(history, key, self.args.best_of, candidates)
+        chosen = actions[0]
+        if self.critic:
+            scores = await ask(self.critic, task, history, actions)
+            values = [score + self.args.prior * sum(action["logprobs"])
+                      for score, action in zip(scores, actions)]
+            chosen = actions[values.index(max(values))]
+        message = {"role": "assistant", "content": None, **chosen}
+        if candidates:
+            message["candidates"] = drawn
+        return message
+
+    async def sample(self, history, key, n, candidates):
+        """(n actions, so many candidates) after a history; of candidates only the whole log-prob.
+        """
         draws = [(*key, j) for j in range(n)]
         draws += [(*key, "candidate", j) for j in range(candidates)]
         prompt = render(self.tokenizer, history, self.args.thinking)
@@ -214,122 +209,138 @@ class Players:
         texts = self.tokenizer.batch_decode([ids for ids, _ in drawn], skip_special_tokens=True)
         actions = []
         for text, (ids, logprobs) in zip(texts, drawn):
-            if not math.isfinite(sum(logprobs)):
-                raise EpisodeError("the model's log-probs are NaN or infinite: are its weights "
-                                   "sound?")
-            sent = len(actions) < n
-            likely = {"logprobs": logprobs} if sent else {"logprob": round(sum(logprobs), 6)}
-            cut = {} if ids[-1] in self.stop else {"cut": True}
-            actions.append({"output": text, "token_ids": ids, **likely, **cut})
-        chosen = await self.best(task, history, actions[:n]) if self.critic else actions[0]
-        message = {"role": "assistant", "content": None, **chosen}
-        if candidates:
-            message["candidates"] = actions[n:]
-        return message
-
-    async def best(self, task, history, actions):
-        """The critic's favourite action."""
-        scores = await ask(self.critic, task, history, actions)
-        values = [score + self.args.prior * sum(action["logprobs"])
-                  for score, action in zip(scores, actions)]
-        return actions[values.index(max(values))]
+            numbers = [round(x, 6) for x in logprobs if x is not None and abs(x) < 1000]
+            if len(numbers) != len(ids):  # servers write -9999 for minus infinity
+                raise EpisodeError("log-probs are missing, NaN or infinite: are the weights sound?")
+            if max(ids) >= len(self.tokenizer):
+                raise EpisodeError(f"token {max(ids)} is not of --model: has the engine another?")
+            action = {"output": text, "token_ids": ids, "logprobs": numbers}
+            if cut := ids[-1] not in self.stop:
+                action["cut"] = True
+            self.totals.update(actions=1, cut=cut)
+            actions.append(action)
+        for action in actions[n:]:
+            action["logprob"] = round(sum(action.pop("logprobs")), 6)
+        return actions[:n], actions[n:]
 
     async def human(self, task, history):
         """The human's reply to the last message."""
         said = await ask(self.reply, task, history)
         return said[:environment(task).reply_chars]
 
-    async def llm_reply(self, task, history):
-        """The reply of the LLM, which reads the hidden information and looks at pages."""
-        env, content = environment(task), human_prompt(task, history)
-        if env.pages:
-            try:
-                message = history[-1]["content"]
-                seen = await asyncio.to_thread(self.renderer.pair, task, message)
-            except RenderError as e:
-                return NOT_SEEN.format(e)
-            urls = ["data:image/png;base64," + base64.b64encode(page["png"]).decode()
-                    for page in seen]
-            content = [{"type": "text", "text": content},
-                       *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
-        most = self.args.human_tokens or env.reply_chars * 3 // 8
-        said = await self.llm.chat(content, most, key=task_id(task))
-        return redact(said, hidden_information(task))
+
+def refuse_template(tokenizer):
+    """Ends the program if the template does not begin the assistant's message in a prompt."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue000"}]
+    write = partial(tokenizer.apply_chat_template, tokenize=False)
+    whole, prompt = write(messages), write(messages[:1], add_generation_prompt=True)
+    header = whole.partition("\ue000")[0].removeprefix(prompt)
+    if header.strip() and prompt == write(messages[:1]):
+        fail(f"--model's chat template ignores add_generation_prompt, which has to add {header!r}")
 
 
 async def ask(function, *args):
-    """What human or critic gives; None or a ValueError ends the episode."""
+    """What human or critic gives; None or a ValueError ends the episode, an OSError the run."""
     try:
         given = function(*args)
         given = await given if inspect.isawaitable(given) else given
     except ValueError as e:
         raise EpisodeError(e) from None
+    except OSError as e:  # of a connection
+        fail(f"{function.__name__}(): {e}")
     if given is None:
         raise EpisodeError(f"{function.__name__}() gives nothing")
     return given
 
 
-def trained_critic(args):
+class Batcher:
+    """Computes in a thread what coroutines ask for, together what waits at a time.
+
+    compute(new) begins requests, and sets the `result` of at least one of those under way.
+    """
+
+    def __init__(self):
+        self.waiting, self.under_way = [], []  # requests
+        self.step = None  # the asyncio task that computes for all
+
+    async def ask(self, **what):
+        request = SimpleNamespace(result=None, **what)
+        self.waiting.append(request)
+        while request.result is None:
+            self.step = self.step or asyncio.ensure_future(self.take_step())
+            await self.step
+        return request.result
+
+    async def take_step(self):
+        before = 0
+        while before != len(self.waiting):  # until all have asked: batches are full, and the
+            before = len(self.waiting)      # same every time
+            await asyncio.sleep(0)
+        new = self.admit()
+        self.under_way += new
+        await asyncio.get_running_loop().run_in_executor(COMPUTE, self.compute, new)
+        self.under_way = [request for request in self.under_way if request.result is None]
+        self.step = asyncio.ensure_future(self.take_step()) if self.under_way else None
+
+    def admit(self):
+        """Takes from the waiting requests those that begin now."""
+        new, self.waiting = self.waiting, []
+        return new
+
+
+class Critic(Batcher):
     """The critic in a finished --out of train_critic.py.
 
     await critic(task, history, actions) gives the actions' advantages.
     """
-    base, ref_context = find_reference(args.critic)
-    pi, tokenizer = load(args.critic, DEVICE, "auto")
-    pi_ref, _ = load(base, DEVICE, "auto")
-    waiting, lock, step = {}, asyncio.Lock(), None
 
-    def score_turns(ref_of):
-        ref = score(pi_ref, list(ref_of.values()), TREE_TOKENS)
-        return advantages(pi, dict(zip(ref_of, ref)), TREE_TOKENS)
+    def __init__(self, args):
+        super().__init__()
+        base, self.ref_context = find_reference(args.critic)
+        self.pi, self.tokenizer = load(args.critic, DEVICE, "auto")
+        self.pi_ref, _ = load(base, DEVICE, "auto")
+        self.thinking = args.thinking
 
-    async def score_waiting():
-        nonlocal step
-        async with lock:  # while others are scored, more requests come, which this one takes along
-            work = partial(score_turns, dict(waiting))
-            waiting.clear()
-            step = None
-            return await asyncio.get_running_loop().run_in_executor(COMPUTE, work)
+    async def __call__(self, task, history, actions):
+        turns = critic_turns(self.tokenizer, task, history, actions, self.thinking, True,
+                             self.ref_context == "hidden")
+        return await self.ask(turns=turns)
 
-    async def judged(task, history, actions):
-        turns = critic_turns(tokenizer, task, history, actions, args.thinking, True,
-                             ref_context == "hidden")
-        nonlocal step
-        waiting.update(turns)
-        step = step or asyncio.ensure_future(score_waiting())
-        scores = await step
-        return [scores[turn] for turn, _ in turns]
-
-    return judged
+    def compute(self, new):
+        ref_of = dict(pair for request in new for pair in request.turns)
+        ref = score(self.pi_ref, list(ref_of.values()), TREE_TOKENS)
+        values = advantages(self.pi, dict(zip(ref_of, ref)), TREE_TOKENS)
+        for request in new:
+            request.result = [values[turn] for turn, _ in request.turns]
 
 
 # --- all episodes ---------------------------------------------------------------------------------
 
-def finished_episodes(args, meta):
+def finished_episodes(path, meta):
     """{(task id, sample)} of the episodes in --resume's file, which may be empty.
 
     A last line that a kill has cut is dropped from the file. Episodes of other weights or SAME
     flags than those in `meta` end the program.
     """
-    path, done = args.resume, set()
-    if not path:
-        return done
+    done = set()
     with fail_on_error(f"--resume {path}"), open(path, "rb+") as f:
-        *_, last = b"", *deque(f, 1)
-        if last.startswith(b"{") and not last.endswith(b"\n"):
+        line = b""
+        for line in f:
+            pass
+        if line.startswith(b"{") and not line.endswith(b"\n"):
             try:
-                json.loads(last)
+                json.loads(line)
                 f.write(b"\n")  # it is whole
             except ValueError:
-                f.truncate(f.tell() - len(last))
+                f.truncate(f.tell() - len(line))
         f.seek(0)
         fields = "task.problem_description", "task.ground_truth", "sample"
         for r in read_jsonl(f, fields, path) if os.path.getsize(path) else ():
             done.add((task_id(r["task"]), r["sample"]))
             had = r.get("meta", {})
-            had = had.get("candidates", had)
+            had = had.get("candidates", had)  # those of add_candidates
             for name in ("model_weights", *SAME):
-                if None not in (had.get(name), meta[name]) and had[name] != meta[name]:
+                if had.get(name, meta[name]) != meta[name]:
                     fail(f"--resume {path} holds episodes with {name} {had[name]}, not "
                          f"{meta[name]}: give the same flags and weights, or another file")
     return done
@@ -340,47 +351,51 @@ class Run(Players):
 
     def __init__(self, args, emit):
         super().__init__(args)
-        self.emit, self.done = emit, finished_episodes(args, self.meta)
-        self.totals, self.error = Counter({"done before": len(self.done)}), None
-        self.texts, self.samples_of = {}, Counter()  # of a task id: digest, how many were read
+        self.emit, self.error = emit, None
+        self.done = finished_episodes(args.resume, self.meta) if args.resume else set()
 
     async def all(self):
         """Plays all episodes, and says how it went."""
-        await self.load()
-        args, jobs = self.args, self.jobs()
-        self.bar = progress(f"episodes of {args.model}")
-        n = args.concurrency * args.data_parallel * len(args.engine.split(","))
-        await asyncio.gather(*(self.work(jobs) for _ in range(n)))
+        jobs = self.jobs()
+        if first := next(jobs, None):  # before what is slow: stdin or a flag may be wrong
+            await self.load()
+            jobs = itertools.chain([first], jobs)
+            self.bar = progress(f"episodes of {self.args.model}")
+            await asyncio.gather(*(self.work(jobs) for _ in range(self.args.concurrency)))
         self.summary()
 
     def jobs(self):
-        """Yields (record, sample) of the episodes to play."""
-        for record in read_jsonl(sys.stdin, needs()):
-            for sample in self.samples(record):
-                if (record["task"]["id"], sample) not in self.done:
-                    yield record, sample
-
-    def samples(self, record):
-        """Completes a record's task; returns the numbers of its samples.
+        """Yields (record, sample) of the episodes to play; completes the records' tasks.
 
         A task that comes again gets further samples, and so does one's next dialogue.
         """
-        task = record["task"]
-        record["task"] = task = {"kind": kind_of(task), **task, "id": task_id(task)}
-        text = digest([task["problem_description"], task["ground_truth"]])
-        if self.texts.setdefault(task["id"], text) != text:
-            fail(f"two unlike tasks of stdin have the id {task['id']}")
-        played = "dialogue_history" in record
-        if not played and not self.args.human:
-            fail("--human is missing: give the http://host:port/v1 of an LLM, fixed:TEXT, or a "
-                 "FILE.py that defines reply(task, history)")
-        if played and not self.args.candidates:
-            fail(f"task {task['id']} has a dialogue already: give --candidates, or cut it out")
-        if "sample" in record and played:
-            return [record["sample"]]
-        first, n = self.samples_of[task["id"]], 1 if played else self.args.k
-        self.samples_of[task["id"]] += n
-        return range(first, first + n)
+        texts, samples_of = {}, Counter()  # of a task id: digest, how many
+        for record in read_jsonl(sys.stdin, needs()):
+            task = record["task"]
+            record["task"] = task = {"kind": kind_of(task), **task, "id": task_id(task)}
+            text = digest([task["problem_description"], task["ground_truth"]])
+            if texts.setdefault(task["id"], text) != text:
+                fail(f"two unlike tasks of stdin have the id {task['id']}")
+            played, first = "dialogue_history" in record, samples_of[task["id"]]
+            if played:
+                self.check_played(task["id"], record.get("meta", {}).get("thinking"))
+            elif not self.args.human:
+                fail("--human is missing: give the http://host:port/v1 of an LLM, fixed:TEXT, or a "
+                     "FILE.py that defines reply(task, history)")
+            n = 1 if played else self.args.k
+            if played and "sample" in record:
+                first = record["sample"]
+            else:
+                samples_of[task["id"]] += n
+            for sample in range(first, first + n):
+                if (task["id"], sample) not in self.done:
+                    yield record, sample
+
+    def check_played(self, name, thinking):
+        if not self.args.candidates:
+            fail(f"task {name} has a dialogue already: give --candidates, or cut it out")
+        if thinking not in (None, self.args.thinking):
+            fail(f"the dialogue of task {name} was played with --thinking {thinking}")
 
     async def work(self, jobs):
         """Plays one episode after another. An error of the run waits for those under way."""
@@ -388,7 +403,7 @@ class Run(Players):
             for record, sample in jobs:
                 if not self.error:
                     await self.one(record, sample)
-        except (RunError, SystemExit) as e:
+        except SystemExit as e:
             self.error = str(e).removeprefix("error: ")
 
     async def one(self, record, sample):
@@ -404,19 +419,16 @@ class Run(Players):
                 say(f"task {record['task']['id']}, sample {sample} failed: {e}")
             return
         new["meta"] = {**record.get("meta", {}), **new["meta"]}
-        record = {**record, **new}
-        self.emit(record)
+        self.emit({**record, **new})
         self.bar.update()
-        actions = [a for m in agent_messages(record) for a in (m, *m.get("candidates", ()))]
-        self.totals.update(episodes=1, actions=len(actions),
-                           cut=sum("cut" in action for action in actions))
+        self.totals["episodes"] += 1
 
     def summary(self):
         """Says how it went; ends the program by its error, if there was one."""
         totals = self.totals
         cut = 100 * totals["cut"] / max(1, totals["actions"])
-        say(f"{totals['episodes']} episodes of {self.args.model} ({totals['done before']} done "
-            f"before): {cut:.1f} % of actions cut at --max_tokens {self.args.max_tokens}")
+        say(f"{totals['episodes']} episodes of {self.args.model} ({len(self.done)} done before): "
+            f"{cut:.1f} % of actions cut at --max_tokens {self.args.max_tokens}")
         if self.error:
             fail(self.error)
         if totals["failed"]:
@@ -427,81 +439,112 @@ class Run(Players):
 def main(args):
     try:
         asyncio.run(Run(args, open_stdout()).all())
-    except (GraderError, RunError) as e:
+    except (GraderError, EpisodeError) as e:
         fail(e)
 
 
 # --- servers --------------------------------------------------------------------------------------
 
 class Endpoint:
-    """OpenAI-compatible servers of one model. The API key comes from the environment.
+    """An OpenAI-compatible server. The API key comes from the environment."""
+    hints = {404: " (an address ends in /v1)"}  # what may help, by a reply's status
 
-    Requests of one key go to one server, which has their prompts' beginning in its cache. The
-    client repeats a request that fails; then the others get it, and the server is their last
-    choice until it answers again.
-    """
-
-    def __init__(self, urls, args):
-        """urls: "http://host:port/v1", several with commas between."""
+    def __init__(self, url, args, body):
+        """body: what all requests share."""
         import openai
+        where = urlsplit(url)
+        if not where.path.strip("/"):
+            url = url.rstrip("/") + "/v1"
+        here = where.hostname in ("localhost", "127.0.0.1", "::1")  # behind no proxy
         self.errors = openai.OpenAIError, ConnectionError
-        options = {"api_key": os.environ.get("OPENAI_API_KEY", "none"), "max_retries": args.retries,
-                   "timeout": openai.Timeout(args.timeout, connect=30)}
-        self.clients = [openai.AsyncOpenAI(base_url=url, **options) for url in urls.split(",")]
-        self.answered, self.down = 0, set()  # requests, clients
+        self.client = openai.AsyncOpenAI(
+            base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"),
+            max_retries=args.retries, timeout=openai.Timeout(args.timeout, connect=30),
+            http_client=openai.DefaultAsyncHttpxClient(trust_env=not here))
+        self.body, self.answered = body, 0  # requests
+        self.failed = set()  # tasks whose requests were of no use since the last answer
 
-    async def meet(self, wanted=None, alias=False):
-        """Asks for the model's name: `wanted`, or the only one that is served. Returns self.
-
-        alias: 1 if the only one may be `wanted` under another name.
-        """
-        async def names(client):
-            reply = await client.with_options(max_retries=0).models.list()
-            return [model.id for model in reply.data]
-        try:
-            served = await self(names)
-        except EpisodeError as e:  # no such server
-            raise RunError(e) from None
-        self.model = served[0] if len(served) == 1 and (alias or not wanted) else wanted
-        if self.model not in served:
-            fail(f"{self.clients[0].base_url} serves {', '.join(served)}, not {wanted or 'one'}")
+    async def meet(self):
+        """Asks for the model's name, which body must tell if there are several; returns self."""
+        served = await self.ask("/models", lambda reply: [model["id"] for model in reply["data"]])
+        name = served[0] if len(served) == 1 else self.body.get("model")
+        if name not in served:
+            fail(f"{self.client.base_url} serves {', '.join(served) or 'no model'}, not {name}; "
+                 """--human_params '{"model": "NAME"}' names the human's""")
+        self.body["model"] = name
         return self
 
-    async def __call__(self, request, key=None):
-        """await request(client), of a server that answers.
+    async def ask(self, path, read, task=None, **body):
+        """read(reply) of a request; one without a body is not repeated.
 
-        EpisodeError: this request is wrong, or its reply of no use. If no server answered it, nor
-        any other request in that time, the program ends.
+        EpisodeError: it is wrong, or its reply of no use. Where that is so for 8 tasks in a row, or
+        none was answered while the client repeated it, the run ends.
         """
-        answered, order = self.answered, rng(key).sample(self.clients, len(self.clients))
-        for client in sorted(order, key=self.down.__contains__):
-            try:
-                reply = await request(client)
-            except Exception as e:
-                why = f"{client.base_url}: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
-                wrong = getattr(e, "status_code", 0) in (400, 413, 422)
-                if wrong or not isinstance(e, self.errors):
-                    raise EpisodeError(why) from None
-                self.down.add(client)
+        answered = self.answered
+        try:
+            if body:
+                reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
             else:
-                self.answered += 1
-                self.down.discard(client)
-                return reply
-        if self.answered == answered:
-            raise RunError(why + "; --resume FILE goes on from what was finished")
-        raise EpisodeError(why)
+                reply = await self.client.with_options(max_retries=0).get(path, cast_to=object)
+            result = read(reply)
+        except Exception as e:
+            status, text = getattr(e, "status_code", 0), " ".join(str(e).split())[:200]
+            if isinstance(e, (LookupError, TypeError)):
+                text = "the reply is not that of an OpenAI-compatible server"
+            why = f"{self.client.base_url}: {type(e).__name__}: {text}{self.hints.get(status, '')}"
+            wrong = status in (400, 413, 422) or not isinstance(e, self.errors)
+            if wrong:
+                self.failed.add(task)
+            if len(self.failed) >= 8 or not wrong and self.answered == answered:
+                fail(why + "; --resume FILE goes on from what was finished")
+            raise EpisodeError(why) from None
+        self.answered += 1
+        self.failed.clear()
+        return result
 
-    async def chat(self, content, max_tokens, key):
-        """The model's reply to a user's message at temperature 0, without its thought."""
-        async def ask(client):
-            completion = await client.chat.completions.create(
-                model=self.model, messages=[{"role": "user", "content": content}],
-                temperature=0, seed=0, max_tokens=max_tokens)
-            reply = without_thinking(completion.choices[0].message.content or "")
-            if not reply:
-                raise ValueError("an empty reply")
-            return reply.encode(errors="replace").decode()  # no tokenizer takes a lone surrogate
-        return await self(ask, key)
+
+class LLM(Endpoint):
+    """An LLM that plays the human: it reads the hidden information, and looks at pages."""
+    leave_out = """ (--human_params '{"NAME": null}' leaves a parameter out)"""
+    hints = {**Endpoint.hints, 400: leave_out, 422: leave_out}
+
+    def __init__(self, args):
+        params = {"temperature": 0, "max_tokens": 1024, **args.human_params}
+        given = {name: value for name, value in params.items() if value is not None}
+        super().__init__(args.human, args, given)
+        self.browser = args.browser
+
+    @cached_property
+    def renderer(self):
+        """The browsers of those who look at pages; the first page starts one."""
+        return Renderer(os.cpu_count(), self.browser)
+
+    async def reply(self, task, history):
+        content = human_prompt(task, history)
+        if environment(task).pages:
+            try:
+                message = history[-1]["content"]
+                seen = await asyncio.to_thread(self.renderer.pair, task, message)
+            except RenderError as e:
+                return NOT_SEEN.format(e)
+            urls = ["data:image/png;base64," + base64.b64encode(page["png"]).decode()
+                    for page in seen]
+            content = [{"type": "text", "text": content},
+                       *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
+        reply = await self.ask("/chat/completions", said, task_id(task),
+                               messages=[{"role": "user", "content": content}])
+        return redact(reply, task["ground_truth"])
+
+
+def said(reply):
+    """What a chat model's reply says, without its thought."""
+    choice = reply["choices"][0]
+    text = without_thinking(choice["message"]["content"] or "")
+    if not text:
+        longer = """ (--human_params '{"max_tokens": 4000}' lets it think longer)"""
+        reason = choice["finish_reason"]
+        raise ValueError(f"an empty reply, finish_reason {reason}{longer * (reason == 'length')}")
+    return text.encode(errors="replace").decode()  # no tokenizer takes a lone surrogate
 
 
 # --- engines: await engine(prompt_ids, draws) samples the agent's messages ------------------------
@@ -511,72 +554,31 @@ class Endpoint:
 # token_ids end with a token of `stop` unless max_tokens cut them. logprobs are the sampler's, at
 # its temperature and top_p.
 
-async def http_engine(args, stop):
-    """Samples by vLLM servers, which take and give token ids."""
-    servers = await Endpoint(args.engine, args).meet(args.model, alias=True)
-    fixed = {"model": servers.model, "temperature": args.temperature, "top_p": args.top_p,
-             "top_k": 0, "min_p": 0, "repetition_penalty": 1, "logprobs": 0,
-             "max_tokens": args.max_tokens, "stop_token_ids": sorted(stop),
-             "skip_special_tokens": False, "return_token_ids": True}
+class VllmEngine(Endpoint):
+    """Samples by a vLLM server, which takes and gives token ids.
 
-    async def engine(prompt, draws):
-        seed = rng(*draws[0]).getrandbits(31)
-        body = {**fixed, "prompt": prompt, "seed": seed, "n": len(draws)}
+    Another batch may change its tokens, whatever the seed.
+    """
 
-        async def ask(client):  # completions.create would check the reply number by number
-            outs = (await client.post("/completions", cast_to=object, body=body))["choices"]
+    def __init__(self, args, stop):
+        super().__init__(args.engine, args, {
+            "model": args.model, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0,
+            "min_p": 0, "repetition_penalty": 1, "max_tokens": args.max_tokens,
+            "stop_token_ids": sorted(stop), "skip_special_tokens": False, "logprobs": 0,
+            "return_token_ids": True})
+
+    async def __call__(self, prompt, draws):
+        def read(reply):
+            outs = reply["choices"]
             if any(out["finish_reason"] not in ("stop", "length") for out in outs):
                 raise ConnectionError("a message is cut off: the server is shutting down")
             if len(outs) != len(draws) or not all(out.get("token_ids") for out in outs):
                 raise ValueError("no token_ids for each draw: it takes vLLM 0.10 or newer")
-            return [(out["token_ids"], [round(x, 6) for x in out["logprobs"]["token_logprobs"]])
+            return [(out["token_ids"], (out["logprobs"] or {}).get("token_logprobs") or [])
                     for out in outs]
-        return await servers(ask, draws[0][:3])
 
-    return engine
-
-
-def vllm_engine(args, stop):
-    """Samples by vLLM in this process. Another batch may change its tokens, whatever the seed."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # torch was asked for a GPU: no fork now
-    try:
-        from vllm import AsyncEngineArgs, SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-        from vllm.v1.engine.async_llm import AsyncLLM
-        import psutil  # comes with it
-    except ImportError as e:
-        fail(f"--engine vllm needs the package vllm ({e}): see requirements.txt")
-    options = dict(tensor_parallel_size=args.tensor_parallel, max_model_len=args.max_model_len,
-                   data_parallel_size=args.data_parallel, logprobs_mode="processed_logprobs",
-                   generation_config="vllm", enable_prefix_caching=True, disable_log_stats=True,
-                   use_tqdm_on_load=False)
-    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=args.model, **options))
-    # its processes would outlive a kill and keep the GPU; a pipe closes however this one ends
-    its = [str(process.pid) for process in psutil.Process().children(recursive=True)]
-    subprocess.Popen(["sh", "-c", 'read line; kill -9 "$@"', "sh", *its], stdin=subprocess.PIPE,
-                     stderr=subprocess.DEVNULL, start_new_session=True)
-    atexit.register(llm.shutdown)
-
-    async def engine(prompt, draws):
-        params = SamplingParams(n=len(draws), seed=rng(*draws[0]).getrandbits(31),
-                                temperature=args.temperature, top_p=args.top_p,
-                                max_tokens=args.max_tokens, stop_token_ids=sorted(stop),
-                                logprobs=0, flat_logprobs=True, detokenize=False,
-                                output_kind=RequestOutputKind.FINAL_ONLY)
-        home = rng(*draws[0][:3]).randrange(args.data_parallel)  # has its prefix in its cache
-        try:
-            async for reply in llm.generate({"type": "token", "prompt_token_ids": prompt}, params,
-                                            str(draws[0]), data_parallel_rank=home):
-                outs = reply.outputs
-        except Exception as e:  # of many kinds: the prompt is too long, the engine has died
-            why = f"vllm: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
-            raise (RunError if llm.errored else EpisodeError)(why) from None
-        return [(list(out.token_ids), [round(x, 6) for x in out.logprobs.logprobs])
-                for out in outs]
-
-    return engine
+        return await self.ask("/completions", read, draws[0][1], prompt=prompt, n=len(draws),
+                              seed=rng(*draws[0]).getrandbits(31))
 
 
 class Group:
@@ -587,19 +589,20 @@ class Group:
     (2, rows, heads, room, size), of the rows.
     """
 
-    def __init__(self, prompts, known, draws):
-        """draws[i]: prompt i's actions. known[i]: (n, kept() of a prompt that shares n tokens)."""
-        self.known = known
-        self.lengths = torch.tensor([len(prompt) for prompt in prompts], device=DEVICE)
-        self.new = [len(prompt) - n for prompt, (n, _) in zip(prompts, known)]
-        self.runs = SimpleNamespace(q=self.new, kv=[len(prompt) for prompt in prompts])
+    def __init__(self, prompts, cached, draws):
+        """draws[i]: prompt i's actions. cached[i]: (n, prompt_cache() of one that shares n tokens).
+        """
+        lengths = [len(prompt) for prompt in prompts]
+        self.cached, self.lengths = cached, torch.tensor(lengths, device=DEVICE)
+        self.new = [length - n for length, (n, _) in zip(lengths, cached)]
+        self.runs = SimpleNamespace(q=self.new, kv=lengths)
         self.n, self.actions = len(draws[0]), [action for of in draws for action in of]
         self.slots = torch.arange(len(self.actions), device=DEVICE)
         self.shared, self.own = [], []
         self.steps = -1  # tokens of the rows that have keys; -1: the prompts are read now
-        self.ids = [t for prompt, (n, _) in zip(prompts, known) for t in prompt[n:]]
-        self.positions = torch.cat([torch.arange(n, len(prompt), device=DEVICE)
-                                    for prompt, (n, _) in zip(prompts, known)])
+        self.ids = [t for prompt, (n, _) in zip(prompts, cached) for t in prompt[n:]]
+        self.positions = torch.cat([torch.arange(n, length, device=DEVICE)
+                                    for length, (n, _) in zip(lengths, cached)])
 
     def attend(self, layer, q, k, v, scale, left):
         """Attention of the new tokens, (tokens, heads, size). left: as in model.tree_attention."""
@@ -628,9 +631,9 @@ class Group:
         return (out + weights[..., width:] @ own_v).flatten(1, 2)
 
     def read(self, layer, q, new, scale, left):
-        """attend() of the prompts' tokens, as far as they are not known. new: keys and values."""
-        paths = [torch.cat([known[layer][:, :n], x], 1) if n else x
-                 for x, (n, known) in zip(new.split(self.new, 1), self.known)]
+        """attend() of the prompts' tokens that are not cached. new: their keys and values."""
+        paths = [torch.cat([layers[layer][:, :n], x], 1) if n else x
+                 for x, (n, layers) in zip(new.split(self.new, 1), self.cached)]
         padded = pad_sequence([x.transpose(0, 1) for x in paths], batch_first=True)
         self.shared.append(padded.permute(2, 0, 3, 1, 4).contiguous())
         self.own.append(new.new_empty(2, len(self.actions), new.shape[2], 32, new.shape[3]))
@@ -646,7 +649,7 @@ class Group:
         """by_prompt() back."""
         return x.unflatten(2, (self.n, -1)).transpose(1, 2).flatten(0, 1)[self.slots]
 
-    def kept(self, i):
+    def prompt_cache(self, i):
         """Keys and values of prompt i for a later one: (2, tokens, heads, size) of each layer."""
         n = self.lengths[i].item()
         return [x[:, i, :, :n].transpose(1, 2).contiguous() for x in self.shared]
@@ -683,7 +686,7 @@ def attend_in_groups(module, query, key, value, attention_mask, scaling=None, gr
 AttentionInterface.register("groups", attend_in_groups)
 
 
-class TransformersEngine:
+class TransformersEngine(Batcher):
     """Samples by transformers in this process.
 
     All actions under way grow by a token in one forward, in which requests join as others end.
@@ -691,14 +694,14 @@ class TransformersEngine:
     """
 
     def __init__(self, args, stop):
+        super().__init__()
         self.lm, _ = load_lm(args.model, DEVICE, args.dtype)
         self.lm.set_attn_implementation("groups")
         self.args, self.stop = args, stop
         config = self.lm.config.get_text_config()
         self.longest = getattr(config, "max_position_embeddings", None) or math.inf
-        self.waiting, self.under_way, self.groups = [], [], []  # requests, requests, Groups
-        self.step = None  # the asyncio task that samples for all requests
-        self.kept = {}  # episode: (its last prompt, Group.kept of it); the latest one comes last
+        self.groups = []
+        self.cache = {}  # episode: (its last prompt, keys and values of it); the latest comes last
 
     async def __call__(self, prompt, draws):
         if len(prompt) >= self.longest:
@@ -707,34 +710,19 @@ class TransformersEngine:
         most = min(self.args.max_tokens, self.longest - len(prompt))
         actions = [SimpleNamespace(rng=rng(*draw), ids=[], logps=[], most=most, ended=False)
                    for draw in draws]
-        request = SimpleNamespace(prompt=prompt, episode=draws[0][:3], actions=actions, live=True)
-        self.waiting.append(request)
-        while request.live:
-            self.step = self.step or asyncio.ensure_future(self.take_step())
-            await self.step
-        return [(action.ids, action.logps) for action in actions]
-
-    async def take_step(self):
-        """Samples, in a thread, until a request's actions have ended."""
-        before = 0
-        while before != len(self.waiting):  # until all have asked: batches are full, and the
-            before = len(self.waiting)      # same every time
-            await asyncio.sleep(0)
-        new = self.admit()
-        await asyncio.get_running_loop().run_in_executor(COMPUTE, self.sample, new)
-        self.step = asyncio.ensure_future(self.take_step()) if self.under_way else None
+        return await self.ask(prompt=prompt, episode=draws[0][:3], actions=actions)
 
     def admit(self):
-        """Takes from the waiting requests those that begin now, at least one if none is under way.
+        """Takes from the waiting requests those that find room, at least one if all have ended.
 
         Until they are a fifth of all actions they wait: groups are few and large.
         """
-        actions = sum(len(request.actions) for request in self.waiting)
-        if 4 * actions < sum(len(group.ids) for group in self.groups):
+        waiting = sum(len(request.actions) for request in self.waiting)
+        if waiting < sum(len(group.actions) for group in self.groups) / 4:
             return []
         new, room = [], self.args.max_batch_tokens
         for group in self.groups:
-            room -= group.lengths.sum().item() + len(group.ids) * max(32, group.steps)
+            room -= group.lengths.sum().item() + len(group.actions) * max(32, group.steps)
         for request in self.waiting:
             room -= len(request.prompt) + 32 * len(request.actions)
             if room < 0 and (new or self.groups):
@@ -744,48 +732,54 @@ class TransformersEngine:
         return new
 
     @torch.no_grad()
-    def sample(self, new):
+    def compute(self, new):
         """Begins new requests; samples until one has ended."""
-        by_prompt, by_number = {}, {}
+        by_prompt, by_number = {}, {}  # requests of a prompt; such lists, by how many actions
         for request in new:
             by_prompt.setdefault(tuple(request.prompt), []).append(request)
-        for prompt, requests in by_prompt.items():
-            actions = [action for request in requests for action in request.actions]
-            by_number.setdefault(len(actions), []).append((prompt, requests, actions))
+        for requests in by_prompt.values():
+            n = sum(len(request.actions) for request in requests)
+            by_number.setdefault(n, []).append(requests)
         for alike in by_number.values():
-            self.begin(*zip(*alike))
-        while sum(len(prompt) for prompt, _ in self.kept.values()) > self.args.max_batch_tokens:
-            del self.kept[next(iter(self.kept))]
-        self.under_way += new
+            self.begin(alike)
+        while sum(len(prompt) for prompt, _ in self.cache.values()) > self.args.max_batch_tokens:
+            del self.cache[next(iter(self.cache))]
         while not (ended := [r for r in self.under_way if all(a.ended for a in r.actions)]):
             logits = self.forward(self.groups).split([len(group.ids) for group in self.groups])
             for group, part in zip(self.groups, logits):
                 group.grow(self.draw(part, group.actions))
             self.groups = [group for group in self.groups if group.actions]
         for request in ended:
-            request.live = False
-            self.under_way.remove(request)
+            request.result = [(action.ids, action.logps) for action in request.actions]
 
-    def begin(self, prompts, requests, actions):
-        """Reads prompts that have as many actions each, in one forward; draws the first tokens."""
-        known = [self.known(prompt, of[0].episode) for prompt, of in zip(prompts, requests)]
-        group = Group(prompts, known, actions)
+    def begin(self, requests):
+        """Reads the prompts of a group in one forward; draws the first tokens.
+
+        requests: of each prompt those that have it.
+        """
+        prompts = [of[0].prompt for of in requests]
+        cached = [self.cached(of[0]) for of in requests]
+        actions = [[action for request in of for action in request.actions] for of in requests]
+        group = Group(prompts, cached, actions)
         last = torch.tensor([*itertools.accumulate(group.new)], device=DEVICE) - 1
         logits = self.forward([group], last).repeat_interleave(group.n, 0)
-        group.known = None
-        for i, prompt in enumerate(prompts):
-            for request in requests[i]:
-                self.kept.pop(request.episode, None)
-                self.kept[request.episode] = prompt, group.kept(i)
+        group.cached = None
+        for i, of in enumerate(requests):
+            for request in of:
+                self.cache.pop(request.episode, None)
+                self.cache[request.episode] = request.prompt, group.prompt_cache(i)
         group.grow(self.draw(logits, group.actions))
         if group.actions:
             self.groups.append(group)
 
-    def known(self, prompt, episode):
-        """(tokens, Group.kept) of a kept prompt that begins as this one, of any episode."""
-        latest = next(reversed(self.kept.values()), None)
-        before, layers = self.kept.get(episode, latest) or ((), None)
-        return min(common_prefix(before, prompt), len(prompt) - 1), layers
+    def cached(self, request):
+        """(n, keys and values) of a prompt in the cache whose first n tokens are the request's.
+
+        That is the last one of its episode, or of the episode that was here last.
+        """
+        latest = next(reversed(self.cache.values()), ((), None))
+        before, layers = self.cache.get(request.episode, latest)
+        return min(common_prefix(before, request.prompt), len(request.prompt) - 1), layers
 
     def forward(self, groups, at=0):
         """(rows, vocabulary) logits of all tokens, or of those at the indices `at`."""
@@ -804,7 +798,7 @@ class TransformersEngine:
             for r, t, p in zip(rows, token[:, 0].tolist(), logp[:, 0].tolist()):
                 tokens[r], action = t, actions[r]
                 action.ids.append(t)
-                action.logps.append(round(p, 6))
+                action.logps.append(p)
                 action.ended = t in self.stop or len(action.ids) == action.most
         return tokens
 

@@ -28,7 +28,7 @@ from colbench import agent_messages, environment, needs, task_id
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] [FILE | NAME=FILE,FILE,... ...] >> results.jsonl")
-    p.add_argument("files", nargs="*", metavar="FILE | NAME=FILE,FILE,...",
+    p.add_argument("files", nargs="*", default=["-"], metavar="FILE | NAME=FILE,FILE,...",
                    help="a system's graded records, else stdin; NAME=: its runs of several seeds")
     flag(p, "bootstrap", 2000, "resamples; 0: no intervals")
     return p.parse_args(argv)
@@ -57,25 +57,22 @@ class System:
     """
 
     def __init__(self, name, files):
-        self.name, self.files, self.n_episodes = name, files, 0
+        self.name, self.files = name, files
         self.clusters = {}  # (file index, task id): {metric: (numerator, denominator)}
         self.rewards, self.by = set(), set()
-
-    def read(self):
         need = needs("dialogue_history", "reward")
-        for i, path in enumerate(self.files):
-            with fail_on_error(path):
-                stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
+        for i, path in enumerate(files):
             name = "stdin" if path == "-" else path
+            with fail_on_error(name):
+                stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
             for record in read_jsonl(stream, need, name):
                 self.add((i, task_id(record["task"])), record)
 
     def add(self, cluster, record):
-        sums, measured = self.clusters.setdefault(cluster, {}), measure(record)
-        for metric, (numerator, denominator) in measured.items():
+        sums = self.clusters.setdefault(cluster, {})
+        for metric, (numerator, denominator) in measure(record).items():
             n, d = sums.get(metric, (0, 0))
             sums[metric] = n + numerator, d + denominator
-        self.n_episodes += 1
         self.rewards.add(environment(record["task"]).reward_name)
         if "reward_by" in record:
             self.by.add(record["reward_by"])
@@ -88,17 +85,14 @@ class System:
 
 def named_systems(args):
     """The systems of the command line: a file is named by its stem, or by its path if two are."""
-    args = args or ["-"]
     stems = [os.path.splitext(os.path.basename(arg))[0] for arg in args]
     systems = []
     for arg, stem in zip(args, stems):
         name, named, files = arg.partition("=")
-        if named and not os.path.exists(arg):  # runs/lr=1/test.jsonl is a file
-            systems.append(System(name, files.split(",")))
-        elif arg == "-":
-            systems.append(System("stdin", ["-"]))
-        else:
-            systems.append(System(stem if stems.count(stem) == 1 else arg, [arg]))
+        files = files.split(",")
+        if not named or os.path.exists(arg):  # runs/lr=1/test.jsonl is a file
+            name, files = stem if stems.count(stem) == 1 else arg, [arg]
+        systems.append(System("stdin" if arg == "-" else name, files))
     return systems
 
 
@@ -134,8 +128,9 @@ def with_interval(statistic, tasks, resamples):
 
 def result(system, systems, resamples):
     """The JSON record of a system."""
+    episodes = sum(sums["turns"][1] for sums in system.clusters.values())
     out = {"system": system.name, "files": system.files, "rewards": sorted(system.rewards),
-           "reward_by": sorted(system.by), "episodes": system.n_episodes,
+           "reward_by": sorted(system.by), "episodes": episodes,
            "tasks": len({task for _, task in system.clusters}), "version": version()}
     for metric in dict.fromkeys(m for s in systems for sums in s.clusters.values() for m in sums):
         tasks = by_task(system.sums(metric, system.clusters), system.clusters)
@@ -150,12 +145,12 @@ def difference(first, system, resamples):
     common = [cluster for cluster in first.clusters if cluster in system.clusters]
     out = {"first": first.name, "clusters": len(common)}
     for metric in ("success", "tests_passed"):
-        pairs = np.hstack([s.sums(metric, common) for s in (first, system)])  # (clusters, 4)
+        both = np.hstack([s.sums(metric, common) for s in (first, system)])  # (clusters, 4)
         out[metric], out[f"{metric}_95"] = with_interval(
-            lambda tasks: ratio(tasks[:, 2:]) - ratio(tasks[:, :2]), by_task(pairs, common),
+            lambda tasks: ratio(tasks[:, 2:]) - ratio(tasks[:, :2]), by_task(both, common),
             resamples)
-    mine, n, other, m = pairs.T
-    wins = np.stack([(1 + np.sign(other / m - mine / n)) / 2, np.ones(len(common))], 1)
+    means = [np.divide(*s.sums("tests_passed", common).T) for s in (first, system)]
+    wins = np.stack([(1 + np.sign(means[1] - means[0])) / 2, np.ones(len(common))], 1)
     out["wins"], out["wins_95"] = with_interval(ratio, by_task(wins, common), resamples)
     return out
 
@@ -214,8 +209,6 @@ def table(results):
 
 def main(args):
     emit, systems = open_stdout(), named_systems(args.files)
-    for system in systems:
-        system.read()
     results = [result(system, systems, args.bootstrap) for system in systems]
     for r in results:
         emit(r)

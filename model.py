@@ -644,8 +644,8 @@ def load_lm(path, device, dtype="fp32"):
     turns = proof_turns(config.get_text_config())[:2]
     model, _ = read_tree_lm(path, device, pick_dtype(dtype, torch.device(device)), turns)
     if not model.packed:
-        fail(f"--engine transformers can't sample from {path!r}, whose attention or layers are "
-             "of another kind: take --engine vllm, or a server's address")
+        fail(f"transformers can't sample here from {path!r}, whose attention or layers are "
+             "of another kind: give a vLLM server by --engine")
     model.lm.set_attn_implementation("sdpa")
     return model.lm.to(device), tokenizer
 

@@ -103,5 +103,5 @@ if __name__ == "__main__":
         if not args.model:
             args.model = os.path.join(folder, "model")
             save(toy.tiny(demos(200)), args.model)
-        compare(args, ["--model", args.model, "--human", toy.__file__, "--engine", "transformers",
+        compare(args, ["--model", args.model, "--human", toy.__file__,
                        *flags], tasks)

@@ -78,8 +78,8 @@ def test_the_sampler_draws_from_the_models_distribution(temperature, top_p, tiny
     """Each token comes up as often as its log-prob says, none from outside the nucleus ever."""
     p = players(tiny_dir, "--max_tokens", 1, "--temperature", temperature, "--top_p", top_p)
     prompt, n = prompt_of(p, "write f"), 6000
+    lm, _ = M.load_lm(tiny_dir, "cpu")
     with torch.no_grad():
-        lm, _ = M.load_lm(tiny_dir, "cpu")
         logits = lm(torch.tensor([prompt])).logits[:, -1].double()
     logps = nucleus((logits / temperature).log_softmax(-1), top_p)[0]
     seen = torch.zeros(len(logps))
@@ -216,7 +216,9 @@ def test_a_conversation_longer_than_the_models_context_is_no_episode(tasks, tiny
 
 TASK = {"problem_description": "p", "ground_truth": "def f(): return 1",
         "test_cases": {"test1": "f()"}}
-PLAYED = lines([{"task": TASK, "dialogue_history": dialogue("p")}])
+BARE, PLAYED = lines([TASK]), lines([{"task": TASK, "dialogue_history": dialogue("p")}])
+THOUGHT = lines([{"task": {**TASK, "id": "a"}, "dialogue_history": dialogue("p", "q"),
+                  "meta": {"thinking": 1}}])
 
 
 @pytest.mark.parametrize("stdin, flags, message", [
@@ -224,10 +226,12 @@ PLAYED = lines([{"task": TASK, "dialogue_history": dialogue("p")}])
     (PLAYED, [], "a dialogue already"),
     ("", ["--model", "no/such/dir"], "no model at 'no/such/dir'"),
     ("", ["--best_of", 2], "--critic"),
-    ("", ["--best_of", 2, "--critic", "no/critic"], "no/critic"),
-    ("", ["--human", "me.py"], "error: me.py: No such file"),
-    ("", ["--human", collect.__file__], "collect.py defines no reply()"),
+    (BARE, ["--best_of", 2, "--critic", "no/critic"], "no/critic"),
+    (BARE, ["--human", "me.py"], "error: me.py: No such file"),
+    (BARE, ["--human", collect.__file__], "collect.py defines no reply()"),
+    (THOUGHT, ["--candidates", 2], "the dialogue of task a was played with --thinking 1"),
     ("", ["--top_p", 0], "--top_p 0.0: give a share above 0"),
+    ("", ["--human_params", "[1"], "--human_params is no JSON object"),
     ("", ["--max_turns", 0], "argument --max_turns: 0 is below 1"),
     ("", ["--temperature", "nan"], "argument --temperature: nan is below 0")])
 def test_collect_complains(stdin, flags, message, tiny_dir):
@@ -268,6 +272,31 @@ def test_a_human_is_a_file_with_a_function(code, tasks, tiny_dir, tmp_path):
         assert said == [f"{n} {r['task']['id']}" for n in (2, 4)]
 
 
-def test_no_human_is_an_error_that_names_them(tasks, tiny_dir):
-    done = script("collect.py", "--model", tiny_dir, stdin=tasks)
-    complaint(done, "--human is missing", "http://host:port/v1", "fixed:TEXT", "reply(task")
+def test_a_wrong_human_is_told_before_the_model_is_loaded(tasks, tiny_dir, tmp_path):
+    base = shutil.copytree(tiny_dir, tmp_path / "base")
+    save_file({"no weight": torch.zeros(1)}, base / "model.safetensors")  # to load it would fail
+    choices = "--human is missing", "http://host:port/v1", "fixed:TEXT", "reply(task"
+    for human, parts in (([], choices), (["--human", "me.py"], ["me.py: No such file"]),
+                         (["--human", "http://127.0.0.1:9"], ["http://127.0.0.1:9/v1"])):
+        complaint(script("collect.py", "--model", base, *human, stdin=tasks), *parts)
+    complaint(script("collect.py", "--model", base, *HUMAN, stdin=tasks), str(base))
+
+
+def test_a_template_without_a_generation_prompt_is_refused(tasks, tiny_dir, tmp_path):
+    base = shutil.copytree(tiny_dir, tmp_path / "base")
+    chatml = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+              "{% endfor %}")
+    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    mistral = ("{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} "
+               "[/INST]{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}")
+    thinks = chatml.replace("\n{{", "\n{{ '<think></think>' if m['role'] == 'assistant' }}{{")
+    tokenizer = M.find_model(str(base))[1]
+    for template, good in ((chatml, False), (chatml + prompt, True), (mistral, True),
+                           (thinks + prompt, True)):
+        tokenizer.chat_template = template
+        if good:
+            collect.refuse_template(tokenizer)
+            continue
+        tokenizer.save_pretrained(base)
+        error = complaint(play(base, tasks))
+        assert "ignores add_generation_prompt" in error and "<|im_start|>assistant" in error

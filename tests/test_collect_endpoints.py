@@ -29,6 +29,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, reply, trouble=0.0, refuse=None):
         self.reply, self.trouble, self.refuse = reply, trouble, refuse
+        self.models, self.page = ["m"], False
         self.random = random.Random(0)
         self.seen, self.lock = [], threading.Lock()
         super().__init__(("127.0.0.1", 0), Handler)
@@ -45,15 +46,19 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-    def send(self, body, code=200):
+    def send(self, body, code=200, kind="application/json"):
         self.send_response(code)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body.encode())))
         self.end_headers()
         self.wfile.write(body.encode())
 
     def do_GET(self):
-        self.send(json.dumps({"object": "list", "data": [{"id": "m", "object": "model"}]}))
+        if self.server.page:
+            return self.send("<html>Welcome</html>", kind="text/html")
+        if self.path != "/v1/models":
+            return self.send('{"detail": "Not Found"}', 404)
+        self.send(json.dumps({"data": [{"id": name} for name in self.server.models]}))
 
     def do_POST(self):
         s, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -63,7 +68,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             kind = s.random.choice(["500", "cut", "stall", "429"]) if fails else ""
         if s.refuse:
             return self.send('{"error": "no"}', s.refuse)
-        good = json.dumps(s.reply(self.path, body))
+        good = s.reply(self.path, body)
+        if isinstance(good, tuple):  # status and text
+            return self.send(good[1], good[0])
+        good = json.dumps(good)
         if kind in ("500", "429"):
             return self.send('{"error": "busy"}', int(kind))
         if kind == "stall":
@@ -100,9 +108,8 @@ def play(tiny_dir, tasks, *flags, how=script):
 
 @pytest.mark.full
 def test_a_flaky_human_loses_no_episode_and_never_becomes_a_made_up_reply(tiny_dir, tasks):
-    servers = [Server(said, trouble=0.3), Server(said, trouble=0.3)]
-    urls = ",".join([servers[0].url, NOBODY, servers[1].url])
-    done = play(tiny_dir, tasks, "-k", 6, "--human", urls, "--retries", 2, how=succeed)
+    human = Server(said, trouble=0.3)
+    done = play(tiny_dir, tasks, "-k", 6, "--human", human.url, "--retries", 8, how=succeed)
     got, replies = records(done.stdout), 0
     assert sorted(map(key_of, got)) == sorted((t["task"]["id"], i) for t in tasks for i in range(6))
     for r in got:
@@ -113,9 +120,8 @@ def test_a_flaky_human_loses_no_episode_and_never_becomes_a_made_up_reply(tiny_d
             assert history[t]["content"] == reply["content"]
             assert r["task"]["ground_truth"] in prompt and history[t - 1]["content"] in prompt
             replies += 1
-    seen = [x for s in servers for x in s.seen]
-    assert 24 < replies < len(seen)  # some were asked again
-    assert all(body["temperature"] == 0 for _, body, _ in seen)
+    assert 24 < replies < len(human.seen)  # some were asked again
+    assert all(body["temperature"] == 0 for _, body, _ in human.seen)
 
 
 @pytest.mark.full
@@ -138,7 +144,7 @@ def test_failed_episodes_are_not_written_and_are_played_again(bad_reply, tiny_di
 
 
 def test_where_no_server_answers_it_says_so_at_once(tiny_dir, tasks):
-    for flags in (["--human", NOBODY], ["--engine", f"{NOBODY},{NOBODY}"]):
+    for flags in (["--human", NOBODY], ["--engine", NOBODY]):
         assert complaint(play(tiny_dir, tasks, *flags)).startswith(f"error: {NOBODY}")
 
 
@@ -162,9 +168,12 @@ def test_an_llm_humans_reply_is_short_and_quotes_no_code_however_spaced(tiny_dir
         code = next(line for line in lines if line.startswith("def "))
         return chat(f"hi \ud83d: {code.replace(' ', '  ')} " + "so " * 300)
     human = Server(reply)
-    done = play(tiny_dir, tasks, "--human_tokens", 20, "--human", human.url)
+    params = '{"max_tokens": null, "max_completion_tokens": 20, "top_p": 0.5}'
+    done = play(tiny_dir, tasks, "--human_params", params, "--human", human.url)
     replies = {m["content"] for r in records(done.stdout) for m in r["dialogue_history"][2::2]}
-    assert replies and {body["max_tokens"] for _, body, _ in human.seen} == {20}
+    assert replies and all("max_tokens" not in body and body["max_completion_tokens"] == 20
+                           and body["temperature"] == 0 and body["top_p"] == 0.5
+                           for _, body, _ in human.seen)
     assert all(r.startswith("hi ?: [...] so so") and len(r) <= 400 for r in replies)
     hidden = "def f(x):\n    total = x * 34 + 7\n    if y:\n        return y\n"
     assert colbench.redact("use total=x*34 +7 there", hidden) == "use [...] there"
@@ -198,14 +207,13 @@ def sampled(path, body):
 @pytest.mark.parametrize("temperature", [1, 0])
 def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(
         temperature, tiny_dir, tasks):
-    servers = [Server(sampled, trouble=0.2), Server(sampled)]
-    urls = ",".join(s.url for s in servers)
-    flags = ["-k", 2, "--candidates", 3, "--engine", urls, "--temperature", temperature,
+    server = Server(sampled, trouble=0.2)
+    flags = ["-k", 2, "--candidates", 3, "--engine", server.url, "--temperature", temperature,
              "--top_p", 0.9]
     done, again = (play(tiny_dir, tasks, *flags, how=succeed) for _ in range(2))
     got = sorted(records(done.stdout), key=key_of)
     assert got == sorted(records(again.stdout), key=key_of)  # each draw has a seed of its own
-    tokenizer, bodies = M.find_model(tiny_dir)[1], [body for s in servers for _, body, _ in s.seen]
+    tokenizer, bodies = M.find_model(tiny_dir)[1], [body for _, body, _ in server.seen]
     assert all(b["temperature"] == temperature and b["top_p"] == 0.9 for b in bodies)
     stop, seeds = bodies[0]["stop_token_ids"], set()
     for r in got:
@@ -224,72 +232,125 @@ def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(
     assert {b["n"] for b in bodies} == {4 if temperature else 1}
 
 
-@pytest.mark.parametrize("change", [{"token_ids": None}, {"finish_reason": "abort"}])
-def test_a_reply_that_is_of_no_use_is_no_action(change, tiny_dir, tasks):
+@pytest.mark.parametrize("change, why", [
+    ({"token_ids": None}, "token_ids"), ({"finish_reason": "abort"}, "shutting down"),
+    ({"token_ids": [151000]}, "token 151000 is not of --model"),
+    ({"logprobs": None}, "log-probs are missing"), ({"less": 1}, "log-probs are missing"),
+    ({"logprob": None}, "log-probs are missing"), ({"logprob": -9999.0}, "log-probs are missing")])
+def test_a_reply_that_is_of_no_use_is_no_action(change, why, tiny_dir, tasks):
     def odd(path, body):
         reply = sampled(path, body)
-        reply["choices"][0].update(change)
+        (choice,) = reply["choices"]
+        logprobs = choice["logprobs"]["token_logprobs"]
+        if "less" in change:
+            logprobs.pop()
+        elif "logprob" in change:
+            logprobs[0] = change["logprob"]
+        elif change.get("token_ids"):
+            choice["token_ids"][0] = change["token_ids"][0]
+        else:
+            choice.update(change)
         return reply
-    good, bad = Server(sampled), Server(odd)
-    done = play(tiny_dir, tasks, "--engine", bad.url)
+    done = play(tiny_dir, tasks, "--engine", Server(odd).url)
     assert done.returncode == 1 and not done.stdout and "Traceback" not in done.stderr
-    assert ("token_ids" if "token_ids" in change else "shutting down") in done.stderr
-    if "finish_reason" in change:  # another server takes it
-        play(tiny_dir, tasks, "--engine", f"{bad.url},{good.url}", how=succeed)
+    assert why in done.stderr
 
 
-def endpoint(*servers, retries=8):
-    """An Endpoint of these servers."""
+# --- a server that is not as it should be ---------------------------------------------------------
+
+def endpoint(server, retries=8):
     args = collect.get_args(["--timeout", str(TIMEOUT), "--retries", str(retries)])
-    made = collect.Endpoint(",".join(s.url for s in servers), args)
-    made.model = "m"
-    return made
+    return collect.Endpoint(server.url, args, {})
 
 
-@pytest.mark.parametrize("status", [401, 404, 503])
-def test_an_episode_stays_at_its_server_until_that_fails(status):
-    """40 episodes of 5 turns; then one of the three servers fails, and 5 turns more."""
-    servers = [Server(said) for _ in range(3)]
-
-    async def episode(one, number):
-        for _ in range(5):
-            await one.chat(str(number), 9, key=("task", number))
-
-    async def episodes(one):
-        """For each server the episodes that it saw."""
-        await asyncio.gather(*(episode(one, n) for n in range(40)))
-        seen = [{int(body["messages"][0]["content"]) for _, body, _ in s.seen} for s in servers]
-        for s in servers:
-            s.seen.clear()
-        return seen
-
-    async def both():
-        one = endpoint(*servers, retries=0)
-        before = await episodes(one)
-        assert sum(map(len, before)) == 40 and all(len(seen) > 5 for seen in before)
-        servers[0].refuse = status
-        await episodes(one)
-        first, *after = await episodes(one)
-        assert not first and before[1] <= after[0] and before[2] <= after[1]
-        assert after[0] | after[1] == set(range(40)) and not after[0] & after[1]
-    asyncio.run(both())
+async def chat_with(one, task="t"):
+    return await one.ask("/chat/completions", collect.said, task,
+                         messages=[{"role": "user", "content": "x"}])
 
 
 def test_what_is_wrong_with_one_request_is_an_error_of_its_episode(monkeypatch):
-    """Where nobody answers at all it is one of the run."""
+    """Where nothing is answered at all, or nothing of use in eight tasks, it is one of the run."""
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
-    bad, good = Server(said, refuse=400), Server(said)
 
     async def all_of():
-        with pytest.raises(collect.EpisodeError, match="400"):
-            await endpoint(bad).chat("x", 9, 0)
-        assert len(bad.seen) == 1  # it is not asked again
+        bad = Server(said, refuse=400)
+        for _ in range(20):
+            with pytest.raises(collect.EpisodeError, match="400"):
+                await chat_with(endpoint(bad))
+        assert len(bad.seen) == 20  # it is not asked again
+        one = endpoint(bad, retries=0)
+        for task in [*range(7), "good", *range(7, 14)]:
+            bad.refuse = None if task == "good" else 400
+            if task == "good":
+                assert (await chat_with(one, task)).startswith("it is ")
+                continue
+            with pytest.raises(collect.EpisodeError, match="400"):
+                await chat_with(one, task)
+        with pytest.raises(SystemExit, match="400.*--resume FILE goes on"):
+            await chat_with(one, "the eighth")
         bad.refuse = 503
-        with pytest.raises(collect.RunError, match="503"):
-            await endpoint(bad, bad, retries=0).chat("x", 9, 0)
-        await endpoint(bad, good, retries=0).chat("x", 9, 0)
-        assert [key for _, _, key in good.seen] == ["Bearer sesame"]
+        with pytest.raises(SystemExit, match="503"):
+            await chat_with(endpoint(bad, retries=0))
+        assert {key for _, _, key in bad.seen} == {"Bearer sesame"}
     asyncio.run(all_of())
+
+
+def picky(path, body):
+    """A human as OpenAI's newer ones."""
+    if "max_tokens" in body or body.get("temperature", 1) != 1:
+        return 400, '{"error": {"message": "Use max_completion_tokens instead"}}'
+    return said(path, body)
+
+
+THINKS = {"choices": [{"message": {"content": None}, "finish_reason": "length"}]}
+ODD = {  # what the server does: flags, what is said of it; None: it plays
+    "without /v1": ("", None),
+    "the whole route": ("/v1/chat/completions", "(an address ends in /v1)"),
+    "a page": ("/v1", "not that of an OpenAI-compatible server"),
+    "several models": ("/v1", "serves a, b, not None; --human_params '{\"model\": \"NAME\"}'"),
+    "one of several": ("/v1", None),
+    "picky": ("/v1", "Use max_completion_tokens instead (--human_params '{\"NAME\": null}'"),
+    "picky, told": ("/v1", None),
+    "no choices": ("/v1", "not that of an OpenAI-compatible server"),
+    "thinks": ("/v1", """finish_reason length (--human_params '{"max_tokens": 4000}'""")}
+QUICK = "without /v1", "picky", "thinks"
+TOLD = {"one of several": '{"model": "b"}', "picky, told": '{"max_tokens": null, "temperature": 1}'}
+
+
+@pytest.mark.parametrize("case", [
+    case if case in QUICK else pytest.param(case, marks=pytest.mark.full) for case in ODD])
+def test_a_line_says_what_to_do_about_an_odd_server(case, tiny_dir, tasks):
+    replies = {"picky": picky, "picky, told": picky, "thinks": lambda *_: THINKS,
+               "no choices": lambda *_: {"choices": None}}
+    server = Server(replies.get(case, said))
+    server.page = case == "a page"
+    server.models = ["a", "b"] if "several" in case else ["m"]
+    path, why = ODD[case]
+    flags = ["--human", server.url.removesuffix("/v1") + path, "--retries", 0, "-k", 2]
+    done = play(tiny_dir, tasks, *flags, "--human_params", TOLD.get(case, "{}"))
+    assert "Traceback" not in done.stderr
+    if why:
+        assert done.returncode == 1 and not done.stdout and why in done.stderr, done.stderr
+    else:
+        assert len(records(done.stdout)) == 2 * len(tasks), done.stderr
+        assert {body["model"] for _, body, _ in server.seen} == {server.models[-1]}
+
+
+def test_a_server_on_this_machine_is_behind_no_proxy(monkeypatch):
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, NOBODY)
+    assert asyncio.run(chat_with(endpoint(Server(said), retries=0))).startswith("it is ")
+
+
+def test_prose_that_the_human_may_tell_is_not_cut_out_of_its_reply(tiny_dir, tasks):
+    prose = "the rate is four percent a year"
+    task = {**tasks[0]["task"], "hidden_information": prose}
+    human = Server(lambda path, body: chat(f"well, {prose}; {task['ground_truth']}"))
+    done = play(tiny_dir, [{"task": task}], "--human", human.url, how=succeed)
+    (r,) = records(done.stdout)
+    reply = r["dialogue_history"][2]["content"]
+    assert reply.startswith(f"well, {prose}; [...]") and prose in human.seen[0][1]["messages"][0][
+        "content"]
 
 
 # --- the judge ------------------------------------------------------------------------------------
@@ -323,6 +384,19 @@ def test_a_judge_gives_each_message_the_share_of_its_comparisons_that_it_wins(mo
     for reply in ("neither", "A better one is B"):
         with pytest.raises(collect.EpisodeError, match="not one of A and B"):
             judged(Server(lambda path, body: chat(reply)))
+
+
+def test_a_judge_who_is_down_ends_the_run_by_one_line(monkeypatch):
+    monkeypatch.setenv("JUDGE", NOBODY)
+    advantages = collect.function(JUDGE, "advantages")
+    client = advantages.__globals__["CLIENT"].with_options(max_retries=0)
+    monkeypatch.setitem(advantages.__globals__, "CLIENT", client)
+    actions = [{"output": "a"}, {"output": "b"}]
+    with pytest.raises(SystemExit, match=f"advantages.*the judge {NOBODY}"):
+        asyncio.run(collect.ask(advantages, {"ground_truth": "c"}, dialogue("d"), actions))
+    monkeypatch.delenv("JUDGE")
+    with pytest.raises(SystemExit, match="set JUDGE="):
+        collect.function(JUDGE, "advantages")
 
 
 def test_a_judge_chooses_messages(tiny_dir, tasks, monkeypatch):

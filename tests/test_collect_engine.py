@@ -80,8 +80,12 @@ def test_a_token_is_read_once(monkeypatch):
     async def ask(prompt, episode, draws):
         return await engine(prompt, [(0, "task", episode, 0, j) for j in range(draws)])
 
+    async def later():
+        await asyncio.sleep(0)
+        return await ask(list(range(20)), 1, 3)
+
     async def both():
-        return await asyncio.gather(ask(list(range(20)), 0, 3), ask(list(range(20)), 1, 3))
+        return await asyncio.gather(ask(list(range(20)), 0, 3), later())
     asyncio.run(both())
     assert sum(read) == 20  # both have the same prompt
     asyncio.run(ask(list(range(26)), 1, 2))

@@ -531,7 +531,7 @@ def test_what_is_no_tree_is_computed_turn_by_turn(name, tmp_path, tiny_dir, caps
     assert not model.packed and capsys.readouterr().err.count(told) == 1
     assert model.tokens == 2 * whole
     assert not M.load(path, dtype="bf16")[0].packed
-    with pytest.raises(SystemExit, match="take --engine vllm"):
+    with pytest.raises(SystemExit, match="give a vLLM server"):
         M.load_lm(path, "cpu")
 
 

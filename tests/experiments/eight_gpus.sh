@@ -32,8 +32,10 @@ end() {
   trap - EXIT
 }
 play() {  # FILE MODEL [FLAGS]: episodes of stdin's tasks, after those in FILE
-  CUDA_VISIBLE_DEVICES=$(seq -s, $half $((GPUS - 1))) python collect.py --human $url --model $2 \
-      --data_parallel $half --max_model_len 16384 "${@:3}" --resume $1 >> $1
+  CUDA_VISIBLE_DEVICES=$(seq -s, $half $((GPUS - 1))) bash tests/experiments/with_vllm.sh $2 \
+      --data-parallel-size $half --max-model-len 16384 -- \
+      python collect.py --human $url --model $2 --concurrency $((256 * half)) "${@:3}" \
+      --resume $1 >> $1
 }
 sound() { head -$((TASKS * 6 / 5)) $tasks/train.jsonl | python colbench.py check; }
 
