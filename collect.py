@@ -103,8 +103,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from model import (common_prefix, end_of_turn, find_model, load, load_lm, refuse_unknown, render,
-                   score, sdpa_kernel, weights_digest)
+from model import (check_generation_prompt, common_prefix, end_of_turn, find_model, load, load_lm,
+                   refuse_unknown, render, score, sdpa_kernel, weights_digest)
 from train_critic import advantages, critic_turns, find_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -130,7 +130,8 @@ class Players:
     def __init__(self, args):
         self.args, self.critic = args, None
         folder, self.tokenizer, _ = find_model(args.model)
-        self.stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id}
+        check_generation_prompt(self.tokenizer)
+        self.stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id} - {None}
         self.meta = {name: getattr(args, name) for name in ("model", "human", "critic", *SAME)}
         self.meta |= {"model_weights": weights_digest(folder), "version": version()}
 
@@ -206,7 +207,8 @@ class Players:
         n = self.args.best_of
         draws = [(*key, j) for j in range(n)]
         draws += [(*key, "candidate", j) for j in range(candidates)]
-        prompt = render(self.tokenizer, history, self.args.thinking)
+        with fail_on_error("the agent's prompt"):
+            prompt = render(self.tokenizer, history, self.args.thinking)
         if self.args.temperature:
             drawn = await self.engine(prompt, draws)
         else:  # all are the same, and vLLM draws no more than one
