@@ -207,7 +207,7 @@ class Players:
         n = self.args.best_of
         draws = [(*key, j) for j in range(n)]
         draws += [(*key, "candidate", j) for j in range(candidates)]
-        with fail_on_error("the agent's prompt"):
+        with fail_on_error("this --model's chat template does not take the agent's prompt"):
             prompt = render(self.tokenizer, history, self.args.thinking)
         if self.args.temperature:
             drawn = await self.engine(prompt, draws)

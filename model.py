@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from jinja2.exceptions import TemplateError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict,
                                                      get_state_dict, set_model_state_dict,
@@ -477,8 +476,8 @@ def template_ids(tokenizer, text):
 def template_text(tokenizer, messages, thinking, begins):
     """The template's text of a conversation. begins: whether the assistant's next message begins.
 
-    In it "\ue000N\ue001" stands for control token N that a message spells. ValueError says why the
-    template takes no such conversation.
+    In it "\ue000N\ue001" stands for control token N that a message spells. A template raises an
+    error of its own for a conversation that it does not take.
     """
     marks, control, special = forbidden(tokenizer)
     hidden = []
@@ -487,13 +486,9 @@ def template_text(tokenizer, messages, thinking, begins):
         spelled = special if stored else control  # the template reads the thoughts in stored text
         content = spelled.sub(lambda m: f"\ue000{marks.index(m[0])}\ue001", message["content"])
         hidden.append({"role": message["role"], "content": content})
-    try:
-        return tokenizer.apply_chat_template(hidden, tokenize=False, add_generation_prompt=begins,
-                                             enable_thinking=bool(thinking),
-                                             strftime_now=TODAY.strftime)
-    except TemplateError as e:
-        roles = " ".join(message["role"] for message in messages)
-        raise ValueError(f"this --model's chat template takes no such conversation, {roles}: {e}")
+    return tokenizer.apply_chat_template(hidden, tokenize=False, add_generation_prompt=begins,
+                                         enable_thinking=bool(thinking),
+                                         strftime_now=TODAY.strftime)
 
 
 def text_ids(tokenizer, text):
@@ -511,7 +506,7 @@ def render(tokenizer, messages, thinking=0):
     """Token ids of a conversation, up to where the assistant's next message begins.
 
     A control token that a message spells stays plain text. thinking: 0 switches off the thinking of
-    models whose template has `enable_thinking`. Raises ValueError as template_text does.
+    models whose template has `enable_thinking`.
     """
     return text_ids(tokenizer, template_text(tokenizer, messages, thinking, True)).tolist()
 
@@ -564,7 +559,7 @@ def action_ids(tokenizer, action, history, thinking=0):
     The stored `token_ids` are what was sampled, after the whole prompt. Without them
     (demonstrations, published data) an action is what the template writes after the prompt, up to
     the end of turn; or after the part of the prompt that it writes, if its generation prompt has
-    more (a thought begins). ValueError says why the template writes no such conversation.
+    more (a thought begins).
     """
     if action.get("token_ids"):
         if max(action["token_ids"]) >= len(tokenizer) or not spells(tokenizer, action):
@@ -583,8 +578,7 @@ def action_ids(tokenizer, action, history, thinking=0):
         same = len("".join(os.path.commonprefix([*map(unit.findall, (prompt, whole))])))
         both = [text[max(0, same - 20):same + 40] for text in (prompt, whole)]
         if not whole.startswith(base):
-            raise ValueError("this --model's chat template writes another history before the "
-                             "message than before the prompt: {!r}, {!r}".format(*both))
+            raise ValueError("a message changes the history: {!r} {!r}".format(*both))
         note("stored messages do not begin as this --model's chat template prompts for them "
              '("meta": {"thinking": 1}, or a template without <think>, may help)',
              "it prompts by {!r} and writes {!r}".format(*both))

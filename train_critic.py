@@ -304,7 +304,7 @@ def read_turns(tokenizer, config, records, max_length, hidden, ref_hidden):
         name = f"the task {task_id(r['task'])}"
         thinking = r.get("meta", {}).get("thinking", 0)  # its dialogue was sampled so
         for history, actions in actions_of(r):
-            with fail_on_error(name):
+            with fail_on_error(f"{name} does not suit this --model's chat template"):
                 turns = critic_turns(tokenizer, r["task"], history, actions, thinking, hidden,
                                      ref_hidden)
             for action, (turn, ref_turn) in zip(actions, turns):

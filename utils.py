@@ -233,8 +233,7 @@ NOT_READ = {  # fields that would change what a model reads or learns, and what 
     "input": "the agent reads the messages before its own, and the first has the instructions",
     "reasoning_content": "a thought is a part of content, <think> ... </think>",
     **dict.fromkeys(["tools", "tool_calls"], "tools are not supported (TRL has them)"),
-    **dict.fromkeys(["loss_mask", "weight", "train"], "all of the assistant's messages are "
-                                                      "trained on, and count alike")}
+    **dict.fromkeys(["loss_mask", "weight", "train"], "all the assistant's messages count alike")}
 TYPES = {
     str: ("text", lambda x: isinstance(x, str)),
     bool: ("true or false", lambda x: isinstance(x, bool)),

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from jinja2.exceptions import TemplateError
 from safetensors.torch import load_file, save_file
 from tokenizers import (AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers,
                         processors, trainers)
@@ -439,8 +440,7 @@ def test_a_prompt_is_the_same_on_every_day_and_a_refused_conversation_is_one_lin
     tokenizer.chat_template = "{{ strftime_now('%d %B %Y') }}" + tokenizer.chat_template
     assert "26 July 2024" in tokenizer.decode(M.render(tokenizer, messages))
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    message = "this --model's chat template takes no such conversation, user user: roles"
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(TemplateError, match="roles must alternate"):
         M.render(tokenizer, 2 * messages)
 
 

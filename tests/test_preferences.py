@@ -69,7 +69,7 @@ def test_a_thought_and_a_begun_answer_go_where_they_belong():
 NO_FORM = {
     "its columns are prompt, completion, label": {"prompt": "a", "completion": "b", "label": True},
     "tools are not supported": {"tools": [{}], "prompt": "a", "chosen": "b", "rejected": "c"},
-    "all of the assistant's messages": {"prompt": "a", "chosen": [{**ELBE, "weight": 0}],
+    "all the assistant's messages": {"prompt": "a", "chosen": [{**ELBE, "weight": 0}],
                                         "rejected": "c"},
     "is no text": {"prompt": [{**RIVER, "content": [{"type": "image"}]}], "chosen": "b",
                    "rejected": "c"},
@@ -197,8 +197,8 @@ def test_a_conversation_that_the_template_refuses_is_named_by_its_line(tiny_dir,
     template.write_text("{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}"
                         "{% endif %}" + template.read_text())
     line = {"prompt": [SYSTEM, RIVER], "chosen": [ELBE], "rejected": [WATER]}
-    complaint(trained(line, model, tmp_path / "out"), "the task of line 2: this --model's chat "
-              "template takes no such conversation, system user: no system")
+    complaint(trained(line, model, tmp_path / "out"), "the task of line 2 does not suit this "
+              "--model's chat template: no system")
 
 
 def test_stored_text_that_a_template_does_not_write_after_its_prompt_is_told(tiny_dir, tmp_path):
