@@ -473,19 +473,21 @@ def template_ids(tokenizer, text):
     return ids
 
 
-def template_text(tokenizer, messages, thinking, begins):
-    """The template's text of a conversation. begins: whether the assistant's next message begins.
-
-    In it "\ue000N\ue001" stands for control token N that a message spells. A template raises an
-    error of its own for a conversation that it does not take.
-    """
+def hide(tokenizer, message):
+    """A message's content, in which "\ue000N\ue001" stands for control token N that it spells."""
     marks, control, special = forbidden(tokenizer)
-    hidden = []
-    for message in messages:
-        stored = message["role"] == "assistant" and not message.get("token_ids")
-        spelled = special if stored else control  # the template reads the thoughts in stored text
-        content = spelled.sub(lambda m: f"\ue000{marks.index(m[0])}\ue001", message["content"])
-        hidden.append({"role": message["role"], "content": content})
+    stored = message["role"] == "assistant" and not message.get("token_ids")
+    spelled = special if stored else control  # the template reads the thoughts in stored text
+    return spelled.sub(lambda m: f"\ue000{marks.index(m[0])}\ue001", message["content"])
+
+
+def template_text(tokenizer, messages, thinking, begins):
+    """The template's text of a conversation whose control tokens `hide` has hidden.
+
+    begins: whether the assistant's next message begins. A template raises an error of its own for a
+    conversation that it does not take.
+    """
+    hidden = [{"role": m["role"], "content": hide(tokenizer, m)} for m in messages]
     return tokenizer.apply_chat_template(hidden, tokenize=False, add_generation_prompt=begins,
                                          enable_thinking=bool(thinking),
                                          strftime_now=TODAY.strftime)
@@ -559,7 +561,8 @@ def action_ids(tokenizer, action, history, thinking=0):
     The stored `token_ids` are what was sampled, after the whole prompt. Without them
     (demonstrations, published data) an action is what the template writes after the prompt, up to
     the end of turn; or after the part of the prompt that it writes, if its generation prompt has
-    more (a thought begins).
+    more (a thought begins). An `output` stands after the whole prompt, even if the template would
+    leave out its thought.
     """
     if action.get("token_ids"):
         if max(action["token_ids"]) >= len(tokenizer) or not spells(tokenizer, action):
@@ -571,17 +574,20 @@ def action_ids(tokenizer, action, history, thinking=0):
         note("stored messages spell a control token, which stays plain text", f"{spelled[0]!r}")
     prompt = template_text(tokenizer, history, thinking, True)
     whole = template_text(tokenizer, [*history, message], thinking, False)
-    base, same = prompt, len(prompt)
-    if not whole.startswith(prompt):
-        base = template_text(tokenizer, history, thinking, False)
+    base, same, text = prompt, len(prompt), hide(tokenizer, message)
+    if not whole.startswith(prompt) or text.strip() not in whole[same:]:
         unit = re.compile(forbidden(tokenizer)[1].pattern + "|.", re.S)  # no control token is cut
         same = len("".join(os.path.commonprefix([*map(unit.findall, (prompt, whole))])))
         both = [text[max(0, same - 20):same + 40] for text in (prompt, whole)]
-        if not whole.startswith(base):
-            raise ValueError("a message changes the history: {!r} {!r}".format(*both))
-        note("stored messages do not begin as this --model's chat template prompts for them "
+        note("stored messages are not what this --model's chat template writes after its prompt "
              '("meta": {"thinking": 1}, or a template without <think>, may help)',
              "it prompts by {!r} and writes {!r}".format(*both))
+        if action.get("output"):
+            whole, same = prompt + text, len(prompt)
+        else:
+            base = template_text(tokenizer, history, thinking, False)
+            if not whole.startswith(base):
+                raise ValueError("a message changes the history: {!r} {!r}".format(*both))
     end = ending(tokenizer)
     at = whole.rfind(end)
     whole = (whole[:at] if at >= len(base) else whole) + end

@@ -164,7 +164,7 @@ def test_thinking_reaches_preferences(tiny_dir, tmp_path):
         out = tmp_path / str(thinking)
         done = script("train_policy.py", "--loss", "mtdpo", "--model", model, "--out", out,
                       "--epochs", 1, "--nll_coef", 1, stdin=[line])
-        assert done.returncode == 0 and "begin as this" not in done.stderr, done.stderr
+        assert done.returncode == 0 and "are not what" not in done.stderr, done.stderr
         losses[thinking] = [row["loss"] for row in records((out / "metrics.jsonl").read_text())
                             if "step" in row]
     assert losses[0] == losses[None] != losses[1]
@@ -210,7 +210,7 @@ def test_stored_text_that_a_template_does_not_write_after_its_prompt_is_told(tin
     done = trained({"prompt": [RIVER], "chosen": [{**ELBE, "content": "<|end|>"}],
                     "rejected": [WATER]}, model, tmp_path / "out")
     assert done.returncode == 0
-    assert "4 stored messages do not begin as this --model's chat template" in done.stderr
+    assert "4 stored messages are not what this --model's chat template writes" in done.stderr
     assert "1 stored messages spell a control token" in done.stderr
     template.write_text(text.replace("<|assistant|>{% endif %}", "{% endif %}"))
     complaint(script("collect.py", "--model", model, "--human", "fixed:x", stdin=[
