@@ -5,8 +5,7 @@ One record is one line of JSON, and every stage adds fields to it: README, "One 
     python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
 """
-from utils import (digest, fail, flag, open_stdout, parser, progress, read_jsonl, refuse_unread,
-                   run, say)
+from utils import digest, fail, flag, open_stdout, parser, read_jsonl, refuse_unread, run, say
 
 import asyncio
 import collections
@@ -16,17 +15,18 @@ import functools
 import html
 import inspect
 import io
-import itertools
 import json
+import math
 import os
+import pathlib
 import platform
+import queue
 import re
 import shutil
 import socket
 import struct
 import subprocess
 import sys
-import sysconfig
 import textwrap
 import threading
 import time
@@ -160,7 +160,7 @@ def read_action(output, last):
     output = without_thinking(output)
     thought, marker, sent = output.partition(OUTPUT)
     # "OUTPUT:" is a part of the answer's code, unless the thought only mentions the marker
-    begins = re.search(rf"^\W*{re.escape(ANSWER)}", thought, re.M)
+    begins = re.search(rf"^[^\w\n]*{re.escape(ANSWER)}", thought, re.M)
     in_answer = begins and ANSWER not in sent
     content = (sent if marker and not in_answer else output).strip()
     _, marker, answer = content.partition(ANSWER)
@@ -178,9 +178,9 @@ def answers(action):
 def extract_page(text):
     """The last page in a text: <html>...</html>, else <body>...</body>, else ""."""
     for tag in ("html", "body"):
-        pages = re.findall(rf"<{tag}\b(?:(?!<{tag}\b).)*?</{tag}\s*>", text or "", re.S | re.I)
-        if pages:
-            return pages[-1]
+        for part in reversed(re.split(rf"(?i)(?=<{tag}\b)", text or "")[1:]):
+            if end := re.search(rf"(?i)</{tag}\s*>", part):
+                return part[:end.end()]
     return ""
 
 
@@ -323,47 +323,41 @@ mention pictures."""
 #
 # The fork server never sees code, values or references, so a child inherits nothing worth reading.
 # From the first line of an answer's code on, the child belongs to the answer: what it sends is a
-# claim. The next section makes verdicts of claims.
+# claim. The next section makes verdicts of claims. Seccomp stops files, processes, network, signals
+# and shared memory, also for root; limits and the kill of the child stop memory and time.
 
 LIMITS = {
-    "test": 1, "answer": 6,  # seconds; a reference gets three times as long
+    "test": 1, "answer": 6,  # seconds of a CPU; a reference gets three times as much
+    "wall": 10,              # times as many seconds on the wall: for an answer that sleeps
     "memory": 1 << 30,       # bytes of a child
     "code": 1 << 18,         # characters of an answer
     "claim": 200}            # bytes
 
 # The system calls that a child may make: name, number on x86_64, on aarch64. All others fail with
-# EPERM: it opens no socket and no process.
+# EPERM: it opens no file, no socket and no process.
 CALLS = """
 read 0 63   write 1 64   close 3 57   fstat 5 80   lseek 8 62   mmap 9 222   mprotect 10 226
 munmap 11 215   brk 12 214   mremap 25 216   rt_sigaction 13 134   rt_sigprocmask 14 135
 rt_sigreturn 15 139   sigaltstack 131 132   sched_yield 24 124   getpid 39 172   gettid 186 178
 futex 202 98   getrandom 318 278   rseq 334 293   restart_syscall 219 128   gettimeofday 96 169
 clock_gettime 228 113   clock_getres 229 114   clock_nanosleep 230 115   exit 60 93
-exit_group 231 94
+exit_group 231 94   getcwd 79 17
 """
-# And these where the kernel has Landlock, which lets it read libraries alone, to import them.
-FILE_CALLS = """
-openat 257 56   newfstatat 262 79   stat 4 -1   lstat 6 -1   statx 332 291   pread64 17 67
-getdents64 217 61   readlink 89 -1   readlinkat 267 78   access 21 -1   faccessat 269 48
-faccessat2 439 439   getcwd 79 17
-"""
-# What is loaded before the fork: it is often imported, or slow to load.
-MODULES = """_strptime array asyncio base64 bisect calendar collections.abc contextlib copy csv
-dataclasses datetime decimal difflib enum fractions functools hashlib heapq html inspect io
-ipaddress itertools logging math numbers numpy numpy.random operator pathlib pprint queue random re
-sqlite3 statistics string sympy textwrap threading time typing unicodedata unittest.mock
-urllib.parse uuid zlib zoneinfo""".split()
+# What an answer can import is loaded before the fork: the standard library, numpy and sympy, with
+# those of their modules that they load late. Modules of these names run something, or are tests.
+NOT_LOADED = """__main__ antigravity benchmarks distutils ensurepip idlelib lib2to3 pydoc_data test
+tests this tkinter turtle turtledemo""".split()
+LIBRARY = [*(name for name in sorted(sys.stdlib_module_names) if name[0] != "_"),
+           "_strptime", "_pylong"]
+MORE = """numpy.fft numpy.ma numpy.polynomial numpy.random sympy.assumptions sympy.codegen.ast
+sympy.combinatorics sympy.concrete.delta sympy.integrals sympy.sets sympy.stats""".split()
+# A fork of fewer modules is up to ten times as fast: words in an answer, and what it gets.
+SERVERS = [("|".join(name.partition(".")[0] for name in MORE), LIBRARY + MORE),
+           (r"import|code\(|bytes\(", LIBRARY), ("", [])]
 
 
-def libraries():
-    """What a child may read: the libraries of this Python and of the system, time zones."""
-    paths = {sysconfig.get_path(key) for key in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return [*paths, "/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib",
-            "/etc/ld.so.cache", "/usr/share/zoneinfo"]
-
-
-def seccomp_filter(calls):
-    """The BPF program that allows these calls."""
+def seccomp_filter():
+    """The BPF program that allows CALLS."""
     machines = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
     if platform.machine() not in machines:
         raise GraderError(f"no sandbox on {platform.machine()}: its system calls are not listed")
@@ -377,46 +371,20 @@ def seccomp_filter(calls):
     checks = {"futex": futex, **dict.fromkeys(["clock_gettime", "clock_getres", "clock_nanosleep"],
                                               clock)}
     program = [(load, 0, 0, 4), (equal, 1, 0, arch), kill, (load, 0, 0, 0)]
-    for name, number in zip(calls.split()[::3], map(int, calls.split()[column::3])):
+    for name, number in zip(CALLS.split()[::3], map(int, CALLS.split()[column::3])):
         check = checks.get(name, [allow])
-        if number >= 0:
-            program += [(equal, 0, len(check), number), *check]
+        program += [(equal, 0, len(check), number), *check]
     return b"".join(struct.pack("HBBI", *step) for step in [*program, deny])
 
 
 # The lines between the next mark and "fork server: end" are the whole program of a fork server.
 # `python -c` gets their text alone: nothing else of this file is in a child.
 # fork server: begin
-import builtins, collections.abc, contextlib, ctypes, datetime, gc, json, keyword, math, numbers
-import os, pathlib, re, resource, signal, socket, struct, sys, textwrap, types, uuid
-import encodings.ascii, encodings.base64_codec, encodings.cp1252, encodings.hex_codec
-import encodings.idna, encodings.latin_1, encodings.rot_13, encodings.utf_16, unicodedata
+import builtins, collections.abc, contextlib, ctypes, datetime, gc, importlib, json, math
+import numbers, os, pathlib, pkgutil, re, resource, signal, socket, struct, symtable, sys
+import textwrap, types, uuid
+import unicodedata  # for \N{...}
 from hashlib import sha256
-
-
-def read_alone(libc, paths):
-    """Landlock: from now on this process and its children open files below `paths` alone, to read.
-
-    False where the kernel has no Landlock.
-    """
-    version = libc.syscall(444, 0, 0, 1, 0)
-    if version < 1:
-        return False
-    files = 2 ** {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16) - 1  # all rights that it knows
-    asked = ctypes.create_string_buffer(struct.pack("Q", files))
-    rules = libc.syscall(444, ctypes.addressof(asked), 8, 0, 0)
-    for path in filter(os.path.exists, paths):
-        rights = 4 | 8 if os.path.isdir(path) else 4  # read files, list directories
-        fd = os.open(path, os.O_PATH)
-        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, fd))
-        if libc.syscall(445, rules, 1, ctypes.addressof(rule), 0):
-            raise OSError(f"Landlock takes no rule for {path}")
-        os.close(fd)
-    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-    if libc.syscall(446, rules, 0, 0, 0):
-        raise OSError("Landlock does not restrict")
-    os.close(rules)
-    return True
 
 
 def confine(libc, bpf, memory):
@@ -432,37 +400,62 @@ def confine(libc, bpf, memory):
         raise OSError("no seccomp here")
 
 
-FENCED = re.compile(r"^[ \t]*(`{3,}|~{3,})[ \t]*[{.]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*\1|\Z)",
-                    re.S | re.M)
-FIRST_LINE = re.compile(  # a line that is code and not prose
-    r"^[ \t]*(def \w+ *\(|async def |class \w+ *[(:]|import \w|from [\w.]+ import |@\w"
-    r"|\w+ = \S)", re.M)
+FIRST_LINE = re.compile(  # of code, and seldom of prose
+    r"([ \t]*)((async )?def \w|class \w|import \w|from [\w.]+ import|@\w|try:"
+    r"|\w+(, *\w+)*( *:[^=]+| *)=[^=])")
 
 
-def compiled(text):
-    """A list of the code object of a text; empty if it is not Python."""
-    try:
-        return [compile(text, "<answer>", "exec")]
-    except (SyntaxError, ValueError):
-        return []
+def candidates(answer):
+    """Texts that may be an answer's code: the whole, what stands in fences, runs of lines.
 
-
-def answer_code(answer):
-    """Code objects of an answer. They are run one after another until one defines what is tested.
-
-    The whole answer if it is Python, else its fenced blocks that are, else the lines from the first
-    one of code to the last one that is Python. SyntaxError where nothing is.
+    A run begins with a line of code and ends before the one at which it is no more Python.
     """
-    if found := compiled(answer):
-        return found
-    for _, language, block in FENCED.findall(answer):
-        if language.lower() in ("", "py", "python", "python3"):
-            found += compiled(textwrap.dedent(block))
-    for first in FIRST_LINE.finditer(answer):
-        lines = textwrap.dedent(answer[first.start():]).split("\n")
-        while lines and not found:
-            found = compiled("\n".join(lines))
-            lines.pop()  # was it prose?
+    yield answer
+    text = re.sub("[\u200b\u2060\ufeff]", "", answer)  # invisible, and no Python
+    text = text.replace("\xa0", " ").replace("\r\n", "\n")
+    for block in re.split("`{3,}|~{3,}", text)[1::2]:
+        yield textwrap.dedent(block.partition("\n")[2])
+    lines, number, left = text.split("\n"), 0, 1 << 20  # characters to compile in all
+    while number < len(lines) and left > 0:
+        run = []
+        if first := FIRST_LINE.match(lines[number]):
+            run = [line.removeprefix(first[1]) for line in lines[number:]]
+        while run and left > 0:
+            left -= sum(map(len, run)) + len(run)
+            try:
+                compile("\n".join(run), "<answer>", "exec")
+                break
+            except SyntaxError as e:
+                run = run[:min(e.lineno or 1, len(run)) - 1]
+            except Exception:  # a null byte, or too deep for the compiler
+                run = []
+        yield "\n".join(run)
+        number += max(1, len(run))
+
+
+def names(code):
+    """Yields the names in a code object that are of its module, of builtins, or attributes."""
+    yield from code.co_names
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from names(const)
+
+
+def answer_code(answer, used):
+    """Code objects of an answer, which are run one after another.
+
+    The first candidates that are Python, up to one that defines a name in `used`. What is code is
+    settled before any of it runs. SyntaxError where nothing is Python.
+    """
+    found = []
+    for text in candidates(answer):
+        with contextlib.suppress(Exception):  # it is no Python
+            if text.strip():
+                found.append(compile(text, "<answer>", "exec"))
+                top = symtable.symtable(text, "<answer>", "exec")
+                if any(top.lookup(name).is_assigned()
+                       for name in top.get_identifiers() if name in used):
+                    break
     return found or [compile(answer, "<answer>", "exec")]
 
 
@@ -481,96 +474,102 @@ def joined(values):
     return ", ".join(map(as_text, values))
 
 
-AS_SHOWN = datetime.date, datetime.time, datetime.timedelta, uuid.UUID  # their repr tells all
-
-
 def as_text(value):
-    """A value as text. Two values give the same text where they are equal by ==.
+    """A value as text: two give the same text if they are equal by ==, and only then.
 
-    A subclass goes as its base (a namedtuple as a tuple, a Counter as a dict), an array of numpy
-    as lists. TypeError: a value of another class. ValueError: NaN.
+    That is the == of plain data: a value of a subclass goes as its base (a namedtuple as a tuple,
+    a Counter as a dict, zeros and all), an array of numpy as lists, a time of day with a zone as
+    its text. TypeError: a value of another class. ValueError: NaN.
     """
-    if isinstance(value, datetime.datetime) and value.utcoffset() is not None:
-        value = value.astimezone(datetime.timezone.utc)
-    builtin = isinstance(value, type) and value.__module__ == "builtins"
-    if value is None or builtin or isinstance(value, AS_SHOWN):
+    if value is None or isinstance(value, type) and value.__module__ == "builtins":
         return ascii(value)
-    if isinstance(value, str):
-        return ascii(str.__str__(value))
     if type(value).__module__ == "numpy":
         return as_text(value.tolist())
-    if isinstance(value, numbers.Number):
-        return number(value)
-    if isinstance(value, (bytes, bytearray)):
-        return ascii(bytes(value))
-    if isinstance(value, list):
-        return f"[{joined(value)}]"
-    if isinstance(value, tuple):
-        return f"({joined(value)})"
-    if isinstance(value, collections.deque):
-        return f"deque({joined(value)})"
-    if isinstance(value, pathlib.PurePath):
-        return f"path({ascii(str(value))})"
-    if isinstance(value, range):
-        return f"range({joined([len(value), *value[:2]])})"
-    if isinstance(value, collections.abc.Set):  # keys of a dict, too
-        return "{%s}" % ", ".join(sorted(map(as_text, value)))
-    if isinstance(value, dict):
-        return "dict(%s)" % ", ".join(sorted(map(joined, value.items())))
+    for classes, text in TEXTS:
+        if isinstance(value, classes):
+            return text(value)
     raise TypeError(type(value).__name__)
 
 
-def claim(codes, error, test, official):
-    """What a child says of one test, which runs in a fresh module: "value " and a hash of it,
-    "raised " and an exception's class, "refused " and why the value has no text, or "none".
+def moment(x):
+    """A datetime as text, without its `fold`, which == does not see either."""
+    aware = x.utcoffset() is not None
+    x = x.astimezone(datetime.timezone.utc) if aware else x
+    return f"datetime({datetime.datetime.isoformat(x)})"
 
-    error: why there is no code to run.
+
+TEXTS = [  # classes, and their values as text; the first row counts
+    (str, lambda x: ascii(str.__str__(x))),
+    (numbers.Number, number),
+    ((bytes, bytearray), lambda x: ascii(bytes(x))),
+    (list, lambda x: f"[{joined(x)}]"),
+    (tuple, lambda x: f"({joined(x)})"),
+    (dict, lambda x: "dict(%s)" % ", ".join(sorted(map(joined, x.items())))),
+    (collections.abc.Set, lambda x: "{%s}" % ", ".join(sorted(map(as_text, x)))),
+    (collections.deque, lambda x: f"deque({joined(x)})"),
+    (range, lambda x: f"range({joined([len(x), *x[:2]])})"),
+    (datetime.datetime, moment),
+    (datetime.date, lambda x: f"date({datetime.date.isoformat(x)})"),
+    (datetime.time, lambda x: f"time({datetime.time.isoformat(x)})"),
+    (datetime.timedelta, lambda x: f"timedelta({x.days}, {x.seconds}, {x.microseconds})"),
+    (uuid.UUID, lambda x: f"UUID({x.int})"),
+    (pathlib.PurePosixPath, lambda x: f"path({ascii(str(x))})")]
+
+
+def claim(codes, test, official):
+    """What a child says of one test, which runs in a fresh module: "value " and a hash of it,
+    "refused " and why the value has no text, or "none".
     """
     module = sys.modules["answer"] = types.ModuleType("answer")
     space = vars(module)
     # the released scorer's exec inside a function has two namespaces: what the code defines
     # at its top level is invisible from inside its functions
-    local = {} if official else space
-    names = re.findall(r"[^\W\d]\w*", test)
-    tested = next((x for x in names if not hasattr(builtins, x) and not keyword.iskeyword(x)), "")
-    try:
-        for code in codes:
-            try:
-                exec(code, space, local)
-            except Exception as e:
-                error = e
-            if tested in local and not official:  # what else the text does is no matter
-                error = None
-                break
-        if error:
-            raise error
-        value = eval(test, space, local)
+    local, error = {} if official else space, None
+    for code in codes:
         try:
-            if official and getattr(value, "ndim", 0) and value.size != 1:
-                raise TypeError("an array, whose == is no verdict")
-            sys.setrecursionlimit(max(3000, sys.getrecursionlimit()))  # nested data
-            text = as_text(value)
-            return "none" if value is None else "value " + sha256(text.encode()).hexdigest()
-        except RecursionError:
-            return "refused nested too deeply"
-        except Exception as e:
-            return f"refused {type(e).__name__}: {e}"
-    except BaseException as e:  # SystemExit, KeyboardInterrupt: one more wrong answer
-        missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
-        return f"raised {type(e).__name__}{missing}"
+            exec(code, space, local)
+        except BaseException as e:  # SystemExit, too: what is defined before it may be enough
+            error = e
+    if official and error:
+        raise error
+    try:
+        value = eval(test, space, local)
+    except NameError as e:
+        raise error or e
+    try:
+        if official and getattr(value, "ndim", 0) and value.size != 1:
+            raise TypeError("an array, whose == is no verdict")
+        sys.setrecursionlimit(max(4500, sys.getrecursionlimit()))  # nested data
+        text = as_text(value)
+        return "none" if value is None else "value " + sha256(text.encode()).hexdigest()
+    except RecursionError:
+        return "refused nested too deeply"
+    except Exception as e:
+        return f"refused {type(e).__name__}: {e}"
 
 
 def run_tests(request, wire, room):
     """Runs {text, tests, official}; sends a claim of at most `room` bytes for each test."""
-    codes, error, tests, official = [], None, request["tests"], request["official"]
+    text, official = request["text"], request["official"]
+    tests, used, error = [], set(), None
+    for test in request["tests"]:
+        with contextlib.suppress(Exception):  # eval(test) will say why not
+            test = compile(test, "<test>", "eval")
+            used.update(name for name in names(test) if not hasattr(builtins, name))
+        tests.append(test)
     try:
-        text = request["text"]
-        codes = [compile(text, "<answer>", "exec")] if official else answer_code(text)
+        codes = [compile(text, "<answer>", "exec")] if official else answer_code(text, used)
     except BaseException as e:
         error = e
     for test in tests:
-        said = claim(codes, error, test, official).encode("ascii", "backslashreplace")
-        os.write(wire, said[:room])
+        try:
+            if error:
+                raise error
+            said = claim(codes, test, official)
+        except BaseException as e:  # SystemExit, KeyboardInterrupt: one more wrong answer
+            missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
+            said = f"raised {type(e).__name__}{missing}"
+        os.write(wire, said.encode("ascii", "backslashreplace")[:room])
 
 
 def be_child(wire, request, null, confinement, room):
@@ -579,32 +578,46 @@ def be_child(wire, request, null, confinement, room):
         for fd in (0, 1, 2):
             os.dup2(null, fd)
         os.close(null)  # `wire` is the only way out now
+        for name in ("numpy.random", "sympy.core.random"):  # Python's random does so by itself
+            if name in sys.modules:
+                sys.modules[name].seed()
         confine(*confinement)
-        os.write(wire, b"confined")
+        os.write(wire, b"confined %d" % os.getpid())
         with open(request, closefd=False) as f:
             run_tests(json.load(f), wire, room)
     finally:
         os._exit(0)
 
 
-def serve(bpf, blind, paths, modules, memory, room):
+def load(name, but):
+    """Imports a module and its submodules, where there are such; none with a name in `but`."""
+    if name.rpartition(".")[2] not in but:
+        with contextlib.suppress(Exception):
+            module = importlib.import_module(name)
+            for part in pkgutil.iter_modules(getattr(module, "__path__", ())):
+                load(f"{name}.{part.name}", but)
+
+
+def serve(bpf, modules, but, memory, room):
     """A fork server on stdin, a Unix socket: "f" with a wire and a file forks a child, "k" kills
     and reaps it. It ends with the grader, and the child with it.
 
-    blind: the filter where there is no Landlock; a child then imports `modules` alone.
+    A child opens no file, and so imports what is loaded here: `modules`, but for those in `but`.
     """
     libc = ctypes.CDLL(None)
     libc.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
-    libc.syscall.argtypes = 5 * [ctypes.c_long]
-    for module in modules:
-        with contextlib.suppress(ImportError):
-            __import__(module)
+    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core for a handler, and nobody reads its memory
+    for name in modules:
+        load(name, but)
+    if "zoneinfo" in modules:  # a zone that is held is found without its file
+        of = sys.modules["zoneinfo"]
+        zones = [of.ZoneInfo(name) for name in of.available_timezones()]  # noqa: F841
     null = os.open(os.devnull, os.O_RDWR)
-    bpf = bpf if read_alone(libc, paths) else blind
     control = socket.socket(fileno=0)
     text = "def f(x):\n    for i in range(3): x += i\n    return [x, 0.5, 'a', {'b': (x, None)}]"
-    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, null, room)
-    gc.collect()  # the run above fills caches that each child would have to fill,
+    for _ in range(20):
+        run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, null, room)
+    gc.collect()  # the runs above fill caches that each child would have to fill,
     gc.freeze()  # and frozen pages are left alone by a child's collector: twice the speed in all
     with contextlib.suppress(ConnectionError):  # the grader has died
         while True:
@@ -630,8 +643,7 @@ def server_program(modules):
     source = inspect.getsource(sys.modules[__name__])
     begin, end = source.index("\n# fork server: begin"), source.index("\n# fork server: end")
     limits = f"{LIMITS['memory']}, {LIMITS['claim']}"
-    filters = f"{seccomp_filter(CALLS + FILE_CALLS)!r}, {seccomp_filter(CALLS)!r}"
-    call = f"serve({filters}, {libraries()}, {modules}, {limits})"
+    call = f"serve({seccomp_filter()!r}, {modules}, {NOT_LOADED}, {limits})"
     return f"{source[begin:end]}\n{call}\n"
 
 
@@ -647,7 +659,7 @@ class Server:
 
     def start(self):
         self.control, theirs = socket.socketpair()
-        self.control.settimeout(60)
+        self.control.settimeout(600)  # for a server that starts on a busy machine
         env = {"PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
         command = [sys.executable, "-s", "-P", "-B", "-Wignore", "-c", server_program(self.modules)]
         with theirs:  # not -I: it would ignore the hash seed
@@ -664,9 +676,10 @@ class Server:
     def run(self, request, seconds, left):
         """Runs one child: ([its claims, as bytes], the seconds that it took).
 
-        If it ends before its last test, the last of the claims is text: why.
-        seconds: for each test; left: for all of them. A server that fails is restarted once.
-        GraderError: it fails again.
+        They are those of a CPU, so that a busy machine takes none from an answer; or a tenth of
+        those on the wall, if that is more: it sleeps. seconds: for each test; left: for all. If the
+        child ends before its last test, the last of the claims is text: why. A server that fails is
+        restarted once. GraderError: it fails again.
         """
         for _ in range(2):
             try:
@@ -686,30 +699,40 @@ class Server:
             file.seek(0)
             with theirs:
                 socket.send_fds(self.control, [b"f"], [theirs.fileno(), file.fileno()])
-            wire.settimeout(60)  # for a server that starts on a busy machine
-            if wire.recv(9) != b"confined":  # said before it has read any code
+            wire.settimeout(600)
+            hello, _, pid = wire.recv(99).partition(b" ")
+            if hello != b"confined":  # said before it has read any code
                 raise OSError("a child did not start, or could not confine itself")
             claims, begin = [], time.monotonic()
+            clock = ~int(pid) << 3 | 2  # Linux's number for the clock of a process's CPU time
+            taken = lambda: max(time.clock_gettime(clock),
+                                (time.monotonic() - begin) / LIMITS["wall"])
             while len(claims) < len(request["tests"]):
-                got = receive(wire, min(begin + left, time.monotonic() + seconds))
+                got = receive(wire, taken, min(left, taken() + seconds))
                 claims.append(got)
                 if isinstance(got, str):
                     break
+            took = taken()
         self.control.sendall(b"k")
         if self.control.recv(1) != b"k":
             raise OSError("the server ended before its child")
-        return claims, time.monotonic() - begin
+        return claims, took
 
 
-def receive(wire, deadline):
-    """A child's next claim, as bytes, or why there is none, as text."""
-    wire.settimeout(max(1e-3, deadline - time.monotonic()))  # this process may have been slow
-    try:
-        return wire.recv(LIMITS["claim"]) or "process ended"
-    except TimeoutError:
-        return "timeout"
-    except ConnectionError:
-        return "process ended"
+def receive(wire, taken, limit):
+    """A child's next claim, as bytes, or why there is none, as text.
+
+    taken() is the seconds that it has taken so far, limit those that it may take.
+    """
+    while True:
+        wire.settimeout(max(1e-3, limit - taken()))  # it can't take more than pass
+        try:
+            return wire.recv(LIMITS["claim"]) or "process ended"
+        except TimeoutError:
+            if taken() >= limit:
+                return "timeout"
+        except ConnectionError:
+            return "process ended"
 
 
 # --- the grader: from claims to verdicts ----------------------------------------------------------
@@ -751,11 +774,6 @@ class Grader(contextlib.AbstractContextManager):
     rules: "honest", or "official" for the verdicts of the released scorer. workers: answers graded
     at once. GraderError where a child can't confine itself.
 
-    Seccomp stops processes, network, signals and shared memory, also for root. Landlock stops all
-    files but libraries, to read; without it seccomp stops files, too. Limits and the kill of the
-    child stop memory and time. A fork server that has seen nothing leaves nothing to read. Claims
-    are compared and nothing else, which stops forgeries.
-
     A test passes if the answer's value and the reference's have the same text (`as_text`), which
     means that the two are equal by ==. None never passes, NaN equals nothing, floats are exact.
     Functions, iterators and instances of the answer's own classes have no text: the verdict names
@@ -767,45 +785,41 @@ class Grader(contextlib.AbstractContextManager):
     """
 
     def __init__(self, rules="honest", workers=2):
-        self.official = rules == "official"
-        self.pool = concurrent.futures.ThreadPoolExecutor(workers)  # a queue, in which none starves
-        self.servers, self.local = [], threading.local()
-        self.expected = functools.lru_cache(4096)(self.expected)
+        self.official, self.closed = rules == "official", False
+        self.expected = {}  # {digest of a reference and its tests: its claims}
+        self.teams = [[Server(modules) for _, modules in SERVERS] for _ in range(workers)]
+        self.idle = queue.LifoQueue()  # last in, first out: few answers start few servers
+        for team in self.teams:
+            self.idle.put(team)
         self.claims("", ["0"])
 
     def __exit__(self, *_):
         """Ends the servers, after the answers in work."""
-        self.pool.shutdown(cancel_futures=True)
-        for server in self.servers:
-            server.stop()
+        self.closed = True
+        for team in [self.idle.get() for _ in self.teams]:
+            for server in team:
+                server.stop()
+            self.idle.put(team)  # for those who wait
 
     def claims(self, text, tests, patience=1):
         """For each test a child's claim, as bytes, or why there is none, as text.
 
-        patience stretches the time limits, in which a wait for servers and their start don't count.
+        patience stretches the time limits.
         """
+        team = self.idle.get()
         try:
-            return self.pool.submit(self.run, text, tests, patience).result()
-        except (RuntimeError, concurrent.futures.CancelledError):
-            raise GraderError("the grader is closed") from None
-
-    def run(self, text, tests, patience):
-        """claims() by this thread's servers."""
-        if not hasattr(self.local, "servers"):
-            # a child without MODULES forks faster: for texts without "import"
-            self.local.servers = Server([]), Server(MODULES)
-            self.servers += self.local.servers
-        claims, left = [], LIMITS["answer"] * patience
-        while len(claims) < len(tests) and left > 0:
-            request = {"text": text, "tests": tests[len(claims):], "official": self.official}
-            server, seconds = self.local.servers["import" in text], LIMITS["test"] * patience
-            found, took = server.run(request, seconds, left)
-            claims, left = claims + found, left - took
-        return claims + ["timeout"] * (len(tests) - len(claims))
-
-    def expected(self, code, *tests):
-        """A reference's claims: what a busy machine spoils would be kept, hence the patience."""
-        return self.claims(code, tests, patience=3)
+            if self.closed:
+                raise GraderError("the grader is closed")
+            server = next(server for server, (words, _) in zip(team, SERVERS)
+                          if re.search(words, text))
+            claims, left = [], LIMITS["answer"] * patience
+            while len(claims) < len(tests) and left > 0:
+                request = {"text": text, "tests": tests[len(claims):], "official": self.official}
+                found, took = server.run(request, LIMITS["test"] * patience, left)
+                claims, left = claims + found, left - took
+            return claims + ["timeout"] * (len(tests) - len(claims))
+        finally:
+            self.idle.put(team)
 
     def grade(self, task, answer):
         """{"reward": share of tests passed, "tests": {name: "pass" or the reason why not}}."""
@@ -815,8 +829,11 @@ class Grader(contextlib.AbstractContextManager):
             verdicts = [reason] * len(tests)
         else:
             code = official_code(answer) if self.official else answer
-            wanted = self.expected(task["ground_truth"], *tests)
-            verdicts = list(map(verdict, wanted, self.claims(code, tests)))
+            reference = task["ground_truth"]
+            key = digest([reference, tests])
+            if key not in self.expected:
+                self.expected[key] = self.claims(reference, tests, patience=3)
+            verdicts = list(map(verdict, self.expected[key], self.claims(code, tests)))
         reward = verdicts.count("pass") / len(tests)
         return {"reward": reward, "tests": dict(zip(names, verdicts))}
 
@@ -832,49 +849,44 @@ class Grader(contextlib.AbstractContextManager):
         return None
 
 
-def ungraded(record):
-    """The record without what a grader has said of another answer."""
-    of_grader = "reward", "tests", "failure", "reward_by"
-    return {name: value for name, value in record.items() if name not in of_grader}
-
-
-def grade_records(records, environments):
+def grade_records(records, args):
     """Yields each record with "reward" and "tests" for its "task" and "answer", in order.
 
-    A bad line ends the program after the records before it.
+    A record whose grade raises is said and left out, and ends the program after the others. So does
+    a bad line, after those before it. A GraderError ends it at once.
     """
-    window, error, workers = collections.deque(), None, environments.args.workers
-    graded = lambda record, job: {**ungraded(record), **job.result()}
-    with concurrent.futures.ThreadPoolExecutor(2 * workers) as pool:
+    window, error, lost = collections.deque(), None, 0
+
+    def graded(record, job):
+        """[the record], without what a grader has said of another answer; [] if it is left out."""
+        nonlocal lost
+        before = "reward", "tests", "failure", "reward_by"
+        try:
+            return [{name: record[name] for name in record if name not in before} | job.result()]
+        except GraderError:
+            raise
+        except Exception as e:
+            lost += 1
+            say(f"not graded: task {task_id(record['task'])}: {type(e).__name__}: {e}")
+            return []
+
+    with contextlib.ExitStack() as stack, \
+            concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
+        opened = functools.cache(lambda kind: stack.enter_context(kind(args)))
         try:
             for record in records:
-                grade = environments(record["task"]).grade
-                job = pool.submit(grade, record["task"], record.get("answer"))
-                window.append((record, job))
-                if len(window) >= 4 * workers:
-                    yield graded(*window.popleft())
+                grade = opened(environment(record["task"])).grade
+                window.append((record, pool.submit(grade, record["task"], record.get("answer"))))
+                if len(window) >= 4 * args.workers:
+                    yield from graded(*window.popleft())
         except SystemExit as e:
             error = e
-        yield from itertools.starmap(graded, window)
+        for waiting in window:
+            yield from graded(*waiting)
     if error:
         raise error
-
-
-class Environments(contextlib.ExitStack):
-    """with Environments(args) as opened: opened(task) is the Environment of its kind.
-
-    Each is made once, when first asked for.
-    """
-
-    def __init__(self, args):
-        super().__init__()
-        self.args, self.of_kind = args, {}
-
-    def __call__(self, task):
-        kind = kind_of(task)
-        if kind not in self.of_kind:
-            self.of_kind[kind] = self.enter_context(ENVIRONMENTS[kind](self.args))
-        return self.of_kind[kind]
+    if lost:
+        fail(f"{lost} answers could not be graded, and are left out")
 
 
 # --- frontend: pages in a real browser, which reaches nothing -------------------------------------
@@ -893,8 +905,12 @@ CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.
 PICTURE_HOSTS = re.compile(
     r"(^|\.)(picsum\.photos|placeholder\.com|placehold\.(co|it)|dummyimage\.com|unsplash\.com|"
     r"loremflickr\.com|placekitten\.com)$")
-# What a Renderer asks of a page; the answer has a height.
-HEIGHT = "() => document.fonts.ready.then(() => ({height: document.documentElement.scrollHeight}))"
+# What a Renderer asks of a page; the answer has a height. A form or a picture in the page may have
+# the name "fonts", and then document.fonts is that form: hence the getters of the class itself.
+HEIGHT = """() => {
+  const get = name => Object.getOwnPropertyDescriptor(Document.prototype, name).get.call(document);
+  return get('fonts').ready.then(() => ({height: get('documentElement').scrollHeight}));
+}"""
 
 
 class RenderError(Exception):
@@ -922,7 +938,8 @@ class Sheet:
             self.parts.append(part[0])
 
     def __call__(self, page):
-        words = {"", *re.split(r"[\s\"'<>=`]+", html.unescape(page))}
+        text = re.sub(r"&#?\w{1,31};?", lambda match: html.unescape(match[0]), page)
+        words = {"", *re.split(r"[\s\"'<>=`]+", text)}
         used = {n for word in words & self.by_class.keys() for n in self.by_class[word]}
         return "".join(self.parts[n] for n in sorted(used))
 
@@ -963,10 +980,10 @@ class Browser:
                 await asyncio.wait_for(driver.stop(), 5)
 
     async def shoot(self, page, sheet):
-        """See Renderer.render. api.Error if the page fails."""
+        """See Renderer.render. An error if the page fails."""
         self.page, self.sheet = page, sheet
         await self.tab.goto("https://page.invalid/")
-        drawn = await self.tab.evaluate(self.script)
+        drawn = check_numbers(await self.tab.evaluate(self.script))
         height = min(max(drawn["height"], 1), PAGE["tallest"])
         box = {"x": 0, "y": 0, "width": PAGE["width"], "height": height}
         png = await self.tab.screenshot(full_page=True, clip=box, animations="disabled")
@@ -987,6 +1004,16 @@ class Browser:
             await route.fulfill(body=grey_picture(url.path), content_type="image/svg+xml")
         else:
             await route.abort("aborted")
+
+
+def check_numbers(said):
+    """What a browser says of a page, if its numbers are those of a page; else RenderError."""
+    if isinstance(said, (dict, list)):
+        for part in said.values() if isinstance(said, dict) else said:
+            check_numbers(part)
+    elif isinstance(said, (int, float)) and not abs(said) < 1e8:  # a browser's layout ends before
+        raise RenderError(f"a length or a colour of the page is {said}")
+    return said
 
 
 def grey_picture(path):
@@ -1070,46 +1097,14 @@ class Renderer(contextlib.AbstractContextManager):
                 except TimeoutError:
                     await browser.stop()
                     raise RenderError(f"the page took more than {PAGE['seconds']} s") from None
-                except self.api.Error as e:
+                except (GraderError, RenderError):
+                    raise
+                except Exception as e:  # a page is data: whatever it does is no error of ours
                     await browser.stop()
                     error = e
             raise RenderError(textwrap.shorten(str(error), 100))
         finally:
             self.idle.put_nowait(browser)
-
-    def picture_file(self, page, folder):
-        """The path of the page's PNG in folder, drawn if it isn't there; None if it can't be."""
-        path = os.path.join(folder, digest(page) + ".png")
-        if not os.path.exists(path):
-            try:
-                png = self.render(page)["png"]
-            except RenderError:
-                return None
-            part = f"{path}.{threading.get_ident()}.part"  # a reader never sees half a file
-            with open(part, "wb") as f:
-                f.write(png)
-            os.replace(part, path)
-        return path
-
-
-def draw_pages(args, pages, folder):
-    """{page: its PNG file in folder} of the pages that can be drawn; args: see browser_flag.
-
-    Files that are there already are taken as they are. Others are drawn many at once.
-    """
-    os.makedirs(folder, exist_ok=True)
-    pages, workers = list(pages), os.cpu_count()
-    renderer = Renderer(workers, args.browser)
-    try:
-        with renderer, concurrent.futures.ThreadPoolExecutor(2 * workers) as pool:
-            files = pool.map(renderer.picture_file, pages, itertools.repeat(folder))
-            drawn = dict(zip(pages, progress("drawing pages", files, len(pages))))
-    except GraderError as e:  # the browser does not start
-        fail(e)
-    missing = list(drawn.values()).count(None)
-    if missing:
-        say(f"{missing} of {len(pages)} pages can't be drawn and are not shown")
-    return {page: path for page, path in drawn.items() if path}
 
 
 # --- frontend: how alike two pages look -----------------------------------------------------------
@@ -1156,6 +1151,15 @@ ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
 # your own environments are imported here: MANUAL.md, "Your own environment"
 
 
+def cpus(quota="/sys/fs/cgroup/cpu.max"):
+    """How many CPUs this process may use: its affinity's, or fewer by its container's quota."""
+    count = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):  # it may be "max"
+        most, period = pathlib.Path(quota).read_text().split()
+        count = min(count, math.ceil(int(most) / int(period)))
+    return count
+
+
 def browser_flag(p):
     flag(p, "browser", None, "Chromium, to draw pages; not given: found by itself", metavar="PATH")
 
@@ -1163,54 +1167,47 @@ def browser_flag(p):
 def get_args(argv=None):
     root = parser(__doc__, usage=None)
     commands = root.add_subparsers(dest="command", required=True)
-
-    def command(name, run):
+    for name, run in (("grade", grade_stdin), ("check", check_stdin)):
         p = commands.add_parser(name, description=run.__doc__, help=run.__doc__,
                                 allow_abbrev=False, formatter_class=root.formatter_class)
         p.set_defaults(run=run)
-        return p
-
-    grade, check = command("grade", grade_stdin), command("check", check_stdin)
-    for p in (grade, check):
         flag(p, "rules", "honest", "official: as the released scorer",
              choices=["honest", "official"])
-        flag(p, "workers", os.cpu_count(), "answers run at once", least=1)
+        flag(p, "workers", cpus(), "answers run at once", least=1)
         g = p.add_argument_group("pages (frontend)")
         browser_flag(g)
         flag(g, "clip", "openai/clip-vit-base-patch32", "their likeness is CLIP's; a directory or "
              "a hub name", metavar="DIR")
-
     return root.parse_args(argv)
 
 
 def grade_stdin(args, emit):
     """add the reward to records that have task and answer"""
-    rewards, failed, by = [], 0, set()
-    with Environments(args) as grader:
-        records = read_jsonl(sys.stdin, needs("answer", to_grade=True))
-        for record in grade_records(records, grader):
-            emit(record)
-            rewards.append(record["reward"])
-            failed += "failure" in record
-            by.add(record.get("reward_by", "own rules"))
-        name = " and ".join(kind.reward_name for kind in grader.of_kind.values())
-        percent = 100 / max(1, len(rewards))
-        failures = f", {failed} failed" if failed else ""
-        say(f"{len(rewards)} answers: {name} {sum(rewards) * percent:.1f} %, success "
-            f"{rewards.count(1) * percent:.1f} %{failures}; by {' and '.join(sorted(by))}")
+    rewards, failed, names, by = [], 0, set(), set()
+    for record in grade_records(read_jsonl(sys.stdin, needs("answer", to_grade=True)), args):
+        emit(record)
+        rewards.append(record["reward"])
+        failed += "failure" in record
+        names.add(environment(record["task"]).reward_name)
+        by.add(record.get("reward_by", "own rules"))
+    percent = 100 / max(1, len(rewards))
+    failures = f", {failed} failed" if failed else ""
+    say(f"{len(rewards)} answers: {' and '.join(sorted(names))} {sum(rewards) * percent:.1f} %, "
+        f"success {rewards.count(1) * percent:.1f} %{failures}; by {' and '.join(sorted(by))}")
 
 
 def check_stdin(args, emit):
     """drop tasks that do not give their own reference the full reward"""
-    records = read_jsonl(sys.stdin, needs(to_grade=True))
-    answered = ({"task": r["task"], "answer": r["task"]["ground_truth"], "of": r} for r in records)
-    with Environments(args) as grader:
-        for i, record in enumerate(grade_records(answered, grader), 1):
-            if record["reward"] > 0.9999:  # likenesses are rounded
-                emit(record["of"])
-                continue
-            failed = {name: why for name, why in record.get("tests", {}).items() if why != "pass"}
-            say(f"line {i}: dropped: {failed or record.get('failure', 'unlike itself')}")
+    records = enumerate(read_jsonl(sys.stdin, needs(to_grade=True)), 1)
+    answered = ({"task": r["task"], "answer": r["task"]["ground_truth"], "of": r, "line": i}
+                for i, r in records)
+    for record in grade_records(answered, args):
+        if record["reward"] > 0.9999:  # likenesses are rounded
+            emit(record["of"])
+            continue
+        failed = {name: why for name, why in record.get("tests", {}).items() if why != "pass"}
+        why = failed or record.get("failure", "unlike itself")
+        say(f"line {record['line']}: dropped: {why}")
 
 
 def main(args):

@@ -104,7 +104,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 from model import (check_generation_prompt, common_prefix, end_of_turn, find_model, load, load_lm,
-                   refuse_unknown, render, score, sdpa_kernel, weights_digest)
+                   render, score, sdpa_kernel, weights_digest)
 from train_critic import advantages, critic_turns, find_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -694,7 +694,6 @@ class TransformersEngine:
 
     def __init__(self, args, stop):
         self.lm, _ = load_lm(args.model, DEVICE, args.dtype)
-        refuse_unknown(args.model, self.lm.config)
         self.lm.set_attn_implementation("groups")
         self.args, self.stop = args, stop
         config = self.lm.config.get_text_config()

@@ -186,9 +186,9 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     With several groups, each is computed again in the backward pass, so that the keys of one group
     at a time are gathered.
     """
-    if tree is None or kwargs.get("s_aux") is not None:
-        what = "attention sinks" if tree else "layers that do not hand the tree to their attention"
-        fail(f"this model has {what}: the packed forward can't compute it")
+    others = attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")  # sinks, caps
+    if tree is None or any(x is not None for x in others):  # not computed here: see computes_trees
+        return torch.full_like(query, math.nan).transpose(1, 2), None
     left = sliding_window - 1 if sliding_window else -1  # keys that a token sees before it; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     kernel = flash_kernel if q.is_cuda and q.dtype != torch.float32 else sdpa_kernel
@@ -255,7 +255,7 @@ def head_logps(hidden, weight, bias, targets, config):
 
 
 class TreeLM(torch.nn.Module):
-    """A transformers causal LM whose forward takes a Tree.
+    """A transformers causal LM whose forward takes a Tree, or the tree of one turn: see `packed`.
 
     FSDP wraps this module, and not the LM, so that the LM head's weight is used in the forward of
     the module that gathers it.
@@ -266,20 +266,29 @@ class TreeLM(torch.nn.Module):
         self.lm = lm.eval()
         self.device = torch.device(device or lm.device)
         self.dtype = lm.dtype
-        self.config = lm.config
+        self.config = lm.config.get_text_config()
         self.tokens = 0  # computed so far
         self.head_logps = head_logps  # or compiled
 
+    @property
+    def packed(self):
+        """Whether it computes trees. Else its attention is its own, and each turn stands alone."""
+        return self.config._attn_implementation == "tree"
+
     def layers(self):
-        """Every transformer layer."""
-        return [*self.lm.model.layers]
+        """Every transformer layer: what is in the list of modules that has the most weights."""
+        lists = [m for m in self.lm.modules() if isinstance(m, torch.nn.ModuleList)]
+        return [*max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))]
 
     def forward(self, tree):
         """Log-probs of the tokens tree.scored, (S,)."""
+        before, targets = tree.parent[tree.scored], tree.ids[tree.scored]
+        if not self.packed:
+            out = self.lm(input_ids=tree.ids[None], use_cache=False, logits_to_keep=before)
+            return -F.cross_entropy(wide(out.logits[0]), targets, reduction="none")
         inputs = {"input_ids": tree.ids[None], "position_ids": tree.pos[None]}
         states = self.lm.model(**inputs, tree=tree, use_cache=False).last_hidden_state[0]
-        hidden = states[tree.parent[tree.scored]]  # (T, width) to (S, width)
-        targets = tree.ids[tree.scored]
+        hidden = states[before]  # (T, width) to (S, width)
         head = self.lm.lm_head
         # Logits of a few tokens at a time: the checkpoints keep none for the backward pass.
         chunk = max(1, LOGITS[self.device.type] // self.config.vocab_size)
@@ -299,9 +308,11 @@ def action_logps(model, turns, tree_tokens=math.inf, what=None):
 
     A rank's trees have at most tree_tokens tokens, each. Where it has several, each is computed
     again in the backward pass: the same values and gradients in bounded memory. `what` names a
-    progress bar over them.
+    progress bar over them. Where the model computes no trees, each turn is one.
     """
-    parts = deal(turns, tree_tokens)
+    if not model.packed and not model.tokens:
+        tell_cost(turns)
+    parts = deal(turns, tree_tokens if model.packed else 0)
     trees = len(parts) // WORLD  # of each rank: all must join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
     anchor = torch.ones((), requires_grad=True)
@@ -331,6 +342,14 @@ def tree_logps(model, tree, anchor=None):
     return model(tree)[tree.where]  # a token that actions share is scored once
 
 
+def tell_cost(turns):
+    """Says what it costs that these turns are computed one by one."""
+    rows = [(len(seq), shared) for _, seq, shared in in_order(set(turns))]
+    whole, shared = map(sum, zip(*rows))
+    say("trees do not give this model's log-probs: turn by turn, by its own attention, it computes "
+        f"{whole:,} tokens instead of {whole - shared:,}")
+
+
 def lengths(turns):
     """The numbers of tokens of the turns' actions."""
     return [len(action) for _, action in turns]
@@ -356,14 +375,6 @@ def batches(groups, batch_size, seed):
     rng("order", *seed).shuffle(groups)
     pairs = [pair for group in groups for pair in group]
     return [pairs[i:i + batch_size] for i in range(0, len(pairs), batch_size)]
-
-
-def tell_plan(what, groups, steps):
-    """Says how much there is to train on, and where it is little."""
-    n = sum(map(len, groups))
-    few = ": few to learn from; collect.py -k gives more" if n < 50 or len(steps) < 30 else ""
-    if steps:
-        say(f"{n} {what}, {len(steps)} steps{few}")
 
 
 def accuracy(margin):
@@ -663,12 +674,6 @@ def base_digest(path):
     return None if RANK else weights_digest(find_model(path, weights=True)[0])
 
 
-def load_options(args):
-    """Keyword arguments of `load` from the trainers' flags."""
-    names = "dtype", "offload", "recompute", "compile"
-    return {name: getattr(args, name) for name in names}
-
-
 def pick_dtype(name, device):
     """The torch.dtype of --dtype; auto is bf16 on a GPU and fp32 on a CPU."""
     if name == "auto":
@@ -688,10 +693,25 @@ def read_lm(path, dtype, attention):
 
 
 def load_lm(path, device, dtype="fp32"):
-    """(transformers LM, tokenizer) to sample with. dtype: as for `load`."""
-    path, tokenizer, _ = find_model(path, weights=True)
-    lm = read_lm(path, pick_dtype(dtype, torch.device(device)), "sdpa")
-    return lm.to(device), tokenizer
+    """(transformers LM, tokenizer) to sample with. dtype: as for `load`.
+
+    Fails if it computes no trees: then nor is it sampled by an attention of ours.
+    """
+    path, tokenizer, config = find_model(path, weights=True)
+    turns = proof_turns(config.get_text_config())[:2]
+    model, _ = read_tree_lm(path, device, pick_dtype(dtype, torch.device(device)), turns)
+    if not model.packed:
+        fail(f"--engine transformers can't sample from {path!r}, whose attention or layers are "
+             "of another kind: take --engine vllm, or a server's address")
+    model.lm.set_attn_implementation("sdpa")
+    return model.lm.to(device), tokenizer
+
+
+def load_options(args, device):
+    """Keyword arguments of `load` from the trainers' flags."""
+    names = "offload", "recompute", "compile"
+    return {"device": device, "dtype": pick_dtype(args.dtype, device),
+            **{name: getattr(args, name) for name in names}}
 
 
 def load(path, device="cpu", dtype="fp32", **sharding):
@@ -699,25 +719,27 @@ def load(path, device="cpu", dtype="fp32", **sharding):
 
     dtype: the value of --dtype, or a torch.dtype. sharding: keyword arguments of `shard`, to train
     with fp32 weights. Of several ranks rank 0 reads the files, and the others get their shards.
-    Fails if the packed forward does not give the model's own log-probs.
+    Where trees do not give the model's own log-probs, it computes its turns one by one. Fails if
+    these are wrong, too.
     """
     path, tokenizer, config = find_model(path, weights=True)
-    refuse_unknown(path, config)
+    if getattr(config, "quantization_config", None):
+        fail(f"{path!r} has quantized weights, which can't be trained: take those they are made of")
     device = torch.device(device)
     dtype = pick_dtype(dtype, device)
     keep = sharding and dtype != torch.float32  # the files' dtype: half the memory
-    turns = proof_turns(config)
+    turns = proof_turns(config.get_text_config())
     read = functools.partial(read_tree_lm, path, device, "auto" if keep else dtype, turns)
     if sharding and WORLD > 1:
-        whole, own = rank_0_keeps(read)
+        whole, (own, attention) = rank_0_keeps(read)
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32,
-                                                  attn_implementation="tree")
+                                                  attn_implementation=attention)
             model = TreeLM(lm, device)
         shard(model, dtype, **sharding)
         fill_from_rank_0(model, whole, "cpu" if sharding.get("offload") else device)
     else:
-        model, own = read()
+        model, (own, _) = read()
         if sharding:
             shard(model, dtype, **sharding)
             model.float()
@@ -728,13 +750,64 @@ def load(path, device="cpu", dtype="fp32", **sharding):
 
 
 def read_tree_lm(path, device, dtype, turns):
-    """(TreeLM for a device, in CPU memory; log-probs of the turns by the model's own forward)."""
+    """(TreeLM for a device, in CPU memory; (the turns' log-probs by the model's own forward, the
+    attention that the TreeLM has)).
+    """
     lm = read_lm(path, dtype, "eager")
-    if not hasattr(getattr(lm, "model", None), "layers"):
-        fail(f"{path!r} is not built as today's chat models are: it has no model.layers")
-    own = own_logps(lm, turns)
-    lm.set_attn_implementation("tree")
-    return TreeLM(lm, device), own
+    model = TreeLM(lm, device)
+    versions = [p._version for p in lm.parameters()]
+    with fail_on_error(f"{path!r} can't be computed by its own forward"):
+        own = own_logps(lm, turns)
+        _, reached = trial(model, turns[:1])
+    if not reached < 1e-3:
+        fail(f"{path!r} is no causal language model: its log-probs depend on later tokens")
+    # RWKV's weights change, and dynamic positions depend on the longest forward so far
+    if versions != [p._version for p in lm.parameters()] or "'dynamic'" in rope_of(model.config):
+        fail(f"{path!r} can't be trained: each of its forwards changes the next ones")
+    if not computes_trees(model, turns[:2], own):
+        lm.set_attn_implementation("eager")
+    return model, (own, model.config._attn_implementation)
+
+
+def computes_trees(model, turns, own):
+    """Whether the model's log-probs are its `own` in a tree, and in it depend on their path alone.
+
+    Not so where layers are other than attention. What depends on length does not show in short
+    turns: the config tells it.
+    """
+    config = model.config
+    types = set(getattr(config, "layer_types", None) or ())
+    if "'longrope'" in rope_of(config) or types - {"full_attention", "sliding_attention"}:
+        return False
+    try:
+        model.lm.set_attn_implementation("tree")
+        logps, reached = trial(model, turns)
+    except Exception:  # of many kinds: it is not built as today's chat models are
+        return False
+    return reached == 0 and agree(logps, own[:len(logps)], model.dtype)
+
+
+def rope_of(config):
+    """What a config says of rotary positions, of one kind or one for each kind of layer."""
+    return str(getattr(config, "rope_parameters", None))
+
+
+def trial(model, turns):
+    """(Log-probs of the actions of a tree; how much of one depends on tokens not on its path).
+
+    The latter is the largest gradient at their embeddings, as a share of the largest of all.
+    """
+    tree, seen = Tree(turns), []
+    embeddings = model.lm.get_input_embeddings()
+    with embeddings.register_forward_hook(lambda module, given, out: seen.append(out)):
+        logps = tree_logps(model, tree)
+    one = -2  # the token has others before and after it, in a tree also of other turns
+    gradient = torch.autograd.grad(logps[one], seen)[0].flatten(0, -2)  # (T, width)
+    sizes = gradient.float().norm(dim=-1)
+    largest, token = sizes.max(), tree.scored[tree.where[one]]
+    while (token := tree.parent[token]) >= 0:
+        sizes[token] = 0
+    return logps.detach(), (sizes.max() / largest).item()
 
 
 def proof_turns(config):
@@ -752,21 +825,26 @@ def own_logps(lm, turns):
     logps = []
     for prompt, action in turns:
         ids = torch.tensor([*map(ord, prompt + action)])
-        logits = lm(input_ids=ids[None]).logits[0, len(prompt) - 1:-1].float()
+        logits = lm(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1:-1].float()
         logps.append(-F.cross_entropy(logits, ids[len(prompt):], reduction="none"))
     return torch.cat(logps)
 
 
-def prove(model, path, turns, own):
-    """Fails if the packed forward, as loaded and sharded, does not give the log-probs `own`.
-
-    In 16 bits they may differ by 0.5 in the mean, which is rounding where logits are large.
+def agree(logps, own, dtype):
+    """Whether log-probs are the `own`. In 16 bits they may differ by 0.5 in the mean, which is
+    rounding where logits are large.
     """
-    difference = (torch.cat(score(model, turns, math.inf)) - own).abs().mean().item()
+    return (logps - own).abs().mean() < (0.5 if dtype.itemsize == 2 else 1e-3)
+
+
+def prove(model, path, turns, own):
+    """Fails if the model, as loaded and sharded, does not give the log-probs `own`."""
+    model.tokens = 1  # so that nothing is told of the cost of these turns
+    logps = torch.cat(score(model, turns, math.inf))
     model.tokens = 0
-    if not difference < (1e-3 if model.dtype == torch.float32 else 0.5):
-        fail(f"the packed forward can't compute {path!r}: its log-probs differ by {difference:.2g} "
-             "in the mean from those of the model's own forward")
+    if not agree(logps, own, model.dtype):
+        fail(f"the log-probs of {path!r} differ by {(logps - own).abs().mean():.2g} in the mean "
+             "from those of its own forward")
 
 
 def fill_from_rank_0(model, whole, device):
@@ -775,8 +853,8 @@ def fill_from_rank_0(model, whole, device):
     weights = whole.state_dict() if whole else {}
     everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=everywhere)
-    values = dict(whole.named_buffers()) if whole else {}  # some are in no state_dict
-    for name, buffer in list(model.named_buffers()):
+    values = dict(whole.named_buffers(remove_duplicate=False)) if whole else {}
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         value = torch.empty_like(buffer, device=model.device)
         if whole:
             value.copy_(values[name])
@@ -785,34 +863,17 @@ def fill_from_rank_0(model, whole, device):
         setattr(model.get_submodule(owner), leaf, value)
 
 
-def refuse_unknown(path, config):
-    """Fails if a model of this config can't be computed, where `prove` might not see it."""
-    types = set(getattr(config, "layer_types", None) or ())
-    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type")
-    other = None
-    if getattr(config, "quantization_config", None):
-        other = "quantized weights"
-    if types - {"full_attention", "sliding_attention"}:
-        other = "layers other than attention"
-    if hasattr(config, "vision_config"):
-        other = "a vision tower"
-    if getattr(config, "attn_logit_softcapping", None):
-        other = "soft caps in its attention"
-    if rope in ("longrope", "dynamic"):
-        other = f"positions ({rope}) that depend on the length of a forward"
-    if other:
-        fail(f"{path!r} has {other}, which the packed forward can't compute")
-
-
 def shard(model, dtype, offload=0, recompute=None, compile=None):
     """Shards the model by FSDP2: fp32 weights, gradients and moments, computation in dtype.
 
     offload: 1 keeps weights and moments in CPU memory. recompute: 1 keeps of each layer only its
-    inputs for the backward pass; compile: 1 compiles layers and head. For both None is 1 on a GPU.
+    inputs for the backward pass; compile: 1 compiles layers and head. For both None is 1 on a GPU,
+    but layers of a model that computes no trees are compiled on demand only.
     """
     model.dtype = dtype
-    recompute, compile = (model.device.type == "cuda" if x is None else x
-                          for x in (recompute, compile))
+    gpu = model.device.type == "cuda"
+    recompute = gpu if recompute is None else recompute
+    compile = gpu and model.packed if compile is None else compile
     if compile:
         model.head_logps = torch.compile(head_logps, dynamic=True)
     for layer in model.layers():

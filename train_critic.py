@@ -22,11 +22,10 @@ against pi_ref, which does not. Other critics are edits: see the README.
     for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
 # utils before what loads slowly: a wrong flag is told at once
-from utils import (RANK, Log, check_finite, digest, drop_checkpoints, fail, fail_on_error, flag,
-                   given, init_distributed, lr_at, machine_flags, note, open_stdout, parser,
-                   rank_0_keeps, read_jsonl, rng, run, sum_over_ranks, tell_notes, writing)
+from utils import (Log, check_finite, fail, fail_on_error, flag, init_distributed, lr_at,
+                   machine_flags, note, open_stdout, parser, rank_0_keeps, read_jsonl, rng, rows_of,
+                   run, tell_notes)
 
-import json
 import math
 import os
 import sys
@@ -43,9 +42,8 @@ def get_args(argv=None):
     flag(p, "untrained", 0, "1: score by --model with c less without, and train nothing",
          choices=[0, 1])
     g = p.add_argument_group("pairs")
-    flag(g, "pairs", "best", "best: a task's solved trajectory and each worse; all: any 2",
-         choices=["best", "all"])
-    flag(g, "margin", 0.1, "--pairs all: least difference of the two rewards")
+    flag(g, "margin", None, "pair any 2 trajectories of a task whose rewards differ by this; not "
+         "given: a solved one and each worse", kind=float)
     flag(g, "held_out", 0.1, "share of the tasks kept out of training, to report accuracy on")
     g = p.add_argument_group("objective and optimization")
     flag(g, "ref_context", "hidden", "pi_ref reads c, too (eq. 3), or what the agent reads",
@@ -55,11 +53,9 @@ def get_args(argv=None):
     flag(g, "lr", 2e-7, "peak: 3%% of the steps warm up, then a cosine to a tenth")
     flag(g, "batch_size", 8, "pairs a step, over all GPUs", least=1)
     flag(g, "epochs", 4, "over the pairs")
-    flag(g, "max_grad_norm", 1.0, "gradients are clipped to it")
     flag(g, "seed", 0, "of the order and of what is held out")
     machine_flags(p)
     args = p.parse_args(argv)
-    args.given = given(argv)
     if bool(args.out) == bool(args.untrained):
         p.error("give --out, or else --untrained 1")
     if args.untrained:
@@ -74,9 +70,8 @@ import torch
 import torch.nn.functional as F
 
 from model import (TURN, Pair, accuracy, action_ids, action_logps, actions_of, base_digest, batches,
-                   find_model, gathered, load, load_options, packed, pick_dtype, reference_logps,
-                   render, restore, save, save_checkpoint, score, tell_plan, try_save, turns_in,
-                   weights_digest)
+                   find_model, gathered, load, load_options, packed, reference_logps, render,
+                   restore, save, save_checkpoint, score, try_save, turns_in)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -119,13 +114,11 @@ def train(args, log, device):
     records, (ref_of, groups, held) = rank_0_keeps(lambda: prepare(args))
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
-    tell_plan(f"pairs of {len(groups)} tasks", groups, steps)
-    data = *ref_of.items(), *map(tuple, chain(*groups))
-    log.begin(steps=len(steps), pairs=sum(map(len, groups)), tasks=len(groups),
-              dtype=str(pick_dtype(args.dtype, device)), data=digest([*map(digest, data)]),
-              model_weights=base_digest(args.model))
+    options = load_options(args, device)
+    log.begin(data=chain(ref_of.items(), *groups), steps=len(steps), pairs=sum(map(len, groups)),
+              dtype=str(options["dtype"]), model_weights=base_digest(args.model))
 
-    model, tokenizer = load(args.model, device, **load_options(args))
+    model, tokenizer = load(args.model, **options)
     try_save(model, tokenizer, args.out)
     ref_turns = list(ref_of.values())
     ref = dict(zip(ref_of, reference_logps(model, ref_turns, args.tree_tokens, args.out)))
@@ -134,7 +127,7 @@ def train(args, log, device):
     restore(model, optimizer, log)
 
     save_step = partial(save_checkpoint, model, optimizer, args.out)
-    for step in log.steps("critic", len(steps), save_step):
+    for step in log.steps("critic", save_step):
         batch, before = steps[step], model.tokens
         read = turns_in(batch)
         logps = dict(zip(read, action_logps(model, read, args.tree_tokens)))
@@ -142,7 +135,7 @@ def train(args, log, device):
         loss = sum(losses) / len(batch)  # on all ranks the same; FSDP sums their gradients
         loss.backward()
         margin = torch.stack(margins)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norm, loss = gathered(norm).item(), loss.item()
         check_finite(step, loss=loss, grad_norm=norm)
         lr = lr_at(step, len(steps), args.lr)
@@ -150,9 +143,8 @@ def train(args, log, device):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        tokens = int(sum_over_ranks(model.tokens - before))
         log(step=step, loss=loss, accuracy=accuracy(margin), margin=margin.mean().item(),
-            grad_norm=norm, lr=lr, tokens=tokens)
+            grad_norm=norm, lr=lr, tokens=model.tokens - before)
 
     facts = {}
     if held:
@@ -161,9 +153,7 @@ def train(args, log, device):
         margin = torch.stack([pair_loss(args, pair, logps, ref)[1] for pair in held])
         facts = {"held_out_pairs": len(held), "held_out_accuracy": accuracy(margin)}
     save(model, tokenizer, args.out)
-    save_reference(args)
-    log(finished=len(steps), **facts)
-    drop_checkpoints(args.out)
+    log.finish(**facts)
     return records, model, ref
 
 
@@ -173,12 +163,13 @@ def load_finished(args, device):
         model = args.model if "model" in args.given else None
         args.model, args.ref_context = find_reference(args.out, model)
     records, ref_of = rank_0_keeps(lambda: read_stdin(args))
-    model, _ = load(args.model, device, **load_options(args))
+    options = load_options(args, device)
+    model, _ = load(args.model, **options)
     ref_turns = list(ref_of.values())
     ref = dict(zip(ref_of, score(model, ref_turns, args.tree_tokens, "reference")))
     if args.out:
         del model  # pi finds its room
-        model, _ = load(args.out, device, **load_options(args))
+        model, _ = load(args.out, **options)
     return records, model, ref
 
 
@@ -201,33 +192,24 @@ def write(records, values, emit):
 
 # --- a finished critic's reference ----------------------------------------------------------------
 
-def save_reference(args):
-    """Writes critic.json, for find_reference. A path in it is relative to --out, if --model is."""
-    model = args.model
-    if os.path.isdir(model) and not os.path.isabs(model):
-        model = os.path.relpath(model, args.out)
-    about = {"model": model, "model_weights": base_digest(args.model),
-             "ref_context": args.ref_context}
-    if RANK == 0:
-        with writing(os.path.join(args.out, "critic.json")) as part, open(part, "w") as f:
-            json.dump(about, f)
-
-
 def find_reference(folder, model=None):
     """(pi_ref's folder or hub name, --ref_context) of the finished critic in a folder.
 
-    model: where pi_ref is now, if not where it was.
+    model: where pi_ref is now. Not given: where it was, as seen from the critic, so that both may
+    have been moved.
     """
-    with fail_on_error(f"no critic in {folder}, critic.json of a finished train_critic.py"):
-        with open(os.path.join(folder, "critic.json")) as f:
-            critic = json.load(f)
-        was, weights, context = (critic[x] for x in ("model", "model_weights", "ref_context"))
+    with fail_on_error(f"{folder} is no finished run of train_critic.py"):
+        rows = rows_of(folder)
+        row = [row for row in rows if "args" in row][-1]
+        args, weights, _ = row["args"], row["model_weights"], rows[-1]["finished"]
+        ref_context = args["ref_context"]
     if not model:
-        beside = os.path.join(folder, was)
-        model = beside if was.startswith(".") or os.path.isdir(beside) else was
-    if weights_digest(find_model(model, weights=True)[0]) != weights:
+        was, out = (os.path.join(row["cwd"], args[name]) for name in ("model", "out"))
+        beside = os.path.join(folder, os.path.relpath(was, out))
+        model = beside if os.path.isdir(beside) else args["model"]
+    if base_digest(model) not in (weights, None):  # None on other ranks
         fail(f"{model} has other weights than the model that the critic in {folder} began as")
-    return model, context
+    return model, ref_context
 
 
 # --- pairs ----------------------------------------------------------------------------------------
@@ -235,18 +217,21 @@ def find_reference(folder, model=None):
 def prepare(args):
     """(stdin's records, ({turn: reference turn}, [[Pair]] to train on, [Pair] held out))."""
     records, ref_of = read_stdin(args, "reward")
-    groups = trajectory_pairs(records, args.pairs, args.margin)
+    groups = trajectory_pairs(records, args.margin)
     if not groups:
-        lack = "a solved and a worse one" if args.pairs == "best" else "two that differ by --margin"
-        fail(f"no pairs in {len(records)} trajectories: no task has {lack} (--pairs all --margin 0 "
-             "takes whatever differs; collect.py -k draws more per task)")
+        lack = "a solved and a worse one" if args.margin is None else "two that differ so much"
+        fail(f"no pairs in {len(records)} trajectories: no task has {lack} (--margin 0 takes "
+             "whatever differs; collect.py -k draws more per task)")
     rng("held out", args.seed).shuffle(groups)
     few = min(math.ceil(args.held_out * len(groups)), len(groups) - 1)  # one task always trains
     return records, (ref_of, groups[few:], list(chain(*groups[:few])))
 
 
-def trajectory_pairs(records, mode, margin):
-    """[[Pair]], a task's in a list: two of its trajectories, wherever they stand, by reward."""
+def trajectory_pairs(records, margin):
+    """[[Pair]], a task's in a list: two of its trajectories, wherever they stand, by reward.
+
+    margin: the least difference of rewards; None: the best is compared with each, if it is solved.
+    """
     by_task, groups = {}, []
     for r in records:
         turns = tuple(m[TURN] for m in agent_messages(r))
@@ -254,10 +239,10 @@ def trajectory_pairs(records, mode, margin):
             by_task.setdefault(task_id(r["task"]), []).append((r["reward"], turns))
     for rows in by_task.values():
         best = max(rows, key=lambda row: row[0])
-        if mode == "all":
-            compared = [(a, b) for a in rows for b in rows if a[0] - b[0] > margin - 1e-9]
-        else:
+        if margin is None:
             compared = [(best, row) for row in rows if best[0] >= 1]
+        else:
+            compared = [(a, b) for a in rows for b in rows if a[0] - b[0] > margin - 1e-9]
         groups.append([Pair(a[1], b[1], gap=a[0] - b[0]) for a, b in compared if a[0] > b[0]])
     return [pairs for pairs in groups if pairs]
 

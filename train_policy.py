@@ -20,9 +20,8 @@ messages. They train on all of the assistant's.
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
 # utils before what loads slowly: a wrong flag is told at once
-from utils import (FORM, Log, check_finite, digest, drop_checkpoints, fail, flag, from_rank_0,
-                   given, init_distributed, lr_at, machine_flags, open_stdout, parser, read_jsonl,
-                   rng, run, say, sum_over_ranks)
+from utils import (FORM, Log, check_finite, fail, flag, from_rank_0, init_distributed, lr_at,
+                   machine_flags, open_stdout, parser, read_jsonl, rng, run, say)
 
 import sys
 from functools import partial
@@ -41,8 +40,7 @@ def get_args(argv=None):
     flag(g, "pairs_per_turn", 4, "dpo: pairs drawn from a turn's candidates", least=1)
     flag(g, "prior", 0.0, "dpo: rank candidates by advantage + prior * log-prob when sampled")
     flag(g, "mix", 0.0, "dpo: pairs of trajectories, as in mtdpo, for each pair of candidates")
-    flag(g, "pairs", "best", "mtdpo, --mix: as in train_critic.py", choices=["best", "all"])
-    flag(g, "margin", 0.1, "mtdpo, --mix: as in train_critic.py")
+    flag(g, "margin", None, "mtdpo, --mix: as in train_critic.py", kind=float)
     flag(g, "all", 0, "rft: 1 takes unsolved trajectories, too", choices=[0, 1])
     g = p.add_argument_group("objective and optimization")
     flag(g, "beta", 0.1, "scale of the margin")
@@ -52,11 +50,9 @@ def get_args(argv=None):
          "(rft: 32)", kind=int, least=1)
     flag(g, "epochs", None, "over the pairs; not given: 1, as in the paper (mtdpo, rft: 4)",
          kind=int)
-    flag(g, "max_grad_norm", 1.0, "gradients are clipped to it")
     flag(g, "seed", 0, "of the order and of the pairs drawn")
     machine_flags(p)
     args = p.parse_args(argv)
-    args.given = given(argv)
     if args.batch_size is None:
         args.batch_size = 32 if args.loss == "rft" else 8
     if args.epochs is None:
@@ -71,8 +67,8 @@ import torch
 import torch.nn.functional as F
 
 from model import (TURN, Pair, accuracy, action_logps, actions_of, base_digest, batches, find_model,
-                   gathered, load, load_options, pick_dtype, reference_logps, restore, save,
-                   save_checkpoint, tell_plan, try_save, turns_in)
+                   gathered, load, load_options, reference_logps, restore, save, save_checkpoint,
+                   try_save, turns_in)
 from train_critic import read_turns, trajectory_pairs
 
 
@@ -104,16 +100,14 @@ def main(args):
     turns = turns_in(chain(*groups)) if args.loss != "rft" else []  # rft has no reference
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
-    tell_plan("trajectories" if args.loss == "rft" else "pairs", groups, steps)
-    log.begin(steps=len(steps), pairs=sum(map(len, groups)),
-              dtype=str(pick_dtype(args.dtype, device)),
-              data=digest([digest(tuple(pair)) for pair in chain(*groups)]),
-              model_weights=base_digest(args.model))
+    options = load_options(args, device)
+    log.begin(data=chain(*groups), steps=len(steps), pairs=sum(map(len, groups)),
+              dtype=str(options["dtype"]), model_weights=base_digest(args.model))
     summary = {"summary": "train_policy", "out": args.out, "steps": len(steps)}
     if log.finished:
         return emit(summary)
 
-    model, tokenizer = load(args.model, device, **load_options(args))
+    model, tokenizer = load(args.model, **options)
     try_save(model, tokenizer, args.out)
     ref = dict(zip(turns, reference_logps(model, turns, args.tree_tokens, args.out)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
@@ -121,7 +115,7 @@ def main(args):
     restore(model, optimizer, log)
 
     save_step = partial(save_checkpoint, model, optimizer, args.out)
-    for step in log.steps("policy", len(steps), save_step):
+    for step in log.steps("policy", save_step):
         batch, before = steps[step], model.tokens
         read = turns_in(batch)
         logps = dict(zip(read, action_logps(model, read, args.tree_tokens)))
@@ -134,7 +128,7 @@ def main(args):
             right = {"accuracy": accuracy(margin), "margin": margin.mean().item()}
         loss = sum(losses) / size  # on all ranks the same; FSDP sums their gradients
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norm, loss = gathered(norm).item(), loss.item()
         check_finite(step, loss=loss, grad_norm=norm)
         lr = lr_at(step, len(steps), args.lr)
@@ -142,12 +136,10 @@ def main(args):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        tokens = int(sum_over_ranks(model.tokens - before))
-        log(step=step, loss=loss, **right, grad_norm=norm, lr=lr, tokens=tokens)
+        log(step=step, loss=loss, **right, grad_norm=norm, lr=lr, tokens=model.tokens - before)
 
     save(model, tokenizer, args.out)
-    log(finished=len(steps))
-    drop_checkpoints(args.out)
+    log.finish()
     emit(summary)
 
 
@@ -156,7 +148,7 @@ def main(args):
 NOTHING = {"dpo": "no turn has two unlike candidates with an advantage "
                   "(collect.py --candidates 16, train_critic.py)",
            "mtdpo": "no task has a solved and a worse trajectory "
-                    "(--pairs all --margin 0 takes whatever differs)",
+                    "(--margin 0 takes whatever differs)",
            "rft": "no trajectory is solved (--all 1 takes every one)"}
 
 
@@ -208,7 +200,7 @@ def make_groups(args, records):
                 by_task.setdefault(task_id(r["task"]), []).append(Pair(turns))
         return list(by_task.values())
     if args.loss == "mtdpo":
-        return trajectory_pairs(records, args.pairs, args.margin)
+        return trajectory_pairs(records, args.margin)
     groups = []
     for i, r in enumerate(records):
         groups.append([])
@@ -218,7 +210,7 @@ def make_groups(args, records):
     if any(groups):
         tell_answers(list(chain(*groups)), records)
     if args.mix:
-        trajectories = trajectory_pairs(records, args.pairs, args.margin)
+        trajectories = trajectory_pairs(records, args.margin)
         if not trajectories:
             fail(f"--mix: {NOTHING['mtdpo']}")
         rng("mix", args.seed).shuffle(trajectories)

@@ -29,22 +29,34 @@ if WORLD > 1:  # loads slowly, and one process needs none of it
 
 # --- flags ----------------------------------------------------------------------------------------
 
+class Parser(argparse.ArgumentParser):
+    """Of several ranks rank 0 alone tells an error. args.given names the flags that are given."""
+
+    def parse_args(self, argv=None):
+        args = super().parse_args(argv)
+        words = sys.argv[1:] if argv is None else argv
+        args.given = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+        return args
+
+    def error(self, message):
+        if RANK:
+            end_after_rank_0()
+        super().error(message)
+
+
 def parser(doc, usage):
-    """An ArgumentParser that takes no abbreviated flags.
+    """A Parser that takes no abbreviated flags.
 
     It describes itself by the first paragraph of `doc` and by indented ones without commands.
     """
     first, *others = doc.split("\n\n")
     shown = [first, *(text for text in others if text[:4] == "    " and "python " not in text)]
     form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=110)
-    p = argparse.ArgumentParser(description="\n\n".join(shown), usage=usage, formatter_class=form,
-                                allow_abbrev=False)
-    if RANK:
-        p.error = end_after_rank_0
-    return p
+    return Parser(description="\n\n".join(shown), usage=usage, formatter_class=form,
+                  allow_abbrev=False)
 
 
-def end_after_rank_0(message=None):
+def end_after_rank_0():
     """Ends a rank silently. Rank 0 has the same error and says it; torchrun then ends them all."""
     time.sleep(5)
     sys.exit(2)
@@ -86,12 +98,6 @@ def machine_flags(p):
     g = p.add_argument_group("input and --out")
     flag(g, "max_length", 16384, "leave out and count turns of more tokens (prompt and action)")
     flag(g, "save_every", 100, "steps between checkpoints to go on from; 0: none")
-
-
-def given(argv):
-    """The names of the flags on a command line, of the program if it is None."""
-    words = sys.argv[1:] if argv is None else argv
-    return [word[2:].partition("=")[0] for word in words if word.startswith("--")]
 
 
 # --- messages and errors --------------------------------------------------------------------------
@@ -519,19 +525,26 @@ class Log:
             return [], 0  # it is new, or the run was killed as it began
         if not os.path.exists(self.path):
             fail(f"--out {out} exists already, and is no run: name another")
-        with reading(self.path), open(self.path) as f:
-            rows = [json.loads(line) for line in f if line.endswith("}\n")]  # a kill may cut one
-            rows[0]["args"]  # or it is no such file
+        with reading(self.path):
+            rows = rows_of(out)
         checkpoints = re.findall(r"^checkpoint-(\d+)$", "\n".join(os.listdir(out)), re.M)
         finished = [row["finished"] for row in rows if "finished" in row]
         return rows, max([0, *map(int, checkpoints), *finished])
 
-    def begin(self, **facts):
-        """Writes the first row, or goes on at self.step if the facts are the same."""
+    def begin(self, data, steps, pairs, **facts):
+        """Writes the first row, or goes on at self.step if the facts are the same.
+
+        data: all that is trained on, tuples; the row keeps a hash of it.
+        """
+        self.total = steps
         if RANK:
             return
-        first = {"args": vars(self.args), "argv": sys.argv, "version": version(),
-                 "world": WORLD, **facts}
+        few = ": few to learn from; collect.py -k gives more" if pairs < 50 or steps < 30 else ""
+        say(f"{pairs} pairs, {steps} steps{few}")
+        facts |= {"data": digest([digest(tuple(row)) for row in data]), "steps": steps,
+                  "pairs": pairs}
+        first = {"args": vars(self.args), "argv": sys.argv, "cwd": os.getcwd(),
+                 "version": version(), "world": WORLD, **facts}
         if self.rows:
             for name, value in facts.items():
                 had = self.rows[0].get(name, value)  # an old run may lack some
@@ -548,14 +561,15 @@ class Log:
             for path in imported_scripts():
                 shutil.copy(path, self.out)
 
-    def steps(self, what, n, save):
-        """Yields the steps below n that are not made yet. Calls save(how many are made) every
+    def steps(self, what, save):
+        """Yields the steps that are not made yet. Calls save(how many are made) every
         --save_every, and after a step in which a signal came to a rank, which ends the run.
         """
-        self.what, self.bar, came = what, progress(what, total=n, initial=self.step), []
+        self.what, came = what, []
+        self.bar = progress(what, total=self.total, initial=self.step)
         usual = {number: signal.signal(number, lambda number, frame: came.append(number))
                  for number in (signal.SIGTERM, signal.SIGINT)}
-        for step in range(self.step, n):
+        for step in range(self.step, self.total):
             self.began = time.monotonic()
             yield step
             stop = sum_over_ranks(len(came))
@@ -570,16 +584,17 @@ class Log:
             end_by(came[0])
 
     def __call__(self, **row):
-        """Adds a row to metrics.jsonl, and shows its numbers.
+        """Adds a row to metrics.jsonl, and shows its numbers. All ranks must call this.
 
-        tokens: those computed in the step under way, which is timed.
+        tokens: those that this rank computed in the step under way, which is timed.
         """
-        if RANK:
-            return
         if "tokens" in row:
+            row["tokens"] = int(sum_over_ranks(row["tokens"]))
             seconds = time.monotonic() - self.began
             row |= {"seconds": round(seconds, 4),
                     "tokens_per_second": round(row["tokens"] / seconds)}
+        if RANK:
+            return
         with fail_on_error(f"{self.path} can't be written"):
             self.file.write(json.dumps(row) + "\n")
         if "step" in row:
@@ -588,13 +603,32 @@ class Log:
         else:
             say(f"{self.what}: {', '.join(f'{name} {value}' for name, value in row.items())}")
 
+    def finish(self, **facts):
+        """Adds the last row. The model is in --out: nothing to go on from is needed."""
+        self(finished=self.total, **facts)
+        drop_checkpoints(self.out)
+
+
+def rows_of(out):
+    """The rows of metrics.jsonl in the --out of a run."""
+    with open(os.path.join(out, "metrics.jsonl")) as f:
+        rows = [json.loads(line) for line in f if line.endswith("}\n")]  # a kill may cut one
+    rows[0]["args"]  # or it is no such file
+    return rows
+
 
 def drop_checkpoints(out, keep=None):
-    """Removes the checkpoints in out, also what a kill left of one, except that of step `keep`."""
+    """Removes the checkpoints in out, also what a kill left of one, except that of step `keep`.
+
+    Without `keep` the reference's log-probs go, too: vLLM would take them for weights.
+    """
     if RANK == 0:
         for name in os.listdir(out):
             if name.startswith("checkpoint-") and name != f"checkpoint-{keep}":
                 shutil.rmtree(os.path.join(out, name))
+        if keep is None:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(os.path.join(out, "reference.safetensors"))
 
 
 def lr_at(step, steps, peak):

@@ -31,6 +31,12 @@ def test_read_action(thought, content, answer):
         assert read_action(f"{ANSWER}: now?\nOUTPUT: {content}", False) == (content, answer)
 
 
+@pytest.mark.parametrize("text", ["-", "-\n", "- I WANT TO ANSWER\n", "\n"])
+def test_a_long_action_is_read_in_one_pass(text):
+    """A search that starts again on each line would take hours."""
+    assert read_action(f"{text * 300_000}\nOUTPUT: x", last=False) == ("x", None)
+
+
 def test_first_message_takes_braces_as_they_are():
     task = {"problem_description": "a {dict} {ANSWER} {problem_description} {0}",
             "ground_truth": "g"}

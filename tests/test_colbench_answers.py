@@ -4,7 +4,9 @@ Two texts that a person understands are read otherwise: a stub of the function i
 counts as its first version, and a fence in the docstring of code without a fence counts as a fence.
 """
 import builtins
+import contextlib
 import multiprocessing
+import random
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import textwrap
 
 import pytest
 
+import colbench
 from conftest import CPU, ROOT, descendants, gone, lines, records, script
 from test_colbench_claims import VALUES
 from test_colbench_grader import DOUBLE, HONEST, ODDITIES, graders, task  # noqa: F401 (a fixture)
@@ -38,7 +41,37 @@ FORMS = {  # each with {} where the code stands; a person finds it at a glance
     "inline fence": "The code is ```python\n{}```",
     "info": "```python title=\"double.py\"\n{}```", "braces": "```{{.python}}\n{}```",
     "unclosed and prose": "```python\n{}\nThis doubles x, as you wished.",
-    "quote in prose": "It's what you're after:\n```python\n{}```\nIsn't it?"}
+    "quote in prose": "It's what you're after:\n```python\n{}```\nIsn't it?",
+    "an empty fence": "```python\n```\nIt is:\n\n{}",
+    "a fence with output": "{}\nIt prints\n```\n4\n```\nfor 2.",
+    "a fence with usage": "So:\n\n{}\nUse it as\n```python\nprint(f(2))\n```",
+    "output before": "To get\n```text\n4\n```\nfrom 2, take\n```python\n{}```",
+    "a command": "```\npip\n```\nand then\n\n{}", "a foreign name": "```Python 3.12\n{}```",
+    "prose that is Python": "rate = 2\n\nSo it is:\n\n{}",
+    "prose that imports": "import math\n\nSo it is:\n\n{}",
+    "prose that begins so": "import duties are a matter\nclass is another: f = 2\n\n{}",
+    "a fence ends in a line": "Here: ```python\n{}``` as you said.",
+    "an open fence in prose": "I use ``` for code.\n```python\n{}```\nRight?",
+    "a type": "Well:\nRATE: int = 2\n\n{}", "a pair": "Well:\nA, B = 2, 0\n{}",
+    "try": "Well:\ntry:\n    import numpy\nexcept ImportError:\n    numpy = None\n\n{}\nOK?",
+    "no spaces": "Well:\nRATE=2\n{}", "a mark of order": "\ufeff{}", "no width": "\u200b{}",
+    "no width, in a fence": "It is\n\u200b```python\n\u200b{}\u200b```",
+    "a tag": "<answer>\n{}</answer>",
+    "a list": "1. First:\n\n   ```python\n{indented}   ```\n2. Done.",
+    "hard spaces": "It is:\n{hard}\nDone.",
+    "cut off": "```python\n{}\ndef more(y):\n    return (y +",
+    "it exits": "{}\nexit()", "it quits": "```python\nimport sys\n{}\nsys.exit(f(2))\n```",
+    "it tests itself": "import unittest\n{}\nclass T(unittest.TestCase):\n    def test_f(self):\n"
+                       "        self.assertEqual(f(2), 4)\n\nunittest.main()",
+    "it reads its arguments": "import argparse\n{}\np = argparse.ArgumentParser()\n"
+                              "p.add_argument('x', type=int)\nprint(f(p.parse_args().x))",
+    "it reads its input": "{}\nprint(f(int(input())))"}
+
+
+def written(form, code):
+    """An answer: the code in a form."""
+    indented = textwrap.indent(code, "   ")
+    return FORMS[form].format(code, indented=indented, hard=code.replace(" ", "\xa0"))
 
 
 SPELLED = (str, lambda text: text.replace("\n", "\r\n"),
@@ -51,7 +84,7 @@ def test_a_form_is_read_as_a_person_would_and_wrong_code_in_it_stays_wrong(grade
     more = "\ndef g(x):\n    return f(x)\n"
     for code, reward in ((RIGHT, 1), (WRONG, 0), (RIGHT + more, 1)):
         for spell in SPELLED:
-            answer = spell(FORMS[form].format(code))
+            answer = spell(written(form, code))
             assert graders[0].grade(DOUBLE, answer)["reward"] == reward, answer
 
 
@@ -70,6 +103,7 @@ BLOCKS = [  # the blocks of an answer, and its reward
     ([USES, "def g(x): return 2 * x"], 0),  # the first block that defines f is the last to run
     ([USES, "def g(x): return 3 * x"], 0),
     (["def g(x): return 3 * x", USES, "def g(x): return 2 * x"], 0),  # nothing is defined twice
+    (["exit()", RIGHT], 1), ([f"{RIGHT}exit()", WRONG], 1), ([f"exit()\n{RIGHT}"], 0),
     ([WRONG, RIGHT], 0),  # the first version counts, never the better one
     ([RIGHT, WRONG], 1),
     (["g = 1 / 0", USES], 0),
@@ -115,6 +149,28 @@ def test_odd_texts_get_nothing_and_the_next_answer_its_due(graders, text):
         assert grader.grade(DOUBLE, HONEST)["reward"] == 1
 
 
+PIECES = ["@x\n", "def f(\n", "import a b\n", "x = '''\n", "a = 1\n", "try:\n a\n", "```\n",
+          "a, a, ", "  def f(x):\n", "class A(", "(", "\u200b", "x: ", "\r\n", "lambda: ",
+          "# \n", "~~~a\n"]
+
+
+def test_what_is_compiled_of_a_text_is_bounded():
+    """Of texts of 20,000 characters, made of pieces that begin much and end nothing: 1.2 million.
+
+    A search that tried each end of each beginning would compile thousands of millions.
+    """
+    r, tried = random.Random("pieces"), []
+    space = {"compile": lambda text, *rest: tried.append(len(text)) or compile(text, *rest)}
+    exec(colbench.server_program([]).rpartition("\nserve(")[0], space)
+    for pieces in [*([piece] for piece in PIECES), *(r.choices(PIECES, k=3) for _ in range(20))]:
+        tried.clear()
+        text = "".join(pieces)
+        text = (text * 20_000)[:20_000]
+        with contextlib.suppress(SyntaxError, ValueError):
+            space["answer_code"](text, {"g"})
+        assert sum(tried) < 1_200_000, pieces
+
+
 # --- the released scorer --------------------------------------------------------------------------
 
 def released(reference, answer, tests):
@@ -155,13 +211,15 @@ def released(reference, answer, tests):
 
 def honest_corpus():
     """(name, task, answer): forms, oddities and values, right and wrong."""
-    for name, form in FORMS.items():
-        yield f"form {name}", DOUBLE, form.format(RIGHT)
-        yield f"form {name}, wrong", DOUBLE, form.format(WRONG)
+    for name in FORMS:
+        if not name.startswith("it "):  # which would end the released scorer
+            yield f"form {name}", DOUBLE, written(name, RIGHT)
+            yield f"form {name}, wrong", DOUBLE, written(name, WRONG)
     for name, answer in ODDITIES.items():
         yield f"oddity {name}", DOUBLE, answer
     imports = "import collections, datetime, decimal, fractions, math, numpy, uuid"
-    for text in [*VALUES, *(f"numpy.array({data})" for data in ("[x]", "[x, x]", "[]", "x"))]:
+    values = [text for text in VALUES if "mine(" not in text]
+    for text in [*values, *(f"numpy.array({data})" for data in ("[x]", "[x, x]", "[]", "x"))]:
         code = f"def f(x):\n    {imports}\n    return {text}"
         if "array" not in text:
             code = code.replace(text, f"[{text}, x]")

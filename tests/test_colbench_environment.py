@@ -84,7 +84,7 @@ def test_twenty_questions_go_through_all_scripts(repo):
     hidden = (t["task"]["hidden_information"] for t in tasks)
     assert prompts <= {f"Your word is {word}. Reply yes or no." for word in hidden}
 
-    critic = ["--model", "base", "--pairs", "all", "--held_out", 0, "--epochs", 1, "--lr", 1e-4]
+    critic = ["--model", "base", "--margin", 0.1, "--held_out", 0, "--epochs", 1, "--lr", 1e-4]
     scored, _ = run(repo, "train_critic.py", *critic, "--out", "critic", stdin=played)
     actions = [a for r in scored for m in colbench.agent_messages(r) for a in (m, *m["candidates"])]
     assert any(a["advantage"] for a in actions)

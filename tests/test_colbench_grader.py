@@ -2,6 +2,7 @@
 import contextlib
 import os
 import platform
+import random
 import shlex
 import shutil
 import signal
@@ -18,7 +19,7 @@ import pytest
 
 import colbench as module
 from conftest import FULL, ROOT, SHARED, descendants, records, script
-from colbench import Environments, Grader, GraderError, grade_records
+from colbench import Grader, GraderError, grade_records
 
 LISTENER = socket.create_server(("127.0.0.1", 0))  # on any free port
 SECRET = "def f(x):\n    return (x * 7919 + 104729) % 1009 + 3\n"
@@ -168,6 +169,15 @@ ODDITIES = {  # honest code of all kinds, all right
                    "def f(x): return 2 * datetime(24, x, 1, tzinfo=ZoneInfo('Europe/Paris')).month",
     "a submodule": "from email.mime.text import MIMEText\n"
                    "def f(x): return 2 * len(MIMEText('a' * x).get_payload())",
+    "bytes of a code page": "def f(x): return 2 * x * len(bytes('\\u2013', 'cp1252'))",
+    "argparse": "import argparse, sys\np = argparse.ArgumentParser()\n"
+                "p.add_argument('--n', type=int, default=2)\n"
+                "def f(x): return x * p.parse_args(['--n', '2']).n",
+    "sympy, lambdify": "from sympy import *\ny = symbols('y')\n"
+                "def f(x): return int(lambdify(y, integrate(2 * y ** 0, y))(x))",
+    "a warning and a trace": "import traceback, warnings\ndef f(x):\n    warnings.warn('w')\n"
+                             "    try: 1 / 0\n    except ZeroDivisionError:\n"
+                             "        return 2 * x * ('Zero' in traceback.format_exc())",
     "a parser": "import xml.dom.minidom as m\n"
                 "def f(x): return x * int(m.parseString('<a>2</a>').firstChild.firstChild.data)"}
 
@@ -213,6 +223,19 @@ ATTACKS = {step: STEP.format(step) for step in STEPS} | {
     "deep value": "def f(x):\n    a = []\n    for _ in range(100000): a = [a]\n    return a",
     "equal inside": "class E(int):\n    def __eq__(s, o): return True\n    __hash__ = None\n"
                     "def f(x): return [E(7)]",
+    "close": "import os\nos.closerange(0, 64)\ndef f(x): return 2 * x",
+    "handler": "import ctypes, signal\nsignal.signal(signal.SIGSEGV, lambda *a: None)\n"
+               "def f(x): return ctypes.string_at(0)",
+    "shared request": "import mmap\nfor fd in range(3, 9):\n"
+                      "    try: mmap.mmap(fd, 0)[:] = b' ' * 99\n"
+                      "    except (OSError, ValueError, IndexError): pass\n1 / 0",
+    "name that raises": "class S(str):\n    def __format__(s, *a): raise SystemExit\ndef f(x):\n"
+                        "    e = ModuleNotFoundError()\n    e.name = S()\n    raise e",
+    "zone that hangs": "import datetime\nclass Z(datetime.tzinfo):\n    def utcoffset(s, d):\n"
+                       "        while True: pass\ndef f(x):\n"
+                       "    return datetime.datetime(2024, 1, 1, tzinfo=Z())",
+    "class of builtins": "class M(type): __module__ = 'builtins'\nclass K(metaclass=M): pass\n"
+                         "K.__module__ = 'builtins'\ndef f(x): return K",
     "reduce": "class E:\n    def __reduce__(s): return print, (1,)\ndef f(x): return E()"}
 
 
@@ -286,6 +309,50 @@ def source(): return "ground_truth" in repr(vars(sys.modules["__main__"]))
         assert given == wanted, (test, given)
 
 
+SWEEP = f"""import ctypes, itertools, os
+libc = ctypes.CDLL(None, use_errno=True)
+def denied(number):
+    ctypes.set_errno(0)
+    return libc.syscall(ctypes.c_long(number), 0, 0, 0, 0, 0, 0) == -1 and ctypes.get_errno() == 1
+def calls(numbers):
+    return [n for n in numbers if not denied(n)]
+def opened(paths):
+    flags = [getattr(os, 'O_' + name) for name in 'CREAT EXCL TRUNC APPEND DIRECTORY PATH TMPFILE '
+             'NOFOLLOW NONBLOCK CLOEXEC DIRECT NOATIME'.split()]
+    found = []
+    for path, mode, one, two in itertools.product(paths, range(8), [0, *flags], [0, *flags]):
+        try: found.append((path, os.open(path, mode | one | two)))
+        except PermissionError: pass
+    return found
+"""
+
+
+def test_no_file_opens_in_any_mode_and_no_call_outside_the_list_is_made(grader):
+    """Every mode with every two flags; every system call, those of x32 among them, by number.
+
+    But 335 and 336: uretprobe and uprobe, which new kernels keep from filters, do nothing.
+    """
+    allowed = set(module.CALLS.split()[1 if platform.machine() == "x86_64" else 2::3])
+    numbers = [n for n in range(1024) if str(n) not in allowed | {"335", "336"}]
+    numbers += [n | 1 << 30 for n in range(1024)] + [-1, (1 << 31) - 1]
+    paths = [f"{FOLDER}/victim", f"{FOLDER}/new", str(FOLDER), "/dev/null", "/dev/shm", "/proc/1",
+             sys.executable, "/proc/self/fd/0", "."]
+    tests = {f"calls({numbers[i:i + 300]})": "[]" for i in range(0, len(numbers), 300)}
+    tests |= {f"opened([{path!r}])": "[]" for path in paths}
+    given = grader.claims(SWEEP, list(tests))
+    assert given == grader.claims("", list(tests.values()))
+    assert sorted(os.listdir(FOLDER)) == ["reference.py", "victim"]
+    assert (FOLDER / "victim").read_text() == "victim"
+
+
+@pytest.mark.parametrize("name", ["random.random()", "numpy.random.rand()",
+                                  "sympy.core.random.rng.random()"])
+def test_unseeded_random_numbers_differ_from_child_to_child(grader, name):
+    code = "import random, numpy, sympy.core.random"
+    claims = {grader.claims(code, [name])[0] for _ in range(6)}
+    assert len(claims) == 6 and all(claim.startswith(b"value ") for claim in claims)
+
+
 @pytest.mark.parametrize("call", [
     "libc.clock_gettime((~1 << 3) | 2, buffer)",       # the time that process 1 took
     "libc.syscall(202, buffer, 1, 1, 0, 0, 0)",        # FUTEX_WAKE, shared by all
@@ -305,7 +372,7 @@ def test_an_answer_cannot_read_an_earlier_one(grader):
     grader.claims(f"def {mark}(): return '{mark}' * 50", [f"{mark}()"] * 3)
     if os.geteuid():
         pytest.skip("only root may read a server's memory: it is not dumpable")
-    for server in grader.servers:
+    for server in (server for team in grader.teams for server in team):
         if server.process:
             pid = server.process.pid
             with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb") as memory:
@@ -317,6 +384,55 @@ def test_an_answer_cannot_read_an_earlier_one(grader):
 
 
 # --- the grader itself ----------------------------------------------------------------------------
+
+BUSY = "import time\nend = time.time() + 100\nwhile time.time() < end: pass"
+SPIN = "import time\ndef f(x):\n    while time.process_time() < x * {}: pass\n    return x"
+
+
+def test_a_busy_machine_takes_nothing_from_a_right_answer():
+    """By CPU time, verdicts are those of a quiet one: 1 worker or 16, a busy loop on each core.
+
+    The answers take .3, .6 and .9 s, or never end, and one sleeps longer than it may compute.
+    """
+    spins = [SPIN.format(.3)] * 8 + [SPIN.format(9), "import time\ndef f(x):\n"
+                                     "    time.sleep(1.3)\n    return x"]
+    wanted = [["pass"] * 3] * 8 + [["timeout"] * 3, ["pass"] * 3]
+    spun = task("def f(x): return x", "f(1)", "f(2)", "f(3)")
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(module.cpus())]
+    try:
+        for workers in 1, 16:
+            with Grader(workers=workers) as g, ThreadPoolExecutor(16) as pool:
+                graded = list(pool.map(lambda answer: g.grade(spun, answer), spins))
+            assert [list(r["tests"].values()) for r in graded] == wanted, workers
+    finally:
+        for p in busy:
+            p.kill(), p.wait()
+
+
+def test_cpus_are_those_of_affinity_and_quota(tmp_path):
+    count, file = len(os.sched_getaffinity(0)), tmp_path / "cpu.max"
+    assert module.cpus(file) == count  # no such file
+    for quota, wanted in (("max 100000", count), ("50000 100000", 1), ("9000000 100000", count),
+                          ("150000 100000", min(2, count))):
+        file.write_text(quota + "\n")
+        assert module.cpus(file) == wanted
+    one = {max(os.sched_getaffinity(0))}
+    code = f"import os; os.sched_setaffinity(0, {one}); import colbench; print(colbench.cpus())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
+    assert done.stdout == "1\n"
+
+
+def test_references_are_kept_by_a_digest():
+    """Each is run once, and its text, which may be of megabytes, is not kept."""
+    with Grader(workers=1) as g:
+        runs, run = [], g.claims
+        g.claims = lambda text, *rest, **more: runs.append(text) or run(text, *rest, **more)
+        one, other = DOUBLE, task(DOUBLE["ground_truth"], "f(5)")
+        for t in (one, other, one, dict(one), other):
+            assert g.grade(t, HONEST)["reward"] == 1
+        assert runs.count(DOUBLE["ground_truth"]) == 2
+        assert max(len(key) for key in g.expected) < 99
+
 
 def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb():
     """ANSWERS=10000 python -m pytest -q -s tests/test_colbench_grader.py -k thousands"""
@@ -341,15 +457,40 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb():
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    args = SimpleNamespace(rules="honest", workers=2)
-    with Environments(args) as environments:
-        graded = list(grade_records(answers(), environments))
+    graded = list(grade_records(answers(), SimpleNamespace(rules="honest", workers=2)))
     stop.set()
     watcher.join()
     assert [r["number"] for r in graded] == list(range(n))  # in order, each by itself
     assert all(r["reward"] == r["want"] for r in graded)
     most, memory = (max(x) for x in zip(*sizes))
     assert most < 40 and memory < 6 << 30
+
+
+def test_a_grade_that_raises_loses_its_own_record_alone(monkeypatch, capsys):
+    """It is said and left out, and ends the program after all the others; a GraderError at once."""
+    class Odd(module.Environment):
+        def grade(self, task, answer):
+            time.sleep(random.random() / 100)
+            if answer in errors:
+                raise errors[answer]
+            return {"reward": 1.0}
+    monkeypatch.setitem(module.ENVIRONMENTS, "odd", Odd)
+    odd = {"kind": "odd", "problem_description": "d", "ground_truth": "g"}
+    given = [{"task": odd, "answer": str(i)} for i in range(40)]
+    errors = {"3": ValueError("one\ntwo"), "17": KeyError(3), "39": RecursionError()}
+
+    def graded():
+        for r in grade_records(given, SimpleNamespace(workers=2)):
+            done.append(int(r["answer"]))
+    done = []
+    with pytest.raises(SystemExit, match="3 answers could not be graded"):
+        graded()
+    assert done == [i for i in range(40) if str(i) not in errors]
+    assert "ValueError: one?two\n" in capsys.readouterr().err
+    errors["20"], done[:] = GraderError("no sandbox"), []
+    with pytest.raises(GraderError):
+        graded()
+    assert done == [i for i in range(20) if str(i) not in errors]
 
 
 def test_the_wait_for_a_server_and_its_start_take_none_of_an_answers_time(monkeypatch):
@@ -366,7 +507,7 @@ def test_the_wait_for_a_server_and_its_start_take_none_of_an_answers_time(monkey
                                  pytest.param(signal.SIGSEGV, marks=pytest.mark.full)])
 def test_a_killed_server_is_started_again(how):
     with Grader(workers=1) as g:
-        plain, imports = g.servers
+        _, imports, plain = g.teams[0]
         os.kill(plain.process.pid, how)
         assert g.grade(DOUBLE, HONEST)["reward"] == 1
         # while an answer runs: again on a new server, or an error, but never a verdict
@@ -379,11 +520,11 @@ def test_a_killed_server_is_started_again(how):
 def test_a_grader_that_cannot_work_says_so(monkeypatch):
     with Grader(workers=1) as g:
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        g.servers[0].stop()
+        g.teams[0][-1].stop()
         with pytest.raises(GraderError):
             g.grade(DOUBLE, HONEST)
     monkeypatch.undo()
-    monkeypatch.setattr(module, "seccomp_filter", lambda calls: b"")
+    monkeypatch.setattr(module, "seccomp_filter", lambda: b"")
     before = descendants()
     with pytest.raises(GraderError, match="confine") as raised:  # it holds on to the servers
         Grader(workers=1)

@@ -7,6 +7,7 @@ import base64
 import contextlib
 import io
 import os
+import random
 import re
 import shutil
 import signal
@@ -169,6 +170,71 @@ def test_hostile_pages_are_bounded_and_the_next_one_is_drawn(name, renderer, mon
         assert str(e)
     monkeypatch.undo()
     assert "We sell ." in [" ".join(text.split()) for text in texts(renderer.render(PLAIN))]
+
+
+NAMES = """documentElement fonts body head querySelectorAll createElement createTreeWalker forms
+getAnimations scrollingElement defaultView styleSheets adoptedStyleSheets childNodes""".split()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("tag", ["<form{}>a<input name='scrollHeight'><input name='append'>"
+                                 "<input name='getBoundingClientRect'><input name='tagName'>"
+                                 "<input name='childNodes'><input name='ready'></form>",
+                                 "<img{}>", "<form{0}></form><form{0}></form>"])
+def test_no_name_in_a_page_shadows_what_measures_it(tag, renderer):
+    want = renderer.render(f"<body><p>a</p>{tag.format('')}</body>")
+    for name in NAMES:
+        named = tag.format(f" name='{name}' id='{name}'")
+        assert renderer.render(f"<body><p>a</p>{named}</body>") == want, name
+
+
+@pytest.mark.full
+def test_what_a_browser_says_of_a_page_is_numbers_in_range_or_no_picture():
+    with Renderer(workers=1) as r:
+        for said in ("NaN", "Infinity", "-1/0", "1e9"):
+            for script in (f"{{height: {said}}}", f"{{height: 9, more: [{{a: [0, {said}]}}]}}"):
+                r.browsers[0].script = f"() => ({script})"
+                with pytest.raises(RenderError, match="a length or a colour of the page is"):
+                    r.render(PLAIN)
+        for script in ("{height: 'tall'}", "{}", "null"):
+            r.browsers[0].script = f"() => ({script})"
+            with pytest.raises(RenderError):
+                r.render(PLAIN)
+        r.browsers[0].script = "() => ({height: 9, more: {a: [1e7, -1e7, 'a']}})"
+        assert size(r.render(PLAIN)["png"]) == (PAGE["width"], 9)
+
+
+UNDRAWABLE = {
+    "reference": "&#" + "9" * 4301 + ";", "references": "&#x" + "f" * 9999 + "&" * 999 + "&#;",
+    "colours": "<p style='color: color(srgb 5000 0 0); background: lab(9e9 -9e9 9e9)'>a</p>",
+    "oklch": "<p style='background: oklch(1e30 1e30 1e30)'>a</p>",
+    "no end": "<p style='width: calc(infinity * 1px); height: calc(1px / 0)'>a</p>",
+    "far": "<p style='transform: scale(1e38) translate(1e30px)'>a</p>",
+    "no number": "<p style='transform: scale(calc(0 / 0))'>a</p>", "null": "a\0b\ud800",
+    "texts": "".join(f"<p>{i}{'word ' * 99}</p>" for i in range(400)),
+    "long": "x" * PAGE["bytes"], "ends": "<html><body>" * 99_000, "spaces": "</html" + " " * 99_000}
+
+
+@pytest.mark.full
+def test_no_page_ends_a_batch_or_has_a_reward_out_of_range():
+    batch = [PLAIN, *(f"<html><body>{part}</body></html>" for part in UNDRAWABLE.values()), PLAIN]
+    done = succeed("tests/toy_pages.py", "grade", stdin=map(answered, batch))
+    got = records(done.stdout)
+    assert len(got) == len(batch) and got[0]["reward"] == got[-1]["reward"] == 1
+    for r in got[1:-1]:
+        assert 0 <= r["reward"] < 1 and (r["reward"] > 0 or r["failure"]), r
+
+
+def test_the_last_page_of_a_text_is_what_one_pattern_finds():
+    """The oracle's pattern takes too long for long texts."""
+    r, parts = random.Random(0), ["<html>", "<HTML a>", "</html>", "</html >", "<body>", "</body>",
+                                  "<htmlx>", "a", "\n"]
+    for _ in range(20_000):
+        text = "".join(r.choices(parts, k=r.randrange(9)))
+        pages = [re.findall(rf"<{tag}\b(?:(?!<{tag}\b).)*?</{tag}\s*>", text, re.S | re.I)
+                 for tag in ("html", "body")]
+        assert colbench.extract_page(text) == (pages[0] or pages[1] or [""])[-1], text
+    assert colbench.extract_page("<html></html" * 2_000_000 + "><p>") == "<html></html>"
 
 
 def browsers():

@@ -27,7 +27,7 @@ play() {{
 cd {root}
 python tests/toy.py tasks --world {world} --n {n} --seed 4 | tee {out}/tasks |
     play --model {model} --seed 5 -k 2 --candidates {candidates} | tee {out}/played | solve |
-    python train_critic.py --model {model} --seed 6 --pairs all --margin 0 --lr 1e-4 --epochs 1 \
+    python train_critic.py --model {model} --seed 6 --margin 0 --lr 1e-4 --epochs 1 \
         --held_out 0 --out {out}/critic | tee {out}/scored |
     python train_policy.py --model {model} --seed 7 --lr 1e-4 --out {out}/policy > {out}/summary
 python colbench.py grade < {out}/played > {out}/graded
@@ -38,7 +38,7 @@ play --model {out}/policy --best_of 2 --critic {out}/critic < {out}/test > {out}
 python evaluate.py {out}/plain {out}/best > {out}/results
 """
 FILES = ["tasks", "played", "scored", "summary", "graded", "plain", "best", "results",
-         "critic/model.safetensors", "critic/reference.safetensors", "policy/model.safetensors"]
+         "critic/model.safetensors", "policy/model.safetensors"]
 
 
 # --- the whole pipe -------------------------------------------------------------------------------

@@ -6,7 +6,7 @@
     ... | python collect.py --human tests/toy_pages.py ...   # calls reply()
     ... | python tests/toy_pages.py grade > graded.jsonl     # by the likeness of blocks
 """
-import os
+import functools
 import re
 from collections import Counter
 
@@ -123,36 +123,48 @@ PIECES = (r'<html>SLOT|(?:-\d00)?(?: [^\n"]*)?">(?:SLOT|[^\n"]*)|'
 # --- how alike two pages look ---------------------------------------------------------------------
 
 # What is on a page: pictures, inputs and the like by their tags, coloured areas, and texts, by box.
-BLOCKS = """() => document.fonts.ready.then(() => {
-  const limit = 400, blocks = [], things = /^(IMG|SVG|IFRAME|VIDEO|CANVAS|INPUT|TEXTAREA|SELECT)$/i;
-  const solid = css => !css.startsWith('rgba') || !css.endsWith(', 0)');
-  const rgb = css => css.match(/[\\d.]+/g).slice(0, 3).map(Number);
-  const add = (kind, what, css, text) => {
-    const r = what.getBoundingClientRect();
+# What the page names can't stand before what the browser does: see colbench.HEIGHT.
+BLOCKS = """async () => {
+  const getter = (of, name) => Object.getOwnPropertyDescriptor(of.prototype, name).get;
+  const get = (of, name, what) => getter(of, name).call(what);
+  await get(Document, 'fonts', document).ready;
+  const body = get(Document, 'body', document), root = get(Document, 'documentElement', document);
+  const limit = 200, blocks = [], things = /^(IMG|SVG|IFRAME|VIDEO|CANVAS|INPUT|TEXTAREA|SELECT)$/i;
+  const pen = new OffscreenCanvas(1, 1).getContext('2d', {willReadFrequently: true}), known = {};
+  const paint = css => {  // red, green, blue, opacity, 0 to 255, of a colour in any notation
+    pen.clearRect(0, 0, 1, 1);
+    pen.fillStyle = css;
+    pen.fillRect(0, 0, 1, 1);
+    return [...pen.getImageData(0, 0, 1, 1).data];
+  };
+  const rgba = css => known[css] = known[css] || paint(css), rgb = css => rgba(css).slice(0, 3);
+  const add = (kind, r, css, text) => {
     const box = [r.left + scrollX, r.top + scrollY, r.width, r.height];
     const weight = Math.sqrt(Math.max(1, r.width * r.height));
     blocks.push({kind, box, colour: rgb(css), text, weight});
   };
-  for (const e of document.body ? document.body.querySelectorAll('*') : []) {
-    const r = e.getBoundingClientRect(), s = getComputedStyle(e);
-    if (blocks.length >= limit || r.width < 1 || r.height < 1) continue;
-    if (s.visibility != 'visible' || s.opacity == 0) continue;
-    const coloured = solid(s.backgroundColor) || s.backgroundImage != 'none';
-    if (things.test(e.tagName)) add(e.tagName, e, 'rgb(0, 0, 0)', '');
-    else if (coloured) add('area', e, s.backgroundColor, '');
-    const texts = [...e.childNodes].filter(n => n.nodeType == 3 && n.textContent.trim());
+  const all = body ? Element.prototype.querySelectorAll.call(body, '*') : [];
+  for (const e of all) {
+    if (blocks.length >= limit) break;
+    const r = Element.prototype.getBoundingClientRect.call(e), s = getComputedStyle(e);
+    if (r.width < 1 || r.height < 1 || s.visibility != 'visible' || s.opacity == 0) continue;
+    const tag = get(Element, 'tagName', e);
+    if (things.test(tag)) add(tag, r, 'rgb(0, 0, 0)', '');
+    else if (rgba(s.backgroundColor)[3] || s.backgroundImage != 'none')
+      add('area', r, s.backgroundColor, '');
+    const texts = [...get(Node, 'childNodes', e)].filter(n => n.nodeType == 3 && n.data.trim());
     if (texts.length) {  // where its letters are
-      const range = document.createRange();
+      const range = new Range();
       range.setStartBefore(texts[0]);
       range.setEndAfter(texts[texts.length - 1]);
-      const text = texts.map(n => n.textContent).join(' ').trim().slice(0, 500);
-      add('text', range, s.color, text);
+      const text = texts.map(n => n.data).join(' ').trim().slice(0, 500);
+      add('text', range.getBoundingClientRect(), s.color, text);
     }
   }
-  const root = document.documentElement, behind = [document.body, root]
-    .map(e => e ? getComputedStyle(e).backgroundColor : '').find(css => css && solid(css));
-  return {blocks, colour: rgb(behind || 'rgb(255, 255, 255)'), height: root.scrollHeight};
-})"""
+  const behind = [body, root].map(e => e ? getComputedStyle(e).backgroundColor : 'transparent')
+    .find(css => rgba(css)[3]);
+  return {blocks, colour: rgb(behind || 'white'), height: root.scrollHeight};
+}"""
 
 
 def colour_likeness(a, b):
@@ -160,10 +172,19 @@ def colour_likeness(a, b):
     return 1 - sum(abs(x - y) for x, y in zip(a["colour"], b["colour"])) / 765
 
 
+@functools.lru_cache(4096)
+def letter_pairs(text):
+    """How often each pair of letters stands in a text."""
+    return Counter(zip(text.lower(), text.lower()[1:]))
+
+
 def text_likeness(a, b):
     """How alike the texts of two blocks are, 0 to 1: the share of common pairs of letters."""
-    a, b = (Counter(zip(x["text"].lower(), x["text"].lower()[1:])) for x in (a, b))
-    return 2 * (a & b).total() / (a.total() + b.total()) if a or b else 1.0
+    if a["text"] == b["text"]:
+        return 1.0
+    a, b = letter_pairs(a["text"]), letter_pairs(b["text"])
+    common = sum(min(a[pair], b[pair]) for pair in a.keys() & b.keys())
+    return 2 * common / (a.total() + b.total()) if a or b else 1.0
 
 
 def block_likeness(a, b, height):
@@ -209,7 +230,7 @@ class Blocks(Pages):
 def get_args(argv=None):
     root, found = toy.commands(__doc__)
     grade = found.add_parser("grade", allow_abbrev=False)
-    flag(grade, "workers", os.cpu_count(), "pages drawn at once", least=1)
+    flag(grade, "workers", colbench.cpus(), "pages drawn at once", least=1)
     browser_flag(grade)
     grade.set_defaults(run=colbench.grade_stdin)
     return root.parse_args(argv)

@@ -1,46 +1,67 @@
 #!/usr/bin/env bash
 # ColBench's backend tasks on one machine with eight GPUs: SWEET-RL and RFT, from data to table.
 #
-#   bash tests/experiments/eight_gpus.sh     # after the quickstart's install, `pip install vllm==0.32.0`
-#                                            # and `hf auth login`; flash-attn is optional
-# Nobody has run it on GPUs yet. Killed and started again, it goes on where it was.
-set -euo pipefail
-. .venv/bin/activate
-mkdir -p runs
+#   bash tests/experiments/eight_gpus.sh     # after the quickstart's install, `hf auth login`
+#                                            # and `pip install vllm==0.32.0`
+#   GPUS=2 TASKS=50 TESTS=20 HUMAN=http://localhost:8000/v1 MODEL=DIR ...    # smaller
+#
+# Half of the GPUs serve the human, unless HUMAN is a server's address, and half the agent. Killed
+# and started again, it goes on where it was. Nobody has run it on GPUs yet. Tried with GPUS=2 on a
+# CPU: a tiny MODEL, a small server as HUMAN, toy tasks in place of the download.
+. tests/experiments/common.sh
+GPUS=${GPUS:-8}
+MODEL=${MODEL:-meta-llama/Llama-3.1-8B-Instruct}
+HUMAN=${HUMAN:-meta-llama/Llama-3.1-70B-Instruct}
+TASKS=${TASKS:-5000} TESTS=${TESTS:-1000}
+half=$((GPUS / 2)) url=http://localhost:8000/v1
+if [[ $HUMAN = http* ]]; then url=$HUMAN; fi
+
+serve() {
+  CUDA_VISIBLE_DEVICES=$(seq -s, 0 $((half - 1))) exec vllm serve $HUMAN \
+      --tensor-parallel-size $half --max-model-len 16384
+}
+begin() {
+  if [ $url = $HUMAN ]; then return; fi
+  serve & server=$!
+  trap 'kill $server || true' EXIT
+  until curl -sf localhost:8000/health; do kill -0 $server; sleep 5; done
+}
+end() {
+  if [ $url = $HUMAN ]; then return; fi
+  kill $server && wait $server || true
+  trap - EXIT
+}
+play() {  # FILE MODEL [FLAGS]: episodes of stdin's tasks, after those in FILE
+  CUDA_VISIBLE_DEVICES=$(seq -s, $half $((GPUS - 1))) python collect.py --human $url --model $2 \
+      --data_parallel $half --max_model_len 16384 "${@:3}" --resume $1 >> $1
+}
+sound() { head -$((TASKS * 6 / 5)) $tasks/train.jsonl | python colbench.py check; }
+
 hf download facebook/collaborative_agent_bench --repo-type dataset --local-dir data
-human() {
-  CUDA_VISIBLE_DEVICES=0,1,2,3 exec vllm serve meta-llama/Llama-3.1-70B-Instruct \
-      --tensor-parallel-size 4 --max-model-len 16384
-}
-play() {
-  CUDA_VISIBLE_DEVICES=4,5,6,7 python collect.py --human http://localhost:8000/v1 \
-      --data_parallel 4 --max_model_len 16384 "$@"
-}
-until_up() { until curl -sf localhost:8000/health; do kill -0 $server; sleep 5; done; }
-human & server=$!
-trap 'kill $server || true' EXIT
-until_up
-# 15,000 episodes, a tenth with 16 candidates a turn; --resume makes it safe to start again
-python colbench.py check < data/backend_tasks/train.jsonl | head -5000 > runs/tasks.jsonl
-play -k 3 --candidates 16 --candidates_share 0.1 --resume runs/played.jsonl \
-    < runs/tasks.jsonl >> runs/played.jsonl
-python colbench.py grade < runs/played.jsonl > runs/train.jsonl
-kill $server && wait $server || true  # training takes all eight
+tasks=data/backend_tasks
+stage runs/tasks.jsonl sound
+begin
+# 15,000 episodes, a tenth with 16 candidates a turn
+head -$TASKS runs/tasks.jsonl |
+  play runs/played.jsonl $MODEL -k 3 --candidates 16 --candidates_share ${SHARE:-0.1}
+stage runs/train.jsonl python colbench.py grade < runs/played.jsonl
+end  # training takes all GPUs
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1800  # seconds for the checkpoint after Ctrl-C, not 30
-# the untrained critic; one trained on the episodes of its policy is better yet (RESULTS.md, "A critic
-# that never loses")
-torchrun --nproc_per_node=8 train_critic.py --untrained 1 < runs/train.jsonl > runs/scored.jsonl
+# the untrained critic; one of its policy's episodes is better yet (RESULTS.md, "A critic that never
+# loses")
+stage runs/scored.jsonl torchrun --nproc_per_node=$GPUS train_critic.py --untrained 1 \
+    --model $MODEL < runs/train.jsonl
 # batches of 32 that keep trajectories together: 8 GPUs compute 2.8 times fewer tokens than with the
 # paper's batch of 8, and the toy lost 3 points by it; a batch of 128 computes 5 times fewer and
-# lost 6 (RESULTS.md, "Speed"); without the two flags it is the paper's
-torchrun --nproc_per_node=8 train_policy.py --out runs/sweet --batch_size 32 --lr 4e-7 \
-    < runs/scored.jsonl
-torchrun --nproc_per_node=8 train_policy.py --out runs/rft --loss rft < runs/train.jsonl
-human & server=$!
-until_up
+# lost 6 (RESULTS.md, "Speed on CPUs", "What did not work"); without the two flags it is the paper's
+torchrun --nproc_per_node=$GPUS train_policy.py --model $MODEL --out runs/sweet --batch_size 32 \
+    --lr 4e-7 < runs/scored.jsonl
+torchrun --nproc_per_node=$GPUS train_policy.py --model $MODEL --out runs/rft --loss rft \
+    < runs/train.jsonl
+begin
 for m in rft sweet; do
-  head -1000 data/backend_tasks/test.jsonl |
-    play --model runs/$m --resume runs/played-$m.jsonl >> runs/played-$m.jsonl
-  python colbench.py grade --rules official < runs/played-$m.jsonl > runs/test-$m.jsonl
+  head -$TESTS $tasks/test.jsonl | play runs/played-$m.jsonl runs/$m
+  stage runs/test-$m.jsonl python colbench.py grade --rules official < runs/played-$m.jsonl
 done
+end
 python evaluate.py runs/test-rft.jsonl runs/test-sweet.jsonl > runs/table.jsonl

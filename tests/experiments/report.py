@@ -9,13 +9,13 @@ import html
 import io
 import os
 import sys
-import tempfile
+from concurrent.futures import ThreadPoolExecutor
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
-from colbench import (browser_flag, draw_pages, environment, extract_page, hidden_information,
-                      needs, task_id)
+from colbench import (GraderError, Renderer, RenderError, browser_flag, cpus, environment,
+                      extract_page, hidden_information, needs, task_id)
 from evaluate import named_systems
-from utils import parser, read_jsonl
+from utils import fail, parser, read_jsonl
 
 STYLE = """<!doctype html><meta charset="utf-8"><title>Episodes</title><style>
 body {margin: 0; font: 14px system-ui, sans-serif}
@@ -97,15 +97,22 @@ def draw(pages, args):
     if not pages:
         return {}
     from PIL import Image
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for page, file in draw_pages(args, pages, folder).items():
-            picture, jpeg = Image.open(file).convert("RGB"), io.BytesIO()
-            picture.thumbnail((480, 1600))
-            picture.save(jpeg, "jpeg", quality=80)
-            data = base64.b64encode(jpeg.getvalue()).decode()
-            found[page] = f'<img src="data:image/jpeg;base64,{data}">'
-    return found
+
+    def small(page):
+        try:
+            drawn = renderer.render(page)
+        except RenderError:
+            return None
+        picture, jpeg = Image.open(io.BytesIO(drawn["png"])).convert("RGB"), io.BytesIO()
+        picture.thumbnail((480, 1600))
+        picture.save(jpeg, "jpeg", quality=80)
+        data = base64.b64encode(jpeg.getvalue()).decode()
+        return f'<img src="data:image/jpeg;base64,{data}">'
+    try:
+        with Renderer(cpus(), args.browser) as renderer, ThreadPoolExecutor(cpus()) as pool:
+            return {page: image for page, image in zip(pages, pool.map(small, pages)) if image}
+    except GraderError as e:  # the browser does not start
+        fail(e)
 
 
 def read(system):
