@@ -5,7 +5,7 @@ One record is one line of JSON, and every stage adds fields to it: README, "One 
     python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
 """
-from utils import digest, fail, flag, open_stdout, parser, read_jsonl, run, say
+from utils import digest, fail, flag, open_stdout, parser, read_jsonl, refuse_unread, run, say
 
 import asyncio
 import collections
@@ -96,6 +96,8 @@ def needs(*fields, to_grade=False, to_train=False):
         kind = environment(record.get("task", {}))
         if to_train and "dialogue_history" in record and not agent_messages(record):
             raise ValueError("the agent says nothing in dialogue_history")
+        if to_train:
+            refuse_unread(record, record.get("dialogue_history", ()))
         graded = kind.fields if to_grade else ()
         return ["task.problem_description", "task.ground_truth", *graded, *fields]
     return need

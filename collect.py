@@ -93,8 +93,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from model import (common_prefix, end_of_turn, find_model, load, load_lm, render, score,
-                   sdpa_kernel, weights_digest)
+from model import (check_generation_prompt, common_prefix, end_of_turn, find_model, load, load_lm,
+                   render, score, sdpa_kernel, weights_digest)
 from train_critic import advantages, critic_turns, find_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -116,8 +116,8 @@ class Players:
     def __init__(self, args):
         self.args, self.critic, self.totals = args, None, Counter()
         folder, self.tokenizer, _ = find_model(args.model)
-        refuse_template(self.tokenizer)
-        self.stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id}
+        check_generation_prompt(self.tokenizer)
+        self.stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id} - {None}
         names = "model", "human", "human_params", "critic", *SAME
         self.meta = {name: getattr(args, name) for name in names}
         self.meta |= {"model_weights": weights_digest(folder), "version": version()}
@@ -201,7 +201,8 @@ class Players:
         """
         draws = [(*key, j) for j in range(n)]
         draws += [(*key, "candidate", j) for j in range(candidates)]
-        prompt = render(self.tokenizer, history, self.args.thinking)
+        with fail_on_error("this --model's chat template does not take the agent's prompt"):
+            prompt = render(self.tokenizer, history, self.args.thinking)
         if self.args.temperature:
             drawn = await self.engine(prompt, draws)
         else:  # all are the same, and vLLM draws no more than one
@@ -227,16 +228,6 @@ class Players:
         """The human's reply to the last message."""
         said = await ask(self.reply, task, history)
         return said[:environment(task).reply_chars]
-
-
-def refuse_template(tokenizer):
-    """Ends the program if the template does not begin the assistant's message in a prompt."""
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue000"}]
-    write = partial(tokenizer.apply_chat_template, tokenize=False)
-    whole, prompt = write(messages), write(messages[:1], add_generation_prompt=True)
-    header = whole.partition("\ue000")[0].removeprefix(prompt)
-    if header.strip() and prompt == write(messages[:1]):
-        fail(f"--model's chat template ignores add_generation_prompt, which has to add {header!r}")
 
 
 async def ask(function, *args):

@@ -15,6 +15,7 @@ puts their prefix tree in depth-first order, and lays out every shared prefix on
 
 A run is a stretch of new tokens. It attends to its path from the root: a b c e f for the second.
 """
+import contextlib
 import datetime
 import functools
 import glob
@@ -22,6 +23,7 @@ import json
 import math
 import os
 import re
+import tempfile
 import warnings
 from array import array
 from inspect import signature
@@ -32,7 +34,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
-from jinja2.exceptions import TemplateError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict,
                                                      get_state_dict, set_model_state_dict,
@@ -42,11 +43,12 @@ from torch.distributed.fsdp import (CPUOffloadPolicy, FSDPModule, MixedPrecision
                                     OffloadPolicy, fully_shard)
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer,
+                          GenerationConfig)
 from transformers.utils import logging
 
 from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, from_rank_0,
-                   progress, rank_0_keeps, reading, rng, say, writing)
+                   note, progress, rank_0_keeps, reading, rng, say, writing)
 
 # torch 2.11's kernel takes fewer heads of keys without being told
 GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
@@ -427,6 +429,9 @@ def score(model, turns, tree_tokens, what="scoring"):
 
 # --- chat templates: conversations to token ids ---------------------------------------------------
 
+PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue000"}]
+
+
 def any_of(texts):
     """A pattern of any of the texts, the longest first."""
     longest_first = sorted(texts, key=len, reverse=True)
@@ -435,13 +440,16 @@ def any_of(texts):
 
 @functools.cache
 def forbidden(tokenizer):
-    """(what a message may not say to a template, a pattern of it): our placeholder, special tokens
-    and others that the template has (Qwen3's <think>).
+    """What a message may not say to a template: (texts, a pattern of them, one of the first ones).
+
+    The first ones are our placeholder and special tokens. The others are tokens that the template
+    has, Qwen3's <think>: the assistant's own stored text may say them.
     """
-    template, marks = tokenizer.chat_template, ["\ue000"]
-    marks += [token.content for token in tokenizer.added_tokens_decoder.values()
-              if token.special or token.content.strip() and token.content in template]
-    return marks, re.compile(any_of(marks))
+    template, added = tokenizer.get_chat_template(), tokenizer.added_tokens_decoder.values()
+    special = ["\ue000", *(token.content for token in added if token.special)]
+    others = [token.content for token in added
+              if not token.special and token.content.strip() and token.content in template]
+    return special + others, re.compile(any_of(special + others)), re.compile(any_of(special))
 
 
 @functools.cache
@@ -476,50 +484,69 @@ def template_ids(tokenizer, text):
     return ids
 
 
-def render(tokenizer, messages, thinking=0):
-    """Token ids of a conversation, up to where the assistant's next message starts.
+def hide(tokenizer, message):
+    """A message's content, in which "\ue000N\ue001" stands for control token N that it spells."""
+    marks, control, special = forbidden(tokenizer)
+    stored = message["role"] == "assistant" and not message.get("token_ids")
+    spelled = special if stored else control  # the template reads the thoughts in stored text
+    return spelled.sub(lambda m: f"\ue000{marks.index(m[0])}\ue001", message["content"])
 
-    A control token that a message spells stays plain text. thinking: 0 switches off the thinking of
-    models whose template has `enable_thinking`. Fails if the template refuses the conversation.
+
+def template_text(tokenizer, messages, thinking, begins):
+    """The template's text of a conversation whose control tokens `hide` has hidden.
+
+    begins: whether the assistant's next message begins. A template raises an error of its own for a
+    conversation that it does not take.
     """
-    # In the text that the template gets, "\ue000N\ue001" stands for spelled control token N.
-    marks, spelled = forbidden(tokenizer)
-    hidden = []
-    for message in messages:
-        content = spelled.sub(lambda m: f"\ue000{marks.index(m[0])}\ue001", message["content"])
-        hidden.append({"role": message["role"], "content": content})
-    try:
-        text = tokenizer.apply_chat_template(hidden, tokenize=False, add_generation_prompt=True,
-                                             enable_thinking=bool(thinking),
-                                             strftime_now=TODAY.strftime)
-    except TemplateError as e:
-        roles = " ".join(message["role"] for message in messages)
-        fail(f"this --model's chat template takes no such conversation, {roles}: {e}")
+    hidden = [{"role": m["role"], "content": hide(tokenizer, m)} for m in messages]
+    return tokenizer.apply_chat_template(hidden, tokenize=False, add_generation_prompt=begins,
+                                         enable_thinking=bool(thinking),
+                                         strftime_now=TODAY.strftime)
+
+
+def text_ids(tokenizer, text):
+    """Token ids of a template_text: a control token that a message spells is plain text."""
     pieces = re.split("\ue000(\\d+)\ue001", text)  # text, number, text, ...
     ids = template_ids(tokenizer, pieces[0])
     for n, after in zip(map(int, pieces[1::2]), pieces[2::2]):
-        # in two parts, it is no control token
-        ids += part_ids(tokenizer, marks[n][:1]) + part_ids(tokenizer, marks[n][1:])
+        mark = forbidden(tokenizer)[0][n]  # in two parts, it is no control token
+        ids += part_ids(tokenizer, mark[:1]) + part_ids(tokenizer, mark[1:])
         ids += template_ids(tokenizer, after)
-    return ids.tolist()
+    return ids
 
 
-def plain_ids(tokenizer, text):
-    """Token ids of text in which nothing is a special token."""
-    return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+def render(tokenizer, messages, thinking=0):
+    """Token ids of a conversation, up to where the assistant's next message begins.
+
+    A control token that a message spells stays plain text. thinking: 0 switches off the thinking of
+    models whose template has `enable_thinking`.
+    """
+    return text_ids(tokenizer, template_text(tokenizer, messages, thinking, True)).tolist()
 
 
 @functools.cache
+def ending(tokenizer):
+    """What the template writes after the assistant's words, up to a control token; else the EOS."""
+    after = template_text(tokenizer, PROBE, 0, False).rpartition("\ue001")[2]
+    if control := forbidden(tokenizer)[1].search(after):
+        return after[:control.end()]
+    if not tokenizer.eos_token:
+        fail("neither the chat template nor the tokenizer has a token that ends a message")
+    note("chat template ends no message", f"{tokenizer.eos_token} ends the assistant's")
+    return tokenizer.eos_token
+
+
+def check_generation_prompt(tokenizer):
+    """Fails if the template has none, though a message begins with a header: none is sampled."""
+    prompt, bare = (template_text(tokenizer, PROBE[:1], 0, begins) for begins in (True, False))
+    header = template_text(tokenizer, PROBE, 0, False).removeprefix(prompt).partition("\ue000")[0]
+    if prompt == bare and header.strip():
+        fail(f"this --model's chat template has no generation prompt, which would be {header!r}")
+
+
 def end_of_turn(tokenizer):
-    """Token ids that end the template's assistant message, up to its first control token."""
-    mark = "\ue000"
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    ids = tokenizer(text.rpartition(mark)[2], add_special_tokens=False)["input_ids"]
-    for n, i in enumerate(ids):
-        if i in tokenizer.added_tokens_decoder:
-            return ids[:n + 1]
-    return [tokenizer.eos_token_id]
+    """Token ids of `ending`; the last of them ends a sampled message."""
+    return template_ids(tokenizer, ending(tokenizer)).tolist()
 
 
 def raw_text(message):
@@ -539,18 +566,48 @@ def spells(tokenizer, message):
     return spelled.startswith(output) or output.startswith(spelled)
 
 
-def action_ids(tokenizer, message):
-    """An action, packed: the stored `token_ids`, which are what was sampled.
+def action_ids(tokenizer, action, history, thinking=0):
+    """(An action after a history, packed; how many last tokens of the prompt don't come before it).
 
-    Without them (demonstrations, published data) its raw text is tokenized, and the end of turn
-    follows.
+    The stored `token_ids` are what was sampled, after the whole prompt. Without them
+    (demonstrations, published data) an action is what the template writes after the prompt, up to
+    the end of turn; or after the part of the prompt that it writes, if its generation prompt has
+    more (a thought begins). An `output` stands after the whole prompt, even if the template would
+    leave out its thought.
     """
-    if message.get("token_ids"):
-        if max(message["token_ids"]) >= len(tokenizer) or not spells(tokenizer, message):
+    if action.get("token_ids"):
+        if max(action["token_ids"]) >= len(tokenizer) or not spells(tokenizer, action):
             fail("token_ids in the records are not of this --model's tokenizer: "
                  "take the model that sampled them")
-        return packed(message["token_ids"])
-    return packed(plain_ids(tokenizer, raw_text(message)) + end_of_turn(tokenizer))
+        return packed(action["token_ids"]), 0
+    message = {"role": "assistant", "content": raw_text(action)}
+    if spelled := forbidden(tokenizer)[2].search(message["content"]):
+        note("stored messages spell a control token, which stays plain text", f"{spelled[0]!r}")
+    prompt = template_text(tokenizer, history, thinking, True)
+    whole = template_text(tokenizer, [*history, message], thinking, False)
+    base, same, text = prompt, len(prompt), hide(tokenizer, message)
+    if not whole.startswith(prompt) or text.strip() not in whole[same:]:
+        unit = re.compile(forbidden(tokenizer)[1].pattern + "|.", re.S)  # no control token is cut
+        same = len("".join(os.path.commonprefix([*map(unit.findall, (prompt, whole))])))
+        both = [text[max(0, same - 20):same + 40] for text in (prompt, whole)]
+        note("stored messages are not what this --model's chat template writes after its prompt "
+             '("meta": {"thinking": 1}, or a template without <think>, may help)',
+             "it prompts by {!r} and writes {!r}".format(*both))
+        if action.get("output"):
+            whole, same = prompt + text, len(prompt)
+        else:
+            base = template_text(tokenizer, history, thinking, False)
+            if not whole.startswith(base):
+                raise ValueError("a message changes the history: {!r} {!r}".format(*both))
+    end = ending(tokenizer)
+    at = whole.rfind(end)
+    whole = (whole[:at] if at >= len(base) else whole) + end
+    before, begun, ids = (text_ids(tokenizer, text) for text in (prompt, whole[:same], whole))
+    if before[:len(begun)] != begun:  # the texts part within a token
+        begun = ids[:common_prefix(before, ids)]
+    # where a token would reach over the prompt's end, the action has its own
+    own = ids[len(begun):] if ids[:len(begun)] == begun else text_ids(tokenizer, whole[same:])
+    return packed(own), len(before) - len(begun)
 
 
 def actions_of(record):
@@ -666,6 +723,8 @@ def load(path, device="cpu", dtype="fp32", **sharding):
     these are wrong, too.
     """
     path, tokenizer, config = find_model(path, weights=True)
+    if getattr(config, "quantization_config", None):
+        fail(f"{path!r} has quantized weights, which can't be trained: take those they are made of")
     device = torch.device(device)
     dtype = pick_dtype(dtype, device)
     keep = sharding and dtype != torch.float32  # the files' dtype: half the memory
@@ -851,19 +910,35 @@ def save(model, tokenizer, out):
     if RANK:
         return
     with fail_on_error(f"{out} can't be written"):
-        ends = {end_of_turn(tokenizer)[-1], tokenizer.eos_token_id}
-        generation = model.lm.generation_config
-        generation.eos_token_id = sorted(ends)
-        # transformers saves no temperature without it, which old models have
-        generation.do_sample = generation.do_sample or bool(generation.temperature)
         of_lm = {name: state["lm." + name].to(model.dtype)
                  for name, _ in model.lm.named_parameters()}  # tied ones once
         of_lm |= {name: state["lm." + name] for name, _ in model.lm.named_buffers()
                   if "lm." + name in state}  # in their own dtype
-        model.lm.save_pretrained(out, state_dict=of_lm)
-        model.lm.config.dtype = model.dtype  # save_pretrained has noted that of the fp32 weights
-        model.lm.config.save_pretrained(out)
-        tokenizer.save_pretrained(out)
+        write_folder(model, tokenizer, of_lm, out)
+
+
+def try_save(model, tokenizer, out):
+    """Fails if `save` would at the end: writes a folder without weights, and removes it."""
+    if RANK == 0:
+        with fail_on_error(f"{out} can't be written"), tempfile.TemporaryDirectory(dir=out) as part:
+            write_folder(model, tokenizer, {}, part)
+
+
+def write_folder(model, tokenizer, state, out):
+    """What `save` writes, with the state_dict `state` of the transformers LM."""
+    had = model.lm.generation_config.to_diff_dict()
+    ends = {end_of_turn(tokenizer)[-1], tokenizer.eos_token_id} - {None}
+    kept = {"eos_token_id": sorted(ends),
+            "do_sample": had.get("do_sample") or bool(had.get("temperature"))}  # as old ones mean
+    for name, value in [*had.items()] * 2:  # one may need another
+        with contextlib.suppress(ValueError):  # transformers loads more than it saves
+            GenerationConfig(**{name: value} | kept).validate(strict=True)
+            kept.setdefault(name, value)
+    model.lm.generation_config = GenerationConfig(**kept)
+    model.lm.save_pretrained(out, state_dict=state)
+    model.lm.config.dtype = model.dtype  # save_pretrained has noted that of the fp32 weights
+    model.lm.config.save_pretrained(out)
+    tokenizer.save_pretrained(out)
 
 
 # --- checkpoints: weights and moments for any number of processes ---------------------------------

@@ -23,8 +23,8 @@ against pi_ref, which does not. Other critics are edits: see the README.
 """
 # utils before what loads slowly: a wrong flag is told at once
 from utils import (Log, check_finite, fail, fail_on_error, flag, init_distributed, lr_at,
-                   machine_flags, open_stdout, parser, rank_0_keeps, read_jsonl, rng, rows_of, run,
-                   say)
+                   machine_flags, note, open_stdout, parser, rank_0_keeps, read_jsonl, rng, rows_of,
+                   run, tell_notes)
 
 import math
 import os
@@ -71,7 +71,7 @@ import torch.nn.functional as F
 
 from model import (TURN, Pair, accuracy, action_ids, action_logps, actions_of, base_digest, batches,
                    find_model, gathered, load, load_options, packed, reference_logps, render,
-                   restore, save, save_checkpoint, score, turns_in)
+                   restore, save, save_checkpoint, score, try_save, turns_in)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -119,6 +119,7 @@ def train(args, log, device):
               dtype=str(options["dtype"]), model_weights=base_digest(args.model))
 
     model, tokenizer = load(args.model, **options)
+    try_save(model, tokenizer, args.out)
     ref_turns = list(ref_of.values())
     ref = dict(zip(ref_of, reference_logps(model, ref_turns, args.tree_tokens, args.out)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
@@ -252,8 +253,8 @@ def read_stdin(args, *fields):
     """(stdin's records, which need `fields`, too; {turn: reference turn})."""
     need = needs("dialogue_history", *fields, to_train=True)
     records = list(read_jsonl(sys.stdin, need))
-    tokenizer = find_model(args.model)[1]
-    return records, read_turns(tokenizer, records, args.max_length, True,
+    _, tokenizer, config = find_model(args.model)
+    return records, read_turns(tokenizer, config, records, args.max_length, True,
                                args.ref_context == "hidden")
 
 
@@ -269,30 +270,40 @@ def critic_turns(tokenizer, task, history, actions, thinking, hidden, ref_hidden
 
     prompt = prompt_ids(hidden)
     ref_prompt = prompt if ref_hidden == hidden else prompt_ids(ref_hidden)
-    ids = [action_ids(tokenizer, action) for action in actions]
-    return [((prompt, action), (ref_prompt, action)) for action in ids]
+    turns = []
+    for action in actions:
+        ids, without = action_ids(tokenizer, action, history, thinking)
+        turns.append(tuple((p[:len(p) - without], ids) for p in (prompt, ref_prompt)))
+    return turns
 
 
-def read_turns(tokenizer, records, max_length, hidden, ref_hidden):
+def read_turns(tokenizer, config, records, max_length, hidden, ref_hidden):
     """Sets action[TURN] for the agent's messages and candidates: their turn, None if too long.
 
     Returns {turn: reference turn} of those that fit. hidden, ref_hidden: as for critic_turns.
     """
-    ref_of, too_long = {}, 0
+    config = config.get_text_config()
+    longest = min(max_length, getattr(config, "max_position_embeddings", None) or max_length)
+    ref_of = {}
     for r in records:
+        name = f"the task {task_id(r['task'])}"
         thinking = r.get("meta", {}).get("thinking", 0)  # its dialogue was sampled so
         for history, actions in actions_of(r):
-            turns = critic_turns(tokenizer, r["task"], history, actions, thinking, hidden,
-                                 ref_hidden)
+            with fail_on_error(f"{name} does not suit this --model's chat template"):
+                turns = critic_turns(tokenizer, r["task"], history, actions, thinking, hidden,
+                                     ref_hidden)
             for action, (turn, ref_turn) in zip(actions, turns):
-                fits = sum(map(len, turn)) <= max_length
+                if len(tokenizer) > config.vocab_size <= ord(max("".join(turn))):
+                    fail(f"{name} has a token beyond the model's embedding of {config.vocab_size}")
+                fits = sum(map(len, turn)) <= longest
                 action[TURN] = turn if fits else None
-                too_long += not fits
                 if fits:
                     ref_of[turn] = ref_turn
-    if too_long:
-        say(f"{too_long} messages and candidates are longer than --max_length and are left out, "
-            "and so are trajectories with such a message")
+                else:
+                    note(f"messages and candidates are longer than {longest} tokens (--max_length "
+                         "or the model's own limit) and are left out, and so are trajectories with "
+                         "such a message", name)
+    tell_notes()
     return ref_of
 
 

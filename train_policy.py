@@ -20,9 +20,8 @@ messages. They train on all of the assistant's.
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
 # utils before what loads slowly: a wrong flag is told at once
-from utils import (Log, check_dialogue, check_finite, check_shape, fail, flag, from_rank_0,
-                   init_distributed, lr_at, machine_flags, open_stdout, parser, read_jsonl, rng,
-                   run, say)
+from utils import (FORM, Log, check_finite, fail, flag, from_rank_0, init_distributed, lr_at,
+                   machine_flags, open_stdout, parser, read_jsonl, rng, run, say)
 
 import sys
 from functools import partial
@@ -69,7 +68,7 @@ import torch.nn.functional as F
 
 from model import (TURN, Pair, accuracy, action_logps, actions_of, base_digest, batches, find_model,
                    gathered, load, load_options, reference_logps, restore, save, save_checkpoint,
-                   turns_in)
+                   try_save, turns_in)
 from train_critic import read_turns, trajectory_pairs
 
 
@@ -109,6 +108,7 @@ def main(args):
         return emit(summary)
 
     model, tokenizer = load(args.model, **options)
+    try_save(model, tokenizer, args.out)
     ref = dict(zip(turns, reference_logps(model, turns, args.tree_tokens, args.out)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
@@ -157,40 +157,37 @@ def prepare(args):
     needs_reward = {"mtdpo": True, "rft": not args.all}.get(args.loss, args.mix > 0)
     fields = ["dialogue_history", "reward"] if needs_reward else ["dialogue_history"]
     need = needs(*fields, to_train=True)
-    records = list(read_records(need))
-    tokenizer = find_model(args.model)[1]
-    read_turns(tokenizer, records, args.max_length, hidden=False, ref_hidden=False)
+    records = list(read_records(args, need))
+    _, tokenizer, config = find_model(args.model)
+    read_turns(tokenizer, config, records, args.max_length, hidden=False, ref_hidden=False)
     groups = [pairs for pairs in make_groups(args, records) if pairs]
     if not groups:
         fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
     return groups
 
 
-def read_records(need):
+def read_records(args, need):
     """Yields stdin's records.
 
     A line of preferences is two of them: {"prompt", "chosen", "rejected"}, lists of messages, of
     which the prompt may be missing. It is a task, with a solved and an unsolved trajectory.
     """
     def fields(record):
-        if "chosen" not in record:
+        if not {"task", "dialogue_history", "chosen"} & record.keys():
+            raise ValueError(f"neither a record nor a preference{FORM}")
+        if "line" not in record:
             return need(record)
-        check_shape(record, dict.fromkeys(("prompt", "chosen", "rejected"), [{}]))
-        for side in ("chosen", "rejected"):
-            said = record.get(side, [])
-            check_dialogue([*record.get("prompt", []), *said], f"prompt and {side}")
-            if said and all(message["role"] != "assistant" for message in said):
-                raise ValueError(f"{side} has no message of the assistant")
-        return "chosen", "rejected"
+        if args.loss == "dpo" and not args.mix:
+            raise ValueError("--loss dpo reads candidates: train on preferences by --loss mtdpo")
+        return ()
 
-    for n, record in enumerate(read_jsonl(sys.stdin, fields)):
-        if "chosen" not in record:
+    for record in read_jsonl(sys.stdin, fields):
+        if "dialogue_history" in record:
             yield record
             continue
         for reward, side in enumerate(("rejected", "chosen")):
-            history = [*record.get("prompt", []), *record[side]]
-            yield {"task": {"id": f"preference {n}"}, "reward": float(reward),
-                   "dialogue_history": history}
+            yield {"task": {"id": f"of line {record['line']}"}, "reward": float(reward),
+                   "meta": record["meta"], "dialogue_history": record["prompt"] + record[side]}
 
 
 def make_groups(args, records):

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets both; without it: rank 0 of 1
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
+NOTES = {}  # {what: [example]}
 if WORLD > 1:  # loads slowly, and one process needs none of it
     import torch.distributed as dist
 
@@ -116,6 +117,18 @@ def say(message):
 def fail(message):
     """Ends the program with one line on stderr and exit status 1."""
     raise SystemExit(f"error: {inline(message)}")
+
+
+def note(what, example):
+    """Notes what is odd about data, for tell_notes."""
+    NOTES.setdefault(what, []).append(example)
+
+
+def tell_notes():
+    """Says each kind of what was noted, with its number and the first example, and forgets it."""
+    for what, examples in NOTES.items():
+        say(f"{len(examples)} {what} (the first: {examples[0]})")
+    NOTES.clear()
 
 
 @contextlib.contextmanager
@@ -216,6 +229,17 @@ RECORD = {
     "sample": int, "answer": str, "answered": bool, "reward": float,
     "tests": {...: str}, "failure": str, "reward_by": str,
     "meta": {"model_weights": str, "candidates": {}}}
+MESSAGE = {"role": str, "content": str, "token_ids": [int]}  # what is read of a preference's
+PREFERENCE = {"prompt": [MESSAGE], "chosen": [MESSAGE], "rejected": [MESSAGE]}
+FORM = ('; a preference is {"prompt": [...], "chosen": [...], "rejected": [...]}, lists of {"role":'
+        ' ..., "content": ...}; others: python tests/experiments/preferences.py < theirs.jsonl | '
+        'python train_policy.py --loss mtdpo ...')
+NOT_READ = {  # fields that would change what a model reads or learns, and what to do instead
+    "system": "a system text is a first message with that role",
+    "input": "the agent reads the messages before its own, and the first has the instructions",
+    "reasoning_content": "a thought is a part of content, <think> ... </think>",
+    **dict.fromkeys(["tools", "tool_calls"], "tools are not supported (TRL has them)"),
+    **dict.fromkeys(["loss_mask", "weight", "train"], "all the assistant's messages count alike")}
 TYPES = {
     str: ("text", lambda x: isinstance(x, str)),
     bool: ("true or false", lambda x: isinstance(x, bool)),
@@ -253,10 +277,47 @@ def check_dialogue(history, name):
         raise ValueError(f"{name} starts with the assistant, who has nothing to answer to")
 
 
-def parse_record(line, need):
+def refuse_unread(record, messages):
+    """Raises ValueError if a record or one of its messages has a field of NOT_READ."""
+    for part in (record, *messages):
+        for name in NOT_READ.keys() & part.keys():
+            if part[name] not in (None, "", [], {}, 1):  # 1, or true, is a whole weight
+                raise ValueError(f"the field {name!r} is not read: {NOT_READ[name]}")
+
+
+def preference(row, line):
+    """What is read of a line of preferences, messages without other fields; else ValueError."""
+    check_shape(row, PREFERENCE)
+    refuse_unread(row, [m for name in PREFERENCE for m in row.get(name, ())])
+    read = {name: [{key: m[key] for key in MESSAGE if key in m} for m in row.get(name, ())]
+            for name in PREFERENCE}
+    for side in ("chosen", "rejected"):
+        before, said = read["prompt"], read[side]
+        check_dialogue(before + said, f"prompt and {side}")
+        roles = [m["role"] for m in before + said]
+        if "assistant" not in roles[len(before):]:
+            raise ValueError(f"{side} has no message of the assistant")
+        if ("assistant", "assistant") in zip(roles, roles[1:]):
+            raise ValueError(f"two messages of the assistant in a row in prompt and {side}")
+        if before and said[:len(before)] == before:
+            raise ValueError(f"{side} begins with the whole prompt, which would be read twice")
+    if read["chosen"] == read["rejected"]:
+        raise ValueError("chosen and rejected are the same")
+    thinking = isinstance(row.get("meta"), dict) and row["meta"].get("thinking")
+    return {"line": line, "meta": {"thinking": thinking}, **read}
+
+
+def finite(text):
+    """The float in a JSON text; ValueError for NaN, Infinity and 1e999, which can't be written."""
+    if not math.isfinite(float(text)):
+        raise ValueError(f"{text} is not a finite number")
+    return float(text)
+
+
+def parse_record(line, need, number):
     """The record in a line (bytes), with every field of `need`; ValueError says what is wrong."""
     try:
-        record = json.loads(line)
+        record = json.loads(line, parse_float=finite, parse_constant=finite)
         if b"\\ud" in line.lower() or b"\xed" in line:  # the ways to write a surrogate
             # U+FFFD for lone ones, which a model may sample and no file can hold
             text = json.dumps(record, ensure_ascii=False).encode("utf-16", "surrogatepass")
@@ -267,6 +328,8 @@ def parse_record(line, need):
         raise ValueError("not a JSON object with fields")
     if "task" not in record and "problem_description" in record:
         record = {"task": record}  # ColBench's published task files hold bare tasks
+    if "chosen" in record and "dialogue_history" not in record:
+        record = preference(record, number)
     check_shape(record, RECORD)
     check_dialogue(record.get("dialogue_history", []), "dialogue_history")
     if not -1 <= record.get("reward", 0) <= 1:
@@ -292,9 +355,10 @@ def read_jsonl(stream, need=(), name="stdin"):
         if not line.strip():
             continue
         try:
-            record = parse_record(line, need)
+            record = parse_record(line, need, number)
         except ValueError as e:
-            fail(f"{name}, line {number}: {e}")
+            form = FORM if b'"chosen"' in line else ""
+            fail(f"{name}, line {number}: {e}{form}")
         found = True
         yield record
     if not found:

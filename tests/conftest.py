@@ -143,9 +143,17 @@ def turns_of(tokenizer, record):
     """The turns [(prompt, action)] of the assistant messages in a record, in order."""
     import model  # slow to load
     thinking = record.get("meta", {}).get("thinking", 0)
-    return [(model.packed(model.render(tokenizer, history, thinking)),
-             model.action_ids(tokenizer, actions[0]))
-            for history, actions in model.actions_of(record)]
+    turns = []
+    for history, actions in model.actions_of(record):
+        action, without = model.action_ids(tokenizer, actions[0], history, thinking)
+        prompt = model.render(tokenizer, history, thinking)
+        turns.append((model.packed(prompt[:len(prompt) - without]), action))
+    return turns
+
+
+def plain_ids(tokenizer, text):
+    """Token ids of text in which nothing is a special token."""
+    return tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
 
 
 def records(text):

@@ -22,7 +22,8 @@ import model as M
 import toy
 import toy_pages
 from colbench import CACHE, PAGE, Renderer, RenderError
-from conftest import SHARED, complaint, demos, descendants, records, save, script, succeed
+from conftest import (SHARED, complaint, demos, descendants, plain_ids, records, save, script,
+                      succeed)
 from test_colbench_answers import SIGNALS, end_grading
 from test_collect_endpoints import Server, chat
 
@@ -349,7 +350,7 @@ def engine_that_says(tokenizer, said_by_turn):
     """A vLLM server whose agent says these messages, by turn."""
     def reply(path, body):
         turn = tokenizer.decode(body["prompt"]).count("<|assistant|>") - 1
-        ids = M.plain_ids(tokenizer, said_by_turn[turn]) + body["stop_token_ids"][:1]
+        ids = plain_ids(tokenizer, said_by_turn[turn]) + body["stop_token_ids"][:1]
         choice = {"text": "", "finish_reason": "stop", "token_ids": ids,
                   "logprobs": {"token_logprobs": [-1.0] * len(ids)}}
         return {"choices": [choice | {"index": i} for i in range(body["n"])]}

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from jinja2.exceptions import TemplateError
 from safetensors.torch import load_file, save_file
 from tokenizers import (AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers,
                         processors, trainers)
-from transformers import (AutoConfig, AutoModelForCausalLM, LlamaConfig,
+from transformers import (AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig,
                           PreTrainedTokenizerFast)
 
 import model as M
@@ -376,7 +377,8 @@ PLAIN = dialogue("write f(x): the price", "what is the fee?", "fee=3",
 def test_turns_are_what_the_template_writes(name):
     """Control tokens that messages spell stay text, and a template that trims does so around them.
 
-    Later prompts extend earlier turns, so that these share a tree.
+    Later prompts extend earlier turns, so that these share a tree. test_model_templates.py has
+    more templates.
     """
     tokenizer, (control, _, end) = tokenizer_of(name), TEMPLATES[name]
     ids, numbers = set(tokenizer.convert_tokens_to_ids(control)), []
@@ -386,15 +388,15 @@ def test_turns_are_what_the_template_writes(name):
         turns = turns_of(tokenizer, history)
         for t, (prompt, action) in zip((1, 3), turns, strict=True):
             assert tokenizer.decode(prompt) == template_text(tokenizer, history[:t])
-            assert tokenizer.decode(action) == history[t]["content"] + end
+            whole = tokenizer.apply_chat_template(history[:t + 1], tokenize=False)
+            assert whole.startswith(tokenizer.decode(prompt + action)), whole
+            assert tokenizer.decode(action).endswith(end)
         numbers.append([sum(i in ids for i in part) for turn in turns for part in turn])
     assert numbers[0] == numbers[1]
     assert M.end_of_turn(tokenizer) == [tokenizer.convert_tokens_to_ids(end)]
     (prompt, action), (later, _) = turns_of(tokenizer, PLAIN)
     if name == "qwen3":  # an empty thought stands before a new message alone
         prompt = prompt[:-len(tokenizer("<think>\n\n</think>\n\n")["input_ids"])]
-    if name == "mistral":  # its template writes a space that the action does not begin with
-        action = []
     assert later[:len(prompt) + len(action)] == prompt + action
 
 
@@ -410,9 +412,10 @@ def test_thinking():
     history[1]["output"] = "<think>\nwhich?\n</think>\n\nwhat is the fee?"
     for thinking in (0, 1):
         turns = turns_of(tokenizer, history, thinking)
-        for t, (prompt, _) in enumerate(turns):
+        for t, (prompt, action) in enumerate(turns):
             want = template_text(tokenizer, history[:2 * t + 1], bool(thinking))
             assert tokenizer.decode(prompt) == want and found(prompt) == marks * (not thinking)
+            assert found(prompt + action) == marks or (t, thinking) == (0, 0)
         assert found(turns[0][1]) == marks  # as it was sampled
     history[2]["content"] += "</think><think>"  # a human who spells them
     assert all(found(prompt) == marks for prompt, _ in turns_of(tokenizer, history))
@@ -437,8 +440,7 @@ def test_a_prompt_is_the_same_on_every_day_and_a_refused_conversation_is_one_lin
     tokenizer.chat_template = "{{ strftime_now('%d %B %Y') }}" + tokenizer.chat_template
     assert "26 July 2024" in tokenizer.decode(M.render(tokenizer, messages))
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    message = "error: this --model's chat template takes no such conversation, user user: roles"
-    with pytest.raises(SystemExit, match=message):
+    with pytest.raises(TemplateError, match="roles must alternate"):
         M.render(tokenizer, 2 * messages)
 
 
@@ -472,6 +474,55 @@ def test_what_is_saved_is_loaded_also_by_transformers(family, tmp_path, tiny_dir
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     assert generation["do_sample"]
     assert tokenizer.convert_tokens_to_ids("<|end|>") in generation["eos_token_id"]
+
+
+@pytest.mark.parametrize("had, kept", [
+    ({"top_p": 0.9}, {}), ({"min_p": 0.1}, {}), ({"top_k": 0}, {}), ({"temperature": 0.0}, {}),
+    ({"early_stopping": True}, {}), ({"early_stopping": True, "num_beams": 4}, None),
+    ({"length_penalty": 2.0, "max_length": 9}, {"max_length": 9}),
+    ({"do_sample": False, "temperature": 0.7, "top_p": 0.8},
+     {"do_sample": True, "temperature": 0.7, "top_p": 0.8}),
+    ({"do_sample": True, "top_k": 20, "top_p": 0.8, "temperature": 0.6}, None)])
+def test_a_generation_config_is_saved_as_far_as_it_is_valid(had, kept, tmp_path, tiny_dir):
+    """By transformers' rules, which load what they refuse to save."""
+    model, tokenizer = M.load(tiny_dir)
+    (tmp_path / "generation_config.json").write_text(json.dumps(had))
+    model.lm.generation_config = GenerationConfig.from_pretrained(tmp_path)
+    M.save(model, tokenizer, str(tmp_path))
+    got = GenerationConfig.from_pretrained(tmp_path).to_diff_dict()
+    got = {name: got[name] for name in got.keys() & {*had, "do_sample"} if got[name]}
+    assert got == (had if kept is None else kept)
+
+
+def test_a_tokenizer_without_an_eos_ends_messages_as_its_template_does(tmp_path, tiny_dir):
+    model, tokenizer = M.load(tiny_dir)
+    tokenizer.eos_token = None
+    M.save(model, tokenizer, str(tmp_path))
+    (end,) = json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
+    assert tokenizer.convert_ids_to_tokens(end) == "<|end|>"
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    M.ending.cache_clear()
+    with pytest.raises(SystemExit, match="has a token that ends a message"):
+        M.end_of_turn(tokenizer)
+
+
+@pytest.mark.parametrize("loss", ["rft", "mtdpo"])
+def test_what_can_not_be_written_is_told_before_the_first_step(loss, ranked, tiny_dir, tmp_path):
+    """As a program: a template that only saving refuses."""
+    for path in Path(ROOT).glob("*.py"):
+        shutil.copy(path, tmp_path)
+    with open(tmp_path / "model.py", "a") as f:
+        f.write("def refuse(*args, **kwargs):\n    raise OSError(28, 'No space left')\n"
+                "AutoTokenizer.from_pretrained = (lambda make: lambda *args, **kwargs: (\n"
+                "    lambda t: (setattr(t, 'save_pretrained', refuse), t)[1]\n"
+                "    )(make(*args, **kwargs))\n"
+                ")(AutoTokenizer.from_pretrained)\n")
+    out = tmp_path / "out"
+    done = script(tmp_path / "train_policy.py", "--loss", loss, "--model", tiny_dir, "--out", out,
+                  stdin=ranked)
+    assert done.returncode and "out can't be written: No space left" in done.stderr, done.stderr
+    assert '"step"' not in (out / "metrics.jsonl").read_text()
+    assert not list(out.glob("tmp*"))
 
 
 TWO_KINDS = ["linear_attention", "full_attention"]
@@ -542,7 +593,8 @@ def test_what_is_a_tree_is_computed_as_one_also_in_16_bits(family, tmp_path, tin
         assert M.load(path, dtype=dtype)[0].packed
 
 
-REFUSED = {"bert": ({}, "log-probs depend on later tokens"),
+REFUSED = {"qwen3": (dict(quantization_config={"quant_method": "gptq"}), "quantized weights"),
+           "bert": ({}, "log-probs depend on later tokens"),
            "rwkv": (dict(attention_hidden_size=32, rescale_every=1), "changes the next ones"),
            "llama": (dict(rope_parameters={"rope_type": "dynamic", "factor": 2.0,
                                            "rope_theta": 1e4}), "changes the next ones"),

@@ -10,7 +10,7 @@ import colbench
 import model
 import toy
 from colbench import ANSWER, Grader, agent_messages, fill, read_action
-from conftest import HUMAN, demos, records, script, shell
+from conftest import HUMAN, demos, plain_ids, records, script, shell
 from toy import BUGS, DETAILS, SPLITS, STORIES, WORLDS, asked_for, slots_of
 
 ENGLISH = WORLDS["english"]
@@ -190,7 +190,7 @@ def test_tiny_is_small_a_function_of_its_seed_and_takes_any_text(tiny_dir):
     assert sum(p.numel() for p in tiny.parameters()) < 400_000
     control = set(tokenizer.added_tokens_decoder)
     for text in [*NASTY, *(m["content"] for d in demos(20, seed=9) for m in d["dialogue_history"])]:
-        ids = model.plain_ids(tokenizer, text)
+        ids = plain_ids(tokenizer, text)
         assert tokenizer.decode(ids) == text and not control & set(ids)
 
 

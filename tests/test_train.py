@@ -31,7 +31,7 @@ import train_policy
 import utils
 from colbench import agent_messages
 from conftest import (CPU, HUMAN, ROOT, actions, complaint, descendants, dialogue, gone, lines,
-                      metrics, records, script, steps, succeed, train, until)
+                      metrics, plain_ids, records, script, steps, succeed, train, turns_of, until)
 from model import TURN, Pair
 from test_model import save_random, separate
 
@@ -207,7 +207,7 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch
         del c["token_ids"]
         c["advantage"] = float(len(c["output"]))
     make = functools.partial(prepared, monkeypatch, rewarded, train_policy, "--model", tiny_dir)
-    ids = {M.packed(M.plain_ids(tokenizer, c["output"]) + M.end_of_turn(tokenizer))
+    ids = {M.packed(plain_ids(tokenizer, c["output"]) + M.end_of_turn(tokenizer))
            for c in candidates}
     assert {action for group in make() for _, action in M.turns_in(group)} <= ids
     del candidates[0]["logprob"]
@@ -253,9 +253,8 @@ def test_preferences_train_on_every_token_of_the_assistant(tiny_dir, monkeypatch
     args = train_policy.get_args([*flags, "--out", "x"])
 
     def of_side(lm, history):
-        turns = [(M.packed(M.render(tokenizer, history[:t])), M.action_ids(tokenizer, m))
-                 for t, m in enumerate(history) if m["role"] == "assistant"]
-        return [x.detach() for x in separate(lm, turns)]
+        return [x.detach() for x in
+                separate(lm, turns_of(tokenizer, {"dialogue_history": history}))]
 
     turns = M.turns_in(chain(*groups))
     logps, ref = (dict(zip(turns, separate(lm, turns))) for lm in (pi, pi_ref))
@@ -273,7 +272,7 @@ def test_preferences_train_on_every_token_of_the_assistant(tiny_dir, monkeypatch
 
 @pytest.mark.parametrize("line, message", [
     ({"chosen": PREFERENCES[0]["chosen"]}, "starts with the assistant"),
-    ({**PREFERENCES[0], "rejected": None}, "no 'rejected' in this record"),
+    ({**PREFERENCES[0], "rejected": None}, "rejected has no message of the"),
     ({**PREFERENCES[0], "chosen": dialogue("?")}, "no message of the"),
     ({**PREFERENCES[0], "rejected": [{"role": "tool", "content": "?"}]}, "lacks content, or a")])
 def test_what_is_wrong_with_a_preference_is_said(line, message, tiny_dir, monkeypatch):
@@ -767,12 +766,14 @@ def test_turns_that_are_too_long_are_left_out_and_counted(data, tiny_dir):
         for history, both in M.actions_of(r):
             read = colbench.with_hidden(history, r["task"]["ground_truth"])
             prompt = M.render(tokenizer, read)
-            lengths += [len(prompt) + len(M.action_ids(tokenizer, action)) for action in both]
+            lengths += [len(prompt) + len(M.action_ids(tokenizer, action, read)[0])
+                        for action in both]
     limit = sorted(lengths)[len(lengths) // 2]
     flags = ["--untrained", 1, "--max_length", limit]
     done = succeed("train_critic.py", "--model", tiny_dir, *flags, stdin=data)
     left_out = sum(n > limit for n in lengths)
-    assert f"{left_out} messages and candidates are longer than --max_length" in done.stderr
+    said = f"{left_out} messages and candidates are longer than {limit} tokens (--max_length"
+    assert said in done.stderr
     got = records(done.stdout)
     for x, length in zip(chain(*map(actions, got)), lengths, strict=True):
         assert ("advantage" in x) == (length <= limit)

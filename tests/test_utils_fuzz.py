@@ -160,3 +160,11 @@ def test_a_null_is_a_field_that_is_not_there(good):
     (read,) = utils.read_jsonl([json.dumps(record | {"of another": None}).encode()])
     assert "meta" not in read and "answer" not in read and read["of another"] is None
     assert not {"candidates", "logprobs"} & read["dialogue_history"][1].keys()
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999"])
+def test_a_number_that_can_not_be_written_is_refused_as_it_is_read(good, text):
+    """Also in a field that only passes through."""
+    line = json.dumps(good[0] | {"of another": {"x": ["HERE"]}}).replace('"HERE"', text)
+    with pytest.raises(SystemExit, match=f"line 1: not JSON .{re.escape(text)} is not a finite"):
+        list(utils.read_jsonl([line.encode()]))

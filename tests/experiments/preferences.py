@@ -1,0 +1,139 @@
+"""Preferences in the commonest forms of public files, to those that train_policy.py reads.
+
+    python tests/experiments/preferences.py < theirs.jsonl |
+        python train_policy.py --loss mtdpo --model runs/base --out runs/mine
+
+A line becomes {"chosen": [...], "rejected": [...]}, two whole conversations, lists of messages
+{"role": ..., "content": ...}. FORMS says in which columns a form has what was said before, and the
+sides. In each may stand messages of OpenAI's or ShareGPT's kind, one message, text, the text
+"Human: ... Assistant: ..." of HH-RLHF, or JSON of these in a string. A column `system` becomes the
+first message, reasoning_content a thought in content, and an answer that the prompt begins a part
+of the message that goes on.
+
+A line of another form ends the program, and the error names it. --thinking 1 says that the model's
+template shall think, which is for answers with thoughts.
+"""
+import json
+import os
+import re
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+from utils import fail, flag, open_stdout, parser, refuse_unread, run  # noqa: E402
+
+FORMS = {  # name: (columns of what was said before, the chosen side, the rejected side)
+    "UltraFeedback, and ours": (["prompt"], "chosen", "rejected"),
+    "Orca": (["question"], "chosen", "rejected"),
+    "Alpaca": (["instruction", "input"], "chosen", "rejected"),
+    "ShareGPT": (["conversations"], "chosen", "rejected"),
+    "Axolotl": (["messages"], "chosen", "rejected"),
+    "ms-swift": (["messages"], None, "rejected_response"),  # messages end with the chosen answer
+    "HH-RLHF": ([], "chosen", "rejected")}
+ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant",
+         "chatgpt": "assistant", "developer": "system"}
+
+
+def get_args(argv=None):
+    p = parser(__doc__, "%(prog)s [flags] < theirs.jsonl > ours.jsonl")
+    flag(p, "thinking", 0, "1: answers have thoughts, and the template shall think",
+         choices=[0, 1])
+    return p.parse_args(argv)
+
+
+def main(args):
+    emit = open_stdout()
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        try:
+            pair = preference(json.loads(line)) if line.strip() else None
+        except ValueError as e:
+            fail(f"stdin, line {number}: {e}")
+        if pair:
+            emit({**pair, "meta": {"thinking": 1}} if args.thinking else pair)
+
+
+def preference(row):
+    """{"chosen", "rejected"}, whole conversations, of a line of one of FORMS; else ValueError."""
+    if not isinstance(row, dict):
+        raise ValueError("not a JSON object with fields")
+    row = {name: value for name, value in row.items() if value is not None}
+    for before, chosen, rejected in FORMS.values():
+        if rejected in row and {*before[:1], chosen or rejected} <= row.keys():
+            break
+    else:
+        raise ValueError(f"no preference of a known form: its columns are {', '.join(row)}")
+    refuse_unread({name: row[name] for name in row if name not in ("system", *before)}, ())
+    said = [m for name in before for m in messages(row.get(name, ""), "user") if m["content"]]
+    if len(before) == len(said) == 2:  # Alpaca's input belongs to its instruction
+        said = [{"role": "user", "content": "\n\n".join(m["content"] for m in said)}]
+    if row.get("system"):
+        said = messages(row["system"], "system") + said
+    sides = []
+    for name in (chosen, rejected):
+        if name:
+            sides.append(conversation(said, messages(row[name], "assistant")))
+        else:
+            sides.append(said)
+            said = said[:-1]
+    return {**dict(zip(("chosen", "rejected"), sides)), "meta": row.get("meta")}
+
+
+def conversation(said, side):
+    """The whole of what was said before and a side, which may begin with it or go on in a word."""
+    if side and side[0]["role"] != "assistant":  # it is whole, but the system text may be missing
+        system = [m for m in said if m["role"] == "system"]
+        rest = [m for m in said if m not in system]
+        own = [m for m in side if m["role"] != "system"]
+        if own[:len(rest)] != rest:
+            raise ValueError("a side begins with the user, but with other messages than the prompt")
+        return side if len(own) < len(side) else system + side
+    if said and side and said[-1]["role"] == "assistant":
+        begun = said[-1]["content"] + side[0]["content"]
+        return [*said[:-1], {"role": "assistant", "content": begun}, *side[1:]]
+    return said + side
+
+
+def messages(value, role):
+    """The messages in a column; role: that of a text without one."""
+    if isinstance(value, str):
+        value = from_text(value, role)
+    return [message(m) for m in (value if isinstance(value, list) else [value])]
+
+
+def from_text(text, role):
+    """The messages that a text holds: JSON of them, HH-RLHF's, or itself as one."""
+    try:
+        value = json.loads(text)
+        found = value if isinstance(value, list) else [value]
+        if found and all({"role", "from"} & m.keys() for m in found):
+            return found
+    except (ValueError, AttributeError):  # it is no JSON, or that of something else
+        pass
+    if re.match(r"\s*(Human|Assistant):", text):
+        parts = re.split(r"(?:\A|\n\n)(Human|Assistant):", text.strip())[1:]
+        said = map(str.strip, parts[1::2])
+        return [{"role": who, "content": text} for who, text in zip(parts[::2], said)]
+    return [{"role": role, "content": text}]
+
+
+def message(m):
+    """{"role", "content"} of a message of OpenAI's or ShareGPT's kind."""
+    if not isinstance(m, dict):
+        raise ValueError(f"{str(m)[:40]!r} is no message")
+    refuse_unread({name: m[name] for name in m if name != "reasoning_content"}, ())
+    role = str(m.get("role") or m.get("from")).lower()
+    content = m.get("content", m.get("value"))
+    if isinstance(content, list):
+        others = [part for part in content if not isinstance(part, dict) or "text" not in part]
+        if others:
+            raise ValueError(f"a part of content is no text: {str(others[0])[:40]}")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str) or ROLES.get(role, role) not in ("system", "user", "assistant"):
+        raise ValueError(f"{str(m)[:60]} is no message with a text, or of an unknown role")
+    if m.get("reasoning_content"):
+        content = f"<think>\n{m['reasoning_content'].strip()}\n</think>\n\n{content}"
+    sampled = {"token_ids": m["token_ids"]} if m.get("token_ids") else {}
+    return {"role": ROLES.get(role, role), "content": content, **sampled}
+
+
+if __name__ == "__main__":
+    run(main, get_args())
