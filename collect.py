@@ -24,7 +24,7 @@ import runpy
 import sys
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cached_property
 from types import SimpleNamespace
 from urllib.parse import urlsplit
 

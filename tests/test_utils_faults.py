@@ -333,7 +333,7 @@ def test_a_models_own_code_and_pickles_are_not_run(ranked, tasks, tiny_dir, tmp_
 
     def check_refused(*parts):
         train = ["train_critic.py", "--out", tmp_path / "out"]
-        for command, given in (["collect.py"], tasks), (train, ranked):
+        for command, given in (["collect.py", *HUMAN], tasks), (train, ranked):
             complaint(script(*command, "--model", bad, stdin=given), *parts)
         assert not mark.exists()
 
