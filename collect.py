@@ -58,7 +58,7 @@ def get_args(argv=None):
     flag(g, "best_of", 1, "messages drawn; the critic's favourite is sent", least=1)
     flag(g, "critic", None, "--out of train_critic.py, or a FILE.py with advantages(task, history, "
          "actions); READS THE REFERENCE", metavar="WHO")
-    flag(g, "prior", 0.0, "--best_of: choose by score + prior * log-prob")
+    flag(g, "logprob_weight", 0.0, "--best_of: choose by score + this * log-prob")
     g = p.add_argument_group("engine")
     flag(g, "engine", None, "http://host:port/v1 of a vLLM server, many times as fast on a GPU; "
          "not given: transformers", metavar="URL")
@@ -99,7 +99,7 @@ from train_critic import advantages, critic_turns, find_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAME = ("temperature", "top_p", "max_turns", "max_tokens", "thinking", "seed", "best_of",
-        "prior")  # flags that all episodes of a file share
+        "logprob_weight")  # flags that all episodes of a file share
 COMPUTE = ThreadPoolExecutor(1)  # the thread in which models compute
 TREE_TOKENS = 16384  # of what the critic reads at once
 
@@ -188,7 +188,7 @@ class Players:
         chosen = actions[0]
         if self.critic:
             scores = await ask(self.critic, task, history, actions)
-            values = [score + self.args.prior * sum(action["logprobs"])
+            values = [score + self.args.logprob_weight * sum(action["logprobs"])
                       for score, action in zip(scores, actions)]
             chosen = actions[values.index(max(values))]
         message = {"role": "assistant", "content": None, **chosen}

@@ -38,7 +38,8 @@ def get_args(argv=None):
          choices=["dpo", "mtdpo", "rft"])
     g = p.add_argument_group("pairs")
     flag(g, "pairs_per_turn", 4, "dpo: pairs drawn from a turn's candidates", least=1)
-    flag(g, "prior", 0.0, "dpo: rank candidates by advantage + prior * log-prob when sampled")
+    flag(g, "logprob_weight", 0.0, "dpo: rank candidates by advantage + this * log-prob when "
+         "sampled")
     flag(g, "mix", 0.0, "dpo: pairs of trajectories, as in mtdpo, for each pair of candidates")
     flag(g, "margin", None, "mtdpo, --mix: as in train_critic.py", kind=float)
     flag(g, "all", 0, "rft: 1 takes unsolved trajectories, too", choices=[0, 1])
@@ -205,8 +206,9 @@ def make_groups(args, records):
     for i, r in enumerate(records):
         groups.append([])
         for t, message in enumerate(agent_messages(r)):
-            groups[i] += candidate_pairs(message.get("candidates", ()), prior=args.prior,
-                                         per_turn=args.pairs_per_turn, seed=(args.seed, i, t))
+            groups[i] += candidate_pairs(
+                message.get("candidates", ()), weight=args.logprob_weight,
+                per_turn=args.pairs_per_turn, seed=(args.seed, i, t))
     if any(groups):
         tell_answers(list(chain(*groups)), records)
     if args.mix:
@@ -223,16 +225,16 @@ def make_groups(args, records):
     return groups
 
 
-def candidate_pairs(candidates, *, per_turn, prior, seed):
+def candidate_pairs(candidates, *, per_turn, weight, seed):
     """[Pair] of one turn: random candidates of the upper half, each with one of the lower half.
 
-    They are ranked by A + prior * log pi_ref(a|o), the order of pi_ref exp(A / prior). That is the
-    policy with the highest E[A] - prior * KL(pi || pi_ref). seed: a tuple.
+    They are ranked by A + w log pi_ref(a|o), the order of pi_ref exp(A / w). That is the policy
+    with the highest E[A] - w KL(pi || pi_ref). w: the log-prob weight. seed: a tuple.
     """
     def value(candidate):
-        if prior and "logprob" not in candidate:
-            fail("--prior needs the candidates' logprob: see collect.py --candidates")
-        return candidate["advantage"] + (prior and prior * candidate["logprob"])
+        if weight and "logprob" not in candidate:
+            fail("--logprob_weight needs the candidates' logprob: see collect.py --candidates")
+        return candidate["advantage"] + (weight and weight * candidate["logprob"])
 
     judged = [c for c in candidates if c.get(TURN) and "advantage" in c]
     ranked = sorted(judged, key=value, reverse=True)
@@ -260,8 +262,8 @@ def tell_answers(pairs, records):
     say(f"answers are {chosen:.0%} of the chosen candidates, {rejected:.0%} of the rejected ones, "
         f"{every:.0%} of all")
     if chosen < 0.4 * every:  # the quickstart has 0.5, and learns
-        say("so the policy may unlearn to answer: --prior 0.1, --mix 0.25 or a better critic may "
-            "help")
+        say("so the policy may unlearn to answer: --logprob_weight 0.1, --mix 0.25 or a better "
+            "critic may help")
 
 
 if __name__ == "__main__":

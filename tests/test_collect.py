@@ -110,8 +110,8 @@ def test_best_of_sends_the_critics_favourite(tasks, rewarded, tiny_dir, tmp_path
         turns = [(read, M.packed(ids)) for ids, _ in drawn]
         logps, ref_logps = (M.score(M.load(path)[0], turns, 4096) for path in (critic, tiny_dir))
         scores = [advantage(a, b).item() for a, b in zip(logps, ref_logps)]
-        for p.args.prior in (0, 0.1):
-            values = [score + p.args.prior * sum(logprobs)
+        for p.args.logprob_weight in (0, 0.1):
+            values = [score + p.args.logprob_weight * sum(logprobs)
                       for score, (_, logprobs) in zip(scores, drawn)]
             favourites.append(values.index(max(values)))
             sent = asyncio.run(p.act(task, history, key, 0))

@@ -147,13 +147,13 @@ def candidate(i, advantage, logprob=None, output="what?"):
 
 
 def test_candidate_pairs_take_the_top_against_the_bottom_half():
-    """By advantage + prior * log-prob; the middle is neither, nor is what is too long."""
+    """By advantage + weight * log-prob; the middle is neither, nor is what is too long."""
     facts = [(0.3, -9.0), (-1.0, -2.0), (2.0, -7.0), (0.1, -0.5), (-0.5, -30.0)]
-    for n, prior in ((5, 0), (5, 0.1), (4, 0.2), (1, 0), (0, 0)):
+    for n, weight in ((5, 0), (5, 0.1), (4, 0.2), (1, 0), (0, 0)):
         candidates = [candidate(i, *pair) for i, pair in enumerate(facts[:n])]
-        value = [a + prior * p for a, p in facts]
+        value = [a + weight * p for a, p in facts]
         ranked = sorted(range(n), key=lambda i: -value[i])
-        draw = functools.partial(train_policy.candidate_pairs, per_turn=200, prior=prior)
+        draw = functools.partial(train_policy.candidate_pairs, per_turn=200, weight=weight)
         pairs = draw([*candidates, {**candidate(9, 9.0, 0.0), TURN: None}], seed=(0,))
         drawn = {(pair.chosen[0][1][0], pair.rejected[0][1][0]): pair.gap for pair in pairs}
         assert set(drawn) == {(i, j) for i in ranked[:n // 2] for j in ranked[n - n // 2:]}
@@ -211,8 +211,8 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch
            for c in candidates}
     assert {action for group in make() for _, action in M.turns_in(group)} <= ids
     del candidates[0]["logprob"]
-    with pytest.raises(SystemExit, match="--prior needs the candidates' logprob"):
-        make("--prior", 0.1)
+    with pytest.raises(SystemExit, match="--logprob_weight needs the candidates' logprob"):
+        make("--logprob_weight", 0.1)
     message, other = agent_messages(rewarded[0])[0], "not of this --model's tokenizer"
     message["candidates"][0]["token_ids"] = [len(tokenizer)]
     with pytest.raises(SystemExit, match=other):

@@ -4,12 +4,12 @@
 # start; C, where its critics start. It defines play, learn and sweet (below: who calls them how).
 # Everything goes to runs/. Killed and started again, a script goes on where it was.
 #
-# A row CRITIC@PRIOR is a SWEET-RL policy, measured on the test tasks. Its critic is
+# A row CRITIC@WEIGHT is a SWEET-RL policy, measured on the test tasks. Its critic is
 #   eq3        the default
 #   paper      with the paper's weight of the NLL; its policy has no pairs of whole trajectories
 #   trained    --ref_context agent: starts as the untrained one
 #   untrained  --untrained 1
-#   none       all advantages are 0, so that only --prior ranks
+#   none       all advantages are 0, so that only --logprob_weight ranks
 #   without_c, trajectory, sum, regression, value      edits
 #   better     as trained, but learns from the episodes of the policy $FIRST, by --nll_coef 1
 #   again-untrained, again-better      of a second round: ranks the candidates of $FIRST, which the
@@ -61,7 +61,7 @@ score() {  # CRITIC; learn NAME RECORDS [FLAGS] is the script's: trains and scor
   esac
 }
 untrained() { python train_critic.py --untrained 1 $FLAGS --model $C < $R/$1.jsonl; }
-policy() {  # CRITIC@PRIOR; sweet NAME MIX PRIOR is the script's, of the critic's records
+policy() {  # CRITIC@WEIGHT; sweet NAME MIX WEIGHT is the script's, of the critic's records
   local B=$B mix=0.25
   scored ${1%@*}
   case $1 in

@@ -27,8 +27,8 @@ learn() {  # NAME RECORDS [FLAGS]
   python $E/train_critic.py --model $C --seed $s $FLAGS --out $R/critic-$1 --beta 1 --nll_coef 0.3 \
       --lr 4e-4 --batch_size 16 --epochs $((4 * e)) "${@:3}" < $R/$2.jsonl
 }
-sweet() {  # NAME MIX PRIOR
-  fit $1 --beta 1 --nll_coef 3 --lr 6e-4 --batch_size 32 --mix $2 --prior $3
+sweet() {  # NAME MIX WEIGHT
+  fit $1 --beta 1 --nll_coef 3 --lr 6e-4 --batch_size 32 --mix $2 --logprob_weight $3
 }
 rft() { fit rft --loss rft --lr 5e-4 --epochs $((8 * q)) < $R/train.jsonl; }
 mtdpo() {
@@ -90,7 +90,7 @@ others() {  # other critics; best of N; other temperatures; fewer tasks
   at_plain
   for c in trajectory sum trained regression value untrained none; do policy $c@0.1; done
   for n in 2 4 8 16; do
-    play best$n-prior $B runs/tests200.jsonl --best_of $n --critic $R/critic-eq3 --prior 0.1
+    play best$n-prior $B runs/tests200.jsonl --best_of $n --critic $R/critic-eq3 --logprob_weight 0.1
     for c in eq3 without_c value; do
       E=.
       case $c in

@@ -21,7 +21,7 @@ learn() {  # NAME RECORDS
   python $E/train_critic.py --model $C --seed $s $FLAGS --out $R/critic-$1 --margin 0.1 --beta 1 \
       --lr 4e-4 --batch_size 16 < $R/$2.jsonl
 }
-sweet() { fit $1 --beta 1 --nll_coef 3 --lr 6e-4 --batch_size 32 --prior $3; }  # NAME MIX PRIOR
+sweet() { fit $1 --beta 1 --nll_coef 3 --lr 6e-4 --batch_size 32 --logprob_weight $3; }  # NAME MIX WEIGHT
 
 for s in $SEEDS; do
   R=runs/pages$s tests=runs/pages$s/tests.jsonl; mkdir -p $R

@@ -6,7 +6,7 @@ A question is useful if it asks for a detail of the function that the human has 
 is a repeated one if the dialogue has it already. An answer is lucky if it is right although details
 are open: the agent can't have known. Files joined by commas are one row. "prior" ranks
 by the candidates' log-probs when they were sampled, without a critic; "with prior" as
-train_policy.py --prior 0.1 does.
+train_policy.py --logprob_weight 0.1 does.
 """
 import os
 import sys

@@ -51,9 +51,9 @@ learn() {  # NAME RECORDS [FLAGS]
       --beta 1 --nll_coef 0.3 --lr 8e-5 --margin 0.3 --epochs $EPOCHS "${@:3}" \
       < $R/$2.jsonl
 }
-sweet() {  # NAME MIX PRIOR
+sweet() {  # NAME MIX WEIGHT
   fit $1 --save_every 20 --beta 1 --nll_coef 0.3 --lr 3e-5 --batch_size 16 --pairs_per_turn 2 \
-      --mix $2 --prior $3
+      --mix $2 --logprob_weight $3
 }
 rft() { fit $1 --loss rft --lr 5e-5 --batch_size 16 --epochs 3 < $R/train.jsonl; }
 table() {  # NAME SYSTEMS: differences are to the first system
