@@ -759,6 +759,8 @@ def read_tree_lm(path, device, dtype, turns):
     with fail_on_error(f"{path!r} can't be computed by its own forward"):
         own = own_logps(lm, turns)
         _, reached = trial(model, turns[:1])
+    if not own.isfinite().all():
+        fail(f"the log-probs of {path!r} are NaN or infinite: are its weights sound?")
     if not reached < 1e-3:
         fail(f"{path!r} is no causal language model: its log-probs depend on later tokens")
     # RWKV's weights change, and dynamic positions depend on the longest forward so far

@@ -236,7 +236,8 @@ FORM = ('; a preference is {"prompt": [...], "chosen": [...], "rejected": [...]}
         'python train_policy.py --loss mtdpo ...')
 NOT_READ = {  # fields that would change what a model reads or learns, and what to do instead
     "system": "a system text is a first message with that role",
-    "input": "the agent reads the messages before its own, and the first has the instructions",
+    "input": "the agent reads the messages before its own: drop it if the first has the "
+             "instructions, else write them there",
     "reasoning_content": "a thought is a part of content, <think> ... </think>",
     **dict.fromkeys(["tools", "tool_calls"], "tools are not supported (TRL has them)"),
     **dict.fromkeys(["loss_mask", "weight", "train"], "all the assistant's messages count alike")}

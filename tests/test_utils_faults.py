@@ -156,7 +156,7 @@ def disk(tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("name, kilobytes, path", [
-    ("train_critic.py", 16, "reference.safetensors"), ("train_policy.py", 4980, "checkpoint-2"),
+    ("train_critic.py", 16, ""), ("train_policy.py", 4980, "checkpoint-2"),
     ("train_critic.py", 4280, "")])
 def test_a_full_disk_leaves_the_last_checkpoint(name, kilobytes, path, ranked, tiny_dir, tmp_path,
                                                 disk):
@@ -252,7 +252,7 @@ ODD = {
         lambda rs: [{**r, "dialogue_history": r["dialogue_history"][:1]} for r in rs],
         *["line 1: the agent says nothing"] * 3),
     "a log-prob of NaN": (change(lambda x: {"logprob": float("nan")}),
-                          *["logprob is not a finite number"] * 3)}
+                          *["NaN is not a finite number"] * 3)}
 ODD_RUNS = [["train_critic.py"], ["train_policy.py", "--nll_coef", 0.1],
             ["train_policy.py", "--loss", "mtdpo"]]
 
@@ -291,10 +291,11 @@ def test_weights_that_are_not_finite_are_never_trained_on_or_played_with(tasks, 
                                                                          tmp_path):
     for name in ("train_critic.py", "train_policy.py"):
         out = tmp_path / name
-        complaint(script(name, "--model", spoiled, "--out", out, stdin=ranked), "nan")
+        complaint(script(name, "--model", spoiled, "--out", out, stdin=ranked), "NaN or infinite")
         assert not (out / "model.safetensors").exists()
     done = script("collect.py", "--model", spoiled, *HUMAN, "--max_tokens", 5, stdin=tasks)
-    assert done.returncode and not done.stdout and "log-probs are NaN or infinite" in done.stderr
+    complaint(done, "NaN or infinite")
+    assert not done.stdout
 
 
 @pytest.mark.parametrize("name", ["train_critic.py", "train_policy.py"])
@@ -310,8 +311,9 @@ def test_a_step_that_would_spoil_the_weights_is_not_made(name, ranked, tiny_dir,
 # --- trust ----------------------------------------------------------------------------------------
 
 @pytest.mark.full
-def test_what_data_says_neither_steers_a_terminal_nor_starts_a_line(ranked, tasks, spoiled,
-                                                                   tiny_dir, tmp_path):
+def test_what_data_says_neither_steers_a_terminal_nor_starts_a_line(ranked, tasks, tiny_dir,
+                                                                   tmp_path):
+    (tmp_path / "silent.py").write_text("def reply(task, history): return None")
     steering = "\x1b\x07\x9b\u202e"
     ends = "\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029"
     evil = f"{steering}]0;pwned" + "".join(f"{end}error: forged" for end in ends)
@@ -321,8 +323,8 @@ def test_what_data_says_neither_steers_a_terminal_nor_starts_a_line(ranked, task
             script("colbench.py", "check", stdin=[{"task": task}]),
             script("train_policy.py", "--model", evil, "--out", tmp_path / "x", stdin=ranked),
             script("collect.py", "--model", tiny_dir, stdin=[{**ranked[0], "task": task}]),
-            script("collect.py", "--model", spoiled, *HUMAN, "--max_tokens", 5,
-                   stdin=[{"task": task}])]
+            script("collect.py", "--model", tiny_dir, "--human", tmp_path / "silent.py",
+                   "--max_tokens", 5, stdin=[{"task": task}])]
     for d in done:
         assert "forged" in d.stderr and not {*steering, "\r"} & {*d.stderr}, repr(d.stderr)
         assert not any(line.startswith("error: forged") for line in d.stderr.splitlines()), d.stderr
