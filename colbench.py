@@ -1049,7 +1049,7 @@ class Renderer(contextlib.AbstractContextManager):
             css = f.read()
         if sha256(css).hexdigest() != TAILWIND:
             fail(f"no Tailwind 2.2.19 style sheet at {tailwind} (MANUAL.md, \"Frontend Design\")")
-        self.api, self.sheet = async_api, Sheet(css.decode())
+        self.sheet = Sheet(css.decode())
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.browsers = [Browser(async_api, path, script) for _ in range(workers)]

@@ -29,7 +29,7 @@ from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 from colbench import (NOT_SEEN, GraderError, NoReference, Renderer, RenderError, answers,
-                      browser_flag, environment, first_message, human_prompt, kind_of, needs,
+                      browser_flag, cpus, environment, first_message, human_prompt, kind_of, needs,
                       read_action, redact, task_id, without_thinking)
 
 
@@ -238,9 +238,9 @@ async def ask(function, *args):
     except ValueError as e:
         raise EpisodeError(e) from None
     except OSError as e:  # of a connection
-        fail(f"{function.__name__}(): {e}")
+        fail(f"{getattr(function, '__name__', function)}(): {e}")
     if given is None:
-        raise EpisodeError(f"{function.__name__}() gives nothing")
+        raise EpisodeError(f"{getattr(function, '__name__', function)}() gives nothing")
     return given
 
 
@@ -508,7 +508,7 @@ class LLM(Endpoint):
     @cached_property
     def renderer(self):
         """The browsers of those who look at pages; the first page starts one."""
-        return Renderer(os.cpu_count(), self.browser)
+        return Renderer(cpus(), self.browser)
 
     async def reply(self, task, history):
         content = human_prompt(task, history)

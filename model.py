@@ -5,7 +5,7 @@ A turn is (prompt, action): what the agent read and what it wrote, as strings of
 Every loss and every score of this repo is a function of `action_logps(model, turns)`.
 
 Turns share prefixes. Candidates have the same history, the turns of a trajectory extend one
-another, and the trajectories of a task begin with its description. `pack` sorts the turns, which
+another, and the trajectories of a task begin with its description. `Tree` sorts the turns, which
 puts their prefix tree in depth-first order, and lays out every shared prefix once:
 
     turns   a b c | d       ids      a  b  c  d  e  f  x
@@ -255,7 +255,7 @@ def head_logps(hidden, weight, bias, targets, config):
 
 
 class TreeLM(torch.nn.Module):
-    """A transformers causal LM whose forward takes a Tree, or the tree of one turn: see `packed`.
+    """A transformers causal LM whose forward takes a Tree, or the tree of one turn: see `takes_trees`.
 
     FSDP wraps this module, and not the LM, so that the LM head's weight is used in the forward of
     the module that gathers it.
@@ -271,7 +271,7 @@ class TreeLM(torch.nn.Module):
         self.head_logps = head_logps  # or compiled
 
     @property
-    def packed(self):
+    def takes_trees(self):
         """Whether it computes trees. Else its attention is its own, and each turn stands alone."""
         return self.config._attn_implementation == "tree"
 
@@ -283,7 +283,7 @@ class TreeLM(torch.nn.Module):
     def forward(self, tree):
         """Log-probs of the tokens tree.scored, (S,)."""
         before, targets = tree.parent[tree.scored], tree.ids[tree.scored]
-        if not self.packed:
+        if not self.takes_trees:
             out = self.lm(input_ids=tree.ids[None], use_cache=False, logits_to_keep=before)
             return -F.cross_entropy(wide(out.logits[0]), targets, reduction="none")
         inputs = {"input_ids": tree.ids[None], "position_ids": tree.pos[None]}
@@ -310,9 +310,9 @@ def action_logps(model, turns, tree_tokens=math.inf, what=None):
     again in the backward pass: the same values and gradients in bounded memory. `what` names a
     progress bar over them. Where the model computes no trees, each turn is one.
     """
-    if not model.packed and not model.tokens:
+    if not model.takes_trees and not model.tokens:
         tell_cost(turns)
-    parts = deal(turns, tree_tokens if model.packed else 0)
+    parts = deal(turns, tree_tokens if model.takes_trees else 0)
     trees = len(parts) // WORLD  # of each rank: all must join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
     anchor = torch.ones((), requires_grad=True)
@@ -416,7 +416,7 @@ def deal(turns, tree_tokens, world=WORLD):
 
 
 @torch.no_grad()
-def score(model, turns, tree_tokens, what="scoring"):
+def score(model, turns, tree_tokens, what=None):
     """action_logps without gradient."""
     if not turns:
         return []
@@ -700,7 +700,7 @@ def load_lm(path, device, dtype="fp32"):
     path, tokenizer, config = find_model(path, weights=True)
     turns = proof_turns(config.get_text_config())[:2]
     model, _ = read_tree_lm(path, device, pick_dtype(dtype, torch.device(device)), turns)
-    if not model.packed:
+    if not model.takes_trees:
         fail(f"transformers can't sample here from {path!r}, whose attention or layers are "
              "of another kind: give a vLLM server by --engine")
     model.lm.set_attn_implementation("sdpa")
@@ -876,7 +876,7 @@ def shard(model, dtype, offload=0, recompute=None, compile=None):
     model.dtype = dtype
     gpu = model.device.type == "cuda"
     recompute = gpu if recompute is None else recompute
-    compile = gpu and model.packed if compile is None else compile
+    compile = gpu and model.takes_trees if compile is None else compile
     if compile:
         model.head_logps = torch.compile(head_logps, dynamic=True)
     for layer in model.layers():
@@ -887,9 +887,7 @@ def shard(model, dtype, offload=0, recompute=None, compile=None):
     if WORLD == 1 and dtype == torch.float32 and not offload:
         return
     mesh = init_device_mesh(model.device.type, (WORLD,))
-    offloading = OffloadPolicy()
-    if offload:
-        offloading = CPUOffloadPolicy(pin_memory=model.device.type == "cuda")
+    offloading = CPUOffloadPolicy(pin_memory=gpu) if offload else OffloadPolicy()
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*model.layers(), model):
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offloading)

@@ -218,10 +218,6 @@ def prepare(args):
     """(stdin's records, ({turn: reference turn}, [[Pair]] to train on, [Pair] held out))."""
     records, ref_of = read_stdin(args, "reward")
     groups = trajectory_pairs(records, args.margin)
-    if not groups:
-        lack = "a solved and a worse one" if args.margin is None else "two that differ so much"
-        fail(f"no pairs in {len(records)} trajectories: no task has {lack} (--margin 0 takes "
-             "whatever differs; collect.py -k draws more per task)")
     rng("held out", args.seed).shuffle(groups)
     few = min(math.ceil(args.held_out * len(groups)), len(groups) - 1)  # one task always trains
     return records, (ref_of, groups[few:], list(chain(*groups[:few])))
@@ -231,6 +227,7 @@ def trajectory_pairs(records, margin):
     """[[Pair]], a task's in a list: two of its trajectories, wherever they stand, by reward.
 
     margin: the least difference of rewards; None: the best is compared with each, if it is solved.
+    Where there are none the program ends.
     """
     by_task, groups = {}, []
     for r in records:
@@ -244,7 +241,12 @@ def trajectory_pairs(records, margin):
         else:
             compared = [(a, b) for a in rows for b in rows if a[0] - b[0] > margin - 1e-9]
         groups.append([Pair(a[1], b[1], gap=a[0] - b[0]) for a, b in compared if a[0] > b[0]])
-    return [pairs for pairs in groups if pairs]
+    groups = [pairs for pairs in groups if pairs]
+    if not groups:
+        lack = "a solved and a worse one" if margin is None else "two that differ so much"
+        fail(f"no pairs in {len(records)} trajectories: no task has {lack} (--margin 0 takes "
+             "whatever differs; collect.py -k draws more per task)")
+    return groups
 
 
 # --- what the critic reads ------------------------------------------------------------------------

@@ -11,7 +11,7 @@ the hidden information.
     mtdpo  multi-turn DPO, without a critic: a+ and a- are trajectories of a task, by reward
     rft    rejection fine-tuning: the NLL of solved trajectories, with --all 1 of all (supervised)
 
-mtdpo and rft also read preferences, {"prompt": [...], "chosen": [...], "rejected": [...]}, lists of
+mtdpo, rft and --mix also read preferences, {"prompt": [...], "chosen": [...], "rejected": [...]}, lists of
 messages. They train on all of the assistant's.
 
     python train_policy.py --loss rft --all 1 --out runs/base < demos.jsonl
@@ -148,8 +148,6 @@ def main(args):
 
 NOTHING = {"dpo": "no turn has two unlike candidates with an advantage "
                   "(collect.py --candidates 16, train_critic.py)",
-           "mtdpo": "no task has a solved and a worse trajectory "
-                    "(--margin 0 takes whatever differs)",
            "rft": "no trajectory is solved (--all 1 takes every one)"}
 
 
@@ -176,7 +174,7 @@ def read_records(args, need):
     def fields(record):
         if not {"task", "dialogue_history", "chosen"} & record.keys():
             raise ValueError(f"neither a record nor a preference{FORM}")
-        if "line" not in record:
+        if {"task", "dialogue_history"} & record.keys():
             return need(record)
         if args.loss == "dpo" and not args.mix:
             raise ValueError("--loss dpo reads candidates: train on preferences by --loss mtdpo")
@@ -213,8 +211,6 @@ def make_groups(args, records):
         tell_answers(list(chain(*groups)), records)
     if args.mix:
         trajectories = trajectory_pairs(records, args.margin)
-        if not trajectories:
-            fail(f"--mix: {NOTHING['mtdpo']}")
         rng("mix", args.seed).shuffle(trajectories)
         missing = args.mix * sum(map(len, groups))
         for pairs in cycle(trajectories):  # where there are few, each is taken several times

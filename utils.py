@@ -3,6 +3,7 @@ import argparse
 import contextlib
 import fcntl
 import functools
+import glob
 import hashlib
 import json
 import marshal
@@ -20,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version as package_version
 
 from tqdm import tqdm
 
+HERE = os.path.dirname(os.path.abspath(__file__))
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets both; without it: rank 0 of 1
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 NOTES = {}  # {what: [example]}
@@ -494,7 +496,7 @@ class Log:
         self.rows, self.step = from_rank_0(self.claim)
         self.finished = any("finished" in row for row in self.rows)
         if self.rows:
-            self.take_flags(self.rows[0]["args"])
+            self.take_flags([row for row in self.rows if "args" in row][-1]["args"])
         if self.finished:
             say(f"{self.out} is finished: nothing is trained")
             drop_checkpoints(self.out)  # a kill may have left some
@@ -559,7 +561,7 @@ class Log:
             f.writelines(json.dumps(row) + "\n" for row in (*rows, first))
         self.file = open(self.path, "a", buffering=1)
         with fail_on_error(f"{self.out} can't be written"):
-            for path in imported_scripts():
+            for path in glob.glob(os.path.join(glob.escape(HERE), "*.py")):
                 shutil.copy(path, self.out)
 
     def steps(self, what, save):
@@ -657,18 +659,10 @@ def digest(x):
     return hashlib.sha256(marshal.dumps(x, 2)).hexdigest()[:16]
 
 
-def imported_scripts():
-    """The paths of our own scripts that this process has loaded."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    files = [getattr(module, "__file__", None) for module in list(sys.modules.values())]
-    return sorted({file for file in files if file and os.path.dirname(file) == here})
-
-
 @functools.cache
 def version():
     """This checkout's commit ("unknown" outside git, marked if files differ) and the packages'."""
-    here = os.path.dirname(os.path.abspath(__file__))
-    git = subprocess.run(["git", "-C", here, "describe", "--always", "--dirty"],
+    git = subprocess.run(["git", "-C", HERE, "describe", "--always", "--dirty"],
                          capture_output=True, text=True)
     python = ".".join(map(str, sys.version_info[:3]))
     parts = [git.stdout.strip() or "unknown", f"python {python}"]

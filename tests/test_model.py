@@ -579,9 +579,9 @@ def test_what_is_no_tree_is_computed_turn_by_turn(name, tmp_path, tiny_dir, caps
     check_equal_separate(model, plain, turns, 30, 1e-6)
     whole = sum(len(prompt + action) for prompt, action in set(turns))
     told = f"{whole:,} tokens instead of {count_tokens(turns):,}"
-    assert not model.packed and capsys.readouterr().err.count(told) == 1
+    assert not model.takes_trees and capsys.readouterr().err.count(told) == 1
     assert model.tokens == 2 * whole
-    assert not M.load(path, dtype="bf16")[0].packed
+    assert not M.load(path, dtype="bf16")[0].takes_trees
     with pytest.raises(SystemExit, match="give a vLLM server"):
         M.load_lm(path, "cpu")
 
@@ -590,7 +590,7 @@ def test_what_is_no_tree_is_computed_turn_by_turn(name, tmp_path, tiny_dir, caps
 def test_what_is_a_tree_is_computed_as_one_also_in_16_bits(family, tmp_path, tiny_dir):
     path = save_strong(*FAMILIES[family], M.find_model(tiny_dir)[1], tmp_path)
     for dtype in ("fp32", "bf16"):
-        assert M.load(path, dtype=dtype)[0].packed
+        assert M.load(path, dtype=dtype)[0].takes_trees
 
 
 REFUSED = {"qwen3": (dict(quantization_config={"quant_method": "gptq"}), "quantized weights"),

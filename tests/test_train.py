@@ -175,7 +175,7 @@ def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
         assert [len(pairs) for pairs in groups[:5]] == 5 * [8]  # a trajectory's stay together
         added = [(p.chosen[0][0][1], p.rejected[0][0][1]) for g in groups[5:] for p in g]
         assert sorted(added) == sorted(n // 2 * [(2, 0), (2, 4)])
-    with pytest.raises(SystemExit, match="--mix: no task has a solved and a worse trajectory"):
+    with pytest.raises(SystemExit, match="no task has a solved and a worse one"):
         train_policy.make_groups(args, given[1::2])
 
 

@@ -241,13 +241,13 @@ UNLIKE = "no turn has two unlike candidates"
 # what it does to the records; a part of the complaint of each run below, or None where it trains
 ODD = {
     "all rewards equal": (lambda rs: [{**r, "reward": 1.0} for r in rs],
-                          "no pairs in 8", None, "nothing to train on"),
+                          "no pairs in 8", None, "no pairs in 8"),
     "actions of nothing": (change(lambda x: EMPTY), None, UNLIKE, None),
     "the same candidate 16 times": (
         change(lambda x: {"candidates": x["candidates"][:1] * 16} if "candidates" in x else {}),
         None, UNLIKE, None),
     "all too long": (change(lambda x: {"token_ids": x["token_ids"] * 900, "output": None}),
-                     "no pairs", "nothing", "nothing"),
+                     "no pairs", "nothing", "no pairs"),
     "an agent that says nothing": (
         lambda rs: [{**r, "dialogue_history": r["dialogue_history"][:1]} for r in rs],
         *["line 1: the agent says nothing"] * 3),

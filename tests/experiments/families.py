@@ -95,7 +95,7 @@ def verdict(lm, tokenizer):
             tokenizer.save_pretrained(folder)
             model, _ = M.load(folder)
             own = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-            way = "tree" if model.packed else "turn by turn"
+            way = "tree" if model.takes_trees else "turn by turn"
             return way, *errors(model, own, some_turns(len(tokenizer)))
         except SystemExit as e:
             return str(e).removeprefix("error: ").replace(repr(folder), "it"),
