@@ -226,7 +226,10 @@ def sdpa_kernel(q, k, v, runs, scale, left):
 
 
 def flash_kernel(q, k, v, runs, scale, left):
-    """FlashAttention over runs, of the package flash-attn or of torch: on a GPU in 16 bits."""
+    """FlashAttention over runs, of the package flash-attn or of torch: on a GPU in 16 bits.
+
+    torch's is FlashAttention-3 after torch.nn.attention.activate_flash_attention_impl("FA3").
+    """
     lengths = runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv)
     if flash_attn_varlen_func:
         return flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=scale, causal=True,
