@@ -44,7 +44,8 @@ def get_args(argv=None):
     g = p.add_argument_group("pairs")
     flag(g, "margin", None, "pair any 2 trajectories of a task whose rewards differ by this; not "
          "given: a solved one and each worse", kind=float)
-    flag(g, "held_out", 0.1, "share of the tasks kept out of training, to report accuracy on")
+    flag(g, "held_out", 0.1, "share of the tasks that are not trained on, but measured")
+    flag(g, "eval_every", 100, "steps between measures of these", least=1)
     g = p.add_argument_group("objective and optimization")
     flag(g, "ref_context", "hidden", "pi_ref reads c, too (eq. 3), or what the agent reads",
          choices=["hidden", "agent"])
@@ -97,6 +98,13 @@ def pair_loss(args, pair, logps, ref):
     return critic_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, args.nll_coef)
 
 
+def batch_loss(args, pairs, logps, ref):
+    """(mean loss of some pairs, {"accuracy", "margin"}), by log-probs, {turn: (L,)}."""
+    losses, margins = zip(*(pair_loss(args, pair, logps, ref) for pair in pairs))
+    margin = torch.stack(margins)
+    return sum(losses) / len(pairs), {"accuracy": accuracy(margin), "margin": margin.mean().item()}
+
+
 # --- training and scoring -------------------------------------------------------------------------
 
 def main(args):
@@ -116,7 +124,8 @@ def train(args, log, device):
              for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
     options = load_options(args, device)
     log.begin(data=chain(ref_of.items(), *groups), steps=len(steps), pairs=sum(map(len, groups)),
-              dtype=str(options["dtype"]), model_weights=base_digest(args.model))
+              held_out_pairs=len(held), dtype=str(options["dtype"]),
+              model_weights=base_digest(args.model))
 
     model, tokenizer = load(args.model, **options)
     try_save(model, tokenizer, args.out)
@@ -131,10 +140,8 @@ def train(args, log, device):
         batch, before = steps[step], model.tokens
         read = turns_in(batch)
         logps = dict(zip(read, action_logps(model, read, args.tree_tokens)))
-        losses, margins = zip(*(pair_loss(args, pair, logps, ref) for pair in batch))
-        loss = sum(losses) / len(batch)  # on all ranks the same; FSDP sums their gradients
-        loss.backward()
-        margin = torch.stack(margins)
+        loss, facts = batch_loss(args, batch, logps, ref)
+        loss.backward()  # on all ranks the same loss; FSDP sums their gradients
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norm, loss = gathered(norm).item(), loss.item()
         check_finite(step, loss=loss, grad_norm=norm)
@@ -143,17 +150,12 @@ def train(args, log, device):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        log(step=step, loss=loss, accuracy=accuracy(margin), margin=margin.mean().item(),
-            grad_norm=norm, lr=lr, tokens=model.tokens - before)
+        log(step=step, loss=loss, **facts, grad_norm=norm, lr=lr, tokens=model.tokens - before)
+        if held and (step + 1) % args.eval_every == 0:
+            log(step=step, **held_out(batch_loss, args, model, held, ref))
 
-    facts = {}
-    if held:
-        read = turns_in(held)
-        logps = dict(zip(read, score(model, read, args.tree_tokens, "held out")))
-        margin = torch.stack([pair_loss(args, pair, logps, ref)[1] for pair in held])
-        facts = {"held_out_pairs": len(held), "held_out_accuracy": accuracy(margin)}
     save(model, tokenizer, args.out)
-    log.finish(**facts)
+    log.finish(**held_out(batch_loss, args, model, held, ref))
     return records, model, ref
 
 
@@ -171,6 +173,17 @@ def load_finished(args, device):
         del model  # pi finds its room
         model, _ = load(args.out, **options)
     return records, model, ref
+
+
+def held_out(batch_loss, args, model, pairs, ref):
+    """{"held_out_loss": ..., ...} of pairs by a trainer's batch_loss; {} if there are none."""
+    if not pairs:
+        return {}
+    read = turns_in(pairs)
+    logps = dict(zip(read, score(model, read, args.tree_tokens)))
+    loss, facts = batch_loss(args, pairs, logps, ref)
+    facts = {"loss": loss.item(), **facts}
+    return {"held_out_" + name: value for name, value in facts.items()}
 
 
 def advantages(model, ref, tree_tokens):
@@ -217,31 +230,40 @@ def find_reference(folder, model=None):
 def prepare(args):
     """(stdin's records, ({turn: reference turn}, [[Pair]] to train on, [Pair] held out))."""
     records, ref_of = read_stdin(args, "reward")
-    groups = trajectory_pairs(records, args.margin)
-    rng("held out", args.seed).shuffle(groups)
-    few = min(math.ceil(args.held_out * len(groups)), len(groups) - 1)  # one task always trains
-    return records, (ref_of, groups[few:], list(chain(*groups[:few])))
+    pairs_of = trajectory_pairs(records, args.margin)
+    train, held = hold_out(pairs_of, args.held_out, args.seed)
+    return records, (ref_of, [pairs_of[task] for task in train],
+                     [pair for task in held for pair in pairs_of[task]])
+
+
+def hold_out(tasks, share, seed):
+    """(the tasks to train on, at least one; the others, a share of them), in random order."""
+    tasks = list(tasks)
+    rng("held out", seed).shuffle(tasks)
+    few = min(math.ceil(share * len(tasks)), len(tasks) - 1)
+    return tasks[few:], tasks[:few]
 
 
 def trajectory_pairs(records, margin):
-    """[[Pair]], a task's in a list: two of its trajectories, wherever they stand, by reward.
+    """{task id: [Pair]}: two of a task's trajectories, wherever they stand, by reward.
 
     margin: the least difference of rewards; None: the best is compared with each, if it is solved.
     Where there are none the program ends.
     """
-    by_task, groups = {}, []
+    by_task, groups = {}, {}
     for r in records:
         turns = tuple(m[TURN] for m in agent_messages(r))
         if None not in turns:
             by_task.setdefault(task_id(r["task"]), []).append((r["reward"], turns))
-    for rows in by_task.values():
+    for task, rows in by_task.items():
         best = max(rows, key=lambda row: row[0])
         if margin is None:
             compared = [(best, row) for row in rows if best[0] >= 1]
         else:
             compared = [(a, b) for a in rows for b in rows if a[0] - b[0] > margin - 1e-9]
-        groups.append([Pair(a[1], b[1], gap=a[0] - b[0]) for a, b in compared if a[0] > b[0]])
-    groups = [pairs for pairs in groups if pairs]
+        pairs = [Pair(a[1], b[1], gap=a[0] - b[0]) for a, b in compared if a[0] > b[0]]
+        if pairs:
+            groups[task] = pairs
     if not groups:
         lack = "a solved and a worse one" if margin is None else "two that differ so much"
         fail(f"no pairs in {len(records)} trajectories: no task has {lack} (--margin 0 takes "

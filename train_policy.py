@@ -42,6 +42,8 @@ def get_args(argv=None):
          "sampled")
     flag(g, "mix", 0.0, "dpo: pairs of trajectories, as in mtdpo, for each pair of candidates")
     flag(g, "margin", None, "mtdpo, --mix: as in train_critic.py", kind=float)
+    flag(g, "held_out", 0.0, "share of the tasks that are not trained on, but measured")
+    flag(g, "eval_every", 100, "steps between measures of these", least=1)
     flag(g, "all", 0, "rft: 1 takes unsolved trajectories, too", choices=[0, 1])
     g = p.add_argument_group("objective and optimization")
     flag(g, "beta", 0.1, "scale of the margin")
@@ -70,7 +72,7 @@ import torch.nn.functional as F
 from model import (TURN, Pair, accuracy, action_logps, actions_of, base_digest, batches, find_model,
                    gathered, load, load_options, reference_logps, restore, save, save_checkpoint,
                    try_save, turns_in)
-from train_critic import read_turns, trajectory_pairs
+from train_critic import held_out, hold_out, read_turns, trajectory_pairs
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -92,18 +94,31 @@ def pair_loss(args, pair, logps, ref):
     return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, args.nll_coef)
 
 
+def batch_loss(args, pairs, logps, ref):
+    """(mean loss of some pairs, {"accuracy", "margin"}), by log-probs, {turn: (L,)}.
+
+    That of rft is a mean over tokens, and has no margin.
+    """
+    losses, margins = zip(*(pair_loss(args, pair, logps, ref) for pair in pairs))
+    if args.loss == "rft":
+        return sum(losses) / sum(len(action) for pair in pairs for _, action in pair.chosen), {}
+    margin = torch.stack(margins)
+    return sum(losses) / len(pairs), {"accuracy": accuracy(margin), "margin": margin.mean().item()}
+
+
 # --- training -------------------------------------------------------------------------------------
 
 def main(args):
     emit, device = open_stdout(), init_distributed()
     log = Log(args)
-    groups = from_rank_0(lambda: prepare(args))
-    turns = turns_in(chain(*groups)) if args.loss != "rft" else []  # rft has no reference
+    groups, held = from_rank_0(lambda: prepare(args))
+    turns = turns_in(chain(*groups, held)) if args.loss != "rft" else []  # rft has no reference
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
     options = load_options(args, device)
-    log.begin(data=chain(*groups), steps=len(steps), pairs=sum(map(len, groups)),
-              dtype=str(options["dtype"]), model_weights=base_digest(args.model))
+    log.begin(data=chain(*groups, held), steps=len(steps), pairs=sum(map(len, groups)),
+              held_out_pairs=len(held), dtype=str(options["dtype"]),
+              model_weights=base_digest(args.model))
     summary = {"summary": "train_policy", "out": args.out, "steps": len(steps)}
     if log.finished:
         return emit(summary)
@@ -120,15 +135,8 @@ def main(args):
         batch, before = steps[step], model.tokens
         read = turns_in(batch)
         logps = dict(zip(read, action_logps(model, read, args.tree_tokens)))
-        losses, margins = zip(*(pair_loss(args, pair, logps, ref) for pair in batch))
-        if args.loss == "rft":  # its loss is a mean over tokens, and has no margin
-            size = sum(len(action) for pair in batch for _, action in pair.chosen)
-            right = {}
-        else:
-            size, margin = len(batch), torch.stack(margins)
-            right = {"accuracy": accuracy(margin), "margin": margin.mean().item()}
-        loss = sum(losses) / size  # on all ranks the same; FSDP sums their gradients
-        loss.backward()
+        loss, facts = batch_loss(args, batch, logps, ref)
+        loss.backward()  # on all ranks the same loss; FSDP sums their gradients
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norm, loss = gathered(norm).item(), loss.item()
         check_finite(step, loss=loss, grad_norm=norm)
@@ -137,10 +145,12 @@ def main(args):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        log(step=step, loss=loss, **right, grad_norm=norm, lr=lr, tokens=model.tokens - before)
+        log(step=step, loss=loss, **facts, grad_norm=norm, lr=lr, tokens=model.tokens - before)
+        if held and (step + 1) % args.eval_every == 0:
+            log(step=step, **held_out(batch_loss, args, model, held, ref))
 
     save(model, tokenizer, args.out)
-    log.finish()
+    log.finish(**held_out(batch_loss, args, model, held, ref))
     emit(summary)
 
 
@@ -152,17 +162,19 @@ NOTHING = {"dpo": "no turn has two unlike candidates with an advantage "
 
 
 def prepare(args):
-    """[[Pair]] of stdin: see make_groups."""
+    """([[Pair]] to train on, [Pair] held out) of stdin: see make_groups."""
     needs_reward = {"mtdpo": True, "rft": not args.all}.get(args.loss, args.mix > 0)
     fields = ["dialogue_history", "reward"] if needs_reward else ["dialogue_history"]
     need = needs(*fields, to_train=True)
     records = list(read_records(args, need))
     _, tokenizer, config = find_model(args.model)
     read_turns(tokenizer, config, records, args.max_length, hidden=False, ref_hidden=False)
-    groups = [pairs for pairs in make_groups(args, records) if pairs]
+    groups = [(task, pairs) for task, pairs in make_groups(args, records) if pairs]
     if not groups:
         fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
-    return groups
+    train, _ = map(set, hold_out(dict(groups), args.held_out, args.seed))
+    return ([pairs for task, pairs in groups if task in train],
+            [pair for task, pairs in groups if task not in train for pair in pairs])
 
 
 def read_records(args, need):
@@ -190,33 +202,35 @@ def read_records(args, need):
 
 
 def make_groups(args, records):
-    """[[Pair]]: a group has the pairs of a task's trajectories, or of a trajectory's candidates."""
+    """[(task id, [Pair])]: pairs of a task's trajectories, or of a trajectory's candidates."""
     if args.loss == "rft":
         by_task = {}
         for r in records:
             turns = tuple(message[TURN] for message in agent_messages(r))
             if None not in turns and (args.all or r["reward"] >= 1):
                 by_task.setdefault(task_id(r["task"]), []).append(Pair(turns))
-        return list(by_task.values())
+        return list(by_task.items())
     if args.loss == "mtdpo":
-        return trajectory_pairs(records, args.margin)
-    groups = []
+        return list(trajectory_pairs(records, args.margin).items())
+    groups, drawn = [], []
     for i, r in enumerate(records):
-        groups.append([])
+        pairs = []
         for t, message in enumerate(agent_messages(r)):
-            groups[i] += candidate_pairs(
+            pairs += candidate_pairs(
                 message.get("candidates", ()), weight=args.logprob_weight,
                 per_turn=args.pairs_per_turn, seed=(args.seed, i, t))
-    if any(groups):
-        tell_answers(list(chain(*groups)), records)
+        groups.append((task_id(r["task"]), pairs))
+        drawn += pairs
+    if drawn:
+        tell_answers(drawn, records)
     if args.mix:
-        trajectories = trajectory_pairs(records, args.margin)
+        trajectories = list(trajectory_pairs(records, args.margin).items())
         rng("mix", args.seed).shuffle(trajectories)
-        missing = args.mix * sum(map(len, groups))
-        for pairs in cycle(trajectories):  # where there are few, each is taken several times
+        missing = args.mix * len(drawn)
+        for task, pairs in cycle(trajectories):  # where there are few, each is taken several times
             if missing <= 0:
                 break
-            groups.append(pairs)
+            groups.append((task, pairs))
             missing -= len(pairs)
     return groups
 

@@ -99,7 +99,7 @@ def machine_flags(p):
     flag(g, "offload", 0, "1: weights and moments rest in CPU memory", choices=[0, 1])
     g = p.add_argument_group("input and --out")
     flag(g, "max_length", 16384, "leave out and count turns of more tokens (prompt and action)")
-    flag(g, "save_every", 100, "steps between checkpoints to go on from; 0: none")
+    flag(g, "save_every", 100, "steps between checkpoints to go on from", least=1)
 
 
 # --- messages and errors --------------------------------------------------------------------------
@@ -576,7 +576,7 @@ class Log:
             self.began = time.monotonic()
             yield step
             stop = sum_over_ranks(len(came))
-            if stop or (self.args.save_every and (step + 1) % self.args.save_every == 0):
+            if stop or (step + 1) % self.args.save_every == 0:
                 save(step + 1)
             if stop:
                 end_by((came or [signal.SIGTERM])[0])  # another rank may have got it
@@ -591,7 +591,8 @@ class Log:
 
         tokens: those that this rank computed in the step under way, which is timed.
         """
-        if "tokens" in row:
+        is_step = "tokens" in row
+        if is_step:
             row["tokens"] = int(sum_over_ranks(row["tokens"]))
             seconds = time.monotonic() - self.began
             row |= {"seconds": round(seconds, 4),
@@ -600,7 +601,7 @@ class Log:
             return
         with fail_on_error(f"{self.path} can't be written"):
             self.file.write(json.dumps(row) + "\n")
-        if "step" in row:
+        if is_step:
             self.bar.set_postfix(row, refresh=False)
             self.bar.update()
         else:

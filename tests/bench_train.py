@@ -121,7 +121,7 @@ def read_groups(job, folder):
     args = module.get_args(["--model", folder, "--out", folder, *flags])
     with open(f"{folder}/records.jsonl") as f, patch("sys.stdin", f):
         if module is train_policy:
-            return train_policy.prepare(args)
+            return train_policy.prepare(args)[0]
         _, (ref_of, train, _) = train_critic.prepare(args)
     return list(ref_of) if job == "scoring" else train
 

@@ -176,7 +176,7 @@ def metrics(out):
 
 
 def steps(out):
-    return [row for row in metrics(out) if "step" in row]
+    return [row for row in metrics(out) if "tokens" in row]
 
 
 def train(given, *command, ranks=1):

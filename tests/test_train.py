@@ -138,7 +138,7 @@ def test_pairs_of_trajectories_are_those_of_two_loops():
                 with pytest.raises(SystemExit, match="no pairs in 9 trajectories"):
                     train_critic.trajectory_pairs(given, least)
                 continue
-            groups = train_critic.trajectory_pairs(given, least)
+            groups = train_critic.trajectory_pairs(given, least).values()
             pairs = [(pair.chosen[0][0][1], pair.rejected[0][0][1], pair.gap)
                      for group in groups for pair in group]
             assert sorted((i, j) for i, j, _ in pairs) == sorted(want)
@@ -175,7 +175,7 @@ def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
         r["dialogue_history"] = 2 * [message]
     for mix, n in ((0, 0), (0.05, 2), (0.25, 10), (1, 40)):
         args = train_policy.get_args(["--out", "x", "--mix", str(mix)])
-        groups = train_policy.make_groups(args, given)
+        groups = [pairs for _, pairs in train_policy.make_groups(args, given)]
         assert [len(pairs) for pairs in groups[:5]] == 5 * [8]  # a trajectory's stay together
         added = [(p.chosen[0][0][1], p.rejected[0][0][1]) for g in groups[5:] for p in g]
         assert sorted(added) == sorted(n // 2 * [(2, 0), (2, 4)])
@@ -200,7 +200,7 @@ def prepared(monkeypatch, given, trainer, *flags):
     """What a trainer makes of the records."""
     monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(given).encode()))
     made = trainer.prepare(trainer.get_args([*map(str, flags), "--out", "x"]))
-    return made[1] if trainer is train_critic else made  # not the records
+    return made[trainer is train_critic]  # not the records, nor what the policy holds out
 
 
 def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch):
@@ -236,6 +236,20 @@ def test_a_share_of_the_tasks_is_held_out_but_one_always_trains(rewarded, tiny_d
                                   "--held_out", share)
         assert len(held) == n and len(train) == tasks - n
         assert not set(held) & {pair for pairs in train for pair in pairs}
+
+
+@pytest.mark.parametrize("flags", [["--mix", 0.5], ["--loss", "mtdpo"], ["--loss", "rft"]])
+def test_a_policy_learns_nothing_of_held_out_tasks(flags, ranked, tiny_dir, monkeypatch):
+    tasks = sorted({r["task"]["id"] for r in ranked})
+    for r in ranked:  # some tasks have one description
+        r["dialogue_history"][0]["content"] += " write" * tasks.index(r["task"]["id"])
+    monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(ranked).encode()))
+    args = train_policy.get_args(["--model", str(tiny_dir), "--held_out", "0.5", "--out", "x",
+                                  *map(str, flags)])
+    train, held = train_policy.prepare(args)
+    read = [{prompt[:prompt.find(chr(2))] for pair in pairs for prompt, _ in pair.chosen}
+            for pairs in (chain(*train), held)]
+    assert all(read) and not read[0] & read[1]
 
 
 PROMPT, *CHOSEN = dialogue("write pay(x)", "what is the rate?", "rate=3", "def pay(x, rate=3): ...")
@@ -430,13 +444,14 @@ def test_a_finished_critic_needs_nothing_of_its_training(rewarded, whole, data, 
 # --- running --------------------------------------------------------------------------------------
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-CRITIC = ["train_critic.py", "--held_out", 0.3, "--batch_size", 2, "--epochs", 6, "--lr", 1e-4,
-          "--beta", 1]
+CRITIC = ["train_critic.py", "--held_out", 0.3, "--eval_every", 2, "--batch_size", 2,
+          "--epochs", 6, "--lr", 1e-4, "--beta", 1]
 POLICY = ["train_policy.py", "--lr", 1e-5, "--loss"]
 JOBS = {"critic": CRITIC, "moe": CRITIC,  # 5 experts: on 2 ranks the shards are uneven
         "dpo": [*POLICY, "dpo", "--beta", 1, "--pairs_per_turn", 2, "--mix", 0.3,
                 "--batch_size", 17],
-        "mtdpo": [*POLICY, "mtdpo", "--batch_size", 3, "--epochs", 6],
+        "mtdpo": [*POLICY, "mtdpo", "--held_out", 0.3, "--eval_every", 2, "--batch_size", 3,
+                  "--epochs", 6],
         "rft": [*POLICY, "rft", "--all", 1, "--batch_size", 5],
         "bf16": [*POLICY, "dpo", "--pairs_per_turn", 1, "--batch_size", 6, "--epochs", 2,
                  "--lr", 2e-7, "--dtype", "bf16"]}
@@ -557,13 +572,13 @@ def planned_tokens(command, data, world):
 
 
 @pytest.mark.parametrize("job", ["critic", *(pytest.param(job, marks=pytest.mark.full)
-                                             for job in ("dpo", "rft"))])
+                                             for job in ("dpo", "mtdpo", "rft"))])
 def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data, tiny_dir,
                                                       monkeypatch):
     trainer, flags = train_critic if job == "critic" else train_policy, command(job, "x")[1:]
     args = trainer.get_args([*map(str, flags)])
-    made = prepared(monkeypatch, records(data), trainer, *flags)
-    groups = made[1] if job == "critic" else made
+    monkeypatch.setattr(sys, "stdin", io.BytesIO(data.encode()))
+    *_, groups, held = chain(*trainer.prepare(args)) if job == "critic" else trainer.prepare(args)
     pi, pi_ref = (AutoModelForCausalLM.from_pretrained(tiny_dir) for _ in range(2))
 
     def by_turn(lm, pairs):
@@ -571,15 +586,22 @@ def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data,
         return dict(zip(turns, separate(lm, turns)))
 
     with torch.no_grad():
-        ref = by_turn(pi_ref, chain(*groups))
+        ref = by_turn(pi_ref, chain(*groups, held))
+
+    def loss_of(pairs):
+        logps, size = by_turn(pi, pairs), len(pairs)
+        if job == "rft":
+            size = sum(len(action) for pair in pairs for _, action in pair.chosen)
+        return sum(trainer.pair_loss(args, pair, logps, ref)[0] for pair in pairs) / size
+
     optimizer = torch.optim.AdamW(pi.parameters(), betas=(0.9, 0.95), weight_decay=0)
     batches = [batch for epoch in range(args.epochs)
                for batch in M.batches(groups, args.batch_size, seed=(args.seed, epoch))]
+    measured = {row["step"]: row["held_out_loss"] for row in metrics(whole(job)[0])
+                if "held_out_loss" in row and "step" in row}
+    assert bool(measured) == bool(held) == (job in ("critic", "mtdpo"))
     for step, (batch, row) in enumerate(zip(batches, steps(whole(job)[0]), strict=True)):
-        logps, size = by_turn(pi, batch), len(batch)
-        if job == "rft":
-            size = sum(len(action) for pair in batch for _, action in pair.chosen)
-        loss = sum(trainer.pair_loss(args, pair, logps, ref)[0] for pair in batch) / size
+        loss = loss_of(batch)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(pi.parameters(), 1.0)
         optimizer.param_groups[0]["lr"] = utils.lr_at(step, len(batches), args.lr)
@@ -587,6 +609,9 @@ def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data,
         optimizer.zero_grad()
         assert row["loss"] == pytest.approx(loss.item(), rel=1e-3)
         assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-2)
+        if step in measured:
+            assert measured.pop(step) == pytest.approx(loss_of(held).item(), rel=1e-3)
+    assert not measured
 
 
 @pytest.mark.parametrize("job", ["critic", *(pytest.param(job, marks=pytest.mark.full)
