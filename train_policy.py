@@ -11,8 +11,8 @@ the hidden information.
     mtdpo  multi-turn DPO, without a critic: a+ and a- are trajectories of a task, by reward
     rft    rejection fine-tuning: the NLL of solved trajectories, with --all 1 of all (supervised)
 
-mtdpo, rft and --mix also read preferences, {"prompt": [...], "chosen": [...], "rejected": [...]}, lists of
-messages. They train on all of the assistant's.
+mtdpo, rft and --mix also read preferences, {"prompt": [...], "chosen": [...], "rejected": [...]},
+lists of messages, of which the prompt may be missing. They train on all of the assistant's.
 
     python train_policy.py --loss rft --all 1 --out runs/base < demos.jsonl
     python train_policy.py --model runs/base --out runs/sweet < scored.jsonl
@@ -178,27 +178,18 @@ def prepare(args):
 
 
 def read_records(args, need):
-    """Yields stdin's records.
-
-    A line of preferences is two of them: {"prompt", "chosen", "rejected"}, lists of messages, of
-    which the prompt may be missing. It is a task, with a solved and an unsolved trajectory.
-    """
+    """Yields stdin's records; in the place of a preference its two sides."""
     def fields(record):
-        if not {"task", "dialogue_history", "chosen"} & record.keys():
-            raise ValueError(f"neither a record nor a preference{FORM}")
         if {"task", "dialogue_history"} & record.keys():
             return need(record)
+        if "sides" not in record:
+            raise ValueError(f'neither a record nor a preference (README, "One record"){FORM}')
         if args.loss == "dpo" and not args.mix:
             raise ValueError("--loss dpo reads candidates: train on preferences by --loss mtdpo")
         return ()
 
     for record in read_jsonl(sys.stdin, fields):
-        if "dialogue_history" in record:
-            yield record
-            continue
-        for reward, side in enumerate(("rejected", "chosen")):
-            yield {"task": {"id": f"of line {record['line']}"}, "reward": float(reward),
-                   "meta": record["meta"], "dialogue_history": record["prompt"] + record[side]}
+        yield from record.get("sides", [record])
 
 
 def make_groups(args, records):

@@ -289,12 +289,17 @@ def refuse_unread(record, messages):
 
 
 def preference(row, line):
-    """What is read of a line of preferences, messages without other fields; else ValueError."""
+    """{"sides": [the chosen one, the rejected one]} of a line of preferences, else ValueError.
+
+    A side is a solved or an unsolved trajectory of a task of its own. Messages lose other fields.
+    """
     check_shape(row, PREFERENCE)
     refuse_unread(row, [m for name in PREFERENCE for m in row.get(name, ())])
     read = {name: [{key: m[key] for key in MESSAGE if key in m} for m in row.get(name, ())]
             for name in PREFERENCE}
-    for side in ("chosen", "rejected"):
+    thinking = isinstance(row.get("meta"), dict) and row["meta"].get("thinking")
+    sides = []
+    for side, reward in ("chosen", 1.0), ("rejected", 0.0):
         before, said = read["prompt"], read[side]
         check_dialogue(before + said, f"prompt and {side}")
         roles = [m["role"] for m in before + said]
@@ -304,10 +309,11 @@ def preference(row, line):
             raise ValueError(f"two messages of the assistant in a row in prompt and {side}")
         if before and said[:len(before)] == before:
             raise ValueError(f"{side} begins with the whole prompt, which would be read twice")
+        sides.append({"task": {"id": f"of line {line}"}, "dialogue_history": before + said,
+                      "reward": reward, "meta": {"thinking": thinking}})
     if read["chosen"] == read["rejected"]:
         raise ValueError("chosen and rejected are the same")
-    thinking = isinstance(row.get("meta"), dict) and row["meta"].get("thinking")
-    return {"line": line, "meta": {"thinking": thinking}, **read}
+    return {"sides": sides}
 
 
 def finite(text):

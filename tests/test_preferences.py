@@ -40,6 +40,9 @@ FORMS = {  # name: (a line of it, what stands before the user's message)
     "JSON in strings": ({"chosen": json.dumps(CHOSEN), "rejected": json.dumps(REJECTED)}, []),
     "a begun answer": ({"prompt": [RIVER, {"role": "assistant", "content": ""}],
                         "chosen": [ELBE], "rejected": [WATER]}, []),
+    "a system text twice": (
+        {"system": "Be brief.", "prompt": [SYSTEM, RIVER], "chosen": [ELBE], "rejected": [WATER]},
+        [SYSTEM]),
     "nulls": ({"prompt": None, "system": None, "tools": None, "chosen": CHOSEN,
                "rejected": [{**m, "tool_calls": None} for m in REJECTED]}, []),
     "other names of roles": (
@@ -68,6 +71,8 @@ def test_a_thought_and_a_begun_answer_go_where_they_belong():
 
 NO_FORM = {
     "its columns are prompt, completion, label": {"prompt": "a", "completion": "b", "label": True},
+    "a part of content is no text": {"prompt": [{**RIVER, "content": [{"text": None}]}],
+                                     "chosen": "b", "rejected": "c"},
     "tools are not supported": {"tools": [{}], "prompt": "a", "chosen": "b", "rejected": "c"},
     "all the assistant's messages": {"prompt": "a", "chosen": [{**ELBE, "weight": 0}],
                                         "rejected": "c"},

@@ -44,17 +44,26 @@ def main(args):
     emit = open_stdout()
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
-            pair = preference(json.loads(line)) if line.strip() else None
+            pair = preference(record_in(line)) if line.strip() else None
         except ValueError as e:
             fail(f"stdin, line {number}: {e}")
         if pair:
             emit({**pair, "meta": {"thinking": 1}} if args.thinking else pair)
 
 
-def preference(row):
-    """{"chosen", "rejected"}, whole conversations, of a line of one of FORMS; else ValueError."""
+def record_in(line):
+    """The JSON object in a line; ValueError if there is none."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"not JSON ({e}); every line must be one JSON object") from None
     if not isinstance(row, dict):
         raise ValueError("not a JSON object with fields")
+    return row
+
+
+def preference(row):
+    """{"chosen", "rejected"}, whole conversations, of a line of one of FORMS; else ValueError."""
     row = {name: value for name, value in row.items() if value is not None}
     for before, chosen, rejected in FORMS.values():
         if rejected in row and {*before[:1], chosen or rejected} <= row.keys():
@@ -65,7 +74,7 @@ def preference(row):
     said = [m for name in before for m in messages(row.get(name, ""), "user") if m["content"]]
     if len(before) == len(said) == 2:  # Alpaca's input belongs to its instruction
         said = [{"role": "user", "content": "\n\n".join(m["content"] for m in said)}]
-    if row.get("system"):
+    if row.get("system") and not any(m["role"] == "system" for m in said):
         said = messages(row["system"], "system") + said
     sides = []
     for name in (chosen, rejected):
@@ -104,7 +113,8 @@ def from_text(text, role):
     try:
         value = json.loads(text)
         found = value if isinstance(value, list) else [value]
-        if found and all({"role", "from"} & m.keys() for m in found):
+        if found and all(({"role", "content"} <= m.keys() or {"from", "value"} <= m.keys())
+                         for m in found):
             return found
     except (ValueError, AttributeError):  # it is no JSON, or that of something else
         pass
@@ -123,14 +133,15 @@ def message(m):
     role = str(m.get("role") or m.get("from")).lower()
     content = m.get("content", m.get("value"))
     if isinstance(content, list):
-        others = [part for part in content if not isinstance(part, dict) or "text" not in part]
+        others = [part for part in content
+                  if not isinstance(part, dict) or not isinstance(part.get("text"), str)]
         if others:
             raise ValueError(f"a part of content is no text: {str(others[0])[:40]}")
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str) or ROLES.get(role, role) not in ("system", "user", "assistant"):
         raise ValueError(f"{str(m)[:60]} is no message with a text, or of an unknown role")
-    if m.get("reasoning_content"):
-        content = f"<think>\n{m['reasoning_content'].strip()}\n</think>\n\n{content}"
+    if thought := m.get("reasoning_content"):
+        content = f"<think>\n{str(thought).strip()}\n</think>\n\n{content}"
     sampled = {"token_ids": m["token_ids"]} if m.get("token_ids") else {}
     return {"role": ROLES.get(role, role), "content": content, **sampled}
 
