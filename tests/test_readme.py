@@ -300,7 +300,7 @@ def test_the_manuals_pages(folder):
     if not any(map(shutil.which, BROWSERS)) or not os.path.exists(f"{CACHE}/tailwind.min.css"):
         pytest.skip("no Chromium, or no Tailwind sheet (MANUAL.md, \"Frontend Design\")")
     small = "ROWS=regression@0 SEEDS=0 N=6 TESTS=2 DEMOS=1600"
-    done = shell(f"{small} bash tests/experiments/pages.sh", cwd=folder, timeout=900)
+    done = shell(f"{small} bash tests/experiments/pages.sh", cwd=folder, timeout=1800)
     assert done.returncode == 0, done.stderr
     results = records((folder / "runs" / "pages.jsonl").read_text())
     assert [r["system"] for r in results] == ["regression@0", "base", "rft", "mtdpo"]
