@@ -321,15 +321,19 @@ def test_watch_draws_runs(rewarded, tiny_dir, tmp_path, monkeypatch):
 
     figures = []
 
-    def savefig(self, path):
+    def savefig(self, path, format):
         figures.append(self)
+        Path(path).touch()
+
+    def sleep(seconds):
         if len(figures) == 2:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(drawing.Figure, "savefig", savefig)
+    monkeypatch.setattr("time.sleep", sleep)
     main = runpy.run_path(f"{ROOT}/tests/experiments/watch.py")["main"]
     with pytest.raises(KeyboardInterrupt):
-        main(SimpleNamespace(runs=runs, png=png, every=0.01))
+        main(SimpleNamespace(runs=runs, png=str(png), every=10))
     drawn = {axes.get_title(): axes.lines[0].get_xydata().tolist() for axes in figures[1].axes}
     trained = [row for row in rows if "step" in row]
     assert sum("args" in row for row in rows) == 2 and len(trained) == 8

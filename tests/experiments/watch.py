@@ -7,7 +7,7 @@ import sys
 import time
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
-from utils import fail_on_error, flag, parser, rows_of, run, say
+from utils import fail_on_error, flag, parser, rows_of, run, say, writing
 
 
 def main(args):
@@ -25,7 +25,8 @@ def main(args):
                 values = {row["step"]: row[name] for row in rows if {"step", name} <= row.keys()}
                 axes.plot(values.keys(), values.values(), ".-", label=out, ms=3, lw=0.8)
             axes.legend()
-        figure.savefig(args.png)
+        with writing(args.png) as part:  # a viewer never sees half a picture
+            figure.savefig(part, format="png")
         if not args.every:
             break
         time.sleep(args.every)
