@@ -4,7 +4,9 @@
 import glob
 import importlib.util
 import math
+import os
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -12,6 +14,7 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,8 +22,10 @@ from safetensors.torch import load_file
 
 import model
 import train_critic
-from colbench import agent_messages
-from conftest import CPU, ROOT, complaint, dialogue, lines, script, steps, train
+from colbench import BROWSERS, CACHE, agent_messages
+from conftest import (CPU, ROOT, complaint, dialogue, lines, metrics, records, script, shell, steps,
+                      succeed, train)
+from test_colbench_environment import repo  # a fixture
 
 SCRIPTS = ("collect", "train_critic", "train_policy", "evaluate", "colbench", "toy", "toy_pages")
 EDITS = f"{ROOT}/tests/experiments/edits"
@@ -227,3 +232,114 @@ def test_lora_on_a_base_in_16_bits(name, world, ranked, tiny_dir, tmp_path):
     model.save(lm, tokenizer, str(base))
     first, _ = first_step(copy, name, ranked, base, "--dtype", "bf16", ranks=world)
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-3) and first["grad_norm"] > 0
+
+
+# --- the manual's blocks, and watch.py ------------------------------------------------------------
+
+MANUAL = Path(ROOT, "tests/experiments/MANUAL.md").read_text()
+
+
+@pytest.fixture
+def folder(ranked, tiny_dir, tmp_path):
+    """The scripts, and what the quickstart leaves in runs/, of a tiny model and a few episodes."""
+    for path in glob.glob(f"{ROOT}/*.py"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "tests").symlink_to(f"{ROOT}/tests")
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "base").symlink_to(tiny_dir)
+    for name in ("train", "again", "test-base", "test-sweet"):
+        (tmp_path / "runs" / f"{name}.jsonl").write_text(lines(ranked))
+    return tmp_path
+
+
+def run_block(title, folder):
+    """Runs the bash block below a title of the manual, as printed."""
+    block = re.search(rf"## {title}\n.*?```bash\n(.*?)```", MANUAL, re.S)[1]
+    done = shell(f"set -euo pipefail\n{block}", cwd=folder)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.full
+def test_the_manuals_own_environment_plays(repo, tiny_dir):
+    (repo / "runs").mkdir()
+    (repo / "runs" / "base").symlink_to(tiny_dir)
+    (pipe,) = re.findall(r"`(python words.py \| .*?)`", MANUAL)
+    done = shell(pipe, cwd=repo)
+    assert [r["reward"] for r in records(done.stdout)] == [0] * 8, done.stderr
+
+
+@pytest.mark.full
+def test_the_manuals_better_critic_and_figures(folder):
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    run_block("A critic of better episodes", folder)
+    runs = folder / "runs"
+    assert metrics(runs / "better")[0]["args"]["ref_context"] == "agent"
+    assert metrics(runs / "sweet-better")[-1]["finished"] == len(steps(runs / "sweet-better")) > 0
+    (runs / "better").rename(runs / "critic")
+    (runs / "sweet-better").rename(runs / "sweet")
+    run_block("Reports and figures", folder)
+    assert "hidden reference" in (folder / "report.html").read_text()
+    for name in ("figure.png", "metrics.png"):
+        assert (folder / name).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_edits_are_made_and_unmade_as_the_manual_says(folder):
+    before = {path: path.read_text() for path in folder.glob("*.py")}
+    apply, undo = re.findall(r"`(git apply .*?)`", MANUAL)
+    for command, changes in ((apply, True), (undo, False)):
+        done = shell(command, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert changes == any(path.read_text() != text for path, text in before.items())
+
+
+@pytest.mark.full
+def test_the_manuals_pages(folder):
+    pytest.importorskip("playwright", reason="no playwright (MANUAL.md, \"Frontend Design\")")
+    if not any(map(shutil.which, BROWSERS)) or not os.path.exists(f"{CACHE}/tailwind.min.css"):
+        pytest.skip("no Chromium, or no Tailwind sheet (MANUAL.md, \"Frontend Design\")")
+    small = "ROWS=regression@0 SEEDS=0 N=6 TESTS=2 DEMOS=1600"
+    done = shell(f"{small} bash tests/experiments/pages.sh", cwd=folder, timeout=1800)
+    assert done.returncode == 0, done.stderr
+    results = records((folder / "runs" / "pages.jsonl").read_text())
+    assert [r["system"] for r in results] == ["regression@0", "base", "rft", "mtdpo"]
+
+
+def test_watch_draws_runs(rewarded, tiny_dir, tmp_path, monkeypatch):
+    """One that went on after a kill, with two rows of a step, and one that has not begun."""
+    drawing = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed")
+    out, png = tmp_path / "critic", tmp_path / "metrics.png"
+    run = "train_critic.py", "--model", tiny_dir, "--held_out", 0, "--batch_size", 2, "--out", out
+    script(*run, "--save_every", 1, stdin=rewarded, kill=(out / "checkpoint-2", signal.SIGKILL))
+    _, rows = train(rewarded, *run)
+    with open(out / "metrics.jsonl", "a") as f:
+        f.write(lines([{"step": 3, "loss": 7.0}, {"step": 3, "held_out_loss": 0.5}]))
+    runs = [str(out), str(tmp_path / "new")]
+    done = succeed("tests/experiments/watch.py", *runs, "--png", png)
+    assert "no metrics.jsonl in" in done.stderr and png.read_bytes()[:4] == b"\x89PNG"
+
+    figures = []
+
+    def savefig(self, path, format):
+        figures.append(self)
+        Path(path).touch()
+
+    def sleep(seconds):
+        if len(figures) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(drawing.Figure, "savefig", savefig)
+    monkeypatch.setattr("time.sleep", sleep)
+    main = runpy.run_path(f"{ROOT}/tests/experiments/watch.py")["main"]
+    with pytest.raises(KeyboardInterrupt):
+        main(SimpleNamespace(runs=runs, png=str(png), every=10))
+    drawn = {axes.get_title(): axes.lines[0].get_xydata().tolist() for axes in figures[1].axes}
+    trained = [row for row in rows if "step" in row]
+    assert sum("args" in row for row in rows) == 2 and len(trained) == 8
+    assert drawn["loss"] == [[i, 7.0 if i == 3 else row["loss"]] for i, row in enumerate(trained)]
+    assert drawn["held_out_loss"] == [[3, 0.5]]
+    assert drawn.keys() == trained[0].keys() - {"step"} | {"held_out_loss"}
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(SystemExit, match="pip install matplotlib"):
+        main(SimpleNamespace(runs=runs, png=png, every=0))

@@ -8,7 +8,7 @@ SEEDS=${SEEDS:-0 1 2}
 N=${N:-150}           # tasks
 TESTS=${TESTS:-150}   # test tasks
 DEMOS=${DEMOS:-4000}  # demonstrations
-ROWS="eq3@0 without_c@0 regression@0"
+ROWS=${ROWS:-eq3@0 without_c@0 regression@0}  # see common.sh
 test_draws="-k 2"
 
 toy="python tests/toy_pages.py"
