@@ -9,6 +9,7 @@
 # and started again, it goes on where it was. Nobody has run it on GPUs yet. Tried with GPUS=2 on a
 # CPU: a tiny MODEL, a small server as HUMAN, toy tasks in place of the download.
 . tests/experiments/common.sh
+mkdir -p runs8
 GPUS=${GPUS:-8}
 MODEL=${MODEL:-meta-llama/Llama-3.1-8B-Instruct}
 HUMAN=${HUMAN:-meta-llama/Llama-3.1-70B-Instruct}
@@ -41,29 +42,29 @@ sound() { head -$((TASKS * 6 / 5)) $tasks/train.jsonl | python colbench.py check
 
 hf download facebook/collaborative_agent_bench --repo-type dataset --local-dir data
 tasks=data/backend_tasks
-stage runs/tasks.jsonl sound
+stage runs8/tasks.jsonl sound
 begin
 # 15,000 episodes, a tenth with 16 candidates a turn
-head -$TASKS runs/tasks.jsonl |
-  play runs/played.jsonl $MODEL -k 3 --candidates 16 --candidates_share ${SHARE:-0.1}
-stage runs/train.jsonl python colbench.py grade < runs/played.jsonl
+head -$TASKS runs8/tasks.jsonl |
+  play runs8/played.jsonl $MODEL -k 3 --candidates 16 --candidates_share ${SHARE:-0.1}
+stage runs8/train.jsonl python colbench.py grade < runs8/played.jsonl
 end  # training takes all GPUs
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1800  # seconds for the checkpoint after Ctrl-C, not 30
 # the untrained critic; one of its policy's episodes is better yet (RESULTS.md, "A critic that never
 # loses")
-stage runs/scored.jsonl torchrun --nproc_per_node=$GPUS train_critic.py --untrained 1 \
-    --model $MODEL < runs/train.jsonl
+stage runs8/scored.jsonl torchrun --nproc_per_node=$GPUS train_critic.py --untrained 1 \
+    --model $MODEL < runs8/train.jsonl
 # batches of 32 that keep trajectories together: 8 GPUs compute 2.8 times fewer tokens than with the
 # paper's batch of 8, and the toy lost 3 points by it; a batch of 128 computes 5 times fewer and
 # lost 6 (RESULTS.md, "Speed on CPUs", "What did not work"); without the two flags it is the paper's
-torchrun --nproc_per_node=$GPUS train_policy.py --model $MODEL --out runs/sweet --batch_size 32 \
-    --lr 4e-7 < runs/scored.jsonl
-torchrun --nproc_per_node=$GPUS train_policy.py --model $MODEL --out runs/rft --loss rft \
-    < runs/train.jsonl
+torchrun --nproc_per_node=$GPUS train_policy.py --model $MODEL --out runs8/sweet --batch_size 32 \
+    --lr 4e-7 < runs8/scored.jsonl
+torchrun --nproc_per_node=$GPUS train_policy.py --model $MODEL --out runs8/rft --loss rft \
+    < runs8/train.jsonl
 begin
 for m in rft sweet; do
-  head -$TESTS $tasks/test.jsonl | play runs/played-$m.jsonl runs/$m
-  stage runs/test-$m.jsonl python colbench.py grade --rules official < runs/played-$m.jsonl
+  head -$TESTS $tasks/test.jsonl | play runs8/played-$m.jsonl runs8/$m
+  stage runs8/test-$m.jsonl python colbench.py grade --rules official < runs8/played-$m.jsonl
 done
 end
-python evaluate.py runs/test-rft.jsonl runs/test-sweet.jsonl > runs/table.jsonl
+python evaluate.py runs8/test-rft.jsonl runs8/test-sweet.jsonl > runs8/table.jsonl
