@@ -432,6 +432,8 @@ def score(model, turns, tree_tokens, what=None):
 
 # --- chat templates: conversations to token ids ---------------------------------------------------
 
+# A message may spell "<|im_end|>". It is hidden from the template, and gets no control token's id:
+CUT = "\ud800"  # half a character, which no text has: where it stands, no token goes across
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue000"}]
 
 
@@ -442,61 +444,31 @@ def any_of(texts):
 
 
 @functools.cache
-def forbidden(tokenizer):
-    """What a message may not say to a template: (texts, a pattern of them, one of the first ones).
+def control_tokens(tokenizer):
+    """Patterns of the control tokens: (all, the special ones).
 
-    The first ones are our placeholder and special tokens. The others are tokens that the template
-    has, Qwen3's <think>: the assistant's own stored text may say them.
+    The others are no special tokens, but the template has them: Qwen3's <think>.
     """
     template, added = tokenizer.get_chat_template(), tokenizer.added_tokens_decoder.values()
-    special = ["\ue000", *(token.content for token in added if token.special)]
+    special = [token.content for token in added if token.special]
     others = [token.content for token in added
               if not token.special and token.content.strip() and token.content in template]
-    return special + others, re.compile(any_of(special + others)), re.compile(any_of(special))
-
-
-@functools.cache
-def cuts(tokenizer):
-    """A pattern of the places before tokens that the tokenizer takes out of any text."""
-    added = tokenizer.added_tokens_decoder.values()
-    inner = set("".join(token.content[1:] for token in added))
-
-    def always_taken(token):
-        """Whether it is taken out whatever stands around it."""
-        looks_around = token.normalized or token.single_word or token.lstrip
-        return tokenizer.is_fast and not looks_around and token.content[0] not in inner
-
-    return re.compile(f"(?={any_of(token.content for token in added if always_taken(token))})")
-
-
-@functools.lru_cache(8192)
-def part_ids(tokenizer, text):
-    """Token ids of a part of a template's text, kept: later prompts have the same parts."""
-    return array("q", tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def template_ids(tokenizer, text):
-    """Token ids of a template's text, from control token to control token.
-
-    These are its ids as a whole: a tokenizer takes out its control tokens first, and then looks
-    at each text between two of them alone.
-    """
-    ids = array("q")
-    for part in cuts(tokenizer).split(text):
-        ids += part_ids(tokenizer, part)
-    return ids
+    return re.compile(any_of(special + others)), re.compile(any_of(special))
 
 
 def hide(tokenizer, message):
-    """A message's content, in which "\ue000N\ue001" stands for control token N that it spells."""
-    marks, control, special = forbidden(tokenizer)
+    """A message's content, in which CUTs are around and inside the control tokens that it spells.
+
+    The assistant's own stored text may say <think>: the template reads its thoughts.
+    """
+    every, special = control_tokens(tokenizer)
     stored = message["role"] == "assistant" and not message.get("token_ids")
-    spelled = special if stored else control  # the template reads the thoughts in stored text
-    return spelled.sub(lambda m: f"\ue000{marks.index(m[0])}\ue001", message["content"])
+    spelled = special if stored else every
+    return spelled.sub(lambda m: CUT + m[0][0] + CUT + m[0][1:] + CUT, message["content"])
 
 
 def template_text(tokenizer, messages, thinking, begins):
-    """The template's text of a conversation whose control tokens `hide` has hidden.
+    """The template's text of a conversation, with CUTs.
 
     begins: whether the assistant's next message begins. A template raises an error of its own for a
     conversation that it does not take.
@@ -507,14 +479,28 @@ def template_text(tokenizer, messages, thinking, begins):
                                          strftime_now=TODAY.strftime)
 
 
+@functools.cache
+def cuts(tokenizer):
+    """A pattern of CUT, and of the place before a token that is taken out of any text.
+
+    A tokenizer takes such tokens out first, and then looks at each text between two of them alone.
+    """
+    taken = [token.content for token in tokenizer.added_tokens_decoder.values()
+             if not (token.normalized or token.single_word or token.lstrip)]
+    return re.compile(f"{CUT}|(?={any_of(taken if tokenizer.is_fast else [])})")
+
+
+@functools.lru_cache(8192)
+def part_ids(tokenizer, text):
+    """Token ids of a part of a template_text, kept: later prompts have the same parts."""
+    return array("q", tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 def text_ids(tokenizer, text):
-    """Token ids of a template_text: a control token that a message spells is plain text."""
-    pieces = re.split("\ue000(\\d+)\ue001", text)  # text, number, text, ...
-    ids = template_ids(tokenizer, pieces[0])
-    for n, after in zip(map(int, pieces[1::2]), pieces[2::2]):
-        mark = forbidden(tokenizer)[0][n]  # in two parts, it is no control token
-        ids += part_ids(tokenizer, mark[:1]) + part_ids(tokenizer, mark[1:])
-        ids += template_ids(tokenizer, after)
+    """Token ids of a template_text, part by part: those of the whole, but for its CUTs."""
+    ids = array("q")
+    for part in cuts(tokenizer).split(text):
+        ids += part_ids(tokenizer, part)
     return ids
 
 
@@ -530,8 +516,8 @@ def render(tokenizer, messages, thinking=0):
 @functools.cache
 def ending(tokenizer):
     """What the template writes after the assistant's words, up to a control token; else the EOS."""
-    after = template_text(tokenizer, PROBE, 0, False).rpartition("\ue001")[2]
-    if control := forbidden(tokenizer)[1].search(after):
+    after = template_text(tokenizer, PROBE, 0, False).rpartition("\ue000")[2]
+    if control := control_tokens(tokenizer)[0].search(after):
         return after[:control.end()]
     if not tokenizer.eos_token:
         fail("neither the chat template nor the tokenizer has a token that ends a message")
@@ -549,12 +535,7 @@ def check_generation_prompt(tokenizer):
 
 def end_of_turn(tokenizer):
     """Token ids of `ending`; the last of them ends a sampled message."""
-    return template_ids(tokenizer, ending(tokenizer)).tolist()
-
-
-def raw_text(message):
-    """What the agent wrote in a message or candidate: `output`, or `content`, or ""."""
-    return message.get("output") or message.get("content") or ""
+    return text_ids(tokenizer, ending(tokenizer)).tolist()
 
 
 def spells(tokenizer, message):
@@ -569,47 +550,57 @@ def spells(tokenizer, message):
     return spelled.startswith(output) or output.startswith(spelled)
 
 
+def action_text(tokenizer, action, history, thinking):
+    """(The template's text of a prompt, that text with the action after it, up to the end of turn).
+
+    The second does not begin with the first if the generation prompt has more than the template
+    writes of a stored message: a thought begins. But an `output` stands after the whole prompt,
+    even if the template would leave out its thought.
+    """
+    text = action.get("output") or action.get("content") or ""
+    message = {"role": "assistant", "content": text}
+    if spelled := control_tokens(tokenizer)[1].search(text):
+        note("stored messages spell a control token, which stays plain text", f"{spelled[0]!r}")
+    prompt = template_text(tokenizer, history, thinking, True)
+    whole = template_text(tokenizer, [*history, message], thinking, False)
+    before, text = prompt, hide(tokenizer, message)
+    if not whole.startswith(prompt) or text.strip() not in whole[len(prompt):]:
+        at = common_prefix(prompt, whole)
+        both = [x[max(0, at - 20):at + 40].replace(CUT, "") for x in (prompt, whole)]
+        note("stored messages are not what this --model's chat template writes after its prompt "
+             '("meta": {"thinking": 1}, or a template without <think>, may help)',
+             "it prompts by {!r} and writes {!r}".format(*both))
+        if action.get("output"):
+            whole = prompt + text
+        else:
+            before = template_text(tokenizer, history, thinking, False)
+            if not whole.startswith(before):
+                raise ValueError("a message changes the history: {!r} {!r}".format(*both))
+    at = whole.rfind(ending(tokenizer), len(before))
+    return prompt, whole if at < 0 else whole[:at]
+
+
 def action_ids(tokenizer, action, history, thinking=0):
     """(An action after a history, packed; how many last tokens of the prompt don't come before it).
 
     The stored `token_ids` are what was sampled, after the whole prompt. Without them
-    (demonstrations, published data) an action is what the template writes after the prompt, up to
-    the end of turn; or after the part of the prompt that it writes, if its generation prompt has
-    more (a thought begins). An `output` stands after the whole prompt, even if the template would
-    leave out its thought.
+    (demonstrations, published data) an action is what action_text has after the prompt, or after
+    the part that it shares with the prompt, and an end of turn.
     """
     if action.get("token_ids"):
         if max(action["token_ids"]) >= len(tokenizer) or not spells(tokenizer, action):
             fail("token_ids in the records are not of this --model's tokenizer: "
                  "take the model that sampled them")
         return packed(action["token_ids"]), 0
-    message = {"role": "assistant", "content": raw_text(action)}
-    if spelled := forbidden(tokenizer)[2].search(message["content"]):
-        note("stored messages spell a control token, which stays plain text", f"{spelled[0]!r}")
-    prompt = template_text(tokenizer, history, thinking, True)
-    whole = template_text(tokenizer, [*history, message], thinking, False)
-    base, same, text = prompt, len(prompt), hide(tokenizer, message)
-    if not whole.startswith(prompt) or text.strip() not in whole[same:]:
-        unit = re.compile(forbidden(tokenizer)[1].pattern + "|.", re.S)  # no control token is cut
-        same = len("".join(os.path.commonprefix([*map(unit.findall, (prompt, whole))])))
-        both = [text[max(0, same - 20):same + 40] for text in (prompt, whole)]
-        note("stored messages are not what this --model's chat template writes after its prompt "
-             '("meta": {"thinking": 1}, or a template without <think>, may help)',
-             "it prompts by {!r} and writes {!r}".format(*both))
-        if action.get("output"):
-            whole, same = prompt + text, len(prompt)
-        else:
-            base = template_text(tokenizer, history, thinking, False)
-            if not whole.startswith(base):
-                raise ValueError("a message changes the history: {!r} {!r}".format(*both))
-    end = ending(tokenizer)
-    at = whole.rfind(end)
-    whole = (whole[:at] if at >= len(base) else whole) + end
-    before, begun, ids = (text_ids(tokenizer, text) for text in (prompt, whole[:same], whole))
+    prompt, whole = action_text(tokenizer, action, history, thinking)
+    same, end = common_prefix(prompt, whole), ending(tokenizer)
+    before, begun, ids = (
+        text_ids(tokenizer, text) for text in (prompt, whole[:same], whole + end))
     if before[:len(begun)] != begun:  # the texts part within a token
         begun = ids[:common_prefix(before, ids)]
-    # where a token would reach over the prompt's end, the action has its own
-    own = ids[len(begun):] if ids[:len(begun)] == begun else text_ids(tokenizer, whole[same:])
+    own = ids[len(begun):]
+    if ids[:len(begun)] != begun:  # a token would go across: the action has its own
+        own = text_ids(tokenizer, whole[same:] + end)
     return packed(own), len(before) - len(begun)
 
 
