@@ -187,8 +187,8 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     at a time are gathered.
     """
     others = attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")  # sinks, caps
-    if tree is None or any(x is not None for x in others):  # not computed here: see computes_trees
-        return torch.full_like(query, math.nan).transpose(1, 2), None
+    if tree is None or any(x is not None for x in others):
+        raise NotImplementedError("it is computed turn by turn: see computes_trees")
     left = sliding_window - 1 if sliding_window else -1  # keys that a token sees before it; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     kernel = flash_kernel if q.is_cuda and q.dtype != torch.float32 else sdpa_kernel
@@ -313,8 +313,6 @@ def action_logps(model, turns, tree_tokens=math.inf, what=None):
     again in the backward pass: the same values and gradients in bounded memory. `what` names a
     progress bar over them. Where the model computes no trees, each turn is one.
     """
-    if not model.takes_trees and not model.tokens:
-        tell_cost(turns)
     parts = deal(turns, tree_tokens if model.takes_trees else 0)
     trees = len(parts) // WORLD  # of each rank: all must join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
@@ -343,14 +341,6 @@ def action_logps(model, turns, tree_tokens=math.inf, what=None):
 def tree_logps(model, tree, anchor=None):
     """Log-probs of a tree's actions, one turn's after another's in one tensor."""
     return model(tree)[tree.where]  # a token that actions share is scored once
-
-
-def tell_cost(turns):
-    """Says what it costs that these turns are computed one by one."""
-    rows = [(len(seq), shared) for _, seq, shared in in_order(set(turns))]
-    whole, shared = map(sum, zip(*rows))
-    say("trees do not give this model's log-probs: turn by turn, by its own attention, it computes "
-        f"{whole:,} tokens instead of {whole - shared:,}")
 
 
 def lengths(turns):
@@ -675,32 +665,6 @@ def pick_dtype(name, device):
     return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(name, name)
 
 
-def read_lm(path, dtype, attention):
-    """The transformers LM in a folder; fails if the files lack a weight or have another."""
-    with fail_on_error(f"the weights in {path!r} can't be read"):
-        lm, told = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention, use_safetensors=True,
-            trust_remote_code=False, output_loading_info=True)
-    if wrong := sorted(map(str, chain(*told.values()))):
-        fail(f"the weights in {path!r} are not those of its config.json: {wrong[:3]}")
-    return lm
-
-
-def load_lm(path, device, dtype="fp32"):
-    """(transformers LM, tokenizer) to sample with. dtype: as for `load`.
-
-    Fails if it computes no trees: then nor is it sampled by an attention of ours.
-    """
-    path, tokenizer, config = find_model(path, weights=True)
-    turns = proof_turns(config.get_text_config())[:2]
-    model, _ = read_tree_lm(path, device, pick_dtype(dtype, torch.device(device)), turns)
-    if not model.takes_trees:
-        fail(f"transformers can't sample here from {path!r}, whose attention or layers are "
-             "of another kind: give a vLLM server by --engine")
-    model.lm.set_attn_implementation("sdpa")
-    return model.lm.to(device), tokenizer
-
-
 def load_options(args, device):
     """Keyword arguments of `load` from the trainers' flags."""
     names = "offload", "recompute", "compile"
@@ -725,29 +689,40 @@ def load(path, device="cpu", dtype="fp32", **sharding):
     turns = proof_turns(config.get_text_config())
     read = functools.partial(read_tree_lm, path, device, "auto" if keep else dtype, turns)
     if sharding and WORLD > 1:
-        whole, (own, attention) = rank_0_keeps(read)
+        whole, (own, attention, buffers) = rank_0_keeps(read)
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32,
                                                   attn_implementation=attention)
             model = TreeLM(lm, device)
         shard(model, dtype, **sharding)
-        fill_from_rank_0(model, whole, "cpu" if sharding.get("offload") else device)
+        fill_from_rank_0(model, whole, buffers, "cpu" if sharding.get("offload") else device)
     else:
-        model, (own, _) = read()
+        model, (own, _, _) = read()
         if sharding:
             shard(model, dtype, **sharding)
             model.float()
         if not sharding.get("offload"):
             model.to(device)
-    prove(model, path, turns, own)
+    logps = torch.cat(score(model, turns, math.inf))
+    if not agree(logps, own, model.dtype):
+        fail(f"the log-probs of {path!r} differ by {(logps - own).abs().mean():.2g} in the mean "
+             "from those of its own forward")
+    if not model.takes_trees:
+        say("trees do not give this model's log-probs: it computes turn by turn, and the prefixes "
+            "that turns share again in each")
     return model, tokenizer
 
 
 def read_tree_lm(path, device, dtype, turns):
-    """(TreeLM for a device, in CPU memory; (the turns' log-probs by the model's own forward, the
-    attention that the TreeLM has)).
+    """(TreeLM for a device, in CPU memory; what all ranks need: (the turns' log-probs by the
+    model's own forward, the attention that the TreeLM has, its buffers)).
     """
-    lm = read_lm(path, dtype, "eager")
+    with fail_on_error(f"the weights in {path!r} can't be read"):
+        lm, told = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager", use_safetensors=True,
+            trust_remote_code=False, output_loading_info=True)
+    if wrong := sorted(map(str, chain(*told.values()))):  # missing or superfluous
+        fail(f"the weights in {path!r} are not those of its config.json: {wrong[:3]}")
     model = TreeLM(lm, device)
     versions = [p._version for p in lm.parameters()]
     with fail_on_error(f"{path!r} can't be computed by its own forward"):
@@ -758,11 +733,13 @@ def read_tree_lm(path, device, dtype, turns):
     if not reached < 1e-3:
         fail(f"{path!r} is no causal language model: its log-probs depend on later tokens")
     # RWKV's weights change, and dynamic positions depend on the longest forward so far
-    if versions != [p._version for p in lm.parameters()] or "'dynamic'" in rope_of(model.config):
+    rope = str(getattr(model.config, "rope_parameters", None))
+    if versions != [p._version for p in lm.parameters()] or "'dynamic'" in rope:
         fail(f"{path!r} can't be trained: each of its forwards changes the next ones")
     if not computes_trees(model, turns[:2], own):
         lm.set_attn_implementation("eager")
-    return model, (own, model.config._attn_implementation)
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    return model, (own, model.config._attn_implementation, buffers)
 
 
 def computes_trees(model, turns, own):
@@ -771,9 +748,9 @@ def computes_trees(model, turns, own):
     Not so where layers are other than attention. What depends on length does not show in short
     turns: the config tells it.
     """
-    config = model.config
-    types = set(getattr(config, "layer_types", None) or ())
-    if "'longrope'" in rope_of(config) or types - {"full_attention", "sliding_attention"}:
+    rope = str(getattr(model.config, "rope_parameters", None))
+    types = set(getattr(model.config, "layer_types", None) or ())
+    if "'longrope'" in rope or types - {"full_attention", "sliding_attention"}:
         return False
     try:
         model.lm.set_attn_implementation("tree")
@@ -781,11 +758,6 @@ def computes_trees(model, turns, own):
     except Exception:  # of many kinds: it is not built as today's chat models are
         return False
     return reached == 0 and agree(logps, own[:len(logps)], model.dtype)
-
-
-def rope_of(config):
-    """What a config says of rotary positions, of one kind or one for each kind of layer."""
-    return str(getattr(config, "rope_parameters", None))
 
 
 @torch.enable_grad()
@@ -807,15 +779,6 @@ def trial(model, turns):
     return logps.detach(), (sizes.max() / largest).item()
 
 
-def proof_turns(config):
-    """Two turns with a common prompt, and one that is longer than a sliding window."""
-    longest = min(getattr(config, "sliding_window", None) or 0, 2048) + 8
-    first = config.vocab_size // 2  # far from special tokens
-    turns = [(8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (longest, (3, 2, 1))]
-    return [(packed(first + i % 11 for i in range(length)), packed(first + i for i in action))
-            for length, action in turns]
-
-
 @torch.no_grad()
 def own_logps(lm, turns):
     """action_logps by the forward and attention of a transformers model, turn by turn."""
@@ -834,30 +797,13 @@ def agree(logps, own, dtype):
     return (logps - own).abs().mean() < (0.5 if dtype.itemsize == 2 else 1e-3)
 
 
-def prove(model, path, turns, own):
-    """Fails if the model, as loaded and sharded, does not give the log-probs `own`."""
-    model.tokens = 1  # so that nothing is told of the cost of these turns
-    logps = torch.cat(score(model, turns, math.inf))
-    model.tokens = 0
-    if not agree(logps, own, model.dtype):
-        fail(f"the log-probs of {path!r} differ by {(logps - own).abs().mean():.2g} in the mean "
-             "from those of its own forward")
-
-
-def fill_from_rank_0(model, whole, device):
-    """Fills a sharded model without memory; whole: on rank 0 the same model, else None."""
-    model.to_empty(device=device)
-    weights = whole.state_dict() if whole else {}
-    everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=everywhere)
-    values = dict(whole.named_buffers(remove_duplicate=False)) if whole else {}
-    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
-        value = torch.empty_like(buffer, device=model.device)
-        if whole:
-            value.copy_(values[name])
-        dist.broadcast(value, 0)
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, value)
+def proof_turns(config):
+    """Two turns with a common prompt, and one that is longer than a sliding window."""
+    longest = min(getattr(config, "sliding_window", None) or 0, 2048) + 8
+    first = config.vocab_size // 2  # far from special tokens
+    turns = [(8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (longest, (3, 2, 1))]
+    return [(packed(first + i % 11 for i in range(length)), packed(first + i for i in action))
+            for length, action in turns]
 
 
 def shard(model, dtype, offload=0, recompute=None, compile=None):
@@ -890,6 +836,30 @@ def shard(model, dtype, offload=0, recompute=None, compile=None):
             module.set_force_sum_reduction_for_comms(True)
     for layer in model.layers():  # one that is recomputed in a backward pass would stay gathered
         layer.register_forward_hook(lambda layer, *_: layer.reshard())
+
+
+def fill_from_rank_0(model, whole, buffers, device):
+    """Fills a sharded model without memory; whole: on rank 0 the same model, else None."""
+    model.to_empty(device=device)
+    weights = whole.state_dict() if whole else {}
+    everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=everywhere)
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffers[name].to(model.device, buffer.dtype))
+
+
+def load_lm(path, device, dtype="fp32"):
+    """(transformers LM, tokenizer) to sample with. dtype: as for `load`.
+
+    Fails if it computes no trees: then nor is it sampled by an attention of ours.
+    """
+    model, tokenizer = load(path, device, dtype)
+    if not model.takes_trees:
+        fail(f"transformers can't sample here from {path!r}, whose attention or layers are "
+             "of another kind: give a vLLM server by --engine")
+    model.lm.set_attn_implementation("sdpa")
+    return model.lm, tokenizer
 
 
 def gathered(tensor):

@@ -571,16 +571,16 @@ def save_strong(kind, own, tokenizer, out):
 
 @pytest.mark.parametrize("name", SLOW)
 def test_what_is_no_tree_is_computed_turn_by_turn(name, tmp_path, tiny_dir, capsys):
-    """Values and gradients; in 16 bits the same is chosen. One line tells the tokens."""
+    """Values and gradients; in 16 bits the same is chosen. One line tells it."""
     tokenizer, turns = M.find_model(tiny_dir)[1], some_turns()
     path = save_strong(*SLOW[name], tokenizer, tmp_path)
     model, _ = M.load(path)
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    before = model.tokens
     check_equal_separate(model, plain, turns, 30, 1e-6)
     whole = sum(len(prompt + action) for prompt, action in set(turns))
-    told = f"{whole:,} tokens instead of {count_tokens(turns):,}"
-    assert not model.takes_trees and capsys.readouterr().err.count(told) == 1
-    assert model.tokens == 2 * whole
+    assert not model.takes_trees and capsys.readouterr().err.count("turn by turn") == 1
+    assert model.tokens - before == 2 * whole
     assert not M.load(path, dtype="bf16")[0].takes_trees
     with pytest.raises(SystemExit, match="give a vLLM server"):
         M.load_lm(path, "cpu")
