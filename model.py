@@ -844,6 +844,8 @@ def fill_from_rank_0(model, whole, buffers, device):
     weights = whole.state_dict() if whole else {}
     everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=everywhere)
+    if whole:
+        model.lm.generation_config = whole.lm.generation_config
     for name, buffer in list(model.named_buffers(remove_duplicate=False)):
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, buffers[name].to(model.device, buffer.dtype))
