@@ -258,7 +258,7 @@ def head_logps(hidden, weight, bias, targets, config):
 
 
 class TreeLM(torch.nn.Module):
-    """A transformers causal LM whose forward takes a Tree, or the tree of one turn: see `takes_trees`.
+    """A transformers causal LM whose forward takes a Tree, of one turn if not `takes_trees`.
 
     FSDP wraps this module, and not the LM, so that the LM head's weight is used in the forward of
     the module that gathers it.
@@ -422,8 +422,10 @@ def score(model, turns, tree_tokens, what=None):
 
 # --- chat templates: conversations to token ids ---------------------------------------------------
 
-# A message may spell "<|im_end|>". It is hidden from the template, and gets no control token's id:
-CUT = "\ud800"  # half a character, which no text has: where it stands, no token goes across
+# A template writes messages as one text, with control tokens such as <|im_end|> between them, and
+# the tokenizer makes ids of it. A message may spell "<|im_end|>", too. `hide` puts CUTs into that:
+# the template does not find it, and text_ids, which cuts there, makes no control token of it.
+CUT = "\ud800"  # half a character: no text has it
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue000"}]
 
 
@@ -471,13 +473,14 @@ def template_text(tokenizer, messages, thinking, begins):
 
 @functools.cache
 def cuts(tokenizer):
-    """A pattern of CUT, and of the place before a token that is taken out of any text.
+    """A pattern of CUT, and of the place before a special token that is taken out of any text.
 
     A tokenizer takes such tokens out first, and then looks at each text between two of them alone.
     """
-    taken = [token.content for token in tokenizer.added_tokens_decoder.values()
-             if not (token.normalized or token.single_word or token.lstrip)]
-    return re.compile(f"{CUT}|(?={any_of(taken if tokenizer.is_fast else [])})")
+    added = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
+    taken = [token.content for token in added
+             if token.special and not (token.normalized or token.single_word or token.lstrip)]
+    return re.compile(f"{CUT}|(?={any_of(taken)})")
 
 
 @functools.lru_cache(8192)
@@ -553,15 +556,15 @@ def action_text(tokenizer, action, history, thinking):
         note("stored messages spell a control token, which stays plain text", f"{spelled[0]!r}")
     prompt = template_text(tokenizer, history, thinking, True)
     whole = template_text(tokenizer, [*history, message], thinking, False)
-    before, text = prompt, hide(tokenizer, message)
-    if not whole.startswith(prompt) or text.strip() not in whole[len(prompt):]:
+    before, hidden = prompt, hide(tokenizer, message)
+    if not whole.startswith(prompt) or hidden.strip() not in whole[len(prompt):]:
         at = common_prefix(prompt, whole)
-        both = [x[max(0, at - 20):at + 40].replace(CUT, "") for x in (prompt, whole)]
+        both = [text[max(0, at - 20):at + 40].replace(CUT, "") for text in (prompt, whole)]
         note("stored messages are not what this --model's chat template writes after its prompt "
              '("meta": {"thinking": 1}, or a template without <think>, may help)',
              "it prompts by {!r} and writes {!r}".format(*both))
         if action.get("output"):
-            whole = prompt + text
+            whole = prompt + hidden
         else:
             before = template_text(tokenizer, history, thinking, False)
             if not whole.startswith(before):

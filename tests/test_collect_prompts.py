@@ -4,6 +4,7 @@ import random
 import re
 
 import pytest
+from tokenizers import AddedToken
 
 import model as M
 from conftest import dialogue
@@ -43,6 +44,13 @@ def test_the_ids_of_the_parts_are_those_of_the_whole(name, kind, monkeypatch):
 def test_where_a_token_looks_around_itself_nothing_is_cut(how, monkeypatch):
     for name in TEMPLATES:
         check(tokenizer_of(name, "whole texts", 500, **{how: True}), monkeypatch, cut=False)
+
+
+def test_no_cut_between_tokens_that_begin_alike(monkeypatch):
+    """Gemma's tokens of several newlines."""
+    tokenizer = tokenizer_of("qwen3", "bytes", 500)
+    tokenizer.add_tokens([AddedToken("\n" * n, normalized=False) for n in (1, 2, 3)])
+    check(tokenizer, monkeypatch, cut=True)
 
 
 def test_a_part_is_tokenized_once(tiny_dir):
