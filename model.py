@@ -187,8 +187,8 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     at a time are gathered.
     """
     others = attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")  # sinks, caps
-    if tree is None or any(x is not None for x in others):  # not computed here: see computes_trees
-        return torch.full_like(query, math.nan).transpose(1, 2), None
+    if tree is None or any(x is not None for x in others):
+        raise NotImplementedError("it is computed turn by turn: see computes_trees")
     left = sliding_window - 1 if sliding_window else -1  # keys that a token sees before it; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     kernel = flash_kernel if q.is_cuda and q.dtype != torch.float32 else sdpa_kernel
@@ -258,7 +258,7 @@ def head_logps(hidden, weight, bias, targets, config):
 
 
 class TreeLM(torch.nn.Module):
-    """A transformers causal LM whose forward takes a Tree, or the tree of one turn: see `takes_trees`.
+    """A transformers causal LM whose forward takes a Tree, of one turn if not `takes_trees`.
 
     FSDP wraps this module, and not the LM, so that the LM head's weight is used in the forward of
     the module that gathers it.
@@ -313,8 +313,6 @@ def action_logps(model, turns, tree_tokens=math.inf, what=None):
     again in the backward pass: the same values and gradients in bounded memory. `what` names a
     progress bar over them. Where the model computes no trees, each turn is one.
     """
-    if not model.takes_trees and not model.tokens:
-        tell_cost(turns)
     parts = deal(turns, tree_tokens if model.takes_trees else 0)
     trees = len(parts) // WORLD  # of each rank: all must join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
@@ -343,14 +341,6 @@ def action_logps(model, turns, tree_tokens=math.inf, what=None):
 def tree_logps(model, tree, anchor=None):
     """Log-probs of a tree's actions, one turn's after another's in one tensor."""
     return model(tree)[tree.where]  # a token that actions share is scored once
-
-
-def tell_cost(turns):
-    """Says what it costs that these turns are computed one by one."""
-    rows = [(len(seq), shared) for _, seq, shared in in_order(set(turns))]
-    whole, shared = map(sum, zip(*rows))
-    say("trees do not give this model's log-probs: turn by turn, by its own attention, it computes "
-        f"{whole:,} tokens instead of {whole - shared:,}")
 
 
 def lengths(turns):
@@ -432,6 +422,10 @@ def score(model, turns, tree_tokens, what=None):
 
 # --- chat templates: conversations to token ids ---------------------------------------------------
 
+# A template writes messages as one text, with control tokens such as <|im_end|> between them, and
+# the tokenizer makes ids of it. A message may spell "<|im_end|>", too. `hide` puts CUTs into that:
+# the template does not find it, and text_ids, which cuts there, makes no control token of it.
+CUT = "\ud800"  # half a character: no text has it
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue000"}]
 
 
@@ -442,61 +436,31 @@ def any_of(texts):
 
 
 @functools.cache
-def forbidden(tokenizer):
-    """What a message may not say to a template: (texts, a pattern of them, one of the first ones).
+def control_tokens(tokenizer):
+    """Patterns of the control tokens: (all, the special ones).
 
-    The first ones are our placeholder and special tokens. The others are tokens that the template
-    has, Qwen3's <think>: the assistant's own stored text may say them.
+    The others are no special tokens, but the template has them: Qwen3's <think>.
     """
     template, added = tokenizer.get_chat_template(), tokenizer.added_tokens_decoder.values()
-    special = ["\ue000", *(token.content for token in added if token.special)]
+    special = [token.content for token in added if token.special]
     others = [token.content for token in added
               if not token.special and token.content.strip() and token.content in template]
-    return special + others, re.compile(any_of(special + others)), re.compile(any_of(special))
-
-
-@functools.cache
-def cuts(tokenizer):
-    """A pattern of the places before tokens that the tokenizer takes out of any text."""
-    added = tokenizer.added_tokens_decoder.values()
-    inner = set("".join(token.content[1:] for token in added))
-
-    def always_taken(token):
-        """Whether it is taken out whatever stands around it."""
-        looks_around = token.normalized or token.single_word or token.lstrip
-        return tokenizer.is_fast and not looks_around and token.content[0] not in inner
-
-    return re.compile(f"(?={any_of(token.content for token in added if always_taken(token))})")
-
-
-@functools.lru_cache(8192)
-def part_ids(tokenizer, text):
-    """Token ids of a part of a template's text, kept: later prompts have the same parts."""
-    return array("q", tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def template_ids(tokenizer, text):
-    """Token ids of a template's text, from control token to control token.
-
-    These are its ids as a whole: a tokenizer takes out its control tokens first, and then looks
-    at each text between two of them alone.
-    """
-    ids = array("q")
-    for part in cuts(tokenizer).split(text):
-        ids += part_ids(tokenizer, part)
-    return ids
+    return re.compile(any_of(special + others)), re.compile(any_of(special))
 
 
 def hide(tokenizer, message):
-    """A message's content, in which "\ue000N\ue001" stands for control token N that it spells."""
-    marks, control, special = forbidden(tokenizer)
+    """A message's content, in which CUTs are around and inside the control tokens that it spells.
+
+    The assistant's own stored text may say <think>: the template reads its thoughts.
+    """
+    every, special = control_tokens(tokenizer)
     stored = message["role"] == "assistant" and not message.get("token_ids")
-    spelled = special if stored else control  # the template reads the thoughts in stored text
-    return spelled.sub(lambda m: f"\ue000{marks.index(m[0])}\ue001", message["content"])
+    spelled = special if stored else every
+    return spelled.sub(lambda m: CUT + m[0][0] + CUT + m[0][1:] + CUT, message["content"])
 
 
 def template_text(tokenizer, messages, thinking, begins):
-    """The template's text of a conversation whose control tokens `hide` has hidden.
+    """The template's text of a conversation, with CUTs.
 
     begins: whether the assistant's next message begins. A template raises an error of its own for a
     conversation that it does not take.
@@ -507,14 +471,29 @@ def template_text(tokenizer, messages, thinking, begins):
                                          strftime_now=TODAY.strftime)
 
 
+@functools.cache
+def cuts(tokenizer):
+    """A pattern of CUT, and of the place before a special token that is taken out of any text.
+
+    A tokenizer takes such tokens out first, and then looks at each text between two of them alone.
+    """
+    added = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
+    taken = [token.content for token in added
+             if token.special and not (token.normalized or token.single_word or token.lstrip)]
+    return re.compile(f"{CUT}|(?={any_of(taken)})")
+
+
+@functools.lru_cache(8192)
+def part_ids(tokenizer, text):
+    """Token ids of a part of a template_text, kept: later prompts have the same parts."""
+    return array("q", tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
 def text_ids(tokenizer, text):
-    """Token ids of a template_text: a control token that a message spells is plain text."""
-    pieces = re.split("\ue000(\\d+)\ue001", text)  # text, number, text, ...
-    ids = template_ids(tokenizer, pieces[0])
-    for n, after in zip(map(int, pieces[1::2]), pieces[2::2]):
-        mark = forbidden(tokenizer)[0][n]  # in two parts, it is no control token
-        ids += part_ids(tokenizer, mark[:1]) + part_ids(tokenizer, mark[1:])
-        ids += template_ids(tokenizer, after)
+    """Token ids of a template_text, part by part: those of the whole, but for its CUTs."""
+    ids = array("q")
+    for part in cuts(tokenizer).split(text):
+        ids += part_ids(tokenizer, part)
     return ids
 
 
@@ -530,8 +509,8 @@ def render(tokenizer, messages, thinking=0):
 @functools.cache
 def ending(tokenizer):
     """What the template writes after the assistant's words, up to a control token; else the EOS."""
-    after = template_text(tokenizer, PROBE, 0, False).rpartition("\ue001")[2]
-    if control := forbidden(tokenizer)[1].search(after):
+    after = template_text(tokenizer, PROBE, 0, False).rpartition("\ue000")[2]
+    if control := control_tokens(tokenizer)[0].search(after):
         return after[:control.end()]
     if not tokenizer.eos_token:
         fail("neither the chat template nor the tokenizer has a token that ends a message")
@@ -549,12 +528,7 @@ def check_generation_prompt(tokenizer):
 
 def end_of_turn(tokenizer):
     """Token ids of `ending`; the last of them ends a sampled message."""
-    return template_ids(tokenizer, ending(tokenizer)).tolist()
-
-
-def raw_text(message):
-    """What the agent wrote in a message or candidate: `output`, or `content`, or ""."""
-    return message.get("output") or message.get("content") or ""
+    return text_ids(tokenizer, ending(tokenizer)).tolist()
 
 
 def spells(tokenizer, message):
@@ -569,47 +543,57 @@ def spells(tokenizer, message):
     return spelled.startswith(output) or output.startswith(spelled)
 
 
+def action_text(tokenizer, action, history, thinking):
+    """(The template's text of a prompt, that text with the action after it, up to the end of turn).
+
+    The second does not begin with the first if the generation prompt has more than the template
+    writes of a stored message: a thought begins. But an `output` stands after the whole prompt,
+    even if the template would leave out its thought.
+    """
+    text = action.get("output") or action.get("content") or ""
+    message = {"role": "assistant", "content": text}
+    if spelled := control_tokens(tokenizer)[1].search(text):
+        note("stored messages spell a control token, which stays plain text", f"{spelled[0]!r}")
+    prompt = template_text(tokenizer, history, thinking, True)
+    whole = template_text(tokenizer, [*history, message], thinking, False)
+    before, hidden = prompt, hide(tokenizer, message)
+    if not whole.startswith(prompt) or hidden.strip() not in whole[len(prompt):]:
+        at = common_prefix(prompt, whole)
+        both = [text[max(0, at - 20):at + 40].replace(CUT, "") for text in (prompt, whole)]
+        note("stored messages are not what this --model's chat template writes after its prompt "
+             '("meta": {"thinking": 1}, or a template without <think>, may help)',
+             "it prompts by {!r} and writes {!r}".format(*both))
+        if action.get("output"):
+            whole = prompt + hidden
+        else:
+            before = template_text(tokenizer, history, thinking, False)
+            if not whole.startswith(before):
+                raise ValueError("a message changes the history: {!r} {!r}".format(*both))
+    at = whole.rfind(ending(tokenizer), len(before))
+    return prompt, whole if at < 0 else whole[:at]
+
+
 def action_ids(tokenizer, action, history, thinking=0):
     """(An action after a history, packed; how many last tokens of the prompt don't come before it).
 
     The stored `token_ids` are what was sampled, after the whole prompt. Without them
-    (demonstrations, published data) an action is what the template writes after the prompt, up to
-    the end of turn; or after the part of the prompt that it writes, if its generation prompt has
-    more (a thought begins). An `output` stands after the whole prompt, even if the template would
-    leave out its thought.
+    (demonstrations, published data) an action is what action_text has after the prompt, or after
+    the part that it shares with the prompt, and an end of turn.
     """
     if action.get("token_ids"):
         if max(action["token_ids"]) >= len(tokenizer) or not spells(tokenizer, action):
             fail("token_ids in the records are not of this --model's tokenizer: "
                  "take the model that sampled them")
         return packed(action["token_ids"]), 0
-    message = {"role": "assistant", "content": raw_text(action)}
-    if spelled := forbidden(tokenizer)[2].search(message["content"]):
-        note("stored messages spell a control token, which stays plain text", f"{spelled[0]!r}")
-    prompt = template_text(tokenizer, history, thinking, True)
-    whole = template_text(tokenizer, [*history, message], thinking, False)
-    base, same, text = prompt, len(prompt), hide(tokenizer, message)
-    if not whole.startswith(prompt) or text.strip() not in whole[same:]:
-        unit = re.compile(forbidden(tokenizer)[1].pattern + "|.", re.S)  # no control token is cut
-        same = len("".join(os.path.commonprefix([*map(unit.findall, (prompt, whole))])))
-        both = [text[max(0, same - 20):same + 40] for text in (prompt, whole)]
-        note("stored messages are not what this --model's chat template writes after its prompt "
-             '("meta": {"thinking": 1}, or a template without <think>, may help)',
-             "it prompts by {!r} and writes {!r}".format(*both))
-        if action.get("output"):
-            whole, same = prompt + text, len(prompt)
-        else:
-            base = template_text(tokenizer, history, thinking, False)
-            if not whole.startswith(base):
-                raise ValueError("a message changes the history: {!r} {!r}".format(*both))
-    end = ending(tokenizer)
-    at = whole.rfind(end)
-    whole = (whole[:at] if at >= len(base) else whole) + end
-    before, begun, ids = (text_ids(tokenizer, text) for text in (prompt, whole[:same], whole))
+    prompt, whole = action_text(tokenizer, action, history, thinking)
+    same, end = common_prefix(prompt, whole), ending(tokenizer)
+    before, begun, ids = (
+        text_ids(tokenizer, text) for text in (prompt, whole[:same], whole + end))
     if before[:len(begun)] != begun:  # the texts part within a token
         begun = ids[:common_prefix(before, ids)]
-    # where a token would reach over the prompt's end, the action has its own
-    own = ids[len(begun):] if ids[:len(begun)] == begun else text_ids(tokenizer, whole[same:])
+    own = ids[len(begun):]
+    if ids[:len(begun)] != begun:  # a token would go across: the action has its own
+        own = text_ids(tokenizer, whole[same:] + end)
     return packed(own), len(before) - len(begun)
 
 
@@ -684,32 +668,6 @@ def pick_dtype(name, device):
     return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(name, name)
 
 
-def read_lm(path, dtype, attention):
-    """The transformers LM in a folder; fails if the files lack a weight or have another."""
-    with fail_on_error(f"the weights in {path!r} can't be read"):
-        lm, told = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation=attention, use_safetensors=True,
-            trust_remote_code=False, output_loading_info=True)
-    if wrong := sorted(map(str, chain(*told.values()))):
-        fail(f"the weights in {path!r} are not those of its config.json: {wrong[:3]}")
-    return lm
-
-
-def load_lm(path, device, dtype="fp32"):
-    """(transformers LM, tokenizer) to sample with. dtype: as for `load`.
-
-    Fails if it computes no trees: then nor is it sampled by an attention of ours.
-    """
-    path, tokenizer, config = find_model(path, weights=True)
-    turns = proof_turns(config.get_text_config())[:2]
-    model, _ = read_tree_lm(path, device, pick_dtype(dtype, torch.device(device)), turns)
-    if not model.takes_trees:
-        fail(f"transformers can't sample here from {path!r}, whose attention or layers are "
-             "of another kind: give a vLLM server by --engine")
-    model.lm.set_attn_implementation("sdpa")
-    return model.lm.to(device), tokenizer
-
-
 def load_options(args, device):
     """Keyword arguments of `load` from the trainers' flags."""
     names = "offload", "recompute", "compile"
@@ -734,29 +692,40 @@ def load(path, device="cpu", dtype="fp32", **sharding):
     turns = proof_turns(config.get_text_config())
     read = functools.partial(read_tree_lm, path, device, "auto" if keep else dtype, turns)
     if sharding and WORLD > 1:
-        whole, (own, attention) = rank_0_keeps(read)
+        whole, (own, attention, buffers) = rank_0_keeps(read)
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32,
                                                   attn_implementation=attention)
             model = TreeLM(lm, device)
         shard(model, dtype, **sharding)
-        fill_from_rank_0(model, whole, "cpu" if sharding.get("offload") else device)
+        fill_from_rank_0(model, whole, buffers, "cpu" if sharding.get("offload") else device)
     else:
-        model, (own, _) = read()
+        model, (own, _, _) = read()
         if sharding:
             shard(model, dtype, **sharding)
             model.float()
         if not sharding.get("offload"):
             model.to(device)
-    prove(model, path, turns, own)
+    logps = torch.cat(score(model, turns, math.inf))
+    if not agree(logps, own, model.dtype):
+        fail(f"the log-probs of {path!r} differ by {(logps - own).abs().mean():.2g} in the mean "
+             "from those of its own forward")
+    if not model.takes_trees:
+        say("trees do not give this model's log-probs: it computes turn by turn, and the prefixes "
+            "that turns share again in each")
     return model, tokenizer
 
 
 def read_tree_lm(path, device, dtype, turns):
-    """(TreeLM for a device, in CPU memory; (the turns' log-probs by the model's own forward, the
-    attention that the TreeLM has)).
+    """(TreeLM for a device, in CPU memory; what all ranks need: (the turns' log-probs by the
+    model's own forward, the attention that the TreeLM has, its buffers)).
     """
-    lm = read_lm(path, dtype, "eager")
+    with fail_on_error(f"the weights in {path!r} can't be read"):
+        lm, told = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager", use_safetensors=True,
+            trust_remote_code=False, output_loading_info=True)
+    if wrong := sorted(map(str, chain(*told.values()))):  # missing or superfluous
+        fail(f"the weights in {path!r} are not those of its config.json: {wrong[:3]}")
     model = TreeLM(lm, device)
     versions = [p._version for p in lm.parameters()]
     with fail_on_error(f"{path!r} can't be computed by its own forward"):
@@ -767,11 +736,13 @@ def read_tree_lm(path, device, dtype, turns):
     if not reached < 1e-3:
         fail(f"{path!r} is no causal language model: its log-probs depend on later tokens")
     # RWKV's weights change, and dynamic positions depend on the longest forward so far
-    if versions != [p._version for p in lm.parameters()] or "'dynamic'" in rope_of(model.config):
+    rope = str(getattr(model.config, "rope_parameters", None))
+    if versions != [p._version for p in lm.parameters()] or "'dynamic'" in rope:
         fail(f"{path!r} can't be trained: each of its forwards changes the next ones")
     if not computes_trees(model, turns[:2], own):
         lm.set_attn_implementation("eager")
-    return model, (own, model.config._attn_implementation)
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    return model, (own, model.config._attn_implementation, buffers)
 
 
 def computes_trees(model, turns, own):
@@ -780,9 +751,9 @@ def computes_trees(model, turns, own):
     Not so where layers are other than attention. What depends on length does not show in short
     turns: the config tells it.
     """
-    config = model.config
-    types = set(getattr(config, "layer_types", None) or ())
-    if "'longrope'" in rope_of(config) or types - {"full_attention", "sliding_attention"}:
+    rope = str(getattr(model.config, "rope_parameters", None))
+    types = set(getattr(model.config, "layer_types", None) or ())
+    if "'longrope'" in rope or types - {"full_attention", "sliding_attention"}:
         return False
     try:
         model.lm.set_attn_implementation("tree")
@@ -790,11 +761,6 @@ def computes_trees(model, turns, own):
     except Exception:  # of many kinds: it is not built as today's chat models are
         return False
     return reached == 0 and agree(logps, own[:len(logps)], model.dtype)
-
-
-def rope_of(config):
-    """What a config says of rotary positions, of one kind or one for each kind of layer."""
-    return str(getattr(config, "rope_parameters", None))
 
 
 @torch.enable_grad()
@@ -816,15 +782,6 @@ def trial(model, turns):
     return logps.detach(), (sizes.max() / largest).item()
 
 
-def proof_turns(config):
-    """Two turns with a common prompt, and one that is longer than a sliding window."""
-    longest = min(getattr(config, "sliding_window", None) or 0, 2048) + 8
-    first = config.vocab_size // 2  # far from special tokens
-    turns = [(8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (longest, (3, 2, 1))]
-    return [(packed(first + i % 11 for i in range(length)), packed(first + i for i in action))
-            for length, action in turns]
-
-
 @torch.no_grad()
 def own_logps(lm, turns):
     """action_logps by the forward and attention of a transformers model, turn by turn."""
@@ -843,30 +800,13 @@ def agree(logps, own, dtype):
     return (logps - own).abs().mean() < (0.5 if dtype.itemsize == 2 else 1e-3)
 
 
-def prove(model, path, turns, own):
-    """Fails if the model, as loaded and sharded, does not give the log-probs `own`."""
-    model.tokens = 1  # so that nothing is told of the cost of these turns
-    logps = torch.cat(score(model, turns, math.inf))
-    model.tokens = 0
-    if not agree(logps, own, model.dtype):
-        fail(f"the log-probs of {path!r} differ by {(logps - own).abs().mean():.2g} in the mean "
-             "from those of its own forward")
-
-
-def fill_from_rank_0(model, whole, device):
-    """Fills a sharded model without memory; whole: on rank 0 the same model, else None."""
-    model.to_empty(device=device)
-    weights = whole.state_dict() if whole else {}
-    everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=everywhere)
-    values = dict(whole.named_buffers(remove_duplicate=False)) if whole else {}
-    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
-        value = torch.empty_like(buffer, device=model.device)
-        if whole:
-            value.copy_(values[name])
-        dist.broadcast(value, 0)
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, value)
+def proof_turns(config):
+    """Two turns with a common prompt, and one that is longer than a sliding window."""
+    longest = min(getattr(config, "sliding_window", None) or 0, 2048) + 8
+    first = config.vocab_size // 2  # far from special tokens
+    turns = [(8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (longest, (3, 2, 1))]
+    return [(packed(first + i % 11 for i in range(length)), packed(first + i for i in action))
+            for length, action in turns]
 
 
 def shard(model, dtype, offload=0, recompute=None, compile=None):
@@ -899,6 +839,32 @@ def shard(model, dtype, offload=0, recompute=None, compile=None):
             module.set_force_sum_reduction_for_comms(True)
     for layer in model.layers():  # one that is recomputed in a backward pass would stay gathered
         layer.register_forward_hook(lambda layer, *_: layer.reshard())
+
+
+def fill_from_rank_0(model, whole, buffers, device):
+    """Fills a sharded model without memory; whole: on rank 0 the same model, else None."""
+    model.to_empty(device=device)
+    weights = whole.state_dict() if whole else {}
+    everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=everywhere)
+    if whole:
+        model.lm.generation_config = whole.lm.generation_config
+    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffers[name].to(model.device, buffer.dtype))
+
+
+def load_lm(path, device, dtype="fp32"):
+    """(transformers LM, tokenizer) to sample with. dtype: as for `load`.
+
+    Fails if it computes no trees: then nor is it sampled by an attention of ours.
+    """
+    model, tokenizer = load(path, device, dtype)
+    if not model.takes_trees:
+        fail(f"transformers can't sample here from {path!r}, whose attention or layers are "
+             "of another kind: give a vLLM server by --engine")
+    model.lm.set_attn_implementation("sdpa")
+    return model.lm, tokenizer
 
 
 def gathered(tensor):

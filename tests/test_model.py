@@ -571,16 +571,16 @@ def save_strong(kind, own, tokenizer, out):
 
 @pytest.mark.parametrize("name", SLOW)
 def test_what_is_no_tree_is_computed_turn_by_turn(name, tmp_path, tiny_dir, capsys):
-    """Values and gradients; in 16 bits the same is chosen. One line tells the tokens."""
+    """Values and gradients; in 16 bits the same is chosen. One line tells it."""
     tokenizer, turns = M.find_model(tiny_dir)[1], some_turns()
     path = save_strong(*SLOW[name], tokenizer, tmp_path)
     model, _ = M.load(path)
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+    before = model.tokens
     check_equal_separate(model, plain, turns, 30, 1e-6)
     whole = sum(len(prompt + action) for prompt, action in set(turns))
-    told = f"{whole:,} tokens instead of {count_tokens(turns):,}"
-    assert not model.takes_trees and capsys.readouterr().err.count(told) == 1
-    assert model.tokens == 2 * whole
+    assert not model.takes_trees and capsys.readouterr().err.count("turn by turn") == 1
+    assert model.tokens - before == 2 * whole
     assert not M.load(path, dtype="bf16")[0].takes_trees
     with pytest.raises(SystemExit, match="give a vLLM server"):
         M.load_lm(path, "cpu")
@@ -639,10 +639,11 @@ def test_a_forward_that_is_wrong_is_found_as_the_model_is_loaded(fault, ranks, t
 @pytest.mark.parametrize("name", [
     name if name == "qwen3_next" else pytest.param(name, marks=pytest.mark.full) for name in SLOW])
 def test_two_processes_train_turn_by_turn_as_one_does(name, tmp_path, tiny_dir):
-    """With as many forwards on each."""
+    """With as many forwards on each, and what the folder says of sampling."""
     tokenizer = M.find_model(tiny_dir)[1]
     path = save_strong(*SLOW[name], tokenizer, tmp_path / "base")
-    rows, weights = [], []
+    Path(path, "generation_config.json").write_text('{"temperature": 0.9}')
+    rows, weights, samplers = [], [], []
     for ranks, more in ((1, []), (2, ["--recompute", 1, "--save_every", 2])):
         out = tmp_path / str(ranks)
         flags = ["--loss", "rft", "--all", 1, "--batch_size", 5, "--epochs", 2, "--model", path]
@@ -650,6 +651,8 @@ def test_two_processes_train_turn_by_turn_as_one_does(name, tmp_path, tiny_dir):
         assert "turn by turn" in done.stderr
         rows.append(steps(out))
         weights.append(load_file(out / "model.safetensors"))
+        samplers.append(json.loads((out / "generation_config.json").read_text()))
+    assert samplers[0] == samplers[1] and samplers[0]["temperature"] == 0.9
     assert len(rows[0]) == len(rows[1]) > 2
     for one, two in zip(*rows):
         for fact in ("loss", "grad_norm"):

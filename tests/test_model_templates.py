@@ -52,7 +52,7 @@ def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
     special = set(tokenizer.convert_tokens_to_ids(control))
     for template, ends in random_.sample([*templates()], 60):
         tokenizer.chat_template = template
-        M.forbidden.cache_clear(), M.ending.cache_clear()
+        M.control_tokens.cache_clear(), M.ending.cache_clear()
         for spell in ([], control):
             said = [spelled(random_, words + spell) or "x" for _ in range(6)]
             said[1] = "<think>\nwhy?\n</think>\n\n" * random_.randrange(2) + said[1]
