@@ -313,6 +313,8 @@ def action_logps(model, turns, tree_tokens=math.inf, what=None):
     again in the backward pass: the same values and gradients in bounded memory. `what` names a
     progress bar over them. Where the model computes no trees, each turn is one.
     """
+    if not model.takes_trees and not model.tokens:
+        tell_cost(turns)
     parts = deal(turns, tree_tokens if model.takes_trees else 0)
     trees = len(parts) // WORLD  # of each rank: all must join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
@@ -341,6 +343,14 @@ def action_logps(model, turns, tree_tokens=math.inf, what=None):
 def tree_logps(model, tree, anchor=None):
     """Log-probs of a tree's actions, one turn's after another's in one tensor."""
     return model(tree)[tree.where]  # a token that actions share is scored once
+
+
+def tell_cost(turns):
+    """Says what it costs that these turns are computed one by one."""
+    rows = [(len(seq), shared) for _, seq, shared in in_order(set(turns))]
+    whole, shared = map(sum, zip(*rows))
+    say("trees do not give this model's log-probs: turn by turn, by its own attention, it computes "
+        f"{whole:,} tokens instead of {whole - shared:,}")
 
 
 def lengths(turns):
@@ -685,7 +695,7 @@ def load(path, device="cpu", dtype="fp32", **sharding):
     """
     path, tokenizer, config = find_model(path, weights=True)
     if getattr(config, "quantization_config", None):
-        fail(f"{path!r} has quantized weights, which can't be trained: take those they are made of")
+        fail(f"{path!r} has quantized weights, which are not read: take those they are made of")
     device = torch.device(device)
     dtype = pick_dtype(dtype, device)
     keep = sharding and dtype != torch.float32  # the files' dtype: half the memory
@@ -706,13 +716,12 @@ def load(path, device="cpu", dtype="fp32", **sharding):
             model.float()
         if not sharding.get("offload"):
             model.to(device)
+    model.tokens = 1  # the cost of the next turns is told, but not of these
     logps = torch.cat(score(model, turns, math.inf))
+    model.tokens = 0
     if not agree(logps, own, model.dtype):
         fail(f"the log-probs of {path!r} differ by {(logps - own).abs().mean():.2g} in the mean "
              "from those of its own forward")
-    if not model.takes_trees:
-        say("trees do not give this model's log-probs: it computes turn by turn, and the prefixes "
-            "that turns share again in each")
     return model, tokenizer
 
 
@@ -723,7 +732,7 @@ def read_tree_lm(path, device, dtype, turns):
     with fail_on_error(f"the weights in {path!r} can't be read"):
         lm, told = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation="eager", use_safetensors=True,
-            trust_remote_code=False, output_loading_info=True)
+            trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True)
     if wrong := sorted(map(str, chain(*told.values()))):  # missing or superfluous
         fail(f"the weights in {path!r} are not those of its config.json: {wrong[:3]}")
     model = TreeLM(lm, device)
