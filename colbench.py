@@ -1165,42 +1165,35 @@ def browser_flag(p):
 
 
 def get_args(argv=None):
-    root = parser(__doc__, usage=None)
-    commands = root.add_subparsers(dest="command", required=True)
-    for name, run in (("grade", grade_stdin), ("check", check_stdin)):
-        p = commands.add_parser(name, description=run.__doc__, help=run.__doc__,
-                                allow_abbrev=False, formatter_class=root.formatter_class)
-        p.set_defaults(run=run)
-        flag(p, "rules", "honest", "official: as the released scorer",
-             choices=["honest", "official"])
-        flag(p, "workers", cpus(), "answers run at once", least=1)
-        g = p.add_argument_group("pages (frontend)")
-        browser_flag(g)
-        flag(g, "clip", "openai/clip-vit-base-patch32", "their likeness is CLIP's; a directory or "
-             "a hub name", metavar="DIR")
-    return root.parse_args(argv)
+    p = parser(__doc__, usage=None)
+    p.add_argument("command", choices=["grade", "check"], help="grade: add the reward to records "
+                   "that have task and answer; check: drop tasks whose reference lacks it")
+    flag(p, "rules", "honest", "official: as the released scorer", choices=["honest", "official"])
+    flag(p, "workers", cpus(), "answers run at once", least=1)
+    g = p.add_argument_group("pages (frontend)")
+    browser_flag(g)
+    flag(g, "clip", "openai/clip-vit-base-patch32", "their likeness is CLIP's; a directory or "
+         "a hub name", metavar="MODEL")
+    return p.parse_args(argv)
 
 
-def grade_stdin(args, emit):
-    """add the reward to records that have task and answer"""
-    rewards, failed, names, by = [], 0, set(), set()
+def grade(args, emit):
+    """Adds the reward to records that have task and answer."""
+    rewards, failed, names = [], 0, set()
     for record in grade_records(read_jsonl(sys.stdin, needs("answer", to_grade=True)), args):
         emit(record)
         rewards.append(record["reward"])
         failed += "failure" in record
-        names.add(environment(record["task"]).reward_name)
-        by.add(record.get("reward_by", "own rules"))
-    percent = 100 / max(1, len(rewards))
-    failures = f", {failed} failed" if failed else ""
-    say(f"{len(rewards)} answers: {' and '.join(sorted(names))} {sum(rewards) * percent:.1f} %, "
-        f"success {rewards.count(1) * percent:.1f} %{failures}; by {' and '.join(sorted(by))}")
+        name = environment(record["task"]).reward_name
+        names.add(f"{name} by {record.get('reward_by', 'own rules')}")
+    mean = 100 * sum(rewards) / max(1, len(rewards))
+    say(f"{len(rewards)} answers: {mean:.1f} % {', '.join(sorted(names))}; {failed} failed")
 
 
-def check_stdin(args, emit):
-    """drop tasks that do not give their own reference the full reward"""
-    records = enumerate(read_jsonl(sys.stdin, needs(to_grade=True)), 1)
+def check(args, emit):
+    """Drops tasks that do not give their own reference the full reward."""
     answered = ({"task": r["task"], "answer": r["task"]["ground_truth"], "of": r, "line": i}
-                for i, r in records)
+                for i, r in enumerate(read_jsonl(sys.stdin, needs(to_grade=True)), 1))
     for record in grade_records(answered, args):
         if record["reward"] > 0.9999:  # likenesses are rounded
             emit(record["of"])
@@ -1211,8 +1204,9 @@ def check_stdin(args, emit):
 
 
 def main(args):
+    command = grade if args.command == "grade" else check
     try:
-        args.run(args, open_stdout())
+        command(args, open_stdout())
     except GraderError as e:
         fail(e)
 

@@ -232,7 +232,6 @@ def get_args(argv=None):
     grade = found.add_parser("grade", allow_abbrev=False)
     flag(grade, "workers", colbench.cpus(), "pages drawn at once", least=1)
     browser_flag(grade)
-    grade.set_defaults(run=colbench.grade_stdin)
     return root.parse_args(argv)
 
 
