@@ -5,7 +5,7 @@ One record is one line of JSON, and every stage adds fields to it: README, "One 
     python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
 """
-from utils import digest, fail, flag, open_stdout, parser, read_jsonl, refuse_unread, run, say
+from utils import fail, flag, open_stdout, parser, read_jsonl, refuse_unread, run, say
 
 import asyncio
 import collections
@@ -614,11 +614,9 @@ def serve(bpf, modules, but, memory, room):
         zones = [of.ZoneInfo(name) for name in of.available_timezones()]  # noqa: F841
     null = os.open(os.devnull, os.O_RDWR)
     control = socket.socket(fileno=0)
-    text = "def f(x):\n    for i in range(3): x += i\n    return [x, 0.5, 'a', {'b': (x, None)}]"
-    for _ in range(20):
-        run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, null, room)
-    gc.collect()  # the runs above fill caches that each child would have to fill,
-    gc.freeze()  # and frozen pages are left alone by a child's collector: twice the speed in all
+    text = "def f(x): return [x, 0.5, 'a', {'b': (x, None)}]"  # fills caches that a child needs
+    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, null, room)
+    gc.freeze()  # a child's collector leaves frozen pages alone, and so shares them
     with contextlib.suppress(ConnectionError):  # the grader has died
         while True:
             order, fds, _, _ = socket.recv_fds(control, 1, 2)
@@ -652,47 +650,30 @@ class GraderError(Exception):
 
 
 class Server:
-    """A fork server, started when first used and again when it died; one caller at a time."""
+    """A running fork server, for one caller at a time."""
 
     def __init__(self, modules):
-        self.modules, self.process, self.control = modules, None, None
-
-    def start(self):
         self.control, theirs = socket.socketpair()
         self.control.settimeout(600)  # for a server that starts on a busy machine
         env = {"PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, "-s", "-P", "-B", "-Wignore", "-c", server_program(self.modules)]
+        command = [sys.executable, "-s", "-P", "-B", "-Wignore", "-c", server_program(modules)]
         with theirs:  # not -I: it would ignore the hash seed
             self.process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL,
                                             env=env, cwd="/", start_new_session=True)
 
     def stop(self):
-        if self.process:
-            self.process.kill()
-            self.process.wait()
-            self.control.close()
-            self.process = None
+        self.process.kill()
+        self.process.wait()
+        self.control.close()
 
     def run(self, request, seconds, left):
         """Runs one child: ([its claims, as bytes], the seconds that it took).
 
         They are those of a CPU, so that a busy machine takes none from an answer; or a tenth of
         those on the wall, if that is more: it sleeps. seconds: for each test; left: for all. If the
-        child ends before its last test, the last of the claims is text: why. A server that fails is
-        restarted once. GraderError: it fails again.
+        child ends before its last test, the last of the claims is text: why. OSError where the
+        server fails.
         """
-        for _ in range(2):
-            try:
-                return self.run_child(request, seconds, left)
-            except OSError as e:
-                error = e
-                self.stop()
-        raise GraderError(f"a fork server failed twice: {error!r}") from error
-
-    def run_child(self, request, seconds, left):
-        """As run(), but OSError where the server fails."""
-        if not self.process:
-            self.start()
         wire, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a message is a claim
         with wire, open(os.memfd_create("request"), "w+") as file:
             json.dump(request, file)
@@ -785,9 +766,10 @@ class Grader(contextlib.AbstractContextManager):
     """
 
     def __init__(self, rules="honest", workers=2):
-        self.official, self.closed = rules == "official", False
-        self.expected = {}  # {digest of a reference and its tests: its claims}
-        self.teams = [[Server(modules) for _, modules in SERVERS] for _ in range(workers)]
+        self.official = rules == "official"
+        self.expected = functools.cache(  # the claims of a reference
+            lambda reference, *tests: self.claims(reference, tests, patience=3))
+        self.teams = [{} for _ in range(workers)]  # each has {a row of SERVERS: its Server}
         self.idle = queue.LifoQueue()  # last in, first out: few answers start few servers
         for team in self.teams:
             self.idle.put(team)
@@ -795,11 +777,27 @@ class Grader(contextlib.AbstractContextManager):
 
     def __exit__(self, *_):
         """Ends the servers, after the answers in work."""
-        self.closed = True
         for team in [self.idle.get() for _ in self.teams]:
-            for server in team:
+            for server in team.values():
                 server.stop()
-            self.idle.put(team)  # for those who wait
+            team.clear()
+            self.idle.put(team)
+
+    def run(self, team, request, seconds, left):
+        """Server.run by that of a team's servers which suits the text. It starts when first used,
+        and again once where it fails. GraderError: it fails twice.
+        """
+        kind = next(i for i, (words, _) in enumerate(SERVERS) if re.search(words, request["text"]))
+        for _ in range(2):
+            try:
+                if kind not in team:
+                    team[kind] = Server(SERVERS[kind][1])
+                return team[kind].run(request, seconds, left)
+            except OSError as e:
+                error = e
+                if kind in team:
+                    team.pop(kind).stop()
+        raise GraderError(f"a fork server failed twice: {error!r}") from error
 
     def claims(self, text, tests, patience=1):
         """For each test a child's claim, as bytes, or why there is none, as text.
@@ -808,14 +806,10 @@ class Grader(contextlib.AbstractContextManager):
         """
         team = self.idle.get()
         try:
-            if self.closed:
-                raise GraderError("the grader is closed")
-            server = next(server for server, (words, _) in zip(team, SERVERS)
-                          if re.search(words, text))
             claims, left = [], LIMITS["answer"] * patience
             while len(claims) < len(tests) and left > 0:
                 request = {"text": text, "tests": tests[len(claims):], "official": self.official}
-                found, took = server.run(request, LIMITS["test"] * patience, left)
+                found, took = self.run(team, request, LIMITS["test"] * patience, left)
                 claims, left = claims + found, left - took
             return claims + ["timeout"] * (len(tests) - len(claims))
         finally:
@@ -829,11 +823,8 @@ class Grader(contextlib.AbstractContextManager):
             verdicts = [reason] * len(tests)
         else:
             code = official_code(answer) if self.official else answer
-            reference = task["ground_truth"]
-            key = digest([reference, tests])
-            if key not in self.expected:
-                self.expected[key] = self.claims(reference, tests, patience=3)
-            verdicts = list(map(verdict, self.expected[key], self.claims(code, tests)))
+            wanted = self.expected(task["ground_truth"], *tests)
+            verdicts = list(map(verdict, wanted, self.claims(code, tests)))
         reward = verdicts.count("pass") / len(tests)
         return {"reward": reward, "tests": dict(zip(names, verdicts))}
 
