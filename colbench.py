@@ -938,11 +938,12 @@ class Sheet:
 class Browser:
     """A Chromium with one tab, for one page at a time; started when needed.
 
-    Its methods run in a Renderer's event loop. api: playwright.async_api.
+    Its methods run in its loop. api: playwright.async_api.
     """
 
     def __init__(self, api, path, script):
         self.api, self.path, self.script = api, path, script
+        self.loop = asyncio.new_event_loop()
         self.driver = self.tab = None
         self.page = self.sheet = None  # what the tab may load
 
@@ -970,8 +971,25 @@ class Browser:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(driver.stop(), 5)
 
+    async def draw(self, page, sheet):
+        """See Renderer.render."""
+        for _ in range(2):  # again in a new browser: the first may have died of something else
+            try:
+                if not self.tab:
+                    await self.start()
+                return await asyncio.wait_for(self.shoot(page, sheet), PAGE["seconds"])
+            except TimeoutError:
+                await self.stop()
+                raise RenderError(f"the page took more than {PAGE['seconds']} s") from None
+            except GraderError:
+                raise
+            except Exception as e:  # a page is data: whatever it does is no error of ours
+                await self.stop()
+                error = e
+        raise RenderError(textwrap.shorten(str(error), 100))
+
     async def shoot(self, page, sheet):
-        """See Renderer.render. An error if the page fails."""
+        """What `draw` gives; an error if the page fails."""
         self.page, self.sheet = page, sheet
         await self.tab.goto("https://page.invalid/")
         drawn = await self.tab.evaluate(self.script)
@@ -1024,28 +1042,22 @@ class Renderer(contextlib.AbstractContextManager):
         path = next(filter(None, map(shutil.which, [browser] if browser else BROWSERS)), None)
         if not path:
             fail(f"no {browser or 'Chromium'} found: --browser PATH names one")
-        tailwind = os.path.join(CACHE, "tailwind.min.css")
-        css = b""
-        with contextlib.suppress(OSError), open(tailwind, "rb") as f:
-            css = f.read()
+        tailwind = pathlib.Path(CACHE, "tailwind.min.css")
+        css = tailwind.read_bytes() if tailwind.exists() else b""
         if sha256(css).hexdigest() != TAILWIND:
             fail(f"no Tailwind 2.2.19 style sheet at {tailwind} (MANUAL.md, \"Frontend Design\")")
         self.sheet = Sheet(css.decode())
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.browsers = [Browser(async_api, path, script) for _ in range(workers)]
-        self.idle = asyncio.LifoQueue()  # last in, first out: few pages start few browsers
+        self.idle = queue.LifoQueue()  # last in, first out: few pages start few browsers
         for one in self.browsers:
-            self.idle.put_nowait(one)
+            self.idle.put(one)
         self.render = functools.lru_cache(256)(self.render)
 
     def __exit__(self, *_):
-        for browser in self.browsers:
-            self.wait(browser.stop())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-
-    def wait(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        """Ends the browsers, after the pages in work."""
+        for browser in [self.idle.get() for _ in self.browsers]:
+            browser.loop.run_until_complete(browser.stop())
+            self.idle.put(browser)
 
     def render(self, page):
         """{"png", "height"} of a page, and what else `script` gives; RenderError says why not.
@@ -1056,7 +1068,11 @@ class Renderer(contextlib.AbstractContextManager):
             raise RenderError("no page")
         if len(page.encode(errors="replace")) > PAGE["bytes"]:
             raise RenderError(f"the page has more than {PAGE['bytes']} bytes")
-        return self.wait(self.draw(page, self.sheet(page)))
+        browser = self.idle.get()
+        try:
+            return browser.loop.run_until_complete(browser.draw(page, self.sheet(page)))
+        finally:
+            self.idle.put(browser)
 
     def pair(self, task, text):
         """(the last page in a text, the task's reference) as drawn."""
@@ -1066,26 +1082,6 @@ class Renderer(contextlib.AbstractContextManager):
         except RenderError as e:
             why = f"task {task_id(task)}: its reference can't be drawn: {e}"
             raise NoReference(why) from None
-
-    async def draw(self, page, sheet):
-        browser = await self.idle.get()
-        try:
-            for _ in range(2):  # again in a new browser: the first may have died of something else
-                try:
-                    if not browser.tab:
-                        await browser.start()
-                    return await asyncio.wait_for(browser.shoot(page, sheet), PAGE["seconds"])
-                except TimeoutError:
-                    await browser.stop()
-                    raise RenderError(f"the page took more than {PAGE['seconds']} s") from None
-                except (GraderError, RenderError):
-                    raise
-                except Exception as e:  # a page is data: whatever it does is no error of ours
-                    await browser.stop()
-                    error = e
-            raise RenderError(textwrap.shorten(str(error), 100))
-        finally:
-            self.idle.put_nowait(browser)
 
 
 # --- frontend: how alike two pages look -----------------------------------------------------------
