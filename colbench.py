@@ -111,19 +111,18 @@ def first_message(task, max_turns):
     return {"role": "user", "content": content}
 
 
-def dialogue_text(history):
-    """A dialogue as text for an LLM, without its first message, the agent's instructions."""
-    names = {"assistant": "Assistant", "user": "You", "system": "You"}
-    return "\n".join(f"{names[m['role']]}: {m['content']}" for m in history[1:])
-
-
 def human_prompt(task, history):
-    """What an LLM that plays the human reads: its kind's prompt, filled in."""
+    """What an LLM that plays the human reads: its kind's prompt, filled in.
+
+    The dialogue in it lacks the first message, the agent's instructions.
+    """
     prompt = environment(task).human_prompt
     if not prompt:
         fail(f"tasks of kind {kind_of(task)} have no prompt for an LLM human")
-    return fill(prompt, problem_description=task["problem_description"],
-                hidden_information=hidden_information(task), dialogue=dialogue_text(history))
+    names = {"assistant": "Assistant", "user": "You", "system": "You"}
+    dialogue = "\n".join(f"{names[m['role']]}: {m['content']}" for m in history[1:])
+    return fill(prompt, problem_description=task["problem_description"], dialogue=dialogue,
+                hidden_information=hidden_information(task))
 
 
 def fill(prompt, **values):
