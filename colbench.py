@@ -214,8 +214,7 @@ class Environment(contextlib.ExitStack):
         and tokens are measured anyway.
         """
         agent = agent_messages(record)
-        marked = bool(agent) and ANSWER in agent[-1]["content"]
-        answered = record.get("answered", marked)
+        answered = record.get("answered", bool(agent) and answers(agent[-1]))
         return {"success": (record["reward"] >= 1, 1), "unanswered": (not answered, 1)}
 
     def grade(self, task, answer):
