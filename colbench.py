@@ -844,38 +844,37 @@ def grade_records(records, args):
     A record whose grade raises is said and left out, and ends the program after the others. So does
     a bad line, after those before it. A GraderError ends it at once.
     """
-    window, error, lost = collections.deque(), None, 0
+    window, error, lost = collections.deque(), None, []
+    before = "reward", "tests", "failure", "reward_by"  # what a grader has said of another answer
 
-    def graded(record, job):
-        """[the record], without what a grader has said of another answer; [] if it is left out."""
-        nonlocal lost
-        before = "reward", "tests", "failure", "reward_by"
+    def graded(grader, record):
+        """[the record]; [] if its grade raises."""
         try:
-            return [{name: record[name] for name in record if name not in before} | job.result()]
+            said = grader.grade(record["task"], record.get("answer"))
         except GraderError:
             raise
         except Exception as e:
-            lost += 1
+            lost.append(record)
             say(f"not graded: task {task_id(record['task'])}: {type(e).__name__}: {e}")
             return []
+        return [{name: record[name] for name in record if name not in before} | said]
 
     with contextlib.ExitStack() as stack, \
             concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
         opened = functools.cache(lambda kind: stack.enter_context(kind(args)))
         try:
             for record in records:
-                grade = opened(environment(record["task"])).grade
-                window.append((record, pool.submit(grade, record["task"], record.get("answer"))))
+                window.append(pool.submit(graded, opened(environment(record["task"])), record))
                 if len(window) >= 4 * args.workers:
-                    yield from graded(*window.popleft())
+                    yield from window.popleft().result()
         except SystemExit as e:
             error = e
-        for waiting in window:
-            yield from graded(*waiting)
+        for job in window:
+            yield from job.result()
     if error:
         raise error
     if lost:
-        fail(f"{lost} answers could not be graded, and are left out")
+        fail(f"{len(lost)} answers could not be graded, and are left out")
 
 
 # --- frontend: pages in a real browser, which reaches nothing -------------------------------------
