@@ -889,7 +889,7 @@ BROWSER_FLAGS = [
     "--disable-lcd-text"]  # the last four: the same bytes on each machine
 # The SHA-256 of dist/tailwind.min.css in tailwindcss@2.2.19.
 TAILWIND = "b6ad97402eddb903e7a5d7a73ee47a679204efbdda4521a391cbad9df509b932"
-CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "colbench")
+CACHE = os.path.expanduser("~/.cache/colbench")
 PICTURE_HOSTS = re.compile(
     r"(^|\.)(picsum\.photos|placeholder\.com|placehold\.(co|it)|dummyimage\.com|unsplash\.com|"
     r"loremflickr\.com|placekitten\.com)$")
