@@ -882,11 +882,9 @@ def grade_records(records, args):
 PAGE = {"width": 1280, "height": 720, "tallest": 4096,  # pixels of a picture
         "bytes": 1 << 20, "seconds": 15}
 BROWSERS = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"
-BROWSER_FLAGS = [
-    "--disable-gpu", "--disable-background-networking", "--disable-component-update",
-    "--disable-quic", "--disable-sync", "--no-first-run", "--host-resolver-rules=MAP * ~NOTFOUND",
-    "--hide-scrollbars", "--force-color-profile=srgb", "--font-render-hinting=none",
-    "--disable-lcd-text"]  # the last four: the same bytes on each machine
+BROWSER_FLAGS = [  # beside Playwright's own; the last two: the same bytes on each machine
+    "--disable-gpu", "--disable-quic", "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--font-render-hinting=none", "--disable-lcd-text"]
 # The SHA-256 of dist/tailwind.min.css in tailwindcss@2.2.19.
 TAILWIND = "b6ad97402eddb903e7a5d7a73ee47a679204efbdda4521a391cbad9df509b932"
 CACHE = os.path.expanduser("~/.cache/colbench")
@@ -1016,9 +1014,7 @@ def grey_picture(path):
     """An SVG file of the size that a picture's URL asks for, such as /id/48/100/50."""
     path = re.sub(r"/(id|seed)/[^/]*", "", path)
     sizes = [min(max(int(n), 1), 4096) for n in re.findall(r"\d{1,5}", path)]
-    if len(sizes) == 1:
-        sizes *= 2
-    width, height = sizes[-2:] or (300, 200)
+    width, height = (2 * sizes)[-2:] or (300, 200)  # one number: a square
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">'
             '<rect width="100%" height="100%" fill="#9ca3af"/></svg>')
 
