@@ -597,8 +597,8 @@ def load(name, but):
 
 
 def serve(bpf, modules, but, memory, room):
-    """A fork server on stdin, a Unix socket: "f" with a wire and a file forks a child, "k" kills
-    and reaps it. It ends with the grader, and the child with it.
+    """A fork server on stdin, a Unix socket: a byte with a wire and a file forks a child, the next
+    one kills and reaps it. It ends with the grader, and the child with it.
 
     A child opens no file, and so imports what is loaded here: `modules`, but for those in `but`.
     """
@@ -616,20 +616,16 @@ def serve(bpf, modules, but, memory, room):
     run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, null, room)
     gc.freeze()  # a child's collector leaves frozen pages alone, and so shares them
     with contextlib.suppress(ConnectionError):  # the grader has died
-        while True:
-            order, fds, _, _ = socket.recv_fds(control, 1, 2)
-            if order == b"f":
-                pid = os.fork()
-                if pid == 0:
-                    be_child(*fds, null, (libc, bpf, memory), room)
-                for fd in fds:
-                    os.close(fd)
-            elif order == b"k":
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                control.sendall(b"k")
-            else:
-                return
+        while fds := socket.recv_fds(control, 1, 2)[1]:
+            pid = os.fork()
+            if pid == 0:
+                be_child(*fds, null, (libc, bpf, memory), room)
+            for fd in fds:
+                os.close(fd)
+            control.recv(1)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            control.sendall(b"k")
 
 # fork server: end
 
