@@ -5,7 +5,7 @@ One record is one line of JSON, and every stage adds fields to it: README, "One 
     python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
 """
-from utils import digest, fail, flag, open_stdout, parser, read_jsonl, refuse_unread, run, say
+from utils import fail, flag, open_stdout, parser, read_jsonl, refuse_unread, run, say
 
 import asyncio
 import collections
@@ -111,19 +111,18 @@ def first_message(task, max_turns):
     return {"role": "user", "content": content}
 
 
-def dialogue_text(history):
-    """A dialogue as text for an LLM, without its first message, the agent's instructions."""
-    names = {"assistant": "Assistant", "user": "You", "system": "You"}
-    return "\n".join(f"{names[m['role']]}: {m['content']}" for m in history[1:])
-
-
 def human_prompt(task, history):
-    """What an LLM that plays the human reads: its kind's prompt, filled in."""
+    """What an LLM that plays the human reads: its kind's prompt, filled in.
+
+    The dialogue in it lacks the first message, the agent's instructions.
+    """
     prompt = environment(task).human_prompt
     if not prompt:
         fail(f"tasks of kind {kind_of(task)} have no prompt for an LLM human")
-    return fill(prompt, problem_description=task["problem_description"],
-                hidden_information=hidden_information(task), dialogue=dialogue_text(history))
+    names = {"assistant": "Assistant", "user": "You", "system": "You"}
+    dialogue = "\n".join(f"{names[m['role']]}: {m['content']}" for m in history[1:])
+    return fill(prompt, problem_description=task["problem_description"], dialogue=dialogue,
+                hidden_information=hidden_information(task))
 
 
 def fill(prompt, **values):
@@ -215,8 +214,7 @@ class Environment(contextlib.ExitStack):
         and tokens are measured anyway.
         """
         agent = agent_messages(record)
-        marked = bool(agent) and ANSWER in agent[-1]["content"]
-        answered = record.get("answered", marked)
+        answered = record.get("answered", bool(agent) and answers(agent[-1]))
         return {"success": (record["reward"] >= 1, 1), "unanswered": (not answered, 1)}
 
     def grade(self, task, answer):
@@ -599,8 +597,8 @@ def load(name, but):
 
 
 def serve(bpf, modules, but, memory, room):
-    """A fork server on stdin, a Unix socket: "f" with a wire and a file forks a child, "k" kills
-    and reaps it. It ends with the grader, and the child with it.
+    """A fork server on stdin, a Unix socket: a byte with a wire and a file forks a child, the next
+    one kills and reaps it. It ends with the grader, and the child with it.
 
     A child opens no file, and so imports what is loaded here: `modules`, but for those in `but`.
     """
@@ -614,26 +612,20 @@ def serve(bpf, modules, but, memory, room):
         zones = [of.ZoneInfo(name) for name in of.available_timezones()]  # noqa: F841
     null = os.open(os.devnull, os.O_RDWR)
     control = socket.socket(fileno=0)
-    text = "def f(x):\n    for i in range(3): x += i\n    return [x, 0.5, 'a', {'b': (x, None)}]"
-    for _ in range(20):
-        run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, null, room)
-    gc.collect()  # the runs above fill caches that each child would have to fill,
-    gc.freeze()  # and frozen pages are left alone by a child's collector: twice the speed in all
+    text = "def f(x): return [x, 0.5, 'a', {'b': (x, None)}]"  # fills caches that a child needs
+    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, null, room)
+    gc.freeze()  # a child's collector leaves frozen pages alone, and so shares them
     with contextlib.suppress(ConnectionError):  # the grader has died
-        while True:
-            order, fds, _, _ = socket.recv_fds(control, 1, 2)
-            if order == b"f":
-                pid = os.fork()
-                if pid == 0:
-                    be_child(*fds, null, (libc, bpf, memory), room)
-                for fd in fds:
-                    os.close(fd)
-            elif order == b"k":
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
-                control.sendall(b"k")
-            else:
-                return
+        while fds := socket.recv_fds(control, 1, 2)[1]:
+            pid = os.fork()
+            if pid == 0:
+                be_child(*fds, null, (libc, bpf, memory), room)
+            for fd in fds:
+                os.close(fd)
+            control.recv(1)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            control.sendall(b"k")
 
 # fork server: end
 
@@ -652,47 +644,30 @@ class GraderError(Exception):
 
 
 class Server:
-    """A fork server, started when first used and again when it died; one caller at a time."""
+    """A running fork server, for one caller at a time."""
 
     def __init__(self, modules):
-        self.modules, self.process, self.control = modules, None, None
-
-    def start(self):
         self.control, theirs = socket.socketpair()
         self.control.settimeout(600)  # for a server that starts on a busy machine
         env = {"PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, "-s", "-P", "-B", "-Wignore", "-c", server_program(self.modules)]
+        command = [sys.executable, "-s", "-P", "-B", "-Wignore", "-c", server_program(modules)]
         with theirs:  # not -I: it would ignore the hash seed
             self.process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL,
                                             env=env, cwd="/", start_new_session=True)
 
     def stop(self):
-        if self.process:
-            self.process.kill()
-            self.process.wait()
-            self.control.close()
-            self.process = None
+        self.process.kill()
+        self.process.wait()
+        self.control.close()
 
     def run(self, request, seconds, left):
         """Runs one child: ([its claims, as bytes], the seconds that it took).
 
         They are those of a CPU, so that a busy machine takes none from an answer; or a tenth of
         those on the wall, if that is more: it sleeps. seconds: for each test; left: for all. If the
-        child ends before its last test, the last of the claims is text: why. A server that fails is
-        restarted once. GraderError: it fails again.
+        child ends before its last test, the last of the claims is text: why. OSError where the
+        server fails.
         """
-        for _ in range(2):
-            try:
-                return self.run_child(request, seconds, left)
-            except OSError as e:
-                error = e
-                self.stop()
-        raise GraderError(f"a fork server failed twice: {error!r}") from error
-
-    def run_child(self, request, seconds, left):
-        """As run(), but OSError where the server fails."""
-        if not self.process:
-            self.start()
         wire, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a message is a claim
         with wire, open(os.memfd_create("request"), "w+") as file:
             json.dump(request, file)
@@ -785,9 +760,10 @@ class Grader(contextlib.AbstractContextManager):
     """
 
     def __init__(self, rules="honest", workers=2):
-        self.official, self.closed = rules == "official", False
-        self.expected = {}  # {digest of a reference and its tests: its claims}
-        self.teams = [[Server(modules) for _, modules in SERVERS] for _ in range(workers)]
+        self.official = rules == "official"
+        self.expected = functools.cache(  # the claims of a reference
+            lambda reference, *tests: self.claims(reference, tests, patience=3))
+        self.teams = [{} for _ in range(workers)]  # each has {a row of SERVERS: its Server}
         self.idle = queue.LifoQueue()  # last in, first out: few answers start few servers
         for team in self.teams:
             self.idle.put(team)
@@ -795,11 +771,27 @@ class Grader(contextlib.AbstractContextManager):
 
     def __exit__(self, *_):
         """Ends the servers, after the answers in work."""
-        self.closed = True
         for team in [self.idle.get() for _ in self.teams]:
-            for server in team:
+            for server in team.values():
                 server.stop()
-            self.idle.put(team)  # for those who wait
+            team.clear()
+            self.idle.put(team)
+
+    def run(self, team, request, seconds, left):
+        """Server.run by that of a team's servers which suits the text. It starts when first used,
+        and again once where it fails. GraderError: it fails twice.
+        """
+        kind = next(i for i, (words, _) in enumerate(SERVERS) if re.search(words, request["text"]))
+        for _ in range(2):
+            try:
+                if kind not in team:
+                    team[kind] = Server(SERVERS[kind][1])
+                return team[kind].run(request, seconds, left)
+            except OSError as e:
+                error = e
+                if kind in team:
+                    team.pop(kind).stop()
+        raise GraderError(f"a fork server failed twice: {error!r}") from error
 
     def claims(self, text, tests, patience=1):
         """For each test a child's claim, as bytes, or why there is none, as text.
@@ -808,14 +800,10 @@ class Grader(contextlib.AbstractContextManager):
         """
         team = self.idle.get()
         try:
-            if self.closed:
-                raise GraderError("the grader is closed")
-            server = next(server for server, (words, _) in zip(team, SERVERS)
-                          if re.search(words, text))
             claims, left = [], LIMITS["answer"] * patience
             while len(claims) < len(tests) and left > 0:
                 request = {"text": text, "tests": tests[len(claims):], "official": self.official}
-                found, took = server.run(request, LIMITS["test"] * patience, left)
+                found, took = self.run(team, request, LIMITS["test"] * patience, left)
                 claims, left = claims + found, left - took
             return claims + ["timeout"] * (len(tests) - len(claims))
         finally:
@@ -829,11 +817,8 @@ class Grader(contextlib.AbstractContextManager):
             verdicts = [reason] * len(tests)
         else:
             code = official_code(answer) if self.official else answer
-            reference = task["ground_truth"]
-            key = digest([reference, tests])
-            if key not in self.expected:
-                self.expected[key] = self.claims(reference, tests, patience=3)
-            verdicts = list(map(verdict, self.expected[key], self.claims(code, tests)))
+            wanted = self.expected(task["ground_truth"], *tests)
+            verdicts = list(map(verdict, wanted, self.claims(code, tests)))
         reward = verdicts.count("pass") / len(tests)
         return {"reward": reward, "tests": dict(zip(names, verdicts))}
 
@@ -855,38 +840,37 @@ def grade_records(records, args):
     A record whose grade raises is said and left out, and ends the program after the others. So does
     a bad line, after those before it. A GraderError ends it at once.
     """
-    window, error, lost = collections.deque(), None, 0
+    window, error, lost = collections.deque(), None, []
+    before = "reward", "tests", "failure", "reward_by"  # what a grader has said of another answer
 
-    def graded(record, job):
-        """[the record], without what a grader has said of another answer; [] if it is left out."""
-        nonlocal lost
-        before = "reward", "tests", "failure", "reward_by"
+    def graded(grader, record):
+        """[the record]; [] if its grade raises."""
         try:
-            return [{name: record[name] for name in record if name not in before} | job.result()]
+            said = grader.grade(record["task"], record.get("answer"))
         except GraderError:
             raise
         except Exception as e:
-            lost += 1
+            lost.append(record)
             say(f"not graded: task {task_id(record['task'])}: {type(e).__name__}: {e}")
             return []
+        return [{name: record[name] for name in record if name not in before} | said]
 
     with contextlib.ExitStack() as stack, \
             concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
         opened = functools.cache(lambda kind: stack.enter_context(kind(args)))
         try:
             for record in records:
-                grade = opened(environment(record["task"])).grade
-                window.append((record, pool.submit(grade, record["task"], record.get("answer"))))
+                window.append(pool.submit(graded, opened(environment(record["task"])), record))
                 if len(window) >= 4 * args.workers:
-                    yield from graded(*window.popleft())
+                    yield from window.popleft().result()
         except SystemExit as e:
             error = e
-        for waiting in window:
-            yield from graded(*waiting)
+        for job in window:
+            yield from job.result()
     if error:
         raise error
     if lost:
-        fail(f"{lost} answers could not be graded, and are left out")
+        fail(f"{len(lost)} answers could not be graded, and are left out")
 
 
 # --- frontend: pages in a real browser, which reaches nothing -------------------------------------
@@ -894,14 +878,12 @@ def grade_records(records, args):
 PAGE = {"width": 1280, "height": 720, "tallest": 4096,  # pixels of a picture
         "bytes": 1 << 20, "seconds": 15}
 BROWSERS = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"
-BROWSER_FLAGS = [
-    "--disable-gpu", "--disable-background-networking", "--disable-component-update",
-    "--disable-quic", "--disable-sync", "--no-first-run", "--host-resolver-rules=MAP * ~NOTFOUND",
-    "--hide-scrollbars", "--force-color-profile=srgb", "--font-render-hinting=none",
-    "--disable-lcd-text"]  # the last four: the same bytes on each machine
+BROWSER_FLAGS = [  # beside Playwright's own; the last two: the same bytes on each machine
+    "--disable-gpu", "--disable-quic", "--host-resolver-rules=MAP * ~NOTFOUND",
+    "--font-render-hinting=none", "--disable-lcd-text"]
 # The SHA-256 of dist/tailwind.min.css in tailwindcss@2.2.19.
 TAILWIND = "b6ad97402eddb903e7a5d7a73ee47a679204efbdda4521a391cbad9df509b932"
-CACHE = os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "colbench")
+CACHE = os.path.expanduser("~/.cache/colbench")
 PICTURE_HOSTS = re.compile(
     r"(^|\.)(picsum\.photos|placeholder\.com|placehold\.(co|it)|dummyimage\.com|unsplash\.com|"
     r"loremflickr\.com|placekitten\.com)$")
@@ -947,11 +929,12 @@ class Sheet:
 class Browser:
     """A Chromium with one tab, for one page at a time; started when needed.
 
-    Its methods run in a Renderer's event loop. api: playwright.async_api.
+    Its methods run in its loop. api: playwright.async_api.
     """
 
     def __init__(self, api, path, script):
         self.api, self.path, self.script = api, path, script
+        self.loop = asyncio.new_event_loop()
         self.driver = self.tab = None
         self.page = self.sheet = None  # what the tab may load
 
@@ -979,11 +962,28 @@ class Browser:
             with contextlib.suppress(Exception):
                 await asyncio.wait_for(driver.stop(), 5)
 
+    async def draw(self, page, sheet):
+        """See Renderer.render."""
+        for _ in range(2):  # again in a new browser: the first may have died of something else
+            try:
+                if not self.tab:
+                    await self.start()
+                return await asyncio.wait_for(self.shoot(page, sheet), PAGE["seconds"])
+            except TimeoutError:
+                await self.stop()
+                raise RenderError(f"the page took more than {PAGE['seconds']} s") from None
+            except GraderError:
+                raise
+            except Exception as e:  # a page is data: whatever it does is no error of ours
+                await self.stop()
+                error = e
+        raise RenderError(textwrap.shorten(str(error), 100))
+
     async def shoot(self, page, sheet):
-        """See Renderer.render. An error if the page fails."""
+        """What `draw` gives; an error if the page fails."""
         self.page, self.sheet = page, sheet
         await self.tab.goto("https://page.invalid/")
-        drawn = check_numbers(await self.tab.evaluate(self.script))
+        drawn = await self.tab.evaluate(self.script)
         height = min(max(drawn["height"], 1), PAGE["tallest"])
         box = {"x": 0, "y": 0, "width": PAGE["width"], "height": height}
         png = await self.tab.screenshot(full_page=True, clip=box, animations="disabled")
@@ -1006,23 +1006,11 @@ class Browser:
             await route.abort("aborted")
 
 
-def check_numbers(said):
-    """What a browser says of a page, if its numbers are those of a page; else RenderError."""
-    if isinstance(said, (dict, list)):
-        for part in said.values() if isinstance(said, dict) else said:
-            check_numbers(part)
-    elif isinstance(said, (int, float)) and not abs(said) < 1e8:  # a browser's layout ends before
-        raise RenderError(f"a length or a colour of the page is {said}")
-    return said
-
-
 def grey_picture(path):
     """An SVG file of the size that a picture's URL asks for, such as /id/48/100/50."""
     path = re.sub(r"/(id|seed)/[^/]*", "", path)
     sizes = [min(max(int(n), 1), 4096) for n in re.findall(r"\d{1,5}", path)]
-    if len(sizes) == 1:
-        sizes *= 2
-    width, height = sizes[-2:] or (300, 200)
+    width, height = (2 * sizes)[-2:] or (300, 200)  # one number: a square
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">'
             '<rect width="100%" height="100%" fill="#9ca3af"/></svg>')
 
@@ -1043,28 +1031,22 @@ class Renderer(contextlib.AbstractContextManager):
         path = next(filter(None, map(shutil.which, [browser] if browser else BROWSERS)), None)
         if not path:
             fail(f"no {browser or 'Chromium'} found: --browser PATH names one")
-        tailwind = os.path.join(CACHE, "tailwind.min.css")
-        css = b""
-        with contextlib.suppress(OSError), open(tailwind, "rb") as f:
-            css = f.read()
+        tailwind = pathlib.Path(CACHE, "tailwind.min.css")
+        css = tailwind.read_bytes() if tailwind.exists() else b""
         if sha256(css).hexdigest() != TAILWIND:
             fail(f"no Tailwind 2.2.19 style sheet at {tailwind} (MANUAL.md, \"Frontend Design\")")
         self.sheet = Sheet(css.decode())
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.browsers = [Browser(async_api, path, script) for _ in range(workers)]
-        self.idle = asyncio.LifoQueue()  # last in, first out: few pages start few browsers
+        self.idle = queue.LifoQueue()  # last in, first out: few pages start few browsers
         for one in self.browsers:
-            self.idle.put_nowait(one)
+            self.idle.put(one)
         self.render = functools.lru_cache(256)(self.render)
 
     def __exit__(self, *_):
-        for browser in self.browsers:
-            self.wait(browser.stop())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-
-    def wait(self, coroutine):
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        """Ends the browsers, after the pages in work."""
+        for browser in [self.idle.get() for _ in self.browsers]:
+            browser.loop.run_until_complete(browser.stop())
+            self.idle.put(browser)
 
     def render(self, page):
         """{"png", "height"} of a page, and what else `script` gives; RenderError says why not.
@@ -1075,7 +1057,11 @@ class Renderer(contextlib.AbstractContextManager):
             raise RenderError("no page")
         if len(page.encode(errors="replace")) > PAGE["bytes"]:
             raise RenderError(f"the page has more than {PAGE['bytes']} bytes")
-        return self.wait(self.draw(page, self.sheet(page)))
+        browser = self.idle.get()
+        try:
+            return browser.loop.run_until_complete(browser.draw(page, self.sheet(page)))
+        finally:
+            self.idle.put(browser)
 
     def pair(self, task, text):
         """(the last page in a text, the task's reference) as drawn."""
@@ -1085,26 +1071,6 @@ class Renderer(contextlib.AbstractContextManager):
         except RenderError as e:
             why = f"task {task_id(task)}: its reference can't be drawn: {e}"
             raise NoReference(why) from None
-
-    async def draw(self, page, sheet):
-        browser = await self.idle.get()
-        try:
-            for _ in range(2):  # again in a new browser: the first may have died of something else
-                try:
-                    if not browser.tab:
-                        await browser.start()
-                    return await asyncio.wait_for(browser.shoot(page, sheet), PAGE["seconds"])
-                except TimeoutError:
-                    await browser.stop()
-                    raise RenderError(f"the page took more than {PAGE['seconds']} s") from None
-                except (GraderError, RenderError):
-                    raise
-                except Exception as e:  # a page is data: whatever it does is no error of ours
-                    await browser.stop()
-                    error = e
-            raise RenderError(textwrap.shorten(str(error), 100))
-        finally:
-            self.idle.put_nowait(browser)
 
 
 # --- frontend: how alike two pages look -----------------------------------------------------------
@@ -1165,42 +1131,35 @@ def browser_flag(p):
 
 
 def get_args(argv=None):
-    root = parser(__doc__, usage=None)
-    commands = root.add_subparsers(dest="command", required=True)
-    for name, run in (("grade", grade_stdin), ("check", check_stdin)):
-        p = commands.add_parser(name, description=run.__doc__, help=run.__doc__,
-                                allow_abbrev=False, formatter_class=root.formatter_class)
-        p.set_defaults(run=run)
-        flag(p, "rules", "honest", "official: as the released scorer",
-             choices=["honest", "official"])
-        flag(p, "workers", cpus(), "answers run at once", least=1)
-        g = p.add_argument_group("pages (frontend)")
-        browser_flag(g)
-        flag(g, "clip", "openai/clip-vit-base-patch32", "their likeness is CLIP's; a directory or "
-             "a hub name", metavar="DIR")
-    return root.parse_args(argv)
+    p = parser(__doc__, usage=None)
+    p.add_argument("command", choices=["grade", "check"], help="grade: add the reward to records "
+                   "that have task and answer; check: drop tasks whose reference lacks it")
+    flag(p, "rules", "honest", "official: as the released scorer", choices=["honest", "official"])
+    flag(p, "workers", cpus(), "answers run at once", least=1)
+    g = p.add_argument_group("pages (frontend)")
+    browser_flag(g)
+    flag(g, "clip", "openai/clip-vit-base-patch32", "their likeness is CLIP's; a directory or "
+         "a hub name", metavar="MODEL")
+    return p.parse_args(argv)
 
 
-def grade_stdin(args, emit):
-    """add the reward to records that have task and answer"""
-    rewards, failed, names, by = [], 0, set(), set()
+def grade(args, emit):
+    """Adds the reward to records that have task and answer."""
+    rewards, failed, names = [], 0, set()
     for record in grade_records(read_jsonl(sys.stdin, needs("answer", to_grade=True)), args):
         emit(record)
         rewards.append(record["reward"])
         failed += "failure" in record
-        names.add(environment(record["task"]).reward_name)
-        by.add(record.get("reward_by", "own rules"))
-    percent = 100 / max(1, len(rewards))
-    failures = f", {failed} failed" if failed else ""
-    say(f"{len(rewards)} answers: {' and '.join(sorted(names))} {sum(rewards) * percent:.1f} %, "
-        f"success {rewards.count(1) * percent:.1f} %{failures}; by {' and '.join(sorted(by))}")
+        name = environment(record["task"]).reward_name
+        names.add(f"{name} by {record.get('reward_by', 'own rules')}")
+    mean = 100 * sum(rewards) / max(1, len(rewards))
+    say(f"{len(rewards)} answers: {mean:.1f} % {', '.join(sorted(names))}; {failed} failed")
 
 
-def check_stdin(args, emit):
-    """drop tasks that do not give their own reference the full reward"""
-    records = enumerate(read_jsonl(sys.stdin, needs(to_grade=True)), 1)
+def check(args, emit):
+    """Drops tasks that do not give their own reference the full reward."""
     answered = ({"task": r["task"], "answer": r["task"]["ground_truth"], "of": r, "line": i}
-                for i, r in records)
+                for i, r in enumerate(read_jsonl(sys.stdin, needs(to_grade=True)), 1))
     for record in grade_records(answered, args):
         if record["reward"] > 0.9999:  # likenesses are rounded
             emit(record["of"])
@@ -1211,8 +1170,9 @@ def check_stdin(args, emit):
 
 
 def main(args):
+    command = grade if args.command == "grade" else check
     try:
-        args.run(args, open_stdout())
+        command(args, open_stdout())
     except GraderError as e:
         fail(e)
 

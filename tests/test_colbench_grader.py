@@ -372,15 +372,14 @@ def test_an_answer_cannot_read_an_earlier_one(grader):
     grader.claims(f"def {mark}(): return '{mark}' * 50", [f"{mark}()"] * 3)
     if os.geteuid():
         pytest.skip("only root may read a server's memory: it is not dumpable")
-    for server in (server for team in grader.teams for server in team):
-        if server.process:
-            pid = server.process.pid
-            with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb") as memory:
-                for line in maps:
-                    if "rw-p" in line and "[v" not in line:
-                        low, high = (int(v, 16) for v in line.split()[0].split("-"))
-                        memory.seek(low)
-                        assert mark.encode() not in memory.read(high - low)
+    for server in (server for team in grader.teams for server in team.values()):
+        pid = server.process.pid
+        with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb") as memory:
+            for line in maps:
+                if "rw-p" in line and "[v" not in line:
+                    low, high = (int(v, 16) for v in line.split()[0].split("-"))
+                    memory.seek(low)
+                    assert mark.encode() not in memory.read(high - low)
 
 
 # --- the grader itself ----------------------------------------------------------------------------
@@ -422,8 +421,7 @@ def test_cpus_are_those_of_affinity_and_quota(tmp_path):
     assert done.stdout == "1\n"
 
 
-def test_references_are_kept_by_a_digest():
-    """Each is run once, and its text, which may be of megabytes, is not kept."""
+def test_a_reference_is_run_once():
     with Grader(workers=1) as g:
         runs, run = [], g.claims
         g.claims = lambda text, *rest, **more: runs.append(text) or run(text, *rest, **more)
@@ -431,7 +429,6 @@ def test_references_are_kept_by_a_digest():
         for t in (one, other, one, dict(one), other):
             assert g.grade(t, HONEST)["reward"] == 1
         assert runs.count(DOUBLE["ground_truth"]) == 2
-        assert max(len(key) for key in g.expected) < 99
 
 
 def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb():
@@ -507,20 +504,20 @@ def test_the_wait_for_a_server_and_its_start_take_none_of_an_answers_time(monkey
                                  pytest.param(signal.SIGSEGV, marks=pytest.mark.full)])
 def test_a_killed_server_is_started_again(how):
     with Grader(workers=1) as g:
-        _, imports, plain = g.teams[0]
-        os.kill(plain.process.pid, how)
+        _, imports, plain = range(3)
+        os.kill(g.teams[0][plain].process.pid, how)
         assert g.grade(DOUBLE, HONEST)["reward"] == 1
         # while an answer runs: again on a new server, or an error, but never a verdict
         slow = "import time\ndef f(x):\n    time.sleep(.3)\n    return x * 2"
         assert g.grade(DOUBLE, slow)["reward"] == 1
-        threading.Timer(.2, lambda pid=imports.process.pid: os.kill(pid, how)).start()
+        threading.Timer(.2, os.kill, [g.teams[0][imports].process.pid, how]).start()
         assert g.grade(DOUBLE, slow)["reward"] == 1
 
 
 def test_a_grader_that_cannot_work_says_so(monkeypatch):
     with Grader(workers=1) as g:
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        g.teams[0][-1].stop()
+        g.teams[0].pop(2).stop()
         with pytest.raises(GraderError):
             g.grade(DOUBLE, HONEST)
     monkeypatch.undo()
@@ -531,17 +528,17 @@ def test_a_grader_that_cannot_work_says_so(monkeypatch):
     assert raised and descendants() == before
 
 
-def test_the_end_of_a_grader_leaves_nothing_and_is_told_to_whoever_waits():
+def test_the_end_of_a_grader_waits_for_the_answers_in_work_and_leaves_nothing():
     before = descendants()
     slow = "import time\ndef f(x):\n    time.sleep(.2)\n    return 2 * x"
-    with ThreadPoolExecutor(6) as pool:
-        with Grader(workers=1) as g:
+    with ThreadPoolExecutor(2) as pool:
+        with Grader(workers=2) as g:
             assert g.grade(DOUBLE, HONEST)["reward"] == 1 and descendants() != before
-            jobs = [pool.submit(g.grade, DOUBLE, slow) for _ in range(6)]
-        ended = [job.exception(timeout=60) or job.result()["reward"] for job in jobs]
-    assert any(isinstance(end, GraderError) for end in ended)
-    assert all(isinstance(end, GraderError) or end == 1 for end in ended)
-    assert descendants() <= before
+            jobs = [pool.submit(g.grade, DOUBLE, slow) for _ in range(2)]
+            while not g.idle.empty():
+                time.sleep(.01)
+        assert descendants() <= before
+        assert [job.result()["reward"] for job in jobs] == [1, 1]
 
 
 def test_check_drops_tasks_whose_reference_does_not_pass():
