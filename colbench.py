@@ -5,7 +5,7 @@ One record is one line of JSON, and every stage adds fields to it: README, "One 
     python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
 """
-from utils import fail, flag, open_stdout, parser, read_jsonl, refuse_unread, run, say
+from utils import digest, fail, flag, open_stdout, parser, read_jsonl, refuse_unread, run, say
 
 import asyncio
 import collections
@@ -761,8 +761,7 @@ class Grader(contextlib.AbstractContextManager):
 
     def __init__(self, rules="honest", workers=2):
         self.official = rules == "official"
-        self.expected = functools.cache(  # the claims of a reference
-            lambda reference, *tests: self.claims(reference, tests, patience=3))
+        self.expected = {}  # {digest of a reference and its tests: its claims}
         self.teams = [{} for _ in range(workers)]  # each has {a row of SERVERS: its Server}
         self.idle = queue.LifoQueue()  # last in, first out: few answers start few servers
         for team in self.teams:
@@ -817,8 +816,10 @@ class Grader(contextlib.AbstractContextManager):
             verdicts = [reason] * len(tests)
         else:
             code = official_code(answer) if self.official else answer
-            wanted = self.expected(task["ground_truth"], *tests)
-            verdicts = list(map(verdict, wanted, self.claims(code, tests)))
+            key = digest([task["ground_truth"], tests])
+            if key not in self.expected:
+                self.expected[key] = self.claims(task["ground_truth"], tests, patience=3)
+            verdicts = list(map(verdict, self.expected[key], self.claims(code, tests)))
         reward = verdicts.count("pass") / len(tests)
         return {"reward": reward, "tests": dict(zip(names, verdicts))}
 
@@ -972,7 +973,7 @@ class Browser:
             except TimeoutError:
                 await self.stop()
                 raise RenderError(f"the page took more than {PAGE['seconds']} s") from None
-            except GraderError:
+            except (GraderError, RenderError):
                 raise
             except Exception as e:  # a page is data: whatever it does is no error of ours
                 await self.stop()
@@ -983,7 +984,7 @@ class Browser:
         """What `draw` gives; an error if the page fails."""
         self.page, self.sheet = page, sheet
         await self.tab.goto("https://page.invalid/")
-        drawn = await self.tab.evaluate(self.script)
+        drawn = check_numbers(await self.tab.evaluate(self.script))
         height = min(max(drawn["height"], 1), PAGE["tallest"])
         box = {"x": 0, "y": 0, "width": PAGE["width"], "height": height}
         png = await self.tab.screenshot(full_page=True, clip=box, animations="disabled")
@@ -1004,6 +1005,16 @@ class Browser:
             await route.fulfill(body=grey_picture(url.path), content_type="image/svg+xml")
         else:
             await route.abort("aborted")
+
+
+def check_numbers(said):
+    """What a browser says of a page, if its numbers are those of a page; else RenderError."""
+    if isinstance(said, (dict, list)):
+        for part in said.values() if isinstance(said, dict) else said:
+            check_numbers(part)
+    elif isinstance(said, (int, float)) and not abs(said) < 1e8:  # a browser's layout ends before
+        raise RenderError(f"a length or a colour of the page is {said}")
+    return said
 
 
 def grey_picture(path):

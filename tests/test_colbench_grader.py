@@ -421,7 +421,8 @@ def test_cpus_are_those_of_affinity_and_quota(tmp_path):
     assert done.stdout == "1\n"
 
 
-def test_a_reference_is_run_once():
+def test_references_are_kept_by_a_digest():
+    """Each is run once, and its text, which may be of megabytes, is not kept."""
     with Grader(workers=1) as g:
         runs, run = [], g.claims
         g.claims = lambda text, *rest, **more: runs.append(text) or run(text, *rest, **more)
@@ -429,6 +430,7 @@ def test_a_reference_is_run_once():
         for t in (one, other, one, dict(one), other):
             assert g.grade(t, HONEST)["reward"] == 1
         assert runs.count(DOUBLE["ground_truth"]) == 2
+        assert max(len(key) for key in g.expected) < 99
 
 
 def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb():

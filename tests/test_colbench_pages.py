@@ -189,8 +189,13 @@ def test_no_name_in_a_page_shadows_what_measures_it(tag, renderer):
 
 
 @pytest.mark.full
-def test_a_page_whose_script_fails_or_tells_no_height_has_no_picture():
+def test_what_a_browser_says_of_a_page_is_numbers_in_range_or_no_picture():
     with Renderer(workers=1) as r:
+        for said in ("NaN", "Infinity", "-1/0", "1e9"):
+            for script in (f"{{height: {said}}}", f"{{height: 9, more: [{{a: [0, {said}]}}]}}"):
+                r.browsers[0].script = f"() => ({script})"
+                with pytest.raises(RenderError, match="a length or a colour of the page is"):
+                    r.render(PLAIN)
         for script in ("{height: 'tall'}", "{}", "null", "nothing"):
             r.browsers[0].script = f"() => ({script})"
             with pytest.raises(RenderError):
