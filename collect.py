@@ -49,12 +49,13 @@ def get_args(argv=None):
          '1024: {"max_tokens": null} leaves one out, "model" names one of several', metavar="JSON")
     g = p.add_argument_group("sampling")
     flag(g, "temperature", 1.0, "0: greedy")
-    flag(g, "top_p", 1.0, "draw each token from the likeliest that sum up to P", metavar="P")
+    flag(g, "top_p", 1.0, "draw each token from the likeliest that sum up to this", least=1e-6,
+         most=1)
     flag(g, "max_tokens", 1024, "longest message", least=1)
     flag(g, "thinking", 0, "1: let a model think that can; nobody sees it", choices=[0, 1])
     flag(g, "seed", 0, "of all draws")
     flag(g, "candidates", 0, "alternatives drawn at every turn; stage 2 wants 16")
-    flag(g, "candidates_share", 1.0, "share of the episodes that get candidates")
+    flag(g, "candidates_share", 1.0, "share of the episodes that get candidates", most=1)
     flag(g, "best_of", 1, "messages drawn; the critic's favourite is sent", least=1)
     flag(g, "critic", None, "--out of train_critic.py, or a FILE.py with advantages(task, history, "
          "actions); READS THE REFERENCE", metavar="WHO")
@@ -73,8 +74,6 @@ def get_args(argv=None):
         args.human_params = dict(json.loads(args.human_params))
     if (args.best_of > 1) != bool(args.critic):
         fail("--best_of N and --critic go together")
-    if not 0 < args.top_p <= 1:
-        fail(f"--top_p {args.top_p}: give a share above 0, at most 1")
     return args
 
 

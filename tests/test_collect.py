@@ -230,10 +230,11 @@ THOUGHT = lines([{"task": {**TASK, "id": "a"}, "dialogue_history": dialogue("p",
     (BARE, ["--human", "me.py"], "error: me.py: No such file"),
     (BARE, ["--human", collect.__file__], "collect.py defines no reply()"),
     (THOUGHT, ["--candidates", 2], "the dialogue of task a was played with --thinking 1"),
-    ("", ["--top_p", 0], "--top_p 0.0: give a share above 0"),
+    ("", ["--top_p", 0], "argument --top_p: 0 is not between 1e-06 and 1"),
+    ("", ["--candidates_share", 1.5], "--candidates_share: 1.5 is not between 0 and 1"),
     ("", ["--human_params", "[1"], "--human_params is no JSON object"),
-    ("", ["--max_turns", 0], "argument --max_turns: 0 is below 1"),
-    ("", ["--temperature", "nan"], "argument --temperature: nan is below 0")])
+    ("", ["--max_turns", 0], "argument --max_turns: 0 is not between 1 and inf"),
+    ("", ["--temperature", "nan"], "argument --temperature: nan is not between 0 and inf")])
 def test_collect_complains(stdin, flags, message, tiny_dir):
     assert message in complaint(play(tiny_dir, stdin, *flags))
 
