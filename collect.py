@@ -22,7 +22,7 @@ import math
 import os
 import runpy
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from types import SimpleNamespace
@@ -101,6 +101,7 @@ SAME = ("temperature", "top_p", "max_turns", "max_tokens", "thinking", "seed", "
         "logprob_weight")  # flags that all episodes of a file share
 COMPUTE = ThreadPoolExecutor(1)  # the thread in which models compute
 TREE_TOKENS = 16384  # of what the critic reads at once
+ROOM = 32  # tokens of an action for which there is room at first
 
 
 class EpisodeError(Exception):
@@ -571,95 +572,98 @@ class VllmEngine(Endpoint):
                               seed=rng(*draws[0]).getrandbits(31))
 
 
-class Group:
-    """Prompts with n draws each, and the actions that grow behind them, a token a step.
+class Reading:
+    """Prompts that one forward reads: the keys and values of their tokens.
 
-    Row r is the action actions[r], behind the prompt slots[r] // n. Of each layer there are keys
-    and values, stacked: shared, (2, prompts, heads, width, size), of the prompts, and own,
-    (2, rows, heads, room, size), of the rows.
+    cached[i]: (n, keys and values of prompt i's first n tokens), which are not read again. Those of
+    a prompt are (2, tokens, heads, size) in each layer.
     """
 
-    def __init__(self, prompts, cached, draws):
-        """draws[i]: prompt i's actions. cached[i]: (n, prompt_cache() of one that shares n tokens).
-        """
-        lengths = [len(prompt) for prompt in prompts]
-        self.cached, self.lengths = cached, torch.tensor(lengths, device=DEVICE)
-        self.new = [length - n for length, (n, _) in zip(lengths, cached)]
-        self.runs = SimpleNamespace(q=self.new, kv=lengths)
-        self.n, self.actions = len(draws[0]), [action for of in draws for action in of]
-        self.slots = torch.arange(len(self.actions), device=DEVICE)
-        self.shared, self.own = [], []
-        self.steps = -1  # tokens of the rows that have keys; -1: the prompts are read now
+    def __init__(self, prompts, cached):
+        self.cached, self.kv = cached, []  # kv[layer][i]: prompt i's
+        self.lengths = [len(prompt) for prompt in prompts]
+        self.new = [len(prompt) - n for prompt, (n, _) in zip(prompts, cached)]
         self.ids = [t for prompt, (n, _) in zip(prompts, cached) for t in prompt[n:]]
-        self.positions = torch.cat([torch.arange(n, length, device=DEVICE)
-                                    for length, (n, _) in zip(lengths, cached)])
+        self.positions = torch.cat([torch.arange(n, len(prompt), device=DEVICE)
+                                    for prompt, (n, _) in zip(prompts, cached)])
 
     def attend(self, layer, q, k, v, scale, left):
         """Attention of the new tokens, (tokens, heads, size). left: as in model.tree_attention."""
-        if self.steps < 0:
-            return self.read(layer, q, torch.stack([k, v]), scale, left)
+        new = torch.stack([k, v]).split(self.new, 1)
+        self.kv.append([torch.cat([layers[layer][:, :n] if n else x[:, :0], x], 1)
+                        for x, (n, layers) in zip(new, self.cached)])
+        runs = SimpleNamespace(q=self.new, kv=self.lengths)
+        return sdpa_kernel(q, *torch.cat(self.kv[-1], 1), runs, scale, left)
+
+
+class Group:
+    """Prompts with n draws each, and the actions that grow behind them, a token a forward.
+
+    A row is an action, draw[row] of prompt[row]; those that have ended leave. Of each layer there
+    are keys and values: shared, (2, prompts, heads, width, size), of the prompts, which all draws
+    of one read, and own, (2, rows, heads, room, size), of the rows.
+    """
+
+    def __init__(self, reading, draws):
+        """reading: of the prompts. draws[i]: the n actions of prompt i."""
+        self.n, self.actions = len(draws[0]), [action for of in draws for action in of]
+        self.prompt = torch.arange(len(draws), device=DEVICE).repeat_interleave(self.n)
+        self.draw = torch.arange(self.n, device=DEVICE).repeat(len(draws))
+        self.lengths = torch.tensor(reading.lengths, device=DEVICE)  # of the prompts
+        padded = (pad_sequence([x.transpose(0, 1) for x in kv], True) for kv in reading.kv)
+        self.shared = [x.permute(2, 0, 3, 1, 4).contiguous() for x in padded]
+        self.own = [x.new_empty(2, len(self.actions), x.shape[2], ROOM, x.shape[4])
+                    for x in self.shared]
+        self.steps = -1  # tokens of a row that have keys: all but the last
+
+    def attend(self, layer, q, k, v, scale, left):
+        """Attention of each row's last token, (rows, heads, size), to its prompt and to itself."""
         if self.steps == self.own[layer].shape[3]:  # twice the room
             own = self.own[layer]
             self.own[layer] = torch.cat([own, torch.empty_like(own)], 3)
-        for own, x in zip(self.own[layer], (k, v)):
-            own[:, :, self.steps] = x
-        first = max(0, self.steps - left) if left >= 0 else 0
-        own_k, own_v = self.own[layer][:, :, :, first:self.steps + 1]
+        self.own[layer][:, :, :, self.steps] = torch.stack([k, v])
+        left = left if left >= 0 else math.inf
+        own_k, own_v = self.own[layer][:, :, :, max(0, self.steps - left):self.steps + 1]
         shared_k, shared_v = self.shared[layer]
         width = shared_k.shape[2]
+        at, lengths = torch.arange(width, device=DEVICE), self.lengths[self.prompt, None]
+        hidden = (at >= lengths) | (at < lengths + self.steps - left)
         q = q.unflatten(1, (k.shape[1], -1))  # (rows, heads of keys, queries of each, size)
-        scores = self.rows(self.by_prompt(q) @ shared_k.mT)
-        lengths = self.lengths[self.slots // self.n, None]
-        at = torch.arange(width, device=DEVICE)
-        hidden = at >= lengths
-        if left >= 0:
-            hidden |= at < lengths + self.steps - left
+        scores = self.by_row(self.by_prompt(q) @ shared_k.mT)
         scores = scores.masked_fill_(hidden[:, None, None], -math.inf)
         scores = torch.cat([scores, q @ own_k.mT], -1)
         weights = (scores.float() * scale).softmax(-1).to(q.dtype)
-        out = self.rows(self.by_prompt(weights[..., :width]) @ shared_v)
+        out = self.by_row(self.by_prompt(weights[..., :width]) @ shared_v)
         return (out + weights[..., width:] @ own_v).flatten(1, 2)
 
-    def read(self, layer, q, new, scale, left):
-        """attend() of the prompts' tokens that are not cached. new: their keys and values."""
-        paths = [torch.cat([layers[layer][:, :n], x], 1) if n else x
-                 for x, (n, layers) in zip(new.split(self.new, 1), self.cached)]
-        padded = pad_sequence([x.transpose(0, 1) for x in paths], batch_first=True)
-        self.shared.append(padded.permute(2, 0, 3, 1, 4).contiguous())
-        self.own.append(new.new_empty(2, len(self.actions), new.shape[2], 32, new.shape[3]))
-        return sdpa_kernel(q, *torch.cat(paths, 1), self.runs, scale, left)
-
     def by_prompt(self, x):
-        """(rows, heads, queries, ...) to (prompts, heads, n * queries, ...)."""
-        spread = x.new_zeros(len(self.lengths) * self.n, *x.shape[1:])
-        spread[self.slots] = x
-        return spread.unflatten(0, (-1, self.n)).transpose(1, 2).flatten(2, 3)
+        """(rows, heads, queries, ...) to (prompts, heads, n * queries, ...), 0 where none is."""
+        grid = x.new_zeros(len(self.lengths), self.n, *x.shape[1:])
+        grid[self.prompt, self.draw] = x
+        return grid.transpose(1, 2).flatten(2, 3)
 
-    def rows(self, x):
+    def by_row(self, x):
         """by_prompt() back."""
-        return x.unflatten(2, (self.n, -1)).transpose(1, 2).flatten(0, 1)[self.slots]
+        return x.unflatten(2, (self.n, -1)).transpose(1, 2)[self.prompt, self.draw]
 
-    def prompt_cache(self, i):
-        """Keys and values of prompt i for a later one: (2, tokens, heads, size) of each layer."""
-        n = self.lengths[i].item()
-        return [x[:, i, :, :n].transpose(1, 2).contiguous() for x in self.shared]
-
-    def grow(self, tokens):
-        """Takes the rows' next tokens; drops rows that have ended, an eighth of them at once."""
+    def grow(self):
+        """Goes on to the actions' last tokens; drops rows that have ended, an eighth at once."""
         self.steps += 1
-        live = [r for r, action in enumerate(self.actions) if not action.ended]
+        live = [row for row, action in enumerate(self.actions) if not action.ended]
         if len(live) <= 7 / 8 * len(self.actions):
-            tokens = [tokens[r] for r in live]
-            self.actions = [self.actions[r] for r in live]
-            slots = self.slots[live]
-            prompts, at = (slots // self.n).unique(return_inverse=True)
-            self.slots = at * self.n + slots % self.n
+            self.actions = [self.actions[row] for row in live]
+            self.own = [x[:, live] for x in self.own]
+            self.draw = self.draw[live]
+            prompts, self.prompt = self.prompt[live].unique(return_inverse=True)
             if len(prompts) < len(self.lengths):
                 self.lengths = self.lengths[prompts]
                 self.shared = [x[:, prompts] for x in self.shared]
-            self.own = [x[:, live] for x in self.own]
-        self.ids = tokens
-        self.positions = self.lengths[self.slots // self.n] + self.steps
+        self.ids = [action.ids[-1] for action in self.actions]
+        self.positions = self.lengths[self.prompt] + self.steps
+
+    def tokens(self):
+        """How many tokens it holds, of prompts and rows."""
+        return self.lengths.sum().item() + len(self.actions) * max(ROOM, self.steps)
 
 
 def attend_in_groups(module, query, key, value, attention_mask, scaling=None, groups=(),
@@ -710,11 +714,10 @@ class TransformersEngine(Batcher):
         waiting = sum(len(request.actions) for request in self.waiting)
         if waiting < sum(len(group.actions) for group in self.groups) / 4:
             return []
-        new, room = [], self.args.max_batch_tokens
-        for group in self.groups:
-            room -= group.lengths.sum().item() + len(group.actions) * max(32, group.steps)
+        new = []
+        room = self.args.max_batch_tokens - sum(group.tokens() for group in self.groups)
         for request in self.waiting:
-            room -= len(request.prompt) + 32 * len(request.actions)
+            room -= len(request.prompt) + ROOM * len(request.actions)
             if room < 0 and (new or self.groups):
                 break
             new.append(request)
@@ -724,12 +727,12 @@ class TransformersEngine(Batcher):
     @torch.no_grad()
     def compute(self, new):
         """Begins new requests; samples until one has ended."""
-        by_prompt, by_number = {}, {}  # requests of a prompt; such lists, by how many actions
+        by_prompt = defaultdict(list)  # requests
         for request in new:
-            by_prompt.setdefault(tuple(request.prompt), []).append(request)
+            by_prompt[tuple(request.prompt)].append(request)
+        by_number = defaultdict(list)  # such lists, by how many actions they have
         for requests in by_prompt.values():
-            n = sum(len(request.actions) for request in requests)
-            by_number.setdefault(n, []).append(requests)
+            by_number[sum(len(request.actions) for request in requests)].append(requests)
         for alike in by_number.values():
             self.begin(alike)
         while sum(len(prompt) for prompt, _ in self.cache.values()) > self.args.max_batch_tokens:
@@ -737,7 +740,8 @@ class TransformersEngine(Batcher):
         while not (ended := [r for r in self.under_way if all(a.ended for a in r.actions)]):
             logits = self.forward(self.groups).split([len(group.ids) for group in self.groups])
             for group, part in zip(self.groups, logits):
-                group.grow(self.draw(part, group.actions))
+                self.draw(part, group.actions)
+                group.grow()
             self.groups = [group for group in self.groups if group.actions]
         for request in ended:
             request.result = [(action.ids, action.logps) for action in request.actions]
@@ -748,17 +752,17 @@ class TransformersEngine(Batcher):
         requests: of each prompt those that have it.
         """
         prompts = [of[0].prompt for of in requests]
-        cached = [self.cached(of[0]) for of in requests]
-        actions = [[action for request in of for action in request.actions] for of in requests]
-        group = Group(prompts, cached, actions)
-        last = torch.tensor([*itertools.accumulate(group.new)], device=DEVICE) - 1
-        logits = self.forward([group], last).repeat_interleave(group.n, 0)
-        group.cached = None
-        for i, of in enumerate(requests):
+        reading = Reading(prompts, [self.cached(of[0]) for of in requests])
+        last = torch.tensor([*itertools.accumulate(reading.new)], device=DEVICE) - 1
+        logits = self.forward([reading], last)
+        for of, *kv in zip(requests, *reading.kv):
             for request in of:
                 self.cache.pop(request.episode, None)
-                self.cache[request.episode] = request.prompt, group.prompt_cache(i)
-        group.grow(self.draw(logits, group.actions))
+                self.cache[request.episode] = request.prompt, kv
+        draws = [[action for request in of for action in request.actions] for of in requests]
+        group = Group(reading, draws)
+        self.draw(logits.repeat_interleave(group.n, 0), group.actions)
+        group.grow()
         if group.actions:
             self.groups.append(group)
 
@@ -779,18 +783,16 @@ class TransformersEngine(Batcher):
                        groups=groups, logits_to_keep=at).logits[0]
 
     def draw(self, logits, actions):
-        """Draws the next token of each action that goes on; returns all, 0 for the others."""
-        tokens = [0] * len(actions)
-        live = [r for r, action in enumerate(actions) if not action.ended]
+        """Draws the next token of each action that goes on."""
+        live = [row for row, action in enumerate(actions) if not action.ended]
         for at in range(0, len(live), 64):  # a vocabulary is large
             rows = live[at:at + 64]
-            token, logp = self.choose(logits[rows], [actions[r].rng for r in rows])
-            for r, t, p in zip(rows, token[:, 0].tolist(), logp[:, 0].tolist()):
-                tokens[r], action = t, actions[r]
+            token, logp = self.choose(logits[rows], [actions[row].rng for row in rows])
+            for row, t, p in zip(rows, token[:, 0].tolist(), logp[:, 0].tolist()):
+                action = actions[row]
                 action.ids.append(t)
                 action.logps.append(p)
                 action.ended = t in self.stop or len(action.ids) == action.most
-        return tokens
 
     def choose(self, logits, generators):
         """(rows, 1) tokens and their log-probs."""
