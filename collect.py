@@ -10,8 +10,8 @@ Each episode is written as it ends. Draws are functions of (seed, task, sample, 
 batch change logits by rounding, and so rarely a text. A record that has a dialogue already gets
 candidates only.
 """
-from utils import (digest, fail, fail_on_error, flag, open_stdout, parser, progress, read_jsonl,
-                   rng, run, say, version)
+from utils import (fail, fail_on_error, flag, open_stdout, parser, progress, read_jsonl, rng, run,
+                   say, version)
 
 import asyncio
 import base64
@@ -26,11 +26,10 @@ from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from types import SimpleNamespace
-from urllib.parse import urlsplit
 
-from colbench import (NOT_SEEN, GraderError, NoReference, Renderer, RenderError, answers,
-                      browser_flag, cpus, environment, first_message, human_prompt, kind_of, needs,
-                      read_action, redact, task_id, without_thinking)
+from colbench import (NOT_SEEN, GraderError, NoReference, Renderer, RenderError, agent_messages,
+                      answers, browser_flag, cpus, environment, first_message, human_prompt,
+                      kind_of, needs, read_action, redact, task_id, without_thinking)
 
 
 def get_args(argv=None):
@@ -92,8 +91,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from model import (check_generation_prompt, common_prefix, end_of_turn, find_model, load, load_lm,
-                   render, score, sdpa_kernel, weights_digest)
+from model import (actions_of, check_generation_prompt, common_prefix, end_of_turn, find_model,
+                   load, load_lm, render, score, sdpa_kernel, weights_digest)
 from train_critic import advantages, critic_turns, find_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -140,7 +139,7 @@ class Players:
         if args.critic and args.critic.endswith(".py"):
             self.critic = function(args.critic, "advantages")
         elif args.critic:
-            self.critic = Critic(args)
+            self.critic = Critic(args).advantages
         return self
 
     async def play(self, task, sample):
@@ -164,13 +163,12 @@ class Players:
 
         In `meta` the candidates' settings stand beside those of the dialogue.
         """
-        history, key = record["dialogue_history"], (self.args.seed, task_id(record["task"]), sample)
-        agent = [t for t, m in enumerate(history) if m["role"] == "assistant"]
+        key = self.args.seed, task_id(record["task"]), sample
         if candidates := self.candidates(key):
-            for turn, t in enumerate(agent):
-                _, drawn = await self.sample(history[:t], (*key, turn), 0, candidates)
-                history[t]["candidates"] = drawn
-        answered = bool(agent) and answers(history[agent[-1]])
+            for turn, (history, (message, *_)) in enumerate(actions_of(record)):
+                drawn = await self.sample(history, (*key, turn), 0, candidates)
+                message["candidates"] = drawn[1]
+        answered = any(map(answers, agent_messages(record)[-1:]))
         meta = {"thinking": self.args.thinking, "candidates": self.meta}
         return {"sample": sample, "answered": record.get("answered", answered), "meta": meta}
 
@@ -231,16 +229,16 @@ class Players:
 
 
 async def ask(function, *args):
-    """What human or critic gives; None or a ValueError ends the episode, an OSError the run."""
+    """What human or critic gives. ValueError, None: the episode fails. OSError: the run ends."""
     try:
         given = function(*args)
         given = await given if inspect.isawaitable(given) else given
-    except ValueError as e:
+    except (ValueError, NoReference) as e:
         raise EpisodeError(e) from None
-    except OSError as e:  # of a connection
-        fail(f"{getattr(function, '__name__', function)}(): {e}")
+    except (OSError, GraderError) as e:  # of a connection, a browser
+        fail(f"{function.__name__}(): {e}")
     if given is None:
-        raise EpisodeError(f"{getattr(function, '__name__', function)}() gives nothing")
+        raise EpisodeError(f"{function.__name__}() gives nothing")
     return given
 
 
@@ -282,7 +280,7 @@ class Batcher:
 class Critic(Batcher):
     """The critic in a finished --out of train_critic.py.
 
-    await critic(task, history, actions) gives the actions' advantages.
+    await critic.advantages(task, history, actions) gives those of the actions.
     """
 
     def __init__(self, args):
@@ -292,7 +290,7 @@ class Critic(Batcher):
         self.pi_ref, _ = load(base, DEVICE, "auto")
         self.thinking = args.thinking
 
-    async def __call__(self, task, history, actions):
+    async def advantages(self, task, history, actions):
         turns = critic_turns(self.tokenizer, task, history, actions, self.thinking, True,
                              self.ref_context == "hidden")
         return await self.ask(turns=turns)
@@ -319,14 +317,9 @@ def finished_episodes(path, meta):
         for line in f:
             pass
         if line.startswith(b"{") and not line.endswith(b"\n"):
-            try:
-                json.loads(line)
-                f.write(b"\n")  # it is whole
-            except ValueError:
-                f.truncate(f.tell() - len(line))
+            f.truncate(f.tell() - len(line))
         f.seek(0)
-        fields = "task.problem_description", "task.ground_truth", "sample"
-        for r in read_jsonl(f, fields, path) if os.path.getsize(path) else ():
+        for r in read_jsonl(f, needs("sample"), path) if os.path.getsize(path) else ():
             done.add((task_id(r["task"]), r["sample"]))
             had = r.get("meta", {})
             had = had.get("candidates", had)  # those of add_candidates
@@ -337,156 +330,134 @@ def finished_episodes(path, meta):
     return done
 
 
-class Run(Players):
-    """The episodes of stdin's tasks."""
+def read_jobs(args, done):
+    """Yields (record, sample) of the episodes to play; completes the records' tasks.
 
-    def __init__(self, args, emit):
-        super().__init__(args)
-        self.emit, self.error = emit, None
-        self.done = finished_episodes(args.resume, self.meta) if args.resume else set()
+    A task that comes again gets further samples, and so does one's next dialogue.
+    """
+    text_of, next_sample = {}, {}  # of a task id
+    for record in read_jsonl(sys.stdin, needs()):
+        task, name = record["task"], task_id(record["task"])
+        record["task"] = {"kind": kind_of(task), **task, "id": name}
+        text = hash((task["problem_description"], task["ground_truth"]))
+        if text_of.setdefault(name, text) != text:
+            fail(f"two unlike tasks of stdin have the id {name}")
+        first = next_sample.get(name, 0)
+        samples = range(first, first + args.k)
+        if "dialogue_history" in record:
+            samples = [record.get("sample", first)]
+            thinking = record.get("meta", {}).get("thinking")
+            if not args.candidates:
+                fail(f"task {name} has a dialogue already: give --candidates, or cut it out")
+            if thinking not in (None, args.thinking):
+                fail(f"the dialogue of task {name} was played with --thinking {thinking}")
+        elif not args.human:
+            fail("--human is missing: give the http://host:port/v1 of an LLM, fixed:TEXT, or a "
+                 "FILE.py that defines reply(task, history)")
+        next_sample[name] = samples[-1] + 1
+        for sample in samples:
+            if (name, sample) not in done:
+                yield record, sample
 
-    async def all(self):
-        """Plays all episodes, and says how it went."""
-        jobs = self.jobs()
-        if first := next(jobs, None):  # before what is slow: stdin or a flag may be wrong
-            await self.load()
-            jobs = itertools.chain([first], jobs)
-            self.bar = progress(f"episodes of {self.args.model}")
-            await asyncio.gather(*(self.work(jobs) for _ in range(self.args.concurrency)))
-        self.summary()
 
-    def jobs(self):
-        """Yields (record, sample) of the episodes to play; completes the records' tasks.
+async def play_all(args, emit):
+    """Plays the episodes of stdin's tasks, writes each as it ends, and says how it went.
 
-        A task that comes again gets further samples, and so does one's next dialogue.
-        """
-        texts, samples_of = {}, Counter()  # of a task id: digest, how many
-        for record in read_jsonl(sys.stdin, needs()):
-            task = record["task"]
-            record["task"] = task = {"kind": kind_of(task), **task, "id": task_id(task)}
-            text = digest([task["problem_description"], task["ground_truth"]])
-            if texts.setdefault(task["id"], text) != text:
-                fail(f"two unlike tasks of stdin have the id {task['id']}")
-            played, first = "dialogue_history" in record, samples_of[task["id"]]
-            if played:
-                self.check_played(task["id"], record.get("meta", {}).get("thinking"))
-            elif not self.args.human:
-                fail("--human is missing: give the http://host:port/v1 of an LLM, fixed:TEXT, or a "
-                     "FILE.py that defines reply(task, history)")
-            n = 1 if played else self.args.k
-            if played and "sample" in record:
-                first = record["sample"]
-            else:
-                samples_of[task["id"]] += n
-            for sample in range(first, first + n):
-                if (task["id"], sample) not in self.done:
-                    yield record, sample
+    One that fails is not written: --resume plays it again. What ends the run waits for the episodes
+    under way.
+    """
+    players = Players(args)
+    done = finished_episodes(args.resume, players.meta) if args.resume else set()
+    jobs, totals, errors = read_jobs(args, done), players.totals, []
 
-    def check_played(self, name, thinking):
-        if not self.args.candidates:
-            fail(f"task {name} has a dialogue already: give --candidates, or cut it out")
-        if thinking not in (None, self.args.thinking):
-            fail(f"the dialogue of task {name} was played with --thinking {thinking}")
-
-    async def work(self, jobs):
-        """Plays one episode after another. An error of the run waits for those under way."""
-        try:
-            for record, sample in jobs:
-                if not self.error:
-                    await self.one(record, sample)
-        except SystemExit as e:
-            self.error = str(e).removeprefix("error: ")
-
-    async def one(self, record, sample):
-        """Plays an episode. If it fails, it is not written, and --resume plays it again."""
+    async def one(record, sample):
         try:
             if "dialogue_history" in record:
-                new = await self.add_candidates(record, sample)
+                new = await players.add_candidates(record, sample)
             else:
-                new = await self.play(record["task"], sample)
-        except (EpisodeError, NoReference) as e:
-            self.totals["failed"] += 1
-            if self.totals["failed"] <= 3:
+                new = await players.play(record["task"], sample)
+        except EpisodeError as e:
+            totals["failed"] += 1
+            if totals["failed"] <= 3:
                 say(f"task {record['task']['id']}, sample {sample} failed: {e}")
             return
         new["meta"] = {**record.get("meta", {}), **new["meta"]}
-        self.emit({**record, **new})
-        self.bar.update()
-        self.totals["episodes"] += 1
+        emit({**record, **new})
+        bar.update()
+        totals["episodes"] += 1
 
-    def summary(self):
-        """Says how it went; ends the program by its error, if there was one."""
-        totals = self.totals
-        cut = 100 * totals["cut"] / max(1, totals["actions"])
-        say(f"{totals['episodes']} episodes of {self.args.model} ({len(self.done)} done before): "
-            f"{cut:.1f} % of actions cut at --max_tokens {self.args.max_tokens}")
-        if self.error:
-            fail(self.error)
-        if totals["failed"]:
-            fail(f"{totals['failed']} episodes failed and were not written; --resume FILE plays "
-                 "them again")
+    async def work(queue):
+        try:
+            for record, sample in queue:
+                await one(record, sample)
+        except SystemExit as e:
+            errors.append(e)
+            jobs.close()  # no other begins
+
+    if first := next(jobs, None):  # before what is slow: stdin or a flag may be wrong
+        await players.load()
+        bar = progress(f"episodes of {args.model}")
+        queue = itertools.chain([first], jobs)
+        await asyncio.gather(*(work(queue) for _ in range(args.concurrency)))
+    cut = 100 * totals["cut"] / max(1, totals["actions"])
+    say(f"{totals['episodes']} episodes of {args.model} ({len(done)} done before): "
+        f"{cut:.1f} % of actions cut at --max_tokens {args.max_tokens}")
+    if errors:
+        raise errors[0]
+    if totals["failed"]:
+        fail(f"{totals['failed']} episodes failed and were not written; --resume FILE plays them "
+             "again")
 
 
 def main(args):
-    try:
-        asyncio.run(Run(args, open_stdout()).all())
-    except (GraderError, EpisodeError) as e:
-        fail(e)
+    asyncio.run(play_all(args, open_stdout()))
 
 
 # --- servers --------------------------------------------------------------------------------------
 
 class Endpoint:
     """An OpenAI-compatible server. The API key comes from the environment."""
-    hints = {404: " (an address ends in /v1)"}  # what may help, by a reply's status
 
-    def __init__(self, url, args, body):
-        """body: what all requests share."""
+    def __init__(self, url, args, body, hint=""):
+        """body: what all requests share. hint: what may help where one is refused."""
         import openai
-        where = urlsplit(url)
-        if not where.path.strip("/"):
-            url = url.rstrip("/") + "/v1"
-        here = where.hostname in ("localhost", "127.0.0.1", "::1")  # behind no proxy
-        self.errors = openai.OpenAIError, ConnectionError
+        os.environ.setdefault("NO_PROXY", "localhost,127.0.0.1,::1")
+        self.url, self.body, self.hint = url, body, hint
         self.client = openai.AsyncOpenAI(
             base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"),
-            max_retries=args.retries, timeout=openai.Timeout(args.timeout, connect=30),
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=not here))
-        self.body, self.answered = body, 0  # requests
-        self.failed = set()  # tasks whose requests were of no use since the last answer
+            max_retries=args.retries, timeout=openai.Timeout(args.timeout, connect=30))
+        self.answered, self.failed = 0, set()  # requests; tasks of those since the last answer
 
     async def meet(self):
         """Asks for the model's name, which body must tell if there are several; returns self."""
-        served = await self.ask("/models", lambda reply: [model["id"] for model in reply["data"]])
+        with fail_on_error(f"{self.url} lists no models (an address ends in /v1)"):
+            client = self.client.with_options(max_retries=0)
+            reply = await client.get("/models", cast_to=object)
+            served = [model["id"] for model in reply["data"]]
         name = served[0] if len(served) == 1 else self.body.get("model")
         if name not in served:
-            fail(f"{self.client.base_url} serves {', '.join(served) or 'no model'}, not {name}; "
+            fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}; "
                  """--human_params '{"model": "NAME"}' names the human's""")
         self.body["model"] = name
         return self
 
-    async def ask(self, path, read, task=None, **body):
-        """read(reply) of a request; one without a body is not repeated.
+    async def ask(self, path, task, read, **body):
+        """read(reply) of a request. EpisodeError: it is refused, or its reply of no use.
 
-        EpisodeError: it is wrong, or its reply of no use. Where that is so for 8 tasks in a row, or
-        none was answered while the client repeated it, the run ends.
+        Where requests of 8 tasks in a row fail, or none was answered while the client repeated this
+        one, the run ends.
         """
         answered = self.answered
         try:
-            if body:
-                reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
-            else:
-                reply = await self.client.with_options(max_retries=0).get(path, cast_to=object)
+            reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
             result = read(reply)
         except Exception as e:
-            status, text = getattr(e, "status_code", 0), " ".join(str(e).split())[:200]
-            if isinstance(e, (LookupError, TypeError)):
-                text = "the reply is not that of an OpenAI-compatible server"
-            why = f"{self.client.base_url}: {type(e).__name__}: {text}{self.hints.get(status, '')}"
-            wrong = status in (400, 413, 422) or not isinstance(e, self.errors)
-            if wrong:
-                self.failed.add(task)
-            if len(self.failed) >= 8 or not wrong and self.answered == answered:
+            down = (getattr(e, "status_code", 0) not in (400, 413, 422) and
+                    not isinstance(e, (ValueError, LookupError, TypeError, AttributeError)))
+            why = f"{self.url}: {type(e).__name__}: {' '.join(str(e).split())[:200]}"
+            why += "" if down else self.hint
+            self.failed.add(task)
+            if down and self.answered == answered or len(self.failed) >= 8:
                 fail(why + "; --resume FILE goes on from what was finished")
             raise EpisodeError(why) from None
         self.answered += 1
@@ -496,13 +467,12 @@ class Endpoint:
 
 class LLM(Endpoint):
     """An LLM that plays the human: it reads the hidden information, and looks at pages."""
-    leave_out = """ (--human_params '{"NAME": null}' leaves a parameter out)"""
-    hints = {**Endpoint.hints, 400: leave_out, 422: leave_out}
 
     def __init__(self, args):
         params = {"temperature": 0, "max_tokens": 1024, **args.human_params}
         given = {name: value for name, value in params.items() if value is not None}
-        super().__init__(args.human, args, given)
+        hint = """ (--human_params '{"max_tokens": 4000, "NAME": null}' sets one, leaves out one)"""
+        super().__init__(args.human, args, given, hint)
         self.browser = args.browser
 
     @cached_property
@@ -522,7 +492,7 @@ class LLM(Endpoint):
                     for page in seen]
             content = [{"type": "text", "text": content},
                        *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
-        reply = await self.ask("/chat/completions", said, task_id(task),
+        reply = await self.ask("/chat/completions", task_id(task), said,
                                messages=[{"role": "user", "content": content}])
         return redact(reply, task["ground_truth"])
 
@@ -532,9 +502,7 @@ def said(reply):
     choice = reply["choices"][0]
     text = without_thinking(choice["message"]["content"] or "")
     if not text:
-        longer = """ (--human_params '{"max_tokens": 4000}' lets it think longer)"""
-        reason = choice["finish_reason"]
-        raise ValueError(f"an empty reply, finish_reason {reason}{longer * (reason == 'length')}")
+        raise ValueError(f"an empty reply, finish_reason {choice['finish_reason']}")
     return text.encode(errors="replace").decode()  # no tokenizer takes a lone surrogate
 
 
@@ -568,7 +536,7 @@ class VllmEngine(Endpoint):
             return [(out["token_ids"], (out["logprobs"] or {}).get("token_logprobs") or [])
                     for out in outs]
 
-        return await self.ask("/completions", read, draws[0][1], prompt=prompt, n=len(draws),
+        return await self.ask("/completions", draws[0][1], read, prompt=prompt, n=len(draws),
                               seed=rng(*draws[0]).getrandbits(31))
 
 
@@ -599,16 +567,16 @@ class Reading:
 class Group:
     """Prompts with n draws each, and the actions that grow behind them, a token a forward.
 
-    A row is an action, draw[row] of prompt[row]; those that have ended leave. Of each layer there
-    are keys and values: shared, (2, prompts, heads, width, size), of the prompts, which all draws
-    of one read, and own, (2, rows, heads, room, size), of the rows.
+    A row is an action, the nth[row] of prompt[row]; those that have ended leave. Of each layer
+    there are keys and values: shared, (2, prompts, heads, width, size), of the prompts, read by all
+    draws of one, and own, (2, rows, heads, room, size), of the rows.
     """
 
     def __init__(self, reading, draws):
         """reading: of the prompts. draws[i]: the n actions of prompt i."""
         self.n, self.actions = len(draws[0]), [action for of in draws for action in of]
         self.prompt = torch.arange(len(draws), device=DEVICE).repeat_interleave(self.n)
-        self.draw = torch.arange(self.n, device=DEVICE).repeat(len(draws))
+        self.nth = torch.arange(self.n, device=DEVICE).repeat(len(draws))
         self.lengths = torch.tensor(reading.lengths, device=DEVICE)  # of the prompts
         padded = (pad_sequence([x.transpose(0, 1) for x in kv], True) for kv in reading.kv)
         self.shared = [x.permute(2, 0, 3, 1, 4).contiguous() for x in padded]
@@ -639,12 +607,12 @@ class Group:
     def by_prompt(self, x):
         """(rows, heads, queries, ...) to (prompts, heads, n * queries, ...), 0 where none is."""
         grid = x.new_zeros(len(self.lengths), self.n, *x.shape[1:])
-        grid[self.prompt, self.draw] = x
+        grid[self.prompt, self.nth] = x
         return grid.transpose(1, 2).flatten(2, 3)
 
     def by_row(self, x):
         """by_prompt() back."""
-        return x.unflatten(2, (self.n, -1)).transpose(1, 2)[self.prompt, self.draw]
+        return x.unflatten(2, (self.n, -1)).transpose(1, 2)[self.prompt, self.nth]
 
     def grow(self):
         """Goes on to the actions' last tokens; drops rows that have ended, an eighth at once."""
@@ -653,7 +621,7 @@ class Group:
         if len(live) <= 7 / 8 * len(self.actions):
             self.actions = [self.actions[row] for row in live]
             self.own = [x[:, live] for x in self.own]
-            self.draw = self.draw[live]
+            self.nth = self.nth[live]
             prompts, self.prompt = self.prompt[live].unique(return_inverse=True)
             if len(prompts) < len(self.lengths):
                 self.lengths = self.lengths[prompts]

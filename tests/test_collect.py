@@ -278,7 +278,7 @@ def test_a_wrong_human_is_told_before_the_model_is_loaded(tasks, tiny_dir, tmp_p
     save_file({"no weight": torch.zeros(1)}, base / "model.safetensors")  # to load it would fail
     choices = "--human is missing", "http://host:port/v1", "fixed:TEXT", "reply(task"
     for human, parts in (([], choices), (["--human", "me.py"], ["me.py: No such file"]),
-                         (["--human", "http://127.0.0.1:9"], ["http://127.0.0.1:9/v1"])):
+                         (["--human", "http://127.0.0.1:9"], ["http://127.0.0.1:9 lists no"])):
         complaint(script("collect.py", "--model", base, *human, stdin=tasks), *parts)
     complaint(script("collect.py", "--model", base, *HUMAN, stdin=tasks), str(base))
 
