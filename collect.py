@@ -229,7 +229,7 @@ class Players:
 
 
 async def ask(function, *args):
-    """What human or critic gives. ValueError, None: the episode fails. OSError: the run ends."""
+    """What human or critic gives; None or a ValueError ends the episode, an OSError the run."""
     try:
         given = function(*args)
         given = await given if inspect.isawaitable(given) else given
@@ -253,6 +253,7 @@ class Batcher:
         self.step = None  # the asyncio task that computes for all
 
     async def ask(self, **what):
+        """The result of a request. Who asks starts a step, or waits for the one under way."""
         request = SimpleNamespace(result=None, **what)
         self.waiting.append(request)
         while request.result is None:
@@ -488,10 +489,10 @@ class LLM(Endpoint):
                 seen = await asyncio.to_thread(self.renderer.pair, task, message)
             except RenderError as e:
                 return NOT_SEEN.format(e)
-            urls = ["data:image/png;base64," + base64.b64encode(page["png"]).decode()
-                    for page in seen]
-            content = [{"type": "text", "text": content},
-                       *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
+            content = [{"type": "text", "text": content}]
+            for page in seen:
+                url = "data:image/png;base64," + base64.b64encode(page["png"]).decode()
+                content.append({"type": "image_url", "image_url": {"url": url}})
         reply = await self.ask("/chat/completions", task_id(task), said,
                                messages=[{"role": "user", "content": content}])
         return redact(reply, task["ground_truth"])
