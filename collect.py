@@ -568,9 +568,9 @@ class Reading:
 class Group:
     """Prompts with n draws each, and the actions that grow behind them, a token a forward.
 
-    A row is an action, the nth[row] of prompt[row]; those that have ended leave. Of each layer
-    there are keys and values: shared, (2, prompts, heads, width, size), of the prompts, read by all
-    draws of one, and own, (2, rows, heads, room, size), of the rows.
+    A row is an action, draw nth[row] of prompt[row]; those that have ended leave. Of each layer
+    there are keys and values: shared, (2, prompts, heads, width, size), which a prompt's rows read
+    together, and own, (2, rows, heads, room, size), of what the rows have drawn.
     """
 
     def __init__(self, reading, draws):
@@ -586,7 +586,7 @@ class Group:
         self.steps = -1  # tokens of a row that have keys: all but the last
 
     def attend(self, layer, q, k, v, scale, left):
-        """Attention of each row's last token, (rows, heads, size), to its prompt and to itself."""
+        """Attention of the rows' last tokens, (rows, heads, size), to their prompts and actions."""
         if self.steps == self.own[layer].shape[3]:  # twice the room
             own = self.own[layer]
             self.own[layer] = torch.cat([own, torch.empty_like(own)], 3)
@@ -606,7 +606,8 @@ class Group:
         return (out + weights[..., width:] @ own_v).flatten(1, 2)
 
     def by_prompt(self, x):
-        """(rows, heads, queries, ...) to (prompts, heads, n * queries, ...), 0 where none is."""
+        """(rows, heads, queries, ...) to (prompts, heads, n * queries, ...), 0 for rows that left.
+        """
         grid = x.new_zeros(len(self.lengths), self.n, *x.shape[1:])
         grid[self.prompt, self.nth] = x
         return grid.transpose(1, 2).flatten(2, 3)
@@ -616,7 +617,7 @@ class Group:
         return x.unflatten(2, (self.n, -1)).transpose(1, 2)[self.prompt, self.nth]
 
     def grow(self):
-        """Goes on to the actions' last tokens; drops rows that have ended, an eighth at once."""
+        """Goes on to the tokens just drawn; drops rows that have ended, an eighth at once."""
         self.steps += 1
         live = [row for row, action in enumerate(self.actions) if not action.ended]
         if len(live) <= 7 / 8 * len(self.actions):
