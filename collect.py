@@ -10,8 +10,8 @@ Each episode is written as it ends. Draws are functions of (seed, task, sample, 
 batch change logits by rounding, and so rarely a text. A record that has a dialogue already gets
 candidates only.
 """
-from utils import (digest, fail, fail_on_error, flag, open_stdout, parser, progress, read_jsonl,
-                   rng, run, say, version)
+from utils import (fail, fail_on_error, flag, open_stdout, parser, progress, read_jsonl, rng, run,
+                   say, version)
 
 import asyncio
 import base64
@@ -22,15 +22,15 @@ import math
 import os
 import runpy
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from types import SimpleNamespace
-from urllib.parse import urlsplit
+from urllib.request import getproxies
 
-from colbench import (NOT_SEEN, GraderError, NoReference, Renderer, RenderError, answers,
-                      browser_flag, cpus, environment, first_message, human_prompt, kind_of, needs,
-                      read_action, redact, task_id, without_thinking)
+from colbench import (NOT_SEEN, GraderError, NoReference, Renderer, RenderError, agent_messages,
+                      answers, browser_flag, cpus, environment, first_message, human_prompt,
+                      kind_of, needs, read_action, redact, task_id, without_thinking)
 
 
 def get_args(argv=None):
@@ -49,12 +49,13 @@ def get_args(argv=None):
          '1024: {"max_tokens": null} leaves one out, "model" names one of several', metavar="JSON")
     g = p.add_argument_group("sampling")
     flag(g, "temperature", 1.0, "0: greedy")
-    flag(g, "top_p", 1.0, "draw each token from the likeliest that sum up to P", metavar="P")
+    flag(g, "top_p", 1.0, "draw each token from the likeliest that sum up to this", least=1e-6,
+         most=1)
     flag(g, "max_tokens", 1024, "longest message", least=1)
     flag(g, "thinking", 0, "1: let a model think that can; nobody sees it", choices=[0, 1])
     flag(g, "seed", 0, "of all draws")
     flag(g, "candidates", 0, "alternatives drawn at every turn; stage 2 wants 16")
-    flag(g, "candidates_share", 1.0, "share of the episodes that get candidates")
+    flag(g, "candidates_share", 1.0, "share of the episodes that get candidates", most=1)
     flag(g, "best_of", 1, "messages drawn; the critic's favourite is sent", least=1)
     flag(g, "critic", None, "--out of train_critic.py, or a FILE.py with advantages(task, history, "
          "actions); READS THE REFERENCE", metavar="WHO")
@@ -73,8 +74,6 @@ def get_args(argv=None):
         args.human_params = dict(json.loads(args.human_params))
     if (args.best_of > 1) != bool(args.critic):
         fail("--best_of N and --critic go together")
-    if not 0 < args.top_p <= 1:
-        fail(f"--top_p {args.top_p}: give a share above 0, at most 1")
     return args
 
 
@@ -93,8 +92,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from model import (check_generation_prompt, common_prefix, end_of_turn, find_model, load, load_lm,
-                   render, score, sdpa_kernel, weights_digest)
+from model import (actions_of, check_generation_prompt, common_prefix, end_of_turn, find_model,
+                   load, load_lm, render, score, sdpa_kernel, weights_digest)
 from train_critic import advantages, critic_turns, find_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -102,6 +101,7 @@ SAME = ("temperature", "top_p", "max_turns", "max_tokens", "thinking", "seed", "
         "logprob_weight")  # flags that all episodes of a file share
 COMPUTE = ThreadPoolExecutor(1)  # the thread in which models compute
 TREE_TOKENS = 16384  # of what the critic reads at once
+ROOM = 32  # tokens of an action for which there is room at first
 
 
 class EpisodeError(Exception):
@@ -126,7 +126,10 @@ class Players:
         """Asks the servers for their models, then loads ours; returns self."""
         args, human = self.args, self.args.human or ""
         if human.startswith("http"):
-            self.reply = (await LLM(args).meet()).reply
+            llm = LLM(args)
+            if "model" not in llm.body:
+                await llm.meet()
+            self.reply = llm.reply
         elif human.startswith("fixed:"):
             self.reply = lambda task, history: human.removeprefix("fixed:")
         elif human:
@@ -140,7 +143,7 @@ class Players:
         if args.critic and args.critic.endswith(".py"):
             self.critic = function(args.critic, "advantages")
         elif args.critic:
-            self.critic = Critic(args)
+            self.critic = Critic(args).advantages
         return self
 
     async def play(self, task, sample):
@@ -164,13 +167,12 @@ class Players:
 
         In `meta` the candidates' settings stand beside those of the dialogue.
         """
-        history, key = record["dialogue_history"], (self.args.seed, task_id(record["task"]), sample)
-        agent = [t for t, m in enumerate(history) if m["role"] == "assistant"]
+        key = self.args.seed, task_id(record["task"]), sample
         if candidates := self.candidates(key):
-            for turn, t in enumerate(agent):
-                _, drawn = await self.sample(history[:t], (*key, turn), 0, candidates)
-                history[t]["candidates"] = drawn
-        answered = bool(agent) and answers(history[agent[-1]])
+            for turn, (history, (message, *_)) in enumerate(actions_of(record)):
+                drawn = await self.sample(history, (*key, turn), 0, candidates)
+                message["candidates"] = drawn[1]
+        answered = any(map(answers, agent_messages(record)[-1:]))
         meta = {"thinking": self.args.thinking, "candidates": self.meta}
         return {"sample": sample, "answered": record.get("answered", answered), "meta": meta}
 
@@ -235,12 +237,12 @@ async def ask(function, *args):
     try:
         given = function(*args)
         given = await given if inspect.isawaitable(given) else given
-    except ValueError as e:
+    except (ValueError, NoReference) as e:
         raise EpisodeError(e) from None
-    except OSError as e:  # of a connection
-        fail(f"{getattr(function, '__name__', function)}(): {e}")
+    except (OSError, GraderError) as e:  # of a connection, a browser
+        fail(f"{function.__name__}(): {e}")
     if given is None:
-        raise EpisodeError(f"{getattr(function, '__name__', function)}() gives nothing")
+        raise EpisodeError(f"{function.__name__}() gives nothing")
     return given
 
 
@@ -255,6 +257,7 @@ class Batcher:
         self.step = None  # the asyncio task that computes for all
 
     async def ask(self, **what):
+        """The result of a request. Who asks starts a step, or waits for the one under way."""
         request = SimpleNamespace(result=None, **what)
         self.waiting.append(request)
         while request.result is None:
@@ -282,7 +285,7 @@ class Batcher:
 class Critic(Batcher):
     """The critic in a finished --out of train_critic.py.
 
-    await critic(task, history, actions) gives the actions' advantages.
+    await critic.advantages(task, history, actions) gives those of the actions.
     """
 
     def __init__(self, args):
@@ -292,7 +295,7 @@ class Critic(Batcher):
         self.pi_ref, _ = load(base, DEVICE, "auto")
         self.thinking = args.thinking
 
-    async def __call__(self, task, history, actions):
+    async def advantages(self, task, history, actions):
         turns = critic_turns(self.tokenizer, task, history, actions, self.thinking, True,
                              self.ref_context == "hidden")
         return await self.ask(turns=turns)
@@ -325,8 +328,7 @@ def finished_episodes(path, meta):
             except ValueError:
                 f.truncate(f.tell() - len(line))
         f.seek(0)
-        fields = "task.problem_description", "task.ground_truth", "sample"
-        for r in read_jsonl(f, fields, path) if os.path.getsize(path) else ():
+        for r in read_jsonl(f, needs("sample"), path) if os.path.getsize(path) else ():
             done.add((task_id(r["task"]), r["sample"]))
             had = r.get("meta", {})
             had = had.get("candidates", had)  # those of add_candidates
@@ -337,156 +339,137 @@ def finished_episodes(path, meta):
     return done
 
 
-class Run(Players):
-    """The episodes of stdin's tasks."""
+def read_jobs(args, done):
+    """Yields (record, sample) of the episodes to play; completes the records' tasks.
 
-    def __init__(self, args, emit):
-        super().__init__(args)
-        self.emit, self.error = emit, None
-        self.done = finished_episodes(args.resume, self.meta) if args.resume else set()
+    A task that comes again gets further samples, and so does one's next dialogue.
+    """
+    text_of, next_sample = {}, {}  # of a task id
+    for record in read_jsonl(sys.stdin, needs()):
+        task, name = record["task"], task_id(record["task"])
+        record["task"] = {"kind": kind_of(task), **task, "id": name}
+        text = hash((task["problem_description"], task["ground_truth"]))
+        if text_of.setdefault(name, text) != text:
+            fail(f"two unlike tasks of stdin have the id {name}")
+        first = next_sample.get(name, 0)
+        samples = range(first, first + args.k)
+        if "dialogue_history" in record:
+            samples = [record.get("sample", first)]
+            thinking = record.get("meta", {}).get("thinking")
+            if not args.candidates:
+                fail(f"task {name} has a dialogue already: give --candidates, or cut it out")
+            if thinking not in (None, args.thinking):
+                fail(f"the dialogue of task {name} was played with --thinking {thinking}")
+        elif not args.human:
+            fail("--human is missing: give the http://host:port/v1 of an LLM, fixed:TEXT, or a "
+                 "FILE.py that defines reply(task, history)")
+        next_sample[name] = samples[-1] + 1
+        for sample in samples:
+            if (name, sample) not in done:
+                yield record, sample
 
-    async def all(self):
-        """Plays all episodes, and says how it went."""
-        jobs = self.jobs()
-        if first := next(jobs, None):  # before what is slow: stdin or a flag may be wrong
-            await self.load()
-            jobs = itertools.chain([first], jobs)
-            self.bar = progress(f"episodes of {self.args.model}")
-            await asyncio.gather(*(self.work(jobs) for _ in range(self.args.concurrency)))
-        self.summary()
 
-    def jobs(self):
-        """Yields (record, sample) of the episodes to play; completes the records' tasks.
+async def play_all(args, emit):
+    """Plays the episodes of stdin's tasks, writes each as it ends, and says how it went.
 
-        A task that comes again gets further samples, and so does one's next dialogue.
-        """
-        texts, samples_of = {}, Counter()  # of a task id: digest, how many
-        for record in read_jsonl(sys.stdin, needs()):
-            task = record["task"]
-            record["task"] = task = {"kind": kind_of(task), **task, "id": task_id(task)}
-            text = digest([task["problem_description"], task["ground_truth"]])
-            if texts.setdefault(task["id"], text) != text:
-                fail(f"two unlike tasks of stdin have the id {task['id']}")
-            played, first = "dialogue_history" in record, samples_of[task["id"]]
-            if played:
-                self.check_played(task["id"], record.get("meta", {}).get("thinking"))
-            elif not self.args.human:
-                fail("--human is missing: give the http://host:port/v1 of an LLM, fixed:TEXT, or a "
-                     "FILE.py that defines reply(task, history)")
-            n = 1 if played else self.args.k
-            if played and "sample" in record:
-                first = record["sample"]
-            else:
-                samples_of[task["id"]] += n
-            for sample in range(first, first + n):
-                if (task["id"], sample) not in self.done:
-                    yield record, sample
+    One that fails is not written: --resume plays it again. What ends the run waits for the episodes
+    under way.
+    """
+    players = Players(args)
+    done = finished_episodes(args.resume, players.meta) if args.resume else set()
+    jobs, totals, errors = read_jobs(args, done), players.totals, []
 
-    def check_played(self, name, thinking):
-        if not self.args.candidates:
-            fail(f"task {name} has a dialogue already: give --candidates, or cut it out")
-        if thinking not in (None, self.args.thinking):
-            fail(f"the dialogue of task {name} was played with --thinking {thinking}")
-
-    async def work(self, jobs):
-        """Plays one episode after another. An error of the run waits for those under way."""
-        try:
-            for record, sample in jobs:
-                if not self.error:
-                    await self.one(record, sample)
-        except SystemExit as e:
-            self.error = str(e).removeprefix("error: ")
-
-    async def one(self, record, sample):
-        """Plays an episode. If it fails, it is not written, and --resume plays it again."""
+    async def one(record, sample):
         try:
             if "dialogue_history" in record:
-                new = await self.add_candidates(record, sample)
+                new = await players.add_candidates(record, sample)
             else:
-                new = await self.play(record["task"], sample)
-        except (EpisodeError, NoReference) as e:
-            self.totals["failed"] += 1
-            if self.totals["failed"] <= 3:
+                new = await players.play(record["task"], sample)
+        except EpisodeError as e:
+            totals["failed"] += 1
+            if totals["failed"] <= 3:
                 say(f"task {record['task']['id']}, sample {sample} failed: {e}")
             return
         new["meta"] = {**record.get("meta", {}), **new["meta"]}
-        self.emit({**record, **new})
-        self.bar.update()
-        self.totals["episodes"] += 1
+        emit({**record, **new})
+        bar.update()
+        totals["episodes"] += 1
 
-    def summary(self):
-        """Says how it went; ends the program by its error, if there was one."""
-        totals = self.totals
-        cut = 100 * totals["cut"] / max(1, totals["actions"])
-        say(f"{totals['episodes']} episodes of {self.args.model} ({len(self.done)} done before): "
-            f"{cut:.1f} % of actions cut at --max_tokens {self.args.max_tokens}")
-        if self.error:
-            fail(self.error)
-        if totals["failed"]:
-            fail(f"{totals['failed']} episodes failed and were not written; --resume FILE plays "
-                 "them again")
+    async def work(queue):
+        try:
+            for record, sample in queue:
+                await one(record, sample)
+        except SystemExit as e:
+            errors.append(e)
+            jobs.close()  # no other begins
+
+    if first := next(jobs, None):  # before what is slow: stdin or a flag may be wrong
+        await players.load()
+        bar = progress(f"episodes of {args.model}")
+        queue = itertools.chain([first], jobs)
+        await asyncio.gather(*(work(queue) for _ in range(args.concurrency)))
+    cut = 100 * totals["cut"] / max(1, totals["actions"])
+    say(f"{totals['episodes']} episodes of {args.model} ({len(done)} done before): "
+        f"{cut:.1f} % of actions cut at --max_tokens {args.max_tokens}")
+    if errors:
+        raise errors[0]
+    if totals["failed"]:
+        fail(f"{totals['failed']} episodes failed and were not written; --resume FILE plays them "
+             "again")
 
 
 def main(args):
-    try:
-        asyncio.run(Run(args, open_stdout()).all())
-    except (GraderError, EpisodeError) as e:
-        fail(e)
+    asyncio.run(play_all(args, open_stdout()))
 
 
 # --- servers --------------------------------------------------------------------------------------
 
 class Endpoint:
     """An OpenAI-compatible server. The API key comes from the environment."""
-    hints = {404: " (an address ends in /v1)"}  # what may help, by a reply's status
 
-    def __init__(self, url, args, body):
-        """body: what all requests share."""
+    def __init__(self, url, args, body, hint=""):
+        """body: what all requests share. hint: what may help where one is refused."""
         import openai
-        where = urlsplit(url)
-        if not where.path.strip("/"):
-            url = url.rstrip("/") + "/v1"
-        here = where.hostname in ("localhost", "127.0.0.1", "::1")  # behind no proxy
-        self.errors = openai.OpenAIError, ConnectionError
+        os.environ["no_proxy"] = getproxies().get("no", "") + ",localhost,127.0.0.1,::1"
+        self.url, self.body, self.hint = url, body, hint
         self.client = openai.AsyncOpenAI(
             base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"),
-            max_retries=args.retries, timeout=openai.Timeout(args.timeout, connect=30),
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=not here))
-        self.body, self.answered = body, 0  # requests
-        self.failed = set()  # tasks whose requests were of no use since the last answer
+            max_retries=args.retries, timeout=openai.Timeout(args.timeout, connect=30))
+        self.answered, self.failed = 0, set()  # requests; tasks of those since the last answer
 
     async def meet(self):
-        """Asks for the model's name, which body must tell if there are several; returns self."""
-        served = await self.ask("/models", lambda reply: [model["id"] for model in reply["data"]])
+        """Asks for the model's name, which must be the body's if there are several; returns self."""
+        with fail_on_error(f"{self.url} lists no models (an address ends in /v1)"):
+            client = self.client.with_options(max_retries=0)
+            reply = await client.get("/models", cast_to=object)
+            served = [model["id"] for model in reply["data"]]
         name = served[0] if len(served) == 1 else self.body.get("model")
         if name not in served:
-            fail(f"{self.client.base_url} serves {', '.join(served) or 'no model'}, not {name}; "
+            fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}; "
                  """--human_params '{"model": "NAME"}' names the human's""")
         self.body["model"] = name
         return self
 
-    async def ask(self, path, read, task=None, **body):
-        """read(reply) of a request; one without a body is not repeated.
+    async def ask(self, path, task, read, **body):
+        """read(reply) of a request. EpisodeError: it is refused, or its reply of no use.
 
-        EpisodeError: it is wrong, or its reply of no use. Where that is so for 8 tasks in a row, or
-        none was answered while the client repeated it, the run ends.
+        Where requests of 8 tasks in a row fail, or none was answered while the client repeated this
+        one, the run ends.
         """
         answered = self.answered
         try:
-            if body:
-                reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
-            else:
-                reply = await self.client.with_options(max_retries=0).get(path, cast_to=object)
+            reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
             result = read(reply)
         except Exception as e:
-            status, text = getattr(e, "status_code", 0), " ".join(str(e).split())[:200]
-            if isinstance(e, (LookupError, TypeError)):
+            down = (getattr(e, "status_code", 0) not in (400, 413, 422) and
+                    not isinstance(e, (ValueError, LookupError, TypeError, AttributeError)))
+            text = " ".join(str(e).split())[:200]
+            if isinstance(e, (LookupError, TypeError, AttributeError)):
                 text = "the reply is not that of an OpenAI-compatible server"
-            why = f"{self.client.base_url}: {type(e).__name__}: {text}{self.hints.get(status, '')}"
-            wrong = status in (400, 413, 422) or not isinstance(e, self.errors)
-            if wrong:
-                self.failed.add(task)
-            if len(self.failed) >= 8 or not wrong and self.answered == answered:
+            why = f"{self.url}: {type(e).__name__}: {text}"
+            why += "" if down else self.hint
+            self.failed.add(task)
+            if down and self.answered == answered or len(self.failed) >= 8:
                 fail(why + "; --resume FILE goes on from what was finished")
             raise EpisodeError(why) from None
         self.answered += 1
@@ -496,13 +479,12 @@ class Endpoint:
 
 class LLM(Endpoint):
     """An LLM that plays the human: it reads the hidden information, and looks at pages."""
-    leave_out = """ (--human_params '{"NAME": null}' leaves a parameter out)"""
-    hints = {**Endpoint.hints, 400: leave_out, 422: leave_out}
 
     def __init__(self, args):
         params = {"temperature": 0, "max_tokens": 1024, **args.human_params}
         given = {name: value for name, value in params.items() if value is not None}
-        super().__init__(args.human, args, given)
+        hint = """ (--human_params '{"max_tokens": 4000, "NAME": null}' sets one, leaves out one)"""
+        super().__init__(args.human, args, given, hint)
         self.browser = args.browser
 
     @cached_property
@@ -518,11 +500,11 @@ class LLM(Endpoint):
                 seen = await asyncio.to_thread(self.renderer.pair, task, message)
             except RenderError as e:
                 return NOT_SEEN.format(e)
-            urls = ["data:image/png;base64," + base64.b64encode(page["png"]).decode()
-                    for page in seen]
-            content = [{"type": "text", "text": content},
-                       *({"type": "image_url", "image_url": {"url": url}} for url in urls)]
-        reply = await self.ask("/chat/completions", said, task_id(task),
+            content = [{"type": "text", "text": content}]
+            for page in seen:
+                url = "data:image/png;base64," + base64.b64encode(page["png"]).decode()
+                content.append({"type": "image_url", "image_url": {"url": url}})
+        reply = await self.ask("/chat/completions", task_id(task), said,
                                messages=[{"role": "user", "content": content}])
         return redact(reply, task["ground_truth"])
 
@@ -532,9 +514,7 @@ def said(reply):
     choice = reply["choices"][0]
     text = without_thinking(choice["message"]["content"] or "")
     if not text:
-        longer = """ (--human_params '{"max_tokens": 4000}' lets it think longer)"""
-        reason = choice["finish_reason"]
-        raise ValueError(f"an empty reply, finish_reason {reason}{longer * (reason == 'length')}")
+        raise ValueError(f"an empty reply, finish_reason {choice['finish_reason']}")
     return text.encode(errors="replace").decode()  # no tokenizer takes a lone surrogate
 
 
@@ -568,99 +548,103 @@ class VllmEngine(Endpoint):
             return [(out["token_ids"], (out["logprobs"] or {}).get("token_logprobs") or [])
                     for out in outs]
 
-        return await self.ask("/completions", read, draws[0][1], prompt=prompt, n=len(draws),
+        return await self.ask("/completions", draws[0][1], read, prompt=prompt, n=len(draws),
                               seed=rng(*draws[0]).getrandbits(31))
 
 
-class Group:
-    """Prompts with n draws each, and the actions that grow behind them, a token a step.
+class Reading:
+    """Prompts that one forward reads: the keys and values of their tokens.
 
-    Row r is the action actions[r], behind the prompt slots[r] // n. Of each layer there are keys
-    and values, stacked: shared, (2, prompts, heads, width, size), of the prompts, and own,
-    (2, rows, heads, room, size), of the rows.
+    cached[i]: (n, keys and values of prompt i's first n tokens), which are not read again. Those of
+    a prompt are (2, tokens, heads, size) in each layer.
     """
 
-    def __init__(self, prompts, cached, draws):
-        """draws[i]: prompt i's actions. cached[i]: (n, prompt_cache() of one that shares n tokens).
-        """
-        lengths = [len(prompt) for prompt in prompts]
-        self.cached, self.lengths = cached, torch.tensor(lengths, device=DEVICE)
-        self.new = [length - n for length, (n, _) in zip(lengths, cached)]
-        self.runs = SimpleNamespace(q=self.new, kv=lengths)
-        self.n, self.actions = len(draws[0]), [action for of in draws for action in of]
-        self.slots = torch.arange(len(self.actions), device=DEVICE)
-        self.shared, self.own = [], []
-        self.steps = -1  # tokens of the rows that have keys; -1: the prompts are read now
+    def __init__(self, prompts, cached):
+        self.cached, self.kv = cached, []  # kv[layer][i]: prompt i's
+        self.lengths = [len(prompt) for prompt in prompts]
+        self.new = [len(prompt) - n for prompt, (n, _) in zip(prompts, cached)]
         self.ids = [t for prompt, (n, _) in zip(prompts, cached) for t in prompt[n:]]
-        self.positions = torch.cat([torch.arange(n, length, device=DEVICE)
-                                    for length, (n, _) in zip(lengths, cached)])
+        self.positions = torch.cat([torch.arange(n, len(prompt), device=DEVICE)
+                                    for prompt, (n, _) in zip(prompts, cached)])
 
     def attend(self, layer, q, k, v, scale, left):
         """Attention of the new tokens, (tokens, heads, size). left: as in model.tree_attention."""
-        if self.steps < 0:
-            return self.read(layer, q, torch.stack([k, v]), scale, left)
+        new = torch.stack([k, v]).split(self.new, 1)
+        self.kv.append([torch.cat([layers[layer][:, :n] if n else x[:, :0], x], 1)
+                        for x, (n, layers) in zip(new, self.cached)])
+        runs = SimpleNamespace(q=self.new, kv=self.lengths)
+        return sdpa_kernel(q, *torch.cat(self.kv[-1], 1), runs, scale, left)
+
+
+class Group:
+    """Prompts with n draws each, and the actions that grow behind them, a token a forward.
+
+    A row is an action, draw nth[row] of prompt[row]; those that have ended leave. Of each layer
+    there are keys and values: shared, (2, prompts, heads, width, size), which a prompt's rows read
+    together, and own, (2, rows, heads, room, size), of what the rows have drawn.
+    """
+
+    def __init__(self, reading, draws):
+        """reading: of the prompts. draws[i]: the n actions of prompt i."""
+        self.n, self.actions = len(draws[0]), [action for of in draws for action in of]
+        self.prompt = torch.arange(len(draws), device=DEVICE).repeat_interleave(self.n)
+        self.nth = torch.arange(self.n, device=DEVICE).repeat(len(draws))
+        self.lengths = torch.tensor(reading.lengths, device=DEVICE)  # of the prompts
+        padded = (pad_sequence([x.transpose(0, 1) for x in kv], True) for kv in reading.kv)
+        self.shared = [x.permute(2, 0, 3, 1, 4).contiguous() for x in padded]
+        self.own = [x.new_empty(2, len(self.actions), x.shape[2], ROOM, x.shape[4])
+                    for x in self.shared]
+        self.steps = -1  # tokens of a row that have keys: all but the last
+
+    def attend(self, layer, q, k, v, scale, left):
+        """Attention of the rows' last tokens, (rows, heads, size), to their prompts and actions."""
         if self.steps == self.own[layer].shape[3]:  # twice the room
             own = self.own[layer]
             self.own[layer] = torch.cat([own, torch.empty_like(own)], 3)
-        for own, x in zip(self.own[layer], (k, v)):
-            own[:, :, self.steps] = x
-        first = max(0, self.steps - left) if left >= 0 else 0
-        own_k, own_v = self.own[layer][:, :, :, first:self.steps + 1]
+        self.own[layer][:, :, :, self.steps] = torch.stack([k, v])
+        left = left if left >= 0 else math.inf
+        own_k, own_v = self.own[layer][:, :, :, max(0, self.steps - left):self.steps + 1]
         shared_k, shared_v = self.shared[layer]
         width = shared_k.shape[2]
+        at, lengths = torch.arange(width, device=DEVICE), self.lengths[self.prompt, None]
+        hidden = (at >= lengths) | (at < lengths + self.steps - left)
         q = q.unflatten(1, (k.shape[1], -1))  # (rows, heads of keys, queries of each, size)
-        scores = self.rows(self.by_prompt(q) @ shared_k.mT)
-        lengths = self.lengths[self.slots // self.n, None]
-        at = torch.arange(width, device=DEVICE)
-        hidden = at >= lengths
-        if left >= 0:
-            hidden |= at < lengths + self.steps - left
+        scores = self.by_row(self.by_prompt(q) @ shared_k.mT)
         scores = scores.masked_fill_(hidden[:, None, None], -math.inf)
         scores = torch.cat([scores, q @ own_k.mT], -1)
         weights = (scores.float() * scale).softmax(-1).to(q.dtype)
-        out = self.rows(self.by_prompt(weights[..., :width]) @ shared_v)
+        out = self.by_row(self.by_prompt(weights[..., :width]) @ shared_v)
         return (out + weights[..., width:] @ own_v).flatten(1, 2)
 
-    def read(self, layer, q, new, scale, left):
-        """attend() of the prompts' tokens that are not cached. new: their keys and values."""
-        paths = [torch.cat([layers[layer][:, :n], x], 1) if n else x
-                 for x, (n, layers) in zip(new.split(self.new, 1), self.cached)]
-        padded = pad_sequence([x.transpose(0, 1) for x in paths], batch_first=True)
-        self.shared.append(padded.permute(2, 0, 3, 1, 4).contiguous())
-        self.own.append(new.new_empty(2, len(self.actions), new.shape[2], 32, new.shape[3]))
-        return sdpa_kernel(q, *torch.cat(paths, 1), self.runs, scale, left)
-
     def by_prompt(self, x):
-        """(rows, heads, queries, ...) to (prompts, heads, n * queries, ...)."""
-        spread = x.new_zeros(len(self.lengths) * self.n, *x.shape[1:])
-        spread[self.slots] = x
-        return spread.unflatten(0, (-1, self.n)).transpose(1, 2).flatten(2, 3)
+        """(rows, heads, queries, ...) to (prompts, heads, n * queries, ...), 0 for rows that left.
+        """
+        grid = x.new_zeros(len(self.lengths), self.n, *x.shape[1:])
+        grid[self.prompt, self.nth] = x
+        return grid.transpose(1, 2).flatten(2, 3)
 
-    def rows(self, x):
+    def by_row(self, x):
         """by_prompt() back."""
-        return x.unflatten(2, (self.n, -1)).transpose(1, 2).flatten(0, 1)[self.slots]
+        return x.unflatten(2, (self.n, -1)).transpose(1, 2)[self.prompt, self.nth]
 
-    def prompt_cache(self, i):
-        """Keys and values of prompt i for a later one: (2, tokens, heads, size) of each layer."""
-        n = self.lengths[i].item()
-        return [x[:, i, :, :n].transpose(1, 2).contiguous() for x in self.shared]
-
-    def grow(self, tokens):
-        """Takes the rows' next tokens; drops rows that have ended, an eighth of them at once."""
+    def grow(self):
+        """Goes on to the tokens just drawn; drops rows that have ended, an eighth at once."""
         self.steps += 1
-        live = [r for r, action in enumerate(self.actions) if not action.ended]
+        live = [row for row, action in enumerate(self.actions) if not action.ended]
         if len(live) <= 7 / 8 * len(self.actions):
-            tokens = [tokens[r] for r in live]
-            self.actions = [self.actions[r] for r in live]
-            slots = self.slots[live]
-            prompts, at = (slots // self.n).unique(return_inverse=True)
-            self.slots = at * self.n + slots % self.n
+            self.actions = [self.actions[row] for row in live]
+            self.own = [x[:, live] for x in self.own]
+            self.nth = self.nth[live]
+            prompts, self.prompt = self.prompt[live].unique(return_inverse=True)
             if len(prompts) < len(self.lengths):
                 self.lengths = self.lengths[prompts]
                 self.shared = [x[:, prompts] for x in self.shared]
-            self.own = [x[:, live] for x in self.own]
-        self.ids = tokens
-        self.positions = self.lengths[self.slots // self.n] + self.steps
+        self.ids = [action.ids[-1] for action in self.actions]
+        self.positions = self.lengths[self.prompt] + self.steps
+
+    def tokens(self):
+        """How many tokens it holds, of prompts and rows."""
+        return self.lengths.sum().item() + len(self.actions) * max(ROOM, self.steps)
 
 
 def attend_in_groups(module, query, key, value, attention_mask, scaling=None, groups=(),
@@ -711,11 +695,10 @@ class TransformersEngine(Batcher):
         waiting = sum(len(request.actions) for request in self.waiting)
         if waiting < sum(len(group.actions) for group in self.groups) / 4:
             return []
-        new, room = [], self.args.max_batch_tokens
-        for group in self.groups:
-            room -= group.lengths.sum().item() + len(group.actions) * max(32, group.steps)
+        new = []
+        room = self.args.max_batch_tokens - sum(group.tokens() for group in self.groups)
         for request in self.waiting:
-            room -= len(request.prompt) + 32 * len(request.actions)
+            room -= len(request.prompt) + ROOM * len(request.actions)
             if room < 0 and (new or self.groups):
                 break
             new.append(request)
@@ -725,12 +708,12 @@ class TransformersEngine(Batcher):
     @torch.no_grad()
     def compute(self, new):
         """Begins new requests; samples until one has ended."""
-        by_prompt, by_number = {}, {}  # requests of a prompt; such lists, by how many actions
+        by_prompt = defaultdict(list)  # requests
         for request in new:
-            by_prompt.setdefault(tuple(request.prompt), []).append(request)
+            by_prompt[tuple(request.prompt)].append(request)
+        by_number = defaultdict(list)  # such lists, by how many actions they have
         for requests in by_prompt.values():
-            n = sum(len(request.actions) for request in requests)
-            by_number.setdefault(n, []).append(requests)
+            by_number[sum(len(request.actions) for request in requests)].append(requests)
         for alike in by_number.values():
             self.begin(alike)
         while sum(len(prompt) for prompt, _ in self.cache.values()) > self.args.max_batch_tokens:
@@ -738,7 +721,8 @@ class TransformersEngine(Batcher):
         while not (ended := [r for r in self.under_way if all(a.ended for a in r.actions)]):
             logits = self.forward(self.groups).split([len(group.ids) for group in self.groups])
             for group, part in zip(self.groups, logits):
-                group.grow(self.draw(part, group.actions))
+                self.draw(part, group.actions)
+                group.grow()
             self.groups = [group for group in self.groups if group.actions]
         for request in ended:
             request.result = [(action.ids, action.logps) for action in request.actions]
@@ -749,17 +733,17 @@ class TransformersEngine(Batcher):
         requests: of each prompt those that have it.
         """
         prompts = [of[0].prompt for of in requests]
-        cached = [self.cached(of[0]) for of in requests]
-        actions = [[action for request in of for action in request.actions] for of in requests]
-        group = Group(prompts, cached, actions)
-        last = torch.tensor([*itertools.accumulate(group.new)], device=DEVICE) - 1
-        logits = self.forward([group], last).repeat_interleave(group.n, 0)
-        group.cached = None
-        for i, of in enumerate(requests):
+        reading = Reading(prompts, [self.cached(of[0]) for of in requests])
+        last = torch.tensor([*itertools.accumulate(reading.new)], device=DEVICE) - 1
+        logits = self.forward([reading], last)
+        for of, *kv in zip(requests, *reading.kv):
             for request in of:
                 self.cache.pop(request.episode, None)
-                self.cache[request.episode] = request.prompt, group.prompt_cache(i)
-        group.grow(self.draw(logits, group.actions))
+                self.cache[request.episode] = request.prompt, kv
+        draws = [[action for request in of for action in request.actions] for of in requests]
+        group = Group(reading, draws)
+        self.draw(logits.repeat_interleave(group.n, 0), group.actions)
+        group.grow()
         if group.actions:
             self.groups.append(group)
 
@@ -780,18 +764,16 @@ class TransformersEngine(Batcher):
                        groups=groups, logits_to_keep=at).logits[0]
 
     def draw(self, logits, actions):
-        """Draws the next token of each action that goes on; returns all, 0 for the others."""
-        tokens = [0] * len(actions)
-        live = [r for r, action in enumerate(actions) if not action.ended]
+        """Draws the next token of each action that goes on."""
+        live = [row for row, action in enumerate(actions) if not action.ended]
         for at in range(0, len(live), 64):  # a vocabulary is large
             rows = live[at:at + 64]
-            token, logp = self.choose(logits[rows], [actions[r].rng for r in rows])
-            for r, t, p in zip(rows, token[:, 0].tolist(), logp[:, 0].tolist()):
-                tokens[r], action = t, actions[r]
+            token, logp = self.choose(logits[rows], [actions[row].rng for row in rows])
+            for row, t, p in zip(rows, token[:, 0].tolist(), logp[:, 0].tolist()):
+                action = actions[row]
                 action.ids.append(t)
                 action.logps.append(p)
                 action.ended = t in self.stop or len(action.ids) == action.most
-        return tokens
 
     def choose(self, logits, generators):
         """(rows, 1) tokens and their log-probs."""

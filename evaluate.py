@@ -20,6 +20,7 @@ from utils import fail_on_error, flag, open_stdout, parser, read_jsonl, run, say
 
 import os
 import sys
+from collections import defaultdict
 
 import numpy as np
 
@@ -58,7 +59,7 @@ class System:
 
     def __init__(self, name, files):
         self.name, self.files = name, files
-        self.clusters = {}  # (file index, task id): {metric: (numerator, denominator)}
+        self.clusters = defaultdict(lambda: defaultdict(lambda: np.zeros(2)))  # [cluster][metric]
         self.rewards, self.by = set(), set()
         need = needs("dialogue_history", "reward")
         for i, path in enumerate(files):
@@ -66,16 +67,12 @@ class System:
             with fail_on_error(name):
                 stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
             for record in read_jsonl(stream, need, name):
-                self.add((i, task_id(record["task"])), record)
-
-    def add(self, cluster, record):
-        sums = self.clusters.setdefault(cluster, {})
-        for metric, (numerator, denominator) in measure(record).items():
-            n, d = sums.get(metric, (0, 0))
-            sums[metric] = n + numerator, d + denominator
-        self.rewards.add(environment(record["task"]).reward_name)
-        if "reward_by" in record:
-            self.by.add(record["reward_by"])
+                sums = self.clusters[i, task_id(record["task"])]
+                for metric, parts in measure(record).items():
+                    sums[metric] += parts
+                self.rewards.add(environment(record["task"]).reward_name)
+                if "reward_by" in record:
+                    self.by.add(record["reward_by"])
 
     def sums(self, metric, clusters):
         """The sums of a metric in these clusters: an array (clusters, 2)."""
@@ -128,7 +125,7 @@ def with_interval(statistic, tasks, resamples):
 
 def result(system, systems, resamples):
     """The JSON record of a system."""
-    episodes = sum(sums["turns"][1] for sums in system.clusters.values())
+    episodes = int(sum(sums["turns"][1] for sums in system.clusters.values()))
     out = {"system": system.name, "files": system.files, "rewards": sorted(system.rewards),
            "reward_by": sorted(system.by), "episodes": episodes,
            "tasks": len({task for _, task in system.clusters}), "version": version()}
@@ -157,34 +154,30 @@ def difference(first, system, resamples):
 
 # --- the table ------------------------------------------------------------------------------------
 
-def percent(value, interval=None, sign=""):
+def shown(value, interval=None, scale=100, sign=""):
     """0.253 and its interval as "25.3 [21.0, 29.6]"; None as "-"."""
     if value is None:
         return "-"
-    text = f"{100 * value:{sign}.1f}"
-    if interval:
-        low, high = interval
-        text += f" [{100 * low:{sign}.1f}, {100 * high:{sign}.1f}]"
-    return text
+    number, *limits = (f"{scale * x:{sign}.1f}" for x in (value, *(interval or ())))
+    return f"{number} [{', '.join(limits)}]" if limits else number
 
 
-def row(r, mean):
+def row(r):
     """{head: text} of a result in the table."""
     cells = {"system": r["system"]}
     for metric in (name[:-3] for name in r if name.endswith("_95")):
-        value, interval = r[metric], r[f"{metric}_95"]
-        head = mean if metric == "tests_passed" else metric.replace("_", " ")
         if metric in ("turns", "tokens"):
-            cells[head] = "-" if value is None else f"{value:.1f}"
+            cells[metric] = shown(r[metric], scale=1)
         else:
-            shown = interval if metric in ("tests_passed", "success") else None
-            cells[f"{head} %"] = percent(value, shown)
+            interval = r[f"{metric}_95"] if metric in ("tests_passed", "success") else None
+            cells[metric.replace("_", " ") + " %"] = shown(r[metric], interval)
     cells |= {"episodes": str(r["episodes"]), "tasks": str(r["tasks"])}
     if d := r.get("minus_first"):
-        cells["success - first"] = percent(d["success"], d["success_95"], "+")
-        cells[f"{mean} - first"] = percent(d["tests_passed"], d["tests_passed_95"], "+")
+        for metric in ("success", "tests_passed"):
+            head = metric.replace("_", " ") + " - first"
+            cells[head] = shown(d[metric], d[f"{metric}_95"], sign="+")
         if "success" not in r:
-            cells["wins %"] = percent(d["wins"], d["wins_95"])
+            cells["wins %"] = shown(d["wins"], d["wins_95"])
     return cells
 
 
@@ -192,15 +185,14 @@ def table(results):
     """Lines of aligned text, one per system, and under them what the numbers rest on."""
     names = {name.partition(" ")[0] for r in results for name in r["rewards"]}
     mean = names.pop() if len(names) == 1 else "reward"  # "tests", "likeness"
-    rows = [row(r, mean) for r in results]
+    rows = [row(r) for r in results]
     heads = [head for head in rows[-1]  # the first system has no differences
              if {cells.get(head, "-") for cells in rows} != {"-"}]
-    rows = [heads] + [[cells.get(head, "") for head in heads] for cells in rows]
+    rows = [[head.replace("tests passed", mean) for head in heads],
+            *([cells.get(head, "") for head in heads] for cells in rows)]
     widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = []
-    for name, *values in rows:
-        padded = [f"{value:>{width}}" for value, width in zip(values, widths[1:])]
-        lines.append("  ".join([f"{name:<{widths[0]}}", *padded]).rstrip())
+    lines = ["  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip()
+             for name, *cells in rows]
     note, by = "[95 % bootstrap intervals over tasks]", {x for r in results for x in r["reward_by"]}
     if by:
         note += f"; graded by {', '.join(sorted(by))}"

@@ -44,7 +44,8 @@ def get_args(argv=None):
     g = p.add_argument_group("pairs")
     flag(g, "margin", None, "pair any 2 trajectories of a task whose rewards differ by this; not "
          "given: a solved one and each worse", kind=float)
-    flag(g, "held_out", 0.1, "share of the tasks that are not trained on, but measured")
+    flag(g, "held_out", 0.1, "share of the tasks that are not trained on, but measured",
+         most=1)
     flag(g, "eval_every", 100, "steps between measures of these", least=1)
     g = p.add_argument_group("objective and optimization")
     flag(g, "ref_context", "hidden", "pi_ref reads c, too (eq. 3), or what the agent reads",

@@ -42,7 +42,8 @@ def get_args(argv=None):
          "sampled")
     flag(g, "mix", 0.0, "dpo: pairs of trajectories, as in mtdpo, for each pair of candidates")
     flag(g, "margin", None, "mtdpo, --mix: as in train_critic.py", kind=float)
-    flag(g, "held_out", 0.0, "share of the tasks that are not trained on, but measured")
+    flag(g, "held_out", 0.0, "share of the tasks that are not trained on, but measured",
+         most=1)
     flag(g, "eval_every", 100, "steps between measures of these", least=1)
     flag(g, "all", 0, "rft: 1 takes unsolved trajectories, too", choices=[0, 1])
     g = p.add_argument_group("objective and optimization")

@@ -64,10 +64,10 @@ def end_after_rank_0():
     sys.exit(2)
 
 
-def flag(p, name, default, text, kind=None, least=0, **more):
+def flag(p, name, default, text, kind=None, least=0, most=math.inf, **more):
     """Adds a flag of the default's type; without a default it is text, or of `kind`.
 
-    A number below `least` is refused. Its line of --help ends by [its default].
+    A number must be between `least` and `most`. Its line of --help ends by [its default].
     """
     if default is not None:
         kind, text = type(default), text + " [%(default)s]"
@@ -75,8 +75,9 @@ def flag(p, name, default, text, kind=None, least=0, **more):
 
     def read(value):
         number = kind(value)
-        if kind is not str and not number >= least:  # NaN, too
-            raise argparse.ArgumentTypeError(f"{value} is below {least}")
+        if kind is not str and not least <= number <= most:  # NaN, too
+            limit = f"above {most}" if number > most else f"below {least}"
+            raise argparse.ArgumentTypeError(f"{value} is {limit}")
         return number
 
     read.__name__ = kind.__name__  # argparse names it: "invalid int value"

@@ -230,7 +230,8 @@ THOUGHT = lines([{"task": {**TASK, "id": "a"}, "dialogue_history": dialogue("p",
     (BARE, ["--human", "me.py"], "error: me.py: No such file"),
     (BARE, ["--human", collect.__file__], "collect.py defines no reply()"),
     (THOUGHT, ["--candidates", 2], "the dialogue of task a was played with --thinking 1"),
-    ("", ["--top_p", 0], "--top_p 0.0: give a share above 0"),
+    ("", ["--top_p", 0], "argument --top_p: 0 is below 1e-06"),
+    ("", ["--candidates_share", 1.5], "--candidates_share: 1.5 is above 1"),
     ("", ["--human_params", "[1"], "--human_params is no JSON object"),
     ("", ["--max_turns", 0], "argument --max_turns: 0 is below 1"),
     ("", ["--temperature", "nan"], "argument --temperature: nan is below 0")])
@@ -277,7 +278,7 @@ def test_a_wrong_human_is_told_before_the_model_is_loaded(tasks, tiny_dir, tmp_p
     save_file({"no weight": torch.zeros(1)}, base / "model.safetensors")  # to load it would fail
     choices = "--human is missing", "http://host:port/v1", "fixed:TEXT", "reply(task"
     for human, parts in (([], choices), (["--human", "me.py"], ["me.py: No such file"]),
-                         (["--human", "http://127.0.0.1:9"], ["http://127.0.0.1:9/v1"])):
+                         (["--human", "http://127.0.0.1:9"], ["http://127.0.0.1:9 lists no"])):
         complaint(script("collect.py", "--model", base, *human, stdin=tasks), *parts)
     complaint(script("collect.py", "--model", base, *HUMAN, stdin=tasks), str(base))
 

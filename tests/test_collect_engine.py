@@ -74,7 +74,7 @@ def test_a_token_is_read_once(monkeypatch):
     engine, read = engine_of(two_models("llama")[1], monkeypatch, "--temperature", 0), []
     forward = engine.forward
     monkeypatch.setattr(engine, "forward", lambda groups, *at: (
-        read.append(sum(len(group.ids) for group in groups if group.steps < 0)),
+        read.append(sum(len(x.ids) for x in groups if isinstance(x, collect.Reading))),
         forward(groups, *at))[1])
 
     async def ask(prompt, episode, draws):
