@@ -53,16 +53,8 @@ TEMPLATES = {
                 "{{ bos_token }}{% for m in messages %}"
                 "{% if m['role'] == 'user' %}[INST] {{ m['content'] }}[/INST]"
                 "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}", "</s>"),
-    "gemma": (["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
-              "{{ bos_token }}"
-              "{% if messages[0]['role'] == 'system' %}"
-              "{{ raise_exception('no system role') }}{% endif %}"
-              "{% for m in messages %}<start_of_turn>"
-              "{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
-              "{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
-              "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}", "<end_of_turn>"),
 }
-EOS = {"llama3": "<|end_of_text|>", "qwen3": "<|endoftext|>", "mistral": "</s>", "gemma": "<eos>"}
+EOS = {"llama3": "<|end_of_text|>", "qwen3": "<|endoftext|>", "mistral": "</s>"}
 
 WORDS = ["", " ", "  ", "\n", "\n\n", "\r\n", "\t", "a", "fee", " fee", "def f(x):\n    return x",
          "\u00e9", "e\u0301", "\u0301", "\U0001f642", "\u00a0", "\u2581", "<|", "|>", "<", ">", "[",
@@ -154,7 +146,7 @@ def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
     if part != name:
         cases = random_.sample([*templates()], 60)
     special = set(tokenizer.convert_tokens_to_ids(control))
-    system = [{"role": "system", "content": ""}] * (name != "gemma")
+    system = [{"role": "system", "content": ""}]
     for template, ends in cases:
         tokenizer.chat_template = template
         M.forbidden.cache_clear(), M.ending.cache_clear()
