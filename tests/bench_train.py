@@ -238,26 +238,24 @@ def trl_step(model, ref_model, pairs):
 
 # --- scores ---------------------------------------------------------------------------------------
 
-def by_prompt(turns):
-    """{prompt: [action]} of the turns."""
-    actions = {}
-    for prompt, action in turns:
-        actions.setdefault(prompt, []).append(action)
-    return actions
-
-
 @torch.no_grad()
 def kv_cache_scores(model, turns):
-    """[(L,)] of the turns: each prompt once, then its actions in a padded batch on its KV cache."""
-    logps, decoder = {}, model.lm.model
+    """([(L,)] of the turns, how many tokens are computed).
+
+    Each prompt once, then its actions in a padded batch on its KV cache.
+    """
+    logps, by_prompt, decoder, tokens = {}, {}, model.lm.model, 0
+    for prompt, action in turns:
+        by_prompt.setdefault(prompt, []).append(action)
     with plain(model):
-        for prompt, actions in by_prompt(turns).items():
+        for prompt, actions in by_prompt.items():
             first = decoder(input_ids=pad([prompt], model.device), use_cache=True)
             cache, ids = first.past_key_values, pad(actions, model.device)
             for layer in cache.layers:
                 layer.keys = layer.keys.expand(len(actions), -1, -1, -1)
                 layer.values = layer.values.expand(len(actions), -1, -1, -1)
             rest = decoder(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True)[0]
+            tokens += len(prompt) + ids[:, :-1].numel()
             hidden = torch.cat([first[0][:, -1:].expand(len(actions), -1, -1), rest], 1)
             lengths = torch.tensor([len(action) for action in actions], device=ids.device)
             real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
@@ -265,12 +263,7 @@ def kv_cache_scores(model, turns):
                               model.config).cpu()
             for action, x in zip(actions, flat.split(lengths.tolist())):
                 logps[prompt, action] = x
-    return [logps[turn] for turn in turns]
-
-
-def kv_cache_tokens(turns):
-    return sum(len(prompt) + len(actions) * (max(map(len, actions)) - 1)
-               for prompt, actions in by_prompt(turns).items())
+    return [logps[turn] for turn in turns], tokens
 
 
 # --- measuring ------------------------------------------------------------------------------------
@@ -360,9 +353,9 @@ def compare_scoring(model, turns, repeats):
     ways = {"ours": functools.partial(score, model, turns, TREE_TOKENS),
             "kv cache": functools.partial(kv_cache_scores, model, turns)}
     seconds, gave = timed(model.device, ways, repeats)
-    tokens = kv_cache_tokens(turns) / count_tokens(turns)
-    return row("scoring, kv cache", seconds["kv cache"], seconds["ours"], tokens,
-               difference(gave["ours"], gave["kv cache"]))
+    theirs, tokens = gave["kv cache"]
+    return row("scoring, kv cache", seconds["kv cache"], seconds["ours"],
+               tokens / count_tokens(turns), difference(gave["ours"], theirs))
 
 
 def measure(args, folder, device):
