@@ -1,7 +1,9 @@
 """collect.py alone: what it samples, --resume, bad input."""
 import asyncio
+import copy
 import json
 import shutil
+from itertools import chain
 
 import pytest
 import torch
@@ -10,8 +12,8 @@ from safetensors.torch import load_file, save_file
 import collect
 import model as M
 from colbench import ANSWER, agent_messages
-from conftest import (HUMAN, PLAY, complaint, dialogue, key_of, lines, nucleus, records, script,
-                      succeed, turns_of)
+from conftest import (HUMAN, PLAY, actions, complaint, dialogue, key_of, lines, nucleus, records,
+                      script, succeed)
 from train_critic import advantage
 
 
@@ -26,34 +28,34 @@ def tokens_of(record):
     return [[a["token_ids"] for a in (m, *m["candidates"])] for m in agent_messages(record)]
 
 
-def test_a_draw_does_not_depend_on_its_company(tasks, collected, tiny_dir):
-    """Other batches, other tasks beside it: the same words (the numbers only but for rounding)."""
+def test_a_draw_does_not_depend_on_its_company(tasks, episodes, tiny_dir):
+    """Other batches, other tasks beside it, a dialogue that exists and only gets candidates."""
+    of_one = [r for r in episodes if r["task"]["id"] == tasks[1]["task"]["id"]]
+    want = {key_of(r): tokens_of(r) for r in of_one}
+    drawn = [tuple(ids) for r in episodes for of in tokens_of(r) for ids in of]
+    assert len(want) == 2 and len(set(drawn)) == len(drawn)  # each is a draw
+    for m in chain(*map(agent_messages, of_one)):
+        del m["candidates"]
+    dialogues = {key_of(r): copy.deepcopy(r["dialogue_history"]) for r in of_one}
     small = ["--concurrency", 1, "--max_batch_tokens", 100]
-    alone = records(play(tiny_dir, tasks[1:2], *PLAY, *small).stdout)
-    tokens = {key_of(r): tokens_of(r) for r in records(collected)}
-    assert len(alone) == 2 and all(tokens_of(r) == tokens[key_of(r)] for r in alone)
-    drawn = [tuple(ids) for messages in tokens.values() for of in messages for ids in of]
-    assert len(tokens) == 2 * len(tasks) and len(set(drawn)) == len(drawn)  # each is a draw
+    for given in (tasks[1:2], of_one):
+        got = records(play(tiny_dir, given, *PLAY, *small).stdout)
+        assert {key_of(r): tokens_of(r) for r in got} == want
+    for r in got:  # candidates are all that is new
+        for m in agent_messages(r):
+            del m["candidates"]
+        assert r["dialogue_history"] == dialogues[key_of(r)]
 
 
-def test_log_probs_are_the_models_and_cut_actions_are_marked(tasks, tiny_dir):
+def test_actions_that_max_tokens_cut_are_marked_and_counted(tasks, tiny_dir):
     """An untrained model ends a message after some hundred tokens."""
-    done = play(tiny_dir, tasks, "--max_turns", 2, "--candidates", 3, "--max_tokens", 100)
-    model, tokenizer = M.load(tiny_dir)
-    end, cut = M.end_of_turn(tokenizer)[-1], []
-    for r in records(done.stdout):
-        for m, (prompt, _) in zip(agent_messages(r), turns_of(tokenizer, r)):
-            actions = [m, *m["candidates"]]
-            turns = [(prompt, M.packed(action["token_ids"])) for action in actions]
-            of_model = M.score(model, turns, 4096)
-            assert torch.allclose(of_model[0], torch.tensor(m["logprobs"]), rtol=0, atol=1e-4)
-            for action, logps in zip(actions[1:], of_model[1:]):
-                assert abs(logps.sum().item() - action["logprob"]) < 1e-3
-            for action in actions:
-                assert len(action["token_ids"]) <= 100
-                assert action.get("cut", False) == (action["token_ids"][-1] != end)
-                cut.append("cut" in action)
-    share = 100 * sum(cut) / len(cut)
+    flags = ["--max_turns", 2, "--candidates", 3, "--max_tokens", 100]
+    done, end = play(tiny_dir, tasks, *flags), M.end_of_turn(M.find_model(tiny_dir)[1])[-1]
+    drawn = list(chain(*map(actions, records(done.stdout))))
+    for action in drawn:
+        assert len(action["token_ids"]) <= 100
+        assert action.get("cut", False) == (action["token_ids"][-1] != end)
+    share = 100 * sum("cut" in action for action in drawn) / len(drawn)
     assert f": {share:.1f} % of actions cut at --max_tokens 100" in done.stderr.splitlines()[-1]
     assert 0 < share < 100
 
@@ -95,20 +97,23 @@ def test_the_sampler_draws_from_the_models_distribution(temperature, top_p, tiny
     assert [ids for ids, _ in drawn] == [[logits.argmax().item()]] * 2
 
 
-def test_best_of_sends_the_critics_favourite(tasks, rewarded, tiny_dir, tmp_path):
+@pytest.mark.parametrize("ref_reads", ["hidden", pytest.param("agent", marks=pytest.mark.full)])
+def test_best_of_sends_the_critics_favourite(ref_reads, tasks, rewarded, tiny_dir, tmp_path):
     critic = str(tmp_path / "c")
-    flags = ["--model", tiny_dir, "--out", critic, "--lr", 1e-3, "--held_out", 0]
-    succeed("train_critic.py", *flags, stdin=rewarded)
+    flags = ["--model", tiny_dir, "--out", critic, "--lr", 1e-3, "--held_out", 0, "--epochs", 2]
+    succeed("train_critic.py", *flags, "--ref_context", ref_reads, stdin=rewarded)
     p = players(tiny_dir, "--best_of", 5, "--critic", critic, "--max_tokens", 12)
     task, favourites = tasks[0]["task"], []
     history = dialogue(task["problem_description"])
     hidden = f"Hidden reference:\n{task['ground_truth']}\n\n{history[0]['content']}"
-    read = M.packed(prompt_of(p, hidden))
+    pi, pi_ref = (M.load(path)[0] for path in (critic, tiny_dir))
+    prompts = {"agent": prompt_of(p, history[0]["content"]), "hidden": prompt_of(p, hidden)}
     for turn in range(6):
         key = (0, task["id"], 0, turn)
-        drawn = sample(p, prompt_of(p, history[0]["content"]), [(*key, j) for j in range(5)])
-        turns = [(read, M.packed(ids)) for ids, _ in drawn]
-        logps, ref_logps = (M.score(M.load(path)[0], turns, 4096) for path in (critic, tiny_dir))
+        drawn = sample(p, prompts["agent"], [(*key, j) for j in range(5)])
+        logps, ref_logps = (
+            M.score(model, [(M.packed(prompts[reads]), M.packed(ids)) for ids, _ in drawn], 4096)
+            for model, reads in ((pi, "hidden"), (pi_ref, ref_reads)))
         scores = [advantage(a, b).item() for a, b in zip(logps, ref_logps)]
         for p.args.logprob_weight in (0, 0.1):
             values = [score + p.args.logprob_weight * sum(logprobs)
@@ -117,6 +122,7 @@ def test_best_of_sends_the_critics_favourite(tasks, rewarded, tiny_dir, tmp_path
             sent = asyncio.run(p.act(task, history, key, 0))
             assert sent["token_ids"] == drawn[favourites[-1]][0]
     assert len(set(favourites)) > 1 and favourites[::2] != favourites[1::2]
+    complaint(play(tiny_dir, tasks, "--best_of", 2, "--critic", "no/critic"), "no/critic")
 
 
 def test_answered_says_whether_the_last_message_has_the_marker(episodes, tiny_dir):
@@ -129,30 +135,21 @@ def test_answered_says_whether_the_last_message_has_the_marker(episodes, tiny_di
     assert sorted(r["answered"] for r in again) == [False, True]
 
 
-def test_dialogues_that_exist_only_get_candidates(episodes, tiny_dir):
-    bare = json.loads(json.dumps(episodes))
-    for r in bare:
-        for m in agent_messages(r):
-            del m["candidates"]
-    done = succeed("collect.py", "--model", tiny_dir, *PLAY, stdin=bare)
-    again = {key_of(r): r["dialogue_history"] for r in records(done.stdout)}
-    assert again == {key_of(r): r["dialogue_history"] for r in episodes}  # the very same ones
-
-
 # --- --resume -------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("cut", [lambda line: "", lambda line: line[:len(line) // 2]])
 def test_only_a_cut_last_line_of_a_file_is_dropped(cut, tasks, collected, tiny_dir, tmp_path):
-    file, last = tmp_path / "all.jsonl", collected.splitlines()[-1]
-    for others in ("", collected[:-len(last) - 1]):
+    file, of_task = tmp_path / "all.jsonl", f'"id": "{tasks[0]["task"]["id"]}"'
+    first, last = (line for line in collected.splitlines(True) if of_task in line)
+    for others in ("", first):
         file.write_text(others + cut(last))
-        done = play(tiny_dir, tasks, *PLAY, "--resume", file)
+        done = play(tiny_dir, tasks[:1], *PLAY, "--resume", file)
         assert file.read_text() == others
-        assert len(records(done.stdout)) + others.count("\n") == 2 * len(tasks)
-    file.write_text(collected)
-    done = play(tiny_dir, tasks, *PLAY, "--resume", file, "-k", 3, "--human", "fixed:no")
-    assert len(records(done.stdout)) == len(tasks) and file.read_text() == collected
-    assert f"({2 * len(tasks)} done before)" in done.stderr
+        assert len(records(done.stdout)) + others.count("\n") == 2
+    file.write_text(first + last)
+    done = play(tiny_dir, tasks[:1], *PLAY, "--resume", file, "-k", 3, "--human", "fixed:no")
+    assert len(records(done.stdout)) == 1 and file.read_text() == first + last
+    assert "(2 done before)" in done.stderr
 
 
 def test_a_file_of_something_else_is_not_touched(tasks, episodes, tiny_dir, tmp_path):
@@ -206,17 +203,26 @@ def test_new_candidates_leave_what_is_known_of_a_dialogue(episodes, tiny_dir):
 # --- bad input ------------------------------------------------------------------------------------
 
 def test_a_conversation_longer_than_the_models_context_is_no_episode(tasks, tiny_dir, tmp_path):
-    base = shutil.copytree(tiny_dir, tmp_path / "base")
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 10}))
-    done = play(base, tasks, "--max_tokens", 5, "--max_turns", 2)
+    config = shutil.copytree(tiny_dir, tmp_path / "base") / "config.json"
+    shorter = {**json.loads(config.read_text()), "max_position_embeddings": 10}
+    config.write_text(json.dumps(shorter))
+    done = play(config.parent, tasks[:1], "--max_tokens", 5, "--max_turns", 2)
     assert done.returncode == 1 and not done.stdout
     assert "tokens, and the model takes 10" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.fixture(scope="module")
+def unloadable(tiny_dir, tmp_path_factory):
+    """The tiny model without a weight, so that what is told was told before it was loaded."""
+    base = shutil.copytree(tiny_dir, tmp_path_factory.mktemp("unloadable") / "m")
+    save_file({"no weight": torch.zeros(1)}, base / "model.safetensors")
+    return base
 
 
 TASK = {"problem_description": "p", "ground_truth": "def f(): return 1",
         "test_cases": {"test1": "f()"}}
 BARE, PLAYED = lines([TASK]), lines([{"task": TASK, "dialogue_history": dialogue("p")}])
+NOBODY = "http://127.0.0.1:9"
 THOUGHT = lines([{"task": {**TASK, "id": "a"}, "dialogue_history": dialogue("p", "q"),
                   "meta": {"thinking": 1}}])
 
@@ -226,8 +232,11 @@ THOUGHT = lines([{"task": {**TASK, "id": "a"}, "dialogue_history": dialogue("p",
     (PLAYED, [], "a dialogue already"),
     ("", ["--model", "no/such/dir"], "no model at 'no/such/dir'"),
     ("", ["--best_of", 2], "--critic"),
-    (BARE, ["--best_of", 2, "--critic", "no/critic"], "no/critic"),
+    (BARE, [], "the weights in"),
+    (BARE, ["--human", ""], "--human is missing: give the http://host:port/v1"),
     (BARE, ["--human", "me.py"], "error: me.py: No such file"),
+    (BARE, ["--human", NOBODY], f"error: {NOBODY} lists no models"),
+    (BARE, ["--engine", NOBODY], f"error: {NOBODY} lists no models"),
     (BARE, ["--human", collect.__file__], "collect.py defines no reply()"),
     (THOUGHT, ["--candidates", 2], "the dialogue of task a was played with --thinking 1"),
     ("", ["--top_p", 0], "argument --top_p: 0 is below 1e-06"),
@@ -235,17 +244,17 @@ THOUGHT = lines([{"task": {**TASK, "id": "a"}, "dialogue_history": dialogue("p",
     ("", ["--human_params", "[1"], "--human_params is no JSON object"),
     ("", ["--max_turns", 0], "argument --max_turns: 0 is below 1"),
     ("", ["--temperature", "nan"], "argument --temperature: nan is below 0")])
-def test_collect_complains(stdin, flags, message, tiny_dir):
-    assert message in complaint(play(tiny_dir, stdin, *flags))
+def test_collect_complains(stdin, flags, message, unloadable):
+    complaint(play(unloadable, stdin, *flags), message)
 
 
 def test_a_bad_line_later_on_loses_nothing_before_it(tasks, tiny_dir):
     other = lines([{"task": {**tasks[0]["task"], "ground_truth": "def f(x): return x"}}])
-    for bad, error in (("{\n", "stdin, line 5: not JSON"), (other, "two unlike tasks of stdin")):
-        done = play(tiny_dir, lines(tasks) + bad, "--max_tokens", 20, "--max_turns", 2)
+    for bad, error in (("{\n", "stdin, line 3: not JSON"), (other, "two unlike tasks of stdin")):
+        done = play(tiny_dir, lines(tasks[:2]) + bad, "--max_tokens", 5, "--max_turns", 2)
         assert done.returncode == 1 and "Traceback" not in done.stderr
         assert done.stderr.splitlines()[-1].startswith(f"error: {error}")
-        assert len(records(done.stdout)) == len(tasks)
+        assert len(records(done.stdout)) == 2
 
 
 # --- the human ------------------------------------------------------------------------------------
@@ -271,16 +280,6 @@ def test_a_human_is_a_file_with_a_function(code, tasks, tiny_dir, tmp_path):
     for r in got:
         said = [m["content"] for m in r["dialogue_history"][2::2]]
         assert said == [f"{n} {r['task']['id']}" for n in (2, 4)]
-
-
-def test_a_wrong_human_is_told_before_the_model_is_loaded(tasks, tiny_dir, tmp_path):
-    base = shutil.copytree(tiny_dir, tmp_path / "base")
-    save_file({"no weight": torch.zeros(1)}, base / "model.safetensors")  # to load it would fail
-    choices = "--human is missing", "http://host:port/v1", "fixed:TEXT", "reply(task"
-    for human, parts in (([], choices), (["--human", "me.py"], ["me.py: No such file"]),
-                         (["--human", "http://127.0.0.1:9"], ["http://127.0.0.1:9 lists no"])):
-        complaint(script("collect.py", "--model", base, *human, stdin=tasks), *parts)
-    complaint(script("collect.py", "--model", base, *HUMAN, stdin=tasks), str(base))
 
 
 def test_a_template_without_a_generation_prompt_is_refused(tasks, tiny_dir, tmp_path):

@@ -12,7 +12,7 @@ import pytest
 import colbench
 import collect
 import model as M
-from conftest import HUMAN, ROOT, complaint, dialogue, key_of, records, script, succeed, turns_of
+from conftest import HUMAN, ROOT, dialogue, key_of, records, script, succeed, turns_of
 from utils import rng
 
 
@@ -143,11 +143,6 @@ def test_failed_episodes_are_not_written_and_are_played_again(bad_reply, tiny_di
     assert [r["task"]["id"] for r in records(again.stdout)] == [failed] * 2
 
 
-def test_where_no_server_answers_it_says_so_at_once(tiny_dir, tasks):
-    for flags in (["--human", NOBODY], ["--engine", NOBODY]):
-        assert complaint(play(tiny_dir, tasks, *flags)).startswith(f"error: {NOBODY}")
-
-
 def test_a_human_who_dies_ends_the_run_by_one_line(tiny_dir, tasks):
     """What ended before is written; of 400 episodes hardly any is begun after that."""
     def reply(path, body):
@@ -163,18 +158,23 @@ def test_a_human_who_dies_ends_the_run_by_one_line(tiny_dir, tasks):
 
 
 def test_an_llm_humans_reply_is_short_and_quotes_no_code_however_spaced(tiny_dir, tasks):
-    def reply(path, body):
-        lines = body["messages"][0]["content"].splitlines()
-        code = next(line for line in lines if line.startswith("def "))
-        return chat(f"hi \ud83d: {code.replace(' ', '  ')} " + "so " * 300)
-    human = Server(reply)
+    """The prose that it may tell stays, if it is none of the code."""
+    prose = "the rate is four percent a year"
+    task = {**tasks[0]["task"], "hidden_information": prose}
+    code = task["ground_truth"].replace(" ", "  ")
+    human = Server(lambda path, body: chat(f"hi \ud83d, {prose}: {code} " + "so " * 300))
     params = '{"max_tokens": null, "max_completion_tokens": 20, "top_p": 0.5}'
-    done = play(tiny_dir, tasks, "--human_params", params, "--human", human.url)
-    replies = {m["content"] for r in records(done.stdout) for m in r["dialogue_history"][2::2]}
-    assert replies and all("max_tokens" not in body and body["max_completion_tokens"] == 20
-                           and body["temperature"] == 0 and body["top_p"] == 0.5
-                           for _, body, _ in human.seen)
-    assert all(r.startswith("hi ?: [...] so so") and len(r) <= 400 for r in replies)
+    done = play(tiny_dir, [{"task": task}], "--human_params", params, "--human", human.url)
+    replies = [m["content"] for r in records(done.stdout) for m in r["dialogue_history"][2::2]]
+    start = f"hi ?, {prose}: [...] so so"
+    assert replies and all(r.startswith(start) and len(r) <= 400 for r in replies)
+    for _, body, _ in human.seen:
+        assert "max_tokens" not in body and body["max_completion_tokens"] == 20
+        assert body["temperature"] == 0 and body["top_p"] == 0.5
+        assert prose in body["messages"][0]["content"]
+
+
+def test_what_is_like_the_code_is_redacted_and_prose_is_not():
     hidden = "def f(x):\n    total = x * 34 + 7\n    if y:\n        return y\n"
     assert colbench.redact("use total=x*34 +7 there", hidden) == "use [...] there"
     free = "multiply by 34 and add 7; if y: return"
@@ -235,21 +235,16 @@ def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(
 @pytest.mark.parametrize("change, why", [
     ({"token_ids": None}, "token_ids"), ({"finish_reason": "abort"}, "shutting down"),
     ({"token_ids": [151000]}, "token 151000 is not of --model"),
-    ({"logprobs": None}, "log-probs are missing"), ({"less": 1}, "log-probs are missing"),
-    ({"logprob": None}, "log-probs are missing"), ({"logprob": -9999.0}, "log-probs are missing")])
+    ({"logprobs": None}, "log-probs are missing"),
+    ({"logprobs": {"token_logprobs": []}}, "log-probs are missing"),
+    ({"logprobs": {"token_logprobs": [None]}}, "log-probs are missing"),
+    ({"logprobs": {"token_logprobs": [-9999.0]}}, "log-probs are missing")])
 def test_a_reply_that_is_of_no_use_is_no_action(change, why, tiny_dir, tasks):
+    """A draw of one token, but for the change."""
     def odd(path, body):
         reply = sampled(path, body)
-        (choice,) = reply["choices"]
-        logprobs = choice["logprobs"]["token_logprobs"]
-        if "less" in change:
-            logprobs.pop()
-        elif "logprob" in change:
-            logprobs[0] = change["logprob"]
-        elif change.get("token_ids"):
-            choice["token_ids"][0] = change["token_ids"][0]
-        else:
-            choice.update(change)
+        one = {"token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}
+        reply["choices"][0] |= {**one, **change}
         return reply
     done = play(tiny_dir, tasks, "--engine", Server(odd).url)
     assert done.returncode == 1 and not done.stdout and "Traceback" not in done.stderr
@@ -302,32 +297,31 @@ def picky(path, body):
     return said(path, body)
 
 
+PAGE = "not that of an OpenAI-compatible server"
+WHICH = """serves a, b, not None; --human_params '{"model": "NAME"}'"""
+LONGER = """finish_reason length (--human_params '{"max_tokens": 4000, """
 THINKS = {"choices": [{"message": {"content": None}, "finish_reason": "length"}]}
-ODD = {  # what the server does: flags, what is said of it; None: it plays
-    "without /v1": ("", "lists no models (an address ends in /v1)"),
-    "the whole route": ("/v1/chat/completions", "lists no models (an address ends in /v1)"),
-    "a page": ("/v1", "lists no models"),
-    "several models": ("/v1", "serves a, b, not None; --human_params '{\"model\": \"NAME\"}'"),
-    "one of several": ("/v1", None),
-    "picky": ("/v1", "Use max_completion_tokens instead"),
-    "picky, told": ("/v1", None),
-    "no choices": ("/v1", "TypeError"),
-    "thinks": ("/v1", "finish_reason length (--human_params '{\"max_tokens\": 4000, ")}
+ODD = {  # name: (what it replies, changes of the server, its path, --human_params, what is said)
+    "without /v1": (said, {}, "", {}, "lists no models (an address ends in /v1)"),
+    "the whole route": (said, {}, "/v1/chat/completions", {}, "(an address ends in /v1)"),
+    "a page": (said, {"page": True}, "/v1", {}, "lists no models"),
+    "several models": (said, {"models": ["a", "b"]}, "/v1", {}, WHICH),
+    "one of several": (said, {"models": ["a", "b"]}, "/v1", {"model": "b"}, None),
+    "picky": (picky, {}, "/v1", {}, "Use max_completion_tokens instead (--human_params '{\"max_to"),
+    "picky, told": (picky, {}, "/v1", {"max_tokens": None, "temperature": 1}, None),
+    "no choices": (lambda *_: {"choices": None}, {}, "/v1", {}, PAGE),
+    "thinks": (lambda *_: THINKS, {}, "/v1", {}, LONGER)}
 QUICK = "without /v1", "picky", "thinks"
-TOLD = {"one of several": '{"model": "b"}', "picky, told": '{"max_tokens": null, "temperature": 1}'}
 
 
 @pytest.mark.parametrize("case", [
     case if case in QUICK else pytest.param(case, marks=pytest.mark.full) for case in ODD])
 def test_a_line_says_what_to_do_about_an_odd_server(case, tiny_dir, tasks):
-    replies = {"picky": picky, "picky, told": picky, "thinks": lambda *_: THINKS,
-               "no choices": lambda *_: {"choices": None}}
-    server = Server(replies.get(case, said))
-    server.page = case == "a page"
-    server.models = ["a", "b"] if "several" in case else ["m"]
-    path, why = ODD[case]
+    reply, changes, path, params, why = ODD[case]
+    server = Server(reply)
+    vars(server).update(changes)
     flags = ["--human", server.url.removesuffix("/v1") + path, "--retries", 0, "-k", 2]
-    done = play(tiny_dir, tasks, *flags, "--human_params", TOLD.get(case, "{}"))
+    done = play(tiny_dir, tasks, *flags, "--human_params", json.dumps(params))
     assert "Traceback" not in done.stderr
     if why:
         assert done.returncode == 1 and not done.stdout and why in done.stderr, done.stderr
@@ -342,17 +336,6 @@ def test_a_server_on_this_machine_is_behind_no_proxy(monkeypatch):
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     assert asyncio.run(chat_with(endpoint(Server(said), retries=0))).startswith("it is ")
-
-
-def test_prose_that_the_human_may_tell_is_not_cut_out_of_its_reply(tiny_dir, tasks):
-    prose = "the rate is four percent a year"
-    task = {**tasks[0]["task"], "hidden_information": prose}
-    human = Server(lambda path, body: chat(f"well, {prose}; {task['ground_truth']}"))
-    done = play(tiny_dir, [{"task": task}], "--human", human.url, how=succeed)
-    (r,) = records(done.stdout)
-    reply = r["dialogue_history"][2]["content"]
-    assert reply.startswith(f"well, {prose}; [...]") and prose in human.seen[0][1]["messages"][0][
-        "content"]
 
 
 # --- the judge ------------------------------------------------------------------------------------

@@ -1,5 +1,4 @@
-"""The packed forward against separate ones; parts and ranks' shares; chat templates; plan.py."""
-import copy
+"""The packed forward against separate ones; parts and ranks' shares; loading; plan.py."""
 import json
 import math
 import random
@@ -10,17 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from jinja2.exceptions import TemplateError
 from safetensors.torch import load_file, save_file
-from tokenizers import (AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers,
-                        processors, trainers)
-from transformers import (AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig,
-                          PreTrainedTokenizerFast)
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 import model as M
 import utils
-from conftest import (ROOT, demos, dialogue, script, steps, succeed,
-                      turns_of as turns_in_record)
+from conftest import ROOT, complaint, demos, script, steps, turns_of
 from plan import count_tokens, plan
 
 # --- the tree -------------------------------------------------------------------------------------
@@ -129,8 +123,8 @@ def check_equal_separate(tree, plain, turns, tree_tokens=math.inf, limit=1e-12):
         assert (got[name] - want[name]).abs().max() <= max(3 * limit, 5e-7) * scale, name
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family, dtype", [
+    ("llama", torch.float32), *((family, torch.float64) for family in FAMILIES)])
 def test_values_and_gradients_equal_separate_forwards(family, dtype, monkeypatch):
     """Of one tree, and of one in parts; with all keys gathered at once, and in groups of runs."""
     monkeypatch.setitem(M.LOGITS, "cpu", 7 * SIZES["vocab_size"])  # of 7 tokens at a time
@@ -205,10 +199,10 @@ def test_parts_hold_each_turn_once_are_bounded_and_as_even_as_the_best_cut():
         in_order = sorted(turns, key=lambda turn: turn[0] + turn[1])
         once = parts[:parts.index(parts[-1]) + 1]  # the last one comes again where they are few
         assert [turn for part in once for turn in part] == in_order
-        assert len(parts) % world == 0 and all(part == parts[-1] for part in parts[len(once):])
+        assert all(part == parts[-1] for part in parts[len(once):])
         assert all(len(part) == 1 or count_tokens(part) <= bound for part in parts)
         rounds = -(-len(M.deal(turns, bound, 1)) // world)
-        assert -(-len(parts) // world) == rounds  # no more than needed
+        assert len(parts) == rounds * world  # no more than needed
         if rounds == 1:
             best = smallest_largest(in_order, world)
             assert max(map(count_tokens, parts)) <= best * 1.01 + 1
@@ -263,187 +257,6 @@ def test_gradients_of_what_many_branches_share_are_summed_in_fp32(groups, monkey
         assert error.max() <= 2 ** -8
 
 
-# --- chat templates -------------------------------------------------------------------------------
-
-# The documented formats. name: (control tokens, the beginning of text first; template; end of turn)
-TEMPLATES = {
-    "llama3": (["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
-                "<|end_of_text|>"],
-               "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
-               "{% set system = messages[0]['content'] %}"
-               "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}"
-               "<|start_header_id|>system<|end_header_id|>\n\n"
-               "Today Date: 26 Jul 2024\n\n{{ system }}<|eot_id|>"
-               "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
-               "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
-               "{% if add_generation_prompt %}"
-               "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-               "<|eot_id|>"),
-    # Qwen3's <think> and </think> are no special tokens.
-    "qwen3": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
-              "{% set ns = namespace(last=0) %}"
-              "{% for m in messages %}"
-              "{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
-              "{% for m in messages %}{% set content = m['content'] %}{% set thought = '' %}"
-              "{% if m['role'] == 'assistant' and '</think>' in content %}"
-              "{% set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
-              "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-              "<|im_start|>{{ m['role'] }}\n"
-              "{% if m['role'] == 'assistant' and loop.index0 > ns.last"
-              " and (loop.last or thought) %}"
-              "<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ content }}<|im_end|>\n{% endfor %}"
-              "{% if add_generation_prompt %}<|im_start|>assistant\n"
-              "{% if enable_thinking is defined and enable_thinking is false %}"
-              "<think>\n\n</think>\n\n{% endif %}"
-              "{% endif %}", "<|im_end|>"),
-    "mistral": (["<s>", "</s>", "[INST]", "[/INST]"],
-                "{{ bos_token }}{% for m in messages %}"
-                "{% if m['role'] == 'user' %}[INST] {{ m['content'] }}[/INST]"
-                "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}", "</s>"),
-    "gemma": (["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
-              "{{ bos_token }}"
-              "{% if messages[0]['role'] == 'system' %}"
-              "{{ raise_exception('no system role') }}{% endif %}"
-              "{% for m in messages %}<start_of_turn>"
-              "{{ 'model' if m['role'] == 'assistant' else m['role'] }}\n"
-              "{{ m['content'] | trim }}<end_of_turn>\n{% endfor %}"
-              "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}", "<end_of_turn>"),
-}
-ENDS = {"llama3": "<|end_of_text|>", "qwen3": "<|endoftext|>", "mistral": "</s>", "gemma": "<eos>"}
-
-
-WORDS = ["", " ", "  ", "\n", "\n\n", "\r\n", "\t", "a", "fee", " fee", "def f(x):\n    return x",
-         "\u00e9", "e\u0301", "\u0301", "\U0001f642", "\u00a0", "\u2581", "<|", "|>", "<", ">", "[",
-         "</think>", "\ue000", "\ue0001\ue001", "\ue0020\ue003", "I WANT TO ANSWER:", "A", "FEE"]
-
-
-def spelled(random_, words):
-    return "".join(random_.choices(words, k=random_.randrange(12)))
-
-
-def tokenizer_of(name, kind="bytes", size=0, **how):
-    """A BPE with a family's template and control tokens. It adds a BOS, as Llama's does.
-
-    kind: of pre-tokenizer or normalizer. size: of the vocabulary; 0: it merges nothing. how: the
-    control tokens are added.
-    """
-    control, template, _ = TEMPLATES[name]
-    t = Tokenizer(models.BPE(unk_token="?"))
-    if kind.startswith("bytes"):
-        t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "bytes after a space")
-        t.decoder = decoders.ByteLevel()
-    elif kind == "whole texts":  # no pre-tokenizer: merges go across spaces and lines
-        t.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
-    elif kind == "first word":
-        t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    elif kind == "each text":
-        t.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"),
-                                             normalizers.Replace(" ", "\u2581")])
-    random_ = random.Random(0)
-    text = [spelled(random_, WORDS) + f">\n{name}<|\n\n" for _ in range(300)]
-    alphabet = pre_tokenizers.ByteLevel.alphabet() if kind.startswith("bytes") else []
-    t.train_from_iterator(text, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet,
-                                                    special_tokens=["?"], show_progress=False))
-    how = {"normalized": False, **how}
-    t.add_special_tokens([AddedToken(token, **how) for token in control])
-    t.add_tokens([AddedToken(token, normalized=True) for token in ["  ", "<think>", "</think>"]])
-    bos = {}
-    if name != "qwen3":
-        bos = {"bos_token": AddedToken(control[0], **how)}
-        t.post_processor = processors.TemplateProcessing(
-            f"{control[0]} $A", special_tokens=[(control[0], t.token_to_id(control[0]))])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, **bos,
-                                        eos_token=AddedToken(ENDS[name], **how))
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def template_text(tokenizer, messages, thinking=False):
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True,
-                                         enable_thinking=thinking)
-
-
-def turns_of(tokenizer, history, thinking=0):
-    """With prompts and actions as lists of ids."""
-    record = {"dialogue_history": history, "meta": {"thinking": thinking}}
-    return [[[*map(ord, text)] for text in turn] for turn in turns_in_record(tokenizer, record)]
-
-
-PLAIN = dialogue("write f(x): the price", "what is the fee?", "fee=3",
-                 "I WANT TO ANSWER:\ndef f(x): return 'é🙂' + x")
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_turns_are_what_the_template_writes(name):
-    """Control tokens that messages spell stay text, and a template that trims does so around them.
-
-    Later prompts extend earlier turns, so that these share a tree. test_model_templates.py has
-    more templates.
-    """
-    tokenizer, (control, _, end) = tokenizer_of(name), TEMPLATES[name]
-    ids, numbers = set(tokenizer.convert_tokens_to_ids(control)), []
-    text = "".join(control) + "\ue0000\ue001."
-    spelled = [{**m, "content": f" {m['content']}{text} \n"} for m in PLAIN]
-    for history in (PLAIN, spelled):
-        turns = turns_of(tokenizer, history)
-        for t, (prompt, action) in zip((1, 3), turns, strict=True):
-            assert tokenizer.decode(prompt) == template_text(tokenizer, history[:t])
-            whole = tokenizer.apply_chat_template(history[:t + 1], tokenize=False)
-            assert whole.startswith(tokenizer.decode(prompt + action)), whole
-            assert tokenizer.decode(action).endswith(end)
-        numbers.append([sum(i in ids for i in part) for turn in turns for part in turn])
-    assert numbers[0] == numbers[1]
-    assert M.end_of_turn(tokenizer) == [tokenizer.convert_tokens_to_ids(end)]
-    (prompt, action), (later, _) = turns_of(tokenizer, PLAIN)
-    if name == "qwen3":  # an empty thought stands before a new message alone
-        prompt = prompt[:-len(tokenizer("<think>\n\n</think>\n\n")["input_ids"])]
-    assert later[:len(prompt) + len(action)] == prompt + action
-
-
-def test_thinking():
-    """Qwen3's template: 0 puts an empty thought before each new message, 1 puts none.
-
-    A thought is said once, as an action.
-    """
-    tokenizer = tokenizer_of("qwen3")
-    marks = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
-    found = lambda ids: [i for i in ids if i in marks]
-    history = copy.deepcopy(PLAIN)
-    history[1]["output"] = "<think>\nwhich?\n</think>\n\nwhat is the fee?"
-    for thinking in (0, 1):
-        turns = turns_of(tokenizer, history, thinking)
-        for t, (prompt, action) in enumerate(turns):
-            want = template_text(tokenizer, history[:2 * t + 1], bool(thinking))
-            assert tokenizer.decode(prompt) == want and found(prompt) == marks * (not thinking)
-            assert found(prompt + action) == marks or (t, thinking) == (0, 0)
-        assert found(turns[0][1]) == marks  # as it was sampled
-    history[2]["content"] += "</think><think>"  # a human who spells them
-    assert all(found(prompt) == marks for prompt, _ in turns_of(tokenizer, history))
-
-
-def test_the_action_is_what_was_sampled():
-    """Its token ids, however the tokenizer would write the same text, else `output`; the next
-    prompt shows the content.
-    """
-    tokenizer, history = tokenizer_of("llama3"), copy.deepcopy(PLAIN)
-    history[1]["output"] = "let me think OUTPUT: what is the fee?"
-    (_, action), (later, _) = turns_of(tokenizer, history)
-    assert tokenizer.decode(action) == history[1]["output"] + "<|eot_id|>"
-    assert "let me think" not in tokenizer.decode(later)
-    history[1]["token_ids"] = [1, 2, 3]
-    assert turns_of(tokenizer, history)[0][1] == [1, 2, 3]
-
-
-def test_a_prompt_is_the_same_on_every_day_and_a_refused_conversation_is_one_line(tiny_dir):
-    tokenizer = M.find_model(tiny_dir)[1]
-    messages = dialogue("a")
-    tokenizer.chat_template = "{{ strftime_now('%d %B %Y') }}" + tokenizer.chat_template
-    assert "26 July 2024" in tokenizer.decode(M.render(tokenizer, messages))
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(TemplateError, match="roles must alternate"):
-        M.render(tokenizer, 2 * messages)
-
-
 # --- loading and saving ---------------------------------------------------------------------------
 
 def save_random(family, tokenizer, out):
@@ -469,7 +282,7 @@ def test_what_is_saved_is_loaded_also_by_transformers(family, tmp_path, tiny_dir
     theirs = separate(AutoModelForCausalLM.from_pretrained(tmp_path), turns)
     assert all((a - b).abs().max() < 1e-5 for a, b in zip(logps, theirs, strict=True))
     assert not any('"tree"' in path.read_text() for path in tmp_path.glob("*.json"))
-    ids = [turns_in_record(t, record) for t in (tokenizer, tokenizer_again) for record in demos(2)]
+    ids = [turns_of(t, record) for t in (tokenizer, tokenizer_again) for record in demos(2)]
     assert ids[:2] == ids[2:]
     generation = json.loads((tmp_path / "generation_config.json").read_text())
     assert generation["do_sample"]
@@ -504,25 +317,6 @@ def test_a_tokenizer_without_an_eos_ends_messages_as_its_template_does(tmp_path,
     M.ending.cache_clear()
     with pytest.raises(SystemExit, match="has a token that ends a message"):
         M.end_of_turn(tokenizer)
-
-
-@pytest.mark.parametrize("loss", ["rft", "mtdpo"])
-def test_what_can_not_be_written_is_told_before_the_first_step(loss, ranked, tiny_dir, tmp_path):
-    """As a program: a template that only saving refuses."""
-    for path in Path(ROOT).glob("*.py"):
-        shutil.copy(path, tmp_path)
-    with open(tmp_path / "model.py", "a") as f:
-        f.write("def refuse(*args, **kwargs):\n    raise OSError(28, 'No space left')\n"
-                "AutoTokenizer.from_pretrained = (lambda make: lambda *args, **kwargs: (\n"
-                "    lambda t: (setattr(t, 'save_pretrained', refuse), t)[1]\n"
-                "    )(make(*args, **kwargs))\n"
-                ")(AutoTokenizer.from_pretrained)\n")
-    out = tmp_path / "out"
-    done = script(tmp_path / "train_policy.py", "--loss", loss, "--model", tiny_dir, "--out", out,
-                  stdin=ranked)
-    assert done.returncode and "out can't be written: No space left" in done.stderr, done.stderr
-    assert '"step"' not in (out / "metrics.jsonl").read_text()
-    assert not list(out.glob("tmp*"))
 
 
 TWO_KINDS = ["linear_attention", "full_attention"]
@@ -621,6 +415,15 @@ def copy_scripts(folder, *changes):
     (folder / "model.py").write_text(text)
 
 
+def test_what_can_not_be_written_is_told_before_the_first_step(tiny_dir, tmp_path):
+    copy_scripts(tmp_path, ("tokenizer.save_pretrained(out)", "raise OSError(28, 'No space left')"))
+    out = tmp_path / "out"
+    done = script(tmp_path / "train_policy.py", "--loss", "rft", "--all", 1, "--model", tiny_dir,
+                  "--out", out, stdin=demos(4))
+    complaint(done, "out can't be written: No space left")
+    assert not steps(out) and not list(out.glob("tmp*"))
+
+
 # a mask that is aligned at the start: the usual fault where runs are shorter than paths
 WRONG_MASK = ".tril(keys - queries)", ".tril()"
 WRONG_ROWS = "logits_to_keep=before", "logits_to_keep=before - 1"
@@ -634,31 +437,6 @@ def test_a_forward_that_is_wrong_is_found_as_the_model_is_loaded(fault, ranks, t
                   "--out", tmp_path / "out", stdin=demos(4), ranks=ranks)
     said = "turn by turn" if fault == "tree" else "log-probs of"
     assert bool(done.returncode) == (fault == "both") and said in done.stderr, done.stderr
-
-
-@pytest.mark.parametrize("name", [
-    name if name == "qwen3_next" else pytest.param(name, marks=pytest.mark.full) for name in SLOW])
-def test_two_processes_train_turn_by_turn_as_one_does(name, tmp_path, tiny_dir):
-    """With as many forwards on each, and what the folder says of sampling."""
-    tokenizer = M.find_model(tiny_dir)[1]
-    path = save_strong(*SLOW[name], tokenizer, tmp_path / "base")
-    Path(path, "generation_config.json").write_text('{"temperature": 0.9}')
-    rows, weights, samplers = [], [], []
-    for ranks, more in ((1, []), (2, ["--recompute", 1, "--save_every", 2])):
-        out = tmp_path / str(ranks)
-        flags = ["--loss", "rft", "--all", 1, "--batch_size", 5, "--epochs", 2, "--model", path]
-        done = succeed("train_policy.py", *flags, "--out", out, *more, stdin=demos(7), ranks=ranks)
-        assert "turn by turn" in done.stderr
-        rows.append(steps(out))
-        weights.append(load_file(out / "model.safetensors"))
-        samplers.append(json.loads((out / "generation_config.json").read_text()))
-    assert samplers[0] == samplers[1] and samplers[0]["temperature"] == 0.9
-    assert len(rows[0]) == len(rows[1]) > 2
-    for one, two in zip(*rows):
-        for fact in ("loss", "grad_norm"):
-            assert one[fact] == pytest.approx(two[fact], rel=1e-4)
-    for tensor in weights[0]:
-        assert torch.allclose(weights[0][tensor], weights[1][tensor], rtol=0, atol=1e-5), tensor
 
 
 @pytest.mark.parametrize("change", ["missing", "superfluous"])
@@ -714,15 +492,11 @@ def test_tokens_by_hand():
     pairs = [M.Pair(trajectory("e", 4), trajectory("f", 6)),
              M.Pair(trajectory("g", 1), trajectory("h", 2))]
     both = 3 + (4 + 1 + 4) + (6 + 1 + 6) + (1 + 1 + 1) + (2 + 1 + 2)
-    turns = M.turns_in(pairs)
-    for gpus in (1, 2, 3):
-        shares = list(map(count_tokens, M.deal(turns, 10 ** 6, gpus)))
-        total, slowest = sum(shares), gpus * max(shares)
-        assert len(shares) == gpus and (gpus > 1 or total == both)
-        got = planned([pairs, pairs], turns, gpus)
-        assert got["tokens"] == {"computed": 2 * total, "slowest_rank": 2 * slowest}
-        assert got["reference_tokens"] == total and got["critic_tokens"] == 0
-    assert planned([pairs])["reference_tokens"] == 0
+    got = planned([pairs, pairs], M.turns_in(pairs))
+    assert got["tokens"] == {"computed": 2 * both, "slowest_rank": 2 * both}
+    assert got["reference_tokens"] == both and got["critic_tokens"] == 0
+    got = planned([pairs[:1]], gpus=2)  # the chosen side, and the other
+    assert got["tokens"] == {"computed": 12 + 16, "slowest_rank": 2 * 16}
     got = planned([pairs[:1]], tree_tokens=15)  # the chosen side, then the other's turns
     assert got["tokens"]["computed"] == 12 + (3 + 6) + 16
 

@@ -1,16 +1,108 @@
-"""Stored text is what the chat template writes: generated templates and conversations.
+"""Chat templates: conversations become ids as the template writes them; parts and the whole.
 
 The oracle is the template's text of the whole conversation, history and message.
 """
+import copy
 import itertools
 import random
+from array import array
+from functools import partial
 
 import pytest
+from jinja2.exceptions import TemplateError
+from tokenizers import (AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers,
+                        processors, trainers)
+from transformers import PreTrainedTokenizerFast
 
 import model as M
 import utils
-from conftest import dialogue
-from test_model import WORDS, spelled, tokenizer_of
+from conftest import dialogue, turns_of as turns_in_record
+
+# The documented formats. name: (control tokens, the beginning of text first; template; end of turn)
+TEMPLATES = {
+    "llama3": (["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+                "<|end_of_text|>"],
+               "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
+               "{% set system = messages[0]['content'] %}"
+               "{% set messages = messages[1:] %}{% else %}{% set system = '' %}{% endif %}"
+               "<|start_header_id|>system<|end_header_id|>\n\n"
+               "Today Date: 26 Jul 2024\n\n{{ system }}<|eot_id|>"
+               "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+               "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+               "{% if add_generation_prompt %}"
+               "<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+               "<|eot_id|>"),
+    # Qwen3's <think> and </think> are no special tokens.
+    "qwen3": (["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+              "{% set ns = namespace(last=0) %}"
+              "{% for m in messages %}"
+              "{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+              "{% for m in messages %}{% set content = m['content'] %}{% set thought = '' %}"
+              "{% if m['role'] == 'assistant' and '</think>' in content %}"
+              "{% set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+              "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+              "<|im_start|>{{ m['role'] }}\n"
+              "{% if m['role'] == 'assistant' and loop.index0 > ns.last"
+              " and (loop.last or thought) %}"
+              "<think>\n{{ thought }}\n</think>\n\n{% endif %}{{ content }}<|im_end|>\n{% endfor %}"
+              "{% if add_generation_prompt %}<|im_start|>assistant\n"
+              "{% if enable_thinking is defined and enable_thinking is false %}"
+              "<think>\n\n</think>\n\n{% endif %}"
+              "{% endif %}", "<|im_end|>"),
+    "mistral": (["<s>", "</s>", "[INST]", "[/INST]"],
+                "{{ bos_token }}{% for m in messages %}"
+                "{% if m['role'] == 'user' %}[INST] {{ m['content'] }}[/INST]"
+                "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}", "</s>"),
+}
+EOS = {"llama3": "<|end_of_text|>", "qwen3": "<|endoftext|>", "mistral": "</s>"}
+
+WORDS = ["", " ", "  ", "\n", "\n\n", "\r\n", "\t", "a", "fee", " fee", "def f(x):\n    return x",
+         "\u00e9", "e\u0301", "\u0301", "\U0001f642", "\u00a0", "\u2581", "<|", "|>", "<", ">", "[",
+         "</think>", "\ue000", "\ue0001\ue001", "\ue0020\ue003", "I WANT TO ANSWER:", "A", "FEE"]
+
+
+def spelled(random_, words):
+    return "".join(random_.choices(words, k=random_.randrange(12)))
+
+
+def tokenizer_of(name, kind="bytes", size=0, **how):
+    """A BPE with a family's template and control tokens. It adds a BOS, as Llama's does.
+
+    kind: of pre-tokenizer or normalizer. size: of the vocabulary; 0: it merges nothing. how: the
+    control tokens are added.
+    """
+    control, template, _ = TEMPLATES[name]
+    t = Tokenizer(models.BPE(unk_token="?"))
+    if kind.startswith("bytes"):
+        t.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=kind == "bytes after a space")
+        t.decoder = decoders.ByteLevel()
+    elif kind == "whole texts":  # no pre-tokenizer: merges go across spaces and lines
+        t.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
+    elif kind == "first word":
+        t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    elif kind == "each text":
+        t.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"),
+                                             normalizers.Replace(" ", "\u2581")])
+    random_ = random.Random(0)
+    text = [spelled(random_, WORDS) + f">\n{name}<|\n\n" for _ in range(300)]
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if kind.startswith("bytes") else []
+    t.train_from_iterator(text, trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet,
+                                                    special_tokens=["?"], show_progress=False))
+    how = {"normalized": False, **how}
+    t.add_special_tokens([AddedToken(token, **how) for token in control])
+    t.add_tokens([AddedToken(token, normalized=True) for token in ["  ", "<think>", "</think>"]])
+    bos = {}
+    if name != "qwen3":
+        bos = {"bos_token": AddedToken(control[0], **how)}
+        t.post_processor = processors.TemplateProcessing(
+            f"{control[0]} $A", special_tokens=[(control[0], t.token_to_id(control[0]))])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=t, **bos,
+                                        eos_token=AddedToken(EOS[name], **how))
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+# --- what is written ------------------------------------------------------------------------------
 
 HEADERS = {  # of a role; where a control token is in it, and where not
     "control": "<|im_start|>{{ m['role'] }}\n",
@@ -36,27 +128,32 @@ def templates():
 
 def texts(tokenizer, history, message):
     """The template's text up to the message by itself, and the prompt's."""
-    return (tokenizer.apply_chat_template([*history, message], tokenize=False),
-            tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True))
+    write = partial(tokenizer.apply_chat_template, tokenize=False, enable_thinking=False)
+    return write([*history, message]), write(history, add_generation_prompt=True)
 
 
-@pytest.mark.parametrize("part", range(6))
+@pytest.mark.parametrize("part", [*range(6), *TEMPLATES])
 def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
     """The prompt is the model's own but for what the template does not write; an EOS ends a turn
     without an end. Control tokens that messages spell stay text, thoughts are cut as in the text,
     and what the template does not write as it stands is told.
+
+    part: of the generated templates, or one that is documented.
     """
-    tokenizer, random_ = tokenizer_of("qwen3", "bytes", 400), random.Random(part)
-    words = [word for word in WORDS if "\ue000" not in word]  # what they become is another test's
-    control = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    name, random_ = part if part in TEMPLATES else "qwen3", random.Random(part)
+    tokenizer, control = tokenizer_of(name, "bytes", 400), TEMPLATES[name][0]
+    cases = 30 * [(TEMPLATES[name][1], True)]
+    if part != name:
+        cases = random_.sample([*templates()], 60)
     special = set(tokenizer.convert_tokens_to_ids(control))
-    for template, ends in random_.sample([*templates()], 60):
+    system = [{"role": "system", "content": ""}]
+    for template, ends in cases:
         tokenizer.chat_template = template
         M.control_tokens.cache_clear(), M.ending.cache_clear()
         for spell in ([], control):
-            said = [spelled(random_, words + spell) or "x" for _ in range(6)]
+            said = [spelled(random_, WORDS + spell) or "x" for _ in range(6)]
             said[1] = "<think>\nwhy?\n</think>\n\n" * random_.randrange(2) + said[1]
-            history = [{"role": "system", "content": ""}][:random_.randrange(2)] + dialogue(*said)
+            history = system[:random_.randrange(2)] + dialogue(*said)
             for t, message in enumerate(history):
                 if message["role"] != "assistant":
                     continue
@@ -67,17 +164,16 @@ def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
                 read, wrote = ids[:len(ids) - without], [*map(ord, action)]
                 whole, prompt = texts(tokenizer, history[:t], message)
                 got = tokenizer.decode(read + wrote)
-                end = M.ending(tokenizer)
                 case = template, history[:t + 1], got
                 if ends:
-                    assert whole.startswith(got) and got.endswith(end), case
+                    assert whole.startswith(got) and got.endswith(M.ending(tokenizer)), case
                 else:
                     assert got == whole + tokenizer.eos_token, case
                 assert (without == 0) == whole.startswith(prompt), case
                 verbatim = message["content"].strip() in whole[len(prompt) - without:]
                 assert told == (without > 0 or not verbatim), case
                 assert wrote[-1] in special, case
-                if not spell and without == 0:
+                if without == 0:
                     assert tokenizer.decode(read) == prompt, case
                 if spell:  # as many control tokens as where nothing spells one
                     plain = [{**m, "content": "x"} for m in history[:t + 1]]
@@ -85,3 +181,127 @@ def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
                     count = lambda x: sum(i in special for i in x)
                     assert count(wrote) == count(map(ord, there)), case
     utils.NOTES.clear()
+
+
+def turns_of(tokenizer, history, thinking=0):
+    """With prompts and actions as lists of ids."""
+    record = {"dialogue_history": history, "meta": {"thinking": thinking}}
+    return [[[*map(ord, text)] for text in turn] for turn in turns_in_record(tokenizer, record)]
+
+
+PLAIN = dialogue("write f(x): the price", "what is the fee?", "fee=3",
+                 "I WANT TO ANSWER:\ndef f(x): return 'é🙂' + x")
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_later_prompts_extend_earlier_turns(name):
+    """So that these share a tree."""
+    tokenizer = tokenizer_of(name)
+    (prompt, action), (later, _) = turns_of(tokenizer, PLAIN)
+    if name == "qwen3":  # an empty thought stands before a new message alone
+        prompt = prompt[:-len(tokenizer("<think>\n\n</think>\n\n")["input_ids"])]
+    assert later[:len(prompt) + len(action)] == prompt + action
+    assert M.end_of_turn(tokenizer) == [tokenizer.convert_tokens_to_ids(TEMPLATES[name][2])]
+
+
+def test_thinking():
+    """Qwen3's template: 0 puts an empty thought before each new message, 1 puts none.
+
+    A thought is said once, as an action.
+    """
+    tokenizer = tokenizer_of("qwen3")
+    marks = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
+    found = lambda ids: [i for i in ids if i in marks]
+    history = copy.deepcopy(PLAIN)
+    history[1]["output"] = "<think>\nwhich?\n</think>\n\nwhat is the fee?"
+    for thinking in (0, 1):
+        turns = turns_of(tokenizer, history, thinking)
+        for t, (prompt, action) in enumerate(turns):
+            want = tokenizer.apply_chat_template(
+                history[:2 * t + 1], tokenize=False, add_generation_prompt=True,
+                enable_thinking=bool(thinking))
+            assert tokenizer.decode(prompt) == want and found(prompt) == marks * (not thinking)
+            assert found(prompt + action) == marks or (t, thinking) == (0, 0)
+        assert found(turns[0][1]) == marks  # as it was sampled
+    history[2]["content"] += "</think><think>"  # a human who spells them
+    assert all(found(prompt) == marks for prompt, _ in turns_of(tokenizer, history))
+
+
+def test_the_action_is_what_was_sampled():
+    """Its token ids, however the tokenizer would write the same text, else `output`; the next
+    prompt shows the content.
+    """
+    tokenizer, history = tokenizer_of("llama3"), copy.deepcopy(PLAIN)
+    history[1]["output"] = "let me think OUTPUT: what is the fee?"
+    (_, action), (later, _) = turns_of(tokenizer, history)
+    assert tokenizer.decode(action) == history[1]["output"] + "<|eot_id|>"
+    assert "let me think" not in tokenizer.decode(later)
+    history[1]["token_ids"] = [1, 2, 3]
+    assert turns_of(tokenizer, history)[0][1] == [1, 2, 3]
+
+
+def test_a_prompt_is_the_same_on_every_day_and_a_refused_conversation_is_one_line(tiny_dir):
+    tokenizer = M.find_model(tiny_dir)[1]
+    messages = dialogue("a")
+    tokenizer.chat_template = "{{ strftime_now('%d %B %Y') }}" + tokenizer.chat_template
+    assert "26 July 2024" in tokenizer.decode(M.render(tokenizer, messages))
+    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(TemplateError, match="roles must alternate"):
+        M.render(tokenizer, 2 * messages)
+
+
+# --- part by part: by several kinds of tokenizers -------------------------------------------------
+
+CUTS = {}, {"rstrip": True}  # how the control tokens are added
+NO_CUTS = "lstrip", "single_word", "normalized"
+
+
+def whole(tokenizer, text):
+    return array("q", tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def check(tokenizer, monkeypatch, cut):
+    """Growing dialogues of hostile text: the ids of the parts, and those of the whole text.
+
+    cut: whether a conversation of two messages has more than one part.
+    """
+    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    words, random_ = WORDS + added + [text[1:] for text in added], random.Random(1)
+    for _ in range(12):
+        messages = dialogue(*(spelled(random_, words) for _ in range(7)))
+        for t, thinking in itertools.product((1, 3, 5, 7), (0, 1)):
+            ids = M.render(tokenizer, messages[:t], thinking)
+            with monkeypatch.context() as m:
+                m.setattr(M, "template_ids", whole)
+                assert ids == M.render(tokenizer, messages[:t], thinking), messages[:t]
+    text = tokenizer.apply_chat_template(dialogue("a", "b"), tokenize=False)
+    assert (len(list(filter(None, M.cuts(tokenizer).split(text)))) > 1) == cut
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bytes after a space", "whole texts", "first word",
+                                  "each text"])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_ids_of_the_parts_are_those_of_the_whole(name, kind, monkeypatch):
+    for how in CUTS:
+        check(tokenizer_of(name, kind, 500, **how), monkeypatch, cut=True)
+
+
+@pytest.mark.parametrize("how", NO_CUTS)
+def test_where_a_token_looks_around_itself_nothing_is_cut(how, monkeypatch):
+    for name in TEMPLATES:
+        check(tokenizer_of(name, "whole texts", 500, **{how: True}), monkeypatch, cut=False)
+
+
+def test_no_cut_inside_another_token(monkeypatch):
+    tokenizer = tokenizer_of("qwen3", "bytes", 500)
+    tokenizer.add_tokens([AddedToken("\n<|im_s", normalized=False)])
+    assert not M.cuts(tokenizer).match("<|im_start|>")
+    check(tokenizer, monkeypatch, cut=True)
+
+
+def test_a_part_is_tokenized_once(tiny_dir):
+    tokenizer, messages = M.find_model(tiny_dir)[1], dialogue(*(f"part {n}" for n in range(9)))
+    M.render(tokenizer, messages[:7])
+    before = M.part_ids.cache_info().misses
+    M.render(tokenizer, messages)
+    assert M.part_ids.cache_info().misses - before <= 2  # the two messages that are new

@@ -139,8 +139,9 @@ FORGETS = """{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>\
 
 
 def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(tasks, tmp_path):
-    """By separate forwards. A thought is in its action, but not in later prompts: no prompt
-    extends the turn before.
+    """By separate forwards: what collect.py writes, an untrained critic says, fine-tuning learns.
+
+    A thought is in its action, but not in later prompts: no prompt extends the turn before.
     """
     path, (made, tokenizer) = str(tmp_path / "model"), toy.tiny(demos(200))
     tokenizer.chat_template = FORGETS
@@ -157,25 +158,31 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(tasks, t
         return separate(lm, [(M.packed(prompt), M.packed(ids))])[0]
 
     played = script("collect.py", "--model", path, *HUMAN, "--thinking", 1, "--max_turns", 3,
-                    "--max_tokens", 25, stdin=tasks)
+                    "--max_tokens", 25, "--candidates", 2, stdin=tasks)
     rs = records(played.stdout)
-    for history, (m,) in (turn for r in rs for turn in M.actions_of(r)):
+    for history, (m, *candidates) in (turn for r in rs for turn in M.actions_of(r)):
         if "think>" not in str(history):  # noise may spell it
             want = logps_of(history, m["token_ids"])
             assert torch.allclose(torch.tensor(m["logprobs"]), want, atol=1e-3)
+            for c in candidates:
+                want = logps_of(history, c["token_ids"]).sum().item()
+                assert c["logprob"] == pytest.approx(want, abs=1e-2)
     for m in (m for r in rs for m in agent_messages(r)):
-        m |= {"content": "what is it?", "output": "rate</think>what is it?"}
+        m |= {"content": "what is it?", "output": "rate</think>what is it?",
+              "candidates": [{"output": "color</think>which color?"}]}
         del m["token_ids"], m["logprobs"]
     untrained = succeed("train_critic.py", "--model", path, "--untrained", 1, stdin=rs)
-    scored = records(untrained.stdout)
-    logps = []
+    scored, logps = records(untrained.stdout), []
     for r in scored:
-        for history, (m,) in M.actions_of(r):
-            ids = tokenizer(m["output"] + "<|end|>", add_special_tokens=False)["input_ids"]
-            logps.append(logps_of(history, ids))
+        for history, (m, c) in M.actions_of(r):
             seen = colbench.with_hidden(history, colbench.hidden_information(r["task"]))
-            want = logps_of(seen, ids).mean() - logps[-1].mean()
-            assert m["advantage"] == pytest.approx(want.item(), abs=2e-4) != 0
+            for action in (c, m):
+                text = action["output"] + "<|end|>"
+                ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+                blind = logps_of(history, ids)
+                want = logps_of(seen, ids).mean() - blind.mean()
+                assert action["advantage"] == pytest.approx(want.item(), abs=2e-4) != 0
+            logps.append(blind)
     _, (_, first, *_) = train(rs, "train_policy.py", "--loss", "rft", "--all", 1, "--model", path,
                               "--epochs", 1, "--out", tmp_path / "policy")
     assert first["loss"] == pytest.approx(-torch.cat(logps).mean().item(), abs=1e-4)
@@ -186,6 +193,7 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(tasks, t
 @pytest.mark.parametrize("command", [
     "tests/toy.py tasks --nn 3", "collect.py --temprature 1", "evaluate.py --seed 1",
     "train_policy.py --out x --loss ppo", "train_critic.py",
+    "train_critic.py --out x --untrained 1",
     "train_critic.py --out x --epoch 1"])  # no abbreviations
 def test_a_wrong_flag_stops_before_anything_is_made(command, tmp_path):
     done = script(*command.split(), cwd=tmp_path)

@@ -1,11 +1,14 @@
 """Preferences: the form that the trainer reads, what it refuses, and the forms that become it."""
 import json
 import shutil
-from pathlib import Path
 
 import pytest
 
-from conftest import complaint, dialogue, records, script, succeed
+import model as M
+import train_critic
+import train_policy
+from conftest import dialogue, records, script, succeed
+from test_train import prepared
 
 RIVER, ELBE, WATER = dialogue("Name a river.", "The Elbe.")[0], *(
     {"role": "assistant", "content": text} for text in ("The Elbe.", "Water."))
@@ -51,11 +54,11 @@ FORMS = {  # name: (a line of it, what stands before the user's message)
 CONVERT = "tests/experiments/preferences.py"
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_every_form_becomes_the_one_that_the_trainer_reads(form):
-    line, before = FORMS[form]
-    (got,) = records(succeed(CONVERT, stdin=[line]).stdout)
-    assert got["chosen"] == before + CHOSEN and got["rejected"] == before + REJECTED
+def test_every_form_becomes_the_one_that_the_trainer_reads():
+    got = records(succeed(CONVERT, stdin=[line for line, _ in FORMS.values()]).stdout)
+    for form, made in zip(FORMS, got, strict=True):
+        before = FORMS[form][1]
+        assert made["chosen"] == before + CHOSEN and made["rejected"] == before + REJECTED, form
 
 
 def test_a_thought_and_a_begun_answer_go_where_they_belong():
@@ -90,9 +93,16 @@ def test_another_form_is_named_by_its_line(message):
     assert done.returncode and message in done.stderr and "stdin, line 2: " in done.stderr
 
 
-def trained(line, tiny_dir, out, *flags):
-    return script("train_policy.py", "--loss", "mtdpo", "--model", tiny_dir, "--out", out,
-                  "--epochs", 1, *flags, stdin=[{"chosen": CHOSEN, "rejected": REJECTED}, line])
+GOOD = {"chosen": CHOSEN, "rejected": REJECTED}
+
+
+@pytest.fixture
+def groups_of(tiny_dir, monkeypatch):
+    """groups_of(lines): the pairs that a trainer, usually of preferences, makes of them."""
+    def make(given, *flags, model=tiny_dir, trainer=train_policy):
+        loss = ["--loss", "mtdpo"] if trainer is train_policy else []
+        return prepared(monkeypatch, given, trainer, *loss, "--model", model, *flags)
+    return make
 
 
 NOT_OURS = {  # what train_policy.py says
@@ -104,120 +114,118 @@ NOT_OURS = {  # what train_policy.py says
     "two messages of the assistant": FORMS["a begun answer"][0],
     "role of system, user and assistant": {"chosen": [{**RIVER, "role": "Human"}, ELBE],
                                            "rejected": REJECTED},
-    "content is not text": FORMS["parts"][0]}
+    "content is not text": FORMS["parts"][0],
+    "starts with the assistant": {"chosen": [ELBE]},
+    "chosen has no message of the assistant": {**GOOD, "chosen": [RIVER]},
+    "rejected has no message of the assistant": {**GOOD, "prompt": [RIVER], "chosen": [ELBE],
+                                                 "rejected": None},
+    "lacks content, or a role": {**GOOD, "rejected": [{"role": "tool", "content": "?"}]}}
 
 
 @pytest.mark.parametrize("message", NOT_OURS)
-def test_what_is_no_preference_is_told_the_form_and_the_converter(message, tiny_dir, tmp_path):
-    complaint(trained(NOT_OURS[message], tiny_dir, tmp_path / "out"), message, "stdin, line 2: ",
-              '{"prompt": [...], "chosen": [...]', CONVERT, "--loss mtdpo")
-    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+def test_what_is_no_preference_is_told_the_form_and_the_converter(message, groups_of):
+    with pytest.raises(SystemExit, match="error: stdin, line 2: ") as e:
+        groups_of([GOOD, NOT_OURS[message]])
+    for part in (message, '{"prompt": [...], "chosen": [...]', CONVERT, "--loss mtdpo"):
+        assert part in str(e.value)
 
 
 @pytest.mark.parametrize("name, value", [
     ("tools", [{}]), ("tool_calls", [{}]), ("system", "Be brief."), ("reasoning_content", "why"),
     ("loss_mask", 0), ("weight", 0.5), ("train", False), ("input", "<|system|>")])
-def test_a_field_that_changes_the_meaning_is_refused(name, value, ranked, tiny_dir, tmp_path):
+def test_a_field_that_changes_the_meaning_is_refused(name, value, ranked, groups_of):
     """In a line or in a message, of preferences and of records."""
-    pair, record = {"chosen": CHOSEN, "rejected": REJECTED}, ranked[0]
+    record, odd = ranked[0], {name: value}
     first, *others = record["dialogue_history"]
-    for i, line in enumerate([
-            {**pair, name: value}, {**pair, "chosen": [RIVER, {**ELBE, name: value}]},
-            {**record, name: value},
-            {**record, "dialogue_history": [{**first, name: value}, *others]}]):
-        complaint(trained(line, tiny_dir, tmp_path / "out"), f"line 2: the field '{name}'")
-        if i > 1:
-            complaint(script("train_critic.py", "--model", tiny_dir, "--out", tmp_path / "c",
-                             stdin=[line]), f"line 1: the field '{name}'")
+    preferences = {**GOOD, **odd}, {**GOOD, "chosen": [RIVER, {**ELBE, **odd}]}
+    of_record = {**record, **odd}, {**record, "dialogue_history": [{**first, **odd}, *others]}
+    for trainer, lines in ((train_policy, [*preferences, *of_record]), (train_critic, of_record)):
+        for line in lines:
+            with pytest.raises(SystemExit, match=f"line 2: the field '{name}'"):
+                groups_of([GOOD if trainer is train_policy else record, line], trainer=trainer)
 
 
-def test_names_of_a_records_fields_and_whole_weights_bind_no_preference(tiny_dir, tmp_path):
+def test_names_of_a_records_fields_and_whole_weights_bind_no_preference(groups_of):
     line = {"task": "Coding", "answer": 42, "reward": 7.5, "sample": "a", "tests": [1], "meta": "v",
             "weight": 1, "train": True, "tools": [], "system": "", "prompt": [RIVER],
             "chosen": [{**ELBE, "output": "a draft", "logprobs": {"content": []}}],
             "rejected": [WATER]}
-    losses = []
-    for i, line in enumerate([line, {"prompt": [RIVER], "chosen": [ELBE], "rejected": [WATER]}]):
-        done = trained(line, tiny_dir, tmp_path / str(i), "--nll_coef", 1)
-        assert done.returncode == 0, done.stderr
-        losses.append([row["loss"] for row in records(
-            (tmp_path / str(i) / "metrics.jsonl").read_text()) if "step" in row])
-    assert losses[0] == losses[1]
+    assert groups_of([line]) == groups_of([GOOD])
 
 
-def test_dpo_says_which_loss_reads_preferences(tiny_dir, tmp_path):
-    line = {"chosen": CHOSEN, "rejected": REJECTED}
-    done = script("train_policy.py", "--model", tiny_dir, "--out", tmp_path / "x", stdin=[line])
-    complaint(done, "stdin, line 1: ", "--loss mtdpo")
-    complaint(script("train_critic.py", "--model", tiny_dir, "--out", tmp_path / "y",
-                     stdin=[line]), "stdin, line 1: ", "train_policy.py --loss mtdpo")
+def test_it_is_said_which_loss_reads_preferences(groups_of):
+    for flags, trainer in ((["--loss", "dpo"], train_policy), ([], train_critic)):
+        with pytest.raises(SystemExit, match="stdin, line 1: .*--loss mtdpo"):
+            groups_of([GOOD], *flags, trainer=trainer)
 
 
-def test_thinking_reaches_preferences(tiny_dir, tmp_path):
-    """By meta.thinking: another prompt, another loss."""
-    model = shutil.copytree(tiny_dir, tmp_path / "m")
-    template = Path(model, "chat_template.jinja")
-    template.write_text(template.read_text().replace(
-        "<|assistant|>{% endif %}",
-        "<|assistant|>{% if not enable_thinking %}x{% endif %}{% endif %}").replace(
-            "<|{{ m['role'] }}|>", "<|{{ m['role'] }}|>{% if m['role'] == 'assistant' and not "
-                                   "enable_thinking %}x{% endif %}"))
-    losses = {}
-    for thinking in (0, 1, None):
-        line = {"chosen": CHOSEN, "rejected": REJECTED} | (
-            {} if thinking is None else {"meta": {"thinking": thinking}})
-        out = tmp_path / str(thinking)
-        done = script("train_policy.py", "--loss", "mtdpo", "--model", model, "--out", out,
-                      "--epochs", 1, "--nll_coef", 1, stdin=[line])
-        assert done.returncode == 0 and "are not what" not in done.stderr, done.stderr
-        losses[thinking] = [row["loss"] for row in records((out / "metrics.jsonl").read_text())
-                            if "step" in row]
-    assert losses[0] == losses[None] != losses[1]
+# --- models and their templates -------------------------------------------------------------------
+
+@pytest.fixture
+def other(tiny_dir, tmp_path):
+    """other(old, new, ...): a copy of the tiny model with changes of its chat template's text."""
+    def make(*changes):
+        model = shutil.copytree(tiny_dir, tmp_path / "m")
+        template = model / "chat_template.jinja"
+        text = template.read_text()
+        for old, new in zip(changes[::2], changes[1::2]):
+            assert old in text
+            text = text.replace(old, new)
+        template.write_text(text)
+        return model
+    return make
 
 
-def test_what_the_model_can_not_take_is_told_before_a_step(tiny_dir, tmp_path):
-    """Longer than its positions: left out and counted. Ids beyond its embedding: refused."""
-    model = shutil.copytree(tiny_dir, tmp_path / "m")
-    config = json.loads(Path(model, "config.json").read_text())
-    long = {"prompt": [{"role": "user", "content": "a river " * 200}], "chosen": [ELBE],
-            "rejected": [WATER]}
-    Path(model, "config.json").write_text(json.dumps({**config, "max_position_embeddings": 200}))
-    done = trained(long, model, tmp_path / "out")
-    assert done.returncode == 0 and "2 messages and candidates are longer than 200" in done.stderr
-    assert "the first: the task of line 2" in done.stderr
+def test_thinking_reaches_preferences(other, groups_of, capsys):
+    """By meta.thinking: another prompt."""
+    x = "{% if not enable_thinking %}x{% endif %}"
+    model = other("<|assistant|>{% endif %}", "<|assistant|>" + x + "{% endif %}",
+                  "<|{{ m['role'] }}|>",
+                  "<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}" + x + "{% endif %}")
+    without, with_ = (groups_of([{**GOOD, "meta": {"thinking": n}}], model=model) for n in (0, 1))
+    assert without == groups_of([GOOD], model=model) != with_
+    assert "are not what" not in capsys.readouterr().err
 
-    from transformers import AutoTokenizer
-    tokenizer = AutoTokenizer.from_pretrained(model)
+
+LONG = {"prompt": [{"role": "user", "content": "a river " * 200}], "chosen": [ELBE],
+        "rejected": [WATER]}
+
+
+def test_what_is_longer_than_the_models_positions_is_left_out(other, groups_of, capsys):
+    config = other() / "config.json"
+    positions = {"max_position_embeddings": 200}
+    config.write_text(json.dumps(json.loads(config.read_text()) | positions))
+    assert groups_of([GOOD, LONG], model=config.parent) == groups_of([GOOD])
+    said = capsys.readouterr().err
+    assert "2 messages and candidates are longer than 200" in said
+    assert "the first: the task of line 2" in said
+
+
+def test_ids_beyond_the_models_embedding_are_refused(other, groups_of):
+    model = other()
+    tokenizer = M.find_model(str(model))[1]
     tokenizer.add_tokens(["<extra>"])
     tokenizer.save_pretrained(model)
-    assert trained({**long, "prompt": [RIVER]}, model, tmp_path / "x").returncode == 0
-    complaint(trained({**long, "prompt": [RIVER], "chosen": "<extra>"} | {
-        "chosen": [{**ELBE, "content": "The <extra>"}]}, model, tmp_path / "y"),
-        "the task of line 2 has a token beyond the model's embedding of")
+    assert groups_of([GOOD], model=model)
+    line = {**GOOD, "chosen": [RIVER, {**ELBE, "content": "The <extra>"}]}
+    told = "the task of line 2 has a token beyond the model's embedding of"
+    with pytest.raises(SystemExit, match=told):
+        groups_of([GOOD, line], model=model)
 
 
-def test_a_conversation_that_the_template_refuses_is_named_by_its_line(tiny_dir, tmp_path):
-    model = shutil.copytree(tiny_dir, tmp_path / "m")
-    template = Path(model, "chat_template.jinja")
-    template.write_text("{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}"
-                        "{% endif %}" + template.read_text())
-    line = {"prompt": [SYSTEM, RIVER], "chosen": [ELBE], "rejected": [WATER]}
-    complaint(trained(line, model, tmp_path / "out"), "the task of line 2 does not suit this "
-              "--model's chat template: no system")
+def test_a_conversation_that_the_template_refuses_is_named_by_its_line(other, groups_of):
+    model = other("{{ bos_token }}", "{% if messages[0]['role'] == 'system' %}"
+                  "{{ raise_exception('no system') }}{% endif %}{{ bos_token }}")
+    with pytest.raises(SystemExit, match="the task of line 2 does not suit this --model's chat "
+                                         "template: no system"):
+        groups_of([GOOD, {**GOOD, "chosen": [SYSTEM, *CHOSEN]}], model=model)
 
 
-def test_stored_text_that_a_template_does_not_write_after_its_prompt_is_told(tiny_dir, tmp_path):
-    """With a count and an example; collect.py refuses a template without a generation prompt."""
-    model = shutil.copytree(tiny_dir, tmp_path / "m")
-    template = Path(model, "chat_template.jinja")
-    text = template.read_text()
-    template.write_text(text.replace("<|assistant|>{% endif %}", "<|assistant|>why{% endif %}"))
-    done = trained({"prompt": [RIVER], "chosen": [{**ELBE, "content": "<|end|>"}],
-                    "rejected": [WATER]}, model, tmp_path / "out")
-    assert done.returncode == 0
-    assert "4 stored messages are not what this --model's chat template writes" in done.stderr
-    assert "1 stored messages spell a control token" in done.stderr
-    template.write_text(text.replace("<|assistant|>{% endif %}", "{% endif %}"))
-    complaint(script("collect.py", "--model", model, "--human", "fixed:x", stdin=[
-        {"task": {"problem_description": "a", "ground_truth": "def f(): pass"}}]),
-        "has no generation prompt, which would be '<|assistant|>'")
+def test_stored_text_that_a_template_does_not_write_after_its_prompt_is_told(other, groups_of,
+                                                                             capsys):
+    """With a count and an example."""
+    model = other("<|assistant|>{% endif %}", "<|assistant|>why{% endif %}")
+    groups_of([GOOD, {**GOOD, "chosen": [RIVER, {**ELBE, "content": "<|end|>"}]}], model=model)
+    said = capsys.readouterr().err
+    assert "4 stored messages are not what this --model's chat template writes" in said
+    assert "1 stored messages spell a control token" in said

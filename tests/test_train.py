@@ -30,10 +30,11 @@ import train_critic
 import train_policy
 import utils
 from colbench import agent_messages
-from conftest import (CPU, HUMAN, ROOT, actions, complaint, descendants, dialogue, gone, lines,
-                      metrics, plain_ids, records, script, steps, succeed, train, turns_of, until)
+from conftest import (CPU, ROOT, actions, complaint, demos, descendants, dialogue, gone,
+                      key_of, lines, metrics, plain_ids, records, script, steps, succeed, train,
+                      turns_of, until)
 from model import TURN, Pair
-from test_model import save_random, separate
+from test_model import SLOW, save_random, save_strong, separate
 
 # --- the losses: the oracle is floats and loops, written from the equations -----------------------
 
@@ -252,73 +253,39 @@ def test_a_policy_learns_nothing_of_held_out_tasks(flags, ranked, tiny_dir, monk
     assert all(read) and not read[0] & read[1]
 
 
-PROMPT, *CHOSEN = dialogue("write pay(x)", "what is the rate?", "rate=3", "def pay(x, rate=3): ...")
-SYSTEM = {"role": "system", "content": "be short"}
-PREFERENCES = [{"prompt": [PROMPT], "chosen": CHOSEN, "rejected": CHOSEN[-1:]},
-               {"chosen": [SYSTEM, *dialogue("a", "b c d", "e", "f <|end|> g")],
-                "rejected": [SYSTEM, *dialogue("a", "b c d", "e", "h")]}]
-
-
-def test_preferences_train_on_every_token_of_the_assistant(tiny_dir, monkeypatch):
-    """By a loop over its messages and a forward for each."""
-    pi, pi_ref = (AutoModelForCausalLM.from_pretrained(tiny_dir) for _ in range(2))
+@pytest.mark.parametrize("before", [[], [{"role": "system", "content": "be short"}]])
+def test_preferences_are_pairs_of_all_messages_of_the_assistant(before, tiny_dir, monkeypatch):
     tokenizer = M.find_model(tiny_dir)[1]
-    torch.manual_seed(0)
-    for p in pi.parameters():
-        p.data += 0.01 * torch.randn_like(p)
-    flags = ["--model", tiny_dir, "--loss", "mtdpo", "--beta", "0.7", "--nll_coef", "0.5"]
-    groups = prepared(monkeypatch, PREFERENCES, train_policy, *flags)
-    args = train_policy.get_args([*flags, "--out", "x"])
-
-    def of_side(lm, history):
-        return [x.detach() for x in
-                separate(lm, turns_of(tokenizer, {"dialogue_history": history}))]
-
-    turns = M.turns_in(chain(*groups))
-    logps, ref = (dict(zip(turns, separate(lm, turns))) for lm in (pi, pi_ref))
-    found = sorted(train_policy.pair_loss(args, pair, logps, ref)[0].item()
-                   for pair in chain(*groups))
-    want = []
-    for line in PREFERENCES:
-        sides = [line.get("prompt", []) + line[side] for side in ("chosen", "rejected")]
-        chosen, rejected, ref_chosen, ref_rejected = (
-            of_side(lm, side) for lm in (pi, pi_ref) for side in sides)
-        margin = 0.7 * (loop_score(chosen, ref_chosen) - loop_score(rejected, ref_rejected))
-        want.append(loop_loss(margin, [torch.cat(chosen)], 0.5))
-    assert found == pytest.approx(sorted(map(float, want)), abs=1e-5)
-
-
-@pytest.mark.parametrize("line, message", [
-    ({"chosen": PREFERENCES[0]["chosen"]}, "starts with the assistant"),
-    ({**PREFERENCES[0], "rejected": None}, "rejected has no message of the"),
-    ({**PREFERENCES[0], "chosen": dialogue("?")}, "no message of the"),
-    ({**PREFERENCES[0], "rejected": [{"role": "tool", "content": "?"}]}, "lacks content, or a")])
-def test_what_is_wrong_with_a_preference_is_said(line, message, tiny_dir, monkeypatch):
-    with pytest.raises(SystemExit, match=f"error: stdin, line 2: .*{message}"):
-        prepared(monkeypatch, [PREFERENCES[0], line], train_policy, "--loss", "mtdpo",
-                 "--model", tiny_dir)
+    prompt, *chosen = dialogue("write pay(x)", "what is the rate?", "rate=3 <|end|>", "def ...")
+    sides = chosen, chosen[-1:]
+    line = {"prompt": [*before, prompt], "chosen": sides[0], "rejected": sides[1]}
+    whole = {side: line["prompt"] + line[side] for side in ("chosen", "rejected")}
+    want = [tuple(turns_of(tokenizer, {"dialogue_history": side})) for side in whole.values()]
+    assert list(map(len, want)) == [2, 1]
+    flags = ["--model", tiny_dir, "--loss", "mtdpo"]
+    groups = prepared(monkeypatch, [line, whole], train_policy, *flags)
+    assert groups == 2 * [[Pair(*want, gap=1.0)]]
 
 
 # --- c: the critic's, never the policy's ----------------------------------------------------------
 
 @pytest.mark.parametrize("loss", ["dpo", "mtdpo", "rft"])
-def test_c_never_reaches_the_policy(loss, ranked, tiny_dir, tmp_path):
-    """A policy that has not moved is at log 2; then it learns."""
-    flags = ["--loss", loss, "--model", tiny_dir, "--lr", 1e-3, "--nll_coef", 0, "--batch_size", 8,
-             "--pairs_per_turn", 1, "--epochs", 2]
-    weights = []
+def test_c_never_reaches_the_policy(loss, ranked, tiny_dir, monkeypatch):
+    """All that it is trained on is the same, whatever c is."""
+    flags = "--model", tiny_dir, "--loss", loss, "--mix", 0.5
+    groups = []
     for c in ("rate=3", "fee=7"):
         for r in ranked:
-            r["task"]["hidden_information"] = c
-        _, rows = train(ranked, "train_policy.py", *flags, "--out", tmp_path / c)
-        weights.append((tmp_path / c / "model.safetensors").read_bytes())
-    assert weights[0] == weights[1] != Path(tiny_dir, "model.safetensors").read_bytes()
-    begin, first, *_, last, _ = rows
-    assert last["loss"] < first["loss"]
-    if loss == "rft":
-        assert begin["pairs"] == 4  # the solved trajectories alone
-    else:
-        assert abs(first["loss"] - math.log(2)) < 1e-5
+            r["task"] |= {"hidden_information": c, "ground_truth": f"def f(): return {c!r}"}
+        groups.append(prepared(monkeypatch, ranked, train_policy, *flags))
+    assert groups[0] == groups[1] and groups[0]
+
+
+def test_rft_takes_the_solved_trajectories(ranked, tiny_dir, monkeypatch):
+    flags = "--model", tiny_dir, "--loss", "rft"
+    for more, n in (([], 4), (["--all", 1], 8)):
+        groups = prepared(monkeypatch, ranked, train_policy, *flags, *more)
+        assert sum(map(len, groups)) == n and all(not p.rejected for p in chain(*groups))
 
 
 def test_what_each_critic_reads(tiny_dir):
@@ -358,31 +325,9 @@ def check_same_advantages(given, others):
             assert x["advantage"] == pytest.approx(y["advantage"], abs=1e-4, rel=1e-4)
 
 
-def test_the_untrained_critic_is_the_model_with_hidden_information_less_without(rewarded, tiny_dir):
-    """It needs no pairs, rewards, or --out, and keeps nothing."""
-    few = rewarded[:2]
-    for r in few:
-        del r["reward"]
-    flags = ["train_critic.py", "--model", tiny_dir, "--untrained", 1]
-    got = records(succeed(*flags, stdin=few).stdout)
-    model, tokenizer = M.load(tiny_dir)
-    largest = 0
-    for r in got:
-        for history, actions in M.actions_of(r):
-            task, reads = r["task"], (True, False)
-            turns = train_critic.critic_turns(tokenizer, task, history, actions, 0, *reads)
-            for action, (turn, ref) in zip(actions, turns, strict=True):
-                assert turn[0] != ref[0]
-                p, q = M.action_logps(model, [turn, ref])
-                assert action["advantage"] == pytest.approx((p - q).mean().item(), abs=1e-4)
-                largest = max(largest, abs(action["advantage"]))
-    assert largest > 1e-3
-    complaint(script(*flags, "--out", "x", stdin=few), "give --out, or else --untrained 1")
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_critic_learns_scores_a_stream_and_chooses(world, rewarded, tasks, tiny_dir, tmp_path):
+def test_a_critic_learns_and_scores_more_than_it_learned_from(world, rewarded, tiny_dir, tmp_path):
     for r in rewarded:
         for m in agent_messages(r):  # what tells the two apart
             del m["token_ids"], m["logprobs"]
@@ -392,23 +337,14 @@ def test_a_critic_learns_scores_a_stream_and_chooses(world, rewarded, tasks, tin
              "--batch_size", 4, "--ref_context", "agent"]
     first, (_, *rows, last) = train(rewarded, *critic, *flags, ranks=world)
     assert rows[-1]["loss"] < 0.1 < rows[0]["loss"] and last["finished"] == len(rows)
-    total = {(r["task"]["id"], r["sample"]): sum(m["advantage"] for m in agent_messages(r))
-             for r in first}
+    total = {key_of(r): sum(m["advantage"] for m in agent_messages(r)) for r in first}
     assert all(total[task, 0] > total[task, 1] for task, _ in total)
-    check_same_advantages(train(rewarded, *critic, *flags)[0], first)
     many = [{**r, "sample": 100 * i + r["sample"]} for i in range(10) for r in rewarded]
     for r in many:
         del r["reward"]
-    done = script(*critic, stdin=lines(many) + "no record\n", ranks=world)
-    complaint(done, "error: stdin, line 81: not JSON")
     got, _ = train(many, *critic, ranks=world)
     check_same_advantages(got, 10 * first)
-    assert sum(abs(x.pop("advantage")) > 1e-3 for r in got for x in actions(r)) > 100
-    assert got == many  # nothing else changed
-    play = ["--model", tiny_dir, *HUMAN, "--best_of", 3, "--critic", tmp_path / "c", "--max_turns",
-            2]
-    done = succeed("collect.py", *play, "--max_tokens", 20, stdin=tasks[:1])
-    assert len(records(done.stdout)) == 1
+    assert sum(abs(x["advantage"]) > 1e-3 for r in got for x in actions(r)) > 100
 
 
 def test_a_critic_finds_its_reference_and_takes_no_other(rewarded, tiny_dir, tmp_path):
@@ -416,6 +352,7 @@ def test_a_critic_finds_its_reference_and_takes_no_other(rewarded, tiny_dir, tmp
     base, out = shutil.copytree(tiny_dir, tmp_path / "runs" / "base"), tmp_path / "runs" / "c"
     flags = ["train_critic.py", "--model", "base", "--epochs", 1, "--out", "c"]
     first = succeed(*flags, stdin=rewarded, cwd=tmp_path / "runs").stdout
+    assert any(x["advantage"] for r in records(first) for x in actions(r))
     score = ["train_critic.py", "--out"]
     moved = shutil.move(tmp_path / "runs", tmp_path / "moved")
     base, out = Path(moved, "base"), Path(moved, "c")
@@ -430,15 +367,6 @@ def test_a_critic_finds_its_reference_and_takes_no_other(rewarded, tiny_dir, tmp
     done = script(*score, out, "--model", elsewhere, stdin=rewarded)
     complaint(done, f"{elsewhere} has other weights than the model that the critic in {out}")
     assert contents(out) == before
-    complaint(script(*score, elsewhere, stdin=rewarded), "exists already, and is no run")
-
-
-def test_a_finished_critic_needs_nothing_of_its_training(rewarded, whole, data, tmp_path):
-    """Its reference is computed anew: not by what is left of training, nor by the trained one."""
-    out, stdout = whole("critic")
-    assert not (out / "reference.safetensors").exists()
-    got = records(succeed("train_critic.py", "--out", out, stdin=data).stdout)
-    assert got == records(stdout) and any(x["advantage"] for r in got for x in actions(r))
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -528,13 +456,17 @@ def ended(p):
     return subprocess.CompletedProcess(p.args, p.returncode, out, err)
 
 
-def same_to_rounding(whole, out, stdout):
-    """A run against the undisturbed one: every step's metrics, the weights, stdout."""
-    want_out, want_stdout = whole
+def same_steps(out, want_out):
     for a, b in zip(steps(out), steps(want_out), strict=True):
         assert a["step"] == b["step"] and a["lr"] == b["lr"]
         for key in ("loss", "grad_norm"):  # a margin near 0 may flip an accuracy
             assert math.isclose(a[key], b[key], rel_tol=1e-4), (a, b)
+
+
+def same_to_rounding(whole, out, stdout):
+    """A run against the undisturbed one: every step's metrics, the weights, stdout."""
+    want_out, want_stdout = whole
+    same_steps(out, want_out)
     assert [row["finished"] for row in metrics(out) if "finished" in row] == [len(steps(out))]
     start = metrics(out)[0]["args"]["model"]
     got, want, base = (load_file(f"{o}/model.safetensors") for o in (out, want_out, start))
@@ -571,11 +503,11 @@ def planned_tokens(command, data, world):
     return plan["tokens"]["computed"], plan["steps"]
 
 
-@pytest.mark.parametrize("job", ["critic", *(pytest.param(job, marks=pytest.mark.full)
-                                             for job in ("dpo", "mtdpo", "rft"))])
+@pytest.mark.parametrize("job", ["critic", "dpo", *(pytest.param(job, marks=pytest.mark.full)
+                                                    for job in ("mtdpo", "rft"))])
 def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data, tiny_dir,
                                                       monkeypatch):
-    trainer, flags = train_critic if job == "critic" else train_policy, command(job, "x")[1:]
+    trainer, (_, *flags) = train_critic if job == "critic" else train_policy, command(job, "x")
     args = trainer.get_args([*map(str, flags)])
     monkeypatch.setattr(sys, "stdin", io.BytesIO(data.encode()))
     *_, groups, held = chain(*trainer.prepare(args)) if job == "critic" else trainer.prepare(args)
@@ -641,6 +573,23 @@ def test_many_processes_and_small_trees_make_the_same_steps(world, job, whole, c
     tokens = sum(row["tokens"] for row in steps(tmp_path / job))
     assert planned_tokens([*train, "--out", tmp_path / "plan"], data, world)[0] == tokens
     assert tokens > sum(row["tokens"] for row in steps(whole(job)[0]))
+
+
+@pytest.mark.parametrize("name", [
+    name if name == "qwen3_next" else pytest.param(name, marks=pytest.mark.full) for name in SLOW])
+def test_two_processes_train_turn_by_turn_as_one_does(name, tmp_path, tiny_dir):
+    """With as many forwards on each."""
+    base = save_strong(*SLOW[name], M.find_model(tiny_dir)[1], tmp_path / "base")
+    rft = ["train_policy.py", "--loss", "rft", "--all", 1, "--model", base, "--batch_size", 5,
+           "--epochs", 2, "--lr", 1e-4, "--out"]
+    one = succeed(*rft, tmp_path / "1", stdin=demos(7))
+    two = succeed(*rft, tmp_path / "2", "--recompute", 1, "--save_every", 2, stdin=demos(7),
+                  ranks=2)
+    assert "turn by turn" in one.stderr and "turn by turn" in two.stderr
+    same_steps(tmp_path / "2", tmp_path / "1")
+    got, want = (load_file(tmp_path / out / "model.safetensors") for out in "21")
+    for name in want:  # Adam moves a weight without gradient by rounding's sign, 1e-4 a step
+        assert (got[name] - want[name]).abs().max() < 1e-3, name
 
 
 @pytest.mark.full
@@ -735,7 +684,8 @@ def test_a_killed_run_resumes_to_the_same_bits(job, world, killed, whole, comman
     (same_bits if world == 1 else same_to_rounding)(whole(job), out, done.stdout)
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
     assert 2 <= resumed["resumed"] < resumed["steps"] and resumed["world"] == world
-    assert not [name for name in os.listdir(out) if "checkpoint" in name or ".part" in name]
+    left = ("checkpoint", ".part", "reference")  # what a finished critic would not need
+    assert not [name for name in os.listdir(out) if any(part in name for part in left)]
 
 
 def contents(out):
