@@ -17,7 +17,7 @@ import pytest
 import colbench
 from conftest import CPU, ROOT, descendants, gone, lines, records, script
 from test_colbench_claims import VALUES
-from test_colbench_grader import DOUBLE, HONEST, ODDITIES, graders, task  # noqa: F401 (a fixture)
+from test_colbench_grader import DOUBLE, HONEST, ODDITIES, task
 from utils import read_jsonl
 
 RIGHT, WRONG = "def f(x):\n    return x * 2\n", "def f(x):\n    return x * 3\n"

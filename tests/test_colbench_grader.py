@@ -48,19 +48,6 @@ def secrets():
     del os.environ["COLBENCH_SECRET"]
 
 
-@pytest.fixture(scope="module")
-def graders():
-    if platform.machine() not in ("x86_64", "aarch64"):
-        pytest.skip("no sandbox for this processor")
-    with Grader(workers=2) as honest, Grader("official", workers=1) as official:
-        yield honest, official
-
-
-@pytest.fixture(scope="module")
-def grader(graders):
-    return graders[0]
-
-
 def traces():
     """What an attack might leave or change: processes, files, shared memory, messages."""
     shm, victim = Path("/proc/sysvipc/shm"), FOLDER / "victim"
