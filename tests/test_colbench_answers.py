@@ -72,7 +72,8 @@ def test_a_form_is_read_as_a_person_would_and_wrong_code_in_it_stays_wrong(grade
 
 STARTS = [  # the first lines of code, and what a function after them gives
     ("TWO = 2", "x * TWO"), ("TWO=2", "x * TWO"), ("TWO: int = 2", "x * TWO"),
-    ("TWO, B = 2, 0", "x * TWO"), ("try:\n    TWO = 2\nexcept OSError:\n    pass", "x * TWO"),
+    ("TWO, B = 2, 0", "x * TWO"),
+    ("try:\n    TWO = 2\nexcept OSError:\n    TWO = 3", "x * TWO"),
     ("import math", "math.floor(2 * x)"), ("from math import floor", "floor(2 * x)"),
     ("class Two:\n    value = 2", "x * Two.value"), ("def two(): return 2", "x * two()"),
     ("async def g(): pass", "2 * x * (g is not None)"),
