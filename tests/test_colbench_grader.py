@@ -122,21 +122,16 @@ ODDITIES = {  # honest code of all kinds, all right
     "prints": "def f(x):\n    print('[\"value\", 1]')\n    return x * 2",
     "os": "def f(x):\n    import os\n    return len(os.path.join('', 'a' * 2 * x))",
     "helper": "def g(x): return x\ndef f(x): return 2 * g(x)",
-    "from star": "from math import *\ndef f(x): return int(fabs(2 * x))",
     "callable": "class F:\n    def __call__(s, x): return 2 * x\nf = F()",
-    "partial": "import functools, operator\nf = functools.partial(operator.mul, 2)",
     "dataclass": "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
                  "def f(x): return P(x).x * 2",
     "main": HONEST + "\nif __name__ == '__main__':\n    print(f(int(input())))",
-    "typed": "from typing import List, Optional\n"
-             "def f(x: Optional[int]) -> 'List[int]': return 2 * x",
     "strptime": "import datetime\ndef f(x): return 2 * x if datetime.datetime.strptime("
                 "'2024', '%Y').year else 0",
     "unicode": "def f(größe): return größe * 2  # \u2713",
     "crlf": "def f(x):\r\n    return x * 2\r\n", "tabs": "def f(x):\n\treturn x * 2",
     "numpy": "import numpy.random\ndef f(x): return numpy.array([x, x]).sum()",
     "sympy": "from sympy import *\ndef f(x): return int(solve(Symbol('y') - 2 * x)[0])",
-    "two definitions": "def f(x): return 0\ndef f(x): return 2 * x",
     "numpy, lazily": "def f(x):\n    import numpy as np\n    return np.unique([x, x])[0] * 2",
     "sympy's numbers": "def f(x):\n    from sympy import Rational\n    return Rational(4 * x, 2)",
     "a codec": "def f(x): return 2 * x * len('\\\\x41'.encode().decode('unicode_escape'))",

@@ -320,30 +320,6 @@ def test_what_is_missing_is_said_in_one_line_and_nothing_is_graded(grader, flags
 
 # --- how alike pages look, by their blocks --------------------------------------------------------
 
-def without_a_section(page):
-    """The page less the last of its parts that is neither empty nor most of it, or None."""
-    parts = re.finditer(r"<(section|footer|nav|header|li|p|button)\b.*?</\1>", page, re.S)
-    for part in reversed(list(parts)):
-        if re.sub("<.*?>", "", part[0]).strip() and len(part[0]) < 0.4 * len(page):
-            return page[:part.start()] + page[part.end():]
-    return None
-
-
-@pytest.mark.full
-def test_similarity_orders_the_real_pages(renderer, tasks):
-    """Itself = 1 > less a section > the page before > an empty one, in 95 % of them."""
-    pages = [task["ground_truth"] for task in tasks]
-    shown = [(page, without_a_section(page), before, "<html><body></body></html>")
-             for before, page in zip(pages, pages[1:])]
-    shown = [four for four in shown if four[1]][:60]
-    verdicts = []
-    for four in shown:
-        page, *others = map(renderer.render, four)
-        scores = [similarity(page, other) for other in (page, *others)]
-        verdicts.append(scores[0] == 1 and scores == sorted(set(scores), reverse=True))
-    assert len(verdicts) > 50 and sum(verdicts) >= 0.95 * len(verdicts)
-
-
 def test_similarity_is_symmetric_bounded_and_falls_with_each_difference(renderer):
     def changed(*changes):
         page = PLAIN
@@ -351,7 +327,8 @@ def test_similarity_is_symmetric_bounded_and_falls_with_each_difference(renderer
             page = page.replace(*change)
         return renderer.render(page)
     changes = [("green", "blue"), ("A Shop", "My Garden"), ("A Shop", "A Shpo"),
-               ("<p class", "<p style='margin: 90px' class"), ("</body>", "<p>more</p>" * 9)]
+               ("<p class", "<p style='margin: 90px' class"), ("</body>", "<p>more</p>" * 9),
+               ("<b>shoes</b>", ""), ('<h1 class="text-3xl">A Shop</h1>', "")]
     same, both, others = changed(), changed(*changes[:2]), list(map(changed, changes))
     assert similarity(same, same) == 1
     for other in (*others, both):
@@ -359,7 +336,8 @@ def test_similarity_is_symmetric_bounded_and_falls_with_each_difference(renderer
         assert 0 <= similarity(same, other) < 1
     assert similarity(same, both) < min(similarity(same, other) for other in others[:2])
     nothing = renderer.render("<html></html>")
-    assert similarity(nothing, nothing) == 1 and similarity(same, nothing) < 0.12
+    assert similarity(nothing, nothing) == 1
+    assert similarity(same, nothing) < 0.12 < min(similarity(same, other) for other in others)
 
 
 # --- episodes -------------------------------------------------------------------------------------
