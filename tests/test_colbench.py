@@ -5,8 +5,7 @@ import pytest
 
 import colbench
 from colbench import ANSWER, read_action, task_id
-from conftest import (SHARED, complaint, dialogue, key_of, records, script, succeed,
-                      train)
+from conftest import SHARED, complaint, dialogue, key_of, records, script, succeed, train
 
 REAL = SHARED / "colbench" / "backend_tasks.jsonl"
 
