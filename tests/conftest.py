@@ -4,6 +4,7 @@ import functools
 import glob
 import json
 import os
+import platform
 import select
 import signal
 import subprocess
@@ -226,6 +227,20 @@ def tiny_dir(tmp_path_factory):
     out = str(tmp_path_factory.mktemp("model") / "tiny")
     save(toy.tiny(demos(200)), out)
     return out
+
+
+@pytest.fixture(scope="module")
+def graders():
+    """A Grader by honest rules, and one by official ones."""
+    if platform.machine() not in ("x86_64", "aarch64"):
+        pytest.skip("no sandbox for this processor")
+    with colbench.Grader(workers=2) as honest, colbench.Grader("official", workers=1) as official:
+        yield honest, official
+
+
+@pytest.fixture(scope="module")
+def grader(graders):
+    return graders[0]
 
 
 HUMAN = ["--human", toy.__file__]

@@ -1,8 +1,13 @@
-"""The rules of an episode: what an action means, the first message, a task's id."""
+"""The rules of an episode, ids and kinds of tasks, and ColBench's public files."""
+import re
+
 import pytest
 
 import colbench
-from colbench import ANSWER, read_action
+from colbench import ANSWER, read_action, task_id
+from conftest import SHARED, complaint, dialogue, key_of, records, script, succeed, train
+
+REAL = SHARED / "colbench" / "backend_tasks.jsonl"
 
 THOUGHTS = ["", "I wonder. OUTPUT: ", "I wonder.\nOUTPUT:\n", f"not yet: {ANSWER}? OUTPUT: ",
             f"Too early for {ANSWER} now.\nOUTPUT: ", f"<think>\n{ANSWER} no\n</think>\n\n",
@@ -49,8 +54,108 @@ def test_first_message_takes_braces_as_they_are():
 
 def test_task_id_is_given_or_a_hash():
     task = {"problem_description": "p", "ground_truth": "g"}
-    assert colbench.task_id({**task, "id": 5}) == "5"
-    assert colbench.task_id(task) == colbench.task_id({**task, "test_cases": {}})
+    assert task_id({**task, "id": 5}) == "5"
+    assert task_id(task) == task_id({**task, "test_cases": {}})
     others = [{**task, "ground_truth": "h"}, {"problem_description": "pg", "ground_truth": ""},
               {**task, "problem_description": "\ud800"}]  # JSON may spell a lone surrogate
-    assert len({colbench.task_id(t) for t in (task, *others)}) == 4
+    assert len({task_id(t) for t in (task, *others)}) == 4
+
+
+# --- kinds ----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("command", [
+    "colbench.py grade", "colbench.py check", "collect.py --model MODEL", "evaluate.py",
+    "train_critic.py --model MODEL --out OUT", "train_policy.py --model MODEL --out OUT"])
+def test_an_unknown_kind_is_an_error_that_names_the_known_ones(command, tiny_dir, tmp_path):
+    values = {"MODEL": tiny_dir, "OUT": tmp_path / "out"}
+    task = {"kind": "words", "problem_description": "a word", "ground_truth": "ant"}
+    record = {"task": task, "answer": "", "reward": 1, "dialogue_history": dialogue("?", "ant")}
+    done = script(*(values.get(part, part) for part in command.split()), stdin=[record])
+    complaint(done, "stdin, line 1: unknown task.kind 'words'; known are backend, frontend")
+
+
+@pytest.mark.parametrize("kind, task", [
+    ("backend", {"ground_truth": "def f(): return '<html>'", "test_cases": {"a": "f()"}}),
+    ("backend", {"ground_truth": "def f(): return 1"}), ("frontend", {"ground_truth": "<BODY>a"}),
+    ("frontend", {"ground_truth": "a", "kind": "frontend"})])
+def test_published_tasks_without_a_kind_are_recognised(kind, task):
+    assert colbench.environment(task) is colbench.ENVIRONMENTS[kind]
+
+
+# --- the public files: bare tasks, and trajectories without ids, numbers or token ids -------------
+
+def public_task(n):
+    """A bare task: its description is vague, the function is what the human sees."""
+    return {"problem_description": f"I need a function price{n}(x) that gives the price of x.",
+            "ground_truth": f"def price{n}(x):\n    return x * {n} + 17",
+            "test_cases": {f"test{i}": f"price{n}({i})" for i in range(1, 11)}}
+
+
+def public_trajectory(n, block):
+    """An offline record: the first block's answers are right, the second's wrong by one."""
+    answer = f"```python\ndef price{n}(x):\n    return x * {n} + {17 + block}\n```"
+    history = dialogue(f"a long instruction. I need a function price{n}(x).", "What is the rate?",
+                       f"It is {n}.", f"{ANSWER}\n{answer}")
+    for message in history[1::2]:
+        message |= {"input": "the prompt as text", "output": f"I see. OUTPUT: {message['content']}"}
+    return {"task": public_task(n), "dialogue_history": history, "answer": answer,
+            "reward": 1.0 - block}
+
+
+def test_episodes_of_bare_tasks_are_numbered(tiny_dir):
+    tasks = [public_task(n) for n in (2, 3)]
+    flags = ["-k", 2, "--human", "fixed:no", "--max_turns", 2, "--max_tokens", 5]
+    done = succeed("collect.py", "--model", tiny_dir, *flags, stdin=[*tasks, tasks[0]])
+    first, second = map(task_id, tasks)
+    assert sorted(map(key_of, records(done.stdout))) == sorted(
+        [*((first, i) for i in range(4)), (second, 0), (second, 1)])
+
+
+@pytest.mark.full
+def test_offline_trajectories_go_into_every_stage(tiny_dir, tmp_path):
+    """Three tasks once, then all again, as the released file has them."""
+    public = [public_trajectory(n, block) for block in (0, 1) for n in (2, 3, 4)]
+    rewards = [r["reward"] for r in public]
+    assert rewards == [r["reward"] for r in records(script("colbench.py", "grade",
+                                                           stdin=public).stdout)]
+    (row,) = records(script("evaluate.py", stdin=public).stdout)
+    assert row["episodes"] == 6 and row["success"] == 0.5
+
+    critic = ["train_critic.py", "--model", tiny_dir, "--held_out", 0, "--epochs", 1, "--lr", 1e-3]
+    done = script(*critic, "--out", tmp_path / "critic", stdin=public)
+    complaint(done, "line 1: the field 'input' is not read")  # what the agent may really have read
+    for m in (m for r in public for m in r["dialogue_history"]):
+        m.pop("input", None)
+    scored, (first, *_) = train(public, *critic, "--out", tmp_path / "critic")
+    assert first["pairs"] == 3  # by task: no two of one stand together
+    for m in (m for r in scored for m in r["dialogue_history"]):
+        assert m["role"] == "user" or m.pop("advantage") is not None
+    assert scored == public  # nothing else has changed
+
+    for loss in ("rft", "mtdpo"):
+        flags = ["--model", tiny_dir, "--loss", loss, "--epochs", 1, "--out", tmp_path / loss]
+        succeed("train_policy.py", *flags, stdin=public)
+
+    collect = ["collect.py", "--model", tiny_dir, "--candidates", 3, "--max_tokens", 5]
+    done = succeed(*collect, "--candidates_share", 0, stdin=public)
+    assert '"candidates": [' not in done.stdout
+    sampled = records(succeed(*collect, stdin=public).stdout)
+    played = sorted((r["task"]["ground_truth"], r["sample"], r["reward"]) for r in sampled)
+    assert played == sorted((public_task(n)["ground_truth"], block, 1.0 - block)
+                            for n in (2, 3, 4) for block in (0, 1))
+    scored, _ = train(sampled, *critic, "--out", tmp_path / "critic2")
+    policy = ["train_policy.py", "--model", tiny_dir, "--out", tmp_path / "sweet"]
+    assert train(scored, *policy)[0][0]["steps"] > 0
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not REAL.exists(), reason="no ../shared/colbench/backend_tasks.jsonl")
+def test_check_finds_the_real_tasks_that_cannot_be_graded():
+    """A missing module, a file written, random numbers."""
+    tasks = records(REAL.read_text(encoding="utf-8"))
+    done = script("colbench.py", "check", stdin=tasks)
+    dropped = dict(re.findall(r"^line (\d+): (dropped: .*)", done.stderr, re.M))
+    assert set(dropped) == {"215", "236", "265"}
+    assert "bs4" in dropped["215"] and "wrong value" in dropped["265"]
+    kept = [r["task"] for r in records(done.stdout)]  # datetimes, types are values
+    assert kept == [task for n, task in enumerate(tasks, 1) if str(n) not in dropped]

@@ -3,9 +3,7 @@
 Two texts that a person understands are read otherwise: a stub of the function in an earlier block
 counts as its first version, and a fence in the docstring of code without a fence counts as a fence.
 """
-import builtins
 import contextlib
-import multiprocessing
 import random
 import signal
 import subprocess
@@ -17,45 +15,31 @@ import pytest
 import colbench
 from conftest import CPU, ROOT, descendants, gone, lines, records, script
 from test_colbench_claims import VALUES
-from test_colbench_grader import DOUBLE, HONEST, ODDITIES, graders, task  # noqa: F401 (a fixture)
+from test_colbench_grader import DOUBLE, HONEST, ODDITIES, task
 from utils import read_jsonl
 
 RIGHT, WRONG = "def f(x):\n    return x * 2\n", "def f(x):\n    return x * 3\n"
-
-
-DOCSTRING = ('def f(x):\n    """Doubles.\n\n    ```python\n    def f(x): return {inner}\n'
-             '    ```\n    """\n    return {outer}\n')
 FORMS = {  # each with {} where the code stands; a person finds it at a glance
     "bare": "{}", "fence": "Here:\n```python\n{}```\nDone.", "unclosed": "```python\n{}",
-    "no language": "```\n{}```", "py": "```py\n{}```", "space": "```  Python3 \n{}```",
-    "tildes": "Code:\n\n~~~python\n{}~~~\n", "four ticks": "````python\n{}````",
-    "prose before": "Here is the function you asked for.\n\n{}",
-    "prose after": "{}\nThis doubles its argument.",
-    "prose around": "Sure! It doubles.\n\n{}\nHope that helps, and don't\nhesitate to ask.",
+    "no language": "```\n{}```", "py": "```py\n{}```", "tildes": "Code:\n\n~~~python\n{}~~~\n",
+    "four ticks": "````python\n{}````", "info": "```python title=\"double.py\"\n{}```",
+    "prose": "Sure! It doubles.\n\n{}\nHope that helps, and don't\nhesitate to ask.",
     "prose that names code": "From what you said, import nothing:\n{}",
-    "constants in prose": "As agreed:\n\nTWO = 2\n\n{}", "much prose": "{}\n" + "and more\n" * 300,
+    "much prose": "{}\n" + "and more\n" * 300,
     "shell fence first": "```bash\npip install x\n```\n" * 9 + "```python\n{}```",
     "usage after": "```python\n{}```\nUsage:\n```python\nprint(f(2))\n```\n```\n4\n```",
-    "imports in an earlier block": "```python\nimport math\n```\nand\n```python\n{}```",
-    "heading and fence": "### Answer\n\n```python\n{}```\n\n**Note:** it's simple.",
     "inline fence": "The code is ```python\n{}```",
-    "info": "```python title=\"double.py\"\n{}```", "braces": "```{{.python}}\n{}```",
     "unclosed and prose": "```python\n{}\nThis doubles x, as you wished.",
     "quote in prose": "It's what you're after:\n```python\n{}```\nIsn't it?",
     "an empty fence": "```python\n```\nIt is:\n\n{}",
     "a fence with output": "{}\nIt prints\n```\n4\n```\nfor 2.",
     "a fence with usage": "So:\n\n{}\nUse it as\n```python\nprint(f(2))\n```",
     "output before": "To get\n```text\n4\n```\nfrom 2, take\n```python\n{}```",
-    "a command": "```\npip\n```\nand then\n\n{}", "a foreign name": "```Python 3.12\n{}```",
     "prose that is Python": "rate = 2\n\nSo it is:\n\n{}",
-    "prose that imports": "import math\n\nSo it is:\n\n{}",
     "prose that begins so": "import duties are a matter\nclass is another: f = 2\n\n{}",
     "a fence ends in a line": "Here: ```python\n{}``` as you said.",
     "an open fence in prose": "I use ``` for code.\n```python\n{}```\nRight?",
-    "a type": "Well:\nRATE: int = 2\n\n{}", "a pair": "Well:\nA, B = 2, 0\n{}",
-    "try": "Well:\ntry:\n    import numpy\nexcept ImportError:\n    numpy = None\n\n{}\nOK?",
-    "no spaces": "Well:\nRATE=2\n{}", "a mark of order": "\ufeff{}", "no width": "\u200b{}",
-    "no width, in a fence": "It is\n\u200b```python\n\u200b{}\u200b```",
+    "a mark of order": "\ufeff{}", "no width": "It is\n\u200b```python\n\u200b{}\u200b```",
     "a tag": "<answer>\n{}</answer>",
     "a list": "1. First:\n\n   ```python\n{indented}   ```\n2. Done.",
     "hard spaces": "It is:\n{hard}\nDone.",
@@ -66,6 +50,8 @@ FORMS = {  # each with {} where the code stands; a person finds it at a glance
     "it reads its arguments": "import argparse\n{}\np = argparse.ArgumentParser()\n"
                               "p.add_argument('x', type=int)\nprint(f(p.parse_args().x))",
     "it reads its input": "{}\nprint(f(int(input())))"}
+SPELLED = (str, lambda text: text.replace("\n", "\r\n"),
+           lambda text: textwrap.indent(text, "    "), lambda text: textwrap.indent(text, "\t"))
 
 
 def written(form, code):
@@ -74,69 +60,76 @@ def written(form, code):
     return FORMS[form].format(code, indented=indented, hard=code.replace(" ", "\xa0"))
 
 
-SPELLED = (str, lambda text: text.replace("\n", "\r\n"),
-           lambda text: textwrap.indent(text, "    "), lambda text: textwrap.indent(text, "\t"))
-
-
 @pytest.mark.parametrize("form", FORMS)
-def test_a_form_is_read_as_a_person_would_and_wrong_code_in_it_stays_wrong(graders, form):
+def test_a_form_is_read_as_a_person_would_and_wrong_code_in_it_stays_wrong(grader, form):
     """Also where the whole of it is indented, and where a second function follows."""
     more = "\ndef g(x):\n    return f(x)\n"
     for code, reward in ((RIGHT, 1), (WRONG, 0), (RIGHT + more, 1)):
         for spell in SPELLED:
             answer = spell(written(form, code))
-            assert graders[0].grade(DOUBLE, answer)["reward"] == reward, answer
+            assert grader.grade(DOUBLE, answer)["reward"] == reward, answer
 
 
-@pytest.mark.parametrize("form", ["{}", "```python\n{}```", "```\n{}\n```", "~~~python\n{}~~~"])
-def test_a_fence_in_a_docstring_is_text(graders, form):
-    for inner, outer, reward in (("x * 3", "x * 2", 1), ("x * 2", "x * 3", 0)):
-        answer = form.format(DOCSTRING.format(inner=inner, outer=outer))
-        assert graders[0].grade(DOUBLE, answer)["reward"] == reward
+STARTS = [  # the first lines of code, and what a function after them gives
+    ("TWO = 2", "x * TWO"), ("TWO=2", "x * TWO"), ("TWO: int = 2", "x * TWO"),
+    ("TWO, B = 2, 0", "x * TWO"),
+    ("try:\n    TWO = 2\nexcept OSError:\n    TWO = 3", "x * TWO"),
+    ("import math", "math.floor(2 * x)"), ("from math import floor", "floor(2 * x)"),
+    ("class Two:\n    value = 2", "x * Two.value"), ("def two(): return 2", "x * two()"),
+    ("async def g(): pass", "2 * x * (g is not None)"),
+    ("@repr\ndef text(): pass", "2 * x * (type(text) is str)")]
 
 
+@pytest.mark.parametrize("start, value", STARTS)
+def test_code_after_prose_begins_with_its_first_line(grader, start, value):
+    for spell in SPELLED:
+        answer = spell(f"As agreed:\n{start}\n\ndef f(x):\n    return {value}\nIs it right?")
+        assert grader.grade(DOUBLE, answer)["reward"] == 1, answer
+
+
+def fenced(*blocks):
+    return "\nthen\n".join(f"```python\n{block}\n```" for block in blocks)
+
+
+DOCSTRING = ('def f(x):\n    """Doubles.\n\n    ```python\n    def f(x): return {}\n'
+             '    ```\n    """\n    return {}\n')
 USES = "def f(x):\n    return g(x)"
-BLOCKS = [  # the blocks of an answer, and its reward
-    (["def g(x): return 2 * x", USES], 1),
-    (["import math", "def g(x): return math.floor(x * 2)", USES], 1),
-    (["def g(x): return 3 * x", USES], 0),  # the helper is wrong
-    ([USES, "def g(x): return 2 * x"], 0),  # the first block that defines f is the last to run
-    ([USES, "def g(x): return 3 * x"], 0),
-    (["def g(x): return 3 * x", USES, "def g(x): return 2 * x"], 0),  # nothing is defined twice
-    (["exit()", RIGHT], 1), ([f"{RIGHT}exit()", WRONG], 1), ([f"exit()\n{RIGHT}"], 0),
-    ([WRONG, RIGHT], 0),  # the first version counts, never the better one
-    ([RIGHT, WRONG], 1),
-    (["g = 1 / 0", USES], 0),
-    (["import no_such_module as g", USES], 0),
-    (["BASE = 1", "TWO = BASE + 1", "def g(x):\n    return x * TWO", USES], 1),
-    (["BASE = 2", "TWO = BASE + 1", "def g(x):\n    return x * TWO", USES], 0),
-]
-for OTHER in ("print(f(1))", "g = 1 / 0", "cost = rates.get(zone) * x", "import no_such_module",
-              "x = 9\nprint(f(x))"):  # blocks that nothing else uses
-    BLOCKS += [([OTHER, RIGHT], 1), ([RIGHT, OTHER], 1), ([OTHER, WRONG], 0)]
-
-
-@pytest.mark.parametrize("blocks, reward", BLOCKS)
-def test_blocks_that_the_answer_uses_are_run_and_no_others(graders, blocks, reward):
-    answer = "\nthen\n".join(f"```python\n{block}\n```" for block in blocks)
-    assert graders[0].grade(DOUBLE, answer)["reward"] == reward
-
-
-@pytest.mark.parametrize("test", ["(f(3))", "sorted([f(3), 1])", "not f(3)", "[f(x) for x in [1]]"])
-def test_what_is_tested_may_stand_within_an_expression(graders, test):
-    """It is then defined, and the block that raises is no matter."""
-    answer = f"```python\n{RIGHT}```\nso\n```python\nprint(rate * f(2))\n```"
-    assert graders[0].grade(task(RIGHT, test), answer)["reward"] == 1
-
-
-@pytest.mark.parametrize("answer, reward", [
+READINGS = [  # an answer and its reward
+    (fenced("def g(x): return 2 * x", USES), 1),
+    (fenced("import math", "def g(x): return math.floor(x * 2)", USES), 1),
+    (fenced("def g(x): return 3 * x", USES), 0),  # the helper is wrong
+    # the first block that defines f is the last to run
+    (fenced(USES, "def g(x): return 2 * x"), 0),
+    (fenced("def g(x): return 3 * x", USES, "def g(x): return 2 * x"), 0),
+    (fenced("exit()", RIGHT), 1), (fenced(f"{RIGHT}exit()", WRONG), 1),
+    (fenced(f"exit()\n{RIGHT}"), 0),
+    (fenced(WRONG, RIGHT), 0),  # the first version counts, never the better one
+    (fenced(RIGHT, WRONG), 1),
+    (fenced("g = 1 / 0", USES), 0), (fenced("import no_such_module as g", USES), 0),
+    (fenced("BASE = 1", "TWO = BASE + 1", "def g(x):\n    return x * TWO", USES), 1),
+    (fenced("BASE = 2", "TWO = BASE + 1", "def g(x):\n    return x * TWO", USES), 0),
     (f"{WRONG}\n'''\n```python\n{RIGHT}```\n'''\n", 0),  # it is Python
     (f"```python\n{WRONG}```\n\n{RIGHT}", 0),
     (f"{WRONG}\n```python\n{RIGHT}```", 1),  # a fence is what is meant
-    (f"{RIGHT}\n```python\n{WRONG}```", 0)])
-def test_no_answer_has_two_tries(graders, answer, reward):
-    """What is code is settled before any of it runs: an answer can't be read in two ways."""
-    assert graders[0].grade(DOUBLE, answer)["reward"] == reward
+    (f"{RIGHT}\n```python\n{WRONG}```", 0)]
+for other in ("print(f(1))", "g = 1 / 0", "cost = rates.get(zone) * x", "import no_such_module",
+              "x = 9\nprint(f(x))"):  # blocks that nothing else uses
+    READINGS += [(fenced(other, RIGHT), 1), (fenced(RIGHT, other), 1), (fenced(other, WRONG), 0)]
+for form in ("{}", "```python\n{}```", "```\n{}\n```", "~~~python\n{}~~~"):
+    READINGS += [(form.format(DOCSTRING.format("x * 3", "x * 2")), 1),  # a docstring is text
+                 (form.format(DOCSTRING.format("x * 2", "x * 3")), 0)]
+
+
+@pytest.mark.parametrize("answer, reward", READINGS)
+def test_what_is_code_is_settled_before_any_of_it_runs(grader, answer, reward):
+    """No answer has two tries: it can't be read in two ways. Blocks that nobody uses don't run."""
+    assert grader.grade(DOUBLE, answer)["reward"] == reward
+
+
+@pytest.mark.parametrize("test", ["(f(3))", "sorted([f(3), 1])", "not f(3)", "[f(x) for x in [1]]"])
+def test_what_is_tested_may_stand_within_an_expression(grader, test):
+    """It is then defined, and the block that raises is no matter."""
+    assert grader.grade(task(RIGHT, test), fenced(RIGHT, "print(rate * f(2))"))["reward"] == 1
 
 
 @pytest.mark.parametrize("text", [
@@ -191,54 +184,33 @@ def released(reference, answer, tests):
         except Exception:  # any error of an answer is no value, as in the released scorer
             return None
 
-    def late(*_):
-        raise TimeoutError
     passed = 0
     for test in tests:
-        wanted = value(reference, test)
-        signal.signal(signal.SIGALRM, late)
-        signal.alarm(1)
-        got = value(answer, test)
-        signal.alarm(0)
-        try:
+        wanted, got = value(reference, test), value(answer, test)
+        with contextlib.suppress(ValueError):  # arrays
             passed += bool(wanted == got and wanted is not None)
-        except ValueError:  # arrays
-            pass
-        except ArithmeticError:  # a signalling NaN ends the released scorer
-            return None
     return passed / len(tests)
 
 
 def honest_corpus():
-    """(name, task, answer): forms, oddities and values, right and wrong."""
+    """(task, answer): forms, oddities and values, right and wrong."""
     for name in FORMS:
         if not name.startswith("it "):  # which would end the released scorer
-            yield f"form {name}", DOUBLE, written(name, RIGHT)
-            yield f"form {name}, wrong", DOUBLE, written(name, WRONG)
-    for name, answer in ODDITIES.items():
-        yield f"oddity {name}", DOUBLE, answer
+            yield from ((DOUBLE, written(name, code)) for code in (RIGHT, WRONG))
+    yield from ((DOUBLE, answer) for answer in ODDITIES.values())
     imports = "import collections, datetime, decimal, fractions, math, numpy, uuid"
-    values = [text for text in VALUES if "mine(" not in text]
+    values = [f"[{text}, x]" for text in VALUES if "mine(" not in text]
     for text in [*values, *(f"numpy.array({data})" for data in ("[x]", "[x, x]", "[]", "x"))]:
         code = f"def f(x):\n    {imports}\n    return {text}"
-        if "array" not in text:
-            code = code.replace(text, f"[{text}, x]")
-        yield f"value {text}", task(code, "f(1)", "f(2)"), code
-
-
-def oracle(cases):
-    builtins.input = lambda *_: (_ for _ in ()).throw(EOFError())
-    return [released(t["ground_truth"], answer, list(t["test_cases"].values()))
-            for _, t, answer in cases]
+        yield task(code, "f(1)", "f(2)"), code
 
 
 def test_official_rules_give_the_released_scorers_verdicts(graders):
     cases = list(honest_corpus())
-    with multiprocessing.get_context("fork").Pool(1) as pool:
-        wanted = pool.apply(oracle, [cases])
-    got = [graders[1].grade(t, answer)["reward"] for _, t, answer in cases]
-    assert {name: (w, g) for (name, *_), w, g in zip(cases, wanted, got) if w != g} == {}
-    assert len(cases) > 140 and None not in wanted and 0.3 < sum(wanted) / len(cases) < 0.9
+    wanted = [released(t["ground_truth"], answer, t["test_cases"].values()) for t, answer in cases]
+    for (t, answer), reward in zip(cases, wanted):
+        assert graders[1].grade(t, answer)["reward"] == reward, answer
+    assert len(cases) > 140 and 0.3 < sum(wanted) / len(cases) < 0.9
 
 
 # --- answers on stdin -----------------------------------------------------------------------------

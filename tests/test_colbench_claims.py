@@ -21,7 +21,7 @@ import pytest
 import colbench
 from colbench import as_text, receive, verdict
 from conftest import FULL
-from test_colbench_grader import DOUBLE, HONEST, graders, quick, task  # noqa: F401 (a fixture)
+from test_colbench_grader import DOUBLE, HONEST, quick, task
 
 N = int(os.environ.get("CLAIMS", 10_000 if FULL else 1_000))
 SEED = int(os.environ.get("CLAIMS_SEED", 0))
@@ -67,9 +67,9 @@ def test_a_child_that_says_nothing_is_not_waited_for():
         assert time.monotonic() < start + 5
 
 
-def test_what_a_child_says_is_kept_short(graders):
+def test_what_a_child_says_is_kept_short(grader):
     odd = task("def f(x): raise type('A' * 10 ** 6, (Exception,), {})", "f(1)")
-    assert len(graders[0].grade(odd, odd["ground_truth"])["tests"]["test1"]) < 200
+    assert len(grader.grade(odd, odd["ground_truth"])["tests"]["test1"]) < 200
 
 
 # --- from inside ----------------------------------------------------------------------------------
@@ -89,8 +89,6 @@ VANDALS = {
     "every descriptor": "import os\ndef f(x):\n    for fd in range(64):\n"
                         "        try: os.write(fd, LINE.encode()), os.writev(fd, [b'pass'])\n"
                         "        except OSError: pass\n    os._exit(0)",
-    "libc": "import ctypes\ndef f(x):\n    for fd in range(9):\n"
-            "        ctypes.CDLL(None).write(fd, LINE.encode(), len(LINE))\n    return 0",
     "many lines at import": "import os\nfor fd in range(3, 9):\n"
                             "    try: [os.write(fd, LINE.encode()) for _ in range(9)]\n"
                             "    except OSError: pass\ndef f(x): return 0",
@@ -107,8 +105,6 @@ VANDALS = {
     "os.write": "import os\nwrite = os.write\n"
                 "os.write = lambda fd, data: write(fd, LINE.encode()) and len(data)\n"
                 "def f(x): return 0",
-    "class": "class E(int):\n    def __eq__(s, o): return True\n    def __repr__(s): return LINE\n"
-             "    __hash__ = int.__hash__\ndef f(x): return E(0)",
     "raises": "class pass_(BaseException): pass\npass_.__name__ = LINE\n"
               "def f(x): raise pass_(LINE)"}
 
@@ -206,29 +202,22 @@ chain(400, list(range(39_000)))"""
 
 
 @pytest.mark.parametrize("text", re.split(r" \| |\n", LONG))
-def test_long_and_deep_values_are_compared(graders, text, monkeypatch):
+def test_long_and_deep_values_are_compared(grader, text, monkeypatch):
     monkeypatch.setattr(colbench, "LIMITS", {**colbench.LIMITS, "test": 20, "answer": 20})
     code = ("def nest(n):\n    a = []\n    for _ in range(n): a = [a]\n    return a\n"
             "def chain(n, a):\n    for i in range(n): a = {0: a, i + 1: i}\n    return a\n"
             "def f(x): return ")
     want = task(code + text, "f(1)")
-    assert graders[0].grade(want, want["ground_truth"])["reward"] == 1
+    assert grader.grade(want, want["ground_truth"])["reward"] == 1
     other = text.replace("9", "8").replace("0_000", "0_001")
-    assert graders[0].grade(want, code + other)["reward"] == 0
+    assert grader.grade(want, code + other)["reward"] == 0
 
 
-REFUSED = {
-    "generator": "(i for i in [1])", "dict_values": "{1: 2}.values()", "function": "f",
-    "module": "__import__('math')", "object": "object()", "type": "type('K', (), {})",
-    "PureWindowsPath": "__import__('pathlib').PureWindowsPath('a')",
-    "memoryview": "memoryview(b'a')", "UserDict": "__import__('collections').UserDict({})"}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_has_no_plain_equality_is_refused_by_its_name(graders, name):
-    want = task("def f(x): return [1]", "f(1)")
-    graded = graders[0].grade(want, f"def f(x): return {REFUSED[name]}")
-    assert graded["tests"] == {"test1": f'value refused "TypeError: {name}"'}
-    odd = task(f"def f(x): return {REFUSED[name]}", "f(1)")
-    assert graders[0].grade(odd, odd["ground_truth"])["tests"]["test1"] == \
-        f'no expected value: value refused "TypeError: {name}"'
+@pytest.mark.parametrize("value, name", [
+    ((i for i in [1]), "generator"), ({1: 2}.values(), "dict_values"), (len, "builtin_function"),
+    (math, "module"), (object(), "object"), (type("K", (), {}), "type"),
+    (pathlib.PureWindowsPath("a"), "PureWindowsPath"), (memoryview(b"a"), "memoryview"),
+    (collections.UserDict(), "UserDict")])
+def test_what_has_no_plain_equality_is_refused_by_its_name(value, name):
+    with pytest.raises(TypeError, match=f"^{name}"):
+        as_text([value])

@@ -3,7 +3,7 @@ import contextlib
 import os
 import platform
 import random
-import shlex
+import select
 import shutil
 import signal
 import socket
@@ -21,8 +21,10 @@ import colbench as module
 from conftest import FULL, ROOT, SHARED, descendants, records, script
 from colbench import Grader, GraderError, grade_records
 
-LISTENER = socket.create_server(("127.0.0.1", 0))  # on any free port
-SECRET = "def f(x):\n    return (x * 7919 + 104729) % 1009 + 3\n"
+# what the attacks look for: two listeners, a readable file, one to delete, a variable
+STREAM = socket.create_server(("127.0.0.1", 0))  # on any free port
+DATAGRAM = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+DATAGRAM.bind(f"\0colbench{os.getpid()}")
 FOLDER = Path(f"/tmp/colbench{os.getpid()}")
 
 
@@ -37,48 +39,30 @@ HONEST = "def f(x):\n    return x + x"
 
 @pytest.fixture(scope="module", autouse=True)
 def secrets():
-    """What the attacks look for: a variable, a readable file, one to delete, a listener."""
-    os.environ["COLBENCH_SECRET"] = SECRET
+    os.environ["COLBENCH_SECRET"] = "secret"
     FOLDER.mkdir(exist_ok=True)
-    (FOLDER / "reference.py").write_text(SECRET)
+    (FOLDER / "secret").touch()
     (FOLDER / "victim").write_text("victim")
-    tcp, udp = LISTENER, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-    udp.bind(f"\0colbench{os.getpid()}")
-    tcp.setblocking(False), udp.setblocking(False)
-    yield tcp, udp
-    tcp.close(), udp.close()
+    yield
     shutil.rmtree(FOLDER)
     del os.environ["COLBENCH_SECRET"]
 
 
-@pytest.fixture(scope="module")
-def graders():
-    if platform.machine() not in ("x86_64", "aarch64"):
-        pytest.skip("no sandbox for this processor")
-    with Grader(workers=2) as honest, Grader("official", workers=1) as official:
-        yield honest, official
-
-
-@pytest.fixture(scope="module")
-def grader(graders):
-    return graders[0]
-
-
 def traces():
-    """What an attack might leave or change: processes, files, shared memory."""
+    """What an attack might leave or change: processes, files, shared memory, messages."""
     shm, victim = Path("/proc/sysvipc/shm"), FOLDER / "victim"
     pwned = [p for folder in ("/tmp", "/dev/shm") for p in os.listdir(folder) if "pwned" in p]
+    heard = select.select([STREAM, DATAGRAM], [], [], 0)[0]
     return (descendants(), pwned, shm.read_text() if shm.exists() else "", victim.read_text(),
-            victim.stat().st_mode)
+            victim.stat().st_mode, sorted(os.listdir(FOLDER)), heard)
 
 
-def reached(tcp, udp):
-    """Whether anybody connected or sent something."""
-    for take in (tcp.accept, lambda: udp.recv(1)):
-        with contextlib.suppress(BlockingIOError):
-            take()
-            return True
-    return False
+def meets_a_wall(grader, before, given, answer, reward):
+    """The answer has its reward, outside all is as before, and an honest answer passes after."""
+    graded = grader.grade(given, answer)
+    assert graded["reward"] == pytest.approx(reward), (answer, graded)
+    assert traces() == before, answer
+    assert grader.grade(DOUBLE, HONEST)["reward"] == 1, answer
 
 
 # --- verdicts -------------------------------------------------------------------------------------
@@ -117,51 +101,37 @@ def test_verdicts(grader, answer, verdicts):
                       "tests": dict(zip(DOUBLE["test_cases"], verdicts))}
 
 
-def test_reference_without_a_value_never_passes(grader):
-    odd = task("def f(x):\n    if x == 1: return None\n    if x == 2: raise KeyError\n    return x",
-               "f(1)", "f(2)", "f(3)")
-    assert grader.grade(odd, odd["ground_truth"]) == {"reward": 1 / 3, "tests": {
-        "test1": "no expected value: None",
-        "test2": 'no expected value: raised "KeyError"', "test3": "pass"}}
+def test_a_reference_without_a_value_never_passes(grader):
+    code = """def f(x):
+    if x == 1: return None
+    if x == 2: raise KeyError
+    return iter([x]) if x == 3 else x"""
+    wanted = ["None", 'raised "KeyError"', 'value refused "TypeError: list_iterator"']
+    wanted = [*(f"no expected value: {why}" for why in wanted), "pass"]
+    odd = task(code, "f(1)", "f(2)", "f(3)", "f(4)")
+    assert grader.grade(odd, code) == {
+        "reward": 1 / 4, "tests": dict(zip(odd["test_cases"], wanted))}
 
 
-def test_both_sides_hash_alike(graders):
+def test_a_set_has_one_order_in_every_child(grader):
     code = "def f(n): return list({str(i) for i in range(n)})"
-    one, other = (grader.claims(code, ["f(50)", "f(60)"]) for grader in graders)
-    assert one == other
-
-
-def test_inputs_are_fresh(grader):
-    mutating = task("def f(a):\n    return sum(a)", "f([1, 2])", "f([1, 2])")
-    assert grader.grade(mutating, "def f(a):\n    a.append(0)\n    return sum(a)")["reward"] == 1
+    assert grader.grade(task(code, "f(50)"), "import math\n" + code)["reward"] == 1
 
 
 ODDITIES = {  # honest code of all kinds, all right
     "prints": "def f(x):\n    print('[\"value\", 1]')\n    return x * 2",
     "os": "def f(x):\n    import os\n    return len(os.path.join('', 'a' * 2 * x))",
     "helper": "def g(x): return x\ndef f(x): return 2 * g(x)",
-    "from star": "from math import *\ndef f(x): return int(fabs(2 * x))",
-    "lambda": "f = lambda x: x << 1",
-    "recursion": "def f(x): return 0 if x == 0 else 2 + f(x - 1)",
-    "class": "class P:\n    two = 2\ndef f(x): return P.two * x",
     "callable": "class F:\n    def __call__(s, x): return 2 * x\nf = F()",
-    "partial": "import functools, operator\nf = functools.partial(operator.mul, 2)",
-    "cache": "import functools\n@functools.lru_cache\ndef f(x): return 2 * x",
     "dataclass": "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
                  "def f(x): return P(x).x * 2",
     "main": HONEST + "\nif __name__ == '__main__':\n    print(f(int(input())))",
-    "typed": "from typing import List, Optional\n"
-             "def f(x: Optional[int]) -> 'List[int]': return 2 * x",
-    "late import": "def f(x):\n    import itertools\n    return sum(itertools.repeat(x, 2))",
-    "date": "from datetime import *\ndef f(x): return timedelta(2 * x) // timedelta(1)",
     "strptime": "import datetime\ndef f(x): return 2 * x if datetime.datetime.strptime("
                 "'2024', '%Y').year else 0",
     "unicode": "def f(größe): return größe * 2  # \u2713",
     "crlf": "def f(x):\r\n    return x * 2\r\n", "tabs": "def f(x):\n\treturn x * 2",
-    "float that is whole": "def f(x): return x * 2.0",
     "numpy": "import numpy.random\ndef f(x): return numpy.array([x, x]).sum()",
     "sympy": "from sympy import *\ndef f(x): return int(solve(Symbol('y') - 2 * x)[0])",
-    "two definitions": "def f(x): return 0\ndef f(x): return 2 * x",
     "numpy, lazily": "def f(x):\n    import numpy as np\n    return np.unique([x, x])[0] * 2",
     "sympy's numbers": "def f(x):\n    from sympy import Rational\n    return Rational(4 * x, 2)",
     "a codec": "def f(x): return 2 * x * len('\\\\x41'.encode().decode('unicode_escape'))",
@@ -208,8 +178,8 @@ STEPS = [
     "sys._getframe(99)", "import colbench", "import __main__; __main__.task",
     "while True: print('x' * 99999)", "while True: os.fork()"]
 STEP = f"""import _thread, ctypes, fcntl, os, re, resource, socket, subprocess, sys, time
-victim, secret, name = '{FOLDER}/victim', '{FOLDER}/reference.py', '\\0colbench{os.getpid()}'
-port = {LISTENER.getsockname()[1]}
+victim, secret, name = '{FOLDER}/victim', '{FOLDER}/secret', {DATAGRAM.getsockname()!r}
+port = {STREAM.getsockname()[1]}
 def f(x):
     {{}}
     return 2 * x"""
@@ -244,38 +214,24 @@ def quick(monkeypatch, answer=.5):
     monkeypatch.setattr(module, "LIMITS", {**module.LIMITS, "test": .5, "answer": answer})
 
 
-def test_attacks_meet_a_wall(grader, secrets, monkeypatch):
-    """No attack is worth anything, outside all is as it was; an honest answer passes after."""
+def test_attacks_meet_a_wall(grader, monkeypatch):
     quick(monkeypatch)
     for text in (HONEST, "import math\n" + HONEST):  # the server for imports starts with the second
         assert grader.grade(DOUBLE, text)["reward"] == 1
     before = traces()
-    for name, answer in ATTACKS.items():
-        graded = grader.grade(DOUBLE, answer)
-        assert graded["reward"] == 0, (name, graded)
-        assert traces() == before and not reached(*secrets), name
-        assert grader.grade(DOUBLE, HONEST)["reward"] == 1, name
+    for answer in ATTACKS.values():
+        meets_a_wall(grader, before, DOUBLE, answer, 0)
 
 
 @pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0, reason="the tests run as an unprivileged user already")
-def test_an_unprivileged_user_is_as_safe(tmp_path):
-    """The same tests, by that user, where this Python and this checkout are mounted for it."""
-    reach = [sys.base_prefix, *filter(os.path.isdir, sys.path[1:]), ROOT]
-    mounts = f"set -e; chmod 755 {tmp_path}; "
-    for i, path in enumerate(reach):
-        mounts += f"mkdir {tmp_path}/{i}; mount --bind {shlex.quote(path)} {tmp_path}/{i}; "
-    mounts += f'mount --rbind {tmp_path} /mnt; cd /mnt/{len(reach) - 1}; exec "$@"'
-    python = f"/mnt/0/bin/python{sys.version_info[0]}.{sys.version_info[1]}"
-    paths = ":".join(f"/mnt/{i}" for i in range(1, len(reach)))
-    chosen = "wall or forges or oddities and not numpy and not sympy"  # not of that Python
+def test_an_unprivileged_user_is_as_safe():
+    """The same tests, by a root without capabilities."""
+    powerless = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable]
     done = subprocess.run(
-        ["unshare", "-m", "bash", "-c", mounts, "bash", "setpriv", "--reuid=65534",
-         "--regid=65534", "--clear-groups", python, "-Bm", "pytest", "-qp", "no:cacheprovider",
-         "tests/test_colbench_grader.py", "tests/test_colbench_claims.py", "-k", chosen],
-        text=True, capture_output=True, timeout=300, env={**os.environ, "PYTHONPATH": paths})
-    if "mount" in done.stderr:
-        pytest.skip(f"no mounts here: {done.stderr}")
+        [*powerless, "-m", "pytest", "-qp", "no:cacheprovider", "tests/test_colbench_grader.py",
+         "tests/test_colbench_claims.py", "-k", "attacks_meet or forges or oddities"],
+        text=True, capture_output=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
 
 
@@ -309,19 +265,19 @@ def source(): return "ground_truth" in repr(vars(sys.modules["__main__"]))
         assert given == wanted, (test, given)
 
 
-SWEEP = f"""import ctypes, itertools, os
+SWEEP = """import ctypes, itertools, os
 libc = ctypes.CDLL(None, use_errno=True)
 def denied(number):
     ctypes.set_errno(0)
     return libc.syscall(ctypes.c_long(number), 0, 0, 0, 0, 0, 0) == -1 and ctypes.get_errno() == 1
 def calls(numbers):
     return [n for n in numbers if not denied(n)]
-def opened(paths):
+def opened(path):
     flags = [getattr(os, 'O_' + name) for name in 'CREAT EXCL TRUNC APPEND DIRECTORY PATH TMPFILE '
              'NOFOLLOW NONBLOCK CLOEXEC DIRECT NOATIME'.split()]
     found = []
-    for path, mode, one, two in itertools.product(paths, range(8), [0, *flags], [0, *flags]):
-        try: found.append((path, os.open(path, mode | one | two)))
+    for mode, one, two in itertools.product(range(8), [0, *flags], [0, *flags]):
+        try: found.append(os.open(path, mode | one | two))
         except PermissionError: pass
     return found
 """
@@ -332,17 +288,16 @@ def test_no_file_opens_in_any_mode_and_no_call_outside_the_list_is_made(grader):
 
     But 335 and 336: uretprobe and uprobe, which new kernels keep from filters, do nothing.
     """
+    before = traces()
     allowed = set(module.CALLS.split()[1 if platform.machine() == "x86_64" else 2::3])
     numbers = [n for n in range(1024) if str(n) not in allowed | {"335", "336"}]
     numbers += [n | 1 << 30 for n in range(1024)] + [-1, (1 << 31) - 1]
     paths = [f"{FOLDER}/victim", f"{FOLDER}/new", str(FOLDER), "/dev/null", "/dev/shm", "/proc/1",
              sys.executable, "/proc/self/fd/0", "."]
-    tests = {f"calls({numbers[i:i + 300]})": "[]" for i in range(0, len(numbers), 300)}
-    tests |= {f"opened([{path!r}])": "[]" for path in paths}
-    given = grader.claims(SWEEP, list(tests))
-    assert given == grader.claims("", list(tests.values()))
-    assert sorted(os.listdir(FOLDER)) == ["reference.py", "victim"]
-    assert (FOLDER / "victim").read_text() == "victim"
+    tests = [f"calls({numbers[i:i + 300]})" for i in range(0, len(numbers), 300)]
+    tests += [f"opened({path!r})" for path in paths]
+    assert set(grader.claims(SWEEP, tests)) == set(grader.claims("", ["[]"]))
+    assert traces() == before
 
 
 @pytest.mark.parametrize("name", ["random.random()", "numpy.random.rand()",
@@ -388,14 +343,15 @@ BUSY = "import time\nend = time.time() + 100\nwhile time.time() < end: pass"
 SPIN = "import time\ndef f(x):\n    while time.process_time() < x * {}: pass\n    return x"
 
 
-def test_a_busy_machine_takes_nothing_from_a_right_answer():
+def test_a_busy_machine_takes_nothing_from_a_right_answer(monkeypatch):
     """By CPU time, verdicts are those of a quiet one: 1 worker or 16, a busy loop on each core.
 
-    The answers take .3, .6 and .9 s, or never end, and one sleeps longer than it may compute.
+    The answers take up to three quarters of what a test may, or never end; one sleeps for longer.
     """
-    spins = [SPIN.format(.3)] * 8 + [SPIN.format(9), "import time\ndef f(x):\n"
-                                     "    time.sleep(1.3)\n    return x"]
-    wanted = [["pass"] * 3] * 8 + [["timeout"] * 3, ["pass"] * 3]
+    monkeypatch.setattr(module, "LIMITS", {**module.LIMITS, "test": .4})
+    spins = [SPIN.format(.1)] * 4 + [SPIN.format(9), "import time\ndef f(x):\n"
+                                     "    time.sleep(.6)\n    return x"]
+    wanted = [["pass"] * 3] * 4 + [["timeout"] * 3, ["pass"] * 3]
     spun = task("def f(x): return x", "f(1)", "f(2)", "f(3)")
     busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(module.cpus())]
     try:
@@ -408,17 +364,14 @@ def test_a_busy_machine_takes_nothing_from_a_right_answer():
             p.kill(), p.wait()
 
 
-def test_cpus_are_those_of_affinity_and_quota(tmp_path):
-    count, file = len(os.sched_getaffinity(0)), tmp_path / "cpu.max"
-    assert module.cpus(file) == count  # no such file
-    for quota, wanted in (("max 100000", count), ("50000 100000", 1), ("9000000 100000", count),
-                          ("150000 100000", min(2, count))):
+def test_cpus_are_those_of_affinity_and_quota(tmp_path, monkeypatch):
+    file = tmp_path / "cpu.max"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 5})
+    assert module.cpus(file) == 3  # no such file
+    for quota, wanted in (("max 100000", 3), ("50000 100000", 1), ("9000000 100000", 3),
+                          ("150000 100000", 2)):
         file.write_text(quota + "\n")
         assert module.cpus(file) == wanted
-    one = {max(os.sched_getaffinity(0))}
-    code = f"import os; os.sched_setaffinity(0, {one}); import colbench; print(colbench.cpus())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, text=True, capture_output=True)
-    assert done.stdout == "1\n"
 
 
 def test_references_are_kept_by_a_digest():
@@ -433,17 +386,18 @@ def test_references_are_kept_by_a_digest():
         assert max(len(key) for key in g.expected) < 99
 
 
+def footprint():
+    """(the number of our descendants, the bytes of memory that they and we hold)"""
+    family, pages = descendants(), 0
+    for pid in (os.getpid(), *family):
+        with contextlib.suppress(OSError):
+            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return len(family), pages * 4096
+
+
 def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb():
     """ANSWERS=10000 python -m pytest -q -s tests/test_colbench_grader.py -k thousands"""
-    n, sizes, stop = int(os.environ.get("ANSWERS", 300 if FULL else 60)), [], threading.Event()
-
-    def watch():
-        while not sizes or not stop.wait(0.1):
-            pages = 0
-            for pid in (os.getpid(), *descendants()):
-                with contextlib.suppress(OSError):
-                    pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-            sizes.append((len(descendants()), pages * 4096))
+    n, seen = int(os.environ.get("ANSWERS", 300 if FULL else 60)), []
 
     def answers():
         for i in range(n):
@@ -451,21 +405,20 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb():
             answer = f"def f(x):\n    return x + {i + wrong}"
             if mischief:
                 answer = list(ATTACKS.values())[i // 5 % len(ATTACKS)]
+            seen.append(footprint())
             yield {"task": task(f"def f(x):\n    return x + {i}", "f(1)"), "answer": answer,
                    "want": not (mischief or wrong), "number": i}
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
     graded = list(grade_records(answers(), SimpleNamespace(rules="honest", workers=2)))
-    stop.set()
-    watcher.join()
     assert [r["number"] for r in graded] == list(range(n))  # in order, each by itself
     assert all(r["reward"] == r["want"] for r in graded)
-    most, memory = (max(x) for x in zip(*sizes))
-    assert most < 40 and memory < 6 << 30
+    processes, memory = (max(x) for x in zip(*seen))
+    assert processes < 40 and memory < 6 << 30
 
 
-def test_a_grade_that_raises_loses_its_own_record_alone(monkeypatch, capsys):
+@pytest.mark.parametrize("fatal, message", [
+    (None, "3 answers could not be graded"), (GraderError("no sandbox"), "no sandbox")])
+def test_a_grade_that_raises_loses_its_own_record_alone(fatal, message, monkeypatch, capsys):
     """It is said and left out, and ends the program after all the others; a GraderError at once."""
     class Odd(module.Environment):
         def grade(self, task, answer):
@@ -475,21 +428,14 @@ def test_a_grade_that_raises_loses_its_own_record_alone(monkeypatch, capsys):
             return {"reward": 1.0}
     monkeypatch.setitem(module.ENVIRONMENTS, "odd", Odd)
     odd = {"kind": "odd", "problem_description": "d", "ground_truth": "g"}
-    given = [{"task": odd, "answer": str(i)} for i in range(40)]
-    errors = {"3": ValueError("one\ntwo"), "17": KeyError(3), "39": RecursionError()}
-
-    def graded():
+    given = [{"task": odd, "answer": i} for i in range(40)]
+    errors, done = {3: ValueError("one\ntwo"), 17: KeyError(3), 39: RecursionError()}, []
+    errors |= {20: fatal} if fatal else {}
+    with pytest.raises((SystemExit, GraderError), match=message):
         for r in grade_records(given, SimpleNamespace(workers=2)):
-            done.append(int(r["answer"]))
-    done = []
-    with pytest.raises(SystemExit, match="3 answers could not be graded"):
-        graded()
-    assert done == [i for i in range(40) if str(i) not in errors]
+            done.append(r["answer"])
+    assert done == [i for i in range(20 if fatal else 40) if i not in errors]
     assert "ValueError: one?two\n" in capsys.readouterr().err
-    errors["20"], done[:] = GraderError("no sandbox"), []
-    with pytest.raises(GraderError):
-        graded()
-    assert done == [i for i in range(20) if str(i) not in errors]
 
 
 def test_the_wait_for_a_server_and_its_start_take_none_of_an_answers_time(monkeypatch):
@@ -559,19 +505,14 @@ def test_check_drops_tasks_whose_reference_does_not_pass():
 @pytest.mark.full
 @pytest.mark.skipif(not (SHARED / "sandbox").exists(),
                     reason="no ../shared/sandbox beside this checkout")
-def test_shared_attacks(secrets, grader, monkeypatch):
-    """Every record: its reward, and the grader's invariants after each."""
+def test_shared_attacks(monkeypatch):
     quick(monkeypatch, answer=2)
     with Grader(workers=1) as g:
         g.grade(DOUBLE, HONEST), g.grade(DOUBLE, "import math\n" + HONEST)
         before = traces()
         for record in records((SHARED / "sandbox" / "answers.jsonl").read_text()):
-            start = time.monotonic()
-            graded = g.grade(record["task"], record["answer"])
             # the released scorer reads the first block alone; these rules read both
             reward = 1 if record["id"] == "b05_two_fences" else record["expect"]["reward"]
-            assert graded["reward"] == pytest.approx(reward), (record["id"], graded)
+            start = time.monotonic()
+            meets_a_wall(g, before, record["task"], record["answer"], reward)
             assert time.monotonic() - start < 20, record["id"]
-            assert g.grade(DOUBLE, HONEST)["reward"] == 1, record["id"]
-            assert traces() == before, record["id"]
-            assert not reached(*secrets), record["id"]

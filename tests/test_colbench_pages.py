@@ -1,6 +1,6 @@
 """Pages in a real Chromium: the same bytes each time, nothing reached, bounded failures.
 
-And how alike pages look, by CLIP. What is on them is told by toy_pages.BLOCKS.
+And how alike pages look, by CLIP and by toy_pages' blocks.
 """
 import argparse
 import base64
@@ -26,6 +26,7 @@ from conftest import (SHARED, complaint, demos, descendants, plain_ids, records,
                       succeed)
 from test_colbench_answers import SIGNALS, end_grading
 from test_collect_endpoints import Server, chat
+from toy_pages import similarity
 
 pytest.importorskip("playwright", reason="no playwright (MANUAL.md, \"Frontend Design\")")
 SHEET = os.path.join(CACHE, "tailwind.min.css")
@@ -40,7 +41,6 @@ PLAIN = f"""<html>{LINK}<body class="bg-gray-100">
 <p class="p-4">We sell <b>shoes</b>.</p><img src="https://picsum.photos/id/48/100/50" alt="x">
 </body></html>"""
 BLUE = PLAIN.replace("green", "blue")
-EMPTY = "<html><body></body></html>"
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_nothing_is_reached(renderer, tmp_path):
 HOSTILE = {
     "tall": "<div style='height: 99999999px'>tall</div>",
     "wide": "<div style='width: 99999999px; height: 9999999px'>wide</div>",
-    "long": "<p>" + "many words " * 90_000 + "</p>", "deep": "<div>" * 50_000 + "deep",
+    "many words": "<p>" + "many words " * 90_000 + "</p>", "deep": "<div>" * 50_000 + "deep",
     "tables": "<table>" * 3000 + "x", "bold": "<html>" + "<b>" * 3000,
     "frames": "<iframe srcdoc='<iframe srcdoc=1></iframe>'></iframe>" * 300,
     "blur": "<style>* {filter: blur(50px) drop-shadow(0 0 50px red)}</style>"
@@ -156,20 +156,30 @@ HOSTILE = {
     "moving": "<style>div {animation: a 1s infinite} @keyframes a {to {width: 9000px}}</style>"
               + "<div>a</div>" * 2000,
     "frameset": "<frameset><frame src='x'></frameset>",
-    "picture": "<img src='https://picsum.photos/99999/99999'>"}
+    "picture": "<img src='https://picsum.photos/99999/99999'>",
+    "reference": "&#" + "9" * 4301 + ";", "references": "&#x" + "f" * 9999 + "&" * 999 + "&#;",
+    "colours": "<p style='color: color(srgb 5000 0 0); background: lab(9e9 -9e9 9e9)'>a</p>",
+    "oklch": "<p style='background: oklch(1e30 1e30 1e30)'>a</p>",
+    "no end": "<p style='width: calc(infinity * 1px); height: calc(1px / 0)'>a</p>",
+    "far": "<p style='transform: scale(1e38) translate(1e30px)'>a</p>",
+    "no number": "<p style='transform: scale(calc(0 / 0))'>a</p>", "null": "a\0b\ud800",
+    "texts": "".join(f"<p>{i}{'word ' * 99}</p>" for i in range(400)),
+    "long": "x" * PAGE["bytes"], "ends": "<html><body>" * 99_000, "spaces": "</html" + " " * 99_000}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_pages_are_bounded_and_the_next_one_is_drawn(name, renderer, monkeypatch):
-    """Each has its picture or ends at the limit of time, which is short here."""
+    """Each has its picture or ends at a limit, that of time being short here."""
     monkeypatch.setitem(PAGE, "seconds", 5)
+    answer = f"<html><body>{HOSTILE[name]}</body></html>"
     try:
-        assert size(renderer.render(HOSTILE[name])["png"])[1] <= PAGE["tallest"]
+        page, reference = renderer.pair({"ground_truth": PLAIN}, answer)
+        assert size(page["png"])[1] <= PAGE["tallest"] and 0 <= similarity(page, reference) < 1
     except RenderError as e:
         assert str(e)
     monkeypatch.undo()
-    assert "We sell ." in [" ".join(text.split()) for text in texts(renderer.render(PLAIN))]
+    assert texts(renderer.render(f"<p>not {name}</p>")) == [f"not {name}"]
 
 
 NAMES = """documentElement fonts body head querySelectorAll createElement createTreeWalker forms
@@ -189,40 +199,17 @@ def test_no_name_in_a_page_shadows_what_measures_it(tag, renderer):
 
 
 @pytest.mark.full
-def test_what_a_browser_says_of_a_page_is_numbers_in_range_or_no_picture():
-    with Renderer(workers=1) as r:
-        for said in ("NaN", "Infinity", "-1/0", "1e9"):
-            for script in (f"{{height: {said}}}", f"{{height: 9, more: [{{a: [0, {said}]}}]}}"):
-                r.browsers[0].script = f"() => ({script})"
-                with pytest.raises(RenderError, match="a length or a colour of the page is"):
-                    r.render(PLAIN)
-        for script in ("{height: 'tall'}", "{}", "null", "nothing"):
-            r.browsers[0].script = f"() => ({script})"
-            with pytest.raises(RenderError):
-                r.render(PLAIN)
-        r.browsers[0].script = "() => ({height: 9, more: {a: [1e7, -1e7, 'a']}})"
-        assert size(r.render(PLAIN)["png"]) == (PAGE["width"], 9)
-
-
-UNDRAWABLE = {
-    "reference": "&#" + "9" * 4301 + ";", "references": "&#x" + "f" * 9999 + "&" * 999 + "&#;",
-    "colours": "<p style='color: color(srgb 5000 0 0); background: lab(9e9 -9e9 9e9)'>a</p>",
-    "oklch": "<p style='background: oklch(1e30 1e30 1e30)'>a</p>",
-    "no end": "<p style='width: calc(infinity * 1px); height: calc(1px / 0)'>a</p>",
-    "far": "<p style='transform: scale(1e38) translate(1e30px)'>a</p>",
-    "no number": "<p style='transform: scale(calc(0 / 0))'>a</p>", "null": "a\0b\ud800",
-    "texts": "".join(f"<p>{i}{'word ' * 99}</p>" for i in range(400)),
-    "long": "x" * PAGE["bytes"], "ends": "<html><body>" * 99_000, "spaces": "</html" + " " * 99_000}
-
-
-@pytest.mark.full
-def test_no_page_ends_a_batch_or_has_a_reward_out_of_range():
-    batch = [PLAIN, *(f"<html><body>{part}</body></html>" for part in UNDRAWABLE.values()), PLAIN]
-    done = succeed("tests/toy_pages.py", "grade", stdin=map(answered, batch))
-    got = records(done.stdout)
-    assert len(got) == len(batch) and got[0]["reward"] == got[-1]["reward"] == 1
-    for r in got[1:-1]:
-        assert 0 <= r["reward"] < 1 and (r["reward"] > 0 or r["failure"]), r
+@pytest.mark.parametrize("said, message", [
+    *((form.replace("N", number), "a length or a colour of the page is")
+      for form in ("{height: N}", "{height: 9, more: [{a: [0, N]}]}")
+      for number in ("NaN", "Infinity", "-1/0", "1e9")),
+    ("{height: 'tall'}", None), ("{}", None), ("null", None)])
+def test_what_a_browser_says_of_a_page_is_numbers_in_range_or_no_picture(said, message, renderer,
+                                                                         monkeypatch):
+    for browser in renderer.browsers:
+        monkeypatch.setattr(browser, "script", f"() => ({said})")
+    with pytest.raises(RenderError, match=message):
+        renderer.render(f"<p>{said}")
 
 
 def test_the_last_page_of_a_text_is_what_one_pattern_finds():
@@ -292,56 +279,65 @@ def test_grade_draws_the_last_page_of_an_answer_and_check_drops_what_cannot_be_d
     assert {r["reward_by"] for r in got} == {"blocks"} and got[3]["failure"] == "no page"
     assert "its reference can't be drawn" in got[-1]["failure"]
     assert "7 answers: " in done.stderr and " % likeness by blocks; 3 failed" in done.stderr
-    kept = [{k: v for k, v in r.items() if k in ("task", "answer")} for r in got]
-    assert kept == records_in
+    assert [{"task": r["task"], "answer": r["answer"]} for r in got] == records_in
     done = script("colbench.py", "check", "--clip", clip[0], stdin=[*tasks[:3], bad])
     assert [r["task"] for r in records(done.stdout)] == tasks[:3]
     assert "line 4: dropped: no page" in done.stderr
 
 
 @pytest.mark.full
-def test_kinds_may_be_mixed(clip):
-    task = {"problem_description": "f", "ground_truth": "def f(): return 1",
-            "test_cases": {"a": "f()"}}
-    backend = {"task": task, "answer": "def f(): return 1"}
-    done = script("colbench.py", "grade", "--clip", clip[0],
-                  stdin=[answered(PLAIN), backend, answered(PLAIN)])
-    assert [r["reward"] for r in records(done.stdout)] == pytest.approx([1, 1, 1])
-    assert "100.0 % likeness by clip, tests passed by honest rules" in done.stderr
-
-
-@pytest.mark.full
 def test_clip_is_the_cosine_of_the_real_classes_embeddings(clip, renderer):
-    """The oracle is transformers' CLIPModel."""
+    """The oracle is transformers' CLIPModel. Answers of the other kind may stand between pages."""
     from PIL import Image
     from transformers import CLIPImageProcessorPil
     (path, model), prepare = clip, CLIPImageProcessorPil()
-    more = "<p class='bg-red-500 h-64'>a tall one</p>" * 9
-    both = PLAIN, PLAIN.replace("</body>", more + "</body>")
+    both = PLAIN, PLAIN.replace("</body>", "<p class='bg-red-500 h-64'>a</p>" * 9 + "</body>")
     pictures = [Image.open(io.BytesIO(renderer.render(page)["png"])).convert("RGB")
                 for page in both]
     with torch.no_grad():
         features = model.get_image_features(prepare(pictures, return_tensors="pt")["pixel_values"])
     features = getattr(features, "pooler_output", features)
     want = torch.cosine_similarity(features[0], features[1], dim=0).item()
-    stdin = map(answered, [*both, "none"] * 4)
-    got = records(succeed("colbench.py", "grade", "--clip", path, stdin=stdin).stdout)
-    assert abs(want) < 0.9999 and {r["reward_by"] for r in got} == {"clip"}
-    for r, value in zip(got, [1, max(0, want), 0] * 4):
-        assert r["reward"] == pytest.approx(value, abs=1e-5)
+    function = {"problem_description": "f", "ground_truth": "def f(): return 1",
+                "test_cases": {"a": "f()"}}
+    backend = {"task": function, "answer": function["ground_truth"]}
+    done = succeed("colbench.py", "grade", "--clip", path,
+                   stdin=[*map(answered, [*both, "none"]), backend] * 4)
+    got = records(done.stdout)
+    assert abs(want) < 0.9999 and {r["reward_by"] for r in got} == {"clip", "honest rules"}
+    assert [r["reward"] for r in got] == pytest.approx([1, max(0, want), 0, 1] * 4, abs=1e-5)
+    assert "; by clip and honest rules" in done.stderr
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("flags, message", [
-    (["--browser", "/nowhere/chromium"], "no /nowhere/chromium found"),
-    (["--browser", "/bin/false"], "/bin/false does not start"),
-    (["--clip", "/nowhere"], "--clip /nowhere")])
-def test_what_is_missing_is_said_in_one_line_and_nothing_is_graded(flags, message):
-    if "--clip" in flags:
-        done = script("colbench.py", "grade", *flags, stdin=[answered(PLAIN)])
-    else:
-        done = script("tests/toy_pages.py", "grade", *flags, stdin=[answered(PLAIN)])
-    assert message in complaint(done)
+@pytest.mark.parametrize("grader, flags, message", [
+    ("tests/toy_pages.py", ["--browser", "/nowhere/chromium"], "no /nowhere/chromium found"),
+    ("tests/toy_pages.py", ["--browser", "/bin/false"], "/bin/false does not start"),
+    ("colbench.py", ["--clip", "/nowhere"], "--clip /nowhere")])
+def test_what_is_missing_is_said_in_one_line_and_nothing_is_graded(grader, flags, message):
+    complaint(script(grader, "grade", *flags, stdin=[answered(PLAIN)]), message)
+
+
+# --- how alike pages look, by their blocks --------------------------------------------------------
+
+def test_similarity_is_symmetric_bounded_and_falls_with_each_difference(renderer):
+    def changed(*changes):
+        page = PLAIN
+        for change in changes:
+            page = page.replace(*change)
+        return renderer.render(page)
+    changes = [("green", "blue"), ("A Shop", "My Garden"), ("A Shop", "A Shpo"),
+               ("<p class", "<p style='margin: 90px' class"), ("</body>", "<p>more</p>" * 9),
+               ("<b>shoes</b>", ""), ('<h1 class="text-3xl">A Shop</h1>', "")]
+    same, both, others = changed(), changed(*changes[:2]), list(map(changed, changes))
+    assert similarity(same, same) == 1
+    for other in (*others, both):
+        assert similarity(same, other) == pytest.approx(similarity(other, same))
+        assert 0 <= similarity(same, other) < 1
+    assert similarity(same, both) < min(similarity(same, other) for other in others[:2])
+    nothing = renderer.render("<html></html>")
+    assert similarity(nothing, nothing) == 1
+    assert similarity(same, nothing) < 0.12 < min(similarity(same, other) for other in others)
 
 
 # --- episodes -------------------------------------------------------------------------------------
@@ -379,19 +375,13 @@ def test_episodes_are_pages_shown_to_a_human_who_sees_both(tmp_path, renderer):
         assert drawn[png[1]] == "right "
         return chat(drawn[png[0]] + "x" * 2000)
     human = Server(reply, trouble=0.3)
-    for turns, who in ((4, human.url), (2, toy_pages.__file__), (1, human.url)):
-        flags = ["--engine", engine.url, "--human", who, "--max_turns", turns,
+    for turns, answer, replies in ((4, right, ["other " + "x" * 994, "right " + "x" * 994]),
+                                   (2, other, []), (1, "", [])):
+        flags = ["--engine", engine.url, "--human", human.url, "--max_turns", turns,
                  "--candidates", 2, "--timeout", 3]
         done = succeed("collect.py", "--model", base, *flags, stdin=[{"task": task}])
         (r,) = records(succeed("tests/toy_pages.py", "grade", stdin=done.stdout).stdout)
-        _, *said = (m["content"] for m in r["dialogue_history"])
-        assert r["reward_by"] == "blocks" and len(said) == 2 * turns - 1
-        if turns > 1:
-            assert said[1] == "i can't see your page: no page"
-        if turns == 4:
-            assert said[3::2] == ["other " + "x" * 994, "right " + "x" * 994]
-            assert r["answer"] == right and r["reward"] == 1
-        else:
-            assert r["answer"] == (other if turns == 2 else "") and r["reward"] < 1
-            assert ("failure" in r) == (turns == 1)
-    assert len(human.seen) >= 2  # one that draws nothing asks nobody
+        said = [m["content"] for m in r["dialogue_history"]]
+        assert said[2::2] == [colbench.NOT_SEEN.format("no page")] * (turns > 1) + replies
+        assert r["answer"] == answer and (r["reward"] == 1) == (answer == right)
+        assert r["reward_by"] == "blocks" and ("failure" in r) == (answer == "")

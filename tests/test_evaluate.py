@@ -1,5 +1,10 @@
-"""evaluate.py against numbers worked out by hand, and its intervals against the textbook."""
+"""evaluate.py against numbers worked out by hand, and its intervals against the textbook.
+
+And the report of episodes in a real Chromium: what it shows, and that texts stay texts.
+"""
+import os
 import random
+import shutil
 import statistics
 
 import pytest
@@ -69,63 +74,57 @@ def test_pages_have_likeness_wins_failures_and_no_rules(tmp_path):
     assert table.endswith("[95 % bootstrap intervals over tasks]; graded by clip\n")
 
 
-def plain_bootstrap(tasks, statistic):
-    """[value, low, high]: tasks are drawn with replacement, 2,000 times."""
+def draws(tasks):
+    """2,000 draws of as many tasks, with replacement."""
     r = random.Random(1)
-    draws = sorted(statistic(r.choices(tasks, k=len(tasks))) for _ in range(2000))
-    return [statistic(tasks), draws[50], draws[-51]]
+    return [r.choices(tasks, k=len(tasks)) for _ in range(2000)]
 
 
-@pytest.mark.parametrize("metric", ["tests_passed", "success"])
-def test_values_and_intervals_are_those_of_a_plain_bootstrap(metric, tmp_path):
+def mean(tasks):
+    return statistics.fmean(x for task in tasks for cluster in task for x in cluster)
+
+
+def gain(tasks):
+    first, second = ([[pair[i] for pair in task] for task in tasks] for i in (0, 1))
+    return mean(second) - mean(first)
+
+
+def test_values_and_intervals_are_those_of_a_plain_bootstrap(tmp_path):
     """Two systems, each of two seeds, which have some tasks in common and some not.
 
     A task is drawn with all its episodes of all seeds; a difference is of the tasks that both have
     in a seed, in pairs.
     """
     r, files = random.Random(0), {}
-    for name, better in (("a", 0), ("s", 0.2)):
-        for seed in "01":
-            rs = files[name + seed] = []
-            for t in r.sample(range(50), 40):
-                for _ in range(r.randint(1, 3)):
-                    rs.append(episode(f"t{t}", min(1, t % 5 / 4 + r.choice((0, better)))))
+    rewards = {"a": {}, "s": {}}  # of each system {(seed, task): rewards}
+    for name, seed in ("a0", "a1", "s0", "s1"):
+        rs = files[name + seed] = []
+        for t in r.sample(range(50), 40):
+            got = [min(1, t % 5 / 4 + r.choice((0, 0.2 * (name == "s"))))
+                   for _ in range(r.randint(1, 3))]
+            rewards[name][seed, f"t{t}"] = got
+            rs += [episode(f"t{t}", reward) for reward in got]
     systems = [f"{name}={name}0.jsonl,{name}1.jsonl" for name in "as"]
     results, table = run(tmp_path, *systems, **files)
     assert run(tmp_path, *systems)[0] == results  # seeded
-    by = {name: {} for name in "as"}  # {(seed, task): rewards}
-    for file, rs in files.items():
-        for record in rs:
-            cluster = file[1], record["task"]["id"]
-            reward = record["reward"] if metric == "tests_passed" else record["reward"] == 1
-            by[file[0]].setdefault(cluster, []).append(reward)
-
-    def tasks_of(values):
-        """The values of clusters, by task."""
-        tasks = {}
-        for (_, task), value in values.items():
-            tasks.setdefault(task, []).append(value)
-        return list(tasks.values())
-
-    def mean(rewards):
-        return statistics.fmean(x for task in rewards for cluster in task for x in cluster)
-
-    def gain(tasks):
-        first, second = ([[both[i] for both in task] for task in tasks] for i in (0, 1))
-        return mean(second) - mean(first)
-
-    common = {key: (by["a"][key], by["s"][key]) for key in by["a"] if key in by["s"]}
-    cases = [(results[0], mean, tasks_of(by["a"])), (results[1], mean, tasks_of(by["s"])),
-             (results[1]["minus_first"], gain, tasks_of(common))]
-    for got, statistic, tasks in cases:
-        value, low, high = plain_bootstrap(tasks, statistic)
-        assert got[metric] == pytest.approx(value, abs=1e-4)
-        assert got[f"{metric}_95"] == pytest.approx([low, high], abs=0.05 * (high - low))
-    low, high = got[f"{metric}_95"]
-    assert f" {100 * got[metric]:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]" in table
-    assert results[1]["minus_first"]["clusters"] == len(common) < len(by["a"])
-    assert [(r["system"], r["files"][1], r["episodes"]) for r in results] == [
+    assert [(x["system"], x["files"][1], x["episodes"]) for x in results] == [
         (name, f"{name}1.jsonl", len(files[name + "0"]) + len(files[name + "1"])) for name in "as"]
+
+    for metric, of in ("tests_passed", float), ("success", lambda reward: reward == 1):
+        a, s = ({key: list(map(of, got)) for key, got in rewards[name].items()} for name in "as")
+        common = {key: (a[key], s[key]) for key in a if key in s}
+        assert results[1]["minus_first"]["clusters"] == len(common) < len(a)
+        for found, statistic, clusters in ((results[0], mean, a), (results[1], mean, s),
+                                           (results[1]["minus_first"], gain, common)):
+            tasks = {}
+            for (_, task), values in clusters.items():
+                tasks.setdefault(task, []).append(values)
+            tasks = list(tasks.values())
+            low, *_, high = statistics.quantiles(map(statistic, draws(tasks)), n=40)
+            assert found[metric] == pytest.approx(statistic(tasks), abs=1e-4)
+            assert found[f"{metric}_95"] == pytest.approx([low, high], abs=0.05 * (high - low))
+        low, high = found[f"{metric}_95"]
+        assert f" {100 * found[metric]:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]" in table
 
 
 def test_nothing_in_common(tmp_path):
@@ -168,3 +167,80 @@ def test_a_figure_is_drawn_of_the_lines(tmp_path):
     results, _ = run(tmp_path, "base.jsonl", "critic@4=c4.jsonl", "critic@1=c1.jsonl", **files)
     succeed("tests/experiments/plot.py", tmp_path / "f.png", stdin=results)
     assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+LISTED = ".task > summary b"  # the names of the tasks in the list
+OPEN = ".task[open] main"  # what is shown beside it
+HOSTILE = ("</script><script>document.title = 'owned'</script></template>"
+           "<img src=x onerror=\"document.title = 'owned'\"><!--")
+
+
+@pytest.fixture(scope="module")
+def tab():
+    """A tab of a browser, which notes what it asks for and its errors."""
+    why = "no playwright or no Chromium (MANUAL.md, \"Frontend Design\")"
+    sync_api = pytest.importorskip("playwright.sync_api", reason=why)
+    browser = next(filter(None, map(shutil.which, colbench.BROWSERS)), None)
+    if not browser:
+        pytest.skip(why)
+    with sync_api.sync_playwright() as p:
+        flags = ["--no-sandbox"] * (os.geteuid() == 0)
+        page = p.chromium.launch(executable_path=browser, args=flags).new_page()
+        page.asked, page.errors = [], []
+        page.on("request", lambda request: page.asked.append(request.url))
+        page.on("pageerror", lambda error: page.errors.append(str(error)))
+        yield page
+        assert page.errors == []
+
+
+def report(tmp_path, tab, **systems):
+    """Writes the systems' records, has them reported, and opens the report."""
+    for name, made in systems.items():
+        (tmp_path / f"{name}.jsonl").write_text(lines(made))
+    files = [tmp_path / f"{name}.jsonl" for name in systems]
+    done = succeed("tests/experiments/report.py", *files)
+    (tmp_path / "report.html").write_text(done.stdout, encoding="utf-8")
+    tab.asked.clear()
+    tab.goto(f"file://{tmp_path}/report.html")
+    assert len(tab.asked) == 1  # itself alone
+
+
+def texts(tab, where):
+    return tab.locator(where).all_text_contents()
+
+
+def test_what_a_model_wrote_is_never_markup_and_candidates_come_best_first(tmp_path, tab):
+    candidates = [{"output": HOSTILE, "token_ids": [1], "advantage": advantage,
+                   "role": '"><img src=x>'} for advantage in (-0.5, 0.25, 0.0)]
+    task = {"problem_description": HOSTILE, "ground_truth": HOSTILE, "id": HOSTILE,
+            "test_cases": {"a": "f()"}}
+    history = dialogue(HOSTILE, HOSTILE)
+    history[1]["candidates"] = candidates
+    r = {"task": task, "answer": HOSTILE, "reward": 0.5, "dialogue_history": history,
+         "tests": {HOSTILE: HOSTILE}, "failure": HOSTILE}
+    report(tmp_path, tab, base=[r], sweet=[{**r, "reward": 1.0}])
+    tab.get_by_text("3 candidates").first.click()
+    assert tab.title() == "Episodes" and tab.locator("img, script").count() == 0
+    assert texts(tab, LISTED) == [HOSTILE[:90]] and texts(tab, f"{OPEN} pre").count(HOSTILE) >= 10
+    assert texts(tab, ".task > summary span") == ["50", "100"]
+    assert texts(tab, f"{OPEN} .episode > summary") == [
+        "episode 0: reward 0.500", "episode 0: reward 1.000"]
+    assert texts(tab, f"{OPEN} details[open] .advantage")[:3] == ["+0.250", "+0.000", "-0.500"]
+
+
+def test_pages_are_shown_as_pictures(tmp_path, tab):
+    if not os.path.exists(os.path.join(colbench.CACHE, "tailwind.min.css")):
+        pytest.skip("no Tailwind style sheet (MANUAL.md, \"Frontend Design\")")
+    task = {"id": "a", "kind": "frontend", "problem_description": "a shop",
+            "ground_truth": "<html><h1>A Shop</h1></html>"}
+    play = lambda page, **more: [{"task": task, "answer": page, "reward": 0.5,
+                                  "dialogue_history": dialogue("a shop", page), **more}]
+    report(tmp_path, tab, base=play("<html><h1>My Shop</h1></html>"),
+           rft=play(task["ground_truth"]), none=play("", failure="no page"))
+    pictures = tab.locator(f"{OPEN} img")
+    sources = pictures.evaluate_all("all => all.map(e => [e.src, e.naturalWidth])")
+    assert [width for _, width in sources] == [480] * 3
+    reference, base, rft = (src for src, _ in sources)
+    assert reference == rft != base and texts(tab, ".fail") == ["no page"]

@@ -1,4 +1,4 @@
-"""The functions of toy.py, bare and in English: tasks, human, demonstrations, model."""
+"""The functions of toy.py, bare and in English, and of toy_pages.py: what they make up."""
 import itertools
 import random
 import re
@@ -9,21 +9,24 @@ import torch
 import colbench
 import model
 import toy
+import toy_pages
 from colbench import ANSWER, Grader, agent_messages, fill, read_action
-from conftest import HUMAN, demos, plain_ids, records, script, shell
+from conftest import demos, plain_ids, records, script, shell
 from toy import BUGS, DETAILS, SPLITS, STORIES, WORLDS, asked_for, slots_of
 
 ENGLISH = WORLDS["english"]
 
 
 def take(n, split="train", seed=0, world="slots", **knobs):
-    given = {"seed": seed, "world": world, **knobs}.items()
-    args = toy.get_args(["tasks", *(str(x) for k, v in given for x in ("--" + k, v))])
-    return list(itertools.islice(toy.tasks(split, args), n))
+    """So many tasks of a world of toy, or of toy_pages."""
+    of = toy_pages if world == "pages" else toy
+    knobs |= {"seed": seed} if of is toy_pages else {"seed": seed, "world": world}
+    args = of.get_args(["tasks", *(str(x) for k, v in knobs.items() for x in ("--" + k, v))])
+    return list(itertools.islice(of.tasks(split, args), n))
 
 
-def said(task, message):
-    return toy.reply(task, [{"role": "assistant", "content": message}])
+def said(task, message, of=toy):
+    return of.reply(task, [{"role": "assistant", "content": message}])
 
 
 def numbers_in(text):
@@ -33,14 +36,21 @@ def numbers_in(text):
 
 # --- tasks ----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("world", [*WORLDS, "pages"])
 def test_splits_share_no_task_and_the_seed_decides(world):
-    drawn = {split: take(300, split, seed, world, max_slots=5, usual=0.5)
-             for seed, split in enumerate(SPLITS)}
+    drawn = [take(300, split, seed, world, usual=0.3) for seed, split in enumerate(SPLITS)]
     for field in "id", "ground_truth":
-        a, b, c = ({t[field] for t in drawn[split]} for split in SPLITS)
-        assert min(map(len, (a, b, c))) > 150 and len(a | b | c) == len(a) + len(b) + len(c)
+        of = [{t[field] for t in made} for made in drawn]
+        assert min(map(len, of)) > 130 and len(set.union(*of)) == sum(map(len, of))
     assert take(50, "val", 3, world) == take(50, "val", 3, world) != take(50, "val", 4, world)
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--n", 700], "has no 700 such tasks"),
+    (["--usual", 1, "--split", "val"], "the val split has no such tasks")])
+def test_a_split_may_have_too_few_tasks(flags, message):
+    done = script("tests/toy_pages.py", "tasks", *flags)
+    assert done.returncode == 1 and message in done.stderr
 
 
 def values_of(code, tests):
@@ -51,7 +61,7 @@ def values_of(code, tests):
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_every_other_value_of_a_slot_fails_a_test(world):
-    for task in (t for split in SPLITS for t in take(40, split, 7, world, max_slots=5)):
+    for task in (t for split in SPLITS for t in take(20, split, 7, world, max_slots=5)):
         code, tests = task["ground_truth"], task["test_cases"]
         assert len(tests) == 10 == len(set(tests.values()))
         right = values_of(code, tests)
@@ -83,14 +93,14 @@ def test_slots_are_asked_for_by_number(world):
 
 # --- the human ------------------------------------------------------------------------------------
 
-def test_the_human():
-    task = {"problem_description": "p", "ground_truth": "def f(x, rate=3, op=max): return x"}
-    for message, reply in (
-            ("what is the rate?", "rate=3"), ("op, rate?", "op=max"), ("rates?", "i do not know"),
-            ("what is the fee?", "i do not know"), ("", "i do not know")):
-        assert said(task, message) == reply
-    hidden = {**task, "hidden_information": "def f(x, rate=8): ..."}
-    assert said(hidden, "the rate?") == "rate=8"
+@pytest.mark.parametrize("hidden, message, reply", [
+    ({}, "what is the rate?", "rate=3"), ({}, "op, rate?", "op=max"),
+    ({}, "rates?", "i do not know"), ({}, "what is the fee?", "i do not know"),
+    ({}, "", "i do not know"),
+    ({"hidden_information": "def f(x, rate=8): ..."}, "the rate?", "rate=8")])
+def test_the_human(hidden, message, reply):
+    code = "def f(x, rate=3, op=max): return x"
+    assert said({"problem_description": "p", "ground_truth": code, **hidden}, message) == reply
 
 
 HEARD = {  # questions of others
@@ -128,49 +138,94 @@ def test_the_human_tells_one_number_and_never_code():
             assert reply == said(task, message)  # the same each time
 
 
+def test_the_human_of_pages_names_a_true_difference_in_the_words_of_the_demonstrations():
+    """Of 40 pairs of pages: what is said is so, in their words; equal pages look right."""
+    words = {w for r in demos(300, of=toy_pages) for m in r["dialogue_history"]
+             for w in m["content"].split()}
+    r = random.Random(0)
+    for _ in range(40):
+        wanted, shown = ({k: r.choice(v) for k, v in toy_pages.PAGE_VALUES.items()}
+                         for _ in range(2))
+        page, reference = (fill(toy_pages.PAGE_TEXT, theme="school", **values)
+                           for values in (shown, wanted))
+        task = {"id": "x", "ground_truth": reference}
+        reply = said(task, page, toy_pages)
+        slot = next(k for k in wanted if k in re.findall(r"\w+", reply))
+        assert reply.endswith(f"not {shown[slot]}") and f" {wanted[slot]}" in reply
+        assert shown[slot] != wanted[slot] and set(reply.split()) <= words, reply
+        assert said(task, reference, toy_pages) == toy_pages.RIGHT
+        assert said(task, page.replace("</body></html>", ""), toy_pages).endswith("no page")
+
+
+@pytest.mark.parametrize("human", [toy, toy_pages])
+def test_tasks_of_others_are_refused(human):
+    with pytest.raises(ValueError, match="only tasks of tests/.* have slots that it knows"):
+        said({"id": "x", "ground_truth": "def f(x): return x"}, "which rate?", human)
+
+
 # --- demonstrations -------------------------------------------------------------------------------
 
-def test_demonstrations_obey_the_rules():
-    for d in demos(300, seed=2):
-        said = agent_messages(d)
+@pytest.mark.parametrize("of", [toy, toy_pages])
+def test_demonstrations_obey_the_rules(of):
+    for d in demos(300, seed=2, of=of):
+        messages = agent_messages(d)
         roles = [m["role"] for m in d["dialogue_history"]]
-        assert 1 <= len(said) <= 6 and roles == ["user", "assistant"] * len(said)
-        for i, m in enumerate(said):
+        assert 1 <= len(messages) <= 6 and roles == ["user", "assistant"] * len(messages)
+        for i, m in enumerate(messages):
             content, answer = read_action(m["output"], i == 5)
-            assert content == m["content"] and (answer is None) == (i < len(said) - 1)
-        assert answer == d["answer"]
+            assert content == m["content"] and (answer is None) == (i < len(messages) - 1)
+        kind = colbench.environment(d["task"])
+        assert d["answer"] == kind.answer(d["dialogue_history"], answer)
 
 
-def test_knobs_of_demonstrations():
-    at_once = demos(60, at_once=1, silent=0)
-    assert all(len(agent_messages(d)) == 1 for d in at_once)
-    assert all(ANSWER in d["dialogue_history"][1]["content"] for d in at_once)
-    assert not any(ANSWER in m["output"] for d in demos(60, silent=1) for m in agent_messages(d))
-    assert all(len(agent_messages(d)) == 4 for d in demos(60, silent=1, max_turns=4))
-    in_front = lambda d: d["task"]["ground_truth"] in d["dialogue_history"][0]["content"]
-    fronts = lambda hidden: [in_front(d) for d in demos(200, hidden=hidden)]
-    assert all(fronts(1)) and not any(fronts(0)) and 50 < sum(fronts(0.4)) < 110
-    good = demos(60, at_once=0, early=0, distract=0, noise=0, silent=0, hidden=0, max_turns=10)
-    assert all(d["answer"] == d["task"]["ground_truth"] for d in good)
-    assert all(len(agent_messages(d)) > len(slots_of(d["answer"])) for d in good)
-    informed = demos(60, at_once=1, noise=0, silent=0, hidden=1)
-    assert all(d["answer"] == d["task"]["ground_truth"] for d in informed)  # it read the reference
-    guessed = demos(60, at_once=1, noise=0, silent=0, hidden=0, min_slots=4)
-    assert sum(d["answer"] == d["task"]["ground_truth"] for d in guessed) < 30
-    buggy = demos(60, at_once=1, noise=1, silent=0, hidden=1)
-    assert all(d["answer"] != d["task"]["ground_truth"] for d in buggy)
-    for d in buggy:  # the bug is in the body
-        assert slots_of(d["answer"]) == slots_of(d["task"]["ground_truth"])
-    asked = demos(60, distract=1, at_once=0, early=0, silent=0, noise=0, hidden=0)
-    assert sum(m["content"] == "i do not know" for d in asked for m in d["dialogue_history"]) > 60
+PERFECT = {**dict.fromkeys(("at_once", "early", "distract", "noise", "silent", "hidden"), 0),
+           "max_turns": 10}
+
+
+def turns(d):
+    return len(agent_messages(d))
+
+
+def right(d):
+    return d["answer"] == d["task"]["ground_truth"]
+
+
+def marked(d):
+    return any(ANSWER in m["output"] for m in agent_messages(d))
+
+
+def reads_it(d):
+    return d["task"]["ground_truth"] in d["dialogue_history"][0]["content"]
+
+
+def hears(text):
+    return lambda d: any(text in m["content"] for m in d["dialogue_history"][2::2])
+
+
+@pytest.mark.parametrize("of, knobs, fact, least, most", [
+    (toy, {}, lambda d: right(d) and turns(d) > len(slots_of(d["answer"])), 60, 60),
+    (toy, {"early": 0.5}, right, 10, 50), (toy, {"distract": 1}, hears("i do not know"), 40, 60),
+    (toy, {"at_once": 1, "min_slots": 4}, right, 0, 30),
+    (toy, {"hidden": 1, "at_once": 1}, right, 60, 60), (toy, {"hidden": 0.4}, reads_it, 12, 36),
+    (toy, {"hidden": 1, "at_once": 1, "noise": 1}, right, 0, 0),
+    (toy, {"hidden": 1, "at_once": 1, "noise": 1},  # the bug is in the body
+     lambda d: slots_of(d["answer"]) == slots_of(d["task"]["ground_truth"]), 60, 60),
+    (toy_pages, {}, right, 60, 60), (toy_pages, {}, hears(toy_pages.RIGHT), 60, 60),
+    (toy_pages, {"noise": 0.5}, hears("can't see"), 30, 60),
+    *((of, *rest) for of in (toy, toy_pages) for rest in (
+        ({"at_once": 1}, lambda d: turns(d) == 1 and marked(d), 60, 60),
+        ({"silent": 1}, marked, 0, 0),
+        ({"silent": 1, "max_turns": 4}, lambda d: turns(d) == 4, 60, 60),
+        ({"hidden": 1}, reads_it, 60, 60), ({}, reads_it, 0, 0)))])
+def test_knobs_of_demonstrations(of, knobs, fact, least, most):
+    """So many of 60, where no other knob is turned."""
+    assert least <= sum(map(fact, demos(60, of=of, **PERFECT | knobs))) <= most
 
 
 def test_who_asks_for_every_detail_can_write_the_function():
     """A perfect agent, which reads the description and not the reference, solves every task."""
-    probabilities = ("at_once", "early", "distract", "noise", "silent", "hidden")
-    knobs = dict.fromkeys(probabilities, 0.0) | {"max_turns": 7, "max_slots": 5}
     with Grader() as grader:
-        for r in demos(40, world="english", **knobs):
+        for r in demos(40, world="english", **PERFECT | {"max_turns": 7, "max_slots": 5}):
             assert grader.grade(r["task"], r["answer"])["reward"] == 1, r
     for bodies in ENGLISH.bodies.values():  # and a bug can be put into each
         assert all(any(right in body for right, _ in BUGS) for body in bodies.values())
@@ -204,10 +259,3 @@ def test_same_command_same_bytes():
         made = [r["task"]["id"] for r in records(one.stdout)]
         assert len(made) == 300 and (what == "demos" or len(set(made)) == 300)  # none twice
         assert one.stdout == two.stdout != other.stdout
-
-
-def test_tasks_of_others_fail_in_one_line(tiny_dir):
-    other = {"problem_description": "p", "ground_truth": "def f(x): return x"}
-    done = script("collect.py", "--model", tiny_dir, *HUMAN, "--max_tokens", 5, stdin=[other])
-    assert done.returncode == 1 and not done.stdout
-    assert "sample 0 failed: only tasks of tests/toy.py have slots" in done.stderr

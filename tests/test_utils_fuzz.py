@@ -2,6 +2,7 @@
 
 Every case is a function of (SEED, stage, number), so a failing one can be run again by its id.
 """
+import copy
 import io
 import json
 import os
@@ -19,7 +20,7 @@ import model
 import train_critic
 import train_policy
 import utils
-from conftest import key_of, records
+from colbench import ANSWER
 
 SEED = int(os.environ.get("FUZZ_SEED", 0))
 JUNK = (True, False, -1, 7, 1.5, 10 ** 30, float("nan"), float("inf"),
@@ -28,22 +29,18 @@ JUNK = (True, False, -1, 7, 1.5, 10 ** 30, float("nan"), float("inf"),
         {"role": "wizard", "content": "x"})
 
 
-def places(x, path=()):
-    """The paths of all values in x, nested ones, too."""
-    if path:
-        yield path
-    children = {dict: dict.items, list: enumerate}.get(type(x), lambda x: ())(x)
-    for key, value in children:
-        yield from places(value, (*path, key))
+def parts(x):
+    """Yields (a dict or list in x, one of its keys), nested ones, too."""
+    for key, value in x.items() if isinstance(x, dict) else enumerate(x):
+        yield x, key
+        if isinstance(value, (dict, list)):
+            yield from parts(value)
 
 
 def broken_value(r, record):
     """A value of the record, at any depth, is replaced, nulled, or taken away."""
-    record = json.loads(json.dumps(record))
-    *path, key = r.choice(list(places(record)))
-    at = record
-    for k in path:
-        at = at[k]
+    record = copy.deepcopy(record)
+    at, key = r.choice(list(parts(record)))
     at[key] = r.choice([None, r.choice(JUNK), r.choice(JUNK)])
     if r.random() < 0.25:
         del at[key]
@@ -84,49 +81,49 @@ def damaged(r, given):
     return data[:-1] if kind >= 0.97 else data, i + 1  # at last: no newline at the end
 
 
-@pytest.fixture(scope="module")
-def good(collected):
-    """Short episodes that every stage takes: two a task, one of them solved, with advantages."""
-    rs = sorted(records(collected), key=key_of)[:4]
-    for r in rs:
-        r["reward"] = 1.0 if r["sample"] == 0 else 0.3
-        r["dialogue_history"] = r["dialogue_history"][:4]
-        r["task"]["test_cases"] = dict(list(r["task"]["test_cases"].items())[:1])
-        for m in r["dialogue_history"]:
-            m["content"] = m["content"][:60]
-        for m in colbench.agent_messages(r):
-            m["candidates"], m["logprobs"] = m["candidates"][:2], m["logprobs"][:3]
-            for n, x in enumerate((m, *m["candidates"])):
-                x["token_ids"], x["output"] = x["token_ids"][:3], x["output"][:60]
-                x["advantage"] = n - 1.5
-    return rs
+def said(content):
+    """A message of the agent, of which three tokens are left: bytes, to toy.tiny's tokenizer."""
+    token_ids = [6 + byte for byte in content.encode()[:3]]
+    return {"content": content, "output": content, "token_ids": token_ids, "advantage": 0.5}
 
 
-def only_task(record):
-    return {"task": record["task"]}
+def episode(name, sample):
+    """A short episode that every stage takes; of two a task one is solved."""
+    agent = {"role": "assistant", "logprobs": [-1.0, -2.0, -0.5], **said("which rate?"),
+             "candidates": [said("what is the fee?"), said("x") | {"advantage": -1}]}
+    code = f"def {name}(x): return x * 3"
+    history = [{"role": "user", "content": "write it"}, agent,
+               {"role": "user", "content": "rate=3"}, {**agent, **said(f"{ANSWER}\n{code}")}]
+    return {"task": {"id": name, "problem_description": f"write {name}", "ground_truth": code,
+                     "test_cases": {"test1": f"{name}(2)"}},
+            "sample": sample, "dialogue_history": history, "answer": code, "answered": True,
+            "reward": 1.0 if sample == 0 else 0.3, "meta": {"model_weights": "none"}}
+
+
+GOOD = [episode(name, sample) for name in ("pay", "tax") for sample in (0, 1)]
 
 
 TRAIN = ["--model", "MODEL", "--out", "OUT"]
-STAGES = {  # module, flags, cases, what it reads of an episode
-    "evaluate": (evaluate, ["--bootstrap", "0"], 1100, None),
-    "grade": (colbench, ["grade", "--workers", "1"], 100, None),
-    "check": (colbench, ["check", "--workers", "1"], 40, only_task),
+STAGES = {  # module, flags, cases
+    "evaluate": (evaluate, ["--bootstrap", "0"], 1100),
+    "grade": (colbench, ["grade", "--workers", "1"], 100),
+    "check": (colbench, ["check", "--workers", "1"], 40),
     "collect": (collect, ["--model", "MODEL", "--human", "fixed:no", "--max_tokens", "2",
-                          "--max_turns", "2"], 80, only_task),
-    "candidates": (collect, ["--model", "MODEL", "--max_tokens", "2", "--candidates", "2"], 80,
-                   None),
-    "critic": (train_critic, [*TRAIN, "--epochs", "1", "--held_out", "0"], 150, None),
-    "dpo": (train_policy, [*TRAIN, "--batch_size", "64", "--mix", "0.5"], 150, None),
-    "rft": (train_policy, [*TRAIN, "--loss", "rft", "--epochs", "1"], 100, None)}
+                          "--max_turns", "2"], 80),
+    "candidates": (collect, ["--model", "MODEL", "--max_tokens", "2", "--candidates", "2"], 80),
+    "critic": (train_critic, [*TRAIN, "--epochs", "1", "--held_out", "0"], 150),
+    "dpo": (train_policy, [*TRAIN, "--batch_size", "64", "--mix", "0.5"], 150),
+    "rft": (train_policy, [*TRAIN, "--loss", "rft", "--epochs", "1"], 100)}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("stage", STAGES)
-def test_no_input_gets_past_or_breaks_a_stage(stage, good, tiny_dir, tmp_path, monkeypatch, capfd):
-    module, flags, cases, read = STAGES[stage]
-    load_lm = cache(model.load_lm)
-    monkeypatch.setattr(model, "load_lm", load_lm)
-    given, ends = [read(record) for record in good] if read else good, {"error": 0, "done": 0}
+def test_no_input_gets_past_or_breaks_a_stage(stage, tiny_dir, tmp_path, monkeypatch, capfd):
+    module, flags, cases = STAGES[stage]
+    monkeypatch.setattr(model, "load_lm", cache(model.load_lm))
+    given, ends = GOOD, {"error": 0, "done": 0}
+    if stage in ("check", "collect"):
+        given = [{"task": record["task"]} for record in GOOD]
     for n in range(cases):
         r = random.Random(f"{SEED} {stage} {n}")
         data, line = damaged(r, given)
@@ -154,17 +151,19 @@ def check_error(error, line, case):
     assert int(named[1]) == line if named else ", line " not in error, (error, case)
 
 
-def test_a_null_is_a_field_that_is_not_there(good):
-    record = json.loads(json.dumps(good[0])) | {"meta": None, "answer": None}
+def test_a_null_is_a_field_that_is_not_there():
+    record = copy.deepcopy(GOOD[0]) | {"meta": None, "answer": None, "of another": None}
     record["dialogue_history"][1] |= {"candidates": None, "logprobs": None}
-    (read,) = utils.read_jsonl([json.dumps(record | {"of another": None}).encode()])
+    (read,) = utils.read_jsonl([json.dumps(record).encode()])
     assert "meta" not in read and "answer" not in read and read["of another"] is None
     assert not {"candidates", "logprobs"} & read["dialogue_history"][1].keys()
 
 
-@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999"])
-def test_a_number_that_can_not_be_written_is_refused_as_it_is_read(good, text):
-    """Also in a field that only passes through."""
-    line = json.dumps(good[0] | {"of another": {"x": ["HERE"]}}).replace('"HERE"', text)
-    with pytest.raises(SystemExit, match=f"line 1: not JSON .{re.escape(text)} is not a finite"):
+@pytest.mark.parametrize("text, message", [
+    *((text, f"not JSON .{re.escape(text)} is not a finite number")  # also where it only passes
+      for text in ("NaN", "Infinity", "-Infinity", "1e999")),
+    ('0}, "task": {"kind": ["words"]', "task.kind is not text")])
+def test_what_a_record_may_not_hold_is_named(text, message):
+    line = '{"of another": {"x": HERE}}'.replace("HERE", text)
+    with pytest.raises(SystemExit, match=f"stdin, line 1: {message}"):
         list(utils.read_jsonl([line.encode()]))
