@@ -486,10 +486,12 @@ def cuts(tokenizer):
     """A pattern of CUT, and of the place before a special token that is taken out of any text.
 
     A tokenizer takes such tokens out first, and then looks at each text between two of them alone.
+    But none is one that looks around itself, or that may begin inside another.
     """
     added = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
-    taken = [token.content for token in added
-             if token.special and not (token.normalized or token.single_word or token.lstrip)]
+    inner = {c for token in added for c in token.content[1:]}
+    taken = [token.content for token in added if token.special and token.content[0] not in inner
+             and not (token.normalized or token.single_word or token.lstrip)]
     return re.compile(f"{CUT}|(?={any_of(taken)})")
 
 
