@@ -153,10 +153,10 @@ def train(args, log, device):
         optimizer.zero_grad()
         log(step=step, loss=loss, **facts, grad_norm=norm, lr=lr, tokens=model.tokens - before)
         if held and (step + 1) % args.eval_every == 0:
-            log(step=step, **held_out(batch_loss, args, model, held, ref))
+            log(step=step, **measure(batch_loss, args, model, held, ref))
 
     save(model, tokenizer, args.out)
-    log.finish(**held_out(batch_loss, args, model, held, ref))
+    log.finish(**measure(batch_loss, args, model, held, ref))
     return records, model, ref
 
 
@@ -176,13 +176,13 @@ def load_finished(args, device):
     return records, model, ref
 
 
-def held_out(batch_loss, args, model, pairs, ref):
+def measure(loss_of, args, model, pairs, ref):
     """{"held_out_loss": ..., ...} of pairs by a trainer's batch_loss; {} if there are none."""
     if not pairs:
         return {}
     read = turns_in(pairs)
     logps = dict(zip(read, score(model, read, args.tree_tokens)))
-    loss, facts = batch_loss(args, pairs, logps, ref)
+    loss, facts = loss_of(args, pairs, logps, ref)
     facts = {"loss": loss.item(), **facts}
     return {"held_out_" + name: value for name, value in facts.items()}
 
@@ -196,11 +196,12 @@ def advantages(model, ref, tree_tokens):
 def write(records, values, emit):
     """Writes the records, with values[turn] as advantage in the place of each action's turn."""
     for r in records or ():
-        for action in chain(*(actions for _, actions in actions_of(r))):
-            turn = action.pop(TURN)
-            action.pop("advantage", None)  # another critic's
-            if turn is not None:
-                action["advantage"] = values[turn]
+        for _, actions in actions_of(r):
+            for action in actions:
+                turn = action.pop(TURN)
+                action.pop("advantage", None)  # another critic's
+                if turn is not None:
+                    action["advantage"] = values[turn]
         emit(r)
 
 
@@ -215,7 +216,8 @@ def find_reference(folder, model=None):
     with fail_on_error(f"{folder} is no finished run of train_critic.py"):
         rows = rows_of(folder)
         row = [row for row in rows if "args" in row][-1]
-        args, weights, _ = row["args"], row["model_weights"], rows[-1]["finished"]
+        args, weights = row["args"], row["model_weights"]
+        rows[-1]["finished"]  # or it is none
         ref_context = args["ref_context"]
     if not model:
         was, out = (os.path.join(row["cwd"], args[name]) for name in ("model", "out"))
@@ -297,8 +299,8 @@ def critic_turns(tokenizer, task, history, actions, thinking, hidden, ref_hidden
     ref_prompt = prompt if ref_hidden == hidden else prompt_ids(ref_hidden)
     turns = []
     for action in actions:
-        ids, without = action_ids(tokenizer, action, history, thinking)
-        turns.append(tuple((p[:len(p) - without], ids) for p in (prompt, ref_prompt)))
+        ids, dropped = action_ids(tokenizer, action, history, thinking)
+        turns.append(tuple((p[:len(p) - dropped], ids) for p in (prompt, ref_prompt)))
     return turns
 
 
@@ -318,7 +320,8 @@ def read_turns(tokenizer, config, records, max_length, hidden, ref_hidden):
                 turns = critic_turns(tokenizer, r["task"], history, actions, thinking, hidden,
                                      ref_hidden)
             for action, (turn, ref_turn) in zip(actions, turns):
-                if len(tokenizer) > config.vocab_size <= ord(max("".join(turn))):
+                largest = ord(max("".join(turn)))
+                if len(tokenizer) > config.vocab_size and largest >= config.vocab_size:
                     fail(f"{name} has a token beyond the model's embedding of {config.vocab_size}")
                 fits = sum(map(len, turn)) <= longest
                 action[TURN] = turn if fits else None

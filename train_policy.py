@@ -73,7 +73,7 @@ import torch.nn.functional as F
 from model import (TURN, Pair, accuracy, action_logps, actions_of, base_digest, batches, find_model,
                    gathered, load, load_options, reference_logps, restore, save, save_checkpoint,
                    try_save, turns_in)
-from train_critic import held_out, hold_out, read_turns, trajectory_pairs
+from train_critic import hold_out, measure, read_turns, trajectory_pairs
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -148,24 +148,26 @@ def main(args):
         optimizer.zero_grad()
         log(step=step, loss=loss, **facts, grad_norm=norm, lr=lr, tokens=model.tokens - before)
         if held and (step + 1) % args.eval_every == 0:
-            log(step=step, **held_out(batch_loss, args, model, held, ref))
+            log(step=step, **measure(batch_loss, args, model, held, ref))
 
     save(model, tokenizer, args.out)
-    log.finish(**held_out(batch_loss, args, model, held, ref))
+    log.finish(**measure(batch_loss, args, model, held, ref))
     emit(summary)
 
 
 # --- pairs ----------------------------------------------------------------------------------------
 
-NOTHING = {"dpo": "no turn has two unlike candidates with an advantage "
-                  "(collect.py --candidates 16, train_critic.py)",
-           "rft": "no trajectory is solved (--all 1 takes every one)"}
+NOTHING = {  # why there are no pairs; of mtdpo trajectory_pairs says it
+    "dpo": "no turn has two unlike candidates with an advantage (collect.py --candidates 16, "
+           "train_critic.py)",
+    "rft": "no trajectory is solved (--all 1 takes every one)"}
 
 
 def prepare(args):
     """([[Pair]] to train on, [Pair] held out) of stdin: see make_groups."""
-    needs_reward = {"mtdpo": True, "rft": not args.all}.get(args.loss, args.mix > 0)
-    fields = ["dialogue_history", "reward"] if needs_reward else ["dialogue_history"]
+    fields = ["dialogue_history"]
+    if args.loss == "mtdpo" or args.mix or (args.loss == "rft" and not args.all):
+        fields.append("reward")
     need = needs(*fields, to_train=True)
     records = list(read_records(args, need))
     _, tokenizer, config = find_model(args.model)
@@ -236,14 +238,14 @@ def candidate_pairs(candidates, *, per_turn, weight, seed):
     def value(candidate):
         if weight and "logprob" not in candidate:
             fail("--logprob_weight needs the candidates' logprob: see collect.py --candidates")
-        return candidate["advantage"] + (weight and weight * candidate["logprob"])
+        return candidate["advantage"] + weight * candidate.get("logprob", 0)
 
     judged = [c for c in candidates if c.get(TURN) and "advantage" in c]
     ranked = sorted(judged, key=value, reverse=True)
-    half, random = len(ranked) // 2, rng("pairs", *seed)
+    half, draw = len(ranked) // 2, rng("pairs", *seed).choice
     pairs = []
     for _ in range(per_turn if half else 0):
-        better, worse = random.choice(ranked[:half]), random.choice(ranked[-half:])
+        better, worse = draw(ranked[:half]), draw(ranked[-half:])
         if better[TURN] != worse[TURN]:
             pairs.append(Pair((better[TURN],), (worse[TURN],), gap=value(better) - value(worse)))
     return pairs
