@@ -238,7 +238,7 @@ def candidate_pairs(candidates, *, per_turn, weight, seed):
     def value(candidate):
         if weight and "logprob" not in candidate:
             fail("--logprob_weight needs the candidates' logprob: see collect.py --candidates")
-        return candidate["advantage"] + weight * candidate.get("logprob", 0)
+        return candidate["advantage"] + (weight * candidate["logprob"] if weight else 0)
 
     judged = [c for c in candidates if c.get(TURN) and "advantage" in c]
     ranked = sorted(judged, key=value, reverse=True)
