@@ -438,7 +438,7 @@ class Endpoint:
         self.answered, self.failed = 0, set()  # requests; tasks of those since the last answer
 
     async def meet(self):
-        """Asks for the model's name, which must be the body's if there are several; returns self."""
+        """Asks for the model's name, which is the body's if there are several; returns self."""
         with fail_on_error(f"{self.url} lists no models (an address ends in /v1)"):
             client = self.client.with_options(max_retries=0)
             reply = await client.get("/models", cast_to=object)
