@@ -836,7 +836,7 @@ class Grader(contextlib.AbstractContextManager):
 
 
 def grade_records(records, args):
-    """Yields each record with "reward" and "tests" for its "task" and "answer", in order.
+    """Yields each record with what its kind's `grade` says of task and answer, in order.
 
     A record whose grade raises is said and left out, and ends the program after the others. So does
     a bad line, after those before it. A GraderError ends it at once.
@@ -1146,7 +1146,7 @@ def get_args(argv=None):
     p.add_argument("command", choices=["grade", "check"], help="grade: add the reward to records "
                    "that have task and answer; check: drop tasks whose reference lacks it")
     flag(p, "rules", "honest", "official: as the released scorer", choices=["honest", "official"])
-    flag(p, "workers", cpus(), "answers run at once", least=1)
+    flag(p, "workers", cpus(), "answers, or pages, at once", least=1)
     g = p.add_argument_group("pages (frontend)")
     browser_flag(g)
     flag(g, "clip", "openai/clip-vit-base-patch32", "their likeness is CLIP's; a directory or "
@@ -1169,15 +1169,15 @@ def grade(args, emit):
 
 def check(args, emit):
     """Drops tasks that do not give their own reference the full reward."""
-    answered = ({"task": r["task"], "answer": r["task"]["ground_truth"], "of": r, "line": i}
-                for i, r in enumerate(read_jsonl(sys.stdin, needs(to_grade=True)), 1))
+    answered = ({"task": r["task"], "answer": r["task"]["ground_truth"], "of": r}
+                for r in read_jsonl(sys.stdin, needs(to_grade=True)))
     for record in grade_records(answered, args):
         if record["reward"] > 0.9999:  # likenesses are rounded
             emit(record["of"])
             continue
         failed = {name: why for name, why in record.get("tests", {}).items() if why != "pass"}
         why = failed or record.get("failure", "unlike itself")
-        say(f"line {record['line']}: dropped: {why}")
+        say(f"task {task_id(record['task'])} dropped: {why}")
 
 
 def main(args):

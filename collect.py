@@ -36,7 +36,7 @@ from colbench import (NOT_SEEN, GraderError, NoReference, Renderer, RenderError,
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < tasks.jsonl > trajectories.jsonl")
     g = p.add_argument_group("episodes")
-    flag(g, "model", "meta-llama/Llama-3.1-8B-Instruct", "the agent", metavar="DIR")
+    flag(g, "model", "meta-llama/Llama-3.1-8B-Instruct", "the agent", metavar="MODEL")
     flag(g, "-k", 1, "episodes of each task", least=1)
     flag(g, "max_turns", 10, "the agent's messages; the last one is its answer", least=1)
     flag(g, "concurrency", 256, "episodes at once", least=1)
@@ -52,7 +52,7 @@ def get_args(argv=None):
     flag(g, "top_p", 1.0, "draw each token from the likeliest that sum up to this", least=1e-6,
          most=1)
     flag(g, "max_tokens", 1024, "longest message", least=1)
-    flag(g, "thinking", 0, "1: let a model think that can; nobody sees it", choices=[0, 1])
+    flag(g, "thinking", 0, "1: let a model think that can; no human sees it", choices=[0, 1])
     flag(g, "seed", 0, "of all draws")
     flag(g, "candidates", 0, "alternatives drawn at every turn; stage 2 wants 16")
     flag(g, "candidates_share", 1.0, "share of the episodes that get candidates", most=1)
@@ -66,8 +66,8 @@ def get_args(argv=None):
     flag(g, "max_batch_tokens", 65536, "transformers: tokens at once, and cached")
     flag(g, "dtype", "auto", "transformers; auto: bf16 on a GPU, fp32 on a CPU",
          choices=["auto", "bf16", "fp32"])
-    flag(g, "timeout", 1800.0, "of servers: seconds until a request is made again")
-    flag(g, "retries", 8, "of servers: of a request, over about a minute where one is down")
+    flag(g, "timeout", 1800.0, "seconds until a request to a server is made again")
+    flag(g, "retries", 8, "of a request to a server: 8 take about a minute")
     browser_flag(p)
     args = p.parse_args(argv)
     with fail_on_error("--human_params is no JSON object"):
@@ -98,7 +98,7 @@ from train_critic import advantages, critic_turns, find_reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAME = ("temperature", "top_p", "max_turns", "max_tokens", "thinking", "seed", "best_of",
-        "logprob_weight")  # flags that all episodes of a file share
+        "critic", "logprob_weight")  # flags that all episodes of a file share
 COMPUTE = ThreadPoolExecutor(1)  # the thread in which models compute
 TREE_TOKENS = 16384  # of what the critic reads at once
 ROOM = 32  # tokens of an action for which there is room at first
@@ -118,7 +118,7 @@ class Players:
         folder, self.tokenizer, _ = find_model(args.model)
         check_generation_prompt(self.tokenizer)
         self.stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id} - {None}
-        names = "model", "human", "human_params", "critic", *SAME
+        names = "model", "human", "human_params", *SAME
         self.meta = {name: getattr(args, name) for name in names}
         self.meta |= {"model_weights": weights_digest(folder), "version": version()}
 
@@ -229,6 +229,8 @@ class Players:
     async def human(self, task, history):
         """The human's reply to the last message."""
         said = await ask(self.reply, task, history)
+        if not isinstance(said, str):
+            raise EpisodeError(f"the human's reply is no text: {said!r}")
         return said[:environment(task).reply_chars]
 
 
@@ -506,7 +508,7 @@ class LLM(Endpoint):
                 content.append({"type": "image_url", "image_url": {"url": url}})
         reply = await self.ask("/chat/completions", task_id(task), said,
                                messages=[{"role": "user", "content": content}])
-        return redact(reply, task["ground_truth"])
+        return reply if environment(task).pages else redact(reply, task["ground_truth"])
 
 
 def said(reply):

@@ -303,7 +303,7 @@ class TreeLM(torch.nn.Module):
 
 
 def action_logps(model, turns, tree_tokens=math.inf, what=None):
-    """Log-probs of each action given its prompt: a list of (L,) fp32 tensors on the CPU.
+    """Log-probs of each action given its prompt: (L,) tensors on the CPU, of fp32 at least.
 
     Every rank must call this with the same turns, and gets the values of all. Those that other
     ranks computed carry no gradient. Every rank takes the same loss of all turns, and FSDP sums
@@ -390,7 +390,7 @@ def deal(turns, tree_tokens, world=WORLD):
 
     Each of `world` ranks gets the same number of consecutive parts; where there are too few, the
     last one comes again. That number is as small as it can be, and then the largest part is, to one
-    percent. Turns with a long common prefix share a part.
+    percent.
     """
     rows = [(turn, len(seq), len(seq) - shared) for turn, seq, shared in in_order(set(turns))]
 

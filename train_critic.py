@@ -42,11 +42,11 @@ def get_args(argv=None):
     flag(p, "untrained", 0, "1: score by --model with c less without, and train nothing",
          choices=[0, 1])
     g = p.add_argument_group("pairs")
-    flag(g, "margin", None, "pair any 2 trajectories of a task whose rewards differ by this; not "
+    flag(g, "margin", None, "pair 2 trajectories of a task whose rewards differ by so much; not "
          "given: a solved one and each worse", kind=float)
     flag(g, "held_out", 0.1, "share of the tasks that are not trained on, but measured",
          most=1)
-    flag(g, "eval_every", 100, "steps between measures of these", least=1)
+    flag(g, "eval_every", 100, "steps between measures of held-out pairs", least=1)
     g = p.add_argument_group("objective and optimization")
     flag(g, "ref_context", "hidden", "pi_ref reads c, too (eq. 3), or what the agent reads",
          choices=["hidden", "agent"])
@@ -60,6 +60,8 @@ def get_args(argv=None):
     args = p.parse_args(argv)
     if bool(args.out) == bool(args.untrained):
         p.error("give --out, or else --untrained 1")
+    if args.untrained and "ref_context" in args.given:
+        p.error("--untrained 1 has no --ref_context: pi_ref reads what the agent reads")
     if args.untrained:
         args.ref_context = "agent"
     return args

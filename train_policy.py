@@ -44,7 +44,7 @@ def get_args(argv=None):
     flag(g, "margin", None, "mtdpo, --mix: as in train_critic.py", kind=float)
     flag(g, "held_out", 0.0, "share of the tasks that are not trained on, but measured",
          most=1)
-    flag(g, "eval_every", 100, "steps between measures of these", least=1)
+    flag(g, "eval_every", 100, "steps between measures of held-out pairs", least=1)
     flag(g, "all", 0, "rft: 1 takes unsolved trajectories, too", choices=[0, 1])
     g = p.add_argument_group("objective and optimization")
     flag(g, "beta", 0.1, "scale of the margin")
@@ -54,7 +54,7 @@ def get_args(argv=None):
          "(rft: 32)", kind=int, least=1)
     flag(g, "epochs", None, "over the pairs; not given: 1, as in the paper (mtdpo, rft: 4)",
          kind=int)
-    flag(g, "seed", 0, "of the order and of the pairs drawn")
+    flag(g, "seed", 0, "of the order, and of pairs and held-out tasks drawn")
     machine_flags(p)
     args = p.parse_args(argv)
     if args.batch_size is None:

@@ -9,6 +9,7 @@ import json
 import marshal
 import math
 import os
+import platform
 import random
 import re
 import shutil
@@ -32,7 +33,7 @@ if WORLD > 1:  # loads slowly, and one process needs none of it
 # --- flags ----------------------------------------------------------------------------------------
 
 class Parser(argparse.ArgumentParser):
-    """Of several ranks rank 0 alone tells an error. args.given names the flags that are given."""
+    """Of several ranks rank 0 alone tells an error. args.given: the names of the --flags given."""
 
     def parse_args(self, argv=None):
         args = super().parse_args(argv)
@@ -88,18 +89,18 @@ def flag(p, name, default, text, kind=None, least=0, most=math.inf, **more):
 
 
 def machine_flags(p):
-    """The trainers' flags for speed, memory and checkpoints. Only --dtype changes results."""
+    """The trainers' flags for speed, memory, input and checkpoints."""
     g = p.add_argument_group("speed and memory (only --dtype changes results)")
     flag(g, "tree_tokens", 16384, "tokens of a tree computed at once: bounds the memory", least=1)
     flag(g, "dtype", "auto", "auto: bf16 on a GPU, fp32 on a CPU; weights train in fp32",
          choices=["auto", "bf16", "fp32"])
-    flag(g, "recompute", None, "1: activation checkpointing, a third slower; not given: 1 on a GPU",
+    flag(g, "recompute", None, "1: activation checkpointing, a fifth slower; not given: 1 on a GPU",
          kind=int, choices=[0, 1])
     flag(g, "compile", None, "1: torch.compile of layers and head; not given: 1 on a GPU", kind=int,
          choices=[0, 1])
     flag(g, "offload", 0, "1: weights and moments rest in CPU memory", choices=[0, 1])
     g = p.add_argument_group("input and --out")
-    flag(g, "max_length", 16384, "leave out and count turns of more tokens (prompt and action)")
+    flag(g, "max_length", 16384, "leave out, and count, turns of more tokens (prompt and action)")
     flag(g, "save_every", 100, "steps between checkpoints to go on from", least=1)
 
 
@@ -160,7 +161,9 @@ def writing(path):
             if RANK == 0:
                 os.replace(part, path)
         except BaseException:
-            shutil.rmtree(part, ignore_errors=True)
+            shutil.rmtree(part, ignore_errors=True)  # a directory
+            with contextlib.suppress(OSError):
+                os.remove(part)  # or a file
             raise
 
 
@@ -670,10 +673,11 @@ def digest(x):
 @functools.cache
 def version():
     """This checkout's commit ("unknown" outside git, marked if files differ) and the packages'."""
-    git = subprocess.run(["git", "-C", HERE, "describe", "--always", "--dirty"],
-                         capture_output=True, text=True)
-    python = ".".join(map(str, sys.version_info[:3]))
-    parts = [git.stdout.strip() or "unknown", f"python {python}"]
+    commit = ""
+    with contextlib.suppress(OSError):  # there may be no git
+        commit = subprocess.run(["git", "-C", HERE, "describe", "--always", "--dirty"],
+                                capture_output=True, text=True).stdout.strip()
+    parts = [commit or "unknown", f"python {platform.python_version()}"]
     for package in ("torch", "transformers", "vllm", "flash-attn"):
         with contextlib.suppress(PackageNotFoundError):
             parts.append(f"{package} {package_version(package)}")

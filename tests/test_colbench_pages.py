@@ -282,7 +282,7 @@ def test_grade_draws_the_last_page_of_an_answer_and_check_drops_what_cannot_be_d
     assert [{"task": r["task"], "answer": r["answer"]} for r in got] == records_in
     done = script("colbench.py", "check", "--clip", clip[0], stdin=[*tasks[:3], bad])
     assert [r["task"] for r in records(done.stdout)] == tasks[:3]
-    assert "line 4: dropped: no page" in done.stderr
+    assert " dropped: no page" in done.stderr
 
 
 @pytest.mark.full
@@ -373,10 +373,12 @@ def test_episodes_are_pages_shown_to_a_human_who_sees_both(tmp_path, renderer):
         png = [base64.b64decode(url.removeprefix("data:image/png;base64,")) for url in urls]
         assert task["problem_description"] in text["text"] and "<html" not in text["text"]
         assert drawn[png[1]] == "right "
-        return chat(drawn[png[0]] + "x" * 2000)
+        return chat(drawn[png[0]] + told + "x" * 2000)
     human = Server(reply, trouble=0.3)
-    for turns, answer, replies in ((4, right, ["other " + "x" * 994, "right " + "x" * 994]),
-                                   (2, other, []), (1, "", [])):
+    told = "Welcome to our store"  # a line of the reference, and no secret: it is seen
+    task["ground_truth"] = f"{right}\n{told}"
+    replies = [(who + told + "x" * 2000)[:1000] for who in ("other ", "right ")]
+    for turns, answer, replies in ((4, right, replies), (2, other, []), (1, "", [])):
         flags = ["--engine", engine.url, "--human", human.url, "--max_turns", turns,
                  "--candidates", 2, "--timeout", 3]
         done = succeed("collect.py", "--model", base, *flags, stdin=[{"task": task}])

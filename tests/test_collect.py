@@ -168,6 +168,10 @@ def test_a_file_is_resumed_with_the_flags_and_weights_that_played_it(tasks, coll
     for flag, value, had in (("max_turns", 2, 4), ("temperature", 0.5, 1.0), ("seed", 4, 3)):
         error = complaint(play(tiny_dir, tasks, *PLAY, "--resume", file, "--" + flag, value))
         assert f"--resume {file} holds episodes with {flag} {had}, not {value}: " in error
+    judged = [{**r, "meta": {**r["meta"], "critic": "runs/one"}} for r in records(collected)]
+    (tmp_path / "judged.jsonl").write_text(lines(judged))
+    error = complaint(play(tiny_dir, tasks, *PLAY, "--resume", tmp_path / "judged.jsonl"))
+    assert "holds episodes with critic runs/one, not None: " in error
     state = load_file(base / "model.safetensors")
     save_file({k: v * 1.001 for k, v in state.items()}, base / "model.safetensors")
     error = complaint(play(base, tasks, *PLAY, "--resume", file))
@@ -264,6 +268,7 @@ WRITTEN = {
     "import asyncio\nasync def reply(task, history):\n    await asyncio.sleep(0.01)\n"
     "    return f'{len(history)} {task[\"id\"]}'": None,
     "def reply(task, history):\n    pass": "reply() gives nothing",
+    "def reply(task, history):\n    return 5": "the human's reply is no text: 5",
     "def reply(task, history):\n    raise ValueError('no such task')": "no such task"}
 
 

@@ -115,6 +115,11 @@ def test_a_signal_ends_a_program_at_once_and_nohup_ignores_ctrl_c(how, nohup):
         assert p.returncode == -(signal.SIGTERM if nohup else how)
 
 
+def test_a_machine_without_git_has_a_version(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert utils.version.__wrapped__().startswith("unknown, python 3.")
+
+
 # --- disks that take no more ----------------------------------------------------------------------
 
 def test_writing_leaves_all_or_nothing(tmp_path):
@@ -127,7 +132,7 @@ def test_writing_leaves_all_or_nothing(tmp_path):
             assert not path.exists()
         with pytest.raises(SystemExit, match=f"error: {path} can't be written: No space left$"):
             with utils.writing(str(path)) as part:
-                Path(part).mkdir()
+                make(Path(part))
                 raise OSError(errno.ENOSPC, "No space left")
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
