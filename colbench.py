@@ -385,11 +385,13 @@ import unicodedata  # for \N{...}
 from hashlib import sha256
 
 
-def confine(libc, bpf, memory):
-    """Locks this process up."""
+def confine(libc, bpf, memory, parent):
+    """Locks this process up; ends it if the server has died before."""
     for limit, value in (("AS", memory), ("CPU", 60), ("FSIZE", 0), ("CORE", 0), ("NOFILE", 64)):
         resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
     libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: never outlive the server
+    if os.getppid() != parent:
+        os._exit(0)
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     code = ctypes.create_string_buffer(bpf)
     head = struct.pack("H6xQ", len(bpf) // 8, ctypes.addressof(code))
@@ -610,7 +612,7 @@ def serve(bpf, modules, but, memory, room):
     if "zoneinfo" in modules:  # a zone that is held is found without its file
         of = sys.modules["zoneinfo"]
         zones = [of.ZoneInfo(name) for name in of.available_timezones()]  # noqa: F841
-    null = os.open(os.devnull, os.O_RDWR)
+    server, null = os.getpid(), os.open(os.devnull, os.O_RDWR)
     control = socket.socket(fileno=0)
     text = "def f(x): return [x, 0.5, 'a', {'b': (x, None)}]"  # fills caches that a child needs
     run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, null, room)
@@ -619,7 +621,7 @@ def serve(bpf, modules, but, memory, room):
         while fds := socket.recv_fds(control, 1, 2)[1]:
             pid = os.fork()
             if pid == 0:
-                be_child(*fds, null, (libc, bpf, memory), room)
+                be_child(*fds, null, (libc, bpf, memory, server), room)
             for fd in fds:
                 os.close(fd)
             control.recv(1)
@@ -943,18 +945,24 @@ class Browser:
         flags = [*BROWSER_FLAGS, *["--no-sandbox"] * (os.geteuid() == 0)]
         # a driver ends with us, and the browser with it
         self.driver = await self.api.async_playwright().start()
-        try:
-            browser = await self.driver.chromium.launch(executable_path=self.path, args=flags)
-        except self.api.Error as e:  # no page's fault: nothing must be graded
-            await self.stop()
-            why = textwrap.shorten(str(e), 300)
-            raise GraderError(f"{self.path} does not start: {why}") from None
+        browser = await self.driver.chromium.launch(executable_path=self.path, args=flags)
         context = await browser.new_context(
             viewport={side: PAGE[side] for side in ("width", "height")}, java_script_enabled=False,
             service_workers="block", accept_downloads=False, reduced_motion="reduce",
             locale="en-US", timezone_id="UTC")
         await context.route("**/*", self.answer)
         self.tab = await context.new_page()
+
+    async def ready(self):
+        """Starts it if it does not run. GraderError: two starts fail, which is no page's fault."""
+        for _ in range(2):
+            try:
+                return self.tab or await asyncio.wait_for(self.start(), 30)
+            except Exception as e:  # TimeoutError, too: a browser that dies or hangs may not say so
+                await self.stop()
+                error = e
+        why = textwrap.shorten(str(error) or "it hangs", 300)
+        raise GraderError(f"{self.path} does not start: {why}")
 
     async def stop(self):
         """Ends browser and driver; a dead or hanging one holds nobody up."""
@@ -966,14 +974,13 @@ class Browser:
     async def draw(self, page, sheet):
         """See Renderer.render."""
         for _ in range(2):  # again in a new browser: the first may have died of something else
+            await self.ready()
             try:
-                if not self.tab:
-                    await self.start()
                 return await asyncio.wait_for(self.shoot(page, sheet), PAGE["seconds"])
             except TimeoutError:
                 await self.stop()
                 raise RenderError(f"the page took more than {PAGE['seconds']} s") from None
-            except (GraderError, RenderError):
+            except RenderError:
                 raise
             except Exception as e:  # a page is data: whatever it does is no error of ours
                 await self.stop()

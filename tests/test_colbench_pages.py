@@ -234,14 +234,30 @@ def browsers():
 def test_a_killed_browser_loses_no_page():
     before = browsers()  # of the other tests
     with Renderer(workers=2) as r:
-        want = r.render(PLAIN)
-        for _ in range(2):
+        want = r.render(PLAIN)["png"]
+        for n in range(2):
             for pid in browsers() - before:
                 with contextlib.suppress(ProcessLookupError):  # it went with another
                     os.kill(pid, signal.SIGKILL)
+            pages = [f"{PLAIN}<!-- {n} {i} -->" for i in range(3)]  # no page is drawn twice
             with ThreadPoolExecutor(3) as pool:
-                assert all(page == want for page in pool.map(r.render, [PLAIN] * 3))
+                assert all(page["png"] == want for page in pool.map(r.render, pages))
     assert browsers() <= before
+
+
+@pytest.mark.full
+def test_a_browser_that_dies_as_it_starts_is_started_again(monkeypatch):
+    start, starts = colbench.Browser.start, []
+
+    async def dies_first(self):
+        await start(self)
+        starts.append(self.tab)
+        if len(starts) == 1:
+            raise RuntimeError("closed")
+
+    monkeypatch.setattr(colbench.Browser, "start", dies_first)
+    with Renderer(workers=1) as r:
+        assert r.render(PLAIN)["png"] and len(starts) == 2
 
 
 @pytest.mark.full
