@@ -188,7 +188,7 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     """
     others = attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")  # sinks, caps
     if tree is None or any(x is not None for x in others):
-        raise NotImplementedError("it is computed turn by turn: see computes_trees")
+        raise ValueError("no attention of a tree; computes_trees then finds turn by turn")
     left = sliding_window - 1 if sliding_window else -1  # keys that a token sees before it; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     kernel = flash_kernel if q.is_cuda and q.dtype != torch.float32 else sdpa_kernel

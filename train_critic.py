@@ -154,11 +154,11 @@ def train(args, log, device):
         optimizer.step()
         optimizer.zero_grad()
         log(step=step, loss=loss, **facts, grad_norm=norm, lr=lr, tokens=model.tokens - before)
-        if held and (step + 1) % args.eval_every == 0:
+        if held and ((step + 1) % args.eval_every == 0 or step + 1 == len(steps)):
             log(step=step, **measure(batch_loss, args, model, held, ref))
 
     save(model, tokenizer, args.out)
-    log.finish(**measure(batch_loss, args, model, held, ref))
+    log.finish()
     return records, model, ref
 
 
@@ -179,9 +179,7 @@ def load_finished(args, device):
 
 
 def measure(loss_of, args, model, pairs, ref):
-    """{"held_out_loss": ..., ...} of pairs by a trainer's batch_loss; {} if there are none."""
-    if not pairs:
-        return {}
+    """{"held_out_loss": ..., ...} of pairs that are not trained on, by a trainer's batch_loss."""
     read = turns_in(pairs)
     logps = dict(zip(read, score(model, read, args.tree_tokens)))
     loss, facts = loss_of(args, pairs, logps, ref)

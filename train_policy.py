@@ -147,11 +147,11 @@ def main(args):
         optimizer.step()
         optimizer.zero_grad()
         log(step=step, loss=loss, **facts, grad_norm=norm, lr=lr, tokens=model.tokens - before)
-        if held and (step + 1) % args.eval_every == 0:
+        if held and ((step + 1) % args.eval_every == 0 or step + 1 == len(steps)):
             log(step=step, **measure(batch_loss, args, model, held, ref))
 
     save(model, tokenizer, args.out)
-    log.finish(**measure(batch_loss, args, model, held, ref))
+    log.finish()
     emit(summary)
 
 

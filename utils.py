@@ -617,9 +617,9 @@ class Log:
         else:
             say(f"{self.what}: {', '.join(f'{name} {value}' for name, value in row.items())}")
 
-    def finish(self, **facts):
+    def finish(self):
         """Adds the last row. The model is in --out: nothing to go on from is needed."""
-        self(finished=self.total, **facts)
+        self(finished=self.total)
         drop_checkpoints(self.out)
 
 

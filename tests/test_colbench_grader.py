@@ -498,7 +498,8 @@ def test_check_drops_tasks_whose_reference_does_not_pass():
     done = script("colbench.py", "check", stdin=tasks)
     assert records(done.stdout) == [tasks[0], tasks[2]]
     (said,) = (line for line in done.stderr.splitlines() if "dropped" in line)
-    assert said.startswith(f"task {module.task_id(tasks[1]['task'])} dropped: ") and "test4" not in said
+    name = module.task_id(tasks[1]["task"])
+    assert said.startswith(f"task {name} dropped: ") and "test4" not in said
     assert all(why in said for why in ("nosuch", "None", "'test3': 'wrong value'")), said
 
 
