@@ -93,8 +93,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
 from model import (actions_of, check_generation_prompt, common_prefix, end_of_turn, find_model,
-                   load, load_lm, render, score, sdpa_kernel, weights_digest)
-from train_critic import advantages, critic_turns, find_reference
+                   load, load_lm, render, sdpa_kernel, weights_digest)
+from train_critic import advantages, critic_turns, find_reference, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAME = ("temperature", "top_p", "max_turns", "max_tokens", "thinking", "seed", "best_of",
@@ -304,8 +304,8 @@ class Critic(Batcher):
 
     def compute(self, new):
         ref_of = dict(pair for request in new for pair in request.turns)
-        ref = score(self.pi_ref, list(ref_of.values()), TREE_TOKENS)
-        values = advantages(self.pi, dict(zip(ref_of, ref)), TREE_TOKENS)
+        ref = reference(self.pi_ref, ref_of, TREE_TOKENS)
+        values = advantages(self.pi, ref, TREE_TOKENS)
         for request in new:
             request.result = [values[turn] for turn, _ in request.turns]
 

@@ -74,7 +74,7 @@ import torch
 import torch.nn.functional as F
 
 from model import (TURN, Pair, accuracy, action_ids, action_logps, actions_of, base_digest, batches,
-                   find_model, gathered, load, load_options, packed, reference_logps, render,
+                   find_model, gathered, load, load_options, packed, render,
                    restore, save, save_checkpoint, score, try_save, turns_in)
 
 
@@ -132,8 +132,7 @@ def train(args, log, device):
 
     model, tokenizer = load(args.model, **options)
     try_save(model, tokenizer, args.out)
-    ref_turns = list(ref_of.values())
-    ref = dict(zip(ref_of, reference_logps(model, ref_turns, args.tree_tokens, args.out)))
+    ref = reference(model, ref_of, args.tree_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
     restore(model, optimizer, log)
@@ -170,8 +169,7 @@ def load_finished(args, device):
     records, ref_of = rank_0_keeps(lambda: read_stdin(args))
     options = load_options(args, device)
     model, _ = load(args.model, **options)
-    ref_turns = list(ref_of.values())
-    ref = dict(zip(ref_of, score(model, ref_turns, args.tree_tokens, "reference")))
+    ref = reference(model, ref_of, args.tree_tokens)
     if args.out:
         del model  # pi finds its room
         model, _ = load(args.out, **options)
@@ -185,6 +183,11 @@ def measure(loss_of, args, model, pairs, ref):
     loss, facts = loss_of(args, pairs, logps, ref)
     facts = {"loss": loss.item(), **facts}
     return {"held_out_" + name: value for name, value in facts.items()}
+
+
+def reference(model, ref_of, tree_tokens):
+    """{turn: its log-probs by pi_ref, `model`}; ref_of: {turn: what pi_ref reads}."""
+    return dict(zip(ref_of, score(model, list(ref_of.values()), tree_tokens, "reference")))
 
 
 def advantages(model, ref, tree_tokens):

@@ -11,23 +11,20 @@ the hidden information.
     mtdpo  multi-turn DPO, without a critic: a+ and a- are trajectories of a task, by reward
     rft    rejection fine-tuning: the NLL of solved trajectories, with --all 1 of all (supervised)
 
-mtdpo, rft and --mix also read preferences, {"prompt": [...], "chosen": [...], "rejected": [...]},
-lists of messages, of which the prompt may be missing. They train on all of the assistant's.
-
     python train_policy.py --loss rft --all 1 --out runs/base < demos.jsonl
     python train_policy.py --model runs/base --out runs/sweet < scored.jsonl
     torchrun --nproc_per_node=8 train_policy.py --out runs/sweet < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
 # utils before what loads slowly: a wrong flag is told at once
-from utils import (FORM, Log, check_finite, fail, flag, from_rank_0, init_distributed, lr_at,
-                   machine_flags, open_stdout, parser, read_jsonl, rng, run, say)
+from utils import (Log, check_finite, fail, flag, from_rank_0, init_distributed, lr_at,
+                   machine_flags, open_stdout, parser, read_jsonl, rng, run)
 
 import sys
 from functools import partial
 from itertools import chain, cycle
 
-from colbench import agent_messages, answers, needs, task_id
+from colbench import agent_messages, needs, task_id
 
 
 def get_args(argv=None):
@@ -70,9 +67,8 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, accuracy, action_logps, actions_of, base_digest, batches, find_model,
-                   gathered, load, load_options, reference_logps, restore, save, save_checkpoint,
-                   try_save, turns_in)
+from model import (TURN, Pair, accuracy, action_logps, base_digest, batches, find_model, gathered,
+                   load, load_options, restore, save, save_checkpoint, score, try_save, turns_in)
 from train_critic import hold_out, measure, read_turns, trajectory_pairs
 
 
@@ -126,7 +122,7 @@ def main(args):
 
     model, tokenizer = load(args.model, **options)
     try_save(model, tokenizer, args.out)
-    ref = dict(zip(turns, reference_logps(model, turns, args.tree_tokens, args.out)))
+    ref = dict(zip(turns, score(model, turns, args.tree_tokens, "reference")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
     restore(model, optimizer, log)
@@ -159,7 +155,7 @@ def main(args):
 
 NOTHING = {  # why there are no pairs; of mtdpo trajectory_pairs says it
     "dpo": "no turn has two unlike candidates with an advantage (collect.py --candidates 16, "
-           "train_critic.py)",
+           "train_critic.py), which --loss mtdpo does not need",
     "rft": "no trajectory is solved (--all 1 takes every one)"}
 
 
@@ -169,7 +165,7 @@ def prepare(args):
     if args.loss == "mtdpo" or args.mix or (args.loss == "rft" and not args.all):
         fields.append("reward")
     need = needs(*fields, to_train=True)
-    records = list(read_records(args, need))
+    records = list(read_jsonl(sys.stdin, need))
     _, tokenizer, config = find_model(args.model)
     read_turns(tokenizer, config, records, args.max_length, hidden=False, ref_hidden=False)
     groups = [(task, pairs) for task, pairs in make_groups(args, records) if pairs]
@@ -178,21 +174,6 @@ def prepare(args):
     train, _ = map(set, hold_out(dict(groups), args.held_out, args.seed))
     return ([pairs for task, pairs in groups if task in train],
             [pair for task, pairs in groups if task not in train for pair in pairs])
-
-
-def read_records(args, need):
-    """Yields stdin's records; in the place of a preference its two sides."""
-    def fields(record):
-        if {"task", "dialogue_history"} & record.keys():
-            return need(record)
-        if "sides" not in record:
-            raise ValueError(f'neither a record nor a preference (README, "One record"){FORM}')
-        if args.loss == "dpo" and not args.mix:
-            raise ValueError("--loss dpo reads candidates: train on preferences by --loss mtdpo")
-        return ()
-
-    for record in read_jsonl(sys.stdin, fields):
-        yield from record.get("sides", [record])
 
 
 def make_groups(args, records):
@@ -206,7 +187,7 @@ def make_groups(args, records):
         return list(by_task.items())
     if args.loss == "mtdpo":
         return list(trajectory_pairs(records, args.margin).items())
-    groups, drawn = [], []
+    groups = []
     for i, r in enumerate(records):
         pairs = []
         for t, message in enumerate(agent_messages(r)):
@@ -214,19 +195,21 @@ def make_groups(args, records):
                 message.get("candidates", ()), weight=args.logprob_weight,
                 per_turn=args.pairs_per_turn, seed=(args.seed, i, t))
         groups.append((task_id(r["task"]), pairs))
-        drawn += pairs
-    if drawn:
-        tell_answers(drawn, records)
     if args.mix:
-        trajectories = list(trajectory_pairs(records, args.margin).items())
-        rng("mix", args.seed).shuffle(trajectories)
-        missing = args.mix * len(drawn)
-        for task, pairs in cycle(trajectories):  # where there are few, each is taken several times
-            if missing <= 0:
-                break
-            groups.append((task, pairs))
-            missing -= len(pairs)
+        groups += mixed_in(args, records, args.mix * sum(len(pairs) for _, pairs in groups))
     return groups
+
+
+def mixed_in(args, records, number):
+    """[(task id, [Pair])] of trajectories, so many pairs; where they are few, they come again."""
+    trajectories = list(trajectory_pairs(records, args.margin).items())
+    rng("mix", args.seed).shuffle(trajectories)
+    groups = []
+    for task, pairs in cycle(trajectories):
+        if number <= 0:
+            return groups
+        groups.append((task, pairs))
+        number -= len(pairs)
 
 
 def candidate_pairs(candidates, *, per_turn, weight, seed):
@@ -249,25 +232,6 @@ def candidate_pairs(candidates, *, per_turn, weight, seed):
         if better[TURN] != worse[TURN]:
             pairs.append(Pair((better[TURN],), (worse[TURN],), gap=value(better) - value(worse)))
     return pairs
-
-
-def tell_answers(pairs, records):
-    """Says how many of the candidates hand in an answer, and warns of pairs that teach not to."""
-    candidates = [c for r in records for _, actions in actions_of(r) for c in actions[1:]
-                  if c.get(TURN)]
-    is_answer = {c[TURN]: answers(c) for c in candidates}
-
-    def share(turns):
-        return sum(map(is_answer.get, turns)) / max(1, len(turns))
-
-    chosen = share([pair.chosen[0] for pair in pairs])
-    rejected = share([pair.rejected[0] for pair in pairs])
-    every = share([c[TURN] for c in candidates])
-    say(f"answers are {chosen:.0%} of the chosen candidates, {rejected:.0%} of the rejected ones, "
-        f"{every:.0%} of all")
-    if chosen < 0.4 * every:  # the quickstart has 0.5, and learns
-        say("so the policy may unlearn to answer: --logprob_weight 0.1, --mix 0.25 or a better "
-            "critic may help")
 
 
 if __name__ == "__main__":

@@ -235,11 +235,6 @@ RECORD = {
     "sample": int, "answer": str, "answered": bool, "reward": float,
     "tests": {...: str}, "failure": str, "reward_by": str,
     "meta": {"model_weights": str, "candidates": {}}}
-MESSAGE = {"role": str, "content": str, "token_ids": [int]}  # what is read of a preference's
-PREFERENCE = {"prompt": [MESSAGE], "chosen": [MESSAGE], "rejected": [MESSAGE]}
-FORM = ('; a preference is {"prompt": [...], "chosen": [...], "rejected": [...]}, lists of {"role":'
-        ' ..., "content": ...}; others: python tests/experiments/preferences.py < theirs.jsonl | '
-        'python train_policy.py --loss mtdpo ...')
 NOT_READ = {  # fields that would change what a model reads or learns, and what to do instead
     "system": "a system text is a first message with that role",
     "input": "the agent reads the messages before its own: drop it if the first has the "
@@ -292,34 +287,6 @@ def refuse_unread(record, messages):
                 raise ValueError(f"the field {name!r} is not read: {NOT_READ[name]}")
 
 
-def preference(row, line):
-    """{"sides": [the chosen one, the rejected one]} of a line of preferences, else ValueError.
-
-    A side is a solved or an unsolved trajectory of a task of its own. Messages lose other fields.
-    """
-    check_shape(row, PREFERENCE)
-    refuse_unread(row, [m for name in PREFERENCE for m in row.get(name, ())])
-    read = {name: [{key: m[key] for key in MESSAGE if key in m} for m in row.get(name, ())]
-            for name in PREFERENCE}
-    thinking = isinstance(row.get("meta"), dict) and row["meta"].get("thinking")
-    sides = []
-    for side, reward in ("chosen", 1.0), ("rejected", 0.0):
-        before, said = read["prompt"], read[side]
-        check_dialogue(before + said, f"prompt and {side}")
-        roles = [m["role"] for m in before + said]
-        if "assistant" not in roles[len(before):]:
-            raise ValueError(f"{side} has no message of the assistant")
-        if ("assistant", "assistant") in zip(roles, roles[1:]):
-            raise ValueError(f"two messages of the assistant in a row in prompt and {side}")
-        if before and said[:len(before)] == before:
-            raise ValueError(f"{side} begins with the whole prompt, which would be read twice")
-        sides.append({"task": {"id": f"of line {line}"}, "dialogue_history": before + said,
-                      "reward": reward, "meta": {"thinking": thinking}})
-    if read["chosen"] == read["rejected"]:
-        raise ValueError("chosen and rejected are the same")
-    return {"sides": sides}
-
-
 def finite(text):
     """The float in a JSON text; ValueError for NaN, Infinity and 1e999, which can't be written."""
     if not math.isfinite(float(text)):
@@ -327,7 +294,7 @@ def finite(text):
     return float(text)
 
 
-def parse_record(line, need, number):
+def parse_record(line, need):
     """The record in a line (bytes), with every field of `need`; ValueError says what is wrong."""
     try:
         record = json.loads(line, parse_float=finite, parse_constant=finite)
@@ -341,8 +308,9 @@ def parse_record(line, need, number):
         raise ValueError("not a JSON object with fields")
     if "task" not in record and "problem_description" in record:
         record = {"task": record}  # ColBench's published task files hold bare tasks
-    if "chosen" in record and "dialogue_history" not in record:
-        record = preference(record, number)
+    if "rejected" in record and "task" not in record:
+        raise ValueError("a preference; for records: python tests/experiments/preferences.py < "
+                         "it.jsonl | python train_policy.py --loss mtdpo ...")
     check_shape(record, RECORD)
     check_dialogue(record.get("dialogue_history", []), "dialogue_history")
     if not -1 <= record.get("reward", 0) <= 1:
@@ -368,10 +336,9 @@ def read_jsonl(stream, need=(), name="stdin"):
         if not line.strip():
             continue
         try:
-            record = parse_record(line, need, number)
+            record = parse_record(line, need)
         except ValueError as e:
-            form = FORM if b'"chosen"' in line else ""
-            fail(f"{name}, line {number}: {e}{form}")
+            fail(f"{name}, line {number}: {e}")
         found = True
         yield record
     if not found:
@@ -632,17 +599,11 @@ def rows_of(out):
 
 
 def drop_checkpoints(out, keep=None):
-    """Removes the checkpoints in out, also what a kill left of one, except that of step `keep`.
-
-    Without `keep` the reference's log-probs go, too: vLLM would take them for weights.
-    """
+    """Removes the checkpoints in out, also what a kill left of one, except that of step `keep`."""
     if RANK == 0:
         for name in os.listdir(out):
             if name.startswith("checkpoint-") and name != f"checkpoint-{keep}":
                 shutil.rmtree(os.path.join(out, name))
-        if keep is None:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(os.path.join(out, "reference.safetensors"))
 
 
 def lr_at(step, steps, peak):

@@ -1,4 +1,4 @@
-"""Preferences: the form that the trainer reads, what it refuses, and the forms that become it."""
+"""Preferences: the forms that become records, what is refused, and what a trainer makes of them."""
 import json
 import shutil
 
@@ -8,7 +8,8 @@ import model as M
 import train_critic
 import train_policy
 from conftest import dialogue, records, script, succeed
-from test_train import prepared
+from model import Pair
+from test_train import prepared, turns_of
 
 RIVER, ELBE, WATER = dialogue("Name a river.", "The Elbe.")[0], *(
     {"role": "assistant", "content": text} for text in ("The Elbe.", "Water."))
@@ -19,7 +20,7 @@ PART = lambda m: {**m, "content": [{"type": "text", "text": m["content"][:5]},
                                    {"type": "text", "text": m["content"][5:]}]}
 TEXT = "\n\nHuman: Name a river.\n\nAssistant: "
 FORMS = {  # name: (a line of it, what stands before the user's message)
-    "ours": ({"prompt": [SYSTEM, RIVER], "chosen": [ELBE], "rejected": [WATER]}, [SYSTEM]),
+    "messages": ({"prompt": [SYSTEM, RIVER], "chosen": [ELBE], "rejected": [WATER]}, [SYSTEM]),
     "whole sides": ({"chosen": CHOSEN, "rejected": REJECTED}, []),
     "a prompt beside whole sides": (
         {"prompt": [RIVER], "chosen": CHOSEN, "rejected": REJECTED}, []),
@@ -54,24 +55,34 @@ FORMS = {  # name: (a line of it, what stands before the user's message)
 CONVERT = "tests/experiments/preferences.py"
 
 
-def test_every_form_becomes_the_one_that_the_trainer_reads():
-    got = records(succeed(CONVERT, stdin=[line for line, _ in FORMS.values()]).stdout)
-    for form, made in zip(FORMS, got, strict=True):
-        before = FORMS[form][1]
-        assert made["chosen"] == before + CHOSEN and made["rejected"] == before + REJECTED, form
+def convert(lines, *flags):
+    """The records that the converter makes of the lines."""
+    return records(succeed(CONVERT, *flags, stdin=lines).stdout)
+
+
+def test_every_form_becomes_two_records():
+    got = convert([line for line, _ in FORMS.values()])
+    for number, form in enumerate(FORMS, 1):
+        pair, before = got[2 * number - 2:2 * number], FORMS[form][1]
+        sides = [before + CHOSEN, before + REJECTED]
+        assert [r["dialogue_history"] for r in pair] == sides, form
+        assert [r["reward"] for r in pair] == [1, 0]
+        assert [r["task"]["id"] for r in pair] == [f"of line {number}"] * 2
+    assert len(got) == 2 * len(FORMS)
 
 
 def test_a_thought_and_a_begun_answer_go_where_they_belong():
     begun = {"role": "assistant", "content": "The answer"}
     line = {"prompt": [RIVER, begun], "chosen": " is no.", "rejected": " is yes."}
     thought = {**ELBE, "reasoning_content": "A river.\n"}
-    got = records(succeed(CONVERT, "--thinking", 1, stdin=[
-        line, {"prompt": [RIVER], "chosen": [thought], "rejected": [WATER]}]).stdout)
-    assert got[0]["chosen"][1:] == [{"role": "assistant", "content": "The answer is no."}]
-    assert got[1]["chosen"][1]["content"] == "<think>\nA river.\n</think>\n\nThe Elbe."
-    assert [r["meta"] for r in got] == [{"thinking": 1}] * 2
+    got = convert([line, {"prompt": [RIVER], "chosen": [thought], "rejected": [WATER]}],
+                  "--thinking", 1)
+    assert got[0]["dialogue_history"][1]["content"] == "The answer is no."
+    assert got[2]["dialogue_history"][1]["content"] == "<think>\nA river.\n</think>\n\nThe Elbe."
+    assert [r["meta"] for r in got] == [{"thinking": 1}] * 4
 
 
+GOOD = {"chosen": CHOSEN, "rejected": REJECTED}
 NO_FORM = {
     "its columns are prompt, completion, label": {"prompt": "a", "completion": "b", "label": True},
     "a part of content is no text": {"prompt": [{**RIVER, "content": [{"text": None}]}],
@@ -83,7 +94,12 @@ NO_FORM = {
                    "rejected": "c"},
     "unknown role": {"prompt": [{"role": "tool", "content": "4"}], "chosen": "b", "rejected": "c"},
     "other messages than the prompt": {"prompt": "Name a lake.", "chosen": CHOSEN,
-                                       "rejected": REJECTED}}
+                                       "rejected": REJECTED},
+    "chosen and rejected are the same": {"chosen": CHOSEN, "rejected": CHOSEN},
+    "chosen has two messages of the assistant in a row": {**GOOD, "chosen": [*CHOSEN, WATER]},
+    "starts with the assistant": {"prompt": [ELBE, RIVER], "chosen": "b", "rejected": "c"},
+    "rejected does not end with a message of the assistant": {**GOOD, "rejected": [RIVER]},
+    "not a JSON object": [1]}
 
 
 @pytest.mark.parametrize("message", NO_FORM)
@@ -93,70 +109,54 @@ def test_another_form_is_named_by_its_line(message):
     assert done.returncode and message in done.stderr and "stdin, line 2: " in done.stderr
 
 
-GOOD = {"chosen": CHOSEN, "rejected": REJECTED}
-
-
 @pytest.fixture
 def groups_of(tiny_dir, monkeypatch):
-    """groups_of(lines): the pairs that a trainer, usually of preferences, makes of them."""
-    def make(given, *flags, model=tiny_dir, trainer=train_policy):
-        loss = ["--loss", "mtdpo"] if trainer is train_policy else []
-        return prepared(monkeypatch, given, trainer, *loss, "--model", model, *flags)
+    """groups_of(lines): the pairs that train_policy.py makes of preferences."""
+    def make(given, model=tiny_dir):
+        flags = "--loss", "mtdpo", "--model", model
+        return prepared(monkeypatch, convert(given), train_policy, *flags)
     return make
 
 
-NOT_OURS = {  # what train_policy.py says
-    "prompt is not a list": FORMS["UltraFeedback"][0],
-    "chosen is not a list": FORMS["HH"][0],
-    "neither a record nor a preference": FORMS["ms-swift"][0],
-    "chosen and rejected are the same": {"chosen": CHOSEN, "rejected": CHOSEN},
-    "would be read twice": FORMS["a prompt beside whole sides"][0],
-    "two messages of the assistant": FORMS["a begun answer"][0],
-    "role of system, user and assistant": {"chosen": [{**RIVER, "role": "Human"}, ELBE],
-                                           "rejected": REJECTED},
-    "content is not text": FORMS["parts"][0],
-    "starts with the assistant": {"chosen": [ELBE]},
-    "chosen has no message of the assistant": {**GOOD, "chosen": [RIVER]},
-    "rejected has no message of the assistant": {**GOOD, "prompt": [RIVER], "chosen": [ELBE],
-                                                 "rejected": None},
-    "lacks content, or a role": {**GOOD, "rejected": [{"role": "tool", "content": "?"}]}}
+@pytest.mark.parametrize("before", [[], [SYSTEM]])
+def test_a_pair_has_all_messages_of_the_assistant(before, tiny_dir, groups_of):
+    tokenizer = M.find_model(tiny_dir)[1]
+    prompt, *chosen = dialogue("write pay(x)", "what is the rate?", "rate=3 <|end|>", "def ...")
+    sides = chosen, chosen[-1:]
+    line = {"prompt": [*before, prompt], "chosen": sides[0], "rejected": sides[1]}
+    want = [tuple(turns_of(tokenizer, {"dialogue_history": line["prompt"] + side}))
+            for side in sides]
+    assert list(map(len, want)) == [2, 1]
+    assert groups_of([line]) == [[Pair(*want, gap=1.0)]]
 
 
-@pytest.mark.parametrize("message", NOT_OURS)
-def test_what_is_no_preference_is_told_the_form_and_the_converter(message, groups_of):
-    with pytest.raises(SystemExit, match="error: stdin, line 2: ") as e:
-        groups_of([GOOD, NOT_OURS[message]])
-    for part in (message, '{"prompt": [...], "chosen": [...]', CONVERT, "--loss mtdpo"):
-        assert part in str(e.value)
+def test_a_trainer_names_the_converter(tiny_dir, monkeypatch):
+    for trainer in (train_policy, train_critic):
+        with pytest.raises(SystemExit, match=f"stdin, line 1: .*{CONVERT}.*--loss mtdpo"):
+            prepared(monkeypatch, [GOOD], trainer, "--model", tiny_dir)
 
 
 @pytest.mark.parametrize("name, value", [
     ("tools", [{}]), ("tool_calls", [{}]), ("system", "Be brief."), ("reasoning_content", "why"),
     ("loss_mask", 0), ("weight", 0.5), ("train", False), ("input", "<|system|>")])
-def test_a_field_that_changes_the_meaning_is_refused(name, value, ranked, groups_of):
-    """In a line or in a message, of preferences and of records."""
+def test_a_records_field_that_changes_the_meaning_is_refused(name, value, ranked, tiny_dir,
+                                                             monkeypatch):
+    """In the record or in a message of it."""
     record, odd = ranked[0], {name: value}
     first, *others = record["dialogue_history"]
-    preferences = {**GOOD, **odd}, {**GOOD, "chosen": [RIVER, {**ELBE, **odd}]}
-    of_record = {**record, **odd}, {**record, "dialogue_history": [{**first, **odd}, *others]}
-    for trainer, lines in ((train_policy, [*preferences, *of_record]), (train_critic, of_record)):
-        for line in lines:
+    of_message = {**record, "dialogue_history": [{**first, **odd}, *others]}
+    for trainer in (train_policy, train_critic):
+        for line in ({**record, **odd}, of_message):
             with pytest.raises(SystemExit, match=f"line 2: the field '{name}'"):
-                groups_of([GOOD if trainer is train_policy else record, line], trainer=trainer)
+                prepared(monkeypatch, [record, line], trainer, "--model", tiny_dir)
 
 
-def test_names_of_a_records_fields_and_whole_weights_bind_no_preference(groups_of):
+def test_names_of_a_records_fields_and_whole_weights_bind_no_preference():
     line = {"task": "Coding", "answer": 42, "reward": 7.5, "sample": "a", "tests": [1], "meta": "v",
             "weight": 1, "train": True, "tools": [], "system": "", "prompt": [RIVER],
             "chosen": [{**ELBE, "output": "a draft", "logprobs": {"content": []}}],
             "rejected": [WATER]}
-    assert groups_of([line]) == groups_of([GOOD])
-
-
-def test_it_is_said_which_loss_reads_preferences(groups_of):
-    for flags, trainer in ((["--loss", "dpo"], train_policy), ([], train_critic)):
-        with pytest.raises(SystemExit, match="stdin, line 1: .*--loss mtdpo"):
-            groups_of([GOOD], *flags, trainer=trainer)
+    assert convert([line]) == convert([GOOD])
 
 
 # --- models and their templates -------------------------------------------------------------------

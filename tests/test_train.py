@@ -184,19 +184,6 @@ def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
         train_policy.make_groups(args, given[1::2])
 
 
-@pytest.mark.parametrize("worth", [1, -1])
-def test_a_policy_that_may_unlearn_to_answer_is_told_of(worth, capsys):
-    """One of eight candidates answers, and is ranked best or worst."""
-    answer, *others = (candidate(i, 0, None, "what?" if i else f"{colbench.ANSWER} 1")
-                       for i in range(8))
-    record = {"dialogue_history": [{"role": "assistant", "candidates": [answer, *others]}]}
-    sides = [(answer[TURN],), (others[0][TURN],)][::worth]
-    train_policy.tell_answers([Pair(*sides)], [record])
-    said = capsys.readouterr().err
-    assert f"answers are {100 * (worth > 0)}% of the chosen candidates" in said
-    assert "12% of all" in said and ("unlearn to answer" in said) == (worth < 0)
-
-
 def prepared(monkeypatch, given, trainer, *flags):
     """What a trainer makes of the records."""
     monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(given).encode()))
@@ -251,20 +238,6 @@ def test_a_policy_learns_nothing_of_held_out_tasks(flags, ranked, tiny_dir, monk
     read = [{prompt[:prompt.find(chr(2))] for pair in pairs for prompt, _ in pair.chosen}
             for pairs in (chain(*train), held)]
     assert all(read) and not read[0] & read[1]
-
-
-@pytest.mark.parametrize("before", [[], [{"role": "system", "content": "be short"}]])
-def test_preferences_are_pairs_of_all_messages_of_the_assistant(before, tiny_dir, monkeypatch):
-    tokenizer = M.find_model(tiny_dir)[1]
-    prompt, *chosen = dialogue("write pay(x)", "what is the rate?", "rate=3 <|end|>", "def ...")
-    sides = chosen, chosen[-1:]
-    line = {"prompt": [*before, prompt], "chosen": sides[0], "rejected": sides[1]}
-    whole = {side: line["prompt"] + line[side] for side in ("chosen", "rejected")}
-    want = [tuple(turns_of(tokenizer, {"dialogue_history": side})) for side in whole.values()]
-    assert list(map(len, want)) == [2, 1]
-    flags = ["--model", tiny_dir, "--loss", "mtdpo"]
-    groups = prepared(monkeypatch, [line, whole], train_policy, *flags)
-    assert groups == 2 * [[Pair(*want, gap=1.0)]]
 
 
 # --- c: the critic's, never the policy's ----------------------------------------------------------
@@ -672,21 +645,17 @@ def killed(command, data, tmp_path_factory):
     ("critic", 1), *(pytest.param(*case, marks=pytest.mark.full) for case in (
         ("bf16", 1), ("moe", 1), ("mtdpo", 1), ("critic", 2)))])
 def test_a_killed_run_resumes_to_the_same_bits(job, world, killed, whole, command, data, tmp_path):
-    """On two processes to rounding. What the reference said is not computed again."""
+    """On two processes to rounding."""
     out = shutil.copytree(killed(job), tmp_path / "out")
     (out / "checkpoint-7.part").mkdir()  # what a kill leaves while a checkpoint is being written
     (out / "checkpoint-7.part" / ".metadata").write_text("{")
     with open(out / "metrics.jsonl", "a") as f:
         f.write('{"step": 9}\n{"step": 10, "lo')
-    shutil.copytree(out, tmp_path / "damaged")
-    (tmp_path / "damaged" / "reference.safetensors").write_text("?")
-    done = script(*command(job, tmp_path / "damaged"), stdin=data)
-    complaint(done, "reference.safetensors is damaged")
     done = succeed(*command(job, out, "--save_every", 3), stdin=data, ranks=world)
     (same_bits if world == 1 else same_to_rounding)(whole(job), out, done.stdout)
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
     assert 2 <= resumed["resumed"] < resumed["steps"] and resumed["world"] == world
-    left = ("checkpoint", ".part", "reference")  # what a finished critic would not need
+    left = ("checkpoint", ".part")  # what a finished critic does not need
     assert not [name for name in os.listdir(out) if any(part in name for part in left)]
 
 

@@ -1,17 +1,17 @@
-"""Preferences in the commonest forms of public files, to those that train_policy.py reads.
+"""Preferences, in the commonest forms of public files, to records that train_policy.py reads.
 
     python tests/experiments/preferences.py < theirs.jsonl |
         python train_policy.py --loss mtdpo --model runs/base --out runs/mine
 
-A line becomes {"chosen": [...], "rejected": [...]}, two whole conversations, lists of messages
-{"role": ..., "content": ...}. FORMS says in which columns a form has what was said before, and the
-sides. In each may stand messages of OpenAI's or ShareGPT's kind, one message, text, the text
-"Human: ... Assistant: ..." of HH-RLHF, or JSON of these in a string. A column `system` becomes the
-first message, reasoning_content a thought in content, and an answer that the prompt begins a part
-of the message that goes on.
+A line becomes two trajectories of a task of its own: the chosen one, solved, and the rejected one.
+FORMS says in which columns a form has what was said before, and the sides. In each may stand
+messages of OpenAI's or ShareGPT's kind, one message, text, the text "Human: ... Assistant: ..." of
+HH-RLHF, or JSON of these in a string. A column `system` becomes the first message,
+reasoning_content a thought in content, and an answer that the prompt begins a part of the message
+that goes on. Other columns and fields are dropped.
 
-A line of another form ends the program, and the error names it. --thinking 1 says that the model's
-template shall think, which is for answers with thoughts.
+A line of another form ends the program, and the error names it. --thinking 1, or a line's own
+"meta": {"thinking": 1}, says that the model's template shall think, for answers with thoughts.
 """
 import json
 import os
@@ -19,10 +19,10 @@ import re
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-from utils import fail, flag, open_stdout, parser, refuse_unread, run  # noqa: E402
+from utils import check_dialogue, fail, flag, open_stdout, parser, refuse_unread, run  # noqa: E402
 
 FORMS = {  # name: (columns of what was said before, the chosen side, the rejected side)
-    "UltraFeedback, and ours": (["prompt"], "chosen", "rejected"),
+    "UltraFeedback": (["prompt"], "chosen", "rejected"),
     "Orca": (["question"], "chosen", "rejected"),
     "Alpaca": (["instruction", "input"], "chosen", "rejected"),
     "ShareGPT": (["conversations"], "chosen", "rejected"),
@@ -44,11 +44,29 @@ def main(args):
     emit = open_stdout()
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
-            pair = preference(record_in(line)) if line.strip() else None
+            pair = records(record_in(line), number, args.thinking) if line.strip() else ()
         except ValueError as e:
             fail(f"stdin, line {number}: {e}")
-        if pair:
-            emit({**pair, "meta": {"thinking": 1}} if args.thinking else pair)
+        for record in pair:
+            emit(record)
+
+
+def records(row, number, thinking=0):
+    """[the chosen side, the rejected side] of a line, as records; else ValueError."""
+    sides, meta = preference(row), row.get("meta")
+    for name, said in zip(("chosen", "rejected"), sides):
+        roles = [m["role"] for m in said]
+        check_dialogue(said, name)
+        if roles[-1:] != ["assistant"]:
+            raise ValueError(f"{name} does not end with a message of the assistant")
+        if ("assistant", "assistant") in zip(roles, roles[1:]):
+            raise ValueError(f"{name} has two messages of the assistant in a row")
+    if sides[0] == sides[1]:
+        raise ValueError("chosen and rejected are the same")
+    task = {"id": f"of line {number}", "problem_description": "", "ground_truth": ""}
+    thinking = int(bool(thinking or isinstance(meta, dict) and meta.get("thinking")))
+    return [{"task": task, "dialogue_history": said, "reward": reward,
+             "meta": {"thinking": thinking}} for said, reward in zip(sides, (1.0, 0.0))]
 
 
 def record_in(line):
@@ -63,7 +81,7 @@ def record_in(line):
 
 
 def preference(row):
-    """{"chosen", "rejected"}, whole conversations, of a line of one of FORMS; else ValueError."""
+    """[chosen, rejected], whole conversations, of a line of one of FORMS; else ValueError."""
     row = {name: value for name, value in row.items() if value is not None}
     for before, chosen, rejected in FORMS.values():
         if rejected in row and {*before[:1], chosen or rejected} <= row.keys():
@@ -83,7 +101,7 @@ def preference(row):
         else:
             sides.append(said)
             said = said[:-1]
-    return {**dict(zip(("chosen", "rejected"), sides)), "meta": row.get("meta")}
+    return sides
 
 
 def conversation(said, side):
