@@ -581,9 +581,10 @@ class Reading:
 class Group:
     """Prompts with n draws each, and the actions that grow behind them, a token a forward.
 
-    A row is an action, draw nth[row] of prompt[row]; those that have ended leave. Of each layer
-    there are keys and values: shared, (2, prompts, heads, width, size), which a prompt's rows read
-    together, and own, (2, rows, heads, room, size), of what the rows have drawn.
+    A row is an action, draw nth[row] of prompt[row]. Rows that have ended leave, an eighth of all
+    at a time. Of each layer there are keys and values: shared, (2, prompts, heads, width, size),
+    which a prompt's rows read together, and own, (2, rows, heads, room, size), of what the rows
+    have drawn.
     """
 
     def __init__(self, reading, draws):

@@ -673,41 +673,42 @@ def pick_dtype(name, device):
     return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(name, name)
 
 
-def load_options(args, device):
+def load_options(args, device, train=True):
     """Keyword arguments of `load` from the trainers' flags."""
     names = "offload", "recompute", "compile"
-    return {"device": device, "dtype": pick_dtype(args.dtype, device),
+    return {"device": device, "dtype": pick_dtype(args.dtype, device), "train": train,
             **{name: getattr(args, name) for name in names}}
 
 
-def load(path, device="cpu", dtype="fp32", **sharding):
-    """(TreeLM, tokenizer) of a folder or hub name, with weights in dtype, to score with.
+def load(path, device="cpu", dtype="fp32", train=False, **sharding):
+    """(TreeLM, tokenizer) of a folder or hub name, which computes in dtype.
 
-    dtype: the value of --dtype, or a torch.dtype. sharding: keyword arguments of `shard`, to train
-    with fp32 weights. Of several ranks rank 0 reads the files, and the others get their shards.
-    Where trees do not give the model's own log-probs, it computes its turns one by one. Fails if
-    these are wrong, too.
+    dtype: the value of --dtype, or a torch.dtype. The weights are in dtype, or if it is to `train`
+    in fp32. sharding: keyword arguments of `shard`, for all ranks together; rank 0 reads the files,
+    and the others get their shards. Where trees do not give the model's own log-probs, it computes
+    its turns one by one. Fails if these are wrong, too.
     """
     path, tokenizer, config = find_model(path, weights=True)
     if getattr(config, "quantization_config", None):
         fail(f"{path!r} has quantized weights, which are not read: take those they are made of")
     device = torch.device(device)
     dtype = pick_dtype(dtype, device)
-    keep = sharding and dtype != torch.float32  # the files' dtype: half the memory
+    keep = train and dtype != torch.float32  # the files' dtype: half the memory
     turns = proof_turns(config.get_text_config())
     read = functools.partial(read_tree_lm, path, device, "auto" if keep else dtype, turns)
     if sharding and WORLD > 1:
         whole, (own, attention, buffers) = rank_0_keeps(read)
         with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32,
+            lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if train else dtype,
                                                   attn_implementation=attention)
             model = TreeLM(lm, device)
-        shard(model, dtype, **sharding)
+        shard(model, dtype, train, **sharding)
         fill_from_rank_0(model, whole, buffers, "cpu" if sharding.get("offload") else device)
     else:
         model, (own, _, _) = read()
         if sharding:
-            shard(model, dtype, **sharding)
+            shard(model, dtype, train, **sharding)
+        if train:
             model.float()
         if not sharding.get("offload"):
             model.to(device)
@@ -813,8 +814,8 @@ def proof_turns(config):
             for length, action in turns]
 
 
-def shard(model, dtype, offload=0, recompute=None, compile=None):
-    """Shards the model by FSDP2: fp32 weights, gradients and moments, computation in dtype.
+def shard(model, dtype, train, offload=0, recompute=None, compile=None):
+    """Shards the model by FSDP2: gradients are in fp32, as weights and moments are to `train`.
 
     offload: 1 keeps weights and moments in CPU memory. recompute: 1 keeps of each layer only its
     inputs for the backward pass; compile: 1 compiles layers and head. For both None is 1 on a GPU,
@@ -831,8 +832,8 @@ def shard(model, dtype, offload=0, recompute=None, compile=None):
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if recompute:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    if WORLD == 1 and dtype == torch.float32 and not offload:
-        return
+    if WORLD == 1 and not offload and (dtype == torch.float32 or not train):
+        return  # the weights are those that it computes with
     mesh = init_device_mesh(model.device.type, (WORLD,))
     offloading = CPUOffloadPolicy(pin_memory=gpu) if offload else OffloadPolicy()
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)

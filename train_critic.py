@@ -167,7 +167,7 @@ def load_finished(args, device):
         model = args.model if "model" in args.given else None
         args.model, args.ref_context = find_reference(args.out, model)
     records, ref_of = rank_0_keeps(lambda: read_stdin(args))
-    options = load_options(args, device)
+    options = load_options(args, device, train=False)
     model, _ = load(args.model, **options)
     ref = reference(model, ref_of, args.tree_tokens)
     if args.out:
