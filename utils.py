@@ -282,8 +282,8 @@ def check_dialogue(history, name):
 def refuse_unread(record, messages):
     """Raises ValueError if a record or one of its messages has a field of NOT_READ."""
     for part in (record, *messages):
-        for name in NOT_READ.keys() & part.keys():
-            if part[name] not in (None, "", [], {}, 1):  # 1, or true, is a whole weight
+        for name in NOT_READ:
+            if part.get(name) not in (None, "", [], {}, 1):  # 1, or true, is a whole weight
                 raise ValueError(f"the field {name!r} is not read: {NOT_READ[name]}")
 
 

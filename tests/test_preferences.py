@@ -98,7 +98,7 @@ NO_FORM = {
     "chosen and rejected are the same": {"chosen": CHOSEN, "rejected": CHOSEN},
     "chosen has two messages of the assistant in a row": {**GOOD, "chosen": [*CHOSEN, WATER]},
     "starts with the assistant": {"prompt": [ELBE, RIVER], "chosen": "b", "rejected": "c"},
-    "rejected does not end with a message of the assistant": {**GOOD, "rejected": [RIVER]},
+    "rejected has no message of the assistant": {**GOOD, "rejected": [RIVER]},
     "not a JSON object": [1]}
 
 
@@ -128,6 +128,13 @@ def test_a_pair_has_all_messages_of_the_assistant(before, tiny_dir, groups_of):
             for side in sides]
     assert list(map(len, want)) == [2, 1]
     assert groups_of([line]) == [[Pair(*want, gap=1.0)]]
+
+
+def test_empty_messages_and_last_words_of_the_user_are_kept():
+    empty, thanks = {**RIVER, "content": ""}, {**RIVER, "content": "Thanks!"}
+    line = {"prompt": [empty], "chosen": [{**ELBE, "content": ""}, thanks], "rejected": [WATER]}
+    sides = [r["dialogue_history"] for r in convert([line])]
+    assert sides == [line["prompt"] + line[side] for side in ("chosen", "rejected")]
 
 
 def test_a_trainer_names_the_converter(tiny_dir, monkeypatch):

@@ -57,8 +57,6 @@ def records(row, number, thinking=0):
     for name, said in zip(("chosen", "rejected"), sides):
         roles = [m["role"] for m in said]
         check_dialogue(said, name)
-        if roles[-1:] != ["assistant"]:
-            raise ValueError(f"{name} does not end with a message of the assistant")
         if ("assistant", "assistant") in zip(roles, roles[1:]):
             raise ValueError(f"{name} has two messages of the assistant in a row")
     if sides[0] == sides[1]:
@@ -89,18 +87,20 @@ def preference(row):
     else:
         raise ValueError(f"no preference of a known form: its columns are {', '.join(row)}")
     refuse_unread({name: row[name] for name in row if name not in ("system", *before)}, ())
-    said = [m for name in before for m in messages(row.get(name, ""), "user") if m["content"]]
+    said = [m for name in before if row.get(name) for m in messages(row[name], "user")]
     if len(before) == len(said) == 2:  # Alpaca's input belongs to its instruction
         said = [{"role": "user", "content": "\n\n".join(m["content"] for m in said)}]
     if row.get("system") and not any(m["role"] == "system" for m in said):
         said = messages(row["system"], "system") + said
     sides = []
     for name in (chosen, rejected):
-        if name:
-            sides.append(conversation(said, messages(row[name], "assistant")))
+        if not name:
+            said, own = said[:-1], said[-1:]
         else:
-            sides.append(said)
-            said = said[:-1]
+            own = messages(row[name], "assistant")
+        if "assistant" not in [m["role"] for m in own]:
+            raise ValueError(f"{name or 'chosen'} has no message of the assistant")
+        sides.append(conversation(said, own))
     return sides
 
 
