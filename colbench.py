@@ -44,7 +44,7 @@ NOT_SEEN = "i can't see your page: {}"
 
 def task_id(task):
     """The task's own id, else a hash of its description and reference."""
-    if task.get("id"):
+    if task.get("id") not in (None, ""):
         return str(task["id"])
     text = task["problem_description"] + "\0" + task["ground_truth"]
     return sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
@@ -52,7 +52,7 @@ def task_id(task):
 
 def hidden_information(task):
     """The training-time information c: the task's `hidden_information`, else its reference."""
-    return task.get("hidden_information") or task["ground_truth"]
+    return task.get("hidden_information", task["ground_truth"])
 
 
 def with_hidden(history, hidden):
@@ -89,11 +89,19 @@ def environment(task):
 def needs(*fields, to_grade=False, to_train=False):
     """For read_jsonl: a function of a record that lists the fields the record must have.
 
-    These are the task's description and reference, and `fields`. The task's kind must be known.
-    to_grade: also what the kind's `grade` reads. to_train: the agent must say something.
+    These are the task's description and reference, and `fields`. The task's kind must be known, and
+    its id be of one task only. to_grade: also what the kind's `grade` reads. to_train: the agent
+    must say something.
     """
+    text_of = {}  # of a task id
+
     def need(record):
-        kind = environment(record.get("task", {}))
+        task = record.get("task", {})
+        kind = environment(task)
+        if "problem_description" in task and "ground_truth" in task:
+            text = hash((task["problem_description"], task["ground_truth"]))
+            if text_of.setdefault(task_id(task), text) != text:
+                raise ValueError(f"another task above has the id {task_id(task)}, too")
         if to_train and "dialogue_history" in record and not agent_messages(record):
             raise ValueError("the agent says nothing in dialogue_history")
         if to_train:
@@ -364,8 +372,10 @@ def seccomp_filter():
     allow, deny, kill = (leave, 0, 0, 0x7FFF0000), (leave, 0, 0, 0x00050001), (leave, 0, 0, 1 << 31)
     # no other process's clock; a futex waits or wakes, within the process
     clock = [(load, 0, 0, 16), (above, 0, 1, 16), deny, allow]
-    futex = [(load, 0, 0, 24), (keep, 0, 0, 0xFFFFFEFF), (equal, 4, 0, 128), (equal, 3, 0, 129),
-             (equal, 2, 0, 137), (equal, 1, 0, 138), deny, allow]
+    futex = [(load, 0, 0, 24), (keep, 0, 0, 0xFFFFFEFF)]
+    operations = 128, 129, 137, 138
+    futex += [(equal, len(operations) - i, 0, n) for i, n in enumerate(operations)]
+    futex += [deny, allow]
     checks = {"futex": futex, **dict.fromkeys(["clock_gettime", "clock_getres", "clock_nanosleep"],
                                               clock)}
     program = [(load, 0, 0, 4), (equal, 1, 0, arch), kill, (load, 0, 0, 0)]
@@ -405,7 +415,7 @@ FIRST_LINE = re.compile(  # of code, and seldom of prose
     r"|\w+(, *\w+)*( *:[^=]+| *)=[^=])")
 
 
-def candidates(answer):
+def possible_code(answer):
     """Texts that may be an answer's code: the whole, what stands in fences, runs of lines.
 
     A run begins with a line of code and ends before the one at which it is no more Python.
@@ -433,12 +443,12 @@ def candidates(answer):
         number += max(1, len(run))
 
 
-def names(code):
+def global_names(code):
     """Yields the names in a code object that are of its module, of builtins, or attributes."""
     yield from code.co_names
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            yield from names(const)
+            yield from global_names(const)
 
 
 def answer_code(answer, used):
@@ -448,7 +458,7 @@ def answer_code(answer, used):
     settled before any of it runs. SyntaxError where nothing is Python.
     """
     found = []
-    for text in candidates(answer):
+    for text in possible_code(answer):
         with contextlib.suppress(Exception):  # it is no Python
             if text.strip():
                 found.append(compile(text, "<answer>", "exec"))
@@ -459,10 +469,11 @@ def answer_code(answer, used):
     return found or [compile(answer, "<answer>", "exec")]
 
 
-def number(x):
+def number_as_text(x):
     """A number of any class as text: equal numbers give the same. ValueError: NaN."""
     if isinstance(x, complex):
-        return f"{number(x.real)} + {number(x.imag)}j" if x.imag else number(x.real)
+        imaginary = f" + {number_as_text(x.imag)}j" if x.imag else ""
+        return number_as_text(x.real) + imaginary
     if x in (math.inf, -math.inf):
         return str(float(x))
     if isinstance(x, numbers.Rational):  # sympy's, too
@@ -500,7 +511,7 @@ def moment(x):
 
 TEXTS = [  # classes, and their values as text; the first row counts
     (str, lambda x: ascii(str.__str__(x))),
-    (numbers.Number, number),
+    (numbers.Number, number_as_text),
     ((bytes, bytearray), lambda x: ascii(bytes(x))),
     (list, lambda x: f"[{joined(x)}]"),
     (tuple, lambda x: f"({joined(x)})"),
@@ -555,7 +566,7 @@ def run_tests(request, wire, room):
     for test in request["tests"]:
         with contextlib.suppress(Exception):  # eval(test) will say why not
             test = compile(test, "<test>", "eval")
-            used.update(name for name in names(test) if not hasattr(builtins, name))
+            used.update(name for name in global_names(test) if not hasattr(builtins, name))
         tests.append(test)
     try:
         codes = [compile(text, "<answer>", "exec")] if official else answer_code(text, used)
@@ -589,13 +600,13 @@ def be_child(wire, request, null, confinement, room):
         os._exit(0)
 
 
-def load(name, but):
+def load_modules(name, but):
     """Imports a module and its submodules, where there are such; none with a name in `but`."""
     if name.rpartition(".")[2] not in but:
         with contextlib.suppress(Exception):
             module = importlib.import_module(name)
             for part in pkgutil.iter_modules(getattr(module, "__path__", ())):
-                load(f"{name}.{part.name}", but)
+                load_modules(f"{name}.{part.name}", but)
 
 
 def serve(bpf, modules, but, memory, room):
@@ -608,7 +619,7 @@ def serve(bpf, modules, but, memory, room):
     libc.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core for a handler, and nobody reads its memory
     for name in modules:
-        load(name, but)
+        load_modules(name, but)
     if "zoneinfo" in modules:  # a zone that is held is found without its file
         of = sys.modules["zoneinfo"]
         zones = [of.ZoneInfo(name) for name in of.available_timezones()]  # noqa: F841
@@ -681,9 +692,12 @@ class Server:
             if hello != b"confined":  # said before it has read any code
                 raise OSError("a child did not start, or could not confine itself")
             claims, begin = [], time.monotonic()
-            clock = ~int(pid) << 3 | 2  # Linux's number for the clock of a process's CPU time
-            taken = lambda: max(time.clock_gettime(clock),
-                                (time.monotonic() - begin) / LIMITS["wall"])
+            clock = (~int(pid) << 3) | 2  # Linux's number for the clock of a process's CPU time
+
+            def taken():
+                on_the_wall = time.monotonic() - begin
+                return max(time.clock_gettime(clock), on_the_wall / LIMITS["wall"])
+
             while len(claims) < len(request["tests"]):
                 got = receive(wire, taken, min(left, taken() + seconds))
                 claims.append(got)

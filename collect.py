@@ -94,7 +94,7 @@ from transformers import AttentionInterface
 
 from model import (actions_of, check_generation_prompt, common_prefix, end_of_turn, find_model,
                    load, load_lm, render, sdpa_kernel, weights_digest)
-from train_critic import advantages, critic_turns, find_reference, reference
+from train_critic import advantages, critic_turns, finished_flags, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAME = ("temperature", "top_p", "max_turns", "max_tokens", "thinking", "seed", "best_of",
@@ -149,10 +149,10 @@ class Players:
     async def play(self, task, sample):
         """Plays one episode: the fields that its record gets."""
         turns, key = self.args.max_turns, (self.args.seed, task_id(task), sample)
-        candidates = self.candidates(key)
+        n_candidates = self.n_candidates(key)
         history = [first_message(task, turns)]
         for turn in range(turns):
-            message = await self.act(task, history, (*key, turn), candidates)
+            message = await self.act(task, history, (*key, turn), n_candidates)
             message["content"], answer = read_action(message["output"], last=turn == turns - 1)
             history.append(message)
             if answer is not None:
@@ -168,25 +168,24 @@ class Players:
         In `meta` the candidates' settings stand beside those of the dialogue.
         """
         key = self.args.seed, task_id(record["task"]), sample
-        if candidates := self.candidates(key):
+        if n_candidates := self.n_candidates(key):
             for turn, (history, (message, *_)) in enumerate(actions_of(record)):
-                drawn = await self.sample(history, (*key, turn), 0, candidates)
-                message["candidates"] = drawn[1]
+                _, message["candidates"] = await self.draw(history, (*key, turn), 0, n_candidates)
         answered = any(map(answers, agent_messages(record)[-1:]))
         meta = {"thinking": self.args.thinking, "candidates": self.meta}
         return {"sample": sample, "answered": record.get("answered", answered), "meta": meta}
 
-    def candidates(self, key):
-        """How many candidates each turn of an episode gets."""
+    def n_candidates(self, key):
+        """How many candidates each turn of an episode gets. key: (seed, task id, sample)."""
         chosen = rng("share", *key).random() < self.args.candidates_share
         return self.args.candidates if chosen else 0
 
-    async def act(self, task, history, key, candidates):
-        """The agent's next message, its `content` still None, with so many candidates.
+    async def act(self, task, history, key, n_candidates):
+        """The agent's next message, its `content` still None.
 
         key: (seed, task id, sample, turn).
         """
-        actions, drawn = await self.sample(history, key, self.args.best_of, candidates)
+        actions, candidates = await self.draw(history, key, self.args.best_of, n_candidates)
         chosen = actions[0]
         if self.critic:
             scores = await ask(self.critic, task, history, actions)
@@ -195,14 +194,13 @@ class Players:
             chosen = actions[values.index(max(values))]
         message = {"role": "assistant", "content": None, **chosen}
         if candidates:
-            message["candidates"] = drawn
+            message["candidates"] = candidates
         return message
 
-    async def sample(self, history, key, n, candidates):
-        """(n actions, so many candidates) after a history; of candidates only the whole log-prob.
-        """
-        draws = [(*key, j) for j in range(n)]
-        draws += [(*key, "candidate", j) for j in range(candidates)]
+    async def draw(self, history, key, n_actions, n_candidates):
+        """(actions, candidates) after a history. Candidates keep the sum of their log-probs."""
+        draws = [(*key, j) for j in range(n_actions)]
+        draws += [(*key, "candidate", j) for j in range(n_candidates)]
         with fail_on_error("this --model's chat template does not take the agent's prompt"):
             prompt = render(self.tokenizer, history, self.args.thinking)
         if self.args.temperature:
@@ -222,9 +220,10 @@ class Players:
                 action["cut"] = True
             self.totals.update(actions=1, cut=cut)
             actions.append(action)
-        for action in actions[n:]:
-            action["logprob"] = round(sum(action.pop("logprobs")), 6)
-        return actions[:n], actions[n:]
+        candidates = actions[n_actions:]
+        for candidate in candidates:
+            candidate["logprob"] = round(sum(candidate.pop("logprobs")), 6)
+        return actions[:n_actions], candidates
 
     async def human(self, task, history):
         """The human's reply to the last message."""
@@ -292,14 +291,14 @@ class Critic(Batcher):
 
     def __init__(self, args):
         super().__init__()
-        base, self.ref_context = find_reference(args.critic)
+        flags = finished_flags(args.critic)
+        self.ref_reads_c, self.thinking = flags.ref_context == "hidden", args.thinking
         self.pi, self.tokenizer = load(args.critic, DEVICE, "auto")
-        self.pi_ref, _ = load(base, DEVICE, "auto")
-        self.thinking = args.thinking
+        self.pi_ref, _ = load(flags.model, DEVICE, "auto")
 
     async def advantages(self, task, history, actions):
-        turns = critic_turns(self.tokenizer, task, history, actions, self.thinking, True,
-                             self.ref_context == "hidden")
+        turns = critic_turns(self.tokenizer, task, history, actions, self.thinking,
+                             pi_reads_c=True, ref_reads_c=self.ref_reads_c)
         return await self.ask(turns=turns)
 
     def compute(self, new):
@@ -332,11 +331,11 @@ def finished_episodes(path, meta):
         f.seek(0)
         for r in read_jsonl(f, needs("sample"), path) if os.path.getsize(path) else ():
             done.add((task_id(r["task"]), r["sample"]))
-            had = r.get("meta", {})
-            had = had.get("candidates", had)  # those of add_candidates
+            old = r.get("meta", {})
+            old = old.get("candidates", old)  # those of add_candidates
             for name in ("model_weights", *SAME):
-                if had.get(name, meta[name]) != meta[name]:
-                    fail(f"--resume {path} holds episodes with {name} {had[name]}, not "
+                if old.get(name, meta[name]) != meta[name]:
+                    fail(f"--resume {path} holds episodes with {name} {old[name]}, not "
                          f"{meta[name]}: give the same flags and weights, or another file")
     return done
 
@@ -346,17 +345,18 @@ def read_jobs(args, done):
 
     A task that comes again gets further samples, and so does one's next dialogue.
     """
-    text_of, next_sample = {}, {}  # of a task id
+    next_sample, taken = {}, set()  # {task id: sample}; (task id, sample) of dialogues
     for record in read_jsonl(sys.stdin, needs()):
         task, name = record["task"], task_id(record["task"])
         record["task"] = {"kind": kind_of(task), **task, "id": name}
-        text = hash((task["problem_description"], task["ground_truth"]))
-        if text_of.setdefault(name, text) != text:
-            fail(f"two unlike tasks of stdin have the id {name}")
         first = next_sample.get(name, 0)
         samples = range(first, first + args.k)
         if "dialogue_history" in record:
-            samples = [record.get("sample", first)]
+            sample = record.get("sample", first)
+            while (name, sample) in taken:  # of another file, played with another seed
+                sample += 1
+            taken.add((name, sample))
+            samples = [sample]
             thinking = record.get("meta", {}).get("thinking")
             if not args.candidates:
                 fail(f"task {name} has a dialogue already: give --candidates, or cut it out")
@@ -405,10 +405,10 @@ async def play_all(args, emit):
             errors.append(e)
             jobs.close()  # no other begins
 
-    if first := next(jobs, None):  # before what is slow: stdin or a flag may be wrong
+    if first := next(jobs, None):  # a wrong line or flag ends the program before models load
         await players.load()
         bar = progress(f"episodes of {args.model}")
-        queue = itertools.chain([first], jobs)
+        queue = itertools.chain([first], jobs)  # each worker takes the next one when it is free
         await asyncio.gather(*(work(queue) for _ in range(args.concurrency)))
     cut = 100 * totals["cut"] / max(1, totals["actions"])
     say(f"{totals['episodes']} episodes of {args.model} ({len(done)} done before): "
@@ -463,15 +463,14 @@ class Endpoint:
             reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
             result = read(reply)
         except Exception as e:
-            down = (getattr(e, "status_code", 0) not in (400, 413, 422) and
-                    not isinstance(e, (ValueError, LookupError, TypeError, AttributeError)))
-            text = " ".join(str(e).split())[:200]
+            text, down = " ".join(str(e).split())[:200], False
             if isinstance(e, (LookupError, TypeError, AttributeError)):
                 text = "the reply is not that of an OpenAI-compatible server"
-            why = f"{self.url}: {type(e).__name__}: {text}"
-            why += "" if down else self.hint
+            elif not isinstance(e, ValueError):  # of no use, says read
+                down = getattr(e, "status_code", 0) not in (400, 413, 422)
+            why = f"{self.url}: {type(e).__name__}: {text}{'' if down else self.hint}"
             self.failed.add(task)
-            if down and self.answered == answered or len(self.failed) >= 8:
+            if (down and self.answered == answered) or len(self.failed) >= 8:
                 fail(why + "; --resume FILE goes on from what was finished")
             raise EpisodeError(why) from None
         self.answered += 1
@@ -589,7 +588,7 @@ class Group:
 
     def __init__(self, reading, draws):
         """reading: of the prompts. draws[i]: the n actions of prompt i."""
-        self.n, self.actions = len(draws[0]), [action for of in draws for action in of]
+        self.n, self.actions = len(draws[0]), list(itertools.chain(*draws))
         self.prompt = torch.arange(len(draws), device=DEVICE).repeat_interleave(self.n)
         self.nth = torch.arange(self.n, device=DEVICE).repeat(len(draws))
         self.lengths = torch.tensor(reading.lengths, device=DEVICE)  # of the prompts
@@ -711,14 +710,14 @@ class TransformersEngine(Batcher):
     @torch.no_grad()
     def compute(self, new):
         """Begins new requests; samples until one has ended."""
-        by_prompt = defaultdict(list)  # requests
+        by_prompt = defaultdict(list)  # {prompt: requests}
         for request in new:
             by_prompt[tuple(request.prompt)].append(request)
-        by_number = defaultdict(list)  # such lists, by how many actions they have
-        for requests in by_prompt.values():
-            by_number[sum(len(request.actions) for request in requests)].append(requests)
-        for alike in by_number.values():
-            self.begin(alike)
+        by_size = defaultdict(list)  # {number of actions: [requests of a prompt]}
+        for same in by_prompt.values():
+            by_size[sum(len(request.actions) for request in same)].append(same)
+        for prompts in by_size.values():
+            self.begin(prompts)
         while sum(len(prompt) for prompt, _ in self.cache.values()) > self.args.max_batch_tokens:
             del self.cache[next(iter(self.cache))]
         while not (ended := [r for r in self.under_way if all(a.ended for a in r.actions)]):
@@ -730,21 +729,21 @@ class TransformersEngine(Batcher):
         for request in ended:
             request.result = [(action.ids, action.logps) for action in request.actions]
 
-    def begin(self, requests):
+    def begin(self, prompts):
         """Reads the prompts of a group in one forward; draws the first tokens.
 
-        requests: of each prompt those that have it.
+        prompts: a list for each, of the requests that have it, with as many actions in all.
         """
-        prompts = [of[0].prompt for of in requests]
-        reading = Reading(prompts, [self.cached(of[0]) for of in requests])
+        firsts = [same[0] for same in prompts]
+        reading = Reading([r.prompt for r in firsts], [self.cached(r) for r in firsts])
         last = torch.tensor([*itertools.accumulate(reading.new)], device=DEVICE) - 1
         logits = self.forward([reading], last)
-        for of, *kv in zip(requests, *reading.kv):
-            for request in of:
-                self.cache.pop(request.episode, None)
-                self.cache[request.episode] = request.prompt, kv
-        draws = [[action for request in of for action in request.actions] for of in requests]
-        group = Group(reading, draws)
+        for i, same in enumerate(prompts):
+            layers = [of_prompt[i] for of_prompt in reading.kv]
+            for request in same:
+                self.cache.pop(request.episode, None)  # it comes last
+                self.cache[request.episode] = request.prompt, layers
+        group = Group(reading, [[a for r in same for a in r.actions] for same in prompts])
         self.draw(logits.repeat_interleave(group.n, 0), group.actions)
         group.grow()
         if group.actions:

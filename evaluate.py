@@ -2,7 +2,7 @@
 
     python evaluate.py base.jsonl rft.jsonl sweet.jsonl >> results.jsonl    # the table: on stderr
     python evaluate.py base=base0.jsonl,base1.jsonl sweet=sweet0.jsonl,sweet1.jsonl  # two seeds
-    python collect.py --model runs/base < test.jsonl | tee base.jsonl | python evaluate.py
+    ... | python collect.py ... | python colbench.py grade | tee base.jsonl | python evaluate.py
 
     tests_passed  mean reward: share of the hidden tests passed, or likeness of pages
     success       share of the episodes with reward 1; frontend tasks have none

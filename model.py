@@ -1,8 +1,8 @@
 """The model: log-probs of many actions by one forward over the tree of their shared prefixes.
 
-A turn is (prompt, action): what the agent read and what it wrote, as strings of a character a token
-(`packed`): chr(id). They are sorted, cut, compared and hashed fast, and take 2 or 4 bytes a token.
-Every loss and every score of this repo is a function of `action_logps(model, turns)`.
+A turn is (prompt, action): what the agent read and what it wrote. Both are strings with one
+character for each token, chr(id) (`packed`): Python sorts, slices, compares and hashes strings
+fast, in 2 or 4 bytes a token. Every loss and score is a function of `action_logps(model, turns)`.
 
 Turns share prefixes. Candidates have the same history, the turns of a trajectory extend one
 another, and the trajectories of a task begin with its description. `Tree` sorts the turns, which
@@ -15,10 +15,10 @@ puts their prefix tree in depth-first order, and lays out every shared prefix on
 
 A run is a stretch of new tokens. It attends to its path from the root: a b c e f for the second.
 """
-import contextlib
 import datetime
 import functools
 import glob
+import json
 import math
 import os
 import re
@@ -99,8 +99,8 @@ class Runs:
     def __init__(self, runs, device):
         """runs: [(flat index of the first token, that after the last token, path)]"""
         self.tokens = slice(runs[0][0], runs[-1][1])        # of these runs, in the tree
-        self.q = [end - start for start, end, _ in runs]    # tokens of each run
-        self.kv = [len(path) for _, _, path in runs]        # tokens of each path
+        self.q = [end - start for start, end, _ in runs]    # lengths of the runs
+        self.kv = [len(path) for _, _, path in runs]        # lengths of their paths
         paths = [torch.frombuffer(path, dtype=torch.long) for _, _, path in runs]
         self.paths = torch.cat(paths).to(device)            # (K,) flat indices of the paths
         self.cu_q, self.cu_kv = (  # where each run and path starts, and the end
@@ -116,36 +116,42 @@ class Tree:
 
     def __init__(self, turns, device="cpu"):
         ids, pos, parent = [], [], []
-        runs, indices = [], {}  # as Runs takes them; {turn: its part of `actions`}
+        runs, action_of = [], {}  # as Runs takes them; {turn: flat indices of its action}
         path = array("q")  # the flat indices of a sequence's tokens
         for turn, seq, shared in in_order(turns):
-            start = len(ids)
+            new = range(len(ids), len(ids) + len(seq) - shared)
+            path = path[:shared] + array("q", new)
             ids += map(ord, seq[shared:])
             pos += range(shared, len(seq))
-            path = path[:shared] + array("q", range(start, len(ids)))
-            parent += path[shared - 1:-1] if shared else [-1, *path[:-1]]
-            if runs and shared == len(runs[-1][2]):  # it extends the last one: one run serves both
-                start, _, _ = runs.pop()
-            runs.append((start, len(ids), path))
-            indices[turn] = torch.frombuffer(path, dtype=torch.long)[len(turn[0]):]
-        actions = [indices[turn] for turn in turns]
-        groups, keys = [], 0
-        for run in runs:
-            keys += len(run[2])
-            if not groups or keys > GATHERED:
-                groups.append([])
-                keys = len(run[2])
-            groups[-1].append(run)
-        scored, where = torch.cat(actions).unique(return_inverse=True)
+            before = path[shared - 1] if shared else -1
+            parent += [before, *new][:len(new)]
+            extends_last_run = runs and shared == len(runs[-1][2])
+            start = runs.pop()[0] if extends_last_run else new.start
+            runs.append((start, new.stop, path))
+            action_of[turn] = torch.frombuffer(path, dtype=torch.long)[len(turn[0]):]
+        actions = [action_of[turn] for turn in turns]
+        scored, index = torch.cat(actions).unique(return_inverse=True)
 
-        there = functools.partial(torch.as_tensor, dtype=torch.long, device=device)
-        self.ids = there(ids)        # (T,) token ids in depth-first order
-        self.pos = there(pos)        # (T,) depth: the position in a sequence
-        self.parent = there(parent)  # (T,) flat index of the token before
-        self.actions = actions       # for each turn the flat indices (L,) of its action, on the CPU
-        self.scored = there(scored)  # (S,) flat indices of all actions' tokens, each once
-        self.where = there(where)    # where the turns' actions, concatenated, are in `scored`
-        self.groups = [Runs(group, device) for group in groups]
+        tensor = functools.partial(torch.as_tensor, dtype=torch.long, device=device)
+        self.ids = tensor(ids)        # (T,) token ids in depth-first order
+        self.pos = tensor(pos)        # (T,) depth: the position in a sequence
+        self.parent = tensor(parent)  # (T,) flat index of the token before
+        self.actions = actions        # for each turn flat indices (L,) of its action, on the CPU
+        self.scored = tensor(scored)  # (S,) flat indices of all actions' tokens, each once
+        self.index = tensor(index)    # where the turns' actions, concatenated, are in `scored`
+        self.groups = [Runs(group, device) for group in in_groups(runs)]
+
+
+def in_groups(runs):
+    """The runs in lists, whose paths have at most GATHERED tokens together, or are one run's."""
+    groups, keys = [], math.inf
+    for run in runs:
+        keys += len(run[2])
+        if keys > GATHERED:
+            groups.append([])
+            keys = len(run[2])
+        groups[-1].append(run)
+    return groups
 
 
 # --- attention over runs --------------------------------------------------------------------------
@@ -184,8 +190,8 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     With several groups, each is computed again in the backward pass, so that the keys of one group
     at a time are gathered.
     """
-    others = attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")  # sinks, caps
-    if tree is None or any(x is not None for x in others):
+    unknown = attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")  # sinks, caps
+    if tree is None or any(x is not None for x in unknown):
         raise ValueError("no attention of a tree; computes_trees then finds turn by turn")
     left = sliding_window - 1 if sliding_window else -1  # keys that a token sees before it; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
@@ -311,15 +317,15 @@ def action_logps(model, turns, tree_tokens=math.inf, what=None):
     again in the backward pass: the same values and gradients in bounded memory. `what` names a
     progress bar over them. Where the model computes no trees, each turn is one.
     """
-    if not model.takes_trees and not model.tokens:
+    if what and not model.takes_trees:
         tell_cost(turns)
     parts = deal(turns, tree_tokens if model.takes_trees else 0)
     trees = len(parts) // WORLD  # of each rank: all must join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
     anchor = torch.ones((), requires_grad=True)
-    flat = [torch.zeros(sum(lengths(part))) for part in parts]
-    own = range(RANK * trees, RANK * trees + trees)  # this rank's parts
-    for n in progress(what, own) if what else own:
+    by_part = [torch.zeros(sum(lengths(part))) for part in parts]  # 0 where another rank computes
+    mine = range(RANK * trees, (RANK + 1) * trees)
+    for n in progress(what, mine) if what else mine:
         tree = Tree(parts[n], model.device)
         model.tokens += len(tree.ids)
         if recompute:
@@ -327,20 +333,25 @@ def action_logps(model, turns, tree_tokens=math.inf, what=None):
             logps = anchor = checkpoint(tree_logps, model, tree, anchor, use_reentrant=True)
         else:
             logps = tree_logps(model, tree)
-        flat[n] = logps
-    flat = torch.cat([logps.cpu() for logps in flat])
+        by_part[n] = logps
+    flat = torch.cat([logps.cpu() for logps in by_part])
     if WORLD > 1:
-        everyones = flat.detach().clone()
-        dist.all_reduce(everyones)
-        flat = flat + (everyones - flat.detach())  # the values of all, the gradient of ours
+        flat = flat + others_values(flat)
     dealt = list(chain.from_iterable(parts))
     logps = dict(zip(dealt, flat.split(lengths(dealt))))  # of a part's copies the last
     return [logps[turn] for turn in turns]
 
 
+def others_values(flat):
+    """What other ranks computed, where `flat` has zeros, without gradient."""
+    total = flat.detach().clone()
+    dist.all_reduce(total)
+    return total - flat.detach()
+
+
 def tree_logps(model, tree, anchor=None):
     """Log-probs of a tree's actions, one turn's after another's in one tensor."""
-    return model(tree)[tree.where]  # a token that actions share is scored once
+    return model(tree)[tree.index]  # a token that actions share is scored once
 
 
 def tell_cost(turns):
@@ -352,7 +363,7 @@ def tell_cost(turns):
 
 
 def lengths(turns):
-    """The numbers of tokens of the turns' actions."""
+    """How many tokens each turn's action has."""
     return [len(action) for _, action in turns]
 
 
@@ -362,7 +373,7 @@ class Pair(NamedTuple):
     """One example of a loss: two trajectories of a task, or two candidates of a turn."""
     chosen: tuple         # the turns, (prompt, action), of the better one
     rejected: tuple = ()  # the turns of the worse one; fine-tuning has none
-    gap: float = 0.0      # by how much the chosen one's reward is higher, or its rank's value
+    gap: float = 0.0      # of trajectories' rewards, or of the values that candidates are ranked by
 
 
 def turns_in(pairs):
@@ -386,31 +397,31 @@ def accuracy(margin):
 def deal(turns, tree_tokens, world=WORLD):
     """The turns in parts [[turn]], whose trees have at most tree_tokens tokens, or are of one turn.
 
-    Each of `world` ranks gets the same number of consecutive parts; where there are too few, the
-    last one comes again. That number is as small as it can be, and then the largest part is, to one
-    percent.
+    Each of `world` ranks gets the same number of consecutive parts, as few as can be; where there
+    are too few, the last one comes again. The largest part is as small as it then can be, to one
+    percent, which is found by bisection.
     """
-    rows = [(turn, len(seq), len(seq) - shared) for turn, seq, shared in in_order(set(turns))]
+    rows = [(turn, len(seq), shared) for turn, seq, shared in in_order(set(turns))]
 
     def cut(limit):
         """[[turn]]: parts of at most `limit` tokens, or one turn."""
-        parts, size = [], limit
-        for turn, length, added in rows:
-            if size + added > limit:
+        parts, size = [], math.inf
+        for turn, length, shared in rows:
+            size += length - shared
+            if size > limit:
                 parts.append([])
-                size, added = 0, length
+                size = length  # the first turn of a part is laid out whole
             parts[-1].append(turn)
-            size += added
         return parts
 
-    low, high = 0, min(tree_tokens, sum(added for _, _, added in rows))
+    low, high = 0, min(tree_tokens, sum(length - shared for _, length, shared in rows))
     parts = cut(high)
     most = -(-len(parts) // world) * world
     while high - low > 1 + high // 100:
         middle = (low + high) // 2
-        trial = cut(middle)
-        if len(trial) <= most:
-            parts, high = trial, middle
+        smaller = cut(middle)
+        if len(smaller) <= most:
+            parts, high = smaller, middle
         else:
             low = middle
     return parts + parts[-1:] * (-len(parts) % world)
@@ -431,8 +442,8 @@ def score(model, turns, tree_tokens, what=None):
 # --- chat templates: conversations to token ids ---------------------------------------------------
 
 # A template writes messages as one text, with control tokens such as <|im_end|> between them, and
-# the tokenizer makes ids of it. A message may spell "<|im_end|>", too. `hide` puts CUTs into that:
-# the template does not find it, and text_ids, which cuts there, makes no control token of it.
+# the tokenizer makes ids of it. A message may spell "<|im_end|>", too. `as_plain` puts CUTs into
+# that: the template does not find it, and text_ids, which cuts there, makes no control token of it.
 CUT = "\ud800"  # half a character: no text has it
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue000"}]
 
@@ -456,8 +467,8 @@ def control_tokens(tokenizer):
     return re.compile(any_of(special + others)), re.compile(any_of(special))
 
 
-def hide(tokenizer, message):
-    """A message's content, in which CUTs are around and inside the control tokens that it spells.
+def as_plain(tokenizer, message):
+    """A message's content, in which CUTs keep the control tokens that it spells plain text.
 
     The assistant's own stored text may say <think>: the template reads its thoughts.
     """
@@ -473,8 +484,8 @@ def template_text(tokenizer, messages, thinking, begins):
     begins: whether the assistant's next message begins. A template raises an error of its own for a
     conversation that it does not take.
     """
-    hidden = [{"role": m["role"], "content": hide(tokenizer, m)} for m in messages]
-    return tokenizer.apply_chat_template(hidden, tokenize=False, add_generation_prompt=begins,
+    plain = [{"role": m["role"], "content": as_plain(tokenizer, m)} for m in messages]
+    return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=begins,
                                          enable_thinking=bool(thinking),
                                          strftime_now=TODAY.strftime)
 
@@ -566,15 +577,15 @@ def action_text(tokenizer, action, history, thinking):
         note("stored messages spell a control token, which stays plain text", f"{spelled[0]!r}")
     prompt = template_text(tokenizer, history, thinking, True)
     whole = template_text(tokenizer, [*history, message], thinking, False)
-    before, hidden = prompt, hide(tokenizer, message)
-    if not whole.startswith(prompt) or hidden.strip() not in whole[len(prompt):]:
+    before, plain = prompt, as_plain(tokenizer, message)
+    if not whole.startswith(prompt) or plain.strip() not in whole[len(prompt):]:
         at = common_prefix(prompt, whole)
-        both = [text[max(0, at - 20):at + 40].replace(CUT, "") for text in (prompt, whole)]
+        both = [x[max(0, at - 20):at + 40].replace(CUT, "") for x in (prompt, whole)]
         note("stored messages are not what this --model's chat template writes after its prompt "
              '("meta": {"thinking": 1}, or a template without <think>, may help)',
              "it prompts by {!r} and writes {!r}".format(*both))
         if action.get("output"):
-            whole = prompt + hidden
+            whole = prompt + plain
         else:
             before = template_text(tokenizer, history, thinking, False)
             if not whole.startswith(before):
@@ -640,6 +651,8 @@ def find_model(path, weights=False):
         fail(f"no model at {path!r}: {str(e).splitlines()[0]}")
     if weights and not weight_files(path):
         fail(f"no weights at {path!r}: only safetensors files are read")
+    if weights and getattr(config, "quantization_config", None):
+        fail(f"{path!r} has quantized weights, which are not read: take those they are made of")
     if not tokenizer.chat_template:
         fail(f"the tokenizer of {path!r} has no chat template: take the instruction-tuned model")
     return path, tokenizer, config
@@ -673,57 +686,52 @@ def pick_dtype(name, device):
     return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(name, name)
 
 
-def load_options(args, device, train=True):
-    """Keyword arguments of `load` from the trainers' flags."""
-    names = "offload", "recompute", "compile"
-    return {"device": device, "dtype": pick_dtype(args.dtype, device), "train": train,
-            **{name: getattr(args, name) for name in names}}
+def load(path, device="cpu", dtype="fp32"):
+    """(TreeLM, tokenizer) of a folder or hub name, in this process alone, with weights in dtype.
+
+    dtype: the value of --dtype. Where trees do not give the model's own log-probs, it computes its
+    turns one by one. Fails if these are wrong, too.
+    """
+    path, tokenizer, _ = find_model(path, weights=True)
+    device = torch.device(device)
+    model, (own, _, _) = read_tree_lm(path, device, pick_dtype(dtype, device))
+    model.to(device)
+    check_logps(model, path, own)
+    return model, tokenizer
 
 
-def load(path, device="cpu", dtype="fp32", train=False, **sharding):
-    """(TreeLM, tokenizer) of a folder or hub name, which computes in dtype.
+def load_sharded(path, device, args, train=True):
+    """load() by all ranks together, as the flags in args have it; weights are in fp32 to `train`.
 
-    dtype: the value of --dtype, or a torch.dtype. The weights are in dtype, or if it is to `train`
-    in fp32. sharding: keyword arguments of `shard`, for all ranks together; rank 0 reads the files,
-    and the others get their shards. Where trees do not give the model's own log-probs, it computes
-    its turns one by one. Fails if these are wrong, too.
+    Rank 0 reads the files, and the others get their shards.
     """
     path, tokenizer, config = find_model(path, weights=True)
-    if getattr(config, "quantization_config", None):
-        fail(f"{path!r} has quantized weights, which are not read: take those they are made of")
-    device = torch.device(device)
-    dtype = pick_dtype(dtype, device)
+    dtype = pick_dtype(args.dtype, device)
     keep = train and dtype != torch.float32  # the files' dtype: half the memory
-    turns = proof_turns(config.get_text_config())
-    read = functools.partial(read_tree_lm, path, device, "auto" if keep else dtype, turns)
-    if sharding and WORLD > 1:
+    read = functools.partial(read_tree_lm, path, device, "auto" if keep else dtype)
+    how = dtype, train, args.offload, args.recompute, args.compile
+    if WORLD > 1:
         whole, (own, attention, buffers) = rank_0_keeps(read)
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if train else dtype,
                                                   attn_implementation=attention)
             model = TreeLM(lm, device)
-        shard(model, dtype, train, **sharding)
-        fill_from_rank_0(model, whole, buffers, "cpu" if sharding.get("offload") else device)
+        shard(model, *how)
+        fill_from_rank_0(model, whole, buffers, "cpu" if args.offload else device)
     else:
         model, (own, _, _) = read()
-        if sharding:
-            shard(model, dtype, train, **sharding)
+        shard(model, *how)
         if train:
             model.float()
-        if not sharding.get("offload"):
+        if not args.offload:
             model.to(device)
-    model.tokens = 1  # the cost of the next turns is told, but not of these
-    logps = torch.cat(score(model, turns, math.inf))
-    model.tokens = 0
-    if not agree(logps, own, model.dtype):
-        fail(f"the log-probs of {path!r} differ by {(logps - own).abs().mean():.2g} in the mean "
-             "from those of its own forward")
+    check_logps(model, path, own)
     return model, tokenizer
 
 
-def read_tree_lm(path, device, dtype, turns):
-    """(TreeLM for a device, in CPU memory; what all ranks need: (the turns' log-probs by the
-    model's own forward, the attention that the TreeLM has, its buffers)).
+def read_tree_lm(path, device, dtype):
+    """(TreeLM for a device, in CPU memory; what all ranks need: (the log-probs of proof_turns by
+    the model's own forward, the attention that the TreeLM has, its buffers)).
     """
     with fail_on_error(f"the weights in {path!r} can't be read"):
         lm, told = AutoModelForCausalLM.from_pretrained(
@@ -732,13 +740,14 @@ def read_tree_lm(path, device, dtype, turns):
     if wrong := sorted(map(str, chain(*told.values()))):  # missing or superfluous
         fail(f"the weights in {path!r} are not those of its config.json: {wrong[:3]}")
     model = TreeLM(lm, device)
+    turns = proof_turns(model.config)
     versions = [p._version for p in lm.parameters()]
     with fail_on_error(f"{path!r} can't be computed by its own forward"):
         own = own_logps(lm, turns)
-        _, reached = trial(model, turns[:1])
+        _, leak = logps_and_leak(model, turns[:1])
     if not own.isfinite().all():
         fail(f"the log-probs of {path!r} are NaN or infinite: are its weights sound?")
-    if not reached < 1e-3:
+    if not leak < 1e-3:
         fail(f"{path!r} is no causal language model: its log-probs depend on later tokens")
     # RWKV's weights change, and dynamic positions depend on the longest forward so far
     rope = str(getattr(model.config, "rope_parameters", None))
@@ -762,14 +771,14 @@ def computes_trees(model, turns, own):
         return False
     try:
         model.lm.set_attn_implementation("tree")
-        logps, reached = trial(model, turns)
+        logps, leak = logps_and_leak(model, turns)
     except Exception:  # of many kinds: it is not built as today's chat models are
         return False
-    return reached == 0 and agree(logps, own[:len(logps)], model.dtype)
+    return leak == 0 and agree(logps, own[:len(logps)], model.dtype)
 
 
 @torch.enable_grad()
-def trial(model, turns):
+def logps_and_leak(model, turns):
     """(Log-probs of the actions of a tree; how much of one depends on tokens not on its path).
 
     The latter is the largest gradient at their embeddings, as a share of the largest of all.
@@ -781,10 +790,12 @@ def trial(model, turns):
     one = -2  # the token has others before and after it, in a tree also of other turns
     gradient = torch.autograd.grad(logps[one], seen)[0].flatten(0, -2)  # (T, width)
     sizes = gradient.float().norm(dim=-1)
-    largest, token = sizes.max(), tree.scored[tree.where[one]]
-    while (token := tree.parent[token]) >= 0:
-        sizes[token] = 0
-    return logps.detach(), (sizes.max() / largest).item()
+    off_path = torch.ones(len(sizes), dtype=torch.bool)
+    token = tree.parent[tree.scored[tree.index[one]]]
+    while token >= 0:
+        off_path[token] = False
+        token = tree.parent[token]
+    return logps.detach(), (sizes[off_path].max() / sizes.max()).item()
 
 
 @torch.no_grad()
@@ -796,6 +807,15 @@ def own_logps(lm, turns):
         logits = lm(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1:-1].float()
         logps.append(-F.cross_entropy(logits, ids[len(prompt):], reduction="none"))
     return torch.cat(logps)
+
+
+def check_logps(model, path, own):
+    """Fails if the log-probs of proof_turns are not those of the model's own forward."""
+    logps = torch.cat(score(model, proof_turns(model.config), math.inf))
+    model.tokens = 0
+    if not agree(logps, own, model.dtype):
+        fail(f"the log-probs of {path!r} differ by {(logps - own).abs().mean():.2g} in the mean "
+             "from those of its own forward")
 
 
 def agree(logps, own, dtype):
@@ -814,8 +834,8 @@ def proof_turns(config):
             for length, action in turns]
 
 
-def shard(model, dtype, train, offload=0, recompute=None, compile=None):
-    """Shards the model by FSDP2: gradients are in fp32, as weights and moments are to `train`.
+def shard(model, dtype, train, offload, recompute, compile):
+    """Shards the model by FSDP2: it computes in dtype, and gradients are summed in fp32.
 
     offload: 1 keeps weights and moments in CPU memory. recompute: 1 keeps of each layer only its
     inputs for the backward pass; compile: 1 compiles layers and head. For both None is 1 on a GPU,
@@ -900,16 +920,13 @@ def try_save(model, tokenizer, out):
 
 def write_folder(model, tokenizer, state, out):
     """What `save` writes, with the state_dict `state` of the transformers LM."""
-    had = model.lm.generation_config.to_diff_dict()
     ends = {end_of_turn(tokenizer)[-1], tokenizer.eos_token_id} - {None}
-    kept = {"eos_token_id": sorted(ends),
-            "do_sample": had.get("do_sample") or bool(had.get("temperature"))}  # as old ones mean
-    for name, value in [*had.items()] * 2:  # one may need another
-        with contextlib.suppress(ValueError):  # transformers loads more than it saves
-            GenerationConfig(**{name: value} | kept).validate(strict=True)
-            kept.setdefault(name, value)
-    model.lm.generation_config = GenerationConfig(**kept)
+    own = model.lm.generation_config
+    model.lm.generation_config = GenerationConfig()  # transformers does not save all that it loads
     model.lm.save_pretrained(out, state_dict=state)
+    model.lm.generation_config = own
+    with open(os.path.join(out, "generation_config.json"), "w") as f:
+        json.dump(own.to_diff_dict() | {"eos_token_id": sorted(ends)}, f, indent=2)
     model.lm.config.dtype = model.dtype  # save_pretrained has noted that of the fp32 weights
     model.lm.config.save_pretrained(out)
     tokenizer.save_pretrained(out)

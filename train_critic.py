@@ -12,8 +12,8 @@ message or candidate as token ids, packed into strings, with all that the model 
 
 After training, every message and every candidate gets its `advantage` A, and the records go on
 to stdout. --out is like a target of make: a new one is trained, one that was stopped goes on, and
-a finished one scores stdin. --untrained 1 trains and keeps nothing: pi is pi_ref, which reads c,
-against pi_ref, which does not. Other critics are edits: see the README.
+a finished one scores stdin. --untrained 1 trains nothing: one model reads each message twice, and A
+is the mean of log pi(a | o, c) - log pi(a | o). Other critics are edits: see the README.
 
     python train_critic.py --model runs/base --out runs/critic < in.jsonl > scored.jsonl
     torchrun --nproc_per_node=8 train_critic.py --out runs/critic < in.jsonl > scored.jsonl
@@ -31,6 +31,7 @@ import os
 import sys
 from functools import partial
 from itertools import chain
+from types import SimpleNamespace
 
 from colbench import agent_messages, hidden_information, needs, task_id, with_hidden
 
@@ -74,7 +75,7 @@ import torch
 import torch.nn.functional as F
 
 from model import (TURN, Pair, accuracy, action_ids, action_logps, actions_of, base_digest, batches,
-                   find_model, gathered, load, load_options, packed, render,
+                   find_model, gathered, load_sharded, packed, pick_dtype, render,
                    restore, save, save_checkpoint, score, try_save, turns_in)
 
 
@@ -85,25 +86,18 @@ def advantage(logps, ref_logps):
     return (logps - ref_logps).mean()
 
 
-def critic_loss(chosen, rejected, ref_chosen, ref_rejected, beta, nll_coef):
-    """(loss, margin) of one pair, eq. 2: each side is a trajectory's list of (L_t,) log-probs."""
-    margin = beta * (sum(map(advantage, chosen, ref_chosen))
-                     - sum(map(advantage, rejected, ref_rejected)))
-    likelihood = sum(logps.mean() for logps in chosen) / len(chosen)
-    return -F.logsigmoid(margin) - nll_coef * likelihood, margin
-
-
-def pair_loss(args, pair, logps, ref):
-    """(loss, margin) of a Pair, by the log-probs of its turns, {turn: (L,)}."""
-    sides = pair.chosen, pair.rejected
-    chosen, rejected = ([logps[turn] for turn in side] for side in sides)
-    ref_chosen, ref_rejected = ([ref[turn] for turn in side] for side in sides)
-    return critic_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, args.nll_coef)
+def critic_loss(args, pair, logps, ref):
+    """(loss, margin) of a Pair of trajectories, eq. 2. logps, ref: {turn: (L,)} by pi, pi_ref."""
+    better, worse = (sum(advantage(logps[turn], ref[turn]) for turn in trajectory)
+                     for trajectory in (pair.chosen, pair.rejected))
+    margin = args.beta * (better - worse)
+    likelihood = sum(logps[turn].mean() for turn in pair.chosen) / len(pair.chosen)
+    return -F.logsigmoid(margin) - args.nll_coef * likelihood, margin
 
 
 def batch_loss(args, pairs, logps, ref):
-    """(mean loss of some pairs, {"accuracy", "margin"}), by log-probs, {turn: (L,)}."""
-    losses, margins = zip(*(pair_loss(args, pair, logps, ref) for pair in pairs))
+    """(mean loss of some pairs, {"accuracy", "margin"})."""
+    losses, margins = zip(*(critic_loss(args, pair, logps, ref) for pair in pairs))
     margin = torch.stack(margins)
     return sum(losses) / len(pairs), {"accuracy": accuracy(margin), "margin": margin.mean().item()}
 
@@ -116,7 +110,7 @@ def main(args):
     if log and not log.finished:
         records, model, ref = train(args, log, device)
     else:
-        records, model, ref = load_finished(args, device)
+        records, model, ref = load_to_score(args, device)
     write(records, advantages(model, ref, args.tree_tokens), emit)
 
 
@@ -125,12 +119,11 @@ def train(args, log, device):
     records, (ref_of, groups, held) = rank_0_keeps(lambda: prepare(args))
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
-    options = load_options(args, device)
     log.begin(data=chain(ref_of.items(), *groups), steps=len(steps), pairs=sum(map(len, groups)),
-              held_out_pairs=len(held), dtype=str(options["dtype"]),
+              held_out_pairs=len(held), dtype=str(pick_dtype(args.dtype, device)),
               model_weights=base_digest(args.model))
 
-    model, tokenizer = load(args.model, **options)
+    model, tokenizer = load_sharded(args.model, device, args)
     try_save(model, tokenizer, args.out)
     ref = reference(model, ref_of, args.tree_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
@@ -154,6 +147,7 @@ def train(args, log, device):
         optimizer.zero_grad()
         log(step=step, loss=loss, **facts, grad_norm=norm, lr=lr, tokens=model.tokens - before)
         if held and ((step + 1) % args.eval_every == 0 or step + 1 == len(steps)):
+            # by the weights after this step; the row above is by those before it
             log(step=step, **measure(batch_loss, args, model, held, ref))
 
     save(model, tokenizer, args.out)
@@ -161,18 +155,17 @@ def train(args, log, device):
     return records, model, ref
 
 
-def load_finished(args, device):
-    """What train returns, of the finished critic in --out or of the untrained one."""
+def load_to_score(args, device):
+    """What train returns, where nothing is trained: a finished critic, or --untrained 1."""
     if args.out:
-        model = args.model if "model" in args.given else None
-        args.model, args.ref_context = find_reference(args.out, model)
+        moved_to = args.model if "model" in args.given else None
+        args.model = finished_flags(args.out, moved_to).model
     records, ref_of = rank_0_keeps(lambda: read_stdin(args))
-    options = load_options(args, device, train=False)
-    model, _ = load(args.model, **options)
+    model, _ = load_sharded(args.model, device, args, train=False)
     ref = reference(model, ref_of, args.tree_tokens)
     if args.out:
         del model  # pi finds its room
-        model, _ = load(args.out, **options)
+        model, _ = load_sharded(args.out, device, args, train=False)
     return records, model, ref
 
 
@@ -210,8 +203,8 @@ def write(records, values, emit):
 
 # --- a finished critic's reference ----------------------------------------------------------------
 
-def find_reference(folder, model=None):
-    """(pi_ref's folder or hub name, --ref_context) of the finished critic in a folder.
+def finished_flags(folder, model=None):
+    """The flags that the finished critic in a folder was trained with; of them `model` is pi_ref.
 
     model: where pi_ref is now. Not given: where it was, as seen from the critic, so that both may
     have been moved.
@@ -219,16 +212,16 @@ def find_reference(folder, model=None):
     with fail_on_error(f"{folder} is no finished run of train_critic.py"):
         rows = rows_of(folder)
         row = [row for row in rows if "args" in row][-1]
-        args, weights = row["args"], row["model_weights"]
-        rows[-1]["finished"]  # or it is none
-        ref_context = args["ref_context"]
+        flags, weights = SimpleNamespace(**row["args"]), row["model_weights"]
+        rows[-1]["finished"], flags.ref_context  # or it is none
     if not model:
-        was, out = (os.path.join(row["cwd"], args[name]) for name in ("model", "out"))
+        was, out = (os.path.join(row["cwd"], path) for path in (flags.model, flags.out))
         beside = os.path.join(folder, os.path.relpath(was, out))
-        model = beside if os.path.isdir(beside) else args["model"]
+        model = beside if os.path.isdir(beside) else flags.model
     if base_digest(model) not in (weights, None):  # None on other ranks
         fail(f"{model} has other weights than the model that the critic in {folder} began as")
-    return model, ref_context
+    flags.model = model
+    return flags
 
 
 # --- pairs ----------------------------------------------------------------------------------------
@@ -253,21 +246,21 @@ def hold_out(tasks, share, seed):
 def trajectory_pairs(records, margin):
     """{task id: [Pair]}: two of a task's trajectories, wherever they stand, by reward.
 
-    margin: the least difference of rewards; None: the best is compared with each, if it is solved.
-    Where there are none the program ends.
+    margin: all whose rewards differ by so much. None: one solved trajectory, the first, with each
+    that is worse. Where there are no pairs the program ends.
     """
     by_task, groups = {}, {}
     for r in records:
         turns = tuple(m[TURN] for m in agent_messages(r))
         if None not in turns:
             by_task.setdefault(task_id(r["task"]), []).append((r["reward"], turns))
-    for task, rows in by_task.items():
-        best = max(rows, key=lambda row: row[0])
+    for task, trajectories in by_task.items():
+        better = trajectories
         if margin is None:
-            compared = [(best, row) for row in rows if best[0] >= 1]
-        else:
-            compared = [(a, b) for a in rows for b in rows if a[0] - b[0] > margin - 1e-9]
-        pairs = [Pair(a[1], b[1], gap=a[0] - b[0]) for a, b in compared if a[0] > b[0]]
+            better = [(reward, turns) for reward, turns in trajectories if reward >= 1][:1]
+        pairs = [Pair(chosen, rejected, gap=high - low)
+                 for high, chosen in better for low, rejected in trajectories
+                 if high > low and high - low > (margin or 0) - 1e-9]
         if pairs:
             groups[task] = pairs
     if not groups:
@@ -284,22 +277,22 @@ def read_stdin(args, *fields):
     need = needs("dialogue_history", *fields, to_train=True)
     records = list(read_jsonl(sys.stdin, need))
     _, tokenizer, config = find_model(args.model)
-    return records, read_turns(tokenizer, config, records, args.max_length, True,
-                               args.ref_context == "hidden")
+    return records, read_turns(tokenizer, config, records, args.max_length, pi_reads_c=True,
+                               ref_reads_c=args.ref_context == "hidden")
 
 
-def critic_turns(tokenizer, task, history, actions, thinking, hidden, ref_hidden):
-    """[(turn, reference turn)] of actions after a history, what pi and what pi_ref read.
+def critic_turns(tokenizer, task, history, actions, thinking, *, pi_reads_c, ref_reads_c):
+    """[(turn, reference turn)] of actions, messages or candidates, after a history.
 
-    actions: messages or candidates. hidden, ref_hidden: whether pi and pi_ref read c.
+    The turn has what pi reads, the reference turn what pi_ref reads.
     """
     def prompt_ids(reads_c):
         c = hidden_information(task) if reads_c else ""
         messages = with_hidden(history, c) if c else history
         return packed(render(tokenizer, messages, thinking))
 
-    prompt = prompt_ids(hidden)
-    ref_prompt = prompt if ref_hidden == hidden else prompt_ids(ref_hidden)
+    prompt = prompt_ids(pi_reads_c)
+    ref_prompt = prompt if ref_reads_c == pi_reads_c else prompt_ids(ref_reads_c)
     turns = []
     for action in actions:
         ids, dropped = action_ids(tokenizer, action, history, thinking)
@@ -307,24 +300,26 @@ def critic_turns(tokenizer, task, history, actions, thinking, hidden, ref_hidden
     return turns
 
 
-def read_turns(tokenizer, config, records, max_length, hidden, ref_hidden):
+def read_turns(tokenizer, config, records, max_length, *, pi_reads_c, ref_reads_c):
     """Sets action[TURN] for the agent's messages and candidates: their turn, None if too long.
 
-    Returns {turn: reference turn} of those that fit. hidden, ref_hidden: as for critic_turns.
+    Returns {turn: reference turn} of those that fit.
     """
     config = config.get_text_config()
     longest = min(max_length, getattr(config, "max_position_embeddings", None) or max_length)
+    extra_ids = len(tokenizer) > config.vocab_size
     ref_of = {}
     for r in records:
         name = f"the task {task_id(r['task'])}"
         thinking = r.get("meta", {}).get("thinking", 0)  # its dialogue was sampled so
+        if pi_reads_c and not hidden_information(r["task"]):
+            note("records have no hidden information for the critic to read", name)
         for history, actions in actions_of(r):
             with fail_on_error(f"{name} does not suit this --model's chat template"):
-                turns = critic_turns(tokenizer, r["task"], history, actions, thinking, hidden,
-                                     ref_hidden)
+                turns = critic_turns(tokenizer, r["task"], history, actions, thinking,
+                                     pi_reads_c=pi_reads_c, ref_reads_c=ref_reads_c)
             for action, (turn, ref_turn) in zip(actions, turns):
-                largest = ord(max("".join(turn)))
-                if len(tokenizer) > config.vocab_size and largest >= config.vocab_size:
+                if extra_ids and ord(max("".join(turn))) >= config.vocab_size:
                     fail(f"{name} has a token beyond the model's embedding of {config.vocab_size}")
                 fits = sum(map(len, turn)) <= longest
                 action[TURN] = turn if fits else None

@@ -57,7 +57,7 @@ def get_args(argv=None):
     if args.batch_size is None:
         args.batch_size = 32 if args.loss == "rft" else 8
     if args.epochs is None:
-        args.epochs = 1 if args.loss == "dpo" else 4
+        args.epochs = 4 if args.loss in ("mtdpo", "rft") else 1
     return args
 
 
@@ -68,37 +68,35 @@ import torch
 import torch.nn.functional as F
 
 from model import (TURN, Pair, accuracy, action_logps, base_digest, batches, find_model, gathered,
-                   load, load_options, restore, save, save_checkpoint, score, try_save, turns_in)
+                   load_sharded, pick_dtype, restore, save, save_checkpoint, score, try_save,
+                   turns_in)
 from train_critic import hold_out, measure, read_turns, trajectory_pairs
 
 
 # --- the loss -------------------------------------------------------------------------------------
 
-def dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta, nll_coef):
-    """(loss, margin) of one pair, eq. 4: (L,) log-probs of an action, or of a trajectory's."""
-    margin = beta * ((chosen.sum() - ref_chosen.sum()) - (rejected.sum() - ref_rejected.sum()))
-    return -F.logsigmoid(margin) - nll_coef * chosen.mean(), margin
+def tokens_of(turns, logps):
+    """The log-probs of some turns' actions in one tensor; logps: {turn: (L,)}."""
+    return torch.cat([logps[turn] for turn in turns])
 
 
-def pair_loss(args, pair, logps, ref):
-    """(loss, margin) of a Pair, by the log-probs of its turns, {turn: (L,)}."""
-    chosen = torch.cat([logps[turn] for turn in pair.chosen])
-    if args.loss == "rft":
-        return -chosen.sum(), torch.zeros(())
-    rejected = torch.cat([logps[turn] for turn in pair.rejected])
-    ref_chosen = torch.cat([ref[turn] for turn in pair.chosen])
-    ref_rejected = torch.cat([ref[turn] for turn in pair.rejected])
-    return dpo_loss(chosen, rejected, ref_chosen, ref_rejected, args.beta, args.nll_coef)
+def dpo_loss(args, pair, logps, ref):
+    """(loss, margin) of a Pair, eq. 4: of actions, or of all actions of trajectories.
+
+    logps, ref: {turn: (L,)} by pi and pi_ref.
+    """
+    chosen, rejected = tokens_of(pair.chosen, logps), tokens_of(pair.rejected, logps)
+    ref_chosen, ref_rejected = tokens_of(pair.chosen, ref), tokens_of(pair.rejected, ref)
+    margin = args.beta * ((chosen.sum() - ref_chosen.sum()) - (rejected.sum() - ref_rejected.sum()))
+    return -F.logsigmoid(margin) - args.nll_coef * chosen.mean(), margin
 
 
 def batch_loss(args, pairs, logps, ref):
-    """(mean loss of some pairs, {"accuracy", "margin"}), by log-probs, {turn: (L,)}.
-
-    That of rft is a mean over tokens, and has no margin.
-    """
-    losses, margins = zip(*(pair_loss(args, pair, logps, ref) for pair in pairs))
+    """(mean loss of some pairs, {"accuracy", "margin"}); of rft a mean over tokens, no margin."""
     if args.loss == "rft":
-        return sum(losses) / sum(len(action) for pair in pairs for _, action in pair.chosen), {}
+        chosen = [tokens_of(pair.chosen, logps) for pair in pairs]
+        return -sum(logps.sum() for logps in chosen) / sum(map(len, chosen)), {}
+    losses, margins = zip(*(dpo_loss(args, pair, logps, ref) for pair in pairs))
     margin = torch.stack(margins)
     return sum(losses) / len(pairs), {"accuracy": accuracy(margin), "margin": margin.mean().item()}
 
@@ -109,18 +107,18 @@ def main(args):
     emit, device = open_stdout(), init_distributed()
     log = Log(args)
     groups, held = from_rank_0(lambda: prepare(args))
-    turns = turns_in(chain(*groups, held)) if args.loss != "rft" else []  # rft has no reference
+    has_reference = args.loss in ("dpo", "mtdpo")
+    turns = turns_in(chain(*groups, held)) if has_reference else []
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
-    options = load_options(args, device)
     log.begin(data=chain(*groups, held), steps=len(steps), pairs=sum(map(len, groups)),
-              held_out_pairs=len(held), dtype=str(options["dtype"]),
+              held_out_pairs=len(held), dtype=str(pick_dtype(args.dtype, device)),
               model_weights=base_digest(args.model))
     summary = {"summary": "train_policy", "out": args.out, "steps": len(steps)}
     if log.finished:
         return emit(summary)
 
-    model, tokenizer = load(args.model, **options)
+    model, tokenizer = load_sharded(args.model, device, args)
     try_save(model, tokenizer, args.out)
     ref = dict(zip(turns, score(model, turns, args.tree_tokens, "reference")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
@@ -144,6 +142,7 @@ def main(args):
         optimizer.zero_grad()
         log(step=step, loss=loss, **facts, grad_norm=norm, lr=lr, tokens=model.tokens - before)
         if held and ((step + 1) % args.eval_every == 0 or step + 1 == len(steps)):
+            # by the weights after this step; the row above is by those before it
             log(step=step, **measure(batch_loss, args, model, held, ref))
 
     save(model, tokenizer, args.out)
@@ -153,27 +152,25 @@ def main(args):
 
 # --- pairs ----------------------------------------------------------------------------------------
 
-NOTHING = {  # why there are no pairs; of mtdpo trajectory_pairs says it
-    "dpo": "no turn has two unlike candidates with an advantage (collect.py --candidates 16, "
-           "train_critic.py), which --loss mtdpo does not need",
-    "rft": "no trajectory is solved (--all 1 takes every one)"}
-
-
 def prepare(args):
     """([[Pair]] to train on, [Pair] held out) of stdin: see make_groups."""
     fields = ["dialogue_history"]
-    if args.loss == "mtdpo" or args.mix or (args.loss == "rft" and not args.all):
+    if args.loss == "mtdpo" or (args.mix if args.loss == "dpo" else not args.all):
         fields.append("reward")
     need = needs(*fields, to_train=True)
     records = list(read_jsonl(sys.stdin, need))
     _, tokenizer, config = find_model(args.model)
-    read_turns(tokenizer, config, records, args.max_length, hidden=False, ref_hidden=False)
+    read_turns(tokenizer, config, records, args.max_length, pi_reads_c=False, ref_reads_c=False)
     groups = [(task, pairs) for task, pairs in make_groups(args, records) if pairs]
     if not groups:
-        fail(f"nothing to train on in {len(records)} records: {NOTHING[args.loss]}")
-    train, _ = map(set, hold_out(dict(groups), args.held_out, args.seed))
-    return ([pairs for task, pairs in groups if task in train],
-            [pair for task, pairs in groups if task not in train for pair in pairs])
+        why = ("no trajectory is solved (--all 1 takes every one)" if args.loss == "rft" else
+               "no turn has two unlike candidates with an advantage (collect.py --candidates 16, "
+               "train_critic.py), which --loss mtdpo does not need")
+        fail(f"nothing to train on in {len(records)} records: {why}")
+    _, held_out = hold_out(dict(groups), args.held_out, args.seed)
+    held_out = set(held_out)  # tasks: some have several groups
+    return ([pairs for task, pairs in groups if task not in held_out],
+            [pair for task, pairs in groups if task in held_out for pair in pairs])
 
 
 def make_groups(args, records):
@@ -201,15 +198,13 @@ def make_groups(args, records):
 
 
 def mixed_in(args, records, number):
-    """[(task id, [Pair])] of trajectories, so many pairs; where they are few, they come again."""
-    trajectories = list(trajectory_pairs(records, args.margin).items())
-    rng("mix", args.seed).shuffle(trajectories)
-    groups = []
-    for task, pairs in cycle(trajectories):
-        if number <= 0:
-            return groups
-        groups.append((task, pairs))
-        number -= len(pairs)
+    """[(task id, [Pair])] of trajectories, so many pairs or a few more; few tasks come again."""
+    by_task = list(trajectory_pairs(records, args.margin).items())
+    rng("mix", args.seed).shuffle(by_task)
+    endless, groups = cycle(by_task), []
+    while sum(len(pairs) for _, pairs in groups) < number:
+        groups.append(next(endless))
+    return groups
 
 
 def candidate_pairs(candidates, *, per_turn, weight, seed):
@@ -219,18 +214,23 @@ def candidate_pairs(candidates, *, per_turn, weight, seed):
     with the highest E[A] - w KL(pi || pi_ref). w: the log-prob weight. seed: a tuple.
     """
     def value(candidate):
-        if weight and "logprob" not in candidate:
+        if not weight:
+            return candidate["advantage"]
+        if "logprob" not in candidate:
             fail("--logprob_weight needs the candidates' logprob: see collect.py --candidates")
-        return candidate["advantage"] + (weight * candidate["logprob"] if weight else 0)
+        return candidate["advantage"] + weight * candidate["logprob"]
 
     judged = [c for c in candidates if c.get(TURN) and "advantage" in c]
     ranked = sorted(judged, key=value, reverse=True)
-    half, draw = len(ranked) // 2, rng("pairs", *seed).choice
-    pairs = []
-    for _ in range(per_turn if half else 0):
+    half = len(ranked) // 2  # of an odd number the middle one is left out
+    if not half:
+        return []
+    draw, pairs = rng("pairs", *seed).choice, []
+    for _ in range(per_turn):
         better, worse = draw(ranked[:half]), draw(ranked[-half:])
-        if better[TURN] != worse[TURN]:
-            pairs.append(Pair((better[TURN],), (worse[TURN],), gap=value(better) - value(worse)))
+        gap = value(better) - value(worse)
+        if better[TURN] != worse[TURN] and gap > 0:
+            pairs.append(Pair((better[TURN],), (worse[TURN],), gap))
     return pairs
 
 

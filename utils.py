@@ -2,6 +2,7 @@
 import argparse
 import contextlib
 import fcntl
+import filecmp
 import functools
 import glob
 import hashlib
@@ -33,7 +34,7 @@ if WORLD > 1:  # loads slowly, and one process needs none of it
 # --- flags ----------------------------------------------------------------------------------------
 
 class Parser(argparse.ArgumentParser):
-    """Of several ranks rank 0 alone tells an error. args.given: the names of the --flags given."""
+    """Only rank 0 prints an error. args.given: the names of the --flags that were given."""
 
     def parse_args(self, argv=None):
         args = super().parse_args(argv)
@@ -48,19 +49,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(doc, usage):
-    """A Parser that takes no abbreviated flags.
-
-    It describes itself by the first paragraph of `doc` and by indented ones without commands.
-    """
-    first, *others = doc.split("\n\n")
-    shown = [first, *(text for text in others if text[:4] == "    " and "python " not in text)]
+    """A Parser that describes itself by a script's docstring, and takes no abbreviated flags."""
     form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=110)
-    return Parser(description="\n\n".join(shown), usage=usage, formatter_class=form,
-                  allow_abbrev=False)
+    return Parser(description=doc, usage=usage, formatter_class=form, allow_abbrev=False)
 
 
 def end_after_rank_0():
-    """Ends a rank silently. Rank 0 has the same error and says it; torchrun then ends them all."""
+    """Ends another rank without a word: rank 0 has the same error, and torchrun ends them all."""
     time.sleep(5)
     sys.exit(2)
 
@@ -200,7 +195,7 @@ def progress(what, items=None, total=None, initial=0):
 # --- the program and its signals ------------------------------------------------------------------
 
 def run(main, args):
-    """Calls main(args). Ctrl-C and SIGTERM end it at once, but for a trainer's steps."""
+    """Calls main(args). Ctrl-C ends it at once, and the shell's loop that it is in."""
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # or a shell's & ignores it
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
     try:
@@ -213,13 +208,6 @@ def run(main, args):
         if WORLD == 1:
             leave_group()  # or NCCL prints a warning
     leave_group()
-
-
-def end_by(number):
-    """Says so, and ends by the signal's default action: so a shell's loop ends, too."""
-    say(f"error: ended by {signal.Signals(number).name}; the same command goes on")
-    signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
 
 
 # --- JSON lines -----------------------------------------------------------------------------------
@@ -348,8 +336,8 @@ def read_jsonl(stream, need=(), name="stdin"):
 def open_stdout():
     """Keeps stdout for records: returns emit(record), which writes one as a line of JSON.
 
-    What libraries print goes to stderr: call this before they load. Of several ranks only rank 0
-    writes. Ends the program when stdout takes no more, silently if its reader has gone (`| head`).
+    What libraries print goes to stderr: call this before they load. Only rank 0 writes. Ends the
+    program when stdout takes no more, without a word if its reader has gone (`| head`).
     """
     stdout = open(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)
@@ -458,11 +446,11 @@ class Log:
     """The --out directory of a run, locked against other runs: metrics.jsonl, the scripts' copies.
 
     It is like a target of make. A new one is begun; one that was stopped goes on at `step`, that of
-    its last checkpoint; one that is `finished` has its model. `args` get the flags of its run, and
-    one that is given again must be the same.
+    its last checkpoint; one that is `finished` has its model. `args` gets the flags that the run
+    began with, and a flag that is given again must be the same.
 
-    metrics.jsonl has a row of the run's flags and facts, then a row for each log(...). Only rank 0
-    writes.
+    metrics.jsonl has a row of the run's flags and facts, then a row for each log(...), written by
+    rank 0.
     """
     MAY_CHANGE = ["out", "model", "tree_tokens", "recompute", "compile", "offload", "save_every"]
     MAY_CHANGE_LATER = ["dtype", "max_length"]  # where the model is written already
@@ -480,18 +468,18 @@ class Log:
             if RANK == 0:
                 os.close(self.lock)  # from now on it is only read
 
-    def take_flags(self, had):
-        """Sets the flags that are not given to what they were; the others must be the same."""
-        free = self.MAY_CHANGE + self.MAY_CHANGE_LATER * self.finished
-        for name in vars(self.args).keys() & had.keys() - {"given"}:
-            value = getattr(self.args, name)
+    def take_flags(self, old):
+        """Sets the flags that are not given to the old ones; those given must be the same."""
+        may_change = self.MAY_CHANGE + self.MAY_CHANGE_LATER * self.finished
+        for name in vars(self.args).keys() & old.keys() - {"given"}:
+            new = getattr(self.args, name)
             if name not in self.args.given:
-                setattr(self.args, name, had[name])
-            elif name not in free and value != had[name]:
-                self.refuse("--" + name, had[name], value)
+                setattr(self.args, name, old[name])
+            elif name not in may_change and new != old[name]:
+                self.refuse("--" + name, old[name], new)
 
-    def refuse(self, name, had, has):
-        fail(f"the run in {self.out} has {name} {had}, not {has}: name another --out")
+    def refuse(self, name, old, new):
+        fail(f"the run in {self.out} has {name} {old}, not {new}: name another --out")
 
     def claim(self):
         """Locks --out. Returns the rows of the run in it, or [], and its last step, or 0."""
@@ -502,11 +490,15 @@ class Log:
         with fail_on_error(f"--out {out} is in use by another run"):
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not set(os.listdir(out)) - {"metrics.jsonl.part"}:
-            return [], 0  # it is new, or the run was killed as it began
+            return [], 0  # a new run, or one that was killed as it began
         if not os.path.exists(self.path):
             fail(f"--out {out} exists already, and is no run: name another")
         with reading(self.path):
             rows = rows_of(out)
+        names = [os.path.basename(path) for path in glob.glob(f"{glob.escape(HERE)}/*.py")]
+        _, changed, _ = filecmp.cmpfiles(HERE, out, names, shallow=False)
+        if changed:
+            say(f"the run in {out} began with another {', '.join(changed)}, of which it has a copy")
         checkpoints = re.findall(r"^checkpoint-(\d+)$", "\n".join(os.listdir(out)), re.M)
         finished = [row["finished"] for row in rows if "finished" in row]
         return rows, max([0, *map(int, checkpoints), *finished])
@@ -519,17 +511,17 @@ class Log:
         self.total = steps
         if RANK:
             return
-        few = ": few to learn from; collect.py -k gives more" if pairs < 50 or steps < 30 else ""
-        say(f"{pairs} pairs, {steps} steps{few}")
+        hint = ": few to learn from; collect.py -k gives more" if pairs < 50 or steps < 30 else ""
+        say(f"{pairs} pairs, {steps} steps{hint}")
         facts |= {"data": digest([digest(tuple(row)) for row in data]), "steps": steps,
                   "pairs": pairs}
         first = {"args": vars(self.args), "argv": sys.argv, "cwd": os.getcwd(),
                  "version": version(), "world": WORLD, **facts}
         if self.rows:
-            for name, value in facts.items():
-                had = self.rows[0].get(name, value)  # an old run may lack some
-                if had != value:
-                    self.refuse(name, had, value)
+            for name, new in facts.items():
+                old = self.rows[0].get(name, new)  # a run of an older version may lack some
+                if old != new:
+                    self.refuse(name, old, new)
             first = {"resumed": self.step, **first}
         if self.finished:
             return
@@ -538,30 +530,21 @@ class Log:
             f.writelines(json.dumps(row) + "\n" for row in (*rows, first))
         self.file = open(self.path, "a", buffering=1)
         with fail_on_error(f"{self.out} can't be written"):
-            for path in glob.glob(os.path.join(glob.escape(HERE), "*.py")):
-                shutil.copy(path, self.out)
+            for path in glob.glob(f"{glob.escape(HERE)}/*.py"):
+                copy = os.path.join(self.out, os.path.basename(path))
+                if not os.path.exists(copy):  # those that the run began with stay
+                    shutil.copy(path, copy)
 
     def steps(self, what, save):
-        """Yields the steps that are not made yet. Calls save(how many are made) every
-        --save_every, and after a step in which a signal came to a rank, which ends the run.
-        """
-        self.what, came = what, []
+        """Yields the steps that are not made yet; every --save_every calls save(how many are)."""
+        self.what = what
         self.bar = progress(what, total=self.total, initial=self.step)
-        usual = {number: signal.signal(number, lambda number, frame: came.append(number))
-                 for number in (signal.SIGTERM, signal.SIGINT)}
         for step in range(self.step, self.total):
             self.began = time.monotonic()
             yield step
-            stop = sum_over_ranks(len(came))
-            if stop or (step + 1) % self.args.save_every == 0:
+            if (step + 1) % self.args.save_every == 0:
                 save(step + 1)
-            if stop:
-                end_by((came or [signal.SIGTERM])[0])  # another rank may have got it
         self.bar.close()
-        for number, action in usual.items():
-            signal.signal(number, action)
-        if came:  # after the last look
-            end_by(came[0])
 
     def __call__(self, **row):
         """Adds a row to metrics.jsonl, and shows its numbers. All ranks must call this.
