@@ -709,18 +709,17 @@ def load_sharded(path, device, args, train=True):
     dtype = pick_dtype(args.dtype, device)
     keep = train and dtype != torch.float32  # the files' dtype: half the memory
     read = functools.partial(read_tree_lm, path, device, "auto" if keep else dtype)
-    how = dtype, train, args.offload, args.recompute, args.compile
     if WORLD > 1:
         whole, (own, attention, buffers) = rank_0_keeps(read)
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if train else dtype,
                                                   attn_implementation=attention)
             model = TreeLM(lm, device)
-        shard(model, *how)
+        shard(model, dtype, args, train)
         fill_from_rank_0(model, whole, buffers, "cpu" if args.offload else device)
     else:
         model, (own, _, _) = read()
-        shard(model, *how)
+        shard(model, dtype, args, train)
         if train:
             model.float()
         if not args.offload:
@@ -834,17 +833,17 @@ def proof_turns(config):
             for length, action in turns]
 
 
-def shard(model, dtype, train, offload, recompute, compile):
+def shard(model, dtype, args, train):
     """Shards the model by FSDP2: it computes in dtype, and gradients are summed in fp32.
 
-    offload: 1 keeps weights and moments in CPU memory. recompute: 1 keeps of each layer only its
-    inputs for the backward pass; compile: 1 compiles layers and head. For both None is 1 on a GPU,
-    but layers of a model that computes no trees are compiled on demand only.
+    --offload 1 keeps weights and moments in CPU memory, --recompute 1 of each layer only its inputs
+    for the backward pass, and --compile 1 compiles layers and head. The last two are 1 on a GPU if
+    not given, but layers of a model that computes no trees are compiled on demand only.
     """
     model.dtype = dtype
     gpu = model.device.type == "cuda"
-    recompute = gpu if recompute is None else recompute
-    compile = gpu and model.takes_trees if compile is None else compile
+    recompute = gpu if args.recompute is None else args.recompute
+    compile = gpu and model.takes_trees if args.compile is None else args.compile
     if compile:
         model.head_logps = torch.compile(head_logps, dynamic=True)
     for layer in model.layers():
@@ -852,10 +851,10 @@ def shard(model, dtype, train, offload, recompute, compile):
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if recompute:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-    if WORLD == 1 and not offload and (dtype == torch.float32 or not train):
+    if WORLD == 1 and not args.offload and (dtype == torch.float32 or not train):
         return  # the weights are those that it computes with
     mesh = init_device_mesh(model.device.type, (WORLD,))
-    offloading = CPUOffloadPolicy(pin_memory=gpu) if offload else OffloadPolicy()
+    offloading = CPUOffloadPolicy(pin_memory=gpu) if args.offload else OffloadPolicy()
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*model.layers(), model):
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offloading)
