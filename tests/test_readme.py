@@ -118,11 +118,12 @@ def test_edits_with_tests_of_their_own(names, tmp_path):
 
 def test_the_edits_of_what_the_loss_sums(tmp_path):
     """A turn's log-ratios, or all of a trajectory's in one mean."""
-    chosen, rejected = ([torch.tensor([1.0, 2.0]), torch.tensor([3.0])], [torch.tensor([5.0])])
-    zeros = [[0 * x for x in side] for side in (chosen, rejected)]
+    logps = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0]), "c": torch.tensor([5.0])}
+    ref = {turn: 0 * x for turn, x in logps.items()}
+    args, pair = SimpleNamespace(beta=1, nll_coef=0), model.Pair(("a", "b"), ("c",))
     for critic, want in ((train_critic, 1.5 + 3 - 5), (edited_critic("sum", tmp_path), 3 + 3 - 5),
                          (edited_critic("trajectory", tmp_path), (1 + 2 + 3) / 3 - 5)):
-        _, margin = critic.critic_loss(chosen, rejected, *zeros, 1, 0)
+        _, margin = critic.critic_loss(args, pair, logps, ref)
         assert margin.item() == pytest.approx(want)
 
 
@@ -130,8 +131,8 @@ def test_the_edit_no_hidden(tiny_dir, tmp_path):
     tokenizer, history = model.find_model(tiny_dir)[1], dialogue("write f(x)")
     task = {"problem_description": "write f(x)", "ground_truth": "def f(x): ..."}
     critic = edited_critic("no_hidden", tmp_path)
-    ((prompt, _), (ref_prompt, _)), = critic.critic_turns(tokenizer, task, history, [{}], 0, True,
-                                                          True)
+    ((prompt, _), (ref_prompt, _)), = critic.critic_turns(
+        tokenizer, task, history, [{}], 0, pi_reads_c=True, ref_reads_c=True)
     assert prompt == ref_prompt == model.packed(model.render(tokenizer, history))
 
 
