@@ -49,7 +49,6 @@ head -$TASKS runs8/tasks.jsonl |
   play runs8/played.jsonl $MODEL -k 3 --candidates 16 --candidates_share ${SHARE:-0.1}
 stage runs8/train.jsonl python colbench.py grade < runs8/played.jsonl
 end  # training takes all GPUs
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=1800  # seconds for the checkpoint after Ctrl-C, not 30
 # the untrained critic; one of its policy's episodes is better yet (RESULTS.md, "A critic that never
 # loses")
 stage runs8/scored.jsonl torchrun --nproc_per_node=$GPUS train_critic.py --untrained 1 \
