@@ -20,9 +20,9 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-import test_model
 from toy import tiny
 import model as M
+import test_model
 
 
 def small(name, vocabulary):
