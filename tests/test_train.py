@@ -14,7 +14,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 from glob import glob
 from itertools import chain
 from pathlib import Path
@@ -30,23 +29,12 @@ import train_critic
 import train_policy
 import utils
 from colbench import agent_messages
-from conftest import (CPU, ROOT, actions, complaint, demos, descendants, dialogue, gone,
-                      key_of, lines, metrics, plain_ids, records, script, steps, succeed, train,
-                      turns_of, until)
+from conftest import (CPU, ROOT, actions, complaint, demos, descendants, dialogue, gone, lines,
+                      metrics, plain_ids, records, script, steps, succeed, until)
 from model import TURN, Pair
-from test_model import SLOW, save_random, save_strong, separate
+from test_model import FAMILIES, SLOW, save_strong, separate
 
 # --- the losses: the oracle is floats and loops, written from the equations -----------------------
-
-def loop_score(logps, ref, of_tokens=sum):
-    """The sum over turns of the sum, or the mean, of a turn's log-ratios."""
-    return sum(of_tokens([x - y for x, y in zip(p, q)]) for p, q in zip(logps, ref))
-
-
-def loop_loss(margin, chosen, nll_coef):
-    means = [sum(turn) / len(turn) for turn in chosen]
-    return math.log(1 + math.exp(-margin)) - nll_coef * sum(means) / len(means)
-
 
 def trajectories(seed):
     """(chosen, rejected, ref_chosen, ref_rejected): lists of turns of log-probs; a Pair; two dicts.
@@ -62,41 +50,40 @@ def trajectories(seed):
     return sides, pair, logps, ref
 
 
-close = lambda a, b: abs(float(a) - b) < 1e-9
-NUMBERS = [(0.1, 0.01), (1.0, 0.0), (2.0, 1.0)]  # beta, nll_coef
-
-
-def loss_of(trainer, seed, **flags):
+def loss_of(trainer, seed, *flags):
     _, pair, logps, ref = trajectories(seed)
-    given = [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
-    return trainer.pair_loss(trainer.get_args(["--out", "x", *given]), pair, logps, ref)
+    args = trainer.get_args(["--out", "x", *map(str, flags)])
+    return [x.item() for x in trainer.pair_loss(args, pair, logps, ref)]
 
 
-def test_critic_loss_is_eq_2_and_advantage_eq_3():
-    for seed, (beta, nll_coef) in enumerate(3 * NUMBERS):
-        (chosen, rejected, ref_chosen, ref_rejected), _, logps, ref = trajectories(seed)
-        margin = beta * (loop_score(chosen, ref_chosen, statistics.fmean)
-                         - loop_score(rejected, ref_rejected, statistics.fmean))
-        loss, got = loss_of(train_critic, seed, beta=beta, nll_coef=nll_coef)
-        assert close(got, margin) and close(loss, loop_loss(margin, chosen, nll_coef))
+@pytest.mark.parametrize("trainer, flags, of_tokens", [
+    (train_critic, [], statistics.fmean), (train_policy, ["--loss", "dpo"], sum),
+    (train_policy, ["--loss", "mtdpo"], sum)])
+def test_losses_are_eq_2_and_eq_4(trainer, flags, of_tokens):
+    """A side is the sum of its turns' advantages, eq. 3, or of all its tokens' log-ratios."""
+    for seed, (beta, nll_coef) in enumerate(3 * [(0.1, 0.01), (1.0, 0.0), (2.0, 1.0)]):
+        (chosen, *others), _, logps, ref = trajectories(seed)
+        of = [sum(of_tokens([x - y for x, y in zip(p, q)]) for p, q in zip(side, of_ref))
+              for side, of_ref in zip([chosen, others[0]], others[1:])]
+        margin = beta * (of[0] - of[1])
+        means = chosen if trainer is train_critic else [sum(chosen, [])]  # whose NLL is by token
+        nll = -statistics.fmean(map(statistics.fmean, means))
+        got = loss_of(trainer, seed, *flags, "--beta", beta, "--nll_coef", nll_coef)
+        assert got == pytest.approx([math.log(1 + math.exp(-margin)) + nll_coef * nll, margin])
         for turn, p in logps.items():
-            want = loop_score([p.tolist()], [ref[turn].tolist()], statistics.fmean)
-            assert close(train_critic.advantage(p, ref[turn]), want)
+            want = statistics.fmean((p - ref[turn]).tolist())
+            assert train_critic.advantage(p, ref[turn]).item() == pytest.approx(want)
+
+
+def test_the_loss_of_rft_is_the_nll():
+    for seed in range(9):
+        (chosen, *_), *_ = trajectories(seed)
+        assert loss_of(train_policy, seed, "--loss", "rft")[0] == pytest.approx(
+            -sum(map(sum, chosen)))
 
 
 def test_a_margin_of_0_up_to_rounding_is_ranked_by_chance():
     assert M.accuracy(torch.tensor([1e-7, 2e-7, 0, 1e-3])) == 0.625
-
-
-def test_policy_losses_are_eq_4_and_the_nll():
-    for seed, (beta, nll_coef) in enumerate(3 * NUMBERS):
-        chosen, rejected, ref_chosen, ref_rejected = trajectories(seed)[0]
-        margin = beta * (loop_score(chosen, ref_chosen) - loop_score(rejected, ref_rejected))
-        for name in ("dpo", "mtdpo"):
-            loss, got = loss_of(train_policy, seed, loss=name, beta=beta, nll_coef=nll_coef)
-            want = loop_loss(margin, [sum(chosen, [])], nll_coef)  # its NLL is by token
-            assert close(got, margin) and close(loss, want)
-        assert close(loss_of(train_policy, seed, loss="rft")[0], -sum(map(sum, chosen)))
 
 
 def test_the_learning_rate_warms_up_also_where_steps_are_few():
@@ -125,15 +112,12 @@ def test_pairs_of_trajectories_are_those_of_two_loops():
         task, too_long = [r.choice("abc") for _ in tenths], [r.random() < 0.2 for _ in tenths]
         given = [trajectory(i, *facts) for i, facts in
                  enumerate(zip(task, [n / 10 for n in tenths], too_long))]
-        margin, best, apart = r.choice([0, 1, 4]), set(), set()
+        margin = r.choice([0, 1, 4])
         fit = [i for i in range(len(given)) if not too_long[i]]
-        for i in fit:
-            of_task = [j for j in fit if task[j] == task[i]]
-            for j in of_task:
-                if tenths[i] - tenths[j] >= max(margin, 1):
-                    apart.add((i, j))
-                if tenths[i] == 10 > tenths[j] and all(tenths[k] < 10 for k in of_task if k < i):
-                    best.add((i, j))
+        worse = [(i, j) for i in fit for j in fit if task[i] == task[j] and tenths[i] > tenths[j]]
+        apart = {(i, j) for i, j in worse if tenths[i] - tenths[j] >= margin}
+        solved = {task[i]: i for i in reversed(fit) if tenths[i] == 10}  # the first of each task
+        best = {(i, j) for i, j in worse if solved.get(task[i]) == i}
         for least, want in ((None, best), (margin / 10, apart)):
             if not want:
                 with pytest.raises(SystemExit, match="no pairs in 9 trajectories"):
@@ -184,24 +168,16 @@ def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
         train_policy.make_groups(args, given[1::2])
 
 
-@pytest.mark.parametrize("worth", [1, -1])
-def test_a_policy_that_may_unlearn_to_answer_is_told_of(worth, capsys):
-    """One of eight candidates answers, and is ranked best or worst."""
-    answer, *others = (candidate(i, 0, None, "what?" if i else f"{colbench.ANSWER} 1")
-                       for i in range(8))
-    record = {"dialogue_history": [{"role": "assistant", "candidates": [answer, *others]}]}
-    sides = [(answer[TURN],), (others[0][TURN],)][::worth]
-    train_policy.tell_answers([Pair(*sides)], [record])
-    said = capsys.readouterr().err
-    assert f"answers are {100 * (worth > 0)}% of the chosen candidates" in said
-    assert "12% of all" in said and ("unlearn to answer" in said) == (worth < 0)
+def read_by(monkeypatch, given, trainer, *flags):
+    """(groups of pairs, pairs held out) that a trainer makes of the records."""
+    monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(given).encode()))
+    made = trainer.prepare(trainer.get_args([*map(str, flags), "--out", "x"]))
+    return made[1][1:] if trainer is train_critic else made
 
 
 def prepared(monkeypatch, given, trainer, *flags):
-    """What a trainer makes of the records."""
-    monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(given).encode()))
-    made = trainer.prepare(trainer.get_args([*map(str, flags), "--out", "x"]))
-    return made[trainer is train_critic]  # not the records, nor what the policy holds out
+    """The groups of pairs that a trainer makes of the records."""
+    return read_by(monkeypatch, given, trainer, *flags)[0]
 
 
 def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch):
@@ -228,43 +204,21 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch
         make()
 
 
-def test_a_share_of_the_tasks_is_held_out_but_one_always_trains(rewarded, tiny_dir, monkeypatch):
-    """A small share still holds one out, so that the accuracy says something."""
-    for tasks, share, n in ((4, 0, 0), (4, 0.001, 1), (4, 0.5, 2), (4, 1, 3), (1, 0.5, 0)):
-        some = [r for r in rewarded if r["task"]["id"] in
-                sorted({r["task"]["id"] for r in rewarded})[:tasks]]
-        _, train, held = prepared(monkeypatch, some, train_critic, "--model", tiny_dir,
-                                  "--held_out", share)
-        assert len(held) == n and len(train) == tasks - n
-        assert not set(held) & {pair for pairs in train for pair in pairs}
-
-
-@pytest.mark.parametrize("flags", [["--mix", 0.5], ["--loss", "mtdpo"], ["--loss", "rft"]])
-def test_a_policy_learns_nothing_of_held_out_tasks(flags, ranked, tiny_dir, monkeypatch):
-    tasks = sorted({r["task"]["id"] for r in ranked})
+@pytest.mark.parametrize("trainer, flags", [
+    (train_critic, []), (train_policy, ["--mix", 0.5]), (train_policy, ["--loss", "mtdpo"]),
+    (train_policy, ["--loss", "rft"])])
+def test_nothing_is_learned_of_held_out_tasks(trainer, flags, ranked, tiny_dir, monkeypatch):
+    """A small share still holds one out, so that the accuracy says something; one always trains."""
+    names = sorted({r["task"]["id"] for r in ranked})
     for r in ranked:  # some tasks have one description
-        r["dialogue_history"][0]["content"] += " write" * tasks.index(r["task"]["id"])
-    monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(ranked).encode()))
-    args = train_policy.get_args(["--model", str(tiny_dir), "--held_out", "0.5", "--out", "x",
-                                  *map(str, flags)])
-    train, held = train_policy.prepare(args)
-    read = [{prompt[:prompt.find(chr(2))] for pair in pairs for prompt, _ in pair.chosen}
-            for pairs in (chain(*train), held)]
-    assert all(read) and not read[0] & read[1]
-
-
-@pytest.mark.parametrize("before", [[], [{"role": "system", "content": "be short"}]])
-def test_preferences_are_pairs_of_all_messages_of_the_assistant(before, tiny_dir, monkeypatch):
-    tokenizer = M.find_model(tiny_dir)[1]
-    prompt, *chosen = dialogue("write pay(x)", "what is the rate?", "rate=3 <|end|>", "def ...")
-    sides = chosen, chosen[-1:]
-    line = {"prompt": [*before, prompt], "chosen": sides[0], "rejected": sides[1]}
-    whole = {side: line["prompt"] + line[side] for side in ("chosen", "rejected")}
-    want = [tuple(turns_of(tokenizer, {"dialogue_history": side})) for side in whole.values()]
-    assert list(map(len, want)) == [2, 1]
-    flags = ["--model", tiny_dir, "--loss", "mtdpo"]
-    groups = prepared(monkeypatch, [line, whole], train_policy, *flags)
-    assert groups == 2 * [[Pair(*want, gap=1.0)]]
+        r["dialogue_history"][0]["content"] += " write" * names.index(r["task"]["id"])
+    for tasks, share, n in ((4, 0, 0), (4, 0.001, 1), (4, 0.5, 2), (4, 1, 3), (1, 0.5, 0)):
+        some = [r for r in ranked if r["task"]["id"] in names[:tasks]]
+        groups, held = read_by(monkeypatch, some, trainer, "--model", tiny_dir, *flags,
+                               "--held_out", share)
+        train, measured = ({prompt[:prompt.find(chr(2))] for pair in pairs
+                            for prompt, _ in pair.chosen} for pairs in (chain(*groups), held))
+        assert len(train) == tasks - n and len(measured) == n and not train & measured
 
 
 # --- c: the critic's, never the policy's ----------------------------------------------------------
@@ -317,61 +271,37 @@ def test_what_each_critic_reads(tiny_dir):
     assert read()[1] == read()[3] == "<|end|>"
 
 
-# --- the critics ----------------------------------------------------------------------------------
+# --- the critic's reference, when it is finished ------------------------------------------------
 
-def check_same_advantages(given, others):
-    for r, s in zip(given, others, strict=True):
-        for x, y in zip(actions(r), actions(s), strict=True):
-            assert x["advantage"] == pytest.approx(y["advantage"], abs=1e-4, rel=1e-4)
+def test_a_finished_critic_finds_its_reference_and_takes_no_other(rewarded, tiny_dir, tmp_path):
+    """By a path from its own directory, so that both may move together; or by --model.
 
-
-@pytest.mark.full
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_critic_learns_and_scores_more_than_it_learned_from(world, rewarded, tiny_dir, tmp_path):
-    for r in rewarded:
-        for m in agent_messages(r):  # what tells the two apart
-            del m["token_ids"], m["logprobs"]
-            m["output"] = "what is the rate?" if r["reward"] == 1 else "what is the color?"
-    critic = ["train_critic.py", "--out", tmp_path / "c"]
-    flags = ["--model", tiny_dir, "--held_out", 0, "--lr", 1e-3, "--beta", 5, "--epochs", 8,
-             "--batch_size", 4, "--ref_context", "agent"]
-    first, (_, *rows, last) = train(rewarded, *critic, *flags, ranks=world)
-    assert rows[-1]["loss"] < 0.1 < rows[0]["loss"] and last["finished"] == len(rows)
-    total = {key_of(r): sum(m["advantage"] for m in agent_messages(r)) for r in first}
-    assert all(total[task, 0] > total[task, 1] for task, _ in total)
-    many = [{**r, "sample": 100 * i + r["sample"]} for i in range(10) for r in rewarded]
-    for r in many:
-        del r["reward"]
-    got, _ = train(many, *critic, ranks=world)
-    check_same_advantages(got, 10 * first)
-    assert sum(abs(x["advantage"]) > 1e-3 for r in got for x in actions(r)) > 100
-
-
-def test_a_critic_finds_its_reference_and_takes_no_other(rewarded, tiny_dir, tmp_path):
-    """By a path from its own directory, so that both may move together; or by --model."""
-    base, out = shutil.copytree(tiny_dir, tmp_path / "runs" / "base"), tmp_path / "runs" / "c"
-    flags = ["train_critic.py", "--model", "base", "--epochs", 1, "--out", "c"]
-    first = succeed(*flags, stdin=rewarded, cwd=tmp_path / "runs").stdout
-    assert any(x["advantage"] for r in records(first) for x in actions(r))
-    score = ["train_critic.py", "--out"]
+    It reads what it read in training, and scores in any order, also what has no reward.
+    """
+    shutil.copytree(tiny_dir, tmp_path / "runs" / "base")
+    flags = ["--model", "base", "--epochs", 1, "--ref_context", "agent", "--out", "c"]
+    done = succeed("train_critic.py", *flags, stdin=rewarded, cwd=tmp_path / "runs")
+    first = records(done.stdout)
+    assert any(x["advantage"] for r in first for x in actions(r))
     moved = shutil.move(tmp_path / "runs", tmp_path / "moved")
     base, out = Path(moved, "base"), Path(moved, "c")
-    before = contents(out)
-    assert succeed(*score, out, stdin=rewarded).stdout == first
+    before, score = contents(out), ["train_critic.py", "--out", out]
+    for r in first + rewarded:
+        del r["reward"]
+    assert records(succeed(*score, stdin=rewarded[::-1]).stdout) == first[::-1]
     elsewhere = shutil.move(base, tmp_path / "elsewhere")
-    complaint(script(*score, out, stdin=rewarded), "no model at 'base'")
-    assert succeed(*score, out, "--model", elsewhere, stdin=rewarded).stdout == first
+    complaint(script(*score, stdin=rewarded), "no model at 'base'")
+    assert records(succeed(*score, "--model", elsewhere, stdin=rewarded).stdout) == first
     weights = load_file(f"{elsewhere}/model.safetensors")
     save_file({k: v * 1.001 for k, v in weights.items()}, f"{elsewhere}/model.safetensors",
               {"format": "pt"})
-    done = script(*score, out, "--model", elsewhere, stdin=rewarded)
+    done = script(*score, "--model", elsewhere, stdin=rewarded)
     complaint(done, f"{elsewhere} has other weights than the model that the critic in {out}")
     assert contents(out) == before
 
 
 # --- running --------------------------------------------------------------------------------------
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 CRITIC = ["train_critic.py", "--held_out", 0.3, "--eval_every", 2, "--batch_size", 2,
           "--epochs", 6, "--lr", 1e-4, "--beta", 1]
 POLICY = ["train_policy.py", "--lr", 1e-5, "--loss"]
@@ -408,7 +338,7 @@ def command(tiny_dir, tmp_path_factory):
     """command(job, out, *flags): the script and its flags."""
     model, tokenizer = M.load(tiny_dir)
     bases = {job: tmp_path_factory.mktemp(job) for job in ("moe", "bf16")}
-    save_random("qwen3_moe", tokenizer, bases["moe"])
+    save_strong(*FAMILIES["qwen3_moe"], tokenizer, bases["moe"])
     model.dtype = torch.bfloat16  # of the files, as of models on the hub
     M.save(model, tokenizer, str(bases["bf16"]))
 
@@ -426,34 +356,6 @@ def whole(command, data, tmp_path_factory):
         out = tmp_path_factory.mktemp("whole") / job
         return out, succeed(*command(job, out), stdin=data).stdout
     return run
-
-
-@contextlib.contextmanager
-def started(command, given, launcher=(sys.executable,)):
-    """A script as a process, maybe of torchrun; it and all that it started end with the context."""
-    name, *flags = command
-    with tempfile.TemporaryFile("w+") as stdin:
-        stdin.write(given)
-        stdin.seek(0)
-        p = subprocess.Popen([*launcher, os.path.join(ROOT, name), *map(str, flags)], cwd=ROOT,
-                             text=True, env=CPU, start_new_session=True, stdin=stdin,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        yield p
-    finally:
-        for pid in (p.pid, *descendants(p.pid)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        with p:
-            p.kill()
-
-
-def ended(p):
-    """The finished process, with text in stdout and stderr. All that it started has ended, too."""
-    family = descendants(p.pid)
-    out, err = p.communicate(timeout=150)
-    gone(family)
-    return subprocess.CompletedProcess(p.args, p.returncode, out, err)
 
 
 def same_steps(out, want_out):
@@ -507,10 +409,10 @@ def planned_tokens(command, data, world):
                                                     for job in ("mtdpo", "rft"))])
 def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data, tiny_dir,
                                                       monkeypatch):
+    """It takes the tokens that plan.py tells."""
     trainer, (_, *flags) = train_critic if job == "critic" else train_policy, command(job, "x")
     args = trainer.get_args([*map(str, flags)])
-    monkeypatch.setattr(sys, "stdin", io.BytesIO(data.encode()))
-    *_, groups, held = chain(*trainer.prepare(args)) if job == "critic" else trainer.prepare(args)
+    groups, held = read_by(monkeypatch, records(data), trainer, *flags)
     pi, pi_ref = (AutoModelForCausalLM.from_pretrained(tiny_dir) for _ in range(2))
 
     def by_turn(lm, pairs):
@@ -546,15 +448,9 @@ def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data,
         if step in measured:
             assert measured.pop(step) == pytest.approx(loss_of(held).item(), rel=1e-3)
     assert not measured
-
-
-@pytest.mark.parametrize("job", ["critic", *(pytest.param(job, marks=pytest.mark.full)
-                                             for job in ("dpo", "mtdpo", "rft"))])
-def test_a_plan_tells_the_tokens_of_the_run(job, whole, command, data, tmp_path):
-    rows = steps(whole(job)[0])
-    want = sum(row["tokens"] for row in rows), len(rows)
-    assert planned_tokens(command(job, tmp_path / "plan"), data, 1) == want
-    assert not (tmp_path / "plan").exists()
+    made = steps(whole(job)[0])
+    want = sum(row["tokens"] for row in made), len(made)
+    assert planned_tokens(command(job, "x"), data, 1) == want
 
 
 @pytest.mark.full
@@ -567,11 +463,14 @@ def test_many_processes_and_small_trees_make_the_same_steps(world, job, whole, c
     Each rank takes the whole loss. Some ranks of four have no part left, and compute one again.
     """
     more = ["--recompute", 1, "--offload", 1] if world == 4 else []
-    more += ["--compile", int(job == "critic")]
+    more += ["--compile", int(job == "critic" and world == 2)]
     train = command(job, tmp_path / job, "--tree_tokens", 150, *more)
     done = succeed(*train, stdin=data, ranks=world)
     same_to_rounding(whole(job), tmp_path / job, done.stdout)
     assert metrics(tmp_path / job)[0]["world"] == world
+    if job == "critic":  # a finished one scores
+        done = succeed(train[0], "--out", tmp_path / job, stdin=data, ranks=world)
+        same_to_rounding(whole(job), tmp_path / job, done.stdout)
     tokens = sum(row["tokens"] for row in steps(tmp_path / job))
     assert planned_tokens([*train, "--out", tmp_path / "plan"], data, world)[0] == tokens
     assert tokens > sum(row["tokens"] for row in steps(whole(job)[0]))
@@ -581,7 +480,7 @@ def test_many_processes_and_small_trees_make_the_same_steps(world, job, whole, c
     name if name == "qwen3_next" else pytest.param(name, marks=pytest.mark.full) for name in SLOW])
 def test_two_processes_train_turn_by_turn_as_one_does(name, tmp_path, tiny_dir):
     """With as many forwards on each."""
-    base = save_strong(*SLOW[name], M.find_model(tiny_dir)[1], tmp_path / "base")
+    base = save_strong(name, SLOW[name], M.find_model(tiny_dir)[1], tmp_path / "base")
     rft = ["train_policy.py", "--loss", "rft", "--all", 1, "--model", base, "--batch_size", 5,
            "--epochs", 2, "--lr", 1e-4, "--out"]
     one = succeed(*rft, tmp_path / "1", stdin=demos(7))
@@ -599,14 +498,11 @@ def test_two_processes_train_turn_by_turn_as_one_does(name, tmp_path, tiny_dir):
     ([], "error: stdin, line 2: not JSON"),
     (["--learning_rate", 1], "error: unrecognized arguments: --learning_rate 1")],
     ids=["bad line", "unknown flag"])
-def test_under_torchrun_an_error_is_said_once_and_leaves_nothing(flags, message, command, data,
-                                                                 tmp_path):
+def test_two_ranks_say_an_error_once_and_leave_nothing(flags, message, command, data, tmp_path):
     bad = data.splitlines()[0] + "\n{'single': 'quotes'}\n"
-    with started(command("critic", tmp_path / "out", *flags), bad, TORCHRUN) as p:
-        done = ended(p)
-    assert done.returncode and not done.stdout and not [*tmp_path.glob("out/*")]
-    errors = [line for line in done.stderr.splitlines() if "error: " in line]
-    assert len(errors) == 1 and message in errors[0], done.stderr
+    done = script(*command("critic", tmp_path / "out", *flags), stdin=bad, ranks=2)
+    complaint(done, message)
+    assert not [*tmp_path.glob("out/*")]
 
 
 PATIENCE = """
@@ -633,18 +529,29 @@ def test_one_process_finishes_what_two_of_torchrun_began(how, whole, command, da
     """One of two ranks is killed; or torchrun ends by a signal, and the last step is on disk."""
     out, is_kill = tmp_path / "out", how == signal.SIGKILL
     mtdpo = command("mtdpo", out, "--save_every", 2 if is_kill else 100)
-    with started(mtdpo, data, TORCHRUN) as p:
-        until(lambda: len(steps(out)) > 2, p)
-        (rank_1,) = (pid for pid in descendants(p.pid)
-                     if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
-        os.kill(rank_1 if is_kill else p.pid, how)
-        done = ended(p)
-    assert done.returncode and not done.stdout and not (out / "model.safetensors").exists()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    (tmp_path / "in").write_text(data)
+    with open(tmp_path / "in") as stdin, subprocess.Popen(
+            [*torchrun, *map(str, mtdpo)], cwd=ROOT, text=True, env=CPU, start_new_session=True,
+            stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
+        try:
+            until(lambda: len(steps(out)) > 2, p)
+            family = descendants(p.pid)
+            (rank_1,) = (pid for pid in family
+                         if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+            os.kill(rank_1 if is_kill else p.pid, how)
+            stdout, stderr = p.communicate(timeout=150)
+            gone(family)
+        finally:
+            for pid in (p.pid, *descendants(p.pid)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    assert p.returncode and not stdout and not (out / "model.safetensors").exists()
     if is_kill:
-        assert "SIGKILL" in done.stderr
+        assert "SIGKILL" in stderr
     else:
-        ours, *torchruns = done.stderr.split("Traceback")
-        assert ours.count("error: ended by") == 1 and len(torchruns) <= 1, done.stderr
+        ours, *torchruns = stderr.split("Traceback")
+        assert ours.count("error: ended by") == 1 and len(torchruns) <= 1, stderr
         assert (out / f"checkpoint-{steps(out)[-1]['step'] + 1}").exists()
     done = succeed(*mtdpo, stdin=data)
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
@@ -672,22 +579,17 @@ def killed(command, data, tmp_path_factory):
     ("critic", 1), *(pytest.param(*case, marks=pytest.mark.full) for case in (
         ("bf16", 1), ("moe", 1), ("mtdpo", 1), ("critic", 2)))])
 def test_a_killed_run_resumes_to_the_same_bits(job, world, killed, whole, command, data, tmp_path):
-    """On two processes to rounding. What the reference said is not computed again."""
+    """On two processes to rounding. Nothing is left that a finished run does not need."""
     out = shutil.copytree(killed(job), tmp_path / "out")
     (out / "checkpoint-7.part").mkdir()  # what a kill leaves while a checkpoint is being written
     (out / "checkpoint-7.part" / ".metadata").write_text("{")
     with open(out / "metrics.jsonl", "a") as f:
         f.write('{"step": 9}\n{"step": 10, "lo')
-    shutil.copytree(out, tmp_path / "damaged")
-    (tmp_path / "damaged" / "reference.safetensors").write_text("?")
-    done = script(*command(job, tmp_path / "damaged"), stdin=data)
-    complaint(done, "reference.safetensors is damaged")
     done = succeed(*command(job, out, "--save_every", 3), stdin=data, ranks=world)
     (same_bits if world == 1 else same_to_rounding)(whole(job), out, done.stdout)
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
     assert 2 <= resumed["resumed"] < resumed["steps"] and resumed["world"] == world
-    left = ("checkpoint", ".part", "reference")  # what a finished critic would not need
-    assert not [name for name in os.listdir(out) if any(part in name for part in left)]
+    assert sorted(os.listdir(out)) == sorted(os.listdir(whole(job)[0]))
 
 
 def contents(out):
@@ -701,8 +603,6 @@ def test_a_finished_run_is_only_read_and_what_is_no_run_never_removed(job, whole
     before = contents(out)
     assert succeed(*command(job, out), stdin=data).stdout == stdout
     assert succeed(command(job, out)[0], "--out", out, stdin=data).stdout == stdout
-    done = script(*command(job, out, "--lr", 3), stdin=data)
-    complaint(done, f"the run in {out} has --lr ", ", not 3.0: name another --out")
     assert contents(out) == before
     (tmp_path / "precious").write_text("mine")
     done = script(*command(job, tmp_path), stdin=data)
@@ -724,18 +624,11 @@ def test_only_the_same_run_goes_on(flags, change, message, killed, command, data
     assert contents(out) == before
 
 
-@pytest.mark.full
-def test_two_runs_cannot_share_an_out(whole, command, data, tmp_path):
-    out = tmp_path / "out"
-    with started(command("critic", out), data) as p:
-        until(lambda: steps(out), p)
-        p.send_signal(signal.SIGSTOP)
-        second = script(*command("critic", out), stdin=data)
-        p.send_signal(signal.SIGCONT)
-        done = ended(p)
-    complaint(second, "in use")
-    assert done.returncode == 0, done.stderr
-    same_bits(whole("critic"), out, done.stdout)
+def test_two_runs_cannot_share_an_out(command, data, tmp_path):
+    first = utils.Log(train_critic.get_args(["--out", str(tmp_path / "out")]))
+    complaint(script(*command("critic", first.out), stdin=data), "is in use by another run")
+    os.close(first.lock)
+    succeed(*command("critic", first.out, "--epochs", 1), stdin=data)
 
 
 # --- what is left out, what it is saved as --------------------------------------------------------
@@ -764,15 +657,8 @@ def test_turns_that_are_too_long_are_left_out_and_counted(data, tiny_dir):
 
 
 @pytest.mark.full
-def test_bf16_computes_and_saves_in_16_bits_and_trains_in_32(killed, whole, tiny_dir, command, data,
-                                                             tmp_path):
+def test_bf16_saves_in_16_bits_and_trains_in_32(killed, whole):
     """A step of 2e-7 is lost on a 16-bit weight, as which the files hold it."""
-    in_32 = tmp_path / "fp32"
-    script(*command("bf16", in_32, "--model", tiny_dir, "--dtype", "fp32", "--save_every", 2),
-           stdin=data, kill=(in_32 / "checkpoint-2", signal.SIGKILL))
-    low, high = (load_file(out / "reference.safetensors")["logps"]
-                 for out in (killed("bf16"), in_32))
-    assert 1e-3 < (low - high).abs().mean() < 0.05
     file, *_ = glob(f"{killed('bf16')}/checkpoint-2/*.safetensors")
     kept = load_file(file)
     base = load_file(f"{metrics(killed('bf16'))[0]['args']['model']}/model.safetensors")
