@@ -50,36 +50,30 @@ def trajectories(seed):
     return sides, pair, logps, ref
 
 
-def loss_of(trainer, seed, *flags):
-    _, pair, logps, ref = trajectories(seed)
-    args = trainer.get_args(["--out", "x", *map(str, flags)])
-    return [x.item() for x in trainer.pair_loss(args, pair, logps, ref)]
-
-
-@pytest.mark.parametrize("trainer, flags, of_tokens", [
-    (train_critic, [], statistics.fmean), (train_policy, ["--loss", "dpo"], sum),
-    (train_policy, ["--loss", "mtdpo"], sum)])
-def test_losses_are_eq_2_and_eq_4(trainer, flags, of_tokens):
-    """A side is the sum of its turns' advantages, eq. 3, or of all its tokens' log-ratios."""
+@pytest.mark.parametrize("loss", ["critic", "dpo", "mtdpo", "rft"])
+def test_a_loss_is_that_of_its_equation(loss):
+    """Eq. 2, whose advantages are eq. 3; eq. 4, of all tokens of a side; the NLL."""
+    trainer, of_tokens = train_policy, sum
+    if loss == "critic":
+        trainer, of_tokens = train_critic, statistics.fmean
+    exact = functools.partial(pytest.approx, rel=1e-9)
     for seed, (beta, nll_coef) in enumerate(3 * [(0.1, 0.01), (1.0, 0.0), (2.0, 1.0)]):
-        (chosen, *others), _, logps, ref = trajectories(seed)
-        of = [sum(of_tokens([x - y for x, y in zip(p, q)]) for p, q in zip(side, of_ref))
-              for side, of_ref in zip([chosen, others[0]], others[1:])]
-        margin = beta * (of[0] - of[1])
-        means = chosen if trainer is train_critic else [sum(chosen, [])]  # whose NLL is by token
-        nll = -statistics.fmean(map(statistics.fmean, means))
-        got = loss_of(trainer, seed, *flags, "--beta", beta, "--nll_coef", nll_coef)
-        assert got == pytest.approx([math.log(1 + math.exp(-margin)) + nll_coef * nll, margin])
+        (chosen, rejected, *ref_sides), pair, logps, ref = trajectories(seed)
+        better, worse = (sum(of_tokens([x - y for x, y in zip(p, q)]) for p, q in zip(*sides))
+                         for sides in zip((chosen, rejected), ref_sides))
+        margin = beta * (better - worse)
+        parts = chosen if loss == "critic" else [sum(chosen, [])]  # the policy's NLL is by token
+        likelihood = statistics.fmean(map(statistics.fmean, parts))
+        want = [math.log(1 + math.exp(-margin)) - nll_coef * likelihood, margin]
+        if loss == "rft":
+            want = [-sum(map(sum, chosen)), 0]
+        flags = ["--loss", loss] if trainer is train_policy else []
+        flags += ["--beta", str(beta), "--nll_coef", str(nll_coef), "--out", "x"]
+        got = trainer.pair_loss(trainer.get_args(flags), pair, logps, ref)
+        assert [x.item() for x in got] == exact(want)
         for turn, p in logps.items():
-            want = statistics.fmean((p - ref[turn]).tolist())
-            assert train_critic.advantage(p, ref[turn]).item() == pytest.approx(want)
-
-
-def test_the_loss_of_rft_is_the_nll():
-    for seed in range(9):
-        (chosen, *_), *_ = trajectories(seed)
-        assert loss_of(train_policy, seed, "--loss", "rft")[0] == pytest.approx(
-            -sum(map(sum, chosen)))
+            of_turn = statistics.fmean((p - ref[turn]).tolist())
+            assert train_critic.advantage(p, ref[turn]).item() == exact(of_turn)
 
 
 def test_a_margin_of_0_up_to_rounding_is_ranked_by_chance():
