@@ -10,8 +10,6 @@ step is the body of the trainers' loop: pack, forward, loss, backward. Jobs are 
 turn without gradient. Rivals read the same pairs and have the same weights:
 
 official   a pair is a batch of two padded sequences, all logits, pi_ref on it at every step
-trl        dpo and mtdpo: TRL's DPOTrainer, a pair at a time (pip install trl==1.16.0; left out
-           without it). In conversations it trains on the human's replies, too, and so differs
 kv cache   scoring: a prompt once, with a KV cache; then all its actions in one padded batch, with
            the head on actions alone
 
@@ -36,7 +34,7 @@ os.environ["TQDM_DISABLE"] = "1"
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import toy  # noqa: E402
 import train_critic  # noqa: E402
@@ -200,42 +198,6 @@ def official_step(model, job, batch, ref_model):
     return sum_over_ranks(total)
 
 
-def trl_step(model, ref_model, pairs):
-    """A function that takes TRL's step and returns its loss; None where TRL is not installed."""
-    try:
-        import trl
-        from datasets import Dataset
-    except ImportError:
-        return None
-
-    class Tokenised(trl.DPOTrainer):
-        def _prepare_dataset(self, dataset, *args):
-            return dataset  # token ids already
-
-    def after_prompt(side):  # with the human's replies, if it has several turns
-        (first, _), (last, action) = side[0], side[-1]
-        return list(map(ord, (last + action)[len(first):]))
-
-    rows = [{"prompt_ids": list(map(ord, chosen[0][0])), "chosen_ids": after_prompt(chosen),
-             "rejected_ids": after_prompt(rejected)} for chosen, rejected, _ in pairs]
-    with tempfile.TemporaryDirectory() as out:
-        config = trl.DPOConfig(  # beta and the NLL's weight as in train_policy.py
-            out, beta=0.1, loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.01],
-            max_length=None, per_device_train_batch_size=1, report_to="none",
-            gradient_checkpointing=False, bf16=False, use_cpu=True)
-        tokenizer = AutoTokenizer.from_pretrained(model.config.name_or_path)
-        trainer = Tokenised(model.lm, ref_model.lm, args=config, processing_class=tokenizer,
-                            train_dataset=Dataset.from_list(rows))
-
-    def step(*_):
-        trainer.current_gradient_accumulation_steps = len(rows)
-        with plain(model, ref_model):
-            return sum(trainer.training_step(trainer.model, trainer.data_collator([row])).item()
-                       for row in rows)
-
-    return step
-
-
 # --- scores ---------------------------------------------------------------------------------------
 
 @torch.no_grad()
@@ -321,7 +283,7 @@ def tokens_of_step(job, config, batch, turns):
 
 
 def compare_steps(model, ref_model, job, batch, repeats):
-    """The rows of a step of a job."""
+    """The row of a step of a job."""
     turns = turns_in(batch) if job != "rft" else []
     ref = dict(zip(turns, score(ref_model, turns, TREE_TOKENS)))
 
@@ -335,17 +297,14 @@ def compare_steps(model, ref_model, job, batch, repeats):
     ways = {"ours": functools.partial(step, our_step, ref),
             "official": functools.partial(step, official_step, ref_model),
             "pi_ref": functools.partial(score, ref_model, turns, TREE_TOKENS)}
-    if job in ("dpo", "mtdpo") and WORLD == 1 and (trl := trl_step(model, ref_model, batch)):
-        ways["trl"] = functools.partial(step, trl)
     ways["official"]()  # to warm up
     seconds, gave = timed(model.device, ways, repeats)
     share = 1 / JOBS[job][3]
     ours = [a + share * b for a, b in zip(seconds["ours"], seconds["pi_ref"])]
     tokens = tokens_of_step(job, model.config, batch, turns)
-    for name in (name for name in ways if name not in ("ours", "pi_ref")):
-        differs = max(difference(gave["ours"][:1], gave[name][:1]),
-                      difference(gave["ours"][1:], gave[name][1:]))
-        yield row(f"{job}, {name}", seconds[name], ours, tokens, differs)
+    differs = max(difference(gave["ours"][part], gave["official"][part])
+                  for part in (slice(1), slice(1, None)))
+    return row(f"{job}, official", seconds["official"], ours, tokens, differs)
 
 
 def compare_scoring(model, turns, repeats):
@@ -364,7 +323,7 @@ def measure(args, folder, device):
     for job in args.jobs:
         if job != "scoring":
             batch = batches(read_groups(job, folder), JOBS[job][2], seed=(0, 0))[0]
-            yield from compare_steps(model, ref_model, job, batch, args.repeats)
+            yield compare_steps(model, ref_model, job, batch, args.repeats)
         elif WORLD == 1:
             some = read_groups(job, folder)[:2 * TURNS * (CANDIDATES + 1)]
             yield compare_scoring(ref_model, some, args.repeats)
@@ -380,7 +339,7 @@ def main():
             rows.append(line)
             show(line)
     leave_group()
-    wrong = [r["row"] for r in rows if not r["differs"] < 1e-4 and "mtdpo, trl" not in r["row"]]
+    wrong = [r["row"] for r in rows if not r["differs"] < 1e-4]
     if wrong:
         fail(f"not the same work: {wrong}")
 
