@@ -47,10 +47,10 @@ FAMILIES = {  # name: (model_type, what its config has beside SIZES)
                                     "first_k_dense_replace": 1})}
 
 
-def small(kind, attention="eager", **own):
-    """A transformers model of a model_type with random weights; own: beside or instead of SIZES."""
+def small(kind, attention="eager", sizes=SIZES, **own):
+    """A transformers model of a model_type with random weights; own: beside or instead of sizes."""
     known = AutoConfig.for_model(kind)
-    sizes = {name: size for name, size in SIZES.items() if hasattr(known, name)}
+    sizes = {name: size for name, size in sizes.items() if hasattr(known, name)}
     config = AutoConfig.for_model(kind, **{**sizes, **own})
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32,
                                             attn_implementation=attention)

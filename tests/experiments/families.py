@@ -24,10 +24,12 @@ from toy import tiny
 import model as M
 import test_model
 
+SIZES = {**test_model.SIZES, "hidden_size": 64, "num_hidden_layers": 4, "num_key_value_heads": 4}
+
 
 def small(name, vocabulary):
     """A model of a family with random weights, or None if it can't be made small."""
-    make = lambda: test_model.small(name, vocab_size=vocabulary, num_hidden_layers=4)
+    make = lambda: test_model.small(name, sizes=SIZES, vocab_size=vocabulary)
     try:
         with torch.device("meta"):
             lm = make()
