@@ -36,20 +36,6 @@ from test_model import FAMILIES, SLOW, save_strong, separate
 
 # --- the losses: the oracle is floats and loops, written from the equations -----------------------
 
-def trajectories(seed):
-    """(chosen, rejected, ref_chosen, ref_rejected): lists of turns of log-probs; a Pair; two dicts.
-
-    A turn has 1 to 9 tokens, a side 2 or 3 turns. The dicts are the losses' logps and ref.
-    """
-    r = random.Random(seed)
-    lengths = [[r.randrange(1, 10) for _ in range(n)] for n in (2, 3)]
-    sides = [[[-3 * r.random() for _ in range(n)] for n in lengths[side]] for side in (0, 1, 0, 1)]
-    pair = Pair(*(tuple((side, n) for n in range(len(sides[side]))) for side in (0, 1)))
-    logps, ref = ({(side, n): torch.tensor(x, dtype=torch.float64) for side in (0, 1)
-                   for n, x in enumerate(sides[side + of])} for of in (0, 2))
-    return sides, pair, logps, ref
-
-
 @pytest.mark.parametrize("loss", ["critic", "dpo", "mtdpo", "rft"])
 def test_a_loss_is_that_of_its_equation(loss):
     """Eq. 2, whose advantages are eq. 3; eq. 4, of all tokens of a side; the NLL."""
@@ -58,7 +44,13 @@ def test_a_loss_is_that_of_its_equation(loss):
         trainer, of_tokens = train_critic, statistics.fmean
     exact = functools.partial(pytest.approx, rel=1e-9)
     for seed, (beta, nll_coef) in enumerate(3 * [(0.1, 0.01), (1.0, 0.0), (2.0, 1.0)]):
-        (chosen, rejected, *ref_sides), pair, logps, ref = trajectories(seed)
+        r = random.Random(seed)
+        lengths = [[r.randrange(1, 10) for _ in range(turns)] for turns in (2, 3)]
+        chosen, rejected, *ref_sides = sides = [
+            [[-3 * r.random() for _ in range(n)] for n in lengths[side]] for side in (0, 1, 0, 1)]
+        logps, ref = ({(side, t): torch.tensor(turn, dtype=torch.float64) for side in (0, 1)
+                       for t, turn in enumerate(sides[side + of])} for of in (0, 2))
+        pair = Pair(*(tuple(turn for turn in logps if turn[0] == side) for side in (0, 1)))
         better, worse = (sum(of_tokens([x - y for x, y in zip(p, q)]) for p, q in zip(*sides))
                          for sides in zip((chosen, rejected), ref_sides))
         margin = beta * (better - worse)
@@ -217,23 +209,20 @@ def test_nothing_is_learned_of_held_out_tasks(trainer, flags, ranked, tiny_dir, 
 
 # --- c: the critic's, never the policy's ----------------------------------------------------------
 
-@pytest.mark.parametrize("loss", ["dpo", "mtdpo", "rft"])
-def test_c_never_reaches_the_policy(loss, ranked, tiny_dir, monkeypatch):
-    """All that it is trained on is the same, whatever c is."""
-    flags = "--model", tiny_dir, "--loss", loss, "--mix", 0.5
+@pytest.mark.parametrize("flags, pairs", [
+    (["--mix", 0.5], None), (["--loss", "mtdpo"], 4), (["--loss", "rft"], 4),
+    (["--loss", "rft", "--all", 1], 8)])
+def test_c_never_reaches_the_policy(flags, pairs, ranked, tiny_dir, monkeypatch):
+    """All that it is trained on is the same, whatever c is: of mtdpo a pair of each task's two
+    trajectories, of rft the solved ones, or all.
+    """
     groups = []
     for c in ("rate=3", "fee=7"):
         for r in ranked:
             r["task"] |= {"hidden_information": c, "ground_truth": f"def f(): return {c!r}"}
-        groups.append(prepared(monkeypatch, ranked, train_policy, *flags))
-    assert groups[0] == groups[1] and groups[0]
-
-
-def test_rft_takes_the_solved_trajectories(ranked, tiny_dir, monkeypatch):
-    flags = "--model", tiny_dir, "--loss", "rft"
-    for more, n in (([], 4), (["--all", 1], 8)):
-        groups = prepared(monkeypatch, ranked, train_policy, *flags, *more)
-        assert sum(map(len, groups)) == n and all(not p.rejected for p in chain(*groups))
+        groups.append(prepared(monkeypatch, ranked, train_policy, "--model", tiny_dir, *flags))
+    assert groups[0] == groups[1] and pairs in (None, sum(map(len, groups[0])))
+    assert all(bool(pair.rejected) == ("rft" not in flags) for pair in chain(*groups[0]))
 
 
 def test_what_each_critic_reads(tiny_dir):
@@ -628,9 +617,9 @@ def test_two_runs_cannot_share_an_out(command, data, tmp_path):
 # --- what is left out, what it is saved as --------------------------------------------------------
 
 def test_turns_that_are_too_long_are_left_out_and_counted(data, tiny_dir):
-    """They get no advantage, but each record is written. That no pair has them is tested above."""
-    tokenizer, given, lengths = M.find_model(tiny_dir)[1], records(data), []
-    for r in given:
+    """They get no advantage. That no pair has them is tested above."""
+    tokenizer, lengths = M.find_model(tiny_dir)[1], []
+    for r in records(data):
         for history, both in M.actions_of(r):
             read = colbench.with_hidden(history, r["task"]["ground_truth"])
             prompt = M.render(tokenizer, read)
@@ -642,12 +631,8 @@ def test_turns_that_are_too_long_are_left_out_and_counted(data, tiny_dir):
     left_out = sum(n > limit for n in lengths)
     said = f"{left_out} messages and candidates are longer than {limit} tokens (--max_length"
     assert said in done.stderr
-    got = records(done.stdout)
-    for x, length in zip(chain(*map(actions, got)), lengths, strict=True):
+    for x, length in zip(chain(*map(actions, records(done.stdout))), lengths, strict=True):
         assert ("advantage" in x) == (length <= limit)
-    for x in chain(*map(actions, got + given)):
-        x.pop("advantage", None)  # given: of whoever scored it before
-    assert got == given
 
 
 @pytest.mark.full
