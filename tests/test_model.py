@@ -313,13 +313,6 @@ def test_what_is_no_tree_is_computed_turn_by_turn(name, tmp_path, tiny_dir, caps
         M.load_lm(path, "cpu")
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_a_tree_is_computed_as_one_also_in_16_bits(family, tmp_path, tiny_dir):
-    path = save_strong(*FAMILIES[family], M.find_model(tiny_dir)[1], tmp_path)
-    for dtype in ("fp32", "bf16"):
-        assert M.load(path, dtype=dtype)[0].takes_trees
-
-
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 REFUSED = {"qwen3": ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights"),
            "bert": ({"is_decoder": False}, "log-probs depend on later tokens"),
@@ -337,15 +330,16 @@ def test_a_model_that_is_not_causal_or_has_no_plain_forward_is_refused(family, t
             M.load(path, dtype=dtype)
 
 
-@pytest.mark.parametrize("family", ["llama_tied", "gemma3", "qwen3_moe", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_saved_is_loaded_also_by_transformers(family, tmp_path, tiny_dir):
     """Without our code. Gemma computes some of its weights, files hold experts one by one, and
-    DeepSeek has a persistent buffer.
+    DeepSeek has a persistent buffer. All are computed as trees, also in 16 bits.
     """
     path, turns = save_strong(*FAMILIES[family], M.find_model(tiny_dir)[1], tmp_path), some_turns()
     model, tokenizer = M.load(path)
     M.save(model, tokenizer, path)
     again, tokenizer_again = M.load(path)
+    assert all(lm.takes_trees for lm in (model, again, M.load(path, dtype="bf16")[0]))
     logps = M.action_logps(model, turns)
     assert all(map(torch.equal, logps, M.action_logps(again, turns)))
     theirs = separate(AutoModelForCausalLM.from_pretrained(path), turns)
