@@ -18,10 +18,10 @@ oracle     the tree in 16 bits (a CPU: 32) beside separate forwards in fp32: rel
            log-probs and gradients, and those of separate forwards in 16 bits, about as large
 load       the model from the disk, proven, with --compile C --recompute R ("C1 R0"), and pi_ref
 JOB        the body of the trainers' loop, without the optimizer: its first run, in which torch
-           compiles; tokens a second and rank, share of the peak (of_peak: what is computed; useful:
-           no layer recomputed), on a GPU peak memory, and what plan.py expects. The rival, the
-           first way only: the released procedure on the same pairs and weights; a pair is a batch
-           of two padded sequences, all logits, pi_ref on it at every step
+           compiles; tokens a second and rank, share of the peak (of what is not recomputed), on a
+           GPU peak memory, and what plan.py expects. The rival, the first way only: the released
+           procedure on the same pairs and weights; a pair is a batch of two padded sequences, all
+           logits, pi_ref on it at every step
 scoring    the rival computes a prompt once, with a KV cache; then all its actions in one padded
            batch, with the head on actions alone
 
@@ -396,9 +396,8 @@ class Bench:
         tokens = planned["tokens"]
         figures = {"pairs": len(batch), "seconds": least, "first": first,
                    "tokens_a_second": tokens["computed"] / WORLD / least}
-        for name, again in (("of_peak", recompute), ("of_peak_useful", 0)):
-            flops = self.plan(job, batch, [], again)["hours"] * 3600 * 400e12  # of a rank
-            figures[name] = flops / least / self.peak
+        flops = self.plan(job, batch, [], 0)["hours"] * 3600 * 400e12  # of a rank
+        figures["of_peak"] = flops / least / self.peak
         if GPU:  # expected: weights and gradients, no moments; and pi_ref
             figures |= {"peak_gb": max_over_ranks(gb), "expected_gb":
                         planned["gb_a_gpu"] / 2 + planned["parameters"] * 2 / 1e9}
