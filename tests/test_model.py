@@ -439,6 +439,29 @@ def test_the_table_of_families(monkeypatch, capsys):
     assert told in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("recompute", [0, 1])
+def test_no_layer_stays_gathered_after_its_forward(tiny_dir, recompute):
+    """Nor where a tree is computed again in the backward pass, in which FSDP would keep it.
+
+    And what is computed in 16 bits has their rounding, though its weights have 32.
+    """
+    turns, gathered = [(chr(9) + chr(8), chr(i) + chr(7)) for i in range(6)], []
+    utils.init_distributed()
+    try:
+        model, _ = M.load(tiny_dir, dtype="bf16", offload=0, recompute=recompute)
+        for layer in model.layers():  # its weights are DTensors, but while they are gathered
+            layer.mlp.register_forward_hook(lambda mlp, *_: gathered.append(
+                sum(not hasattr(x.mlp.up_proj.weight, "full_tensor") for x in model.layers())))
+        logps = torch.cat(M.action_logps(model, turns, tree_tokens=6))
+        logps.sum().backward()
+    finally:
+        utils.leave_group()
+    assert len(gathered) >= 2 * 2 * 3 and set(gathered) == {1}
+    in_32 = torch.cat(M.action_logps(M.load(tiny_dir)[0], turns))
+    assert 1e-3 < (logps - in_32).abs().mean() < 0.05
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
 # --- plan.py: test_train.py compares its tokens with those of runs --------------------------------
 
 def planned(steps, reference=(), gpus=1, **flags):
@@ -472,26 +495,3 @@ def test_a_plan_by_hand():
     assert got["parameters"] == 8_030_261_248
     assert got["gb_a_gpu"] == pytest.approx(16.06, rel=0.01)
     assert planned([pairs], offload=1)["gb_a_gpu"] == 0
-
-
-@pytest.mark.parametrize("recompute", [0, 1])
-def test_no_layer_stays_gathered_after_its_forward(tiny_dir, recompute):
-    """Nor where a tree is computed again in the backward pass, in which FSDP would keep it.
-
-    And what is computed in 16 bits has their rounding, though its weights have 32.
-    """
-    turns, gathered = [(chr(9) + chr(8), chr(i) + chr(7)) for i in range(6)], []
-    utils.init_distributed()
-    try:
-        model, _ = M.load(tiny_dir, dtype="bf16", offload=0, recompute=recompute)
-        for layer in model.layers():  # its weights are DTensors, but while they are gathered
-            layer.mlp.register_forward_hook(lambda mlp, *_: gathered.append(
-                sum(not hasattr(x.mlp.up_proj.weight, "full_tensor") for x in model.layers())))
-        logps = torch.cat(M.action_logps(model, turns, tree_tokens=6))
-        logps.sum().backward()
-    finally:
-        utils.leave_group()
-    assert len(gathered) >= 2 * 2 * 3 and set(gathered) == {1}
-    in_32 = torch.cat(M.action_logps(M.load(tiny_dir)[0], turns))
-    assert 1e-3 < (logps - in_32).abs().mean() < 0.05
-    assert {p.dtype for p in model.parameters()} == {torch.float32}
