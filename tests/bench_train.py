@@ -1,33 +1,46 @@
-"""What the trainers' steps and scores cost, beside other ways to compute the same.
+"""What the trainers' steps and scores cost, beside other ways to compute the same; right results.
 
     python tests/bench_train.py                                   # some minutes of one core
     torchrun --nproc_per_node=2 tests/bench_train.py --jobs dpo critic --repeats 5
+    torchrun --nproc_per_node=8 tests/bench_train.py --out rows.json            # of a GPU each
+    python tests/bench_train.py --shapes 1b                       # five minutes of an H100
+    python tests/bench_train.py --shapes tiny --ways 01 11 10     # a rehearsal on a CPU
 
 Records of the paper's shape: a task has four trajectories of six turns, a turn 16 candidates and
-four pairs; texts are random words. The trainers' own functions read them and make the batches. A
-step is the body of the trainers' loop: pack, forward, loss, backward. Jobs are the trainers' losses
-("dpo 24": pairs of a trajectory, "dpo 96": of a task), and scoring, log-probs of all 17 actions a
-turn without gradient. Rivals read the same pairs and have the same weights:
+four pairs; texts are random words, models have random weights. The trainers' own functions read
+them and make the batches, on GPUs one of each job's pairs for each rank. Jobs are the trainers'
+losses ("dpo 24": pairs of a trajectory, "dpo 96": of a task), and scoring, log-probs of all 17
+actions a turn without gradient. A row that fails says so, and the next begins; at the end all that
+failed are named, with exit status 1.
 
-official   a pair is a batch of two padded sequences, all logits, pi_ref on it at every step
-trl        dpo and mtdpo: TRL's DPOTrainer, a pair at a time (pip install trl==1.16.0; left out
-           without it). In conversations it trains on the human's replies, too, and so differs
-kv cache   scoring: a prompt once, with a KV cache; then all its actions in one padded batch, with
-           the head on actions alone
+matmul     TFLOP/s of large matrix products, the peak that the shares are of
+oracle     the tree in 16 bits (a CPU: 32) beside separate forwards in fp32: relative errors of
+           log-probs and gradients, and those of separate forwards in 16 bits, about as large
+load       the model from the disk, proven, with --compile C --recompute R ("C1 R0"), and pi_ref
+JOB        the body of the trainers' loop, without the optimizer: its first run, in which torch
+           compiles; tokens a second and rank, share of the peak (of what is not recomputed), on a
+           GPU peak memory, and what plan.py expects. The rival, the first way only: the released
+           procedure on the same pairs and weights; a pair is a batch of two padded sequences, all
+           logits, pi_ref on it at every step
+scoring    the rival computes a prompt once, with a KV cache; then all its actions in one padded
+           batch, with the head on actions alone
 
-time, least, most: of repeats in turn, the slowest rank's CPU time over that of ours, which includes
-pi_ref's share, by the epochs that it serves. tokens: the same of computed tokens, those of plan.py,
-with a backward pass as two forwards; of_bound is time / tokens. differs: the relative difference of
-losses and gradients, or of log-probs, as whole vectors. Exits with 1 if it is more than 1e-4.
+time, least, most: the rival's seconds over ours, of repeats in turn; on a CPU its time, of the
+slowest rank. Ours includes pi_ref's share, by the epochs that it serves. bound: the same of
+computed tokens, those of plan.py, with a backward pass as two forwards. differs: the relative
+difference of losses and gradients, or of log-probs, as whole vectors; in 32 bits a row fails if it
+is more than 1e-4.
 """
 import contextlib
 import functools
+import gc
 import json
 import os
 import random
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 from unittest.mock import patch
 
@@ -36,17 +49,16 @@ os.environ["TQDM_DISABLE"] = "1"
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import toy  # noqa: E402
 import train_critic  # noqa: E402
 import train_policy  # noqa: E402
-from model import (action_logps, batches, gathered, head_logps, load, score,  # noqa: E402
-                   turns_in)
+from model import action_logps, batches, head_logps, load, score, turns_in  # noqa: E402
 from plan import count_tokens, plan  # noqa: E402
 from timing import in_turn, parser, ratio, show  # noqa: E402
-from utils import (RANK, WORLD, fail, from_rank_0, init_distributed, leave_group,  # noqa: E402
-                   sum_over_ranks)
+from utils import (RANK, WORLD, barrier, fail, from_rank_0, init_distributed,  # noqa: E402
+                   leave_group, sum_over_ranks)
 
 #               module, flags, pairs a step, epochs that pi_ref's log-probs serve
 JOBS = {"dpo": (train_policy, [], 8, 1),
@@ -64,11 +76,19 @@ SHAPES = {"tiny": (64, 128, 1, 2, 1, 32, 2048, True),
 WORDS, TURNS, CANDIDATES, TREE_TOKENS = 1700, 6, 16, 16384
 
 
+GPU = torch.cuda.is_available()
+
+
 def get_args():
     p = parser(__doc__, repeats=3)
-    usual = [*(job for job in JOBS if job != "dpo 96"), "scoring"]
-    p.add_argument("--jobs", nargs="+", choices=[*JOBS, "scoring"], default=usual)
-    p.add_argument("--shape", choices=SHAPES, default="small", help="of the model: random weights")
+    jobs = ["dpo 24", "critic", "dpo 96"] if GPU else [job for job in JOBS if job != "dpo 96"]
+    p.add_argument("--jobs", nargs="+", choices=[*JOBS, "scoring"], default=[*jobs, "scoring"])
+    p.add_argument("--shapes", nargs="+", choices=SHAPES,
+                   default=["1b", "8b", "3b"] if GPU else ["small"])
+    p.add_argument("--ways", nargs="+", default=["01", "11", "10"] if GPU else ["00"],
+                   help="--compile and --recompute")
+    p.add_argument("--tasks", type=int, default=8 * WORLD if GPU else 8)
+    p.add_argument("--out", help="a file for the rows as JSON")
     return p.parse_args()
 
 
@@ -107,12 +127,13 @@ def make_data(folder, tasks, shape):
                          num_key_value_heads=kv, tie_word_embeddings=tied, pad_token_id=0,
                          max_position_embeddings=16384, initializer_range=width ** -0.5)
     torch.manual_seed(0)
-    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+    with torch.device("cuda" if GPU else "cpu"):
         lm = LlamaForCausalLM(config)
-    lm.to(torch.bfloat16 if torch.cuda.is_available() else None).save_pretrained(folder)
+    lm.to(torch.bfloat16 if GPU else None).save_pretrained(folder)
     return folder
 
 
+@functools.cache
 def read_groups(job, folder):
     """The groups of pairs, as the job's trainer reads them; for scoring the critic's turns."""
     module, flags, _, _ = JOBS["critic" if job == "scoring" else job]
@@ -200,40 +221,15 @@ def official_step(model, job, batch, ref_model):
     return sum_over_ranks(total)
 
 
-def trl_step(model, ref_model, pairs):
-    """A function that takes TRL's step and returns its loss; None where TRL is not installed."""
-    try:
-        import trl
-        from datasets import Dataset
-    except ImportError:
-        return None
-
-    class Tokenised(trl.DPOTrainer):
-        def _prepare_dataset(self, dataset, *args):
-            return dataset  # token ids already
-
-    def after_prompt(side):  # with the human's replies, if it has several turns
-        (first, _), (last, action) = side[0], side[-1]
-        return list(map(ord, (last + action)[len(first):]))
-
-    rows = [{"prompt_ids": list(map(ord, chosen[0][0])), "chosen_ids": after_prompt(chosen),
-             "rejected_ids": after_prompt(rejected)} for chosen, rejected, _ in pairs]
-    with tempfile.TemporaryDirectory() as out:
-        config = trl.DPOConfig(  # beta and the NLL's weight as in train_policy.py
-            out, beta=0.1, loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.01],
-            max_length=None, per_device_train_batch_size=1, report_to="none",
-            gradient_checkpointing=False, bf16=False, use_cpu=True)
-        tokenizer = AutoTokenizer.from_pretrained(model.config.name_or_path)
-        trainer = Tokenised(model.lm, ref_model.lm, args=config, processing_class=tokenizer,
-                            train_dataset=Dataset.from_list(rows))
-
-    def step(*_):
-        trainer.current_gradient_accumulation_steps = len(rows)
-        with plain(model, ref_model):
-            return sum(trainer.training_step(trainer.model, trainer.data_collator([row])).item()
-                       for row in rows)
-
-    return step
+def official_tokens(batch):
+    """Tokens of a forward of the released procedure, pair by pair: a side's turns in one sequence,
+    padded to the longer one.
+    """
+    total = 0
+    for pair in batch:
+        lengths = [count_tokens(side) for side in (pair.chosen, pair.rejected) if side]
+        total += len(lengths) * max(lengths)
+    return total
 
 
 # --- scores ---------------------------------------------------------------------------------------
@@ -268,12 +264,11 @@ def kv_cache_scores(model, turns):
 
 # --- measuring ------------------------------------------------------------------------------------
 
-def clock(device):
+def clock():
     """Seconds: CPU time, on a GPU wall time."""
-    if device.type == "cuda":
+    if GPU:
         torch.cuda.synchronize()
-        return time.perf_counter()
-    return time.process_time()
+    return time.perf_counter() if GPU else time.process_time()
 
 
 def max_over_ranks(number):
@@ -284,106 +279,191 @@ def max_over_ranks(number):
     return number.item()
 
 
-def timed(device, ways, repeats):
-    """in_turn, with seconds of the slowest rank."""
-    seconds, gave = in_turn(ways, repeats, functools.partial(clock, device))
-    return {name: list(map(max_over_ranks, times)) for name, times in seconds.items()}, gave
+def timed(ways, repeats):
+    """{name: the slowest rank's seconds of each repeat} of {name: function}."""
+    seconds, _ = in_turn(ways, repeats, clock)
+    return {name: list(map(max_over_ranks, times)) for name, times in seconds.items()}
 
 
 def difference(ours, theirs):
-    """Norm of the difference of two lists of tensors, over that of the first."""
+    """Norm of the difference of two lists of tensors, over that of the first; of all shards."""
     def norm(tensors):
-        return sum(x.double().norm().item() ** 2 for x in tensors) ** 0.5
+        return sum_over_ranks(sum(x.double().norm().item() ** 2 for x in tensors)) ** 0.5
 
     return norm(x.double() - y.double() for x, y in zip(ours, theirs)) / norm(ours)
 
 
-def row(name, seconds, ours, tokens, differs):
-    """A row. seconds, ours: of each repeat; tokens: the rival's over ours."""
-    middle, least, most = ratio(seconds, ours)
-    return {"row": f"{name}, {WORLD} ranks", "tokens": tokens, "time": middle, "least": least,
-            "most": most, "of_bound": middle / tokens, "differs": differs}
-
-
-def tokens_of_step(job, config, batch, turns):
-    """Tokens of the released procedure over those of our slowest rank, by plan.py.
-
-    It computes two sequences a pair, the turns of a side in one, padded to the longer one.
-    """
-    module, flags, _, epochs = JOBS[job]
-    planned = plan(module.get_args(["--out", "x", *flags]), WORLD, config, [batch], turns)
-    ours = 3 * planned["tokens"]["slowest_rank"] + planned["reference_tokens"] / epochs
-    theirs = 0
-    for pair in batch:
-        lengths = [count_tokens(side) for side in (pair.chosen, pair.rejected) if side]
-        theirs += len(lengths) * max(lengths)
-    return theirs * (4 if turns else 3) / ours
-
-
-def compare_steps(model, ref_model, job, batch, repeats):
-    """The rows of a step of a job."""
-    turns = turns_in(batch) if job != "rft" else []
-    ref = dict(zip(turns, score(ref_model, turns, TREE_TOKENS)))
-
-    def step(way, *args):
-        """[loss, gradient, ...]; the model has no gradients any more."""
-        got = [torch.tensor(way(model, job, batch, *args))]
-        got += [gathered(p.grad) for p in model.parameters()]
+def difference_of_steps(model, pi_ref, job, batch, ref):
+    """Of the losses or the gradients of our step and of the released procedure's."""
+    def run(step, given):
         model.zero_grad()
-        return got
+        loss = step(model, job, batch, given)
+        shards = [getattr(p.grad, "to_local", lambda p=p: p.grad)() for p in model.parameters()]
+        return torch.tensor([loss]), shards
 
-    ways = {"ours": functools.partial(step, our_step, ref),
-            "official": functools.partial(step, official_step, ref_model),
-            "pi_ref": functools.partial(score, ref_model, turns, TREE_TOKENS)}
-    if job in ("dpo", "mtdpo") and WORLD == 1 and (trl := trl_step(model, ref_model, batch)):
-        ways["trl"] = functools.partial(step, trl)
-    ways["official"]()  # to warm up
-    seconds, gave = timed(model.device, ways, repeats)
-    share = 1 / JOBS[job][3]
-    ours = [a + share * b for a, b in zip(seconds["ours"], seconds["pi_ref"])]
-    tokens = tokens_of_step(job, model.config, batch, turns)
-    for name in (name for name in ways if name not in ("ours", "pi_ref")):
-        differs = max(difference(gave["ours"][:1], gave[name][:1]),
-                      difference(gave["ours"][1:], gave[name][1:]))
-        yield row(f"{job}, {name}", seconds[name], ours, tokens, differs)
+    ours, theirs = run(our_step, ref), run(official_step, pi_ref)
+    return max(difference(ours[:1], theirs[:1]), difference(ours[1], theirs[1]))
 
 
-def compare_scoring(model, turns, repeats):
-    """The row of log-probs of these turns, beside the KV cache."""
-    ways = {"ours": functools.partial(score, model, turns, TREE_TOKENS),
-            "kv cache": functools.partial(kv_cache_scores, model, turns)}
-    seconds, gave = timed(model.device, ways, repeats)
-    theirs, tokens = gave["kv cache"]
-    return row("scoring, kv cache", seconds["kv cache"], seconds["ours"],
-               tokens / count_tokens(turns), difference(gave["ours"], theirs))
+def rivalry(theirs, ours, bound, differs):
+    """The figures of a rival. theirs, ours: seconds of each repeat."""
+    middle, least, most = ratio(theirs, ours)
+    return {"time": middle, "least": least, "most": most, "bound": bound, "differs": differs}
 
 
-def measure(args, folder, device):
-    """Rows of all jobs. Scoring takes two trajectories, on one rank."""
-    model, (ref_model, _) = load_moved(folder, device, recompute=0), load(folder, device)
-    for job in args.jobs:
-        if job != "scoring":
-            batch = batches(read_groups(job, folder), JOBS[job][2], seed=(0, 0))[0]
-            yield from compare_steps(model, ref_model, job, batch, args.repeats)
-        elif WORLD == 1:
-            some = read_groups(job, folder)[:2 * TURNS * (CANDIDATES + 1)]
-            yield compare_scoring(ref_model, some, args.repeats)
+class Bench:
+    """The rows of one shape. Each method makes one, a dict of figures, or raises what is wrong."""
+
+    def __init__(self, args, device, folder):
+        self.args, self.device, self.folder = args, device, folder
+        self.dtype = torch.bfloat16 if GPU else torch.float32
+        self.model = self.pi_ref = None  # sharded as in training; whole, in 16 bits
+
+    def batch(self, job):
+        pairs = JOBS[job][2] * (WORLD if GPU else 1)
+        return batches(read_groups(job, self.folder), pairs, seed=(0, 0))[0]
+
+    def matmul(self):
+        n = 8192 if GPU else 512
+        a = torch.randn(n, n, device=self.device, dtype=self.dtype)
+        seconds = timed({"": lambda: [a @ a for _ in range(10)]}, 1 + self.args.repeats)[""]
+        self.peak = 10 * 2 * n ** 3 / min(seconds)
+        name = torch.cuda.get_device_name() if GPU else "CPU"
+        return {"tflops": self.peak / 1e12, "device": name, "ranks": WORLD}
+
+    def oracle(self):
+        turns = [(prompt[-512:], action) for job in ("dpo 24", "critic")
+                 for prompt, action in turns_in(self.batch(job))[:6]]
+
+        def numbers(dtype, separate):
+            """([log-probs], [gradient]); separate: each turn has a forward of its own."""
+            model, _ = load(self.folder, self.device, dtype)
+            if separate:
+                with plain(model):
+                    logps = [model(pad([p + a], self.device))[0, len(p) - 1:] for p, a in turns]
+            else:
+                logps = action_logps(model, turns)
+            logps = torch.cat(logps)
+            logps.mean().backward()
+            return [logps.detach().cpu()], [p.grad for p in model.parameters()]
+
+        right, errors = numbers(torch.float32, True), {}
+        for name, separate in (("tree", False), ("separate", True)):
+            for what, x, y in zip(("logps", "gradients"), right, numbers(self.dtype, separate)):
+                errors[f"{name}_{what}"] = difference(x, y)
+        return errors
+
+    def load(self, compile, recompute):
+        self.model = None
+        start = time.perf_counter()
+        self.model = load_moved(self.folder, self.device, dtype=self.dtype, compile=compile,
+                                recompute=recompute)
+        seconds = time.perf_counter() - start
+        if not self.pi_ref:
+            self.pi_ref = load(self.folder, self.device, self.dtype)[0].requires_grad_(False)
+        return {"seconds": seconds}
+
+    def plan(self, job, batch, reference, recompute):
+        """What plan.py says of a step."""
+        module, flags, _, _ = JOBS[job]
+        args = module.get_args(["--out", "x", "--recompute", str(recompute), *flags])
+        return plan(args, WORLD, self.model.config, [batch], reference)
+
+    def step(self, job, recompute, with_rival):
+        batch, epochs = self.batch(job), JOBS[job][3]
+        turns = turns_in(batch) if job != "rft" else []
+        ref = dict(zip(turns, score(self.pi_ref, turns, TREE_TOKENS)))
+
+        def of(step, given):
+            self.model.zero_grad()
+            return step(self.model, job, batch, given)
+
+        ways = {"ours": functools.partial(of, our_step, ref)}
+        start = time.perf_counter()
+        ways["ours"]()  # to warm up
+        first = time.perf_counter() - start
+        if GPU:
+            torch.cuda.reset_peak_memory_stats()
+        ways["ours"]()
+        gb = GPU and torch.cuda.max_memory_allocated() / 1e9
+        if with_rival:
+            ways["official"] = functools.partial(of, official_step, self.pi_ref)
+            ways["pi_ref"] = functools.partial(score, self.pi_ref, turns, TREE_TOKENS)
+            ways["official"]()
+        seconds = timed(ways, self.args.repeats)
+        least = min(seconds["ours"])
+        planned = self.plan(job, batch, turns, recompute)
+        tokens = planned["tokens"]
+        figures = {"pairs": len(batch), "seconds": least, "first": first,
+                   "tokens_a_second": tokens["computed"] / WORLD / least}
+        flops = self.plan(job, batch, [], 0)["hours"] * 3600 * 400e12  # of a rank
+        figures["of_peak"] = flops / least / self.peak
+        if GPU:  # expected: weights and gradients, no moments; and pi_ref
+            figures |= {"peak_gb": max_over_ranks(gb), "expected_gb":
+                        planned["gb_a_gpu"] / 2 + planned["parameters"] * 2 / 1e9}
+        if with_rival:
+            ours = [a + b / epochs for a, b in zip(seconds["ours"], seconds["pi_ref"])]
+            of_ours = 3 * tokens["slowest_rank"] + planned["reference_tokens"] / epochs
+            bound = official_tokens(batch) * (4 if turns else 3) / of_ours
+            differs = difference_of_steps(self.model, self.pi_ref, job, batch, ref)
+            figures |= rivalry(seconds["official"], ours, bound, differs)
+        return figures
+
+    def scoring(self):
+        """Of two trajectories."""
+        turns = read_groups("scoring", self.folder)[:2 * TURNS * (CANDIDATES + 1)]
+        ways = {"ours": functools.partial(score, self.pi_ref, turns, TREE_TOKENS),
+                "kv cache": functools.partial(kv_cache_scores, self.pi_ref, turns)}
+        seconds = timed(ways, self.args.repeats)
+        theirs, tokens = ways["kv cache"]()
+        return rivalry(seconds["kv cache"], seconds["ours"], tokens / count_tokens(turns),
+                       difference(ways["ours"](), theirs))
+
+    def rows(self):
+        """(its name, function that makes the row, its arguments)"""
+        yield "matmul", self.matmul
+        if WORLD == 1:
+            yield "oracle", self.oracle
+        for way in self.args.ways:
+            compile, recompute = map(int, way)
+            name = f"C{compile} R{recompute}"
+            yield f"load {name}", self.load, compile, recompute
+            for job in (job for job in self.args.jobs if job in JOBS):
+                rival = way == self.args.ways[0] and job != "dpo 96"
+                yield f"{job} {name}", self.step, job, recompute, rival
+        if WORLD == 1 and "scoring" in self.args.jobs:
+            yield "scoring", self.scoring
 
 
-def main():
-    args = get_args()
-    torch.set_num_threads(1)
+def main(args):
+    if not GPU:
+        torch.set_num_threads(1)
     device, rows = init_distributed(), []
-    with tempfile.TemporaryDirectory() as folder:
-        folder = from_rank_0(lambda: make_data(folder, 8, args.shape))
-        for line in measure(args, folder, device):
-            rows.append(line)
-            show(line)
+    for shape in args.shapes:
+        with tempfile.TemporaryDirectory() as folder:
+            folder = from_rank_0(lambda: make_data(folder, args.tasks, shape))
+            for name, make, *given in Bench(args, device, folder).rows():
+                row = {"row": f"{shape} {name}"}
+                try:
+                    row |= make(*given)
+                    if not GPU and not row.get("differs", 0) < 1e-4:
+                        row["error"] = "not the same work"
+                except (Exception, SystemExit) as e:
+                    traceback.print_exc()
+                    row["error"] = f"{type(e).__name__}: {e}".splitlines()[0]
+                rows.append(row)
+                show(row)
+                if args.out and RANK == 0:
+                    Path(args.out).write_text(json.dumps(rows, indent=1))
+                barrier()  # all ranks begin the next row together
+                gc.collect()
+                torch.cuda.empty_cache()
+        del make  # and the models: the next shape's come onto the GPU
+        torch.compiler.reset()
     leave_group()
-    wrong = [r["row"] for r in rows if not r["differs"] < 1e-4 and "mtdpo, trl" not in r["row"]]
-    if wrong:
-        fail(f"not the same work: {wrong}")
+    if failed := [f"{row['row']} ({row['error']})" for row in rows if "error" in row]:
+        fail(f"{len(failed)} of {len(rows)} rows failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":
-    main()
+    main(get_args())

@@ -9,7 +9,6 @@ import re
 from functools import partial
 
 import pytest
-from jinja2.exceptions import TemplateError
 from tokenizers import (AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers,
                         processors, trainers)
 from transformers import PreTrainedTokenizerFast
@@ -126,12 +125,6 @@ def templates():
                bool(end.strip()))
 
 
-def texts(tokenizer, history, message):
-    """The template's text up to the message by itself, and the prompt's."""
-    write = partial(tokenizer.apply_chat_template, tokenize=False, enable_thinking=False)
-    return write([*history, message]), write(history, add_generation_prompt=True)
-
-
 @pytest.mark.parametrize("part", [*range(6), *TEMPLATES])
 def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
     """The prompt is the model's own but for what the template does not write; an EOS ends a turn
@@ -147,8 +140,10 @@ def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
         cases = random_.sample([*templates()], 60)
     special = set(tokenizer.convert_tokens_to_ids(control))
     system = [{"role": "system", "content": ""}]
-    for template, ends in cases:
+    for (template, ends), thinking in zip(cases, itertools.cycle((0, 1))):
         tokenizer.chat_template = template
+        write = partial(tokenizer.apply_chat_template, tokenize=False,
+                        enable_thinking=bool(thinking))
         M.control_tokens.cache_clear(), M.ending.cache_clear()
         for spell in ([], control):
             said = [spelled(random_, WORDS + spell) or "x" for _ in range(6)]
@@ -158,11 +153,12 @@ def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
                 if message["role"] != "assistant":
                     continue
                 utils.NOTES.clear()
-                action, without = M.action_ids(tokenizer, message, history[:t])
+                action, without = M.action_ids(tokenizer, message, history[:t], thinking)
                 told = any("are not what this" in note for note in utils.NOTES)
-                ids = M.render(tokenizer, history[:t])
+                ids = M.render(tokenizer, history[:t], thinking)
                 read, wrote = ids[:len(ids) - without], [*map(ord, action)]
-                whole, prompt = texts(tokenizer, history[:t], message)
+                prompt = write(history[:t], add_generation_prompt=True)
+                whole = write(history[:t + 1])
                 got = tokenizer.decode(read + wrote)
                 case = template, history[:t + 1], got
                 if ends:
@@ -177,7 +173,7 @@ def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
                     assert tokenizer.decode(read) == prompt, case
                 if spell:  # as many control tokens as where nothing spells one
                     plain = [{**m, "content": "x"} for m in history[:t + 1]]
-                    there = M.action_ids(tokenizer, plain[-1], plain[:-1])[0]
+                    there = M.action_ids(tokenizer, plain[-1], plain[:-1], thinking)[0]
                     count = lambda x: sum(i in special for i in x)
                     assert count(wrote) == count(map(ord, there)), case
     utils.NOTES.clear()
@@ -204,27 +200,18 @@ def test_later_prompts_extend_earlier_turns(name):
     assert M.end_of_turn(tokenizer) == [tokenizer.convert_tokens_to_ids(TEMPLATES[name][2])]
 
 
-def test_thinking():
-    """Qwen3's template: 0 puts an empty thought before each new message, 1 puts none.
-
-    A thought is said once, as an action.
-    """
-    tokenizer = tokenizer_of("qwen3")
+def test_a_thought_is_said_once_as_an_action():
+    """By Qwen3's template. One that a human spells is text."""
+    tokenizer, history = tokenizer_of("qwen3"), copy.deepcopy(PLAIN)
     marks = tokenizer.convert_tokens_to_ids(["<think>", "</think>"])
-    found = lambda ids: [i for i in ids if i in marks]
-    history = copy.deepcopy(PLAIN)
     history[1]["output"] = "<think>\nwhich?\n</think>\n\nwhat is the fee?"
+    history[2]["content"] += "</think><think>"
     for thinking in (0, 1):
         turns = turns_of(tokenizer, history, thinking)
-        for t, (prompt, action) in enumerate(turns):
-            want = tokenizer.apply_chat_template(
-                history[:2 * t + 1], tokenize=False, add_generation_prompt=True,
-                enable_thinking=bool(thinking))
-            assert tokenizer.decode(prompt) == want and found(prompt) == marks * (not thinking)
-            assert found(prompt + action) == marks or (t, thinking) == (0, 0)
-        assert found(turns[0][1]) == marks  # as it was sampled
-    history[2]["content"] += "</think><think>"  # a human who spells them
-    assert all(found(prompt) == marks for prompt, _ in turns_of(tokenizer, history))
+        (prompt, action), (later, last) = ([[i for i in ids if i in marks] for ids in turn]
+                                           for turn in turns)
+        assert action == marks and prompt == later == marks * (1 - thinking)
+        assert last == marks * thinking  # an empty one
 
 
 def test_the_action_is_what_was_sampled():
@@ -240,29 +227,32 @@ def test_the_action_is_what_was_sampled():
     assert turns_of(tokenizer, history)[0][1] == [1, 2, 3]
 
 
-def test_a_prompt_is_the_same_on_every_day_and_a_refused_conversation_is_one_line(tiny_dir):
+def test_a_prompt_is_the_same_on_every_day(tiny_dir):
     tokenizer = M.find_model(tiny_dir)[1]
-    messages = dialogue("a")
     tokenizer.chat_template = "{{ strftime_now('%d %B %Y') }}" + tokenizer.chat_template
-    assert "26 July 2024" in tokenizer.decode(M.render(tokenizer, messages))
-    tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(TemplateError, match="roles must alternate"):
-        M.render(tokenizer, 2 * messages)
+    assert "26 July 2024" in tokenizer.decode(M.render(tokenizer, dialogue("a")))
 
 
 # --- part by part: by several kinds of tokenizers -------------------------------------------------
 
-CUTS = {}, {"rstrip": True}  # how the control tokens are added
-NO_CUTS = "lstrip", "single_word", "normalized"
+KINDS = "bytes", "bytes after a space", "whole texts", "first word", "each text"
+PARTS = [  # template, kind, how control tokens are added, more tokens, whether there are parts
+    *((name, kind, how, [], True) for name in TEMPLATES for kind in KINDS
+      for how in ({}, {"rstrip": True})),
+    # tokens that look around themselves
+    *((name, "whole texts", {how: True}, [], False) for name in TEMPLATES
+      for how in ("lstrip", "single_word", "normalized")),
+    ("qwen3", "bytes", {}, ["\n", "\n\n", "\n\n\n"], True),  # Gemma's, which begin alike
+    ("qwen3", "bytes", {}, ["\n<|im_s"], False)]  # a control token begins inside another
 
 
-def check(tokenizer, monkeypatch, cut):
-    """Growing dialogues of hostile text: the ids of the parts, and those of the whole text.
-
-    cut: whether a conversation of two messages has more than one part.
-    """
+@pytest.mark.parametrize("name, kind, how, more, cut", PARTS)
+def test_the_ids_of_the_parts_are_those_of_the_whole(name, kind, how, more, cut, monkeypatch):
+    """Of growing dialogues of hostile text."""
+    tokenizer, random_ = tokenizer_of(name, kind, 500, **how), random.Random(1)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in more])
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    words, random_ = WORDS + added + [text[1:] for text in added], random.Random(1)
+    words = WORDS + added + [text[1:] for text in added]
     for _ in range(12):
         messages = dialogue(*(spelled(random_, words) for _ in range(7)))
         for t, thinking in itertools.product((1, 3, 5, 7), (0, 1)):
@@ -272,34 +262,6 @@ def check(tokenizer, monkeypatch, cut):
                 assert ids == M.render(tokenizer, messages[:t], thinking), messages[:t]
     text = tokenizer.apply_chat_template(dialogue("a", "b"), tokenize=False)
     assert (len(list(filter(None, M.cuts(tokenizer).split(text)))) > 1) == cut
-
-
-@pytest.mark.parametrize("kind", ["bytes", "bytes after a space", "whole texts", "first word",
-                                  "each text"])
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_the_ids_of_the_parts_are_those_of_the_whole(name, kind, monkeypatch):
-    for how in CUTS:
-        check(tokenizer_of(name, kind, 500, **how), monkeypatch, cut=True)
-
-
-@pytest.mark.parametrize("how", NO_CUTS)
-def test_where_a_token_looks_around_itself_nothing_is_cut(how, monkeypatch):
-    for name in TEMPLATES:
-        check(tokenizer_of(name, "whole texts", 500, **{how: True}), monkeypatch, cut=False)
-
-
-def test_no_cut_between_tokens_that_begin_alike(monkeypatch):
-    """Gemma's tokens of several newlines."""
-    tokenizer = tokenizer_of("qwen3", "bytes", 500)
-    tokenizer.add_tokens([AddedToken("\n" * n, normalized=False) for n in (1, 2, 3)])
-    check(tokenizer, monkeypatch, cut=True)
-
-
-def test_no_cut_inside_another_token(monkeypatch):
-    tokenizer = tokenizer_of("qwen3", "bytes", 500)
-    tokenizer.add_tokens([AddedToken("\n<|im_s", normalized=False)])
-    assert not M.cuts(tokenizer).match("<|im_start|>")
-    check(tokenizer, monkeypatch, cut=False)
 
 
 def test_a_part_is_tokenized_once(tiny_dir):

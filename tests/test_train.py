@@ -14,7 +14,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import tempfile
 from glob import glob
 from itertools import chain
 from pathlib import Path
@@ -30,73 +29,47 @@ import train_critic
 import train_policy
 import utils
 from colbench import agent_messages
-from conftest import (CPU, ROOT, actions, complaint, demos, descendants, dialogue, gone,
-                      key_of, lines, metrics, plain_ids, records, script, steps, succeed, train,
-                      turns_of, until)
+from conftest import (CPU, ROOT, actions, complaint, demos, descendants, dialogue, gone, lines,
+                      metrics, plain_ids, records, script, steps, succeed, until)
 from model import TURN, Pair
-from test_model import SLOW, save_random, save_strong, separate
+from test_model import FAMILIES, SLOW, save_strong, separate
 
 # --- the losses: the oracle is floats and loops, written from the equations -----------------------
 
-def loop_score(logps, ref, of_tokens=sum):
-    """The sum over turns of the sum, or the mean, of a turn's log-ratios."""
-    return sum(of_tokens([x - y for x, y in zip(p, q)]) for p, q in zip(logps, ref))
-
-
-def loop_loss(margin, chosen, nll_coef):
-    means = [sum(turn) / len(turn) for turn in chosen]
-    return math.log(1 + math.exp(-margin)) - nll_coef * sum(means) / len(means)
-
-
-def trajectories(seed):
-    """(chosen, rejected, ref_chosen, ref_rejected): lists of turns of log-probs; a Pair; two dicts.
-
-    A turn has 1 to 9 tokens, a side 2 or 3 turns. The dicts are the losses' logps and ref.
-    """
-    r = random.Random(seed)
-    lengths = [[r.randrange(1, 10) for _ in range(n)] for n in (2, 3)]
-    sides = [[[-3 * r.random() for _ in range(n)] for n in lengths[side]] for side in (0, 1, 0, 1)]
-    pair = Pair(*(tuple((side, n) for n in range(len(sides[side]))) for side in (0, 1)))
-    logps, ref = ({(side, n): torch.tensor(x, dtype=torch.float64) for side in (0, 1)
-                   for n, x in enumerate(sides[side + of])} for of in (0, 2))
-    return sides, pair, logps, ref
-
-
-close = lambda a, b: abs(float(a) - b) < 1e-9
-NUMBERS = [(0.1, 0.01), (1.0, 0.0), (2.0, 1.0)]  # beta, nll_coef
-
-
-def loss_of(trainer, seed, **flags):
-    _, pair, logps, ref = trajectories(seed)
-    given = [str(x) for name, value in flags.items() for x in (f"--{name}", value)]
-    return trainer.pair_loss(trainer.get_args(["--out", "x", *given]), pair, logps, ref)
-
-
-def test_critic_loss_is_eq_2_and_advantage_eq_3():
-    for seed, (beta, nll_coef) in enumerate(3 * NUMBERS):
-        (chosen, rejected, ref_chosen, ref_rejected), _, logps, ref = trajectories(seed)
-        margin = beta * (loop_score(chosen, ref_chosen, statistics.fmean)
-                         - loop_score(rejected, ref_rejected, statistics.fmean))
-        loss, got = loss_of(train_critic, seed, beta=beta, nll_coef=nll_coef)
-        assert close(got, margin) and close(loss, loop_loss(margin, chosen, nll_coef))
+@pytest.mark.parametrize("loss", ["critic", "dpo", "mtdpo", "rft"])
+def test_a_loss_is_that_of_its_equation(loss):
+    """Eq. 2, whose advantages are eq. 3; eq. 4, of all tokens of a side; the NLL."""
+    trainer, of_tokens = train_policy, sum
+    if loss == "critic":
+        trainer, of_tokens = train_critic, statistics.fmean
+    exact = functools.partial(pytest.approx, rel=1e-9)
+    for seed, (beta, nll_coef) in enumerate(3 * [(0.1, 0.01), (1.0, 0.0), (2.0, 1.0)]):
+        r = random.Random(seed)
+        lengths = [[r.randrange(1, 10) for _ in range(turns)] for turns in (2, 3)]
+        chosen, rejected, *ref_sides = sides = [
+            [[-3 * r.random() for _ in range(n)] for n in lengths[side]] for side in (0, 1, 0, 1)]
+        logps, ref = ({(side, t): torch.tensor(turn, dtype=torch.float64) for side in (0, 1)
+                       for t, turn in enumerate(sides[side + of])} for of in (0, 2))
+        pair = Pair(*(tuple(turn for turn in logps if turn[0] == side) for side in (0, 1)))
+        better, worse = (sum(of_tokens([x - y for x, y in zip(p, q)]) for p, q in zip(*sides))
+                         for sides in zip((chosen, rejected), ref_sides))
+        margin = beta * (better - worse)
+        parts = chosen if loss == "critic" else [sum(chosen, [])]  # the policy's NLL is by token
+        likelihood = statistics.fmean(map(statistics.fmean, parts))
+        want = [math.log(1 + math.exp(-margin)) - nll_coef * likelihood, margin]
+        if loss == "rft":
+            want = [-sum(map(sum, chosen)), 0]
+        flags = ["--loss", loss] if trainer is train_policy else []
+        flags += ["--beta", str(beta), "--nll_coef", str(nll_coef), "--out", "x"]
+        got = trainer.pair_loss(trainer.get_args(flags), pair, logps, ref)
+        assert [x.item() for x in got] == exact(want)
         for turn, p in logps.items():
-            want = loop_score([p.tolist()], [ref[turn].tolist()], statistics.fmean)
-            assert close(train_critic.advantage(p, ref[turn]), want)
+            of_turn = statistics.fmean((p - ref[turn]).tolist())
+            assert train_critic.advantage(p, ref[turn]).item() == exact(of_turn)
 
 
 def test_a_margin_of_0_up_to_rounding_is_ranked_by_chance():
     assert M.accuracy(torch.tensor([1e-7, 2e-7, 0, 1e-3])) == 0.625
-
-
-def test_policy_losses_are_eq_4_and_the_nll():
-    for seed, (beta, nll_coef) in enumerate(3 * NUMBERS):
-        chosen, rejected, ref_chosen, ref_rejected = trajectories(seed)[0]
-        margin = beta * (loop_score(chosen, ref_chosen) - loop_score(rejected, ref_rejected))
-        for name in ("dpo", "mtdpo"):
-            loss, got = loss_of(train_policy, seed, loss=name, beta=beta, nll_coef=nll_coef)
-            want = loop_loss(margin, [sum(chosen, [])], nll_coef)  # its NLL is by token
-            assert close(got, margin) and close(loss, want)
-        assert close(loss_of(train_policy, seed, loss="rft")[0], -sum(map(sum, chosen)))
 
 
 def test_the_learning_rate_warms_up_also_where_steps_are_few():
@@ -125,15 +98,12 @@ def test_pairs_of_trajectories_are_those_of_two_loops():
         task, too_long = [r.choice("abc") for _ in tenths], [r.random() < 0.2 for _ in tenths]
         given = [trajectory(i, *facts) for i, facts in
                  enumerate(zip(task, [n / 10 for n in tenths], too_long))]
-        margin, best, apart = r.choice([0, 1, 4]), set(), set()
+        margin = r.choice([0, 1, 4])
         fit = [i for i in range(len(given)) if not too_long[i]]
-        for i in fit:
-            of_task = [j for j in fit if task[j] == task[i]]
-            for j in of_task:
-                if tenths[i] - tenths[j] >= max(margin, 1):
-                    apart.add((i, j))
-                if tenths[i] == 10 > tenths[j] and all(tenths[k] < 10 for k in of_task if k < i):
-                    best.add((i, j))
+        worse = [(i, j) for i in fit for j in fit if task[i] == task[j] and tenths[i] > tenths[j]]
+        apart = {(i, j) for i, j in worse if tenths[i] - tenths[j] >= margin}
+        solved = {task[i]: i for i in reversed(fit) if tenths[i] == 10}  # the first of each task
+        best = {(i, j) for i, j in worse if solved.get(task[i]) == i}
         for least, want in ((None, best), (margin / 10, apart)):
             if not want:
                 with pytest.raises(SystemExit, match="no pairs in 9 trajectories"):
@@ -184,11 +154,16 @@ def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
         train_policy.make_groups(args, given[1::2])
 
 
-def prepared(monkeypatch, given, trainer, *flags):
-    """What a trainer makes of the records."""
+def read_by(monkeypatch, given, trainer, *flags):
+    """(groups of pairs, pairs held out) that a trainer makes of the records."""
     monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(given).encode()))
     made = trainer.prepare(trainer.get_args([*map(str, flags), "--out", "x"]))
-    return made[trainer is train_critic]  # not the records, nor what the policy holds out
+    return made[1][1:] if trainer is train_critic else made
+
+
+def prepared(monkeypatch, given, trainer, *flags):
+    """The groups of pairs that a trainer makes of the records."""
+    return read_by(monkeypatch, given, trainer, *flags)[0]
 
 
 def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch):
@@ -215,50 +190,39 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch
         make()
 
 
-def test_a_share_of_the_tasks_is_held_out_but_one_always_trains(rewarded, tiny_dir, monkeypatch):
-    """A small share still holds one out, so that the accuracy says something."""
-    for tasks, share, n in ((4, 0, 0), (4, 0.001, 1), (4, 0.5, 2), (4, 1, 3), (1, 0.5, 0)):
-        some = [r for r in rewarded if r["task"]["id"] in
-                sorted({r["task"]["id"] for r in rewarded})[:tasks]]
-        _, train, held = prepared(monkeypatch, some, train_critic, "--model", tiny_dir,
-                                  "--held_out", share)
-        assert len(held) == n and len(train) == tasks - n
-        assert not set(held) & {pair for pairs in train for pair in pairs}
-
-
-@pytest.mark.parametrize("flags", [["--mix", 0.5], ["--loss", "mtdpo"], ["--loss", "rft"]])
-def test_a_policy_learns_nothing_of_held_out_tasks(flags, ranked, tiny_dir, monkeypatch):
-    tasks = sorted({r["task"]["id"] for r in ranked})
+@pytest.mark.parametrize("trainer, flags", [
+    (train_critic, []), (train_policy, ["--mix", 0.5]), (train_policy, ["--loss", "mtdpo"]),
+    (train_policy, ["--loss", "rft"])])
+def test_nothing_is_learned_of_held_out_tasks(trainer, flags, ranked, tiny_dir, monkeypatch):
+    """A small share still holds one out, so that the accuracy says something; one always trains."""
+    names = sorted({r["task"]["id"] for r in ranked})
     for r in ranked:  # some tasks have one description
-        r["dialogue_history"][0]["content"] += " write" * tasks.index(r["task"]["id"])
-    monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(ranked).encode()))
-    args = train_policy.get_args(["--model", str(tiny_dir), "--held_out", "0.5", "--out", "x",
-                                  *map(str, flags)])
-    train, held = train_policy.prepare(args)
-    read = [{prompt[:prompt.find(chr(2))] for pair in pairs for prompt, _ in pair.chosen}
-            for pairs in (chain(*train), held)]
-    assert all(read) and not read[0] & read[1]
+        r["dialogue_history"][0]["content"] += " write" * names.index(r["task"]["id"])
+    for tasks, share, n in ((4, 0, 0), (4, 0.001, 1), (4, 0.5, 2), (4, 1, 3), (1, 0.5, 0)):
+        some = [r for r in ranked if r["task"]["id"] in names[:tasks]]
+        groups, held = read_by(monkeypatch, some, trainer, "--model", tiny_dir, *flags,
+                               "--held_out", share)
+        train, measured = ({prompt[:prompt.find(chr(2))] for pair in pairs
+                            for prompt, _ in pair.chosen} for pairs in (chain(*groups), held))
+        assert len(train) == tasks - n and len(measured) == n and not train & measured
 
 
 # --- c: the critic's, never the policy's ----------------------------------------------------------
 
-@pytest.mark.parametrize("loss", ["dpo", "mtdpo", "rft"])
-def test_c_never_reaches_the_policy(loss, ranked, tiny_dir, monkeypatch):
-    """All that it is trained on is the same, whatever c is."""
-    flags = "--model", tiny_dir, "--loss", loss, "--mix", 0.5
+@pytest.mark.parametrize("flags, pairs", [
+    (["--mix", 0.5], None), (["--loss", "mtdpo"], 4), (["--loss", "rft"], 4),
+    (["--loss", "rft", "--all", 1], 8)])
+def test_c_never_reaches_the_policy(flags, pairs, ranked, tiny_dir, monkeypatch):
+    """All that it is trained on is the same, whatever c is: of mtdpo a pair of each task's two
+    trajectories, of rft the solved ones, or all.
+    """
     groups = []
     for c in ("rate=3", "fee=7"):
         for r in ranked:
             r["task"] |= {"hidden_information": c, "ground_truth": f"def f(): return {c!r}"}
-        groups.append(prepared(monkeypatch, ranked, train_policy, *flags))
-    assert groups[0] == groups[1] and groups[0]
-
-
-def test_rft_takes_the_solved_trajectories(ranked, tiny_dir, monkeypatch):
-    flags = "--model", tiny_dir, "--loss", "rft"
-    for more, n in (([], 4), (["--all", 1], 8)):
-        groups = prepared(monkeypatch, ranked, train_policy, *flags, *more)
-        assert sum(map(len, groups)) == n and all(not p.rejected for p in chain(*groups))
+        groups.append(prepared(monkeypatch, ranked, train_policy, "--model", tiny_dir, *flags))
+    assert groups[0] == groups[1] and pairs in (None, sum(map(len, groups[0])))
+    assert all(bool(pair.rejected) == ("rft" not in flags) for pair in chain(*groups[0]))
 
 
 def test_what_each_critic_reads(tiny_dir):
@@ -290,61 +254,37 @@ def test_what_each_critic_reads(tiny_dir):
     assert read()[1] == read()[3] == "<|end|>"
 
 
-# --- the critics ----------------------------------------------------------------------------------
+# --- the critic's reference, when it is finished ------------------------------------------------
 
-def check_same_advantages(given, others):
-    for r, s in zip(given, others, strict=True):
-        for x, y in zip(actions(r), actions(s), strict=True):
-            assert x["advantage"] == pytest.approx(y["advantage"], abs=1e-4, rel=1e-4)
+def test_a_finished_critic_finds_its_reference_and_takes_no_other(rewarded, tiny_dir, tmp_path):
+    """By a path from its own directory, so that both may move together; or by --model.
 
-
-@pytest.mark.full
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_critic_learns_and_scores_more_than_it_learned_from(world, rewarded, tiny_dir, tmp_path):
-    for r in rewarded:
-        for m in agent_messages(r):  # what tells the two apart
-            del m["token_ids"], m["logprobs"]
-            m["output"] = "what is the rate?" if r["reward"] == 1 else "what is the color?"
-    critic = ["train_critic.py", "--out", tmp_path / "c"]
-    flags = ["--model", tiny_dir, "--held_out", 0, "--lr", 1e-3, "--beta", 5, "--epochs", 8,
-             "--batch_size", 4, "--ref_context", "agent"]
-    first, (_, *rows, last) = train(rewarded, *critic, *flags, ranks=world)
-    assert rows[-1]["loss"] < 0.1 < rows[0]["loss"] and last["finished"] == len(rows)
-    total = {key_of(r): sum(m["advantage"] for m in agent_messages(r)) for r in first}
-    assert all(total[task, 0] > total[task, 1] for task, _ in total)
-    many = [{**r, "sample": 100 * i + r["sample"]} for i in range(10) for r in rewarded]
-    for r in many:
-        del r["reward"]
-    got, _ = train(many, *critic, ranks=world)
-    check_same_advantages(got, 10 * first)
-    assert sum(abs(x["advantage"]) > 1e-3 for r in got for x in actions(r)) > 100
-
-
-def test_a_critic_finds_its_reference_and_takes_no_other(rewarded, tiny_dir, tmp_path):
-    """By a path from its own directory, so that both may move together; or by --model."""
-    base, out = shutil.copytree(tiny_dir, tmp_path / "runs" / "base"), tmp_path / "runs" / "c"
-    flags = ["train_critic.py", "--model", "base", "--epochs", 1, "--out", "c"]
-    first = succeed(*flags, stdin=rewarded, cwd=tmp_path / "runs").stdout
-    assert any(x["advantage"] for r in records(first) for x in actions(r))
-    score = ["train_critic.py", "--out"]
+    It reads what it read in training, and scores in any order, also what has no reward.
+    """
+    shutil.copytree(tiny_dir, tmp_path / "runs" / "base")
+    flags = ["--model", "base", "--epochs", 1, "--ref_context", "agent", "--out", "c"]
+    done = succeed("train_critic.py", *flags, stdin=rewarded, cwd=tmp_path / "runs")
+    first = records(done.stdout)
+    assert any(x["advantage"] for r in first for x in actions(r))
     moved = shutil.move(tmp_path / "runs", tmp_path / "moved")
     base, out = Path(moved, "base"), Path(moved, "c")
-    before = contents(out)
-    assert succeed(*score, out, stdin=rewarded).stdout == first
+    before, score = contents(out), ["train_critic.py", "--out", out]
+    for r in first + rewarded:
+        del r["reward"]
+    assert records(succeed(*score, stdin=rewarded[::-1]).stdout) == first[::-1]
     elsewhere = shutil.move(base, tmp_path / "elsewhere")
-    complaint(script(*score, out, stdin=rewarded), "no model at 'base'")
-    assert succeed(*score, out, "--model", elsewhere, stdin=rewarded).stdout == first
+    complaint(script(*score, stdin=rewarded), "no model at 'base'")
+    assert records(succeed(*score, "--model", elsewhere, stdin=rewarded).stdout) == first
     weights = load_file(f"{elsewhere}/model.safetensors")
     save_file({k: v * 1.001 for k, v in weights.items()}, f"{elsewhere}/model.safetensors",
               {"format": "pt"})
-    done = script(*score, out, "--model", elsewhere, stdin=rewarded)
+    done = script(*score, "--model", elsewhere, stdin=rewarded)
     complaint(done, f"{elsewhere} has other weights than the model that the critic in {out}")
     assert contents(out) == before
 
 
 # --- running --------------------------------------------------------------------------------------
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 CRITIC = ["train_critic.py", "--held_out", 0.3, "--eval_every", 2, "--batch_size", 2,
           "--epochs", 6, "--lr", 1e-4, "--beta", 1]
 POLICY = ["train_policy.py", "--lr", 1e-5, "--loss"]
@@ -381,7 +321,7 @@ def command(tiny_dir, tmp_path_factory):
     """command(job, out, *flags): the script and its flags."""
     model, tokenizer = M.load(tiny_dir)
     bases = {job: tmp_path_factory.mktemp(job) for job in ("moe", "bf16")}
-    save_random("qwen3_moe", tokenizer, bases["moe"])
+    save_strong(*FAMILIES["qwen3_moe"], tokenizer, bases["moe"])
     model.dtype = torch.bfloat16  # of the files, as of models on the hub
     M.save(model, tokenizer, str(bases["bf16"]))
 
@@ -399,34 +339,6 @@ def whole(command, data, tmp_path_factory):
         out = tmp_path_factory.mktemp("whole") / job
         return out, succeed(*command(job, out), stdin=data).stdout
     return run
-
-
-@contextlib.contextmanager
-def started(command, given, launcher=(sys.executable,)):
-    """A script as a process, maybe of torchrun; it and all that it started end with the context."""
-    name, *flags = command
-    with tempfile.TemporaryFile("w+") as stdin:
-        stdin.write(given)
-        stdin.seek(0)
-        p = subprocess.Popen([*launcher, os.path.join(ROOT, name), *map(str, flags)], cwd=ROOT,
-                             text=True, env=CPU, start_new_session=True, stdin=stdin,
-                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    try:
-        yield p
-    finally:
-        for pid in (p.pid, *descendants(p.pid)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        with p:
-            p.kill()
-
-
-def ended(p):
-    """The finished process, with text in stdout and stderr. All that it started has ended, too."""
-    family = descendants(p.pid)
-    out, err = p.communicate(timeout=150)
-    gone(family)
-    return subprocess.CompletedProcess(p.args, p.returncode, out, err)
 
 
 def same_steps(out, want_out):
@@ -480,10 +392,10 @@ def planned_tokens(command, data, world):
                                                     for job in ("mtdpo", "rft"))])
 def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data, tiny_dir,
                                                       monkeypatch):
+    """It takes the tokens that plan.py tells."""
     trainer, (_, *flags) = train_critic if job == "critic" else train_policy, command(job, "x")
     args = trainer.get_args([*map(str, flags)])
-    monkeypatch.setattr(sys, "stdin", io.BytesIO(data.encode()))
-    *_, groups, held = chain(*trainer.prepare(args)) if job == "critic" else trainer.prepare(args)
+    groups, held = read_by(monkeypatch, records(data), trainer, *flags)
     pi, pi_ref = (AutoModelForCausalLM.from_pretrained(tiny_dir) for _ in range(2))
 
     def by_turn(lm, pairs):
@@ -519,15 +431,9 @@ def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data,
         if step in measured:
             assert measured.pop(step) == pytest.approx(loss_of(held).item(), rel=1e-3)
     assert not measured
-
-
-@pytest.mark.parametrize("job", ["critic", *(pytest.param(job, marks=pytest.mark.full)
-                                             for job in ("dpo", "mtdpo", "rft"))])
-def test_a_plan_tells_the_tokens_of_the_run(job, whole, command, data, tmp_path):
-    rows = steps(whole(job)[0])
-    want = sum(row["tokens"] for row in rows), len(rows)
-    assert planned_tokens(command(job, tmp_path / "plan"), data, 1) == want
-    assert not (tmp_path / "plan").exists()
+    made = steps(whole(job)[0])
+    want = sum(row["tokens"] for row in made), len(made)
+    assert planned_tokens(command(job, "x"), data, 1) == want
 
 
 @pytest.mark.full
@@ -540,11 +446,14 @@ def test_many_processes_and_small_trees_make_the_same_steps(world, job, whole, c
     Each rank takes the whole loss. Some ranks of four have no part left, and compute one again.
     """
     more = ["--recompute", 1, "--offload", 1] if world == 4 else []
-    more += ["--compile", int(job == "critic")]
+    more += ["--compile", int(job == "critic" and world == 2)]
     train = command(job, tmp_path / job, "--tree_tokens", 150, *more)
     done = succeed(*train, stdin=data, ranks=world)
     same_to_rounding(whole(job), tmp_path / job, done.stdout)
     assert metrics(tmp_path / job)[0]["world"] == world
+    if job == "critic":  # a finished one scores
+        done = succeed(train[0], "--out", tmp_path / job, stdin=data, ranks=world)
+        same_to_rounding(whole(job), tmp_path / job, done.stdout)
     tokens = sum(row["tokens"] for row in steps(tmp_path / job))
     assert planned_tokens([*train, "--out", tmp_path / "plan"], data, world)[0] == tokens
     assert tokens > sum(row["tokens"] for row in steps(whole(job)[0]))
@@ -554,7 +463,7 @@ def test_many_processes_and_small_trees_make_the_same_steps(world, job, whole, c
     name if name == "qwen3_next" else pytest.param(name, marks=pytest.mark.full) for name in SLOW])
 def test_two_processes_train_turn_by_turn_as_one_does(name, tmp_path, tiny_dir):
     """With as many forwards on each."""
-    base = save_strong(*SLOW[name], M.find_model(tiny_dir)[1], tmp_path / "base")
+    base = save_strong(name, SLOW[name], M.find_model(tiny_dir)[1], tmp_path / "base")
     rft = ["train_policy.py", "--loss", "rft", "--all", 1, "--model", base, "--batch_size", 5,
            "--epochs", 2, "--lr", 1e-4, "--out"]
     one = succeed(*rft, tmp_path / "1", stdin=demos(7))
@@ -572,14 +481,11 @@ def test_two_processes_train_turn_by_turn_as_one_does(name, tmp_path, tiny_dir):
     ([], "error: stdin, line 2: not JSON"),
     (["--learning_rate", 1], "error: unrecognized arguments: --learning_rate 1")],
     ids=["bad line", "unknown flag"])
-def test_under_torchrun_an_error_is_said_once_and_leaves_nothing(flags, message, command, data,
-                                                                 tmp_path):
+def test_two_ranks_say_an_error_once_and_leave_nothing(flags, message, command, data, tmp_path):
     bad = data.splitlines()[0] + "\n{'single': 'quotes'}\n"
-    with started(command("critic", tmp_path / "out", *flags), bad, TORCHRUN) as p:
-        done = ended(p)
-    assert done.returncode and not done.stdout and not [*tmp_path.glob("out/*")]
-    errors = [line for line in done.stderr.splitlines() if "error: " in line]
-    assert len(errors) == 1 and message in errors[0], done.stderr
+    done = script(*command("critic", tmp_path / "out", *flags), stdin=bad, ranks=2)
+    complaint(done, message)
+    assert not [*tmp_path.glob("out/*")]
 
 
 PATIENCE = """
@@ -606,18 +512,29 @@ def test_one_process_finishes_what_two_of_torchrun_began(how, whole, command, da
     """One of two ranks is killed; or torchrun ends by a signal, and the last step is on disk."""
     out, is_kill = tmp_path / "out", how == signal.SIGKILL
     mtdpo = command("mtdpo", out, "--save_every", 2 if is_kill else 100)
-    with started(mtdpo, data, TORCHRUN) as p:
-        until(lambda: len(steps(out)) > 2, p)
-        (rank_1,) = (pid for pid in descendants(p.pid)
-                     if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
-        os.kill(rank_1 if is_kill else p.pid, how)
-        done = ended(p)
-    assert done.returncode and not done.stdout and not (out / "model.safetensors").exists()
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    (tmp_path / "in").write_text(data)
+    with open(tmp_path / "in") as stdin, subprocess.Popen(
+            [*torchrun, *map(str, mtdpo)], cwd=ROOT, text=True, env=CPU, start_new_session=True,
+            stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
+        try:
+            until(lambda: len(steps(out)) > 2, p)
+            family = descendants(p.pid)
+            (rank_1,) = (pid for pid in family
+                         if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+            os.kill(rank_1 if is_kill else p.pid, how)
+            stdout, stderr = p.communicate(timeout=150)
+            gone(family)
+        finally:
+            for pid in (p.pid, *descendants(p.pid)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    assert p.returncode and not stdout and not (out / "model.safetensors").exists()
     if is_kill:
-        assert "SIGKILL" in done.stderr
+        assert "SIGKILL" in stderr
     else:
-        ours, *torchruns = done.stderr.split("Traceback")
-        assert ours.count("error: ended by") == 1 and len(torchruns) <= 1, done.stderr
+        ours, *torchruns = stderr.split("Traceback")
+        assert ours.count("error: ended by") == 1 and len(torchruns) <= 1, stderr
         assert (out / f"checkpoint-{steps(out)[-1]['step'] + 1}").exists()
     done = succeed(*mtdpo, stdin=data)
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
@@ -645,7 +562,7 @@ def killed(command, data, tmp_path_factory):
     ("critic", 1), *(pytest.param(*case, marks=pytest.mark.full) for case in (
         ("bf16", 1), ("moe", 1), ("mtdpo", 1), ("critic", 2)))])
 def test_a_killed_run_resumes_to_the_same_bits(job, world, killed, whole, command, data, tmp_path):
-    """On two processes to rounding."""
+    """On two processes to rounding. Nothing is left that a finished run does not need."""
     out = shutil.copytree(killed(job), tmp_path / "out")
     (out / "checkpoint-7.part").mkdir()  # what a kill leaves while a checkpoint is being written
     (out / "checkpoint-7.part" / ".metadata").write_text("{")
@@ -655,8 +572,7 @@ def test_a_killed_run_resumes_to_the_same_bits(job, world, killed, whole, comman
     (same_bits if world == 1 else same_to_rounding)(whole(job), out, done.stdout)
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
     assert 2 <= resumed["resumed"] < resumed["steps"] and resumed["world"] == world
-    left = ("checkpoint", ".part")  # what a finished critic does not need
-    assert not [name for name in os.listdir(out) if any(part in name for part in left)]
+    assert sorted(os.listdir(out)) == sorted(os.listdir(whole(job)[0]))
 
 
 def contents(out):
@@ -670,8 +586,6 @@ def test_a_finished_run_is_only_read_and_what_is_no_run_never_removed(job, whole
     before = contents(out)
     assert succeed(*command(job, out), stdin=data).stdout == stdout
     assert succeed(command(job, out)[0], "--out", out, stdin=data).stdout == stdout
-    done = script(*command(job, out, "--lr", 3), stdin=data)
-    complaint(done, f"the run in {out} has --lr ", ", not 3.0: name another --out")
     assert contents(out) == before
     (tmp_path / "precious").write_text("mine")
     done = script(*command(job, tmp_path), stdin=data)
@@ -693,26 +607,19 @@ def test_only_the_same_run_goes_on(flags, change, message, killed, command, data
     assert contents(out) == before
 
 
-@pytest.mark.full
-def test_two_runs_cannot_share_an_out(whole, command, data, tmp_path):
-    out = tmp_path / "out"
-    with started(command("critic", out), data) as p:
-        until(lambda: steps(out), p)
-        p.send_signal(signal.SIGSTOP)
-        second = script(*command("critic", out), stdin=data)
-        p.send_signal(signal.SIGCONT)
-        done = ended(p)
-    complaint(second, "in use")
-    assert done.returncode == 0, done.stderr
-    same_bits(whole("critic"), out, done.stdout)
+def test_two_runs_cannot_share_an_out(command, data, tmp_path):
+    first = utils.Log(train_critic.get_args(["--out", str(tmp_path / "out")]))
+    complaint(script(*command("critic", first.out), stdin=data), "is in use by another run")
+    os.close(first.lock)
+    succeed(*command("critic", first.out, "--epochs", 1), stdin=data)
 
 
 # --- what is left out, what it is saved as --------------------------------------------------------
 
 def test_turns_that_are_too_long_are_left_out_and_counted(data, tiny_dir):
-    """They get no advantage, but each record is written. That no pair has them is tested above."""
-    tokenizer, given, lengths = M.find_model(tiny_dir)[1], records(data), []
-    for r in given:
+    """They get no advantage. That no pair has them is tested above."""
+    tokenizer, lengths = M.find_model(tiny_dir)[1], []
+    for r in records(data):
         for history, both in M.actions_of(r):
             read = colbench.with_hidden(history, r["task"]["ground_truth"])
             prompt = M.render(tokenizer, read)
@@ -724,24 +631,13 @@ def test_turns_that_are_too_long_are_left_out_and_counted(data, tiny_dir):
     left_out = sum(n > limit for n in lengths)
     said = f"{left_out} messages and candidates are longer than {limit} tokens (--max_length"
     assert said in done.stderr
-    got = records(done.stdout)
-    for x, length in zip(chain(*map(actions, got)), lengths, strict=True):
+    for x, length in zip(chain(*map(actions, records(done.stdout))), lengths, strict=True):
         assert ("advantage" in x) == (length <= limit)
-    for x in chain(*map(actions, got + given)):
-        x.pop("advantage", None)  # given: of whoever scored it before
-    assert got == given
 
 
 @pytest.mark.full
-def test_bf16_computes_and_saves_in_16_bits_and_trains_in_32(killed, whole, tiny_dir, command, data,
-                                                             tmp_path):
+def test_bf16_saves_in_16_bits_and_trains_in_32(killed, whole):
     """A step of 2e-7 is lost on a 16-bit weight, as which the files hold it."""
-    in_32 = tmp_path / "fp32"
-    script(*command("bf16", in_32, "--model", tiny_dir, "--dtype", "fp32", "--save_every", 2),
-           stdin=data, kill=(in_32 / "checkpoint-2", signal.SIGKILL))
-    low, high = (load_file(out / "reference.safetensors")["logps"]
-                 for out in (killed("bf16"), in_32))
-    assert 1e-3 < (low - high).abs().mean() < 0.05
     file, *_ = glob(f"{killed('bf16')}/checkpoint-2/*.safetensors")
     kept = load_file(file)
     base = load_file(f"{metrics(killed('bf16'))[0]['args']['model']}/model.safetensors")

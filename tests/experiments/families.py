@@ -11,80 +11,47 @@ or a decoder is a decoder.
 import collections
 import contextlib
 import os
-import random
 import sys
 import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from toy import tiny
 import model as M
+import test_model
 
-SIZES = {"hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 32,
-         "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 16,
-         "num_local_experts": 4, "num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
-         "n_group": 1, "topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16,
-         "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16, "sliding_window": 6,
-         "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-         "is_decoder": True, "causal": True, "rotary_dim": 16, "default_language": "en_XX",
-         "attn_layer_period": 2, "attn_layer_offset": 1, "attn_layer_indices": [1, 3],
-         "attention_multiplier": 0.25, "rescale_every": 2}
+SIZES = {**test_model.SIZES, "hidden_size": 64, "num_hidden_layers": 4, "num_key_value_heads": 4}
 
 
 def small(name, vocabulary):
     """A model of a family with random weights, or None if it can't be made small."""
+    make = lambda: test_model.small(name, sizes=SIZES, vocab_size=vocabulary)
     try:
-        known = AutoConfig.for_model(name)
-        sizes = {key: value for key, value in SIZES.items() if hasattr(known, key)}
-        config = AutoConfig.for_model(name, **sizes, vocab_size=vocabulary)
         with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(config)
+            lm = make()
         if sum(p.numel() for p in lm.parameters()) > 3e7:
             return None
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return make()
     except Exception:  # of many kinds: the family takes no such sizes
         return None
 
 
-def some_turns(vocabulary):
-    """Turns of a few lengths with common prompts, of ids that are no special tokens."""
-    r = random.Random(1)
-    ids = lambda n: M.packed(r.randrange(3, vocabulary) for _ in range(n))
-    root, a, b, c = ids(9), ids(5), ids(12), ids(8)
-    return [(root, a), (root, b), (root, a[:2] + c), (root + a + c, b), (root + a + c, c)]
-
-
-def separate(lm, turns):
-    """The oracle: log-probs of the actions by an unpadded forward of the transformers LM a turn."""
-    logps = []
-    for prompt, action in turns:
-        ids = torch.tensor([[*map(ord, prompt + action)]])
-        rows = lm(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1:-1].log_softmax(-1)
-        logps.append(rows[range(len(action)), ids[0, len(prompt):]])
-    return logps
-
-
-def gradients(lm, logps):
-    """Of a sum in which every token has its own weight."""
-    flat = torch.cat(logps)
-    (flat * torch.sin(torch.arange(len(flat)) + 1.0)).sum().backward()
-    return {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
-
-
-def errors(model, lm, turns):
+def errors(model, lm, vocabulary):
     """The largest errors of log-probs and of gradients, as shares."""
-    got, want = M.action_logps(model, turns), separate(lm, turns)
+    turns = test_model.some_turns(range(3, vocabulary))  # no special tokens
+    got, want = M.action_logps(model, turns), test_model.separate(lm, turns)
     x, y = torch.cat(got), torch.cat(want)
     value = ((x - y).abs().max() / y.abs().max().clamp(min=1)).item()
-    got, want = gradients(model.lm, got), gradients(lm, want)
-    assert got.keys() == want.keys()
-    largest = max(g.abs().max() for g in want.values())
-    return value, max((got[name] - want[name]).abs().max() / largest for name in want).item()
+    got, want = test_model.gradients(model, got), test_model.gradients(lm, want)
+    assert all((got[name] is None) == (want[name] is None) for name in got.keys() | want.keys())
+    there = [name for name in want if want[name] is not None]
+    largest = max(want[name].abs().max() for name in there)
+    return value, max((got[name] - want[name]).abs().max() / largest for name in there).item()
 
 
 def verdict(lm, tokenizer):
@@ -96,7 +63,7 @@ def verdict(lm, tokenizer):
             model, _ = M.load(folder)
             own = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
             way = "tree" if model.takes_trees else "turn by turn"
-            return way, *errors(model, own, some_turns(len(tokenizer)))
+            return way, *errors(model, own, len(tokenizer))
         except SystemExit as e:
             return str(e).removeprefix("error: ").replace(repr(folder), "it"),
         except Exception as e:  # it is saved or loaded otherwise
