@@ -317,8 +317,6 @@ def action_logps(model, turns, tree_tokens=math.inf, what=None):
     again in the backward pass: the same values and gradients in bounded memory. `what` names a
     progress bar over them. Where the model computes no trees, each turn is one.
     """
-    if what and not model.takes_trees:
-        tell_cost(turns)
     parts = deal(turns, tree_tokens if model.takes_trees else 0)
     trees = len(parts) // WORLD  # of each rank: all must join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
@@ -354,8 +352,10 @@ def tree_logps(model, tree, anchor=None):
     return model(tree)[tree.index]  # a token that actions share is scored once
 
 
-def tell_cost(turns):
-    """Says what it costs that these turns are computed one by one."""
+def tell_cost(model, turns):
+    """Says what it costs if the model computes these turns one by one."""
+    if model.takes_trees:
+        return
     rows = [(len(seq), shared) for _, seq, shared in in_order(set(turns))]
     whole, shared = map(sum, zip(*rows))
     say("trees do not give this model's log-probs: turn by turn, by its own attention, it computes "

@@ -75,8 +75,8 @@ import torch
 import torch.nn.functional as F
 
 from model import (TURN, Pair, accuracy, action_ids, action_logps, actions_of, base_digest, batches,
-                   find_model, gathered, load_sharded, packed, pick_dtype, render,
-                   restore, save, save_checkpoint, score, try_save, turns_in)
+                   find_model, gathered, load_sharded, packed, pick_dtype, render, restore, save,
+                   save_checkpoint, score, tell_cost, try_save, turns_in)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -125,6 +125,7 @@ def train(args, log, device):
 
     model, tokenizer = load_sharded(args.model, device, args)
     try_save(model, tokenizer, args.out)
+    tell_cost(model, ref_of)
     ref = reference(model, ref_of, args.tree_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
@@ -162,6 +163,7 @@ def load_to_score(args, device):
         args.model = finished_flags(args.out, moved_to).model
     records, ref_of = rank_0_keeps(lambda: read_stdin(args))
     model, _ = load_sharded(args.model, device, args, train=False)
+    tell_cost(model, ref_of)
     ref = reference(model, ref_of, args.tree_tokens)
     if args.out:
         del model  # pi finds its room

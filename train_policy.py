@@ -68,8 +68,8 @@ import torch
 import torch.nn.functional as F
 
 from model import (TURN, Pair, accuracy, action_logps, base_digest, batches, find_model, gathered,
-                   load_sharded, pick_dtype, restore, save, save_checkpoint, score, try_save,
-                   turns_in)
+                   load_sharded, pick_dtype, restore, save, save_checkpoint, score, tell_cost,
+                   try_save, turns_in)
 from train_critic import hold_out, measure, read_turns, trajectory_pairs
 
 
@@ -107,8 +107,6 @@ def main(args):
     emit, device = open_stdout(), init_distributed()
     log = Log(args)
     groups, held = from_rank_0(lambda: prepare(args))
-    has_reference = args.loss in ("dpo", "mtdpo")
-    turns = turns_in(chain(*groups, held)) if has_reference else []
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
     log.begin(data=chain(*groups, held), steps=len(steps), pairs=sum(map(len, groups)),
@@ -120,7 +118,11 @@ def main(args):
 
     model, tokenizer = load_sharded(args.model, device, args)
     try_save(model, tokenizer, args.out)
-    ref = dict(zip(turns, score(model, turns, args.tree_tokens, "reference")))
+    turns = turns_in(chain(*groups, held))
+    tell_cost(model, turns)
+    ref = {}
+    if args.loss in ("dpo", "mtdpo"):
+        ref = dict(zip(turns, score(model, turns, args.tree_tokens, "reference")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
     restore(model, optimizer, log)

@@ -21,7 +21,8 @@ JOB        the body of the trainers' loop, without the optimizer: its first run,
            compiles; tokens a second and rank, share of the peak (of what is not recomputed), on a
            GPU peak memory, and what plan.py expects. The rival, the first way only: the released
            procedure on the same pairs and weights; a pair is a batch of two padded sequences, all
-           logits, pi_ref on it at every step
+           logits, pi_ref on it at every step. time_trl, on one process of a CPU: TRL's DPOTrainer,
+           a pair at a time (pip install trl==1.16.0; left out without it)
 scoring    the rival computes a prompt once, with a KV cache; then all its actions in one padded
            batch, with the head on actions alone
 
@@ -42,6 +43,7 @@ import tempfile
 import time
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -49,12 +51,13 @@ os.environ["TQDM_DISABLE"] = "1"
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import toy  # noqa: E402
 import train_critic  # noqa: E402
 import train_policy  # noqa: E402
-from model import action_logps, batches, head_logps, load, score, turns_in  # noqa: E402
+from model import (action_logps, batches, head_logps, load, load_sharded, score,  # noqa: E402
+                   turns_in)
 from plan import count_tokens, plan  # noqa: E402
 from timing import in_turn, parser, ratio, show  # noqa: E402
 from utils import (RANK, WORLD, barrier, fail, from_rank_0, init_distributed,  # noqa: E402
@@ -146,9 +149,10 @@ def read_groups(job, folder):
 
 
 @torch.no_grad()
-def load_moved(folder, device, **how):
-    """model.load's model, for a policy: its weights have moved a little from pi_ref's."""
-    model, _ = load(folder, device, **how)
+def load_moved(folder, device, compile=0, recompute=0):
+    """A trainer's model, for a policy: its weights have moved a little from pi_ref's."""
+    flags = SimpleNamespace(dtype="auto", offload=0, compile=compile, recompute=recompute)
+    model, _ = load_sharded(folder, device, flags)
     for n, p in enumerate(model.parameters()):
         own = p.to_local() if hasattr(p, "to_local") else p  # a shard's numbers are its own
         generator = torch.Generator(own.device).manual_seed(1000 * RANK + n)
@@ -162,10 +166,12 @@ def loss_of(job, pairs, logps, ref, batch):
     """The share of these pairs in the loss of a step, by the trainer. logps, ref: {turn: (L,)}."""
     module, flags, _, _ = JOBS[job]
     args = module.get_args(["--out", "x", *flags])
-    size = len(batch)
-    if job == "rft":
-        size = sum(len(action) for pair in batch for _, action in pair.chosen)
-    return sum(module.pair_loss(args, pair, logps, ref)[0] for pair in pairs) / size
+
+    def size(pairs):
+        tokens = sum(len(action) for pair in pairs for _, action in pair.chosen)
+        return tokens if job == "rft" else len(pairs)
+
+    return module.batch_loss(args, pairs, logps, ref)[0] * size(pairs) / size(batch)
 
 
 def our_step(model, job, batch, ref):
@@ -219,6 +225,44 @@ def official_step(model, job, batch, ref_model):
             loss.backward()
         total += loss.item()
     return sum_over_ranks(total)
+
+
+def trl_step(model, ref_model, pairs):
+    """A function that takes TRL's step and returns its loss; None where it can't be compared."""
+    if GPU or WORLD > 1:
+        return None
+    try:
+        import trl
+        from datasets import Dataset
+    except ImportError:
+        return None
+
+    class Tokenised(trl.DPOTrainer):
+        def _prepare_dataset(self, dataset, *args):
+            return dataset  # token ids already
+
+    def after_prompt(side):  # with the human's replies, if it has several turns
+        (first, _), (last, action) = side[0], side[-1]
+        return list(map(ord, (last + action)[len(first):]))
+
+    rows = [{"prompt_ids": list(map(ord, chosen[0][0])), "chosen_ids": after_prompt(chosen),
+             "rejected_ids": after_prompt(rejected)} for chosen, rejected, _ in pairs]
+    with tempfile.TemporaryDirectory() as out:
+        config = trl.DPOConfig(  # beta and the NLL's weight as in train_policy.py
+            out, beta=0.1, loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.01],
+            max_length=None, per_device_train_batch_size=1, report_to="none",
+            gradient_checkpointing=False, bf16=False, use_cpu=True)
+        tokenizer = AutoTokenizer.from_pretrained(model.config.name_or_path)
+        trainer = Tokenised(model.lm, ref_model.lm, args=config, processing_class=tokenizer,
+                            train_dataset=Dataset.from_list(rows))
+
+    def step(*_):
+        trainer.current_gradient_accumulation_steps = len(rows)
+        with plain(model, ref_model):
+            return sum(trainer.training_step(trainer.model, trainer.data_collator([row])).item()
+                       for row in rows)
+
+    return step
 
 
 def official_tokens(batch):
@@ -356,11 +400,10 @@ class Bench:
     def load(self, compile, recompute):
         self.model = None
         start = time.perf_counter()
-        self.model = load_moved(self.folder, self.device, dtype=self.dtype, compile=compile,
-                                recompute=recompute)
+        self.model = load_moved(self.folder, self.device, compile, recompute)
         seconds = time.perf_counter() - start
         if not self.pi_ref:
-            self.pi_ref = load(self.folder, self.device, self.dtype)[0].requires_grad_(False)
+            self.pi_ref = load(self.folder, self.device, "auto")[0].requires_grad_(False)
         return {"seconds": seconds}
 
     def plan(self, job, batch, reference, recompute):
@@ -390,6 +433,8 @@ class Bench:
             ways["official"] = functools.partial(of, official_step, self.pi_ref)
             ways["pi_ref"] = functools.partial(score, self.pi_ref, turns, TREE_TOKENS)
             ways["official"]()
+            if trl := job in ("dpo", "mtdpo") and trl_step(self.model, self.pi_ref, batch):
+                ways["trl"] = functools.partial(of, trl, None)
         seconds = timed(ways, self.args.repeats)
         least = min(seconds["ours"])
         planned = self.plan(job, batch, turns, recompute)
@@ -407,6 +452,8 @@ class Bench:
             bound = official_tokens(batch) * (4 if turns else 3) / of_ours
             differs = difference_of_steps(self.model, self.pi_ref, job, batch, ref)
             figures |= rivalry(seconds["official"], ours, bound, differs)
+            if "trl" in ways:
+                figures["time_trl"], *_ = ratio(seconds["trl"], ours)
         return figures
 
     def scoring(self):

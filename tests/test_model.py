@@ -448,7 +448,8 @@ def test_no_layer_stays_gathered_after_its_forward(tiny_dir, recompute):
     turns, gathered = [(chr(9) + chr(8), chr(i) + chr(7)) for i in range(6)], []
     utils.init_distributed()
     try:
-        model, _ = M.load(tiny_dir, dtype="bf16", offload=0, recompute=recompute)
+        flags = SimpleNamespace(dtype="bf16", offload=0, compile=0, recompute=recompute)
+        model, _ = M.load_sharded(tiny_dir, torch.device("cpu"), flags)
         for layer in model.layers():  # its weights are DTensors, but while they are gathered
             layer.mlp.register_forward_hook(lambda mlp, *_: gathered.append(
                 sum(not hasattr(x.mlp.up_proj.weight, "full_tensor") for x in model.layers())))
@@ -459,7 +460,9 @@ def test_no_layer_stays_gathered_after_its_forward(tiny_dir, recompute):
     assert len(gathered) >= 2 * 2 * 3 and set(gathered) == {1}
     in_32 = torch.cat(M.action_logps(M.load(tiny_dir)[0], turns))
     assert 1e-3 < (logps - in_32).abs().mean() < 0.05
+    to_score, _ = M.load_sharded(tiny_dir, torch.device("cpu"), flags, train=False)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert {p.dtype for p in to_score.parameters()} == {torch.bfloat16}
 
 
 # --- plan.py: test_train.py compares its tokens with those of runs --------------------------------

@@ -56,13 +56,14 @@ def test_a_loss_is_that_of_its_equation(loss):
         margin = beta * (better - worse)
         parts = chosen if loss == "critic" else [sum(chosen, [])]  # the policy's NLL is by token
         likelihood = statistics.fmean(map(statistics.fmean, parts))
-        want = [math.log(1 + math.exp(-margin)) - nll_coef * likelihood, margin]
-        if loss == "rft":
-            want = [-sum(map(sum, chosen)), 0]
+        want = math.log(1 + math.exp(-margin)) - nll_coef * likelihood
         flags = ["--loss", loss] if trainer is train_policy else []
         flags += ["--beta", str(beta), "--nll_coef", str(nll_coef), "--out", "x"]
-        got = trainer.pair_loss(trainer.get_args(flags), pair, logps, ref)
-        assert [x.item() for x in got] == exact(want)
+        got, facts = trainer.batch_loss(trainer.get_args(flags), [pair], logps, ref)
+        if loss == "rft":
+            assert got.item() == exact(-statistics.fmean(sum(chosen, []))) and not facts
+        else:
+            assert got.item() == exact(want) and facts["margin"] == exact(margin)
         for turn, p in logps.items():
             of_turn = statistics.fmean((p - ref[turn]).tolist())
             assert train_critic.advantage(p, ref[turn]).item() == exact(of_turn)
@@ -235,10 +236,10 @@ def test_what_each_critic_reads(tiny_dir):
     task = {"problem_description": "write f(x)", "ground_truth": code}
     history, action = dialogue("write f(x)", "so", "go on"), {"output": "what is the rate?"}
 
-    def read(hidden=True, ref_hidden=True):
+    def read(pi=True, ref=True):
         """[prompt, action, reference's prompt, action], as text."""
         [(turn, ref_turn)] = train_critic.critic_turns(tokenizer, task, history, [action], 0,
-                                                       hidden, ref_hidden)
+                                                       pi_reads_c=pi, ref_reads_c=ref)
         return [tokenizer.decode([*map(ord, ids)]) for ids in (*turn, *ref_turn)]
 
     later = "so<|end|><|user|>go on<|end|><|assistant|>"
@@ -246,7 +247,7 @@ def test_what_each_critic_reads(tiny_dir):
     seeing = blind.replace("write", f"Hidden reference:\n{code}\n\nwrite")
     said = "what is the rate?<|end|>"
     assert read() == [seeing, said] * 2
-    assert read(ref_hidden=False) == [seeing, said, blind, said]
+    assert read(ref=False) == [seeing, said, blind, said]
     assert read(False, False) == [blind, said] * 2
     task["hidden_information"] = "rate 3"
     assert read() == [seeing.replace(code, "rate 3"), said] * 2
@@ -406,10 +407,11 @@ def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data,
         ref = by_turn(pi_ref, chain(*groups, held))
 
     def loss_of(pairs):
-        logps, size = by_turn(pi, pairs), len(pairs)
+        logps = by_turn(pi, pairs)
         if job == "rft":
-            size = sum(len(action) for pair in pairs for _, action in pair.chosen)
-        return sum(trainer.pair_loss(args, pair, logps, ref)[0] for pair in pairs) / size
+            return -torch.cat([logps[turn] for pair in pairs for turn in pair.chosen]).mean()
+        loss = train_critic.critic_loss if job == "critic" else train_policy.dpo_loss
+        return sum(loss(args, pair, logps, ref)[0] for pair in pairs) / len(pairs)
 
     optimizer = torch.optim.AdamW(pi.parameters(), betas=(0.9, 0.95), weight_decay=0)
     batches = [batch for epoch in range(args.epochs)
