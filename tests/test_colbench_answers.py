@@ -70,7 +70,7 @@ def test_a_form_is_read_as_a_person_would_and_wrong_code_in_it_stays_wrong(grade
             assert grader.grade(DOUBLE, answer)["reward"] == reward, answer
 
 
-STARTS = [  # the first lines of code, and what a function after them gives
+STARTS = [  # the first lines of code after prose, and what a function after them gives
     ("TWO = 2", "x * TWO"), ("TWO=2", "x * TWO"), ("TWO: int = 2", "x * TWO"),
     ("TWO, B = 2, 0", "x * TWO"),
     ("try:\n    TWO = 2\nexcept OSError:\n    TWO = 3", "x * TWO"),
@@ -78,13 +78,6 @@ STARTS = [  # the first lines of code, and what a function after them gives
     ("class Two:\n    value = 2", "x * Two.value"), ("def two(): return 2", "x * two()"),
     ("async def g(): pass", "2 * x * (g is not None)"),
     ("@repr\ndef text(): pass", "2 * x * (type(text) is str)")]
-
-
-@pytest.mark.parametrize("start, value", STARTS)
-def test_code_after_prose_begins_with_its_first_line(grader, start, value):
-    for spell in SPELLED:
-        answer = spell(f"As agreed:\n{start}\n\ndef f(x):\n    return {value}\nIs it right?")
-        assert grader.grade(DOUBLE, answer)["reward"] == 1, answer
 
 
 def fenced(*blocks):
@@ -115,6 +108,9 @@ READINGS = [  # an answer and its reward
 for other in ("print(f(1))", "g = 1 / 0", "cost = rates.get(zone) * x", "import no_such_module",
               "x = 9\nprint(f(x))"):  # blocks that nothing else uses
     READINGS += [(fenced(other, RIGHT), 1), (fenced(RIGHT, other), 1), (fenced(other, WRONG), 0)]
+for start, value in STARTS:
+    code = f"As agreed:\n{start}\n\ndef f(x):\n    return {value}\nIs it right?"
+    READINGS += [(spell(code), 1) for spell in SPELLED]
 for form in ("{}", "```python\n{}```", "```\n{}\n```", "~~~python\n{}~~~"):
     READINGS += [(form.format(DOCSTRING.format("x * 3", "x * 2")), 1),  # a docstring is text
                  (form.format(DOCSTRING.format("x * 2", "x * 3")), 0)]
@@ -132,36 +128,27 @@ def test_what_is_tested_may_stand_within_an_expression(grader, test):
     assert grader.grade(task(RIGHT, test), fenced(RIGHT, "print(rate * f(2))"))["reward"] == 1
 
 
-@pytest.mark.parametrize("text", [
-    "```" * 9000, "~~~python\n" * 9000, "def f(\n" * 900, " \n" * 99_000, "'''" * 30_001,
-    "(" * 99_000, "```python\n" + "x = '''\n```\n" * 5000, "\tdef f(x):\n  @\n" * 5000,
-    "-" * 9999 + "1", "\ud800" * 99, "\0"])
-def test_odd_texts_get_nothing_and_the_next_answer_its_due(graders, text):
+def odd_texts():
+    """Texts that begin much and end nothing."""
+    yield from ("```" * 9000, "~~~python\n" * 9000, " \n" * 99_000, "'''" * 30_001, "(" * 99_000,
+                "```python\n" + "x = '''\n```\n" * 5000, "\tdef f(x):\n  @\n" * 5000,
+                "-" * 9999 + "1", "\ud800" * 99, "\0")
+    r, pieces = random.Random("pieces"), [
+        "@x\n", "def f(\n", "import a b\n", "x = '''\n", "a = 1\n", "try:\n a\n", "```\n", "a, a, ",
+        "  def f(x):\n", "class A(", "(", "\u200b", "x: ", "\r\n", "lambda: ", "# \n", "~~~a\n"]
+    for some in [*([piece] for piece in pieces), *(r.choices(pieces, k=3) for _ in range(20))]:
+        yield ("".join(some) * 20_000)[:20_000]
+
+
+def test_odd_texts_get_nothing_soon_and_the_next_answer_its_due(graders, monkeypatch):
+    """A search for code that tried each end of each beginning would take minutes."""
+    monkeypatch.setattr(colbench, "LIMITS", {**colbench.LIMITS, "test": 9, "answer": 9})
+    want = task(RIGHT, "f(1)")
     for grader in graders:
-        assert grader.grade(DOUBLE, text)["reward"] == 0
-        assert grader.grade(DOUBLE, HONEST)["reward"] == 1
-
-
-PIECES = ["@x\n", "def f(\n", "import a b\n", "x = '''\n", "a = 1\n", "try:\n a\n", "```\n",
-          "a, a, ", "  def f(x):\n", "class A(", "(", "\u200b", "x: ", "\r\n", "lambda: ",
-          "# \n", "~~~a\n"]
-
-
-def test_what_is_compiled_of_a_text_is_bounded():
-    """Of texts of 20,000 characters, made of pieces that begin much and end nothing: 1.2 million.
-
-    A search that tried each end of each beginning would compile thousands of millions.
-    """
-    r, tried = random.Random("pieces"), []
-    space = {"compile": lambda text, *rest: tried.append(len(text)) or compile(text, *rest)}
-    exec(colbench.server_program([]).rpartition("\nserve(")[0], space)
-    for pieces in [*([piece] for piece in PIECES), *(r.choices(PIECES, k=3) for _ in range(20))]:
-        tried.clear()
-        text = "".join(pieces)
-        text = (text * 20_000)[:20_000]
-        with contextlib.suppress(SyntaxError, ValueError):
-            space["answer_code"](text, {"g"})
-        assert sum(tried) < 1_200_000, pieces
+        for text in odd_texts():
+            said = grader.grade(want, text)["tests"]["test1"]
+            assert said == "no answer" or said.startswith("raised"), (text[:99], said)
+            assert grader.grade(want, HONEST)["reward"] == 1
 
 
 # --- the released scorer --------------------------------------------------------------------------
