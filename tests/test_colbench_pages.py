@@ -1,7 +1,4 @@
-"""Pages in a real Chromium: the same bytes each time, nothing reached, bounded failures.
-
-And how alike pages look, by CLIP and by toy_pages' blocks.
-"""
+"""Pages in a real Chromium: the same bytes each time, nothing reached, bounded failures; CLIP."""
 import argparse
 import base64
 import contextlib
@@ -89,13 +86,6 @@ def test_a_page_has_its_style_and_placeholders_and_always_the_same_bytes(rendere
         assert other.render(PLAIN) == {key: pages[0][key] for key in ("height", "png")}
 
 
-def test_scripts_do_not_run_and_text_is_text(renderer):
-    page = renderer.render("<body><p>before</p>"
-                           "<script>document.body.innerHTML = 'JS RAN'</script><noscript>"
-                           "<p>no script</p></noscript><p onclick='x()'>é🙂</p></body>")
-    assert texts(page) == ["before", "no script", "é🙂"]
-
-
 REQUESTS = """
 <link rel="preconnect" href="URL"><link rel="dns-prefetch" href="URL">
 <link rel="prefetch" href="URL"><link rel="preload" as="image" href="URL">
@@ -109,7 +99,7 @@ p {font-family: f; background: url(URL)}</style>
 <meta http-equiv="refresh" content="0;url=URL"><a ping="URL" href="#">z</a>"""
 
 
-def test_nothing_is_reached(renderer, tmp_path):
+def test_no_script_runs_and_nothing_is_reached(renderer, tmp_path):
     """A listener on loopback sees no connection, files stay closed, the page goes nowhere."""
     secret = tmp_path / "secret.txt"
     secret.write_text("the secret words")
@@ -121,10 +111,11 @@ def test_nothing_is_reached(renderer, tmp_path):
         asked = "".join(REQUESTS.replace("URL", f"http://{host}:{port}/x")
                         for host in ("127.0.0.1", "localhost"))
         page = renderer.render(f"<html><meta http-equiv='refresh' content='0'><body>{asked}"
-                               "<p>still here</p>"
+                               "<script>document.body.innerHTML = 'JS RAN'</script>"
+                               "<noscript><p>no script</p></noscript><p>still here é🙂</p>"
                                f"<iframe src='file://{secret}'></iframe>"
                                f"<embed src='file://{secret}'></body></html>")
-        assert "still here" in texts(page)
+        assert {"no script", "still here é🙂"} <= {*texts(page)}
         assert not any("secret" in text for text in texts(page))
         with pytest.raises(TimeoutError):
             listener.accept()
@@ -148,14 +139,13 @@ HOSTILE = {
               + "<div>a</div>" * 2000,
     "frameset": "<frameset><frame src='x'></frameset>",
     "picture": "<img src='https://picsum.photos/99999/99999'>",
-    "reference": "&#" + "9" * 4301 + ";", "references": "&#x" + "f" * 9999 + "&" * 999 + "&#;",
-    "colours": "<p style='color: color(srgb 5000 0 0); background: lab(9e9 -9e9 9e9)'>a</p>",
-    "oklch": "<p style='background: oklch(1e30 1e30 1e30)'>a</p>",
+    "references": "&#" + "9" * 4301 + ";&#x" + "f" * 9999 + "&" * 999 + "&#;",
+    "colours": "<p style='color: oklch(1e30 1e30 1e30); background: lab(9e9 -9e9 9e9)'>a</p>",
     "no end": "<p style='width: calc(infinity * 1px); height: calc(1px / 0)'>a</p>",
     "far": "<p style='transform: scale(1e38) translate(1e30px)'>a</p>",
     "no number": "<p style='transform: scale(calc(0 / 0))'>a</p>", "null": "a\0b\ud800",
     "texts": "".join(f"<p>{i}{'word ' * 99}</p>" for i in range(400)),
-    "long": "x" * PAGE["bytes"], "ends": "<html><body>" * 99_000, "spaces": "</html" + " " * 99_000}
+    "ends": "<html><body>" * 99_000, "spaces": "</html" + " " * 99_000}
 
 
 @pytest.mark.full
@@ -174,16 +164,19 @@ def test_hostile_pages_are_bounded_and_the_next_one_is_drawn(name, renderer, mon
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("tag", ["<form NAMED>a<input NAMED></form>", "<img NAMED>",
-                                 "<form NAMED></form><form NAMED></form>"])
-def test_no_name_in_a_page_shadows_what_measures_it(tag, renderer):
-    """Nor does the name of an input shadow what is asked of its form."""
-    names = """documentElement fonts ready body head querySelectorAll createElement forms append
-    getAnimations scrollingElement defaultView styleSheets adoptedStyleSheets childNodes tagName
-    createTreeWalker scrollHeight getBoundingClientRect""".split()
-    named = "".join(tag.replace("NAMED", f"name='{name}' id='{name}'") for name in names)
-    assert renderer.render(f"<body><p>a</p>{named}</body>") == renderer.render(
-        f"<body><p>a</p>{tag * len(names)}</body>")
+@pytest.mark.parametrize("script", [colbench.HEIGHT, toy_pages.BLOCKS])
+def test_no_name_in_a_page_shadows_what_measures_it(script, renderer, monkeypatch):
+    names = """documentElement fonts body head querySelectorAll createElement createTreeWalker
+    forms getAnimations scrollingElement defaultView styleSheets adoptedStyleSheets""".split()
+    inputs = "".join(f"<input name='{name}'>" for name in (
+        "scrollHeight", "append", "getBoundingClientRect", "tagName", "childNodes", "ready"))
+    for browser in renderer.browsers:
+        monkeypatch.setattr(browser, "script", script)
+    for tag in (f"<form NAMED>a{inputs}</form>", "<img NAMED>", "<form NAMED></form>" * 2):
+        page = "<body><p>a</p>" + "".join(
+            tag.replace("NAMED", f"name='{name}' id='{name}'") for name in names)
+        want = renderer.render.__wrapped__(re.sub(r"(name|id)='\w+'", "", page))
+        assert renderer.render.__wrapped__(page) == want, tag
 
 
 @pytest.mark.full
@@ -255,7 +248,7 @@ def test_a_part_of_the_sheet_draws_pages_as_the_whole_does(renderer, monkeypatch
     part, whole = renderer.sheet, open(SHEET, encoding="utf-8").read()
     classes = re.findall(r"\.((?!animate)(?:[\w-]|\\[/.])+)\{", whole)
     r = random.Random(0)
-    for _ in range(12):
+    for _ in range(6):
         page = LINK
         for tag in ("p", "div", "b", "button", "input") * 12:
             drawn = " ".join(r.choice(["", "md:", "xl:"]) + r.choice(classes) for _ in range(3))
@@ -324,40 +317,7 @@ def test_what_is_missing_is_said_in_one_line_and_nothing_is_graded(grader, flags
     complaint(script(grader, "grade", *flags, stdin=[answered(PLAIN)]), message)
 
 
-# --- how alike pages look, by their blocks --------------------------------------------------------
-
-def test_similarity_is_symmetric_bounded_and_falls_with_each_difference(renderer):
-    def changed(*changes):
-        page = PLAIN
-        for change in changes:
-            page = page.replace(*change)
-        return renderer.render(page)
-    changes = [("green", "blue"), ("A Shop", "My Garden"), ("A Shop", "A Shpo"),
-               ("<p class", "<p style='margin: 90px' class"), ("</body>", "<p>more</p>" * 9),
-               ("<b>shoes</b>", ""), ('<h1 class="text-3xl">A Shop</h1>', "")]
-    same, both, others = changed(), changed(*changes[:2]), list(map(changed, changes))
-    assert similarity(same, same) == 1
-    for other in (*others, both):
-        assert similarity(same, other) == pytest.approx(similarity(other, same))
-        assert 0 <= similarity(same, other) < 1
-    assert similarity(same, both) < min(similarity(same, other) for other in others[:2])
-    nothing = renderer.render("<html></html>")
-    assert similarity(nothing, nothing) == 1
-    assert similarity(same, nothing) < 0.12 < min(similarity(same, other) for other in others)
-
-
 # --- episodes -------------------------------------------------------------------------------------
-
-def engine_that_says(tokenizer, said_by_turn):
-    """A vLLM server whose agent says these messages, by turn."""
-    def reply(path, body):
-        turn = tokenizer.decode(body["prompt"]).count("<|assistant|>") - 1
-        ids = plain_ids(tokenizer, said_by_turn[turn]) + body["stop_token_ids"][:1]
-        choice = {"text": "", "finish_reason": "stop", "token_ids": ids,
-                  "logprobs": {"token_logprobs": [-1.0] * len(ids)}}
-        return {"choices": [choice | {"index": i} for i in range(body["n"])]}
-    return Server(reply)
-
 
 @pytest.mark.full
 def test_episodes_are_pages_shown_to_a_human_who_sees_both(tmp_path, renderer):
@@ -367,9 +327,17 @@ def test_episodes_are_pages_shown_to_a_human_who_sees_both(tmp_path, renderer):
     task = next(toy_pages.tasks("test", argparse.Namespace(seed=0, usual=0.0)))
     right = task["ground_truth"]
     other = re.sub(r'(<header class="bg-)\w+-', r"\1orange-", right)
-    engine = engine_that_says(M.find_model(base)[1], [
+    tokenizer, outputs = M.find_model(base)[1], [
         "I have no page yet", f"Let me see. OUTPUT: {other}", f"OUTPUT: the same: {right}",
-        "Good luck"])
+        "Good luck"]
+
+    def say(path, body):  # as vLLM's server
+        turn = tokenizer.decode(body["prompt"]).count("<|assistant|>") - 1
+        ids = plain_ids(tokenizer, outputs[turn]) + body["stop_token_ids"][:1]
+        choice = {"text": "", "finish_reason": "stop", "token_ids": ids,
+                  "logprobs": {"token_logprobs": [-1.0] * len(ids)}}
+        return {"choices": [choice | {"index": i} for i in range(body["n"])]}
+
     drawn = {renderer.render(page)["png"]: text
              for page, text in ((other, "other "), (right, "right "))}
 
@@ -380,7 +348,8 @@ def test_episodes_are_pages_shown_to_a_human_who_sees_both(tmp_path, renderer):
         assert task["problem_description"] in text["text"] and "<html" not in text["text"]
         assert drawn[png[1]] == "right "
         return chat(drawn[png[0]] + told + "x" * 2000)
-    human = Server(reply, trouble=0.3)
+
+    engine, human = Server(say), Server(reply, trouble=0.3)
     told = "Welcome to our store"  # a line of the reference, and no secret: it is seen
     task["ground_truth"] = f"{right}\n{told}"
     replies = [(who + told + "x" * 2000)[:1000] for who in ("other ", "right ")]
