@@ -20,15 +20,14 @@ from utils import read_jsonl
 
 RIGHT, WRONG = "def f(x):\n    return x * 2\n", "def f(x):\n    return x * 3\n"
 FORMS = {  # each with {} where the code stands; a person finds it at a glance
-    "bare": "{}", "fence": "Here:\n```python\n{}```\nDone.", "unclosed": "```python\n{}",
-    "no language": "```\n{}```", "py": "```py\n{}```", "tildes": "Code:\n\n~~~python\n{}~~~\n",
-    "four ticks": "````python\n{}````", "info": "```python title=\"double.py\"\n{}```",
+    "bare": "{}", "fence": "Here:\n```python\n{}```\nDone.", "no language": "```\n{}```",
+    "tildes": "Code:\n\n~~~python\n{}~~~\n", "four ticks": "````python\n{}````",
+    "info": "```python title=\"double.py\"\n{}```",
     "prose": "Sure! It doubles.\n\n{}\nHope that helps, and don't\nhesitate to ask.",
     "prose that names code": "From what you said, import nothing:\n{}",
     "much prose": "{}\n" + "and more\n" * 300,
     "shell fence first": "```bash\npip install x\n```\n" * 9 + "```python\n{}```",
     "usage after": "```python\n{}```\nUsage:\n```python\nprint(f(2))\n```\n```\n4\n```",
-    "inline fence": "The code is ```python\n{}```",
     "unclosed and prose": "```python\n{}\nThis doubles x, as you wished.",
     "quote in prose": "It's what you're after:\n```python\n{}```\nIsn't it?",
     "an empty fence": "```python\n```\nIt is:\n\n{}",

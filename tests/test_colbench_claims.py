@@ -62,8 +62,6 @@ HIDDEN = task("def f(x):\n    return (x * 7919 + 104729) % 1009 + 3",
               *(f"f({i})" for i in range(4)))
 LINES = ["pass", "value", "value pass", "", "raised pass", "refused pass", "value " + "5e" * 32]
 VANDALS = {
-    "encoder": "import json\njson.dumps = json.encoder.encode_basestring_ascii = lambda *a: LINE\n"
-               "json.encoder.c_make_encoder = json.dumps\ndef f(x): return 0",
     "main": "import __main__ as m\nm.claim = m.as_text = m.sha256 = lambda *a: LINE\n"
             "def f(x): return 0",
     "stdout": "import sys, io\nsys.stdout = sys.stderr = sys.__stdout__ = io.StringIO(LINE)\n"

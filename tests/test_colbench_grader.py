@@ -85,8 +85,6 @@ VERDICTS = [
     ("import nosuchmodule", ['raised "ModuleNotFoundError: nosuchmodule"'] * 4),
     ("def f(x): raise type('A' * 10 ** 6, (Exception,), {})", [f'raised "{"A" * 80}"'] * 4),
     (HONEST + "#" * (1 << 18), ["not run: it has more than 262,144 characters"] * 4)]
-
-
 ODDITIES = {  # honest code of all kinds, all right
     "prints": "def f(x):\n    print('[\"value\", 1]')\n    return x * 2",
     "os": "def f(x):\n    import os\n    return len(os.path.join('', 'a' * 2 * x))",
@@ -98,9 +96,7 @@ ODDITIES = {  # honest code of all kinds, all right
     "strptime": "import datetime\ndef f(x): return 2 * x if datetime.datetime.strptime("
                 "'2024', '%Y').year else 0",
     "unicode": "def f(größe): return größe * 2  # \u2713",
-    "crlf": "def f(x):\r\n    return x * 2\r\n", "tabs": "def f(x):\n\treturn x * 2",
     "numpy": "import numpy.random\ndef f(x): return numpy.array([x, x]).sum()",
-    "sympy": "from sympy import *\ndef f(x): return int(solve(Symbol('y') - 2 * x)[0])",
     "numpy, lazily": "def f(x):\n    import numpy as np\n    return np.unique([x, x])[0] * 2",
     "sympy's numbers": "def f(x):\n    from sympy import Rational\n    return Rational(4 * x, 2)",
     "a codec": "def f(x): return 2 * x * len('\\\\x41'.encode().decode('unicode_escape'))",
@@ -220,7 +216,7 @@ def quick(monkeypatch):
 def test_attacks_meet_a_wall(grader, monkeypatch):
     """Each has no reward, outside all is as before, and an honest answer passes after it."""
     quick(monkeypatch)
-    for text in (HONEST, "import math\n" + HONEST):  # the server for imports starts with the second
+    for text in (HONEST, STEP.format("pass")):  # the server for imports starts with the second
         assert grader.grade(DOUBLE, text)["reward"] == 1
     before = traces()
     for answer in ATTACKS.values():
@@ -243,13 +239,9 @@ def test_an_unprivileged_user_is_as_safe():
 
 
 def test_a_child_finds_nothing_to_read_and_no_file_to_fill(grader):
-    """What it reports of its environment, descriptors, modules and command line.
-
-    The file of its request lies in memory, which no limit of the child's counts.
-    """
+    """The file of its request lies in memory, which no limit of the child's counts."""
     probe = """
 import os, sys
-def environ(): return sorted(os.environ)
 def fds():
     found, written = 0, 0
     for fd in range(64):
@@ -260,13 +252,11 @@ def fds():
             try: written += fd > 2 and os.write(fd, b"x" * 9)
             except OSError: pass
     return found, written
-def modules(): return [m for m in sys.modules if m in ("colbench", "grader", "torch")]
-def argv(): return sys.argv
-def source(): return "ground_truth" in repr(vars(sys.modules["__main__"]))
 """
-    known = "{'PYTHONHASHSEED', 'TZ', 'OPENBLAS_NUM_THREADS', 'LC_CTYPE'}"
-    facts = {f"set(environ()) <= {known}": True, "fds()": (5, 0), "modules()": [],
-             "argv()": ["-c"], "source()": False}  # /dev/null three times, the wire, the request
+    facts = {"fds()": (5, 0),  # /dev/null three times, the wire, the request
+             "{*os.environ} - {'PYTHONHASHSEED', 'TZ', 'OPENBLAS_NUM_THREADS', 'LC_CTYPE'}": set(),
+             "{*sys.modules} & {'colbench', 'grader', 'torch'}": set(), "sys.argv": ["-c"],
+             "'ground_truth' in repr(vars(sys.modules['__main__']))": False}
     for test, value in facts.items():
         given, wanted = grader.claims(probe + f"def wanted(): return {value!r}", [test, "wanted()"])
         assert given == wanted, (test, given)
@@ -314,15 +304,14 @@ def test_unseeded_random_numbers_differ_from_child_to_child(grader):
     assert len(claims) == 18 and all(claim.startswith(b"value ") for claim in claims)
 
 
-@pytest.mark.parametrize("call", [
-    "libc.clock_gettime((~1 << 3) | 2, buffer)",       # the time that process 1 took
-    "libc.syscall(202, buffer, 1, 1, 0, 0, 0)",        # FUTEX_WAKE, shared by all
-    "libc.syscall(202, buffer, 6 | 128, 0, 0, 0, 0)"])  # FUTEX_LOCK_PI: is there such a thread?
-def test_no_call_tells_of_another_process(grader, call):
-    own = call.replace("(~1 << 3) | 2", "1").replace(", 1, 1,", ", 129, 1,")
-    own = own.replace("6 | 128", "129")
+@pytest.mark.parametrize("own, other", [
+    ("clock_gettime(1, buffer)", "clock_gettime((~1 << 3) | 2, buffer)"),  # what process 1 took
+    ("syscall(202, buffer, 129, 1, 0, 0, 0)", "syscall(202, buffer, 1, 1, 0, 0, 0)"),  # FUTEX_WAKE
+    ("syscall(202, buffer, 129, 0, 0, 0, 0)",  # FUTEX_LOCK_PI: is there such a thread?
+     "syscall(202, buffer, 6 | 128, 0, 0, 0, 0)")])
+def test_no_call_tells_of_another_process(grader, own, other):
     code = ("import ctypes\nlibc, buffer = ctypes.CDLL(None), ctypes.create_string_buffer(64)\n"
-            "def f(own): return (%s if own else %s) < 0" % (own, call))
+            f"def f(own): return (libc.{own} if own else libc.{other}) < 0")
     want = task("def f(own): return not own", "f(True)", "f(False)")
     assert grader.grade(want, code)["reward"] == 1
 
