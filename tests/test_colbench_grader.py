@@ -381,12 +381,12 @@ def test_references_are_kept_by_a_digest():
         assert max(len(key) for key in g.expected) < 99
 
 
-def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb():
+def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(monkeypatch):
     """ANSWERS=10000 python -m pytest -q -s tests/test_colbench_grader.py -k thousands"""
+    quick(monkeypatch)
     n, seen = int(os.environ.get("ANSWERS", 300 if FULL else 60)), []
 
     def look():
-        """Notes the number of our descendants, and the pages of memory that they and we hold."""
         family, pages = descendants(), 0
         for pid in (os.getpid(), *family):
             with contextlib.suppress(OSError):
@@ -395,13 +395,12 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb():
 
     def answers():
         for i in range(n):
-            mischief, wrong = i % 5 == 0, i % 5 == 1
-            answer = f"def f(x):\n    return x + {i + wrong}"
-            if mischief:
+            answer = f"def f(x):\n    return x + {i + (i % 5 == 1)}"
+            if i % 5 == 0:
                 answer = list(ATTACKS.values())[i // 5 % len(ATTACKS)]
             look()
             yield {"task": task(f"def f(x):\n    return x + {i}", "f(1)"), "answer": answer,
-                   "want": not (mischief or wrong), "number": i}
+                   "want": i % 5 > 1, "number": i}
 
     graded = list(grade_records(answers(), SimpleNamespace(rules="honest", workers=2)))
     assert [r["number"] for r in graded] == list(range(n))  # in order, each by itself

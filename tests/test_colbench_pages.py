@@ -44,21 +44,6 @@ def renderer():
         yield r
 
 
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory):
-    """The directory of a tiny CLIP of the real class with random weights, and the CLIPModel."""
-    from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
-    path = str(tmp_path_factory.mktemp("clip"))
-    torch.manual_seed(0)
-    small = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                 projection_dim=16)
-    made = CLIPModel(CLIPConfig(vision_config={**small, "image_size": 224, "patch_size": 32},
-                                text_config={**small, "vocab_size": 99}, projection_dim=16))
-    made.eval().save_pretrained(path)
-    CLIPImageProcessorPil().save_pretrained(path)
-    return path, made
-
-
 def size(png):
     """(width, height) of a PNG file."""
     return int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
@@ -265,47 +250,54 @@ def test_a_part_of_the_sheet_draws_pages_as_the_whole_does(renderer, monkeypatch
 # --- grading --------------------------------------------------------------------------------------
 
 @pytest.mark.full
-def test_grade_draws_the_last_page_of_an_answer_and_check_drops_what_cannot_be_drawn(clip):
-    answers = [PLAIN, f"first {BLUE} then\n```html\n{PLAIN}\n```", BLUE, "I have no page",
-               "<body><p>A Shop</p></body>", "<html><body>cut of"]
+def test_the_reward_is_clips_likeness_of_the_last_page_and_check_drops_what_has_none(tmp_path,
+                                                                                     renderer):
+    """The oracle is transformers' CLIPModel. Answers of the other kind may stand between pages."""
+    from PIL import Image
+    from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
+    torch.manual_seed(0)
+    small = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                 projection_dim=16)
+    model = CLIPModel(CLIPConfig(vision_config={**small, "image_size": 224, "patch_size": 32},
+                                 text_config={**small, "vocab_size": 99}, projection_dim=16))
+    prepare = CLIPImageProcessorPil()
+    save((model.eval(), prepare), tmp_path)
+    pages = [PLAIN, BLUE, PLAIN.replace("</body>", "<p class='bg-red-500 h-64'>a</p>" * 9),
+             "<body><p>A Shop</p></body>"]
+    pictures = [Image.open(io.BytesIO(renderer.render(page)["png"])).convert("RGB")
+                for page in pages]
+    with torch.no_grad():
+        features = model.get_image_features(prepare(pictures, return_tensors="pt")["pixel_values"])
+    features = getattr(features, "pooler_output", features)
+    wanted = torch.cosine_similarity(features[:1], features).clip(0).tolist()
+    assert max(wanted[1:]) < 0.9999
+
     bad = {"problem_description": "a", "ground_truth": "<html><body>" + "x" * PAGE["bytes"]}
-    records_in = [*map(answered, answers), {"task": bad, "answer": PLAIN}]
-    done = succeed("tests/toy_pages.py", "grade", stdin=records_in)
+    function = {"problem_description": "f", "ground_truth": "def f(): return 1",
+                "test_cases": {"a": "f()"}}
+    answers = [*pages, f"first {BLUE} then\n```html\n{PLAIN}\n```", "I have no page", "<html>cut of"]
+    given = [*map(answered, answers), {"task": bad, "answer": PLAIN},
+             {"task": function, "answer": function["ground_truth"]}] * 2
+    done = succeed("colbench.py", "grade", "--clip", tmp_path, stdin=given)
     got = records(done.stdout)
-    same, last, other, none, some, cut, no_reference = (r["reward"] for r in got)
-    assert same == last == 1 > other > some > none == cut == no_reference == 0
-    assert {r["reward_by"] for r in got} == {"blocks"} and got[3]["failure"] == "no page"
-    assert "its reference can't be drawn" in got[-1]["failure"]
-    assert "7 answers: " in done.stderr and " % likeness by blocks; 3 failed" in done.stderr
-    assert [{"task": r["task"], "answer": r["answer"]} for r in got] == records_in
-    good = [{"problem_description": "a", "ground_truth": page} for page in (PLAIN, BLUE)]
-    done = script("colbench.py", "check", "--clip", clip[0], stdin=[*good, bad])
+    assert [r["reward"] for r in got] == pytest.approx([*wanted, 1, 0, 0, 0, 1] * 2, abs=1e-5)
+    assert [r["reward_by"] for r in got] == [*["clip"] * 8, "honest rules"] * 2
+    assert [r.get("failure") for r in got[4:7]] == [None, "no page", "no page"]
+    assert "its reference can't be drawn" in got[7]["failure"]
+    assert "% likeness by clip, tests passed by honest rules; 6 failed" in done.stderr
+    assert [{"task": r["task"], "answer": r["answer"]} for r in got] == given
+    good = [{"problem_description": "a", "ground_truth": page} for page in pages]
+    done = script("colbench.py", "check", "--clip", tmp_path, stdin=[*good, bad])
     assert [r["task"] for r in records(done.stdout)] == good
     assert " dropped: no page" in done.stderr
 
 
 @pytest.mark.full
-def test_clip_is_the_cosine_of_the_real_classes_embeddings(clip, renderer):
-    """The oracle is transformers' CLIPModel. Answers of the other kind may stand between pages."""
-    from PIL import Image
-    from transformers import CLIPImageProcessorPil
-    (path, model), prepare = clip, CLIPImageProcessorPil()
-    both = PLAIN, PLAIN.replace("</body>", "<p class='bg-red-500 h-64'>a</p>" * 9 + "</body>")
-    pictures = [Image.open(io.BytesIO(renderer.render(page)["png"])).convert("RGB")
-                for page in both]
-    with torch.no_grad():
-        features = model.get_image_features(prepare(pictures, return_tensors="pt")["pixel_values"])
-    features = getattr(features, "pooler_output", features)
-    want = torch.cosine_similarity(features[0], features[1], dim=0).item()
-    function = {"problem_description": "f", "ground_truth": "def f(): return 1",
-                "test_cases": {"a": "f()"}}
-    backend = {"task": function, "answer": function["ground_truth"]}
-    done = succeed("colbench.py", "grade", "--clip", path,
-                   stdin=[*map(answered, [*both, "none"]), backend] * 4)
-    got = records(done.stdout)
-    assert abs(want) < 0.9999 and {r["reward_by"] for r in got} == {"clip", "honest rules"}
-    assert [r["reward"] for r in got] == pytest.approx([1, max(0, want), 0, 1] * 4, abs=1e-5)
-    assert "% likeness by clip, tests passed by honest rules; " in done.stderr
+def test_the_toys_likeness_is_symmetric_and_falls_with_each_difference(renderer):
+    pages = BLUE, BLUE.replace("A Shop", "My Garden"), "<html></html>"
+    same, other, less, nothing = map(renderer.render, [PLAIN, *pages])
+    assert similarity(same, same) == 1 > similarity(same, other) == similarity(other, same)
+    assert similarity(same, other) > similarity(same, less) > similarity(same, nothing) >= 0
 
 
 @pytest.mark.full
