@@ -178,21 +178,16 @@ def released(reference, answer, tests):
     return passed / len(tests)
 
 
-def honest_corpus():
-    """(task, answer): forms, oddities and values, right and wrong."""
-    for name in FORMS:
-        if not name.startswith("it "):  # which would end the released scorer
-            yield from ((DOUBLE, written(name, code)) for code in (RIGHT, WRONG))
-    yield from ((DOUBLE, answer) for answer in ODDITIES.values())
+def test_official_rules_give_the_released_scorers_verdicts(graders):
+    """Of forms, oddities and values, right and wrong; not of forms that would end that scorer."""
+    cases = [(DOUBLE, written(name, code)) for name in FORMS if not name.startswith("it ")
+             for code in (RIGHT, WRONG)]
+    cases += [(DOUBLE, answer) for answer in ODDITIES.values()]
     imports = "import collections, datetime, decimal, fractions, math, numpy, uuid"
     values = [f"[{text}, x]" for text in VALUES if "mine(" not in text]
     for text in [*values, *(f"numpy.array({data})" for data in ("[x]", "[x, x]", "[]", "x"))]:
         code = f"def f(x):\n    {imports}\n    return {text}"
-        yield task(code, "f(1)", "f(2)"), code
-
-
-def test_official_rules_give_the_released_scorers_verdicts(graders):
-    cases = list(honest_corpus())
+        cases.append((task(code, "f(1)", "f(2)"), code))
     wanted = [released(t["ground_truth"], answer, t["test_cases"].values()) for t, answer in cases]
     for (t, answer), reward in zip(cases, wanted):
         assert graders[1].grade(t, answer)["reward"] == reward, answer

@@ -196,11 +196,9 @@ def test_long_and_deep_values_are_compared(grader, text, monkeypatch):
     assert grader.grade(want, code + other)["reward"] == 0
 
 
-@pytest.mark.parametrize("value, name", [
-    ((i for i in [1]), "generator"), ({1: 2}.values(), "dict_values"), (len, "builtin_function"),
-    (math, "module"), (object(), "object"), (type("K", (), {}), "type"),
-    (pathlib.PureWindowsPath("a"), "PureWindowsPath"), (memoryview(b"a"), "memoryview"),
-    (collections.UserDict(), "UserDict")])
-def test_what_has_no_plain_equality_is_refused_by_its_name(value, name):
-    with pytest.raises(TypeError, match=f"^{name}"):
+@pytest.mark.parametrize("value", [
+    (i for i in [1]), {1: 2}.values(), len, math, object(), type("K", (), {}), memoryview(b"a"),
+    pathlib.PureWindowsPath("a"), collections.UserDict()])
+def test_what_has_no_plain_equality_is_refused_by_its_name(value):
+    with pytest.raises(TypeError, match=f"^{type(value).__name__}$"):
         as_text([value])

@@ -275,7 +275,7 @@ def test_the_reward_is_clips_likeness_of_the_last_page_and_check_drops_what_has_
     bad = {"problem_description": "a", "ground_truth": "<html><body>" + "x" * PAGE["bytes"]}
     function = {"problem_description": "f", "ground_truth": "def f(): return 1",
                 "test_cases": {"a": "f()"}}
-    answers = [*pages, f"first {BLUE} then\n```html\n{PLAIN}\n```", "I have no page", "<html>cut of"]
+    answers = [*pages, f"first {BLUE} then\n```html\n{PLAIN}\n```", "I have no page", "<html>cut"]
     given = [*map(answered, answers), {"task": bad, "answer": PLAIN},
              {"task": function, "answer": function["ground_truth"]}] * 2
     done = succeed("colbench.py", "grade", "--clip", tmp_path, stdin=given)
