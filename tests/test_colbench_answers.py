@@ -4,6 +4,7 @@ Two texts that a person understands are read otherwise: a stub of the function i
 counts as its first version, and a fence in the docstring of code without a fence counts as a fence.
 """
 import contextlib
+import itertools
 import random
 import signal
 import subprocess
@@ -13,42 +14,34 @@ import textwrap
 import pytest
 
 import colbench
-from conftest import CPU, ROOT, descendants, gone, lines, records, script
+from conftest import CPU, FULL, ROOT, descendants, gone, lines, records, script
 from test_colbench_claims import VALUES
 from test_colbench_grader import DOUBLE, HONEST, ODDITIES, task
 from utils import read_jsonl
 
 RIGHT, WRONG = "def f(x):\n    return x * 2\n", "def f(x):\n    return x * 3\n"
-FORMS = {  # each with {} where the code stands; a person finds it at a glance
-    "bare": "{}", "fence": "Here:\n```python\n{}```\nDone.", "no language": "```\n{}```",
-    "tildes": "Code:\n\n~~~python\n{}~~~\n", "four ticks": "````python\n{}````",
-    "info": "```python title=\"double.py\"\n{}```",
-    "prose": "Sure! It doubles.\n\n{}\nHope that helps, and don't\nhesitate to ask.",
-    "prose that names code": "From what you said, import nothing:\n{}",
-    "much prose": "{}\n" + "and more\n" * 300,
-    "shell fence first": "```bash\npip install x\n```\n" * 9 + "```python\n{}```",
-    "usage after": "```python\n{}```\nUsage:\n```python\nprint(f(2))\n```\n```\n4\n```",
-    "unclosed and prose": "```python\n{}\nThis doubles x, as you wished.",
-    "quote in prose": "It's what you're after:\n```python\n{}```\nIsn't it?",
-    "an empty fence": "```python\n```\nIt is:\n\n{}",
-    "a fence with output": "{}\nIt prints\n```\n4\n```\nfor 2.",
-    "a fence with usage": "So:\n\n{}\nUse it as\n```python\nprint(f(2))\n```",
-    "output before": "To get\n```text\n4\n```\nfrom 2, take\n```python\n{}```",
-    "prose that is Python": "rate = 2\n\nSo it is:\n\n{}",
-    "prose that begins so": "import duties are a matter\nclass is another: f = 2\n\n{}",
-    "a fence ends in a line": "Here: ```python\n{}``` as you said.",
-    "an open fence in prose": "I use ``` for code.\n```python\n{}```\nRight?",
-    "a mark of order": "\ufeff{}", "no width": "It is\n\u200b```python\n\u200b{}\u200b```",
-    "a tag": "<answer>\n{}</answer>",
-    "a list": "1. First:\n\n   ```python\n{indented}   ```\n2. Done.",
-    "hard spaces": "It is:\n{hard}\nDone.",
-    "cut off": "```python\n{}\ndef more(y):\n    return (y +",
-    "it exits": "{}\nexit()", "it quits": "```python\nimport sys\n{}\nsys.exit(f(2))\n```",
-    "it tests itself": "import unittest\n{}\nclass T(unittest.TestCase):\n    def test_f(self):\n"
-                       "        self.assertEqual(f(2), 4)\n\nunittest.main()",
-    "it reads its arguments": "import argparse\n{}\np = argparse.ArgumentParser()\n"
-                              "p.add_argument('x', type=int)\nprint(f(p.parse_args().x))",
-    "it reads its input": "{}\nprint(f(int(input())))"}
+# An answer with {} where its code stands: a person finds it at a glance.
+BEFORE = ["", "Here:\n", "Sure! It doubles.\n\n", "It's what you're after:\n",
+          "From what you said, import nothing:\n", "rate = 2\n\nSo it is:\n\n",
+          "import duties are a matter\nclass is another: f = 2\n\n", "I use ``` for code.\n",
+          "```python\n```\nIt is:\n\n", "```bash\npip install x\n```\n" * 9,
+          "To get\n```text\n4\n```\nfrom 2, take\n"]
+FENCES = ["{}", "```python\n{}```", "```\n{}```", "~~~python\n{}~~~", "````python\n{}````",
+          "```python title='double.py'\n{}```", "```python\n{}", "Code: ```python\n{}```",
+          "<answer>\n{}</answer>"]
+AFTER = ["", "\nDone.", "\nHope that helps, and don't\nhesitate to ask.", "\nand more" * 300,
+         " as you said.", "\nIt prints\n```\n4\n```\nfor 2.",
+         "\nUsage:\n```python\nprint(f(2))\n```\n```\n4\n```"]
+COMMON = list(map("".join, itertools.product(BEFORE, FENCES, AFTER)))
+ODD = ["\ufeff{}", "It is\n\u200b```python\n\u200b{}\u200b```", "It is:\n{hard}\nDone.",
+       "1. First:\n\n   ```python\n{indented}   ```\n2. Done.",
+       "```python\n{}\ndef more(y):\n    return (y +"]
+ENDING = [  # the program, before a test can run
+    "{}\nexit()", "```python\nimport sys\n{}\nsys.exit(f(2))\n```", "{}\nprint(f(int(input())))",
+    "import unittest\n{}\nclass T(unittest.TestCase):\n    def test_f(self):\n"
+    "        self.assertEqual(f(2), 4)\n\nunittest.main()",
+    "import argparse\n{}\np = argparse.ArgumentParser()\np.add_argument('x', type=int)\n"
+    "print(f(p.parse_args().x))"]
 SPELLED = (str, lambda text: text.replace("\n", "\r\n"),
            lambda text: textwrap.indent(text, "    "), lambda text: textwrap.indent(text, "\t"))
 
@@ -56,16 +49,15 @@ SPELLED = (str, lambda text: text.replace("\n", "\r\n"),
 def written(form, code):
     """An answer: the code in a form."""
     indented = textwrap.indent(code, "   ")
-    return FORMS[form].format(code, indented=indented, hard=code.replace(" ", "\xa0"))
+    return form.format(code, indented=indented, hard=code.replace(" ", "\xa0"))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_form_is_read_as_a_person_would_and_wrong_code_in_it_stays_wrong(grader, form):
+def test_a_form_is_read_as_a_person_would_and_wrong_code_in_it_stays_wrong(grader):
     """Also where the whole of it is indented, and where a second function follows."""
-    more = "\ndef g(x):\n    return f(x)\n"
-    for code, reward in ((RIGHT, 1), (WRONG, 0), (RIGHT + more, 1)):
-        for spell in SPELLED:
-            answer = spell(written(form, code))
+    r, more = random.Random("forms"), "\ndef g(x):\n    return f(x)\n"
+    for form in [*r.sample(COMMON, 300 if FULL else 90), *ODD * 9, *ENDING * 9]:
+        for code, reward in ((RIGHT, 1), (WRONG, 0), (RIGHT + more, 1)):
+            answer = r.choice(SPELLED)(written(form, code))
             assert grader.grade(DOUBLE, answer)["reward"] == reward, answer
 
 
@@ -179,8 +171,8 @@ def released(reference, answer, tests):
 
 
 def test_official_rules_give_the_released_scorers_verdicts(graders):
-    """Of forms, oddities and values, right and wrong; not of forms that would end that scorer."""
-    cases = [(DOUBLE, written(name, code)) for name in FORMS if not name.startswith("it ")
+    """Of forms, oddities and values, right and wrong; forms of ENDING would end that scorer."""
+    cases = [(DOUBLE, written(form, code)) for form in [*COMMON[::20], *ODD]
              for code in (RIGHT, WRONG)]
     cases += [(DOUBLE, answer) for answer in ODDITIES.values()]
     imports = "import collections, datetime, decimal, fractions, math, numpy, uuid"
