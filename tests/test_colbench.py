@@ -1,6 +1,4 @@
 """The rules of an episode, ids and kinds of tasks, and ColBench's public files."""
-import re
-
 import pytest
 
 import colbench
@@ -20,11 +18,6 @@ SENT = [  # what the human is shown, and the answer that it marks
     (f"Enough.\n**{ANSWER}**\nprint('OUTPUT:', 3)", "**\nprint('OUTPUT:', 3)")]
 
 
-def test_a_thought_that_does_not_end_sends_nothing():
-    assert read_action(f"<think>\n{ANSWER} cut of", last=False) == ("", None)
-    assert read_action(f"<think>\n{ANSWER} cut of", last=True) == ("", "")
-
-
 @pytest.mark.parametrize("thought", THOUGHTS)
 @pytest.mark.parametrize("content, answer", SENT)
 def test_read_action(thought, content, answer):
@@ -34,6 +27,8 @@ def test_read_action(thought, content, answer):
         assert read_action(output, last=True) == (content, content if answer is None else answer)
     if answer is not None:  # this thought only mentions the marker
         assert read_action(f"{ANSWER}: now?\nOUTPUT: {content}", False) == (content, answer)
+    endless = f"<think>\n{thought}{content}".replace("</think>", "")  # it sends nothing
+    assert [read_action(endless, last) for last in (False, True)] == [("", None), ("", "")]
 
 
 @pytest.mark.parametrize("text", ["-", "-\n", "- I WANT TO ANSWER\n", "\n"])
@@ -84,26 +79,21 @@ def test_published_tasks_without_a_kind_are_recognised(kind, task):
 
 # --- the public files: bare tasks, and trajectories without ids, numbers or token ids -------------
 
-def public_task(n):
-    """A bare task: its description is vague, the function is what the human sees."""
-    return {"problem_description": f"I need a function price{n}(x) that gives the price of x.",
+def trajectory(n, block):
+    """An offline record: the first block's answers are right, the second's wrong by one."""
+    task = {"problem_description": f"I need a function price{n}(x) that gives the price of x.",
             "ground_truth": f"def price{n}(x):\n    return x * {n} + 17",
             "test_cases": {f"test{i}": f"price{n}({i})" for i in range(1, 11)}}
-
-
-def public_trajectory(n, block):
-    """An offline record: the first block's answers are right, the second's wrong by one."""
     answer = f"```python\ndef price{n}(x):\n    return x * {n} + {17 + block}\n```"
     history = dialogue(f"a long instruction. I need a function price{n}(x).", "What is the rate?",
                        f"It is {n}.", f"{ANSWER}\n{answer}")
     for message in history[1::2]:
         message |= {"input": "the prompt as text", "output": f"I see. OUTPUT: {message['content']}"}
-    return {"task": public_task(n), "dialogue_history": history, "answer": answer,
-            "reward": 1.0 - block}
+    return {"task": task, "dialogue_history": history, "answer": answer, "reward": 1.0 - block}
 
 
 def test_episodes_of_bare_tasks_are_numbered(tiny_dir):
-    tasks = [public_task(n) for n in (2, 3)]
+    tasks = [trajectory(n, 0)["task"] for n in (2, 3)]
     flags = ["-k", 2, "--human", "fixed:no", "--max_turns", 2, "--max_tokens", 5]
     done = succeed("collect.py", "--model", tiny_dir, *flags, stdin=[*tasks, tasks[0]])
     first, second = map(task_id, tasks)
@@ -114,10 +104,9 @@ def test_episodes_of_bare_tasks_are_numbered(tiny_dir):
 @pytest.mark.full
 def test_offline_trajectories_go_into_every_stage(tiny_dir, tmp_path):
     """Three tasks once, then all again, as the released file has them."""
-    public = [public_trajectory(n, block) for block in (0, 1) for n in (2, 3, 4)]
-    rewards = [r["reward"] for r in public]
-    assert rewards == [r["reward"] for r in records(script("colbench.py", "grade",
-                                                           stdin=public).stdout)]
+    public = [trajectory(n, block) for block in (0, 1) for n in (2, 3, 4)]
+    graded = records(script("colbench.py", "grade", stdin=public).stdout)
+    assert [r["reward"] for r in graded] == [1, 1, 1, 0, 0, 0]
     (row,) = records(script("evaluate.py", stdin=public).stdout)
     assert row["episodes"] == 6 and row["success"] == 0.5
 
@@ -140,9 +129,8 @@ def test_offline_trajectories_go_into_every_stage(tiny_dir, tmp_path):
     done = succeed(*collect, "--candidates_share", 0, stdin=public)
     assert '"candidates": [' not in done.stdout
     sampled = records(succeed(*collect, stdin=public).stdout)
-    played = sorted((r["task"]["ground_truth"], r["sample"], r["reward"]) for r in sampled)
-    assert played == sorted((public_task(n)["ground_truth"], block, 1.0 - block)
-                            for n in (2, 3, 4) for block in (0, 1))
+    assert {(*key_of(r), r["reward"]) for r in sampled} == {
+        (task_id(r["task"]), 1 - r["reward"], r["reward"]) for r in public}
     scored, _ = train(sampled, *critic, "--out", tmp_path / "critic2")
     policy = ["train_policy.py", "--model", tiny_dir, "--out", tmp_path / "sweet"]
     assert train(scored, *policy)[0][0]["steps"] > 0
@@ -151,12 +139,9 @@ def test_offline_trajectories_go_into_every_stage(tiny_dir, tmp_path):
 @pytest.mark.full
 @pytest.mark.skipif(not REAL.exists(), reason="no ../shared/colbench/backend_tasks.jsonl")
 def test_check_finds_the_real_tasks_that_cannot_be_graded():
-    """A missing module, a file written, random numbers."""
+    """A missing module, a file written, random numbers. Datetimes and types are values."""
     tasks = records(REAL.read_text(encoding="utf-8"))
     done = script("colbench.py", "check", stdin=tasks)
-    dropped = dict(re.findall(r"^task (\w+) (dropped: .*)", done.stderr, re.M))
-    ids = [colbench.task_id(task) for task in tasks]
-    modules, _, chance = (ids[line - 1] for line in (215, 236, 265))
-    assert len(dropped) == 3 and "bs4" in dropped[modules] and "wrong value" in dropped[chance]
-    kept = [r["task"] for r in records(done.stdout)]  # datetimes, types are values
-    assert kept == [task for name, task in zip(ids, tasks) if name not in dropped]
+    kept = [r["task"] for r in records(done.stdout)]
+    assert kept == [t for line, t in enumerate(tasks, 1) if line not in (215, 236, 265)]
+    assert done.stderr.count(" dropped: ") == 3

@@ -4,6 +4,7 @@ Two texts that a person understands are read otherwise: a stub of the function i
 counts as its first version, and a fence in the docstring of code without a fence counts as a fence.
 """
 import contextlib
+import itertools
 import random
 import signal
 import subprocess
@@ -13,43 +14,34 @@ import textwrap
 import pytest
 
 import colbench
-from conftest import CPU, ROOT, descendants, gone, lines, records, script
+from conftest import CPU, FULL, ROOT, descendants, gone, lines, records, script
 from test_colbench_claims import VALUES
 from test_colbench_grader import DOUBLE, HONEST, ODDITIES, task
 from utils import read_jsonl
 
 RIGHT, WRONG = "def f(x):\n    return x * 2\n", "def f(x):\n    return x * 3\n"
-FORMS = {  # each with {} where the code stands; a person finds it at a glance
-    "bare": "{}", "fence": "Here:\n```python\n{}```\nDone.", "unclosed": "```python\n{}",
-    "no language": "```\n{}```", "py": "```py\n{}```", "tildes": "Code:\n\n~~~python\n{}~~~\n",
-    "four ticks": "````python\n{}````", "info": "```python title=\"double.py\"\n{}```",
-    "prose": "Sure! It doubles.\n\n{}\nHope that helps, and don't\nhesitate to ask.",
-    "prose that names code": "From what you said, import nothing:\n{}",
-    "much prose": "{}\n" + "and more\n" * 300,
-    "shell fence first": "```bash\npip install x\n```\n" * 9 + "```python\n{}```",
-    "usage after": "```python\n{}```\nUsage:\n```python\nprint(f(2))\n```\n```\n4\n```",
-    "inline fence": "The code is ```python\n{}```",
-    "unclosed and prose": "```python\n{}\nThis doubles x, as you wished.",
-    "quote in prose": "It's what you're after:\n```python\n{}```\nIsn't it?",
-    "an empty fence": "```python\n```\nIt is:\n\n{}",
-    "a fence with output": "{}\nIt prints\n```\n4\n```\nfor 2.",
-    "a fence with usage": "So:\n\n{}\nUse it as\n```python\nprint(f(2))\n```",
-    "output before": "To get\n```text\n4\n```\nfrom 2, take\n```python\n{}```",
-    "prose that is Python": "rate = 2\n\nSo it is:\n\n{}",
-    "prose that begins so": "import duties are a matter\nclass is another: f = 2\n\n{}",
-    "a fence ends in a line": "Here: ```python\n{}``` as you said.",
-    "an open fence in prose": "I use ``` for code.\n```python\n{}```\nRight?",
-    "a mark of order": "\ufeff{}", "no width": "It is\n\u200b```python\n\u200b{}\u200b```",
-    "a tag": "<answer>\n{}</answer>",
-    "a list": "1. First:\n\n   ```python\n{indented}   ```\n2. Done.",
-    "hard spaces": "It is:\n{hard}\nDone.",
-    "cut off": "```python\n{}\ndef more(y):\n    return (y +",
-    "it exits": "{}\nexit()", "it quits": "```python\nimport sys\n{}\nsys.exit(f(2))\n```",
-    "it tests itself": "import unittest\n{}\nclass T(unittest.TestCase):\n    def test_f(self):\n"
-                       "        self.assertEqual(f(2), 4)\n\nunittest.main()",
-    "it reads its arguments": "import argparse\n{}\np = argparse.ArgumentParser()\n"
-                              "p.add_argument('x', type=int)\nprint(f(p.parse_args().x))",
-    "it reads its input": "{}\nprint(f(int(input())))"}
+# An answer with {} where its code stands: a person finds it at a glance.
+BEFORE = ["", "Here:\n", "Sure! It doubles.\n\n", "It's what you're after:\n",
+          "From what you said, import nothing:\n", "rate = 2\n\nSo it is:\n\n",
+          "import duties are a matter\nclass is another: f = 2\n\n", "I use ``` for code.\n",
+          "```python\n```\nIt is:\n\n", "```bash\npip install x\n```\n" * 9,
+          "To get\n```text\n4\n```\nfrom 2, take\n"]
+FENCES = ["{}", "```python\n{}```", "```\n{}```", "~~~python\n{}~~~", "````python\n{}````",
+          "```python title='double.py'\n{}```", "```python\n{}", "Code: ```python\n{}```",
+          "<answer>\n{}</answer>"]
+AFTER = ["", "\nDone.", "\nHope that helps, and don't\nhesitate to ask.", "\nand more" * 300,
+         " as you said.", "\nIt prints\n```\n4\n```\nfor 2.",
+         "\nUsage:\n```python\nprint(f(2))\n```\n```\n4\n```"]
+COMMON = list(map("".join, itertools.product(BEFORE, FENCES, AFTER)))
+ODD = ["\ufeff{}", "It is\n\u200b```python\n\u200b{}\u200b```", "It is:\n{hard}\nDone.",
+       "1. First:\n\n   ```python\n{indented}   ```\n2. Done.",
+       "```python\n{}\ndef more(y):\n    return (y +"]
+ENDING = [  # the program, before a test can run
+    "{}\nexit()", "```python\nimport sys\n{}\nsys.exit(f(2))\n```", "{}\nprint(f(int(input())))",
+    "import unittest\n{}\nclass T(unittest.TestCase):\n    def test_f(self):\n"
+    "        self.assertEqual(f(2), 4)\n\nunittest.main()",
+    "import argparse\n{}\np = argparse.ArgumentParser()\np.add_argument('x', type=int)\n"
+    "print(f(p.parse_args().x))"]
 SPELLED = (str, lambda text: text.replace("\n", "\r\n"),
            lambda text: textwrap.indent(text, "    "), lambda text: textwrap.indent(text, "\t"))
 
@@ -57,20 +49,19 @@ SPELLED = (str, lambda text: text.replace("\n", "\r\n"),
 def written(form, code):
     """An answer: the code in a form."""
     indented = textwrap.indent(code, "   ")
-    return FORMS[form].format(code, indented=indented, hard=code.replace(" ", "\xa0"))
+    return form.format(code, indented=indented, hard=code.replace(" ", "\xa0"))
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_form_is_read_as_a_person_would_and_wrong_code_in_it_stays_wrong(grader, form):
+def test_a_form_is_read_as_a_person_would_and_wrong_code_in_it_stays_wrong(grader):
     """Also where the whole of it is indented, and where a second function follows."""
-    more = "\ndef g(x):\n    return f(x)\n"
-    for code, reward in ((RIGHT, 1), (WRONG, 0), (RIGHT + more, 1)):
-        for spell in SPELLED:
-            answer = spell(written(form, code))
+    r, more = random.Random("forms"), "\ndef g(x):\n    return f(x)\n"
+    for form in [*r.sample(COMMON, 300 if FULL else 90), *ODD * 9, *ENDING * 9]:
+        for code, reward in ((RIGHT, 1), (WRONG, 0), (RIGHT + more, 1)):
+            answer = r.choice(SPELLED)(written(form, code))
             assert grader.grade(DOUBLE, answer)["reward"] == reward, answer
 
 
-STARTS = [  # the first lines of code, and what a function after them gives
+STARTS = [  # the first lines of code after prose, and what a function after them gives
     ("TWO = 2", "x * TWO"), ("TWO=2", "x * TWO"), ("TWO: int = 2", "x * TWO"),
     ("TWO, B = 2, 0", "x * TWO"),
     ("try:\n    TWO = 2\nexcept OSError:\n    TWO = 3", "x * TWO"),
@@ -78,13 +69,6 @@ STARTS = [  # the first lines of code, and what a function after them gives
     ("class Two:\n    value = 2", "x * Two.value"), ("def two(): return 2", "x * two()"),
     ("async def g(): pass", "2 * x * (g is not None)"),
     ("@repr\ndef text(): pass", "2 * x * (type(text) is str)")]
-
-
-@pytest.mark.parametrize("start, value", STARTS)
-def test_code_after_prose_begins_with_its_first_line(grader, start, value):
-    for spell in SPELLED:
-        answer = spell(f"As agreed:\n{start}\n\ndef f(x):\n    return {value}\nIs it right?")
-        assert grader.grade(DOUBLE, answer)["reward"] == 1, answer
 
 
 def fenced(*blocks):
@@ -115,6 +99,9 @@ READINGS = [  # an answer and its reward
 for other in ("print(f(1))", "g = 1 / 0", "cost = rates.get(zone) * x", "import no_such_module",
               "x = 9\nprint(f(x))"):  # blocks that nothing else uses
     READINGS += [(fenced(other, RIGHT), 1), (fenced(RIGHT, other), 1), (fenced(other, WRONG), 0)]
+for start, value in STARTS:
+    code = f"As agreed:\n{start}\n\ndef f(x):\n    return {value}\nIs it right?"
+    READINGS += [(spell(code), 1) for spell in SPELLED]
 for form in ("{}", "```python\n{}```", "```\n{}\n```", "~~~python\n{}~~~"):
     READINGS += [(form.format(DOCSTRING.format("x * 3", "x * 2")), 1),  # a docstring is text
                  (form.format(DOCSTRING.format("x * 2", "x * 3")), 0)]
@@ -132,36 +119,27 @@ def test_what_is_tested_may_stand_within_an_expression(grader, test):
     assert grader.grade(task(RIGHT, test), fenced(RIGHT, "print(rate * f(2))"))["reward"] == 1
 
 
-@pytest.mark.parametrize("text", [
-    "```" * 9000, "~~~python\n" * 9000, "def f(\n" * 900, " \n" * 99_000, "'''" * 30_001,
-    "(" * 99_000, "```python\n" + "x = '''\n```\n" * 5000, "\tdef f(x):\n  @\n" * 5000,
-    "-" * 9999 + "1", "\ud800" * 99, "\0"])
-def test_odd_texts_get_nothing_and_the_next_answer_its_due(graders, text):
+def odd_texts():
+    """Texts that begin much and end nothing."""
+    yield from ("```" * 9000, "~~~python\n" * 9000, " \n" * 99_000, "'''" * 30_001, "(" * 99_000,
+                "```python\n" + "x = '''\n```\n" * 5000, "\tdef f(x):\n  @\n" * 5000,
+                "-" * 9999 + "1", "\ud800" * 99, "\0")
+    r, pieces = random.Random("pieces"), [
+        "@x\n", "def f(\n", "import a b\n", "x = '''\n", "a = 1\n", "try:\n a\n", "```\n", "a, a, ",
+        "  def f(x):\n", "class A(", "(", "\u200b", "x: ", "\r\n", "lambda: ", "# \n", "~~~a\n"]
+    for some in [*([piece] for piece in pieces), *(r.choices(pieces, k=3) for _ in range(20))]:
+        yield ("".join(some) * 20_000)[:20_000]
+
+
+def test_odd_texts_get_nothing_soon_and_the_next_answer_its_due(graders, monkeypatch):
+    """A search for code that tried each end of each beginning would take minutes."""
+    monkeypatch.setattr(colbench, "LIMITS", {**colbench.LIMITS, "test": 9, "answer": 9})
+    want = task(RIGHT, "f(1)")
     for grader in graders:
-        assert grader.grade(DOUBLE, text)["reward"] == 0
-        assert grader.grade(DOUBLE, HONEST)["reward"] == 1
-
-
-PIECES = ["@x\n", "def f(\n", "import a b\n", "x = '''\n", "a = 1\n", "try:\n a\n", "```\n",
-          "a, a, ", "  def f(x):\n", "class A(", "(", "\u200b", "x: ", "\r\n", "lambda: ",
-          "# \n", "~~~a\n"]
-
-
-def test_what_is_compiled_of_a_text_is_bounded():
-    """Of texts of 20,000 characters, made of pieces that begin much and end nothing: 1.2 million.
-
-    A search that tried each end of each beginning would compile thousands of millions.
-    """
-    r, tried = random.Random("pieces"), []
-    space = {"compile": lambda text, *rest: tried.append(len(text)) or compile(text, *rest)}
-    exec(colbench.server_program([]).rpartition("\nserve(")[0], space)
-    for pieces in [*([piece] for piece in PIECES), *(r.choices(PIECES, k=3) for _ in range(20))]:
-        tried.clear()
-        text = "".join(pieces)
-        text = (text * 20_000)[:20_000]
-        with contextlib.suppress(SyntaxError, ValueError):
-            space["answer_code"](text, {"g"})
-        assert sum(tried) < 1_200_000, pieces
+        for text in odd_texts():
+            said = grader.grade(want, text)["tests"]["test1"]
+            assert said == "no answer" or said.startswith("raised"), (text[:99], said)
+            assert grader.grade(want, HONEST)["reward"] == 1
 
 
 # --- the released scorer --------------------------------------------------------------------------
@@ -192,21 +170,16 @@ def released(reference, answer, tests):
     return passed / len(tests)
 
 
-def honest_corpus():
-    """(task, answer): forms, oddities and values, right and wrong."""
-    for name in FORMS:
-        if not name.startswith("it "):  # which would end the released scorer
-            yield from ((DOUBLE, written(name, code)) for code in (RIGHT, WRONG))
-    yield from ((DOUBLE, answer) for answer in ODDITIES.values())
+def test_official_rules_give_the_released_scorers_verdicts(graders):
+    """Of forms, oddities and values, right and wrong; forms of ENDING would end that scorer."""
+    cases = [(DOUBLE, written(form, code)) for form in [*COMMON[::20], *ODD]
+             for code in (RIGHT, WRONG)]
+    cases += [(DOUBLE, answer) for answer in ODDITIES.values()]
     imports = "import collections, datetime, decimal, fractions, math, numpy, uuid"
     values = [f"[{text}, x]" for text in VALUES if "mine(" not in text]
     for text in [*values, *(f"numpy.array({data})" for data in ("[x]", "[x, x]", "[]", "x"))]:
         code = f"def f(x):\n    {imports}\n    return {text}"
-        yield task(code, "f(1)", "f(2)"), code
-
-
-def test_official_rules_give_the_released_scorers_verdicts(graders):
-    cases = list(honest_corpus())
+        cases.append((task(code, "f(1)", "f(2)"), code))
     wanted = [released(t["ground_truth"], answer, t["test_cases"].values()) for t, answer in cases]
     for (t, answer), reward in zip(cases, wanted):
         assert graders[1].grade(t, answer)["reward"] == reward, answer

@@ -34,15 +34,13 @@ WORDS = [b"pass", b"value", b"value pass", b"raised pass", b"refused pass", b"no
 WANTED = b"value " + b"5e" * 32
 
 
-def received(data):
-    """What the grader makes of a hostile child's message."""
-    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        theirs.sendall(data)
-        return receive(ours, time.process_time, time.process_time() + 9)
-
-
 def test_no_message_at_the_wire_earns_a_reward_or_raises():
+    def received(data):
+        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        with ours, theirs:
+            theirs.sendall(data)
+            return receive(ours, time.process_time, time.process_time() + 9)
+
     r = random.Random(f"wire {SEED}")
     for _ in range(N):
         data = r.choice([r.choice(WORDS), r.choice(WORDS) + r.randbytes(r.randrange(400)),
@@ -58,28 +56,12 @@ def test_no_message_at_the_wire_earns_a_reward_or_raises():
         assert verdict(wanted, wanted) != "pass"
 
 
-def test_a_child_that_says_nothing_is_not_waited_for():
-    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-    with ours, theirs:
-        start = time.monotonic()
-        assert receive(ours, time.monotonic, start + 0.05) == "timeout"
-        assert receive(ours, time.monotonic, start - 9) == "timeout"
-        assert time.monotonic() < start + 5
-
-
-def test_what_a_child_says_is_kept_short(grader):
-    odd = task("def f(x): raise type('A' * 10 ** 6, (Exception,), {})", "f(1)")
-    assert len(grader.grade(odd, odd["ground_truth"])["tests"]["test1"]) < 200
-
-
 # --- from inside ----------------------------------------------------------------------------------
 
 HIDDEN = task("def f(x):\n    return (x * 7919 + 104729) % 1009 + 3",
               *(f"f({i})" for i in range(4)))
 LINES = ["pass", "value", "value pass", "", "raised pass", "refused pass", "value " + "5e" * 32]
 VANDALS = {
-    "encoder": "import json\njson.dumps = json.encoder.encode_basestring_ascii = lambda *a: LINE\n"
-               "json.encoder.c_make_encoder = json.dumps\ndef f(x): return 0",
     "main": "import __main__ as m\nm.claim = m.as_text = m.sha256 = lambda *a: LINE\n"
             "def f(x): return 0",
     "stdout": "import sys, io\nsys.stdout = sys.stderr = sys.__stdout__ = io.StringIO(LINE)\n"
@@ -164,24 +146,25 @@ def same(x, y):
         return False
 
 
-FORMS = ["[{}, 0]", "({},)", "{1: {}}", "{'a': [{}], 'b': ({}, 2)}", "[[[{}]], {2: ()}]"]
-
-
-def test_two_values_are_equal_where_python_says_so():
-    """The oracle is ==, on all pairs of some 70 values, each by itself and within others."""
-    r, differ = random.Random(f"values {SEED}"), []
-    for a, b in itertools.product(VALUES, repeat=2):
-        for form in ["{}", *(FORMS if FULL else r.sample(FORMS, 1))]:
-            x, y = (eval(form.replace("{}", text), dict(SPACE)) for text in (a, b))
-            try:
-                equal = x is not None and bool(x == y)
-            except decimal.InvalidOperation:  # a signalling NaN
-                equal = False
-            if same(x, y) != equal:
-                differ.append((form, a, b, equal))
+@pytest.mark.parametrize("form", ["{}", "[{}, 0]", "({},)", "{1: {}}", "{'a': [{}], 'b': ({}, 2)}",
+                                  "[[[{}]], {2: ()}]"])
+def test_two_values_are_equal_where_python_says_so(form):
+    """The oracle is ==, on all pairs of some 100 values, each by itself and within others."""
+    texts, differ = [form.replace("{}", text) for text in VALUES], []
+    left, right = ([(text, eval(text, dict(SPACE))) for text in texts] for _ in range(2))
+    for (a, x), (b, y) in itertools.product(left, right):
+        try:
+            equal = x is not None and bool(x == y)
+        except decimal.InvalidOperation:  # a signalling NaN
+            equal = False
+        if same(x, y) != equal:
+            differ.append((a, b, equal))
     assert not differ, differ
+
+
+def test_a_text_tells_the_class_of_its_value():
     for value in (eval(text, dict(SPACE)) for text in VALUES):
-        assert not same(value, value) or not same(value, as_text(value))  # a text tells its class
+        assert not same(value, value) or not same(value, as_text(value))
 
 
 def test_a_subclass_counts_as_its_base():
@@ -213,11 +196,9 @@ def test_long_and_deep_values_are_compared(grader, text, monkeypatch):
     assert grader.grade(want, code + other)["reward"] == 0
 
 
-@pytest.mark.parametrize("value, name", [
-    ((i for i in [1]), "generator"), ({1: 2}.values(), "dict_values"), (len, "builtin_function"),
-    (math, "module"), (object(), "object"), (type("K", (), {}), "type"),
-    (pathlib.PureWindowsPath("a"), "PureWindowsPath"), (memoryview(b"a"), "memoryview"),
-    (collections.UserDict(), "UserDict")])
-def test_what_has_no_plain_equality_is_refused_by_its_name(value, name):
-    with pytest.raises(TypeError, match=f"^{name}"):
+@pytest.mark.parametrize("value", [
+    (i for i in [1]), {1: 2}.values(), len, math, object(), type("K", (), {}), memoryview(b"a"),
+    pathlib.PureWindowsPath("a"), collections.UserDict()])
+def test_what_has_no_plain_equality_is_refused_by_its_name(value):
+    with pytest.raises(TypeError, match=f"^{type(value).__name__}$"):
         as_text([value])

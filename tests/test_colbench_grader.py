@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 
 import colbench as module
-from conftest import FULL, ROOT, SHARED, descendants, records, script
+from conftest import FULL, ROOT, descendants, records, script
 from colbench import Grader, GraderError, grade_records
 
 # what the attacks look for: two listeners, a readable file, one to delete, a variable
@@ -57,14 +57,6 @@ def traces():
             victim.stat().st_mode, sorted(os.listdir(FOLDER)), heard)
 
 
-def meets_a_wall(grader, before, given, answer, reward):
-    """The answer has its reward, outside all is as before, and an honest answer passes after."""
-    graded = grader.grade(given, answer)
-    assert graded["reward"] == pytest.approx(reward), (answer, graded)
-    assert traces() == before, answer
-    assert grader.grade(DOUBLE, HONEST)["reward"] == 1, answer
-
-
 # --- verdicts -------------------------------------------------------------------------------------
 
 VERDICTS = [
@@ -91,33 +83,8 @@ VERDICTS = [
      ['value refused "nested too deeply"'] * 4),
     ("def f(x): return len(bytearray(2 << 30))", ['raised "MemoryError"'] * 4),
     ("import nosuchmodule", ['raised "ModuleNotFoundError: nosuchmodule"'] * 4),
+    ("def f(x): raise type('A' * 10 ** 6, (Exception,), {})", [f'raised "{"A" * 80}"'] * 4),
     (HONEST + "#" * (1 << 18), ["not run: it has more than 262,144 characters"] * 4)]
-
-
-@pytest.mark.parametrize("answer, verdicts", VERDICTS)
-def test_verdicts(grader, answer, verdicts):
-    graded = grader.grade(DOUBLE, answer)
-    assert graded == {"reward": verdicts.count("pass") / 4,
-                      "tests": dict(zip(DOUBLE["test_cases"], verdicts))}
-
-
-def test_a_reference_without_a_value_never_passes(grader):
-    code = """def f(x):
-    if x == 1: return None
-    if x == 2: raise KeyError
-    return iter([x]) if x == 3 else x"""
-    wanted = ["None", 'raised "KeyError"', 'value refused "TypeError: list_iterator"']
-    wanted = [*(f"no expected value: {why}" for why in wanted), "pass"]
-    odd = task(code, "f(1)", "f(2)", "f(3)", "f(4)")
-    assert grader.grade(odd, code) == {
-        "reward": 1 / 4, "tests": dict(zip(odd["test_cases"], wanted))}
-
-
-def test_a_set_has_one_order_in_every_child(grader):
-    code = "def f(n): return list({str(i) for i in range(n)})"
-    assert grader.grade(task(code, "f(50)"), "import math\n" + code)["reward"] == 1
-
-
 ODDITIES = {  # honest code of all kinds, all right
     "prints": "def f(x):\n    print('[\"value\", 1]')\n    return x * 2",
     "os": "def f(x):\n    import os\n    return len(os.path.join('', 'a' * 2 * x))",
@@ -129,9 +96,7 @@ ODDITIES = {  # honest code of all kinds, all right
     "strptime": "import datetime\ndef f(x): return 2 * x if datetime.datetime.strptime("
                 "'2024', '%Y').year else 0",
     "unicode": "def f(größe): return größe * 2  # \u2713",
-    "crlf": "def f(x):\r\n    return x * 2\r\n", "tabs": "def f(x):\n\treturn x * 2",
     "numpy": "import numpy.random\ndef f(x): return numpy.array([x, x]).sum()",
-    "sympy": "from sympy import *\ndef f(x): return int(solve(Symbol('y') - 2 * x)[0])",
     "numpy, lazily": "def f(x):\n    import numpy as np\n    return np.unique([x, x])[0] * 2",
     "sympy's numbers": "def f(x):\n    from sympy import Rational\n    return Rational(4 * x, 2)",
     "a codec": "def f(x): return 2 * x * len('\\\\x41'.encode().decode('unicode_escape'))",
@@ -152,9 +117,38 @@ ODDITIES = {  # honest code of all kinds, all right
                 "def f(x): return x * int(m.parseString('<a>2</a>').firstChild.firstChild.data)"}
 
 
-@pytest.mark.parametrize("name", ODDITIES)
-def test_honest_oddities_pass(grader, name):
-    assert set(grader.grade(DOUBLE, ODDITIES[name])["tests"].values()) == {"pass"}
+@pytest.mark.parametrize("answer, verdicts", [
+    *VERDICTS, *((code, ["pass"] * 4) for code in ODDITIES.values())])
+def test_verdicts(grader, answer, verdicts):
+    graded = grader.grade(DOUBLE, answer)
+    assert graded == {"reward": verdicts.count("pass") / 4,
+                      "tests": dict(zip(DOUBLE["test_cases"], verdicts))}
+
+
+def test_a_reference_without_a_value_never_passes_and_check_drops_its_task(grader):
+    code = """import random
+def f(x):
+    if x == 1: return None
+    if x == 2: import nosuch
+    if x == 3: return iter([x])
+    return random.random() if x == 4 else x"""
+    odd = task(code, *(f"f({x})" for x in range(1, 6)))
+    why = ["None", 'raised "ModuleNotFoundError: nosuch"',
+           'value refused "TypeError: list_iterator"']
+    wanted = [*(f"no expected value: {why}" for why in why), "wrong value", "pass"]
+    verdicts = dict(zip(odd["test_cases"], wanted))
+    assert grader.grade(odd, code) == {"reward": 1 / 5, "tests": verdicts}
+    tasks = [{"task": {"id": n, "problem_description": "d", **t}, "n": n}
+             for n, t in enumerate((DOUBLE, odd, DOUBLE))]
+    done = script("colbench.py", "check", stdin=tasks)
+    assert records(done.stdout) == [tasks[0], tasks[2]]
+    del verdicts["test5"]
+    assert f"task 1 dropped: {verdicts}" in done.stderr.splitlines()
+
+
+def test_a_set_has_one_order_in_every_child(grader):
+    code = "def f(n): return list({str(i) for i in range(n)})"
+    assert grader.grade(task(code, "f(50)"), "import math\n" + code)["reward"] == 1
 
 
 # --- attacks --------------------------------------------------------------------------------------
@@ -175,21 +169,26 @@ STEPS = [
     "assert ctypes.CDLL(None).ptrace(0, 0, 0, 0) == 0",
     "sum(range(10 ** 12))", "9 ** 9 ** 9", "re.match('(a+)+$', 'a' * 60 + 'b')", "f(x)",
     "'a' * (1 << 40)", "os._exit(0)", "os.abort()", "ctypes.string_at(0)", "sys.exit(0)",
+    "raise BaseExceptionGroup('', [KeyboardInterrupt(), SystemExit()])",
+    "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (3, 3))",
+    "multiprocessing.Process(target=print).start()", "sys.setrecursionlimit(10 ** 9); f(x)",
     "sys._getframe(99)", "import colbench", "import __main__; __main__.task",
     "while True: print('x' * 99999)", "while True: os.fork()"]
-STEP = f"""import _thread, ctypes, fcntl, os, re, resource, socket, subprocess, sys, time
+STEP = f"""import _thread, ctypes, fcntl, multiprocessing, os, re, resource, socket, subprocess
+import sys, time
 victim, secret, name = '{FOLDER}/victim', '{FOLDER}/secret', {DATAGRAM.getsockname()!r}
 port = {STREAM.getsockname()[1]}
 def f(x):
     {{}}
     return 2 * x"""
 ATTACKS = {step: STEP.format(step) for step in STEPS} | {
-    "a loop": "while True: pass",
     "a loop that swallows": "def f(x):\n    while True:\n        try:\n"
                             "            while True: pass\n        except BaseException: pass",
     "endless generator": "def f(x):\n    while True: yield x",
     "deep syntax": "x = " + "(" * 5000 + ")" * 5000, "growing list": "x = [0]\nwhile True: x += x",
-    "2 MB": "def f(x): return 'a' * (2 << 20)", "many values": "def f(x): return [x] * 10 ** 6",
+    "many values": "def f(x): return [x] * 10 ** 6",
+    "endless values": "class D(dict):\n    def items(s):\n        while True: yield 1, 1\n"
+                      "def f(x): return D()",
     "deep value": "def f(x):\n    a = []\n    for _ in range(100000): a = [a]\n    return a",
     "equal inside": "class E(int):\n    def __eq__(s, o): return True\n    __hash__ = None\n"
                     "def f(x): return [E(7)]",
@@ -209,18 +208,22 @@ ATTACKS = {step: STEP.format(step) for step in STEPS} | {
     "reduce": "class E:\n    def __reduce__(s): return print, (1,)\ndef f(x): return E()"}
 
 
-def quick(monkeypatch, answer=.5):
+def quick(monkeypatch):
     """Shorter limits, only to save time."""
-    monkeypatch.setattr(module, "LIMITS", {**module.LIMITS, "test": .5, "answer": answer})
+    monkeypatch.setattr(module, "LIMITS", {**module.LIMITS, "test": .5, "answer": .5})
 
 
 def test_attacks_meet_a_wall(grader, monkeypatch):
+    """Each has no reward, outside all is as before, and an honest answer passes after it."""
     quick(monkeypatch)
-    for text in (HONEST, "import math\n" + HONEST):  # the server for imports starts with the second
+    for text in (HONEST, STEP.format("pass")):  # the server for imports starts with the second
         assert grader.grade(DOUBLE, text)["reward"] == 1
     before = traces()
     for answer in ATTACKS.values():
-        meets_a_wall(grader, before, DOUBLE, answer, 0)
+        graded = grader.grade(DOUBLE, answer)
+        assert graded["reward"] == 0, (answer, graded)
+        assert traces() == before, answer
+        assert grader.grade(DOUBLE, HONEST)["reward"] == 1, answer
 
 
 @pytest.mark.full
@@ -230,19 +233,15 @@ def test_an_unprivileged_user_is_as_safe():
     powerless = ["setpriv", "--bounding-set=-all", "--inh-caps=-all", sys.executable]
     done = subprocess.run(
         [*powerless, "-m", "pytest", "-qp", "no:cacheprovider", "tests/test_colbench_grader.py",
-         "tests/test_colbench_claims.py", "-k", "attacks_meet or forges or oddities"],
+         "tests/test_colbench_claims.py", "-k", "attacks_meet or forges or verdicts"],
         text=True, capture_output=True, timeout=300, cwd=ROOT)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
 
 
 def test_a_child_finds_nothing_to_read_and_no_file_to_fill(grader):
-    """What it reports of its environment, descriptors, modules and command line.
-
-    The file of its request lies in memory, which no limit of the child's counts.
-    """
+    """The file of its request lies in memory, which no limit of the child's counts."""
     probe = """
 import os, sys
-def environ(): return sorted(os.environ)
 def fds():
     found, written = 0, 0
     for fd in range(64):
@@ -253,13 +252,11 @@ def fds():
             try: written += fd > 2 and os.write(fd, b"x" * 9)
             except OSError: pass
     return found, written
-def modules(): return [m for m in sys.modules if m in ("colbench", "grader", "torch")]
-def argv(): return sys.argv
-def source(): return "ground_truth" in repr(vars(sys.modules["__main__"]))
 """
-    known = "{'PYTHONHASHSEED', 'TZ', 'OPENBLAS_NUM_THREADS', 'LC_CTYPE'}"
-    facts = {f"set(environ()) <= {known}": True, "fds()": (5, 0), "modules()": [],
-             "argv()": ["-c"], "source()": False}  # /dev/null three times, the wire, the request
+    facts = {"fds()": (5, 0),  # /dev/null three times, the wire, the request
+             "{*os.environ} - {'PYTHONHASHSEED', 'TZ', 'OPENBLAS_NUM_THREADS', 'LC_CTYPE'}": set(),
+             "{*sys.modules} & {'colbench', 'grader', 'torch'}": set(), "sys.argv": ["-c"],
+             "'ground_truth' in repr(vars(sys.modules['__main__']))": False}
     for test, value in facts.items():
         given, wanted = grader.claims(probe + f"def wanted(): return {value!r}", [test, "wanted()"])
         assert given == wanted, (test, given)
@@ -300,23 +297,21 @@ def test_no_file_opens_in_any_mode_and_no_call_outside_the_list_is_made(grader):
     assert traces() == before
 
 
-@pytest.mark.parametrize("name", ["random.random()", "numpy.random.rand()",
-                                  "sympy.core.random.rng.random()"])
-def test_unseeded_random_numbers_differ_from_child_to_child(grader, name):
+def test_unseeded_random_numbers_differ_from_child_to_child(grader):
     code = "import random, numpy, sympy.core.random"
-    claims = {grader.claims(code, [name])[0] for _ in range(6)}
-    assert len(claims) == 6 and all(claim.startswith(b"value ") for claim in claims)
+    tests = ["random.random()", "numpy.random.rand()", "sympy.core.random.rng.random()"]
+    claims = {claim for _ in range(6) for claim in grader.claims(code, tests)}
+    assert len(claims) == 18 and all(claim.startswith(b"value ") for claim in claims)
 
 
-@pytest.mark.parametrize("call", [
-    "libc.clock_gettime((~1 << 3) | 2, buffer)",       # the time that process 1 took
-    "libc.syscall(202, buffer, 1, 1, 0, 0, 0)",        # FUTEX_WAKE, shared by all
-    "libc.syscall(202, buffer, 6 | 128, 0, 0, 0, 0)"])  # FUTEX_LOCK_PI: is there such a thread?
-def test_no_call_tells_of_another_process(grader, call):
-    own = call.replace("(~1 << 3) | 2", "1").replace(", 1, 1,", ", 129, 1,")
-    own = own.replace("6 | 128", "129")
+@pytest.mark.parametrize("own, other", [
+    ("clock_gettime(1, buffer)", "clock_gettime((~1 << 3) | 2, buffer)"),  # what process 1 took
+    ("syscall(202, buffer, 129, 1, 0, 0, 0)", "syscall(202, buffer, 1, 1, 0, 0, 0)"),  # FUTEX_WAKE
+    ("syscall(202, buffer, 129, 0, 0, 0, 0)",  # FUTEX_LOCK_PI: is there such a thread?
+     "syscall(202, buffer, 6 | 128, 0, 0, 0, 0)")])
+def test_no_call_tells_of_another_process(grader, own, other):
     code = ("import ctypes\nlibc, buffer = ctypes.CDLL(None), ctypes.create_string_buffer(64)\n"
-            "def f(own): return (%s if own else %s) < 0" % (own, call))
+            f"def f(own): return (libc.{own} if own else libc.{other}) < 0")
     want = task("def f(own): return not own", "f(True)", "f(False)")
     assert grader.grade(want, code)["reward"] == 1
 
@@ -348,7 +343,7 @@ def test_a_busy_machine_takes_nothing_from_a_right_answer(monkeypatch):
 
     The answers take up to three quarters of what a test may, or never end; one sleeps for longer.
     """
-    monkeypatch.setattr(module, "LIMITS", {**module.LIMITS, "test": .4})
+    monkeypatch.setattr(module, "LIMITS", {**module.LIMITS, "test": .4, "answer": 2})
     spins = [SPIN.format(.1)] * 4 + [SPIN.format(9), "import time\ndef f(x):\n"
                                      "    time.sleep(.6)\n    return x"]
     wanted = [["pass"] * 3] * 4 + [["timeout"] * 3, ["pass"] * 3]
@@ -379,41 +374,39 @@ def test_references_are_kept_by_a_digest():
     with Grader(workers=1) as g:
         runs, run = [], g.claims
         g.claims = lambda text, *rest, **more: runs.append(text) or run(text, *rest, **more)
-        one, other = DOUBLE, task(DOUBLE["ground_truth"], "f(5)")
-        for t in (one, other, one, dict(one), other):
+        other = task(DOUBLE["ground_truth"], "f(5)")
+        for t in (DOUBLE, other, DOUBLE, dict(DOUBLE), other):
             assert g.grade(t, HONEST)["reward"] == 1
         assert runs.count(DOUBLE["ground_truth"]) == 2
         assert max(len(key) for key in g.expected) < 99
 
 
-def footprint():
-    """(the number of our descendants, the bytes of memory that they and we hold)"""
-    family, pages = descendants(), 0
-    for pid in (os.getpid(), *family):
-        with contextlib.suppress(OSError):
-            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return len(family), pages * 4096
-
-
-def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb():
+def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(monkeypatch):
     """ANSWERS=10000 python -m pytest -q -s tests/test_colbench_grader.py -k thousands"""
+    quick(monkeypatch)
     n, seen = int(os.environ.get("ANSWERS", 300 if FULL else 60)), []
+
+    def look():
+        family, pages = descendants(), 0
+        for pid in (os.getpid(), *family):
+            with contextlib.suppress(OSError):
+                pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        seen.append((len(family), pages))
 
     def answers():
         for i in range(n):
-            mischief, wrong = i % 5 == 0, i % 5 == 1
-            answer = f"def f(x):\n    return x + {i + wrong}"
-            if mischief:
+            answer = f"def f(x):\n    return x + {i + (i % 5 == 1)}"
+            if i % 5 == 0:
                 answer = list(ATTACKS.values())[i // 5 % len(ATTACKS)]
-            seen.append(footprint())
+            look()
             yield {"task": task(f"def f(x):\n    return x + {i}", "f(1)"), "answer": answer,
-                   "want": not (mischief or wrong), "number": i}
+                   "want": i % 5 > 1, "number": i}
 
     graded = list(grade_records(answers(), SimpleNamespace(rules="honest", workers=2)))
     assert [r["number"] for r in graded] == list(range(n))  # in order, each by itself
     assert all(r["reward"] == r["want"] for r in graded)
-    processes, memory = (max(x) for x in zip(*seen))
-    assert processes < 40 and memory < 6 << 30
+    processes, pages = map(max, zip(*seen))
+    assert processes < 40 and pages * 4096 < 6 << 30
 
 
 @pytest.mark.parametrize("fatal, message", [
@@ -438,27 +431,16 @@ def test_a_grade_that_raises_loses_its_own_record_alone(fatal, message, monkeypa
     assert "ValueError: one?two\n" in capsys.readouterr().err
 
 
-def test_the_wait_for_a_server_and_its_start_take_none_of_an_answers_time(monkeypatch):
-    """One worker, a crowd of answers that never end, and an honest one behind them."""
-    quick(monkeypatch)
-    with Grader(workers=1) as g, ThreadPoolExecutor(4) as pool:
-        assert g.grade(DOUBLE, HONEST)["reward"] == 1
-        answers = ["import math\nwhile True: pass"] * 3 + ["import math\n" + HONEST]
-        jobs = [pool.submit(g.grade, DOUBLE, answer) for answer in answers]
-        assert [job.result()["reward"] for job in jobs] == [0, 0, 0, 1]
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL,
-                                 pytest.param(signal.SIGSEGV, marks=pytest.mark.full)])
-def test_a_killed_server_is_started_again(how):
+def test_a_killed_server_is_started_again():
     with Grader(workers=1) as g:
         _, imports, plain = range(3)
-        os.kill(g.teams[0][plain].process.pid, how)
+        os.kill(g.teams[0][plain].process.pid, signal.SIGKILL)
         assert g.grade(DOUBLE, HONEST)["reward"] == 1
         # while an answer runs: again on a new server, or an error, but never a verdict
         slow = "import time\ndef f(x):\n    time.sleep(.3)\n    return x * 2"
         assert g.grade(DOUBLE, slow)["reward"] == 1
-        threading.Timer(.2, os.kill, [g.teams[0][imports].process.pid, how]).start()
+        victim = g.teams[0][imports].process.pid
+        threading.Timer(.2, os.kill, [victim, signal.SIGKILL]).start()
         assert g.grade(DOUBLE, slow)["reward"] == 1
 
 
@@ -487,33 +469,3 @@ def test_the_end_of_a_grader_waits_for_the_answers_in_work_and_leaves_nothing():
                 time.sleep(.01)
         assert descendants() <= before
         assert [job.result()["reward"] for job in jobs] == [1, 1]
-
-
-def test_check_drops_tasks_whose_reference_does_not_pass():
-    bad = task("def f(x):\n    if x == 1: import nosuch\n    if x == 2: return None\n"
-               "    if x == 3:\n        import random\n        return random.random()\n"
-               "    return x", "f(1)", "f(2)", "f(3)", "f(4)")
-    tasks = [{"task": {"problem_description": "d", **t}, "n": n} for n, t in
-             enumerate((DOUBLE, bad, DOUBLE))]
-    done = script("colbench.py", "check", stdin=tasks)
-    assert records(done.stdout) == [tasks[0], tasks[2]]
-    (said,) = (line for line in done.stderr.splitlines() if "dropped" in line)
-    name = module.task_id(tasks[1]["task"])
-    assert said.startswith(f"task {name} dropped: ") and "test4" not in said
-    assert all(why in said for why in ("nosuch", "None", "'test3': 'wrong value'")), said
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not (SHARED / "sandbox").exists(),
-                    reason="no ../shared/sandbox beside this checkout")
-def test_shared_attacks(monkeypatch):
-    quick(monkeypatch, answer=2)
-    with Grader(workers=1) as g:
-        g.grade(DOUBLE, HONEST), g.grade(DOUBLE, "import math\n" + HONEST)
-        before = traces()
-        for record in records((SHARED / "sandbox" / "answers.jsonl").read_text()):
-            # the released scorer reads the first block alone; these rules read both
-            reward = 1 if record["id"] == "b05_two_fences" else record["expect"]["reward"]
-            start = time.monotonic()
-            meets_a_wall(g, before, record["task"], record["answer"], reward)
-            assert time.monotonic() - start < 20, record["id"]

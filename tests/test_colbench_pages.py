@@ -1,7 +1,4 @@
-"""Pages in a real Chromium: the same bytes each time, nothing reached, bounded failures.
-
-And how alike pages look, by CLIP and by toy_pages' blocks.
-"""
+"""Pages in a real Chromium: the same bytes each time, nothing reached, bounded failures; CLIP."""
 import argparse
 import base64
 import contextlib
@@ -22,8 +19,7 @@ import model as M
 import toy
 import toy_pages
 from colbench import CACHE, PAGE, Renderer, RenderError
-from conftest import (SHARED, complaint, demos, descendants, plain_ids, records, save, script,
-                      succeed)
+from conftest import complaint, demos, descendants, plain_ids, records, save, script, succeed
 from test_colbench_answers import SIGNALS, end_grading
 from test_collect_endpoints import Server, chat
 from toy_pages import similarity
@@ -33,7 +29,6 @@ SHEET = os.path.join(CACHE, "tailwind.min.css")
 if not any(map(shutil.which, colbench.BROWSERS)) or not os.path.exists(SHEET):
     pytest.skip("no Chromium, or no Tailwind sheet (MANUAL.md, \"Frontend Design\")",
                 allow_module_level=True)
-REAL = SHARED / "colbench" / "frontend_tasks.jsonl"
 LINK = ('<link href="https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css" '
         'rel="stylesheet">')
 PLAIN = f"""<html>{LINK}<body class="bg-gray-100">
@@ -47,28 +42,6 @@ BLUE = PLAIN.replace("green", "blue")
 def renderer():
     with Renderer(script=toy_pages.BLOCKS) as r:
         yield r
-
-
-@pytest.fixture(scope="module")
-def clip(tmp_path_factory):
-    """The directory of a tiny CLIP of the real class with random weights, and the CLIPModel."""
-    from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
-    path = str(tmp_path_factory.mktemp("clip"))
-    torch.manual_seed(0)
-    small = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                 projection_dim=16)
-    made = CLIPModel(CLIPConfig(vision_config={**small, "image_size": 224, "patch_size": 32},
-                                text_config={**small, "vocab_size": 99}, projection_dim=16))
-    made.eval().save_pretrained(path)
-    CLIPImageProcessorPil().save_pretrained(path)
-    return path, made
-
-
-@pytest.fixture(scope="module")
-def tasks():
-    if not REAL.exists():
-        pytest.skip("no real ColBench tasks at ../shared/colbench/frontend_tasks.jsonl")
-    return records(REAL.read_text(encoding="utf-8"))
 
 
 def size(png):
@@ -98,13 +71,6 @@ def test_a_page_has_its_style_and_placeholders_and_always_the_same_bytes(rendere
         assert other.render(PLAIN) == {key: pages[0][key] for key in ("height", "png")}
 
 
-def test_scripts_do_not_run_and_text_is_text(renderer):
-    page = renderer.render("<body><p>before</p>"
-                           "<script>document.body.innerHTML = 'JS RAN'</script><noscript>"
-                           "<p>no script</p></noscript><p onclick='x()'>é🙂</p></body>")
-    assert texts(page) == ["before", "no script", "é🙂"]
-
-
 REQUESTS = """
 <link rel="preconnect" href="URL"><link rel="dns-prefetch" href="URL">
 <link rel="prefetch" href="URL"><link rel="preload" as="image" href="URL">
@@ -118,7 +84,7 @@ p {font-family: f; background: url(URL)}</style>
 <meta http-equiv="refresh" content="0;url=URL"><a ping="URL" href="#">z</a>"""
 
 
-def test_nothing_is_reached(renderer, tmp_path):
+def test_no_script_runs_and_nothing_is_reached(renderer, tmp_path):
     """A listener on loopback sees no connection, files stay closed, the page goes nowhere."""
     secret = tmp_path / "secret.txt"
     secret.write_text("the secret words")
@@ -130,10 +96,11 @@ def test_nothing_is_reached(renderer, tmp_path):
         asked = "".join(REQUESTS.replace("URL", f"http://{host}:{port}/x")
                         for host in ("127.0.0.1", "localhost"))
         page = renderer.render(f"<html><meta http-equiv='refresh' content='0'><body>{asked}"
-                               "<p>still here</p>"
+                               "<script>document.body.innerHTML = 'JS RAN'</script>"
+                               "<noscript><p>no script</p></noscript><p>still here é🙂</p>"
                                f"<iframe src='file://{secret}'></iframe>"
                                f"<embed src='file://{secret}'></body></html>")
-        assert "still here" in texts(page)
+        assert {"no script", "still here é🙂"} <= {*texts(page)}
         assert not any("secret" in text for text in texts(page))
         with pytest.raises(TimeoutError):
             listener.accept()
@@ -157,14 +124,13 @@ HOSTILE = {
               + "<div>a</div>" * 2000,
     "frameset": "<frameset><frame src='x'></frameset>",
     "picture": "<img src='https://picsum.photos/99999/99999'>",
-    "reference": "&#" + "9" * 4301 + ";", "references": "&#x" + "f" * 9999 + "&" * 999 + "&#;",
-    "colours": "<p style='color: color(srgb 5000 0 0); background: lab(9e9 -9e9 9e9)'>a</p>",
-    "oklch": "<p style='background: oklch(1e30 1e30 1e30)'>a</p>",
+    "references": "&#" + "9" * 4301 + ";&#x" + "f" * 9999 + "&" * 999 + "&#;",
+    "colours": "<p style='color: oklch(1e30 1e30 1e30); background: lab(9e9 -9e9 9e9)'>a</p>",
     "no end": "<p style='width: calc(infinity * 1px); height: calc(1px / 0)'>a</p>",
     "far": "<p style='transform: scale(1e38) translate(1e30px)'>a</p>",
     "no number": "<p style='transform: scale(calc(0 / 0))'>a</p>", "null": "a\0b\ud800",
     "texts": "".join(f"<p>{i}{'word ' * 99}</p>" for i in range(400)),
-    "long": "x" * PAGE["bytes"], "ends": "<html><body>" * 99_000, "spaces": "</html" + " " * 99_000}
+    "ends": "<html><body>" * 99_000, "spaces": "</html" + " " * 99_000}
 
 
 @pytest.mark.full
@@ -182,33 +148,31 @@ def test_hostile_pages_are_bounded_and_the_next_one_is_drawn(name, renderer, mon
     assert texts(renderer.render(f"<p>not {name}</p>")) == [f"not {name}"]
 
 
-NAMES = """documentElement fonts body head querySelectorAll createElement createTreeWalker forms
-getAnimations scrollingElement defaultView styleSheets adoptedStyleSheets childNodes""".split()
+@pytest.mark.full
+@pytest.mark.parametrize("script", [colbench.HEIGHT, toy_pages.BLOCKS])
+def test_no_name_in_a_page_shadows_what_measures_it(script, renderer, monkeypatch):
+    names = """documentElement fonts body head querySelectorAll createElement createTreeWalker
+    forms getAnimations scrollingElement defaultView styleSheets adoptedStyleSheets""".split()
+    inputs = "".join(f"<input name='{name}'>" for name in (
+        "scrollHeight", "append", "getBoundingClientRect", "tagName", "childNodes", "ready"))
+    for browser in renderer.browsers:
+        monkeypatch.setattr(browser, "script", script)
+    for tag in (f"<form NAMED>a{inputs}</form>", "<img NAMED>", "<form NAMED></form>" * 2):
+        page = "<body><p>a</p>" + "".join(
+            tag.replace("NAMED", f"name='{name}' id='{name}'") for name in names)
+        want = renderer.render.__wrapped__(re.sub(r"(name|id)='\w+'", "", page))
+        assert renderer.render.__wrapped__(page) == want, tag
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("tag", ["<form{}>a<input name='scrollHeight'><input name='append'>"
-                                 "<input name='getBoundingClientRect'><input name='tagName'>"
-                                 "<input name='childNodes'><input name='ready'></form>",
-                                 "<img{}>", "<form{0}></form><form{0}></form>"])
-def test_no_name_in_a_page_shadows_what_measures_it(tag, renderer):
-    want = renderer.render(f"<body><p>a</p>{tag.format('')}</body>")
-    for name in NAMES:
-        named = tag.format(f" name='{name}' id='{name}'")
-        assert renderer.render(f"<body><p>a</p>{named}</body>") == want, name
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("said, message", [
-    *((form.replace("N", number), "a length or a colour of the page is")
-      for form in ("{height: N}", "{height: 9, more: [{a: [0, N]}]}")
-      for number in ("NaN", "Infinity", "-1/0", "1e9")),
-    ("{height: 'tall'}", None), ("{}", None), ("null", None)])
-def test_what_a_browser_says_of_a_page_is_numbers_in_range_or_no_picture(said, message, renderer,
+@pytest.mark.parametrize("said", [
+    *(form.replace("N", number) for form in ("{height: N}", "{height: 9, more: [{a: [0, N]}]}")
+      for number in ("NaN", "Infinity", "-1/0", "1e9")), "null"])
+def test_what_a_browser_says_of_a_page_is_numbers_in_range_or_no_picture(said, renderer,
                                                                          monkeypatch):
     for browser in renderer.browsers:
         monkeypatch.setattr(browser, "script", f"() => ({said})")
-    with pytest.raises(RenderError, match=message):
+    with pytest.raises(RenderError):
         renderer.render(f"<p>{said}")
 
 
@@ -231,10 +195,21 @@ def browsers():
 
 
 @pytest.mark.full
-def test_a_killed_browser_loses_no_page():
+def test_a_browser_that_dies_loses_no_page(monkeypatch):
+    """The first one dies as it starts, the others are killed, twice."""
+    start, starts = colbench.Browser.start, []
+
+    async def dies_first(self):
+        await start(self)
+        starts.append(self.tab)
+        if len(starts) == 1:
+            raise RuntimeError("closed")
+
+    monkeypatch.setattr(colbench.Browser, "start", dies_first)
     before = browsers()  # of the other tests
     with Renderer(workers=2) as r:
         want = r.render(PLAIN)["png"]
+        assert len(starts) == 2
         for n in range(2):
             for pid in browsers() - before:
                 with contextlib.suppress(ProcessLookupError):  # it went with another
@@ -246,21 +221,6 @@ def test_a_killed_browser_loses_no_page():
 
 
 @pytest.mark.full
-def test_a_browser_that_dies_as_it_starts_is_started_again(monkeypatch):
-    start, starts = colbench.Browser.start, []
-
-    async def dies_first(self):
-        await start(self)
-        starts.append(self.tab)
-        if len(starts) == 1:
-            raise RuntimeError("closed")
-
-    monkeypatch.setattr(colbench.Browser, "start", dies_first)
-    with Renderer(workers=1) as r:
-        assert r.render(PLAIN)["png"] and len(starts) == 2
-
-
-@pytest.mark.full
 @pytest.mark.parametrize("number", SIGNALS)
 def test_an_ended_grader_leaves_no_browser_behind(number):
     answers = [answered(PLAIN.replace("shoes", str(i))) for i in range(40)]
@@ -268,61 +228,76 @@ def test_an_ended_grader_leaves_no_browser_behind(number):
 
 
 @pytest.mark.full
-def test_a_part_of_the_sheet_draws_the_real_pages_as_the_whole_does(renderer, tasks, monkeypatch):
+def test_a_part_of_the_sheet_draws_pages_as_the_whole_does(renderer, monkeypatch):
+    """Pages of classes drawn from all of the sheet's, but for those that move."""
     part, whole = renderer.sheet, open(SHEET, encoding="utf-8").read()
-    for task in tasks[:12]:
-        page = task["ground_truth"]
+    classes = re.findall(r"\.((?!animate)(?:[\w-]|\\[/.])+)\{", whole)
+    r = random.Random(0)
+    for _ in range(6):
+        page = LINK
+        for tag in ("p", "div", "b", "button", "input") * 12:
+            drawn = " ".join(r.choice(["", "md:", "xl:"]) + r.choice(classes) for _ in range(3))
+            drawn = drawn.replace("\\", "")
+            written = r.choice([f"'{drawn}'", f'"{drawn}"', drawn.replace(" ", "&#32;")])
+            page += f"<{tag} class={written}>a</{tag}>"
         want = renderer.render(page)
-        assert len(part(page)) < len(whole) / 10
+        assert len(part(page)) < len(whole) / 5
         monkeypatch.setattr(renderer, "sheet", lambda page: whole)
-        assert renderer.render(page) == want
+        assert renderer.render.__wrapped__(page) == want  # drawn anew, not remembered
         monkeypatch.undo()
 
 
 # --- grading --------------------------------------------------------------------------------------
 
 @pytest.mark.full
-def test_grade_draws_the_last_page_of_an_answer_and_check_drops_what_cannot_be_drawn(tasks, clip):
-    """ColBench's own references are like themselves."""
-    answers = [PLAIN, f"first {BLUE} then\n```html\n{PLAIN}\n```", BLUE, "I have no page",
-               "<body><p>A Shop</p></body>", "<html><body>cut of"]
+def test_the_reward_is_clips_likeness_of_the_last_page_and_check_drops_what_has_none(tmp_path,
+                                                                                     renderer):
+    """The oracle is transformers' CLIPModel. Answers of the other kind may stand between pages."""
+    from PIL import Image
+    from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
+    torch.manual_seed(0)
+    small = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                 projection_dim=16)
+    model = CLIPModel(CLIPConfig(vision_config={**small, "image_size": 224, "patch_size": 32},
+                                 text_config={**small, "vocab_size": 99}, projection_dim=16))
+    prepare = CLIPImageProcessorPil()
+    save((model.eval(), prepare), tmp_path)
+    pages = [PLAIN, BLUE, PLAIN.replace("</body>", "<p class='bg-red-500 h-64'>a</p>" * 9),
+             "<body><p>A Shop</p></body>"]
+    pictures = [Image.open(io.BytesIO(renderer.render(page)["png"])).convert("RGB")
+                for page in pages]
+    with torch.no_grad():
+        features = model.get_image_features(prepare(pictures, return_tensors="pt")["pixel_values"])
+    features = getattr(features, "pooler_output", features)
+    wanted = torch.cosine_similarity(features[:1], features).clip(0).tolist()
+    assert max(wanted[1:]) < 0.9999
+
     bad = {"problem_description": "a", "ground_truth": "<html><body>" + "x" * PAGE["bytes"]}
-    records_in = [*map(answered, answers), {"task": bad, "answer": PLAIN}]
-    done = succeed("tests/toy_pages.py", "grade", stdin=records_in)
+    function = {"problem_description": "f", "ground_truth": "def f(): return 1",
+                "test_cases": {"a": "f()"}}
+    answers = [*pages, f"first {BLUE} then\n```html\n{PLAIN}\n```", "I have no page", "<html>cut"]
+    given = [*map(answered, answers), {"task": bad, "answer": PLAIN},
+             {"task": function, "answer": function["ground_truth"]}] * 2
+    done = succeed("colbench.py", "grade", "--clip", tmp_path, stdin=given)
     got = records(done.stdout)
-    same, last, other, none, some, cut, no_reference = (r["reward"] for r in got)
-    assert same == last == 1 > other > some > none == cut == no_reference == 0
-    assert {r["reward_by"] for r in got} == {"blocks"} and got[3]["failure"] == "no page"
-    assert "its reference can't be drawn" in got[-1]["failure"]
-    assert "7 answers: " in done.stderr and " % likeness by blocks; 3 failed" in done.stderr
-    assert [{"task": r["task"], "answer": r["answer"]} for r in got] == records_in
-    done = script("colbench.py", "check", "--clip", clip[0], stdin=[*tasks[:3], bad])
-    assert [r["task"] for r in records(done.stdout)] == tasks[:3]
+    assert [r["reward"] for r in got] == pytest.approx([*wanted, 1, 0, 0, 0, 1] * 2, abs=1e-5)
+    assert [r["reward_by"] for r in got] == [*["clip"] * 8, "honest rules"] * 2
+    assert [r.get("failure") for r in got[4:7]] == [None, "no page", "no page"]
+    assert "its reference can't be drawn" in got[7]["failure"]
+    assert "% likeness by clip, tests passed by honest rules; 6 failed" in done.stderr
+    assert [{"task": r["task"], "answer": r["answer"]} for r in got] == given
+    good = [{"problem_description": "a", "ground_truth": page} for page in pages]
+    done = script("colbench.py", "check", "--clip", tmp_path, stdin=[*good, bad])
+    assert [r["task"] for r in records(done.stdout)] == good
     assert " dropped: no page" in done.stderr
 
 
 @pytest.mark.full
-def test_clip_is_the_cosine_of_the_real_classes_embeddings(clip, renderer):
-    """The oracle is transformers' CLIPModel. Answers of the other kind may stand between pages."""
-    from PIL import Image
-    from transformers import CLIPImageProcessorPil
-    (path, model), prepare = clip, CLIPImageProcessorPil()
-    both = PLAIN, PLAIN.replace("</body>", "<p class='bg-red-500 h-64'>a</p>" * 9 + "</body>")
-    pictures = [Image.open(io.BytesIO(renderer.render(page)["png"])).convert("RGB")
-                for page in both]
-    with torch.no_grad():
-        features = model.get_image_features(prepare(pictures, return_tensors="pt")["pixel_values"])
-    features = getattr(features, "pooler_output", features)
-    want = torch.cosine_similarity(features[0], features[1], dim=0).item()
-    function = {"problem_description": "f", "ground_truth": "def f(): return 1",
-                "test_cases": {"a": "f()"}}
-    backend = {"task": function, "answer": function["ground_truth"]}
-    done = succeed("colbench.py", "grade", "--clip", path,
-                   stdin=[*map(answered, [*both, "none"]), backend] * 4)
-    got = records(done.stdout)
-    assert abs(want) < 0.9999 and {r["reward_by"] for r in got} == {"clip", "honest rules"}
-    assert [r["reward"] for r in got] == pytest.approx([1, max(0, want), 0, 1] * 4, abs=1e-5)
-    assert "% likeness by clip, tests passed by honest rules; " in done.stderr
+def test_the_toys_likeness_is_symmetric_and_falls_with_each_difference(renderer):
+    pages = BLUE, BLUE.replace("A Shop", "My Garden"), "<html></html>"
+    same, other, less, nothing = map(renderer.render, [PLAIN, *pages])
+    assert similarity(same, same) == 1 > similarity(same, other) == similarity(other, same)
+    assert similarity(same, other) > similarity(same, less) > similarity(same, nothing) >= 0
 
 
 @pytest.mark.full
@@ -334,40 +309,7 @@ def test_what_is_missing_is_said_in_one_line_and_nothing_is_graded(grader, flags
     complaint(script(grader, "grade", *flags, stdin=[answered(PLAIN)]), message)
 
 
-# --- how alike pages look, by their blocks --------------------------------------------------------
-
-def test_similarity_is_symmetric_bounded_and_falls_with_each_difference(renderer):
-    def changed(*changes):
-        page = PLAIN
-        for change in changes:
-            page = page.replace(*change)
-        return renderer.render(page)
-    changes = [("green", "blue"), ("A Shop", "My Garden"), ("A Shop", "A Shpo"),
-               ("<p class", "<p style='margin: 90px' class"), ("</body>", "<p>more</p>" * 9),
-               ("<b>shoes</b>", ""), ('<h1 class="text-3xl">A Shop</h1>', "")]
-    same, both, others = changed(), changed(*changes[:2]), list(map(changed, changes))
-    assert similarity(same, same) == 1
-    for other in (*others, both):
-        assert similarity(same, other) == pytest.approx(similarity(other, same))
-        assert 0 <= similarity(same, other) < 1
-    assert similarity(same, both) < min(similarity(same, other) for other in others[:2])
-    nothing = renderer.render("<html></html>")
-    assert similarity(nothing, nothing) == 1
-    assert similarity(same, nothing) < 0.12 < min(similarity(same, other) for other in others)
-
-
 # --- episodes -------------------------------------------------------------------------------------
-
-def engine_that_says(tokenizer, said_by_turn):
-    """A vLLM server whose agent says these messages, by turn."""
-    def reply(path, body):
-        turn = tokenizer.decode(body["prompt"]).count("<|assistant|>") - 1
-        ids = plain_ids(tokenizer, said_by_turn[turn]) + body["stop_token_ids"][:1]
-        choice = {"text": "", "finish_reason": "stop", "token_ids": ids,
-                  "logprobs": {"token_logprobs": [-1.0] * len(ids)}}
-        return {"choices": [choice | {"index": i} for i in range(body["n"])]}
-    return Server(reply)
-
 
 @pytest.mark.full
 def test_episodes_are_pages_shown_to_a_human_who_sees_both(tmp_path, renderer):
@@ -377,9 +319,17 @@ def test_episodes_are_pages_shown_to_a_human_who_sees_both(tmp_path, renderer):
     task = next(toy_pages.tasks("test", argparse.Namespace(seed=0, usual=0.0)))
     right = task["ground_truth"]
     other = re.sub(r'(<header class="bg-)\w+-', r"\1orange-", right)
-    engine = engine_that_says(M.find_model(base)[1], [
+    tokenizer, outputs = M.find_model(base)[1], [
         "I have no page yet", f"Let me see. OUTPUT: {other}", f"OUTPUT: the same: {right}",
-        "Good luck"])
+        "Good luck"]
+
+    def say(path, body):  # as vLLM's server
+        turn = tokenizer.decode(body["prompt"]).count("<|assistant|>") - 1
+        ids = plain_ids(tokenizer, outputs[turn]) + body["stop_token_ids"][:1]
+        choice = {"text": "", "finish_reason": "stop", "token_ids": ids,
+                  "logprobs": {"token_logprobs": [-1.0] * len(ids)}}
+        return {"choices": [choice | {"index": i} for i in range(body["n"])]}
+
     drawn = {renderer.render(page)["png"]: text
              for page, text in ((other, "other "), (right, "right "))}
 
@@ -390,7 +340,8 @@ def test_episodes_are_pages_shown_to_a_human_who_sees_both(tmp_path, renderer):
         assert task["problem_description"] in text["text"] and "<html" not in text["text"]
         assert drawn[png[1]] == "right "
         return chat(drawn[png[0]] + told + "x" * 2000)
-    human = Server(reply, trouble=0.3)
+
+    engine, human = Server(say), Server(reply, trouble=0.3)
     told = "Welcome to our store"  # a line of the reference, and no secret: it is seen
     task["ground_truth"] = f"{right}\n{told}"
     replies = [(who + told + "x" * 2000)[:1000] for who in ("other ", "right ")]
