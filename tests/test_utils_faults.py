@@ -60,15 +60,6 @@ def test_a_stage_killed_again_and_again_ends_as_if_it_had_not_been(name, tasks, 
             m.pop("logprobs", None)  # other company in a batch, other rounding
         return played
 
-    def check_killed(out, done, how, rows_before):
-        """What it leaves is whole; ended by SIGTERM or SIGINT, its last step is in a checkpoint."""
-        assert done.returncode == -how, (done.returncode, done.stderr)
-        loading = "KeyboardInterrupt" in done.stderr  # Python's own, before utils.run
-        assert loading or "Traceback" not in done.stderr, done.stderr
-        there = metrics(out)
-        if how != signal.SIGKILL and len(there) > rows_before and "step" in there[-1]:
-            assert (out / f"checkpoint-{there[-1]['step'] + 1}").exists()
-
     begin = time.monotonic()
     want, seconds = result(whole, run(whole)), time.monotonic() - begin
     r, kills, resumed, out = random.Random(f"{SEED} {name}"), 0, 0, tmp_path / "killed0"
@@ -80,9 +71,13 @@ def test_a_stage_killed_again_and_again_ends_as_if_it_had_not_been(name, tasks, 
             assert result(out, done) == want
             out = tmp_path / f"killed{kills}"
             continue
-        kills += 1
-        check_killed(out, done, how, rows_before)
-        resumed += any("resumed" in row for row in metrics(out))
+        kills, there = kills + 1, metrics(out)
+        assert done.returncode == -how, (done.returncode, done.stderr)
+        loading = "KeyboardInterrupt" in done.stderr  # Python's own, before utils.run
+        assert loading or "Traceback" not in done.stderr, done.stderr
+        if how != signal.SIGKILL and len(there) > rows_before and "step" in there[-1]:
+            assert (out / f"checkpoint-{there[-1]['step'] + 1}").exists()
+        resumed += any("resumed" in row for row in there)
     assert result(out, run(out)) == want
     # a few kills may all come before the first checkpoint
     assert resumed or not trains or KILLS < 30
