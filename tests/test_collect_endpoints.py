@@ -86,8 +86,6 @@ def said(path, body):
 
 
 PLAY = ["--max_turns", 3, "--max_tokens", 12, "--timeout", TIMEOUT]
-NOBODY = "http://127.0.0.1:9/v1"
-JUDGE = f"{ROOT}/tests/experiments/judge.py"
 
 
 def play(tiny_dir, tasks, *flags, how=script):
@@ -324,7 +322,7 @@ def test_a_line_says_what_to_do_about_an_odd_server(case, tiny_dir, tasks):
 
 def test_a_server_on_this_machine_is_behind_no_proxy(monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy"):
-        monkeypatch.setenv(name, NOBODY)
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     assert asyncio.run(chat_with(endpoint(Server(said), retries=0))).startswith("it is ")
@@ -332,24 +330,21 @@ def test_a_server_on_this_machine_is_behind_no_proxy(monkeypatch):
 
 # --- the judge ------------------------------------------------------------------------------------
 
-def prefers(word):
-    """A judge who takes the message with more of a word, and thinks first."""
-    def reply(path, body):
-        prompt = body["messages"][0]["content"]
-        a, b = re.search(r"\nA: (.*)\n\nB: (.*)\n\nWhich", prompt, re.S).groups()
-        assert "def f(x, rate=3)" in prompt and body["temperature"] == 0 and a != b
-        better = "A" if a.count(word) > b.count(word) else "B"
-        return chat(f"<think>B or A?</think>The better one is {better}.")
-    return reply
-
-
 def test_a_judge_scores_a_message_by_the_share_of_its_comparisons_that_it_wins(tiny_dir,
                                                                                monkeypatch):
     """The best one is sent. In a circle: so < no < no no < no no no = no no no > so."""
     task = {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x"}
     actions = [{"output": text, "logprobs": []}
                for text in ("so", "no", "no no", "no no no", "no no no")]
-    args = collect.get_args(["--model", tiny_dir, "--best_of", "5", "--critic", JUDGE])
+    judge = f"{ROOT}/tests/experiments/judge.py"
+    args = collect.get_args(["--model", tiny_dir, "--best_of", "5", "--critic", judge])
+
+    def prefers_no(path, body):
+        prompt = body["messages"][0]["content"]
+        a, b = re.search(r"\nA: (.*)\n\nB: (.*)\n\nWhich", prompt, re.S).groups()
+        assert "def f(x, rate=3)" in prompt and body["temperature"] == 0 and a != b
+        better = "A" if a.count("no") > b.count("no") else "B"
+        return chat(f"<think>B or A?</think>The better one is {better}.")
 
     async def drawn(*_):
         return actions, []
@@ -361,7 +356,7 @@ def test_a_judge_scores_a_message_by_the_share_of_its_comparisons_that_it_wins(t
         history = dialogue("write f(x)")
         sent = await players.act(task, history, (0, "task", 0, 0), 0)
         return sent["output"], await players.critic(task, history, actions)
-    assert asyncio.run(judged(prefers("no"))) == ("no no no", [0, 0.5, 0.5, 0.75, 0.75])
+    assert asyncio.run(judged(prefers_no)) == ("no no no", [0, 0.5, 0.5, 0.75, 0.75])
     for reply, error, why in (
             (chat("A better one is B"), collect.EpisodeError, "not one of A and B"),
             (("too long", 400), collect.EpisodeError, "the judge http"),

@@ -48,8 +48,8 @@ def test_one_pipe_gives_a_policy_and_the_same_bytes_again(tiny_dir, tmp_path):
     one, two = (tmp_path / seed for seed in "12")  # of Python's hashes, which order sets; not ours
     for out in (one, two):
         out.mkdir()
-        done = shell(f"export PYTHONHASHSEED={out.name}" + PIPE.format(
-            root=ROOT, out=out, model=tiny_dir))
+        pipe = PIPE.format(root=ROOT, out=out, model=tiny_dir)
+        done = shell(f"export PYTHONHASHSEED={out.name}{pipe}", timeout=600)
         assert done.returncode == 0, done.stderr
     for name in FILES:
         a, b = ((out / name).read_bytes() for out in (one, two))
