@@ -146,6 +146,7 @@ def test_a_file_is_resumed_with_the_flags_and_weights_that_played_it(tasks, epis
                                                                      tmp_path):
     file, (missing, *others) = tmp_path / "all.jsonl", episodes
     file.write_text(lines(others))
+    assert missing["meta"]["model_weights"] == M.weights_digest(tiny_dir)
     for name in ("model_weights", *collect.SAME):
         with pytest.raises(SystemExit, match=f"--resume {file} holds episodes with {name} "):
             collect.finished_episodes(file, {**missing["meta"], name: "another"})

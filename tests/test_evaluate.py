@@ -189,10 +189,11 @@ def test_what_a_model_wrote_is_never_markup_and_candidates_come_best_first(tmp_p
 
 
 def test_pages_are_shown_as_pictures(tmp_path):
-    image = pytest.importorskip("PIL.Image", reason="no pillow (MANUAL.md, \"Frontend Design\")")
+    why = "no playwright, pillow, Chromium or Tailwind sheet (MANUAL.md, \"Frontend Design\")"
+    _, image = (pytest.importorskip(name, reason=why) for name in ("playwright", "PIL.Image"))
     if not (any(map(shutil.which, colbench.BROWSERS)) and
             os.path.exists(os.path.join(colbench.CACHE, "tailwind.min.css"))):
-        pytest.skip("no Chromium, or no Tailwind style sheet (MANUAL.md, \"Frontend Design\")")
+        pytest.skip(why)
     task = {"id": "a", "kind": "frontend", "problem_description": "a shop",
             "ground_truth": "<html><h1>A Shop</h1></html>"}
     play = lambda page, **more: [{"task": task, "answer": page, "reward": 0.5,
