@@ -6,7 +6,6 @@ from itertools import chain
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 import collect
 import model as M
