@@ -3,10 +3,10 @@
     python tests/bench_collect.py [--model runs/base] [flags of collect.py]
 
 Both have the same engine, seeds and slow human, who answers after a random time, log-normal as LLM
-servers are: median --delay (by default about what the engine takes for a turn of 64), sigma
---sigma. Lock-step: all episodes of a batch sample, then all wait for the slowest reply; the next
-batch starts when all have ended. Without --model an untrained tiny one plays. It never answers, so
-all its episodes have --max_turns turns.
+servers are: median --delay (by default about what the engine takes for a turn of 64), sigma 0.7.
+Lock-step: all episodes of a batch sample, then all wait for the slowest reply; the next batch
+starts when all have ended. Without --model an untrained tiny one plays. It never answers, so all
+its episodes have --max_turns turns.
 """
 import asyncio
 import math
@@ -31,7 +31,6 @@ def get_args():
     p.add_argument("--episodes", type=int, default=64, help="played in one go, each of a task")
     p.add_argument("--batch", type=int, default=64, help="episodes under way at once, for both")
     p.add_argument("--delay", type=float, default=0.2, help="median seconds of a reply")
-    p.add_argument("--sigma", type=float, default=0.7, help="of the logarithm of a reply's seconds")
     args, flags = p.parse_known_args()
     return args, ["--max_turns", "6", "--max_tokens", "40", *flags]
 
@@ -40,7 +39,7 @@ class SlowHuman(collect.Players):
     """The scripted human, who takes a time that is a function of the message's place."""
 
     async def human(self, task, history):
-        seconds = rng("delay", task["id"], task["sample"], len(history)).gauss(0, self.sigma)
+        seconds = rng("delay", task["id"], task["sample"], len(history)).gauss(0, 0.7)
         await asyncio.sleep(self.delay * math.exp(seconds))
         return await super().human(task, history)
 
@@ -82,7 +81,7 @@ async def lock_step(players, jobs, batch):
 def compare(args, flags, tasks):
     loop = asyncio.new_event_loop()
     players = loop.run_until_complete(SlowHuman(collect.get_args(flags)).load())
-    players.delay, players.sigma = args.delay, args.sigma
+    players.delay = args.delay
     jobs = [{**task, "sample": i} for i, task in enumerate(tasks)]
     seconds, gave = in_turn({
         way.__name__: lambda way=way: loop.run_until_complete(way(players, jobs, args.batch))
@@ -103,5 +102,4 @@ if __name__ == "__main__":
         if not args.model:
             args.model = os.path.join(folder, "model")
             save(toy.tiny(demos(200)), args.model)
-        compare(args, ["--model", args.model, "--human", toy.__file__,
-                       *flags], tasks)
+        compare(args, ["--model", args.model, "--human", toy.__file__, *flags], tasks)

@@ -201,15 +201,12 @@ def save(made, out):
 
 def nucleus(logps, top_p):
     """Log-probs (n, vocabulary) of sampling with --top_p: -inf for what is never drawn."""
-    logps = logps.detach()
-    out = logps.clone().fill_(-float("inf"))
+    out = logps.detach().clone().fill_(-float("inf"))
     for row, all_of in zip(out, logps):
-        mass = 0.0
         for token in all_of.argsort(descending=True).tolist():
-            if mass >= top_p:
+            if row.exp().sum() >= top_p:
                 break
-            row[token] = all_of[token]
-            mass += all_of[token].exp().item()
+            row[token] = all_of[token].item()
     return out.log_softmax(-1)
 
 

@@ -1,13 +1,11 @@
 """collect.py alone: what it samples, --resume, bad input."""
 import asyncio
-import copy
 import json
 import shutil
 from itertools import chain
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import collect
 import model as M
@@ -17,8 +15,8 @@ from conftest import (HUMAN, PLAY, actions, complaint, dialogue, key_of, lines, 
 from train_critic import advantage
 
 
-def play(model, stdin, *flags, **how):
-    return script("collect.py", "--model", model, *HUMAN, *flags, stdin=stdin, **how)
+def play(model, stdin, *flags):
+    return script("collect.py", "--model", model, *HUMAN, *flags, stdin=stdin)
 
 
 # --- what it samples ------------------------------------------------------------------------------
@@ -36,15 +34,10 @@ def test_a_draw_does_not_depend_on_its_company(tasks, episodes, tiny_dir):
     assert len(want) == 2 and len(set(drawn)) == len(drawn)  # each is a draw
     for m in chain(*map(agent_messages, of_one)):
         del m["candidates"]
-    dialogues = {key_of(r): copy.deepcopy(r["dialogue_history"]) for r in of_one}
     small = ["--concurrency", 1, "--max_batch_tokens", 100]
     for given in (tasks[1:2], of_one):
         got = records(play(tiny_dir, given, *PLAY, *small).stdout)
         assert {key_of(r): tokens_of(r) for r in got} == want
-    for r in got:  # candidates are all that is new
-        for m in agent_messages(r):
-            del m["candidates"]
-        assert r["dialogue_history"] == dialogues[key_of(r)]
 
 
 def test_actions_that_max_tokens_cut_are_marked_and_counted(tasks, tiny_dir):
@@ -125,31 +118,15 @@ def test_best_of_sends_the_critics_favourite(ref_reads, tasks, rewarded, tiny_di
     complaint(play(tiny_dir, tasks, "--best_of", 2, "--critic", "no/critic"), "no/critic")
 
 
-def test_answered_says_whether_the_last_message_has_the_marker(episodes, tiny_dir):
-    """Played to the last turn without an answer of its own, or given as a dialogue."""
-    assert all(r["answered"] == (ANSWER in agent_messages(r)[-1]["content"]) for r in episodes)
-    for r, ended in zip(episodes, ("", ANSWER + "\ndef f(): return 1")):
-        del r["answered"]
-        r["dialogue_history"][-1] |= {"output": ended, "content": ended}
-    again = records(play(tiny_dir, episodes[:2], *PLAY, "--candidates", 1).stdout)
-    assert sorted(r["answered"] for r in again) == [False, True]
-
-
 # --- --resume -------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("cut", [lambda line: "", lambda line: line[:len(line) // 2]])
-def test_only_a_cut_last_line_of_a_file_is_dropped(cut, tasks, collected, tiny_dir, tmp_path):
-    file, of_task = tmp_path / "all.jsonl", f'"id": "{tasks[0]["task"]["id"]}"'
-    first, last = (line for line in collected.splitlines(True) if of_task in line)
-    for others in ("", first):
-        file.write_text(others + cut(last))
-        done = play(tiny_dir, tasks[:1], *PLAY, "--resume", file)
-        assert file.read_text() == others
-        assert len(records(done.stdout)) + others.count("\n") == 2
-    file.write_text(first + last)
-    done = play(tiny_dir, tasks[:1], *PLAY, "--resume", file, "-k", 3, "--human", "fixed:no")
-    assert len(records(done.stdout)) == 1 and file.read_text() == first + last
-    assert "(2 done before)" in done.stderr
+def test_only_a_cut_last_line_of_a_file_is_dropped(collected, tmp_path):
+    file, (first, last) = tmp_path / "all.jsonl", collected.splitlines(True)[:2]
+    both, half = first + last, last[:len(last) // 2]
+    for text, kept in ((half, ""), (first + half, first), (both, both), (both[:-1], both)):
+        file.write_text(text)
+        done = collect.finished_episodes(file, json.loads(first)["meta"])
+        assert file.read_text() == kept and done == set(map(key_of, records(kept)))
 
 
 def test_a_file_of_something_else_is_not_touched(tasks, episodes, tiny_dir, tmp_path):
@@ -157,28 +134,28 @@ def test_a_file_of_something_else_is_not_touched(tasks, episodes, tiny_dir, tmp_
     file = tmp_path / "diary.txt"
     for text, line in (("a diary\nof mine", 1), ("a diary", 1), (lines(episodes), 2)):
         file.write_text(text)
-        error = complaint(play(tiny_dir, tasks, *PLAY, "--resume", file))
-        assert error.startswith(f"error: {file}, line {line}") and file.read_text() == text
+        with pytest.raises(SystemExit, match=f"error: {file}, line {line}"):
+            collect.finished_episodes(file, episodes[0]["meta"])
+        assert file.read_text() == text
+    complaint(play(tiny_dir, tasks, *PLAY, "--resume", file), f"error: {file}, line 2")
+    assert file.read_text() == text
 
 
-def test_a_file_is_resumed_with_the_flags_and_weights_that_played_it(tasks, collected, tiny_dir,
-                                                                          tmp_path):
-    base, file = shutil.copytree(tiny_dir, tmp_path / "base"), tmp_path / "all.jsonl"
-    file.write_text(collected)
-    for flag, value, had in (("max_turns", 2, 4), ("temperature", 0.5, 1.0), ("seed", 4, 3)):
-        error = complaint(play(tiny_dir, tasks, *PLAY, "--resume", file, "--" + flag, value))
-        assert f"--resume {file} holds episodes with {flag} {had}, not {value}: " in error
-    judged = [{**r, "meta": {**r["meta"], "critic": "runs/one"}} for r in records(collected)]
-    (tmp_path / "judged.jsonl").write_text(lines(judged))
-    error = complaint(play(tiny_dir, tasks, *PLAY, "--resume", tmp_path / "judged.jsonl"))
-    assert "holds episodes with critic runs/one, not None: " in error
-    state = load_file(base / "model.safetensors")
-    save_file({k: v * 1.001 for k, v in state.items()}, base / "model.safetensors")
-    error = complaint(play(base, tasks, *PLAY, "--resume", file))
-    assert f"model_weights {M.weights_digest(tiny_dir)}, not {M.weights_digest(str(base))}" in error
-    shutil.copy(f"{tiny_dir}/model.safetensors", base)  # the same again
-    file.write_text(lines(records(collected)[1:]))
-    assert len(records(play(base, tasks, *PLAY, "--resume", file).stdout)) == 1
+def test_a_file_is_resumed_with_the_flags_and_weights_that_played_it(tasks, episodes, tiny_dir,
+                                                                     tmp_path):
+    file, (missing, *others) = tmp_path / "all.jsonl", episodes
+    file.write_text(lines(others))
+    assert missing["meta"]["model_weights"] == M.weights_digest(tiny_dir)
+    for name in ("model_weights", *collect.SAME):
+        with pytest.raises(SystemExit, match=f"--resume {file} holds episodes with {name} "):
+            collect.finished_episodes(file, {**missing["meta"], name: "another"})
+    resume = [*PLAY, "--resume", file, "--human", "fixed:no"]
+    done = play(tiny_dir, tasks, *resume, "--seed", 4)
+    complaint(done, f"--resume {file} holds episodes with seed 3, not 4: ")
+    moved = shutil.copytree(tiny_dir, tmp_path / "moved")  # has the same weights
+    done = play(moved, tasks, *resume)
+    assert [key_of(r) for r in records(done.stdout)] == [key_of(missing)]
+    assert "(7 done before)" in done.stderr
 
 
 # --- records that were played before --------------------------------------------------------------
@@ -191,17 +168,19 @@ def test_a_record_without_its_dialogue_is_played_and_graded_anew(tasks, tiny_dir
     assert all(len(r["tests"]) == 10 and "failure" not in r for r in new)
 
 
-def test_new_candidates_leave_what_is_known_of_a_dialogue(episodes, tiny_dir):
-    """Its settings and its reward; the candidates' settings stand beside them."""
-    known, bare = {**episodes[0], "reward": 0.5}, episodes[1]
-    known["meta"] = {"seed": 77}
-    del bare["meta"]
+def test_a_dialogue_is_answered_if_its_last_message_has_the_marker(episodes, tiny_dir):
+    """Played to the last turn without an answer of its own, or given, to get candidates.
+
+    The candidates' settings stand beside those of the dialogue.
+    """
+    assert all(r["answered"] == (ANSWER in agent_messages(r)[-1]["content"]) for r in episodes)
+    for r, ended in zip(episodes, ("", ANSWER + "\ndef f(): return 1")):
+        del r["answered"], r["meta"]
+        r["dialogue_history"][-1] |= {"output": ended, "content": ended}
     flags = ["--candidates", 2, "--max_tokens", 5, "--seed", 8]
-    got = {r["sample"]: r for r in records(play(tiny_dir, [known, bare], *flags).stdout)}
-    first, second = got[known["sample"]], got[bare["sample"]]
-    assert (first["meta"]["seed"], first["reward"]) == (77, 0.5)
-    assert "seed" not in second["meta"] and "reward" not in second
-    assert all(r["meta"]["candidates"]["seed"] == 8 for r in (first, second))
+    again = records(play(tiny_dir, episodes[:2], *flags).stdout)
+    assert sorted(r["answered"] for r in again) == [False, True]
+    assert all(r["meta"]["candidates"]["seed"] == 8 and "seed" not in r["meta"] for r in again)
 
 
 # --- bad input ------------------------------------------------------------------------------------
@@ -215,43 +194,6 @@ def test_a_conversation_longer_than_the_models_context_is_no_episode(tasks, tiny
     assert "tokens, and the model takes 10" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.fixture(scope="module")
-def unloadable(tiny_dir, tmp_path_factory):
-    """The tiny model without a weight, so that what is told was told before it was loaded."""
-    base = shutil.copytree(tiny_dir, tmp_path_factory.mktemp("unloadable") / "m")
-    save_file({"no weight": torch.zeros(1)}, base / "model.safetensors")
-    return base
-
-
-TASK = {"problem_description": "p", "ground_truth": "def f(): return 1",
-        "test_cases": {"test1": "f()"}}
-BARE, PLAYED = lines([TASK]), lines([{"task": TASK, "dialogue_history": dialogue("p")}])
-NOBODY = "http://127.0.0.1:9"
-THOUGHT = lines([{"task": {**TASK, "id": "a"}, "dialogue_history": dialogue("p", "q"),
-                  "meta": {"thinking": 1}}])
-
-
-@pytest.mark.parametrize("stdin, flags, message", [
-    ("", [], "stdin is empty"),
-    (PLAYED, [], "a dialogue already"),
-    ("", ["--model", "no/such/dir"], "no model at 'no/such/dir'"),
-    ("", ["--best_of", 2], "--critic"),
-    (BARE, [], "the weights in"),
-    (BARE, ["--human", ""], "--human is missing: give the http://host:port/v1"),
-    (BARE, ["--human", "me.py"], "error: me.py: No such file"),
-    (BARE, ["--human", NOBODY], f"error: {NOBODY} lists no models"),
-    (BARE, ["--engine", NOBODY], f"error: {NOBODY} lists no models"),
-    (BARE, ["--human", collect.__file__], "collect.py defines no reply()"),
-    (THOUGHT, ["--candidates", 2], "the dialogue of task a was played with --thinking 1"),
-    ("", ["--top_p", 0], "argument --top_p: 0 is below 1e-06"),
-    ("", ["--candidates_share", 1.5], "--candidates_share: 1.5 is above 1"),
-    ("", ["--human_params", "[1"], "--human_params is no JSON object"),
-    ("", ["--max_turns", 0], "argument --max_turns: 0 is below 1"),
-    ("", ["--temperature", "nan"], "argument --temperature: nan is below 0")])
-def test_collect_complains(stdin, flags, message, unloadable):
-    complaint(play(unloadable, stdin, *flags), message)
-
-
 def test_a_bad_line_later_on_loses_nothing_before_it(tasks, tiny_dir):
     other = lines([{"task": {**tasks[0]["task"], "ground_truth": "def f(x): return x"}}])
     for bad, error in (("{\n", "stdin, line 3: not JSON"), (other, "two unlike tasks of stdin")):
@@ -263,28 +205,29 @@ def test_a_bad_line_later_on_loses_nothing_before_it(tasks, tiny_dir):
 
 # --- the human ------------------------------------------------------------------------------------
 
-WRITTEN = {
-    "def reply(task, history):\n    return f'{len(history)} {task[\"id\"]}'": None,
-    "import asyncio\nasync def reply(task, history):\n    await asyncio.sleep(0.01)\n"
-    "    return f'{len(history)} {task[\"id\"]}'": None,
-    "def reply(task, history):\n    pass": "reply() gives nothing",
-    "def reply(task, history):\n    return 5": "the human's reply is no text: 5",
-    "def reply(task, history):\n    raise ValueError('no such task')": "no such task"}
+WRITTEN = """
+TASKS = {ids}
+{kind} reply(task, history):
+    i = TASKS.index(task["id"])
+    if i == 3:
+        raise ValueError("no such task")
+    return [str(len(history)), None, 5][i]
+"""
 
 
-@pytest.mark.parametrize("code", WRITTEN)
-def test_a_human_is_a_file_with_a_function(code, tasks, tiny_dir, tmp_path):
-    (tmp_path / "human.py").write_text(code)
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_human_is_a_file_with_a_function(kind, tasks, tiny_dir, tmp_path):
+    """Its text is the reply; with anything else, or an error, the task's episode fails."""
+    ids = [r["task"]["id"] for r in tasks]
+    (tmp_path / "human.py").write_text(WRITTEN.format(ids=ids, kind=kind))
     flags = ["--human", tmp_path / "human.py", "--max_tokens", 5, "--max_turns", 3]
     done = play(tiny_dir, tasks, *flags)
-    got, why = records(done.stdout), WRITTEN[code]
-    if why:
-        assert not got and f"sample 0 failed: {why}" in done.stderr and done.returncode == 1
-        return
-    assert len(got) == len(tasks)
-    for r in got:
-        said = [m["content"] for m in r["dialogue_history"][2::2]]
-        assert said == [f"{n} {r['task']['id']}" for n in (2, 4)]
+    (r,) = records(done.stdout)
+    assert r["task"]["id"] == ids[0]
+    assert [m["content"] for m in r["dialogue_history"][2::2]] == ["2", "4"]
+    for name, why in zip(ids[1:], ("reply() gives nothing", "the human's reply is no text: 5",
+                                   "no such task")):
+        assert f"task {name}, sample 0 failed: {why}" in done.stderr and done.returncode == 1
 
 
 def test_a_template_without_a_generation_prompt_is_refused(tasks, tiny_dir, tmp_path):
@@ -296,12 +239,9 @@ def test_a_template_without_a_generation_prompt_is_refused(tasks, tiny_dir, tmp_
                "[/INST]{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}")
     thinks = chatml.replace("\n{{", "\n{{ '<think></think>' if m['role'] == 'assistant' }}{{")
     tokenizer = M.find_model(str(base))[1]
-    for template, good in ((chatml, False), (chatml + prompt, True), (mistral, True),
-                           (thinks + prompt, True)):
-        tokenizer.chat_template = template
-        if good:
-            M.check_generation_prompt(tokenizer)
-            continue
-        tokenizer.save_pretrained(base)
-        error = complaint(play(base, tasks))
-        assert "has no generation prompt" in error and "<|im_start|>assistant" in error
+    for good in (chatml + prompt, mistral, thinks + prompt):
+        tokenizer.chat_template = good
+        M.check_generation_prompt(tokenizer)
+    tokenizer.chat_template = chatml
+    tokenizer.save_pretrained(base)
+    complaint(play(base, tasks), "has no generation prompt", "<|im_start|>assistant")

@@ -29,8 +29,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def __init__(self, reply, trouble=0.0, refuse=None):
         self.reply, self.trouble, self.refuse = reply, trouble, refuse
-        self.models, self.page = ["m"], False
-        self.random = random.Random(0)
+        self.models, self.random = ["m"], random.Random(0)
         self.seen, self.lock = [], threading.Lock()
         super().__init__(("127.0.0.1", 0), Handler)
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -46,16 +45,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 
-    def send(self, body, code=200, kind="application/json"):
-        self.send_response(code)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body.encode())))
+    def send(self, text, status=200, length=None):
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(length or len(text.encode())))
         self.end_headers()
-        self.wfile.write(body.encode())
+        self.wfile.write(text.encode())
 
     def do_GET(self):
-        if self.server.page:
-            return self.send("<html>Welcome</html>", kind="text/html")
         if self.path != "/v1/models":
             return self.send('{"detail": "Not Found"}', 404)
         self.send(json.dumps({"data": [{"id": name} for name in self.server.models]}))
@@ -65,29 +62,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
         with s.lock:
             s.seen.append((self.path, body, self.headers["Authorization"]))
             fails = s.random.random() < s.trouble
-            kind = s.random.choice(["500", "cut", "stall", "429"]) if fails else ""
-        if s.refuse:
-            return self.send('{"error": "no"}', s.refuse)
+            trouble = s.random.choice([500, 429, "cut", "stall"]) if fails else None
+        if s.refuse or trouble in (500, 429):
+            return self.send('{"error": "busy"}', s.refuse or trouble)
         good = s.reply(self.path, body)
-        if isinstance(good, tuple):  # status and text
-            return self.send(good[1], good[0])
-        good = json.dumps(good)
-        if kind in ("500", "429"):
-            return self.send('{"error": "busy"}', int(kind))
-        if kind == "stall":
+        if isinstance(good, tuple):  # text and status
+            return self.send(*good)
+        if trouble == "stall":
             time.sleep(TIMEOUT + 0.5)
-        if kind == "cut":
+        if trouble == "cut":
             self.close_connection = True
-            cut = b"HTTP/1.1 200 OK\r\nContent-Length: 999\r\n\r\n" + good[:20].encode()
-            return self.wfile.write(cut)
-        self.send(good)
+            return self.send(json.dumps(good)[:20], length=999)
+        self.send(json.dumps(good))
 
 
-def chat(text):
-    choice = {"index": 0, "finish_reason": "stop",
-              "message": {"role": "assistant", "content": text}}
-    return {"id": "x", "object": "chat.completion", "created": 0, "model": "m",
-            "choices": [choice]}
+def chat(text, why="stop"):
+    return {"choices": [{"finish_reason": why, "message": {"role": "assistant", "content": text}}]}
 
 
 def said(path, body):
@@ -96,8 +86,6 @@ def said(path, body):
 
 
 PLAY = ["--max_turns", 3, "--max_tokens", 12, "--timeout", TIMEOUT]
-NOBODY = "http://127.0.0.1:9/v1"
-JUDGE = f"{ROOT}/tests/experiments/judge.py"
 
 
 def play(tiny_dir, tasks, *flags, how=script):
@@ -125,22 +113,22 @@ def test_a_flaky_human_loses_no_episode_and_never_becomes_a_made_up_reply(tiny_d
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("bad_reply", [chat(None), chat("<think>no end"), {"choices": []}, "no"])
-def test_failed_episodes_are_not_written_and_are_played_again(bad_reply, tiny_dir, tasks, tmp_path):
-    bad = tasks[1]["task"]["problem_description"]
+def test_failed_episodes_are_not_written_and_are_played_again(tiny_dir, tasks, tmp_path):
+    """Those of one task, each with another reply that is of no use."""
+    bad, failed = tasks[1]["task"]["problem_description"], tasks[1]["task"]["id"]
+    useless = iter([chat(None), chat("<think>no end"), {"choices": []}, "no"])
 
     def reply(path, body):
-        return bad_reply if bad in body["messages"][0]["content"] else said(path, body)
-    flags = ["-k", 2, "--retries", 1, "--human"]
+        return next(useless) if bad in body["messages"][0]["content"] else said(path, body)
+    flags = ["-k", 4, "--retries", 1, "--human"]
     done = play(tiny_dir, tasks, *flags, Server(reply).url)
-    assert done.returncode == 1 and "2 episodes failed" in done.stderr
-    failed = tasks[1]["task"]["id"]
+    assert done.returncode == 1 and "4 episodes failed" in done.stderr
     played = {r["task"]["id"] for r in records(done.stdout)}
     assert played == {t["task"]["id"] for t in tasks} - {failed}
     (tmp_path / "all.jsonl").write_text(done.stdout)
     flags += [Server(said).url, "--resume", tmp_path / "all.jsonl"]
     again = play(tiny_dir, tasks, *flags, how=succeed)
-    assert [r["task"]["id"] for r in records(again.stdout)] == [failed] * 2
+    assert [r["task"]["id"] for r in records(again.stdout)] == [failed] * 4
 
 
 def test_a_human_who_dies_ends_the_run_by_one_line(tiny_dir, tasks):
@@ -193,14 +181,10 @@ def draw(prompt, seed, most, stop):
 def sampled(path, body):
     """What a vLLM server says: n draws, the i-th by seed + i."""
     assert path == "/v1/completions" and body["n"] == 1 or body["temperature"] > 0
-    choices = []
-    for i in range(body["n"]):
-        ids, logprobs = draw(body["prompt"], body["seed"] + i, body["max_tokens"],
-                             body["stop_token_ids"])
-        logprobs = {"token_logprobs": logprobs, "tokens": [], "top_logprobs": [], "text_offset": []}
-        choices.append({"index": i, "text": "", "finish_reason": "stop", "token_ids": ids,
-                        "logprobs": logprobs})
-    return {"id": "x", "object": "text_completion", "created": 0, "model": "m", "choices": choices}
+    drawn = [draw(body["prompt"], body["seed"] + i, body["max_tokens"], body["stop_token_ids"])
+             for i in range(body["n"])]
+    return {"choices": [{"finish_reason": "stop", "token_ids": ids,
+                         "logprobs": {"token_logprobs": logprobs}} for ids, logprobs in drawn]}
 
 
 @pytest.mark.full
@@ -232,23 +216,30 @@ def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(
     assert {b["n"] for b in bodies} == {4 if temperature else 1}
 
 
-@pytest.mark.parametrize("change, why", [
+USELESS = [  # changes of a draw of one token, and what is said
     ({"token_ids": None}, "token_ids"), ({"finish_reason": "abort"}, "shutting down"),
     ({"token_ids": [151000]}, "token 151000 is not of --model"),
-    ({"logprobs": None}, "log-probs are missing"),
-    ({"logprobs": {"token_logprobs": []}}, "log-probs are missing"),
-    ({"logprobs": {"token_logprobs": [None]}}, "log-probs are missing"),
-    ({"logprobs": {"token_logprobs": [-9999.0]}}, "log-probs are missing")])
-def test_a_reply_that_is_of_no_use_is_no_action(change, why, tiny_dir, tasks):
-    """A draw of one token, but for the change."""
-    def odd(path, body):
-        reply = sampled(path, body)
-        one = {"token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}
-        reply["choices"][0] |= {**one, **change}
-        return reply
-    done = play(tiny_dir, tasks, "--engine", Server(odd).url)
-    assert done.returncode == 1 and not done.stdout and "Traceback" not in done.stderr
-    assert why in done.stderr
+    *(({"logprobs": odd}, "log-probs are missing") for odd in (
+        None, *({"token_logprobs": numbers} for numbers in ([], [None], [-9999.0]))))]
+
+
+def test_a_reply_that_is_of_no_use_is_no_action(tiny_dir):
+    server = Server(sampled)
+
+    async def sample(players, **change):
+        choice = {"finish_reason": "stop", "token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}
+        server.reply = lambda path, body: {"choices": [choice | change]}
+        return await players.sample(dialogue("write f"), (0, "task", 0, 0), 1, 0)
+
+    async def all_of():
+        args = collect.get_args(["--model", tiny_dir, "--engine", server.url])
+        players = await collect.Players(args).load()
+        ((action,), _) = await sample(players)
+        assert action["token_ids"] == [7] and action["logprobs"] == [-0.5] and action["cut"]
+        for change, why in USELESS:
+            with pytest.raises((collect.EpisodeError, SystemExit), match=why):
+                await sample(players, **change)
+    asyncio.run(all_of())
 
 
 # --- a server that is not as it should be ---------------------------------------------------------
@@ -293,46 +284,45 @@ def test_what_is_wrong_with_one_request_is_an_error_of_its_episode(monkeypatch):
 def picky(path, body):
     """A human as OpenAI's newer ones."""
     if "max_tokens" in body or body.get("temperature", 1) != 1:
-        return 400, '{"error": {"message": "Use max_completion_tokens instead"}}'
+        return '{"error": {"message": "Use max_completion_tokens instead"}}', 400
     return said(path, body)
 
 
 PAGE = "not that of an OpenAI-compatible server"
 WHICH = """serves a, b, not None; --human_params '{"model": "NAME"}'"""
 LONGER = """finish_reason length (--human_params '{"max_tokens": 4000, """
-THINKS = {"choices": [{"message": {"content": None}, "finish_reason": "length"}]}
-ODD = {  # name: (what it replies, changes of the server, its path, --human_params, what is said)
-    "without /v1": (said, {}, "", {}, "lists no models (an address ends in /v1)"),
-    "the whole route": (said, {}, "/v1/chat/completions", {}, "(an address ends in /v1)"),
-    "a page": (said, {"page": True}, "/v1", {}, "lists no models"),
-    "several models": (said, {"models": ["a", "b"]}, "/v1", {}, WHICH),
-    "one of several": (said, {"models": ["a", "b"]}, "/v1", {"model": "b"}, None),
-    "picky": (picky, {}, "/v1", {}, "Use max_completion_tokens instead (--human_params '{\"max_to"),
-    "picky, told": (picky, {}, "/v1", {"max_tokens": None, "temperature": 1}, None),
-    "no choices": (lambda *_: {"choices": None}, {}, "/v1", {}, PAGE),
-    "thinks": (lambda *_: THINKS, {}, "/v1", {}, LONGER)}
-QUICK = "without /v1", "picky", "thinks"
+ODD = {  # name: (what it replies, its models, its path, --human_params, what is said)
+    "without /v1": (said, ["m"], "", {}, "lists no models (an address ends in /v1)"),
+    "several models": (said, ["a", "b"], "/v1", {}, WHICH),
+    "one of several": (said, ["a", "b"], "/v1", {"model": "b"}, None),
+    "picky": (picky, ["m"], "/v1", {}, "Use max_completion_tokens instead (--human_params '{\"max"),
+    "picky, told": (picky, ["m"], "/v1", {"max_tokens": None, "temperature": 1}, None),
+    "no choices": (lambda *_: {"choices": None}, ["m"], "/v1", {}, PAGE),
+    "thinks": (lambda *_: chat(None, "length"), ["m"], "/v1", {}, LONGER)}
 
 
-@pytest.mark.parametrize("case", [
-    case if case in QUICK else pytest.param(case, marks=pytest.mark.full) for case in ODD])
+@pytest.mark.parametrize("case", ODD)
 def test_a_line_says_what_to_do_about_an_odd_server(case, tiny_dir, tasks):
-    reply, changes, path, params, why = ODD[case]
+    reply, models, path, params, why = ODD[case]
     server = Server(reply)
-    vars(server).update(changes)
-    flags = ["--human", server.url.removesuffix("/v1") + path, "--retries", 0, "-k", 2]
-    done = play(tiny_dir, tasks, *flags, "--human_params", json.dumps(params))
-    assert "Traceback" not in done.stderr
+    server.models = models
+    flags = ["--human", server.url.removesuffix("/v1") + path, "--retries", "0"]
+    args = collect.get_args(["--model", tiny_dir, *flags, "--human_params", json.dumps(params)])
+
+    async def hear():
+        players = await collect.Players(args).load()
+        return await players.human(tasks[0]["task"], dialogue("write f", "which rate?"))
     if why:
-        assert done.returncode == 1 and not done.stdout and why in done.stderr, done.stderr
+        with pytest.raises((collect.EpisodeError, SystemExit), match=re.escape(why)):
+            asyncio.run(hear())
     else:
-        assert len(records(done.stdout)) == 2 * len(tasks), done.stderr
-        assert {body["model"] for _, body, _ in server.seen} == {server.models[-1]}
+        assert asyncio.run(hear()).startswith("it is ")
+        assert server.seen[-1][1]["model"] == models[-1]
 
 
 def test_a_server_on_this_machine_is_behind_no_proxy(monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy"):
-        monkeypatch.setenv(name, NOBODY)
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     assert asyncio.run(chat_with(endpoint(Server(said), retries=0))).startswith("it is ")
@@ -340,61 +330,36 @@ def test_a_server_on_this_machine_is_behind_no_proxy(monkeypatch):
 
 # --- the judge ------------------------------------------------------------------------------------
 
-def prefers(word, trouble=0.0, taste=1):
-    """A judge who takes the message with more of a word, with taste=-1 less, and thinks first."""
-    def reply(path, body):
+def test_a_judge_scores_a_message_by_the_share_of_its_comparisons_that_it_wins(tiny_dir,
+                                                                               monkeypatch):
+    """The best one is sent. In a circle: so < no < no no < no no no = no no no > so."""
+    task = {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x"}
+    actions = [{"output": text, "logprobs": []}
+               for text in ("so", "no", "no no", "no no no", "no no no")]
+    judge = f"{ROOT}/tests/experiments/judge.py"
+    args = collect.get_args(["--model", tiny_dir, "--best_of", "5", "--critic", judge])
+
+    def prefers_no(path, body):
         prompt = body["messages"][0]["content"]
         a, b = re.search(r"\nA: (.*)\n\nB: (.*)\n\nWhich", prompt, re.S).groups()
         assert "def f(x, rate=3)" in prompt and body["temperature"] == 0 and a != b
-        better = "A" if taste * (a.count(word) - b.count(word)) > 0 else "B"
+        better = "A" if a.count("no") > b.count("no") else "B"
         return chat(f"<think>B or A?</think>The better one is {better}.")
-    return Server(reply, trouble)
 
+    async def drawn(*_):
+        return actions, []
 
-def judge(server, monkeypatch):
-    """tests/experiments/judge.py, with this server."""
-    monkeypatch.setenv("JUDGE", server.url)
-    return collect.function(JUDGE, "advantages")
-
-
-def test_a_judge_gives_each_message_the_share_of_its_comparisons_that_it_wins(monkeypatch):
-    task = {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x"}
-    actions = [{"output": text} for text in ("so", "no", "no no", "no no no", "no no no")]
-
-    def judged(server):
-        advantages = judge(server, monkeypatch)
-        return asyncio.run(collect.ask(advantages, task, dialogue("write f(x)"), actions))
-    # so < no < no no < no no no = no no no > so, in a circle
-    assert judged(prefers("no")) == [0, 0.5, 0.5, 0.75, 0.75]
-    for reply in ("neither", "A better one is B"):
-        with pytest.raises(collect.EpisodeError, match="not one of A and B"):
-            judged(Server(lambda path, body: chat(reply)))
-
-
-def test_a_judge_who_is_down_ends_the_run_by_one_line(monkeypatch):
-    monkeypatch.setenv("JUDGE", NOBODY)
-    advantages = collect.function(JUDGE, "advantages")
-    client = advantages.__globals__["CLIENT"].with_options(max_retries=0)
-    monkeypatch.setitem(advantages.__globals__, "CLIENT", client)
-    actions = [{"output": "a"}, {"output": "b"}]
-    with pytest.raises(SystemExit, match=f"advantages.*the judge {NOBODY}"):
-        asyncio.run(collect.ask(advantages, {"ground_truth": "c"}, dialogue("d"), actions))
-    monkeypatch.delenv("JUDGE")
-    with pytest.raises(SystemExit, match="set JUDGE="):
-        collect.function(JUDGE, "advantages")
-
-
-def test_a_judge_chooses_messages(tiny_dir, tasks, monkeypatch):
-    """Two judges of opposite taste: what one chooses of the same four draws the other does not."""
-    task, chosen = {**tasks[0]["task"], "hidden_information": "def f(x, rate=3)"}, []
-    for taste in (1, -1):
-        server = prefers("e", taste=taste)
-        flags = ["--best_of", "4", "--critic", JUDGE, "--max_turns", "1", "--max_tokens", "12"]
-        args = collect.get_args(["--model", tiny_dir, *HUMAN, *flags])
-        monkeypatch.setenv("JUDGE", server.url)
-
-        async def play():
-            players = await collect.Players(args).load()
-            return await players.play(task, 0)
-        chosen.append(asyncio.run(play())["dialogue_history"][1]["output"].count("e"))
-    assert chosen[0] > chosen[1]
+    async def judged(reply):
+        monkeypatch.setenv("JUDGE", Server(reply).url)
+        players = await collect.Players(args).load()
+        monkeypatch.setattr(players, "sample", drawn)
+        history = dialogue("write f(x)")
+        sent = await players.act(task, history, (0, "task", 0, 0), 0)
+        return sent["output"], await players.critic(task, history, actions)
+    assert asyncio.run(judged(prefers_no)) == ("no no no", [0, 0.5, 0.5, 0.75, 0.75])
+    for reply, error, why in (
+            (chat("A better one is B"), collect.EpisodeError, "not one of A and B"),
+            (("too long", 400), collect.EpisodeError, "the judge http"),
+            (("no", 404), SystemExit, "advantages.*the judge http")):  # it ends the run
+        with pytest.raises(error, match=why):
+            asyncio.run(judged(lambda path, body: reply))

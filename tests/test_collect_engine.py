@@ -101,12 +101,12 @@ def test_requests_join_while_a_long_action_goes_on(monkeypatch):
     short, long = by_length[0][0], by_length[-1][0]
     engine, order = engine_of(lm, monkeypatch), []
 
-    async def one(number, turns):
-        await episode(engine, number, turns, {})
+    async def one(number):
+        await episode(engine, number, 1, {})
         order.append(number)
 
     async def both():
-        await asyncio.gather(one(long, 1), one(short, 1))
+        await asyncio.gather(one(long), one(short))
     asyncio.run(both())
     assert order == [short, long]
 

@@ -33,18 +33,6 @@ def playing(tiny_dir, serve, *flags):
     return with_server(tiny_dir, serve, "python", "collect.py", "--model", tiny_dir, *PLAY, *flags)
 
 
-def start(command, tasks, path):
-    """collect.py, started, with its first episode in the file `path`: its process."""
-    with open(path, "w") as out:
-        process = subprocess.Popen(command, cwd=ROOT, text=True, env=FAST,
-                                   stdin=subprocess.PIPE, stdout=out, stderr=subprocess.PIPE)
-    process.stdin.write(lines(tasks))
-    process.stdin.close()
-    process.stdin = None  # communicate() would flush it
-    until(path.read_text, process, 500)  # two workers on two busy cores start slowly
-    return process
-
-
 def check(got, tiny_dir, tasks):
     """Each episode is there once; its log-probs are the model's own at temperature and top_p.
 
@@ -91,8 +79,13 @@ def test_it_plays_the_human(tiny_dir, tasks):
 def test_killed_it_leaves_no_process_behind(tiny_dir, tasks, tmp_path):
     # few at once: before the first episode has ended, more would fill the pipe of stderr
     flags = "-k", 500, "--concurrency", 8, "--retries", 0  # it ends when the server has
-    command = playing(tiny_dir, ["--tensor-parallel-size", 2], *flags)
-    process = start(command, tasks, tmp_path / "out")
+    (tmp_path / "tasks").write_text(lines(tasks))
+    with open(tmp_path / "tasks") as given, open(tmp_path / "out", "w") as out:
+        process = subprocess.Popen(playing(tiny_dir, ["--tensor-parallel-size", 2], *flags),
+                                   cwd=ROOT, text=True, env=FAST, stdin=given, stdout=out,
+                                   stderr=subprocess.PIPE)
+    # two workers on two busy cores start slowly
+    until((tmp_path / "out").read_text, process, 500)
     its = descendants(process.pid)
     assert len(its) > 4  # a server, its engine, two workers, and collect.py
     process.kill()

@@ -1,16 +1,20 @@
 """evaluate.py against numbers worked out by hand, and its intervals against the textbook.
 
-And the report of episodes in a real Chromium: what it shows, and that texts stay texts.
+And the report of episodes: what it shows, and that texts stay texts.
 """
+import base64
+import io
 import os
 import random
+import re
 import shutil
 import statistics
+from html.parser import HTMLParser
 
 import pytest
 
 import colbench
-from conftest import complaint, dialogue, lines, records, script, succeed
+from conftest import dialogue, lines, records, succeed
 
 CODE = "def f(x, rate=3, fee=12): return x * rate + fee"
 
@@ -51,12 +55,6 @@ def test_hand_computed(tmp_path):
         "system", "tests%", "success%", "unanswered%", "turns", "tokens", "episodes", "tasks"]
     assert row.startswith("s ") and "67.5 [" in row and "50.0 [0.0, 100.0]" in row
     assert note == "[95 % bootstrap intervals over tasks]; graded by honest rules"
-
-
-def test_one_task_tells_nothing_of_others(tmp_path):
-    (r,), table = run(tmp_path, "s.jsonl", s=[episode("a", 1), episode("a", 0)])
-    assert r["success"] == 0.5 and r["success_95"] is None and "tokens" not in r
-    assert r["unanswered"] == 0  # as they say, without the marker
 
 
 def test_pages_have_likeness_wins_failures_and_no_rules(tmp_path):
@@ -127,10 +125,16 @@ def test_values_and_intervals_are_those_of_a_plain_bootstrap(tmp_path):
         assert f" {100 * found[metric]:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]" in table
 
 
-def test_nothing_in_common(tmp_path):
-    (_, r), table = run(tmp_path, "a.jsonl", "b.jsonl", a=[episode("x", 1)], b=[episode("y", 1)])
+def test_systems_that_have_nothing_in_common(tmp_path):
+    """One task tells nothing of others; numbers by different rules are not comparable."""
+    files = dict(a=[episode("x", 1), episode("x", 0)], b=[episode("y", 1, by="official rules")])
+    (a, b), table = run(tmp_path, "a.jsonl", "b.jsonl", **files)
+    assert a["success"] == 0.5 and a["success_95"] is None and "tokens" not in a
+    assert a["unanswered"] == 0  # as they say, without the marker
     names = ("success", "success_95", "tests_passed", "tests_passed_95", "wins", "wins_95")
-    assert r["minus_first"] == {"first": "a", "clusters": 0, **dict.fromkeys(names)}
+    assert b["minus_first"] == {"first": "a", "clusters": 0, **dict.fromkeys(names)}
+    assert [r["reward_by"] for r in (a, b)] == [["honest rules"], ["official rules"]]
+    assert table.endswith("graded by honest rules, official rules; NOT COMPARABLE\n")
 
 
 def test_names(tmp_path):
@@ -142,76 +146,27 @@ def test_names(tmp_path):
     assert run(tmp_path, stdin=rs)[0][0]["system"] == "stdin"
 
 
-def test_mixed_rules_are_called_out(tmp_path):
-    files = dict(a=[episode("x", 1)], b=[episode("x", 1, by="official rules")])
-    got, table = run(tmp_path, "a.jsonl", "b.jsonl", **files)
-    assert [r["reward_by"] for r in got] == [["honest rules"], ["official rules"]]
-    assert "NOT COMPARABLE" in table
-    assert "NOT COMPARABLE" not in run(tmp_path, "a.jsonl", **files)[1]
-
-
-@pytest.mark.parametrize("flags, stdin, message", [
-    (["s.jsonl"], "", "s.jsonl, line 2: no 'reward'"),
-    (["gone.jsonl"], "", "gone.jsonl: No such file"),
-    (["-"], "\n \n", "stdin is empty"), ([], "\n{\n", "stdin, line 2: not JSON")])
-def test_bad_input(tmp_path, flags, stdin, message):
-    (tmp_path / "s.jsonl").write_text(lines([episode("x", 1), {**episode("x", 1), "reward": None}]))
-    assert message in complaint(script("evaluate.py", *flags, stdin=stdin, cwd=tmp_path))
-
-
-@pytest.mark.full
-def test_a_figure_is_drawn_of_the_lines(tmp_path):
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    files = {name: [episode(t, float(i < solved)) for i, t in enumerate("abcd")]
-             for name, solved in (("base", 1), ("c1", 2), ("c4", 4))}
-    results, _ = run(tmp_path, "base.jsonl", "critic@4=c4.jsonl", "critic@1=c1.jsonl", **files)
-    succeed("tests/experiments/plot.py", tmp_path / "f.png", stdin=results)
-    assert (tmp_path / "f.png").read_bytes()[:4] == b"\x89PNG"
-
-
 # --- the report -----------------------------------------------------------------------------------
 
-LISTED = ".task > summary b"  # the names of the tasks in the list
-OPEN = ".task[open] main"  # what is shown beside it
 HOSTILE = ("</script><script>document.title = 'owned'</script></template>"
            "<img src=x onerror=\"document.title = 'owned'\"><!--")
 
 
-@pytest.fixture(scope="module")
-def tab():
-    """A tab of a browser, which notes what it asks for and its errors."""
-    why = "no playwright or no Chromium (MANUAL.md, \"Frontend Design\")"
-    sync_api = pytest.importorskip("playwright.sync_api", reason=why)
-    browser = next(filter(None, map(shutil.which, colbench.BROWSERS)), None)
-    if not browser:
-        pytest.skip(why)
-    with sync_api.sync_playwright() as p:
-        flags = ["--no-sandbox"] * (os.geteuid() == 0)
-        page = p.chromium.launch(executable_path=browser, args=flags).new_page()
-        page.asked, page.errors = [], []
-        page.on("request", lambda request: page.asked.append(request.url))
-        page.on("pageerror", lambda error: page.errors.append(str(error)))
-        yield page
-        assert page.errors == []
-
-
-def report(tmp_path, tab, **systems):
-    """Writes the systems' records, has them reported, and opens the report."""
+def report(tmp_path, **systems):
+    """A report of the systems' records: ([(tag, {attribute: value})], the texts between tags)."""
     for name, made in systems.items():
         (tmp_path / f"{name}.jsonl").write_text(lines(made))
     files = [tmp_path / f"{name}.jsonl" for name in systems]
-    done = succeed("tests/experiments/report.py", *files)
-    (tmp_path / "report.html").write_text(done.stdout, encoding="utf-8")
-    tab.asked.clear()
-    tab.goto(f"file://{tmp_path}/report.html")
-    assert len(tab.asked) == 1  # itself alone
+    tags, texts, html = [], [], HTMLParser()
+    html.handle_starttag = lambda tag, attributes: tags.append((tag, dict(attributes)))
+    html.handle_comment = html.handle_decl = html.handle_pi = texts.append
+    html.handle_data = texts.append
+    html.feed(succeed("tests/experiments/report.py", *files).stdout)
+    html.close()
+    return tags, texts
 
 
-def texts(tab, where):
-    return tab.locator(where).all_text_contents()
-
-
-def test_what_a_model_wrote_is_never_markup_and_candidates_come_best_first(tmp_path, tab):
+def test_what_a_model_wrote_is_never_markup_and_candidates_come_best_first(tmp_path):
     candidates = [{"output": HOSTILE, "token_ids": [1], "advantage": advantage,
                    "role": '"><img src=x>'} for advantage in (-0.5, 0.25, 0.0)]
     task = {"problem_description": HOSTILE, "ground_truth": HOSTILE, "id": HOSTILE,
@@ -220,27 +175,32 @@ def test_what_a_model_wrote_is_never_markup_and_candidates_come_best_first(tmp_p
     history[1]["candidates"] = candidates
     r = {"task": task, "answer": HOSTILE, "reward": 0.5, "dialogue_history": history,
          "tests": {HOSTILE: HOSTILE}, "failure": HOSTILE}
-    report(tmp_path, tab, base=[r], sweet=[{**r, "reward": 1.0}])
-    tab.get_by_text("3 candidates").first.click()
-    assert tab.title() == "Episodes" and tab.locator("img, script").count() == 0
-    assert texts(tab, LISTED) == [HOSTILE[:90]] and texts(tab, f"{OPEN} pre").count(HOSTILE) >= 10
-    assert texts(tab, ".task > summary span") == ["50", "100"]
-    assert texts(tab, f"{OPEN} .episode > summary") == [
-        "episode 0: reward 0.500", "episode 0: reward 1.000"]
-    assert texts(tab, f"{OPEN} details[open] .advantage")[:3] == ["+0.250", "+0.000", "-0.500"]
+    tags, texts = report(tmp_path, base=[r], sweet=[{**r, "reward": 1.0}])
+    assert {tag for tag, _ in tags} == {"meta", "title", "style", "nav", "details", "summary", "b",
+                                        "span", "main", "h3", "pre", "div", "section"}
+    assert {name for _, attributes in tags for name in attributes} == {
+        "charset", "class", "name", "open"}
+    # an answer, a failure and five messages of each system; what is hidden, an id, a description
+    assert texts.count(HOSTILE) == 2 * 7 + 3 and texts.count(f"{HOSTILE}: {HOSTILE}") == 2
+    shown = [text for text in texts if re.fullmatch(r"[+-]?[\d.]+|episode.*", text)]
+    best_first = ["+0.250", "+0.000", "-0.500"]
+    assert HOSTILE[:90] in texts and shown == [
+        "50", "100", "episode 0: reward 0.500", *best_first, "episode 0: reward 1.000", *best_first]
 
 
-def test_pages_are_shown_as_pictures(tmp_path, tab):
-    if not os.path.exists(os.path.join(colbench.CACHE, "tailwind.min.css")):
-        pytest.skip("no Tailwind style sheet (MANUAL.md, \"Frontend Design\")")
+def test_pages_are_shown_as_pictures(tmp_path):
+    why = "no playwright, pillow, Chromium or Tailwind sheet (MANUAL.md, \"Frontend Design\")"
+    _, image = (pytest.importorskip(name, reason=why) for name in ("playwright", "PIL.Image"))
+    if not (any(map(shutil.which, colbench.BROWSERS)) and
+            os.path.exists(os.path.join(colbench.CACHE, "tailwind.min.css"))):
+        pytest.skip(why)
     task = {"id": "a", "kind": "frontend", "problem_description": "a shop",
             "ground_truth": "<html><h1>A Shop</h1></html>"}
     play = lambda page, **more: [{"task": task, "answer": page, "reward": 0.5,
                                   "dialogue_history": dialogue("a shop", page), **more}]
-    report(tmp_path, tab, base=play("<html><h1>My Shop</h1></html>"),
-           rft=play(task["ground_truth"]), none=play("", failure="no page"))
-    pictures = tab.locator(f"{OPEN} img")
-    sources = pictures.evaluate_all("all => all.map(e => [e.src, e.naturalWidth])")
-    assert [width for _, width in sources] == [480] * 3
-    reference, base, rft = (src for src, _ in sources)
-    assert reference == rft != base and texts(tab, ".fail") == ["no page"]
+    tags, texts = report(tmp_path, base=play("<html><h1>My Shop</h1></html>"),
+                         rft=play(task["ground_truth"]), none=play("", failure="no page"))
+    reference, base, rft = (attributes["src"] for tag, attributes in tags if tag == "img")
+    assert reference == rft != base and "no page" in texts
+    picture = base64.b64decode(base.removeprefix("data:image/jpeg;base64,"))
+    assert image.open(io.BytesIO(picture)).width == 480

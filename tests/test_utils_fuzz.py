@@ -20,7 +20,8 @@ import model
 import train_critic
 import train_policy
 import utils
-from colbench import ANSWER
+from colbench import agent_messages
+from conftest import key_of
 
 SEED = int(os.environ.get("FUZZ_SEED", 0))
 JUNK = (True, False, -1, 7, 1.5, 10 ** 30, float("nan"), float("inf"),
@@ -81,28 +82,6 @@ def damaged(r, given):
     return data[:-1] if kind >= 0.97 else data, i + 1  # at last: no newline at the end
 
 
-def said(content):
-    """A message of the agent, of which three tokens are left: bytes, to toy.tiny's tokenizer."""
-    token_ids = [6 + byte for byte in content.encode()[:3]]
-    return {"content": content, "output": content, "token_ids": token_ids, "advantage": 0.5}
-
-
-def episode(name, sample):
-    """A short episode that every stage takes; of two a task one is solved."""
-    agent = {"role": "assistant", "logprobs": [-1.0, -2.0, -0.5], **said("which rate?"),
-             "candidates": [said("what is the fee?"), said("x") | {"advantage": -1}]}
-    code = f"def {name}(x): return x * 3"
-    history = [{"role": "user", "content": "write it"}, agent,
-               {"role": "user", "content": "rate=3"}, {**agent, **said(f"{ANSWER}\n{code}")}]
-    return {"task": {"id": name, "problem_description": f"write {name}", "ground_truth": code,
-                     "test_cases": {"test1": f"{name}(2)"}},
-            "sample": sample, "dialogue_history": history, "answer": code, "answered": True,
-            "reward": 1.0 if sample == 0 else 0.3, "meta": {"model_weights": "none"}}
-
-
-GOOD = [episode(name, sample) for name in ("pay", "tax") for sample in (0, 1)]
-
-
 TRAIN = ["--model", "MODEL", "--out", "OUT"]
 STAGES = {  # module, flags, cases
     "evaluate": (evaluate, ["--bootstrap", "0"], 1100),
@@ -116,14 +95,25 @@ STAGES = {  # module, flags, cases
     "rft": (train_policy, [*TRAIN, "--loss", "rft", "--epochs", "1"], 100)}
 
 
+@pytest.fixture
+def good(ranked):
+    """Short episodes that every stage takes: of two tasks a solved one and a worse one."""
+    some = sorted(ranked, key=key_of)[:4]
+    for r in some:
+        r["dialogue_history"] = r["dialogue_history"][:4]
+        for m in agent_messages(r):
+            del m["candidates"][2:]
+    return some
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("stage", STAGES)
-def test_no_input_gets_past_or_breaks_a_stage(stage, tiny_dir, tmp_path, monkeypatch, capfd):
+def test_no_input_gets_past_or_breaks_a_stage(stage, good, tiny_dir, tmp_path, monkeypatch, capfd):
     module, flags, cases = STAGES[stage]
     monkeypatch.setattr(model, "load_lm", cache(model.load_lm))
-    given, ends = GOOD, {"error": 0, "done": 0}
+    given, ends = good, {"error": 0, "done": 0}
     if stage in ("check", "collect"):
-        given = [{"task": record["task"]} for record in GOOD]
+        given = [{"task": record["task"]} for record in good]
     for n in range(cases):
         r = random.Random(f"{SEED} {stage} {n}")
         data, line = damaged(r, given)
@@ -137,22 +127,18 @@ def test_no_input_gets_past_or_breaks_a_stage(stage, tiny_dir, tmp_path, monkeyp
         case = f"{stage} {n}: {data[:3000]!r}"
         assert "Traceback" not in capfd.readouterr().err, case
         ends["error" if error else "done"] += 1
-        if error:
-            check_error(error, line, case)
+        if error:  # one line; if it names a line of stdin, that is the broken one
+            assert error.startswith("error: ") and "\n" not in error and len(error) < 500, case
+            named = re.match(r"error: stdin, line (\d+): ", error)
+            assert int(named[1]) == line if named else ", line " not in error, (error, case)
+            assert not [*tmp_path.glob(f"{n}/*")], case
         elif stage in ("grade", "collect", "candidates", "critic"):  # a record for each line
             assert len(out) == sum(bool(line.strip()) for line in data.split(b"\n")), case
     assert ends["error"] and ends["done"], ends
 
 
-def check_error(error, line, case):
-    """It is one line; if it names a line of stdin, that is the broken one."""
-    assert error.startswith("error: ") and "\n" not in error and len(error) < 500, (error, case)
-    named = re.match(r"error: stdin, line (\d+): ", error)
-    assert int(named[1]) == line if named else ", line " not in error, (error, case)
-
-
-def test_a_null_is_a_field_that_is_not_there():
-    record = copy.deepcopy(GOOD[0]) | {"meta": None, "answer": None, "of another": None}
+def test_a_null_is_a_field_that_is_not_there(good):
+    record = good[0] | {"meta": None, "answer": None, "of another": None}
     record["dialogue_history"][1] |= {"candidates": None, "logprobs": None}
     (read,) = utils.read_jsonl([json.dumps(record).encode()])
     assert "meta" not in read and "answer" not in read and read["of another"] is None
