@@ -1,6 +1,7 @@
 """regression.diff: test_readme.py runs this in a copy of the scripts and tests with the edit."""
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,12 +16,15 @@ from test_model import ids_of
 
 def test_the_loss_is_eq_2_of_values_without_the_nll():
     r = random.Random(0)
-    chosen, rejected, zeros = ([torch.tensor([r.gauss(0, x)]) for _ in range(3)] for x in (1, 1, 0))
-    loss, got = train_critic.critic_loss(chosen, rejected, zeros, zeros, 0.7, 0.5)
-    margin = 0.7 * (sum(chosen) - sum(rejected)).item()
+    pair, args = M.Pair(tuple("abc"), tuple("def")), SimpleNamespace(beta=0.7, nll_coef=0.5)
+    values = {turn: torch.tensor([r.gauss(0, 1)]) for turn in "abcdef"}
+    ref = train_critic.reference(values)
+    loss, got = train_critic.critic_loss(args, pair, values, ref)
+    chosen, rejected = (sum(values[turn] for turn in side) for side in ("abc", "def"))
+    margin = 0.7 * (chosen - rejected).item()
     assert got.item() == pytest.approx(margin)
     assert loss.item() == pytest.approx(math.log(1 + math.exp(-margin)))
-    assert train_critic.advantage(chosen[0], zeros[0]) == chosen[0]
+    assert train_critic.advantage(values["a"], ref["a"]) == values["a"]
 
 
 def test_a_turns_value_is_the_head_on_the_mean_state_of_all_its_tokens(tiny_dir, episodes):
@@ -37,19 +41,19 @@ def test_it_reads_the_text_of_an_action_and_not_its_ids(tiny_dir):
     task = {"problem_description": "write f(x)", "ground_truth": "def f(x): ..."}
     action = {"output": "what is the rate?", "token_ids": [10 ** 9]}  # another model's
     [((_, ids), _)] = train_critic.critic_turns(tokenizer, task, dialogue("write f(x)"), [action],
-                                                0, True, True)
+                                                0, pi_reads_c=True, ref_reads_c=True)
     assert tokenizer.decode([*map(ord, ids)]) == "what is the rate?<|end|>"
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_critic_learns_scores_and_chooses(world, rewarded, tasks, tiny_dir, tmp_path):
+@pytest.mark.parametrize("world, dtype", [(1, "fp32"), (2, "fp32"), (2, "bf16")])
+def test_a_critic_learns_scores_and_chooses(world, dtype, rewarded, tasks, tiny_dir, tmp_path):
     for r in rewarded:
         for m in agent_messages(r):  # what tells the two apart
             del m["token_ids"], m["logprobs"]
             m["output"] = "what is the rate?" if r["reward"] == 1 else "what is the color?"
     critic = ["train_critic.py", "--out", tmp_path / "c"]
     flags = ["--model", tiny_dir, "--held_out", 0, "--lr", 1e-3, "--beta", 1, "--epochs", 8,
-             "--batch_size", 4]
+             "--batch_size", 4, "--dtype", dtype]
     first, (_, *rows, last) = train(rewarded, *critic, *flags, ranks=world)
     assert rows[-1]["loss"] < 0.1 < rows[0]["loss"] and last["finished"] == len(rows)
     again, _ = train(rewarded, *critic, ranks=world)

@@ -5,6 +5,7 @@ import statistics
 import pytest
 import torch
 
+import model as M
 import train_critic
 from colbench import agent_messages
 from conftest import train
@@ -12,8 +13,9 @@ from conftest import train
 
 def test_the_loss_is_the_cross_entropy_of_success():
     chosen, rejected = [0.5, -1.0, 2.0], [0.3, -0.2]  # logits, one a turn
-    sides = [[torch.tensor([x]) for x in side] for side in (chosen, rejected)]
-    loss, margin = train_critic.critic_loss(*sides, None, None, 0.1, 0.01)
+    pair = M.Pair(tuple("abc"), tuple("de"))
+    logits = {turn: torch.tensor([x]) for turn, x in zip("abcde", chosen + rejected)}
+    loss, margin = train_critic.critic_loss(None, pair, logits, None)
     p = [1 / (1 + math.exp(-x)) for x in chosen + rejected]
     want = -sum(map(math.log, p[:3])) - sum(math.log(1 - x) for x in p[3:])
     assert loss.item() == pytest.approx(want / 5) and margin.item() == pytest.approx(0.5 - 0.05)

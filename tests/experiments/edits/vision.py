@@ -78,8 +78,8 @@ def episode(pages, hidden):
 
 def critic_turns(tokenizer, record, hidden, pictures):
     """The turns by which a critic judges a record's messages."""
-    both = [train_critic.critic_turns(tokenizer, record["task"], history, actions, 0, hidden,
-                                      hidden, pictures)
+    both = [train_critic.critic_turns(tokenizer, record["task"], history, actions, 0,
+                                      pi_reads_c=hidden, ref_reads_c=hidden, pictures=pictures)
             for history, actions in M.actions_of(record)]
     return [turn for [(turn, _)] in both]
 
@@ -209,3 +209,8 @@ def test_a_browser_that_is_not_there_is_told(pages_played, tmp_path):
     flags = ["--model", tmp_path / "vl", "--browser", "/nowhere/chromium", "--margin", 0.1]
     done = script("train_critic.py", *flags, "--out", tmp_path / "c", stdin=pages_played[1])
     complaint(done, "no /nowhere/chromium found")
+
+
+def test_an_untrained_critic_is_refused(tmp_path):
+    done = script("train_critic.py", "--model", tmp_path, "--untrained", 1, stdin=[])
+    complaint(done, "a critic that sees must be trained")
