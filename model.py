@@ -884,7 +884,8 @@ def load_lm(path, device, dtype="fp32"):
     Fails if it computes no trees: then nor is it sampled by an attention of ours.
     """
     model, tokenizer = load(path, device, dtype)
-    if not model.takes_trees:
+    sizes = (getattr(model.config, name, None) for name in ("qk_head_dim", "v_head_dim"))
+    if not model.takes_trees or len(set(sizes)) > 1:  # of keys and values
         fail(f"transformers can't sample here from {path!r}, whose attention or layers are "
              "of another kind: give a vLLM server by --engine")
     model.lm.set_attn_implementation("sdpa")

