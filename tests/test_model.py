@@ -43,7 +43,8 @@ FAMILIES = {  # name: (model_type, what its config has beside SIZES)
     "cohere2": ("cohere2", {"logit_scale": 0.06, "layer_types": WINDOW_FIRST}),
     "phi": ("phi", {}),
     "gemma2_caps": ("gemma2", {"final_logit_softcapping": 3.0, "attn_logit_softcapping": None}),
-    "deepseek_v3": ("deepseek_v3", {"num_key_value_heads": 4, "n_group": 2,
+    "deepseek_v3": ("deepseek_v3", {"num_key_value_heads": 4, "n_group": 2, "head_dim": 8,
+                                    "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
                                     "first_k_dense_replace": 1})}
 
 

@@ -255,7 +255,7 @@ def test_what_each_critic_reads(tiny_dir):
     assert read()[1] == read()[3] == "<|end|>"
 
 
-# --- the critic's reference, when it is finished ------------------------------------------------
+# --- the critic's reference, when it is finished --------------------------------------------------
 
 def test_a_finished_critic_finds_its_reference_and_takes_no_other(rewarded, tiny_dir, tmp_path):
     """By a path from its own directory, so that both may move together; or by --model.
