@@ -155,12 +155,11 @@ def main(args):
 # --- pairs ----------------------------------------------------------------------------------------
 
 def prepare(args):
-    """([[Pair]] to train on, [Pair] held out) of stdin: see make_groups."""
-    fields = ["dialogue_history"]
-    if args.loss == "mtdpo" or (args.mix if args.loss == "dpo" else not args.all):
-        fields.append("reward")
-    need = needs(*fields, to_train=True)
-    records = list(read_jsonl(sys.stdin, need))
+    """([[Pair]] to train on, [Pair] held out), which make_groups makes of stdin's records."""
+    by_reward = (args.loss == "mtdpo" or (args.loss == "dpo" and args.mix > 0)
+                 or (args.loss == "rft" and not args.all))
+    fields = ["dialogue_history", "reward"] if by_reward else ["dialogue_history"]
+    records = list(read_jsonl(sys.stdin, needs(*fields, to_train=True)))
     _, tokenizer, config = find_model(args.model)
     read_turns(tokenizer, config, records, args.max_length, pi_reads_c=False, ref_reads_c=False)
     groups = [(task, pairs) for task, pairs in make_groups(args, records) if pairs]
@@ -204,8 +203,9 @@ def mixed_in(args, records, number):
     by_task = list(trajectory_pairs(records, args.margin).items())
     rng("mix", args.seed).shuffle(by_task)
     endless, groups = cycle(by_task), []
-    while sum(len(pairs) for _, pairs in groups) < number:
+    while number > 0:
         groups.append(next(endless))
+        number -= len(groups[-1][1])
     return groups
 
 
