@@ -7,9 +7,9 @@ import pytest
 import model as M
 import train_critic
 import train_policy
-from conftest import dialogue, records, script, succeed
+from conftest import dialogue, records, script, succeed, turns_of
 from model import Pair
-from test_train import prepared, turns_of
+from test_train import prepared
 
 RIVER, ELBE, WATER = dialogue("Name a river.", "The Elbe.")[0], *(
     {"role": "assistant", "content": text} for text in ("The Elbe.", "Water."))
