@@ -43,8 +43,8 @@ def get_args(argv=None):
     flag(g, "resume", None, "skip the episodes in FILE; if its last line is cut, drop that",
          metavar="FILE")
     g = p.add_argument_group("human")
-    flag(g, "human", None, "http://host:port/v1 of an LLM, fixed:TEXT, or a FILE.py with "
-         "reply(task, history), async if it is slow", metavar="WHO")
+    flag(g, "human", None, "https://.../v1 of an LLM (key: OPENAI_API_KEY), fixed:TEXT, or a "
+         "FILE.py with reply(task, history), async if it is slow", metavar="WHO")
     flag(g, "human_params", "{}", "of a request to the LLM, which has temperature 0 and max_tokens "
          '1024: {"max_tokens": null} leaves one out, "model" names one of several', metavar="JSON")
     g = p.add_argument_group("sampling")
