@@ -36,7 +36,7 @@ from hashlib import sha256
 
 ANSWER = "I WANT TO ANSWER:"   # what follows is the final answer
 OUTPUT = "OUTPUT:"             # what stands before is the agent's private thought
-HIDDEN = "Hidden reference:\n{hidden}\n\n"  # goes before a conversation, for a reader who may know
+HIDDEN = "Hidden reference:\n{hidden}\n\n"  # before a conversation that critic or pi_ref reads
 NOT_SEEN = "i can't see your page: {}"
 
 
@@ -90,7 +90,7 @@ def needs(*fields, to_grade=False, to_train=False):
     """For read_jsonl: a function of a record that lists the fields the record must have.
 
     These are the task's description and reference, and `fields`. The task's kind must be known, and
-    its id be of one task only. to_grade: also what the kind's `grade` reads. to_train: the agent
+    two tasks may not share an id. to_grade: also what the kind's `grade` reads. to_train: the agent
     must say something.
     """
     text_of = {}  # of a task id
@@ -165,13 +165,13 @@ def read_action(output, last):
     In the last round (`last`) a message that is no answer counts as one, as in the benchmark.
     """
     output = without_thinking(output)
-    thought, marker, sent = output.partition(OUTPUT)
+    thought, has_output, sent = output.partition(OUTPUT)
     # "OUTPUT:" is a part of the answer's code, unless the thought only mentions the marker
-    begins = re.search(rf"^[^\w\n]*{re.escape(ANSWER)}", thought, re.M)
-    in_answer = begins and ANSWER not in sent
-    content = (sent if marker and not in_answer else output).strip()
-    _, marker, answer = content.partition(ANSWER)
-    if marker:
+    answer_began = re.search(rf"^[^\w\n]*{re.escape(ANSWER)}", thought, re.M)
+    is_code = answer_began and ANSWER not in sent
+    content = (sent if has_output and not is_code else output).strip()
+    _, has_answer, answer = content.partition(ANSWER)
+    if has_answer:
         return content, answer.strip()
     return content, content if last else None
 
@@ -197,7 +197,7 @@ class Environment(contextlib.ExitStack):
     """One kind of task: what agent and human read, what the answer is, and how it is graded.
 
     The class knows the task. An instance grades; it is shared by threads, and `with` ends what it
-    has entered. args: the flags of `colbench.py grade`.
+    has opened. args: the flags of `colbench.py grade`.
     """
     agent_prompt = "{problem_description}"  # may hold {max_turns}, {ANSWER} and {OUTPUT}, too
     human_prompt = None             # for an LLM that plays the human; see human_prompt()
@@ -228,7 +228,7 @@ class Environment(contextlib.ExitStack):
     def grade(self, task, answer):
         """{"reward": 0 to 1} and what else the record should keep.
 
-        "failure" says what failed, "reward_by" what graded; rewards by two of them do not compare.
+        "failure" says what failed, "reward_by" who graded; those of two can't be compared.
         """
         fail(f"{type(self).__name__} grades nothing: it needs a method grade")
 
@@ -350,16 +350,17 @@ clock_gettime 228 113   clock_getres 229 114   clock_nanosleep 230 115   exit 60
 exit_group 231 94   getcwd 79 17
 """
 # What an answer can import is loaded before the fork: the standard library, numpy and sympy, with
-# those of their modules that they load late. Modules of these names run something, or are tests.
+# the modules that these import late. Modules of these names run something, or are tests.
 NOT_LOADED = """__main__ antigravity benchmarks distutils ensurepip idlelib lib2to3 pydoc_data test
 tests this tkinter turtle turtledemo""".split()
 LIBRARY = [*(name for name in sorted(sys.stdlib_module_names) if name[0] != "_"),
            "_strptime", "_pylong"]
 MORE = """numpy.fft numpy.ma numpy.polynomial numpy.random sympy.assumptions sympy.codegen.ast
 sympy.combinatorics sympy.concrete.delta sympy.integrals sympy.sets sympy.stats""".split()
-# A fork of fewer modules is up to ten times as fast: words in an answer, and what it gets.
+# A fork of fewer modules is up to ten times as fast: (words in an answer or its tests, modules of
+# its fork server).
 SERVERS = [("|".join(name.partition(".")[0] for name in MORE), LIBRARY + MORE),
-           (r"import|code\(|bytes\(", LIBRARY), ("", [])]
+           (r"import|code\(|bytes\(|bytearray\(|str\([^)]*,", LIBRARY), ("", ["_pylong"])]
 
 
 def seccomp_filter():
@@ -391,7 +392,7 @@ def seccomp_filter():
 import builtins, collections.abc, contextlib, ctypes, datetime, gc, importlib, json, math
 import numbers, os, pathlib, pkgutil, re, resource, signal, socket, struct, symtable, sys
 import textwrap, types, uuid
-import unicodedata  # for \N{...}
+import unicodedata  # for "\N{...}", which a child can't import
 from hashlib import sha256
 
 
@@ -425,13 +426,13 @@ def possible_code(answer):
     text = text.replace("\xa0", " ").replace("\r\n", "\n")
     for block in re.split("`{3,}|~{3,}", text)[1::2]:
         yield textwrap.dedent(block.partition("\n")[2])
-    lines, number, left = text.split("\n"), 0, 1 << 20  # characters to compile in all
-    while number < len(lines) and left > 0:
+    lines, start, budget = text.split("\n"), 0, 1 << 20  # characters to compile in all
+    while start < len(lines) and budget > 0:
         run = []
-        if first := FIRST_LINE.match(lines[number]):
-            run = [line.removeprefix(first[1]) for line in lines[number:]]
-        while run and left > 0:
-            left -= sum(map(len, run)) + len(run)
+        if code := FIRST_LINE.match(lines[start]):
+            run = [line.removeprefix(code[1]) for line in lines[start:]]
+        while run and budget > 0:
+            budget -= sum(map(len, run)) + len(run)
             try:
                 compile("\n".join(run), "<answer>", "exec")
                 break
@@ -440,11 +441,11 @@ def possible_code(answer):
             except Exception:  # a null byte, or too deep for the compiler
                 run = []
         yield "\n".join(run)
-        number += max(1, len(run))
+        start += max(1, len(run))
 
 
 def global_names(code):
-    """Yields the names in a code object that are of its module, of builtins, or attributes."""
+    """Yields the names in a code object of globals, of builtins and of attributes."""
     yield from code.co_names
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -454,8 +455,8 @@ def global_names(code):
 def answer_code(answer, used):
     """Code objects of an answer, which are run one after another.
 
-    The first candidates that are Python, up to one that defines a name in `used`. What is code is
-    settled before any of it runs. SyntaxError where nothing is Python.
+    All texts that are Python, in order, up to the first that defines a name in `used`. What is code
+    is settled before any of it runs. SyntaxError where nothing is Python.
     """
     found = []
     for text in possible_code(answer):
@@ -613,14 +614,14 @@ def serve(bpf, modules, but, memory, room):
     """A fork server on stdin, a Unix socket: a byte with a wire and a file forks a child, the next
     one kills and reaps it. It ends with the grader, and the child with it.
 
-    A child opens no file, and so imports what is loaded here: `modules`, but for those in `but`.
+    A child opens no file, and so can import only what is loaded here: `modules` without `but`.
     """
     libc = ctypes.CDLL(None)
     libc.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core for a handler, and nobody reads its memory
     for name in modules:
         load_modules(name, but)
-    if "zoneinfo" in modules:  # a zone that is held is found without its file
+    if "zoneinfo" in modules:  # a zone that is kept is found without opening its file
         of = sys.modules["zoneinfo"]
         zones = [of.ZoneInfo(name) for name in of.available_timezones()]  # noqa: F841
     server, null = os.getpid(), os.open(os.devnull, os.O_RDWR)
@@ -673,13 +674,13 @@ class Server:
         self.process.wait()
         self.control.close()
 
-    def run(self, request, seconds, left):
-        """Runs one child: ([its claims, as bytes], the seconds that it took).
+    def run(self, request, per_test, total):
+        """Runs one child: ([its claims, as bytes], the seconds that it is charged).
 
-        They are those of a CPU, so that a busy machine takes none from an answer; or a tenth of
-        those on the wall, if that is more: it sleeps. seconds: for each test; left: for all. If the
-        child ends before its last test, the last of the claims is text: why. OSError where the
-        server fails.
+        Charged are seconds of a CPU, so that a busy machine costs an answer nothing; or a tenth of
+        those on the wall, if that is more: it sleeps. per_test, total: what one test, and all, may
+        be charged. If the child ends before its last test, the last of the claims is text: why.
+        OSError: the server failed.
         """
         wire, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a message is a claim
         with wire, open(os.memfd_create("request"), "w+") as file:
@@ -691,36 +692,36 @@ class Server:
             hello, _, pid = wire.recv(99).partition(b" ")
             if hello != b"confined":  # said before it has read any code
                 raise OSError("a child did not start, or could not confine itself")
-            claims, begin = [], time.monotonic()
+            claims, started = [], time.monotonic()
             clock = (~int(pid) << 3) | 2  # Linux's number for the clock of a process's CPU time
 
-            def taken():
-                on_the_wall = time.monotonic() - begin
+            def charged():
+                on_the_wall = time.monotonic() - started
                 return max(time.clock_gettime(clock), on_the_wall / LIMITS["wall"])
 
             while len(claims) < len(request["tests"]):
-                got = receive(wire, taken, min(left, taken() + seconds))
-                claims.append(got)
-                if isinstance(got, str):
+                reply = receive(wire, charged, min(total, charged() + per_test))
+                claims.append(reply)
+                if isinstance(reply, str):
                     break
-            took = taken()
+            seconds = charged()
         self.control.sendall(b"k")
         if self.control.recv(1) != b"k":
             raise OSError("the server ended before its child")
-        return claims, took
+        return claims, seconds
 
 
-def receive(wire, taken, limit):
+def receive(wire, charged, limit):
     """A child's next claim, as bytes, or why there is none, as text.
 
-    taken() is the seconds that it has taken so far, limit those that it may take.
+    charged() is the seconds that it is charged so far, limit those that it may be.
     """
     while True:
-        wire.settimeout(max(1e-3, limit - taken()))  # it can't take more than pass
+        wire.settimeout(max(1e-3, limit - charged()))  # no more is charged than passes
         try:
             return wire.recv(LIMITS["claim"]) or "process ended"
         except TimeoutError:
-            if taken() >= limit:
+            if charged() >= limit:
                 return "timeout"
         except ConnectionError:
             return "process ended"
@@ -728,8 +729,8 @@ def receive(wire, taken, limit):
 
 # --- the grader: from claims to verdicts ----------------------------------------------------------
 #
-# What a child sends is bytes, and never decoded but to be shown, cut and quoted. What the grader
-# says is text. A test passes if its claim has the same bytes as the reference's.
+# What a child sends is bytes, decoded only for display, cut and quoted. What the grader says is
+# text. A test passes if its claim has the same bytes as the reference's.
 
 def verdict(wanted, given):
     """"pass", or why not; from the claims of the reference and of the answer."""
@@ -739,7 +740,7 @@ def verdict(wanted, given):
 
 
 def why_not(given):
-    """What a claim that does not pass comes to."""
+    """The verdict on a claim that does not pass."""
     if isinstance(given, str):
         return given
     kind, _, said = given.partition(b" ")
@@ -793,10 +794,11 @@ class Grader(contextlib.AbstractContextManager):
             self.idle.put(team)
 
     def run(self, team, request, seconds, left):
-        """Server.run by that of a team's servers which suits the text. It starts when first used,
-        and again once where it fails. GraderError: it fails twice.
+        """Server.run by the team's server that has the modules. It starts when first used, and once
+        more if it fails. GraderError: it fails twice.
         """
-        kind = next(i for i, (words, _) in enumerate(SERVERS) if re.search(words, request["text"]))
+        source = "\n".join([request["text"], *request["tests"]])
+        kind = next(i for i, (words, _) in enumerate(SERVERS) if re.search(words, source))
         for _ in range(2):
             try:
                 if kind not in team:
@@ -917,7 +919,7 @@ class RenderError(Exception):
 
 
 class NoReference(Exception):
-    """Why a task's reference has no picture."""
+    """A task's reference page can't be drawn, which is an error of the task."""
 
 
 class Sheet:

@@ -6,9 +6,9 @@
     ... | python collect.py --human human.py -k 4 --resume episodes.jsonl >> episodes.jsonl
 
 human.py defines reply(task, history), the human's answer to the last message.
-Each episode is written as it ends. Draws are functions of (seed, task, sample, turn). Others in a
-batch change logits by rounding, and so rarely a text. A record that has a dialogue already gets
-candidates only.
+Each episode is written as it ends. A message depends on (seed, task, sample, turn) alone, but for
+the rounding of logits, which others in a batch change, and which rarely changes a text. A record
+that has a dialogue already gets candidates only.
 """
 from utils import (fail, fail_on_error, flag, open_stdout, parser, progress, read_jsonl, rng, run,
                    say, version)
@@ -40,7 +40,7 @@ def get_args(argv=None):
     flag(g, "-k", 1, "episodes of each task", least=1)
     flag(g, "max_turns", 10, "the agent's messages; the last one is its answer", least=1)
     flag(g, "concurrency", 256, "episodes at once", least=1)
-    flag(g, "resume", None, "skip the episodes in FILE; if its last line is cut, drop that",
+    flag(g, "resume", None, "skip the episodes in FILE, and drop its last line if a kill cut it",
          metavar="FILE")
     g = p.add_argument_group("human")
     flag(g, "human", None, "https://.../v1 of an LLM (key: OPENAI_API_KEY), fixed:TEXT, or a "
@@ -52,7 +52,8 @@ def get_args(argv=None):
     flag(g, "top_p", 1.0, "draw each token from the likeliest that sum up to this", least=1e-6,
          most=1)
     flag(g, "max_tokens", 1024, "longest message", least=1)
-    flag(g, "thinking", 0, "1: let a model think that can; no human sees it", choices=[0, 1])
+    flag(g, "thinking", 0, "1: let a reasoning model think, unseen by the human",
+         choices=[0, 1])
     flag(g, "seed", 0, "of all draws")
     flag(g, "candidates", 0, "alternatives drawn at every turn; stage 2 wants 16")
     flag(g, "candidates_share", 1.0, "share of the episodes that get candidates", most=1)
@@ -100,12 +101,12 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAME = ("temperature", "top_p", "max_turns", "max_tokens", "thinking", "seed", "best_of",
         "critic", "logprob_weight")  # flags that all episodes of a file share
 COMPUTE = ThreadPoolExecutor(1)  # the thread in which models compute
-TREE_TOKENS = 16384  # of what the critic reads at once
-ROOM = 32  # tokens of an action for which there is room at first
+TREE_TOKENS = 16384  # in one tree of the critic's
+ROOM = 32  # tokens for which an action's keys have room at first; it doubles
 
 
 class EpisodeError(Exception):
-    """Why an episode can't go on. The others do; what ends the run is SystemExit, by fail()."""
+    """Why one episode fails. The others go on; fail() ends the run."""
 
 
 # --- an episode -----------------------------------------------------------------------------------
@@ -147,7 +148,7 @@ class Players:
         return self
 
     async def play(self, task, sample):
-        """Plays one episode: the fields that its record gets."""
+        """Plays one episode; returns the new fields of its record."""
         turns, key = self.args.max_turns, (self.args.seed, task_id(task), sample)
         n_candidates = self.n_candidates(key)
         history = [first_message(task, turns)]
@@ -163,13 +164,15 @@ class Players:
                 "answered": answers(message), "meta": self.meta}
 
     async def add_candidates(self, record, sample):
-        """Gives the agent's messages of a dialogue candidates: the fields that its record gets.
+        """Gives the agent's messages of a dialogue candidates; returns its record's new fields.
 
         In `meta` the candidates' settings stand beside those of the dialogue.
         """
         key = self.args.seed, task_id(record["task"]), sample
-        if n_candidates := self.n_candidates(key):
-            for turn, (history, (message, *_)) in enumerate(actions_of(record)):
+        n_candidates = self.n_candidates(key)
+        for turn, (history, (message, *_)) in enumerate(actions_of(record)):
+            message.pop("candidates", None)  # another model's
+            if n_candidates:
                 _, message["candidates"] = await self.draw(history, (*key, turn), 0, n_candidates)
         answered = any(map(answers, agent_messages(record)[-1:]))
         meta = {"thinking": self.args.thinking, "candidates": self.meta}
@@ -189,6 +192,8 @@ class Players:
         chosen = actions[0]
         if self.critic:
             scores = await ask(self.critic, task, history, actions)
+            if len(scores) != len(actions) or not all(map(math.isfinite, scores)):
+                raise EpisodeError(f"the critic's scores of {len(actions)} messages are {scores}")
             values = [score + self.args.logprob_weight * sum(action["logprobs"])
                       for score, action in zip(scores, actions)]
             chosen = actions[values.index(max(values))]
@@ -234,22 +239,24 @@ class Players:
 
 
 async def ask(function, *args):
-    """What human or critic gives; None or a ValueError ends the episode, an OSError the run."""
+    """Calls human or critic. None or a ValueError fails the episode; an OSError ends the run."""
     try:
-        given = function(*args)
-        given = await given if inspect.isawaitable(given) else given
+        result = function(*args)
+        result = await result if inspect.isawaitable(result) else result
     except (ValueError, NoReference) as e:
         raise EpisodeError(e) from None
     except (OSError, GraderError) as e:  # of a connection, a browser
-        fail(f"{function.__name__}(): {e}")
-    if given is None:
-        raise EpisodeError(f"{function.__name__}() gives nothing")
-    return given
+        fail(f"human or critic: {type(e).__name__}: {e}")
+    if result is None:
+        raise EpisodeError("human or critic gives nothing")
+    return result
 
 
 class Batcher:
-    """Computes in a thread what coroutines ask for, together what waits at a time.
+    """Collects what coroutines ask for, and computes it together in one thread.
 
+    Who asks awaits self.step, the asyncio task that computes; the first one starts it. A step waits
+    until nobody adds a request, computes, and starts the next while requests are under way.
     compute(new) begins requests, and sets the `result` of at least one of those under way.
     """
 
@@ -258,7 +265,7 @@ class Batcher:
         self.step = None  # the asyncio task that computes for all
 
     async def ask(self, **what):
-        """The result of a request. Who asks starts a step, or waits for the one under way."""
+        """The result of a request with these fields."""
         request = SimpleNamespace(result=None, **what)
         self.waiting.append(request)
         while request.result is None:
@@ -302,8 +309,8 @@ class Critic(Batcher):
         return await self.ask(turns=turns)
 
     def compute(self, new):
-        ref_of = dict(pair for request in new for pair in request.turns)
-        ref = reference(self.pi_ref, ref_of, TREE_TOKENS)
+        ref_turn_of = dict(pair for request in new for pair in request.turns)
+        ref = reference(self.pi_ref, ref_turn_of, TREE_TOKENS)
         values = advantages(self.pi, ref, TREE_TOKENS)
         for request in new:
             request.result = [values[turn] for turn, _ in request.turns]
@@ -343,9 +350,9 @@ def finished_episodes(path, meta):
 def read_jobs(args, done):
     """Yields (record, sample) of the episodes to play; completes the records' tasks.
 
-    A task that comes again gets further samples, and so does one's next dialogue.
+    A task that comes again goes on with its sample numbers, and so does its next dialogue.
     """
-    next_sample, taken = {}, set()  # {task id: sample}; (task id, sample) of dialogues
+    next_sample, taken = {}, set()  # {task id: sample}; (task id, sample)
     for record in read_jsonl(sys.stdin, needs()):
         task, name = record["task"], task_id(record["task"])
         record["task"] = {"kind": kind_of(task), **task, "id": name}
@@ -355,7 +362,6 @@ def read_jobs(args, done):
             sample = record.get("sample", first)
             while (name, sample) in taken:  # of another file, played with another seed
                 sample += 1
-            taken.add((name, sample))
             samples = [sample]
             thinking = record.get("meta", {}).get("thinking")
             if not args.candidates:
@@ -365,7 +371,8 @@ def read_jobs(args, done):
         elif not args.human:
             fail("--human is missing: give the http://host:port/v1 of an LLM, fixed:TEXT, or a "
                  "FILE.py that defines reply(task, history)")
-        next_sample[name] = samples[-1] + 1
+        next_sample[name] = max(first, samples[-1] + 1)
+        taken.update((name, sample) for sample in samples)
         for sample in samples:
             if (name, sample) not in done:
                 yield record, sample
@@ -374,8 +381,8 @@ def read_jobs(args, done):
 async def play_all(args, emit):
     """Plays the episodes of stdin's tasks, writes each as it ends, and says how it went.
 
-    One that fails is not written: --resume plays it again. What ends the run waits for the episodes
-    under way.
+    One that fails is not written: --resume plays it again. After an error that ends the run no new
+    episode begins, and those under way end first.
     """
     players = Players(args)
     done = finished_episodes(args.resume, players.meta) if args.resume else set()
@@ -440,7 +447,7 @@ class Endpoint:
         self.answered, self.failed = 0, set()  # requests; tasks of those since the last answer
 
     async def meet(self):
-        """Asks for the model's name, which is the body's if there are several; returns self."""
+        """Finds the served model's name; of several the body must name one. Returns self."""
         with fail_on_error(f"{self.url} lists no models (an address ends in /v1)"):
             client = self.client.with_options(max_retries=0)
             reply = await client.get("/models", cast_to=object)
@@ -453,21 +460,23 @@ class Endpoint:
         return self
 
     async def ask(self, path, task, read, **body):
-        """read(reply) of a request. EpisodeError: it is refused, or its reply of no use.
+        """read(reply) of a request. EpisodeError: it is refused, or its reply can't be used.
 
-        Where requests of 8 tasks in a row fail, or none was answered while the client repeated this
-        one, the run ends.
+        The run ends after failures of 8 tasks in a row, or if no request was answered while the
+        client repeated this one.
         """
         answered = self.answered
         try:
             reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
             result = read(reply)
         except Exception as e:
-            text, down = " ".join(str(e).split())[:200], False
-            if isinstance(e, (LookupError, TypeError, AttributeError)):
+            refused = getattr(e, "status_code", 0) in (400, 413, 422)
+            malformed = isinstance(e, (LookupError, TypeError, AttributeError))
+            useless = isinstance(e, ValueError)  # says read
+            down = not (refused or malformed or useless)
+            text = " ".join(str(e).split())[:200]
+            if malformed:
                 text = "the reply is not that of an OpenAI-compatible server"
-            elif not isinstance(e, ValueError):  # of no use, says read
-                down = getattr(e, "status_code", 0) not in (400, 413, 422)
             why = f"{self.url}: {type(e).__name__}: {text}{'' if down else self.hint}"
             self.failed.add(task)
             if (down and self.answered == answered) or len(self.failed) >= 8:
@@ -556,8 +565,8 @@ class VllmEngine(Endpoint):
 class Reading:
     """Prompts that one forward reads: the keys and values of their tokens.
 
-    cached[i]: (n, keys and values of prompt i's first n tokens), which are not read again. Those of
-    a prompt are (2, tokens, heads, size) in each layer.
+    cached[i]: (n, layers): of prompt i's first n tokens there are keys and values already, (2,
+    tokens, heads, size) in each layer.
     """
 
     def __init__(self, prompts, cached):
@@ -578,75 +587,78 @@ class Reading:
 
 
 class Group:
-    """Prompts with n draws each, and the actions that grow behind them, a token a forward.
+    """P prompts with n draws each: rows, the actions under way, which grow by a token a forward.
 
-    A row is an action, draw nth[row] of prompt[row]. Rows that have ended leave, an eighth of all
-    at a time. Of each layer there are keys and values: shared, (2, prompts, heads, width, size),
-    which a prompt's rows read together, and own, (2, rows, heads, room, size), of what the rows
-    have drawn.
+    Row r is draw draw_of[r] of prompt prompt_of[r]. Keys and values of each layer:
+
+        prompt_kv  (2, P, heads, longest prompt, size)  a prompt's rows read it together
+        row_kv     (2, rows, heads, room, size)         of what the rows have drawn
+
+    Rows that have ended leave, an eighth of all at a time.
     """
 
     def __init__(self, reading, draws):
         """reading: of the prompts. draws[i]: the n actions of prompt i."""
         self.n, self.actions = len(draws[0]), list(itertools.chain(*draws))
-        self.prompt = torch.arange(len(draws), device=DEVICE).repeat_interleave(self.n)
-        self.nth = torch.arange(self.n, device=DEVICE).repeat(len(draws))
+        self.prompt_of = torch.arange(len(draws), device=DEVICE).repeat_interleave(self.n)
+        self.draw_of = torch.arange(self.n, device=DEVICE).repeat(len(draws))
         self.lengths = torch.tensor(reading.lengths, device=DEVICE)  # of the prompts
         padded = (pad_sequence([x.transpose(0, 1) for x in kv], True) for kv in reading.kv)
-        self.shared = [x.permute(2, 0, 3, 1, 4).contiguous() for x in padded]
-        self.own = [x.new_empty(2, len(self.actions), x.shape[2], ROOM, x.shape[4])
-                    for x in self.shared]
-        self.steps = -1  # tokens of a row that have keys: all but the last
+        self.prompt_kv = [x.permute(2, 0, 3, 1, 4).contiguous() for x in padded]
+        self.row_kv = [x.new_empty(2, len(self.actions), x.shape[2], ROOM, x.shape[4])
+                       for x in self.prompt_kv]
+        self.step = -1  # the place in its action of the token that the next forward reads
 
     def attend(self, layer, q, k, v, scale, left):
         """Attention of the rows' last tokens, (rows, heads, size), to their prompts and actions."""
-        if self.steps == self.own[layer].shape[3]:  # twice the room
-            own = self.own[layer]
-            self.own[layer] = torch.cat([own, torch.empty_like(own)], 3)
-        self.own[layer][:, :, :, self.steps] = torch.stack([k, v])
+        if self.step == self.row_kv[layer].shape[3]:  # twice the room
+            row_kv = self.row_kv[layer]
+            self.row_kv[layer] = torch.cat([row_kv, torch.empty_like(row_kv)], 3)
+        self.row_kv[layer][:, :, :, self.step] = torch.stack([k, v])
         left = left if left >= 0 else math.inf
-        own_k, own_v = self.own[layer][:, :, :, max(0, self.steps - left):self.steps + 1]
-        shared_k, shared_v = self.shared[layer]
-        width = shared_k.shape[2]
-        at, lengths = torch.arange(width, device=DEVICE), self.lengths[self.prompt, None]
-        hidden = (at >= lengths) | (at < lengths + self.steps - left)
+        row_k, row_v = self.row_kv[layer][:, :, :, max(0, self.step - left):self.step + 1]
+        prompt_k, prompt_v = self.prompt_kv[layer]
+        width = prompt_k.shape[2]
+        key_at, lengths = torch.arange(width, device=DEVICE), self.lengths[self.prompt_of, None]
+        masked = (key_at >= lengths) | (key_at < lengths + self.step - left)
         q = q.unflatten(1, (k.shape[1], -1))  # (rows, heads of keys, queries of each, size)
-        scores = self.by_row(self.by_prompt(q) @ shared_k.mT)
-        scores = scores.masked_fill_(hidden[:, None, None], -math.inf)
-        scores = torch.cat([scores, q @ own_k.mT], -1)
+        scores = self.by_row(self.by_prompt(q) @ prompt_k.mT)
+        scores = scores.masked_fill_(masked[:, None, None], -math.inf)
+        scores = torch.cat([scores, q @ row_k.mT], -1)
         weights = (scores.float() * scale).softmax(-1).to(q.dtype)
-        out = self.by_row(self.by_prompt(weights[..., :width]) @ shared_v)
-        return (out + weights[..., width:] @ own_v).flatten(1, 2)
+        out = self.by_row(self.by_prompt(weights[..., :width]) @ prompt_v)
+        return (out + weights[..., width:] @ row_v).flatten(1, 2)
 
     def by_prompt(self, x):
         """(rows, heads, queries, ...) to (prompts, heads, n * queries, ...), 0 for rows that left.
         """
         grid = x.new_zeros(len(self.lengths), self.n, *x.shape[1:])
-        grid[self.prompt, self.nth] = x
+        grid[self.prompt_of, self.draw_of] = x
         return grid.transpose(1, 2).flatten(2, 3)
 
     def by_row(self, x):
         """by_prompt() back."""
-        return x.unflatten(2, (self.n, -1)).transpose(1, 2)[self.prompt, self.nth]
+        return x.unflatten(2, (self.n, -1)).transpose(1, 2)[self.prompt_of, self.draw_of]
 
     def grow(self):
         """Goes on to the tokens just drawn; drops rows that have ended, an eighth at once."""
-        self.steps += 1
+        self.step += 1
         live = [row for row, action in enumerate(self.actions) if not action.ended]
         if len(live) <= 7 / 8 * len(self.actions):
             self.actions = [self.actions[row] for row in live]
-            self.own = [x[:, live] for x in self.own]
-            self.nth = self.nth[live]
-            prompts, self.prompt = self.prompt[live].unique(return_inverse=True)
+            self.row_kv = [x[:, live] for x in self.row_kv]
+            self.draw_of = self.draw_of[live]
+            prompts, self.prompt_of = self.prompt_of[live].unique(return_inverse=True)
             if len(prompts) < len(self.lengths):
                 self.lengths = self.lengths[prompts]
-                self.shared = [x[:, prompts] for x in self.shared]
+                self.prompt_kv = [x[:, prompts] for x in self.prompt_kv]
         self.ids = [action.ids[-1] for action in self.actions]
-        self.positions = self.lengths[self.prompt] + self.steps
+        self.positions = self.lengths[self.prompt_of] + self.step
 
     def tokens(self):
-        """How many tokens it holds, of prompts and rows."""
-        return self.lengths.sum().item() + len(self.actions) * max(ROOM, self.steps)
+        """How many tokens it has room for, of prompts and rows."""
+        return (len(self.lengths) * self.prompt_kv[0].shape[3]
+                + len(self.actions) * self.row_kv[0].shape[3])
 
 
 def attend_in_groups(module, query, key, value, attention_mask, scaling=None, groups=(),
@@ -667,7 +679,7 @@ class TransformersEngine(Batcher):
     """Samples by transformers in this process.
 
     All actions under way grow by a token in one forward, in which requests join as others end.
-    A prompt is read once for all its draws, and of an episode's next one only what is new.
+    A prompt is read once for all its draws, and only the new part of an episode's next prompt.
     """
 
     def __init__(self, args, stop):
@@ -692,7 +704,7 @@ class TransformersEngine(Batcher):
     def admit(self):
         """Takes from the waiting requests those that find room, at least one if all have ended.
 
-        Until they are a fifth of all actions they wait: groups are few and large.
+        Requests wait until they are a fifth of all actions, so that groups are few and large.
         """
         waiting = sum(len(request.actions) for request in self.waiting)
         if waiting < sum(len(group.actions) for group in self.groups) / 4:
@@ -752,7 +764,7 @@ class TransformersEngine(Batcher):
     def cached(self, request):
         """(n, keys and values) of a prompt in the cache whose first n tokens are the request's.
 
-        That is the last one of its episode, or of the episode that was here last.
+        It is the last one of its episode, else the latest of all.
         """
         latest = next(reversed(self.cache.values()), ((), None))
         before, layers = self.cache.get(request.episode, latest)

@@ -81,7 +81,7 @@ class System:
 
 
 def named_systems(args):
-    """The systems of the command line: a file is named by its stem, or by its path if two are."""
+    """The systems of the command line: a file has its stem as name, or its path if two share that."""
     stems = [os.path.splitext(os.path.basename(arg))[0] for arg in args]
     systems = []
     for arg, stem in zip(args, stems):
@@ -96,7 +96,7 @@ def named_systems(args):
 # --- values and intervals -------------------------------------------------------------------------
 
 def ratio(sums):
-    """(clusters, 2) to the sum of numerators over that of denominators; nan of nothing."""
+    """(clusters, 2) to the sum of numerators over that of denominators; NaN if that is 0."""
     numerator, denominator = sums.sum(0)
     return numerator / denominator if denominator else np.nan
 
@@ -110,7 +110,7 @@ def by_task(sums, clusters):
 
 
 def with_interval(statistic, tasks, resamples):
-    """(value, [low, high]): statistic(tasks) and its bootstrap interval; None without either."""
+    """(value, [low, high]): statistic(tasks) and its bootstrap interval, or None."""
     tasks, n = np.array(tasks), len(tasks)
     value, limits = statistic(tasks) if n else np.nan, []
     if np.isnan(value):
@@ -147,7 +147,8 @@ def difference(first, system, resamples):
             lambda tasks: ratio(tasks[:, 2:]) - ratio(tasks[:, :2]), by_task(both, common),
             resamples)
     means = [np.divide(*s.sums("tests_passed", common).T) for s in (first, system)]
-    wins = np.stack([(1 + np.sign(means[1] - means[0])) / 2, np.ones(len(common))], 1)
+    gap = (means[1] - means[0]).round(9)  # sums of the same rewards in another order tie
+    wins = np.stack([(1 + np.sign(gap)) / 2, np.ones(len(common))], 1)
     out["wins"], out["wins_95"] = with_interval(ratio, by_task(wins, common), resamples)
     return out
 

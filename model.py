@@ -48,14 +48,14 @@ from transformers.utils import logging
 from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, note,
                    progress, rank_0_keeps, reading, rng, say, writing)
 
-# torch 2.11's kernel takes fewer heads of keys without being told
+# torch 2.11's kernel takes grouped queries without enable_gqa
 GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 try:
     from flash_attn import flash_attn_varlen_func
 except ImportError:  # torch has a kernel of its own
     flash_attn_varlen_func = None
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process reads, too
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process loads, too
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
@@ -192,7 +192,7 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     """
     unknown = attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")  # sinks, caps
     if tree is None or any(x is not None for x in unknown):
-        raise ValueError("no attention of a tree; computes_trees then finds turn by turn")
+        raise ValueError("not a tree, or attention with sinks or caps: computes_trees sees it")
     left = sliding_window - 1 if sliding_window else -1  # keys that a token sees before it; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     kernel = flash_kernel if q.is_cuda and q.dtype != torch.float32 else sdpa_kernel
@@ -210,7 +210,7 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
 def sdpa_kernel(q, k, v, runs, scale, left):
     """One scaled_dot_product_attention for each run: for the CPU, and for fp32.
 
-    It computes in fp32, in which a CPU's backward pass is faster than in bf16.
+    It computes in fp32, which is also faster than bf16 in a CPU's backward pass.
     """
     def by_run(x, lengths):
         return [part.transpose(0, 1)[None] for part in x.split(lengths)]  # (1, heads, length, D)
@@ -262,7 +262,7 @@ def head_logps(hidden, weight, bias, targets, config):
 
 
 class TreeLM(torch.nn.Module):
-    """A transformers causal LM whose forward takes a Tree, of one turn if not `takes_trees`.
+    """A transformers causal LM whose forward takes a Tree; if not `takes_trees`, of one turn.
 
     FSDP wraps this module, and not the LM, so that the LM head's weight is used in the forward of
     the module that gathers it.
@@ -283,7 +283,7 @@ class TreeLM(torch.nn.Module):
         return self.config._attn_implementation == "tree"
 
     def layers(self):
-        """Every transformer layer: what is in the list of modules that has the most weights."""
+        """Every transformer layer: the members of the ModuleList that has the most weights."""
         lists = [m for m in self.lm.modules() if isinstance(m, torch.nn.ModuleList)]
         return [*max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))]
 
@@ -382,7 +382,7 @@ def turns_in(pairs):
 
 
 def batches(groups, batch_size, seed):
-    """One epoch's batches of batch_size pairs: the groups, shuffled by `seed`, end to end."""
+    """One epoch's batches of batch_size pairs, of the groups shuffled by `seed`, end to end."""
     groups = list(groups)
     rng("order", *seed).shuffle(groups)
     pairs = [pair for group in groups for pair in group]
@@ -495,7 +495,7 @@ def cuts(tokenizer):
     """A pattern of CUT, and of the place before a special token that is taken out of any text.
 
     A tokenizer takes such tokens out first, and then looks at each text between two of them alone.
-    But none is one that looks around itself, or that may begin inside another.
+    Tokens that look around themselves, or that may begin inside another, are left alone.
     """
     added = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
     inner = {c for token in added for c in token.content[1:]}
@@ -540,7 +540,7 @@ def ending(tokenizer):
 
 
 def check_generation_prompt(tokenizer):
-    """Fails if the template has none, though a message begins with a header: none is sampled."""
+    """Fails if the template has none, though stored messages begin with a header."""
     prompt, bare = (template_text(tokenizer, PROBE[:1], 0, begins) for begins in (True, False))
     header = template_text(tokenizer, PROBE, 0, False).removeprefix(prompt).partition("\ue000")[0]
     if prompt == bare and header.strip():
@@ -573,33 +573,35 @@ def action_text(tokenizer, action, history, thinking):
     """
     text = action.get("output") or action.get("content") or ""
     message = {"role": "assistant", "content": text}
-    if spelled := control_tokens(tokenizer)[1].search(text):
-        note("stored messages spell a control token, which stays plain text", f"{spelled[0]!r}")
+    if control := control_tokens(tokenizer)[1].search(text):
+        note("stored messages spell a control token, which stays plain text", f"{control[0]!r}")
     prompt = template_text(tokenizer, history, thinking, True)
     whole = template_text(tokenizer, [*history, message], thinking, False)
     before, plain = prompt, as_plain(tokenizer, message)
     if not whole.startswith(prompt) or plain.strip() not in whole[len(prompt):]:
-        at = common_prefix(prompt, whole)
-        both = [x[max(0, at - 20):at + 40].replace(CUT, "") for x in (prompt, whole)]
+        parting = common_prefix(prompt, whole)
+        excerpts = [x[max(0, parting - 20):parting + 40].replace(CUT, "") for x in (prompt, whole)]
         note("stored messages are not what this --model's chat template writes after its prompt "
              '("meta": {"thinking": 1}, or a template without <think>, may help)',
-             "it prompts by {!r} and writes {!r}".format(*both))
+             "it prompts by {!r} and writes {!r}".format(*excerpts))
         if action.get("output"):
             whole = prompt + plain
         else:
             before = template_text(tokenizer, history, thinking, False)
             if not whole.startswith(before):
-                raise ValueError("a message changes the history: {!r} {!r}".format(*both))
-    at = whole.rfind(ending(tokenizer), len(before))
-    return prompt, whole if at < 0 else whole[:at]
+                raise ValueError("a message changes the history: {!r} {!r}".format(*excerpts))
+    end = whole.rfind(ending(tokenizer), len(before))
+    return prompt, whole if end < 0 else whole[:end]
 
 
 def action_ids(tokenizer, action, history, thinking=0):
-    """(An action after a history, packed; how many last tokens of the prompt don't come before it).
+    """(An action after a history, packed; how many of the prompt's last tokens it replaces).
 
-    The stored `token_ids` are what was sampled, after the whole prompt. Without them
-    (demonstrations, published data) an action is what action_text has after the prompt, or after
-    the part that it shares with the prompt, and an end of turn.
+    Stored `token_ids` are what was sampled, after the whole prompt. Others (demonstrations,
+    published data) are as the template writes them. Where that has no thought, which a generation
+    prompt begins, the prompt ends where the two texts part:
+
+        prompt <|assistant|><think>    whole <|assistant|>which rate?<|end|>    replaced: 1
     """
     if action.get("token_ids"):
         if max(action["token_ids"]) >= len(tokenizer) or not spells(tokenizer, action):
@@ -607,15 +609,16 @@ def action_ids(tokenizer, action, history, thinking=0):
                  "take the model that sampled them")
         return packed(action["token_ids"]), 0
     prompt, whole = action_text(tokenizer, action, history, thinking)
-    same, end = common_prefix(prompt, whole), ending(tokenizer)
-    before, begun, ids = (
-        text_ids(tokenizer, text) for text in (prompt, whole[:same], whole + end))
-    if before[:len(begun)] != begun:  # the texts part within a token
-        begun = ids[:common_prefix(before, ids)]
-    own = ids[len(begun):]
-    if ids[:len(begun)] != begun:  # a token would go across: the action has its own
-        own = text_ids(tokenizer, whole[same:] + end)
-    return packed(own), len(before) - len(begun)
+    n_common, end = common_prefix(prompt, whole), ending(tokenizer)
+    prompt_ids = text_ids(tokenizer, prompt)
+    kept_ids = text_ids(tokenizer, whole[:n_common])
+    whole_ids = text_ids(tokenizer, whole + end)
+    if prompt_ids[:len(kept_ids)] != kept_ids:  # the texts part within a token
+        kept_ids = whole_ids[:common_prefix(prompt_ids, whole_ids)]
+    ids = whole_ids[len(kept_ids):]
+    if whole_ids[:len(kept_ids)] != kept_ids:  # a token would go across: the action has its own
+        ids = text_ids(tokenizer, whole[n_common:] + end)
+    return packed(ids), len(prompt_ids) - len(kept_ids)
 
 
 def actions_of(record):
@@ -661,7 +664,7 @@ def find_model(path, weights=False):
 def weights_digest(folder):
     """A short hash of a folder's safetensors files; None if there are none.
 
-    Of a large file it is of 64 MB in evenly spread blocks, and of what the file has where.
+    Of a large file it is of the header, and of 64 MB in evenly spread blocks.
     """
     facts = []
     for path in sorted(weight_files(folder)):
@@ -690,13 +693,13 @@ def load(path, device="cpu", dtype="fp32"):
     """(TreeLM, tokenizer) of a folder or hub name, in this process alone, with weights in dtype.
 
     dtype: the value of --dtype. Where trees do not give the model's own log-probs, it computes its
-    turns one by one. Fails if these are wrong, too.
+    turns one by one. Fails if their log-probs are wrong, too.
     """
     path, tokenizer, _ = find_model(path, weights=True)
     device = torch.device(device)
-    model, (own, _, _) = read_tree_lm(path, device, pick_dtype(dtype, device))
+    model, (own_logps, _, _) = read_tree_lm(path, device, pick_dtype(dtype, device))
     model.to(device)
-    check_logps(model, path, own)
+    check_logps(model, path, own_logps)
     return model, tokenizer
 
 
@@ -710,7 +713,7 @@ def load_sharded(path, device, args, train=True):
     keep = train and dtype != torch.float32  # the files' dtype: half the memory
     read = functools.partial(read_tree_lm, path, device, "auto" if keep else dtype)
     if WORLD > 1:
-        whole, (own, attention, buffers) = rank_0_keeps(read)
+        whole, (own_logps, attention, buffers) = rank_0_keeps(read)
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if train else dtype,
                                                   attn_implementation=attention)
@@ -718,13 +721,13 @@ def load_sharded(path, device, args, train=True):
         shard(model, dtype, args, train)
         fill_from_rank_0(model, whole, buffers, "cpu" if args.offload else device)
     else:
-        model, (own, _, _) = read()
+        model, (own_logps, _, _) = read()
         shard(model, dtype, args, train)
         if train:
             model.float()
         if not args.offload:
             model.to(device)
-    check_logps(model, path, own)
+    check_logps(model, path, own_logps)
     return model, tokenizer
 
 
@@ -742,9 +745,9 @@ def read_tree_lm(path, device, dtype):
     turns = proof_turns(model.config)
     versions = [p._version for p in lm.parameters()]
     with fail_on_error(f"{path!r} can't be computed by its own forward"):
-        own = own_logps(lm, turns)
+        own_logps = logps_of(lm, turns)
         _, leak = logps_and_leak(model, turns[:1])
-    if not own.isfinite().all():
+    if not own_logps.isfinite().all():
         fail(f"the log-probs of {path!r} are NaN or infinite: are its weights sound?")
     if not leak < 1e-3:
         fail(f"{path!r} is no causal language model: its log-probs depend on later tokens")
@@ -752,14 +755,14 @@ def read_tree_lm(path, device, dtype):
     rope = str(getattr(model.config, "rope_parameters", None))
     if versions != [p._version for p in lm.parameters()] or "'dynamic'" in rope:
         fail(f"{path!r} can't be trained: each of its forwards changes the next ones")
-    if not computes_trees(model, turns[:2], own):
+    if not computes_trees(model, turns[:2], own_logps):
         lm.set_attn_implementation("eager")
     buffers = dict(model.named_buffers(remove_duplicate=False))
-    return model, (own, model.config._attn_implementation, buffers)
+    return model, (own_logps, model.config._attn_implementation, buffers)
 
 
-def computes_trees(model, turns, own):
-    """Whether the model's log-probs are its `own` in a tree, and in it depend on their path alone.
+def computes_trees(model, turns, own_logps):
+    """Whether the model's log-probs are its own in a tree, and in it depend on their path alone.
 
     Not so where layers are other than attention. What depends on length does not show in short
     turns: the config tells it.
@@ -773,7 +776,7 @@ def computes_trees(model, turns, own):
         logps, leak = logps_and_leak(model, turns)
     except Exception:  # of many kinds: it is not built as today's chat models are
         return False
-    return leak == 0 and agree(logps, own[:len(logps)], model.dtype)
+    return leak == 0 and agree(logps, own_logps[:len(logps)], model.dtype)
 
 
 @torch.enable_grad()
@@ -798,7 +801,7 @@ def logps_and_leak(model, turns):
 
 
 @torch.no_grad()
-def own_logps(lm, turns):
+def logps_of(lm, turns):
     """action_logps by the forward and attention of a transformers model, turn by turn."""
     logps = []
     for prompt, action in turns:
@@ -808,20 +811,21 @@ def own_logps(lm, turns):
     return torch.cat(logps)
 
 
-def check_logps(model, path, own):
+def check_logps(model, path, own_logps):
     """Fails if the log-probs of proof_turns are not those of the model's own forward."""
     logps = torch.cat(score(model, proof_turns(model.config), math.inf))
     model.tokens = 0
-    if not agree(logps, own, model.dtype):
-        fail(f"the log-probs of {path!r} differ by {(logps - own).abs().mean():.2g} in the mean "
-             "from those of its own forward")
+    if not agree(logps, own_logps, model.dtype):
+        off = (logps - own_logps).abs().mean()
+        fail(f"the log-probs of {path!r} differ by {off:.2g} in the mean from those of its own "
+             "forward")
 
 
-def agree(logps, own, dtype):
-    """Whether log-probs are the `own`. In 16 bits they may differ by 0.5 in the mean, which is
+def agree(logps, own_logps, dtype):
+    """Whether log-probs are the model's own. In 16 bits they may be off by 0.5 in the mean, which is
     rounding where logits are large.
     """
-    return (logps - own).abs().mean() < (0.5 if dtype.itemsize == 2 else 1e-3)
+    return (logps - own_logps).abs().mean() < (0.5 if dtype.itemsize == 2 else 1e-3)
 
 
 def proof_turns(config):
@@ -866,7 +870,7 @@ def shard(model, dtype, args, train):
 
 
 def fill_from_rank_0(model, whole, buffers, device):
-    """Fills a sharded model without memory; whole: on rank 0 the same model, else None."""
+    """Allocates and fills a sharded model of the meta device; whole: rank 0's copy, else None."""
     model.to_empty(device=device)
     weights = whole.state_dict() if whole else {}
     everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -881,7 +885,7 @@ def fill_from_rank_0(model, whole, buffers, device):
 def load_lm(path, device, dtype="fp32"):
     """(transformers LM, tokenizer) to sample with. dtype: as for `load`.
 
-    Fails if it computes no trees: then nor is it sampled by an attention of ours.
+    Fails if it computes no trees: our sampling attention would be wrong, too.
     """
     model, tokenizer = load(path, device, dtype)
     sizes = (getattr(model.config, name, None) for name in ("qk_head_dim", "v_head_dim"))

@@ -39,12 +39,12 @@ from colbench import agent_messages, hidden_information, needs, task_id, with_hi
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < trajectories.jsonl > scored.jsonl")
     flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "pi_ref, and where pi starts")
-    flag(p, "out", None, "the run's directory: trains there, goes on, or scores if it is finished")
+    flag(p, "out", None, "the run's directory: a new one trains, a finished one scores")
     flag(p, "untrained", 0, "1: score by --model with c less without, and train nothing",
          choices=[0, 1])
     g = p.add_argument_group("pairs")
-    flag(g, "margin", None, "pair 2 trajectories of a task whose rewards differ by so much; not "
-         "given: a solved one and each worse", kind=float)
+    flag(g, "margin", None, "pair trajectories of a task whose rewards differ by at least this; "
+         "not given: a solved one and each worse", kind=float)
     flag(g, "held_out", 0.1, "share of the tasks that are not trained on, but measured",
          most=1)
     flag(g, "eval_every", 100, "steps between measures of held-out pairs", least=1)
@@ -116,27 +116,27 @@ def main(args):
 
 def train(args, log, device):
     """(stdin's records on rank 0, the trained critic, {turn: its log-probs by pi_ref})."""
-    records, (ref_of, groups, held) = rank_0_keeps(lambda: prepare(args))
+    records, (ref_turn_of, groups, held) = rank_0_keeps(lambda: prepare(args))
     steps = [batch for epoch in range(args.epochs)
              for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
-    log.begin(data=chain(ref_of.items(), *groups), steps=len(steps), pairs=sum(map(len, groups)),
-              held_out_pairs=len(held), dtype=str(pick_dtype(args.dtype, device)),
-              model_weights=base_digest(args.model))
+    log.begin(data=chain(ref_turn_of.items(), *groups), steps=len(steps),
+              pairs=sum(map(len, groups)), held_out_pairs=len(held),
+              dtype=str(pick_dtype(args.dtype, device)), model_weights=base_digest(args.model))
 
     model, tokenizer = load_sharded(args.model, device, args)
     try_save(model, tokenizer, args.out)
-    tell_cost(model, ref_of)
-    ref = reference(model, ref_of, args.tree_tokens)
+    tell_cost(model, ref_turn_of)
+    ref = reference(model, ref_turn_of, args.tree_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
     restore(model, optimizer, log)
 
     save_step = partial(save_checkpoint, model, optimizer, args.out)
     for step in log.steps("critic", save_step):
-        batch, before = steps[step], model.tokens
-        read = turns_in(batch)
-        logps = dict(zip(read, action_logps(model, read, args.tree_tokens)))
-        loss, facts = batch_loss(args, batch, logps, ref)
+        batch, tokens_before = steps[step], model.tokens
+        turns = turns_in(batch)
+        logps = dict(zip(turns, action_logps(model, turns, args.tree_tokens)))
+        loss, metrics = batch_loss(args, batch, logps, ref)
         loss.backward()  # on all ranks the same loss; FSDP sums their gradients
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norm, loss = gathered(norm).item(), loss.item()
@@ -146,7 +146,8 @@ def train(args, log, device):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        log(step=step, loss=loss, **facts, grad_norm=norm, lr=lr, tokens=model.tokens - before)
+        log(step=step, loss=loss, **metrics, grad_norm=norm, lr=lr,
+            tokens=model.tokens - tokens_before)
         if held and ((step + 1) % args.eval_every == 0 or step + 1 == len(steps)):
             # by the weights after this step; the row above is by those before it
             log(step=step, **measure(batch_loss, args, model, held, ref))
@@ -157,32 +158,33 @@ def train(args, log, device):
 
 
 def load_to_score(args, device):
-    """What train returns, where nothing is trained: a finished critic, or --untrained 1."""
+    """What train() returns, without training: of a finished critic, or --untrained 1."""
     if args.out:
         moved_to = args.model if "model" in args.given else None
         args.model = finished_flags(args.out, moved_to).model
-    records, ref_of = rank_0_keeps(lambda: read_stdin(args))
+    records, ref_turn_of = rank_0_keeps(lambda: read_stdin(args))
     model, _ = load_sharded(args.model, device, args, train=False)
-    tell_cost(model, ref_of)
-    ref = reference(model, ref_of, args.tree_tokens)
+    tell_cost(model, ref_turn_of)
+    ref = reference(model, ref_turn_of, args.tree_tokens)
     if args.out:
-        del model  # pi finds its room
+        del model  # room for pi
         model, _ = load_sharded(args.out, device, args, train=False)
     return records, model, ref
 
 
-def measure(loss_of, args, model, pairs, ref):
+def measure(batch_loss, args, model, pairs, ref):
     """{"held_out_loss": ..., ...} of pairs that are not trained on, by a trainer's batch_loss."""
-    read = turns_in(pairs)
-    logps = dict(zip(read, score(model, read, args.tree_tokens)))
-    loss, facts = loss_of(args, pairs, logps, ref)
-    facts = {"loss": loss.item(), **facts}
-    return {"held_out_" + name: value for name, value in facts.items()}
+    turns = turns_in(pairs)
+    logps = dict(zip(turns, score(model, turns, args.tree_tokens)))
+    loss, metrics = batch_loss(args, pairs, logps, ref)
+    metrics = {"loss": loss.item(), **metrics}
+    return {"held_out_" + name: value for name, value in metrics.items()}
 
 
-def reference(model, ref_of, tree_tokens):
-    """{turn: its log-probs by pi_ref, `model`}; ref_of: {turn: what pi_ref reads}."""
-    return dict(zip(ref_of, score(model, list(ref_of.values()), tree_tokens, "reference")))
+def reference(model, ref_turn_of, tree_tokens):
+    """{turn: its log-probs by pi_ref, `model`}; ref_turn_of: {turn: what pi_ref reads}."""
+    logps = score(model, list(ref_turn_of.values()), tree_tokens, "reference")
+    return dict(zip(ref_turn_of, logps))
 
 
 def advantages(model, ref, tree_tokens):
@@ -192,7 +194,7 @@ def advantages(model, ref, tree_tokens):
 
 
 def write(records, values, emit):
-    """Writes the records, with values[turn] as advantage in the place of each action's turn."""
+    """Writes the records, with the advantage values[turn] in the place of each action's turn."""
     for r in records or ():
         for _, actions in actions_of(r):
             for action in actions:
@@ -206,20 +208,21 @@ def write(records, values, emit):
 # --- a finished critic's reference ----------------------------------------------------------------
 
 def finished_flags(folder, model=None):
-    """The flags that the finished critic in a folder was trained with; of them `model` is pi_ref.
+    """The flags that the finished critic in a folder was trained with; flags.model is pi_ref.
 
     model: where pi_ref is now. Not given: where it was, as seen from the critic, so that both may
     have been moved.
     """
     with fail_on_error(f"{folder} is no finished run of train_critic.py"):
         rows = rows_of(folder)
-        row = [row for row in rows if "args" in row][-1]
-        flags, weights = SimpleNamespace(**row["args"]), row["model_weights"]
-        rows[-1]["finished"], flags.ref_context  # or it is none
+        begun = [row for row in rows if "args" in row][-1]
+        flags, weights = SimpleNamespace(**begun["args"]), begun["model_weights"]
+        if "finished" not in rows[-1] or not hasattr(flags, "ref_context"):
+            raise ValueError("its training has not ended, or it is a policy's")
     if not model:
-        was, out = (os.path.join(row["cwd"], path) for path in (flags.model, flags.out))
-        beside = os.path.join(folder, os.path.relpath(was, out))
-        model = beside if os.path.isdir(beside) else flags.model
+        old_model, old_out = (os.path.join(begun["cwd"], path) for path in (flags.model, flags.out))
+        moved = os.path.join(folder, os.path.relpath(old_model, old_out))
+        model = moved if os.path.isdir(moved) else flags.model
     if base_digest(model) not in (weights, None):  # None on other ranks
         fail(f"{model} has other weights than the model that the critic in {folder} began as")
     flags.model = model
@@ -230,10 +233,10 @@ def finished_flags(folder, model=None):
 
 def prepare(args):
     """(stdin's records, ({turn: reference turn}, [[Pair]] to train on, [Pair] held out))."""
-    records, ref_of = read_stdin(args, "reward")
+    records, ref_turn_of = read_stdin(args, "reward")
     pairs_of = trajectory_pairs(records, args.margin)
     train, held = hold_out(pairs_of, args.held_out, args.seed)
-    return records, (ref_of, [pairs_of[task] for task in train],
+    return records, (ref_turn_of, [pairs_of[task] for task in train],
                      [pair for task in held for pair in pairs_of[task]])
 
 
@@ -246,7 +249,7 @@ def hold_out(tasks, share, seed):
 
 
 def trajectory_pairs(records, margin):
-    """{task id: [Pair]}: two of a task's trajectories, wherever they stand, by reward.
+    """{task id: [Pair]}: two of a task's trajectories, the better and the worse by reward.
 
     margin: all whose rewards differ by so much. None: one solved trajectory, the first, with each
     that is worse. Where there are no pairs the program ends.
@@ -297,8 +300,10 @@ def critic_turns(tokenizer, task, history, actions, thinking, *, pi_reads_c, ref
     ref_prompt = prompt if ref_reads_c == pi_reads_c else prompt_ids(ref_reads_c)
     turns = []
     for action in actions:
-        ids, dropped = action_ids(tokenizer, action, history, thinking)
-        turns.append(tuple((p[:len(p) - dropped], ids) for p in (prompt, ref_prompt)))
+        ids, n_dropped = action_ids(tokenizer, action, history, thinking)
+        turn = prompt[:len(prompt) - n_dropped], ids
+        ref_turn = ref_prompt[:len(ref_prompt) - n_dropped], ids  # both end in the same header
+        turns.append((turn, ref_turn))
     return turns
 
 
@@ -310,7 +315,7 @@ def read_turns(tokenizer, config, records, max_length, *, pi_reads_c, ref_reads_
     config = config.get_text_config()
     longest = min(max_length, getattr(config, "max_position_embeddings", None) or max_length)
     extra_ids = len(tokenizer) > config.vocab_size
-    ref_of = {}
+    ref_turn_of = {}
     for r in records:
         name = f"the task {task_id(r['task'])}"
         thinking = r.get("meta", {}).get("thinking", 0)  # its dialogue was sampled so
@@ -326,13 +331,13 @@ def read_turns(tokenizer, config, records, max_length, *, pi_reads_c, ref_reads_
                 fits = sum(map(len, turn)) <= longest
                 action[TURN] = turn if fits else None
                 if fits:
-                    ref_of[turn] = ref_turn
+                    ref_turn_of[turn] = ref_turn
                 else:
                     note(f"messages and candidates are longer than {longest} tokens (--max_length "
                          "or the model's own limit) and are left out, and so are trajectories with "
                          "such a message", name)
     tell_notes()
-    return ref_of
+    return ref_turn_of
 
 
 if __name__ == "__main__":

@@ -118,21 +118,20 @@ def main(args):
 
     model, tokenizer = load_sharded(args.model, device, args)
     try_save(model, tokenizer, args.out)
-    turns = turns_in(chain(*groups, held))
-    tell_cost(model, turns)
-    ref = {}
+    all_turns, ref = turns_in(chain(*groups, held)), {}
+    tell_cost(model, all_turns)
     if args.loss in ("dpo", "mtdpo"):
-        ref = dict(zip(turns, score(model, turns, args.tree_tokens, "reference")))
+        ref = dict(zip(all_turns, score(model, all_turns, args.tree_tokens, "reference")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
     restore(model, optimizer, log)
 
     save_step = partial(save_checkpoint, model, optimizer, args.out)
     for step in log.steps("policy", save_step):
-        batch, before = steps[step], model.tokens
-        read = turns_in(batch)
-        logps = dict(zip(read, action_logps(model, read, args.tree_tokens)))
-        loss, facts = batch_loss(args, batch, logps, ref)
+        batch, tokens_before = steps[step], model.tokens
+        turns = turns_in(batch)
+        logps = dict(zip(turns, action_logps(model, turns, args.tree_tokens)))
+        loss, metrics = batch_loss(args, batch, logps, ref)
         loss.backward()  # on all ranks the same loss; FSDP sums their gradients
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norm, loss = gathered(norm).item(), loss.item()
@@ -142,7 +141,8 @@ def main(args):
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
-        log(step=step, loss=loss, **facts, grad_norm=norm, lr=lr, tokens=model.tokens - before)
+        log(step=step, loss=loss, **metrics, grad_norm=norm, lr=lr,
+            tokens=model.tokens - tokens_before)
         if held and ((step + 1) % args.eval_every == 0 or step + 1 == len(steps)):
             # by the weights after this step; the row above is by those before it
             log(step=step, **measure(batch_loss, args, model, held, ref))
@@ -199,7 +199,7 @@ def make_groups(args, records):
 
 
 def mixed_in(args, records, number):
-    """[(task id, [Pair])] of trajectories, so many pairs or a few more; few tasks come again."""
+    """[(task id, [Pair])] of trajectories, at least `number` pairs; few tasks come again."""
     by_task = list(trajectory_pairs(records, args.margin).items())
     rng("mix", args.seed).shuffle(by_task)
     endless, groups = cycle(by_task), []

@@ -63,7 +63,7 @@ def end_after_rank_0():
 def flag(p, name, default, text, kind=None, least=0, most=math.inf, **more):
     """Adds a flag of the default's type; without a default it is text, or of `kind`.
 
-    A number must be between `least` and `most`. Its line of --help ends by [its default].
+    A number must be between `least` and `most`. Its line of --help ends with [the default].
     """
     if default is not None:
         kind, text = type(default), text + " [%(default)s]"
@@ -109,7 +109,7 @@ def inline(message):
 def say(message):
     """Prints one line for people on stderr, on rank 0."""
     if RANK == 0:
-        write = tqdm.write if sys.stderr.isatty() else print  # the former moves a bar down
+        write = tqdm.write if sys.stderr.isatty() else print  # the former keeps a bar below
         write(inline(message) + "\n", file=sys.stderr, end="")
 
 
@@ -163,7 +163,7 @@ def writing(path):
 
 
 def reading(path):
-    """A context for reading a file of the run that goes on; an error ends the program."""
+    """A context for reading a file of a run that is resumed; an error ends the program."""
     return fail_on_error(f"{path} is damaged; another --out starts over")
 
 
@@ -196,7 +196,7 @@ def progress(what, items=None, total=None, initial=0):
 
 def run(main, args):
     """Calls main(args). Ctrl-C ends it at once, and the shell's loop that it is in."""
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # or a shell's & ignores it
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else a shell's & ignores it
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
     try:
         main(args)
@@ -443,7 +443,7 @@ def rank_0_keeps(make):
 # --- the --out directory of a run -----------------------------------------------------------------
 
 class Log:
-    """The --out directory of a run, locked against other runs: metrics.jsonl, the scripts' copies.
+    """The --out directory of a run, locked against others: metrics.jsonl, copies of the scripts.
 
     It is like a target of make. A new one is begun; one that was stopped goes on at `step`, that of
     its last checkpoint; one that is `finished` has its model. `args` gets the flags that the run
@@ -453,7 +453,7 @@ class Log:
     rank 0.
     """
     MAY_CHANGE = ["out", "model", "tree_tokens", "recompute", "compile", "offload", "save_every"]
-    MAY_CHANGE_LATER = ["dtype", "max_length"]  # where the model is written already
+    MAY_CHANGE_LATER = ["dtype", "max_length"]  # allowed in a finished run
 
     def __init__(self, args):
         self.args, self.out = args, args.out
@@ -501,7 +501,7 @@ class Log:
             say(f"the run in {out} began with another {', '.join(changed)}, of which it has a copy")
         checkpoints = re.findall(r"^checkpoint-(\d+)$", "\n".join(os.listdir(out)), re.M)
         finished = [row["finished"] for row in rows if "finished" in row]
-        return rows, max([0, *map(int, checkpoints), *finished])
+        return rows, max([0, *finished, *map(int, checkpoints)])
 
     def begin(self, data, steps, pairs, **facts):
         """Writes the first row, or goes on at self.step if the facts are the same.
@@ -536,7 +536,7 @@ class Log:
                     shutil.copy(path, copy)
 
     def steps(self, what, save):
-        """Yields the steps that are not made yet; every --save_every calls save(how many are)."""
+        """Yields the steps that are not made yet; every --save_every calls save(number made)."""
         self.what = what
         self.bar = progress(what, total=self.total, initial=self.step)
         for step in range(self.step, self.total):

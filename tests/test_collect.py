@@ -196,7 +196,7 @@ def test_a_conversation_longer_than_the_models_context_is_no_episode(tasks, tiny
 
 def test_a_bad_line_later_on_loses_nothing_before_it(tasks, tiny_dir):
     other = lines([{"task": {**tasks[0]["task"], "ground_truth": "def f(x): return x"}}])
-    for bad, error in (("{\n", "stdin, line 3: not JSON"), (other, "two unlike tasks of stdin")):
+    for bad, error in (("{\n", "stdin, line 3: not JSON"), (other, "stdin, line 3: another task above has the id")):
         done = play(tiny_dir, lines(tasks[:2]) + bad, "--max_tokens", 5, "--max_turns", 2)
         assert done.returncode == 1 and "Traceback" not in done.stderr
         assert done.stderr.splitlines()[-1].startswith(f"error: {error}")
@@ -225,7 +225,7 @@ def test_a_human_is_a_file_with_a_function(kind, tasks, tiny_dir, tmp_path):
     (r,) = records(done.stdout)
     assert r["task"]["id"] == ids[0]
     assert [m["content"] for m in r["dialogue_history"][2::2]] == ["2", "4"]
-    for name, why in zip(ids[1:], ("reply() gives nothing", "the human's reply is no text: 5",
+    for name, why in zip(ids[1:], ("human or critic gives nothing", "the human's reply is no text: 5",
                                    "no such task")):
         assert f"task {name}, sample 0 failed: {why}" in done.stderr and done.returncode == 1
 

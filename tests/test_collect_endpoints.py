@@ -229,7 +229,7 @@ def test_a_reply_that_is_of_no_use_is_no_action(tiny_dir):
     async def sample(players, **change):
         choice = {"finish_reason": "stop", "token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}
         server.reply = lambda path, body: {"choices": [choice | change]}
-        return await players.sample(dialogue("write f"), (0, "task", 0, 0), 1, 0)
+        return await players.draw(dialogue("write f"), (0, "task", 0, 0), 1, 0)
 
     async def all_of():
         args = collect.get_args(["--model", tiny_dir, "--engine", server.url])
