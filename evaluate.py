@@ -81,7 +81,7 @@ class System:
 
 
 def named_systems(args):
-    """The systems of the command line: a file has its stem as name, or its path if two share that."""
+    """The systems of the command line; a file is named by its stem, or path if two share that."""
     stems = [os.path.splitext(os.path.basename(arg))[0] for arg in args]
     systems = []
     for arg, stem in zip(args, stems):
