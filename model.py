@@ -822,8 +822,8 @@ def check_logps(model, path, own_logps):
 
 
 def agree(logps, own_logps, dtype):
-    """Whether log-probs are the model's own. In 16 bits they may be off by 0.5 in the mean: rounding
-    of large logits.
+    """Whether log-probs are the model's own. In 16 bits they may be off by 0.5 in the mean, by
+    rounding of large logits.
     """
     return (logps - own_logps).abs().mean() < (0.5 if dtype.itemsize == 2 else 1e-3)
 
