@@ -45,8 +45,8 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, note,
-                   progress, rank_0_keeps, reading, rng, say, writing)
+from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, from_rank_0,
+                   note, progress, rank_0_keeps, reading, rng, say, writing)
 
 # torch 2.11's kernel takes grouped queries without enable_gqa
 GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
@@ -917,9 +917,11 @@ def save(model, tokenizer, out):
 
 def try_save(model, tokenizer, out):
     """Fails if `save` would at the end: writes a folder without weights, and removes it."""
-    if RANK == 0:
+    def write():
         with fail_on_error(f"{out} can't be written"), tempfile.TemporaryDirectory(dir=out) as part:
             write_folder(model, tokenizer, {}, part)
+
+    from_rank_0(write)
 
 
 def write_folder(model, tokenizer, state, out):

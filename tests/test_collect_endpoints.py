@@ -352,7 +352,7 @@ def test_a_judge_scores_a_message_by_the_share_of_its_comparisons_that_it_wins(t
     async def judged(reply):
         monkeypatch.setenv("JUDGE", Server(reply).url)
         players = await collect.Players(args).load()
-        monkeypatch.setattr(players, "sample", drawn)
+        monkeypatch.setattr(players, "draw", drawn)
         history = dialogue("write f(x)")
         sent = await players.act(task, history, (0, "task", 0, 0), 0)
         return sent["output"], await players.critic(task, history, actions)
@@ -360,6 +360,6 @@ def test_a_judge_scores_a_message_by_the_share_of_its_comparisons_that_it_wins(t
     for reply, error, why in (
             (chat("A better one is B"), collect.EpisodeError, "not one of A and B"),
             (("too long", 400), collect.EpisodeError, "the judge http"),
-            (("no", 404), SystemExit, "advantages.*the judge http")):  # it ends the run
+            (("no", 404), SystemExit, "human or critic: .*the judge http")):  # it ends the run
         with pytest.raises(error, match=why):
             asyncio.run(judged(lambda path, body: reply))

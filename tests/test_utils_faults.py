@@ -199,8 +199,8 @@ def test_a_damaged_checkpoint_is_named(ranked, tiny_dir, tmp_path):
     out = tmp_path / "out"
     train = ["train_policy.py", "--model", tiny_dir, "--out", out, "--save_every", 1,
              "--batch_size", 1]
-    script(*train, stdin=ranked, kill=(out / "checkpoint-2", signal.SIGTERM))
-    (checkpoint,) = out.glob("checkpoint-*")
+    checkpoint = out / "checkpoint-2"
+    script(*train, stdin=ranked, kill=(checkpoint, signal.SIGTERM))
     file = next(checkpoint.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:9000])
     done = script(*train, stdin=ranked)
