@@ -374,9 +374,9 @@ def seccomp_filter():
     # no other process's clock; a futex waits or wakes, within the process
     clock = [(load, 0, 0, 16), (above, 0, 1, 16), deny, allow]
     futex = [(load, 0, 0, 24), (keep, 0, 0, 0xFFFFFEFF)]
-    operations = 128, 129, 137, 138
-    futex += [(equal, len(operations) - i, 0, n) for i, n in enumerate(operations)]
-    futex += [deny, allow]
+    for operation in 128, 129, 137, 138:
+        futex += [(equal, 0, 1, operation), allow]
+    futex += [deny]
     checks = {"futex": futex, **dict.fromkeys(["clock_gettime", "clock_getres", "clock_nanosleep"],
                                               clock)}
     program = [(load, 0, 0, 4), (equal, 1, 0, arch), kill, (load, 0, 0, 0)]

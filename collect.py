@@ -109,6 +109,10 @@ class EpisodeError(Exception):
     """Why one episode fails. The others go on; fail() ends the run."""
 
 
+class ContextFull(EpisodeError):
+    """A conversation is longer than the model reads."""
+
+
 # --- an episode -----------------------------------------------------------------------------------
 
 class Players:
@@ -116,7 +120,9 @@ class Players:
 
     def __init__(self, args):
         self.args, self.critic, self.totals = args, None, Counter()
-        folder, self.tokenizer, _ = find_model(args.model)
+        folder, self.tokenizer, config = find_model(args.model)
+        config = config.get_text_config()
+        self.longest = getattr(config, "max_position_embeddings", None) or math.inf
         check_generation_prompt(self.tokenizer)
         self.stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id} - {None}
         names = "model", "human", "human_params", *SAME
@@ -137,6 +143,7 @@ class Players:
             self.reply = function(human, "reply")
         if args.engine:
             self.engine = await VllmEngine(args, self.stop).meet()
+            self.longest = min(self.longest, self.engine.longest)
         else:
             self.engine = TransformersEngine(args, self.stop)
             if DEVICE == "cuda":
@@ -153,14 +160,20 @@ class Players:
         n_candidates = self.n_candidates(key)
         history = [first_message(task, turns)]
         for turn in range(turns):
-            message = await self.act(task, history, (*key, turn), n_candidates)
+            try:
+                message = await self.act(task, history, (*key, turn), n_candidates)
+            except ContextFull:
+                if turn == 0:
+                    raise
+                history.pop()  # a reply that the agent can't read
+                break
             message["content"], answer = read_action(message["output"], last=turn == turns - 1)
             history.append(message)
             if answer is not None:
                 break
             history.append({"role": "user", "content": await self.human(task, history)})
         answer = environment(task).answer(history, answer)
-        return {"sample": sample, "dialogue_history": history, "answer": answer,
+        return {"sample": sample, "dialogue_history": history, "answer": answer or "",
                 "answered": answers(message), "meta": self.meta}
 
     async def add_candidates(self, record, sample):
@@ -208,10 +221,14 @@ class Players:
         draws += [(*key, "candidate", j) for j in range(n_candidates)]
         with fail_on_error("this --model's chat template does not take the agent's prompt"):
             prompt = render(self.tokenizer, history, self.args.thinking)
+        most = min(self.args.max_tokens, self.longest - len(prompt))
+        if most <= 0:
+            raise ContextFull(f"the conversation has {len(prompt)} tokens, and the model takes "
+                              f"{self.longest}")
         if self.args.temperature:
-            drawn = await self.engine(prompt, draws)
+            drawn = await self.engine(prompt, draws, most)
         else:  # all are the same, and vLLM draws no more than one
-            drawn = await self.engine(prompt, draws[:1]) * len(draws)
+            drawn = await self.engine(prompt, draws[:1], most) * len(draws)
         texts = self.tokenizer.batch_decode([ids for ids, _ in drawn], skip_special_tokens=True)
         actions = []
         for text, (ids, logprobs) in zip(texts, drawn):
@@ -434,7 +451,8 @@ def main(args):
 # --- servers --------------------------------------------------------------------------------------
 
 class Endpoint:
-    """An OpenAI-compatible server. The API key comes from the environment."""
+    """An OpenAI-compatible server. Its API key is the environment's variable KEY."""
+    KEY = "OPENAI_API_KEY"
 
     def __init__(self, url, args, body, hint=""):
         """body: what all requests share. hint: what may help where one is refused."""
@@ -442,7 +460,7 @@ class Endpoint:
         os.environ["no_proxy"] = getproxies().get("no", "") + ",localhost,127.0.0.1,::1"
         self.url, self.body, self.hint = url, body, hint
         self.client = openai.AsyncOpenAI(
-            base_url=url, api_key=os.environ.get("OPENAI_API_KEY", "none"),
+            base_url=url, api_key=os.environ.get(self.KEY, "none"),
             max_retries=args.retries, timeout=openai.Timeout(args.timeout, connect=30))
         self.answered, self.failed = 0, set()  # requests; tasks of those since the last answer
 
@@ -451,12 +469,12 @@ class Endpoint:
         with fail_on_error(f"{self.url} lists no models (an address ends in /v1)"):
             client = self.client.with_options(max_retries=0)
             reply = await client.get("/models", cast_to=object)
-            served = [model["id"] for model in reply["data"]]
-        name = served[0] if len(served) == 1 else self.body.get("model")
+            served = {model["id"]: model.get("max_model_len") for model in reply["data"]}
+        name = [*served][0] if len(served) == 1 else self.body.get("model")
         if name not in served:
             fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}; "
                  """--human_params '{"model": "NAME"}' names the human's""")
-        self.body["model"] = name
+        self.body["model"], self.longest = name, served[name] or math.inf
         return self
 
     async def ask(self, path, task, read, **body):
@@ -528,27 +546,27 @@ def said(reply):
     return text.encode(errors="replace").decode()  # no tokenizer takes a lone surrogate
 
 
-# --- engines: await engine(prompt_ids, draws) samples the agent's messages ------------------------
+# --- engines: await engine(prompt_ids, draws, most) samples the agent's messages ------------------
 #
 # It gives [(token_ids, logprobs)], one per draw. A draw is the key of its randomness, rng(*draw);
 # it begins with its episode's (seed, task id, sample). vLLM's draw i has the seed of draw 0 plus i.
-# token_ids end with a token of `stop` unless max_tokens cut them. logprobs are the sampler's, at
-# its temperature and top_p.
+# token_ids are at most `most`, and end with a token of `stop` unless that cut them. logprobs are
+# the sampler's, at its temperature and top_p.
 
 class VllmEngine(Endpoint):
     """Samples by a vLLM server, which takes and gives token ids.
 
     Another batch may change its tokens, whatever the seed.
     """
+    KEY = "VLLM_API_KEY"
 
     def __init__(self, args, stop):
         super().__init__(args.engine, args, {
             "model": args.model, "temperature": args.temperature, "top_p": args.top_p, "top_k": 0,
-            "min_p": 0, "repetition_penalty": 1, "max_tokens": args.max_tokens,
-            "stop_token_ids": sorted(stop), "skip_special_tokens": False, "logprobs": 0,
-            "return_token_ids": True})
+            "min_p": 0, "repetition_penalty": 1, "stop_token_ids": sorted(stop),
+            "skip_special_tokens": False, "logprobs": 0, "return_token_ids": True})
 
-    async def __call__(self, prompt, draws):
+    async def __call__(self, prompt, draws, most):
         def read(reply):
             outs = reply["choices"]
             if any(out["finish_reason"] not in ("stop", "length") for out in outs):
@@ -559,7 +577,7 @@ class VllmEngine(Endpoint):
                     for out in outs]
 
         return await self.ask("/completions", draws[0][1], read, prompt=prompt, n=len(draws),
-                              seed=rng(*draws[0]).getrandbits(31))
+                              max_tokens=most, seed=rng(*draws[0]).getrandbits(31))
 
 
 class Reading:
@@ -653,7 +671,9 @@ class Group:
                 self.lengths = self.lengths[prompts]
                 self.prompt_kv = [x[:, prompts] for x in self.prompt_kv]
         self.ids = [action.ids[-1] for action in self.actions]
-        self.positions = self.lengths[self.prompt_of] + self.step
+        goes_on = torch.tensor([not action.ended for action in self.actions], device=DEVICE)
+        # a row that has ended may be beyond the model's positions
+        self.positions = (self.lengths[self.prompt_of] + self.step) * goes_on
 
     def tokens(self):
         """How many tokens it has room for, of prompts and rows."""
@@ -687,16 +707,10 @@ class TransformersEngine(Batcher):
         self.lm, _ = load_lm(args.model, DEVICE, args.dtype)
         self.lm.set_attn_implementation("groups")
         self.args, self.stop = args, stop
-        config = self.lm.config.get_text_config()
-        self.longest = getattr(config, "max_position_embeddings", None) or math.inf
         self.groups = []
         self.cache = {}  # episode: (its last prompt, keys and values of it); the latest comes last
 
-    async def __call__(self, prompt, draws):
-        if len(prompt) >= self.longest:
-            raise EpisodeError(f"the conversation has {len(prompt)} tokens, and the model takes "
-                               f"{self.longest}")
-        most = min(self.args.max_tokens, self.longest - len(prompt))
+    async def __call__(self, prompt, draws, most):
         actions = [SimpleNamespace(rng=rng(*draw), ids=[], logps=[], most=most, ended=False)
                    for draw in draws]
         return await self.ask(prompt=prompt, episode=draws[0][:3], actions=actions)

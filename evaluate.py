@@ -197,6 +197,7 @@ def table(results):
     note, by = "[95 % bootstrap intervals over tasks]", {x for r in results for x in r["reward_by"]}
     if by:
         note += f"; graded by {', '.join(sorted(by))}"
+    note += "; NOT THE SAME TASKS" * (len({r["tasks"] for r in results}) > 1)
     return [*lines, note + "; NOT COMPARABLE" * (len(by) > 1)]
 
 

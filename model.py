@@ -774,7 +774,8 @@ def computes_trees(model, turns, own_logps):
     try:
         model.lm.set_attn_implementation("tree")
         logps, leak = logps_and_leak(model, turns)
-    except Exception:  # of many kinds: it is not built as today's chat models are
+    except Exception as e:  # of many kinds: it is not built as today's chat models are
+        say(f"trees are not computed: {type(e).__name__}: {e}")
         return False
     return leak == 0 and agree(logps, own_logps[:len(logps)], model.dtype)
 

@@ -139,6 +139,8 @@ def fail_on_error(what):
         raise
     except BaseException as e:  # torch's error of checkpoints is no Exception
         last_line = str(e).strip().rpartition("\n")[2].strip()
+        if isinstance(e, (NameError, AttributeError, TypeError, LookupError)):  # of an edit, maybe
+            last_line = f"{type(e).__name__}: {last_line}"
         fail(f"{what}: {getattr(e, 'strerror', None) or last_line or type(e).__name__}")
 
 

@@ -64,7 +64,7 @@ def prompt_of(players, text):
 
 def sample(players, prompt, draws):
     async def ask():
-        return await players.engine(prompt, draws)
+        return await players.engine(prompt, draws, players.args.max_tokens)
     return asyncio.run(ask())
 
 
@@ -185,18 +185,30 @@ def test_a_dialogue_is_answered_if_its_last_message_has_the_marker(episodes, tin
 
 # --- bad input ------------------------------------------------------------------------------------
 
-def test_a_conversation_longer_than_the_models_context_is_no_episode(tasks, tiny_dir, tmp_path):
+@pytest.mark.parametrize("takes", [10, 75])
+def test_a_conversation_longer_than_the_models_context_ends_unanswered(takes, tasks, tiny_dir,
+                                                                       tmp_path):
+    """It is an episode all the same, but where not even the task fits."""
     config = shutil.copytree(tiny_dir, tmp_path / "base") / "config.json"
-    shorter = {**json.loads(config.read_text()), "max_position_embeddings": 10}
+    shorter = {**json.loads(config.read_text()), "max_position_embeddings": takes}
     config.write_text(json.dumps(shorter))
-    done = play(config.parent, tasks[:1], "--max_tokens", 5, "--max_turns", 2)
-    assert done.returncode == 1 and not done.stdout
-    assert "tokens, and the model takes 10" in done.stderr and "Traceback" not in done.stderr
+    done = play(config.parent, tasks[:1], "--max_tokens", 5, "--max_turns", 10)
+    assert "Traceback" not in done.stderr
+    if takes == 10:
+        assert done.returncode == 1 and not done.stdout
+        assert "tokens, and the model takes 10" in done.stderr
+    else:
+        (r,) = records(done.stdout)
+        assert not r["answered"] and r["answer"] == "" and len(agent_messages(r)) < 10
+        assert r["dialogue_history"][-1]["role"] == "assistant"
+        (graded,) = records(succeed("colbench.py", "grade", stdin=[r]).stdout)
+        assert graded["reward"] == 0 and set(graded["tests"].values()) == {"no answer"}
 
 
 def test_a_bad_line_later_on_loses_nothing_before_it(tasks, tiny_dir):
     other = lines([{"task": {**tasks[0]["task"], "ground_truth": "def f(x): return x"}}])
-    for bad, error in (("{\n", "stdin, line 3: not JSON"), (other, "stdin, line 3: another task above has the id")):
+    for bad, error in (("{\n", "stdin, line 3: not JSON"),
+                       (other, "stdin, line 3: another task above has the id")):
         done = play(tiny_dir, lines(tasks[:2]) + bad, "--max_tokens", 5, "--max_turns", 2)
         assert done.returncode == 1 and "Traceback" not in done.stderr
         assert done.stderr.splitlines()[-1].startswith(f"error: {error}")
@@ -225,7 +237,8 @@ def test_a_human_is_a_file_with_a_function(kind, tasks, tiny_dir, tmp_path):
     (r,) = records(done.stdout)
     assert r["task"]["id"] == ids[0]
     assert [m["content"] for m in r["dialogue_history"][2::2]] == ["2", "4"]
-    for name, why in zip(ids[1:], ("human or critic gives nothing", "the human's reply is no text: 5",
+    for name, why in zip(ids[1:], ("human or critic gives nothing",
+                                   "the human's reply is no text: 5",
                                    "no such task")):
         assert f"task {name}, sample 0 failed: {why}" in done.stderr and done.returncode == 1
 

@@ -28,7 +28,7 @@ async def episode(engine, number, turns, played):
     prompt = list(range(20, 31)) + ids(r, 12) if number % 3 else list(range(20, 40))
     for turn in range(turns):
         draws = [(0, "task", number, turn, j) for j in range(1 + number % 2 * 4)]
-        drawn = await engine(prompt, draws)
+        drawn = await engine(prompt, draws, MOST)
         played[number, turn] = prompt, drawn
         prompt = prompt[:7 if turn == 1 else None] + drawn[0][0] + ids(r, 9)
 
@@ -78,7 +78,7 @@ def test_a_token_is_read_once(monkeypatch):
         forward(groups, *at))[1])
 
     async def ask(prompt, episode, draws):
-        return await engine(prompt, [(0, "task", episode, 0, j) for j in range(draws)])
+        return await engine(prompt, [(0, "task", episode, 0, j) for j in range(draws)], MOST)
 
     async def later():
         await asyncio.sleep(0)
