@@ -145,3 +145,9 @@ def test_check_finds_the_real_tasks_that_cannot_be_graded():
     kept = [r["task"] for r in records(done.stdout)]
     assert kept == [t for line, t in enumerate(tasks, 1) if line not in (215, 236, 265)]
     assert done.stderr.count(" dropped: ") == 3
+
+
+def test_an_empty_hidden_information_hides_nothing_more():
+    task = {"ground_truth": "def f(): return 1"}
+    assert colbench.hidden_information(task) == task["ground_truth"]
+    assert colbench.hidden_information({**task, "hidden_information": ""}) == ""

@@ -469,3 +469,15 @@ def test_the_end_of_a_grader_waits_for_the_answers_in_work_and_leaves_nothing():
                 time.sleep(.01)
         assert descendants() <= before
         assert [job.result()["reward"] for job in jobs] == [1, 1]
+
+
+@pytest.mark.parametrize("test, answer", [
+    ("f(__import__('fractions').Fraction(1, 2))", "def f(x): return 2 * x"),
+    ("f('a').encode('cp1252')", "def f(x): return x * 2"),
+    ("f(b'a')", "def f(x): return str(2 * x, 'cp1252')"),
+    ("f('a')", "def f(x): return bytearray(2 * x, 'cp1252')")])
+def test_what_a_test_or_a_codec_needs_is_there(test, answer):
+    """Though the answer imports nothing, and its reference does."""
+    task = {"ground_truth": "import math\n" + answer, "test_cases": {"t": test}}
+    with Grader(workers=1) as grader:
+        assert grader.grade(task, answer)["reward"] == 1

@@ -1,5 +1,6 @@
 """collect.py alone: what it samples, --resume, bad input."""
 import asyncio
+import io
 import json
 import shutil
 from itertools import chain
@@ -181,6 +182,17 @@ def test_a_dialogue_is_answered_if_its_last_message_has_the_marker(episodes, tin
     again = records(play(tiny_dir, episodes[:2], *flags).stdout)
     assert sorted(r["answered"] for r in again) == [False, True]
     assert all(r["meta"]["candidates"]["seed"] == 8 and "seed" not in r["meta"] for r in again)
+
+
+def test_no_sample_of_a_task_comes_twice(monkeypatch):
+    """Whatever the dialogues' own numbers are, which those that are free keep."""
+    task = {"id": "a", "problem_description": "write f", "ground_truth": "def f(): return 1"}
+    said = {"task": task, "dialogue_history": dialogue("write f", "ok")}
+    given = [{**said, "sample": n} for n in (5, 2, 2)] + [{"task": task}, {**said, "sample": 7}]
+    monkeypatch.setattr("sys.stdin", io.BytesIO(lines(given).encode()))
+    args = collect.get_args(["--human", "fixed:no", "--candidates", "1", "-k", "4"])
+    samples = [sample for _, sample in collect.read_jobs(args, set())]
+    assert samples[:3] == [5, 2, 3] and len(set(samples)) == len(samples) == 8
 
 
 # --- bad input ------------------------------------------------------------------------------------

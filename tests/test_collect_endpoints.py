@@ -249,6 +249,14 @@ def endpoint(server, retries=8):
     return collect.Endpoint(server.url, args, {})
 
 
+def test_the_engine_does_not_get_the_humans_key(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    url = "http://127.0.0.1:9/v1"
+    args = collect.get_args(["--engine", url, "--human", url])
+    assert collect.LLM(args).client.api_key == "sesame"
+    assert collect.VllmEngine(args, {1}).client.api_key == "none"
+
+
 async def chat_with(one, task="t"):
     return await one.ask("/chat/completions", task, collect.said,
                          messages=[{"role": "user", "content": "x"}])

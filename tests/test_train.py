@@ -139,6 +139,11 @@ def test_candidate_pairs_take_the_top_against_the_bottom_half():
     assert not draw([candidate(7, 0.0), candidate(7, 1.0)], seed=(0,))  # alike
 
 
+def test_candidates_that_the_critic_does_not_tell_apart_are_no_pair():
+    same = [candidate(i, 0.5) for i in range(4)]
+    assert not train_policy.candidate_pairs(same, per_turn=4, weight=0, seed=(0, 0, 0))
+
+
 def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
     given = [trajectory(i, "ab"[i % 2], reward) for i, reward in enumerate(
         (0.3, 0.4, 1.0, 0.5, 0.35))]  # two pairs in task a, none in b
