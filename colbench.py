@@ -228,7 +228,7 @@ class Environment(contextlib.ExitStack):
     def grade(self, task, answer):
         """{"reward": 0 to 1} and what else the record should keep.
 
-        "failure" says what failed, "reward_by" who graded; those of two can't be compared.
+        "failure" says what failed, "reward_by" who graded. Rewards of two graders don't compare.
         """
         fail(f"{type(self).__name__} grades nothing: it needs a method grade")
 
