@@ -52,7 +52,7 @@ def check(got, tiny_dir, tasks):
 
 
 def test_a_server_is_started_and_ended(tiny_dir, tasks):
-    """Two copies of the model. What the server refuses is an episode that fails."""
+    """Two copies of the model. A task that its context can't hold is an episode that fails."""
     long = {**tasks[0]["task"], "id": "long", "problem_description": "one word more " * 600}
     given, before = lines([tasks[0], {"task": long}, *tasks[1:]]), descendants()
     command = playing(tiny_dir, ["--data-parallel-size", 2, "--max-model-len", 1024])
@@ -60,7 +60,7 @@ def test_a_server_is_started_and_ended(tiny_dir, tasks):
                           input=given)
     assert done.returncode == 1 and done.stdout, done.stderr
     check(records(done.stdout), tiny_dir, tasks)
-    assert "2 episodes failed" in done.stderr and "maximum context length" in done.stderr
+    assert "2 episodes failed" in done.stderr and "the model takes 1024" in done.stderr
     gone(descendants() - before)
 
 
