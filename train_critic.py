@@ -234,10 +234,15 @@ def finished_flags(folder, model=None):
 def prepare(args):
     """(stdin's records, ({turn: reference turn}, [[Pair]] to train on, [Pair] held out))."""
     records, ref_turn_of = read_stdin(args, "reward")
-    pairs_of = trajectory_pairs(records, args.margin)
+    pairs_of = trajectory_pairs(by_sample(records), args.margin)
     train, held = hold_out(pairs_of, args.held_out, args.seed)
     return records, (ref_turn_of, [pairs_of[task] for task in train],
                      [pair for task in held for pair in pairs_of[task]])
+
+
+def by_sample(records):
+    """Sorted by task and sample, so that pairs do not depend on which episode ended first."""
+    return sorted(records, key=lambda r: (task_id(r["task"]), r.get("sample", 0)))
 
 
 def hold_out(tasks, share, seed):

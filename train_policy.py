@@ -70,7 +70,7 @@ import torch.nn.functional as F
 from model import (TURN, Pair, accuracy, action_logps, base_digest, batches, find_model, gathered,
                    load_sharded, pick_dtype, restore, save, save_checkpoint, score, tell_cost,
                    try_save, turns_in)
-from train_critic import hold_out, measure, read_turns, trajectory_pairs
+from train_critic import by_sample, hold_out, measure, read_turns, trajectory_pairs
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def prepare(args):
     by_reward = (args.loss == "mtdpo" or (args.loss == "dpo" and args.mix > 0)
                  or (args.loss == "rft" and not args.all))
     fields = ["dialogue_history", "reward"] if by_reward else ["dialogue_history"]
-    records = list(read_jsonl(sys.stdin, needs(*fields, to_train=True)))
+    records = by_sample(read_jsonl(sys.stdin, needs(*fields, to_train=True)))
     _, tokenizer, config = find_model(args.model)
     read_turns(tokenizer, config, records, args.max_length, pi_reads_c=False, ref_reads_c=False)
     groups = [(task, pairs) for task, pairs in make_groups(args, records) if pairs]
@@ -186,12 +186,13 @@ def make_groups(args, records):
     if args.loss == "mtdpo":
         return list(trajectory_pairs(records, args.margin).items())
     groups = []
-    for i, r in enumerate(records):
+    for r in records:
         pairs = []
         for t, message in enumerate(agent_messages(r)):
             pairs += candidate_pairs(
                 message.get("candidates", ()), weight=args.logprob_weight,
-                per_turn=args.pairs_per_turn, seed=(args.seed, i, t))
+                per_turn=args.pairs_per_turn,
+                seed=(args.seed, task_id(r["task"]), r.get("sample", 0), t))
         groups.append((task_id(r["task"]), pairs))
     if args.mix:
         groups += mixed_in(args, records, args.mix * sum(len(pairs) for _, pairs in groups))

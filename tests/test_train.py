@@ -213,6 +213,19 @@ def test_nothing_is_learned_of_held_out_tasks(trainer, flags, ranked, tiny_dir, 
         assert len(train) == tasks - n and len(measured) == n and not train & measured
 
 
+@pytest.mark.parametrize("trainer, flags", [
+    (train_critic, []), (train_critic, ["--margin", 0]), (train_policy, ["--mix", 0.5]),
+    (train_policy, ["--loss", "mtdpo"]), (train_policy, ["--loss", "rft"])])
+def test_pairs_do_not_depend_on_the_order_of_records(trainer, flags, ranked, tiny_dir, monkeypatch):
+    for r in ranked:
+        r["reward"] = 1.0 - 0.5 * (r["sample"] == 1)
+    given = ranked + [{**r, "sample": 2, "reward": 1.0} for r in ranked if r["sample"] == 1]
+    shuffled = random.Random(0).sample(given, len(given))
+    made = [read_by(monkeypatch, records, trainer, "--model", tiny_dir, *flags, "--held_out", 0.3)
+            for records in (given, shuffled)]
+    assert made[0] == made[1] and made[0][0]
+
+
 # --- c: the critic's, never the policy's ----------------------------------------------------------
 
 @pytest.mark.parametrize("flags, pairs", [
