@@ -187,12 +187,8 @@ def make_groups(args, records):
         return list(trajectory_pairs(records, args.margin).items())
     groups = []
     for r in records:
-        pairs = []
-        for t, message in enumerate(agent_messages(r)):
-            pairs += candidate_pairs(
-                message.get("candidates", ()), weight=args.logprob_weight,
-                per_turn=args.pairs_per_turn,
-                seed=(args.seed, task_id(r["task"]), r.get("sample", 0), t))
+        of_turns = [message.get("candidates", ()) for message in agent_messages(r)]
+        pairs = [pair for candidates in of_turns for pair in candidate_pairs(args, candidates)]
         groups.append((task_id(r["task"]), pairs))
     if args.mix:
         groups += mixed_in(args, records, args.mix * sum(len(pairs) for _, pairs in groups))
@@ -210,26 +206,28 @@ def mixed_in(args, records, number):
     return groups
 
 
-def candidate_pairs(candidates, *, per_turn, weight, seed):
+def candidate_pairs(args, candidates):
     """[Pair] of one turn: random candidates of the upper half, each with one of the lower half.
 
-    They are ranked by A + w log pi_ref(a|o), the order of pi_ref exp(A / w). That is the policy
-    with the highest E[A] - w KL(pi || pi_ref). w: the log-prob weight. seed: a tuple.
+    They are ranked by A + w log pi_ref(a|o), the order of pi_ref exp(A / w): that is the policy
+    with the highest E[A] - w KL(pi || pi_ref). w: --logprob_weight.
     """
     def value(candidate):
-        if not weight:
+        if not args.logprob_weight:
             return candidate["advantage"]
         if "logprob" not in candidate:
             fail("--logprob_weight needs the candidates' logprob: see collect.py --candidates")
-        return candidate["advantage"] + weight * candidate["logprob"]
+        return candidate["advantage"] + args.logprob_weight * candidate["logprob"]
 
-    judged = [c for c in candidates if c.get(TURN) and "advantage" in c]
-    ranked = sorted(judged, key=value, reverse=True)
+    rated = [c for c in candidates if c.get(TURN) and "advantage" in c]
+    ranked = sorted(rated, key=value, reverse=True)
     half = len(ranked) // 2  # of an odd number the middle one is left out
     if not half:
         return []
-    draw, pairs = rng("pairs", *seed).choice, []
-    for _ in range(per_turn):
+    # by the candidates' ids: records may come in any order
+    draw = rng("pairs", args.seed, *(c[TURN][1] for c in ranked)).choice
+    pairs = []
+    for _ in range(args.pairs_per_turn):
         better, worse = draw(ranked[:half]), draw(ranked[-half:])
         gap = value(better) - value(worse)
         if better[TURN] != worse[TURN] and gap > 0:

@@ -127,13 +127,14 @@ def test_the_edits_of_what_the_loss_sums(tmp_path):
         assert margin.item() == pytest.approx(want)
 
 
-def test_the_edit_no_hidden(tiny_dir, tmp_path):
-    tokenizer, history = model.find_model(tiny_dir)[1], dialogue("write f(x)")
-    task = {"problem_description": "write f(x)", "ground_truth": "def f(x): ..."}
+def test_the_edit_no_hidden(rewarded, tiny_dir, tmp_path):
+    """Critic and reference read what the policy does."""
+    _, tokenizer, config = model.find_model(tiny_dir)
+    policys = train_critic.read_turns(tokenizer, config, rewarded, 10 ** 4, pi_reads_c=False,
+                                      ref_reads_c=False)
     critic = edited_critic("no_hidden", tmp_path)
-    ((prompt, _), (ref_prompt, _)), = critic.critic_turns(
-        tokenizer, task, history, [{}], 0, pi_reads_c=True, ref_reads_c=True)
-    assert prompt == ref_prompt == model.packed(model.render(tokenizer, history))
+    assert policys == critic.read_turns(tokenizer, config, rewarded, 10 ** 4, pi_reads_c=True,
+                                        ref_reads_c=True)
 
 
 @pytest.mark.full

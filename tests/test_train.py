@@ -17,6 +17,7 @@ import sys
 from glob import glob
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,19 +130,24 @@ def test_candidate_pairs_take_the_top_against_the_bottom_half():
         candidates = [candidate(i, *pair) for i, pair in enumerate(facts[:n])]
         value = [a + weight * p for a, p in facts]
         ranked = sorted(range(n), key=lambda i: -value[i])
-        draw = functools.partial(train_policy.candidate_pairs, per_turn=200, weight=weight)
-        pairs = draw([*candidates, {**candidate(9, 9.0, 0.0), TURN: None}], seed=(0,))
+
+        def draw(candidates, seed=0):
+            args = SimpleNamespace(pairs_per_turn=200, logprob_weight=weight, seed=seed)
+            return train_policy.candidate_pairs(args, candidates)
+
+        pairs = draw([*candidates, {**candidate(9, 9.0, 0.0), TURN: None}])
         drawn = {(pair.chosen[0][1][0], pair.rejected[0][1][0]): pair.gap for pair in pairs}
         assert set(drawn) == {(i, j) for i in ranked[:n // 2] for j in ranked[n - n // 2:]}
         assert all(gap == pytest.approx(value[i] - value[j]) for (i, j), gap in drawn.items())
-        assert pairs == draw(candidates, seed=(0,))
-        assert not pairs or pairs != draw(candidates, seed=(1,))
-    assert not draw([candidate(7, 0.0), candidate(7, 1.0)], seed=(0,))  # alike
+        assert pairs == draw(candidates)
+        assert not pairs or pairs != draw(candidates, seed=1)
+    assert not draw([candidate(7, 0.0), candidate(7, 1.0)])  # alike
 
 
 def test_candidates_that_the_critic_does_not_tell_apart_are_no_pair():
     same = [candidate(i, 0.5) for i in range(4)]
-    assert not train_policy.candidate_pairs(same, per_turn=4, weight=0, seed=(0, 0, 0))
+    args = train_policy.get_args(["--out", "x"])
+    assert not train_policy.candidate_pairs(args, same)
 
 
 def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
