@@ -95,7 +95,7 @@ from transformers import AttentionInterface
 
 from model import (actions_of, check_generation_prompt, common_prefix, end_of_turn, find_model,
                    load, load_lm, render, sdpa_kernel, weights_digest)
-from train_critic import advantages, critic_turns, finished_flags, reference
+from train_critic import advantages, critic_turns, finished_flags, reference_logps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SAME = ("temperature", "top_p", "max_turns", "max_tokens", "thinking", "seed", "best_of",
@@ -327,8 +327,8 @@ class Critic(Batcher):
 
     def compute(self, new):
         ref_turn_of = dict(pair for request in new for pair in request.turns)
-        ref = reference(self.pi_ref, ref_turn_of, TREE_TOKENS)
-        values = advantages(self.pi, ref, TREE_TOKENS)
+        ref_logps = reference_logps(self.pi_ref, ref_turn_of, TREE_TOKENS)
+        values = advantages(self.pi, ref_logps, TREE_TOKENS)
         for request in new:
             request.result = [values[turn] for turn, _ in request.turns]
 

@@ -46,7 +46,7 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
 from transformers.utils import logging
 
 from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, from_rank_0,
-                   note, progress, rank_0_keeps, reading, rng, say, writing)
+                   note, progress, rank_0_keeps, rng, say, writing)
 
 # torch 2.11's kernel takes grouped queries without enable_gqa
 GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
@@ -61,8 +61,8 @@ logging.disable_progress_bar()
 
 TURN = 0  # a trainer keeps a message's or candidate's turn under this key, which JSON can't have
 TODAY = datetime.date(2024, 7, 26)  # for templates that tell the date: every day the same prompts
-LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits held at once: 64 MB or 512 MB in fp32
-GATHERED = 2 ** 18  # keys gathered at once: with values 1 GB for 8 heads of size 128 in bf16
+MAX_LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits held at once: 64 MB or 512 MB in fp32
+MAX_KEYS = 2 ** 18  # keys gathered at once: with values 1 GB for 8 heads of size 128 in bf16
 
 
 # --- turns and their tree -------------------------------------------------------------------------
@@ -85,10 +85,10 @@ def common_prefix(a, b):
 
 
 def in_order(turns):
-    """Yields (turn, its tokens, how many of them the one before shares) in depth-first order."""
+    """Yields (turn, its tokens, length of the prefix that the one before shares), sorted."""
     before = ""
-    for turn in sorted(turns, key=lambda turn: turn[0] + turn[1]):
-        seq = turn[0] + turn[1]
+    for turn in sorted(turns, key="".join):
+        seq = "".join(turn)
         yield turn, seq, common_prefix(before, seq)
         before = seq
 
@@ -97,7 +97,7 @@ class Runs:
     """Neighbouring runs of a tree as a kernel takes them: their lengths and paths."""
 
     def __init__(self, runs, device):
-        """runs: [(flat index of the first token, that after the last token, path)]"""
+        """runs: [(index of the first token, index after the last one, indices of the path)]"""
         self.tokens = slice(runs[0][0], runs[-1][1])        # of these runs, in the tree
         self.q = [end - start for start, end, _ in runs]    # lengths of the runs
         self.kv = [len(path) for _, _, path in runs]        # lengths of their paths
@@ -123,10 +123,10 @@ class Tree:
             path = path[:shared] + array("q", new)
             ids += map(ord, seq[shared:])
             pos += range(shared, len(seq))
-            before = path[shared - 1] if shared else -1
-            parent += [before, *new][:len(new)]
-            extends_last_run = runs and shared == len(runs[-1][2])
-            start = runs.pop()[0] if extends_last_run else new.start
+            # the parent of the first new token, and of each other one the token left of it
+            parent += [path[shared - 1] if shared else -1, *new][:len(new)]
+            continues_last_run = runs and shared == len(runs[-1][2])
+            start = runs.pop()[0] if continues_last_run else new.start
             runs.append((start, new.stop, path))
             action_of[turn] = torch.frombuffer(path, dtype=torch.long)[len(turn[0]):]
         actions = [action_of[turn] for turn in turns]
@@ -137,21 +137,21 @@ class Tree:
         self.pos = tensor(pos)        # (T,) depth: the position in a sequence
         self.parent = tensor(parent)  # (T,) flat index of the token before
         self.actions = actions        # for each turn flat indices (L,) of its action, on the CPU
-        self.scored = tensor(scored)  # (S,) flat indices of all actions' tokens, each once
-        self.index = tensor(index)    # where the turns' actions, concatenated, are in `scored`
-        self.groups = [Runs(group, device) for group in in_groups(runs)]
+        self.scored = tensor(scored)  # (S,) flat indices of the actions' tokens, each once
+        self.index = tensor(index)    # scored[index]: the actions' tokens, one turn after another
+        self.chunks = [Runs(chunk, device) for chunk in in_chunks(runs)]
 
 
-def in_groups(runs):
-    """The runs in lists, whose paths have at most GATHERED tokens together, or are one run's."""
-    groups, keys = [], math.inf
+def in_chunks(runs):
+    """Lists of neighbouring runs: one run, or several whose paths have at most MAX_KEYS tokens."""
+    chunks, keys = [], math.inf  # the first run opens a list
     for run in runs:
         keys += len(run[2])
-        if keys > GATHERED:
-            groups.append([])
+        if keys > MAX_KEYS:
+            chunks.append([])
             keys = len(run[2])
-        groups[-1].append(run)
-    return groups
+        chunks[-1].append(run)
+    return chunks
 
 
 # --- attention over runs --------------------------------------------------------------------------
@@ -161,8 +161,8 @@ def wide(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-class Gather(torch.autograd.Function):
-    """Rows of x, which is wide, in `dtype`. Their gradients are summed in x's dtype.
+class GatherRows(torch.autograd.Function):
+    """x[rows] in `dtype`, whose gradients are summed in x's dtype, fp32 or wider.
 
     Summed in bf16, the gradient of a prefix that 100 branches share would be 1 % off.
     """
@@ -187,27 +187,28 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     the kernel: its tokens are the queries, its path the keys. The mask is causal, aligned at the
     end, because the run's tokens are the last of its path. So is a sliding window.
 
-    With several groups, each is computed again in the backward pass, so that the keys of one group
-    at a time are gathered.
+    With several chunks of runs, the backward pass computes each again, so that only one's keys are
+    gathered at a time.
     """
-    unknown = attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")  # sinks, caps
-    if tree is None or any(x is not None for x in unknown):
-        raise ValueError("not a tree, or attention with sinks or caps: computes_trees sees it")
-    left = sliding_window - 1 if sliding_window else -1  # keys that a token sees before it; -1: all
+    unsupported = attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")
+    if tree is None or any(x is not None for x in unsupported):
+        # computes_trees catches it, and the model computes turn by turn
+        raise ValueError("attention without a tree, or with a mask, sinks or a cap")
+    window = sliding_window - 1 if sliding_window else -1  # earlier keys a token sees; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     kernel = flash_kernel if q.is_cuda and q.dtype != torch.float32 else sdpa_kernel
 
     def attend(q, k, v, runs):
-        k, v = (Gather.apply(x, runs.paths, q.dtype) for x in (k, v))
-        return kernel(q, k, v, runs, scaling, left)
+        k, v = (GatherRows.apply(x, runs.paths, q.dtype) for x in (k, v))
+        return kernel(q, k, v, runs, scaling, window)
 
-    if len(tree.groups) > 1 and torch.is_grad_enabled():
+    if len(tree.chunks) > 1 and torch.is_grad_enabled():
         attend = functools.partial(checkpoint, attend, use_reentrant=False)
     k, v = wide(k), wide(v)
-    return torch.cat([attend(q[runs.tokens], k, v, runs) for runs in tree.groups])[None], None
+    return torch.cat([attend(q[runs.tokens], k, v, runs) for runs in tree.chunks])[None], None
 
 
-def sdpa_kernel(q, k, v, runs, scale, left):
+def sdpa_kernel(q, k, v, runs, scale, window):
     """One scaled_dot_product_attention for each run: for the CPU, and for fp32.
 
     It computes in fp32, which is also faster than bf16 in a CPU's backward pass.
@@ -219,17 +220,17 @@ def sdpa_kernel(q, k, v, runs, scale, left):
     for q_run, k_run, v_run in zip(by_run(q, runs.q), by_run(k, runs.kv), by_run(v, runs.kv)):
         queries, keys = q_run.shape[2], k_run.shape[2]
         mask = None
-        if queries < keys or left >= 0:  # else is_causal means the same
+        if queries < keys or window >= 0:  # else is_causal means the same
             mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
-            if left >= 0:
-                mask = mask.triu(keys - queries - left)
+            if window >= 0:
+                mask = mask.triu(keys - queries - window)
         out.append(F.scaled_dot_product_attention(
             q_run, k_run, v_run, attn_mask=mask, is_causal=mask is None, scale=scale,
             enable_gqa=True))
     return torch.cat(out, 2)[0].transpose(0, 1).to(dtype)
 
 
-def flash_kernel(q, k, v, runs, scale, left):
+def flash_kernel(q, k, v, runs, scale, window):
     """FlashAttention over runs, of the package flash-attn or of torch: on a GPU in 16 bits.
 
     torch's is FlashAttention-3 after torch.nn.attention.activate_flash_attention_impl("FA3").
@@ -237,8 +238,8 @@ def flash_kernel(q, k, v, runs, scale, left):
     lengths = runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv)
     if flash_attn_varlen_func:
         return flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=scale, causal=True,
-                                      window_size=(left, 0))
-    return varlen_attn(q, k, v, *lengths, scale=scale, window_size=(left, 0), **GQA)
+                                      window_size=(window, 0))
+    return varlen_attn(q, k, v, *lengths, scale=scale, window_size=(window, 0), **GQA)
 
 
 AttentionInterface.register("tree", torch.compiler.disable(tree_attention))  # its sizes vary
@@ -262,7 +263,7 @@ def head_logps(hidden, weight, bias, targets, config):
 
 
 class TreeLM(torch.nn.Module):
-    """A transformers causal LM whose forward takes a Tree; if not `takes_trees`, of one turn.
+    """A transformers causal LM that scores a Tree; if not `takes_trees`, a tree of one turn.
 
     FSDP wraps this module, and not the LM, so that the LM head's weight is used in the forward of
     the module that gathers it.
@@ -279,7 +280,8 @@ class TreeLM(torch.nn.Module):
 
     @property
     def takes_trees(self):
-        """Whether it computes trees. Else its attention is its own, and each turn stands alone."""
+        """Whether a forward computes a whole tree. Else it computes one turn by its own attention.
+        """
         return self.config._attn_implementation == "tree"
 
     def layers(self):
@@ -297,8 +299,8 @@ class TreeLM(torch.nn.Module):
         states = self.lm.model(**inputs, tree=tree, use_cache=False).last_hidden_state[0]
         hidden = states[before]  # (T, width) to (S, width)
         head = self.lm.lm_head
-        # Logits of a few tokens at a time: the checkpoints keep none for the backward pass.
-        chunk = max(1, LOGITS[self.device.type] // self.config.vocab_size)
+        # logits of a few tokens at a time, which the backward pass computes again
+        chunk = max(1, MAX_LOGITS[self.device.type] // self.config.vocab_size)
         logps = []
         for i in range(0, len(targets), chunk):
             logps.append(checkpoint(self.head_logps, hidden[i:i + chunk], head.weight, head.bias,
@@ -306,55 +308,49 @@ class TreeLM(torch.nn.Module):
         return torch.cat(logps)
 
 
-def action_logps(model, turns, tree_tokens=math.inf, what=None):
+def action_logps(model, turns, tree_tokens=math.inf, label=None):
     """Log-probs of each action given its prompt: (L,) tensors on the CPU, of fp32 at least.
 
-    Every rank must call this with the same turns, and gets the values of all. Those that other
-    ranks computed carry no gradient. Every rank takes the same loss of all turns, and FSDP sums
-    the ranks' gradients: this is the loss's gradient.
+    All ranks call this with the same turns, and get the log-probs of all. Each computes its share;
+    the others' values carry no gradient. All ranks then take the same loss, and FSDP sums their
+    gradients: the sum is the loss's gradient.
 
-    A rank's trees have at most tree_tokens tokens, each. Where it has several, each is computed
-    again in the backward pass: the same values and gradients in bounded memory. `what` names a
-    progress bar over them. Where the model computes no trees, each turn is one.
+    A tree has at most tree_tokens tokens, or one turn. Where a rank has several trees, the backward
+    pass computes each again, in bounded memory. `label` names a progress bar over them.
     """
     parts = deal(turns, tree_tokens if model.takes_trees else 0)
     trees = len(parts) // WORLD  # of each rank: all must join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
+    # chains the trees, so that autograd computes one at a time again, the last one first
     anchor = torch.ones((), requires_grad=True)
-    by_part = [torch.zeros(sum(lengths(part))) for part in parts]  # 0 where another rank computes
+    by_part = [torch.zeros(sum(action_lengths(part))) for part in parts]  # 0: another rank's
     mine = range(RANK * trees, (RANK + 1) * trees)
-    for n in progress(what, mine) if what else mine:
+    for n in progress(label, mine) if label else mine:
         tree = Tree(parts[n], model.device)
         model.tokens += len(tree.ids)
         if recompute:
-            # `anchor` chains the trees, so that autograd recomputes one at a time, the last first
             logps = anchor = checkpoint(tree_logps, model, tree, anchor, use_reentrant=True)
         else:
             logps = tree_logps(model, tree)
         by_part[n] = logps
     flat = torch.cat([logps.cpu() for logps in by_part])
     if WORLD > 1:
-        flat = flat + others_values(flat)
+        total = flat.detach().clone()
+        dist.all_reduce(total)
+        flat = flat + (total - flat.detach())  # the others' values, without gradient
     dealt = list(chain.from_iterable(parts))
-    logps = dict(zip(dealt, flat.split(lengths(dealt))))  # of a part's copies the last
+    logps = dict(zip(dealt, flat.split(action_lengths(dealt))))  # deal() may repeat a part
     return [logps[turn] for turn in turns]
 
 
-def others_values(flat):
-    """What other ranks computed, where `flat` has zeros, without gradient."""
-    total = flat.detach().clone()
-    dist.all_reduce(total)
-    return total - flat.detach()
-
-
 def tree_logps(model, tree, anchor=None):
-    """Log-probs of a tree's actions, one turn's after another's in one tensor."""
+    """Log-probs of a tree's actions in one tensor, turn after turn. anchor: see action_logps."""
     return model(tree)[tree.index]  # a token that actions share is scored once
 
 
 def tell_cost(model, turns):
     """Says what it costs if the model computes these turns one by one."""
-    if model.takes_trees:
+    if model.takes_trees or not turns:
         return
     rows = [(len(seq), shared) for _, seq, shared in in_order(set(turns))]
     whole, shared = map(sum, zip(*rows))
@@ -362,7 +358,7 @@ def tell_cost(model, turns):
         f"{whole:,} tokens instead of {whole - shared:,}")
 
 
-def lengths(turns):
+def action_lengths(turns):
     """How many tokens each turn's action has."""
     return [len(action) for _, action in turns]
 
@@ -381,8 +377,8 @@ def turns_in(pairs):
     return sorted({turn for pair in pairs for turn in (*pair.chosen, *pair.rejected)})
 
 
-def batches(groups, batch_size, seed):
-    """One epoch's batches of batch_size pairs, of the groups shuffled by `seed`, end to end."""
+def epoch_batches(groups, batch_size, seed):
+    """An epoch's batches of batch_size pairs: of one group after another, shuffled by `seed`."""
     groups = list(groups)
     rng("order", *seed).shuffle(groups)
     pairs = [pair for group in groups for pair in group]
@@ -390,16 +386,15 @@ def batches(groups, batch_size, seed):
 
 
 def accuracy(margin):
-    """The share of margins (N,) above 0; one of 0 up to rounding counts a half."""
+    """The share of margins (N,) above 0; one that rounds to 0 counts a half."""
     return ((margin.round(decimals=5).sign() + 1) / 2).double().mean().item()
 
 
 def deal(turns, tree_tokens, world=WORLD):
-    """The turns in parts [[turn]], whose trees have at most tree_tokens tokens, or are of one turn.
+    """The turns in parts, [[turn]]. The tree of a part has at most tree_tokens tokens, or one turn.
 
-    Each of `world` ranks gets the same number of consecutive parts, as few as can be; where there
-    are too few, the last one comes again. The largest part is as small as it then can be, to one
-    percent, which is found by bisection.
+    Each of `world` ranks gets equally many consecutive parts, as few as can be; the last one is
+    repeated where parts lack. Bisection finds the smallest limit that so many parts keep, to 1 %.
     """
     rows = [(turn, len(seq), shared) for turn, seq, shared in in_order(set(turns))]
 
@@ -428,22 +423,22 @@ def deal(turns, tree_tokens, world=WORLD):
 
 
 @torch.no_grad()
-def score(model, turns, tree_tokens, what=None):
+def score(model, turns, tree_tokens, label=None):
     """action_logps without gradient."""
     if not turns:
         return []
-    logps = action_logps(model, turns, tree_tokens, what)
-    for module in model.modules():  # an optimizer made after this finds the shards of all weights
+    logps = action_logps(model, turns, tree_tokens, label)
+    for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()
+            module.reshard()  # an optimizer made after this must find shards
     return logps
 
 
 # --- chat templates: conversations to token ids ---------------------------------------------------
 
-# A template writes messages as one text, with control tokens such as <|im_end|> between them, and
-# the tokenizer makes ids of it. A message may spell "<|im_end|>", too. `as_plain` puts CUTs into
-# that: the template does not find it, and text_ids, which cuts there, makes no control token of it.
+# A template joins messages by control tokens such as <|im_end|>, and the tokenizer makes ids of the
+# text. A message may spell "<|im_end|>", too. `as_plain` breaks that up by CUTs: the template does
+# not find it, and text_ids, which tokenizes between CUTs, makes no control token of it.
 CUT = "\ud800"  # half a character: no text has it
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue000"}]
 
@@ -478,20 +473,20 @@ def as_plain(tokenizer, message):
     return spelled.sub(lambda m: CUT + m[0][0] + CUT + m[0][1:] + CUT, message["content"])
 
 
-def template_text(tokenizer, messages, thinking, begins):
+def template_text(tokenizer, messages, thinking, add_prompt):
     """The template's text of a conversation, with CUTs.
 
-    begins: whether the assistant's next message begins. A template raises an error of its own for a
+    add_prompt: whether the generation prompt follows. A template raises an error of its own for a
     conversation that it does not take.
     """
     plain = [{"role": m["role"], "content": as_plain(tokenizer, m)} for m in messages]
-    return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=begins,
+    return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_prompt,
                                          enable_thinking=bool(thinking),
                                          strftime_now=TODAY.strftime)
 
 
 @functools.cache
-def cuts(tokenizer):
+def cut_pattern(tokenizer):
     """A pattern of CUT, and of the place before a special token that is taken out of any text.
 
     A tokenizer takes such tokens out first, and then looks at each text between two of them alone.
@@ -506,14 +501,14 @@ def cuts(tokenizer):
 
 @functools.lru_cache(8192)
 def part_ids(tokenizer, text):
-    """Token ids of a part of a template_text, kept: later prompts have the same parts."""
+    """Token ids of a part of a template_text, cached: later prompts have the same parts."""
     return array("q", tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def text_ids(tokenizer, text):
     """Token ids of a template_text, part by part: those of the whole, but for its CUTs."""
     ids = array("q")
-    for part in cuts(tokenizer).split(text):
+    for part in cut_pattern(tokenizer).split(text):
         ids += part_ids(tokenizer, part)
     return ids
 
@@ -540,8 +535,8 @@ def ending(tokenizer):
 
 
 def check_generation_prompt(tokenizer):
-    """Fails if the template has none, though stored messages begin with a header."""
-    prompt, bare = (template_text(tokenizer, PROBE[:1], 0, begins) for begins in (True, False))
+    """Fails if a stored message begins with a header that the generation prompt lacks."""
+    bare, prompt = (template_text(tokenizer, PROBE[:1], 0, add) for add in (False, True))
     header = template_text(tokenizer, PROBE, 0, False).removeprefix(prompt).partition("\ue000")[0]
     if prompt == bare and header.strip():
         fail(f"this --model's chat template has no generation prompt, which would be {header!r}")
@@ -552,10 +547,10 @@ def end_of_turn(tokenizer):
     return text_ids(tokenizer, ending(tokenizer)).tolist()
 
 
-def spells(tokenizer, message):
-    """Whether its token_ids spell its `output`, or one is a prefix of the other.
+def matches_output(tokenizer, message):
+    """Whether token_ids decode to `output`, or one to a prefix of the other.
 
-    Candidates, of which there are many, pass.
+    Candidates, of which there are many, are not checked.
     """
     if "logprobs" not in message or "output" not in message:
         return True
@@ -565,11 +560,10 @@ def spells(tokenizer, message):
 
 
 def action_text(tokenizer, action, history, thinking):
-    """(The template's text of a prompt, that text with the action after it, up to the end of turn).
+    """(text of a prompt, text of the prompt and the action without its end), by the template.
 
-    The second does not begin with the first if the generation prompt has more than the template
-    writes of a stored message: a thought begins. But an `output` stands after the whole prompt,
-    even if the template would leave out its thought.
+    The second may not begin with the first: a generation prompt may begin a thought that a stored
+    message lacks. But an `output` always stands after the whole prompt.
     """
     text = action.get("output") or action.get("content") or ""
     message = {"role": "assistant", "content": text}
@@ -595,16 +589,16 @@ def action_text(tokenizer, action, history, thinking):
 
 
 def action_ids(tokenizer, action, history, thinking=0):
-    """(An action after a history, packed; how many of the prompt's last tokens it replaces).
+    """(the action's ids, packed; how many of the prompt's last tokens they replace).
 
-    Stored `token_ids` are what was sampled, after the whole prompt. Others (demonstrations,
-    published data) are as the template writes them. Where that has no thought, which a generation
-    prompt begins, the prompt ends where the two texts part:
+    Sampled messages have `token_ids`, after the whole prompt. Others (demonstrations, published
+    data) get the template's. Where the generation prompt begins a thought that they lack, the
+    prompt ends where the two texts part:
 
         prompt <|assistant|><think>    whole <|assistant|>which rate?<|end|>    replaced: 1
     """
     if action.get("token_ids"):
-        if max(action["token_ids"]) >= len(tokenizer) or not spells(tokenizer, action):
+        if max(action["token_ids"]) >= len(tokenizer) or not matches_output(tokenizer, action):
             fail("token_ids in the records are not of this --model's tokenizer: "
                  "take the model that sampled them")
         return packed(action["token_ids"]), 0
@@ -732,8 +726,9 @@ def load_sharded(path, device, args, train=True):
 
 
 def read_tree_lm(path, device, dtype):
-    """(TreeLM for a device, in CPU memory; what all ranks need: (the log-probs of proof_turns by
-    the model's own forward, the attention that the TreeLM has, its buffers)).
+    """(TreeLM for a device, still in CPU memory; what all ranks need of it).
+
+    The latter is (log-probs of proof_turns by the model's own forward, its attention, its buffers).
     """
     with fail_on_error(f"the weights in {path!r} can't be read"):
         lm, told = AutoModelForCausalLM.from_pretrained(
@@ -782,7 +777,7 @@ def computes_trees(model, turns, own_logps):
 
 @torch.enable_grad()
 def logps_and_leak(model, turns):
-    """(Log-probs of the actions of a tree; how much of one depends on tokens not on its path).
+    """(log-probs of the turns' actions in a tree, how much one depends on tokens off its path).
 
     The latter is the largest gradient at their embeddings, as a share of the largest of all.
     """
@@ -790,11 +785,11 @@ def logps_and_leak(model, turns):
     embeddings = model.lm.get_input_embeddings()
     with embeddings.register_forward_hook(lambda module, given, out: seen.append(out)):
         logps = tree_logps(model, tree)
-    one = -2  # the token has others before and after it, in a tree also of other turns
-    gradient = torch.autograd.grad(logps[one], seen)[0].flatten(0, -2)  # (T, width)
+    probe = -2  # a token with others before and after it, in a tree also of other turns
+    gradient = torch.autograd.grad(logps[probe], seen)[0].flatten(0, -2)  # (T, width)
     sizes = gradient.float().norm(dim=-1)
     off_path = torch.ones(len(sizes), dtype=torch.bool)
-    token = tree.parent[tree.scored[tree.index[one]]]
+    token = tree.parent[tree.scored[tree.index[probe]]]
     while token >= 0:
         off_path[token] = False
         token = tree.parent[token]
@@ -830,7 +825,7 @@ def agree(logps, own_logps, dtype):
 
 
 def proof_turns(config):
-    """Two turns with a common prompt, and one that is longer than a sliding window."""
+    """Two turns with a common prompt, and one longer than a sliding window of up to 2048 tokens."""
     longest = min(getattr(config, "sliding_window", None) or 0, 2048) + 8
     first = config.vocab_size // 2  # far from special tokens
     turns = [(8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (longest, (3, 2, 1))]
@@ -841,9 +836,9 @@ def proof_turns(config):
 def shard(model, dtype, args, train):
     """Shards the model by FSDP2: it computes in dtype, and gradients are summed in fp32.
 
-    --offload 1 keeps weights and moments in CPU memory, --recompute 1 of each layer only its inputs
-    for the backward pass, and --compile 1 compiles layers and head. The last two are 1 on a GPU if
-    not given, but layers of a model that computes no trees are compiled on demand only.
+    --offload 1 keeps weights and moments in CPU memory, --recompute 1 only a layer's inputs for the
+    backward pass, --compile 1 compiles layers and head. The last two are 1 on a GPU if not given,
+    --compile only for a model that computes trees.
     """
     model.dtype = dtype
     gpu = model.device.type == "cuda"
@@ -897,8 +892,8 @@ def load_lm(path, device, dtype="fp32"):
     return model.lm, tokenizer
 
 
-def gathered(tensor):
-    """A parameter or gradient gathered from all ranks; every rank must call this."""
+def unsharded(tensor):
+    """A whole parameter or gradient; every rank must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
@@ -969,7 +964,7 @@ def restore(model, optimizer, log):
     drop_checkpoints(log.out, keep=log.step)  # a kill may leave a part of one
     if log.step:
         path = os.path.join(log.out, f"checkpoint-{log.step}")
-        with reading(path):
+        with fail_on_error(f"{path} is damaged; another --out starts over"):
             weights, moments, tensors = training_state(model, optimizer)
             dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path))
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments,

@@ -11,9 +11,9 @@ in each a mean over its tokens. pi starts as pi_ref. In the code a *turn* is (pr
 message or candidate as token ids, packed into strings, with all that the model reads before it.
 
 After training, every message and every candidate gets its `advantage` A, and the records go on
-to stdout. --out is like a target of make: a new one is trained, one that was stopped goes on, and
-a finished one scores stdin. --untrained 1 trains nothing: one model reads each message twice, and A
-is the mean of log pi(a | o, c) - log pi(a | o). Other critics are edits: see the README.
+to stdout. A new --out is trained, a stopped one goes on, and a finished one only scores.
+--untrained 1 trains nothing: one model reads each message twice, and A is the mean of
+log pi(a | o, c) - log pi(a | o). Other critics are edits: see the README.
 
     python train_critic.py --model runs/base --out runs/critic < in.jsonl > scored.jsonl
     torchrun --nproc_per_node=8 train_critic.py --out runs/critic < in.jsonl > scored.jsonl
@@ -21,7 +21,7 @@ is the mean of log pi(a | o, c) - log pi(a | o). Other critics are edits: see th
     python train_critic.py --untrained 1 --model runs/base < in.jsonl > scored.jsonl
     for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
-# utils before what loads slowly: a wrong flag is told at once
+# Flags are read before torch loads: --help and a wrong flag answer at once.
 from utils import (Log, check_finite, fail, fail_on_error, flag, init_distributed, lr_at,
                    machine_flags, note, open_stdout, parser, rank_0_keeps, read_jsonl, rng, rows_of,
                    run, tell_notes)
@@ -43,8 +43,8 @@ def get_args(argv=None):
     flag(p, "untrained", 0, "1: score by --model with c less without, and train nothing",
          choices=[0, 1])
     g = p.add_argument_group("pairs")
-    flag(g, "margin", None, "pair trajectories of a task whose rewards differ by at least this; "
-         "not given: a solved one and each worse", kind=float)
+    flag(g, "min_gap", None, "pair trajectories of a task whose rewards differ by at least this; "
+         "not given: the first solved one with each worse one", kind=float)
     flag(g, "held_out", 0.1, "share of the tasks that are not trained on, but measured",
          most=1)
     flag(g, "eval_every", 100, "steps between measures of held-out pairs", least=1)
@@ -74,9 +74,9 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, accuracy, action_ids, action_logps, actions_of, base_digest, batches,
-                   find_model, gathered, load_sharded, packed, pick_dtype, render, restore, save,
-                   save_checkpoint, score, tell_cost, try_save, turns_in)
+from model import (TURN, Pair, accuracy, action_ids, action_logps, actions_of, base_digest,
+                   epoch_batches, find_model, load_sharded, packed, pick_dtype, render, restore,
+                   save, save_checkpoint, score, tell_cost, try_save, turns_in, unsharded)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -86,20 +86,22 @@ def advantage(logps, ref_logps):
     return (logps - ref_logps).mean()
 
 
-def critic_loss(args, pair, logps, ref):
-    """(loss, margin) of a Pair of trajectories, eq. 2. logps, ref: {turn: (L,)} by pi, pi_ref."""
-    better, worse = (sum(advantage(logps[turn], ref[turn]) for turn in trajectory)
-                     for trajectory in (pair.chosen, pair.rejected))
-    margin = args.beta * (better - worse)
-    likelihood = sum(logps[turn].mean() for turn in pair.chosen) / len(pair.chosen)
-    return -F.logsigmoid(margin) - args.nll_coef * likelihood, margin
+def critic_loss(args, pair, logps, ref_logps):
+    """(loss, margin) of a Pair of trajectories, eq. 2. logps, ref_logps: {turn: (L,)}."""
+    def value(trajectory):
+        return sum(advantage(logps[turn], ref_logps[turn]) for turn in trajectory)
+
+    margin = args.beta * (value(pair.chosen) - value(pair.rejected))
+    nll = -sum(logps[turn].mean() for turn in pair.chosen) / len(pair.chosen)
+    return -F.logsigmoid(margin) + args.nll_coef * nll, margin
 
 
-def batch_loss(args, pairs, logps, ref):
+def batch_loss(args, pairs, logps, ref_logps):
     """(mean loss of some pairs, {"accuracy", "margin"})."""
-    losses, margins = zip(*(critic_loss(args, pair, logps, ref) for pair in pairs))
-    margin = torch.stack(margins)
-    return sum(losses) / len(pairs), {"accuracy": accuracy(margin), "margin": margin.mean().item()}
+    losses, margins = zip(*(critic_loss(args, pair, logps, ref_logps) for pair in pairs))
+    margins = torch.stack(margins)
+    metrics = {"accuracy": accuracy(margins), "margin": margins.mean().item()}
+    return sum(losses) / len(pairs), metrics
 
 
 # --- training and scoring -------------------------------------------------------------------------
@@ -108,100 +110,100 @@ def main(args):
     emit, device = open_stdout(), init_distributed()
     log = None if args.untrained else Log(args)
     if log and not log.finished:
-        records, model, ref = train(args, log, device)
+        records, model, ref_logps = train(args, log, device)
     else:
-        records, model, ref = load_to_score(args, device)
-    write(records, advantages(model, ref, args.tree_tokens), emit)
+        records, model, ref_logps = load_to_score(args, device)
+    write_advantages(records, advantages(model, ref_logps, args.tree_tokens), emit)
 
 
 def train(args, log, device):
     """(stdin's records on rank 0, the trained critic, {turn: its log-probs by pi_ref})."""
     records, (ref_turn_of, groups, held) = rank_0_keeps(lambda: prepare(args))
-    steps = [batch for epoch in range(args.epochs)
-             for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
-    log.begin(data=chain(ref_turn_of.items(), *groups), steps=len(steps),
-              pairs=sum(map(len, groups)), held_out_pairs=len(held),
-              dtype=str(pick_dtype(args.dtype, device)), model_weights=base_digest(args.model))
+    batches = [batch for epoch in range(args.epochs)
+               for batch in epoch_batches(groups, args.batch_size, seed=(args.seed, epoch))]
+    log.begin(data=chain(*groups, held), steps=len(batches), pairs=sum(map(len, groups)),
+              held_out_pairs=len(held), dtype=str(pick_dtype(args.dtype, device)),
+              model_weights=base_digest(args.model))
 
     model, tokenizer = load_sharded(args.model, device, args)
     try_save(model, tokenizer, args.out)
     tell_cost(model, ref_turn_of)
-    ref = reference(model, ref_turn_of, args.tree_tokens)
+    ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
     restore(model, optimizer, log)
 
     save_step = partial(save_checkpoint, model, optimizer, args.out)
     for step in log.steps("critic", save_step):
-        batch, tokens_before = steps[step], model.tokens
+        batch, tokens_before = batches[step], model.tokens
         turns = turns_in(batch)
         logps = dict(zip(turns, action_logps(model, turns, args.tree_tokens)))
-        loss, metrics = batch_loss(args, batch, logps, ref)
+        loss, metrics = batch_loss(args, batch, logps, ref_logps)
         loss.backward()  # on all ranks the same loss; FSDP sums their gradients
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        norm, loss = gathered(norm).item(), loss.item()
+        norm, loss = unsharded(norm).item(), loss.item()
         check_finite(step, loss=loss, grad_norm=norm)
-        lr = lr_at(step, len(steps), args.lr)
+        lr = lr_at(step, len(batches), args.lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
         log(step=step, loss=loss, **metrics, grad_norm=norm, lr=lr,
             tokens=model.tokens - tokens_before)
-        if held and ((step + 1) % args.eval_every == 0 or step + 1 == len(steps)):
+        if held and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # by the weights after this step; the row above is by those before it
-            log(step=step, **measure(batch_loss, args, model, held, ref))
+            log(step=step, **held_out_metrics(batch_loss, args, model, held, ref_logps))
 
     save(model, tokenizer, args.out)
     log.finish()
-    return records, model, ref
+    return records, model, ref_logps
 
 
 def load_to_score(args, device):
-    """What train() returns, without training: of a finished critic, or --untrained 1."""
+    """What train() returns, for a finished critic or --untrained 1: nothing is trained."""
     if args.out:
         moved_to = args.model if "model" in args.given else None
         args.model = finished_flags(args.out, moved_to).model
     records, ref_turn_of = rank_0_keeps(lambda: read_stdin(args))
     model, _ = load_sharded(args.model, device, args, train=False)
     tell_cost(model, ref_turn_of)
-    ref = reference(model, ref_turn_of, args.tree_tokens)
+    ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     if args.out:
         del model  # room for pi
         model, _ = load_sharded(args.out, device, args, train=False)
-    return records, model, ref
+    return records, model, ref_logps
 
 
-def measure(batch_loss, args, model, pairs, ref):
-    """{"held_out_loss": ..., ...} of pairs that are not trained on, by a trainer's batch_loss."""
+def held_out_metrics(batch_loss, args, model, pairs, ref_logps):
+    """{"held_out_loss": ..., "held_out_accuracy": ...} of held-out pairs, by a batch_loss."""
     turns = turns_in(pairs)
     logps = dict(zip(turns, score(model, turns, args.tree_tokens)))
-    loss, metrics = batch_loss(args, pairs, logps, ref)
+    loss, metrics = batch_loss(args, pairs, logps, ref_logps)
     metrics = {"loss": loss.item(), **metrics}
     return {"held_out_" + name: value for name, value in metrics.items()}
 
 
-def reference(model, ref_turn_of, tree_tokens):
-    """{turn: its log-probs by pi_ref, `model`}; ref_turn_of: {turn: what pi_ref reads}."""
+def reference_logps(model, ref_turn_of, tree_tokens):
+    """{turn: its action's log-probs by pi_ref, the model}. ref_turn_of: {turn: reference turn}."""
     logps = score(model, list(ref_turn_of.values()), tree_tokens, "reference")
     return dict(zip(ref_turn_of, logps))
 
 
-def advantages(model, ref, tree_tokens):
-    """{turn: A, a float} by the critic `model`; ref: {turn: its log-probs by pi_ref}."""
-    logps = score(model, list(ref), tree_tokens, "advantages")
-    return {turn: advantage(p, ref[turn]).item() for turn, p in zip(ref, logps)}
+def advantages(model, ref_logps, tree_tokens):
+    """{turn: A, a float} by the critic, the model. ref_logps: {turn: log-probs by pi_ref}."""
+    logps = score(model, list(ref_logps), tree_tokens, "advantages")
+    return {turn: advantage(p, ref_logps[turn]).item() for turn, p in zip(ref_logps, logps)}
 
 
-def write(records, values, emit):
-    """Writes the records, with the advantage values[turn] in the place of each action's turn."""
+def write_advantages(records, advantage_of, emit):
+    """Writes the records, with advantage_of[turn] in the place of each action's turn."""
     for r in records or ():
         for _, actions in actions_of(r):
             for action in actions:
                 turn = action.pop(TURN)
                 action.pop("advantage", None)  # another critic's
                 if turn is not None:
-                    action["advantage"] = values[turn]
+                    action["advantage"] = advantage_of[turn]
         emit(r)
 
 
@@ -210,8 +212,8 @@ def write(records, values, emit):
 def finished_flags(folder, model=None):
     """The flags that the finished critic in a folder was trained with; flags.model is pi_ref.
 
-    model: where pi_ref is now. Not given: where it was, as seen from the critic, so that both may
-    have been moved.
+    model: where pi_ref is now. Not given: at its old path relative to the critic's folder, so that
+    both may be moved together.
     """
     with fail_on_error(f"{folder} is no finished run of train_critic.py"):
         rows = rows_of(folder)
@@ -234,14 +236,14 @@ def finished_flags(folder, model=None):
 def prepare(args):
     """(stdin's records, ({turn: reference turn}, [[Pair]] to train on, [Pair] held out))."""
     records, ref_turn_of = read_stdin(args, "reward")
-    pairs_of = trajectory_pairs(by_sample(records), args.margin)
-    train, held = hold_out(pairs_of, args.held_out, args.seed)
-    return records, (ref_turn_of, [pairs_of[task] for task in train],
-                     [pair for task in held for pair in pairs_of[task]])
+    pairs_of = trajectory_pairs(sorted_records(records), args.min_gap)
+    train_tasks, held_tasks = hold_out(pairs_of, args.held_out, args.seed)
+    return records, (ref_turn_of, [pairs_of[task] for task in train_tasks],
+                     [pair for task in held_tasks for pair in pairs_of[task]])
 
 
-def by_sample(records):
-    """Sorted by task and sample, so that pairs do not depend on which episode ended first."""
+def sorted_records(records):
+    """The records by task and sample: pairs do not depend on which episode ended first."""
     return sorted(records, key=lambda r: (task_id(r["task"]), r.get("sample", 0)))
 
 
@@ -249,15 +251,15 @@ def hold_out(tasks, share, seed):
     """(the tasks to train on, at least one; the others, a share of them), in random order."""
     tasks = list(tasks)
     rng("held out", seed).shuffle(tasks)
-    few = min(math.ceil(share * len(tasks)), len(tasks) - 1)
-    return tasks[few:], tasks[:few]
+    n_held = min(math.ceil(share * len(tasks)), len(tasks) - 1)
+    return tasks[n_held:], tasks[:n_held]
 
 
-def trajectory_pairs(records, margin):
-    """{task id: [Pair]}: two of a task's trajectories, the better and the worse by reward.
+def trajectory_pairs(records, min_gap):
+    """{task id: [Pair]} of a task's trajectories, the better and the worse; fails without any.
 
-    margin: all whose rewards differ by so much. None: one solved trajectory, the first, with each
-    that is worse. Where there are no pairs the program ends.
+    min_gap: all pairs whose rewards differ by at least this. None: the first solved trajectory with
+    each worse one.
     """
     by_task, groups = {}, {}
     for r in records:
@@ -266,16 +268,16 @@ def trajectory_pairs(records, margin):
             by_task.setdefault(task_id(r["task"]), []).append((r["reward"], turns))
     for task, trajectories in by_task.items():
         better = trajectories
-        if margin is None:
+        if min_gap is None:
             better = [(reward, turns) for reward, turns in trajectories if reward >= 1][:1]
         pairs = [Pair(chosen, rejected, gap=high - low)
                  for high, chosen in better for low, rejected in trajectories
-                 if high > low and high - low > (margin or 0) - 1e-9]
+                 if high > low and high - low > (min_gap or 0) - 1e-9]
         if pairs:
             groups[task] = pairs
     if not groups:
-        lack = "a solved and a worse one" if margin is None else "two that differ so much"
-        fail(f"no pairs in {len(records)} trajectories: no task has {lack} (--margin 0 takes "
+        lack = "a solved and a worse one" if min_gap is None else "two that differ so much"
+        fail(f"no pairs in {len(records)} trajectories: no task has {lack} (--min_gap 0 takes "
              "whatever differs; collect.py -k draws more per task)")
     return groups
 
@@ -292,9 +294,9 @@ def read_stdin(args, *fields):
 
 
 def critic_turns(tokenizer, task, history, actions, thinking, *, pi_reads_c, ref_reads_c):
-    """[(turn, reference turn)] of actions, messages or candidates, after a history.
+    """[(turn, reference turn)] of the actions, messages or candidates, after a history.
 
-    The turn has what pi reads, the reference turn what pi_ref reads.
+    The turn has the prompt that pi reads, the reference turn the one that pi_ref reads.
     """
     def prompt_ids(reads_c):
         c = hidden_information(task) if reads_c else ""
@@ -313,9 +315,9 @@ def critic_turns(tokenizer, task, history, actions, thinking, *, pi_reads_c, ref
 
 
 def read_turns(tokenizer, config, records, max_length, *, pi_reads_c, ref_reads_c):
-    """Sets action[TURN] for the agent's messages and candidates: their turn, None if too long.
+    """{turn: reference turn} of all messages and candidates of the agent that are not too long.
 
-    Returns {turn: reference turn} of those that fit.
+    Sets action[TURN] for each: its turn, or None if it is too long.
     """
     config = config.get_text_config()
     longest = min(max_length, getattr(config, "max_position_embeddings", None) or max_length)
@@ -323,7 +325,7 @@ def read_turns(tokenizer, config, records, max_length, *, pi_reads_c, ref_reads_
     ref_turn_of = {}
     for r in records:
         name = f"the task {task_id(r['task'])}"
-        thinking = r.get("meta", {}).get("thinking", 0)  # its dialogue was sampled so
+        thinking = r.get("meta", {}).get("thinking", 0)  # as when its dialogue was sampled
         if pi_reads_c and not hidden_information(r["task"]):
             note("records have no hidden information for the critic to read", name)
         for history, actions in actions_of(r):

@@ -16,7 +16,7 @@ the hidden information.
     torchrun --nproc_per_node=8 train_policy.py --out runs/sweet < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
-# utils before what loads slowly: a wrong flag is told at once
+# Flags are read before torch loads: --help and a wrong flag answer at once.
 from utils import (Log, check_finite, fail, flag, from_rank_0, init_distributed, lr_at,
                    machine_flags, open_stdout, parser, read_jsonl, rng, run)
 
@@ -38,7 +38,7 @@ def get_args(argv=None):
     flag(g, "logprob_weight", 0.0, "dpo: rank candidates by advantage + this * log-prob when "
          "sampled")
     flag(g, "mix", 0.0, "dpo: pairs of trajectories, as in mtdpo, for each pair of candidates")
-    flag(g, "margin", None, "mtdpo, --mix: as in train_critic.py", kind=float)
+    flag(g, "min_gap", None, "mtdpo, --mix: as in train_critic.py", kind=float)
     flag(g, "held_out", 0.0, "share of the tasks that are not trained on, but measured",
          most=1)
     flag(g, "eval_every", 100, "steps between measures of held-out pairs", least=1)
@@ -67,38 +67,39 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, accuracy, action_logps, base_digest, batches, find_model, gathered,
+from model import (TURN, Pair, accuracy, action_logps, base_digest, epoch_batches, find_model,
                    load_sharded, pick_dtype, restore, save, save_checkpoint, score, tell_cost,
-                   try_save, turns_in)
-from train_critic import by_sample, hold_out, measure, read_turns, trajectory_pairs
+                   try_save, turns_in, unsharded)
+from train_critic import held_out_metrics, hold_out, read_turns, sorted_records, trajectory_pairs
 
 
 # --- the loss -------------------------------------------------------------------------------------
 
-def tokens_of(turns, logps):
-    """The log-probs of some turns' actions in one tensor; logps: {turn: (L,)}."""
+def joined_logps(turns, logps):
+    """The log-probs of all these turns' tokens in one tensor. logps: {turn: (L,)}."""
     return torch.cat([logps[turn] for turn in turns])
 
 
-def dpo_loss(args, pair, logps, ref):
-    """(loss, margin) of a Pair, eq. 4: of actions, or of all actions of trajectories.
-
-    logps, ref: {turn: (L,)} by pi and pi_ref.
+def dpo_loss(args, pair, logps, ref_logps):
+    """(loss, margin) of a Pair of actions or trajectories, eq. 4. logps, ref_logps: {turn: (L,)}.
     """
-    chosen, rejected = tokens_of(pair.chosen, logps), tokens_of(pair.rejected, logps)
-    ref_chosen, ref_rejected = tokens_of(pair.chosen, ref), tokens_of(pair.rejected, ref)
-    margin = args.beta * ((chosen.sum() - ref_chosen.sum()) - (rejected.sum() - ref_rejected.sum()))
-    return -F.logsigmoid(margin) - args.nll_coef * chosen.mean(), margin
+    def log_ratio(turns):
+        return joined_logps(turns, logps).sum() - joined_logps(turns, ref_logps).sum()
+
+    margin = args.beta * (log_ratio(pair.chosen) - log_ratio(pair.rejected))
+    nll = -joined_logps(pair.chosen, logps).mean()
+    return -F.logsigmoid(margin) + args.nll_coef * nll, margin
 
 
-def batch_loss(args, pairs, logps, ref):
-    """(mean loss of some pairs, {"accuracy", "margin"}); of rft a mean over tokens, no margin."""
+def batch_loss(args, pairs, logps, ref_logps):
+    """(mean loss of some pairs, {"accuracy", "margin"}); for rft (mean NLL of all tokens, {})."""
     if args.loss == "rft":
-        chosen = [tokens_of(pair.chosen, logps) for pair in pairs]
-        return -sum(logps.sum() for logps in chosen) / sum(map(len, chosen)), {}
-    losses, margins = zip(*(dpo_loss(args, pair, logps, ref) for pair in pairs))
-    margin = torch.stack(margins)
-    return sum(losses) / len(pairs), {"accuracy": accuracy(margin), "margin": margin.mean().item()}
+        chosen = [joined_logps(pair.chosen, logps) for pair in pairs]
+        return -sum(x.sum() for x in chosen) / sum(map(len, chosen)), {}
+    losses, margins = zip(*(dpo_loss(args, pair, logps, ref_logps) for pair in pairs))
+    margins = torch.stack(margins)
+    metrics = {"accuracy": accuracy(margins), "margin": margins.mean().item()}
+    return sum(losses) / len(pairs), metrics
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -107,45 +108,45 @@ def main(args):
     emit, device = open_stdout(), init_distributed()
     log = Log(args)
     groups, held = from_rank_0(lambda: prepare(args))
-    steps = [batch for epoch in range(args.epochs)
-             for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
-    log.begin(data=chain(*groups, held), steps=len(steps), pairs=sum(map(len, groups)),
+    batches = [batch for epoch in range(args.epochs)
+               for batch in epoch_batches(groups, args.batch_size, seed=(args.seed, epoch))]
+    log.begin(data=chain(*groups, held), steps=len(batches), pairs=sum(map(len, groups)),
               held_out_pairs=len(held), dtype=str(pick_dtype(args.dtype, device)),
               model_weights=base_digest(args.model))
-    summary = {"summary": "train_policy", "out": args.out, "steps": len(steps)}
+    summary = {"summary": "train_policy", "out": args.out, "steps": len(batches)}
     if log.finished:
         return emit(summary)
 
     model, tokenizer = load_sharded(args.model, device, args)
     try_save(model, tokenizer, args.out)
-    all_turns, ref = turns_in(chain(*groups, held)), {}
+    all_turns, ref_logps = turns_in(chain(*groups, held)), {}
     tell_cost(model, all_turns)
-    if args.loss in ("dpo", "mtdpo"):
-        ref = dict(zip(all_turns, score(model, all_turns, args.tree_tokens, "reference")))
+    if args.loss != "rft":
+        ref_logps = dict(zip(all_turns, score(model, all_turns, args.tree_tokens, "reference")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
     restore(model, optimizer, log)
 
     save_step = partial(save_checkpoint, model, optimizer, args.out)
     for step in log.steps("policy", save_step):
-        batch, tokens_before = steps[step], model.tokens
+        batch, tokens_before = batches[step], model.tokens
         turns = turns_in(batch)
         logps = dict(zip(turns, action_logps(model, turns, args.tree_tokens)))
-        loss, metrics = batch_loss(args, batch, logps, ref)
+        loss, metrics = batch_loss(args, batch, logps, ref_logps)
         loss.backward()  # on all ranks the same loss; FSDP sums their gradients
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        norm, loss = gathered(norm).item(), loss.item()
+        norm, loss = unsharded(norm).item(), loss.item()
         check_finite(step, loss=loss, grad_norm=norm)
-        lr = lr_at(step, len(steps), args.lr)
+        lr = lr_at(step, len(batches), args.lr)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
         log(step=step, loss=loss, **metrics, grad_norm=norm, lr=lr,
             tokens=model.tokens - tokens_before)
-        if held and ((step + 1) % args.eval_every == 0 or step + 1 == len(steps)):
+        if held and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # by the weights after this step; the row above is by those before it
-            log(step=step, **measure(batch_loss, args, model, held, ref))
+            log(step=step, **held_out_metrics(batch_loss, args, model, held, ref_logps))
 
     save(model, tokenizer, args.out)
     log.finish()
@@ -156,10 +157,9 @@ def main(args):
 
 def prepare(args):
     """([[Pair]] to train on, [Pair] held out), which make_groups makes of stdin's records."""
-    by_reward = (args.loss == "mtdpo" or (args.loss == "dpo" and args.mix > 0)
-                 or (args.loss == "rft" and not args.all))
+    by_reward = {"dpo": args.mix > 0, "mtdpo": True, "rft": not args.all}[args.loss]
     fields = ["dialogue_history", "reward"] if by_reward else ["dialogue_history"]
-    records = by_sample(read_jsonl(sys.stdin, needs(*fields, to_train=True)))
+    records = sorted_records(read_jsonl(sys.stdin, needs(*fields, to_train=True)))
     _, tokenizer, config = find_model(args.model)
     read_turns(tokenizer, config, records, args.max_length, pi_reads_c=False, ref_reads_c=False)
     groups = [(task, pairs) for task, pairs in make_groups(args, records) if pairs]
@@ -184,26 +184,27 @@ def make_groups(args, records):
                 by_task.setdefault(task_id(r["task"]), []).append(Pair(turns))
         return list(by_task.items())
     if args.loss == "mtdpo":
-        return list(trajectory_pairs(records, args.margin).items())
+        return list(trajectory_pairs(records, args.min_gap).items())
     groups = []
     for r in records:
         of_turns = [message.get("candidates", ()) for message in agent_messages(r)]
         pairs = [pair for candidates in of_turns for pair in candidate_pairs(args, candidates)]
         groups.append((task_id(r["task"]), pairs))
     if args.mix:
-        groups += mixed_in(args, records, args.mix * sum(len(pairs) for _, pairs in groups))
+        groups += trajectory_mix(args, records, args.mix * sum(len(pairs) for _, pairs in groups))
     return groups
 
 
-def mixed_in(args, records, number):
-    """[(task id, [Pair])] of trajectories, at least `number` pairs; few tasks come again."""
-    by_task = list(trajectory_pairs(records, args.margin).items())
+def trajectory_mix(args, records, n_pairs):
+    """[(task id, [Pair])] of trajectories, at least n_pairs pairs; if few, tasks come again."""
+    by_task = list(trajectory_pairs(records, args.min_gap).items())
     rng("mix", args.seed).shuffle(by_task)
-    endless, groups = cycle(by_task), []
-    while number > 0:
-        groups.append(next(endless))
-        number -= len(groups[-1][1])
-    return groups
+    groups = []
+    for task, pairs in cycle(by_task):
+        if n_pairs <= 0:
+            return groups
+        groups.append((task, pairs))
+        n_pairs -= len(pairs)
 
 
 def candidate_pairs(args, candidates):

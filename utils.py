@@ -72,8 +72,7 @@ def flag(p, name, default, text, kind=None, least=0, most=math.inf, **more):
     def read(value):
         number = kind(value)
         if kind is not str and not least <= number <= most:  # NaN, too
-            limit = f"above {most}" if number > most else f"below {least}"
-            raise argparse.ArgumentTypeError(f"{value} is {limit}")
+            raise argparse.ArgumentTypeError(f"{value} is not from {least} to {most}")
         return number
 
     read.__name__ = kind.__name__  # argparse names it: "invalid int value"
@@ -85,7 +84,7 @@ def flag(p, name, default, text, kind=None, least=0, most=math.inf, **more):
 
 def machine_flags(p):
     """The trainers' flags for speed, memory, input and checkpoints."""
-    g = p.add_argument_group("speed and memory (only --dtype changes results)")
+    g = p.add_argument_group("speed and memory (but for rounding, only --dtype changes results)")
     flag(g, "tree_tokens", 16384, "tokens of a tree computed at once: bounds the memory", least=1)
     flag(g, "dtype", "auto", "auto: bf16 on a GPU, fp32 on a CPU; weights train in fp32",
          choices=["auto", "bf16", "fp32"])
@@ -119,12 +118,12 @@ def fail(message):
 
 
 def note(what, example):
-    """Notes what is odd about data, for tell_notes."""
+    """Counts something odd in the data; tell_notes says each kind once."""
     NOTES.setdefault(what, []).append(example)
 
 
 def tell_notes():
-    """Says each kind of what was noted, with its number and the first example, and forgets it."""
+    """Says each kind that was noted: how often, and the first example. Then it counts anew."""
     for what, examples in NOTES.items():
         say(f"{len(examples)} {what} (the first: {examples[0]})")
     NOTES.clear()
@@ -164,11 +163,6 @@ def writing(path):
             raise
 
 
-def reading(path):
-    """A context for reading a file of a run that is resumed; an error ends the program."""
-    return fail_on_error(f"{path} is damaged; another --out starts over")
-
-
 def check_finite(step, **values):
     """Ends a run before a step that would spoil the weights."""
     for name, value in values.items():
@@ -177,7 +171,7 @@ def check_finite(step, **values):
                  "a lower --lr or --beta, or --dtype fp32, may help")
 
 
-def progress(what, items=None, total=None, initial=0):
+def progress(label, items=None, total=None, initial=0):
     """A tqdm bar over items, or to update by hand; rank 0 alone shows it.
 
     Where stderr is no terminal it is a line every 10 seconds.
@@ -187,7 +181,7 @@ def progress(what, items=None, total=None, initial=0):
         every, form = 10, "{desc}: {n_fmt} in {elapsed}{postfix}\n"
         if items or total:
             form = "{desc}: {n_fmt} of {total_fmt}, {remaining} left{postfix}\n"
-    bar = tqdm(items, total=total, initial=initial, desc=what, disable=RANK > 0, leave=False,
+    bar = tqdm(items, total=total, initial=initial, desc=label, disable=RANK > 0, leave=False,
                mininterval=every, delay=every, bar_format=form, file=sys.stderr, position=0)
     if form:
         bar.close = lambda: None  # it would blank the last line
@@ -428,31 +422,29 @@ def from_rank_0(make):
 
 
 def rank_0_keeps(make):
-    """from_rank_0 for a make() of two results: rank 0 alone gets the first, and all the second.
+    """from_rank_0 for a make() that returns (kept, sent): other ranks get (None, sent).
 
-    So what is large, or can't be sent, stays where it was made; other ranks get None for it.
+    So what is large, or can't be pickled, stays on rank 0.
     """
-    kept = [None]
+    kept = None
 
     def send():
-        kept[0], sent = make()
+        nonlocal kept
+        kept, sent = make()
         return sent
 
     sent = from_rank_0(send)
-    return kept[0], sent
+    return kept, sent
 
 
 # --- the --out directory of a run -----------------------------------------------------------------
 
 class Log:
-    """The --out directory of a run, locked against others: metrics.jsonl, copies of the scripts.
+    """The --out directory of a run: it is locked, and has metrics.jsonl and copies of the scripts.
 
-    It is like a target of make. A new one is begun; one that was stopped goes on at `step`, that of
-    its last checkpoint; one that is `finished` has its model. `args` gets the flags that the run
-    began with, and a flag that is given again must be the same.
-
-    metrics.jsonl has a row of the run's flags and facts, then a row for each log(...), written by
-    rank 0.
+    A new run begins. A stopped one goes on at `step`, that of its last checkpoint. A `finished` one
+    has its model. `args` gets the flags that the run began with; a flag given again must be the
+    same. The first row of metrics.jsonl has the run's flags and facts; each log(...) adds a row.
     """
     MAY_CHANGE = ["out", "model", "tree_tokens", "recompute", "compile", "offload", "save_every"]
     MAY_CHANGE_LATER = ["dtype", "max_length"]  # allowed in a finished run
@@ -462,6 +454,7 @@ class Log:
         self.path = os.path.join(args.out, "metrics.jsonl")
         self.rows, self.step = from_rank_0(self.claim)
         self.finished = any("finished" in row for row in self.rows)
+        self.may_change = self.MAY_CHANGE + (self.MAY_CHANGE_LATER if self.finished else [])
         if self.rows:
             self.take_flags([row for row in self.rows if "args" in row][-1]["args"])
         if self.finished:
@@ -471,13 +464,12 @@ class Log:
                 os.close(self.lock)  # from now on it is only read
 
     def take_flags(self, old):
-        """Sets the flags that are not given to the old ones; those given must be the same."""
-        may_change = self.MAY_CHANGE + self.MAY_CHANGE_LATER * self.finished
+        """Sets flags that are not given to the old values; those given must be the same."""
         for name in vars(self.args).keys() & old.keys() - {"given"}:
             new = getattr(self.args, name)
             if name not in self.args.given:
                 setattr(self.args, name, old[name])
-            elif name not in may_change and new != old[name]:
+            elif name not in self.may_change and new != old[name]:
                 self.refuse("--" + name, old[name], new)
 
     def refuse(self, name, old, new):
@@ -495,7 +487,7 @@ class Log:
             return [], 0  # a new run, or one that was killed as it began
         if not os.path.exists(self.path):
             fail(f"--out {out} exists already, and is no run: name another")
-        with reading(self.path):
+        with fail_on_error(f"{self.path} is damaged; another --out starts over"):
             rows = rows_of(out)
         names = [os.path.basename(path) for path in glob.glob(f"{glob.escape(HERE)}/*.py")]
         _, changed, _ = filecmp.cmpfiles(HERE, out, names, shallow=False)
@@ -506,7 +498,7 @@ class Log:
         return rows, max([0, *finished, *map(int, checkpoints)])
 
     def begin(self, data, steps, pairs, **facts):
-        """Writes the first row, or goes on at self.step if the facts are the same.
+        """Writes the first row. A run that goes on must have the same facts.
 
         data: all that is trained on, tuples; the row keeps a hash of it.
         """
@@ -522,7 +514,7 @@ class Log:
         if self.rows:
             for name, new in facts.items():
                 old = self.rows[0].get(name, new)  # a run of an older version may lack some
-                if old != new:
+                if name not in self.may_change and new != old:
                     self.refuse(name, old, new)
             first = {"resumed": self.step, **first}
         if self.finished:
@@ -551,7 +543,7 @@ class Log:
     def __call__(self, **row):
         """Adds a row to metrics.jsonl, and shows its numbers. All ranks must call this.
 
-        tokens: those that this rank computed in the step under way, which is timed.
+        A row with `tokens`, which this rank computed, is a step: it is timed, and moves the bar.
         """
         is_step = "tokens" in row
         if is_step:
@@ -579,7 +571,8 @@ def rows_of(out):
     """The rows of metrics.jsonl in the --out of a run."""
     with open(os.path.join(out, "metrics.jsonl")) as f:
         rows = [json.loads(line) for line in f if line.endswith("}\n")]  # a kill may cut one
-    rows[0]["args"]  # or it is no such file
+    if "args" not in rows[0]:
+        raise ValueError("its first row has no flags")
     return rows
 
 

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from model import batches, deal, find_model, in_order, turns_in  # noqa: E402
+from model import deal, epoch_batches, find_model, in_order, turns_in  # noqa: E402
 from utils import fail  # noqa: E402
 
 
@@ -85,7 +85,7 @@ def main(argv=None):
     args = import_module(name).get_args([*flags, "--out", "none"])
     config, groups, reference, scored = read(name, args)
     steps = [batch for epoch in range(args.epochs)
-             for batch in batches(groups, args.batch_size, seed=(args.seed, epoch))]
+             for batch in epoch_batches(groups, args.batch_size, seed=(args.seed, epoch))]
     print(json.dumps(plan(args, own.gpus, config, steps, reference, scored)))
 
 

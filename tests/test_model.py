@@ -129,14 +129,14 @@ def check_equal_separate(tree, plain, turns, tree_tokens=math.inf, limit=1e-12):
     ("llama", torch.float32), *((family, torch.float64) for family in FAMILIES)])
 def test_values_and_gradients_equal_separate_forwards(family, dtype, monkeypatch):
     """Of one tree, and of one in parts; with all keys gathered at once, and in groups of runs."""
-    monkeypatch.setitem(M.LOGITS, "cpu", 7 * SIZES["vocab_size"])  # of 7 tokens at a time
+    monkeypatch.setitem(M.MAX_LOGITS, "cpu", 7 * SIZES["vocab_size"])  # of 7 tokens at a time
     tree, plain = two_models(family, dtype)
     in_fp32 = dtype == torch.float32 or family == "deepseek_v3"  # as its router is
     for seed, tree_tokens, keys in ((0, math.inf, 2 ** 17), (1, 30, 2 ** 17), (2, math.inf, 70)):
-        monkeypatch.setattr(M, "GATHERED", keys)
+        monkeypatch.setattr(M, "MAX_KEYS", keys)
         turns = some_turns(seed=seed)
         assert (len(M.deal(turns, tree_tokens)) > 2) == (tree_tokens < math.inf)
-        assert (len(M.Tree(turns).groups) > 2) == (keys < 2 ** 17)
+        assert (len(M.Tree(turns).chunks) > 2) == (keys < 2 ** 17)
         check_equal_separate(tree, plain, turns, tree_tokens, 1e-6 if in_fp32 else 1e-12)
         prefixes = {(p + a)[:n + 1] for p, a in turns for n in range(len(p) + len(a))}
         assert len(M.Tree(turns).ids) == len(prefixes) == count_tokens(turns)
@@ -163,9 +163,9 @@ def test_what_the_backward_pass_holds_is_bounded(monkeypatch):
             M.action_logps(model, turns)
         return sum(n for place, n in kept.items() if place not in weights)
 
-    paths, tokens = sum(M.Tree(turns).groups[0].kv), count_tokens(turns)
+    paths, tokens = sum(M.Tree(turns).chunks[0].kv), count_tokens(turns)
     all_kept = bytes_kept()
-    monkeypatch.setattr(M, "GATHERED", 2 * tokens)
+    monkeypatch.setattr(M, "MAX_KEYS", 2 * tokens)
     a_key = 2 * 2 * 2 * 16 * 4  # bytes: key and value, of 2 layers, 2 heads of size 16, in fp32
     assert paths > 15 * tokens and all_kept - bytes_kept() > 0.9 * paths * a_key
 
@@ -212,11 +212,11 @@ def test_parts_hold_each_turn_once_are_bounded_and_as_even_as_the_best_cut():
 
 def test_batches_are_a_permutation_and_a_function_of_the_seed():
     groups = [[(g, i) for i in range(1 + g % 4)] for g in range(30)]
-    one = M.batches(groups, 8, seed=(0, 0))
+    one = M.epoch_batches(groups, 8, seed=(0, 0))
     order = [x for batch in one for x in batch]
     assert sorted(order) == sorted(x for group in groups for x in group)
     assert {len(batch) for batch in one[:-1]} == {8}
-    assert one == M.batches(groups, 8, seed=(0, 0)) != M.batches(groups, 8, seed=(0, 1))
+    assert one == M.epoch_batches(groups, 8, seed=(0, 0)) != M.epoch_batches(groups, 8, seed=(0, 1))
     assert all(order.index((g, i)) == order.index((g, 0)) + i for group in groups for g, i in group)
 
 
@@ -248,7 +248,7 @@ def test_gradients_of_what_many_branches_share_are_summed_in_fp32(groups, monkey
                          for _ in range(3))
     up = torch.rand(1000, 2, 8).to(device, torch.bfloat16)
     parts = zip(torch.arange(5, device=device).repeat(200).chunk(groups), up.chunk(groups))
-    tree = SimpleNamespace(groups=[SimpleNamespace(paths=paths, tokens=slice(0, 5), up=some)
+    tree = SimpleNamespace(chunks=[SimpleNamespace(paths=paths, tokens=slice(0, 5), up=some)
                                    for paths, some in parts])
     for name in ("sdpa_kernel", "flash_kernel"):
         monkeypatch.setattr(M, name, lambda q, k, v, runs, *more: k * runs.up + v * runs.up)

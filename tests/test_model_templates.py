@@ -258,10 +258,10 @@ def test_the_ids_of_the_parts_are_those_of_the_whole(name, kind, how, more, cut,
         for t, thinking in itertools.product((1, 3, 5, 7), (0, 1)):
             ids = M.render(tokenizer, messages[:t], thinking)
             with monkeypatch.context() as m:
-                m.setattr(M, "cuts", lambda tokenizer: re.compile(M.CUT))
+                m.setattr(M, "cut_pattern", lambda tokenizer: re.compile(M.CUT))
                 assert ids == M.render(tokenizer, messages[:t], thinking), messages[:t]
     text = tokenizer.apply_chat_template(dialogue("a", "b"), tokenize=False)
-    assert (len(list(filter(None, M.cuts(tokenizer).split(text)))) > 1) == cut
+    assert (len(list(filter(None, M.cut_pattern(tokenizer).split(text)))) > 1) == cut
 
 
 def test_a_part_is_tokenized_once(tiny_dir):

@@ -27,7 +27,7 @@ play() {{
 cd {root}
 python tests/toy.py tasks --n 3 --seed 4 | tee {out}/tasks |
     play --model {model} --seed 5 -k 2 --candidates 4 | tee {out}/played | solve |
-    python train_critic.py --model {model} --seed 6 --margin 0 --lr 1e-4 --epochs 1 \
+    python train_critic.py --model {model} --seed 6 --min_gap 0 --lr 1e-4 --epochs 1 \
         --held_out 0 --out {out}/critic | tee {out}/scored |
     python train_policy.py --model {model} --seed 7 --lr 1e-4 --out {out}/policy > {out}/summary
 python colbench.py grade < {out}/played > {out}/graded
@@ -197,8 +197,8 @@ COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     (f"collect.py --model MODEL --human {ROOT}/model.py", BARE, "model.py defines no reply()"),
     ("collect.py --model MODEL --human fixed:no --engine http://127.0.0.1:9", BARE, "no models"),
     ("collect.py --model MODEL --human fixed:no", BARE, "the weights in"),
-    ("collect.py --best_of 2", "", "--critic"), ("collect.py --top_p 1.5", "", "1.5 is above 1"),
-    ("collect.py --temperature nan", "", "nan is below 0"),
+    ("collect.py --best_of 2", "", "--critic"), ("collect.py --top_p 1.5", "", "1.5 is not from"),
+    ("collect.py --temperature nan", "", "nan is not from"),
     ("collect.py --human_params [1", "", "--human_params is no JSON object")]
 
 

@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 import model
 import train_critic
 from colbench import BROWSERS, CACHE, agent_messages
-from conftest import (CPU, ROOT, complaint, dialogue, lines, metrics, records, script, shell, steps,
+from conftest import (CPU, ROOT, complaint, lines, metrics, records, script, shell, steps,
                       succeed, train)
 from test_colbench_environment import repo  # a fixture
 

@@ -220,7 +220,7 @@ def test_nothing_is_learned_of_held_out_tasks(trainer, flags, ranked, tiny_dir, 
 
 
 @pytest.mark.parametrize("trainer, flags", [
-    (train_critic, []), (train_critic, ["--margin", 0]), (train_policy, ["--mix", 0.5]),
+    (train_critic, []), (train_critic, ["--min_gap", 0]), (train_policy, ["--mix", 0.5]),
     (train_policy, ["--loss", "mtdpo"]), (train_policy, ["--loss", "rft"])])
 def test_pairs_do_not_depend_on_the_order_of_records(trainer, flags, ranked, tiny_dir, monkeypatch):
     for r in ranked:
@@ -439,7 +439,7 @@ def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data,
 
     optimizer = torch.optim.AdamW(pi.parameters(), betas=(0.9, 0.95), weight_decay=0)
     batches = [batch for epoch in range(args.epochs)
-               for batch in M.batches(groups, args.batch_size, seed=(args.seed, epoch))]
+               for batch in M.epoch_batches(groups, args.batch_size, seed=(args.seed, epoch))]
     rows = [row for row in metrics(whole(job)[0]) if "held_out_loss" in row]
     measured = {row["step"]: row["held_out_loss"] for row in rows}
     last = len(batches) - 1

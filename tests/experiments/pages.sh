@@ -18,7 +18,7 @@ graded() {
       --model $2 "${@:4}" < $3 | $toy grade
 }
 learn() {  # NAME RECORDS
-  python $E/train_critic.py --model $C --seed $s $FLAGS --out $R/critic-$1 --margin 0.1 --beta 1 \
+  python $E/train_critic.py --model $C --seed $s $FLAGS --out $R/critic-$1 --min_gap 0.1 --beta 1 \
       --lr 4e-4 --batch_size 16 < $R/$2.jsonl
 }
 sweet() { fit $1 --beta 1 --nll_coef 3 --lr 6e-4 --batch_size 32 --logprob_weight $3; }  # NAME MIX WEIGHT
@@ -33,7 +33,7 @@ for s in $SEEDS; do
   play train $B $R/tasks.jsonl -k 4 --candidates 16 --candidates_share 0.5
   stage $tests $toy tasks --usual 0 --split test --n $TESTS
   fit rft --loss rft --lr 5e-4 --epochs 8 < $R/train.jsonl
-  fit mtdpo --loss mtdpo --margin 0.1 --beta 0.3 --nll_coef 3 --lr 3e-4 --batch_size 16 \
+  fit mtdpo --loss mtdpo --min_gap 0.1 --beta 0.3 --nll_coef 3 --lr 3e-4 --batch_size 16 \
       < $R/train.jsonl
   try base rft mtdpo
   for row in $ROWS; do policy $row; done

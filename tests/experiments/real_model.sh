@@ -48,7 +48,7 @@ halves() {  # two processes of one thread, each plays half of the tasks
 }
 learn() {  # NAME RECORDS [FLAGS]
   python $E/train_critic.py --seed $s $FLAGS --save_every 20 --out $R/critic-$1 --model $C \
-      --beta 1 --nll_coef 0.3 --lr 8e-5 --margin 0.3 --epochs $EPOCHS "${@:3}" \
+      --beta 1 --nll_coef 0.3 --lr 8e-5 --min_gap 0.3 --epochs $EPOCHS "${@:3}" \
       < $R/$2.jsonl
 }
 sweet() {  # NAME MIX WEIGHT

@@ -18,13 +18,13 @@ def test_the_loss_is_eq_2_of_values_without_the_nll():
     r = random.Random(0)
     pair, args = M.Pair(tuple("abc"), tuple("def")), SimpleNamespace(beta=0.7, nll_coef=0.5)
     values = {turn: torch.tensor([r.gauss(0, 1)]) for turn in "abcdef"}
-    ref = train_critic.reference(values)
-    loss, got = train_critic.critic_loss(args, pair, values, ref)
+    ref_logps = train_critic.reference_logps(values)
+    loss, got = train_critic.critic_loss(args, pair, values, ref_logps)
     chosen, rejected = (sum(values[turn] for turn in side) for side in ("abc", "def"))
     margin = 0.7 * (chosen - rejected).item()
     assert got.item() == pytest.approx(margin)
     assert loss.item() == pytest.approx(math.log(1 + math.exp(-margin)))
-    assert train_critic.advantage(values["a"], ref["a"]) == values["a"]
+    assert train_critic.advantage(values["a"], ref_logps["a"]) == values["a"]
 
 
 def test_a_turns_value_is_the_head_on_the_mean_state_of_all_its_tokens(tiny_dir, episodes):

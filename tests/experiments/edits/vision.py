@@ -181,7 +181,7 @@ def test_a_critic_that_sees_trains_scores_and_chooses(pages_played, tmp_path):
     agent, played = pages_played
     tiny_that_sees("qwen2_vl", str(tmp_path / "vl"))
     out, flags = tmp_path / "c", [
-        "train_critic.py", "--model", tmp_path / "vl", "--margin", 0.1, "--held_out", 0,
+        "train_critic.py", "--model", tmp_path / "vl", "--min_gap", 0.1, "--held_out", 0,
         "--lr", 3e-3, "--beta", 1, "--epochs", 12, "--batch_size", 4, "--picture_tokens", 60]
     got, (_, *rows, last) = train(played, *flags, "--out", out)
     assert rows[-1]["loss"] < 0.3 < rows[0]["loss"] and last["finished"] == len(rows)
@@ -206,7 +206,7 @@ def test_a_critic_that_sees_trains_scores_and_chooses(pages_played, tmp_path):
 
 def test_a_browser_that_is_not_there_is_told(pages_played, tmp_path):
     tiny_that_sees("qwen2_5_vl", str(tmp_path / "vl"))
-    flags = ["--model", tmp_path / "vl", "--browser", "/nowhere/chromium", "--margin", 0.1]
+    flags = ["--model", tmp_path / "vl", "--browser", "/nowhere/chromium", "--min_gap", 0.1]
     done = script("train_critic.py", *flags, "--out", tmp_path / "c", stdin=pages_played[1])
     complaint(done, "no /nowhere/chromium found")
 
