@@ -348,16 +348,6 @@ def tree_logps(model, tree, anchor=None):
     return model(tree)[tree.index]  # a token that actions share is scored once
 
 
-def tell_cost(model, turns):
-    """Says what it costs if the model computes these turns one by one."""
-    if model.takes_trees or not turns:
-        return
-    rows = [(len(seq), shared) for _, seq, shared in in_order(set(turns))]
-    whole, shared = map(sum, zip(*rows))
-    say("trees do not give this model's log-probs: turn by turn, by its own attention, it computes "
-        f"{whole:,} tokens instead of {whole - shared:,}")
-
-
 def action_lengths(turns):
     """How many tokens each turn's action has."""
     return [len(action) for _, action in turns]
@@ -752,6 +742,7 @@ def read_tree_lm(path, device, dtype):
         fail(f"{path!r} can't be trained: each of its forwards changes the next ones")
     if not computes_trees(model, turns[:2], own_logps):
         lm.set_attn_implementation("eager")
+        say(f"{path} computes no trees: turn by turn, it reads what turns share several times")
     buffers = dict(model.named_buffers(remove_duplicate=False))
     return model, (own_logps, model.config._attn_implementation, buffers)
 

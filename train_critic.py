@@ -76,7 +76,7 @@ import torch.nn.functional as F
 
 from model import (TURN, Pair, accuracy, action_ids, action_logps, actions_of, base_digest,
                    epoch_batches, find_model, load_sharded, packed, pick_dtype, render, restore,
-                   save, save_checkpoint, score, tell_cost, try_save, turns_in, unsharded)
+                   save, save_checkpoint, score, try_save, turns_in, unsharded)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -127,7 +127,6 @@ def train(args, log, device):
 
     model, tokenizer = load_sharded(args.model, device, args)
     try_save(model, tokenizer, args.out)
-    tell_cost(model, ref_turn_of)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
@@ -166,7 +165,6 @@ def load_to_score(args, device):
         args.model = finished_flags(args.out, moved_to).model
     records, ref_turn_of = rank_0_keeps(lambda: read_stdin(args))
     model, _ = load_sharded(args.model, device, args, train=False)
-    tell_cost(model, ref_turn_of)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     if args.out:
         del model  # room for pi

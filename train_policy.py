@@ -68,8 +68,8 @@ import torch
 import torch.nn.functional as F
 
 from model import (TURN, Pair, accuracy, action_logps, base_digest, epoch_batches, find_model,
-                   load_sharded, pick_dtype, restore, save, save_checkpoint, score, tell_cost,
-                   try_save, turns_in, unsharded)
+                   load_sharded, pick_dtype, restore, save, save_checkpoint, score, try_save,
+                   turns_in, unsharded)
 from train_critic import held_out_metrics, hold_out, read_turns, sorted_records, trajectory_pairs
 
 
@@ -119,10 +119,10 @@ def main(args):
 
     model, tokenizer = load_sharded(args.model, device, args)
     try_save(model, tokenizer, args.out)
-    all_turns, ref_logps = turns_in(chain(*groups, held)), {}
-    tell_cost(model, all_turns)
+    ref_logps = {}
     if args.loss != "rft":
-        ref_logps = dict(zip(all_turns, score(model, all_turns, args.tree_tokens, "reference")))
+        turns = turns_in(chain(*groups, held))
+        ref_logps = dict(zip(turns, score(model, turns, args.tree_tokens, "reference")))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
     restore(model, optimizer, log)

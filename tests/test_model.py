@@ -306,7 +306,6 @@ def test_what_is_no_tree_is_computed_turn_by_turn(name, tmp_path, tiny_dir, caps
     plain = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     before = model.tokens
     check_equal_separate(model, plain, turns, 30, 1e-6)
-    M.tell_cost(model, turns)
     whole = sum(len(prompt + action) for prompt, action in set(turns))
     assert not model.takes_trees and capsys.readouterr().err.count("turn by turn") == 1
     assert model.tokens - before == 2 * whole
