@@ -45,8 +45,8 @@ def get_args(argv=None):
     g = p.add_argument_group("human")
     flag(g, "human", None, "https://.../v1 of an LLM (key: OPENAI_API_KEY), fixed:TEXT, or a "
          "FILE.py with reply(task, history), async if it is slow", metavar="WHO")
-    flag(g, "human_params", "{}", "added to the LLM's requests (temperature 0, max_tokens 1024); "
-         'null leaves one out, "model" picks one of several', metavar="JSON")
+    flag(g, "human_params", "{}", "parameters of the LLM, besides temperature 0, max_tokens 1024; "
+         'null leaves one out, "model" names one of several models', metavar="JSON")
     g = p.add_argument_group("sampling")
     flag(g, "temperature", 1.0, "0: greedy")
     flag(g, "top_p", 1.0, "draw each token from the likeliest that sum up to this", least=1e-6,
@@ -90,10 +90,10 @@ from train_critic import advantages, critic_turns, finished_flags, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 EPISODE_FLAGS = ("temperature", "top_p", "max_turns", "max_tokens", "thinking", "seed", "best_of",
-                 "critic", "logprob_weight")  # --resume: all episodes of a file have the same
-COMPUTE = ThreadPoolExecutor(1)  # the thread in which models compute, while coroutines go on
-TREE_TOKENS = 16384  # in one tree of the critic's
-ROOM = 32  # tokens of an action for whose keys there is room at first; the room doubles
+                 "critic", "logprob_weight")  # all episodes of a file have the same ones
+COMPUTE = ThreadPoolExecutor(1)  # one thread for all models, so that coroutines go on meanwhile
+TREE_TOKENS = 16384  # of a tree that the critic computes at once
+ROOM = 32  # tokens of an action for which there is room at first; when full, the room doubles
 
 
 class EpisodeError(Exception):
@@ -107,15 +107,15 @@ class ContextFull(EpisodeError):
 # --- an episode -----------------------------------------------------------------------------------
 
 class Players:
-    """The agent, the human and the critic.
+    """The agent, the human and the critic. The last two may be async.
 
-        await engine(prompt_ids, keys, max_new)  one (token_ids, logprobs) of the agent per key
-        reply(task, history)                     the human's reply
-        critic(task, history, actions)           the actions' advantages
+        await engine(prompt_ids, keys, max_new)  [(token_ids, logprobs)], a message for each key
+        reply(task, history)                     the human's text
+        critic(task, history, actions)           an advantage for each action
 
-    A draw's random numbers are rng(*key); each key begins with (seed, task id, sample). token_ids
-    are at most max_new; the last one is in `stop`, unless max_new cut them. logprobs are those
-    after --temperature and --top_p.
+    A message is drawn by rng(*key); its key begins with (seed, task id, sample). token_ids are at
+    most max_new, and the last one is in `stop`, unless max_new cut them. logprobs are those after
+    --temperature and --top_p.
     """
 
     def __init__(self, args):
@@ -180,7 +180,7 @@ class Players:
     async def add_candidates(self, record, sample):
         """Draws candidates for a dialogue's messages; returns the new fields of its record.
 
-        `meta` tells the settings of the candidates in "candidates", beside those of the dialogue.
+        `meta` has their settings under "candidates", beside those of the dialogue.
         """
         key = self.args.seed, task_id(record["task"]), sample
         n_candidates = self.candidates_per_turn(key)
@@ -198,7 +198,7 @@ class Players:
         return self.args.candidates if has_candidates else 0
 
     async def act(self, task, history, key, n_candidates):
-        """The agent's next message, without its content. key: (seed, task id, sample, turn)."""
+        """The agent's next message, its content still None. key: (seed, task id, sample, turn)."""
         actions, candidates = await self.draw(history, key, self.args.best_of, n_candidates)
         best = actions[0]
         if self.critic:
@@ -233,7 +233,7 @@ class Players:
         texts = self.tokenizer.batch_decode([ids for ids, _ in drawn], skip_special_tokens=True)
         actions = []
         for text, (ids, logprobs) in zip(texts, drawn):
-            finite = all(x is not None and abs(x) < 1000 for x in logprobs)  # -9999: a server's inf
+            finite = all(x is not None and abs(x) < 1000 for x in logprobs)  # -9999: minus inf.
             if not finite or len(logprobs) != len(ids):
                 raise EpisodeError("log-probs are missing, NaN or infinite: are the weights sound?")
             if max(ids) >= len(self.tokenizer):
@@ -266,10 +266,10 @@ def load_function(file, name):
     return defined.get(name) or fail(f"{file} defines no {name}()")
 
 
-async def call(of, *args):
+async def call(function, *args):
     """Calls human or critic. None or a ValueError fails the episode; an OSError ends the run."""
     try:
-        result = of(*args)
+        result = function(*args)
         result = await result if inspect.isawaitable(result) else result
     except (ValueError, NoReference) as e:
         raise EpisodeError(e) from None
@@ -287,7 +287,7 @@ class Endpoint:
     KEY = "OPENAI_API_KEY"
 
     def __init__(self, url, args, body, hint=""):
-        """body: what all requests share. hint: what may help where one is refused."""
+        """body: what all requests share. hint: what may help if the server is up, but one fails."""
         import openai
         os.environ["no_proxy"] = getproxies().get("no", "") + ",localhost,127.0.0.1,::1"
         self.url, self.body, self.hint = url, body, hint
@@ -297,7 +297,7 @@ class Endpoint:
         self.answered, self.failed = 0, set()  # requests; tasks of those since the last answer
 
     async def find_served_model(self):
-        """Sets the model's name and context. The body must name it if the server has several."""
+        """Sets body["model"] and max_context. Of several models the body must name one."""
         with fail_on_error(f"{self.url} lists no models (an address ends in /v1)"):
             client = self.client.with_options(max_retries=0)
             reply = await client.get("/models", cast_to=object)
@@ -309,10 +309,10 @@ class Endpoint:
         self.body["model"], self.max_context = name, served[name] or math.inf
 
     async def request(self, path, task, read, **body):
-        """read(the reply to a request). read() raises a ValueError if the reply is of no use.
+        """read(reply) of a request. read() raises a ValueError if it can't use the reply.
 
-        A failed request fails its episode. It ends the run if the server is down, which answered
-        nothing while the client repeated the request, or if those of 8 tasks in a row failed.
+        A failed request is an EpisodeError. It ends the run if those of 8 tasks failed in a row,
+        or if the server is down and answered nobody while the client repeated this one.
         """
         answered, down = self.answered, False
         try:
@@ -324,7 +324,7 @@ class Endpoint:
             kind, reason = type(e), "the reply is not that of an OpenAI-compatible server"
         except Exception as e:
             kind, reason = type(e), str(e)
-            down = getattr(e, "status_code", 0) not in (400, 413, 422)  # these refuse one request
+            down = getattr(e, "status_code", 0) not in (400, 413, 422)  # of this request alone
         else:
             self.answered += 1
             self.failed.clear()
@@ -332,7 +332,7 @@ class Endpoint:
         self.failed.add(task)
         reason = " ".join(reason.split())[:200]
         error = f"{self.url}: {kind.__name__}: {reason}{'' if down else self.hint}"
-        if down and self.answered == answered or len(self.failed) >= 8:
+        if (down and self.answered == answered) or len(self.failed) >= 8:
             fail(error + "; --resume FILE goes on from what was finished")
         raise EpisodeError(error)
 
@@ -356,12 +356,11 @@ class LLM(Endpoint):
         content = human_prompt(task, history)
         if environment(task).pages:
             try:
-                message = history[-1]["content"]
-                seen = await asyncio.to_thread(self.renderer.pair, task, message)
+                pages = await asyncio.to_thread(self.renderer.pair, task, history[-1]["content"])
             except RenderError as e:
                 return NOT_SEEN.format(e)
             content = [{"type": "text", "text": content}]
-            for page in seen:
+            for page in pages:
                 url = "data:image/png;base64," + base64.b64encode(page["png"]).decode()
                 content.append({"type": "image_url", "image_url": {"url": url}})
         text = await self.request("/chat/completions", task_id(task), reply_text,
@@ -411,9 +410,9 @@ class VllmEngine(Endpoint):
 class Batcher:
     """Computes requests of many coroutines together, in steps.
 
-    The first request starts a step. It waits until no other comes, so that batches are full, and
-    the same in each run. Then compute(new) runs in the thread COMPUTE: it starts the new requests,
-    and must set the `result` of one or more. A step starts the next while any are under way.
+    The first request starts a step. The step waits until no more come: batches are full, and the
+    same in each run. Then compute(new) runs in the thread COMPUTE. It starts the new requests, and
+    must set the `result` of at least one under way. While others are left, the next step follows.
     """
 
     def __init__(self):
@@ -441,7 +440,7 @@ class Batcher:
         self.step = asyncio.ensure_future(self.take_step()) if self.under_way else None
 
     def admit(self):
-        """Takes the requests that start now out of those that wait."""
+        """Takes from the waiting requests those that start now."""
         new, self.waiting = self.waiting, []
         return new
 
@@ -490,10 +489,10 @@ class TransformersEngine(Batcher):
         return await self.submit(prompt=prompt, episode=keys[0][:3], actions=actions)
 
     def admit(self):
-        """Takes the waiting requests for which there is room; one always, if none is under way.
+        """Takes the waiting requests that find room, at least one if no batch is under way.
 
-        They wait until they have a quarter as many actions as the batches, so that batches are
-        few and large.
+        They wait until they have a quarter as many actions as the batches, so that batches are few
+        and large.
         """
         waiting = sum(len(request.actions) for request in self.waiting)
         if waiting < sum(len(batch.actions) for batch in self.batches) / 4:
@@ -514,7 +513,7 @@ class TransformersEngine(Batcher):
         by_prompt = defaultdict(list)  # {prompt: [request]}
         for request in new:
             by_prompt[tuple(request.prompt)].append(request)
-        by_size = defaultdict(list)  # {number of actions: [requests of a prompt]}
+        by_size = defaultdict(list)  # {number of actions: [a prompt's requests]}
         for same in by_prompt.values():
             by_size[sum(len(request.actions) for request in same)].append(same)
         for prompts in by_size.values():
@@ -533,17 +532,16 @@ class TransformersEngine(Batcher):
     def start_batch(self, prompts):
         """Reads prompts in one forward, and draws the first tokens of their actions.
 
-        prompts[i]: the requests that have prompt i; each prompt has as many actions in all.
+        prompts[i]: the requests with prompt i. All prompts have the same number of actions.
         """
         firsts = [same[0] for same in prompts]
         prefill = Prefill([r.prompt for r in firsts], [self.cached_prefix(r) for r in firsts])
-        last = torch.tensor([*itertools.accumulate(prefill.new)], device=DEVICE) - 1
+        last = torch.tensor([*itertools.accumulate(prefill.n_new)], device=DEVICE) - 1
         logits = self.forward([prefill], last)
         for i, same in enumerate(prompts):
-            layers = [kv[i] for kv in prefill.kv]
             for request in same:
                 self.cache.pop(request.episode, None)  # the new entry becomes the last
-                self.cache[request.episode] = request.prompt, layers
+                self.cache[request.episode] = request.prompt, [kv[i] for kv in prefill.kv]
         batch = DecodeBatch(prefill, [[a for r in same for a in r.actions] for same in prompts])
         self.append_tokens(logits.repeat_interleave(batch.n, 0), batch.actions)
         batch.advance()
@@ -551,13 +549,13 @@ class TransformersEngine(Batcher):
             self.batches.append(batch)
 
     def cached_prefix(self, request):
-        """(n, layers), as in Prefill, of its episode's last prompt, else of the latest of all."""
+        """(n, layers) for Prefill, of its episode's last prompt, else of the latest of all."""
         latest = next(reversed(self.cache.values()), ((), None))
         before, layers = self.cache.get(request.episode, latest)
         return min(common_prefix(before, request.prompt), len(request.prompt) - 1), layers
 
     def forward(self, parts, at=0):
-        """(tokens, vocabulary) logits of a Prefill or DecodeBatches; `at`: of these tokens only."""
+        """(tokens, vocabulary) logits of a Prefill or DecodeBatches. at: token indices; 0: all."""
         ids = torch.tensor([t for part in parts for t in part.ids], device=DEVICE)
         positions = torch.cat([part.positions for part in parts])
         return self.lm(input_ids=ids[None], position_ids=positions[None], use_cache=False,
@@ -604,17 +602,17 @@ class Prefill:
     def __init__(self, prompts, prefixes):
         self.prefixes, self.kv = prefixes, []
         self.lengths = [len(prompt) for prompt in prompts]
-        self.new = [len(prompt) - n for prompt, (n, _) in zip(prompts, prefixes)]
+        self.n_new = [len(prompt) - n for prompt, (n, _) in zip(prompts, prefixes)]
         self.ids = [t for prompt, (n, _) in zip(prompts, prefixes) for t in prompt[n:]]
         self.positions = torch.cat([torch.arange(n, len(prompt), device=DEVICE)
                                     for prompt, (n, _) in zip(prompts, prefixes)])
 
     def attend(self, layer, q, k, v, scale, window):
-        """Attention of all new tokens, (tokens, heads, size), each to its prompt up to itself."""
-        new = torch.stack([k, v]).split(self.new, 1)
+        """Attention of the new tokens, (tokens, heads, size), each to its prompt up to itself."""
+        new = torch.stack([k, v]).split(self.n_new, 1)
         self.kv.append([torch.cat([layers[layer][:, :n] if n else x[:, :0], x], 1)
                         for x, (n, layers) in zip(new, self.prefixes)])
-        runs = SimpleNamespace(q=self.new, kv=self.lengths)
+        runs = SimpleNamespace(q=self.n_new, kv=self.lengths)
         return sdpa_kernel(q, *torch.cat(self.kv[-1], 1), runs, scale, window)
 
 
@@ -639,7 +637,7 @@ class DecodeBatch:
         self.prompt_kv = [x.permute(2, 0, 3, 1, 4).contiguous() for x in padded]
         self.row_kv = [x.new_empty(2, len(self.actions), x.shape[2], ROOM, x.shape[4])
                        for x in self.prompt_kv]
-        self.last = -1  # the index in the actions of the tokens that the next forward reads
+        self.last = -1  # index in the actions of the tokens that the next forward reads
 
     def attend(self, layer, q, k, v, scale, window):
         """Attention of the rows' last tokens, (rows, heads, size), to their prompts and actions."""
@@ -647,7 +645,8 @@ class DecodeBatch:
         if self.last == row_kv.shape[3]:  # the room is full: double it
             row_kv = self.row_kv[layer] = torch.cat([row_kv, torch.empty_like(row_kv)], 3)
         row_kv[:, :, :, self.last] = torch.stack([k, v])
-        first = self.last - window if window >= 0 else -math.inf  # below 0: seen of the prompt
+        # the first key that a row sees, counted from its action: the prompt's are below 0
+        first = self.last - window if window >= 0 else -math.inf
         row_k, row_v = row_kv[:, :, :, max(0, first):self.last + 1]
         prompt_k, prompt_v = self.prompt_kv[layer]
         width = prompt_k.shape[2]
@@ -685,18 +684,18 @@ class DecodeBatch:
                 self.prompt_kv = [x[:, prompts] for x in self.prompt_kv]
         self.ids = [action.ids[-1] for action in self.actions]
         goes_on = torch.tensor([not action.ended for action in self.actions], device=DEVICE)
-        # an ended row has position 0: its next one may be beyond the model's
+        # position 0 for ended rows: their own may be beyond the model's last one
         self.positions = (self.lengths[self.prompt_of] + self.last) * goes_on
 
     def tokens(self):
-        """Of how many tokens it has room for keys and values."""
+        """How many tokens it has room for, of prompts and rows."""
         return (len(self.lengths) * self.prompt_kv[0].shape[3]
                 + len(self.actions) * self.row_kv[0].shape[3])
 
 
 def engine_attention(module, query, key, value, attention_mask, scaling=None, parts=(),
                      sliding_window=None, **kwargs):
-    """transformers' form: (1, heads, tokens, size), part by part, to (1, tokens, heads, size)."""
+    """Attention of each part in turn: (1, heads, tokens, size) to (1, tokens, heads, size)."""
     window = sliding_window - 1 if sliding_window else -1  # keys seen before a token's own; -1: all
     sizes = [len(part.ids) for part in parts]
     qkv_of = zip(*(x[0].transpose(0, 1).split(sizes) for x in (query, key, value)))
@@ -718,7 +717,7 @@ def finished_episodes(path, meta):
     """
     done = set()
     with fail_on_error(f"--resume {path}"), open(path, "rb+") as f:
-        last = b"".join(deque(f, maxlen=1))  # the last line
+        last = b"".join(deque(f, maxlen=1))  # b"" of an empty file
         if last.startswith(b"{") and not last.endswith(b"\n"):
             try:
                 json.loads(last)
@@ -738,10 +737,10 @@ def finished_episodes(path, meta):
 
 
 def read_jobs(args, done):
-    """Yields (record, sample) of each episode to play, one not in `done`; fills in its task.
+    """Yields (record, sample) of each episode that is not in `done`; its task gets kind and id.
 
-    A task's episodes are numbered from 0, and a task that comes again counts on. A dialogue keeps
-    its own `sample`, or the next number that is free.
+    A task's samples count from 0, and on where the task comes again. A dialogue keeps its own
+    `sample`; without one, or if another has it, it gets the next number.
     """
     next_sample, taken = {}, set()  # {task id: sample}; (task id, sample)
     for record in read_jsonl(sys.stdin, needs()):
