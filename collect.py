@@ -324,7 +324,7 @@ class Endpoint:
             kind, reason = type(e), "the reply is not that of an OpenAI-compatible server"
         except Exception as e:
             kind, reason = type(e), str(e)
-            down = getattr(e, "status_code", 0) not in (400, 413, 422)  # of this request alone
+            down = getattr(e, "status_code", 0) not in (400, 413, 422)  # refused, not down
         else:
             self.answered += 1
             self.failed.clear()
