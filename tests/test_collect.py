@@ -147,7 +147,7 @@ def test_a_file_is_resumed_with_the_flags_and_weights_that_played_it(tasks, epis
     file, (missing, *others) = tmp_path / "all.jsonl", episodes
     file.write_text(lines(others))
     assert missing["meta"]["model_weights"] == M.weights_digest(tiny_dir)
-    for name in ("model_weights", *collect.SAME):
+    for name in ("model_weights", *collect.EPISODE_FLAGS):
         with pytest.raises(SystemExit, match=f"--resume {file} holds episodes with {name} "):
             collect.finished_episodes(file, {**missing["meta"], name: "another"})
     resume = [*PLAY, "--resume", file, "--human", "fixed:no"]
@@ -253,6 +253,14 @@ def test_a_human_is_a_file_with_a_function(kind, tasks, tiny_dir, tmp_path):
                                    "the human's reply is no text: 5",
                                    "no such task")):
         assert f"task {name}, sample 0 failed: {why}" in done.stderr and done.returncode == 1
+
+
+def test_half_a_character_in_a_humans_reply_is_replaced(tasks, tiny_dir, tmp_path):
+    """No tokenizer takes it."""
+    (tmp_path / "human.py").write_text("reply = lambda task, history: 'a\\udc80b'\n")
+    flags = ["--human", tmp_path / "human.py", "--max_tokens", 5, "--max_turns", 2]
+    (r,) = records(play(tiny_dir, tasks[:1], *flags).stdout)
+    assert r["dialogue_history"][2]["content"] == "a?b"
 
 
 def test_a_template_without_a_generation_prompt_is_refused(tasks, tiny_dir, tmp_path):

@@ -258,8 +258,8 @@ def test_the_engine_does_not_get_the_humans_key(monkeypatch):
 
 
 async def chat_with(one, task="t"):
-    return await one.ask("/chat/completions", task, collect.said,
-                         messages=[{"role": "user", "content": "x"}])
+    return await one.request("/chat/completions", task, collect.reply_text,
+                             messages=[{"role": "user", "content": "x"}])
 
 
 def test_what_is_wrong_with_one_request_is_an_error_of_its_episode(monkeypatch):

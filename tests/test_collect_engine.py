@@ -54,7 +54,7 @@ def test_draws_are_those_of_separate_forwards_in_any_company(family, monkeypatch
             again |= play(engine, part)
         tokens = lambda played: {key: [a for a, _ in of] for key, (_, of) in played.items()}
         assert tokens(again) == tokens(together)
-    assert not engine.groups and not engine.under_way and not engine.waiting
+    assert not engine.batches and not engine.under_way and not engine.waiting
     lm.set_attn_implementation("sdpa")
     lengths = set()
     for prompt, drawn in together.values():
@@ -73,9 +73,9 @@ def test_a_token_is_read_once(monkeypatch):
     """A prompt for all its draws, an episode's next one as far as it is new."""
     engine, read = engine_of(two_models("llama")[1], monkeypatch, "--temperature", 0), []
     forward = engine.forward
-    monkeypatch.setattr(engine, "forward", lambda groups, *at: (
-        read.append(sum(len(x.ids) for x in groups if isinstance(x, collect.Reading))),
-        forward(groups, *at))[1])
+    monkeypatch.setattr(engine, "forward", lambda parts, *at: (
+        read.append(sum(len(x.ids) for x in parts if isinstance(x, collect.Prefill))),
+        forward(parts, *at))[1])
 
     async def ask(prompt, episode, draws):
         return await engine(prompt, [(0, "task", episode, 0, j) for j in range(draws)], MOST)
@@ -118,6 +118,6 @@ def test_bf16_draws_in_fp32(monkeypatch):
     want = logits.float().log_softmax(-1)
     engine, r = engine_of(lm, monkeypatch), random.Random(0)
     for _ in range(200):
-        token, logp = engine.choose(logits, [r])
+        token, logp = engine.sample(logits, [r])
         assert torch.allclose(logp, want.gather(1, token), rtol=0, atol=1e-6)
     play(engine, range(2))
