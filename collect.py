@@ -28,9 +28,9 @@ from functools import cached_property
 from types import SimpleNamespace
 from urllib.request import getproxies
 
-from colbench import (NOT_SEEN, GraderError, NoReference, Renderer, RenderError, agent_messages,
-                      answers, browser_flag, cpus, environment, first_message, human_prompt,
-                      kind_of, needs, read_action, redact, task_id, without_thinking)
+from colbench import (NOT_SEEN, GraderError, Renderer, RenderError, answered, browser_flag, cpus,
+                      environment, first_message, human_prompt, is_answer, kind_of, needs,
+                      read_action, redact, task_id, without_thinking)
 
 
 def get_args(argv=None):
@@ -172,9 +172,9 @@ class Players:
             if answer is not None:
                 break
             history.append({"role": "user", "content": await self.human(task, history)})
-        answer = environment(task).answer(history, answer)
+        answer = environment(task).final_answer(history, answer)
         return {"sample": sample, "dialogue_history": history, "answer": answer or "",
-                "answered": answers(message), "meta": self.meta}
+                "answered": is_answer(message), "meta": self.meta}
 
     async def add_candidates(self, record, sample):
         """Gives the agent's messages of a dialogue candidates; returns its record's new fields.
@@ -187,9 +187,8 @@ class Players:
             message.pop("candidates", None)  # another model's
             if n_candidates:
                 _, message["candidates"] = await self.draw(history, (*key, turn), 0, n_candidates)
-        answered = any(map(answers, agent_messages(record)[-1:]))
         meta = {"thinking": self.args.thinking, "candidates": self.meta}
-        return {"sample": sample, "answered": record.get("answered", answered), "meta": meta}
+        return {"sample": sample, "answered": answered(record), "meta": meta}
 
     def n_candidates(self, key):
         """How many candidates each turn of an episode gets. key: (seed, task id, sample)."""
@@ -260,7 +259,7 @@ async def ask(function, *args):
     try:
         result = function(*args)
         result = await result if inspect.isawaitable(result) else result
-    except (ValueError, NoReference) as e:
+    except ValueError as e:
         raise EpisodeError(e) from None
     except (OSError, GraderError) as e:  # of a connection, a browser
         fail(f"human or critic: {type(e).__name__}: {e}")
@@ -522,7 +521,7 @@ class LLM(Endpoint):
 
     async def reply(self, task, history):
         content = human_prompt(task, history)
-        if environment(task).pages:
+        if environment(task).shows_pages:
             try:
                 message = history[-1]["content"]
                 seen = await asyncio.to_thread(self.renderer.pair, task, message)
@@ -534,7 +533,7 @@ class LLM(Endpoint):
                 content.append({"type": "image_url", "image_url": {"url": url}})
         reply = await self.ask("/chat/completions", task_id(task), said,
                                messages=[{"role": "user", "content": content}])
-        return reply if environment(task).pages else redact(reply, task["ground_truth"])
+        return reply if environment(task).shows_pages else redact(reply, task["ground_truth"])
 
 
 def said(reply):

@@ -322,7 +322,7 @@ def test_an_answer_cannot_read_an_earlier_one(grader):
     grader.claims(f"def {mark}(): return '{mark}' * 50", [f"{mark}()"] * 3)
     if os.geteuid():
         pytest.skip("only root may read a server's memory: it is not dumpable")
-    for server in (server for team in grader.teams for server in team.values()):
+    for server in (server for team in grader.workers for server in team.values()):
         pid = server.process.pid
         with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb") as memory:
             for line in maps:
@@ -434,12 +434,12 @@ def test_a_grade_that_raises_loses_its_own_record_alone(fatal, message, monkeypa
 def test_a_killed_server_is_started_again():
     with Grader(workers=1) as g:
         _, imports, plain = range(3)
-        os.kill(g.teams[0][plain].process.pid, signal.SIGKILL)
+        os.kill(g.workers[0][plain].process.pid, signal.SIGKILL)
         assert g.grade(DOUBLE, HONEST)["reward"] == 1
         # while an answer runs: again on a new server, or an error, but never a verdict
         slow = "import time\ndef f(x):\n    time.sleep(.3)\n    return x * 2"
         assert g.grade(DOUBLE, slow)["reward"] == 1
-        victim = g.teams[0][imports].process.pid
+        victim = g.workers[0][imports].process.pid
         threading.Timer(.2, os.kill, [victim, signal.SIGKILL]).start()
         assert g.grade(DOUBLE, slow)["reward"] == 1
 
@@ -447,7 +447,7 @@ def test_a_killed_server_is_started_again():
 def test_a_grader_that_cannot_work_says_so(monkeypatch):
     with Grader(workers=1) as g:
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        g.teams[0].pop(2).stop()
+        g.workers[0].pop(2).stop()
         with pytest.raises(GraderError):
             g.grade(DOUBLE, HONEST)
     monkeypatch.undo()
