@@ -163,9 +163,11 @@ def read_action(output, last):
     if has_output and (not answer_began or ANSWER in sent):
         output = sent
     content = output.strip()
-    _, has_answer, answer = content.partition(ANSWER)
+    before, has_answer, answer = content.partition(ANSWER)
     if not has_answer:
         return content, content if last else None
+    if before.endswith("**"):  # ANSWER is in bold
+        answer = answer.removeprefix("**")
     return content, answer.strip()
 
 
