@@ -1153,14 +1153,17 @@ def get_args(argv=None):
 def grade(args, emit):
     """Adds the reward to records that have task and answer."""
     rewards, failed, names = [], 0, set()
-    for record in grade_records(read_jsonl(sys.stdin, needs("answer", to_grade=True)), args):
-        emit(record)
-        rewards.append(record["reward"])
-        failed += "failure" in record
-        name = environment(record["task"]).reward_name
-        names.add(f"{name} by {record.get('reward_by', 'own rules')}")
-    mean = 100 * sum(rewards) / max(1, len(rewards))
-    say(f"{len(rewards)} answers: {mean:.1f} % {', '.join(sorted(names))}; {failed} failed")
+    try:
+        for record in grade_records(read_jsonl(sys.stdin, needs("answer", to_grade=True)), args):
+            emit(record)
+            rewards.append(record["reward"])
+            failed += "failure" in record
+            name = environment(record["task"]).reward_name
+            names.add(f"{name} by {record.get('reward_by', 'own rules')}")
+    finally:  # also if other records could not be graded
+        if rewards:
+            mean = f"{100 * sum(rewards) / len(rewards):.1f} % {', '.join(sorted(names))}"
+            say(f"{len(rewards)} answers: {mean}; {failed} failed")
 
 
 def check(args, emit):

@@ -412,7 +412,10 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(monkeypatch):
 @pytest.mark.parametrize("fatal, message", [
     (None, "3 answers could not be graded"), (GraderError("no sandbox"), "no sandbox")])
 def test_a_grade_that_raises_loses_its_own_record_alone(fatal, message, monkeypatch, capsys):
-    """It is said and left out, and ends the program after all the others; a GraderError at once."""
+    """It is said and left out, and ends the program after all the others; a GraderError at once.
+
+    The mean of those graded is said, too.
+    """
     class Odd(module.Environment):
         def grade(self, task, answer):
             time.sleep(random.random() / 100)
@@ -420,15 +423,17 @@ def test_a_grade_that_raises_loses_its_own_record_alone(fatal, message, monkeypa
                 raise errors[answer]
             return {"reward": 1.0}
     monkeypatch.setitem(module.ENVIRONMENTS, "odd", Odd)
+    monkeypatch.setattr(module, "read_jsonl", lambda *_: given)
     odd = {"kind": "odd", "problem_description": "d", "ground_truth": "g"}
     given = [{"task": odd, "answer": i} for i in range(40)]
     errors, done = {3: ValueError("one\ntwo"), 17: KeyError(3), 39: RecursionError()}, []
     errors |= {20: fatal} if fatal else {}
     with pytest.raises((SystemExit, GraderError), match=message):
-        for r in grade_records(given, SimpleNamespace(workers=2)):
-            done.append(r["answer"])
+        module.grade(SimpleNamespace(workers=2), lambda r: done.append(r["answer"]))
     assert done == [i for i in range(20 if fatal else 40) if i not in errors]
-    assert "ValueError: one?two\n" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "ValueError: one?two\n" in told
+    assert f"\n{len(done)} answers: 100.0 % reward by own rules; 0 failed\n" in told
 
 
 def test_a_killed_server_is_started_again():
