@@ -66,8 +66,8 @@ class System:
                 if "reward_by" in record:
                     self.graders.add(record["reward_by"])
         self.clusters = {}  # sorted, and sums of the sorted: the order of lines changes nothing
-        for cluster, metrics in sorted(fractions.items()):
-            self.clusters[cluster] = {name: np.sum(sorted(of), 0) for name, of in metrics.items()}
+        for cluster, found in sorted(fractions.items()):
+            self.clusters[cluster] = {metric: np.sum(sorted(x), 0) for metric, x in found.items()}
         self.tasks = {task for task, _ in self.clusters}
 
     def sums(self, metric, clusters):
