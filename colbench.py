@@ -8,36 +8,39 @@ One record is one line of JSON, and every stage adds fields to it: README, "One 
 from utils import digest, fail, flag, open_stdout, parser, read_jsonl, refuse_unread, run, say
 
 import asyncio
-import collections
 import concurrent.futures
 import contextlib
 import functools
 import html
-import inspect
 import io
-import json
-import math
-import os
-import pathlib
 import platform
 import queue
-import re
 import shutil
-import socket
-import struct
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 import urllib.parse
-from hashlib import sha256
+# The program of the fork server, below, imports the others: json, os, re and so on.
 
 
 ANSWER = "I WANT TO ANSWER:"   # what follows is the final answer
 OUTPUT = "OUTPUT:"             # what stands before is the agent's private thought
 HIDDEN = "Hidden reference:\n{hidden}\n\n"  # before a conversation that critic or pi_ref reads
 NOT_SEEN = "i can't see your page: {}"
+GRADED = "reward", "tests", "failure", "reward_by"  # the fields that a grader gives a record
+
+
+class GraderError(Exception):
+    """The grader itself failed: never a verdict on an answer."""
+
+
+class RenderError(Exception):
+    """Why a page has no picture."""
+
+
+class NoReference(ValueError):
+    """A task's reference page can't be drawn, which is an error of the task."""
 
 
 # --- the episode: what the agent sees, what an action means ---------------------------------------
@@ -67,12 +70,9 @@ def agent_messages(record):
 
 
 def kind_of(task):
-    """The task's kind, a key of ENVIRONMENTS; ValueError if it is unknown.
-
-    Published tasks have no `kind`. Without tests and with a page as reference it is "frontend".
-    """
+    """The task's kind, a key of ENVIRONMENTS; ValueError if it is unknown."""
     kind = task.get("kind")
-    if kind is None:
+    if kind is None:  # a published task
         is_page = re.search("<(html|body)", str(task.get("ground_truth")), re.I)
         kind = "frontend" if is_page and "test_cases" not in task else "backend"
     if kind not in ENVIRONMENTS:
@@ -89,26 +89,26 @@ def environment(task):
 def needs(*fields, to_grade=False, to_train=False):
     """For read_jsonl: a function of a record that lists the fields the record must have.
 
-    These are the task's description and reference, and `fields`. The task's kind must be known, and
-    two tasks may not share an id. to_grade: also what the kind's `grade` reads. to_train: the agent
-    must say something.
+    These are the task's description and reference, `fields`, and with to_grade what the kind's
+    `grade` reads. ValueError: the kind is unknown, or another task has the same id. With to_train
+    also: the agent says nothing, or a field would change what it reads or learns (refuse_unread).
     """
-    text_of = {}  # of a task id
+    texts_by_id = {}  # {task id: hash of the task's description and reference}
 
-    def need(record):
+    def required(record):
         task = record.get("task", {})
         kind = environment(task)
         if "problem_description" in task and "ground_truth" in task:
-            text = hash((task["problem_description"], task["ground_truth"]))
-            if text_of.setdefault(task_id(task), text) != text:
+            texts = hash((task["problem_description"], task["ground_truth"]))
+            if texts_by_id.setdefault(task_id(task), texts) != texts:
                 raise ValueError(f"another task above has the id {task_id(task)}, too")
         if to_train and "dialogue_history" in record and not agent_messages(record):
             raise ValueError("the agent says nothing in dialogue_history")
         if to_train:
             refuse_unread(record, record.get("dialogue_history", ()))
-        graded = kind.fields if to_grade else ()
+        graded = kind.required_fields if to_grade else ()
         return ["task.problem_description", "task.ground_truth", *graded, *fields]
-    return need
+    return required
 
 
 def first_message(task, max_turns):
@@ -120,10 +120,7 @@ def first_message(task, max_turns):
 
 
 def human_prompt(task, history):
-    """What an LLM that plays the human reads: its kind's prompt, filled in.
-
-    The dialogue in it lacks the first message, the agent's instructions.
-    """
+    """What an LLM that plays the human reads. The dialogue lacks the agent's instructions."""
     prompt = environment(task).human_prompt
     if not prompt:
         fail(f"tasks of kind {kind_of(task)} have no prompt for an LLM human")
@@ -134,19 +131,13 @@ def human_prompt(task, history):
 
 
 def fill(prompt, **values):
-    """The prompt with each {name} replaced by its value.
-
-    In one pass, and not by str.format: prompts and tasks may hold braces.
-    """
+    """The prompt with each {name} replaced by its value. Other braces stay, also a value's."""
     return re.sub("{(%s)}" % "|".join(values), lambda match: str(values[match[1]]), prompt)
 
 
-def redact(reply, hidden):
-    """The reply with "[...]" for each line of hidden code that it quotes, however spaced.
-
-    Lines of fewer than 12 characters do not count.
-    """
-    lines = {"".join(line.split()) for line in hidden.splitlines()}
+def redact(reply, reference):
+    """The reply with "[...]" for each reference line of 12 or more characters that it quotes."""
+    lines = {"".join(line.split()) for line in reference.splitlines()}  # however spaced
     for line in sorted(lines, key=len, reverse=True):
         if len(line) >= 12:
             reply = re.sub(r"\s*".join(map(re.escape, line)), "[...]", reply)
@@ -160,26 +151,36 @@ def without_thinking(output):
 
 
 def read_action(output, last):
-    """(content, answer) of a raw action: what the human is shown, and the final answer or None.
+    """(what the human is shown, the final answer or None) of what the agent's model wrote.
 
-    In the last round (`last`) a message that is no answer counts as one, as in the benchmark.
+    In the last round (`last`) a message without ANSWER is an answer, too, as in the benchmark.
     """
     output = without_thinking(output)
     thought, has_output, sent = output.partition(OUTPUT)
-    # "OUTPUT:" is a part of the answer's code, unless the thought only mentions the marker
+    # A line that begins with ANSWER begins the answer, and OUTPUT after it is part of its code,
+    # such as print("OUTPUT:"). But if ANSWER comes again after OUTPUT, the thought only named it.
     answer_began = re.search(rf"^[^\w\n]*{re.escape(ANSWER)}", thought, re.M)
-    is_code = answer_began and ANSWER not in sent
-    content = (sent if has_output and not is_code else output).strip()
-    _, has_answer, answer = content.partition(ANSWER)
-    if has_answer:
-        return content, answer.strip()
-    return content, content if last else None
+    if has_output and (not answer_began or ANSWER in sent):
+        output = sent
+    content = output.strip()
+    before, has_answer, answer = content.partition(ANSWER)
+    if not has_answer:
+        return content, content if last else None
+    if before.endswith("**"):  # ANSWER is in bold
+        answer = answer.removeprefix("**")
+    return content, answer.strip()
 
 
-def answers(action):
-    """Whether a message or candidate of the agent hands in an answer, and so ends the episode."""
+def is_answer(action):
+    """Whether a message or candidate of the agent hands in an answer, which ends the episode."""
     text = action.get("output") or action.get("content") or ""
     return read_action(text, last=False)[1] is not None
+
+
+def answered(record):
+    """The record's `answered`, else whether the agent's last message is an answer."""
+    agent = agent_messages(record)
+    return record.get("answered", bool(agent) and is_answer(agent[-1]))
 
 
 def extract_page(text):
@@ -196,44 +197,40 @@ def extract_page(text):
 class Environment(contextlib.ExitStack):
     """One kind of task: what agent and human read, what the answer is, and how it is graded.
 
-    The class knows the task. An instance grades; it is shared by threads, and `with` ends what it
-    has opened. args: the flags of `colbench.py grade`.
+    The class knows the task. An instance grades, in several threads at once. It is an ExitStack,
+    so that `with` ends what it has entered. args: the flags of `colbench.py grade`.
     """
     agent_prompt = "{problem_description}"  # may hold {max_turns}, {ANSWER} and {OUTPUT}, too
     human_prompt = None             # for an LLM that plays the human; see human_prompt()
     reply_chars = 400               # the human's reply is cut here
-    pages = False                   # True: answers are web pages, at which an LLM human looks
-    fields = ()                     # what grade reads of a task beyond description and reference
+    shows_pages = False             # True: answers are web pages, at which an LLM human looks
+    required_fields = ()            # what grade reads of a task beyond description and reference
     reward_name = "reward"          # in messages; its first word heads a column of evaluate.py
 
     def __init__(self, args):
         super().__init__()
 
     @classmethod
-    def answer(cls, history, final):
-        """The answer of a dialogue; final: what the agent's last message hands in, or None."""
-        return final
+    def final_answer(cls, history, handed_in):
+        """The answer of a dialogue. handed_in: that of the agent's last message, or None."""
+        return handed_in
 
     @classmethod
     def metrics(cls, record):
         """{name: (numerator, denominator)} of a graded record, for evaluate.py.
 
         A system's value is the sum of the numerators over that of the denominators. Reward, turns
-        and tokens are measured anyway.
+        and tokens are measured for every kind.
         """
-        agent = agent_messages(record)
-        answered = record.get("answered", bool(agent) and answers(agent[-1]))
-        return {"success": (record["reward"] >= 1, 1), "unanswered": (not answered, 1)}
+        return {"success": (record["reward"] >= 1, 1), "unanswered": (not answered(record), 1)}
 
     def grade(self, task, answer):
         """{"reward": 0 to 1} and what else the record should keep.
 
-        "failure" says what failed, "reward_by" who graded. Rewards of two graders don't compare.
+        "failure" says what failed, "reward_by" who graded: rewards of two graders don't compare.
         """
         fail(f"{type(self).__name__} grades nothing: it needs a method grade")
 
-
-# --- Backend Programming: functions ---------------------------------------------------------------
 
 class Functions(Environment):
     """Backend Programming: the answer is a function, the reward the share of tests it passes."""
@@ -260,7 +257,7 @@ The conversation so far:
 Answer the assistant's last message as that colleague, in at most two short sentences. Tell only \
 what was asked for, and only what the function settles; where it settles nothing, say that you do \
 not mind. Write no code, quote none, and do not mention that a function exists."""
-    fields = ("task.test_cases",)
+    required_fields = ("task.test_cases",)
     reward_name = "tests passed"
 
     def __init__(self, args):
@@ -272,13 +269,8 @@ not mind. Write no code, quote none, and do not mention that a function exists."
         return {**self.grader.grade(task, answer), "reward_by": self.reward_by}
 
 
-# --- Frontend Design: pages -----------------------------------------------------------------------
-
 class Pages(Environment):
-    """Frontend Design: the answer is a web page, the reward how alike it and the reference look.
-
-    The likeness is CLIP's. A page that can't be drawn is worth 0, and "failure" says why.
-    """
+    """Frontend Design: the answer is a web page, the reward CLIP's likeness to the reference."""
     agent_prompt = """You build a web page for a colleague who has a certain page in mind; below \
 is how they describe it. In each message send one complete page, from <html> to </html>, with \
 Tailwind's classes (link https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css) \
@@ -297,15 +289,16 @@ layout, colours, sizes and texts, said of your page as it should be. Write no co
 mention pictures."""
     reply_chars = 1000
     reward_name = "likeness"
-    pages = True
+    shows_pages = True
 
     def __init__(self, args):
         super().__init__(args)
-        self.reward_by, self.likeness = "clip", Clip(args.clip)  # likeness(page, reference)
+        self.reward_by = "clip"
+        self.likeness = Clip(args.clip)  # likeness(page, reference)
         self.renderer = self.enter_context(Renderer(args.workers, args.browser))
 
     @classmethod
-    def answer(cls, history, final):
+    def final_answer(cls, history, handed_in):
         """The last page that the agent has shown."""
         shown = [extract_page(m["content"]) for m in history if m["role"] == "assistant"]
         return next(filter(None, reversed(shown)), "")
@@ -324,23 +317,26 @@ mention pictures."""
 
 # --- the grader: a sandbox ------------------------------------------------------------------------
 #
+# An answer is code that nobody has read. It runs in a child: a forked process that has given up all
+# system calls but CALLS, and so files, processes, network, signals and shared memory, even as root.
+# Limits bound its memory, and a kill its time. Its one way out is a socket, the wire. There it
+# sends a claim for each test: what the test gave. From the first line of the answer on the child
+# may claim anything. The next section makes verdicts of claims.
+#
 # grader --"f", a wire, a file with the request--> fork server --fork--> child: confines itself,
 #    \______________________a claim for each test_________________________/  runs the answer
 #
 # The fork server never sees code, values or references, so a child inherits nothing worth reading.
-# From the first line of an answer's code on, the child belongs to the answer: what it sends is a
-# claim. The next section makes verdicts of claims. Seccomp stops files, processes, network, signals
-# and shared memory, also for root; limits and the kill of the child stop memory and time.
 
 LIMITS = {
-    "test": 1, "answer": 6,  # seconds of a CPU; a reference gets three times as much
-    "wall": 10,              # times as many seconds on the wall: for an answer that sleeps
-    "memory": 1 << 30,       # bytes of a child
+    "test": 1, "answer": 6,  # CPU seconds for one test, for all; a reference gets three times these
+    "wall": 10,              # so many seconds on the wall count as one: an answer may sleep
+    "memory": 1 << 30,       # bytes that a child may map
     "code": 1 << 18,         # characters of an answer
-    "claim": 200}            # bytes
+    "claim": 200}            # bytes of a claim
 
-# The system calls that a child may make: name, number on x86_64, on aarch64. All others fail with
-# EPERM: it opens no file, no socket and no process.
+# The system calls that a child may make: name, number on x86_64, number on aarch64. All others
+# fail with EPERM: a child opens no file, no socket and no process.
 CALLS = """
 read 0 63   write 1 64   close 3 57   fstat 5 80   lseek 8 62   mmap 9 222   mprotect 10 226
 munmap 11 215   brk 12 214   mremap 25 216   rt_sigaction 13 134   rt_sigprocmask 14 135
@@ -357,28 +353,31 @@ LIBRARY = [*(name for name in sorted(sys.stdlib_module_names) if name[0] != "_")
            "_strptime", "_pylong"]
 MORE = """numpy.fft numpy.ma numpy.polynomial numpy.random sympy.assumptions sympy.codegen.ast
 sympy.combinatorics sympy.concrete.delta sympy.integrals sympy.sets sympy.stats""".split()
-# A fork of fewer modules is up to ten times as fast: (words in an answer or its tests, modules of
-# its fork server).
-SERVERS = [("|".join(name.partition(".")[0] for name in MORE), LIBRARY + MORE),
-           (r"import|code\(|bytes\(|bytearray\(|str\([^)]*,", LIBRARY), ("", ["_pylong"])]
+# (pattern, modules of a fork server). The first row whose pattern occurs in an answer or its tests
+# runs it: a fork of fewer modules is up to ten times as fast. The first pattern: numpy|sympy.
+SERVERS = [("|".join(sorted({name.partition(".")[0] for name in MORE})), LIBRARY + MORE),
+           (r"import|code\(|bytes\(|bytearray\(|str\([^)]*,", LIBRARY),
+           ("", ["_pylong", "unicodedata"])]  # for huge numbers, for "\N{...}"
 
 
 def seccomp_filter():
-    """The BPF program that allows CALLS."""
+    """The BPF program that allows CALLS, as bytes."""
     machines = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
     if platform.machine() not in machines:
         raise GraderError(f"no sandbox on {platform.machine()}: its system calls are not listed")
     column, arch = machines[platform.machine()]
-    load, keep, equal, above, leave = 0x20, 0x54, 0x15, 0x35, 0x06  # of equal, above: jump if
-    allow, deny, kill = (leave, 0, 0, 0x7FFF0000), (leave, 0, 0, 0x00050001), (leave, 0, 0, 1 << 31)
-    # no other process's clock; a futex waits or wakes, within the process
-    clock = [(load, 0, 0, 16), (above, 0, 1, 16), deny, allow]
-    futex = [(load, 0, 0, 24), (keep, 0, 0, 0xFFFFFEFF)]
-    for operation in 128, 129, 137, 138:
+    # A step: (operation, steps to skip if it is true, if it is false, value). What `load` loads: 0
+    # the call's number, 4 the machine, 16 and 24 the first two arguments.
+    load, mask, equal, at_least, ret = 0x20, 0x54, 0x15, 0x35, 0x06
+    allow, deny, kill = (ret, 0, 0, 0x7FFF0000), (ret, 0, 0, 0x00050001), (ret, 0, 0, 1 << 31)
+    # other processes' clocks have numbers from 16 on
+    clock = [(load, 0, 0, 16), (at_least, 0, 1, 16), deny, allow]
+    futex = [(load, 0, 0, 24), (mask, 0, 0, 0xFFFFFEFF)]
+    for operation in 128, 129, 137, 138:  # wait or wake, within the process
         futex += [(equal, 0, 1, operation), allow]
     futex += [deny]
-    checks = {"futex": futex, **dict.fromkeys(["clock_gettime", "clock_getres", "clock_nanosleep"],
-                                              clock)}
+    checks = {"futex": futex, "clock_gettime": clock, "clock_getres": clock,
+              "clock_nanosleep": clock}
     program = [(load, 0, 0, 4), (equal, 1, 0, arch), kill, (load, 0, 0, 0)]
     for name, number in zip(CALLS.split()[::3], map(int, CALLS.split()[column::3])):
         check = checks.get(name, [allow])
@@ -392,7 +391,6 @@ def seccomp_filter():
 import builtins, collections.abc, contextlib, ctypes, datetime, gc, importlib, json, math
 import numbers, os, pathlib, pkgutil, re, resource, signal, socket, struct, symtable, sys
 import textwrap, types, uuid
-import unicodedata  # for "\N{...}", which a child can't import
 from hashlib import sha256
 
 
@@ -417,10 +415,7 @@ FIRST_LINE = re.compile(  # of code, and seldom of prose
 
 
 def possible_code(answer):
-    """Texts that may be an answer's code: the whole, what stands in fences, runs of lines.
-
-    A run begins with a line of code and ends before the one at which it is no more Python.
-    """
+    """Texts that may be an answer's code: the whole, what stands in fences, runs of lines."""
     yield answer
     text = re.sub("[\u200b\u2060\ufeff]", "", answer)  # invisible, and no Python
     text = text.replace("\xa0", " ").replace("\r\n", "\n")
@@ -428,7 +423,7 @@ def possible_code(answer):
         yield textwrap.dedent(block.partition("\n")[2])
     lines, start, budget = text.split("\n"), 0, 1 << 20  # characters to compile in all
     while start < len(lines) and budget > 0:
-        run = []
+        run = []  # from a line of code on, as far as it is Python
         if code := FIRST_LINE.match(lines[start]):
             run = [line.removeprefix(code[1]) for line in lines[start:]]
         while run and budget > 0:
@@ -529,14 +524,13 @@ TEXTS = [  # classes, and their values as text; the first row counts
 
 
 def claim(codes, test, official):
-    """What a child says of one test, which runs in a fresh module: "value " and a hash of it,
-    "refused " and why the value has no text, or "none".
-    """
-    module = sys.modules["answer"] = types.ModuleType("answer")
+    """What a child says of a test: "value " and the value's hash, "none", or "refused " and why."""
+    module = sys.modules["answer"] = types.ModuleType("answer")  # for each test a fresh one
     space = vars(module)
     # the released scorer's exec inside a function has two namespaces: what the code defines
     # at its top level is invisible from inside its functions
-    local, error = {} if official else space, None
+    local = {} if official else space
+    error = None
     for code in codes:
         try:
             exec(code, space, local)
@@ -560,8 +554,8 @@ def claim(codes, test, official):
         return f"refused {type(e).__name__}: {e}"
 
 
-def run_tests(request, wire, room):
-    """Runs {text, tests, official}; sends a claim of at most `room` bytes for each test."""
+def run_tests(request, wire, claim_bytes):
+    """Runs {text, tests, official}; sends a claim of at most claim_bytes for each test."""
     text, official = request["text"], request["official"]
     tests, used, error = [], set(), None
     for test in request["tests"]:
@@ -581,59 +575,61 @@ def run_tests(request, wire, room):
         except BaseException as e:  # SystemExit, KeyboardInterrupt: one more wrong answer
             missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
             said = f"raised {type(e).__name__}{missing}"
-        os.write(wire, said.encode("ascii", "backslashreplace")[:room])
+        os.write(wire, said.encode("ascii", "backslashreplace")[:claim_bytes])
 
 
-def be_child(wire, request, null, confinement, room):
-    """The life of a child: it confines itself, says so, and answers one request."""
+def be_child(wire, request, devnull, confinement, claim_bytes):
+    """The life of a child: it confines itself, says so, and runs one request."""
     try:
         for fd in (0, 1, 2):
-            os.dup2(null, fd)
-        os.close(null)  # `wire` is the only way out now
+            os.dup2(devnull, fd)
+        os.close(devnull)  # `wire` is the only way out now
         for name in ("numpy.random", "sympy.core.random"):  # Python's random does so by itself
             if name in sys.modules:
                 sys.modules[name].seed()
         confine(*confinement)
         os.write(wire, b"confined %d" % os.getpid())
         with open(request, closefd=False) as f:
-            run_tests(json.load(f), wire, room)
+            run_tests(json.load(f), wire, claim_bytes)
     finally:
         os._exit(0)
 
 
-def load_modules(name, but):
-    """Imports a module and its submodules, where there are such; none with a name in `but`."""
-    if name.rpartition(".")[2] not in but:
+def load_modules(name, skip):
+    """Imports a module and its submodules, but none with a name in `skip` or with an error."""
+    if name.rpartition(".")[2] not in skip:
         with contextlib.suppress(Exception):
             module = importlib.import_module(name)
             for part in pkgutil.iter_modules(getattr(module, "__path__", ())):
-                load_modules(f"{name}.{part.name}", but)
+                load_modules(f"{name}.{part.name}", skip)
 
 
-def serve(bpf, modules, but, memory, room):
-    """A fork server on stdin, a Unix socket: a byte with a wire and a file forks a child, the next
-    one kills and reaps it. It ends with the grader, and the child with it.
+def serve(bpf, modules, skip, memory, claim_bytes):
+    """A fork server. Its stdin is a Unix socket, on which the grader sends two messages in turn.
 
-    A child opens no file, and so can import only what is loaded here: `modules` without `but`.
+    The first brings two descriptors, a wire and a request's file, and forks a child. The second
+    kills and reaps it, and a byte answers. The server ends with the grader, and the child with it.
+    A child opens no file, and so imports only what is loaded here: `modules` without `skip`.
     """
     libc = ctypes.CDLL(None)
     libc.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core for a handler, and nobody reads its memory
     for name in modules:
-        load_modules(name, but)
+        load_modules(name, skip)
     if "zoneinfo" in modules:  # a zone that is kept is found without opening its file
         of = sys.modules["zoneinfo"]
-        zones = [of.ZoneInfo(name) for name in of.available_timezones()]  # noqa: F841
-    server, null = os.getpid(), os.open(os.devnull, os.O_RDWR)
+        of.kept = [of.ZoneInfo(name) for name in of.available_timezones()]
+    confinement = libc, bpf, memory, os.getpid()
+    devnull = os.open(os.devnull, os.O_RDWR)
     control = socket.socket(fileno=0)
-    text = "def f(x): return [x, 0.5, 'a', {'b': (x, None)}]"  # fills caches that a child needs
-    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, null, room)
+    text = "def f(x): return [x, 0.5, 'a', {'b': (x, None)}]"  # fills caches for all children
+    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, devnull, claim_bytes)
     gc.freeze()  # a child's collector leaves frozen pages alone, and so shares them
     with contextlib.suppress(ConnectionError):  # the grader has died
         while fds := socket.recv_fds(control, 1, 2)[1]:
             pid = os.fork()
             if pid == 0:
-                be_child(*fds, null, (libc, bpf, memory, server), room)
+                be_child(*fds, devnull, confinement, claim_bytes)
             for fd in fds:
                 os.close(fd)
             control.recv(1)
@@ -646,15 +642,33 @@ def serve(bpf, modules, but, memory, room):
 
 def server_program(modules):
     """The source of a fork server, which is a part of this file."""
-    source = inspect.getsource(sys.modules[__name__])
+    source = pathlib.Path(__file__).read_text()
     begin, end = source.index("\n# fork server: begin"), source.index("\n# fork server: end")
-    limits = f"{LIMITS['memory']}, {LIMITS['claim']}"
-    call = f"serve({seccomp_filter()!r}, {modules}, {NOT_LOADED}, {limits})"
-    return f"{source[begin:end]}\n{call}\n"
+    arguments = seccomp_filter(), modules, NOT_LOADED, LIMITS["memory"], LIMITS["claim"]
+    return f"{source[begin:end]}\nserve(*{arguments})\n"
 
 
-class GraderError(Exception):
-    """The grader itself failed: never a verdict on an answer."""
+class Pool(contextlib.AbstractContextManager):
+    """Workers that threads borrow, one each. They start when first used; `with` stops them."""
+
+    def __init__(self, workers):
+        self.workers = workers
+        self.idle = queue.LifoQueue()  # last in, first out: a light load starts few
+        for worker in workers:
+            self.idle.put(worker)
+
+    @contextlib.contextmanager
+    def lend(self):
+        worker = self.idle.get()
+        try:
+            yield worker
+        finally:
+            self.idle.put(worker)
+
+    def __exit__(self, *_):
+        for worker in [self.idle.get() for _ in self.workers]:  # each ends its work first
+            worker.stop()
+            self.idle.put(worker)
 
 
 class Server:
@@ -675,12 +689,12 @@ class Server:
         self.control.close()
 
     def run(self, request, per_test, total):
-        """Runs one child: ([its claims, as bytes], the seconds that it is charged).
+        """Runs one child. Returns ([its claims], the seconds that it is charged).
 
-        Charged are seconds of a CPU, so that a busy machine costs an answer nothing; or a tenth of
-        those on the wall, if that is more: it sleeps. per_test, total: what one test, and all, may
-        be charged. If the child ends before its last test, the last of the claims is text: why.
-        OSError: the server failed.
+        A claim is bytes. If the child ends early, text comes last, and says why.
+        It is charged its CPU seconds, so that a busy machine costs an answer nothing. If it sleeps,
+        a tenth of the seconds on the wall is more, and is charged.
+        per_test, total: what one test, and all, may be charged. OSError: the server failed.
         """
         wire, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a message is a claim
         with wire, open(os.memfd_create("request"), "w+") as file:
@@ -711,11 +725,31 @@ class Server:
         return claims, seconds
 
 
-def receive(wire, charged, limit):
-    """A child's next claim, as bytes, or why there is none, as text.
+class Team(dict):
+    """The fork servers of one worker, {row of SERVERS: Server}."""
 
-    charged() is the seconds that it is charged so far, limit those that it may be.
-    """
+    def run(self, request, per_test, total):
+        """Server.run by the server that the request needs; GraderError: it fails twice."""
+        source = "\n".join([request["text"], *request["tests"]])
+        row = next(i for i, (pattern, _) in enumerate(SERVERS) if re.search(pattern, source))
+        for _ in range(2):
+            try:
+                if row not in self:
+                    self[row] = Server(SERVERS[row][1])
+                return self[row].run(request, per_test, total)
+            except OSError as e:
+                error = e
+                if row in self:
+                    self.pop(row).stop()
+        raise GraderError(f"a fork server failed twice: {error!r}") from error
+
+    def stop(self):
+        while self:
+            self.popitem()[1].stop()
+
+
+def receive(wire, charged, limit):
+    """A child's next claim, as bytes, or why none came within `limit` of charged(), as text."""
     while True:
         wire.settimeout(max(1e-3, limit - charged()))  # no more is charged than passes
         try:
@@ -732,18 +766,18 @@ def receive(wire, charged, limit):
 # What a child sends is bytes, decoded only for display, cut and quoted. What the grader says is
 # text. A test passes if its claim has the same bytes as the reference's.
 
-def verdict(wanted, given):
-    """"pass", or why not; from the claims of the reference and of the answer."""
-    if isinstance(wanted, str) or not wanted.startswith(b"value "):
-        return "no expected value: " + ("None" if wanted == b"none" else why_not(wanted))
-    return "pass" if given == wanted else why_not(given)
+def verdict(expected, claim):
+    """The word "pass", or why not. expected: the reference's claim. claim: the answer's."""
+    if isinstance(expected, str) or not expected.startswith(b"value "):
+        return "no expected value: " + ("None" if expected == b"none" else why_not(expected))
+    return "pass" if claim == expected else why_not(claim)
 
 
-def why_not(given):
+def why_not(claim):
     """The verdict on a claim that does not pass."""
-    if isinstance(given, str):
-        return given
-    kind, _, said = given.partition(b" ")
+    if isinstance(claim, str):
+        return claim
+    kind, _, said = claim.partition(b" ")
     words = {b"raised": "raised", b"refused": "value refused"}.get(kind)
     return f"{words} {json.dumps(said[:80].decode('ascii', 'replace'))}" if words else "wrong value"
 
@@ -760,16 +794,15 @@ def official_code(answer):
     return answer
 
 
-class Grader(contextlib.AbstractContextManager):
-    """with Grader() as grader: grader.grade(task, answer). Safe to call from several threads.
+class Grader(Pool):
+    """with Grader() as grader: grader.grade(task, answer), from any thread.
 
     rules: "honest", or "official" for the verdicts of the released scorer. workers: answers graded
-    at once. GraderError where a child can't confine itself.
+    at once. GraderError: a child can't confine itself.
 
     A test passes if the answer's value and the reference's have the same text (`as_text`), which
     means that the two are equal by ==. None never passes, NaN equals nothing, floats are exact.
-    Functions, iterators and instances of the answer's own classes have no text: the verdict names
-    their class.
+    Functions, iterators and instances of own classes have no text: the verdict names the class.
 
     The official rules differ from the released scorer where a refused value passes there (math.nan
     in a list, math.sqrt, an == that says True), where an answer ends it there (SystemExit), and in
@@ -779,64 +812,30 @@ class Grader(contextlib.AbstractContextManager):
     def __init__(self, rules="honest", workers=2):
         self.official = rules == "official"
         self.expected = {}  # {digest of a reference and its tests: its claims}
-        self.teams = [{} for _ in range(workers)]  # each has {a row of SERVERS: its Server}
-        self.idle = queue.LifoQueue()  # last in, first out: few answers start few servers
-        for team in self.teams:
-            self.idle.put(team)
+        super().__init__([Team() for _ in range(workers)])
         self.claims("", ["0"])
 
-    def __exit__(self, *_):
-        """Ends the servers, after the answers in work."""
-        for team in [self.idle.get() for _ in self.teams]:
-            for server in team.values():
-                server.stop()
-            team.clear()
-            self.idle.put(team)
-
-    def run(self, team, request, seconds, left):
-        """Server.run by the team's server that has the modules. It starts when first used, and once
-        more if it fails. GraderError: it fails twice.
-        """
-        source = "\n".join([request["text"], *request["tests"]])
-        kind = next(i for i, (words, _) in enumerate(SERVERS) if re.search(words, source))
-        for _ in range(2):
-            try:
-                if kind not in team:
-                    team[kind] = Server(SERVERS[kind][1])
-                return team[kind].run(request, seconds, left)
-            except OSError as e:
-                error = e
-                if kind in team:
-                    team.pop(kind).stop()
-        raise GraderError(f"a fork server failed twice: {error!r}") from error
-
-    def claims(self, text, tests, patience=1):
-        """For each test a child's claim, as bytes, or why there is none, as text.
-
-        patience stretches the time limits.
-        """
-        team = self.idle.get()
-        try:
-            claims, left = [], LIMITS["answer"] * patience
-            while len(claims) < len(tests) and left > 0:
+    def claims(self, text, tests, stretch=1):
+        """For each test a claim, or text: why there is none. stretch: of the time limits."""
+        claims, seconds_left = [], LIMITS["answer"] * stretch
+        with self.lend() as team:
+            while len(claims) < len(tests) and seconds_left > 0:  # a child may end early
                 request = {"text": text, "tests": tests[len(claims):], "official": self.official}
-                found, took = self.run(team, request, LIMITS["test"] * patience, left)
-                claims, left = claims + found, left - took
-            return claims + ["timeout"] * (len(tests) - len(claims))
-        finally:
-            self.idle.put(team)
+                more, seconds = team.run(request, LIMITS["test"] * stretch, seconds_left)
+                claims += more
+                seconds_left -= seconds
+        return claims + ["timeout"] * (len(tests) - len(claims))
 
     def grade(self, task, answer):
         """{"reward": share of tests passed, "tests": {name: "pass" or the reason why not}}."""
         names, tests = list(task["test_cases"]), list(task["test_cases"].values())
-        reason = self.not_run(answer or "")
-        if reason:
+        if reason := self.not_run(answer or ""):
             verdicts = [reason] * len(tests)
         else:
             code = official_code(answer) if self.official else answer
             key = digest([task["ground_truth"], tests])
             if key not in self.expected:
-                self.expected[key] = self.claims(task["ground_truth"], tests, patience=3)
+                self.expected[key] = self.claims(task["ground_truth"], tests, stretch=3)
             verdicts = list(map(verdict, self.expected[key], self.claims(code, tests)))
         reward = verdicts.count("pass") / len(tests)
         return {"reward": reward, "tests": dict(zip(names, verdicts))}
@@ -850,17 +849,15 @@ class Grader(contextlib.AbstractContextManager):
         for word in OFFICIAL_WORDS:
             if self.official and word in answer:
                 return f"not run: the official rules refuse {word!r}"
-        return None
 
 
 def grade_records(records, args):
     """Yields each record with what its kind's `grade` says of task and answer, in order.
 
-    A record whose grade raises is said and left out, and ends the program after the others. So does
-    a bad line, after those before it. A GraderError ends it at once.
+    A record whose `grade` raises is named and left out. The program then fails after the others,
+    and at a bad line after those before it. A GraderError ends it at once.
     """
     window, error, lost = collections.deque(), None, []
-    before = "reward", "tests", "failure", "reward_by"  # what a grader has said of another answer
 
     def graded(grader, record):
         """[the record]; [] if its grade raises."""
@@ -872,7 +869,7 @@ def grade_records(records, args):
             lost.append(record)
             say(f"not graded: task {task_id(record['task'])}: {type(e).__name__}: {e}")
             return []
-        return [{name: record[name] for name in record if name not in before} | said]
+        return [{name: record[name] for name in record if name not in GRADED} | said]
 
     with contextlib.ExitStack() as stack, \
             concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
@@ -914,26 +911,15 @@ HEIGHT = """() => {
 }"""
 
 
-class RenderError(Exception):
-    """Why a page has no picture."""
-
-
-class NoReference(Exception):
-    """A task's reference page can't be drawn, which is an error of the task."""
-
-
 class Sheet:
-    """Tailwind's style sheet. sheet(page): only the rules that can apply, since 3 MB load slowly.
-
-    A rule applies if one of its classes stands in the page; some rules have no class.
-    """
+    """Tailwind's style sheet. sheet(page): its rules of the page's classes, as 3 MB load slowly."""
     PART = re.compile(r"([^{}@]*)\{[^{}]*\}|@[^{}]*\{|\}")  # a rule, "@media ... {", its end
     CLASS = re.compile(r"\.((?:\\.|[\w-])+)")
 
     def __init__(self, css):
         self.parts, self.by_class = [], collections.defaultdict(list)  # {class: parts' numbers}
         for part in self.PART.finditer(re.sub(r"/\*.*?\*/", "", css, flags=re.S)):
-            for name in self.CLASS.findall(part[1] or "") or [""]:
+            for name in self.CLASS.findall(part[1] or "") or [""]:  # no class: for all pages
                 name = name.replace("\\32", "2").replace("\\", "")  # \32xl\:w-1\/2: 2xl:w-1/2
                 self.by_class[name].append(len(self.parts))
             self.parts.append(part[0])
@@ -946,10 +932,7 @@ class Sheet:
 
 
 class Browser:
-    """A Chromium with one tab, for one page at a time; started when needed.
-
-    Its methods run in its loop. api: playwright.async_api.
-    """
+    """A Chromium with one tab, for one page at a time. api: playwright.async_api."""
 
     def __init__(self, api, path, script):
         self.api, self.path, self.script = api, path, script
@@ -957,8 +940,12 @@ class Browser:
         self.driver = self.tab = None
         self.page = self.sheet = None  # what the tab may load
 
+    def run(self, coroutine, seconds):
+        return self.loop.run_until_complete(asyncio.wait_for(coroutine, seconds))
+
     async def start(self):
-        flags = [*BROWSER_FLAGS, *["--no-sandbox"] * (os.geteuid() == 0)]
+        # Chromium's own sandbox refuses root
+        flags = BROWSER_FLAGS + (["--no-sandbox"] if os.geteuid() == 0 else [])
         # a driver ends with us, and the browser with it
         self.driver = await self.api.async_playwright().start()
         browser = await self.driver.chromium.launch(executable_path=self.path, args=flags)
@@ -966,40 +953,40 @@ class Browser:
             viewport={side: PAGE[side] for side in ("width", "height")}, java_script_enabled=False,
             service_workers="block", accept_downloads=False, reduced_motion="reduce",
             locale="en-US", timezone_id="UTC")
-        await context.route("**/*", self.answer)
+        await context.route("**/*", self.serve)
         self.tab = await context.new_page()
 
-    async def ready(self):
+    def ready(self):
         """Starts it if it does not run. GraderError: two starts fail, which is no page's fault."""
         for _ in range(2):
             try:
-                return self.tab or await asyncio.wait_for(self.start(), 30)
+                return self.tab or self.run(self.start(), 30)
             except Exception as e:  # TimeoutError, too: a browser that dies or hangs may not say so
-                await self.stop()
+                self.stop()
                 error = e
         why = textwrap.shorten(str(error) or "it hangs", 300)
         raise GraderError(f"{self.path} does not start: {why}")
 
-    async def stop(self):
+    def stop(self):
         """Ends browser and driver; a dead or hanging one holds nobody up."""
         driver, self.driver, self.tab = self.driver, None, None
         if driver:
             with contextlib.suppress(Exception):
-                await asyncio.wait_for(driver.stop(), 5)
+                self.run(driver.stop(), 5)
 
-    async def draw(self, page, sheet):
+    def draw(self, page, sheet):
         """See Renderer.render."""
         for _ in range(2):  # again in a new browser: the first may have died of something else
-            await self.ready()
+            self.ready()
             try:
-                return await asyncio.wait_for(self.shoot(page, sheet), PAGE["seconds"])
+                return self.run(self.shoot(page, sheet), PAGE["seconds"])
             except TimeoutError:
-                await self.stop()
+                self.stop()
                 raise RenderError(f"the page took more than {PAGE['seconds']} s") from None
             except RenderError:
                 raise
             except Exception as e:  # a page is data: whatever it does is no error of ours
-                await self.stop()
+                self.stop()
                 error = e
         raise RenderError(textwrap.shorten(str(error), 100))
 
@@ -1013,7 +1000,7 @@ class Browser:
         png = await self.tab.screenshot(full_page=True, clip=box, animations="disabled")
         return {**drawn, "png": png}
 
-    async def answer(self, route):
+    async def serve(self, route):
         """Answers a request of the tab: with the page, its sheet or a grey picture, or not."""
         request = route.request
         url = urllib.parse.urlsplit(request.url)
@@ -1049,12 +1036,11 @@ def grey_picture(path):
             '<rect width="100%" height="100%" fill="#9ca3af"/></svg>')
 
 
-class Renderer(contextlib.AbstractContextManager):
+class Renderer(Pool):
     """with Renderer() as renderer: renderer.render(page), from any thread.
 
-    Scripts are off. Every request is answered here or refused.
-    workers: browsers, each with one page at a time. script: what is asked of a page, HEIGHT and
-    maybe more. The same page gives the same bytes.
+    The same page gives the same bytes. Scripts are off. Every request is answered here or refused.
+    workers: browsers. script: what is asked of a page, HEIGHT and maybe more.
     """
 
     def __init__(self, workers=2, browser=None, script=HEIGHT):
@@ -1070,32 +1056,17 @@ class Renderer(contextlib.AbstractContextManager):
         if sha256(css).hexdigest() != TAILWIND:
             fail(f"no Tailwind 2.2.19 style sheet at {tailwind} (MANUAL.md, \"Frontend Design\")")
         self.sheet = Sheet(css.decode())
-        self.browsers = [Browser(async_api, path, script) for _ in range(workers)]
-        self.idle = queue.LifoQueue()  # last in, first out: few pages start few browsers
-        for one in self.browsers:
-            self.idle.put(one)
+        super().__init__([Browser(async_api, path, script) for _ in range(workers)])
         self.render = functools.lru_cache(256)(self.render)
 
-    def __exit__(self, *_):
-        """Ends the browsers, after the pages in work."""
-        for browser in [self.idle.get() for _ in self.browsers]:
-            browser.loop.run_until_complete(browser.stop())
-            self.idle.put(browser)
-
     def render(self, page):
-        """{"png", "height"} of a page, and what else `script` gives; RenderError says why not.
-
-        GraderError if the browser does not start.
-        """
+        """{"png", "height"} of a page, and what else `script` gives. RenderError: why not."""
         if not (page or "").strip():
             raise RenderError("no page")
         if len(page.encode(errors="replace")) > PAGE["bytes"]:
             raise RenderError(f"the page has more than {PAGE['bytes']} bytes")
-        browser = self.idle.get()
-        try:
-            return browser.loop.run_until_complete(browser.draw(page, self.sheet(page)))
-        finally:
-            self.idle.put(browser)
+        with self.lend() as browser:
+            return browser.draw(page, self.sheet(page))
 
     def pair(self, task, text):
         """(the last page in a text, the task's reference) as drawn."""
@@ -1144,12 +1115,14 @@ class Clip:
         return min(1.0, max(0.0, (x @ y).item()))
 
 
-# --- command line ---------------------------------------------------------------------------------
+# --- the kinds of tasks ---------------------------------------------------------------------------
 
-sys.modules["colbench"] = sys.modules[__name__]  # for imports of it, also where it is __main__
+sys.modules["colbench"] = sys.modules[__name__]  # imports of it load no second copy of __main__
 ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
 # your own environments are imported here: MANUAL.md, "Your own environment"
 
+
+# --- command line ---------------------------------------------------------------------------------
 
 def cpus(quota="/sys/fs/cgroup/cpu.max"):
     """How many CPUs this process may use: its affinity's, or fewer by its container's quota."""
@@ -1180,21 +1153,24 @@ def get_args(argv=None):
 def grade(args, emit):
     """Adds the reward to records that have task and answer."""
     rewards, failed, names = [], 0, set()
-    for record in grade_records(read_jsonl(sys.stdin, needs("answer", to_grade=True)), args):
-        emit(record)
-        rewards.append(record["reward"])
-        failed += "failure" in record
-        name = environment(record["task"]).reward_name
-        names.add(f"{name} by {record.get('reward_by', 'own rules')}")
-    mean = 100 * sum(rewards) / max(1, len(rewards))
-    say(f"{len(rewards)} answers: {mean:.1f} % {', '.join(sorted(names))}; {failed} failed")
+    try:
+        for record in grade_records(read_jsonl(sys.stdin, needs("answer", to_grade=True)), args):
+            emit(record)
+            rewards.append(record["reward"])
+            failed += "failure" in record
+            name = environment(record["task"]).reward_name
+            names.add(f"{name} by {record.get('reward_by', 'own rules')}")
+    finally:  # also if other records could not be graded
+        if rewards:
+            mean = f"{100 * sum(rewards) / len(rewards):.1f} % {', '.join(sorted(names))}"
+            say(f"{len(rewards)} answers: {mean}; {failed} failed")
 
 
 def check(args, emit):
     """Drops tasks that do not give their own reference the full reward."""
-    answered = ({"task": r["task"], "answer": r["task"]["ground_truth"], "of": r}
-                for r in read_jsonl(sys.stdin, needs(to_grade=True)))
-    for record in grade_records(answered, args):
+    references = ({"task": r["task"], "answer": r["task"]["ground_truth"], "of": r}
+                  for r in read_jsonl(sys.stdin, needs(to_grade=True)))
+    for record in grade_records(references, args):
         if record["reward"] > 0.9999:  # likenesses are rounded
             emit(record["of"])
             continue
@@ -1204,9 +1180,8 @@ def check(args, emit):
 
 
 def main(args):
-    command = grade if args.command == "grade" else check
     try:
-        command(args, open_stdout())
+        {"grade": grade, "check": check}[args.command](args, open_stdout())
     except GraderError as e:
         fail(e)
 

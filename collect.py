@@ -28,9 +28,9 @@ from functools import cached_property
 from types import SimpleNamespace
 from urllib.request import getproxies
 
-from colbench import (NOT_SEEN, GraderError, NoReference, Renderer, RenderError, agent_messages,
-                      answers, browser_flag, cpus, environment, first_message, human_prompt,
-                      kind_of, needs, read_action, redact, task_id, without_thinking)
+from colbench import (NOT_SEEN, GraderError, Renderer, RenderError, answered, browser_flag, cpus,
+                      environment, first_message, human_prompt, is_answer, kind_of, needs,
+                      read_action, redact, task_id, without_thinking)
 
 
 def get_args(argv=None):
@@ -173,9 +173,9 @@ class Players:
             if final is not None:
                 break
             history.append({"role": "user", "content": await self.human(task, history)})
-        return {"sample": sample, "dialogue_history": history,
-                "answer": environment(task).answer(history, final) or "",
-                "answered": answers(message), "meta": self.meta}
+        answer = environment(task).final_answer(history, final)
+        return {"sample": sample, "dialogue_history": history, "answer": answer or "",
+                "answered": is_answer(message), "meta": self.meta}
 
     async def add_candidates(self, record, sample):
         """Draws candidates for a dialogue's messages; returns the new fields of its record.
@@ -188,9 +188,8 @@ class Players:
             message.pop("candidates", None)  # another model's
             if n_candidates:
                 _, message["candidates"] = await self.draw(history, (*key, turn), 0, n_candidates)
-        answered = any(map(answers, agent_messages(record)[-1:]))
         meta = {"thinking": self.args.thinking, "candidates": self.meta}
-        return {"sample": sample, "answered": record.get("answered", answered), "meta": meta}
+        return {"sample": sample, "answered": answered(record), "meta": meta}
 
     def candidates_per_turn(self, key):
         """--candidates in --candidates_share of the episodes, else 0. key: (seed, task, sample)."""
@@ -271,7 +270,7 @@ async def call(function, *args):
     try:
         result = function(*args)
         result = await result if inspect.isawaitable(result) else result
-    except (ValueError, NoReference) as e:
+    except ValueError as e:
         raise EpisodeError(e) from None
     except (OSError, GraderError) as e:  # of a connection, a browser
         fail(f"human or critic: {type(e).__name__}: {e}")
@@ -354,7 +353,7 @@ class LLM(Endpoint):
 
     async def reply(self, task, history):
         content = human_prompt(task, history)
-        if environment(task).pages:
+        if environment(task).shows_pages:
             try:
                 pages = await asyncio.to_thread(self.renderer.pair, task, history[-1]["content"])
             except RenderError as e:
@@ -365,7 +364,7 @@ class LLM(Endpoint):
                 content.append({"type": "image_url", "image_url": {"url": url}})
         text = await self.request("/chat/completions", task_id(task), reply_text,
                                   messages=[{"role": "user", "content": content}])
-        return text if environment(task).pages else redact(text, task["ground_truth"])
+        return text if environment(task).shows_pages else redact(text, task["ground_truth"])
 
 
 def reply_text(reply):

@@ -6,17 +6,15 @@
 
     tests_passed  mean reward: share of the hidden tests passed, or likeness of pages
     success       share of the episodes with reward 1; frontend tasks have none
-    unanswered    share of the episodes whose last message is no answer; it is graded all the same
+    unanswered    share of the episodes whose last message is no answer
     not_drawn     frontend: share of the episodes whose page has no picture
-    turns         the agent's messages in an episode
-    tokens        what the agent sampled in an episode
+    turns, tokens the agent's messages in an episode, and the tokens it sampled
     wins          frontend: share of the tasks where it beats the first system; a tie is half
 
-Intervals (95 %) come from a bootstrap over tasks: a task is drawn with all its episodes, those of
-all seeds, since these are not independent. Differences are taken on the tasks that both systems
-have in a seed, drawn in pairs.
+Intervals (95 %) come from a bootstrap over tasks. A task is drawn with all its episodes of all
+seeds. Differences are taken on the tasks that both systems have in a seed, drawn in pairs.
 """
-from utils import fail_on_error, flag, open_stdout, parser, read_jsonl, run, say, version
+from utils import fail, fail_on_error, flag, open_stdout, parser, read_jsonl, run, say, version
 
 import os
 import sys
@@ -38,10 +36,7 @@ def get_args(argv=None):
 # --- systems --------------------------------------------------------------------------------------
 
 def measure(record):
-    """{metric: (numerator, denominator)}. A system's value is the ratio of their sums.
-
-    A mean over episodes has the denominator 1 in each. What an episode lacks is left out.
-    """
+    """{metric: (numerator, denominator)}, as of Environment.metrics. A metric may be missing."""
     agent = agent_messages(record)
     measured = {"tests_passed": (record["reward"], 1),
                 **environment(record["task"]).metrics(record), "turns": (len(agent), 1)}
@@ -51,28 +46,29 @@ def measure(record):
 
 
 class System:
-    """What is compared: a name, the files of its seeds, and the sums of each metric by task.
-
-    A task in the files of two seeds is two clusters, (file index, task id): two models played it,
-    each to be compared with the first system's of its seed.
-    """
+    """What is compared: a name, the files of its seeds, and the sums of each metric by cluster."""
 
     def __init__(self, name, files):
-        self.name, self.files = name, files
-        self.clusters = defaultdict(lambda: defaultdict(lambda: np.zeros(2)))  # [cluster][metric]
-        self.rewards, self.by = set(), set()
+        self.name, self.files, self.episodes = name, files, 0
+        self.reward_names, self.graders = set(), set()
+        # a cluster is (task id, file index): each seed's model has its own episodes of a task
+        fractions = defaultdict(lambda: defaultdict(list))  # [cluster][metric]: each episode's
         need = needs("dialogue_history", "reward")
         for i, path in enumerate(files):
-            name = "stdin" if path == "-" else path
-            with fail_on_error(name):
+            source = "stdin" if path == "-" else path
+            with fail_on_error(source):
                 stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
-            for record in read_jsonl(stream, need, name):
-                sums = self.clusters[i, task_id(record["task"])]
-                for metric, parts in measure(record).items():
-                    sums[metric] += parts
-                self.rewards.add(environment(record["task"]).reward_name)
+            for record in read_jsonl(stream, need, source):
+                for metric, fraction in measure(record).items():
+                    fractions[task_id(record["task"]), i][metric].append(fraction)
+                self.episodes += 1
+                self.reward_names.add(environment(record["task"]).reward_name)
                 if "reward_by" in record:
-                    self.by.add(record["reward_by"])
+                    self.graders.add(record["reward_by"])
+        self.clusters = {}  # sorted, and sums of the sorted: the order of lines changes nothing
+        for cluster, found in sorted(fractions.items()):
+            self.clusters[cluster] = {metric: np.sum(sorted(x), 0) for metric, x in found.items()}
+        self.tasks = {task for task, _ in self.clusters}
 
     def sums(self, metric, clusters):
         """The sums of a metric in these clusters: an array (clusters, 2)."""
@@ -83,41 +79,46 @@ class System:
 def named_systems(args):
     """The systems of the command line; a file is named by its stem, or path if two share that."""
     stems = [os.path.splitext(os.path.basename(arg))[0] for arg in args]
-    systems = []
+    systems = {}  # {name: files}
     for arg, stem in zip(args, stems):
         name, named, files = arg.partition("=")
         files = files.split(",")
         if not named or os.path.exists(arg):  # runs/lr=1/test.jsonl is a file
             name, files = stem if stems.count(stem) == 1 else arg, [arg]
-        systems.append(System("stdin" if arg == "-" else name, files))
-    return systems
+        if not all([name, *files]):
+            fail(f"{arg!r} has an empty name")
+        if name in systems:
+            fail(f"two systems have the name {name!r}: NAME=FILE gives another")
+        systems[name] = files
+    return [System("stdin" if name == "-" else name, files) for name, files in systems.items()]
 
 
 # --- values and intervals -------------------------------------------------------------------------
 
 def ratio(sums):
-    """(clusters, 2) to the sum of numerators over that of denominators; NaN if that is 0."""
+    """(rows, 2) to the sum of numerators over that of denominators; NaN if that is 0."""
     numerator, denominator = sums.sum(0)
     return numerator / denominator if denominator else np.nan
 
 
 def by_task(sums, clusters):
     """The sums of clusters, one a row, added up for each task: (tasks, columns)."""
-    tasks = {task: row for row, task in enumerate(dict.fromkeys(task for _, task in clusters))}
-    added = np.zeros((len(tasks), sums.shape[1]))
-    np.add.at(added, [tasks[task] for _, task in clusters], sums)
+    rows = {task: row for row, task in enumerate(dict.fromkeys(task for task, _ in clusters))}
+    added = np.zeros((len(rows), sums.shape[1]))
+    np.add.at(added, [rows[task] for task, _ in clusters], sums)
     return added
 
 
-def with_interval(statistic, tasks, resamples):
-    """(value, [low, high]): statistic(tasks) and its bootstrap interval, or None."""
-    tasks, n = np.array(tasks), len(tasks)
-    value, limits = statistic(tasks) if n else np.nan, []
+def with_interval(statistic, sums, resamples):
+    """statistic(sums) and its bootstrap interval [low, high], or None; sums: (tasks, columns)."""
+    n = len(sums)
+    value = statistic(sums) if n else np.nan
     if np.isnan(value):
         return None, None
+    limits = []
     if resamples and n > 1:  # one task tells nothing of others
         rng = np.random.default_rng(0)
-        draws = [statistic(tasks[rng.integers(n, size=n)]) for _ in range(resamples)]
+        draws = [statistic(sums[rng.integers(n, size=n)]) for _ in range(resamples)]
         limits = np.nanpercentile(draws, (2.5, 97.5))
     value, *interval = [round(float(x), 4) + 0.0 for x in (value, *limits)]  # no -0.0
     return value, interval or None
@@ -125,13 +126,12 @@ def with_interval(statistic, tasks, resamples):
 
 def result(system, systems, resamples):
     """The JSON record of a system."""
-    episodes = int(sum(sums["turns"][1] for sums in system.clusters.values()))
-    out = {"system": system.name, "files": system.files, "rewards": sorted(system.rewards),
-           "reward_by": sorted(system.by), "episodes": episodes,
-           "tasks": len({task for _, task in system.clusters}), "version": version()}
+    out = {"system": system.name, "files": system.files, "rewards": sorted(system.reward_names),
+           "reward_by": sorted(system.graders), "episodes": system.episodes,
+           "tasks": len(system.tasks), "version": version()}
     for metric in dict.fromkeys(m for s in systems for sums in s.clusters.values() for m in sums):
-        tasks = by_task(system.sums(metric, system.clusters), system.clusters)
-        out[metric], out[f"{metric}_95"] = with_interval(ratio, tasks, resamples)
+        sums = by_task(system.sums(metric, system.clusters), system.clusters)
+        out[metric], out[f"{metric}_95"] = with_interval(ratio, sums, resamples)
     if system is not systems[0]:
         out["minus_first"] = difference(systems[0], system, resamples)
     return out
@@ -142,12 +142,11 @@ def difference(first, system, resamples):
     common = [cluster for cluster in first.clusters if cluster in system.clusters]
     out = {"first": first.name, "clusters": len(common)}
     for metric in ("success", "tests_passed"):
-        both = np.hstack([s.sums(metric, common) for s in (first, system)])  # (clusters, 4)
+        both = by_task(np.hstack([s.sums(metric, common) for s in (first, system)]), common)
         out[metric], out[f"{metric}_95"] = with_interval(
-            lambda tasks: ratio(tasks[:, 2:]) - ratio(tasks[:, :2]), by_task(both, common),
-            resamples)
+            lambda sums: ratio(sums[:, 2:]) - ratio(sums[:, :2]), both, resamples)
     means = [np.divide(*s.sums("tests_passed", common).T) for s in (first, system)]
-    gap = (means[1] - means[0]).round(9)  # sums of the same rewards in another order tie
+    gap = (means[1] - means[0]).round(9)  # 0.1 + 0.2 and 0.3 tie
     wins = np.stack([(1 + np.sign(gap)) / 2, np.ones(len(common))], 1)
     out["wins"], out["wins_95"] = with_interval(ratio, by_task(wins, common), resamples)
     return out
@@ -174,15 +173,14 @@ def row(r):
             cells[metric.replace("_", " ") + " %"] = shown(r[metric], interval)
     cells |= {"episodes": str(r["episodes"]), "tasks": str(r["tasks"])}
     if d := r.get("minus_first"):
-        for metric in ("success", "tests_passed"):
-            head = metric.replace("_", " ") + " - first"
-            cells[head] = shown(d[metric], d[f"{metric}_95"], sign="+")
+        cells["success - first"] = shown(d["success"], d["success_95"], sign="+")
+        cells["tests passed - first"] = shown(d["tests_passed"], d["tests_passed_95"], sign="+")
         if "success" not in r:
             cells["wins %"] = shown(d["wins"], d["wins_95"])
     return cells
 
 
-def table(results):
+def table(results, systems):
     """Lines of aligned text, one per system, and under them what the numbers rest on."""
     names = {name.partition(" ")[0] for r in results for name in r["rewards"]}
     mean = names.pop() if len(names) == 1 else "reward"  # "tests", "likeness"
@@ -194,11 +192,13 @@ def table(results):
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip()
              for name, *cells in rows]
-    note, by = "[95 % bootstrap intervals over tasks]", {x for r in results for x in r["reward_by"]}
-    if by:
-        note += f"; graded by {', '.join(sorted(by))}"
-    note += "; NOT THE SAME TASKS" * (len({r["tasks"] for r in results}) > 1)
-    return [*lines, note + "; NOT COMPARABLE" * (len(by) > 1)]
+    graders = sorted({name for r in results for name in r["reward_by"]})
+    same_tasks = all(system.tasks == systems[0].tasks for system in systems)
+    notes = ["[95 % bootstrap intervals over tasks]",
+             f"graded by {', '.join(graders)}" if graders else "",
+             "" if same_tasks else "NOT THE SAME TASKS",
+             "NOT COMPARABLE" if len(graders) > 1 else ""]
+    return [*lines, "; ".join(filter(None, notes))]
 
 
 def main(args):
@@ -206,7 +206,7 @@ def main(args):
     results = [result(system, systems, args.bootstrap) for system in systems]
     for r in results:
         emit(r)
-    for text in table(results):
+    for text in table(results, systems):
         say(text)
 
 

@@ -15,7 +15,8 @@ SENT = [  # what the human is shown, and the answer that it marks
     (f"{ANSWER}\ndef f(x): return x", "def f(x): return x"),
     (f"{ANSWER} a {ANSWER} b", f"a {ANSWER} b"),
     (f"{ANSWER}\nprint('OUTPUT:', 3)", "print('OUTPUT:', 3)"),  # in the code
-    (f"Enough.\n**{ANSWER}**\nprint('OUTPUT:', 3)", "**\nprint('OUTPUT:', 3)")]
+    (f"Enough.\n**{ANSWER}**\nprint('OUTPUT:', 3)", "print('OUTPUT:', 3)"),  # in bold
+    (f"**{ANSWER}** def f(x): return x", "def f(x): return x"), (f"{ANSWER} **a**", "**a**")]
 
 
 @pytest.mark.parametrize("thought", THOUGHTS)

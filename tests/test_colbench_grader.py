@@ -322,7 +322,7 @@ def test_an_answer_cannot_read_an_earlier_one(grader):
     grader.claims(f"def {mark}(): return '{mark}' * 50", [f"{mark}()"] * 3)
     if os.geteuid():
         pytest.skip("only root may read a server's memory: it is not dumpable")
-    for server in (server for team in grader.teams for server in team.values()):
+    for server in (server for team in grader.workers for server in team.values()):
         pid = server.process.pid
         with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb") as memory:
             for line in maps:
@@ -412,7 +412,10 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(monkeypatch):
 @pytest.mark.parametrize("fatal, message", [
     (None, "3 answers could not be graded"), (GraderError("no sandbox"), "no sandbox")])
 def test_a_grade_that_raises_loses_its_own_record_alone(fatal, message, monkeypatch, capsys):
-    """It is said and left out, and ends the program after all the others; a GraderError at once."""
+    """It is said and left out, and ends the program after all the others; a GraderError at once.
+
+    The mean of those graded is said, too.
+    """
     class Odd(module.Environment):
         def grade(self, task, answer):
             time.sleep(random.random() / 100)
@@ -420,26 +423,28 @@ def test_a_grade_that_raises_loses_its_own_record_alone(fatal, message, monkeypa
                 raise errors[answer]
             return {"reward": 1.0}
     monkeypatch.setitem(module.ENVIRONMENTS, "odd", Odd)
+    monkeypatch.setattr(module, "read_jsonl", lambda *_: given)
     odd = {"kind": "odd", "problem_description": "d", "ground_truth": "g"}
     given = [{"task": odd, "answer": i} for i in range(40)]
     errors, done = {3: ValueError("one\ntwo"), 17: KeyError(3), 39: RecursionError()}, []
     errors |= {20: fatal} if fatal else {}
     with pytest.raises((SystemExit, GraderError), match=message):
-        for r in grade_records(given, SimpleNamespace(workers=2)):
-            done.append(r["answer"])
+        module.grade(SimpleNamespace(workers=2), lambda r: done.append(r["answer"]))
     assert done == [i for i in range(20 if fatal else 40) if i not in errors]
-    assert "ValueError: one?two\n" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "ValueError: one?two\n" in told
+    assert f"\n{len(done)} answers: 100.0 % reward by own rules; 0 failed\n" in told
 
 
 def test_a_killed_server_is_started_again():
     with Grader(workers=1) as g:
         _, imports, plain = range(3)
-        os.kill(g.teams[0][plain].process.pid, signal.SIGKILL)
+        os.kill(g.workers[0][plain].process.pid, signal.SIGKILL)
         assert g.grade(DOUBLE, HONEST)["reward"] == 1
         # while an answer runs: again on a new server, or an error, but never a verdict
         slow = "import time\ndef f(x):\n    time.sleep(.3)\n    return x * 2"
         assert g.grade(DOUBLE, slow)["reward"] == 1
-        victim = g.teams[0][imports].process.pid
+        victim = g.workers[0][imports].process.pid
         threading.Timer(.2, os.kill, [victim, signal.SIGKILL]).start()
         assert g.grade(DOUBLE, slow)["reward"] == 1
 
@@ -447,7 +452,7 @@ def test_a_killed_server_is_started_again():
 def test_a_grader_that_cannot_work_says_so(monkeypatch):
     with Grader(workers=1) as g:
         monkeypatch.setattr(sys, "executable", "/bin/false")
-        g.teams[0].pop(2).stop()
+        g.workers[0].pop(2).stop()
         with pytest.raises(GraderError):
             g.grade(DOUBLE, HONEST)
     monkeypatch.undo()

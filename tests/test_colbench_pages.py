@@ -155,7 +155,7 @@ def test_no_name_in_a_page_shadows_what_measures_it(script, renderer, monkeypatc
     forms getAnimations scrollingElement defaultView styleSheets adoptedStyleSheets""".split()
     inputs = "".join(f"<input name='{name}'>" for name in (
         "scrollHeight", "append", "getBoundingClientRect", "tagName", "childNodes", "ready"))
-    for browser in renderer.browsers:
+    for browser in renderer.workers:
         monkeypatch.setattr(browser, "script", script)
     for tag in (f"<form NAMED>a{inputs}</form>", "<img NAMED>", "<form NAMED></form>" * 2):
         page = "<body><p>a</p>" + "".join(
@@ -170,7 +170,7 @@ def test_no_name_in_a_page_shadows_what_measures_it(script, renderer, monkeypatc
       for number in ("NaN", "Infinity", "-1/0", "1e9")), "null"])
 def test_what_a_browser_says_of_a_page_is_numbers_in_range_or_no_picture(said, renderer,
                                                                          monkeypatch):
-    for browser in renderer.browsers:
+    for browser in renderer.workers:
         monkeypatch.setattr(browser, "script", f"() => ({said})")
     with pytest.raises(RenderError):
         renderer.render(f"<p>{said}")

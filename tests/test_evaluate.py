@@ -14,7 +14,7 @@ from html.parser import HTMLParser
 import pytest
 
 import colbench
-from conftest import dialogue, lines, records, succeed
+from conftest import complaint, dialogue, lines, records, script, succeed
 
 CODE = "def f(x, rate=3, fee=12): return x * rate + fee"
 
@@ -69,7 +69,7 @@ def test_pages_have_likeness_wins_failures_and_no_rules(tmp_path):
     assert r["minus_first"]["clusters"] == 3 and "success" not in table
     assert r["minus_first"]["wins"] == 0.5 and "wins %" in table  # a won, b tied, c lost
     assert "likeness %" in table and "likeness - first" in table and "not drawn %" in table
-    assert table.endswith("[95 % bootstrap intervals over tasks]; graded by clip\n")
+    assert table.endswith("over tasks]; graded by clip; NOT THE SAME TASKS\n")  # though both have 4
 
 
 def draws(tasks):
@@ -104,7 +104,9 @@ def test_values_and_intervals_are_those_of_a_plain_bootstrap(tmp_path):
             rs += [episode(f"t{t}", reward) for reward in got]
     systems = [f"{name}={name}0.jsonl,{name}1.jsonl" for name in "as"]
     results, table = run(tmp_path, *systems, **files)
-    assert run(tmp_path, *systems)[0] == results  # seeded
+    for rs in files.values():
+        r.shuffle(rs)
+    assert run(tmp_path, *systems, **files) == (results, table)  # seeded; lines have no order
     assert [(x["system"], x["files"][1], x["episodes"]) for x in results] == [
         (name, f"{name}1.jsonl", len(files[name + "0"]) + len(files[name + "1"])) for name in "as"]
 
@@ -134,7 +136,7 @@ def test_systems_that_have_nothing_in_common(tmp_path):
     names = ("success", "success_95", "tests_passed", "tests_passed_95", "wins", "wins_95")
     assert b["minus_first"] == {"first": "a", "clusters": 0, **dict.fromkeys(names)}
     assert [r["reward_by"] for r in (a, b)] == [["honest rules"], ["official rules"]]
-    assert table.endswith("graded by honest rules, official rules; NOT COMPARABLE\n")
+    assert table.endswith("honest rules, official rules; NOT THE SAME TASKS; NOT COMPARABLE\n")
 
 
 def test_names(tmp_path):
@@ -144,6 +146,16 @@ def test_names(tmp_path):
     got, _ = run(tmp_path, "lr=1/test.jsonl", "lr=2/test.jsonl", "-", stdin=rs, **files)
     assert [r["system"] for r in got] == ["lr=1/test.jsonl", "lr=2/test.jsonl", "stdin"]
     assert run(tmp_path, stdin=rs)[0][0]["system"] == "stdin"
+    same = run(tmp_path, "a=lr=1/test.jsonl", "lr=2/test.jsonl", **files)[1]
+    assert same.endswith("graded by honest rules\n")  # these are the same tasks
+
+
+@pytest.mark.parametrize("files, why", [
+    (["x=a.jsonl", "x=b.jsonl"], "two systems have the name 'x': NAME=FILE gives another"),
+    (["a.jsonl", "a.jsonl"], "two systems have the name 'a.jsonl'"), (["-", "-"], "the name '-'"),
+    (["x=a.jsonl,,"], "'x=a.jsonl,,' has an empty name"), (["=a.jsonl"], "has an empty name")])
+def test_a_name_that_is_empty_or_another_systems_is_an_error_before_anything_is_read(files, why):
+    complaint(script("evaluate.py", *files), why)
 
 
 # --- the report -----------------------------------------------------------------------------------

@@ -175,7 +175,7 @@ def test_demonstrations_obey_the_rules(of):
             content, answer = read_action(m["output"], i == 5)
             assert content == m["content"] and (answer is None) == (i < len(messages) - 1)
         kind = colbench.environment(d["task"])
-        assert d["answer"] == kind.answer(d["dialogue_history"], answer)
+        assert d["answer"] == kind.final_answer(d["dialogue_history"], answer)
 
 
 PERFECT = {**dict.fromkeys(("at_once", "early", "distract", "noise", "silent", "hidden"), 0),

@@ -326,7 +326,7 @@ def episode(task, max_turns, agent, human, show_hidden=False):
         history.append({"role": "user", "content": said})
     if show_hidden:
         history = with_hidden(history, task["ground_truth"])
-    answer = environment(task).answer(history, answer)
+    answer = environment(task).final_answer(history, answer)
     return {"task": task, "sample": 0, "dialogue_history": history, "answer": answer}
 
 

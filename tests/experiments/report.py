@@ -57,7 +57,7 @@ def message(m):
 def artifact(task, text, pictures):
     """An answer or a reference: of a page its picture, and the source folded."""
     source, page = tag("pre", "box", text), extract_page(text)
-    if not (page and environment(task).pages):
+    if not (page and environment(task).shows_pages):
         return source
     return pictures.get(page, "") + folded("source", source)
 
@@ -129,7 +129,7 @@ def main(args):
             task = record["task"]
             episodes = tasks.setdefault(task_id(task), {})
             episodes.setdefault(system.name, []).append(record)
-            if environment(task).pages:
+            if environment(task).shows_pages:
                 texts = record.get("answer"), hidden_information(task)
                 pages.update(map(extract_page, texts))
     pictures, names = draw(pages - {""}, args), [system.name for system in systems]
