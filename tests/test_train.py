@@ -607,6 +607,8 @@ def test_a_finished_run_is_only_read_and_what_is_no_run_never_removed(job, whole
     before = contents(out)
     assert succeed(*command(job, out), stdin=data).stdout == stdout
     assert succeed(command(job, out)[0], "--out", out, stdin=data).stdout == stdout
+    if job == "mtdpo":
+        assert succeed(*command(job, out, "--dtype", "bf16"), stdin=data).stdout == stdout
     assert contents(out) == before
     (tmp_path / "precious").write_text("mine")
     done = script(*command(job, tmp_path), stdin=data)
