@@ -455,8 +455,9 @@ class Critic(Batcher):
         self.pi_ref, _ = load(flags.model, DEVICE, "auto")
 
     async def advantages(self, task, history, actions):
-        turns = critic_turns(self.tokenizer, task, history, actions, self.thinking,
-                             pi_reads_c=True, ref_reads_c=self.ref_reads_c)
+        record = {"task": task, "meta": {"thinking": self.thinking}}
+        turns = critic_turns(self.tokenizer, record, history, actions, pi_reads_c=True,
+                             ref_reads_c=self.ref_reads_c)
         return await self.submit(turns=turns)
 
     def compute(self, new):

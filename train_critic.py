@@ -24,7 +24,7 @@ log pi(a | o, c) - log pi(a | o). Other critics are edits: see the README.
 # Flags are read before torch loads: --help and a wrong flag answer at once.
 from utils import (Log, check_finite, fail, fail_on_error, flag, init_distributed, lr_at,
                    machine_flags, note, open_stdout, parser, rank_0_keeps, read_jsonl, rng, rows_of,
-                   run, tell_notes)
+                   run, tell_changes, tell_notes)
 
 import math
 import os
@@ -223,6 +223,7 @@ def finished_flags(folder, model=None):
         old_model, old_out = (os.path.join(begun["cwd"], path) for path in (flags.model, flags.out))
         moved = os.path.join(folder, os.path.relpath(old_model, old_out))
         model = moved if os.path.isdir(moved) else flags.model
+    tell_changes(folder)
     if base_digest(model) not in (weights, None):  # None on other ranks
         fail(f"{model} has other weights than the model that the critic in {folder} began as")
     flags.model = model
@@ -276,7 +277,7 @@ def trajectory_pairs(records, min_gap):
     if not groups:
         lack = "a solved and a worse one" if min_gap is None else "two that differ so much"
         fail(f"no pairs in {len(records)} trajectories: no task has {lack} (--min_gap 0 takes "
-             "whatever differs; collect.py -k draws more per task)")
+             "whatever differs; collect.py -k draws more per task; a weak --model solves none)")
     return groups
 
 
@@ -291,13 +292,15 @@ def read_stdin(args, *fields):
                                ref_reads_c=args.ref_context == "hidden")
 
 
-def critic_turns(tokenizer, task, history, actions, thinking, *, pi_reads_c, ref_reads_c):
-    """[(turn, reference turn)] of the actions, messages or candidates, after a history.
+def critic_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c):
+    """[(turn, reference turn)] of a record's actions, messages or candidates, after a history.
 
     The turn has the prompt that pi reads, the reference turn the one that pi_ref reads.
     """
+    thinking = record.get("meta", {}).get("thinking", 0)  # as when its dialogue was sampled
+
     def prompt_ids(reads_c):
-        c = hidden_information(task) if reads_c else ""
+        c = hidden_information(record["task"]) if reads_c else ""
         messages = with_hidden(history, c) if c else history
         return packed(render(tokenizer, messages, thinking))
 
@@ -323,13 +326,12 @@ def read_turns(tokenizer, config, records, max_length, *, pi_reads_c, ref_reads_
     ref_turn_of = {}
     for r in records:
         name = f"the task {task_id(r['task'])}"
-        thinking = r.get("meta", {}).get("thinking", 0)  # as when its dialogue was sampled
         if pi_reads_c and not hidden_information(r["task"]):
             note("records have no hidden information for the critic to read", name)
         for history, actions in actions_of(r):
             with fail_on_error(f"{name} does not suit this --model's chat template"):
-                turns = critic_turns(tokenizer, r["task"], history, actions, thinking,
-                                     pi_reads_c=pi_reads_c, ref_reads_c=ref_reads_c)
+                turns = critic_turns(tokenizer, r, history, actions, pi_reads_c=pi_reads_c,
+                                     ref_reads_c=ref_reads_c)
             for action, (turn, ref_turn) in zip(actions, turns):
                 if extra_ids and ord(max("".join(turn))) >= config.vocab_size:
                     fail(f"{name} has a token beyond the model's embedding of {config.vocab_size}")

@@ -157,7 +157,8 @@ def main(args):
 
 def prepare(args):
     """([[Pair]] to train on, [Pair] held out), which make_groups makes of stdin's records."""
-    by_reward = {"dpo": args.mix > 0, "mtdpo": True, "rft": not args.all}[args.loss]
+    by_reward = (args.loss == "mtdpo" or (args.loss == "rft" and not args.all)
+                 or (args.loss == "dpo" and args.mix > 0))
     fields = ["dialogue_history", "reward"] if by_reward else ["dialogue_history"]
     records = sorted_records(read_jsonl(sys.stdin, needs(*fields, to_train=True)))
     _, tokenizer, config = find_model(args.model)

@@ -489,10 +489,6 @@ class Log:
             fail(f"--out {out} exists already, and is no run: name another")
         with fail_on_error(f"{self.path} is damaged; another --out starts over"):
             rows = rows_of(out)
-        names = [os.path.basename(path) for path in glob.glob(f"{glob.escape(HERE)}/*.py")]
-        _, changed, _ = filecmp.cmpfiles(HERE, out, names, shallow=False)
-        if changed:
-            say(f"the run in {out} began with another {', '.join(changed)}, of which it has a copy")
         checkpoints = re.findall(r"^checkpoint-(\d+)$", "\n".join(os.listdir(out)), re.M)
         finished = [row["finished"] for row in rows if "finished" in row]
         return rows, max([0, *finished, *map(int, checkpoints)])
@@ -512,6 +508,7 @@ class Log:
         first = {"args": vars(self.args), "argv": sys.argv, "cwd": os.getcwd(),
                  "version": version(), "world": WORLD, **facts}
         if self.rows:
+            tell_changes(self.out)
             for name, new in facts.items():
                 old = self.rows[0].get(name, new)  # a run of an older version may lack some
                 if name not in self.may_change and new != old:
@@ -565,6 +562,14 @@ class Log:
         """Adds the last row. The model is in --out: nothing to go on from is needed."""
         self(finished=self.total)
         drop_checkpoints(self.out)
+
+
+def tell_changes(out):
+    """Says which scripts differ from those that the run in `out` began with."""
+    names = [os.path.basename(path) for path in glob.glob(f"{glob.escape(HERE)}/*.py")]
+    _, changed, _ = filecmp.cmpfiles(HERE, out, names, shallow=False)
+    if changed:
+        say(f"the run in {out} began with another {', '.join(changed)}, of which it has a copy")
 
 
 def rows_of(out):

@@ -262,7 +262,7 @@ def test_what_each_critic_reads(tiny_dir):
 
     def read(pi=True, ref=True):
         """[prompt, action, reference's prompt, action], as text."""
-        [(turn, ref_turn)] = train_critic.critic_turns(tokenizer, task, history, [action], 0,
+        [(turn, ref_turn)] = train_critic.critic_turns(tokenizer, {"task": task}, history, [action],
                                                        pi_reads_c=pi, ref_reads_c=ref)
         return [tokenizer.decode([*map(ord, ids)]) for ids in (*turn, *ref_turn)]
 

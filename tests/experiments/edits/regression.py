@@ -40,8 +40,8 @@ def test_it_reads_the_text_of_an_action_and_not_its_ids(tiny_dir):
     tokenizer = M.find_model(tiny_dir)[1]
     task = {"problem_description": "write f(x)", "ground_truth": "def f(x): ..."}
     action = {"output": "what is the rate?", "token_ids": [10 ** 9]}  # another model's
-    [((_, ids), _)] = train_critic.critic_turns(tokenizer, task, dialogue("write f(x)"), [action],
-                                                0, pi_reads_c=True, ref_reads_c=True)
+    [((_, ids), _)] = train_critic.critic_turns(tokenizer, {"task": task}, dialogue("write f(x)"),
+                                                [action], pi_reads_c=True, ref_reads_c=True)
     assert tokenizer.decode([*map(ord, ids)]) == "what is the rate?<|end|>"
 
 

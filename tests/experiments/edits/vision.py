@@ -78,8 +78,8 @@ def episode(pages, hidden):
 
 def critic_turns(tokenizer, record, hidden, pictures):
     """The turns by which a critic judges a record's messages."""
-    both = [train_critic.critic_turns(tokenizer, record["task"], history, actions, 0,
-                                      pi_reads_c=hidden, ref_reads_c=hidden, pictures=pictures)
+    both = [train_critic.critic_turns(tokenizer, record, history, actions, pi_reads_c=hidden,
+                                      ref_reads_c=hidden, pictures=pictures)
             for history, actions in M.actions_of(record)]
     return [turn for [(turn, _)] in both]
 
