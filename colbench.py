@@ -157,9 +157,11 @@ def read_action(output, last):
     """
     output = without_thinking(output)
     thought, has_output, sent = output.partition(OUTPUT)
-    # A line that begins with ANSWER begins the answer, and OUTPUT after it is part of its code,
-    # such as print("OUTPUT:"). But if ANSWER comes again after OUTPUT, the thought only named it.
-    answer_began = re.search(rf"^[^\w\n]*{re.escape(ANSWER)}", thought, re.M)
+    # Where ANSWER begins a line, or code follows it, the answer begins, and OUTPUT is part of its
+    # code, such as print("OUTPUT:"). But if ANSWER comes again, the thought only named it.
+    marker = re.escape(ANSWER)
+    code = r"```|def |class |import |from |@"
+    answer_began = re.search(rf"^[^\w\n]*{marker}|{marker}\s*({code})", thought, re.M)
     if has_output and (not answer_began or ANSWER in sent):
         output = sent
     content = output.strip()
@@ -354,8 +356,8 @@ LIBRARY = [*(name for name in sorted(sys.stdlib_module_names) if name[0] != "_")
 MORE = """numpy.fft numpy.ma numpy.polynomial numpy.random sympy.assumptions sympy.codegen.ast
 sympy.combinatorics sympy.concrete.delta sympy.integrals sympy.sets sympy.stats""".split()
 # (pattern, modules of a fork server). The first row whose pattern occurs in an answer or its tests
-# runs it: a fork of fewer modules is up to ten times as fast. The first pattern: numpy|sympy.
-SERVERS = [("|".join(sorted({name.partition(".")[0] for name in MORE})), LIBRARY + MORE),
+# runs it: a fork of fewer modules is up to ten times as fast.
+SERVERS = [("numpy|sympy", LIBRARY + MORE),
            (r"import|code\(|bytes\(|bytearray\(|str\([^)]*,", LIBRARY),
            ("", ["_pylong", "unicodedata"])]  # for huge numbers, for "\N{...}"
 
@@ -368,7 +370,9 @@ def seccomp_filter():
     column, arch = machines[platform.machine()]
     # A step: (operation, steps to skip if it is true, if it is false, value). What `load` loads: 0
     # the call's number, 4 the machine, 16 and 24 the first two arguments.
+    # BPF_LD|W|ABS, BPF_ALU|AND|K, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
     load, mask, equal, at_least, ret = 0x20, 0x54, 0x15, 0x35, 0x06
+    # SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO with EPERM, SECCOMP_RET_KILL_PROCESS
     allow, deny, kill = (ret, 0, 0, 0x7FFF0000), (ret, 0, 0, 0x00050001), (ret, 0, 0, 1 << 31)
     # other processes' clocks have numbers from 16 on
     clock = [(load, 0, 0, 16), (at_least, 0, 1, 16), deny, allow]
@@ -388,7 +392,7 @@ def seccomp_filter():
 # The lines between the next mark and "fork server: end" are the whole program of a fork server.
 # `python -c` gets their text alone: nothing else of this file is in a child.
 # fork server: begin
-import builtins, collections.abc, contextlib, ctypes, datetime, gc, importlib, json, math
+import ast, builtins, collections.abc, contextlib, ctypes, datetime, gc, importlib, json, math
 import numbers, os, pathlib, pkgutil, re, resource, signal, socket, struct, symtable, sys
 import textwrap, types, uuid
 from hashlib import sha256
@@ -420,7 +424,8 @@ def possible_code(answer):
     text = re.sub("[\u200b\u2060\ufeff]", "", answer)  # invisible, and no Python
     text = text.replace("\xa0", " ").replace("\r\n", "\n")
     for block in re.split("`{3,}|~{3,}", text)[1::2]:
-        yield textwrap.dedent(block.partition("\n")[2])
+        first_line, newline, rest = block.partition("\n")
+        yield textwrap.dedent(rest if newline else first_line)
     lines, start, budget = text.split("\n"), 0, 1 << 20  # characters to compile in all
     while start < len(lines) and budget > 0:
         run = []  # from a line of code on, as far as it is Python
@@ -439,29 +444,24 @@ def possible_code(answer):
         start += max(1, len(run))
 
 
-def global_names(code):
-    """Yields the names in a code object of globals, of builtins and of attributes."""
-    yield from code.co_names
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from global_names(const)
-
-
 def answer_code(answer, used):
     """Code objects of an answer, which are run one after another.
 
-    All texts that are Python, in order, up to the first that defines a name in `used`. What is code
-    is settled before any of it runs. SyntaxError where nothing is Python.
+    All texts that are Python, in order, until the names in `used` are defined. Of two drafts the
+    first counts: a later one defines no new name. What is code is settled before any of it runs.
+    SyntaxError where nothing is Python.
     """
-    found = []
+    found, defined = [], set()
     for text in possible_code(answer):
         with contextlib.suppress(Exception):  # it is no Python
-            if text.strip():
-                found.append(compile(text, "<answer>", "exec"))
-                top = symtable.symtable(text, "<answer>", "exec")
-                if any(top.lookup(name).is_assigned()
-                       for name in top.get_identifiers() if name in used):
-                    break
+            code = compile(text, "<answer>", "exec")
+            top = symtable.symtable(text, "<answer>", "exec").get_symbols()
+            names = {x.get_name() for x in top if x.is_assigned() or x.is_imported()} & used
+            if text.strip() and not (names and names <= defined):
+                found.append(code)
+                defined |= names
+            if names and defined == used:
+                break
     return found or [compile(answer, "<answer>", "exec")]
 
 
@@ -560,8 +560,9 @@ def run_tests(request, wire, claim_bytes):
     tests, used, error = [], set(), None
     for test in request["tests"]:
         with contextlib.suppress(Exception):  # eval(test) will say why not
+            names = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
+            used |= names - vars(builtins).keys()
             test = compile(test, "<test>", "eval")
-            used.update(name for name in global_names(test) if not hasattr(builtins, name))
         tests.append(test)
     try:
         codes = [compile(text, "<answer>", "exec")] if official else answer_code(text, used)
@@ -1030,8 +1031,9 @@ def check_numbers(said):
 def grey_picture(path):
     """An SVG file of the size that a picture's URL asks for, such as /id/48/100/50."""
     path = re.sub(r"/(id|seed)/[^/]*", "", path)
-    sizes = [min(max(int(n), 1), 4096) for n in re.findall(r"\d{1,5}", path)]
-    width, height = (2 * sizes)[-2:] or (300, 200)  # one number: a square
+    size = re.search(r"(?<![\w-])(\d{1,5})(?:[x/](\d{1,5}))?(?![\w-])", path)
+    sides = (size[1], size[2] or size[1]) if size else (300, 200)  # one number: a square
+    width, height = (min(max(int(side), 1), 4096) for side in sides)
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">'
             '<rect width="100%" height="100%" fill="#9ca3af"/></svg>')
 

@@ -11,7 +11,7 @@ the rounding of logits depends on the batch, and it rarely changes a text. A rec
 dialogue is not played again: the agent's messages get candidates.
 """
 from utils import (fail, fail_on_error, flag, open_stdout, parser, progress, read_jsonl, rng, run,
-                   say, version)
+                   say, tell_notes, version)
 
 import asyncio
 import base64
@@ -132,7 +132,7 @@ class Players:
     async def load(self):
         """Asks the servers for their models, then loads ours; returns self."""
         args, human = self.args, self.args.human or ""
-        if human.startswith("http"):
+        if human.startswith(("http://", "https://")):
             llm = LLM(args)
             if "model" not in llm.body:
                 await llm.find_served_model()
@@ -144,6 +144,8 @@ class Players:
         if args.engine:
             self.engine = VllmEngine(args, self.stop)
             await self.engine.find_served_model()
+            if self.engine.body["model"] != args.model:
+                say(f"{args.engine} serves {self.engine.body['model']}, taken for {args.model}")
             self.max_context = min(self.max_context, self.engine.max_context)
         else:
             self.engine = TransformersEngine(args, self.stop)
@@ -428,7 +430,7 @@ class Batcher:
         return request.result
 
     async def take_step(self):
-        before = 0
+        before = 0  # the others run on, until a round of them adds no request
         while before != len(self.waiting):
             before = len(self.waiting)
             await asyncio.sleep(0)
@@ -549,7 +551,10 @@ class TransformersEngine(Batcher):
             self.batches.append(batch)
 
     def cached_prefix(self, request):
-        """(n, layers) for Prefill, of its episode's last prompt, else of the latest of all."""
+        """(n, layers) for Prefill: the first n tokens are those of a prompt whose keys are kept.
+
+        That is its episode's last prompt, else the latest of all. One token is always new.
+        """
         latest = next(reversed(self.cache.values()), ((), None))
         before, layers = self.cache.get(request.episode, latest)
         return min(common_prefix(before, request.prompt), len(request.prompt) - 1), layers
@@ -742,7 +747,8 @@ def read_jobs(args, done):
     A task's samples count from 0, and on where the task comes again. A dialogue keeps its own
     `sample`; without one, or if another has it, it gets the next number.
     """
-    next_sample, taken = {}, set()  # {task id: sample}; (task id, sample)
+    next_sample = {}  # {task id: the number of its next new episode}
+    taken = set()  # (task id, sample) of stdin; `done` has those of --resume's file
     for record in read_jsonl(sys.stdin, needs()):
         task, name = record["task"], task_id(record["task"])
         record["task"] = {"kind": kind_of(task), **task, "id": name}
@@ -804,6 +810,7 @@ async def play_all(args, emit):
 
     if first := next(jobs, None):  # a wrong line or flag ends the program before models load
         await players.load()
+        tell_notes()
         bar = progress(f"episodes of {args.model}")
         all_jobs = itertools.chain([first], jobs)  # a worker that is free takes the next one
         await asyncio.gather(*(worker(all_jobs) for _ in range(args.concurrency)))

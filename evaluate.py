@@ -48,12 +48,12 @@ def measure(record):
 class System:
     """What is compared: a name, the files of its seeds, and the sums of each metric by cluster."""
 
-    def __init__(self, name, files):
+    def __init__(self, name, files, need):
+        """need: as for read_jsonl, of all systems: two tasks may not share an id."""
         self.name, self.files, self.episodes = name, files, 0
         self.reward_names, self.graders = set(), set()
         # a cluster is (task id, file index): each seed's model has its own episodes of a task
         fractions = defaultdict(lambda: defaultdict(list))  # [cluster][metric]: each episode's
-        need = needs("dialogue_history", "reward")
         for i, path in enumerate(files):
             source = "stdin" if path == "-" else path
             with fail_on_error(source):
@@ -90,7 +90,9 @@ def named_systems(args):
         if name in systems:
             fail(f"two systems have the name {name!r}: NAME=FILE gives another")
         systems[name] = files
-    return [System("stdin" if name == "-" else name, files) for name, files in systems.items()]
+    need = needs("dialogue_history", "reward")
+    return [System("stdin" if name == "-" else name, files, need)
+            for name, files in systems.items()]
 
 
 # --- values and intervals -------------------------------------------------------------------------

@@ -123,10 +123,11 @@ class Tree:
             path = path[:shared] + array("q", new)
             ids += map(ord, seq[shared:])
             pos += range(shared, len(seq))
-            # the parent of the first new token, and of each other one the token left of it
-            parent += [path[shared - 1] if shared else -1, *new][:len(new)]
-            continues_last_run = runs and shared == len(runs[-1][2])
-            start = runs.pop()[0] if continues_last_run else new.start
+            before = path[shared - 1] if shared else -1
+            parent += [before, *new][:len(new)]
+            start = new.start
+            if runs and shared == len(runs[-1][2]):  # it goes on where the last run ends
+                start, _, _ = runs.pop()
             runs.append((start, new.stop, path))
             action_of[turn] = torch.frombuffer(path, dtype=torch.long)[len(turn[0]):]
         actions = [action_of[turn] for turn in turns]
@@ -321,9 +322,10 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
     parts = deal(turns, tree_tokens if model.takes_trees else 0)
     trees = len(parts) // WORLD  # of each rank: all must join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
-    # chains the trees, so that autograd computes one at a time again, the last one first
+    # Each recomputed tree takes the log-probs of the one before as `anchor`, and ignores them: in
+    # this chain the backward pass holds one tree's activations at a time, the last one's first.
     anchor = torch.ones((), requires_grad=True)
-    by_part = [torch.zeros(sum(action_lengths(part))) for part in parts]  # 0: another rank's
+    by_part = [torch.zeros(sum(action_lengths(part))) for part in parts]  # others' stay 0
     mine = range(RANK * trees, (RANK + 1) * trees)
     for n in progress(label, mine) if label else mine:
         tree = Tree(parts[n], model.device)
@@ -337,7 +339,7 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
     if WORLD > 1:
         total = flat.detach().clone()
         dist.all_reduce(total)
-        flat = flat + (total - flat.detach())  # the others' values, without gradient
+        flat = flat + (total - flat.detach())  # values of all ranks, the gradient of this one
     dealt = list(chain.from_iterable(parts))
     logps = dict(zip(dealt, flat.split(action_lengths(dealt))))  # deal() may repeat a part
     return [logps[turn] for turn in turns]
@@ -383,8 +385,9 @@ def accuracy(margin):
 def deal(turns, tree_tokens, world=WORLD):
     """The turns in parts, [[turn]]. The tree of a part has at most tree_tokens tokens, or one turn.
 
-    Each of `world` ranks gets equally many consecutive parts, as few as can be; the last one is
-    repeated where parts lack. Bisection finds the smallest limit that so many parts keep, to 1 %.
+    Each of `world` ranks gets equally many consecutive parts, as few as can be. Bisection lowers
+    the limit, to 1 %, while their number stays: they become equal. If it is no multiple of `world`,
+    the last part comes again, and counts once.
     """
     rows = [(turn, len(seq), shared) for turn, seq, shared in in_order(set(turns))]
 
@@ -552,8 +555,9 @@ def matches_output(tokenizer, message):
 def action_text(tokenizer, action, history, thinking):
     """(text of a prompt, text of the prompt and the action without its end), by the template.
 
-    The second may not begin with the first: a generation prompt may begin a thought that a stored
-    message lacks. But an `output` always stands after the whole prompt.
+    Mostly the template writes a message after the prompt. Where it does not (the prompt begins a
+    thought that a stored message lacks), an `output`, which was written after the prompt, is put
+    there. Others are as the template writes them: the two texts part in the header.
     """
     text = action.get("output") or action.get("content") or ""
     message = {"role": "assistant", "content": text}
@@ -593,6 +597,7 @@ def action_ids(tokenizer, action, history, thinking=0):
                  "take the model that sampled them")
         return packed(action["token_ids"]), 0
     prompt, whole = action_text(tokenizer, action, history, thinking)
+    # kept_ids: those of the prompt that stay, of the text that prompt and whole have in common
     n_common, end = common_prefix(prompt, whole), ending(tokenizer)
     prompt_ids = text_ids(tokenizer, prompt)
     kept_ids = text_ids(tokenizer, whole[:n_common])
@@ -692,10 +697,10 @@ def load_sharded(path, device, args, train=True):
 
     Rank 0 reads the files, and the others get their shards.
     """
-    path, tokenizer, config = find_model(path, weights=True)
+    path, tokenizer, config = find_model(path, weights=not RANK)
     dtype = pick_dtype(args.dtype, device)
-    keep = train and dtype != torch.float32  # the files' dtype: half the memory
-    read = functools.partial(read_tree_lm, path, device, "auto" if keep else dtype)
+    as_stored = train and dtype != torch.float32  # half the memory of fp32 while it is read
+    read = functools.partial(read_tree_lm, path, device, "auto" if as_stored else dtype)
     if WORLD > 1:
         whole, (own_logps, attention, buffers) = rank_0_keeps(read)
         with torch.device("meta"):
@@ -776,7 +781,7 @@ def logps_and_leak(model, turns):
     embeddings = model.lm.get_input_embeddings()
     with embeddings.register_forward_hook(lambda module, given, out: seen.append(out)):
         logps = tree_logps(model, tree)
-    probe = -2  # a token with others before and after it, in a tree also of other turns
+    probe = -2  # off its path are the token after it, and in a tree the other turn
     gradient = torch.autograd.grad(logps[probe], seen)[0].flatten(0, -2)  # (T, width)
     sizes = gradient.float().norm(dim=-1)
     off_path = torch.ones(len(sizes), dtype=torch.bool)
@@ -905,7 +910,8 @@ def save(model, tokenizer, out):
 def try_save(model, tokenizer, out):
     """Fails if `save` would at the end: writes a folder without weights, and removes it."""
     def write():
-        with fail_on_error(f"{out} can't be written"), tempfile.TemporaryDirectory(dir=out) as part:
+        with (fail_on_error(f"{out} can't be written"),
+              tempfile.TemporaryDirectory(dir=out, prefix="checkpoint-") as part):
             write_folder(model, tokenizer, {}, part)
 
     from_rank_0(write)

@@ -197,7 +197,9 @@ def make_groups(args, records):
 
 
 def trajectory_mix(args, records, n_pairs):
-    """[(task id, [Pair])] of trajectories, at least n_pairs pairs; if few, tasks come again."""
+    """[(task id, [Pair])] of trajectories: tasks in random order, again and again, up to n_pairs
+    pairs or a few more.
+    """
     by_task = list(trajectory_pairs(records, args.min_gap).items())
     rng("mix", args.seed).shuffle(by_task)
     groups = []

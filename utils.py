@@ -54,10 +54,10 @@ def parser(doc, usage):
     return Parser(description=doc, usage=usage, formatter_class=form, allow_abbrev=False)
 
 
-def end_after_rank_0():
-    """Ends another rank without a word: rank 0 has the same error, and torchrun ends them all."""
+def end_after_rank_0(message=None):
+    """Ends another rank. Where rank 0 has the same error, torchrun ends this one within 5 s."""
     time.sleep(5)
-    sys.exit(2)
+    sys.exit(f"rank {RANK}: {message}" if message else 2)
 
 
 def flag(p, name, default, text, kind=None, least=0, most=math.inf, **more):
@@ -131,15 +131,19 @@ def tell_notes():
 
 @contextlib.contextmanager
 def fail_on_error(what):
-    """Ends the program by "error: WHAT: reason" if the code inside fails."""
+    """Ends the program by "error: WHAT: reason" if the code inside fails; with DEBUG=1 in the
+    environment by a traceback.
+    """
     try:
         yield
     except (SystemExit, GeneratorExit):
         raise
     except BaseException as e:  # torch's error of checkpoints is no Exception
+        if os.environ.get("DEBUG"):
+            raise
         last_line = str(e).strip().rpartition("\n")[2].strip()
         if isinstance(e, (NameError, AttributeError, TypeError, LookupError)):  # of an edit, maybe
-            last_line = f"{type(e).__name__}: {last_line}"
+            last_line = f"{type(e).__name__}: {last_line} (DEBUG=1 shows where)"
         fail(f"{what}: {getattr(e, 'strerror', None) or last_line or type(e).__name__}")
 
 
@@ -196,14 +200,13 @@ def run(main, args):
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
     try:
         main(args)
-    except SystemExit:
+    except SystemExit as e:
         if RANK:
-            end_after_rank_0()
+            end_after_rank_0(e.code)
         raise
     finally:
-        if WORLD == 1:
+        if WORLD == 1 or sys.exc_info()[0] is None:  # after an error other ranks may wait
             leave_group()  # or NCCL prints a warning
-    leave_group()
 
 
 # --- JSON lines -----------------------------------------------------------------------------------

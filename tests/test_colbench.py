@@ -15,6 +15,7 @@ SENT = [  # what the human is shown, and the answer that it marks
     (f"{ANSWER}\ndef f(x): return x", "def f(x): return x"),
     (f"{ANSWER} a {ANSWER} b", f"a {ANSWER} b"),
     (f"{ANSWER}\nprint('OUTPUT:', 3)", "print('OUTPUT:', 3)"),  # in the code
+    (f"Sure. {ANSWER}\ndef f():\n  print('OUTPUT:', 3)", "def f():\n  print('OUTPUT:', 3)"),
     (f"Enough.\n**{ANSWER}**\nprint('OUTPUT:', 3)", "print('OUTPUT:', 3)"),  # in bold
     (f"**{ANSWER}** def f(x): return x", "def f(x): return x"), (f"{ANSWER} **a**", "**a**")]
 

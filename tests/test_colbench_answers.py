@@ -88,7 +88,7 @@ READINGS = [  # an answer and its reward
     (fenced("exit()", RIGHT), 1), (fenced(f"{RIGHT}exit()", WRONG), 1),
     (fenced(f"exit()\n{RIGHT}"), 0),
     (fenced(WRONG, RIGHT), 0),  # the first version counts, never the better one
-    (fenced(RIGHT, WRONG), 1),
+    (fenced(RIGHT, WRONG), 1), ("It is ```def f(x): return x * 2```.", 1),
     (fenced("g = 1 / 0", USES), 0), (fenced("import no_such_module as g", USES), 0),
     (fenced("BASE = 1", "TWO = BASE + 1", "def g(x):\n    return x * TWO", USES), 1),
     (fenced("BASE = 2", "TWO = BASE + 1", "def g(x):\n    return x * TWO", USES), 0),
@@ -111,6 +111,20 @@ for form in ("{}", "```python\n{}```", "```\n{}\n```", "~~~python\n{}~~~"):
 def test_what_is_code_is_settled_before_any_of_it_runs(grader, answer, reward):
     """No answer has two tries: it can't be read in two ways. Blocks that nobody uses don't run."""
     assert grader.grade(DOUBLE, answer)["reward"] == reward
+
+
+ITEM, SOLVER = "class Item:\n    value = 3", "class Solver:\n    def run(self): return Item.value"
+
+
+@pytest.mark.parametrize("reference, answer, test", [
+    # an attribute's name is no name that is tested
+    ("def f(s): return {c: 1 for c in s}", ["items = ['a']"], "list(f('ab').items())"),
+    (f"{ITEM}\n{SOLVER}", [ITEM], "[Solver().run(), Item().value]"),
+    (f"import math\n{RIGHT}", [RIGHT, WRONG], "f(math.floor(2.5))")])
+def test_blocks_count_until_all_that_is_tested_is_defined(grader, reference, answer, test):
+    """But of two drafts only the first one."""
+    blocks = fenced(*answer, {ITEM: SOLVER, RIGHT: "import math"}.get(answer[0], reference))
+    assert grader.grade(task(reference, test), blocks)["reward"] == 1
 
 
 @pytest.mark.parametrize("test", ["(f(3))", "sorted([f(3), 1])", "not f(3)", "[f(x) for x in [1]]"])

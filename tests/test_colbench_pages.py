@@ -59,6 +59,15 @@ def answered(page):
 
 # --- a page that is drawn -------------------------------------------------------------------------
 
+@pytest.mark.parametrize("path, size", [
+    ("/100/50", "100 50"), ("/id/48/100/50.jpg", "100 50"), ("/seed/9/100", "100 100"),
+    ("/600x400/0000FF/808080", "600 400"), ("/600x400/000/fff.png", "600 400"), ("/", "300 200"),
+    ("/photo-1234/99999x0", "4096 1"), ("/g/320/240/dog", "320 240")])
+def test_a_placeholder_has_the_size_that_its_url_asks_for(path, size):
+    picture = colbench.grey_picture(path)
+    assert " ".join(re.findall(r'(?:width|height)="(\d+)"', picture)) == size
+
+
 def test_a_page_has_its_style_and_placeholders_and_always_the_same_bytes(renderer):
     with ThreadPoolExecutor(4) as pool:
         pages = list(pool.map(renderer.render, [PLAIN, "<p>another</p>", PLAIN, PLAIN]))

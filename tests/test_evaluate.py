@@ -139,6 +139,16 @@ def test_systems_that_have_nothing_in_common(tmp_path):
     assert table.endswith("honest rules, official rules; NOT THE SAME TASKS; NOT COMPARABLE\n")
 
 
+def test_two_tasks_of_one_id_are_not_compared(tmp_path):
+    task = {"id": "a", "problem_description": "write f", "ground_truth": "f"}
+    record = {"task": task, "dialogue_history": dialogue("write f", "f"), "reward": 1.0}
+    other = {**record, "task": {**task, "ground_truth": "g"}}
+    for name, r in (("one", record), ("two", other)):
+        (tmp_path / name).write_text(lines([r]))
+    done = script("evaluate.py", tmp_path / "one", tmp_path / "two")
+    complaint(done, "two, line 1: another task above has the id a")
+
+
 def test_names(tmp_path):
     rs = [episode("x", 1)]
     (tmp_path / "lr=1").mkdir(), (tmp_path / "lr=2").mkdir()
