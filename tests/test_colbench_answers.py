@@ -120,7 +120,9 @@ ITEM, SOLVER = "class Item:\n    value = 3", "class Solver:\n    def run(self): 
     # an attribute's name is no name that is tested
     ("def f(s): return {c: 1 for c in s}", ["items = ['a']"], "list(f('ab').items())"),
     (f"{ITEM}\n{SOLVER}", [ITEM], "[Solver().run(), Item().value]"),
-    (f"import math\n{RIGHT}", [RIGHT, WRONG], "f(math.floor(2.5))")])
+    (f"import math\n{RIGHT}", [RIGHT, WRONG], "f(math.floor(2.5))"),
+    # nor is a variable of the test
+    (RIGHT, [RIGHT, "while True: pass"], "sorted([f(x) for x in [1, 2]], key=lambda y: -y)")])
 def test_blocks_count_until_all_that_is_tested_is_defined(grader, reference, answer, test):
     """But of two drafts only the first one."""
     blocks = fenced(*answer, {ITEM: SOLVER, RIGHT: "import math"}.get(answer[0], reference))
