@@ -131,7 +131,8 @@ def result(system, systems, resamples):
     out = {"system": system.name, "files": system.files, "rewards": sorted(system.reward_names),
            "reward_by": sorted(system.graders), "episodes": system.episodes,
            "tasks": len(system.tasks), "version": version()}
-    for metric in dict.fromkeys(m for s in systems for sums in s.clusters.values() for m in sums):
+    measured = (metric for s in systems for sums in s.clusters.values() for metric in sums)
+    for metric in dict.fromkeys(measured):  # each once, also those that this system lacks
         sums = by_task(system.sums(metric, system.clusters), system.clusters)
         out[metric], out[f"{metric}_95"] = with_interval(ratio, sums, resamples)
     if system is not systems[0]:
