@@ -579,7 +579,7 @@ def rows_of(out):
     """The rows of metrics.jsonl in the --out of a run."""
     with open(os.path.join(out, "metrics.jsonl")) as f:
         rows = [json.loads(line) for line in f if line.endswith("}\n")]  # a kill may cut one
-    if "args" not in rows[0]:
+    if not rows or "args" not in rows[0]:
         raise ValueError("its first row has no flags")
     return rows
 
