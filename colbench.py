@@ -392,7 +392,7 @@ def seccomp_filter():
 # The lines between the next mark and "fork server: end" are the whole program of a fork server.
 # `python -c` gets their text alone: nothing else of this file is in a child.
 # fork server: begin
-import builtins, collections.abc, contextlib, ctypes, datetime, dis, gc, importlib, json, math
+import builtins, collections.abc, contextlib, ctypes, datetime, gc, importlib, json, math
 import numbers, os, pathlib, pkgutil, re, resource, signal, socket, struct, symtable, sys
 import textwrap, types, uuid
 from hashlib import sha256
@@ -444,12 +444,10 @@ def possible_code(answer):
         start += max(1, len(run))
 
 
-def global_names(code):
-    """{name}: the globals and builtins that a code object reads."""
-    names = {step.argval for step in dis.get_instructions(code)
-             if step.opname in ("LOAD_NAME", "LOAD_GLOBAL")}
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return names.union(*map(global_names, inner))
+def global_names(table):
+    """{name}: the globals and builtins in a symtable, and in those within it."""
+    names = {x.get_name() for x in table.get_symbols() if x.is_global()}
+    return names.union(*map(global_names, table.get_children()))
 
 
 def answer_code(answer, used):
@@ -568,8 +566,9 @@ def run_tests(request, wire, claim_bytes):
     tests, used, error = [], set(), None
     for test in request["tests"]:
         with contextlib.suppress(Exception):  # eval(test) will say why not
+            names = global_names(symtable.symtable(test, "<test>", "eval"))
+            used |= names - vars(builtins).keys()
             test = compile(test, "<test>", "eval")
-            used.update(global_names(test) - vars(builtins).keys())
         tests.append(test)
     try:
         codes = [compile(text, "<answer>", "exec")] if official else answer_code(text, used)
