@@ -223,7 +223,8 @@ USELESS = [  # changes of a draw of one token, and what is said
         None, *({"token_logprobs": numbers} for numbers in ([], [None], [-9999.0]))))]
 
 
-def test_a_reply_that_is_of_no_use_is_no_action(tiny_dir):
+def test_a_reply_that_is_of_no_use_is_no_action(tiny_dir, capsys):
+    """That the server's model has another name is told once."""
     server = Server(sampled)
 
     async def sample(players, **change):
@@ -240,6 +241,7 @@ def test_a_reply_that_is_of_no_use_is_no_action(tiny_dir):
             with pytest.raises((collect.EpisodeError, SystemExit), match=why):
                 await sample(players, **change)
     asyncio.run(all_of())
+    assert f"serves {server.models[0]}, taken for {tiny_dir}" in capsys.readouterr().err
 
 
 # --- a server that is not as it should be ---------------------------------------------------------

@@ -262,6 +262,17 @@ def test_a_step_that_would_spoil_the_weights_is_not_made(name, ranked, tiny_dir,
 # --- trust ----------------------------------------------------------------------------------------
 
 @pytest.mark.full
+@pytest.mark.full
+def test_an_error_of_another_rank_is_told(tmp_path):
+    shutil.copy(f"{ROOT}/utils.py", tmp_path)
+    (tmp_path / "stage.py").write_text("import utils\n\ndef main(args):\n"
+                                       "    utils.init_distributed()\n"
+                                       "    utils.RANK and utils.fail('no room on this node')\n"
+                                       "    utils.barrier()\n\nutils.run(main, None)\n")
+    done = script(tmp_path / "stage.py", ranks=2)
+    assert done.returncode and "rank 1: error: no room on this node" in done.stderr
+
+
 def test_what_data_says_neither_steers_a_terminal_nor_starts_a_line(ranked, tasks, tiny_dir,
                                                                    tmp_path):
     (tmp_path / "silent.py").write_text("def reply(task, history): return None")
