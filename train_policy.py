@@ -213,6 +213,7 @@ def trajectory_mix(args, records, n_pairs):
 def candidate_pairs(args, candidates):
     """[Pair] of one turn: random candidates of the upper half, each with one of the lower half.
 
+    One that --max_tokens has cut is never chosen: it does not end.
     They are ranked by A + w log pi_ref(a|o), the order of pi_ref exp(A / w): that is the policy
     with the highest E[A] - w KL(pi || pi_ref). w: --logprob_weight.
     """
@@ -234,7 +235,7 @@ def candidate_pairs(args, candidates):
     for _ in range(args.pairs_per_turn):
         better, worse = draw(ranked[:half]), draw(ranked[-half:])
         gap = value(better) - value(worse)
-        if better[TURN] != worse[TURN] and gap > 0:
+        if better[TURN] != worse[TURN] and gap > 0 and not better.get("cut"):
             pairs.append(Pair((better[TURN],), (worse[TURN],), gap))
     return pairs
 

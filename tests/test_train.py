@@ -142,6 +142,8 @@ def test_candidate_pairs_take_the_top_against_the_bottom_half():
         assert pairs == draw(candidates)
         assert not pairs or pairs != draw(candidates, seed=1)
     assert not draw([candidate(7, 0.0), candidate(7, 1.0)])  # alike
+    cut = {**candidate(7, 1.0), "cut": True}
+    assert not draw([candidate(8, 0.0), cut]) and draw([candidate(8, 2.0), cut])
 
 
 def test_candidates_that_the_critic_does_not_tell_apart_are_no_pair():
