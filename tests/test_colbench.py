@@ -3,7 +3,8 @@ import pytest
 
 import colbench
 from colbench import ANSWER, read_action, task_id
-from conftest import SHARED, complaint, dialogue, key_of, records, script, succeed, train
+from conftest import (SHARED, complaint, dialogue, key_of, records, script, succeed, train,
+                      uncut)
 
 REAL = SHARED / "colbench" / "backend_tasks.jsonl"
 
@@ -133,7 +134,7 @@ def test_offline_trajectories_go_into_every_stage(tiny_dir, tmp_path):
     sampled = records(succeed(*collect, stdin=public).stdout)
     assert {(*key_of(r), r["reward"]) for r in sampled} == {
         (task_id(r["task"]), 1 - r["reward"], r["reward"]) for r in public}
-    scored, _ = train(sampled, *critic, "--out", tmp_path / "critic2")
+    scored, _ = train(uncut(sampled), *critic, "--out", tmp_path / "critic2")
     policy = ["train_policy.py", "--model", tiny_dir, "--out", tmp_path / "sweet"]
     assert train(scored, *policy)[0][0]["steps"] > 0
 

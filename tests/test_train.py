@@ -31,7 +31,7 @@ import train_policy
 import utils
 from colbench import agent_messages
 from conftest import (CPU, ROOT, actions, complaint, demos, descendants, dialogue, gone, lines,
-                      metrics, plain_ids, records, script, steps, succeed, until)
+                      metrics, plain_ids, records, script, steps, succeed, uncut, until)
 from model import TURN, Pair
 from test_model import FAMILIES, SLOW, save_strong, separate
 
@@ -340,7 +340,7 @@ def data(collected):
                 c["advantage"] = r.gauss(0, 1)
         for x in actions(record):
             x["token_ids"] = x["token_ids"][:r.randrange(5, 40)]
-    return lines(rs)
+    return lines(uncut(rs))
 
 
 @pytest.fixture(scope="module")
