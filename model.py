@@ -22,7 +22,6 @@ import json
 import math
 import os
 import re
-import tempfile
 import warnings
 from array import array
 from inspect import signature
@@ -45,8 +44,8 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, from_rank_0,
-                   note, progress, rank_0_keeps, rng, say, writing)
+from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, note,
+                   progress, rank_0_keeps, rng, say, writing)
 
 # torch 2.11's kernel takes grouped queries without enable_gqa
 GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
@@ -369,12 +368,15 @@ def turns_in(pairs):
     return sorted({turn for pair in pairs for turn in (*pair.chosen, *pair.rejected)})
 
 
-def epoch_batches(groups, batch_size, seed):
-    """An epoch's batches of batch_size pairs: of one group after another, shuffled by `seed`."""
-    groups = list(groups)
-    rng("order", *seed).shuffle(groups)
-    pairs = [pair for group in groups for pair in group]
-    return [pairs[i:i + batch_size] for i in range(0, len(pairs), batch_size)]
+def all_batches(groups, batch_size, epochs, seed):
+    """A run's batches of batch_size pairs: of one group after another, shuffled in each epoch."""
+    batches = []
+    for epoch in range(epochs):
+        order = list(groups)
+        rng("order", seed, epoch).shuffle(order)
+        pairs = [pair for group in order for pair in group]
+        batches += [pairs[i:i + batch_size] for i in range(0, len(pairs), batch_size)]
+    return batches
 
 
 def accuracy(margin):
@@ -899,36 +901,21 @@ def save(model, tokenizer, out):
     state = get_model_state_dict(model, options=whole)  # empty on other ranks than 0
     if RANK:
         return
+    lm, generation = model.lm, model.lm.generation_config
+    ends = {end_of_turn(tokenizer)[-1], tokenizer.eos_token_id} - {None}
     with fail_on_error(f"{out} can't be written"):
         of_lm = {name: state["lm." + name].to(model.dtype)
-                 for name, _ in model.lm.named_parameters()}  # tied ones once
-        of_lm |= {name: state["lm." + name] for name, _ in model.lm.named_buffers()
+                 for name, _ in lm.named_parameters()}  # tied ones once
+        of_lm |= {name: state["lm." + name] for name, _ in lm.named_buffers()
                   if "lm." + name in state}  # in their own dtype
-        write_folder(model, tokenizer, of_lm, out)
-
-
-def try_save(model, tokenizer, out):
-    """Fails if `save` would at the end: writes a folder without weights, and removes it."""
-    def write():
-        with (fail_on_error(f"{out} can't be written"),
-              tempfile.TemporaryDirectory(dir=out, prefix="checkpoint-") as part):
-            write_folder(model, tokenizer, {}, part)
-
-    from_rank_0(write)
-
-
-def write_folder(model, tokenizer, state, out):
-    """What `save` writes, with the state_dict `state` of the transformers LM."""
-    ends = {end_of_turn(tokenizer)[-1], tokenizer.eos_token_id} - {None}
-    own = model.lm.generation_config
-    model.lm.generation_config = GenerationConfig()  # transformers does not save all that it loads
-    model.lm.save_pretrained(out, state_dict=state)
-    model.lm.generation_config = own
-    with open(os.path.join(out, "generation_config.json"), "w") as f:
-        json.dump(own.to_diff_dict() | {"eos_token_id": sorted(ends)}, f, indent=2)
-    model.lm.config.dtype = model.dtype  # save_pretrained has noted that of the fp32 weights
-    model.lm.config.save_pretrained(out)
-    tokenizer.save_pretrained(out)
+        lm.generation_config = GenerationConfig()  # transformers does not save all that it loads
+        lm.save_pretrained(out, state_dict=of_lm)
+        with open(os.path.join(out, "generation_config.json"), "w") as f:
+            json.dump(generation.to_diff_dict() | {"eos_token_id": sorted(ends)}, f, indent=2)
+        lm.config.dtype = model.dtype  # save_pretrained has noted that of the fp32 weights
+        lm.config.save_pretrained(out)
+        tokenizer.save_pretrained(out)
+    lm.generation_config = generation
 
 
 # --- checkpoints: weights and moments for any number of processes ---------------------------------

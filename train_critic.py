@@ -30,7 +30,6 @@ import math
 import os
 import sys
 from functools import partial
-from itertools import chain
 from types import SimpleNamespace
 
 from colbench import agent_messages, hidden_information, needs, task_id, with_hidden
@@ -74,9 +73,9 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, accuracy, action_ids, action_logps, actions_of, base_digest,
-                   epoch_batches, find_model, load_sharded, packed, pick_dtype, render, restore,
-                   save, save_checkpoint, score, try_save, turns_in, unsharded)
+from model import (TURN, Pair, accuracy, action_ids, action_logps, actions_of, all_batches,
+                   base_digest, find_model, load_sharded, packed, pick_dtype, render, restore, save,
+                   save_checkpoint, score, turns_in, unsharded)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -119,14 +118,11 @@ def main(args):
 def train(args, log, device):
     """(stdin's records on rank 0, the trained critic, {turn: its log-probs by pi_ref})."""
     records, (ref_turn_of, groups, held) = rank_0_keeps(lambda: prepare(args))
-    batches = [batch for epoch in range(args.epochs)
-               for batch in epoch_batches(groups, args.batch_size, seed=(args.seed, epoch))]
-    log.begin(data=chain(*groups, held), steps=len(batches), pairs=sum(map(len, groups)),
-              held_out_pairs=len(held), dtype=str(pick_dtype(args.dtype, device)),
+    batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
+    log.begin(groups, held, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
               model_weights=base_digest(args.model))
 
     model, tokenizer = load_sharded(args.model, device, args)
-    try_save(model, tokenizer, args.out)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
@@ -271,7 +267,7 @@ def trajectory_pairs(records, min_gap):
             better = [(reward, turns) for reward, turns in trajectories if reward >= 1][:1]
         pairs = [Pair(chosen, rejected, gap=high - low)
                  for high, chosen in better for low, rejected in trajectories
-                 if high > low and high - low > (min_gap or 0) - 1e-9]
+                 if high > low and high - low > (min_gap or 0) - 1e-9 and chosen != rejected]
         if pairs:
             groups[task] = pairs
     if not groups:

@@ -67,9 +67,9 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, accuracy, action_logps, base_digest, epoch_batches, find_model,
-                   load_sharded, pick_dtype, restore, save, save_checkpoint, score, try_save,
-                   turns_in, unsharded)
+from model import (TURN, Pair, accuracy, action_logps, all_batches, base_digest, find_model,
+                   load_sharded, pick_dtype, restore, save, save_checkpoint, score, turns_in,
+                   unsharded)
 from train_critic import held_out_metrics, hold_out, read_turns, sorted_records, trajectory_pairs
 
 
@@ -108,17 +108,14 @@ def main(args):
     emit, device = open_stdout(), init_distributed()
     log = Log(args)
     groups, held = from_rank_0(lambda: prepare(args))
-    batches = [batch for epoch in range(args.epochs)
-               for batch in epoch_batches(groups, args.batch_size, seed=(args.seed, epoch))]
-    log.begin(data=chain(*groups, held), steps=len(batches), pairs=sum(map(len, groups)),
-              held_out_pairs=len(held), dtype=str(pick_dtype(args.dtype, device)),
+    batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
+    log.begin(groups, held, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
               model_weights=base_digest(args.model))
     summary = {"summary": "train_policy", "out": args.out, "steps": len(batches)}
     if log.finished:
         return emit(summary)
 
     model, tokenizer = load_sharded(args.model, device, args)
-    try_save(model, tokenizer, args.out)
     ref_logps = {}
     if args.loss != "rft":
         turns = turns_in(chain(*groups, held))

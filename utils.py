@@ -20,6 +20,7 @@ import sys
 import time
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version as package_version
+from itertools import chain
 
 from tqdm import tqdm
 
@@ -496,18 +497,19 @@ class Log:
         finished = [row["finished"] for row in rows if "finished" in row]
         return rows, max([0, *finished, *map(int, checkpoints)])
 
-    def begin(self, data, steps, pairs, **facts):
+    def begin(self, groups, held, steps, **facts):
         """Writes the first row. A run that goes on must have the same facts.
 
-        data: all that is trained on, tuples; the row keeps a hash of it.
+        groups: [[Pair]] to train on; held: [Pair] held out. The row keeps a hash of them.
         """
         self.total = steps
         if RANK:
             return
+        pairs = sum(map(len, groups))
         hint = ": few to learn from; collect.py -k gives more" if pairs < 50 or steps < 30 else ""
         say(f"{pairs} pairs, {steps} steps{hint}")
-        facts |= {"data": digest([digest(tuple(row)) for row in data]), "steps": steps,
-                  "pairs": pairs}
+        data = digest([digest(tuple(pair)) for pair in chain(*groups, held)])
+        facts |= {"data": data, "steps": steps, "pairs": pairs, "held_out_pairs": len(held)}
         first = {"args": vars(self.args), "argv": sys.argv, "cwd": os.getcwd(),
                  "version": version(), "world": WORLD, **facts}
         if self.rows:

@@ -56,7 +56,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E
 import toy  # noqa: E402
 import train_critic  # noqa: E402
 import train_policy  # noqa: E402
-from model import (action_logps, epoch_batches, head_logps, load, load_sharded,  # noqa: E402
+from model import (action_logps, all_batches, head_logps, load, load_sharded,  # noqa: E402
                    score, turns_in)
 from plan import count_tokens, plan  # noqa: E402
 from timing import in_turn, parser, ratio, show  # noqa: E402
@@ -365,7 +365,7 @@ class Bench:
 
     def batch(self, job):
         pairs = JOBS[job][2] * (WORLD if GPU else 1)
-        return epoch_batches(read_groups(job, self.folder), pairs, seed=(0, 0))[0]
+        return all_batches(read_groups(job, self.folder), pairs, epochs=1, seed=0)[0]
 
     def matmul(self):
         n = 8192 if GPU else 512

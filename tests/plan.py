@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from model import deal, epoch_batches, find_model, in_order, turns_in  # noqa: E402
+from model import all_batches, deal, find_model, in_order, turns_in  # noqa: E402
 from utils import fail  # noqa: E402
 
 
@@ -84,8 +84,7 @@ def main(argv=None):
     name = own.trainer.removesuffix(".py")
     args = import_module(name).get_args([*flags, "--out", "none"])
     config, groups, reference, scored = read(name, args)
-    steps = [batch for epoch in range(args.epochs)
-             for batch in epoch_batches(groups, args.batch_size, seed=(args.seed, epoch))]
+    steps = all_batches(groups, args.batch_size, args.epochs, args.seed)
     print(json.dumps(plan(args, own.gpus, config, steps, reference, scored)))
 
 

@@ -15,7 +15,7 @@ def test_unequal_work_is_found_out(job, tmp_path, monkeypatch):
     """All of a step's gradient and loss are compared, and the records have the paper's shape."""
     folder, cpu = B.make_data(str(tmp_path), 2, "tiny"), torch.device("cpu")
     model, pi_ref = B.load_moved(folder, cpu), B.load(folder, cpu)[0]
-    batch = B.epoch_batches(B.read_groups(job, folder), 3, seed=(0, 0))[0]
+    batch = B.all_batches(B.read_groups(job, folder), 3, epochs=1, seed=0)[0]
     assert len(batch[0].chosen) == (1 if job == "dpo" else B.TURNS)
     turns = B.turns_in(batch)
     given = model, pi_ref, job, batch, dict(zip(turns, B.score(pi_ref, turns, B.TREE_TOKENS)))

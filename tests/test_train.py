@@ -440,8 +440,7 @@ def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data,
         return sum(loss(args, pair, logps, ref)[0] for pair in pairs) / len(pairs)
 
     optimizer = torch.optim.AdamW(pi.parameters(), betas=(0.9, 0.95), weight_decay=0)
-    batches = [batch for epoch in range(args.epochs)
-               for batch in M.epoch_batches(groups, args.batch_size, seed=(args.seed, epoch))]
+    batches = M.all_batches(groups, args.batch_size, args.epochs, args.seed)
     rows = [row for row in metrics(whole(job)[0]) if "held_out_loss" in row]
     measured = {row["step"]: row["held_out_loss"] for row in rows}
     last = len(batches) - 1
