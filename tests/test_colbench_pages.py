@@ -173,18 +173,6 @@ def test_no_name_in_a_page_shadows_what_measures_it(script, renderer, monkeypatc
         assert renderer.render.__wrapped__(page) == want, tag
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("said", [
-    *(form.replace("N", number) for form in ("{height: N}", "{height: 9, more: [{a: [0, N]}]}")
-      for number in ("NaN", "Infinity", "-1/0", "1e9")), "null"])
-def test_what_a_browser_says_of_a_page_is_numbers_in_range_or_no_picture(said, renderer,
-                                                                         monkeypatch):
-    for browser in renderer.workers:
-        monkeypatch.setattr(browser, "script", f"() => ({said})")
-    with pytest.raises(RenderError):
-        renderer.render(f"<p>{said}")
-
-
 def test_the_last_page_of_a_text_is_what_one_pattern_finds():
     """The oracle's pattern takes too long for long texts."""
     r, parts = random.Random(0), ["<html>", "<HTML a>", "</html>", "</html >", "<body>", "</body>",

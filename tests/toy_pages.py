@@ -140,6 +140,8 @@ BLOCKS = """async () => {
   const rgba = css => known[css] = known[css] || paint(css), rgb = css => rgba(css).slice(0, 3);
   const add = (kind, r, css, text) => {
     const box = [r.left + scrollX, r.top + scrollY, r.width, r.height];
+    if (!box.every(x => Math.abs(x) < 1e8))  // a transform may make it infinite, or NaN
+      throw new Error('a box of the page is ' + box);
     const weight = Math.sqrt(Math.max(1, r.width * r.height));
     blocks.push({kind, box, colour: rgb(css), text, weight});
   };
