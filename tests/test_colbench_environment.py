@@ -63,7 +63,7 @@ def test_twenty_questions_go_through_all_scripts(repo, monkeypatch):
     assert prompts <= {f"Your word is {task['hidden_information']}. Reply yes or no."
                        for task in tasks}
 
-    played, _ = run("collect.py", "--model", "tiny", "--candidates", 2, "--max_tokens", 9,
+    played, _ = run("collect.py", "--model", "tiny", "--candidates", 2, "--max_tokens", 20,
                     stdin=played)
     graded, told = run("colbench.py", "grade", stdin=played)
     found = [float(r["answer"].strip() == r["task"]["ground_truth"]) for r in graded]
