@@ -44,8 +44,8 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, note,
-                   progress, rank_0_keeps, rng, say, writing)
+from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error,
+                   from_rank_0, note, progress, rng, say, writing)
 
 # torch 2.11's kernel takes grouped queries without enable_gqa
 GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
@@ -704,7 +704,7 @@ def load_sharded(path, device, args, train=True):
     as_stored = train and dtype != torch.float32  # half the memory of fp32 while it is read
     read = functools.partial(read_tree_lm, path, device, "auto" if as_stored else dtype)
     if WORLD > 1:
-        whole, (own_logps, attention, buffers) = rank_0_keeps(read)
+        whole, (own_logps, attention, buffers) = from_rank_0(read)
         with torch.device("meta"):
             lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if train else dtype,
                                                   attn_implementation=attention)

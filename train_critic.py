@@ -22,9 +22,9 @@ log pi(a | o, c) - log pi(a | o). Other critics are edits: see the README.
     for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
 # Flags are read before torch loads: --help and a wrong flag answer at once.
-from utils import (Log, check_finite, fail, fail_on_error, flag, init_distributed, lr_at,
-                   machine_flags, note, open_stdout, parser, rank_0_keeps, read_jsonl, rng, rows_of,
-                   run, tell_changes, tell_notes)
+from utils import (Log, check_finite, fail, fail_on_error, flag, from_rank_0, init_distributed,
+                   lr_at, machine_flags, note, open_stdout, parser, read_jsonl, rng, rows_of, run,
+                   tell_changes, tell_notes)
 
 import math
 import os
@@ -117,7 +117,7 @@ def main(args):
 
 def train(args, log, device):
     """(stdin's records on rank 0, the trained critic, {turn: its log-probs by pi_ref})."""
-    records, (ref_turn_of, groups, held) = rank_0_keeps(lambda: prepare(args))
+    records, (ref_turn_of, groups, held) = from_rank_0(lambda: prepare(args))
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
     log.begin(groups, held, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
               model_weights=base_digest(args.model))
@@ -159,7 +159,7 @@ def load_to_score(args, device):
     if args.out:
         moved_to = args.model if "model" in args.given else None
         args.model = finished_flags(args.out, moved_to).model
-    records, ref_turn_of = rank_0_keeps(lambda: read_stdin(args))
+    records, ref_turn_of = from_rank_0(lambda: read_stdin(args))
     model, _ = load_sharded(args.model, device, args, train=False)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     if args.out:

@@ -107,7 +107,7 @@ def batch_loss(args, pairs, logps, ref_logps):
 def main(args):
     emit, device = open_stdout(), init_distributed()
     log = Log(args)
-    groups, held = from_rank_0(lambda: prepare(args))
+    _, (groups, held) = from_rank_0(lambda: prepare(args))
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
     log.begin(groups, held, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
               model_weights=base_digest(args.model))
@@ -153,7 +153,7 @@ def main(args):
 # --- pairs ----------------------------------------------------------------------------------------
 
 def prepare(args):
-    """([[Pair]] to train on, [Pair] held out), which make_groups makes of stdin's records."""
+    """(stdin's records, ([[Pair]] to train on, [Pair] held out)), by make_groups."""
     by_reward = (args.loss == "mtdpo" or (args.loss == "rft" and not args.all)
                  or (args.loss == "dpo" and args.mix > 0))
     fields = ["dialogue_history", "reward"] if by_reward else ["dialogue_history"]
@@ -168,8 +168,8 @@ def prepare(args):
         fail(f"nothing to train on in {len(records)} records: {why}")
     _, held_out = hold_out(dict(groups), args.held_out, args.seed)
     held_out = set(held_out)  # tasks: some have several groups
-    return ([pairs for task, pairs in groups if task not in held_out],
-            [pair for task, pairs in groups if task in held_out for pair in pairs])
+    return records, ([pairs for task, pairs in groups if task not in held_out],
+                     [pair for task, pairs in groups if task in held_out for pair in pairs])
 
 
 def make_groups(args, records):

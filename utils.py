@@ -405,40 +405,26 @@ def barrier():
 
 
 def from_rank_0(make):
-    """Calls make() on rank 0 only; returns its result, or raises its SystemExit, on every rank.
+    """Calls make() on rank 0 only; returns its (kept, sent), and on other ranks (None, sent).
 
-    So one rank reads stdin, which torchrun gives to all of them. It may wait there for hours.
+    So one rank reads stdin, which torchrun gives to all of them, and keeps what is large or can't
+    be pickled. It may wait there for hours. Its SystemExit is raised on every rank.
     """
     if WORLD == 1:
         return make()
     # made before rank 0 waits: the ranks have an hour to meet
     group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-    result = [None]
+    kept = sent = None
     if RANK == 0:
         try:
-            result = [make()]
+            kept, sent = make()
         except SystemExit as e:
-            result = [e]
-    dist.broadcast_object_list(result, src=0, group=group)
-    if isinstance(result[0], SystemExit):
-        raise result[0]
-    return result[0]
-
-
-def rank_0_keeps(make):
-    """from_rank_0 for a make() that returns (kept, sent): other ranks get (None, sent).
-
-    So what is large, or can't be pickled, stays on rank 0.
-    """
-    kept = None
-
-    def send():
-        nonlocal kept
-        kept, sent = make()
-        return sent
-
-    sent = from_rank_0(send)
-    return kept, sent
+            sent = e
+    received = [sent]
+    dist.broadcast_object_list(received, src=0, group=group)
+    if isinstance(received[0], SystemExit):
+        raise received[0]
+    return kept, received[0]
 
 
 # --- the --out directory of a run -----------------------------------------------------------------
@@ -456,7 +442,7 @@ class Log:
     def __init__(self, args):
         self.args, self.out = args, args.out
         self.path = os.path.join(args.out, "metrics.jsonl")
-        self.rows, self.step = from_rank_0(self.claim)
+        self.lock, (self.rows, self.step) = from_rank_0(self.claim)
         self.finished = any("finished" in row for row in self.rows)
         self.may_change = self.MAY_CHANGE + (self.MAY_CHANGE_LATER if self.finished else [])
         if self.rows:
@@ -464,7 +450,7 @@ class Log:
         if self.finished:
             say(f"{self.out} is finished: nothing is trained")
             drop_checkpoints(self.out)  # a kill may have left some
-            if RANK == 0:
+            if self.lock:
                 os.close(self.lock)  # from now on it is only read
 
     def take_flags(self, old):
@@ -480,22 +466,22 @@ class Log:
         fail(f"the run in {self.out} has {name} {old}, not {new}: name another --out")
 
     def claim(self):
-        """Locks --out. Returns the rows of the run in it, or [], and its last step, or 0."""
+        """Locks --out. Returns the lock, and (the rows of the run in it, or []; its last step)."""
         out = self.out
         with fail_on_error(f"--out {out}"):
             os.makedirs(out, exist_ok=True)
-            self.lock = os.open(out, os.O_RDONLY)
+            lock = os.open(out, os.O_RDONLY)
         with fail_on_error(f"--out {out} is in use by another run"):
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not set(os.listdir(out)) - {"metrics.jsonl.part"}:
-            return [], 0  # a new run, or one that was killed as it began
+            return lock, ([], 0)  # a new run, or one that was killed as it began
         if not os.path.exists(self.path):
             fail(f"--out {out} exists already, and is no run: name another")
         with fail_on_error(f"{self.path} is damaged; another --out starts over"):
             rows = rows_of(out)
         checkpoints = re.findall(r"^checkpoint-(\d+)$", "\n".join(os.listdir(out)), re.M)
         finished = [row["finished"] for row in rows if "finished" in row]
-        return rows, max([0, *finished, *map(int, checkpoints)])
+        return lock, (rows, max([0, *finished, *map(int, checkpoints)]))
 
     def begin(self, groups, held, steps, **facts):
         """Writes the first row. A run that goes on must have the same facts.
