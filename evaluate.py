@@ -12,7 +12,7 @@
     wins          frontend: share of the tasks where it beats the first system; a tie is half
 
 Intervals (95 %) come from a bootstrap over tasks. A task is drawn with all its episodes of all
-seeds. Differences are taken on the tasks that both systems have in a seed, drawn in pairs.
+seeds. Differences are taken on the tasks that both systems have, drawn in pairs.
 """
 from utils import fail, fail_on_error, flag, open_stdout, parser, read_jsonl, run, say, version
 
@@ -46,33 +46,31 @@ def measure(record):
 
 
 class System:
-    """What is compared: a name, the files of its seeds, and the sums of each metric by cluster."""
+    """What is compared: a name, the files of its seeds, and the sums of each metric by task."""
 
     def __init__(self, name, files, need):
         """need: as for read_jsonl, of all systems: two tasks may not share an id."""
         self.name, self.files, self.episodes = name, files, 0
         self.reward_names, self.graders = set(), set()
-        # a cluster is (task id, file index): each seed's model has its own episodes of a task
-        fractions = defaultdict(lambda: defaultdict(list))  # [cluster][metric]: each episode's
-        for i, path in enumerate(files):
+        fractions = defaultdict(lambda: defaultdict(list))  # [task id][metric]: each episode's
+        for path in files:
             source = "stdin" if path == "-" else path
             with fail_on_error(source):
                 stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
             for record in read_jsonl(stream, need, source):
                 for metric, fraction in measure(record).items():
-                    fractions[task_id(record["task"]), i][metric].append(fraction)
+                    fractions[task_id(record["task"])][metric].append(fraction)
                 self.episodes += 1
                 self.reward_names.add(environment(record["task"]).reward_name)
                 if "reward_by" in record:
                     self.graders.add(record["reward_by"])
-        self.clusters = {}  # sorted, and sums of the sorted: the order of lines changes nothing
-        for cluster, found in sorted(fractions.items()):
-            self.clusters[cluster] = {metric: np.sum(sorted(x), 0) for metric, x in found.items()}
-        self.tasks = {task for task, _ in self.clusters}
+        self.tasks = {}  # sorted, and sums of the sorted: the order of lines changes nothing
+        for task, found in sorted(fractions.items()):
+            self.tasks[task] = {metric: np.sum(sorted(x), 0) for metric, x in found.items()}
 
-    def sums(self, metric, clusters):
-        """The sums of a metric in these clusters: an array (clusters, 2)."""
-        sums = [self.clusters[cluster].get(metric, (0, 0)) for cluster in clusters]
+    def sums(self, metric, tasks):
+        """The sums of a metric in these tasks: an array (tasks, 2)."""
+        sums = [self.tasks[task].get(metric, (0, 0)) for task in tasks]
         return np.array(sums, float).reshape(-1, 2)
 
 
@@ -103,14 +101,6 @@ def ratio(sums):
     return numerator / denominator if denominator else np.nan
 
 
-def by_task(sums, clusters):
-    """The sums of clusters, one a row, added up for each task: (tasks, columns)."""
-    rows = {task: row for row, task in enumerate(dict.fromkeys(task for task, _ in clusters))}
-    added = np.zeros((len(rows), sums.shape[1]))
-    np.add.at(added, [rows[task] for task, _ in clusters], sums)
-    return added
-
-
 def with_interval(statistic, sums, resamples):
     """statistic(sums) and its bootstrap interval [low, high], or None; sums: (tasks, columns)."""
     n = len(sums)
@@ -131,9 +121,9 @@ def result(system, systems, resamples):
     out = {"system": system.name, "files": system.files, "rewards": sorted(system.reward_names),
            "reward_by": sorted(system.graders), "episodes": system.episodes,
            "tasks": len(system.tasks), "version": version()}
-    measured = (metric for s in systems for sums in s.clusters.values() for metric in sums)
+    measured = (metric for s in systems for sums in s.tasks.values() for metric in sums)
     for metric in dict.fromkeys(measured):  # each once, also those that this system lacks
-        sums = by_task(system.sums(metric, system.clusters), system.clusters)
+        sums = system.sums(metric, system.tasks)
         out[metric], out[f"{metric}_95"] = with_interval(ratio, sums, resamples)
     if system is not systems[0]:
         out["minus_first"] = difference(systems[0], system, resamples)
@@ -141,17 +131,17 @@ def result(system, systems, resamples):
 
 
 def difference(first, system, resamples):
-    """How a system differs from the first one, on the clusters of both."""
-    common = [cluster for cluster in first.clusters if cluster in system.clusters]
-    out = {"first": first.name, "clusters": len(common)}
+    """How a system differs from the first one, on the tasks of both."""
+    common = [task for task in first.tasks if task in system.tasks]
+    out = {"first": first.name, "tasks": len(common)}
     for metric in ("success", "tests_passed"):
-        both = by_task(np.hstack([s.sums(metric, common) for s in (first, system)]), common)
+        both = np.hstack([s.sums(metric, common) for s in (first, system)])
         out[metric], out[f"{metric}_95"] = with_interval(
             lambda sums: ratio(sums[:, 2:]) - ratio(sums[:, :2]), both, resamples)
     means = [np.divide(*s.sums("tests_passed", common).T) for s in (first, system)]
     gap = (means[1] - means[0]).round(9)  # 0.1 + 0.2 and 0.3 tie
     wins = np.stack([(1 + np.sign(gap)) / 2, np.ones(len(common))], 1)
-    out["wins"], out["wins_95"] = with_interval(ratio, by_task(wins, common), resamples)
+    out["wins"], out["wins_95"] = with_interval(ratio, wins, resamples)
     return out
 
 
@@ -196,7 +186,7 @@ def table(results, systems):
     lines = ["  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip()
              for name, *cells in rows]
     graders = sorted({name for r in results for name in r["reward_by"]})
-    same_tasks = all(system.tasks == systems[0].tasks for system in systems)
+    same_tasks = all(system.tasks.keys() == systems[0].tasks.keys() for system in systems)
     notes = ["[95 % bootstrap intervals over tasks]",
              f"graded by {', '.join(graders)}" if graders else "",
              "" if same_tasks else "NOT THE SAME TASKS",

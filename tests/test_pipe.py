@@ -60,7 +60,7 @@ def test_one_pipe_gives_a_policy_and_the_same_bytes_again(tiny_dir, tmp_path):
         assert all(len(m["candidates"]) == 4 for m in agent_messages(r))
         assert all(isinstance(x["advantage"], float) for x in actions(r))
     plain, best = records((one / "results").read_text())
-    assert plain["system"] == "plain" and best["minus_first"]["clusters"] == 3
+    assert plain["system"] == "plain" and best["minus_first"]["tasks"] == 3
     critic, policy = metrics(one / "critic")[0], metrics(one / "policy")[0]
     meta = scored[0]["meta"]
     assert [meta["seed"], critic["args"]["seed"], policy["args"]["seed"]] == [5, 6, 7]
