@@ -5,7 +5,8 @@ One record is one line of JSON, and every stage adds fields to it: README, "One 
     python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
 """
-from utils import digest, fail, flag, open_stdout, parser, read_jsonl, refuse_unread, run, say
+from utils import (digest, fail, fail_on_error, flag, open_stdout, parser, read_jsonl,
+                   refuse_unread, run, say)
 
 import asyncio
 import concurrent.futures
@@ -861,39 +862,25 @@ class Grader(Pool):
 def grade_records(records, args):
     """Yields each record with what its kind's `grade` says of task and answer, in order.
 
-    A record whose `grade` raises is named and left out. The program then fails after the others,
-    and at a bad line after those before it. A GraderError ends it at once.
+    An error of `grade` ends the program by a line that names the task.
     """
-    window, error, lost = collections.deque(), None, []
+    window = collections.deque()
 
     def graded(grader, record):
-        """[the record]; [] if its grade raises."""
-        try:
+        with fail_on_error(f"task {task_id(record['task'])} can't be graded"):
             said = grader.grade(record["task"], record.get("answer"))
-        except GraderError:
-            raise
-        except Exception as e:
-            lost.append(record)
-            say(f"not graded: task {task_id(record['task'])}: {type(e).__name__}: {e}")
-            return []
-        return [{name: record[name] for name in record if name not in GRADED} | said]
+        return {name: record[name] for name in record if name not in GRADED} | said
 
     with contextlib.ExitStack() as stack, \
             concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
         opened = functools.cache(lambda kind: stack.enter_context(kind(args)))
-        try:
-            for record in records:
-                window.append(pool.submit(graded, opened(environment(record["task"])), record))
-                if len(window) >= 4 * args.workers:
-                    yield from window.popleft().result()
-        except SystemExit as e:
-            error = e
+        for record in records:
+            window.append(pool.submit(graded, opened(environment(record["task"])), record))
+            if len(window) >= 4 * args.workers:
+                yield window.popleft().result()
         for job in window:
-            yield from job.result()
-    if error:
-        raise error
-    if lost:
-        fail(f"{len(lost)} answers could not be graded, and are left out")
+            yield job.result()
+
 
 
 # --- frontend: pages in a real browser, which reaches nothing -------------------------------------
@@ -1158,7 +1145,8 @@ def grade(args, emit):
             failed += "failure" in record
             name = environment(record["task"]).reward_name
             names.add(f"{name} by {record.get('reward_by', 'own rules')}")
-    finally:  # also if other records could not be graded
+    finally:  # also if another record can't be graded
+
         if rewards:
             mean = f"{100 * sum(rewards) / len(rewards):.1f} % {', '.join(sorted(names))}"
             say(f"{len(rewards)} answers: {mean}; {failed} failed")
