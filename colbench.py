@@ -414,35 +414,13 @@ def confine(libc, bpf, memory, parent):
         raise OSError("no seccomp here")
 
 
-FIRST_LINE = re.compile(  # of code, and seldom of prose
-    r"([ \t]*)((async )?def \w|class \w|import \w|from [\w.]+ import|@\w|try:"
-    r"|\w+(, *\w+)*( *:[^=]+| *)=[^=])")
-
-
 def possible_code(answer):
-    """Texts that may be an answer's code: the whole, what stands in fences, runs of lines."""
+    """Texts that may be an answer's code: the whole, and what stands in fences."""
     yield answer
-    text = re.sub("[\u200b\u2060\ufeff]", "", answer)  # invisible, and no Python
-    text = text.replace("\xa0", " ").replace("\r\n", "\n")
-    for block in re.split("`{3,}|~{3,}", text)[1::2]:
+    for block in re.split("`{3,}|~{3,}", answer.replace("\r\n", "\n"))[1::2]:
         first_line, newline, rest = block.partition("\n")
         yield textwrap.dedent(rest if newline else first_line)
-    lines, start, budget = text.split("\n"), 0, 1 << 20  # characters to compile in all
-    while start < len(lines) and budget > 0:
-        run = []  # from a line of code on, as far as it is Python
-        if code := FIRST_LINE.match(lines[start]):
-            run = [line.removeprefix(code[1]) for line in lines[start:]]
-        while run and budget > 0:
-            budget -= sum(map(len, run)) + len(run)
-            try:
-                compile("\n".join(run), "<answer>", "exec")
-                break
-            except SyntaxError as e:
-                run = run[:min(e.lineno or 1, len(run)) - 1]
-            except Exception:  # a null byte, or too deep for the compiler
-                run = []
-        yield "\n".join(run)
-        start += max(1, len(run))
+
 
 
 def global_names(table):

@@ -1,7 +1,8 @@
 """The text of an answer: which part of it is code, to a person, and to the released scorer.
 
-Two texts that a person understands are read otherwise: a stub of the function in an earlier block
-counts as its first version, and a fence in the docstring of code without a fence counts as a fence.
+Three texts that a person understands are read otherwise: code in prose without a fence is none, a
+stub of the function in an earlier block counts as its first version, and a fence in a docstring,
+where the whole answer is no Python, counts as a fence.
 """
 import contextlib
 import itertools
@@ -24,19 +25,15 @@ RIGHT, WRONG = "def f(x):\n    return x * 2\n", "def f(x):\n    return x * 3\n"
 # An answer with {} where its code stands: a person finds it at a glance.
 BEFORE = ["", "Here:\n", "Sure! It doubles.\n\n", "It's what you're after:\n",
           "From what you said, import nothing:\n", "rate = 2\n\nSo it is:\n\n",
-          "import duties are a matter\nclass is another: f = 2\n\n", "I use ``` for code.\n",
           "```python\n```\nIt is:\n\n", "```bash\npip install x\n```\n" * 9,
           "To get\n```text\n4\n```\nfrom 2, take\n"]
-FENCES = ["{}", "```python\n{}```", "```\n{}```", "~~~python\n{}~~~", "````python\n{}````",
-          "```python title='double.py'\n{}```", "```python\n{}", "Code: ```python\n{}```",
-          "<answer>\n{}</answer>"]
+FENCES = ["```python\n{}```", "```\n{}```", "~~~python\n{}~~~", "````python\n{}````",
+          "```python title='double.py'\n{}```", "Code: ```python\n{}```"]
 AFTER = ["", "\nDone.", "\nHope that helps, and don't\nhesitate to ask.", "\nand more" * 300,
          " as you said.", "\nIt prints\n```\n4\n```\nfor 2.",
          "\nUsage:\n```python\nprint(f(2))\n```\n```\n4\n```"]
 COMMON = list(map("".join, itertools.product(BEFORE, FENCES, AFTER)))
-ODD = ["\ufeff{}", "It is\n\u200b```python\n\u200b{}\u200b```", "It is:\n{hard}\nDone.",
-       "1. First:\n\n   ```python\n{indented}   ```\n2. Done.",
-       "```python\n{}\ndef more(y):\n    return (y +"]
+ODD = ["{}", "```python\n{}", "1. First:\n\n   ```python\n{indented}   ```\n2. Done."]
 ENDING = [  # the program, before a test can run
     "{}\nexit()", "```python\nimport sys\n{}\nsys.exit(f(2))\n```", "{}\nprint(f(int(input())))",
     "import unittest\n{}\nclass T(unittest.TestCase):\n    def test_f(self):\n"
@@ -49,27 +46,17 @@ SPELLED = (str, lambda text: text.replace("\n", "\r\n"),
 
 def written(form, code):
     """An answer: the code in a form."""
-    indented = textwrap.indent(code, "   ")
-    return form.format(code, indented=indented, hard=code.replace(" ", "\xa0"))
+    return form.format(code, indented=textwrap.indent(code, "   "))
 
 
 def test_a_form_is_read_as_a_person_would_and_wrong_code_in_it_stays_wrong(grader):
-    """Also where the whole of it is indented, and where a second function follows."""
+    """Also where a fence is indented, and where a second function follows."""
     r, more = random.Random("forms"), "\ndef g(x):\n    return f(x)\n"
     for form in [*r.sample(COMMON, 300 if FULL else 90), *ODD * 9, *ENDING * 9]:
         for code, reward in ((RIGHT, 1), (WRONG, 0), (RIGHT + more, 1)):
-            answer = r.choice(SPELLED)(written(form, code))
+            spelled = SPELLED if form in COMMON else SPELLED[:2]
+            answer = r.choice(spelled)(written(form, code))
             assert grader.grade(DOUBLE, answer)["reward"] == reward, answer
-
-
-STARTS = [  # the first lines of code after prose, and what a function after them gives
-    ("TWO = 2", "x * TWO"), ("TWO=2", "x * TWO"), ("TWO: int = 2", "x * TWO"),
-    ("TWO, B = 2, 0", "x * TWO"),
-    ("try:\n    TWO = 2\nexcept OSError:\n    TWO = 3", "x * TWO"),
-    ("import math", "math.floor(2 * x)"), ("from math import floor", "floor(2 * x)"),
-    ("class Two:\n    value = 2", "x * Two.value"), ("def two(): return 2", "x * two()"),
-    ("async def g(): pass", "2 * x * (g is not None)"),
-    ("@repr\ndef text(): pass", "2 * x * (type(text) is str)")]
 
 
 def fenced(*blocks):
@@ -94,18 +81,13 @@ READINGS = [  # an answer and its reward
     (fenced("BASE = 1", "TWO = BASE + 1", "def g(x):\n    return x * TWO", USES), 1),
     (fenced("BASE = 2", "TWO = BASE + 1", "def g(x):\n    return x * TWO", USES), 0),
     (f"{WRONG}\n'''\n```python\n{RIGHT}```\n'''\n", 0),  # it is Python
-    (f"```python\n{WRONG}```\n\n{RIGHT}", 0),
-    (f"{WRONG}\n```python\n{RIGHT}```", 1),  # a fence is what is meant
-    (f"{RIGHT}\n```python\n{WRONG}```", 0)]
+    (f"```python\n{WRONG}```\n\n{RIGHT}", 0),  # a fence is what is meant
+    (f"{WRONG}\n```python\n{RIGHT}```", 1), (f"{RIGHT}\n```python\n{WRONG}```", 0)]
 for other in ("print(f(1))", "g = 1 / 0", "cost = rates.get(zone) * x", "import no_such_module",
               "x = 9\nprint(f(x))"):  # blocks that nothing else uses
     READINGS += [(fenced(other, RIGHT), 1), (fenced(RIGHT, other), 1), (fenced(other, WRONG), 0)]
-for start, value in STARTS:
-    code = f"As agreed:\n{start}\n\ndef f(x):\n    return {value}\nIs it right?"
-    READINGS += [(spell(code), 1) for spell in SPELLED]
-for form in ("{}", "```python\n{}```", "```\n{}\n```", "~~~python\n{}~~~"):
-    READINGS += [(form.format(DOCSTRING.format("x * 3", "x * 2")), 1),  # a docstring is text
-                 (form.format(DOCSTRING.format("x * 2", "x * 3")), 0)]
+READINGS.append((f"As agreed:\n{RIGHT}", 0))  # prose, and no fence
+READINGS += [(DOCSTRING.format("x * 3", "x * 2"), 1), (DOCSTRING.format("x * 2", "x * 3"), 0)]
 
 
 @pytest.mark.parametrize("answer, reward", READINGS)
