@@ -393,8 +393,8 @@ def seccomp_filter():
 # The lines between the next mark and "fork server: end" are the whole program of a fork server.
 # `python -c` gets their text alone: nothing else of this file is in a child.
 # fork server: begin
-import builtins, collections.abc, contextlib, ctypes, datetime, gc, importlib, json, math
-import numbers, os, pathlib, pkgutil, re, resource, signal, socket, struct, symtable, sys
+import collections.abc, contextlib, ctypes, datetime, gc, importlib, json, math
+import numbers, os, pathlib, pkgutil, re, resource, signal, socket, struct, sys
 import textwrap, types, uuid
 from hashlib import sha256
 
@@ -414,40 +414,23 @@ def confine(libc, bpf, memory, parent):
         raise OSError("no seccomp here")
 
 
-def possible_code(answer):
-    """Texts that may be an answer's code: the whole, and what stands in fences."""
-    yield answer
-    for block in re.split("`{3,}|~{3,}", answer.replace("\r\n", "\n"))[1::2]:
-        first_line, newline, rest = block.partition("\n")
-        yield textwrap.dedent(rest if newline else first_line)
-
-
-
-def global_names(table):
-    """{name}: the globals and builtins in a symtable, and in those within it."""
-    names = {x.get_name() for x in table.get_symbols() if x.is_global()}
-    return names.union(*map(global_names, table.get_children()))
-
-
-def answer_code(answer, used):
+def answer_code(answer):
     """Code objects of an answer, which are run one after another.
 
-    All texts that are Python, in order, until the names in `used` are defined. Of two drafts the
-    first counts: a later one defines no new name. What is code is settled before any of it runs.
-    SyntaxError where nothing is Python.
+    The whole if it is Python, else each block in a fence that is. SyntaxError: nothing is.
     """
-    found, defined = [], set()
-    for text in possible_code(answer):
+    try:
+        return [compile(answer, "<answer>", "exec")]
+    except Exception as e:
+        error, found = e, []
+    for block in re.split("`{3,}|~{3,}", answer.replace("\r\n", "\n"))[1::2]:
+        first_line, newline, rest = block.partition("\n")
         with contextlib.suppress(Exception):  # it is no Python
-            code = compile(text, "<answer>", "exec")
-            top = symtable.symtable(text, "<answer>", "exec").get_symbols()
-            names = {x.get_name() for x in top if x.is_assigned() or x.is_imported()} & used
-            if text.strip() and not (names and names <= defined):
-                found.append(code)
-                defined |= names
-            if names and defined == used:
-                break
-    return found or [compile(answer, "<answer>", "exec")]
+            code = textwrap.dedent(rest if newline else first_line)
+            found.append(compile(code, "<answer>", "exec"))
+    if not found:
+        raise error
+    return found
 
 
 def number_as_text(x):
@@ -542,18 +525,12 @@ def claim(codes, test, official):
 def run_tests(request, wire, claim_bytes):
     """Runs {text, tests, official}; sends a claim of at most claim_bytes for each test."""
     text, official = request["text"], request["official"]
-    tests, used, error = [], set(), None
-    for test in request["tests"]:
-        with contextlib.suppress(Exception):  # eval(test) will say why not
-            names = global_names(symtable.symtable(test, "<test>", "eval"))
-            used |= names - vars(builtins).keys()
-            test = compile(test, "<test>", "eval")
-        tests.append(test)
+    error = None
     try:
-        codes = [compile(text, "<answer>", "exec")] if official else answer_code(text, used)
+        codes = [compile(text, "<answer>", "exec")] if official else answer_code(text)
     except BaseException as e:
         error = e
-    for test in tests:
+    for test in request["tests"]:
         try:
             if error:
                 raise error
