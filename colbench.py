@@ -298,7 +298,7 @@ mention pictures."""
         super().__init__(args)
         self.reward_by = "clip"
         self.likeness = Clip(args.clip)  # likeness(page, reference)
-        self.renderer = self.enter_context(Renderer(args.workers, args.browser))
+        self.renderer = self.enter_context(Renderer(args.workers))
 
     @classmethod
     def final_answer(cls, history, handed_in):
@@ -983,14 +983,14 @@ class Renderer(Pool):
     workers: browsers. script: what is asked of a page, HEIGHT and maybe more.
     """
 
-    def __init__(self, workers=2, browser=None, script=HEIGHT):
+    def __init__(self, workers=2, script=HEIGHT):
         try:
             from playwright import async_api
         except ImportError:
             fail("pages need Playwright: pip install playwright (MANUAL.md, \"Frontend Design\")")
-        path = next(filter(None, map(shutil.which, [browser] if browser else BROWSERS)), None)
+        path = next(filter(None, map(shutil.which, BROWSERS)), None)
         if not path:
-            fail(f"no {browser or 'Chromium'} found: --browser PATH names one")
+            fail(f"no browser in PATH: {', '.join(BROWSERS)}")
         tailwind = pathlib.Path(CACHE, "tailwind.min.css")
         css = tailwind.read_bytes() if tailwind.exists() else b""
         if sha256(css).hexdigest() != TAILWIND:
@@ -1073,20 +1073,14 @@ def cpus(quota="/sys/fs/cgroup/cpu.max"):
     return count
 
 
-def browser_flag(p):
-    flag(p, "browser", None, "Chromium, to draw pages; not given: found by itself", metavar="PATH")
-
-
 def get_args(argv=None):
     p = parser(__doc__, usage=None)
     p.add_argument("command", choices=["grade", "check"], help="grade: add the reward to records "
                    "that have task and answer; check: drop tasks whose reference lacks it")
     flag(p, "rules", "honest", "official: as the released scorer", choices=["honest", "official"])
     flag(p, "workers", cpus(), "answers, or pages, at once", least=1)
-    g = p.add_argument_group("pages (frontend)")
-    browser_flag(g)
-    flag(g, "clip", "openai/clip-vit-base-patch32", "their likeness is CLIP's; a directory or "
-         "a hub name", metavar="MODEL")
+    flag(p, "clip", "openai/clip-vit-base-patch32", "pages: their likeness is CLIP's; a directory "
+         "or a hub name", metavar="MODEL")
     return p.parse_args(argv)
 
 

@@ -28,7 +28,7 @@ from functools import cached_property
 from types import SimpleNamespace
 from urllib.request import getproxies
 
-from colbench import (NOT_SEEN, GraderError, Renderer, RenderError, answered, browser_flag, cpus,
+from colbench import (NOT_SEEN, GraderError, Renderer, RenderError, answered, cpus,
                       environment, first_message, human_prompt, is_answer, kind_of, needs,
                       read_action, redact, task_id, without_thinking)
 
@@ -68,7 +68,6 @@ def get_args(argv=None):
          choices=["auto", "bf16", "fp32"])
     flag(g, "timeout", 1800.0, "seconds until a request to a server is made again")
     flag(g, "retries", 8, "times to repeat a server's failed request; 8 take about a minute")
-    browser_flag(p)
     args = p.parse_args(argv)
     with fail_on_error("--human_params is no JSON object"):
         args.human_params = dict(json.loads(args.human_params))
@@ -346,12 +345,11 @@ class LLM(Endpoint):
         given = {name: value for name, value in params.items() if value is not None}
         hint = """ (--human_params '{"max_tokens": 4000, "NAME": null}' leaves NAME out)"""
         super().__init__(args.human, args, given, hint)
-        self.browser = args.browser
 
     @cached_property
     def renderer(self):
         """The browsers that draw pages; the first page starts one."""
-        return Renderer(cpus(), self.browser)
+        return Renderer(cpus())
 
     async def reply(self, task, history):
         content = human_prompt(task, history)

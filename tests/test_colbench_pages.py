@@ -298,12 +298,15 @@ def test_the_toys_likeness_is_symmetric_and_falls_with_each_difference(renderer)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("grader, flags, message", [
-    ("tests/toy_pages.py", ["--browser", "/nowhere/chromium"], "no /nowhere/chromium found"),
-    ("tests/toy_pages.py", ["--browser", "/bin/false"], "/bin/false does not start"),
-    ("colbench.py", ["--clip", "/nowhere"], "--clip /nowhere")])
-def test_what_is_missing_is_said_in_one_line_and_nothing_is_graded(grader, flags, message):
-    complaint(script(grader, "grade", *flags, stdin=[answered(PLAIN)]), message)
+def test_what_is_missing_is_said_in_one_line_and_nothing_is_graded(monkeypatch):
+    done = script("colbench.py", "grade", "--clip", "/nowhere", stdin=[answered(PLAIN)])
+    complaint(done, "--clip /nowhere")
+    monkeypatch.setattr(colbench, "BROWSERS", ["/nowhere/chromium"])
+    with pytest.raises(SystemExit, match="no browser in PATH: /nowhere/chromium"):
+        Renderer()
+    monkeypatch.setattr(colbench, "BROWSERS", ["/bin/false"])
+    with Renderer(1) as r, pytest.raises(colbench.GraderError, match="/bin/false does not start"):
+        r.render(PLAIN)
 
 
 # --- episodes -------------------------------------------------------------------------------------

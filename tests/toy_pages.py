@@ -12,8 +12,8 @@ from collections import Counter
 
 import toy  # makes the scripts importable, too
 import colbench
-from colbench import (ANSWER, NOT_SEEN, PAGE, Environment, Pages, Renderer, browser_flag,
-                      extract_page, fill, hidden_information)
+from colbench import (ANSWER, NOT_SEEN, PAGE, Environment, Pages, Renderer, extract_page,
+                      fill, hidden_information)
 from utils import flag, rng, run
 
 
@@ -224,7 +224,7 @@ class Blocks(Pages):
     def __init__(self, args):
         Environment.__init__(self, args)
         self.reward_by, self.likeness = "blocks", similarity
-        self.renderer = self.enter_context(Renderer(args.workers, args.browser, BLOCKS))
+        self.renderer = self.enter_context(Renderer(args.workers, BLOCKS))
 
 
 # --- command line ---------------------------------------------------------------------------------
@@ -233,7 +233,6 @@ def get_args(argv=None):
     root, found = toy.commands(__doc__)
     grade = found.add_parser("grade", allow_abbrev=False)
     flag(grade, "workers", colbench.cpus(), "pages drawn at once", least=1)
-    browser_flag(grade)
     return root.parse_args(argv)
 
 

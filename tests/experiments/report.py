@@ -2,7 +2,7 @@
 
     python tests/experiments/report.py base.jsonl sweet=a.jsonl,b.jsonl > report.html
 
-Systems are named as for evaluate.py. Pages of frontend tasks are drawn (--browser PATH: by that).
+Systems are named as for evaluate.py. Pages of frontend tasks are drawn.
 """
 import base64
 import html
@@ -12,8 +12,8 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
-from colbench import (GraderError, Renderer, RenderError, browser_flag, cpus, environment,
-                      extract_page, hidden_information, needs, task_id)
+from colbench import (GraderError, Renderer, RenderError, cpus, environment, extract_page,
+                      hidden_information, needs, task_id)
 from evaluate import named_systems
 from utils import fail, parser, read_jsonl
 
@@ -92,7 +92,7 @@ def report_task(number, episodes, systems, pictures):
     return folded("".join(summary), shown, 'class="task" name="task"' + " open" * (number == 0))
 
 
-def draw(pages, args):
+def draw(pages):
     """{page: <img> of a small picture} of the pages that can be drawn."""
     if not pages:
         return {}
@@ -109,7 +109,7 @@ def draw(pages, args):
         data = base64.b64encode(jpeg.getvalue()).decode()
         return f'<img src="data:image/jpeg;base64,{data}">'
     try:
-        with Renderer(cpus(), args.browser) as renderer, ThreadPoolExecutor(cpus()) as pool:
+        with Renderer(cpus()) as renderer, ThreadPoolExecutor(cpus()) as pool:
             return {page: image for page, image in zip(pages, pool.map(small, pages)) if image}
     except GraderError as e:  # the browser does not start
         fail(e)
@@ -132,7 +132,7 @@ def main(args):
             if environment(task).shows_pages:
                 texts = record.get("answer"), hidden_information(task)
                 pages.update(map(extract_page, texts))
-    pictures, names = draw(pages - {""}, args), [system.name for system in systems]
+    pictures, names = draw(pages - {""}), [system.name for system in systems]
     print(STYLE + html.escape(f"{len(tasks)} tasks; mean rewards of {', '.join(names)} in %"))
     for i, episodes in enumerate(tasks.values()):
         print(report_task(i, episodes, names, pictures))
@@ -141,5 +141,4 @@ def main(args):
 if __name__ == "__main__":
     p = parser(__doc__, "%(prog)s FILE | NAME=FILE,FILE,... ... > report.html")
     p.add_argument("files", nargs="+", metavar="FILE", help="a system's graded records")
-    browser_flag(p)
     main(p.parse_args())

@@ -189,10 +189,10 @@ def test_a_critic_that_sees_trains_scores_and_chooses(pages_played, tmp_path):
     pictures = sorted(os.listdir(out / "pictures"))
     assert len(pictures) > 5 and all(name.endswith(".png") for name in pictures)
     # all pages are drawn already, also those of a run that was killed before it began
-    quiet, again = ["--browser", "/bin/false"], tmp_path / "again"
-    assert train(played, *flags, "--out", out, *quiet)[0] == got
+    again = tmp_path / "again"
+    assert train(played, *flags, "--out", out)[0] == got
     shutil.copytree(out / "pictures", again / "pictures")
-    flags += ["--tree_tokens", 300, *quiet]
+    flags += ["--tree_tokens", 300]
     _, (_, *others, _) = train(played, *flags, "--out", again, ranks=2)
     assert sorted(os.listdir(again / "pictures")) == pictures and len(others) == len(rows)
     for a, b in list(zip(rows, others))[:3]:  # later AdamW has made something of the rounding
@@ -202,13 +202,6 @@ def test_a_critic_that_sees_trains_scores_and_chooses(pages_played, tmp_path):
             "-k", 3, "--best_of", 2]
     done = succeed("collect.py", *play, "--critic", out, stdin=[played[0]["task"]])
     assert len(records(done.stdout)) == 3
-
-
-def test_a_browser_that_is_not_there_is_told(pages_played, tmp_path):
-    tiny_that_sees("qwen2_5_vl", str(tmp_path / "vl"))
-    flags = ["--model", tmp_path / "vl", "--browser", "/nowhere/chromium", "--min_gap", 0.1]
-    done = script("train_critic.py", *flags, "--out", tmp_path / "c", stdin=pages_played[1])
-    complaint(done, "no /nowhere/chromium found")
 
 
 def test_an_untrained_critic_is_refused(tmp_path):
