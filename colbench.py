@@ -40,10 +40,6 @@ class RenderError(Exception):
     """Why a page has no picture."""
 
 
-class NoReference(ValueError):
-    """A task's reference page can't be drawn, which is an error of the task."""
-
-
 # --- the episode: what the agent sees, what an action means ---------------------------------------
 
 def task_id(task):
@@ -313,7 +309,7 @@ mention pictures."""
     def grade(self, task, answer):
         try:
             pages = self.renderer.pair(task, answer)
-        except (RenderError, NoReference) as e:
+        except RenderError as e:
             return {"reward": 0.0, "reward_by": self.reward_by, "failure": str(e)}
         return {"reward": self.likeness(*pages), "reward_by": self.reward_by}
 
@@ -1009,13 +1005,9 @@ class Renderer(Pool):
             return browser.draw(page, self.sheet(page))
 
     def pair(self, task, text):
-        """(the last page in a text, the task's reference) as drawn."""
-        page, reference = self.render(extract_page(text)), task["ground_truth"]
-        try:
-            return page, self.render(extract_page(reference) or reference)
-        except RenderError as e:
-            why = f"task {task_id(task)}: its reference can't be drawn: {e}"
-            raise NoReference(why) from None
+        """(the last page in a text, the task's reference) as drawn; RenderError: one can't be."""
+        reference = extract_page(task["ground_truth"]) or task["ground_truth"]
+        return self.render(extract_page(text)), self.render(reference)
 
 
 # --- frontend: how alike two pages look -----------------------------------------------------------

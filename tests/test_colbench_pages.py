@@ -280,7 +280,7 @@ def test_the_reward_is_clips_likeness_of_the_last_page_and_check_drops_what_has_
     assert [r["reward"] for r in got] == pytest.approx([*wanted, 1, 0, 0, 0, 1] * 2, abs=1e-5)
     assert [r["reward_by"] for r in got] == [*["clip"] * 8, "honest rules"] * 2
     assert [r.get("failure") for r in got[4:7]] == [None, "no page", "no page"]
-    assert "its reference can't be drawn" in got[7]["failure"]
+    assert got[7]["failure"] == "the page has more than 1048576 bytes"  # the reference
     assert "% likeness by clip, tests passed by honest rules; 6 failed" in done.stderr
     assert [{"task": r["task"], "answer": r["answer"]} for r in got] == given
     good = [{"problem_description": "a", "ground_truth": page} for page in pages]
