@@ -123,7 +123,6 @@ fractions.Fraction(1, 2) | fractions.Fraction(1) | fractions.Fraction(10**400, 3
 5e-324 | fractions.Fraction(1, 2**1074) | decimal.Decimal('1E-400') | decimal.Decimal('1.5E+400')
 3 * 10**400 // 2 | complex(0.5, 2**70) | complex(fractions.Fraction(1, 2), 2.0**70)
 datetime.datetime(2024, 1, 2) | datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc)
-datetime.datetime(2024, 1, 2, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=1)))
 datetime.datetime(2024, 1, 2, 3, 4, 5, 6) | datetime.date(2024, 1, 2)
 datetime.time(1, 2) | datetime.timedelta(1) | datetime.timedelta(hours=24)
 datetime.time(1, 2, fold=1) | datetime.datetime(2024, 1, 2, 3, 4, 5, 6, fold=1)
