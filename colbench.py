@@ -472,9 +472,12 @@ TEXTS = [  # classes, and their values as text; the first row counts
     (collections.abc.Set, lambda x: "{%s}" % ", ".join(sorted(map(as_text, x)))),
     (collections.deque, lambda x: f"deque({joined(x)})"),
     (range, lambda x: f"range({joined([len(x), *x[:2]])})"),
-    *((kind, lambda x, name=kind.__name__: f"{name}({ascii(str(x))})") for kind in (
-        datetime.datetime, datetime.date, datetime.time, datetime.timedelta, uuid.UUID,
-        pathlib.PurePosixPath))]
+    (datetime.datetime, lambda x: f"datetime({datetime.datetime.isoformat(x)})"),
+    (datetime.date, lambda x: f"date({datetime.date.isoformat(x)})"),
+    (datetime.time, lambda x: f"time({datetime.time.isoformat(x)})"),
+    (datetime.timedelta, lambda x: f"timedelta({x.days}, {x.seconds}, {x.microseconds})"),
+    (uuid.UUID, lambda x: f"UUID({x.int})"),
+    (pathlib.PurePosixPath, lambda x: f"path({ascii(str(x))})")]
 
 
 def claim(codes, test, official):
@@ -823,7 +826,6 @@ def grade_records(records, args):
             yield job.result()
 
 
-
 # --- frontend: pages in a real browser, which reaches nothing -------------------------------------
 
 PAGE = {"width": 1280, "height": 720, "tallest": 4096,  # pixels of a picture
@@ -1077,7 +1079,6 @@ def grade(args, emit):
             name = environment(record["task"]).reward_name
             names.add(f"{name} by {record.get('reward_by', 'own rules')}")
     finally:  # also if another record can't be graded
-
         if rewards:
             mean = f"{100 * sum(rewards) / len(rewards):.1f} % {', '.join(sorted(names))}"
             say(f"{len(rewards)} answers: {mean}; {failed} failed")

@@ -15,7 +15,6 @@ import pytest
 
 import colbench
 from conftest import CPU, FULL, ROOT, descendants, gone, lines, records, succeed
-
 from test_colbench_claims import VALUES
 from test_colbench_grader import DOUBLE, HONEST, ODDITIES, task
 from utils import read_jsonl

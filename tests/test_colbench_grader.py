@@ -429,7 +429,6 @@ def test_a_grade_that_raises_is_named_after_the_records_before_it(monkeypatch, c
     assert "20 answers: 100.0 % reward by own rules; 0 failed\n" in capsys.readouterr().err
 
 
-
 def test_a_killed_server_is_started_again():
     with Grader(workers=1) as g:
         _, imports, plain = range(3)
