@@ -775,48 +775,38 @@ def read_jobs(args, done):
 async def play_all(args, emit):
     """Plays the episodes of stdin's tasks, writes each as it ends, and says how it went.
 
-    An episode that fails is not written: --resume plays it again. After an error that ends the
-    run no new episode begins, and those under way end first.
+    An episode that fails is not written: --resume plays it again.
     """
     players = Players(args)
     done = finished_episodes(args.resume, players.meta) if args.resume else set()
-    jobs, totals, errors = read_jobs(args, done), players.totals, []
+    jobs = list(read_jobs(args, done))  # a wrong line ends the program before models load
+    totals, waiting = players.totals, iter(jobs)
 
-    async def play_one(record, sample):
-        try:
-            if "dialogue_history" in record:
-                new = await players.add_candidates(record, sample)
-            else:
-                new = await players.play(record["task"], sample)
-        except EpisodeError as e:
-            totals["failed"] += 1
-            if totals["failed"] <= 3:
-                say(f"task {record['task']['id']}, sample {sample} failed: {e}")
-            return
-        new["meta"] = {**record.get("meta", {}), **new["meta"]}
-        emit({**record, **new})
-        bar.update()
-        totals["episodes"] += 1
+    async def worker():
+        for record, sample in waiting:  # a worker that is free takes the next one
+            try:
+                if "dialogue_history" in record:
+                    new = await players.add_candidates(record, sample)
+                else:
+                    new = await players.play(record["task"], sample)
+            except EpisodeError as e:
+                totals["failed"] += 1
+                if totals["failed"] <= 3:
+                    say(f"task {record['task']['id']}, sample {sample} failed: {e}")
+                continue
+            new["meta"] = {**record.get("meta", {}), **new["meta"]}
+            emit({**record, **new})
+            bar.update()
+            totals["episodes"] += 1
 
-    async def worker(all_jobs):
-        try:
-            for record, sample in all_jobs:
-                await play_one(record, sample)
-        except SystemExit as e:
-            errors.append(e)
-            jobs.close()  # no other begins
-
-    if first := next(jobs, None):  # a wrong line or flag ends the program before models load
+    if jobs:
         await players.load()
         tell_notes()
-        bar = progress(f"episodes of {args.model}")
-        all_jobs = itertools.chain([first], jobs)  # a worker that is free takes the next one
-        await asyncio.gather(*(worker(all_jobs) for _ in range(args.concurrency)))
+        bar = progress(f"episodes of {args.model}", total=len(jobs))
+        await asyncio.gather(*(worker() for _ in range(args.concurrency)))
     cut = 100 * totals["cut"] / max(1, totals["actions"])
     say(f"{totals['episodes']} episodes of {args.model} ({len(done)} done before): "
         f"{cut:.1f} % of actions cut at --max_tokens {args.max_tokens}")
-    if errors:
-        raise errors[0]
     if totals["failed"]:
         fail(f"{totals['failed']} episodes failed and were not written; --resume FILE plays them "
              "again")
