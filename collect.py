@@ -284,17 +284,17 @@ async def call(function, *args):
 
 class Endpoint:
     """An OpenAI-compatible server. Its API key is the environment's variable KEY."""
-    KEY = "OPENAI_API_KEY"
+    KEY, HINT = "OPENAI_API_KEY", ""  # HINT: what may help if it refuses a request
 
-    def __init__(self, url, args, body, hint=""):
-        """body: what all requests share. hint: what may help if the server is up, but one fails."""
+    def __init__(self, url, args, body):
+        """body: what all requests share."""
         import openai
         os.environ["no_proxy"] = getproxies().get("no", "") + ",localhost,127.0.0.1,::1"
-        self.url, self.body, self.hint = url, body, hint
+        self.url, self.body = url, body
         self.client = openai.AsyncOpenAI(
             base_url=url, api_key=os.environ.get(self.KEY, "none"),
             max_retries=args.retries, timeout=openai.Timeout(args.timeout, connect=30))
-        self.answered, self.failed = 0, set()  # requests; tasks of those since the last answer
+        self.failed = 0  # requests in a row
 
     async def find_served_model(self):
         """Sets body["model"] and max_context. Of several models the body must name one."""
@@ -308,43 +308,35 @@ class Endpoint:
                  """--human_params '{"model": "NAME"}' names the human's""")
         self.body["model"], self.max_context = name, served[name] or math.inf
 
-    async def request(self, path, task, read, **body):
+    async def request(self, path, read, **body):
         """read(reply) of a request. read() raises a ValueError if it can't use the reply.
 
-        A failed request is an EpisodeError. It ends the run if those of 8 tasks failed in a row,
-        or if the server is down and answered nobody while the client repeated this one.
+        A failed request is an EpisodeError; the 16th in a row ends the run.
         """
-        answered, down = self.answered, False
         try:
             reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
             result = read(reply)
-        except ValueError as e:
-            kind, reason = type(e), str(e)
-        except (LookupError, TypeError, AttributeError) as e:
-            kind, reason = type(e), "the reply is not that of an OpenAI-compatible server"
+        except (LookupError, TypeError, AttributeError):
+            error = "the reply is not that of an OpenAI-compatible server"
         except Exception as e:
-            kind, reason = type(e), str(e)
-            down = getattr(e, "status_code", 0) not in (400, 413, 422)  # refused, not down
+            error = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}{self.HINT}"
         else:
-            self.answered += 1
-            self.failed.clear()
+            self.failed = 0
             return result
-        self.failed.add(task)
-        reason = " ".join(reason.split())[:200]
-        error = f"{self.url}: {kind.__name__}: {reason}{'' if down else self.hint}"
-        if (down and self.answered == answered) or len(self.failed) >= 8:
-            fail(error + "; --resume FILE goes on from what was finished")
-        raise EpisodeError(error)
+        self.failed += 1
+        if self.failed == 16:
+            fail(f"{self.url}: {error}; --resume FILE goes on from what was finished")
+        raise EpisodeError(f"{self.url}: {error}")
 
 
 class LLM(Endpoint):
     """An LLM that plays the human: it reads the hidden information, and looks at pages."""
+    HINT = """ (--human_params '{"max_tokens": 4000, "NAME": null}' leaves NAME out)"""
 
     def __init__(self, args):
         params = {"temperature": 0, "max_tokens": 1024, **args.human_params}
         given = {name: value for name, value in params.items() if value is not None}
-        hint = """ (--human_params '{"max_tokens": 4000, "NAME": null}' leaves NAME out)"""
-        super().__init__(args.human, args, given, hint)
+        super().__init__(args.human, args, given)
 
     @cached_property
     def renderer(self):
@@ -362,7 +354,7 @@ class LLM(Endpoint):
             for page in pages:
                 url = "data:image/png;base64," + base64.b64encode(page["png"]).decode()
                 content.append({"type": "image_url", "image_url": {"url": url}})
-        text = await self.request("/chat/completions", task_id(task), reply_text,
+        text = await self.request("/chat/completions", reply_text,
                                   messages=[{"role": "user", "content": content}])
         return text if environment(task).shows_pages else redact(text, task["ground_truth"])
 
@@ -400,7 +392,7 @@ class VllmEngine(Endpoint):
             return [(out["token_ids"], (out["logprobs"] or {}).get("token_logprobs") or [])
                     for out in outs]
 
-        return await self.request("/completions", keys[0][1], read, prompt=prompt, n=len(keys),
+        return await self.request("/completions", read, prompt=prompt, n=len(keys),
                                   max_tokens=max_new, seed=rng(*keys[0]).getrandbits(31))
 
 
