@@ -95,11 +95,7 @@ TREE_TOKENS = 16384  # of a tree that the critic computes at once
 ROOM = 32  # tokens of an action for which there is room at first; when full, the room doubles
 
 
-class EpisodeError(Exception):
-    """Why one episode fails. The others go on; fail() ends the run."""
-
-
-class ContextFull(EpisodeError):
+class ContextFull(ValueError):
     """A conversation is longer than the model reads."""
 
 
@@ -107,6 +103,8 @@ class ContextFull(EpisodeError):
 
 class Players:
     """The agent, the human and the critic. The last two may be async.
+
+    A ValueError of any of them fails an episode, and the others go on. fail() ends the run.
 
         await engine(prompt_ids, keys, max_new)  [(token_ids, logprobs)], a message for each key
         reply(task, history)                     the human's text
@@ -204,7 +202,7 @@ class Players:
         if self.critic:
             scores = await call(self.critic, task, history, actions)
             if len(scores) != len(actions) or not all(map(math.isfinite, scores)):
-                raise EpisodeError(f"the critic's scores of {len(actions)} messages are {scores}")
+                raise ValueError(f"the critic's scores of {len(actions)} messages are {scores}")
             values = [score + self.args.logprob_weight * sum(action["logprobs"])
                       for score, action in zip(scores, actions)]
             best = actions[values.index(max(values))]
@@ -235,9 +233,9 @@ class Players:
         for text, (ids, logprobs) in zip(texts, drawn):
             finite = all(x is not None and abs(x) < 1000 for x in logprobs)  # -9999: minus inf.
             if not finite or len(logprobs) != len(ids):
-                raise EpisodeError("log-probs are missing, NaN or infinite: are the weights sound?")
+                raise ValueError("log-probs are missing, NaN or infinite: are the weights sound?")
             if max(ids) >= len(self.tokenizer):
-                raise EpisodeError(f"token {max(ids)} is not of --model: has the engine another?")
+                raise ValueError(f"token {max(ids)} is not of --model: has the engine another?")
             action = {"output": text, "token_ids": ids, "logprobs": [round(x, 6) for x in logprobs]}
             cut = ids[-1] not in self.stop
             if cut:
@@ -253,7 +251,7 @@ class Players:
         """The human's reply to the last message, cut to the length that the task's kind allows."""
         reply = await call(self.reply, task, history)
         if not isinstance(reply, str):
-            raise EpisodeError(f"the human's reply is no text: {reply!r}")
+            raise ValueError(f"the human's reply is no text: {reply!r}")
         reply = reply.encode(errors="replace").decode()  # no tokenizer takes a lone surrogate
         return reply[:environment(task).reply_chars]
 
@@ -267,17 +265,12 @@ def load_function(file, name):
 
 
 async def call(function, *args):
-    """Calls human or critic. None or a ValueError fails the episode; an OSError ends the run."""
+    """Calls human or critic. An OSError, as of a connection, ends the run."""
     try:
         result = function(*args)
-        result = await result if inspect.isawaitable(result) else result
-    except ValueError as e:
-        raise EpisodeError(e) from None
-    except (OSError, GraderError) as e:  # of a connection, a browser
+        return await result if inspect.isawaitable(result) else result
+    except (OSError, GraderError) as e:  # GraderError: of a browser
         fail(f"human or critic: {type(e).__name__}: {e}")
-    if result is None:
-        raise EpisodeError("human or critic gives nothing")
-    return result
 
 
 # --- servers --------------------------------------------------------------------------------------
@@ -311,7 +304,7 @@ class Endpoint:
     async def request(self, path, read, **body):
         """read(reply) of a request. read() raises a ValueError if it can't use the reply.
 
-        A failed request is an EpisodeError; the 16th in a row ends the run.
+        A failed request is a ValueError; the 16th in a row ends the run.
         """
         try:
             reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
@@ -326,7 +319,7 @@ class Endpoint:
         self.failed += 1
         if self.failed == 16:
             fail(f"{self.url}: {error}; --resume FILE goes on from what was finished")
-        raise EpisodeError(f"{self.url}: {error}")
+        raise ValueError(f"{self.url}: {error}")
 
 
 class LLM(Endpoint):
@@ -781,7 +774,7 @@ async def play_all(args, emit):
                     new = await players.add_candidates(record, sample)
                 else:
                     new = await players.play(record["task"], sample)
-            except EpisodeError as e:
+            except ValueError as e:
                 totals["failed"] += 1
                 if totals["failed"] <= 3:
                     say(f"task {record['task']['id']}, sample {sample} failed: {e}")

@@ -246,7 +246,7 @@ def test_a_human_is_a_file_with_a_function(kind, tasks, tiny_dir, tmp_path):
     (r,) = records(done.stdout)
     assert r["task"]["id"] == ids[0]
     assert [m["content"] for m in r["dialogue_history"][2::2]] == ["2", "4"]
-    for name, why in zip(ids[1:], ("human or critic gives nothing",
+    for name, why in zip(ids[1:], ("the human's reply is no text: None",
                                    "the human's reply is no text: 5",
                                    "no such task")):
         assert f"task {name}, sample 0 failed: {why}" in done.stderr and done.returncode == 1

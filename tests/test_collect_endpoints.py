@@ -238,7 +238,7 @@ def test_a_reply_that_is_of_no_use_is_no_action(tiny_dir, capsys):
         ((action,), _) = await sample(players)
         assert action["token_ids"] == [7] and action["logprobs"] == [-0.5] and action["cut"]
         for change, why in USELESS:
-            with pytest.raises((collect.EpisodeError, SystemExit), match=why):
+            with pytest.raises((ValueError, SystemExit), match=why):
                 await sample(players, **change)
     asyncio.run(all_of())
     assert f"serves {server.models[0]}, taken for {tiny_dir}" in capsys.readouterr().err
@@ -276,7 +276,7 @@ def test_a_request_that_fails_is_an_error_of_its_episode_and_the_16th_in_a_row_o
             if not refuse:
                 assert (await chat_with(one)).startswith("it is ")
                 continue
-            with pytest.raises(collect.EpisodeError, match="400"):
+            with pytest.raises(ValueError, match="400"):
                 await chat_with(one)
         assert len(bad.seen) == 31  # what is refused is not asked again
         with pytest.raises(SystemExit, match="400.*--resume FILE goes on"):
@@ -317,7 +317,7 @@ def test_a_line_says_what_to_do_about_an_odd_server(case, tiny_dir, tasks):
         players = await collect.Players(args).load()
         return await players.human(tasks[0]["task"], dialogue("write f", "which rate?"))
     if why:
-        with pytest.raises((collect.EpisodeError, SystemExit), match=re.escape(why)):
+        with pytest.raises((ValueError, SystemExit), match=re.escape(why)):
             asyncio.run(hear())
     else:
         assert asyncio.run(hear()).startswith("it is ")
@@ -362,8 +362,8 @@ def test_a_judge_scores_a_message_by_the_share_of_its_comparisons_that_it_wins(t
         return sent["output"], await players.critic(task, history, actions)
     assert asyncio.run(judged(prefers_no)) == ("no no no", [0, 0.5, 0.5, 0.75, 0.75])
     for reply, error, why in (
-            (chat("A better one is B"), collect.EpisodeError, "not one of A and B"),
-            (("too long", 400), collect.EpisodeError, "the judge http"),
+            (chat("A better one is B"), ValueError, "not one of A and B"),
+            (("too long", 400), ValueError, "the judge http"),
             (("no", 404), SystemExit, "human or critic: .*the judge http")):  # it ends the run
         with pytest.raises(error, match=why):
             asyncio.run(judged(lambda path, body: reply))
