@@ -61,7 +61,6 @@ logging.disable_progress_bar()
 TURN = 0  # a trainer keeps a message's or candidate's turn under this key, which JSON can't have
 TODAY = datetime.date(2024, 7, 26)  # for templates that tell the date: every day the same prompts
 MAX_LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits held at once: 64 MB or 512 MB in fp32
-MAX_KEYS = 2 ** 18  # keys gathered at once: with values 1 GB for 8 heads of size 128 in bf16
 
 
 # --- turns and their tree -------------------------------------------------------------------------
@@ -92,21 +91,6 @@ def in_order(turns):
         before = seq
 
 
-class Runs:
-    """Neighbouring runs of a tree as a kernel takes them: their lengths and paths."""
-
-    def __init__(self, runs, device):
-        """runs: [(index of the first token, index after the last one, indices of the path)]"""
-        self.tokens = slice(runs[0][0], runs[-1][1])        # of these runs, in the tree
-        self.q = [end - start for start, end, _ in runs]    # lengths of the runs
-        self.kv = [len(path) for _, _, path in runs]        # lengths of their paths
-        paths = [torch.frombuffer(path, dtype=torch.long) for _, _, path in runs]
-        self.paths = torch.cat(paths).to(device)            # (K,) flat indices of the paths
-        self.cu_q, self.cu_kv = (  # where each run and path starts, and the end
-            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-            for lengths in (self.q, self.kv))
-
-
 class Tree:
     """The prefix tree of turns. No prompt and no action may be empty.
 
@@ -115,7 +99,8 @@ class Tree:
 
     def __init__(self, turns, device="cpu"):
         ids, pos, parent = [], [], []
-        runs, action_of = [], {}  # as Runs takes them; {turn: flat indices of its action}
+        runs = []  # [(index of the first token, index after the last one, its path)]
+        action_of = {}  # {turn: flat indices of its action}
         path = array("q")  # the flat indices of a sequence's tokens
         for turn, seq, shared in in_order(turns):
             new = range(len(ids), len(ids) + len(seq) - shared)
@@ -139,19 +124,13 @@ class Tree:
         self.actions = actions        # for each turn flat indices (L,) of its action, on the CPU
         self.scored = tensor(scored)  # (S,) flat indices of the actions' tokens, each once
         self.index = tensor(index)    # scored[index]: the actions' tokens, one turn after another
-        self.chunks = [Runs(chunk, device) for chunk in in_chunks(runs)]
-
-
-def in_chunks(runs):
-    """Lists of neighbouring runs: one run, or several whose paths have at most MAX_KEYS tokens."""
-    chunks, keys = [], math.inf  # the first run opens a list
-    for run in runs:
-        keys += len(run[2])
-        if keys > MAX_KEYS:
-            chunks.append([])
-            keys = len(run[2])
-        chunks[-1].append(run)
-    return chunks
+        self.q = [end - start for start, end, _ in runs]  # lengths of the runs
+        self.kv = [len(path) for _, _, path in runs]      # lengths of their paths
+        paths = [torch.frombuffer(path, dtype=torch.long) for _, _, path in runs]
+        self.paths = torch.cat(paths).to(device)          # (K,) flat indices of the paths
+        self.cu_q, self.cu_kv = (  # where each run and path starts, and the end
+            torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+            for lengths in (self.q, self.kv))
 
 
 # --- attention over runs --------------------------------------------------------------------------
@@ -162,21 +141,22 @@ def wide(x):
 
 
 class GatherRows(torch.autograd.Function):
-    """x[rows] in `dtype`, whose gradients are summed in x's dtype, fp32 or wider.
+    """x[rows], whose gradients are summed in fp32 at least.
 
     Summed in bf16, the gradient of a prefix that 100 branches share would be 1 % off.
     """
 
     @staticmethod
-    def forward(ctx, x, rows, dtype):
+    def forward(ctx, x, rows):
         ctx.save_for_backward(rows)
         ctx.shape = x.shape
-        return x.to(dtype).index_select(0, rows)
+        return x.index_select(0, rows)
 
     @staticmethod
     def backward(ctx, gradient):
         total = wide(gradient.new_zeros(ctx.shape))
-        return total.index_add_(0, *ctx.saved_tensors, wide(gradient)), None, None
+        total.index_add_(0, *ctx.saved_tensors, wide(gradient))
+        return total.to(gradient.dtype), None
 
 
 def tree_attention(module, query, key, value, attention_mask, scaling=None, tree=None,
@@ -186,9 +166,6 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     query (1, H, T, D), key and value (1, KV, T, D) give (1, T, H, D). Each run is a sequence for
     the kernel: its tokens are the queries, its path the keys. The mask is causal, aligned at the
     end, because the run's tokens are the last of its path. So is a sliding window.
-
-    With several chunks of runs, the backward pass computes each again, so that only one's keys are
-    gathered at a time.
     """
     unsupported = attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")
     if tree is None or any(x is not None for x in unsupported):
@@ -196,16 +173,9 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
         raise ValueError("attention without a tree, or with a mask, sinks or a cap")
     window = sliding_window - 1 if sliding_window else -1  # earlier keys a token sees; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
+    k, v = (GatherRows.apply(x, tree.paths) for x in (k, v))
     kernel = flash_kernel if q.is_cuda and q.dtype != torch.float32 else sdpa_kernel
-
-    def attend(q, k, v, runs):
-        k, v = (GatherRows.apply(x, runs.paths, q.dtype) for x in (k, v))
-        return kernel(q, k, v, runs, scaling, window)
-
-    if len(tree.chunks) > 1 and torch.is_grad_enabled():
-        attend = functools.partial(checkpoint, attend, use_reentrant=False)
-    k, v = wide(k), wide(v)
-    return torch.cat([attend(q[runs.tokens], k, v, runs) for runs in tree.chunks])[None], None
+    return kernel(q, k, v, tree, scaling, window)[None], None
 
 
 def sdpa_kernel(q, k, v, runs, scale, window):
