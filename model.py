@@ -33,8 +33,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict,
-                                                     get_state_dict, set_model_state_dict,
-                                                     set_state_dict)
+                                                     get_state_dict, set_state_dict)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy,
                                     OffloadPolicy, fully_shard)
@@ -44,8 +43,8 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error,
-                   from_rank_0, note, progress, rng, say, writing)
+from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, note,
+                   progress, rng, say, writing)
 
 # torch 2.11's kernel takes grouped queries without enable_gqa
 GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
@@ -658,7 +657,7 @@ def load(path, device="cpu", dtype="fp32"):
     """
     path, tokenizer, _ = find_model(path, weights=True)
     device = torch.device(device)
-    model, (own_logps, _, _) = read_tree_lm(path, device, pick_dtype(dtype, device))
+    model, own_logps = read_tree_lm(path, device, pick_dtype(dtype, device))
     model.to(device)
     check_logps(model, path, own_logps)
     return model, tokenizer
@@ -667,36 +666,23 @@ def load(path, device="cpu", dtype="fp32"):
 def load_sharded(path, device, args, train=True):
     """load() by all ranks together, as the flags in args have it; weights are in fp32 to `train`.
 
-    Rank 0 reads the files, and the others get their shards.
+    All ranks map the same files into memory, and copy their shards.
     """
-    path, tokenizer, config = find_model(path, weights=not RANK)
+    path, tokenizer, _ = find_model(path, weights=True)
     dtype = pick_dtype(args.dtype, device)
-    as_stored = train and dtype != torch.float32  # half the memory of fp32 while it is read
-    read = functools.partial(read_tree_lm, path, device, "auto" if as_stored else dtype)
-    if WORLD > 1:
-        whole, (own_logps, attention, buffers) = from_rank_0(read)
-        with torch.device("meta"):
-            lm = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if train else dtype,
-                                                  attn_implementation=attention)
-            model = TreeLM(lm, device)
-        shard(model, dtype, args, train)
-        fill_from_rank_0(model, whole, buffers, "cpu" if args.offload else device)
-    else:
-        model, (own_logps, _, _) = read()
-        shard(model, dtype, args, train)
-        if train:
-            model.float()
-        if not args.offload:
-            model.to(device)
+    as_stored = train and dtype != torch.float32  # needs no memory of its own while it is read
+    model, own_logps = read_tree_lm(path, device, "auto" if as_stored else dtype)
+    shard(model, dtype, args, train)
+    if train:
+        model.float()
+    if not args.offload:
+        model.to(device)
     check_logps(model, path, own_logps)
     return model, tokenizer
 
 
 def read_tree_lm(path, device, dtype):
-    """(TreeLM for a device, still in CPU memory; what all ranks need of it).
-
-    The latter is (log-probs of proof_turns by the model's own forward, its attention, its buffers).
-    """
+    """(TreeLM for a device, still in CPU memory; log-probs of proof_turns by its own forward)."""
     with fail_on_error(f"the weights in {path!r} can't be read"):
         lm, told = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation="eager", use_safetensors=True,
@@ -720,8 +706,7 @@ def read_tree_lm(path, device, dtype):
     if not computes_trees(model, turns[:2], own_logps):
         lm.set_attn_implementation("eager")
         say(f"{path} computes no trees: turn by turn, it reads what turns share several times")
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    return model, (own_logps, model.config._attn_implementation, buffers)
+    return model, own_logps
 
 
 def computes_trees(model, turns, own_logps):
@@ -831,19 +816,6 @@ def shard(model, dtype, args, train):
             module.set_force_sum_reduction_for_comms(True)
     for layer in model.layers():  # one that is recomputed in a backward pass would stay gathered
         layer.register_forward_hook(lambda layer, *_: layer.reshard())
-
-
-def fill_from_rank_0(model, whole, buffers, device):
-    """Allocates and fills a sharded model of the meta device; whole: rank 0's copy, else None."""
-    model.to_empty(device=device)
-    weights = whole.state_dict() if whole else {}
-    everywhere = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, weights, options=everywhere)
-    if whole:
-        model.lm.generation_config = whole.lm.generation_config
-    for name, buffer in list(model.named_buffers(remove_duplicate=False)):
-        owner, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(owner), leaf, buffers[name].to(model.device, buffer.dtype))
 
 
 def load_lm(path, device, dtype="fp32"):
