@@ -649,33 +649,23 @@ def pick_dtype(name, device):
     return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(name, name)
 
 
-def load(path, device="cpu", dtype="fp32"):
-    """(TreeLM, tokenizer) of a folder or hub name, in this process alone, with weights in dtype.
+def load(path, device="cpu", dtype="fp32", args=None, train=False):
+    """(TreeLM, tokenizer) of a folder or hub name. Fails if the log-probs are not the model's own.
 
-    dtype: the value of --dtype. Where trees do not give the model's own log-probs, it computes its
-    turns one by one. Fails if their log-probs are wrong, too.
+    dtype: the value of --dtype. Weights are of it, or in fp32 to `train`. Where trees do not give
+    the model's own log-probs, it computes its turns one by one. args: flags by which all ranks load
+    it together, and each copies its shards; None: this process alone has it, whole.
     """
     path, tokenizer, _ = find_model(path, weights=True)
     device = torch.device(device)
-    model, own_logps = read_tree_lm(path, device, pick_dtype(dtype, device))
-    model.to(device)
-    check_logps(model, path, own_logps)
-    return model, tokenizer
-
-
-def load_sharded(path, device, args, train=True):
-    """load() by all ranks together, as the flags in args have it; weights are in fp32 to `train`.
-
-    All ranks map the same files into memory, and copy their shards.
-    """
-    path, tokenizer, _ = find_model(path, weights=True)
-    dtype = pick_dtype(args.dtype, device)
+    dtype = pick_dtype(dtype, device)
     as_stored = train and dtype != torch.float32  # needs no memory of its own while it is read
     model, own_logps = read_tree_lm(path, device, "auto" if as_stored else dtype)
-    shard(model, dtype, args, train)
+    if args:
+        shard(model, dtype, args, train)
     if train:
         model.float()
-    if not args.offload:
+    if not args or not args.offload:
         model.to(device)
     check_logps(model, path, own_logps)
     return model, tokenizer

@@ -74,7 +74,7 @@ import torch
 import torch.nn.functional as F
 
 from model import (TURN, Pair, accuracy, action_ids, action_logps, actions_of, all_batches,
-                   base_digest, find_model, load_sharded, packed, pick_dtype, render, restore, save,
+                   base_digest, find_model, load, packed, pick_dtype, render, restore, save,
                    save_checkpoint, score, turns_in, unsharded)
 
 
@@ -122,7 +122,7 @@ def train(args, log, device):
     log.begin(groups, held, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
               model_weights=base_digest(args.model))
 
-    model, tokenizer = load_sharded(args.model, device, args)
+    model, tokenizer = load(args.model, device, args.dtype, args, train=True)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
@@ -160,11 +160,11 @@ def load_to_score(args, device):
         moved_to = args.model if "model" in args.given else None
         args.model = finished_flags(args.out, moved_to).model
     records, ref_turn_of = from_rank_0(lambda: read_stdin(args))
-    model, _ = load_sharded(args.model, device, args, train=False)
+    model, _ = load(args.model, device, args.dtype, args)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     if args.out:
         del model  # room for pi
-        model, _ = load_sharded(args.out, device, args, train=False)
+        model, _ = load(args.out, device, args.dtype, args)
     return records, model, ref_logps
 
 

@@ -68,7 +68,7 @@ import torch
 import torch.nn.functional as F
 
 from model import (TURN, Pair, accuracy, action_logps, all_batches, base_digest, find_model,
-                   load_sharded, pick_dtype, restore, save, save_checkpoint, score, turns_in,
+                   load, pick_dtype, restore, save, save_checkpoint, score, turns_in,
                    unsharded)
 from train_critic import held_out_metrics, hold_out, read_turns, sorted_records, trajectory_pairs
 
@@ -115,7 +115,7 @@ def main(args):
     if log.finished:
         return emit(summary)
 
-    model, tokenizer = load_sharded(args.model, device, args)
+    model, tokenizer = load(args.model, device, args.dtype, args, train=True)
     ref_logps = {}
     if args.loss != "rft":
         turns = turns_in(chain(*groups, held))

@@ -56,7 +56,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM  # noqa: E
 import toy  # noqa: E402
 import train_critic  # noqa: E402
 import train_policy  # noqa: E402
-from model import (action_logps, all_batches, head_logps, load, load_sharded,  # noqa: E402
+from model import (action_logps, all_batches, head_logps, load,  # noqa: E402
                    score, turns_in)
 from plan import count_tokens, plan  # noqa: E402
 from timing import in_turn, parser, ratio, show  # noqa: E402
@@ -151,8 +151,8 @@ def read_groups(job, folder):
 @torch.no_grad()
 def load_moved(folder, device, compile=0, recompute=0):
     """A trainer's model, for a policy: its weights have moved a little from pi_ref's."""
-    flags = SimpleNamespace(dtype="auto", offload=0, compile=compile, recompute=recompute)
-    model, _ = load_sharded(folder, device, flags)
+    flags = SimpleNamespace(offload=0, compile=compile, recompute=recompute)
+    model, _ = load(folder, device, "auto", flags, train=True)
     for n, p in enumerate(model.parameters()):
         own = p.to_local() if hasattr(p, "to_local") else p  # a shard's numbers are its own
         generator = torch.Generator(own.device).manual_seed(1000 * RANK + n)

@@ -418,8 +418,8 @@ def test_no_layer_stays_gathered_after_its_forward(tiny_dir, recompute):
     turns, gathered = [(chr(9) + chr(8), chr(i) + chr(7)) for i in range(6)], []
     utils.init_distributed()
     try:
-        flags = SimpleNamespace(dtype="bf16", offload=0, compile=0, recompute=recompute)
-        model, _ = M.load_sharded(tiny_dir, torch.device("cpu"), flags)
+        flags = SimpleNamespace(offload=0, compile=0, recompute=recompute)
+        model, _ = M.load(tiny_dir, "cpu", "bf16", flags, train=True)
         for layer in model.layers():  # its weights are DTensors, but while they are gathered
             layer.mlp.register_forward_hook(lambda mlp, *_: gathered.append(
                 sum(not hasattr(x.mlp.up_proj.weight, "full_tensor") for x in model.layers())))
@@ -430,7 +430,7 @@ def test_no_layer_stays_gathered_after_its_forward(tiny_dir, recompute):
     assert len(gathered) >= 2 * 2 * 3 and set(gathered) == {1}
     in_32 = torch.cat(M.action_logps(M.load(tiny_dir)[0], turns))
     assert 1e-3 < (logps - in_32).abs().mean() < 0.05
-    to_score, _ = M.load_sharded(tiny_dir, torch.device("cpu"), flags, train=False)
+    to_score, _ = M.load(tiny_dir, "cpu", "bf16", flags)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert {p.dtype for p in to_score.parameters()} == {torch.bfloat16}
 
