@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Lla
 
 import model as M
 import utils
-from conftest import ROOT, complaint, demos, script, steps, turns_of
+from conftest import ROOT, complaint, demos, metrics, script, steps, succeed, turns_of
 from plan import count_tokens, plan
 
 # --- the tree -------------------------------------------------------------------------------------
@@ -354,19 +354,23 @@ WRONG_ROWS = "logits_to_keep=before", "logits_to_keep=before - 1"
 FULL_DISK = "tokenizer.save_pretrained(out)", "raise OSError(28, 'No space left')"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("faults, refused, said", [
-    ([WRONG_MASK], False, "turn by turn"), ([WRONG_MASK, WRONG_ROWS], True, "log-probs of"),
-    ([FULL_DISK], True, "out can't be written: No space left")])
-def test_a_fault_is_found_before_the_first_step(faults, refused, said, ranks, tiny_dir, tmp_path):
-    """By a copy of the scripts with faults in model.py. What can be trained right is trained."""
+def make_faulty(faults, folder):
+    """A copy of the scripts in a folder, with faults in model.py."""
     for path in Path(ROOT).glob("*.py"):
-        shutil.copy(path, tmp_path)
-    text = (tmp_path / "model.py").read_text()
+        shutil.copy(path, folder)
+    text = (folder / "model.py").read_text()
     for right, wrong in faults:
         assert text.count(right) == 1
         text = text.replace(right, wrong)
-    (tmp_path / "model.py").write_text(text)
+    (folder / "model.py").write_text(text)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("faults, refused, said", [
+    ([WRONG_MASK], False, "turn by turn"), ([WRONG_MASK, WRONG_ROWS], True, "log-probs of")])
+def test_a_fault_is_found_before_the_first_step(faults, refused, said, ranks, tiny_dir, tmp_path):
+    """What can be trained right is trained."""
+    make_faulty(faults, tmp_path)
     out = tmp_path / "out"
     done = script(tmp_path / "train_policy.py", "--loss", "rft", "--all", 1, "--model", tiny_dir,
                   "--out", out, stdin=demos(4), ranks=ranks)
@@ -374,6 +378,17 @@ def test_a_fault_is_found_before_the_first_step(faults, refused, said, ranks, ti
     assert bool(steps(out)) == (not refused) and not list(out.glob("tmp*"))
     if refused:
         complaint(done, said)
+
+
+def test_a_run_whose_last_save_fails_goes_on_from_its_checkpoint(tiny_dir, tmp_path):
+    make_faulty([FULL_DISK], tmp_path)
+    run = ["--loss", "rft", "--all", 1, "--model", tiny_dir, "--epochs", 2, "--batch_size", 2,
+           "--save_every", 2, "--out", tmp_path / "out"]
+    done = script(tmp_path / "train_policy.py", *run, stdin=demos(5))
+    complaint(done, "out can't be written: No space left")
+    succeed("train_policy.py", *run, stdin=demos(5))
+    assert [row["resumed"] for row in metrics(tmp_path / "out") if "resumed" in row] == [6]
+    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("change", ["missing", "superfluous"])
