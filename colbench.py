@@ -350,8 +350,10 @@ NOT_LOADED = """__main__ antigravity benchmarks distutils ensurepip idlelib lib2
 tests this tkinter turtle turtledemo""".split()
 LIBRARY = [*(name for name in sorted(sys.stdlib_module_names) if name[0] != "_"),
            "_strptime", "_pylong"]
-MORE = """numpy.fft numpy.ma numpy.polynomial numpy.random sympy.assumptions sympy.codegen.ast
-sympy.combinatorics sympy.concrete.delta sympy.integrals sympy.sets sympy.stats""".split()
+MORE = """numpy.char numpy.fft numpy.ma numpy.polynomial numpy.random numpy.rec numpy.strings
+sympy.assumptions sympy.categories sympy.codegen sympy.combinatorics sympy.concrete sympy.discrete
+sympy.integrals sympy.logic sympy.physics.units sympy.polys sympy.sets sympy.stats
+sympy.tensor.array.array_derivatives sympy.vector""".split()
 # (pattern, modules of a fork server). The first row whose pattern occurs in an answer or its tests
 # runs it: a fork of fewer modules is up to ten times as fast. The first pattern: numpy|sympy.
 SERVERS = [("|".join({name.partition(".")[0] for name in MORE}), LIBRARY + MORE),

@@ -3,6 +3,7 @@ import contextlib
 import os
 import platform
 import random
+import re
 import select
 import shutil
 import signal
@@ -479,3 +480,38 @@ def test_what_a_test_or_a_codec_needs_is_there(test, answer):
     task = {"ground_truth": "import math\n" + answer, "test_cases": {"t": test}}
     with Grader(workers=1) as grader:
         assert grader.grade(task, answer)["reward"] == 1
+
+
+LATE = r"""
+import ast, contextlib, importlib.util, sys
+from colbench import LIBRARY, MORE, NOT_LOADED, load_modules
+for name in LIBRARY + MORE:
+    load_modules(name, NOT_LOADED)
+def is_ours(name):
+    return name.partition(".")[0] in ("numpy", "sympy", "mpmath")
+for module in [module for name, module in sys.modules.items() if is_ours(name)]:
+    file = getattr(module, "__file__", None) or ""
+    tree = ast.parse(open(file).read() if file.endswith(".py") else "")
+    for node in ast.walk(tree):
+        names = [x.name for x in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            base = importlib.util.resolve_name(base, module.__package__)
+            names = [base, *(f"{base}.{x.name}" for x in node.names)]
+        for other in names:
+            with contextlib.suppress(Exception):  # it is no module's name
+                if (is_ours(other) and other not in sys.modules
+                        and importlib.util.find_spec(other)):
+                    print(other)
+"""
+NOT_FOR_ANSWERS = re.compile(  # tests, compilers, plots, other packages' arrays
+    r"(numpy|sympy)\.testing|mpmath\.tests|numpy\.(core|ctypeslib|distutils|f2py|matlib|typing)"
+    r"|numpy\.lib\.recfunctions|sympy\.(plotting|printing|physics\.control)"
+    r"|sympy\.tensor\.array\.expressions")
+
+
+def test_what_numpy_and_sympy_import_late_is_loaded():
+    """By all import statements in their modules, also those within functions."""
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", LATE], cwd=ROOT, text=True,
+                           capture_output=True, check=True).stdout.split()
+    assert found and not [name for name in found if not NOT_FOR_ANSWERS.match(name)]
