@@ -345,7 +345,7 @@ clock_gettime 228 113   clock_getres 229 114   clock_nanosleep 230 115   exit 60
 exit_group 231 94   getcwd 79 17
 """
 # What an answer can import is loaded before the fork: the standard library, numpy and sympy, with
-# the modules that these import late. Modules of these names run something, or are tests.
+# what these two import late. NOT_LOADED: modules that are tests, or do something when imported.
 NOT_LOADED = """__main__ antigravity benchmarks distutils ensurepip idlelib lib2to3 pydoc_data test
 tests this tkinter turtle turtledemo""".split()
 LIBRARY = [*(name for name in sorted(sys.stdlib_module_names) if name[0] != "_"),
@@ -415,7 +415,8 @@ def confine(libc, bpf, memory, parent):
 def answer_code(answer):
     """Code objects of an answer, which are run one after another.
 
-    The whole if it is Python, else each block in a fence that is. SyntaxError: nothing is.
+    The whole answer if it compiles, else each block in a fence that does. If nothing compiles, the
+    whole answer's error.
     """
     try:
         return [compile(answer, "<answer>", "exec")]
@@ -448,11 +449,11 @@ def joined(values):
 
 
 def as_text(value):
-    """A value as text: two give the same text if they are equal by ==, and only then.
+    """A value as text: two values count as equal if their texts are.
 
-    That is the == of plain data: a value of a subclass goes as its base (a namedtuple as a tuple,
-    a Counter as a dict, zeros and all), an array of numpy as lists, a time with a zone as its
-    text. TypeError: a value of another class. ValueError: NaN.
+    Of plain data that is ==, but for these: a value of a subclass goes as its base (a namedtuple as
+    a tuple, a Counter as a dict, zeros and all), an array of numpy as lists, and one moment in two
+    time zones differs. TypeError: a value of another class. ValueError: NaN.
     """
     if value is None or isinstance(value, type) and value.__module__ == "builtins":
         return ascii(value)
@@ -754,9 +755,9 @@ class Grader(Pool):
     rules: "honest", or "official" for the verdicts of the released scorer. workers: answers graded
     at once. GraderError: a child can't confine itself.
 
-    A test passes if the answer's value and the reference's have the same text (`as_text`), which
-    means that the two are equal by ==. None never passes, NaN equals nothing, floats are exact.
-    Functions, iterators and instances of own classes have no text: the verdict names the class.
+    A test passes if the answer's value and the reference's have the same text: see as_text. None
+    never passes, NaN equals nothing, floats are exact. Functions, iterators and instances of own
+    classes have no text: the verdict names the class.
 
     The official rules differ from the released scorer where a refused value passes there (math.nan
     in a list, math.sqrt, an == that says True), where an answer ends it there (SystemExit), and in
@@ -822,7 +823,7 @@ def grade_records(records, args):
         opened = functools.cache(lambda kind: stack.enter_context(kind(args)))
         for record in records:
             window.append(pool.submit(graded, opened(environment(record["task"])), record))
-            if len(window) >= 4 * args.workers:
+            while window and (window[0].done() or len(window) >= 4 * args.workers):
                 yield window.popleft().result()
         for job in window:
             yield job.result()
@@ -914,7 +915,7 @@ class Browser:
                 self.run(driver.stop(), 5)
 
     def draw(self, page, sheet):
-        """See Renderer.render."""
+        """What Renderer.render gives. If the browser dies a new one tries again, once."""
         for _ in range(2):  # again in a new browser: the first may have died of something else
             self.ready()
             try:
@@ -922,15 +923,13 @@ class Browser:
             except TimeoutError:
                 self.stop()
                 raise RenderError(f"the page took more than {PAGE['seconds']} s") from None
-            except RenderError:
-                raise
             except Exception as e:  # a page is data: whatever it does is no error of ours
                 self.stop()
                 error = e
         raise RenderError(textwrap.shorten(str(error), 100))
 
     async def shoot(self, page, sheet):
-        """What `draw` gives; an error if the page fails."""
+        """{"png", "height"} of a page, and what else the script gives; any error: it has none."""
         self.page, self.sheet = page, sheet
         await self.tab.goto("https://page.invalid/")
         drawn = await self.tab.evaluate(self.script)
@@ -1000,8 +999,11 @@ class Renderer(Pool):
 
     def pair(self, task, text):
         """(the last page in a text, the task's reference) as drawn; RenderError: one can't be."""
-        reference = extract_page(task["ground_truth"]) or task["ground_truth"]
-        return self.render(extract_page(text)), self.render(reference)
+        try:
+            reference = self.render(extract_page(task["ground_truth"]) or task["ground_truth"])
+        except RenderError as e:
+            raise RenderError(f"the reference: {e}") from None
+        return self.render(extract_page(text)), reference
 
 
 # --- frontend: how alike two pages look -----------------------------------------------------------

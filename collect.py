@@ -6,9 +6,9 @@
     ... | python collect.py --human human.py -k 4 --resume episodes.jsonl >> episodes.jsonl
 
 human.py defines reply(task, history), the human's answer to the last message.
-An episode is written as it ends. Its messages are functions of (seed, task, sample, turn); only
-the rounding of logits depends on the batch, and it rarely changes a text. A record that has a
-dialogue is not played again: the agent's messages get candidates.
+An episode is written as it ends. With transformers the agent's draws are functions of (seed, task,
+sample, turn): only the rounding of logits depends on the batch, and it rarely changes a text. A
+record that has a dialogue is not played again: the agent's messages get candidates.
 """
 from utils import (fail, fail_on_error, flag, open_stdout, parser, progress, read_jsonl, rng, run,
                    say, tell_notes, version)
@@ -61,8 +61,8 @@ def get_args(argv=None):
          "actions); READS THE REFERENCE", metavar="WHO")
     flag(g, "logprob_weight", 0.0, "--best_of: send the highest advantage + this * log-prob")
     g = p.add_argument_group("engine")
-    flag(g, "engine", None, "http://host:port/v1 of a vLLM server, many times as fast on a GPU; "
-         "not given: transformers", metavar="URL")
+    flag(g, "engine", None, "http://host:port/v1 of a vLLM server (--logprobs-mode "
+         "processed_logprobs), many times as fast on a GPU; not given: transformers", metavar="URL")
     flag(g, "max_batch_tokens", 65536, "transformers: tokens at once, and cached")
     flag(g, "dtype", "auto", "transformers; auto: bf16 on a GPU, fp32 on a CPU",
          choices=["auto", "bf16", "fp32"])
@@ -83,8 +83,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from model import (actions_of, check_generation_prompt, common_prefix, end_of_turn, find_model,
-                   load, load_lm, render, sdpa_kernel, weights_digest)
+from model import (actions_of, check_generation_prompt, common_prefix, find_model, load, load_lm,
+                   render, sdpa_kernel, stop_ids, weights_digest)
 from train_critic import advantages, critic_turns, finished_flags, reference_logps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -102,9 +102,9 @@ class ContextFull(ValueError):
 # --- an episode -----------------------------------------------------------------------------------
 
 class Players:
-    """The agent, the human and the critic. The last two may be async.
+    """The agent, the human and the critic. Human and critic may be async.
 
-    A ValueError of any of them fails an episode, and the others go on. fail() ends the run.
+    A ValueError fails the episode in which it is raised, and no other. fail() ends the run.
 
         await engine(prompt_ids, keys, max_new)  [(token_ids, logprobs)], a message for each key
         reply(task, history)                     the human's text
@@ -121,7 +121,7 @@ class Players:
         config = config.get_text_config()
         self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
         check_generation_prompt(self.tokenizer)
-        self.stop = {end_of_turn(self.tokenizer)[-1], self.tokenizer.eos_token_id} - {None}
+        self.stop = stop_ids(self.tokenizer)
         names = "model", "human", "human_params", *EPISODE_FLAGS
         self.meta = {name: getattr(args, name) for name in names}
         self.meta |= {"model_weights": weights_digest(folder), "version": version()}
@@ -272,7 +272,7 @@ async def call(function, *args):
 
 class Endpoint:
     """An OpenAI-compatible server. Its API key is the environment's variable KEY."""
-    KEY, HINT = "OPENAI_API_KEY", ""  # HINT: what may help if it refuses a request
+    KEY, HINT = "OPENAI_API_KEY", ""  # HINT ends an error: it helps if a parameter was refused
 
     def __init__(self, url, args, body):
         """body: what all requests share."""
@@ -305,7 +305,7 @@ class Endpoint:
             reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
             result = read(reply)
         except (LookupError, TypeError, AttributeError):
-            error = "the reply is not that of an OpenAI-compatible server, or of vLLM >= 0.10"
+            error = "the reply is not that of an OpenAI-compatible server"
         except Exception as e:
             error = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}{self.HINT}"
         else:
@@ -374,7 +374,9 @@ class VllmEngine(Endpoint):
         def read(reply):
             outs = reply["choices"]
             if any(out["finish_reason"] not in ("stop", "length") for out in outs):
-                raise ConnectionError("a message is cut off: the server is shutting down")
+                raise ValueError("a message is cut off: the server is shutting down")
+            if len(outs) != len(keys) or not all(out.get("token_ids") for out in outs):
+                raise ValueError("no token_ids for each draw: it takes vLLM 0.10 or newer")
             return [(out["token_ids"], out["logprobs"]["token_logprobs"]) for out in outs]
 
         return await self.request("/completions", read, prompt=prompt, n=len(keys),
@@ -767,6 +769,8 @@ async def play_all(args, emit):
                 else:
                     new = await players.play(record["task"], sample)
             except ValueError as e:
+                if os.environ.get("DEBUG"):
+                    raise
                 totals["failed"] += 1
                 if totals["failed"] <= 3:
                     say(f"task {record['task']['id']}, sample {sample} failed: {e}")

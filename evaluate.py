@@ -7,7 +7,7 @@
     tests_passed  mean reward: share of the hidden tests passed, or likeness of pages
     success       share of the episodes with reward 1; frontend tasks have none
     unanswered    share of the episodes whose last message is no answer
-    not_drawn     frontend: share of the episodes whose page has no picture
+    not_drawn     frontend: share of the episodes whose page, or reference, can't be drawn
     turns, tokens the agent's messages in an episode, and the tokens it sampled
     wins          frontend: share of the tasks where it beats the first system; a tie is half
 
@@ -49,10 +49,10 @@ class System:
     """What is compared: a name, the files of its seeds, and the sums of each metric by task."""
 
     def __init__(self, name, files, need):
-        """need: as for read_jsonl, of all systems: two tasks may not share an id."""
+        """need: as for read_jsonl; one for all systems, as two tasks may not share an id."""
         self.name, self.files, self.episodes = name, files, 0
         self.reward_names, self.graders = set(), set()
-        fractions = defaultdict(lambda: defaultdict(list))  # [task id][metric]: each episode's
+        fractions = defaultdict(lambda: defaultdict(list))  # [task id][metric]: of each episode
         for path in files:
             source = "stdin" if path == "-" else path
             with fail_on_error(source):

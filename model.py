@@ -59,6 +59,7 @@ logging.disable_progress_bar()
 
 TURN = 0  # a trainer keeps a message's or candidate's turn under this key, which JSON can't have
 TODAY = datetime.date(2024, 7, 26)  # for templates that tell the date: every day the same prompts
+MAX_KEYS = 2 ** 20  # keys of a tree's runs: with values 4 GB for 8 heads of size 128 in bf16
 MAX_LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits held at once: 64 MB or 512 MB in fp32
 
 
@@ -177,16 +178,17 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     return kernel(q, k, v, tree, scaling, window)[None], None
 
 
-def sdpa_kernel(q, k, v, runs, scale, window):
+def sdpa_kernel(q, k, v, tree, scale, window):
     """One scaled_dot_product_attention for each run: for the CPU, and for fp32.
 
-    It computes in fp32, which is also faster than bf16 in a CPU's backward pass.
+    It computes in fp32, which is also faster than bf16 in a CPU's backward pass. Of a tree it takes
+    q and kv, the lengths of the runs and of their paths.
     """
     def by_run(x, lengths):
         return [part.transpose(0, 1)[None] for part in x.split(lengths)]  # (1, heads, length, D)
 
     out, dtype, (q, k, v) = [], q.dtype, map(wide, (q, k, v))
-    for q_run, k_run, v_run in zip(by_run(q, runs.q), by_run(k, runs.kv), by_run(v, runs.kv)):
+    for q_run, k_run, v_run in zip(by_run(q, tree.q), by_run(k, tree.kv), by_run(v, tree.kv)):
         queries, keys = q_run.shape[2], k_run.shape[2]
         mask = None
         if queries < keys or window >= 0:  # else is_causal means the same
@@ -199,12 +201,12 @@ def sdpa_kernel(q, k, v, runs, scale, window):
     return torch.cat(out, 2)[0].transpose(0, 1).to(dtype)
 
 
-def flash_kernel(q, k, v, runs, scale, window):
+def flash_kernel(q, k, v, tree, scale, window):
     """FlashAttention over runs, of the package flash-attn or of torch: on a GPU in 16 bits.
 
     torch's is FlashAttention-3 after torch.nn.attention.activate_flash_attention_impl("FA3").
     """
-    lengths = runs.cu_q, runs.cu_kv, max(runs.q), max(runs.kv)
+    lengths = tree.cu_q, tree.cu_kv, max(tree.q), max(tree.kv)
     if flash_attn_varlen_func:
         return flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=scale, causal=True,
                                       window_size=(window, 0))
@@ -356,20 +358,21 @@ def accuracy(margin):
 def deal(turns, tree_tokens, world=WORLD):
     """The turns in parts, [[turn]]. The tree of a part has at most tree_tokens tokens, or one turn.
 
-    Each of `world` ranks gets equally many consecutive parts, as few as can be. Bisection lowers
-    the limit, to 1 %, while their number stays: they become equal. If it is no multiple of `world`,
-    the last part comes again, and counts once.
+    Each of `world` ranks gets equally many consecutive parts, as few as can be. Then bisection
+    finds, to 1 %, the lowest limit that needs no more of them, which makes them about equal. Where
+    ranks lack a part the last one comes again, and counts once.
     """
-    rows = [(turn, len(seq), shared) for turn, seq, shared in in_order(set(turns))]
+    rows = [(turn, len(seq), shared) for turn, seq, shared in in_order(dict.fromkeys(turns))]
 
     def cut(limit):
-        """[[turn]]: parts of at most `limit` tokens, or one turn."""
-        parts, size = [], math.inf
+        """[[turn]]: parts of at most `limit` tokens and MAX_KEYS keys, or one turn."""
+        parts, size, keys = [], math.inf, 0
         for turn, length, shared in rows:
             size += length - shared
-            if size > limit:
+            keys += length
+            if size > limit or keys > MAX_KEYS:
                 parts.append([])
-                size = length  # the first turn of a part is laid out whole
+                size = keys = length  # the first turn of a part is laid out whole
             parts[-1].append(turn)
         return parts
 
@@ -506,9 +509,9 @@ def check_generation_prompt(tokenizer):
         fail(f"this --model's chat template has no generation prompt, which would be {header!r}")
 
 
-def end_of_turn(tokenizer):
-    """Token ids of `ending`; the last of them ends a sampled message."""
-    return text_ids(tokenizer, ending(tokenizer)).tolist()
+def stop_ids(tokenizer):
+    """{token id}: those that end a sampled message, the last one of `ending` and the EOS."""
+    return {text_ids(tokenizer, ending(tokenizer))[-1], tokenizer.eos_token_id} - {None}
 
 
 def matches_output(tokenizer, message):
@@ -650,16 +653,17 @@ def pick_dtype(name, device):
 
 
 def load(path, device="cpu", dtype="fp32", args=None, train=False):
-    """(TreeLM, tokenizer) of a folder or hub name. Fails if the log-probs are not the model's own.
+    """(TreeLM, tokenizer) of a folder or hub name.
 
-    dtype: the value of --dtype. Weights are of it, or in fp32 to `train`. Where trees do not give
-    the model's own log-probs, it computes its turns one by one. args: flags by which all ranks load
-    it together, and each copies its shards; None: this process alone has it, whole.
+    If trees do not give the log-probs of the model's own forward, it computes turn by turn. If that
+    does not give them either, the program ends. dtype: the value of --dtype, in which it computes;
+    the weights are of it, too, or in fp32 to `train`. args: a trainer's flags: every rank reads the
+    files, and keeps its shard of the weights. None: this process has them whole.
     """
     path, tokenizer, _ = find_model(path, weights=True)
     device = torch.device(device)
     dtype = pick_dtype(dtype, device)
-    as_stored = train and dtype != torch.float32  # needs no memory of its own while it is read
+    as_stored = train and dtype != torch.float32  # then the files are mapped, and not copied
     model, own_logps = read_tree_lm(path, device, "auto" if as_stored else dtype)
     if args:
         shard(model, dtype, args, train)
@@ -728,7 +732,7 @@ def logps_and_leak(model, turns):
     embeddings = model.lm.get_input_embeddings()
     with embeddings.register_forward_hook(lambda module, given, out: seen.append(out)):
         logps = tree_logps(model, tree)
-    probe = -2  # off its path are the token after it, and in a tree the other turn
+    probe = -2  # the last action's token but one: the last one is off its path, and other turns
     gradient = torch.autograd.grad(logps[probe], seen)[0].flatten(0, -2)  # (T, width)
     sizes = gradient.float().norm(dim=-1)
     off_path = torch.ones(len(sizes), dtype=torch.bool)
@@ -792,7 +796,7 @@ def shard(model, dtype, args, train):
     for layer in model.layers():
         if compile:
             layer.forward = torch.compile(layer.forward, dynamic=True)
-        if recompute:
+        if recompute and train:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     if WORLD == 1 and not args.offload and (dtype == torch.float32 or not train):
         return  # the weights are those that it computes with
@@ -834,7 +838,6 @@ def save(model, tokenizer, out):
     if RANK:
         return
     lm, generation = model.lm, model.lm.generation_config
-    ends = {end_of_turn(tokenizer)[-1], tokenizer.eos_token_id} - {None}
     with fail_on_error(f"{out} can't be written"):
         of_lm = {name: state["lm." + name].to(model.dtype)
                  for name, _ in lm.named_parameters()}  # tied ones once
@@ -843,7 +846,8 @@ def save(model, tokenizer, out):
         lm.generation_config = GenerationConfig()  # transformers does not save all that it loads
         lm.save_pretrained(out, state_dict=of_lm)
         with open(os.path.join(out, "generation_config.json"), "w") as f:
-            json.dump(generation.to_diff_dict() | {"eos_token_id": sorted(ends)}, f, indent=2)
+            ends = {"eos_token_id": sorted(stop_ids(tokenizer))}
+            json.dump(generation.to_diff_dict() | ends, f, indent=2)
         lm.config.dtype = model.dtype  # save_pretrained has noted that of the fp32 weights
         lm.config.save_pretrained(out)
         tokenizer.save_pretrained(out)

@@ -7,8 +7,8 @@
 These are eq. 3 and eq. 2 of the paper: a Bradley-Terry model of trajectories, whose reward is a sum
 of advantages. o_t is the dialogue before message t, a_t the message, of L_t tokens. tau+ and tau-
 are trajectories of one task; tau+ has the higher reward. The NLL is a mean over the turns of tau+,
-in each a mean over its tokens. pi starts as pi_ref. In the code a *turn* is (prompt, action): a
-message or candidate as token ids, packed into strings, with all that the model reads before it.
+in each a mean over its tokens. pi starts as pi_ref. In the code a *turn* is (prompt, action): all
+that the model reads, then a message or candidate, both as token ids packed into strings.
 
 After training, every message and every candidate gets its `advantage` A, and the records go on
 to stdout. A new --out is trained, a stopped one goes on, and a finished one only scores.
@@ -26,6 +26,7 @@ from utils import (Log, check_finite, fail, fail_on_error, flag, from_rank_0, in
                    lr_at, machine_flags, note, open_stdout, parser, read_jsonl, rng, rows_of, run,
                    tell_changes, tell_notes)
 
+import gc
 import math
 import os
 import sys
@@ -44,11 +45,11 @@ def get_args(argv=None):
     g = p.add_argument_group("pairs")
     flag(g, "min_gap", None, "pair trajectories of a task whose rewards differ by at least this; "
          "not given: the first solved one with each worse one", kind=float)
-    flag(g, "held_out", 0.1, "share of the tasks that are not trained on, but measured",
-         most=1)
+    flag(g, "held_out", 0.1, "share of the tasks kept out of training, to measure loss and "
+         "accuracy on", most=1)
     flag(g, "eval_every", 100, "steps between measures of held-out pairs", least=1)
     g = p.add_argument_group("objective and optimization")
-    flag(g, "ref_context", "hidden", "pi_ref reads c, too (eq. 3), or what the agent reads",
+    flag(g, "ref_context", "hidden", "what pi_ref reads: c, too (eq. 3), or what the agent does",
          choices=["hidden", "agent"])
     flag(g, "beta", 0.1, "scale of the margin")
     flag(g, "nll_coef", 0.01, "weight of the chosen side's NLL")
@@ -163,7 +164,8 @@ def load_to_score(args, device):
     model, _ = load(args.model, device, args.dtype, args)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     if args.out:
-        del model  # room for pi
+        del model
+        gc.collect()  # room for pi
         model, _ = load(args.out, device, args.dtype, args)
     return records, model, ref_logps
 

@@ -37,10 +37,10 @@ def get_args(argv=None):
     flag(g, "pairs_per_turn", 4, "dpo: pairs drawn from a turn's candidates", least=1)
     flag(g, "logprob_weight", 0.0, "dpo: rank candidates by advantage + this * log-prob when "
          "sampled")
-    flag(g, "mix", 0.0, "dpo: pairs of trajectories, as in mtdpo, for each pair of candidates")
+    flag(g, "mix", 0.0, "dpo: so many pairs of trajectories (mtdpo's) for a pair of candidates")
     flag(g, "min_gap", None, "mtdpo, --mix: as in train_critic.py", kind=float)
-    flag(g, "held_out", 0.0, "share of the tasks that are not trained on, but measured",
-         most=1)
+    flag(g, "held_out", 0.0, "share of the tasks kept out of training, to measure loss and "
+         "accuracy on", most=1)
     flag(g, "eval_every", 100, "steps between measures of held-out pairs", least=1)
     flag(g, "all", 0, "rft: 1 takes unsolved trajectories, too", choices=[0, 1])
     g = p.add_argument_group("objective and optimization")
@@ -153,7 +153,7 @@ def main(args):
 # --- pairs ----------------------------------------------------------------------------------------
 
 def prepare(args):
-    """(stdin's records, ([[Pair]] to train on, [Pair] held out)), by make_groups."""
+    """(None, ([[Pair]] to train on, [Pair] held out)) of stdin's records: see from_rank_0."""
     by_reward = (args.loss == "mtdpo" or (args.loss == "rft" and not args.all)
                  or (args.loss == "dpo" and args.mix > 0))
     fields = ["dialogue_history", "reward"] if by_reward else ["dialogue_history"]
@@ -168,8 +168,8 @@ def prepare(args):
         fail(f"nothing to train on in {len(records)} records: {why}")
     _, held_out = hold_out(dict(groups), args.held_out, args.seed)
     held_out = set(held_out)  # tasks: some have several groups
-    return records, ([pairs for task, pairs in groups if task not in held_out],
-                     [pair for task, pairs in groups if task in held_out for pair in pairs])
+    return None, ([pairs for task, pairs in groups if task not in held_out],
+                  [pair for task, pairs in groups if task in held_out for pair in pairs])
 
 
 def make_groups(args, records):
@@ -210,9 +210,9 @@ def trajectory_mix(args, records, n_pairs):
 def candidate_pairs(args, candidates):
     """[Pair] of one turn: random candidates of the upper half, each with one of the lower half.
 
-    One that --max_tokens has cut is never chosen: it does not end.
     They are ranked by A + w log pi_ref(a|o), the order of pi_ref exp(A / w): that is the policy
-    with the highest E[A] - w KL(pi || pi_ref). w: --logprob_weight.
+    with the highest E[A] - w KL(pi || pi_ref). w: --logprob_weight. A candidate that --max_tokens
+    has cut does not end, and is never the chosen one.
     """
     def value(candidate):
         if not args.logprob_weight:

@@ -28,7 +28,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets both; without it: rank 0 of 1
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 NOTES = {}  # {what: [example]}
-if WORLD > 1:  # loads slowly, and one process needs none of it
+if WORLD > 1:  # slow to load; what is below needs it only between ranks
     import torch.distributed as dist
 
 
@@ -56,7 +56,7 @@ def parser(doc, usage):
 
 
 def end_after_rank_0(message=None):
-    """Ends another rank. Where rank 0 has the same error, torchrun ends this one within 5 s."""
+    """Ends another rank after 5 s: if rank 0 has the same error, only its line is printed."""
     time.sleep(5)
     sys.exit(f"rank {RANK}: {message}" if message else 2)
 
@@ -252,13 +252,12 @@ def check_shape(value, shape, path=""):
             expected = shape.get(key, shape.get(...))
             if key in shape and value[key] is None:
                 del value[key]
-            elif expected:
+            elif expected is not None:
                 check_shape(value[key], expected, f"{path}.{key}".lstrip("."))
 
 
 def check_dialogue(history, name):
-    """Raises ValueError if a value is no list of messages; name: the value's, in the error."""
-    check_shape(history, RECORD["dialogue_history"], name)
+    """Raises ValueError if messages are no dialogue. name: what the error calls it."""
     for message in history:
         if message.get("role") not in ("system", "user", "assistant") or "content" not in message:
             raise ValueError(f"a message of {name} lacks content, or a role of system, user and "
@@ -494,8 +493,9 @@ class Log:
         pairs = sum(map(len, groups))
         hint = ": few to learn from; collect.py -k gives more" if pairs < 50 or steps < 30 else ""
         say(f"{pairs} pairs, {steps} steps{hint}")
-        data = digest([digest(tuple(pair)) for pair in chain(*groups, held)])
-        facts |= {"data": data, "steps": steps, "pairs": pairs, "held_out_pairs": len(held)}
+        pairs_hash = digest([digest(tuple(pair)) for pair in chain(*groups, held)])
+        facts |= {"pairs_hash": pairs_hash, "steps": steps, "pairs": pairs,
+                  "held_out_pairs": len(held)}
         first = {"args": vars(self.args), "argv": sys.argv, "cwd": os.getcwd(),
                  "version": version(), "world": WORLD, **facts}
         if self.rows:

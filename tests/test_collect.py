@@ -44,11 +44,11 @@ def test_a_draw_does_not_depend_on_its_company(tasks, episodes, tiny_dir):
 def test_actions_that_max_tokens_cut_are_marked_and_counted(tasks, tiny_dir):
     """An untrained model ends a message after some hundred tokens."""
     flags = ["--max_turns", 2, "--candidates", 3, "--max_tokens", 100]
-    done, end = play(tiny_dir, tasks, *flags), M.end_of_turn(M.find_model(tiny_dir)[1])[-1]
+    done, ends = play(tiny_dir, tasks, *flags), M.stop_ids(M.find_model(tiny_dir)[1])
     drawn = list(chain(*map(actions, records(done.stdout))))
     for action in drawn:
         assert len(action["token_ids"]) <= 100
-        assert action.get("cut", False) == (action["token_ids"][-1] != end)
+        assert action.get("cut", False) == (action["token_ids"][-1] not in ends)
     share = 100 * sum("cut" in action for action in drawn) / len(drawn)
     assert f": {share:.1f} % of actions cut at --max_tokens 100" in done.stderr.splitlines()[-1]
     assert 0 < share < 100

@@ -345,7 +345,7 @@ def test_a_tokenizer_that_can_not_end_a_message_is_refused(tiny_dir):
     tokenizer.eos_token = None
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(SystemExit, match="has a token that ends a message"):
-        M.end_of_turn(tokenizer)
+        M.stop_ids(tokenizer)
 
 
 # a mask that is aligned at the start: the usual fault where runs are shorter than paths

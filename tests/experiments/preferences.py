@@ -19,7 +19,8 @@ import re
 import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-from utils import check_dialogue, fail, flag, open_stdout, parser, refuse_unread, run  # noqa: E402
+from utils import (RECORD, check_dialogue, check_shape, fail, flag, open_stdout,  # noqa: E402
+                   parser, refuse_unread, run)
 
 FORMS = {  # name: (columns of what was said before, the chosen side, the rejected side)
     "UltraFeedback": (["prompt"], "chosen", "rejected"),
@@ -55,8 +56,9 @@ def records(row, number, thinking=0):
     """[the chosen side, the rejected side] of a line, as records; else ValueError."""
     sides, meta = preference(row), row.get("meta")
     for name, said in zip(("chosen", "rejected"), sides):
-        roles = [m["role"] for m in said]
+        check_shape(said, RECORD["dialogue_history"], name)
         check_dialogue(said, name)
+        roles = [m["role"] for m in said]
         if ("assistant", "assistant") in zip(roles, roles[1:]):
             raise ValueError(f"{name} has two messages of the assistant in a row")
     if sides[0] == sides[1]:
