@@ -218,8 +218,8 @@ def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(
 
 PAGE = "not that of an OpenAI-compatible server"
 USELESS = [  # changes of a draw of one token, and what is said
-    ({"token_ids": ...}, PAGE), ({"finish_reason": "abort"}, "shutting down"),
-    ({"logprobs": None}, PAGE)]
+    ({"token_ids": None}, "0.10"), ({"token_ids": []}, "0.10"), ({"logprobs": None}, PAGE),
+    ({"finish_reason": "abort"}, "shutting down")]
 
 
 def test_a_reply_that_is_of_no_use_is_no_action(tiny_dir, capsys):
@@ -228,8 +228,7 @@ def test_a_reply_that_is_of_no_use_is_no_action(tiny_dir, capsys):
 
     async def sample(players, **change):
         choice = {"finish_reason": "stop", "token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}
-        choice = {name: value for name, value in (choice | change).items() if value is not ...}
-        server.reply = lambda path, body: {"choices": [choice]}
+        server.reply = lambda path, body: {"choices": [choice | change]}
         return await players.draw(dialogue("write f"), (0, "task", 0, 0), 1, 0)
 
     async def all_of():
