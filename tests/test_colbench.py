@@ -15,8 +15,7 @@ SENT = [  # what the human is shown, and the answer that it marks
     ("which rate?", None), ("", None), (ANSWER, ""), (f"I know. {ANSWER} code", "code"),
     (f"{ANSWER}\ndef f(x): return x", "def f(x): return x"),
     (f"{ANSWER} a {ANSWER} b", f"a {ANSWER} b"),
-    (f"{ANSWER}\nprint('OUTPUT:', 3)", "print('OUTPUT:', 3)"),  # in the code
-    (f"Sure. {ANSWER}\ndef f():\n  print('OUTPUT:', 3)", "def f():\n  print('OUTPUT:', 3)"),
+    (f"Sure. {ANSWER}\ndef f():\n  print('OUTPUT:', 3)", "def f():\n  print('OUTPUT:', 3)"),  # in the code
     (f"Enough.\n**{ANSWER}**\nprint('OUTPUT:', 3)", "print('OUTPUT:', 3)"),  # in bold
     (f"**{ANSWER}** def f(x): return x", "def f(x): return x"), (f"{ANSWER} **a**", "**a**")]
 
@@ -32,12 +31,6 @@ def test_read_action(thought, content, answer):
         assert read_action(f"{ANSWER}: now?\nOUTPUT: {content}", False) == (content, answer)
     endless = f"<think>\n{thought}{content}".replace("</think>", "")  # it sends nothing
     assert [read_action(endless, last) for last in (False, True)] == [("", None), ("", "")]
-
-
-@pytest.mark.parametrize("text", ["-", "-\n", "- I WANT TO ANSWER\n", "\n"])
-def test_a_long_action_is_read_in_one_pass(text):
-    """A search that starts again on each line would take hours."""
-    assert read_action(f"{text * 300_000}\nOUTPUT: x", last=False) == ("x", None)
 
 
 def test_first_message_takes_braces_as_they_are():
@@ -59,18 +52,13 @@ def test_task_id_is_given_or_a_hash():
     assert len({task_id(t) for t in (task, *others)}) == 4
 
 
+def test_an_empty_hidden_information_hides_nothing_more():
+    task = {"ground_truth": "def f(): return 1"}
+    assert colbench.hidden_information(task) == task["ground_truth"]
+    assert colbench.hidden_information({**task, "hidden_information": ""}) == ""
+
+
 # --- kinds ----------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("command", [
-    "colbench.py grade", "colbench.py check", "collect.py --model MODEL", "evaluate.py",
-    "train_critic.py --model MODEL --out OUT", "train_policy.py --model MODEL --out OUT"])
-def test_an_unknown_kind_is_an_error_that_names_the_known_ones(command, tiny_dir, tmp_path):
-    values = {"MODEL": tiny_dir, "OUT": tmp_path / "out"}
-    task = {"kind": "words", "problem_description": "a word", "ground_truth": "ant"}
-    record = {"task": task, "answer": "", "reward": 1, "dialogue_history": dialogue("?", "ant")}
-    done = script(*(values.get(part, part) for part in command.split()), stdin=[record])
-    complaint(done, "stdin, line 1: unknown task.kind 'words'; known are backend, frontend")
-
 
 @pytest.mark.parametrize("kind, task", [
     ("backend", {"ground_truth": "def f(): return '<html>'", "test_cases": {"a": "f()"}}),
@@ -78,6 +66,8 @@ def test_an_unknown_kind_is_an_error_that_names_the_known_ones(command, tiny_dir
     ("frontend", {"ground_truth": "a", "kind": "frontend"})])
 def test_published_tasks_without_a_kind_are_recognised(kind, task):
     assert colbench.environment(task) is colbench.ENVIRONMENTS[kind]
+    with pytest.raises(ValueError, match="unknown task.kind 'words'; known are backend, frontend"):
+        colbench.environment({**task, "kind": "words"})
 
 
 # --- the public files: bare tasks, and trajectories without ids, numbers or token ids -------------
@@ -93,15 +83,6 @@ def trajectory(n, block):
     for message in history[1::2]:
         message |= {"input": "the prompt as text", "output": f"I see. OUTPUT: {message['content']}"}
     return {"task": task, "dialogue_history": history, "answer": answer, "reward": 1.0 - block}
-
-
-def test_episodes_of_bare_tasks_are_numbered(tiny_dir):
-    tasks = [trajectory(n, 0)["task"] for n in (2, 3)]
-    flags = ["-k", 2, "--human", "fixed:no", "--max_turns", 2, "--max_tokens", 5]
-    done = succeed("collect.py", "--model", tiny_dir, *flags, stdin=[*tasks, tasks[0]])
-    first, second = map(task_id, tasks)
-    assert sorted(map(key_of, records(done.stdout))) == sorted(
-        [*((first, i) for i in range(4)), (second, 0), (second, 1)])
 
 
 @pytest.mark.full
@@ -124,13 +105,7 @@ def test_offline_trajectories_go_into_every_stage(tiny_dir, tmp_path):
         assert m["role"] == "user" or m.pop("advantage") is not None
     assert scored == public  # nothing else has changed
 
-    for loss in ("rft", "mtdpo"):
-        flags = ["--model", tiny_dir, "--loss", loss, "--epochs", 1, "--out", tmp_path / loss]
-        succeed("train_policy.py", *flags, stdin=public)
-
     collect = ["collect.py", "--model", tiny_dir, "--candidates", 3, "--max_tokens", 5]
-    done = succeed(*collect, "--candidates_share", 0, stdin=public)
-    assert '"candidates": [' not in done.stdout
     sampled = records(succeed(*collect, stdin=public).stdout)
     assert {(*key_of(r), r["reward"]) for r in sampled} == {
         (task_id(r["task"]), 1 - r["reward"], r["reward"]) for r in public}
@@ -148,9 +123,3 @@ def test_check_finds_the_real_tasks_that_cannot_be_graded():
     kept = [r["task"] for r in records(done.stdout)]
     assert kept == [t for line, t in enumerate(tasks, 1) if line not in (215, 236, 265)]
     assert done.stderr.count(" dropped: ") == 3
-
-
-def test_an_empty_hidden_information_hides_nothing_more():
-    task = {"ground_truth": "def f(): return 1"}
-    assert colbench.hidden_information(task) == task["ground_truth"]
-    assert colbench.hidden_information({**task, "hidden_information": ""}) == ""

@@ -13,27 +13,23 @@ import textwrap
 
 import pytest
 
-import colbench
-from conftest import CPU, FULL, ROOT, descendants, gone, lines, records, succeed
+from conftest import CPU, ROOT, descendants, gone, lines, records, succeed
 from test_colbench_claims import VALUES
-from test_colbench_grader import DOUBLE, HONEST, ODDITIES, task
-from utils import read_jsonl
+from test_colbench_grader import DOUBLE, ODDITIES, task
 
 RIGHT, WRONG = "def f(x):\n    return x * 2\n", "def f(x):\n    return x * 3\n"
 # An answer with {} where its code stands: a person finds it at a glance.
-BEFORE = ["", "Here:\n", "Sure! It doubles.\n\n", "It's what you're after:\n",
-          "From what you said, import nothing:\n", "rate = 2\n\nSo it is:\n\n",
-          "```python\n```\nIt is:\n\n", "```bash\npip install x\n```\n" * 9,
-          "To get\n```text\n4\n```\nfrom 2, take\n"]
+BEFORE = ["", "It's what you're after:\n", "From what you said, import nothing:\n",
+          "rate = 2\n\nSo it is:\n\n", "```python\n```\nIt is:\n\n",
+          "To get\n```text\n4\n```\nfrom 2, take\n```bash\npip install x\n```\n"]
 FENCES = ["```python\n{}```", "```\n{}```", "~~~python\n{}~~~", "````python\n{}````",
           "```python title='double.py'\n{}```", "Code: ```python\n{}```"]
-AFTER = ["", "\nDone.", "\nHope that helps, and don't\nhesitate to ask.", "\nand more" * 300,
-         " as you said.", "\nIt prints\n```\n4\n```\nfor 2.",
+AFTER = ["", "\nHope that helps, and don't\nhesitate to ask.", " as you said.",
          "\nUsage:\n```python\nprint(f(2))\n```\n```\n4\n```"]
 COMMON = list(map("".join, itertools.product(BEFORE, FENCES, AFTER)))
 ODD = ["{}", "```python\n{}", "1. First:\n\n   ```python\n{indented}   ```\n2. Done."]
 ENDING = [  # the program, before a test can run
-    "{}\nexit()", "```python\nimport sys\n{}\nsys.exit(f(2))\n```", "{}\nprint(f(int(input())))",
+    "{}\nexit()",
     "import unittest\n{}\nclass T(unittest.TestCase):\n    def test_f(self):\n"
     "        self.assertEqual(f(2), 4)\n\nunittest.main()",
     "import argparse\n{}\np = argparse.ArgumentParser()\np.add_argument('x', type=int)\n"
@@ -50,7 +46,7 @@ def written(form, code):
 def test_a_form_is_read_as_a_person_would_and_wrong_code_in_it_stays_wrong(grader):
     """Also where a fence is indented, and where a second function follows."""
     r, more = random.Random("forms"), "\ndef g(x):\n    return f(x)\n"
-    for form in [*r.sample(COMMON, 300 if FULL else 90), *ODD * 9, *ENDING * 9]:
+    for form in [*COMMON, *ODD * 9, *ENDING * 9]:
         for code, reward in ((RIGHT, 1), (WRONG, 0), (RIGHT + more, 1)):
             spelled = SPELLED if form in COMMON else SPELLED[:2]
             answer = r.choice(spelled)(written(form, code))
@@ -65,7 +61,6 @@ DOCSTRING = ('def f(x):\n    """Doubles.\n\n    ```python\n    def f(x): return 
              '    ```\n    """\n    return {}\n')
 USES = "def f(x):\n    return g(x)"
 READINGS = [  # an answer and its reward
-    (fenced("def g(x): return 2 * x", USES), 1),
     (fenced("import math", "def g(x): return math.floor(x * 2)", USES), 1),
     (fenced("def g(x): return 3 * x", USES), 0),  # the helper is wrong
     (fenced(USES, "def g(x): return 2 * x"), 1),
@@ -73,13 +68,10 @@ READINGS = [  # an answer and its reward
     (fenced(WRONG, RIGHT), 1),  # the last version counts, never the better one
     (fenced(RIGHT, WRONG), 0), ("It is ```def f(x): return x * 2```.", 1),
     (fenced("g = 1 / 0", USES), 0), (fenced("import no_such_module as g", USES), 0),
-    (fenced("BASE = 1", "TWO = BASE + 1", "def g(x):\n    return x * TWO", USES), 1),
-    (fenced("BASE = 2", "TWO = BASE + 1", "def g(x):\n    return x * TWO", USES), 0),
     (f"{WRONG}\n'''\n```python\n{RIGHT}```\n'''\n", 0),  # it is Python
     (f"```python\n{WRONG}```\n\n{RIGHT}", 0),  # a fence is what is meant
     (f"{WRONG}\n```python\n{RIGHT}```", 1), (f"{RIGHT}\n```python\n{WRONG}```", 0)]
-for other in ("print(f(1))", "g = 1 / 0", "cost = rates.get(zone) * x", "import no_such_module",
-              "x = 9\nprint(f(x))"):  # blocks that nothing else uses
+for other in ("print(f(1))", "g = 1 / 0", "import no_such_module"):  # nothing else uses them
     READINGS += [(fenced(other, RIGHT), 1), (fenced(RIGHT, other), 1), (fenced(other, WRONG), 0)]
 READINGS.append((f"As agreed:\n{RIGHT}", 0))  # prose, and no fence
 READINGS += [(DOCSTRING.format("x * 3", "x * 2"), 1), (DOCSTRING.format("x * 2", "x * 3"), 0)]
@@ -89,29 +81,6 @@ READINGS += [(DOCSTRING.format("x * 3", "x * 2"), 1), (DOCSTRING.format("x * 2",
 def test_what_is_code_is_settled_before_any_of_it_runs(grader, answer, reward):
     """No answer has two tries: it can't be read in two ways."""
     assert grader.grade(DOUBLE, answer)["reward"] == reward
-
-
-def odd_texts():
-    """Texts that begin much and end nothing."""
-    yield from ("```" * 9000, "~~~python\n" * 9000, " \n" * 99_000, "'''" * 30_001, "(" * 99_000,
-                "```python\n" + "x = '''\n```\n" * 5000, "\tdef f(x):\n  @\n" * 5000,
-                "-" * 9999 + "1", "\ud800" * 99, "\0")
-    r, pieces = random.Random("pieces"), [
-        "@x\n", "def f(\n", "import a b\n", "x = '''\n", "a = 1\n", "try:\n a\n", "```\n", "a, a, ",
-        "  def f(x):\n", "class A(", "(", "\u200b", "x: ", "\r\n", "lambda: ", "# \n", "~~~a\n"]
-    for some in [*([piece] for piece in pieces), *(r.choices(pieces, k=3) for _ in range(20))]:
-        yield ("".join(some) * 20_000)[:20_000]
-
-
-def test_odd_texts_get_nothing_soon_and_the_next_answer_its_due(graders, monkeypatch):
-    """A search for code that tried each end of each beginning would take minutes."""
-    monkeypatch.setattr(colbench, "LIMITS", {**colbench.LIMITS, "test": 9, "answer": 9})
-    want = task(RIGHT, "f(1)")
-    for grader in graders:
-        for text in odd_texts():
-            said = grader.grade(want, text)["tests"]["test1"]
-            assert said == "no answer" or said.startswith("raised"), (text[:99], said)
-            assert grader.grade(want, HONEST)["reward"] == 1
 
 
 # --- the released scorer --------------------------------------------------------------------------
@@ -144,7 +113,7 @@ def released(reference, answer, tests):
 
 def test_official_rules_give_the_released_scorers_verdicts(graders):
     """Of forms, oddities and values, right and wrong; forms of ENDING would end that scorer."""
-    cases = [(DOUBLE, written(form, code)) for form in [*COMMON[::20], *ODD]
+    cases = [(DOUBLE, written(form, code)) for form in [*COMMON[::7], *ODD]
              for code in (RIGHT, WRONG)]
     cases += [(DOUBLE, answer) for answer in ODDITIES.values()]
     imports = "import collections, datetime, decimal, fractions, math, numpy, uuid"
@@ -171,8 +140,6 @@ def test_any_text_is_graded_and_the_answers_after_it_as_if_it_had_not_been_there
     assert [r["reward"] for r in got] == [0, 1, 1, 1] + [0, 1] * 7
     assert all(r["tests"].keys() == DOUBLE["test_cases"].keys() for r in got)
     assert not any("failure" in r for r in got) and {r["note"] for r in got} == {"\ufffd \ufffd"}
-    (read,) = read_jsonl([b'{"answer": "\xed\xa0\x80 \\ud83d\\ude00 \\udc00"}'])
-    assert read == {"answer": "\ufffd \U0001f600 \ufffd"}  # as bytes, a whole pair, as escapes
 
 
 SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
