@@ -1,9 +1,7 @@
 """The grader: right verdicts, honest code, hostile code, and nothing left behind."""
-import contextlib
 import os
 import platform
 import random
-import re
 import select
 import shutil
 import signal
@@ -12,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -72,7 +69,6 @@ VERDICTS = [
     ("def f(x):\n    while x == 2: pass\n    return x * 2", ["pass", "timeout", "pass", "pass"]),
     ("import os\ndef f(x):\n    if x == 2: os._exit(3)\n    return x * 2",
      ["pass", "process ended", "pass", "pass"]),
-    ("raise SystemExit(0)", ['raised "SystemExit"'] * 4),
     ("def f(x):\n    return input()", ['raised "EOFError"'] * 4),
     ("n = 0\ndef f(x):\n    global n\n    n += 1\n    return x * 2 * n", ["pass"] * 4),
     ("class E:\n    def __eq__(s, o): return True\ndef f(x): return E()",
@@ -89,7 +85,6 @@ VERDICTS = [
 ODDITIES = {  # honest code of all kinds, all right
     "prints": "def f(x):\n    print('[\"value\", 1]')\n    return x * 2",
     "os": "def f(x):\n    import os\n    return len(os.path.join('', 'a' * 2 * x))",
-    "helper": "def g(x): return x\ndef f(x): return 2 * g(x)",
     "callable": "class F:\n    def __call__(s, x): return 2 * x\nf = F()",
     "dataclass": "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
                  "def f(x): return P(x).x * 2",
@@ -97,18 +92,16 @@ ODDITIES = {  # honest code of all kinds, all right
     "strptime": "import datetime\ndef f(x): return 2 * x if datetime.datetime.strptime("
                 "'2024', '%Y').year else 0",
     "unicode": "def f(größe): return größe * 2  # \u2713",
-    "numpy": "import numpy.random\ndef f(x): return numpy.array([x, x]).sum()",
-    "numpy, lazily": "def f(x):\n    import numpy as np\n    return np.unique([x, x])[0] * 2",
+    "numpy": "def f(x):\n    import numpy as np\n    return np.unique([x, x])[0] * 2",
+    "numpy's late modules": "import numpy as np\ndef f(x): return 2 * x * int("
+                            "np.char.isdigit('1') * np.fft.fft([1])[0].real)",
     "sympy's numbers": "def f(x):\n    from sympy import Rational\n    return Rational(4 * x, 2)",
+    "sympy's late modules": "from sympy import *\ny = symbols('y')\n"
+                            "def f(x): return int(solve(y - 2 * x, y)[0])",
     "a codec": "def f(x): return 2 * x * len('\\\\x41'.encode().decode('unicode_escape'))",
     "a time zone": "from datetime import datetime\nfrom zoneinfo import ZoneInfo\n"
                    "def f(x): return 2 * datetime(24, x, 1, tzinfo=ZoneInfo('Europe/Paris')).month",
-    "a submodule": "from email.mime.text import MIMEText\n"
-                   "def f(x): return 2 * len(MIMEText('a' * x).get_payload())",
     "bytes of a code page": "def f(x): return 2 * x * len(bytes('\\u2013', 'cp1252'))",
-    "argparse": "import argparse, sys\np = argparse.ArgumentParser()\n"
-                "p.add_argument('--n', type=int, default=2)\n"
-                "def f(x): return x * p.parse_args(['--n', '2']).n",
     "sympy, lambdify": "from sympy import *\ny = symbols('y')\n"
                 "def f(x): return int(lambdify(y, integrate(2 * y ** 0, y))(x))",
     "a warning and a trace": "import traceback, warnings\ndef f(x):\n    warnings.warn('w')\n"
@@ -196,6 +189,9 @@ ATTACKS = {step: STEP.format(step) for step in STEPS} | {
     "close": "import os\nos.closerange(0, 64)\ndef f(x): return 2 * x",
     "handler": "import ctypes, signal\nsignal.signal(signal.SIGSEGV, lambda *a: None)\n"
                "def f(x): return ctypes.string_at(0)",
+    "filled request": "import os\ndef f(x):\n    for fd in range(3, 64):\n"
+                      "        try: os.lseek(fd, 0, 1), os.write(fd, b'x')\n"
+                      "        except OSError: pass\n        else: return 2 * x",
     "shared request": "import mmap\nfor fd in range(3, 9):\n"
                       "    try: mmap.mmap(fd, 0)[:] = b' ' * 99\n"
                       "    except (OSError, ValueError, IndexError): pass\n1 / 0",
@@ -239,50 +235,30 @@ def test_an_unprivileged_user_is_as_safe():
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
 
 
-def test_a_child_finds_nothing_to_read_and_no_file_to_fill(grader):
-    """The file of its request lies in memory, which no limit of the child's counts."""
-    probe = """
-import os, sys
-def fds():
-    found, written = 0, 0
-    for fd in range(64):
-        try: os.lseek(fd, 0, 1)  # a file; the wire is none
-        except OSError as e: found += e.errno != 9
-        else:
-            found += 1
-            try: written += fd > 2 and os.write(fd, b"x" * 9)
-            except OSError: pass
-    return found, written
-"""
-    facts = {"fds()": (5, 0),  # /dev/null three times, the wire, the request
+def test_a_child_finds_nothing_to_read(grader):
+    facts = {"sum(map(is_open, range(64)))": 5,  # /dev/null three times, the wire, the request
              "{*os.environ} - {'PYTHONHASHSEED', 'TZ', 'OPENBLAS_NUM_THREADS', 'LC_CTYPE'}": set(),
              "{*sys.modules} & {'colbench', 'grader', 'torch'}": set(), "sys.argv": ["-c"],
              "'ground_truth' in repr(vars(sys.modules['__main__']))": False}
+    probe = ("import os, sys\ndef is_open(fd):\n    try: return os.lseek(fd, 0, 1) >= 0\n"
+             "    except OSError as e: return e.errno != 9\ndef wanted(): return ")
     for test, value in facts.items():
-        given, wanted = grader.claims(probe + f"def wanted(): return {value!r}", [test, "wanted()"])
+        given, wanted = grader.claims(f"{probe}{value!r}", [test, "wanted()"])
         assert given == wanted, (test, given)
 
 
-SWEEP = """import ctypes, itertools, os
+SWEEP = """import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
 def denied(number):
     ctypes.set_errno(0)
     return libc.syscall(ctypes.c_long(number), 0, 0, 0, 0, 0, 0) == -1 and ctypes.get_errno() == 1
 def calls(numbers):
     return [n for n in numbers if not denied(n)]
-def opened(path):
-    flags = [getattr(os, 'O_' + name) for name in 'CREAT EXCL TRUNC APPEND DIRECTORY PATH TMPFILE '
-             'NOFOLLOW NONBLOCK CLOEXEC DIRECT NOATIME'.split()]
-    found = []
-    for mode, one, two in itertools.product(range(8), [0, *flags], [0, *flags]):
-        try: found.append(os.open(path, mode | one | two))
-        except PermissionError: pass
-    return found
 """
 
 
-def test_no_file_opens_in_any_mode_and_no_call_outside_the_list_is_made(grader):
-    """Every mode with every two flags; every system call, those of x32 among them, by number.
+def test_no_call_outside_the_list_is_made(grader):
+    """Every system call, those of x32 among them, by number.
 
     But 335 and 336: uretprobe and uprobe, which new kernels keep from filters, do nothing.
     """
@@ -290,10 +266,7 @@ def test_no_file_opens_in_any_mode_and_no_call_outside_the_list_is_made(grader):
     allowed = set(module.CALLS.split()[1 if platform.machine() == "x86_64" else 2::3])
     numbers = [n for n in range(1024) if str(n) not in allowed | {"335", "336"}]
     numbers += [n | 1 << 30 for n in range(1024)] + [-1, (1 << 31) - 1]
-    paths = [f"{FOLDER}/victim", f"{FOLDER}/new", str(FOLDER), "/dev/null", "/dev/shm", "/proc/1",
-             sys.executable, "/proc/self/fd/0", "."]
     tests = [f"calls({numbers[i:i + 300]})" for i in range(0, len(numbers), 300)]
-    tests += [f"opened({path!r})" for path in paths]
     assert set(grader.claims(SWEEP, tests)) == set(grader.claims("", ["[]"]))
     assert traces() == before
 
@@ -323,8 +296,7 @@ def test_an_answer_cannot_read_an_earlier_one(grader):
     grader.claims(f"def {mark}(): return '{mark}' * 50", [f"{mark}()"] * 3)
     if os.geteuid():
         pytest.skip("only root may read a server's memory: it is not dumpable")
-    for server in (server for team in grader.workers for server in team.values()):
-        pid = server.process.pid
+    for pid in [server.process.pid for team in grader.workers for server in team.values()]:
         with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb") as memory:
             for line in maps:
                 if "rw-p" in line and "[v" not in line:
@@ -335,80 +307,40 @@ def test_an_answer_cannot_read_an_earlier_one(grader):
 
 # --- the grader itself ----------------------------------------------------------------------------
 
-BUSY = "import time\nend = time.time() + 100\nwhile time.time() < end: pass"
-SPIN = "import time\ndef f(x):\n    while time.process_time() < x * {}: pass\n    return x"
+def test_a_right_answer_may_sleep_for_longer_than_it_may_compute(grader, monkeypatch):
+    """So a busy machine takes nothing from it."""
+    quick(monkeypatch)
+    slow = "import time\ndef f(x):\n    time.sleep(.6)\n    return x * 2"
+    assert grader.grade(task(HONEST, "f(1)"), slow)["reward"] == 1
 
 
-def test_a_busy_machine_takes_nothing_from_a_right_answer(monkeypatch):
-    """By CPU time, verdicts are those of a quiet one: 1 worker or 16, a busy loop on each core.
-
-    The answers take up to three quarters of what a test may, or never end; one sleeps for longer.
-    """
-    monkeypatch.setattr(module, "LIMITS", {**module.LIMITS, "test": .4, "answer": 2})
-    spins = [SPIN.format(.1)] * 4 + [SPIN.format(9), "import time\ndef f(x):\n"
-                                     "    time.sleep(.6)\n    return x"]
-    wanted = [["pass"] * 3] * 4 + [["timeout"] * 3, ["pass"] * 3]
-    spun = task("def f(x): return x", "f(1)", "f(2)", "f(3)")
-    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(module.cpus())]
-    try:
-        for workers in 1, 16:
-            with Grader(workers=workers) as g, ThreadPoolExecutor(16) as pool:
-                graded = list(pool.map(lambda answer: g.grade(spun, answer), spins))
-            assert [list(r["tests"].values()) for r in graded] == wanted, workers
-    finally:
-        for p in busy:
-            p.kill(), p.wait()
-
-
-def test_cpus_are_those_of_affinity_and_quota(tmp_path, monkeypatch):
-    file = tmp_path / "cpu.max"
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 5})
-    assert module.cpus(file) == 3  # no such file
-    for quota, wanted in (("max 100000", 3), ("50000 100000", 1), ("9000000 100000", 3),
-                          ("150000 100000", 2)):
-        file.write_text(quota + "\n")
-        assert module.cpus(file) == wanted
-
-
-def test_references_are_kept_by_a_digest():
-    """Each is run once, and its text, which may be of megabytes, is not kept."""
-    with Grader(workers=1) as g:
-        runs, run = [], g.claims
-        g.claims = lambda text, *rest, **more: runs.append(text) or run(text, *rest, **more)
-        other = task(DOUBLE["ground_truth"], "f(5)")
-        for t in (DOUBLE, other, DOUBLE, dict(DOUBLE), other):
-            assert g.grade(t, HONEST)["reward"] == 1
-        assert runs.count(DOUBLE["ground_truth"]) == 2
-        assert max(len(key) for key in g.expected) < 99
+def test_a_reference_runs_once_for_the_same_tests(grader, monkeypatch):
+    code, runs, run = "def f(x): return 2 * x  # once", [], grader.claims
+    monkeypatch.setattr(grader, "claims",
+                        lambda text, *rest, **more: runs.append(text) or run(text, *rest, **more))
+    for test in ("f(1)", "f(2)", "f(1)"):
+        assert grader.grade(task(code, test), HONEST)["reward"] == 1
+    assert runs.count(code) == 2
 
 
 def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(monkeypatch):
     """ANSWERS=10000 python -m pytest -q -s tests/test_colbench_grader.py -k thousands"""
     quick(monkeypatch)
-    n, seen = int(os.environ.get("ANSWERS", 300 if FULL else 60)), []
-
-    def look():
-        family, pages = descendants(), 0
-        for pid in (os.getpid(), *family):
-            with contextlib.suppress(OSError):
-                pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-        seen.append((len(family), pages))
+    n, before, most = int(os.environ.get("ANSWERS", 300 if FULL else 60)), descendants(), []
 
     def answers():
         for i in range(n):
             answer = f"def f(x):\n    return x + {i + (i % 5 == 1)}"
             if i % 5 == 0:
                 answer = list(ATTACKS.values())[i // 5 % len(ATTACKS)]
-            look()
+            most.append(len(descendants()))
             yield {"task": {"id": i, **task(f"def f(x):\n    return x + {i}", "f(1)")},
                    "answer": answer, "want": i % 5 > 1, "number": i}
-
 
     graded = list(grade_records(answers(), SimpleNamespace(rules="honest", workers=2)))
     assert [r["number"] for r in graded] == list(range(n))  # in order, each by itself
     assert all(r["reward"] == r["want"] for r in graded)
-    processes, pages = map(max, zip(*seen))
-    assert processes < 40 and pages * 4096 < 6 << 30
+    assert max(most) < 40 and descendants() <= before
 
 
 def test_a_grade_that_raises_is_named_after_the_records_before_it(monkeypatch, capsys):
@@ -457,61 +389,11 @@ def test_a_grader_that_cannot_work_says_so(monkeypatch):
     assert raised and descendants() == before
 
 
-def test_the_end_of_a_grader_waits_for_the_answers_in_work_and_leaves_nothing():
-    before = descendants()
-    slow = "import time\ndef f(x):\n    time.sleep(.2)\n    return 2 * x"
-    with ThreadPoolExecutor(2) as pool:
-        with Grader(workers=2) as g:
-            assert g.grade(DOUBLE, HONEST)["reward"] == 1 and descendants() != before
-            jobs = [pool.submit(g.grade, DOUBLE, slow) for _ in range(2)]
-            while not g.idle.empty():
-                time.sleep(.01)
-        assert descendants() <= before
-        assert [job.result()["reward"] for job in jobs] == [1, 1]
-
-
 @pytest.mark.parametrize("test, answer", [
     ("f(__import__('fractions').Fraction(1, 2))", "def f(x): return 2 * x"),
     ("f('a').encode('cp1252')", "def f(x): return x * 2"),
     ("f(b'a')", "def f(x): return str(2 * x, 'cp1252')"),
     ("f('a')", "def f(x): return bytearray(2 * x, 'cp1252')")])
-def test_what_a_test_or_a_codec_needs_is_there(test, answer):
+def test_what_a_test_or_a_codec_needs_is_there(test, answer, grader):
     """Though the answer imports nothing, and its reference does."""
-    task = {"ground_truth": "import math\n" + answer, "test_cases": {"t": test}}
-    with Grader(workers=1) as grader:
-        assert grader.grade(task, answer)["reward"] == 1
-
-
-LATE = r"""
-import ast, contextlib, importlib.util, sys
-from colbench import LIBRARY, MORE, NOT_LOADED, load_modules
-for name in LIBRARY + MORE:
-    load_modules(name, NOT_LOADED)
-def is_ours(name):
-    return name.partition(".")[0] in ("numpy", "sympy", "mpmath")
-for module in [module for name, module in sys.modules.items() if is_ours(name)]:
-    file = getattr(module, "__file__", None) or ""
-    tree = ast.parse(open(file).read() if file.endswith(".py") else "")
-    for node in ast.walk(tree):
-        names = [x.name for x in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            base = "." * node.level + (node.module or "")
-            base = importlib.util.resolve_name(base, module.__package__)
-            names = [base, *(f"{base}.{x.name}" for x in node.names)]
-        for other in names:
-            with contextlib.suppress(Exception):  # it is no module's name
-                if (is_ours(other) and other not in sys.modules
-                        and importlib.util.find_spec(other)):
-                    print(other)
-"""
-NOT_FOR_ANSWERS = re.compile(  # tests, compilers, plots, other packages' arrays
-    r"(numpy|sympy)\.testing|mpmath\.tests|numpy\.(core|ctypeslib|distutils|f2py|matlib|typing)"
-    r"|numpy\.lib\.recfunctions|sympy\.(plotting|printing|physics\.control)"
-    r"|sympy\.tensor\.array\.expressions")
-
-
-def test_what_numpy_and_sympy_import_late_is_loaded():
-    """By all import statements in their modules, also those within functions."""
-    found = subprocess.run([sys.executable, "-W", "ignore", "-c", LATE], cwd=ROOT, text=True,
-                           capture_output=True, check=True).stdout.split()
-    assert found and not [name for name in found if not NOT_FOR_ANSWERS.match(name)]
+    assert grader.grade(task("import math\n" + answer, test), answer)["reward"] == 1

@@ -34,7 +34,7 @@ LINK = ('<link href="https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwi
 PLAIN = f"""<html>{LINK}<body class="bg-gray-100">
 <header class="bg-green-500 text-white p-4"><h1 class="text-3xl">A Shop</h1></header>
 <p class="p-4">We sell <b>shoes</b>.</p><img src="https://picsum.photos/id/48/100/50" alt="x">
-</body></html>"""
+<img name="fonts"><img name="documentElement"></body></html>"""  # in document they hide its own
 BLUE = PLAIN.replace("green", "blue")
 
 
@@ -60,9 +60,8 @@ def answered(page):
 # --- a page that is drawn -------------------------------------------------------------------------
 
 @pytest.mark.parametrize("path, size", [
-    ("/100/50", "100 50"), ("/id/48/100/50.jpg", "100 50"), ("/seed/9/100", "100 100"),
-    ("/600x400/0000FF/808080", "600 400"), ("/600x400/000/fff.png", "600 400"), ("/", "300 200"),
-    ("/photo-1234/99999x0", "4096 1"), ("/g/320/240/dog", "320 240")])
+    ("/id/48/100/50.jpg", "100 50"), ("/seed/9/100", "100 100"), ("/", "300 200"),
+    ("/600x400/0000FF/808080", "600 400"), ("/photo-1234/99999x0", "4096 1")])
 def test_a_placeholder_has_the_size_that_its_url_asks_for(path, size):
     picture = colbench.grey_picture(path)
     assert " ".join(re.findall(r'(?:width|height)="(\d+)"', picture)) == size
@@ -119,9 +118,7 @@ def test_no_script_runs_and_nothing_is_reached(renderer, tmp_path):
 
 HOSTILE = {
     "tall": "<div style='height: 99999999px'>tall</div>",
-    "wide": "<div style='width: 99999999px; height: 9999999px'>wide</div>",
     "many words": "<p>" + "many words " * 90_000 + "</p>", "deep": "<div>" * 50_000 + "deep",
-    "tables": "<table>" * 3000 + "x", "bold": "<html>" + "<b>" * 3000,
     "frames": "<iframe srcdoc='<iframe srcdoc=1></iframe>'></iframe>" * 300,
     "blur": "<style>* {filter: blur(50px) drop-shadow(0 0 50px red)}</style>"
             + "<div>a</div>" * 3000,
@@ -131,14 +128,8 @@ HOSTILE = {
         f"<g id='a{i + 1}'>" + f"<use href='#a{i}'/>" * 10 + "</g>" for i in range(8)) + "</svg>",
     "moving": "<style>div {animation: a 1s infinite} @keyframes a {to {width: 9000px}}</style>"
               + "<div>a</div>" * 2000,
-    "frameset": "<frameset><frame src='x'></frameset>",
-    "picture": "<img src='https://picsum.photos/99999/99999'>",
     "references": "&#" + "9" * 4301 + ";&#x" + "f" * 9999 + "&" * 999 + "&#;",
-    "colours": "<p style='color: oklch(1e30 1e30 1e30); background: lab(9e9 -9e9 9e9)'>a</p>",
-    "no end": "<p style='width: calc(infinity * 1px); height: calc(1px / 0)'>a</p>",
-    "far": "<p style='transform: scale(1e38) translate(1e30px)'>a</p>",
     "no number": "<p style='transform: scale(calc(0 / 0))'>a</p>", "null": "a\0b\ud800",
-    "texts": "".join(f"<p>{i}{'word ' * 99}</p>" for i in range(400)),
     "ends": "<html><body>" * 99_000, "spaces": "</html" + " " * 99_000}
 
 
@@ -155,22 +146,6 @@ def test_hostile_pages_are_bounded_and_the_next_one_is_drawn(name, renderer, mon
         assert str(e)
     monkeypatch.undo()
     assert texts(renderer.render(f"<p>not {name}</p>")) == [f"not {name}"]
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("script", [colbench.HEIGHT, toy_pages.BLOCKS])
-def test_no_name_in_a_page_shadows_what_measures_it(script, renderer, monkeypatch):
-    names = """documentElement fonts body head querySelectorAll createElement createTreeWalker
-    forms getAnimations scrollingElement defaultView styleSheets adoptedStyleSheets""".split()
-    inputs = "".join(f"<input name='{name}'>" for name in (
-        "scrollHeight", "append", "getBoundingClientRect", "tagName", "childNodes", "ready"))
-    for browser in renderer.workers:
-        monkeypatch.setattr(browser, "script", script)
-    for tag in (f"<form NAMED>a{inputs}</form>", "<img NAMED>", "<form NAMED></form>" * 2):
-        page = "<body><p>a</p>" + "".join(
-            tag.replace("NAMED", f"name='{name}' id='{name}'") for name in names)
-        want = renderer.render.__wrapped__(re.sub(r"(name|id)='\w+'", "", page))
-        assert renderer.render.__wrapped__(page) == want, tag
 
 
 def test_the_last_page_of_a_text_is_what_one_pattern_finds():
@@ -287,14 +262,6 @@ def test_the_reward_is_clips_likeness_of_the_last_page_and_check_drops_what_has_
     done = script("colbench.py", "check", "--clip", tmp_path, stdin=[*good, bad])
     assert [r["task"] for r in records(done.stdout)] == good
     assert " dropped: no page" in done.stderr
-
-
-@pytest.mark.full
-def test_the_toys_likeness_is_symmetric_and_falls_with_each_difference(renderer):
-    pages = BLUE, BLUE.replace("A Shop", "My Garden"), "<html></html>"
-    same, other, less, nothing = map(renderer.render, [PLAIN, *pages])
-    assert similarity(same, same) == 1 > similarity(same, other) == similarity(other, same)
-    assert similarity(same, other) > similarity(same, less) > similarity(same, nothing) >= 0
 
 
 @pytest.mark.full
