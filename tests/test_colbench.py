@@ -15,7 +15,7 @@ SENT = [  # what the human is shown, and the answer that it marks
     ("which rate?", None), ("", None), (ANSWER, ""), (f"I know. {ANSWER} code", "code"),
     (f"{ANSWER}\ndef f(x): return x", "def f(x): return x"),
     (f"{ANSWER} a {ANSWER} b", f"a {ANSWER} b"),
-    (f"Sure. {ANSWER}\ndef f():\n  print('OUTPUT:', 3)", "def f():\n  print('OUTPUT:', 3)"),  # in the code
+    (f"Sure. {ANSWER}\ndef f():\n  print('OUTPUT:', 3)", "def f():\n  print('OUTPUT:', 3)"),
     (f"Enough.\n**{ANSWER}**\nprint('OUTPUT:', 3)", "print('OUTPUT:', 3)"),  # in bold
     (f"**{ANSWER}** def f(x): return x", "def f(x): return x"), (f"{ANSWER} **a**", "**a**")]
 
@@ -38,9 +38,8 @@ def test_first_message_takes_braces_as_they_are():
             "ground_truth": "g"}
     text = colbench.first_message(task, 7)["content"]
     assert text.endswith(task["problem_description"]) and "You have 7 messages" in text
-    own = {**task, "agent_prompt": "{max_turns}: {problem_description}"}
-    assert colbench.first_message(own, 7)["content"].startswith("7: a {dict}")
-    assert colbench.first_message({**task, "agent_prompt": "own"}, 7)["content"] == "own"
+    own = {**task, "agent_prompt": "{max_turns} of {dict}: {problem_description}"}
+    assert colbench.first_message(own, 7)["content"].startswith("7 of {dict}: a {dict}")
 
 
 def test_task_id_is_given_or_a_hash():

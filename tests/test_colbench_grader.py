@@ -97,7 +97,7 @@ ODDITIES = {  # honest code of all kinds, all right
                             "np.char.isdigit('1') * np.fft.fft([1])[0].real)",
     "sympy's numbers": "def f(x):\n    from sympy import Rational\n    return Rational(4 * x, 2)",
     "sympy's late modules": "from sympy import *\ny = symbols('y')\n"
-                            "def f(x): return int(solve(y - 2 * x, y)[0])",
+                            "def f(x): return int(solve(2 ** y - 4 ** x, y)[0])",
     "a codec": "def f(x): return 2 * x * len('\\\\x41'.encode().decode('unicode_escape'))",
     "a time zone": "from datetime import datetime\nfrom zoneinfo import ZoneInfo\n"
                    "def f(x): return 2 * datetime(24, x, 1, tzinfo=ZoneInfo('Europe/Paris')).month",
