@@ -357,7 +357,7 @@ sympy.tensor.array.array_derivatives sympy.vector""".split()
 # (pattern, modules of a fork server). The first row whose pattern occurs in an answer or its tests
 # runs it: a fork of fewer modules is up to ten times as fast. The first pattern: numpy|sympy.
 SERVERS = [("|".join({name.partition(".")[0] for name in MORE}), LIBRARY + MORE),
-           (r"import|code\(|bytes\(|bytearray\(|str\([^)]*,", LIBRARY),
+           (r"import|code\(|bytes\(|bytearray\(|str\([^)]{,99},", LIBRARY),
            ("", ["_pylong", "unicodedata"])]  # for huge numbers, for "\N{...}"
 
 

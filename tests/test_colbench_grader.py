@@ -2,6 +2,7 @@
 import os
 import platform
 import random
+import re
 import select
 import shutil
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -247,18 +249,26 @@ def test_a_child_finds_nothing_to_read(grader):
         assert given == wanted, (test, given)
 
 
-SWEEP = """import ctypes
+SWEEP = """import ctypes, itertools, os
 libc = ctypes.CDLL(None, use_errno=True)
 def denied(number):
     ctypes.set_errno(0)
     return libc.syscall(ctypes.c_long(number), 0, 0, 0, 0, 0, 0) == -1 and ctypes.get_errno() == 1
 def calls(numbers):
     return [n for n in numbers if not denied(n)]
+def opened(path):
+    flags = [getattr(os, 'O_' + name) for name in 'CREAT EXCL TRUNC APPEND DIRECTORY PATH TMPFILE '
+             'NOFOLLOW NONBLOCK CLOEXEC DIRECT NOATIME'.split()]
+    found = []
+    for mode, one, two in itertools.product(range(8), [0, *flags], [0, *flags]):
+        try: found.append(os.open(path, mode | one | two))
+        except PermissionError: pass
+    return found
 """
 
 
-def test_no_call_outside_the_list_is_made(grader):
-    """Every system call, those of x32 among them, by number.
+def test_no_file_opens_in_any_mode_and_no_call_outside_the_list_is_made(grader):
+    """Every mode with every two flags; every system call, those of x32 among them, by number.
 
     But 335 and 336: uretprobe and uprobe, which new kernels keep from filters, do nothing.
     """
@@ -266,7 +276,10 @@ def test_no_call_outside_the_list_is_made(grader):
     allowed = set(module.CALLS.split()[1 if platform.machine() == "x86_64" else 2::3])
     numbers = [n for n in range(1024) if str(n) not in allowed | {"335", "336"}]
     numbers += [n | 1 << 30 for n in range(1024)] + [-1, (1 << 31) - 1]
+    paths = [f"{FOLDER}/victim", f"{FOLDER}/new", str(FOLDER), "/dev/null", "/dev/shm", "/proc/1",
+             sys.executable, "/proc/self/fd/0", "."]
     tests = [f"calls({numbers[i:i + 300]})" for i in range(0, len(numbers), 300)]
+    tests += [f"opened({path!r})" for path in paths]
     assert set(grader.claims(SWEEP, tests)) == set(grader.claims("", ["[]"]))
     assert traces() == before
 
@@ -307,11 +320,29 @@ def test_an_answer_cannot_read_an_earlier_one(grader):
 
 # --- the grader itself ----------------------------------------------------------------------------
 
-def test_a_right_answer_may_sleep_for_longer_than_it_may_compute(grader, monkeypatch):
-    """So a busy machine takes nothing from it."""
-    quick(monkeypatch)
-    slow = "import time\ndef f(x):\n    time.sleep(.6)\n    return x * 2"
-    assert grader.grade(task(HONEST, "f(1)"), slow)["reward"] == 1
+BUSY = "import time\nend = time.time() + 100\nwhile time.time() < end: pass"
+SPIN = "import time\ndef f(x):\n    while time.process_time() < x * {}: pass\n    return x"
+
+
+def test_a_busy_machine_takes_nothing_from_a_right_answer(monkeypatch):
+    """By CPU time, verdicts are those of a quiet one: 1 worker or 16, a busy loop on each core.
+
+    The answers take up to three quarters of what a test may, or never end; one sleeps for longer.
+    """
+    monkeypatch.setattr(module, "LIMITS", {**module.LIMITS, "test": .4, "answer": 2})
+    spins = [SPIN.format(.1)] * 4 + [SPIN.format(9), "import time\ndef f(x):\n"
+                                     "    time.sleep(.6)\n    return x"]
+    wanted = [["pass"] * 3] * 4 + [["timeout"] * 3, ["pass"] * 3]
+    spun = task("def f(x): return x", "f(1)", "f(2)", "f(3)")
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(module.cpus())]
+    try:
+        for workers in 1, 16:
+            with Grader(workers=workers) as g, ThreadPoolExecutor(16) as pool:
+                graded = list(pool.map(lambda answer: g.grade(spun, answer), spins))
+            assert [list(r["tests"].values()) for r in graded] == wanted, workers
+    finally:
+        for p in busy:
+            p.kill(), p.wait()
 
 
 def test_a_reference_runs_once_for_the_same_tests(grader, monkeypatch):
@@ -397,3 +428,38 @@ def test_a_grader_that_cannot_work_says_so(monkeypatch):
 def test_what_a_test_or_a_codec_needs_is_there(test, answer, grader):
     """Though the answer imports nothing, and its reference does."""
     assert grader.grade(task("import math\n" + answer, test), answer)["reward"] == 1
+
+
+LATE = r"""
+import ast, contextlib, importlib.util, sys
+from colbench import LIBRARY, MORE, NOT_LOADED, load_modules
+for name in LIBRARY + MORE:
+    load_modules(name, NOT_LOADED)
+def is_ours(name):
+    return name.partition(".")[0] in ("numpy", "sympy", "mpmath")
+for module in [module for name, module in sys.modules.items() if is_ours(name)]:
+    file = getattr(module, "__file__", None) or ""
+    tree = ast.parse(open(file).read() if file.endswith(".py") else "")
+    for node in ast.walk(tree):
+        names = [x.name for x in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            base = "." * node.level + (node.module or "")
+            base = importlib.util.resolve_name(base, module.__package__)
+            names = [base, *(f"{base}.{x.name}" for x in node.names)]
+        for other in names:
+            with contextlib.suppress(Exception):  # it is no module's name
+                if (is_ours(other) and other not in sys.modules
+                        and importlib.util.find_spec(other)):
+                    print(other)
+"""
+NOT_FOR_ANSWERS = re.compile(  # tests, compilers, plots, other packages' arrays
+    r"(numpy|sympy)\.testing|mpmath\.tests|numpy\.(core|ctypeslib|distutils|f2py|matlib|typing)"
+    r"|numpy\.lib\.recfunctions|sympy\.(plotting|printing|physics\.control)"
+    r"|sympy\.tensor\.array\.expressions")
+
+
+def test_what_numpy_and_sympy_import_late_is_loaded():
+    """By all import statements in their modules, also those within functions."""
+    found = subprocess.run([sys.executable, "-W", "ignore", "-c", LATE], cwd=ROOT, text=True,
+                           capture_output=True, check=True).stdout.split()
+    assert found and not [name for name in found if not NOT_FOR_ANSWERS.match(name)]
