@@ -5,8 +5,7 @@ One record is one line of JSON, and every stage adds fields to it: README, "One 
     python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
 """
-from utils import (digest, fail, fail_on_error, flag, open_stdout, parser, read_jsonl,
-                   refuse_unread, run, say)
+from utils import digest, fail, flag, open_stdout, parser, read_jsonl, refuse_unread, run, say
 
 import asyncio
 import concurrent.futures
@@ -167,6 +166,8 @@ def read_action(output, last):
         return content, content if last else None
     if before.endswith("**"):  # ANSWER is in bold
         answer = answer.removeprefix("**")
+    if before.count("```") % 2:  # or within a fence
+        answer = "```\n" + answer
     return content, answer.strip()
 
 
@@ -422,7 +423,9 @@ def answer_code(answer):
         return [compile(answer, "<answer>", "exec")]
     except Exception as e:
         error, found = e, []
-    for block in re.split("`{3,}|~{3,}", answer.replace("\r\n", "\n"))[1::2]:
+    text = re.sub("[\u200b\u2060\ufeff]", "", answer)  # invisible, and no Python
+    text = text.replace("\xa0", " ").replace("\r\n", "\n")
+    for block in re.split("`{3,}|~{3,}", text)[1::2]:
         first_line, newline, rest = block.partition("\n")
         with contextlib.suppress(Exception):  # it is no Python
             code = textwrap.dedent(rest if newline else first_line)
@@ -809,24 +812,39 @@ class Grader(Pool):
 def grade_records(records, args):
     """Yields each record with what its kind's `grade` says of task and answer, in order.
 
-    An error of `grade` ends the program by a line that names the task.
+    A record whose `grade` raises is named and left out. The program then fails after the others,
+    and at a bad line after those before it. A GraderError ends it at once.
     """
-    window = collections.deque()
+    window, error, lost = collections.deque(), None, []
 
     def graded(grader, record):
-        with fail_on_error(f"task {task_id(record['task'])} can't be graded"):
+        """[the record]; [] if its grade raises."""
+        try:
             said = grader.grade(record["task"], record.get("answer"))
-        return {name: record[name] for name in record if name not in GRADED} | said
+        except GraderError:
+            raise
+        except Exception as e:
+            lost.append(record)
+            say(f"not graded: task {task_id(record['task'])}: {type(e).__name__}: {e}")
+            return []
+        return [{name: record[name] for name in record if name not in GRADED} | said]
 
     with contextlib.ExitStack() as stack, \
             concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
         opened = functools.cache(lambda kind: stack.enter_context(kind(args)))
-        for record in records:
-            window.append(pool.submit(graded, opened(environment(record["task"])), record))
-            while window and (window[0].done() or len(window) >= 4 * args.workers):
-                yield window.popleft().result()
+        try:
+            for record in records:
+                window.append(pool.submit(graded, opened(environment(record["task"])), record))
+                while window and (window[0].done() or len(window) >= 4 * args.workers):
+                    yield from window.popleft().result()
+        except SystemExit as e:
+            error = e
         for job in window:
-            yield job.result()
+            yield from job.result()
+    if error:
+        raise error
+    if lost:
+        fail(f"{len(lost)} answers could not be graded, and are left out")
 
 
 # --- frontend: pages in a real browser, which reaches nothing -------------------------------------
@@ -1082,7 +1100,7 @@ def grade(args, emit):
             failed += "failure" in record
             name = environment(record["task"]).reward_name
             names.add(f"{name} by {record.get('reward_by', 'own rules')}")
-    finally:  # also if another record can't be graded
+    finally:  # also if other records could not be graded
         if rewards:
             mean = f"{100 * sum(rewards) / len(rewards):.1f} % {', '.join(sorted(names))}"
             say(f"{len(rewards)} answers: {mean}; {failed} failed")

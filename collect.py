@@ -95,7 +95,11 @@ TREE_TOKENS = 16384  # of a tree that the critic computes at once
 ROOM = 32  # tokens of an action for which there is room at first; when full, the room doubles
 
 
-class ContextFull(ValueError):
+class EpisodeError(Exception):
+    """Why one episode fails. The others go on; fail() ends the run."""
+
+
+class ContextFull(EpisodeError):
     """A conversation is longer than the model reads."""
 
 
@@ -103,8 +107,6 @@ class ContextFull(ValueError):
 
 class Players:
     """The agent, the human and the critic. Human and critic may be async.
-
-    A ValueError fails the episode in which it is raised, and no other. fail() ends the run.
 
         await engine(prompt_ids, keys, max_new)  [(token_ids, logprobs)], a message for each key
         reply(task, history)                     the human's text
@@ -202,7 +204,7 @@ class Players:
         if self.critic:
             scores = await call(self.critic, task, history, actions)
             if len(scores) != len(actions) or not all(map(math.isfinite, scores)):
-                raise ValueError(f"the critic's scores of {len(actions)} messages are {scores}")
+                raise EpisodeError(f"the critic's scores of {len(actions)} messages are {scores}")
             values = [score + self.args.logprob_weight * sum(action["logprobs"])
                       for score, action in zip(scores, actions)]
             best = actions[values.index(max(values))]
@@ -231,6 +233,11 @@ class Players:
         texts = self.tokenizer.batch_decode([ids for ids, _ in drawn], skip_special_tokens=True)
         actions = []
         for text, (ids, logprobs) in zip(texts, drawn):
+            finite = all(x is not None and abs(x) < 1000 for x in logprobs)  # -9999: minus inf.
+            if not finite or len(logprobs) != len(ids):
+                raise EpisodeError("log-probs are missing, NaN or infinite: are the weights sound?")
+            if max(ids) >= len(self.tokenizer):
+                raise EpisodeError(f"token {max(ids)} is not of --model: has the engine another?")
             action = {"output": text, "token_ids": ids, "logprobs": [round(x, 6) for x in logprobs]}
             cut = ids[-1] not in self.stop
             if cut:
@@ -246,7 +253,7 @@ class Players:
         """The human's reply to the last message, cut to the length that the task's kind allows."""
         reply = await call(self.reply, task, history)
         if not isinstance(reply, str):
-            raise ValueError(f"the human's reply is no text: {reply!r}")
+            raise EpisodeError(f"the human's reply is no text: {reply!r}")
         reply = reply.encode(errors="replace").decode()  # no tokenizer takes a lone surrogate
         return reply[:environment(task).reply_chars]
 
@@ -260,19 +267,24 @@ def load_function(file, name):
 
 
 async def call(function, *args):
-    """Calls human or critic. An OSError, as of a connection, ends the run."""
+    """Calls human or critic. None or a ValueError fails the episode; an OSError ends the run."""
     try:
         result = function(*args)
-        return await result if inspect.isawaitable(result) else result
-    except (OSError, GraderError) as e:  # GraderError: of a browser
+        result = await result if inspect.isawaitable(result) else result
+    except ValueError as e:
+        raise EpisodeError(e) from None
+    except (OSError, GraderError) as e:  # of a connection, a browser
         fail(f"human or critic: {type(e).__name__}: {e}")
+    if result is None:
+        raise EpisodeError("human or critic gives nothing")
+    return result
 
 
 # --- servers --------------------------------------------------------------------------------------
 
 class Endpoint:
     """An OpenAI-compatible server. Its API key is the environment's variable KEY."""
-    KEY, HINT = "OPENAI_API_KEY", ""  # HINT ends an error: it helps if a parameter was refused
+    KEY, HINT = "OPENAI_API_KEY", ""  # HINT: what may help if it refuses a request
 
     def __init__(self, url, args, body):
         """body: what all requests share."""
@@ -282,7 +294,7 @@ class Endpoint:
         self.client = openai.AsyncOpenAI(
             base_url=url, api_key=os.environ.get(self.KEY, "none"),
             max_retries=args.retries, timeout=openai.Timeout(args.timeout, connect=30))
-        self.failed = 0  # requests in a row
+        self.answered, self.failed = False, 0  # any request; how many failed in a row
 
     async def find_served_model(self):
         """Sets body["model"] and max_context. Of several models the body must name one."""
@@ -299,22 +311,27 @@ class Endpoint:
     async def request(self, path, read, **body):
         """read(reply) of a request. read() raises a ValueError if it can't use the reply.
 
-        A failed request is a ValueError; the 16th in a row ends the run.
+        A failed request is an EpisodeError. The 16th in a row ends the run: of requests to a server
+        that is down, or of any before its first answer.
         """
+        down = False
         try:
             reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
             result = read(reply)
         except (LookupError, TypeError, AttributeError):
             error = "the reply is not that of an OpenAI-compatible server"
         except Exception as e:
-            error = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}{self.HINT}"
+            refused = isinstance(e, ValueError) or getattr(e, "status_code", 0) in (400, 413, 422)
+            down = not refused
+            error = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+            error += self.HINT if refused else ""
         else:
-            self.failed = 0
+            self.answered, self.failed = True, 0
             return result
-        self.failed += 1
-        if self.failed == 16:
+        self.failed += down or not self.answered
+        if self.failed >= 16:
             fail(f"{self.url}: {error}; --resume FILE goes on from what was finished")
-        raise ValueError(f"{self.url}: {error}")
+        raise EpisodeError(f"{self.url}: {error}")
 
 
 class LLM(Endpoint):
@@ -754,26 +771,30 @@ def read_jobs(args, done):
 async def play_all(args, emit):
     """Plays the episodes of stdin's tasks, writes each as it ends, and says how it went.
 
-    An episode that fails is not written: --resume plays it again.
+    An episode that fails is not written: --resume plays it again. After an error that ends the
+    run no new episode begins, and those under way end first.
     """
     players = Players(args)
     done = finished_episodes(args.resume, players.meta) if args.resume else set()
-    jobs = list(read_jobs(args, done))  # a wrong line ends the program before models load
-    totals, waiting = players.totals, iter(jobs)
+    jobs = deque(read_jobs(args, done))  # a wrong line ends the program before models load
+    totals, errors = players.totals, []
 
     async def worker():
-        for record, sample in waiting:  # a worker that is free takes the next one
+        while jobs:
+            record, sample = jobs.popleft()
             try:
                 if "dialogue_history" in record:
                     new = await players.add_candidates(record, sample)
                 else:
                     new = await players.play(record["task"], sample)
-            except ValueError as e:
-                if os.environ.get("DEBUG"):
-                    raise
+            except EpisodeError as e:
                 totals["failed"] += 1
                 if totals["failed"] <= 3:
                     say(f"task {record['task']['id']}, sample {sample} failed: {e}")
+                continue
+            except SystemExit as e:
+                errors.append(e)
+                jobs.clear()
                 continue
             new["meta"] = {**record.get("meta", {}), **new["meta"]}
             emit({**record, **new})
@@ -788,6 +809,8 @@ async def play_all(args, emit):
     cut = 100 * totals["cut"] / max(1, totals["actions"])
     say(f"{totals['episodes']} episodes of {args.model} ({len(done)} done before): "
         f"{cut:.1f} % of actions cut at --max_tokens {args.max_tokens}")
+    if errors:
+        raise errors[0]
     if totals["failed"]:
         fail(f"{totals['failed']} episodes failed and were not written; --resume FILE plays them "
              "again")

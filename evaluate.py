@@ -101,6 +101,12 @@ def ratio(sums):
     return numerator / denominator if denominator else np.nan
 
 
+def task_means(sums):
+    """(tasks, 2) sums to (mean, 1) of each task, which weighs alike for however many episodes."""
+    measured = sums[:, 1] > 0
+    return np.stack([sums[:, 0] / np.where(measured, sums[:, 1], 1), measured], 1)
+
+
 def with_interval(statistic, sums, resamples):
     """statistic(sums) and its bootstrap interval [low, high], or None; sums: (tasks, columns)."""
     n = len(sums)
@@ -135,11 +141,10 @@ def difference(first, system, resamples):
     common = [task for task in first.tasks if task in system.tasks]
     out = {"first": first.name, "tasks": len(common)}
     for metric in ("success", "tests_passed"):
-        both = np.hstack([s.sums(metric, common) for s in (first, system)])
+        means = [task_means(s.sums(metric, common)) for s in (first, system)]
         out[metric], out[f"{metric}_95"] = with_interval(
-            lambda sums: ratio(sums[:, 2:]) - ratio(sums[:, :2]), both, resamples)
-    means = [np.divide(*s.sums("tests_passed", common).T) for s in (first, system)]
-    gap = (means[1] - means[0]).round(9)  # 0.1 + 0.2 and 0.3 tie
+            lambda sums: ratio(sums[:, 2:]) - ratio(sums[:, :2]), np.hstack(means), resamples)
+    gap = (means[1] - means[0])[:, 0].round(9)  # 0.1 + 0.2 and 0.3 tie
     wins = np.stack([(1 + np.sign(gap)) / 2, np.ones(len(common))], 1)
     out["wins"], out["wins_95"] = with_interval(ratio, wins, resamples)
     return out

@@ -44,7 +44,7 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
 from transformers.utils import logging
 
 from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, note,
-                   progress, rng, say, writing)
+                   progress, rng, say, sum_over_ranks, writing)
 
 # torch 2.11's kernel takes grouped queries without enable_gqa
 GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
@@ -666,6 +666,9 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
     as_stored = train and dtype != torch.float32  # then the files are mapped, and not copied
     model, own_logps = read_tree_lm(path, device, "auto" if as_stored else dtype)
     if args:
+        number = int(weights_digest(path)[:10], 16)
+        if sum_over_ranks(number) != WORLD * number:
+            fail(f"the weights in {path!r} are not the same on all ranks")
         shard(model, dtype, args, train)
     if train:
         model.float()

@@ -107,7 +107,7 @@ def batch_loss(args, pairs, logps, ref_logps):
 def main(args):
     emit, device = open_stdout(), init_distributed()
     log = Log(args)
-    _, (groups, held) = from_rank_0(lambda: prepare(args))
+    _, (groups, held) = from_rank_0(lambda: (None, prepare(args)))
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
     log.begin(groups, held, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
               model_weights=base_digest(args.model))
@@ -153,7 +153,7 @@ def main(args):
 # --- pairs ----------------------------------------------------------------------------------------
 
 def prepare(args):
-    """(None, ([[Pair]] to train on, [Pair] held out)) of stdin's records: see from_rank_0."""
+    """([[Pair]] to train on, [Pair] held out), which make_groups makes of stdin's records."""
     by_reward = (args.loss == "mtdpo" or (args.loss == "rft" and not args.all)
                  or (args.loss == "dpo" and args.mix > 0))
     fields = ["dialogue_history", "reward"] if by_reward else ["dialogue_history"]
@@ -164,12 +164,12 @@ def prepare(args):
     if not groups:
         why = ("no trajectory is solved (--all 1 takes every one)" if args.loss == "rft" else
                "no turn has two unlike candidates with an advantage (collect.py --candidates 16, "
-               "train_critic.py), which --loss mtdpo does not need")
+               "train_critic.py), the better one not cut at --max_tokens; --loss mtdpo needs none")
         fail(f"nothing to train on in {len(records)} records: {why}")
     _, held_out = hold_out(dict(groups), args.held_out, args.seed)
     held_out = set(held_out)  # tasks: some have several groups
-    return None, ([pairs for task, pairs in groups if task not in held_out],
-                  [pair for task, pairs in groups if task in held_out for pair in pairs])
+    return ([pairs for task, pairs in groups if task not in held_out],
+            [pair for task, pairs in groups if task in held_out for pair in pairs])
 
 
 def make_groups(args, records):

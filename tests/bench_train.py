@@ -143,7 +143,7 @@ def read_groups(job, folder):
     args = module.get_args(["--model", folder, "--out", folder, *flags])
     with open(f"{folder}/records.jsonl") as f, patch("sys.stdin", f):
         if module is train_policy:
-            return train_policy.prepare(args)[1][0]
+            return train_policy.prepare(args)[0]
         _, (ref_turn_of, train, _) = train_critic.prepare(args)
     return list(ref_turn_of) if job == "scoring" else train
 

@@ -70,7 +70,7 @@ def read(name, args):
         _, (ref_of, groups, _) = trainer.prepare(args)
         turns, scored = list(ref_of.values()), list(ref_of)
     else:
-        _, (groups, held) = trainer.prepare(args)
+        groups, held = trainer.prepare(args)
         scored = []
         turns = turns_in(chain(*groups, held)) if args.loss != "rft" else []
     return find_model(args.model)[2], groups, turns, scored

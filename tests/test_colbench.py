@@ -17,7 +17,8 @@ SENT = [  # what the human is shown, and the answer that it marks
     (f"{ANSWER} a {ANSWER} b", f"a {ANSWER} b"),
     (f"Sure. {ANSWER}\ndef f():\n  print('OUTPUT:', 3)", "def f():\n  print('OUTPUT:', 3)"),
     (f"Enough.\n**{ANSWER}**\nprint('OUTPUT:', 3)", "print('OUTPUT:', 3)"),  # in bold
-    (f"**{ANSWER}** def f(x): return x", "def f(x): return x"), (f"{ANSWER} **a**", "**a**")]
+    (f"**{ANSWER}** def f(x): return x", "def f(x): return x"), (f"{ANSWER} **a**", "**a**"),
+    (f"```python\n{ANSWER} x = 1\n```", "```\n x = 1\n```")]  # in a fence
 
 
 @pytest.mark.parametrize("thought", THOUGHTS)

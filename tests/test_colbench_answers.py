@@ -13,7 +13,7 @@ import textwrap
 
 import pytest
 
-from conftest import CPU, ROOT, descendants, gone, lines, records, succeed
+from conftest import CPU, ROOT, descendants, gone, lines, records, script
 from test_colbench_claims import VALUES
 from test_colbench_grader import DOUBLE, ODDITIES, task
 
@@ -27,7 +27,8 @@ FENCES = ["```python\n{}```", "```\n{}```", "~~~python\n{}~~~", "````python\n{}`
 AFTER = ["", "\nHope that helps, and don't\nhesitate to ask.", " as you said.",
          "\nUsage:\n```python\nprint(f(2))\n```\n```\n4\n```"]
 COMMON = list(map("".join, itertools.product(BEFORE, FENCES, AFTER)))
-ODD = ["{}", "```python\n{}", "1. First:\n\n   ```python\n{indented}   ```\n2. Done."]
+ODD = ["{}", "```python\n{}", "It is\n\u200b```python\n\u200b{}\u200b```",
+       "1. First:\n\n   ```python\n{indented}   ```\n2. Done."]
 ENDING = [  # the program, before a test can run
     "{}\nexit()",
     "import unittest\n{}\nclass T(unittest.TestCase):\n    def test_f(self):\n"
@@ -130,13 +131,16 @@ def test_official_rules_give_the_released_scorers_verdicts(graders):
 # --- answers on stdin -----------------------------------------------------------------------------
 
 def test_any_text_is_graded_and_the_answers_after_it_as_if_it_had_not_been_there():
-    """Nothing of an earlier verdict stays."""
+    """Nothing of an earlier verdict stays; a bad last line costs no verdict before it."""
     old = {"reward": 0.5, "tests": {"test9": "old"}, "failure": "old", "note": "\ud800 \udc00"}
     record = {"task": {"problem_description": "d", **DOUBLE}, **old}
     texts = ["\ud800", f"{RIGHT}# \ud800 \udfff", "\udc00\ud800", "def f(x): return '\ud800' * x",
              "\0", "x" * 300_000, "", "\u2028", WRONG]
     stdin = [{**record, "answer": text} for odd in texts for text in (odd, RIGHT)]
-    got = records(succeed("colbench.py", "grade", "--workers", 2, stdin=stdin).stdout)
+    done = script("colbench.py", "grade", "--workers", 2, stdin=lines(stdin) + "{\n")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("error: stdin, line 19: not JSON")
+    got = records(done.stdout)
     assert [r["reward"] for r in got] == [0, 1, 1, 1] + [0, 1] * 7
     assert all(r["tests"].keys() == DOUBLE["test_cases"].keys() for r in got)
     assert not any("failure" in r for r in got) and {r["note"] for r in got} == {"\ufffd \ufffd"}

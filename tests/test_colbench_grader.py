@@ -374,23 +374,31 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(monkeypatch):
     assert max(most) < 40 and descendants() <= before
 
 
-def test_a_grade_that_raises_is_named_after_the_records_before_it(monkeypatch, capsys):
-    """The mean of those graded is said, too."""
+@pytest.mark.parametrize("fatal, message", [
+    (None, "3 answers could not be graded"), (GraderError("no sandbox"), "no sandbox")])
+def test_a_grade_that_raises_loses_its_own_record_alone(fatal, message, monkeypatch, capsys):
+    """It is said and left out, and ends the program after all the others; a GraderError at once.
+
+    The mean of those graded is said, too.
+    """
     class Odd(module.Environment):
         def grade(self, task, answer):
             time.sleep(random.random() / 100)
-            if answer == 20:
-                raise ValueError("one\ntwo")
+            if answer in errors:
+                raise errors[answer]
             return {"reward": 1.0}
     monkeypatch.setitem(module.ENVIRONMENTS, "odd", Odd)
     monkeypatch.setattr(module, "read_jsonl", lambda *_: given)
     odd = {"kind": "odd", "problem_description": "d", "ground_truth": "g"}
     given = [{"task": odd, "answer": i} for i in range(40)]
-    done = []
-    with pytest.raises(SystemExit, match="task .* can't be graded: two"):
+    errors, done = {3: ValueError("one\ntwo"), 17: KeyError(3), 39: RecursionError()}, []
+    errors |= {20: fatal} if fatal else {}
+    with pytest.raises((SystemExit, GraderError), match=message):
         module.grade(SimpleNamespace(workers=2), lambda r: done.append(r["answer"]))
-    assert done == list(range(20))
-    assert "20 answers: 100.0 % reward by own rules; 0 failed\n" in capsys.readouterr().err
+    assert done == [i for i in range(20 if fatal else 40) if i not in errors]
+    told = capsys.readouterr().err
+    assert "ValueError: one?two\n" in told
+    assert f"\n{len(done)} answers: 100.0 % reward by own rules; 0 failed\n" in told
 
 
 def test_a_killed_server_is_started_again():
