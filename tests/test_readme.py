@@ -6,7 +6,6 @@ import importlib.util
 import math
 import os
 import re
-import runpy
 import shlex
 import shutil
 import signal
@@ -23,12 +22,12 @@ from safetensors.torch import load_file
 import model
 import train_critic
 from colbench import BROWSERS, CACHE, agent_messages
-from conftest import (CPU, ROOT, complaint, lines, metrics, records, script, shell, steps,
-                      succeed, train)
+from conftest import CPU, ROOT, complaint, lines, metrics, records, script, shell, steps, train
 from test_colbench_environment import repo  # a fixture
 
 SCRIPTS = ("collect", "train_critic", "train_policy", "evaluate", "colbench", "toy", "toy_pages")
 EDITS = f"{ROOT}/tests/experiments/edits"
+LN2 = math.log(2)
 
 
 def commands(text):
@@ -157,10 +156,14 @@ def test_the_edit_hsdp(rewarded, tiny_dir, tmp_path):
     # ratios of 1: the mean of some normalised advantages
     pytest.param("grpo", "train_policy", ["--loss", "grpo", "--batch_size", 8], 1,
                  pytest.approx(0, abs=1)),
+    pytest.param("lora", "train_critic", ["--dtype", "bf16"], 2, pytest.approx(LN2, abs=1e-3)),
     *(pytest.param("margin_by_gap", "train_critic", ["--held_out", 0], ranks,
                    pytest.approx(math.log1p(math.exp(0.7)))) for ranks in (1, 2))])
-def test_edits_of_the_losses(edit, name, flags, ranks, loss, ranked, tiny_dir, tmp_path):
-    first, _ = first_step(edited(edit, tmp_path), name, ranked, tiny_dir, *flags, ranks=ranks)
+def test_the_first_loss_of_edits(edit, name, flags, ranks, loss, ranked, tiny_dir, tmp_path):
+    """On a base in 16 bits."""
+    model.save(*model.load(tiny_dir, dtype=torch.bfloat16), str(tmp_path / "base"))
+    first, _ = first_step(edited(edit, tmp_path), name, ranked, tmp_path / "base", *flags,
+                          ranks=ranks)
     assert first["grad_norm"] > 0 and first["loss"] == loss
 
 
@@ -176,17 +179,11 @@ def test_the_edit_sqrt_length(rewarded, tiny_dir, tmp_path):
             assert a["advantage"] == pytest.approx(b["advantage"] * root, rel=1e-3) != 0
 
 
-@pytest.mark.full
 def test_the_edit_marker(tmp_path):
     copy = edited("marker", tmp_path)
     (copy / "tests").mkdir()
-    toy = shutil.copy(f"{ROOT}/tests/toy.py", copy / "tests")
-    demos = script(toy, "demos", "--n", 50).stdout
+    demos = script(shutil.copy(f"{ROOT}/tests/toy.py", copy / "tests"), "demos", "--n", 50).stdout
     assert "MY ANSWER IS:" in demos and "I WANT TO ANSWER" not in demos
-    script(toy, "model", "--n", 50, "--out", copy / "tiny")
-    first_step(copy, "train_policy", demos, copy / "tiny", "--loss", "rft", "--all", 1, "--epochs",
-               1)
-    assert "MY ANSWER IS:" in (copy / "tiny" / "tokenizer.json").read_text()  # a token of its own
 
 
 @pytest.mark.full
@@ -204,7 +201,7 @@ def test_the_edit_lora(ranked, tiny_dir, tmp_path):
     copy = edited("lora", tmp_path)
     flags = "--lr", 1e-3, "--batch_size", 8, "--dtype", "fp32"
     first, _ = first_step(copy, "train_policy", ranked, tiny_dir, *flags)
-    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5) and first["grad_norm"] > 0
+    assert first["loss"] == pytest.approx(LN2, abs=1e-5) and first["grad_norm"] > 0
     base, got = (load_file(f"{path}/model.safetensors") for path in (tiny_dir, copy / "out"))
     assert base.keys() == got.keys()
     for name in base:
@@ -225,17 +222,7 @@ def test_the_edit_lora(ranked, tiny_dir, tmp_path):
         assert all((again[name] - got[name]).abs().max() < 1e-5 for name in base)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name, world", [("train_policy", 1), ("train_critic", 2)])
-def test_lora_on_a_base_in_16_bits(name, world, ranked, tiny_dir, tmp_path):
-    copy, base = edited("lora", tmp_path), tmp_path / "base"
-    lm, tokenizer = model.load(tiny_dir, dtype=torch.bfloat16)
-    model.save(lm, tokenizer, str(base))
-    first, _ = first_step(copy, name, ranked, base, "--dtype", "bf16", ranks=world)
-    assert first["loss"] == pytest.approx(math.log(2), abs=1e-3) and first["grad_norm"] > 0
-
-
-# --- the manual's blocks, and watch.py ------------------------------------------------------------
+# --- the manual's blocks -----------------------------------------------------------------------------
 
 MANUAL = Path(ROOT, "tests/experiments/MANUAL.md").read_text()
 
@@ -286,15 +273,6 @@ def test_the_manuals_better_critic_and_figures(folder):
         assert (folder / name).read_bytes()[:4] == b"\x89PNG"
 
 
-def test_edits_are_made_and_unmade_as_the_manual_says(folder):
-    before = {path: path.read_text() for path in folder.glob("*.py")}
-    apply, undo = re.findall(r"`(git apply .*?)`", MANUAL)
-    for command, changes in ((apply, True), (undo, False)):
-        done = shell(command, cwd=folder)
-        assert done.returncode == 0, done.stderr
-        assert changes == any(path.read_text() != text for path, text in before.items())
-
-
 @pytest.mark.full
 def test_the_manuals_pages(folder):
     pytest.importorskip("playwright", reason="no playwright (MANUAL.md, \"Frontend Design\")")
@@ -305,42 +283,3 @@ def test_the_manuals_pages(folder):
     assert done.returncode == 0, done.stderr
     results = records((folder / "runs" / "pages.jsonl").read_text())
     assert [r["system"] for r in results] == ["regression@0", "base", "rft", "mtdpo"]
-
-
-def test_watch_draws_runs(rewarded, tiny_dir, tmp_path, monkeypatch):
-    """One that went on after a kill, with two rows of a step, and one that has not begun."""
-    drawing = pytest.importorskip("matplotlib.figure", reason="matplotlib is not installed")
-    out, png = tmp_path / "critic", tmp_path / "metrics.png"
-    run = "train_critic.py", "--model", tiny_dir, "--held_out", 0, "--batch_size", 2, "--out", out
-    script(*run, "--save_every", 1, stdin=rewarded, kill=(out / "checkpoint-2", signal.SIGKILL))
-    _, rows = train(rewarded, *run)
-    with open(out / "metrics.jsonl", "a") as f:
-        f.write(lines([{"step": 3, "loss": 7.0}, {"step": 3, "held_out_loss": 0.5}]))
-    runs = [str(out), str(tmp_path / "new")]
-    done = succeed("tests/experiments/watch.py", *runs, "--png", png)
-    assert "no metrics.jsonl in" in done.stderr and png.read_bytes()[:4] == b"\x89PNG"
-
-    figures = []
-
-    def savefig(self, path, format):
-        figures.append(self)
-        Path(path).touch()
-
-    def sleep(seconds):
-        if len(figures) == 2:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(drawing.Figure, "savefig", savefig)
-    monkeypatch.setattr("time.sleep", sleep)
-    main = runpy.run_path(f"{ROOT}/tests/experiments/watch.py")["main"]
-    with pytest.raises(KeyboardInterrupt):
-        main(SimpleNamespace(runs=runs, png=str(png), every=10))
-    drawn = {axes.get_title(): axes.lines[0].get_xydata().tolist() for axes in figures[1].axes}
-    trained = [row for row in rows if "step" in row]
-    assert sum("args" in row for row in rows) == 2 and len(trained) == 8
-    assert drawn["loss"] == [[i, 7.0 if i == 3 else row["loss"]] for i, row in enumerate(trained)]
-    assert drawn["held_out_loss"] == [[3, 0.5]]
-    assert drawn.keys() == trained[0].keys() - {"step"} | {"held_out_loss"}
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(SystemExit, match="pip install matplotlib"):
-        main(SimpleNamespace(runs=runs, png=png, every=0))

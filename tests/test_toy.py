@@ -11,8 +11,8 @@ import model
 import toy
 import toy_pages
 from colbench import ANSWER, Grader, agent_messages, fill, read_action
-from conftest import demos, plain_ids, records, script, shell
-from toy import BUGS, DETAILS, SPLITS, STORIES, WORLDS, asked_for, slots_of
+from conftest import demos, plain_ids, records, shell
+from toy import DETAILS, SPLITS, WORLDS, asked_for, slots_of
 
 ENGLISH = WORLDS["english"]
 
@@ -25,8 +25,8 @@ def take(n, split="train", seed=0, world="slots", **knobs):
     return list(itertools.islice(of.tasks(split, args), n))
 
 
-def said(task, message, of=toy):
-    return of.reply(task, [{"role": "assistant", "content": message}])
+def said(task, message):
+    return toy.reply(task, [{"role": "assistant", "content": message}])
 
 
 def numbers_in(text):
@@ -43,14 +43,6 @@ def test_splits_share_no_task_and_the_seed_decides(world):
         of = [{t[field] for t in made} for made in drawn]
         assert min(map(len, of)) > 130 and len(set.union(*of)) == sum(map(len, of))
     assert take(50, "val", 3, world) == take(50, "val", 3, world) != take(50, "val", 4, world)
-
-
-@pytest.mark.parametrize("flags, message", [
-    (["--n", 700], "has no 700 such tasks"),
-    (["--usual", 1, "--split", "val"], "the val split has no such tasks")])
-def test_a_split_may_have_too_few_tasks(flags, message):
-    done = script("tests/toy_pages.py", "tasks", *flags)
-    assert done.returncode == 1 and message in done.stderr
 
 
 def values_of(code, tests):
@@ -73,52 +65,15 @@ def test_every_other_value_of_a_slot_fails_a_test(world):
         assert not numbers_in(task["problem_description"])  # the agent must ask
 
 
-def test_a_description_in_english_tells_which_details_are_missing():
-    for task in take(200, world="english", max_slots=5):
-        unit = STORIES[task["id"].split("-")[0]][1]
-        told = task["problem_description"].lower()
-        missing = {slot for slot, detail in DETAILS.items()
-                   if any(fill(clause, unit=unit).lower() in told for clause in detail.clauses)}
-        assert missing == slots_of(task["ground_truth"]).keys()
-
-
-@pytest.mark.parametrize("world", WORLDS)
-def test_slots_are_asked_for_by_number(world):
-    for low, high in ((2, 2), (5, 5), (3, 4)):
-        for task in take(60, world=world, min_slots=low, max_slots=high):
-            assert low <= len(slots_of(task["ground_truth"])) <= high
-    with pytest.raises(SystemExit, match="no function has 7 to 9 slots"):
-        take(1, world=world, min_slots=7, max_slots=9)
-
-
 # --- the human ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("hidden, message, reply", [
     ({}, "what is the rate?", "rate=3"), ({}, "op, rate?", "op=max"),
     ({}, "rates?", "i do not know"), ({}, "what is the fee?", "i do not know"),
-    ({}, "", "i do not know"),
     ({"hidden_information": "def f(x, rate=8): ..."}, "the rate?", "rate=8")])
 def test_the_human(hidden, message, reply):
     code = "def f(x, rate=3, op=max): return x"
     assert said({"problem_description": "p", "ground_truth": code, **hidden}, message) == reply
-
-
-HEARD = {  # questions of others
-    "price": ["what's the hourly price?", "So what do you charge?", "What is the rate?"],
-    "fee": ["Are there any additional costs?", "what is the base fare"],
-    "free": ["Do the first few minutes cost nothing?", "Are some pages included?"],
-    "minimum": ["Is there a lower bound for the price?", "the smallest amount one can pay"],
-    "maximum": ["is there a cap on the total", "It should not exceed what?"],
-    "limit": ["Is there a limit to the number of parcels?", "When do you refuse?"],
-    "color": ["What color should it be?"], None: ["Hello! How can I help you today?", ""]}
-
-
-def test_the_human_understands_its_own_wordings_and_those_of_others():
-    for slot, detail in DETAILS.items():
-        for _, unit in STORIES.values():
-            for text in (*detail.questions, *detail.clauses, *HEARD[slot]):
-                assert asked_for(ENGLISH, fill(text, unit=unit)) == slot, text
-    assert all(asked_for(ENGLISH, text) is None for text in HEARD[None])
 
 
 def test_the_human_tells_one_number_and_never_code():
@@ -129,7 +84,7 @@ def test_the_human_tells_one_number_and_never_code():
         code, values = task["ground_truth"], slots_of(task["ground_truth"])
         heard = [code, f"{ANSWER} {code}", *code.splitlines()]
         heard += [" ".join(r.choices(words, k=r.randrange(12))) for _ in range(20)]
-        heard += [q for detail in DETAILS.values() for q in detail.questions]
+        heard += [fill(q, unit="day") for detail in DETAILS.values() for q in detail.questions]
         for message in heard:
             reply, slot = said(task, message), asked_for(ENGLISH, message)
             assert colbench.redact(reply, code) == reply and not set("=()_:") & set(reply)
@@ -138,29 +93,15 @@ def test_the_human_tells_one_number_and_never_code():
             assert reply == said(task, message)  # the same each time
 
 
-def test_the_human_of_pages_names_a_true_difference_in_the_words_of_the_demonstrations():
-    """Of 40 pairs of pages: what is said is so, in their words; equal pages look right."""
-    words = {w for r in demos(300, of=toy_pages) for m in r["dialogue_history"]
-             for w in m["content"].split()}
-    r = random.Random(0)
-    for _ in range(40):
-        wanted, shown = ({k: r.choice(v) for k, v in toy_pages.PAGE_VALUES.items()}
-                         for _ in range(2))
-        page, reference = (fill(toy_pages.PAGE_TEXT, theme="school", **values)
-                           for values in (shown, wanted))
-        task = {"id": "x", "ground_truth": reference}
-        reply = said(task, page, toy_pages)
-        slot = next(k for k in wanted if k in re.findall(r"\w+", reply))
-        assert reply.endswith(f"not {shown[slot]}") and f" {wanted[slot]}" in reply
-        assert shown[slot] != wanted[slot] and set(reply.split()) <= words, reply
-        assert said(task, reference, toy_pages) == toy_pages.RIGHT
-        assert said(task, page.replace("</body></html>", ""), toy_pages).endswith("no page")
-
-
-@pytest.mark.parametrize("human", [toy, toy_pages])
-def test_tasks_of_others_are_refused(human):
-    with pytest.raises(ValueError, match="only tasks of tests/.* have slots that it knows"):
-        said({"id": "x", "ground_truth": "def f(x): return x"}, "which rate?", human)
+def test_the_human_of_pages_names_the_difference():
+    (task,) = take(1, world="pages")
+    right = toy_pages.page_slots(task["ground_truth"])
+    for slot, values in toy_pages.PAGE_VALUES.items():
+        for value in set(values) - {right[slot]}:
+            page = fill(toy_pages.PAGE_TEXT, theme="school", **{**right, slot: value})
+            reply = toy_pages.reply(task, [{"content": page}])
+            assert {slot, right[slot]} <= {*re.findall(r"\w+", reply)}
+            assert reply.endswith(f", not {value}")
 
 
 # --- demonstrations -------------------------------------------------------------------------------
@@ -182,44 +123,26 @@ PERFECT = {**dict.fromkeys(("at_once", "early", "distract", "noise", "silent", "
            "max_turns": 10}
 
 
-def turns(d):
-    return len(agent_messages(d))
-
-
 def right(d):
     return d["answer"] == d["task"]["ground_truth"]
 
 
 def marked(d):
-    return any(ANSWER in m["output"] for m in agent_messages(d))
+    """The number of the message that hands in an answer; 0 if there is none."""
+    return next((n for n, m in enumerate(agent_messages(d), 1) if ANSWER in m["output"]), 0)
 
 
 def reads_it(d):
     return d["task"]["ground_truth"] in d["dialogue_history"][0]["content"]
 
 
-def hears(text):
-    return lambda d: any(text in m["content"] for m in d["dialogue_history"][2::2])
-
-
-@pytest.mark.parametrize("of, knobs, fact, least, most", [
-    (toy, {}, lambda d: right(d) and turns(d) > len(slots_of(d["answer"])), 60, 60),
-    (toy, {"early": 0.5}, right, 10, 50), (toy, {"distract": 1}, hears("i do not know"), 40, 60),
-    (toy, {"at_once": 1, "min_slots": 4}, right, 0, 30),
-    (toy, {"hidden": 1, "at_once": 1}, right, 60, 60), (toy, {"hidden": 0.4}, reads_it, 12, 36),
-    (toy, {"hidden": 1, "at_once": 1, "noise": 1}, right, 0, 0),
-    (toy, {"hidden": 1, "at_once": 1, "noise": 1},  # the bug is in the body
-     lambda d: slots_of(d["answer"]) == slots_of(d["task"]["ground_truth"]), 60, 60),
-    (toy_pages, {}, right, 60, 60), (toy_pages, {}, hears(toy_pages.RIGHT), 60, 60),
-    (toy_pages, {"noise": 0.5}, hears("can't see"), 30, 60),
-    *((of, *rest) for of in (toy, toy_pages) for rest in (
-        ({"at_once": 1}, lambda d: turns(d) == 1 and marked(d), 60, 60),
-        ({"silent": 1}, marked, 0, 0),
-        ({"silent": 1, "max_turns": 4}, lambda d: turns(d) == 4, 60, 60),
-        ({"hidden": 1}, reads_it, 60, 60), ({}, reads_it, 0, 0)))])
-def test_knobs_of_demonstrations(of, knobs, fact, least, most):
-    """So many of 60, where no other knob is turned."""
-    assert least <= sum(map(fact, demos(60, of=of, **PERFECT | knobs))) <= most
+@pytest.mark.parametrize("of", [toy, toy_pages])
+@pytest.mark.parametrize("knobs, fact, share", [
+    ({}, right, 1), ({}, reads_it, 0), ({"hidden": 1}, reads_it, 1), ({"silent": 1}, marked, 0),
+    ({"at_once": 1}, lambda d: marked(d) == 1, 1), ({"noise": 1, "hidden": 1}, right, 0)])
+def test_knobs_of_demonstrations(of, knobs, fact, share):
+    """Where no other knob is turned."""
+    assert sum(map(fact, demos(60, of=of, **PERFECT | knobs))) == 60 * share
 
 
 def test_who_asks_for_every_detail_can_write_the_function():
@@ -227,14 +150,11 @@ def test_who_asks_for_every_detail_can_write_the_function():
     with Grader() as grader:
         for r in demos(40, world="english", **PERFECT | {"max_turns": 7, "max_slots": 5}):
             assert grader.grade(r["task"], r["answer"])["reward"] == 1, r
-    for bodies in ENGLISH.bodies.values():  # and a bug can be put into each
-        assert all(any(right in body for right, _ in BUGS) for body in bodies.values())
 
 
 # --- the model ------------------------------------------------------------------------------------
 
-NASTY = ["", "\n\n \t\r\n", "hello wörld 🙂👩‍👩‍👧 日本語 \u202e", "a" * 300,
-         "\ue0000\ue001 ▁Ġ", "<|end|><|user|> <0x41> \x00\x7f", "  def  f(x,rate=3):return 1  "]
+NASTY = ["", "\n\n \t\r\n", "hello wörld 👩‍👩‍👧 日本語", "▁Ġ <|end|><|user|> <0x41> \x00\x7f"]
 
 
 def test_tiny_is_small_a_function_of_its_seed_and_takes_any_text(tiny_dir):
