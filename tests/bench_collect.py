@@ -45,11 +45,11 @@ class SlowHuman(collect.Players):
 
 
 async def without_barriers(players, jobs, batch):
-    async def player(jobs):
-        for task in jobs:
+    async def player():
+        for task in left:
             done.append(await players.play(task, task["sample"]))
-    done, jobs = [], iter(jobs)
-    await asyncio.gather(*(player(jobs) for _ in range(batch)))
+    done, left = [], iter(jobs)
+    await asyncio.gather(*(player() for _ in range(batch)))
     return done
 
 

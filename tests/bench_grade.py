@@ -10,10 +10,12 @@ import os
 import statistics
 import subprocess
 import sys
+from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from colbench import Grader  # noqa: E402
+import toy  # noqa: E402
 from timing import in_turn, parser, ratio  # noqa: E402
 
 TASKS = Path(__file__).resolve().parents[2] / "shared" / "colbench" / "backend_tasks.jsonl"
@@ -24,15 +26,6 @@ for test in tests:
     exec(code, space)
     print(repr(eval(test, space)))
 """
-
-
-def stand_ins():
-    """Tasks, where the real ones are not beside this checkout."""
-    for i in range(10):
-        code = (f"def f(xs, k={i}):\n    best = 0\n    for x in xs:\n"
-                "        best = max(best + x, x, k)\n    return best")
-        tests = {f"test{j}": f"f(range({j}, 60))" for j in range(10)}
-        yield {"ground_truth": code, "test_cases": tests}
 
 
 def naive(task, answer):
@@ -48,9 +41,8 @@ def naive(task, answer):
 
 def fresh(task, answer):
     """A new interpreter for each answer, without any confinement."""
-    request = json.dumps([answer, list(task["test_cases"].values())])
-    command = [sys.executable, "-I", "-c", ONE]
-    subprocess.run(command, input=request, text=True, capture_output=True)
+    subprocess.run([sys.executable, "-I", "-c", ONE], text=True, capture_output=True,
+                   input=json.dumps([answer, list(task["test_cases"].values())]))
 
 
 def main():
@@ -58,7 +50,10 @@ def main():
     p.add_argument("--tasks", type=int, default=40, help="answers that each grades in a repeat")
     args = p.parse_args()
     os.sched_setaffinity(0, [max(os.sched_getaffinity(0))])  # children inherit it
-    tasks = [json.loads(line) for line in TASKS.open()] if TASKS.exists() else list(stand_ins())
+    if TASKS.exists():
+        tasks = [json.loads(line) for line in TASKS.open()]
+    else:  # the toy's
+        tasks = [*islice(toy.tasks("train", toy.get_args(["tasks"])), args.tasks)]
     with Grader(workers=1) as grader:
         tasks = [t for t in tasks[:3 * args.tasks]
                  if grader.grade(t, t["ground_truth"])["reward"] == 1]  # and its value is cached
@@ -66,7 +61,7 @@ def main():
         ways = {"grader": grader.grade, "naive": naive, "fresh interpreter": fresh}
         seconds, _ = in_turn({name: lambda way=way: [way(t, t["ground_truth"]) for t in tasks]
                               for name, way in ways.items()}, args.repeats)
-    print(f"{'real' if TASKS.exists() else 'stand-in'} tasks, one core, answers a second:")
+    print(f"{'real' if TASKS.exists() else 'toy'} tasks, one core, answers a second:")
     for name, times in seconds.items():
         speedup, _, _ = ratio(times, seconds["grader"])
         print(f"  {name:18} {len(tasks) / statistics.median(times):8.0f}   "

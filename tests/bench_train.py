@@ -10,15 +10,15 @@ Records of the paper's shape: a task has four trajectories of six turns, a turn 
 four pairs; texts are random words, models have random weights. The trainers' own functions read
 them and make the batches, on GPUs one of each job's pairs for each rank. Jobs are the trainers'
 losses ("dpo 24": pairs of a trajectory, "dpo 96": of a task), and scoring, log-probs of all 17
-actions a turn without gradient. A row that fails says so, and the next begins; at the end all that
-failed are named, with exit status 1.
+actions a turn without gradient. A row that fails says so; at the end all are named, with exit
+status 1.
 
 matmul     TFLOP/s of large matrix products, the peak that the shares are of
 oracle     the tree in 16 bits (a CPU: 32) beside separate forwards in fp32: relative errors of
            log-probs and gradients, and those of separate forwards in 16 bits, about as large
-load       the model from the disk, proven, with --compile C --recompute R ("C1 R0"), and pi_ref
+load       the model from the disk, with --compile C --recompute R ("C1 R0"), and pi_ref
 JOB        the body of the trainers' loop, without the optimizer: its first run, in which torch
-           compiles; tokens a second and rank, share of the peak (of what is not recomputed), on a
+           compiles; tokens a second and rank, share of the peak (6 FLOPs a weight and token), on a
            GPU peak memory, and what plan.py expects. The rival, the first way only: the released
            procedure on the same pairs and weights; a pair is a batch of two padded sequences, all
            logits, pi_ref on it at every step. time_trl, on one process of a CPU: TRL's DPOTrainer,
@@ -28,9 +28,8 @@ scoring    the rival computes a prompt once, with a KV cache; then all its actio
 
 time, least, most: the rival's seconds over ours, of repeats in turn; on a CPU its time, of the
 slowest rank. Ours includes pi_ref's share, by the epochs that it serves. bound: the same of
-computed tokens, those of plan.py, with a backward pass as two forwards. differs: the relative
-difference of losses and gradients, or of log-probs, as whole vectors; in 32 bits a row fails if it
-is more than 1e-4.
+computed tokens, with a backward pass as two forwards. differs: the relative difference of losses
+and gradients, or of log-probs, as whole vectors; in 32 bits a row fails if it is more than 1e-4.
 """
 import contextlib
 import functools
@@ -77,8 +76,6 @@ SHAPES = {"tiny": (64, 128, 1, 2, 1, 32, 2048, True),
           "3b": (3072, 8192, 28, 24, 8, 128, 128256, True),
           "8b": (4096, 14336, 32, 32, 8, 128, 128256, False)}
 WORDS, TURNS, CANDIDATES, TREE_TOKENS = 1700, 6, 16, 16384
-
-
 GPU = torch.cuda.is_available()
 
 
@@ -406,13 +403,7 @@ class Bench:
             self.pi_ref = load(self.folder, self.device, "auto")[0].requires_grad_(False)
         return {"seconds": seconds}
 
-    def plan(self, job, batch, reference, recompute):
-        """What plan.py says of a step."""
-        module, flags, _, _ = JOBS[job]
-        args = module.get_args(["--out", "x", "--recompute", str(recompute), *flags])
-        return plan(args, WORLD, self.model.config, [batch], reference)
-
-    def step(self, job, recompute, with_rival):
+    def step(self, job, with_rival):
         batch, epochs = self.batch(job), JOBS[job][3]
         turns = turns_in(batch) if job != "rft" else []
         ref = dict(zip(turns, score(self.pi_ref, turns, TREE_TOKENS)))
@@ -437,12 +428,14 @@ class Bench:
                 ways["trl"] = functools.partial(of, trl, None)
         seconds = timed(ways, self.args.repeats)
         least = min(seconds["ours"])
-        planned = self.plan(job, batch, turns, recompute)
+        module, flags, _, _ = JOBS[job]
+        args = module.get_args(["--out", "x", *flags])
+        planned = plan(args, WORLD, self.model.config, [batch], turns)
         tokens = planned["tokens"]
+        flops = 6 * planned["parameters"] * tokens["slowest_rank"] / WORLD
         figures = {"pairs": len(batch), "seconds": least, "first": first,
-                   "tokens_a_second": tokens["computed"] / WORLD / least}
-        flops = self.plan(job, batch, [], 0)["hours"] * 3600 * 400e12  # of a rank
-        figures["of_peak"] = flops / least / self.peak
+                   "tokens_a_second": tokens["computed"] / WORLD / least,
+                   "of_peak": flops / least / self.peak}
         if GPU:  # expected: weights and gradients, no moments; and pi_ref
             figures |= {"peak_gb": max_over_ranks(gb), "expected_gb":
                         planned["gb_a_gpu"] / 2 + planned["parameters"] * 2 / 1e9}
@@ -477,7 +470,7 @@ class Bench:
             yield f"load {name}", self.load, compile, recompute
             for job in (job for job in self.args.jobs if job in JOBS):
                 rival = way == self.args.ways[0] and job != "dpo 96"
-                yield f"{job} {name}", self.step, job, recompute, rival
+                yield f"{job} {name}", self.step, job, rival
         if WORLD == 1 and "scoring" in self.args.jobs:
             yield "scoring", self.scoring
 

@@ -1,22 +1,18 @@
 """The benchmarks: they run; equal work is found equal, unequal work is found out."""
 import json
-import subprocess
-import sys
 
 import bench_train as B
 import pytest
 import torch
-from conftest import CPU, ROOT
+from conftest import succeed
 
 
-@pytest.mark.parametrize("job", ["dpo", *(pytest.param(job, marks=pytest.mark.full)
-                                          for job in ("mtdpo", "rft", "critic"))])
+@pytest.mark.parametrize("job", ["dpo", "rft"])
 def test_unequal_work_is_found_out(job, tmp_path, monkeypatch):
-    """All of a step's gradient and loss are compared, and the records have the paper's shape."""
+    """All of a step's gradient and loss are compared."""
     folder, cpu = B.make_data(str(tmp_path), 2, "tiny"), torch.device("cpu")
     model, pi_ref = B.load_moved(folder, cpu), B.load(folder, cpu)[0]
     batch = B.all_batches(B.read_groups(job, folder), 3, epochs=1, seed=0)[0]
-    assert len(batch[0].chosen) == (1 if job == "dpo" else B.TURNS)
     turns = B.turns_in(batch)
     given = model, pi_ref, job, batch, dict(zip(turns, B.score(pi_ref, turns, B.TREE_TOKENS)))
     assert B.difference_of_steps(*given) < 1e-5
@@ -33,12 +29,12 @@ def test_unequal_work_is_found_out(job, tmp_path, monkeypatch):
     "collect --episodes 4 --batch 4 --delay 0.01 --max_turns 2 --repeats 1"])
 def test_the_benchmarks_run(command, tmp_path):
     name, *flags = command.split()
+    rows = tmp_path / "rows.json"
     if name == "train":  # it fails if values differ from those of the released procedure
-        flags += ["--out", str(tmp_path / "rows.json")]
-    done = subprocess.run([sys.executable, f"{ROOT}/tests/bench_{name}.py", *flags], cwd=ROOT,
-                          env=CPU, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and done.stdout, done.stderr
+        flags += ["--out", rows]
+    done = succeed(f"tests/bench_{name}.py", *flags)
+    assert done.stdout
     if name == "train":
-        rows = {row["row"]: row for row in json.loads((tmp_path / "rows.json").read_text())}
+        rows = {row["row"]: row for row in json.loads(rows.read_text())}
         assert rows["tiny oracle"]["tree_gradients"] < 1e-4
         assert rows["tiny dpo C0 R1"]["differs"] < 1e-4 > rows["tiny scoring"]["differs"]

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 import model
 import train_critic
 from colbench import BROWSERS, CACHE, agent_messages
-from conftest import CPU, ROOT, complaint, lines, metrics, records, script, shell, steps, train
+from conftest import CPU, ROOT, lines, metrics, records, script, shell, steps, train
 from test_colbench_environment import repo  # a fixture
 
 SCRIPTS = ("collect", "train_critic", "train_policy", "evaluate", "colbench", "toy", "toy_pages")
@@ -145,9 +145,6 @@ def test_the_edit_hsdp(rewarded, tiny_dir, tmp_path):
     for key in ("loss", "grad_norm"):
         assert got[key] == pytest.approx(want[key], rel=1e-4)
     assert len(scored) == len(plain)
-    done = script(f"{copy}/train_critic.py", "--model", tiny_dir, "--replicate", 2, "--out",
-                  tmp_path / "x", stdin=rewarded)
-    complaint(done, "--replicate 2 does not divide the number of processes, 1")
 
 
 @pytest.mark.full
@@ -222,7 +219,7 @@ def test_the_edit_lora(ranked, tiny_dir, tmp_path):
         assert all((again[name] - got[name]).abs().max() < 1e-5 for name in base)
 
 
-# --- the manual's blocks -----------------------------------------------------------------------------
+# --- the manual's blocks --------------------------------------------------------------------------
 
 MANUAL = Path(ROOT, "tests/experiments/MANUAL.md").read_text()
 

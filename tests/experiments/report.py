@@ -115,23 +115,18 @@ def draw(pages):
         fail(e)
 
 
-def read(system):
-    """Yields a system's records."""
-    for path in system.files:
-        with open(path, encoding="utf-8") as f:
-            yield from read_jsonl(f, needs("dialogue_history", "reward"), path)
-
-
 def main(args):
     tasks, pages, systems = {}, set(), named_systems(args.files)
     for system in systems:
-        for record in read(system):
-            task = record["task"]
-            episodes = tasks.setdefault(task_id(task), {})
-            episodes.setdefault(system.name, []).append(record)
-            if environment(task).shows_pages:
-                texts = record.get("answer"), hidden_information(task)
-                pages.update(map(extract_page, texts))
+        for path in system.files:
+            with open(path, encoding="utf-8") as f:
+                for record in read_jsonl(f, needs("dialogue_history", "reward"), path):
+                    task = record["task"]
+                    episodes = tasks.setdefault(task_id(task), {})
+                    episodes.setdefault(system.name, []).append(record)
+                    if environment(task).shows_pages:
+                        pages |= {*map(extract_page, (record.get("answer"),
+                                                      hidden_information(task)))}
     pictures, names = draw(pages - {""}), [system.name for system in systems]
     print(STYLE + html.escape(f"{len(tasks)} tasks; mean rewards of {', '.join(names)} in %"))
     for i, episodes in enumerate(tasks.values()):

@@ -20,10 +20,9 @@ from utils import progress, read_jsonl
 class Rollouts(collect.Players):
     async def q(self, task, history, turn, output, key):
         """The mean reward behind an output, which is the agent's message `turn`."""
-        answer = self.answer(output, turn)[1]
-        n = self.args.k if answer is None else 1
-        rewards = [await self.reward(task, history, turn, output, (*key, i)) for i in range(n)]
-        return sum(rewards) / n
+        n = self.args.k if self.answer(output, turn)[1] is None else 1
+        return sum([await self.reward(task, history, turn, output, (*key, i))
+                    for i in range(n)]) / n
 
     def answer(self, output, turn):
         return read_action(output, last=turn == self.args.max_turns - 1)

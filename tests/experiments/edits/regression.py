@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import model as M
 import train_critic
 from colbench import agent_messages
-from conftest import HUMAN, actions, dialogue, records, succeed, train, turns_of
+from conftest import HUMAN, actions, records, succeed, train, turns_of
 from test_model import ids_of
 
 
@@ -36,20 +36,11 @@ def test_a_turns_value_is_the_head_on_the_mean_state_of_all_its_tokens(tiny_dir,
         assert torch.allclose(value, F.linear(states.mean(0), model.score.weight), atol=1e-5)
 
 
-def test_it_reads_the_text_of_an_action_and_not_its_ids(tiny_dir):
-    tokenizer = M.find_model(tiny_dir)[1]
-    task = {"problem_description": "write f(x)", "ground_truth": "def f(x): ..."}
-    action = {"output": "what is the rate?", "token_ids": [10 ** 9]}  # another model's
-    [((_, ids), _)] = train_critic.critic_turns(tokenizer, {"task": task}, dialogue("write f(x)"),
-                                                [action], pi_reads_c=True, ref_reads_c=True)
-    assert tokenizer.decode([*map(ord, ids)]) == "what is the rate?<|end|>"
-
-
 @pytest.mark.parametrize("world, dtype", [(1, "fp32"), (2, "fp32"), (2, "bf16")])
 def test_a_critic_learns_scores_and_chooses(world, dtype, rewarded, tasks, tiny_dir, tmp_path):
     for r in rewarded:
-        for m in agent_messages(r):  # what tells the two apart
-            del m["token_ids"], m["logprobs"]
+        for m in agent_messages(r):  # its text tells the two apart, ids are another model's
+            m["token_ids"], m["logprobs"] = [10 ** 9], [0.0]
             m["output"] = "what is the rate?" if r["reward"] == 1 else "what is the color?"
     critic = ["train_critic.py", "--out", tmp_path / "c"]
     flags = ["--model", tiny_dir, "--held_out", 0, "--lr", 1e-3, "--beta", 1, "--epochs", 8,

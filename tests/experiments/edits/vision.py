@@ -139,20 +139,6 @@ def test_a_tree_with_pictures_has_the_values_and_gradients_of_separate_forwards(
         assert some > 40  # the vision tower's, too
 
 
-def test_a_reference_without_a_picture_is_read_as_text(seeing):
-    """So is code; and what data holds under any name is never taken for a picture."""
-    path, lm, pictures = seeing
-    tokenizer = M.find_model(path)[1]
-    for hidden, as_text in ((4, False), (9, True)):
-        made = episode((0,), hidden)
-        made["dialogue_history"][0] |= {"ids": [M.PICTURE], str(M.PICTURE): [M.PICTURE]}
-        ((prompt, _),) = critic_turns(tokenizer, made, True, pictures)
-        ids = [*map(ord, prompt)]
-        assert any(i >= M.PICTURE for i in ids) != as_text
-        text = tokenizer.decode([i for i in ids if i < M.PICTURE])
-        assert ("Hidden reference:\n<html>9</html>" in text) == as_text
-
-
 # --- the whole pipe with pictures -----------------------------------------------------------------
 
 @pytest.fixture(scope="module")
