@@ -1,5 +1,6 @@
 """Servers as human, engine and judge: real HTTP, to a server of the test's own that fails."""
 import asyncio
+import contextlib
 import http.server
 import json
 import random
@@ -94,43 +95,6 @@ def play(tiny_dir, tasks, *flags, how=script):
 
 # --- the human ------------------------------------------------------------------------------------
 
-@pytest.mark.full
-def test_a_flaky_human_loses_no_episode_and_never_becomes_a_made_up_reply(tiny_dir, tasks):
-    human = Server(said, trouble=0.3)
-    done = play(tiny_dir, tasks, "-k", 6, "--human", human.url, "--retries", 8, how=succeed)
-    got, replies = records(done.stdout), 0
-    assert sorted(map(key_of, got)) == sorted((t["task"]["id"], i) for t in tasks for i in range(6))
-    for r in got:
-        history = r["dialogue_history"]
-        for t in range(2, len(history), 2):
-            prompt = colbench.human_prompt(r["task"], history[:t])
-            reply = said("", {"messages": [{"content": prompt}]})["choices"][0]["message"]
-            assert history[t]["content"] == reply["content"]
-            assert r["task"]["ground_truth"] in prompt and history[t - 1]["content"] in prompt
-            replies += 1
-    assert 24 < replies < len(human.seen)  # some were asked again
-    assert all(body["temperature"] == 0 for _, body, _ in human.seen)
-
-
-@pytest.mark.full
-def test_failed_episodes_are_not_written_and_are_played_again(tiny_dir, tasks, tmp_path):
-    """Those of one task, each with another reply that is of no use."""
-    bad, failed = tasks[1]["task"]["problem_description"], tasks[1]["task"]["id"]
-    useless = iter([chat(None), chat("<think>no end"), {"choices": []}, "no"])
-
-    def reply(path, body):
-        return next(useless) if bad in body["messages"][0]["content"] else said(path, body)
-    flags = ["-k", 4, "--retries", 1, "--human"]
-    done = play(tiny_dir, tasks, *flags, Server(reply).url)
-    assert done.returncode == 1 and "4 episodes failed" in done.stderr
-    played = {r["task"]["id"] for r in records(done.stdout)}
-    assert played == {t["task"]["id"] for t in tasks} - {failed}
-    (tmp_path / "all.jsonl").write_text(done.stdout)
-    flags += [Server(said).url, "--resume", tmp_path / "all.jsonl"]
-    again = play(tiny_dir, tasks, *flags, how=succeed)
-    assert [r["task"]["id"] for r in records(again.stdout)] == [failed] * 4
-
-
 def test_a_human_who_dies_ends_the_run_by_one_line(tiny_dir, tasks):
     """What ended before is written; of 400 episodes hardly any is begun after that."""
     def reply(path, body):
@@ -189,15 +153,21 @@ def sampled(path, body):
 
 @pytest.mark.full
 @pytest.mark.parametrize("temperature", [1, 0])
-def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(
-        temperature, tiny_dir, tasks):
-    server = Server(sampled, trouble=0.2)
+def test_flaky_servers_lose_no_episode_and_nothing_is_made_up(temperature, tiny_dir, tasks):
+    """The engine's tokens are those for the rendered prompts, the human's replies to the dialogue.
+
+    That the engine's model has another name is told.
+    """
+    server = Server(lambda *asked: (said if "messages" in asked[1] else sampled)(*asked), 0.2)
     flags = ["-k", 2, "--candidates", 3, "--engine", server.url, "--temperature", temperature,
-             "--top_p", 0.9]
+             "--top_p", 0.9, "--human", server.url]
     done, again = (play(tiny_dir, tasks, *flags, how=succeed) for _ in range(2))
     got = sorted(records(done.stdout), key=key_of)
     assert got == sorted(records(again.stdout), key=key_of)  # each draw has a seed of its own
-    tokenizer, bodies = M.find_model(tiny_dir)[1], [body for _, body, _ in server.seen]
+    assert sorted(map(key_of, got)) == sorted((t["task"]["id"], i) for t in tasks for i in range(2))
+    assert f"serves m, taken for {tiny_dir}" in done.stderr
+    tokenizer = M.find_model(tiny_dir)[1]
+    bodies = [body for _, body, _ in server.seen if "prompt" in body]
     assert all(b["temperature"] == temperature and b["top_p"] == 0.9 for b in bodies)
     stop, seeds = bodies[0]["stop_token_ids"], set()
     for r in got:
@@ -212,35 +182,27 @@ def test_an_http_engine_gives_the_servers_tokens_for_the_rendered_prompts(
             assert [(c["token_ids"], c["logprob"]) for c in m["candidates"]] == [
                 (ids, round(sum(logprobs), 6)) for ids, logprobs in draws[1:]]
             seeds.add(seed)
+        for t in range(2, len(history), 2):
+            asked = {"messages": [{"content": colbench.human_prompt(r["task"], history[:t])}]}
+            assert history[t]["content"] == said("", asked)["choices"][0]["message"]["content"]
     assert {b["seed"] for b in bodies} == seeds  # one request a turn, but for those asked again
     assert {b["n"] for b in bodies} == {4 if temperature else 1}
 
 
 PAGE = "not that of an OpenAI-compatible server"
-USELESS = [  # changes of a draw of one token, and what is said
-    ({"token_ids": None}, "0.10"), ({"token_ids": []}, "0.10"), ({"logprobs": None}, PAGE),
-    ({"finish_reason": "abort"}, "shutting down")]
+DRAWN = {"finish_reason": "length", "token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}
 
 
-def test_a_reply_that_is_of_no_use_is_no_action(tiny_dir, capsys):
-    """That the server's model has another name is told once."""
-    server = Server(sampled)
-
-    async def sample(players, **change):
-        choice = {"finish_reason": "stop", "token_ids": [7], "logprobs": {"token_logprobs": [-0.5]}}
-        server.reply = lambda path, body: {"choices": [choice | change]}
-        return await players.draw(dialogue("write f"), (0, "task", 0, 0), 1, 0)
-
-    async def all_of():
-        args = collect.get_args(["--model", tiny_dir, "--engine", server.url])
-        players = await collect.Players(args).load()
-        ((action,), _) = await sample(players)
-        assert action["token_ids"] == [7] and action["logprobs"] == [-0.5] and action["cut"]
-        for change, why in USELESS:
-            with pytest.raises((ValueError, SystemExit), match=why):
-                await sample(players, **change)
-    asyncio.run(all_of())
-    assert f"serves {server.models[0]}, taken for {tiny_dir}" in capsys.readouterr().err
+@pytest.mark.parametrize("choice, why", [
+    ({**DRAWN, "finish_reason": "abort"}, "shutting down"), ({**DRAWN, "logprobs": None}, PAGE),
+    ({**DRAWN, "token_ids": None}, "0.10"), ({**DRAWN, "token_ids": []}, "0.10")])
+def test_a_reply_that_is_of_no_use_is_no_action(choice, why):
+    async def sample(choice):
+        args = collect.get_args(["--engine", Server(lambda *_: {"choices": [choice]}).url])
+        return await collect.VllmEngine(args, {1})([5], [(0, "task", 0, 0)], 9)
+    assert asyncio.run(sample(DRAWN)) == [([7], [-0.5])]
+    with pytest.raises(collect.EpisodeError, match=why):
+        asyncio.run(sample(choice))
 
 
 # --- a server that is not as it should be ---------------------------------------------------------
@@ -252,9 +214,7 @@ def endpoint(server, retries=8):
 
 def test_the_engine_does_not_get_the_humans_key(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
-    url = "http://127.0.0.1:9/v1"
-    args = collect.get_args(["--engine", url, "--human", url])
-    assert collect.LLM(args).client.api_key == "sesame"
+    args = collect.get_args(["--engine", "http://127.0.0.1:9/v1"])
     assert collect.VllmEngine(args, {1}).client.api_key == "none"
 
 
@@ -263,32 +223,22 @@ async def chat_with(one):
                              messages=[{"role": "user", "content": "x"}])
 
 
-def test_a_request_that_fails_is_an_error_of_its_episode_and_the_16th_in_a_row_of_the_run(
-        monkeypatch):
+def test_what_is_refused_is_not_asked_again_and_16_times_in_a_row_end_the_run(monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    server = Server(said)
 
     async def all_of():
-        bad = Server(said, refuse=400)
-        one = endpoint(bad)
-        for refuse in [*[400] * 15, None, *[400] * 15]:
-            bad.refuse = refuse
-            if not refuse:
-                assert (await chat_with(one)).startswith("it is ")
-                continue
-            with pytest.raises(ValueError, match="400"):
+        one = endpoint(server)
+        for error in [*[ValueError] * 15, None, *[ValueError] * 15, SystemExit]:
+            server.refuse = 400 if error else None
+            with pytest.raises(error, match="400") if error else contextlib.nullcontext():
                 await chat_with(one)
-        assert len(bad.seen) == 31  # what is refused is not asked again
-        with pytest.raises(SystemExit, match="400.*--resume FILE goes on"):
-            await chat_with(one)
-        assert {key for _, _, key in bad.seen} == {"Bearer sesame"}
     asyncio.run(all_of())
+    assert [key for _, _, key in server.seen] == ["Bearer sesame"] * 32
 
 
-def picky(path, body):
-    """A human as OpenAI's newer ones."""
-    if "max_tokens" in body or body.get("temperature", 1) != 1:
-        return '{"error": {"message": "Use max_completion_tokens instead"}}', 400
-    return said(path, body)
+def refuses(path, body):
+    return '{"error": {"message": "Use max_completion_tokens instead"}}', 400
 
 
 WHICH = """serves a, b, not None; --human_params '{"model": "NAME"}'"""
@@ -297,10 +247,8 @@ ODD = {  # name: (what it replies, its models, its path, --human_params, what is
     "without /v1": (said, ["m"], "", {}, "lists no models (an address ends in /v1)"),
     "several models": (said, ["a", "b"], "/v1", {}, WHICH),
     "one of several": (said, ["a", "b"], "/v1", {"model": "b"}, None),
-    "picky": (picky, ["m"], "/v1", {}, "Use max_completion_tokens instead (--human_params '{\"max"),
-    "picky, told": (picky, ["m"], "/v1", {"max_tokens": None, "temperature": 1}, None),
-    "no choices": (lambda *_: {"choices": None}, ["m"], "/v1", {}, PAGE),
-    "thinks": (lambda *_: chat(None, "length"), ["m"], "/v1", {}, LONGER)}
+    "refuses": (refuses, ["m"], "/v1", {}, "max_completion_tokens instead (--human_params '{\"max"),
+    "thinks": (lambda *_: chat("<think>no end", "length"), ["m"], "/v1", {}, LONGER)}
 
 
 @pytest.mark.parametrize("case", ODD)
@@ -334,10 +282,9 @@ def test_a_server_on_this_machine_is_behind_no_proxy(monkeypatch):
 
 def test_a_judge_scores_a_message_by_the_share_of_its_comparisons_that_it_wins(tiny_dir,
                                                                                monkeypatch):
-    """The best one is sent. In a circle: so < no < no no < no no no = no no no > so."""
+    """In a circle: so < no < no no < no no no = no no no > so."""
     task = {"problem_description": "write f(x)", "ground_truth": "def f(x, rate=3): return x"}
-    actions = [{"output": text, "logprobs": []}
-               for text in ("so", "no", "no no", "no no no", "no no no")]
+    actions = [{"output": text} for text in ("so", "no", "no no", "no no no", "no no no")]
     judge = f"{ROOT}/tests/experiments/judge.py"
     args = collect.get_args(["--model", tiny_dir, "--best_of", "5", "--critic", judge])
 
@@ -348,20 +295,13 @@ def test_a_judge_scores_a_message_by_the_share_of_its_comparisons_that_it_wins(t
         better = "A" if a.count("no") > b.count("no") else "B"
         return chat(f"<think>B or A?</think>The better one is {better}.")
 
-    async def drawn(*_):
-        return actions, []
-
     async def judged(reply):
         monkeypatch.setenv("JUDGE", Server(reply).url)
-        players = await collect.Players(args).load()
-        monkeypatch.setattr(players, "draw", drawn)
-        history = dialogue("write f(x)")
-        sent = await players.act(task, history, (0, "task", 0, 0), 0)
-        return sent["output"], await players.critic(task, history, actions)
-    assert asyncio.run(judged(prefers_no)) == ("no no no", [0, 0.5, 0.5, 0.75, 0.75])
+        critic = (await collect.Players(args).load()).critic
+        return await collect.call(critic, task, dialogue("write f(x)"), actions)
+    assert asyncio.run(judged(prefers_no)) == [0, 0.5, 0.5, 0.75, 0.75]
     for reply, error, why in (
             (chat("A better one is B"), ValueError, "not one of A and B"),
-            (("too long", 400), ValueError, "the judge http"),
             (("no", 404), SystemExit, "human or critic: .*the judge http")):  # it ends the run
         with pytest.raises(error, match=why):
             asyncio.run(judged(lambda path, body: reply))

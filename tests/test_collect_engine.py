@@ -98,17 +98,9 @@ def test_requests_join_while_a_long_action_goes_on(monkeypatch):
     lm = two_models("llama")[1]
     ends = play(engine_of(lm, monkeypatch), range(6), turns=1)
     by_length = sorted(ends, key=lambda key: max(len(a) for a, _ in ends[key][1]))
-    short, long = by_length[0][0], by_length[-1][0]
-    engine, order = engine_of(lm, monkeypatch), []
-
-    async def one(number):
-        await episode(engine, number, 1, {})
-        order.append(number)
-
-    async def both():
-        await asyncio.gather(one(long), one(short))
-    asyncio.run(both())
-    assert order == [short, long]
+    (short, _), (long, _) = by_length[0], by_length[-1]
+    together = play(engine_of(lm, monkeypatch), [long, short], turns=1)
+    assert [number for number, _ in together] == [short, long]  # in the order of their ends
 
 
 def test_bf16_draws_in_fp32(monkeypatch):

@@ -2,12 +2,8 @@
 
 And the report of episodes: what it shows, and that texts stay texts.
 """
-import base64
-import io
-import os
 import random
 import re
-import shutil
 import statistics
 from html.parser import HTMLParser
 
@@ -137,52 +133,27 @@ def test_systems_that_have_nothing_in_common(tmp_path):
 
 
 def test_two_tasks_of_one_id_are_not_compared(tmp_path):
-    task = {"id": "a", "problem_description": "write f", "ground_truth": "f"}
-    record = {"task": task, "dialogue_history": dialogue("write f", "f"), "reward": 1.0}
-    other = {**record, "task": {**task, "ground_truth": "g"}}
-    for name, r in (("one", record), ("two", other)):
-        (tmp_path / name).write_text(lines([r]))
+    (tmp_path / "one").write_text(lines([episode("a", 1)]))
+    (tmp_path / "two").write_text(lines([episode("a", 1)]).replace("rate=3", "rate=4"))
     done = script("evaluate.py", tmp_path / "one", tmp_path / "two")
     complaint(done, "two, line 1: another task above has the id a")
 
 
 def test_names(tmp_path):
+    """A file is named by its stem, or by its path if two have that; a path may hold a =."""
     rs = [episode("x", 1)]
     (tmp_path / "lr=1").mkdir(), (tmp_path / "lr=2").mkdir()
-    files = {"lr=1/test": rs, "lr=2/test": rs}
-    got, _ = run(tmp_path, "lr=1/test.jsonl", "lr=2/test.jsonl", "-", stdin=rs, **files)
-    assert [r["system"] for r in got] == ["lr=1/test.jsonl", "lr=2/test.jsonl", "stdin"]
-    assert run(tmp_path, stdin=rs)[0][0]["system"] == "stdin"
-    same = run(tmp_path, "a=lr=1/test.jsonl", "lr=2/test.jsonl", **files)[1]
-    assert same.endswith("graded by honest rules\n")  # these are the same tasks
-
-
-@pytest.mark.parametrize("files, why", [
-    (["x=a.jsonl", "x=b.jsonl"], "two systems have the name 'x': NAME=FILE gives another"),
-    (["a.jsonl", "a.jsonl"], "two systems have the name 'a.jsonl'"), (["-", "-"], "the name '-'"),
-    (["x=a.jsonl,,"], "'x=a.jsonl,,' has an empty name"), (["=a.jsonl"], "has an empty name")])
-def test_a_name_that_is_empty_or_another_systems_is_an_error_before_anything_is_read(files, why):
-    complaint(script("evaluate.py", *files), why)
+    files = {"lr=1/test": rs, "lr=2/test": rs, "sweet": rs}
+    got, table = run(tmp_path, "lr=1/test.jsonl", "lr=2/test.jsonl", "sweet.jsonl", "-", stdin=rs,
+                     **files)
+    assert [r["system"] for r in got] == ["lr=1/test.jsonl", "lr=2/test.jsonl", "sweet", "stdin"]
+    assert table.endswith("graded by honest rules\n")  # these are the same tasks
 
 
 # --- the report -----------------------------------------------------------------------------------
 
 HOSTILE = ("</script><script>document.title = 'owned'</script></template>"
            "<img src=x onerror=\"document.title = 'owned'\"><!--")
-
-
-def report(tmp_path, **systems):
-    """A report of the systems' records: ([(tag, {attribute: value})], the texts between tags)."""
-    for name, made in systems.items():
-        (tmp_path / f"{name}.jsonl").write_text(lines(made))
-    files = [tmp_path / f"{name}.jsonl" for name in systems]
-    tags, texts, html = [], [], HTMLParser()
-    html.handle_starttag = lambda tag, attributes: tags.append((tag, dict(attributes)))
-    html.handle_comment = html.handle_decl = html.handle_pi = texts.append
-    html.handle_data = texts.append
-    html.feed(succeed("tests/experiments/report.py", *files).stdout)
-    html.close()
-    return tags, texts
 
 
 def test_what_a_model_wrote_is_never_markup_and_candidates_come_best_first(tmp_path):
@@ -192,9 +163,15 @@ def test_what_a_model_wrote_is_never_markup_and_candidates_come_best_first(tmp_p
             "test_cases": {"a": "f()"}}
     history = dialogue(HOSTILE, HOSTILE)
     history[1]["candidates"] = candidates
-    r = {"task": task, "answer": HOSTILE, "reward": 0.5, "dialogue_history": history,
-         "tests": {HOSTILE: HOSTILE}, "failure": HOSTILE}
-    tags, texts = report(tmp_path, base=[r], sweet=[{**r, "reward": 1.0}])
+    for name, reward in ("base", 0.5), ("sweet", 1.0):
+        (tmp_path / name).write_text(lines([{
+            "task": task, "answer": HOSTILE, "reward": reward, "dialogue_history": history,
+            "tests": {HOSTILE: HOSTILE}, "failure": HOSTILE}]))
+    tags, texts, html = [], [], HTMLParser()
+    html.handle_starttag = lambda tag, attributes: tags.append((tag, dict(attributes)))
+    html.handle_comment = html.handle_decl = html.handle_pi = html.handle_data = texts.append
+    html.feed(succeed("tests/experiments/report.py", "base", "sweet", cwd=tmp_path).stdout)
+    html.close()
     assert {tag for tag, _ in tags} == {"meta", "title", "style", "nav", "details", "summary", "b",
                                         "span", "main", "h3", "pre", "div", "section"}
     assert {name for _, attributes in tags for name in attributes} == {
@@ -205,21 +182,3 @@ def test_what_a_model_wrote_is_never_markup_and_candidates_come_best_first(tmp_p
     best_first = ["+0.250", "+0.000", "-0.500"]
     assert HOSTILE[:90] in texts and shown == [
         "50", "100", "episode 0: reward 0.500", *best_first, "episode 0: reward 1.000", *best_first]
-
-
-def test_pages_are_shown_as_pictures(tmp_path):
-    why = "no playwright, pillow, Chromium or Tailwind sheet (MANUAL.md, \"Frontend Design\")"
-    _, image = (pytest.importorskip(name, reason=why) for name in ("playwright", "PIL.Image"))
-    if not (any(map(shutil.which, colbench.BROWSERS)) and
-            os.path.exists(os.path.join(colbench.CACHE, "tailwind.min.css"))):
-        pytest.skip(why)
-    task = {"id": "a", "kind": "frontend", "problem_description": "a shop",
-            "ground_truth": "<html><h1>A Shop</h1></html>"}
-    play = lambda page, **more: [{"task": task, "answer": page, "reward": 0.5,
-                                  "dialogue_history": dialogue("a shop", page), **more}]
-    tags, texts = report(tmp_path, base=play("<html><h1>My Shop</h1></html>"),
-                         rft=play(task["ground_truth"]), none=play("", failure="no page"))
-    reference, base, rft = (attributes["src"] for tag, attributes in tags if tag == "img")
-    assert reference == rft != base and "no page" in texts
-    picture = base64.b64decode(base.removeprefix("data:image/jpeg;base64,"))
-    assert image.open(io.BytesIO(picture)).width == 480

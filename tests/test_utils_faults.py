@@ -212,7 +212,7 @@ def test_a_damaged_checkpoint_is_named(ranked, tiny_dir, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("command, of_nothing, too_long", [
-    (["train_critic.py"], "", "no pairs"), (["train_policy.py", "--loss", "mtdpo"], "", "no pairs"),
+    (["train_critic.py"], "", "no pairs"),
     (["train_policy.py", "--nll_coef", 0.1], "no turn has two unlike candidates", "nothing")])
 def test_degenerate_data_trains_or_is_refused_in_one_line(command, of_nothing, too_long, ranked,
                                                           tiny_dir, tmp_path):
@@ -262,7 +262,6 @@ def test_a_step_that_would_spoil_the_weights_is_not_made(name, ranked, tiny_dir,
 # --- trust ----------------------------------------------------------------------------------------
 
 @pytest.mark.full
-@pytest.mark.full
 def test_an_error_of_another_rank_is_told(tmp_path):
     shutil.copy(f"{ROOT}/utils.py", tmp_path)
     (tmp_path / "stage.py").write_text("import utils\n\ndef main(args):\n"
@@ -273,41 +272,31 @@ def test_an_error_of_another_rank_is_told(tmp_path):
     assert done.returncode and "rank 1: error: no room on this node" in done.stderr
 
 
-def test_what_data_says_neither_steers_a_terminal_nor_starts_a_line(ranked, tasks, tiny_dir,
-                                                                   tmp_path):
+def test_what_data_says_neither_steers_a_terminal_nor_starts_a_line(tasks, tiny_dir, tmp_path):
     (tmp_path / "silent.py").write_text("def reply(task, history): return None")
     steering = "\x1b\x07\x9b\u202e"
     ends = "\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029"
     evil = f"{steering}]0;pwned" + "".join(f"{end}error: forged" for end in ends)
     task = {**tasks[0]["task"], "id": evil, "test_cases": {evil: "f(" + evil}}
-    done = [script("evaluate.py", stdin=[{**ranked[0], "reward_by": evil}]),
-            script("evaluate.py", stdin=[{**ranked[0], "tests": {evil: 1}}]),
-            script("colbench.py", "check", stdin=[{"task": task}]),
-            script("train_policy.py", "--model", evil, "--out", tmp_path / "x", stdin=ranked),
-            script("collect.py", "--model", tiny_dir, stdin=[{**ranked[0], "task": task}]),
-            script("collect.py", "--model", tiny_dir, "--human", tmp_path / "silent.py",
-                   "--max_tokens", 5, stdin=[{"task": task}])]
-    for d in done:
+    for d in (script("evaluate.py", evil),
+              script("colbench.py", "check", stdin=[{"task": task}]),
+              script("collect.py", "--model", tiny_dir, "--human", tmp_path / "silent.py",
+                     "--max_tokens", 5, stdin=[{"task": task}])):
         assert "forged" in d.stderr and not {*steering, "\r"} & {*d.stderr}, repr(d.stderr)
         assert not any(line.startswith("error: forged") for line in d.stderr.splitlines()), d.stderr
 
 
-def test_a_models_own_code_and_pickles_are_not_run(ranked, tasks, tiny_dir, tmp_path):
+def test_a_models_own_code_and_pickles_are_not_run(tasks, tiny_dir, tmp_path):
     bad, mark = shutil.copytree(tiny_dir, tmp_path / "bad"), tmp_path / "ran"
-
-    def check_refused(*parts):
-        train = ["train_critic.py", "--out", tmp_path / "out"]
-        for command, given in (["collect.py", *HUMAN], tasks), (train, ranked):
-            complaint(script(*command, "--model", bad, stdin=given), *parts)
-        assert not mark.exists()
-
     (bad / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nclass C: pass\n")
     config = json.loads((bad / "config.json").read_text())
     evil = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C",
                                                "AutoModelForCausalLM": "evil.C"}}
     (bad / "config.json").write_text(json.dumps(config | evil))
-    check_refused("no model at", "custom code")
+    play = ["collect.py", *HUMAN, "--model", bad]
+    complaint(script(*play, stdin=tasks), "no model at", "custom code")
     (bad / "config.json").write_text(json.dumps(config))
     torch.save(load_file(bad / "model.safetensors"), bad / "pytorch_model.bin")
     (bad / "model.safetensors").unlink()
-    check_refused(str(bad))
+    complaint(script(*play, stdin=tasks), str(bad))
+    assert not mark.exists()
