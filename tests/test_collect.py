@@ -201,13 +201,11 @@ def test_a_template_without_a_generation_prompt_is_refused(tasks, tiny_dir, tmp_
     base = shutil.copytree(tiny_dir, tmp_path / "base")
     chatml = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
               "{% endfor %}")
-    prompt = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     mistral = ("{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} "
                "[/INST]{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}")
     tokenizer = M.find_model(str(base))[1]
-    for good in (chatml + prompt, mistral):
-        tokenizer.chat_template = good
-        M.check_generation_prompt(tokenizer)
+    tokenizer.chat_template = mistral
+    M.check_generation_prompt(tokenizer)  # it needs none
     tokenizer.chat_template = chatml
     tokenizer.save_pretrained(base)
     complaint(play(base, tasks), "has no generation prompt", "<|im_start|>assistant")

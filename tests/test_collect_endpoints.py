@@ -237,17 +237,12 @@ def test_what_is_refused_is_not_asked_again_and_16_times_in_a_row_end_the_run(mo
     assert [key for _, _, key in server.seen] == ["Bearer sesame"] * 32
 
 
-def refuses(path, body):
-    return '{"error": {"message": "Use max_completion_tokens instead"}}', 400
-
-
 WHICH = """serves a, b, not None; --human_params '{"model": "NAME"}'"""
 LONGER = """finish_reason length (--human_params '{"max_tokens": 4000, """
 ODD = {  # name: (what it replies, its models, its path, --human_params, what is said)
     "without /v1": (said, ["m"], "", {}, "lists no models (an address ends in /v1)"),
     "several models": (said, ["a", "b"], "/v1", {}, WHICH),
     "one of several": (said, ["a", "b"], "/v1", {"model": "b"}, None),
-    "refuses": (refuses, ["m"], "/v1", {}, "max_completion_tokens instead (--human_params '{\"max"),
     "thinks": (lambda *_: chat("<think>no end", "length"), ["m"], "/v1", {}, LONGER)}
 
 

@@ -13,7 +13,7 @@ import model as M
 import toy
 from colbench import agent_messages
 from conftest import (HUMAN, ROOT, actions, complaint, demos, dialogue, key_of,
-                      metrics, records, save, script, shell, steps, succeed, train)
+                      metrics, records, save, script, shell, steps, succeed)
 from test_model import separate
 
 # An untrained model solves nothing, so a filter gives sample 0 of a task full marks.
@@ -55,16 +55,12 @@ def test_one_pipe_gives_a_policy_and_the_same_bytes_again(tiny_dir, tmp_path):
         a, b = ((out / name).read_bytes() for out in (one, two))
         assert a and a == b.replace(str(two).encode(), str(one).encode()), name
     scored = records((one / "scored").read_text())
-    assert len(scored) == len({(r["task"]["id"], r["sample"]) for r in scored}) == 6
-    for r in scored:
-        assert all(len(m["candidates"]) == 4 for m in agent_messages(r))
-        assert all(isinstance(x["advantage"], float) for x in actions(r))
+    assert len(scored) == len(set(map(key_of, scored))) == 6
+    assert all(isinstance(x["advantage"], float) for r in scored for x in actions(r))
     plain, best = records((one / "results").read_text())
     assert plain["system"] == "plain" and best["minus_first"]["tasks"] == 3
     critic, policy = metrics(one / "critic")[0], metrics(one / "policy")[0]
-    meta = scored[0]["meta"]
-    assert [meta["seed"], critic["args"]["seed"], policy["args"]["seed"]] == [5, 6, 7]
-    for row in (meta, critic, policy, plain):
+    for row in (scored[0]["meta"], critic, policy, plain):
         assert f"python {sys.version.split()[0]}, torch 2." in row["version"]
     for out in (one / "critic", one / "policy"):  # a model, and how it was made
         assert metrics(out)[0]["steps"] == len(steps(out))
@@ -115,7 +111,7 @@ FORGETS = """{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>\
 
 
 def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(tasks, tmp_path):
-    """By separate forwards: what collect.py writes, an untrained critic says, fine-tuning learns.
+    """By separate forwards: what collect.py writes, and what an untrained critic says.
 
     A thought is in its action, but not in later prompts: no prompt extends the turn before.
     """
@@ -148,20 +144,14 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(tasks, t
               "candidates": [{"output": "color</think>which color?"}]}
         del m["token_ids"], m["logprobs"]
     untrained = succeed("train_critic.py", "--model", path, "--untrained", 1, stdin=rs)
-    scored, logps = records(untrained.stdout), []
-    for r in scored:
+    for r in records(untrained.stdout):
         for history, (m, c) in M.actions_of(r):
             seen = colbench.with_hidden(history, colbench.hidden_information(r["task"]))
             for action in (c, m):
                 text = action["output"] + "<|end|>"
                 ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-                blind = logps_of(history, ids)
-                want = logps_of(seen, ids).mean() - blind.mean()
+                want = logps_of(seen, ids).mean() - logps_of(history, ids).mean()
                 assert action["advantage"] == pytest.approx(want.item(), abs=2e-4) != 0
-            logps.append(blind)
-    _, (_, first, *_) = train(rs, "train_policy.py", "--loss", "rft", "--all", 1, "--model", path,
-                              "--epochs", 1, "--out", tmp_path / "policy")
-    assert first["loss"] == pytest.approx(-torch.cat(logps).mean().item(), abs=1e-4)
 
 
 # --- bad input ------------------------------------------------------------------------------------

@@ -52,13 +52,9 @@ def broken_line(r, line):
     """The bytes of a line, cut, damaged, or with what JSON allows and nobody expects."""
     at = r.randrange(1, len(line))
     return r.choice([
-        line[:at], line[at:], line + line, b"   ", b"[1, 2]",
+        line[:at], line + line, b"   ", b"[1, 2]", b"[" * 100_000,
         line[:at] + b"\xff\xfe" + line[at:],
         line[:at] + b"\x00" + line[at:],
-        b"\xef\xbb\xbf" + line,
-        b"[" * 100_000,
-        b'{"a":' * 500 + b"1" + b"}" * 500,
-        b'{"task": 5, ' + line[1:],
         line[:-1] + b', "task": {}}',
         b'{"x": ' + b"1" * 5000 + b", " + line[1:],
         line.decode().encode("utf-16")])
@@ -66,20 +62,16 @@ def broken_line(r, line):
 
 def damaged(r, given):
     """(JSON lines as bytes, the number of the broken line); or the file as a whole is odd."""
-    rows, end = [json.dumps(x).encode() for x in given], b"\n"
+    rows = [json.dumps(x).encode() for x in given]
     i, kind = r.randrange(len(rows)), r.random()
     if kind < 0.6:
         rows[i] = broken_value(r, given[i])
     elif kind < 0.9:
         rows[i] = broken_line(r, rows[i])
-    elif kind < 0.93:
-        rows.insert(i, rows[i])  # the same key twice
-    elif kind < 0.95:
-        end = b"\r\n"
     elif kind < 0.97:
-        rows = []
-    data = b"".join(row + end for row in rows)
-    return data[:-1] if kind >= 0.97 else data, i + 1  # at last: no newline at the end
+        rows.insert(i, rows[i])  # the same key twice
+    data = b"\n".join(rows)
+    return data + b"\n" * (kind < 0.97), i + 1
 
 
 TRAIN = ["--model", "MODEL", "--out", "OUT"]
