@@ -24,27 +24,21 @@ ON_A_CPU = ["--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefil
 
 
 def with_server(tiny_dir, serve, *command):
-    """The command, with a server of the model, and --engine behind it: a list of texts."""
+    """The command, with a server of the model: a list of texts."""
     start = ["bash", "tests/experiments/with_vllm.sh", tiny_dir, *ON_A_CPU, *serve, "--"]
     return [*map(str, [*start, *command])]
 
 
-def test_a_server_plays_agent_and_human_and_is_ended(tiny_dir, tasks):
-    """Two copies of the model. A task that its context can't hold is an episode that fails.
+def playing(tiny_dir, serve, *flags):
+    return with_server(tiny_dir, serve, "python", "collect.py", "--model", tiny_dir, *PLAY, *flags)
 
-    An untrained human's short replies may be empty. The log-probs are the model's own at
-    temperature and top_p; rounding may take one token more or less into the nucleus.
+
+def check(got, tiny_dir, tasks):
+    """Each episode is there once; its log-probs are the model's own at temperature and top_p.
+
+    Rounding may take one token more or less into the nucleus.
     """
-    long = {**tasks[0]["task"], "id": "long", "problem_description": "one word more " * 2400}
-    given, before = lines([tasks[0], {"task": long}, *tasks[1:]]), descendants()
-    play = [f"python collect.py --model {tiny_dir}", *map(str, PLAY),
-            """--human_params '{"max_tokens": 400}' $0 $1 --human $1"""]
-    command = with_server(tiny_dir, ["--data-parallel-size", 2, "--max-model-len", 4096],
-                          "bash", "-c", " ".join(play))
-    done = subprocess.run(command, cwd=ROOT, text=True, env=FAST, timeout=500, capture_output=True,
-                          input=given)
-    assert done.returncode == 1 and done.stdout, done.stderr
-    got, (lm, tokenizer) = records(done.stdout), M.load_lm(tiny_dir, "cpu")
+    lm, tokenizer = M.load_lm(tiny_dir, "cpu")
     assert sorted(map(key_of, got)) == sorted((t["task"]["id"], i) for t in tasks for i in range(2))
     for r in got:
         turns = [[[*map(ord, text)] for text in turn] for turn in turns_of(tokenizer, r)]
@@ -55,10 +49,31 @@ def test_a_server_plays_agent_and_human_and_is_ended(tiny_dir, tasks):
             kept = logps.where(nucleus(logps, 0.9).isfinite(), -math.inf).logsumexp(-1)
             want = logps[range(len(action)), action] - kept
             assert torch.allclose(torch.tensor(m["logprobs"]), want, atol=5e-3)
-    assert "2 episodes failed" in done.stderr and "the model takes 4096" in done.stderr
-    replies = {m["content"] for r in got for m in r["dialogue_history"][2::2]}
-    assert replies and all(0 < len(reply) <= 400 for reply in replies)
+
+
+def test_a_server_is_started_and_ended(tiny_dir, tasks):
+    """Two copies of the model. A task that its context can't hold is an episode that fails."""
+    long = {**tasks[0]["task"], "id": "long", "problem_description": "one word more " * 600}
+    given, before = lines([tasks[0], {"task": long}, *tasks[1:]]), descendants()
+    command = playing(tiny_dir, ["--data-parallel-size", 2, "--max-model-len", 1024])
+    done = subprocess.run(command, cwd=ROOT, text=True, env=FAST, timeout=500, capture_output=True,
+                          input=given)
+    assert done.returncode == 1 and done.stdout, done.stderr
+    check(records(done.stdout), tiny_dir, tasks)
+    assert "2 episodes failed" in done.stderr and "the model takes 1024" in done.stderr
     gone(descendants() - before)
+
+
+def test_it_plays_the_human(tiny_dir, tasks):
+    """An untrained one, whose short replies may be empty."""
+    params = '{"max_tokens": 400}'
+    play = ["collect.py", "--model", tiny_dir, *PLAY, "--human_params", f"'{params}'", "--human"]
+    command = with_server(tiny_dir, [], "bash", "-c", f"python {' '.join(map(str, play))} $1")
+    done = subprocess.run(command, cwd=ROOT, text=True, env=FAST, timeout=500, capture_output=True,
+                          input=lines(tasks))
+    assert done.returncode == 0, done.stderr
+    replies = {m["content"] for r in records(done.stdout) for m in r["dialogue_history"][2::2]}
+    assert replies and all(0 < len(reply) <= 400 for reply in replies)
 
 
 def test_killed_it_leaves_no_process_behind(tiny_dir, tasks, tmp_path):
@@ -66,9 +81,8 @@ def test_killed_it_leaves_no_process_behind(tiny_dir, tasks, tmp_path):
     flags = "-k", 500, "--concurrency", 8, "--retries", 0  # it ends when the server has
     (tmp_path / "tasks").write_text(lines(tasks))
     with open(tmp_path / "tasks") as given, open(tmp_path / "out", "w") as out:
-        command = with_server(tiny_dir, ["--tensor-parallel-size", 2], "python", "collect.py",
-                              "--model", tiny_dir, *PLAY, *flags)
-        process = subprocess.Popen(command, cwd=ROOT, text=True, env=FAST, stdin=given, stdout=out,
+        process = subprocess.Popen(playing(tiny_dir, ["--tensor-parallel-size", 2], *flags),
+                                   cwd=ROOT, text=True, env=FAST, stdin=given, stdout=out,
                                    stderr=subprocess.PIPE)
     # two workers on two busy cores start slowly
     until((tmp_path / "out").read_text, process, 500)
