@@ -12,7 +12,7 @@
     wins          frontend: share of the tasks where it beats the first system; a tie is half
 
 Intervals (95 %) come from a bootstrap over tasks. A task is drawn with all its episodes of all
-seeds. Differences are taken on the tasks that both systems have, drawn in pairs.
+seeds. A difference is the mean over the tasks that both systems have, drawn in pairs.
 """
 from utils import fail, fail_on_error, flag, open_stdout, parser, read_jsonl, run, say, version
 
@@ -102,7 +102,7 @@ def ratio(sums):
 
 
 def task_means(sums):
-    """(tasks, 2) sums to (mean, 1) of each task, which weighs alike for however many episodes."""
+    """(tasks, 2) sums to the (mean, 1) of each task: it weighs as another with more episodes."""
     measured = sums[:, 1] > 0
     return np.stack([sums[:, 0] / np.where(measured, sums[:, 1], 1), measured], 1)
 

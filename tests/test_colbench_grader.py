@@ -401,6 +401,26 @@ def test_a_grade_that_raises_loses_its_own_record_alone(fatal, message, monkeypa
     assert f"\n{len(done)} answers: 100.0 % reward by own rules; 0 failed\n" in told
 
 
+def test_a_record_is_written_soon_after_it_is_graded(monkeypatch):
+    """Whatever --workers: it does not wait until four times as many have come."""
+    class Instant(module.Environment):
+        def grade(self, task, answer):
+            return {"reward": 1.0}
+
+    def slowly():
+        for i in range(300):
+            if not graded:
+                time.sleep(.02)
+                asked.append(i)
+                yield {"task": {"kind": "odd", "problem_description": "d", "ground_truth": "g"}}
+
+    monkeypatch.setitem(module.ENVIRONMENTS, "odd", Instant)
+    graded, asked = [], []
+    for record in grade_records(slowly(), SimpleNamespace(workers=75)):
+        graded.append(record)
+    assert len(asked) == len(graded) < 300
+
+
 def test_a_killed_server_is_started_again():
     with Grader(workers=1) as g:
         _, imports, plain = range(3)

@@ -234,8 +234,26 @@ def test_a_human_is_a_file_with_a_function(tasks, tiny_dir, tmp_path):
     (r,) = records(done.stdout)
     assert r["task"]["id"] == ids[0]
     assert [m["content"] for m in r["dialogue_history"][2::2]] == ["2?", "4?"]
-    for name, why in zip(ids[1:], ("the human's reply is no text: None",
-                                   "the human's reply is no text: 5",
-                                   "no such task")):
+    for name, why in zip(ids[1:], ("human or critic gives nothing",
+                                   "the human's reply is no text: 5", "no such task")):
         assert f"task {name}, sample 0 failed: {why}" in done.stderr
     assert "error: 3 episodes failed and were not written" in done.stderr and done.returncode == 1
+
+
+DIES = """
+import asyncio
+async def reply(task, history):
+    if task["id"] == DEAD:
+        raise ConnectionError("down")
+    await asyncio.sleep(.5)
+    return "yes"
+"""
+
+
+def test_when_the_run_ends_by_an_error_the_episodes_under_way_end_first(tasks, tiny_dir, tmp_path):
+    (tmp_path / "human.py").write_text(f"DEAD = {tasks[0]['task']['id']!r}\n{DIES}")
+    flags = ["--human", tmp_path / "human.py", "--max_tokens", 5, "--max_turns", 3]
+    done = play(tiny_dir, tasks, *flags, "--concurrency", 3)
+    assert {r["task"]["id"] for r in records(done.stdout)} == {t["task"]["id"] for t in tasks[1:3]}
+    assert "Traceback" not in done.stderr and done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: human or critic: ConnectionError: down"

@@ -223,18 +223,28 @@ async def chat_with(one):
                              messages=[{"role": "user", "content": "x"}])
 
 
-def test_what_is_refused_is_not_asked_again_and_16_times_in_a_row_end_the_run(monkeypatch):
+def test_a_server_that_is_down_ends_the_run_and_what_it_refuses_fails_an_episode(monkeypatch):
+    """A refused request is not made again. Before the first answer all that fails counts."""
     monkeypatch.setenv("OPENAI_API_KEY", "sesame")
     server = Server(said)
 
-    async def all_of():
-        one = endpoint(server)
-        for error in [*[ValueError] * 15, None, *[ValueError] * 15, SystemExit]:
-            server.refuse = 400 if error else None
-            with pytest.raises(error, match="400") if error else contextlib.nullcontext():
+    async def expect(error, status, one, times=1):
+        server.refuse = status
+        for _ in range(times):
+            with pytest.raises(error, match=str(status)) if error else contextlib.nullcontext():
                 await chat_with(one)
+
+    async def all_of():
+        new, old = endpoint(server), endpoint(server, retries=0)
+        await expect(collect.EpisodeError, 400, new, 15)
+        await expect(SystemExit, 400, new)
+        assert [key for _, _, key in server.seen] == ["Bearer sesame"] * 16
+        for _ in range(2):
+            await expect(None, None, old)
+            await expect(collect.EpisodeError, 400, old, 20)
+            await expect(collect.EpisodeError, 503, old, 15)
+        await expect(SystemExit, 503, old)
     asyncio.run(all_of())
-    assert [key for _, _, key in server.seen] == ["Bearer sesame"] * 32
 
 
 WHICH = """serves a, b, not None; --human_params '{"model": "NAME"}'"""
@@ -258,7 +268,7 @@ def test_a_line_says_what_to_do_about_an_odd_server(case, tiny_dir, tasks):
         players = await collect.Players(args).load()
         return await players.human(tasks[0]["task"], dialogue("write f", "which rate?"))
     if why:
-        with pytest.raises((ValueError, SystemExit), match=re.escape(why)):
+        with pytest.raises((collect.EpisodeError, SystemExit), match=re.escape(why)):
             asyncio.run(hear())
     else:
         assert asyncio.run(hear()).startswith("it is ")
@@ -296,7 +306,7 @@ def test_a_judge_scores_a_message_by_the_share_of_its_comparisons_that_it_wins(t
         return await collect.call(critic, task, dialogue("write f(x)"), actions)
     assert asyncio.run(judged(prefers_no)) == [0, 0.5, 0.5, 0.75, 0.75]
     for reply, error, why in (
-            (chat("A better one is B"), ValueError, "not one of A and B"),
+            (chat("A better one is B"), collect.EpisodeError, "not one of A and B"),
             (("no", 404), SystemExit, "human or critic: .*the judge http")):  # it ends the run
         with pytest.raises(error, match=why):
             asyncio.run(judged(lambda path, body: reply))

@@ -68,6 +68,15 @@ def test_pages_have_likeness_wins_failures_and_no_rules(tmp_path):
     assert table.endswith("over tasks]; graded by clip; NOT THE SAME TASKS\n")  # though both have 4
 
 
+def test_equal_systems_do_not_differ_though_their_seeds_have_other_tasks(tmp_path):
+    """As where a seed's file lacks episodes that failed."""
+    seed = [episode(f"t{i}", i % 3 / 2) for i in range(10)]
+    files = {"a0": seed, "a1": seed[:5], "b0": seed, "b1": seed[5:]}
+    (_, r), _ = run(tmp_path, "A=a0.jsonl,a1.jsonl", "B=b0.jsonl,b1.jsonl", **files)
+    assert r["minus_first"]["success"] == r["minus_first"]["tests_passed"] == 0
+    assert r["minus_first"]["wins"] == 0.5
+
+
 def draws(tasks):
     """2,000 draws of as many tasks, with replacement."""
     r = random.Random(1)
@@ -79,8 +88,7 @@ def mean(tasks):
 
 
 def gain(tasks):
-    first, second = zip(*tasks)
-    return mean(second) - mean(first)
+    return statistics.fmean(statistics.fmean(b) - statistics.fmean(a) for a, b in tasks)
 
 
 def test_values_and_intervals_are_those_of_a_plain_bootstrap(tmp_path):
