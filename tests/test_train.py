@@ -142,14 +142,9 @@ def test_candidate_pairs_take_the_top_against_the_bottom_half():
         assert pairs == draw(candidates)
         assert not pairs or pairs != draw(candidates, seed=1)
     assert not draw([candidate(7, 0.0), candidate(7, 1.0)])  # alike
+    assert not draw([candidate(i, 0.5) for i in range(4)])  # the critic does not tell them apart
     cut = {**candidate(7, 1.0), "cut": True}
     assert not draw([candidate(8, 0.0), cut]) and draw([candidate(8, 2.0), cut])
-
-
-def test_candidates_that_the_critic_does_not_tell_apart_are_no_pair():
-    same = [candidate(i, 0.5) for i in range(4)]
-    args = train_policy.get_args(["--out", "x"])
-    assert not train_policy.candidate_pairs(args, same)
 
 
 def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
@@ -164,8 +159,6 @@ def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
         assert [len(pairs) for pairs in groups[:5]] == 5 * [8]  # a trajectory's stay together
         added = [(p.chosen[0][0][1], p.rejected[0][0][1]) for g in groups[5:] for p in g]
         assert sorted(added) == sorted(n // 2 * [(2, 0), (2, 4)])
-    with pytest.raises(SystemExit, match="no task has a solved and a worse one"):
-        train_policy.make_groups(args, given[1::2])
 
 
 def read_by(monkeypatch, given, trainer, *flags):
@@ -191,9 +184,6 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch
     ids = {M.packed(plain_ids(tokenizer, c["output"]) + [*M.text_ids(tokenizer, M.ending(tokenizer))])
            for c in candidates}
     assert {action for group in make() for _, action in M.turns_in(group)} <= ids
-    del candidates[0]["logprob"]
-    with pytest.raises(SystemExit, match="--logprob_weight needs the candidates' logprob"):
-        make("--logprob_weight", 0.1)
     message, other = agent_messages(rewarded[0])[0], "not of this --model's tokenizer"
     message["candidates"][0]["token_ids"] = [len(tokenizer)]
     with pytest.raises(SystemExit, match=other):
@@ -205,33 +195,25 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch
 
 
 @pytest.mark.parametrize("trainer, flags", [
-    (train_critic, []), (train_policy, ["--mix", 0.5]), (train_policy, ["--loss", "mtdpo"]),
-    (train_policy, ["--loss", "rft"])])
+    (train_critic, []), (train_critic, ["--min_gap", 0]), (train_policy, ["--mix", 0.5]),
+    (train_policy, ["--loss", "mtdpo"]), (train_policy, ["--loss", "rft"])])
 def test_nothing_is_learned_of_held_out_tasks(trainer, flags, ranked, tiny_dir, monkeypatch):
-    """A small share still holds one out, so that the accuracy says something; one always trains."""
+    """A small share still holds one out, so that the accuracy says something; one always trains.
+
+    Records may come in any order.
+    """
     names = sorted({r["task"]["id"] for r in ranked})
     for r in ranked:  # some tasks have one description
         r["dialogue_history"][0]["content"] += " write" * names.index(r["task"]["id"])
-    for tasks, share, n in ((4, 0, 0), (4, 0.001, 1), (4, 0.5, 2), (4, 1, 3), (1, 0.5, 0)):
-        some = [r for r in ranked if r["task"]["id"] in names[:tasks]]
-        groups, held = read_by(monkeypatch, some, trainer, "--model", tiny_dir, *flags,
-                               "--held_out", share)
-        train, measured = ({prompt[:prompt.find(chr(2))] for pair in pairs
-                            for prompt, _ in pair.chosen} for pairs in (chain(*groups), held))
-        assert len(train) == tasks - n and len(measured) == n and not train & measured
-
-
-@pytest.mark.parametrize("trainer, flags", [
-    (train_critic, []), (train_critic, ["--min_gap", 0]), (train_policy, ["--mix", 0.5]),
-    (train_policy, ["--loss", "mtdpo"]), (train_policy, ["--loss", "rft"])])
-def test_pairs_do_not_depend_on_the_order_of_records(trainer, flags, ranked, tiny_dir, monkeypatch):
-    for r in ranked:
-        r["reward"] = 1.0 - 0.5 * (r["sample"] == 1)
     given = ranked + [{**r, "sample": 2, "reward": 1.0} for r in ranked if r["sample"] == 1]
-    shuffled = random.Random(0).sample(given, len(given))
-    made = [read_by(monkeypatch, records, trainer, "--model", tiny_dir, *flags, "--held_out", 0.3)
-            for records in (given, shuffled)]
-    assert made[0] == made[1] and made[0][0]
+    for tasks, share, n in ((4, 0, 0), (4, 0.001, 1), (4, 0.5, 2), (4, 1, 3), (1, 0.5, 0)):
+        some = [r for r in given if r["task"]["id"] in names[:tasks]]
+        made, again = (read_by(monkeypatch, rs, trainer, "--model", tiny_dir, *flags, "--held_out",
+                               share) for rs in (some, random.Random(0).sample(some, len(some))))
+        assert made == again
+        train, measured = ({prompt[:prompt.find(chr(2))] for pair in pairs
+                            for prompt, _ in pair.chosen} for pairs in (chain(*made[0]), made[1]))
+        assert len(train) == tasks - n and len(measured) == n and not train & measured
 
 
 # --- c: the critic's, never the policy's ----------------------------------------------------------
@@ -284,9 +266,8 @@ def test_what_each_critic_reads(tiny_dir):
 # --- the critic's reference, when it is finished --------------------------------------------------
 
 def test_a_finished_critic_finds_its_reference_and_takes_no_other(rewarded, tiny_dir, tmp_path):
-    """By a path from its own directory, so that both may move together; or by --model.
-
-    It reads what it read in training, and scores in any order, also what has no reward.
+    """By a path from its own directory, so that both may move together; or by --model. It reads
+    what it read in training, and scores what has no reward.
     """
     shutil.copytree(tiny_dir, tmp_path / "runs" / "base")
     flags = ["--model", "base", "--epochs", 1, "--ref_context", "agent", "--out", "c"]
@@ -295,7 +276,7 @@ def test_a_finished_critic_finds_its_reference_and_takes_no_other(rewarded, tiny
     assert any(x["advantage"] for r in first for x in actions(r))
     moved = shutil.move(tmp_path / "runs", tmp_path / "moved")
     base, out = Path(moved, "base"), Path(moved, "c")
-    before, score = contents(out), ["train_critic.py", "--out", out]
+    score = ["train_critic.py", "--out", out]
     for r in first + rewarded:
         del r["reward"]
     assert records(succeed(*score, stdin=rewarded[::-1]).stdout) == first[::-1]
@@ -307,7 +288,6 @@ def test_a_finished_critic_finds_its_reference_and_takes_no_other(rewarded, tiny
               {"format": "pt"})
     done = script(*score, "--model", elsewhere, stdin=rewarded)
     complaint(done, f"{elsewhere} has other weights than the model that the critic in {out}")
-    assert contents(out) == before
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -486,11 +466,10 @@ def test_many_processes_and_small_trees_make_the_same_steps(world, job, whole, c
     assert tokens > sum(row["tokens"] for row in steps(whole(job)[0]))
 
 
-@pytest.mark.parametrize("name", [
-    name if name == "qwen3_next" else pytest.param(name, marks=pytest.mark.full) for name in SLOW])
-def test_two_processes_train_turn_by_turn_as_one_does(name, tmp_path, tiny_dir):
+def test_two_processes_train_turn_by_turn_as_one_does(tmp_path, tiny_dir):
     """With as many forwards on each."""
-    base = save_strong(name, SLOW[name], M.find_model(tiny_dir)[1], tmp_path / "base")
+    tokenizer = M.find_model(tiny_dir)[1]
+    base = save_strong("qwen3_next", SLOW["qwen3_next"], tokenizer, tmp_path / "base")
     rft = ["train_policy.py", "--loss", "rft", "--all", 1, "--model", base, "--batch_size", 5,
            "--epochs", 2, "--lr", 1e-4, "--out"]
     one = succeed(*rft, tmp_path / "1", stdin=demos(7))
@@ -504,33 +483,21 @@ def test_two_processes_train_turn_by_turn_as_one_does(name, tmp_path, tiny_dir):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("flags, message", [
-    ([], "error: stdin, line 2: not JSON"),
-    (["--learning_rate", 1], "error: unrecognized arguments: --learning_rate 1")],
-    ids=["bad line", "unknown flag"])
-def test_two_ranks_say_an_error_once_and_leave_nothing(flags, message, command, data, tmp_path):
+def test_two_ranks_say_an_error_once_and_leave_nothing(command, data, tmp_path):
     bad = data.splitlines()[0] + "\n{'single': 'quotes'}\n"
-    done = script(*command("critic", tmp_path / "out", *flags), stdin=bad, ranks=2)
-    complaint(done, message)
+    done = script(*command("critic", tmp_path / "out"), stdin=bad, ranks=2)
+    complaint(done, "error: stdin, line 2: not JSON")
     assert not [*tmp_path.glob("out/*")]
-
-
-PATIENCE = """
-import datetime, sys, time
-sys.path.insert(0, sys.argv[1])
-import torch.distributed as dist, utils
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=2))
-print(utils.from_rank_0(lambda: (time.sleep(5), "here")), flush=True)
-dist.destroy_process_group()
-"""
 
 
 @pytest.mark.full
 def test_the_others_wait_for_rank_0_longer_than_for_each_other(tmp_path):
-    """It may wait for hours on stdin, before the first group of their own as well."""
-    (tmp_path / "wait.py").write_text(PATIENCE)
-    done = script(tmp_path / "wait.py", ROOT, ranks=2)
-    assert not done.returncode and done.stdout.count("here") == 2  # two ranks' lines may mix
+    """It may wait for hours on stdin."""
+    (tmp_path / "wait.py").write_text(
+        f"import datetime, sys, time\nsys.path.insert(0, {ROOT!r})\nimport torch, utils\n"
+        "torch.distributed.init_process_group('gloo', timeout=datetime.timedelta(seconds=2))\n"
+        "assert utils.from_rank_0(lambda: (time.sleep(5), 'here'))[1] == 'here'\n")
+    succeed(tmp_path / "wait.py", ranks=2)
 
 
 @pytest.mark.full
@@ -620,15 +587,22 @@ def test_a_finished_run_is_only_read_and_what_is_no_run_never_removed(job, whole
 @pytest.mark.parametrize("flags, change, message", [
     (["--lr", 3], ("", ""), "--lr 0.0001, not 3.0"),
     (["--max_length", 3], ("", ""), "--max_length 16384, not 3"),
-    ([], ('"reward": 0.3', '"reward": 1.0'), ", not "),
-    ([], ('"content": "write', '"content": "Write'), "data ")],
-    ids=["lr", "max_length", "a reward", "a token"])
+    ([], ('"content": "write', '"content": "Write'), "data ")])
 def test_only_the_same_run_goes_on(flags, change, message, killed, command, data):
     out = killed("critic")
     before = contents(out)
     done = script(*command("critic", out, *flags), stdin=data.replace(*change, 1))
     complaint(done, f"the run in {out} has ", message)
     assert contents(out) == before
+
+
+def test_a_run_whose_last_save_fails_goes_on(killed, whole, command, data, tmp_path):
+    out = shutil.copytree(killed("critic"), tmp_path / "out")
+    (out / "tokenizer.json").mkdir()
+    complaint(script(*command("critic", out), stdin=data), f"{out} can't be written")
+    (out / "tokenizer.json").rmdir()
+    done = succeed(*command("critic", out), stdin=data)
+    same_bits(whole("critic"), out, done.stdout)
 
 
 def test_two_runs_cannot_share_an_out(command, data, tmp_path):
@@ -640,23 +614,13 @@ def test_two_runs_cannot_share_an_out(command, data, tmp_path):
 
 # --- what is left out, what it is saved as --------------------------------------------------------
 
-def test_turns_that_are_too_long_are_left_out_and_counted(data, tiny_dir):
-    """They get no advantage. That no pair has them is tested above."""
-    tokenizer, lengths = M.find_model(tiny_dir)[1], []
-    for r in records(data):
-        for history, both in M.actions_of(r):
-            read = colbench.with_hidden(history, r["task"]["ground_truth"])
-            prompt = M.render(tokenizer, read)
-            lengths += [len(prompt) + len(M.action_ids(tokenizer, action, read)[0])
-                        for action in both]
-    limit = sorted(lengths)[len(lengths) // 2]
-    flags = ["--untrained", 1, "--max_length", limit]
+def test_turns_that_are_too_long_get_no_advantage_and_are_counted(data, tiny_dir):
+    flags = ["--untrained", 1, "--max_length", 150]
     done = succeed("train_critic.py", "--model", tiny_dir, *flags, stdin=data)
-    left_out = sum(n > limit for n in lengths)
-    said = f"{left_out} messages and candidates are longer than {limit} tokens (--max_length"
-    assert said in done.stderr
-    for x, length in zip(chain(*map(actions, records(done.stdout))), lengths, strict=True):
-        assert ("advantage" in x) == (length <= limit)
+    scored = ["advantage" in x for r in records(done.stdout) for x in actions(r)]
+    left_out = scored.count(False)
+    assert 0 < left_out < len(scored)
+    assert f"{left_out} messages and candidates are longer than 150 tokens" in done.stderr
 
 
 @pytest.mark.full
@@ -672,8 +636,5 @@ def test_bf16_saves_in_16_bits_and_trains_in_32(killed, whole):
     flat = lambda weights, dtype: torch.cat([weights[n].to(dtype).flatten() for n in base])
     changed = lambda dtype: (flat(state, dtype) != flat(base, dtype)).double().mean()
     assert changed(torch.float32) > 0.9 and changed(torch.bfloat16) < 0.01
-    saved = load_file(whole("bf16")[0] / "model.safetensors")
-    assert {x.dtype for x in saved.values()} == {torch.bfloat16}
-    lm = AutoModelForCausalLM.from_pretrained(whole("bf16")[0])
-    assert lm.dtype == torch.bfloat16 and lm(torch.arange(6, 60)[None]).logits.isfinite().all()
-    assert all(torch.equal(p, saved[n]) for n, p in lm.named_parameters())
+    saved = AutoModelForCausalLM.from_pretrained(whole("bf16")[0])
+    assert {x.dtype for x in saved.parameters()} == {torch.bfloat16}
