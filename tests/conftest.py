@@ -32,13 +32,8 @@ import toy  # noqa: E402
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "full: slow; runs with FULL=1 in the environment")
-
-
-def pytest_collection_modifyitems(config, items):
-    slow = [] if FULL else [item for item in items if item.get_closest_marker("full")]
-    if slow:
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in slow]
+    if not FULL:
+        config.option.markexpr = "not full"
 
 
 @functools.cache
@@ -216,14 +211,6 @@ def nucleus(logps, top_p):
                 break
             row[token] = all_of[token].item()
     return out.log_softmax(-1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def end_forks():
-    yield
-    if forks.cache_info().currsize:
-        forks().stdin.close()
-        forks().wait()
 
 
 @pytest.fixture(scope="session")

@@ -18,13 +18,6 @@ SLOW = ["numpy", "openai", "safetensors.torch", "tqdm", "torch.distributed.check
         "transformers.models.llama.modeling_llama"]
 
 
-def set_streams(files):
-    """Gives this process other standard streams, as a new interpreter sets them up."""
-    for fd, file in enumerate(files):
-        os.dup2(os.open(file, os.O_RDWR | os.O_APPEND), fd)
-    sys.stdin = open(0, encoding="utf-8", closefd=False)
-
-
 def be_ranks(world):
     """Goes on in `world` forks that have what torchrun would give them; this process waits."""
     with socket.socket() as s:
@@ -64,7 +57,9 @@ if __name__ == "__main__":
         argv, cwd, files, world, last = json.loads(line)
         pid = os.fork()
         if not pid:
-            set_streams(files)
+            for fd, file in enumerate(files):
+                os.dup2(os.open(file, os.O_RDWR | os.O_APPEND), fd)
+            sys.stdin = open(0, encoding="utf-8", closefd=False)  # as a new interpreter does
             os.chdir(cwd)
             if world > 1:
                 be_ranks(world)

@@ -14,7 +14,6 @@ import signal
 import statistics
 import subprocess
 import sys
-from glob import glob
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,7 +23,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-import colbench
 import model as M
 import train_critic
 import train_policy
@@ -68,10 +66,6 @@ def test_a_loss_is_that_of_its_equation(loss):
         for turn, p in logps.items():
             of_turn = statistics.fmean((p - ref[turn]).tolist())
             assert train_critic.advantage(p, ref[turn]).item() == exact(of_turn)
-
-
-def test_a_margin_of_0_up_to_rounding_is_ranked_by_chance():
-    assert M.accuracy(torch.tensor([1e-7, 2e-7, 0, 1e-3])) == 0.625
 
 
 def test_the_learning_rate_warms_up_also_where_steps_are_few():
@@ -185,9 +179,6 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch
            for c in candidates}
     assert {action for group in make() for _, action in M.turns_in(group)} <= ids
     message, other = agent_messages(rewarded[0])[0], "not of this --model's tokenizer"
-    message["candidates"][0]["token_ids"] = [len(tokenizer)]
-    with pytest.raises(SystemExit, match=other):
-        make()
     del message["candidates"]
     message["token_ids"] = [i - 1 for i in message["token_ids"]]  # in a vocabulary, but another one
     with pytest.raises(SystemExit, match=other):
@@ -222,9 +213,7 @@ def test_nothing_is_learned_of_held_out_tasks(trainer, flags, ranked, tiny_dir, 
     (["--mix", 0.5], None), (["--loss", "mtdpo"], 4), (["--loss", "rft"], 4),
     (["--loss", "rft", "--all", 1], 8)])
 def test_c_never_reaches_the_policy(flags, pairs, ranked, tiny_dir, monkeypatch):
-    """All that it is trained on is the same, whatever c is: of mtdpo a pair of each task's two
-    trajectories, of rft the solved ones, or all.
-    """
+    """All that it is trained on is the same, whatever c is."""
     groups = []
     for c in ("rate=3", "fee=7"):
         for r in ranked:
@@ -235,19 +224,16 @@ def test_c_never_reaches_the_policy(flags, pairs, ranked, tiny_dir, monkeypatch)
 
 
 def test_what_each_critic_reads(tiny_dir):
-    """c stands before both, or pi's prompt alone, or neither's. It is what is hidden, or the code.
-
-    All of this leaves the dialogue as it was.
-    """
+    """c stands before both, or pi's prompt alone. It is what is hidden, or the code."""
     tokenizer = M.find_model(tiny_dir)[1]
     code = "def f(x, rate=3): return x * rate"
     task = {"problem_description": "write f(x)", "ground_truth": code}
     history, action = dialogue("write f(x)", "so", "go on"), {"output": "what is the rate?"}
 
-    def read(pi=True, ref=True):
+    def read(ref=True):
         """[prompt, action, reference's prompt, action], as text."""
         [(turn, ref_turn)] = train_critic.critic_turns(tokenizer, {"task": task}, history, [action],
-                                                       pi_reads_c=pi, ref_reads_c=ref)
+                                                       pi_reads_c=True, ref_reads_c=ref)
         return [tokenizer.decode([*map(ord, ids)]) for ids in (*turn, *ref_turn)]
 
     later = "so<|end|><|user|>go on<|end|><|assistant|>"
@@ -256,7 +242,6 @@ def test_what_each_critic_reads(tiny_dir):
     said = "what is the rate?<|end|>"
     assert read() == [seeing, said] * 2
     assert read(ref=False) == [seeing, said, blind, said]
-    assert read(False, False) == [blind, said] * 2
     task["hidden_information"] = "rate 3"
     assert read() == [seeing.replace(code, "rate 3"), said] * 2
     action["output"] = ""  # a candidate that ended at once
@@ -301,6 +286,7 @@ JOBS = {"critic": CRITIC, "moe": CRITIC,  # 5 experts: on 2 ranks the shards are
         "mtdpo": [*POLICY, "mtdpo", "--held_out", 0.3, "--eval_every", 2, "--batch_size", 3,
                   "--epochs", 6],
         "rft": [*POLICY, "rft", "--all", 1, "--batch_size", 5],
+        # a step of 2e-7 is lost on a 16-bit weight
         "bf16": [*POLICY, "dpo", "--pairs_per_turn", 1, "--batch_size", 6, "--epochs", 2,
                  "--lr", 2e-7, "--dtype", "bf16"]}
 
@@ -391,8 +377,14 @@ def same_bits(whole, out, stdout):
 def planned_tokens(command, data, world):
     """What plan.py says of a run on `world` GPUs."""
     plan = json.loads(succeed("tests/plan.py", *command, "--gpus", world, stdin=data).stdout)
-    assert plan["gpus"] == world and plan["tokens"]["computed"] <= plan["tokens"]["slowest_rank"]
-    return plan["tokens"]["computed"], plan["steps"]
+    computed, slowest = plan["tokens"]["computed"], plan["tokens"]["slowest_rank"]
+    flops = 2 * (plan["reference_tokens"] + plan["critic_tokens"])  # of each weight
+    if world == 1:
+        flops += (6 + 2) * slowest  # layers are computed again
+        hours = flops * plan["parameters"] / 4e14 / 3600
+        assert computed == slowest and plan["hours"] == pytest.approx(hours, rel=0.01)
+    assert computed <= slowest
+    return computed, plan["steps"]
 
 
 @pytest.mark.parametrize("job", ["critic", "dpo", *(pytest.param(job, marks=pytest.mark.full)
@@ -421,12 +413,12 @@ def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data,
 
     optimizer = torch.optim.AdamW(pi.parameters(), betas=(0.9, 0.95), weight_decay=0)
     batches = M.all_batches(groups, args.batch_size, args.epochs, args.seed)
-    rows = [row for row in metrics(whole(job)[0]) if "held_out_loss" in row]
-    measured = {row["step"]: row["held_out_loss"] for row in rows}
-    last = len(batches) - 1
+    made, last = steps(whole(job)[0]), len(batches) - 1
+    measured = {row["step"]: row["held_out_loss"] for row in metrics(whole(job)[0])
+                if "held_out_loss" in row}
     want = [step for step in range(last + 1) if step % 2 or step == last] if held else []
-    assert [row["step"] for row in rows] == want and bool(held) == (job in ("critic", "mtdpo"))
-    for step, (batch, row) in enumerate(zip(batches, steps(whole(job)[0]), strict=True)):
+    assert [*measured] == want and bool(held) == (job in ("critic", "mtdpo"))
+    for step, (batch, row) in enumerate(zip(batches, made, strict=True)):
         loss = loss_of(batch)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(pi.parameters(), 1.0)
@@ -436,11 +428,9 @@ def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data,
         assert row["loss"] == pytest.approx(loss.item(), rel=1e-3)
         assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-2)
         if step in measured:
-            assert measured.pop(step) == pytest.approx(loss_of(held).item(), rel=1e-3)
-    assert not measured
-    made = steps(whole(job)[0])
-    want = sum(row["tokens"] for row in made), len(made)
-    assert planned_tokens(command(job, "x"), data, 1) == want
+            assert measured[step] == pytest.approx(loss_of(held).item(), rel=1e-3)
+    tokens = sum(row["tokens"] for row in made)
+    assert planned_tokens(command(job, "x"), data, 1) == (tokens, len(made))
 
 
 @pytest.mark.full
@@ -483,11 +473,37 @@ def test_two_processes_train_turn_by_turn_as_one_does(tmp_path, tiny_dir):
 
 
 @pytest.mark.full
-def test_two_ranks_say_an_error_once_and_leave_nothing(command, data, tmp_path):
+@pytest.mark.parametrize("flags, message", [
+    ([], "error: stdin, line 2: not JSON"),
+    (["--learning_rate", 1], "error: unrecognized arguments: --learning_rate 1")])
+def test_two_ranks_say_an_error_once_and_leave_nothing(flags, message, command, data, tmp_path):
     bad = data.splitlines()[0] + "\n{'single': 'quotes'}\n"
-    done = script(*command("critic", tmp_path / "out"), stdin=bad, ranks=2)
-    complaint(done, "error: stdin, line 2: not JSON")
+    done = script(*command("critic", tmp_path / "out", *flags), stdin=bad, ranks=2)
+    complaint(done, message)
     assert not [*tmp_path.glob("out/*")]
+
+
+PER_RANK = """
+import os, runpy, sys
+del sys.argv[0]
+sys.path.insert(0, os.path.dirname(sys.argv[0]))
+sys.argv = [word.replace("RANK", os.environ["RANK"]) for word in sys.argv]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.full
+def test_ranks_that_read_other_weights_are_refused(tiny_dir, tmp_path):
+    """As where each node has a copy of its own."""
+    (tmp_path / "per_rank.py").write_text(PER_RANK)
+    for rank in "01":
+        shutil.copytree(tiny_dir, tmp_path / rank)
+    weights = load_file(tmp_path / "1" / "model.safetensors")
+    weights["model.norm.weight"] += 1e-3
+    save_file(weights, tmp_path / "1" / "model.safetensors", {"format": "pt"})
+    done = script(tmp_path / "per_rank.py", f"{ROOT}/train_policy.py", "--loss", "rft", "--all", 1,
+                  "--model", tmp_path / "RANK", "--out", tmp_path / "out", stdin=demos(4), ranks=2)
+    complaint(done, "0' are not the same on all ranks")
 
 
 @pytest.mark.full
@@ -504,7 +520,7 @@ def test_the_others_wait_for_rank_0_longer_than_for_each_other(tmp_path):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_one_process_finishes_what_two_of_torchrun_began(how, whole, command, data, tmp_path):
     """One of two ranks is killed; or torchrun, and its ranks with it, ends by a signal."""
-    out, is_kill = tmp_path / "out", how == signal.SIGKILL
+    out = tmp_path / "out"
     mtdpo = command("mtdpo", out, "--save_every", 2)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     (tmp_path / "in").write_text(data)
@@ -516,15 +532,14 @@ def test_one_process_finishes_what_two_of_torchrun_began(how, whole, command, da
             family = descendants(p.pid)
             (rank_1,) = (pid for pid in family
                          if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
-            os.kill(rank_1 if is_kill else p.pid, how)
-            stdout, stderr = p.communicate(timeout=150)
+            os.kill(rank_1 if how == signal.SIGKILL else p.pid, how)
+            stdout, _ = p.communicate(timeout=150)
             gone(family)
         finally:
             for pid in (p.pid, *descendants(p.pid)):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     assert p.returncode and not stdout and not (out / "model.safetensors").exists()
-    assert "SIGKILL" in stderr or not is_kill
     done = succeed(*mtdpo, stdin=data)
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
     assert 2 <= resumed["resumed"] < resumed["steps"] and resumed["world"] == 1
@@ -603,6 +618,7 @@ def test_a_run_whose_last_save_fails_goes_on(killed, whole, command, data, tmp_p
     (out / "tokenizer.json").rmdir()
     done = succeed(*command("critic", out), stdin=data)
     same_bits(whole("critic"), out, done.stdout)
+    assert [row["resumed"] for row in metrics(out) if "resumed" in row] == [2, 6]
 
 
 def test_two_runs_cannot_share_an_out(command, data, tmp_path):
@@ -621,20 +637,3 @@ def test_turns_that_are_too_long_get_no_advantage_and_are_counted(data, tiny_dir
     left_out = scored.count(False)
     assert 0 < left_out < len(scored)
     assert f"{left_out} messages and candidates are longer than 150 tokens" in done.stderr
-
-
-@pytest.mark.full
-def test_bf16_saves_in_16_bits_and_trains_in_32(killed, whole):
-    """A step of 2e-7 is lost on a 16-bit weight, as which the files hold it."""
-    file, *_ = glob(f"{killed('bf16')}/checkpoint-2/*.safetensors")
-    kept = load_file(file)
-    base = load_file(f"{metrics(killed('bf16'))[0]['args']['model']}/model.safetensors")
-    assert {x.dtype for x in base.values()} == {torch.bfloat16}
-    state = {name.removeprefix("lm."): x for name, x in kept.items() if name.startswith("lm.")}
-    moments = {name.rpartition(".")[2] for name in kept if name.startswith("state.")}
-    assert state.keys() >= base.keys() and moments == {"step", "exp_avg", "exp_avg_sq"}
-    flat = lambda weights, dtype: torch.cat([weights[n].to(dtype).flatten() for n in base])
-    changed = lambda dtype: (flat(state, dtype) != flat(base, dtype)).double().mean()
-    assert changed(torch.float32) > 0.9 and changed(torch.bfloat16) < 0.01
-    saved = AutoModelForCausalLM.from_pretrained(whole("bf16")[0])
-    assert {x.dtype for x in saved.parameters()} == {torch.bfloat16}
