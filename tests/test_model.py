@@ -4,7 +4,6 @@ import json
 import math
 import random
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import model as M
 import utils
-from conftest import ROOT, complaint, demos, metrics, script, succeed, turns_of
+from conftest import demos, turns_of
 from plan import count_tokens
 
 # --- the tree -------------------------------------------------------------------------------------
@@ -337,22 +336,6 @@ def test_wrong_attention_is_found_and_wrong_log_probs_are_refused(tiny_dir, monk
                         lambda model, *_: model.lm.set_attn_implementation("tree") or True)
     with pytest.raises(SystemExit, match="the log-probs of .* differ"):
         M.load(tiny_dir)
-
-
-def test_a_run_whose_last_save_fails_goes_on_from_its_checkpoint(tiny_dir, tmp_path):
-    """By a copy of the scripts, whose model.py finds the disk full."""
-    for path in Path(ROOT).glob("*.py"):
-        shutil.copy(path, tmp_path)
-    text = (tmp_path / "model.py").read_text()
-    full = text.replace("tokenizer.save_pretrained(out)", "raise OSError(28, 'No space left')")
-    (tmp_path / "model.py").write_text(full)
-    run = ["--loss", "rft", "--all", 1, "--model", tiny_dir, "--epochs", 2, "--batch_size", 2,
-           "--save_every", 2, "--out", tmp_path / "out"]
-    done = script(tmp_path / "train_policy.py", *run, stdin=demos(5))
-    complaint(done, "out can't be written: No space left")
-    succeed("train_policy.py", *run, stdin=demos(5))
-    assert [row["resumed"] for row in metrics(tmp_path / "out") if "resumed" in row] == [6]
-    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 @pytest.mark.parametrize("change", ["missing", "superfluous"])
