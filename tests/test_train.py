@@ -602,7 +602,7 @@ def test_a_finished_run_is_only_read_and_what_is_no_run_never_removed(job, whole
 @pytest.mark.parametrize("flags, change, message", [
     (["--lr", 3], ("", ""), "--lr 0.0001, not 3.0"),
     (["--max_length", 3], ("", ""), "--max_length 16384, not 3"),
-    ([], ('"content": "write', '"content": "Write'), "data ")])
+    ([], ('"content": "write', '"content": "Write'), "pairs_hash ")])
 def test_only_the_same_run_goes_on(flags, change, message, killed, command, data):
     out = killed("critic")
     before = contents(out)
