@@ -58,7 +58,7 @@ def get_args(argv=None):
     flag(g, "candidates_share", 1.0, "share of the episodes that get candidates", most=1)
     flag(g, "best_of", 1, "messages drawn; the critic's favourite is sent", least=1)
     flag(g, "critic", None, "--out of train_critic.py, or a FILE.py with advantages(task, history, "
-         "actions); READS THE REFERENCE", metavar="WHO")
+         "actions); it READS THE SOLUTION", metavar="WHO")
     flag(g, "logprob_weight", 0.0, "--best_of: send the highest advantage + this * log-prob")
     g = p.add_argument_group("engine")
     flag(g, "engine", None, "http://host:port/v1 of a vLLM server (--logprobs-mode "

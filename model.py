@@ -331,7 +331,7 @@ class Pair(NamedTuple):
     """One example of a loss: two trajectories of a task, or two candidates of a turn."""
     chosen: tuple         # the turns, (prompt, action), of the better one
     rejected: tuple = ()  # the turns of the worse one; fine-tuning has none
-    gap: float = 0.0      # of trajectories' rewards, or of the values that candidates are ranked by
+    gap: float = 0.0      # chosen less rejected, of rewards or of candidates' values
 
 
 def turns_in(pairs):

@@ -49,7 +49,7 @@ def get_args(argv=None):
          "accuracy on", most=1)
     flag(g, "eval_every", 100, "steps between measures of held-out pairs", least=1)
     g = p.add_argument_group("objective and optimization")
-    flag(g, "ref_context", "hidden", "what pi_ref reads: c, too (eq. 3), or what the agent does",
+    flag(g, "ref_context", "hidden", "what pi_ref reads: c, too (eq. 3), or the agent's prompt",
          choices=["hidden", "agent"])
     flag(g, "beta", 0.1, "scale of the margin")
     flag(g, "nll_coef", 0.01, "weight of the chosen side's NLL")
@@ -135,7 +135,7 @@ def train(args, log, device):
         turns = turns_in(batch)
         logps = dict(zip(turns, action_logps(model, turns, args.tree_tokens)))
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
-        loss.backward()  # on all ranks the same loss; FSDP sums their gradients
+        loss.backward()  # a rank has the gradient of its own turns; FSDP sums them
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norm, loss = unsharded(norm).item(), loss.item()
         check_finite(step, loss=loss, grad_norm=norm)
@@ -170,11 +170,11 @@ def load_to_score(args, device):
     return records, model, ref_logps
 
 
-def held_out_metrics(batch_loss, args, model, pairs, ref_logps):
-    """{"held_out_loss": ..., "held_out_accuracy": ...} of held-out pairs, by a batch_loss."""
+def held_out_metrics(loss_of_pairs, args, model, pairs, ref_logps):
+    """{"held_out_loss", "held_out_accuracy"} of held-out pairs, by a trainer's batch_loss."""
     turns = turns_in(pairs)
     logps = dict(zip(turns, score(model, turns, args.tree_tokens)))
-    loss, metrics = batch_loss(args, pairs, logps, ref_logps)
+    loss, metrics = loss_of_pairs(args, pairs, logps, ref_logps)
     metrics = {"loss": loss.item(), **metrics}
     return {"held_out_" + name: value for name, value in metrics.items()}
 
@@ -223,7 +223,7 @@ def finished_flags(folder, model=None):
         model = moved if os.path.isdir(moved) else flags.model
     tell_changes(folder)
     if base_digest(model) not in (weights, None):  # None on other ranks
-        fail(f"{model} has other weights than the model that the critic in {folder} began as")
+        fail(f"{model} has other weights than the pi_ref of the critic in {folder}")
     flags.model = model
     return flags
 

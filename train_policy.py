@@ -37,7 +37,7 @@ def get_args(argv=None):
     flag(g, "pairs_per_turn", 4, "dpo: pairs drawn from a turn's candidates", least=1)
     flag(g, "logprob_weight", 0.0, "dpo: rank candidates by advantage + this * log-prob when "
          "sampled")
-    flag(g, "mix", 0.0, "dpo: so many pairs of trajectories (mtdpo's) for a pair of candidates")
+    flag(g, "mix", 0.0, "dpo: pairs of trajectories (as of mtdpo) added for a pair of candidates")
     flag(g, "min_gap", None, "mtdpo, --mix: as in train_critic.py", kind=float)
     flag(g, "held_out", 0.0, "share of the tasks kept out of training, to measure loss and "
          "accuracy on", most=1)
@@ -130,7 +130,7 @@ def main(args):
         turns = turns_in(batch)
         logps = dict(zip(turns, action_logps(model, turns, args.tree_tokens)))
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
-        loss.backward()  # on all ranks the same loss; FSDP sums their gradients
+        loss.backward()  # a rank has the gradient of its own turns; FSDP sums them
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norm, loss = unsharded(norm).item(), loss.item()
         check_finite(step, loss=loss, grad_norm=norm)

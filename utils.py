@@ -404,7 +404,7 @@ def barrier():
 
 
 def from_rank_0(make):
-    """Calls make() on rank 0 only; returns its (kept, sent), and on other ranks (None, sent).
+    """Calls make() on rank 0 only, which gives (kept, sent); returns (None, sent) on other ranks.
 
     So one rank reads stdin, which torchrun gives to all of them, and keeps what is large or can't
     be pickled. It may wait there for hours. Its SystemExit is raised on every rank.

@@ -272,7 +272,7 @@ def test_a_finished_critic_finds_its_reference_and_takes_no_other(rewarded, tiny
     save_file({k: v * 1.001 for k, v in weights.items()}, f"{elsewhere}/model.safetensors",
               {"format": "pt"})
     done = script(*score, "--model", elsewhere, stdin=rewarded)
-    complaint(done, f"{elsewhere} has other weights than the model that the critic in {out}")
+    complaint(done, f"{elsewhere} has other weights than the pi_ref of the critic in {out}")
 
 
 # --- running --------------------------------------------------------------------------------------
