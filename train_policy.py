@@ -210,9 +210,10 @@ def trajectory_mix(args, records, n_pairs):
 def candidate_pairs(args, candidates):
     """[Pair] of one turn: random candidates of the upper half, each with one of the lower half.
 
-    They are ranked by A + w log pi_ref(a|o), the order of pi_ref exp(A / w): that is the policy
-    with the highest E[A] - w KL(pi || pi_ref). w: --logprob_weight. A candidate that --max_tokens
-    has cut does not end, and is never the chosen one.
+    They are ranked by A + w logprob, where w is --logprob_weight, and logprob is of the model that
+    sampled them. If that is pi_ref, this is the order of pi_ref exp(A / w), the policy with the
+    highest E[A] - w KL(pi || pi_ref). One that --max_tokens has cut does not end, and is never the
+    chosen one.
     """
     def value(candidate):
         if not args.logprob_weight:
