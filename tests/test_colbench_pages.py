@@ -255,13 +255,13 @@ def test_the_reward_is_clips_likeness_of_the_last_page_and_check_drops_what_has_
     assert [r["reward"] for r in got] == pytest.approx([*wanted, 1, 0, 0, 0, 1] * 2, abs=1e-5)
     assert [r["reward_by"] for r in got] == [*["clip"] * 8, "honest rules"] * 2
     assert [r.get("failure") for r in got[4:7]] == [None, "no page", "no page"]
-    assert got[7]["failure"] == "the page has more than 1048576 bytes"  # the reference
+    assert got[7]["failure"] == "the reference: the page has more than 1048576 bytes"
     assert "% likeness by clip, tests passed by honest rules; 6 failed" in done.stderr
     assert [{"task": r["task"], "answer": r["answer"]} for r in got] == given
     good = [{"problem_description": "a", "ground_truth": page} for page in pages]
     done = script("colbench.py", "check", "--clip", tmp_path, stdin=[*good, bad])
     assert [r["task"] for r in records(done.stdout)] == good
-    assert " dropped: no page" in done.stderr
+    assert " dropped: the reference: the page has more than" in done.stderr
 
 
 @pytest.mark.full
