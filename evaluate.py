@@ -102,7 +102,7 @@ def ratio(sums):
 
 
 def task_means(sums):
-    """(tasks, 2) sums to the (mean, 1) of each task: it weighs as another with more episodes."""
+    """(tasks, 2) sums to (mean, 1) of each task, however many episodes it has; (0, 0) of none."""
     measured = sums[:, 1] > 0
     return np.stack([sums[:, 0] / np.where(measured, sums[:, 1], 1), measured], 1)
 

@@ -67,9 +67,8 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, accuracy, action_logps, all_batches, base_digest, find_model,
-                   load, pick_dtype, restore, save, save_checkpoint, score, turns_in,
-                   unsharded)
+from model import (TURN, Pair, accuracy, action_logps, all_batches, base_digest, find_model, load,
+                   pick_dtype, restore, save, save_checkpoint, score, turns_in, unsharded)
 from train_critic import held_out_metrics, hold_out, read_turns, sorted_records, trajectory_pairs
 
 
