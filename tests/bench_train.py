@@ -121,16 +121,20 @@ def make_data(folder, tasks, shape):
     words = "".join(f" w{n}" for n in range(WORDS)) * 2  # a tokenizer wants to see a word twice
     says = [{"dialogue_history": [{"role": "assistant", "content": words}]}]
     toy.tiny(says, 0, r" ?\w+|\W")[1].save_pretrained(folder)
-    width, mlp, layers, heads, kv, size, vocab, tied = SHAPES[shape]
-    config = LlamaConfig(vocab_size=vocab, hidden_size=width, intermediate_size=mlp, head_dim=size,
-                         num_hidden_layers=layers, num_attention_heads=heads,
-                         num_key_value_heads=kv, tie_word_embeddings=tied, pad_token_id=0,
-                         max_position_embeddings=16384, initializer_range=width ** -0.5)
     torch.manual_seed(0)
     with torch.device("cuda" if GPU else "cpu"):
-        lm = LlamaForCausalLM(config)
+        lm = LlamaForCausalLM(config_of(shape))
     lm.to(torch.bfloat16 if GPU else None).save_pretrained(folder)
     return folder
+
+
+def config_of(shape):
+    """The config of a model of a shape."""
+    width, mlp, layers, heads, kv, size, vocab, tied = SHAPES[shape]
+    return LlamaConfig(vocab_size=vocab, hidden_size=width, intermediate_size=mlp, head_dim=size,
+                       num_hidden_layers=layers, num_attention_heads=heads,
+                       num_key_value_heads=kv, tie_word_embeddings=tied, pad_token_id=0,
+                       max_position_embeddings=16384, initializer_range=width ** -0.5)
 
 
 @functools.cache
@@ -346,6 +350,12 @@ def difference_of_steps(model, pi_ref, job, batch, ref):
     return max(difference(ours[:1], theirs[:1]), difference(ours[1], theirs[1]))
 
 
+def expected_gb(planned):
+    """The peak of memory that plan.py tells, without the moments, and with pi_ref in 16 bits."""
+    gb = planned["parameters"] / 1e9
+    return planned["peak_gb_a_gpu"] - 8 * gb / planned["gpus"] + 2 * gb
+
+
 def rivalry(theirs, ours, bound, differs):
     """The figures of a rival. theirs, ours: seconds of each repeat."""
     middle, least, most = ratio(theirs, ours)
@@ -395,7 +405,7 @@ class Bench:
         return errors
 
     def load(self, compile, recompute):
-        self.model = None
+        self.model, self.recompute = None, str(recompute)
         start = time.perf_counter()
         self.model = load_moved(self.folder, self.device, compile, recompute)
         seconds = time.perf_counter() - start
@@ -429,16 +439,15 @@ class Bench:
         seconds = timed(ways, self.args.repeats)
         least = min(seconds["ours"])
         module, flags, _, _ = JOBS[job]
-        args = module.get_args(["--out", "x", *flags])
+        args = module.get_args(["--out", "x", "--recompute", self.recompute, *flags])
         planned = plan(args, WORLD, self.model.config, [batch], turns)
         tokens = planned["tokens"]
         flops = 6 * planned["parameters"] * tokens["slowest_rank"] / WORLD
         figures = {"pairs": len(batch), "seconds": least, "first": first,
                    "tokens_a_second": tokens["computed"] / WORLD / least,
                    "of_peak": flops / least / self.peak}
-        if GPU:  # expected: weights and gradients, no moments; and pi_ref
-            figures |= {"peak_gb": max_over_ranks(gb), "expected_gb":
-                        planned["gb_a_gpu"] / 2 + planned["parameters"] * 2 / 1e9}
+        if GPU:
+            figures |= {"peak_gb": max_over_ranks(gb), "expected_gb": expected_gb(planned)}
         if with_rival:
             ours = [a + b / epochs for a, b in zip(seconds["ours"], seconds["pi_ref"])]
             of_ours = 3 * tokens["slowest_rank"] + planned["reference_tokens"] / epochs

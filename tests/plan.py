@@ -8,28 +8,143 @@ slowest_rank, those of each step's slowest GPU times the number of GPUs. referen
 critic_tokens, the turns that pi_ref and the trained critic score, are computed once.
 hours: at 400 TFLOP/s a GPU, 6 for each weight and token in training, 2 without gradient, and 2
 where layers are recomputed, 2 where trees are.
-gb_a_gpu: fp32 weights, gradients and AdamW's moments. Activations come on top.
+gb_a_gpu: fp32 weights, gradients and AdamW's moments. peak_gb_a_gpu: the most that a step takes, in
+bf16, with the activations of the largest tree; compiled, --recompute 0 takes less. It is null where
+tensors without numbers can't go through the model: where they choose experts, say.
 """
 import argparse
 import json
 import sys
+import weakref
+from functools import partial
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
+import model as M  # noqa: E402
 from model import all_batches, deal, find_model, in_order, turns_in  # noqa: E402
-from utils import fail  # noqa: E402
+from utils import fail, say  # noqa: E402
 
 
 def count_tokens(turns):
     """The tokens of the turns' tree."""
     return sum(len(seq) - shared for _, seq, shared in in_order(turns))
 
+
+# --- the peak of memory: a step on meta tensors, which have shapes but no numbers -----------------
+
+class Memory(TorchDispatchMode):
+    """Counts the bytes of the tensors that are made inside: `now`, and the `peak` so far."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.now = self.peak = 0
+        self.sizes = {x.untyped_storage()._cdata: 0 for x in known}  # {storage: its bytes}
+
+    def add(self, size):
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if torch.is_tensor(x) and x.is_meta:
+                storage = x.untyped_storage()
+                key, size = storage._cdata, storage.nbytes()
+                if key not in self.sizes:
+                    self.sizes[key] = size
+                    self.add(size)
+                    weakref.finalize(storage, lambda key=key: self.add(-self.sizes.pop(key)))
+        return out
+
+
+class FlashMemory(torch.autograd.Function):
+    """What FlashAttention makes and keeps of q, k, v (T, heads, D)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        out, log_sums = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, log_sums)
+        return out
+
+    @staticmethod
+    def backward(ctx, gradient):
+        q, k, v, _, _ = ctx.saved_tensors
+        torch.empty_like(q, dtype=torch.float32)  # its gradient is summed in fp32
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def reduce_gradients(parameters, memory, share):
+    """As FSDP does: once all of them are there, it sums them over ranks in fp32.
+
+    share: of the sum, which a rank keeps; 0 if it has room for it already.
+    """
+    size, ready = numel(parameters), []
+
+    def hook(p):
+        ready.append(p)
+        if len(ready) == len(parameters):
+            memory.add(4 * size)
+            memory.add(4 * size * (share - 1))
+            for p in parameters:
+                p.grad = None
+
+    for p in parameters:
+        p.register_post_accumulate_grad_hook(hook)
+
+
+def peak_bytes(args, gpus, config, turns, several):
+    """The most that a rank of so many holds in a step, whose largest tree is of these turns.
+
+    several: whether it has other trees, too. Then each is computed again in the backward pass.
+    """
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    lm.set_attn_implementation("tree")
+    model, memory = M.TreeLM(lm, "meta"), Memory([*lm.parameters(), *lm.buffers()])
+    layers = [list(layer.parameters()) for layer in model.layers()]
+    of_layers = set(chain(*layers))
+    rest = [p for p in lm.parameters() if p not in of_layers]  # embedding, last norm, head
+
+    share = 0 if args.offload else 1 / gpus
+    at_rest = 12 + 4 * several  # bytes: an fp32 weight, two moments, the other trees' gradient
+    memory.add(at_rest * numel(lm.parameters()) * share)
+    memory.add(2 * (numel(rest) + 2 * max(map(numel, layers))))  # gathered in bf16: two layers
+    for parameters in (*layers, rest):
+        reduce_gradients(parameters, memory, 0 if several else share)
+    if args.recompute != 0:
+        for layer in model.layers():
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+    def kernel(q, k, v, tree, scale, window):
+        return FlashMemory.apply(q, k, v)
+
+    fits_meta = patch.multiple(M, sdpa_kernel=kernel, MAX_LOGITS={"meta": M.MAX_LOGITS["cuda"]})
+    with fits_meta, memory:
+        tree, anchor = M.Tree(turns, "meta"), torch.ones((), requires_grad=True)
+        if several:
+            logps = checkpoint(M.tree_logps, model, tree, anchor, use_reentrant=True)
+        else:
+            logps = M.tree_logps(model, tree)
+        logps.sum().backward()
+    return memory.peak
+
+
+def numel(parameters):
+    """How many numbers they have."""
+    return sum(p.numel() for p in parameters)
+
+
+# --- the plan -------------------------------------------------------------------------------------
 
 def plan(args, gpus, config, steps, reference, scored=()):
     """The dict of a run with a trainer's flags on so many GPUs. steps: [[Pair]].
@@ -40,27 +155,38 @@ def plan(args, gpus, config, steps, reference, scored=()):
         fail("there are no steps to take")
     with torch.device("meta"):
         lm = AutoModelForCausalLM.from_config(config)
-    parameters = sum(p.numel() for p in lm.parameters())
+    parameters = numel(lm.parameters())
 
-    def tokens_of(turns):
-        return list(map(count_tokens, deal(turns, args.tree_tokens, gpus)))
+    def deal_to_gpus(turns):
+        """(the parts, the tokens of each)"""
+        parts = deal(turns, args.tree_tokens, gpus)
+        return parts, list(map(count_tokens, parts))
 
     computed = slowest = flops = 0
+    largest = (0, [], False)  # (tokens of a tree, its turns, whether its rank has several)
     for batch in steps:
-        tokens = tokens_of(turns_in(batch))
+        parts, tokens = deal_to_gpus(turns_in(batch))
         trees = len(tokens) // gpus
         computed += sum(tokens)
         longest = gpus * max(sum(tokens[n:n + trees]) for n in range(0, len(tokens), trees))
         slowest += longest
         flops += longest * (6 + 2 * (args.recompute != 0) + 2 * (trees > 1))
-    of_reference, of_critic = sum(tokens_of(reference)), sum(tokens_of(scored))
+        for part, size in zip(parts, tokens):
+            largest = max(largest, (size, part, trees > 1))
+    of_reference, of_critic = (sum(deal_to_gpus(turns)[1]) for turns in (reference, scored))
     flops += 2 * (of_reference + of_critic)
     at_rest = 0 if args.offload else 16 * parameters / gpus
+    try:
+        peak = float(f"{peak_bytes(args, gpus, config, *largest[1:]) / 1e9:.3g}")
+    except Exception as e:  # of many kinds: numbers choose experts, say
+        say(f"no peak of memory can be told: {type(e).__name__}: {e}")
+        peak = None
     return {"gpus": gpus, "parameters": parameters, "steps": len(steps),
             "tokens": {"computed": computed, "slowest_rank": slowest},
             "reference_tokens": of_reference, "critic_tokens": of_critic,
             "hours": float(f"{parameters * flops / 400e12 / gpus / 3600:.3g}"),
-            "gb_a_gpu": float(f"{at_rest / 1e9:.3g}")}
+            "gb_a_gpu": float(f"{at_rest / 1e9:.3g}"),
+            "peak_gb_a_gpu": peak}
 
 
 def read(name, args):

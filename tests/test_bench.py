@@ -22,6 +22,19 @@ def test_unequal_work_is_found_out(job, tmp_path, monkeypatch):
     assert B.difference_of_steps(*given) > 1e-3
 
 
+@pytest.mark.parametrize("job, recompute, measured", [
+    ("dpo 24", 1, 13.48), ("dpo 24", 0, 17.49), ("critic", 1, 14.68), ("critic", 0, 34.38),
+    ("dpo 96", 1, 15.2)])
+def test_plan_tells_the_memory_that_an_h100_took(job, recompute, measured, tmp_path):
+    """In GB, of a model with 1.2B weights that is not compiled."""
+    folder = B.make_data(str(tmp_path), 8, "tiny")
+    module, flags, size, _ = B.JOBS[job]
+    batch = B.all_batches(B.read_groups(job, folder), size, epochs=1, seed=0)[0]
+    args = module.get_args(["--out", "x", "--recompute", str(recompute), *flags])
+    told = B.expected_gb(B.plan(args, 1, B.config_of("1b"), [batch], []))
+    assert told == pytest.approx(measured, rel=0.03)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("command", [
     "grade --repeats 1 --tasks 3",
