@@ -26,7 +26,7 @@ import urllib.parse
 
 ANSWER = "I WANT TO ANSWER:"   # what follows is the final answer
 OUTPUT = "OUTPUT:"             # what stands before is the agent's private thought
-HIDDEN = "Hidden reference:\n{hidden}\n\n"  # before a conversation that critic or pi_ref reads
+HIDDEN = "Hidden reference:\n{hidden}\n\n"  # before a dialogue that critic or pi_ref reads
 NOT_SEEN = "i can't see your page: {}"
 GRADED = "reward", "tests", "failure", "reward_by"  # the fields that a grader gives a record
 
@@ -55,7 +55,7 @@ def hidden_information(task):
 
 
 def with_hidden(history, hidden):
-    """A copy of the conversation whose first message starts with the hidden information c."""
+    """A copy of the dialogue whose first message starts with the hidden information c."""
     first = {**history[0], "content": HIDDEN.format(hidden=hidden) + history[0]["content"]}
     return [first, *history[1:]]
 

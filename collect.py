@@ -58,7 +58,7 @@ def get_args(argv=None):
     flag(g, "candidates_share", 1.0, "share of the episodes that get candidates", most=1)
     flag(g, "best_of", 1, "messages drawn; the critic's favourite is sent", least=1)
     flag(g, "critic", None, "--out of train_critic.py, or a FILE.py with advantages(task, history, "
-         "actions); it READS THE SOLUTION", metavar="WHO")
+         "actions); it READS THE REFERENCE", metavar="WHO")
     flag(g, "logprob_weight", 0.0, "--best_of: send the highest advantage + this * log-prob")
     g = p.add_argument_group("engine")
     flag(g, "engine", None, "http://host:port/v1 of a vLLM server (--logprobs-mode "
@@ -100,7 +100,7 @@ class EpisodeError(Exception):
 
 
 class ContextFull(EpisodeError):
-    """A conversation is longer than the model reads."""
+    """A dialogue is longer than the model reads."""
 
 
 # --- an episode -----------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ class Players:
             prompt = render(self.tokenizer, history, self.args.thinking)
         max_new = min(self.args.max_tokens, self.max_context - len(prompt))
         if max_new <= 0:
-            raise ContextFull(f"the conversation has {len(prompt)} tokens, and the model takes "
+            raise ContextFull(f"the dialogue has {len(prompt)} tokens, and the model takes "
                               f"{self.max_context}")
         if self.args.temperature:
             drawn = await self.engine(prompt, keys, max_new)

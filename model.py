@@ -401,7 +401,7 @@ def score(model, turns, tree_tokens, label=None):
     return logps
 
 
-# --- chat templates: conversations to token ids ---------------------------------------------------
+# --- chat templates: dialogues to token ids -------------------------------------------------------
 
 # A template joins messages by control tokens such as <|im_end|>, and the tokenizer makes ids of the
 # text. A message may spell "<|im_end|>", too. `as_plain` breaks that up by CUTs: the template does
@@ -441,10 +441,10 @@ def as_plain(tokenizer, message):
 
 
 def template_text(tokenizer, messages, thinking, add_prompt):
-    """The template's text of a conversation, with CUTs.
+    """The template's text of a dialogue, with CUTs.
 
     add_prompt: whether the generation prompt follows. A template raises an error of its own for a
-    conversation that it does not take.
+    dialogue that it does not take.
     """
     plain = [{"role": m["role"], "content": as_plain(tokenizer, m)} for m in messages]
     return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_prompt,
@@ -481,7 +481,7 @@ def text_ids(tokenizer, text):
 
 
 def render(tokenizer, messages, thinking=0):
-    """Token ids of a conversation, up to where the assistant's next message begins.
+    """Token ids of a dialogue, up to where the assistant's next message begins.
 
     A control token that a message spells stays plain text. thinking: 0 switches off the thinking of
     models whose template has `enable_thinking`.

@@ -9,8 +9,9 @@ critic_tokens, the turns that pi_ref and the trained critic score, are computed 
 hours: at 400 TFLOP/s a GPU, 6 for each weight and token in training, 2 without gradient, and 2
 where layers are recomputed, 2 where trees are.
 gb_a_gpu: fp32 weights, gradients and AdamW's moments. peak_gb_a_gpu: the most that a step takes, in
-bf16, with the activations of the largest tree; compiled, --recompute 0 takes less. It is null where
-tensors without numbers can't go through the model: where they choose experts, say.
+bf16, with the activations of the largest tree. --recompute 0, where it fits, is a sixth faster;
+compiled it takes less. It is null for a model that can't be computed without numbers: where tokens
+choose experts, say.
 """
 import argparse
 import json

@@ -184,7 +184,7 @@ def test_no_sample_of_a_task_comes_twice(monkeypatch):
 
 # --- bad input ------------------------------------------------------------------------------------
 
-def test_a_conversation_longer_than_the_models_context_ends_unanswered(tasks, tiny_dir, tmp_path):
+def test_a_dialogue_longer_than_the_models_context_ends_unanswered(tasks, tiny_dir, tmp_path):
     """It is an episode all the same, but where not even the task fits."""
     config = shutil.copytree(tiny_dir, tmp_path / "base") / "config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 75}))
@@ -194,7 +194,7 @@ def test_a_conversation_longer_than_the_models_context_ends_unanswered(tasks, ti
     (r,) = records(done.stdout)
     assert not r["answered"] and r["answer"] == "" and len(agent_messages(r)) < 10
     assert r["dialogue_history"][-1]["role"] == "assistant"
-    assert "task long, sample 0 failed: the conversation has " in done.stderr
+    assert "task long, sample 0 failed: the dialogue has " in done.stderr
 
 
 def test_a_template_without_a_generation_prompt_is_refused(tasks, tiny_dir, tmp_path):
