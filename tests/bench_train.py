@@ -352,8 +352,8 @@ def difference_of_steps(model, pi_ref, job, batch, ref):
 
 def expected_gb(planned):
     """The peak of memory that plan.py tells, without the moments, and with pi_ref in 16 bits."""
-    gb = planned["parameters"] / 1e9
-    return planned["peak_gb_a_gpu"] - 8 * gb / planned["gpus"] + 2 * gb
+    moments = 8e-9 * planned["trained"] / planned["gpus"]
+    return planned["peak_gb_a_gpu"] - moments + 2e-9 * planned["parameters"]
 
 
 def rivalry(theirs, ours, bound, differs):

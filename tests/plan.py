@@ -103,25 +103,24 @@ def reduce_gradients(parameters, memory, share):
         p.register_post_accumulate_grad_hook(hook)
 
 
-def peak_bytes(args, gpus, config, turns, several):
+def peak_bytes(args, gpus, model, turns, several):
     """The most that a rank of so many holds in a step, whose largest tree is of these turns.
 
-    several: whether it has other trees, too. Then each is computed again in the backward pass.
+    model: of `without_numbers`. several: whether the rank has other trees, too. Then each is
+    computed again in the backward pass.
     """
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    lm.set_attn_implementation("tree")
-    model, memory = M.TreeLM(lm, "meta"), Memory([*lm.parameters(), *lm.buffers()])
     layers = [list(layer.parameters()) for layer in model.layers()]
     of_layers = set(chain(*layers))
-    rest = [p for p in lm.parameters() if p not in of_layers]  # embedding, last norm, head
+    rest = [p for p in model.parameters() if p not in of_layers]  # embedding, last norm, head
+    trained, frozen = by_training(model.parameters())
 
+    memory = Memory([*model.parameters(), *model.buffers()])
     share = 0 if args.offload else 1 / gpus
-    at_rest = 12 + 4 * several  # bytes: an fp32 weight, two moments, the other trees' gradient
-    memory.add(at_rest * numel(lm.parameters()) * share)
+    # fp32 weights, two moments, the other trees' gradient
+    memory.add(((12 + 4 * several) * numel(trained) + 2 * numel(frozen)) * share)
     memory.add(2 * (numel(rest) + 2 * max(map(numel, layers))))  # gathered in bf16: two layers
     for parameters in (*layers, rest):
-        reduce_gradients(parameters, memory, 0 if several else share)
+        reduce_gradients(by_training(parameters)[0], memory, 0 if several else share)
     if args.recompute != 0:
         for layer in model.layers():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -140,9 +139,25 @@ def peak_bytes(args, gpus, config, turns, several):
     return memory.peak
 
 
+def without_numbers(config):
+    """A TreeLM in bf16, of shapes alone."""
+    with torch.device("meta"):
+        model = M.TreeLM(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
+        # after lora.diff: M.add_lora(model)
+    model.lm.set_attn_implementation("tree")
+    return model
+
+
 def numel(parameters):
     """How many numbers they have."""
     return sum(p.numel() for p in parameters)
+
+
+def by_training(parameters):
+    """(those that are trained, those that are frozen)"""
+    parameters = list(parameters)
+    return ([p for p in parameters if p.requires_grad],
+            [p for p in parameters if not p.requires_grad])
 
 
 # --- the plan -------------------------------------------------------------------------------------
@@ -154,9 +169,8 @@ def plan(args, gpus, config, steps, reference, scored=()):
     """
     if not steps:
         fail("there are no steps to take")
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(config)
-    parameters = numel(lm.parameters())
+    model = without_numbers(config)
+    trained, frozen = map(numel, by_training(model.parameters()))
 
     def deal_to_gpus(turns):
         """(the parts, the tokens of each)"""
@@ -176,16 +190,17 @@ def plan(args, gpus, config, steps, reference, scored=()):
             largest = max(largest, (size, part, trees > 1))
     of_reference, of_critic = (sum(deal_to_gpus(turns)[1]) for turns in (reference, scored))
     flops += 2 * (of_reference + of_critic)
-    at_rest = 0 if args.offload else 16 * parameters / gpus
+    at_rest = 0 if args.offload else (16 * trained + 2 * frozen) / gpus
     try:
-        peak = float(f"{peak_bytes(args, gpus, config, *largest[1:]) / 1e9:.3g}")
+        peak = float(f"{peak_bytes(args, gpus, model, *largest[1:]) / 1e9:.3g}")
     except Exception as e:  # of many kinds: numbers choose experts, say
         say(f"no peak of memory can be told: {type(e).__name__}: {e}")
         peak = None
-    return {"gpus": gpus, "parameters": parameters, "steps": len(steps),
+    return {"gpus": gpus, "parameters": trained + frozen, "trained": trained,
+            "steps": len(steps),
             "tokens": {"computed": computed, "slowest_rank": slowest},
             "reference_tokens": of_reference, "critic_tokens": of_critic,
-            "hours": float(f"{parameters * flops / 400e12 / gpus / 3600:.3g}"),
+            "hours": float(f"{(trained + frozen) * flops / 400e12 / gpus / 3600:.3g}"),
             "gb_a_gpu": float(f"{at_rest / 1e9:.3g}"),
             "peak_gb_a_gpu": peak}
 

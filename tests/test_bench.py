@@ -1,10 +1,13 @@
 """The benchmarks: they run; equal work is found equal, unequal work is found out."""
 import json
+import shutil
+import subprocess
+import sys
 
 import bench_train as B
 import pytest
 import torch
-from conftest import succeed
+from conftest import CPU, ROOT, succeed
 
 
 @pytest.mark.parametrize("job", ["dpo", "rft"])
@@ -22,17 +25,35 @@ def test_unequal_work_is_found_out(job, tmp_path, monkeypatch):
     assert B.difference_of_steps(*given) > 1e-3
 
 
+def told_gb(job, shape, recompute, folder):
+    """What plan.py tells of the job's first batch, less the moments, in GB."""
+    B.make_data(folder, 8, "tiny")
+    module, flags, size, _ = B.JOBS[job]
+    batch = B.all_batches(B.read_groups(job, folder), size, epochs=1, seed=0)[0]
+    args = module.get_args(["--out", "x", "--recompute", str(recompute), *flags])
+    return B.expected_gb(B.plan(args, 1, B.config_of(shape), [batch], []))
+
+
 @pytest.mark.parametrize("job, recompute, measured", [
     ("dpo 24", 1, 13.48), ("dpo 24", 0, 17.49), ("critic", 1, 14.68), ("critic", 0, 34.38),
     ("dpo 96", 1, 15.2)])
 def test_plan_tells_the_memory_that_an_h100_took(job, recompute, measured, tmp_path):
     """In GB, of a model with 1.2B weights that is not compiled."""
-    folder = B.make_data(str(tmp_path), 8, "tiny")
-    module, flags, size, _ = B.JOBS[job]
-    batch = B.all_batches(B.read_groups(job, folder), size, epochs=1, seed=0)[0]
-    args = module.get_args(["--out", "x", "--recompute", str(recompute), *flags])
-    told = B.expected_gb(B.plan(args, 1, B.config_of("1b"), [batch], []))
-    assert told == pytest.approx(measured, rel=0.03)
+    assert told_gb(job, "1b", recompute, str(tmp_path)) == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.full
+def test_and_of_8b_by_lora(tmp_path):
+    from test_readme import edited  # which reads the README; the copy has none
+    copy = edited("lora", tmp_path)
+    shutil.copytree(f"{ROOT}/tests", copy / "tests")
+    plan = copy / "tests" / "plan.py"
+    plan.write_text(plan.read_text().replace("# after lora.diff: ", ""))
+    script = "from test_bench import *; print(told_gb('critic', '8b', 1, sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", script, tmp_path], cwd=copy / "tests", env=CPU,
+                          capture_output=True, text=True, check=True)
+    pi_ref = 2 * 8.07  # was not there
+    assert float(done.stdout) - pi_ref == pytest.approx(25.91, rel=0.03)
 
 
 @pytest.mark.full
