@@ -69,19 +69,25 @@ class Memory(TorchDispatchMode):
 
 
 class FlashMemory(torch.autograd.Function):
-    """What FlashAttention makes and keeps of q, k, v (T, heads, D)."""
+    """What FlashAttention-2 makes and keeps: q (T, heads, D), k and v (K, their heads, D)."""
 
     @staticmethod
-    def forward(ctx, q, k, v):
+    def forward(ctx, q, k, v, runs):
         out, log_sums = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
         ctx.save_for_backward(q, k, v, out, log_sums)
+        ctx.runs = runs
         return out
 
     @staticmethod
     def backward(ctx, gradient):
         q, k, v, _, _ = ctx.saved_tensors
-        torch.empty_like(q, dtype=torch.float32)  # its gradient is summed in fp32
-        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
+        tokens, *rest = q.shape
+        sums = [q.new_empty(tokens + 128 * ctx.runs, *rest, dtype=torch.float32)]
+        if q.shape[1] > k.shape[1]:  # gradients of keys and values by query head
+            sums += [x.new_empty(len(x), *rest) for x in (k, v)]
+        del sums
+        return gradients
 
 
 def reduce_gradients(parameters, memory, share):
@@ -126,7 +132,7 @@ def peak_bytes(args, gpus, model, turns, several):
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
     def kernel(q, k, v, tree, scale, window):
-        return FlashMemory.apply(q, k, v)
+        return FlashMemory.apply(q, k, v, len(tree.q))
 
     fits_meta = patch.multiple(M, sdpa_kernel=kernel, MAX_LOGITS={"meta": M.MAX_LOGITS["cuda"]})
     with fits_meta, memory:
