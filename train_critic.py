@@ -30,7 +30,6 @@ import gc
 import math
 import os
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 from colbench import agent_messages, hidden_information, needs, task_id, with_hidden
@@ -129,8 +128,7 @@ def train(args, log, device):
                                   weight_decay=0.0, fused=True)
     restore(model, optimizer, log)
 
-    save_step = partial(save_checkpoint, model, optimizer, args.out)
-    for step in log.steps("critic", save_step):
+    for step in log.steps("critic"):
         batch, tokens_before = batches[step], model.tokens
         turns = turns_in(batch)
         logps = dict(zip(turns, action_logps(model, turns, args.tree_tokens)))
@@ -149,6 +147,8 @@ def train(args, log, device):
         if held and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # by the weights after this step; the row above is by those before it
             log(step=step, **held_out_metrics(batch_loss, args, model, held, ref_logps))
+        if (step + 1) % args.save_every == 0:
+            save_checkpoint(model, optimizer, args.out, step + 1)
 
     save(model, tokenizer, args.out)
     log.finish()

@@ -21,7 +21,6 @@ from utils import (Log, check_finite, fail, flag, from_rank_0, init_distributed,
                    machine_flags, open_stdout, parser, read_jsonl, rng, run)
 
 import sys
-from functools import partial
 from itertools import chain, cycle
 
 from colbench import agent_messages, needs, task_id
@@ -123,8 +122,7 @@ def main(args):
                                   weight_decay=0.0, fused=True)
     restore(model, optimizer, log)
 
-    save_step = partial(save_checkpoint, model, optimizer, args.out)
-    for step in log.steps("policy", save_step):
+    for step in log.steps("policy"):
         batch, tokens_before = batches[step], model.tokens
         turns = turns_in(batch)
         logps = dict(zip(turns, action_logps(model, turns, args.tree_tokens)))
@@ -143,6 +141,8 @@ def main(args):
         if held and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # by the weights after this step; the row above is by those before it
             log(step=step, **held_out_metrics(batch_loss, args, model, held, ref_logps))
+        if (step + 1) % args.save_every == 0:
+            save_checkpoint(model, optimizer, args.out, step + 1)
 
     save(model, tokenizer, args.out)
     log.finish()

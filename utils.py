@@ -517,15 +517,12 @@ class Log:
                 if not os.path.exists(copy):  # those that the run began with stay
                     shutil.copy(path, copy)
 
-    def steps(self, what, save):
-        """Yields the steps that are not made yet; every --save_every calls save(number made)."""
-        self.what = what
+    def steps(self, what):
+        """Yields the steps that are not made yet. what: names them in the progress bar."""
         self.bar = progress(what, total=self.total, initial=self.step)
         for step in range(self.step, self.total):
             self.began = time.monotonic()
             yield step
-            if (step + 1) % self.args.save_every == 0:
-                save(step + 1)
         self.bar.close()
 
     def __call__(self, **row):
@@ -547,7 +544,7 @@ class Log:
             self.bar.set_postfix(row, refresh=False)
             self.bar.update()
         else:
-            say(f"{self.what}: {', '.join(f'{name} {value}' for name, value in row.items())}")
+            say(f"{self.bar.desc}: {', '.join(f'{name} {value}' for name, value in row.items())}")
 
     def finish(self):
         """Adds the last row. The model is in --out: nothing to go on from is needed."""
