@@ -445,24 +445,22 @@ class Log:
         self.finished = any("finished" in row for row in self.rows)
         self.may_change = self.MAY_CHANGE + (self.MAY_CHANGE_LATER if self.finished else [])
         if self.rows:
-            self.take_flags([row for row in self.rows if "args" in row][-1]["args"])
+            old = [row for row in self.rows if "args" in row][-1]["args"]
+            for name in vars(args).keys() & old.keys() - {"given"}:
+                if name in args.given:
+                    self.check("--" + name, old[name], getattr(args, name))
+                else:
+                    setattr(args, name, old[name])
         if self.finished:
             say(f"{self.out} is finished: nothing is trained")
             drop_checkpoints(self.out)  # a kill may have left some
             if self.lock:
                 os.close(self.lock)  # from now on it is only read
 
-    def take_flags(self, old):
-        """Sets flags that are not given to the old values; those given must be the same."""
-        for name in vars(self.args).keys() & old.keys() - {"given"}:
-            new = getattr(self.args, name)
-            if name not in self.args.given:
-                setattr(self.args, name, old[name])
-            elif name not in self.may_change and new != old[name]:
-                self.refuse("--" + name, old[name], new)
-
-    def refuse(self, name, old, new):
-        fail(f"the run in {self.out} has {name} {old}, not {new}: name another --out")
+    def check(self, name, old, new):
+        """Fails if a flag or fact is not what it was when the run began, and may not change."""
+        if new != old and name.removeprefix("--") not in self.may_change:
+            fail(f"the run in {self.out} has {name} {old}, not {new}: name another --out")
 
     def claim(self):
         """Locks --out. Returns the lock, and (the rows of the run in it, or []; its last step)."""
@@ -500,10 +498,8 @@ class Log:
                  "version": version(), "world": WORLD, **facts}
         if self.rows:
             tell_changes(self.out)
-            for name, new in facts.items():
-                old = self.rows[0].get(name, new)  # a run of an older version may lack some
-                if name not in self.may_change and new != old:
-                    self.refuse(name, old, new)
+            for name, new in facts.items():  # a run of an older version may lack some
+                self.check(name, self.rows[0].get(name, new), new)
             first = {"resumed": self.step, **first}
         if self.finished:
             return
