@@ -463,7 +463,7 @@ class Log:
             fail(f"the run in {self.out} has {name} {old}, not {new}: name another --out")
 
     def claim(self):
-        """Locks --out. Returns the lock, and (the rows of the run in it, or []; its last step)."""
+        """Locks --out. Returns the lock, and (the rows of the run in it, the checkpoint's step)."""
         out = self.out
         with fail_on_error(f"--out {out}"):
             os.makedirs(out, exist_ok=True)
@@ -477,8 +477,7 @@ class Log:
         with fail_on_error(f"{self.path} is damaged; another --out starts over"):
             rows = rows_of(out)
         checkpoints = re.findall(r"^checkpoint-(\d+)$", "\n".join(os.listdir(out)), re.M)
-        finished = [row["finished"] for row in rows if "finished" in row]
-        return lock, (rows, max([0, *finished, *map(int, checkpoints)]))
+        return lock, (rows, max([0, *map(int, checkpoints)]))
 
     def begin(self, groups, held, steps, **facts):
         """Writes the first row. A run that goes on must have the same facts.
