@@ -594,11 +594,6 @@ def actions_of(record):
 
 # --- loading, sharding, saving --------------------------------------------------------------------
 
-def weight_files(folder):
-    """The safetensors files of a folder."""
-    return glob.glob(os.path.join(glob.escape(folder), "*.safetensors"))
-
-
 def find_model(path, weights=False):
     """(folder, tokenizer, config) of a Hugging Face folder or hub name; fails if it has none.
 
@@ -615,7 +610,7 @@ def find_model(path, weights=False):
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as e:
         fail(f"no model at {path!r}: {str(e).splitlines()[0]}")
-    if weights and not weight_files(path):
+    if weights and not glob.glob("*.safetensors", root_dir=path):
         fail(f"no weights at {path!r}: only safetensors files are read")
     if weights and getattr(config, "quantization_config", None):
         fail(f"{path!r} has quantized weights, which are not read: take those they are made of")
@@ -630,10 +625,11 @@ def weights_digest(folder):
     Of a large file it is of the header, and of 64 MB in evenly spread blocks.
     """
     facts = []
-    for path in sorted(weight_files(folder)):
+    for name in sorted(glob.glob("*.safetensors", root_dir=folder)):
+        path = os.path.join(folder, name)
         size = os.path.getsize(path)
         with fail_on_error(f"{path} can't be read"), open(path, "rb") as f:
-            facts += [os.path.basename(path), f.read(int.from_bytes(f.read(8), "little"))]
+            facts += [name, f.read(int.from_bytes(f.read(8), "little"))]
             for begin in range(0, size, max(4096, size >> 14)):
                 f.seek(begin)
                 facts.append(f.read(4096))

@@ -507,10 +507,10 @@ class Log:
             f.writelines(json.dumps(row) + "\n" for row in (*rows, first))
         self.file = open(self.path, "a", buffering=1)
         with fail_on_error(f"{self.out} can't be written"):
-            for path in glob.glob(f"{glob.escape(HERE)}/*.py"):
-                copy = os.path.join(self.out, os.path.basename(path))
+            for name in glob.glob("*.py", root_dir=HERE):
+                copy = os.path.join(self.out, name)
                 if not os.path.exists(copy):  # those that the run began with stay
-                    shutil.copy(path, copy)
+                    shutil.copy(os.path.join(HERE, name), copy)
 
     def steps(self, what):
         """Yields the steps that are not made yet. what: names them in the progress bar."""
@@ -549,8 +549,8 @@ class Log:
 
 def tell_changes(out):
     """Says which scripts differ from those that the run in `out` began with."""
-    names = [os.path.basename(path) for path in glob.glob(f"{glob.escape(HERE)}/*.py")]
-    _, changed, _ = filecmp.cmpfiles(HERE, out, names, shallow=False)
+    scripts = glob.glob("*.py", root_dir=HERE)
+    _, changed, _ = filecmp.cmpfiles(HERE, out, scripts, shallow=False)
     if changed:
         say(f"the run in {out} began with another {', '.join(changed)}, of which it has a copy")
 
@@ -567,8 +567,8 @@ def rows_of(out):
 def drop_checkpoints(out, keep=None):
     """Removes the checkpoints in out, also what a kill left of one, except that of step `keep`."""
     if RANK == 0:
-        for name in os.listdir(out):
-            if name.startswith("checkpoint-") and name != f"checkpoint-{keep}":
+        for name in glob.glob("checkpoint-*", root_dir=out):
+            if name != f"checkpoint-{keep}":
                 shutil.rmtree(os.path.join(out, name))
 
 
