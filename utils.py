@@ -12,7 +12,6 @@ import math
 import os
 import platform
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -476,8 +475,9 @@ class Log:
             fail(f"--out {out} exists already, and is no run: name another")
         with fail_on_error(f"{self.path} is damaged; another --out starts over"):
             rows = rows_of(out)
-        checkpoints = re.findall(r"^checkpoint-(\d+)$", "\n".join(os.listdir(out)), re.M)
-        return lock, (rows, max([0, *map(int, checkpoints)]))
+        checkpoints = glob.glob("checkpoint-*[0-9]", root_dir=out)  # no .part
+        step = max((int(name.rpartition("-")[2]) for name in checkpoints), default=0)
+        return lock, (rows, step)
 
     def begin(self, groups, held, steps, **facts):
         """Writes the first row. A run that goes on must have the same facts.
