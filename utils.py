@@ -381,10 +381,9 @@ def init_distributed():
 
 def leave_group():
     """Ends what init_distributed began."""
-    if "torch" in sys.modules:
-        dist = sys.modules["torch"].distributed
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    torch = sys.modules.get("torch")  # not every script loads it
+    if torch and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def sum_over_ranks(number):
