@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message):
         if RANK:
-            end_after_rank_0()
+            end_after_rank_0(message)
         super().error(message)
 
 
@@ -54,10 +54,10 @@ def parser(doc, usage):
     return Parser(description=doc, usage=usage, formatter_class=form, allow_abbrev=False)
 
 
-def end_after_rank_0(message=None):
+def end_after_rank_0(message):
     """Ends another rank after 5 s: if rank 0 has the same error, only its line is printed."""
     time.sleep(5)
-    sys.exit(f"rank {RANK}: {message}" if message else 2)
+    sys.exit(f"rank {RANK}: {message}")
 
 
 def flag(p, name, default, text, kind=None, least=0, most=math.inf, **more):
