@@ -60,14 +60,13 @@ def end_after_rank_0(message):
     sys.exit(f"rank {RANK}: {message}")
 
 
-def flag(p, name, default, text, kind=None, least=0, most=math.inf, **more):
+def flag(p, name, default, text, kind=str, least=0, most=math.inf, **more):
     """Adds a flag of the default's type; without a default it is text, or of `kind`.
 
     A number must be between `least` and `most`. Its line of --help ends with [the default].
     """
     if default is not None:
         kind, text = type(default), text + " [%(default)s]"
-    kind = kind or str
 
     def read(value):
         number = kind(value)
