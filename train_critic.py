@@ -112,7 +112,15 @@ def main(args):
         records, model, ref_logps = train(args, log, device)
     else:
         records, model, ref_logps = load_to_score(args, device)
-    write_advantages(records, advantages(model, ref_logps, args.tree_tokens), emit)
+    advantage_of = advantages(model, ref_logps, args.tree_tokens)
+    for r in records or ():  # None on other ranks
+        for _, actions in actions_of(r):
+            for action in actions:
+                turn = action.pop(TURN)
+                action.pop("advantage", None)  # another critic's
+                if turn is not None:
+                    action["advantage"] = advantage_of[turn]
+        emit(r)
 
 
 def train(args, log, device):
@@ -189,18 +197,6 @@ def advantages(model, ref_logps, tree_tokens):
     """{turn: A, a float} by the critic, the model. ref_logps: {turn: log-probs by pi_ref}."""
     logps = score(model, list(ref_logps), tree_tokens, "advantages")
     return {turn: advantage(p, ref_logps[turn]).item() for turn, p in zip(ref_logps, logps)}
-
-
-def write_advantages(records, advantage_of, emit):
-    """Writes the records, with advantage_of[turn] in the place of each action's turn."""
-    for r in records or ():
-        for _, actions in actions_of(r):
-            for action in actions:
-                turn = action.pop(TURN)
-                action.pop("advantage", None)  # another critic's
-                if turn is not None:
-                    action["advantage"] = advantage_of[turn]
-        emit(r)
 
 
 # --- a finished critic's reference ----------------------------------------------------------------
