@@ -280,7 +280,7 @@ class TreeLM(torch.nn.Module):
 
 
 def action_logps(model, turns, tree_tokens=math.inf, label=None):
-    """Log-probs of each action given its prompt: (L,) tensors on the CPU, of fp32 at least.
+    """{turn: its action's log-probs given the prompt}: (L,) on the CPU, in fp32 at least.
 
     All ranks call this with the same turns, and get the log-probs of all. Each computes its share;
     the others' values carry no gradient. All ranks then take the same loss, and FSDP sums their
@@ -312,7 +312,7 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
         flat = flat + (total - flat.detach())  # values of all ranks, the gradient of this one
     dealt = list(chain.from_iterable(parts))
     logps = dict(zip(dealt, flat.split(action_lengths(dealt))))  # deal() may repeat a part
-    return [logps[turn] for turn in turns]
+    return {turn: logps[turn] for turn in turns}
 
 
 def tree_logps(model, tree, anchor=None):
@@ -393,7 +393,7 @@ def deal(turns, tree_tokens, world=WORLD):
 def score(model, turns, tree_tokens, label=None):
     """action_logps without gradient."""
     if not turns:
-        return []
+        return {}
     logps = action_logps(model, turns, tree_tokens, label)
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -755,7 +755,7 @@ def logps_of(lm, turns):
 
 def check_logps(model, path, own_logps):
     """Fails if the log-probs of proof_turns are not those of the model's own forward."""
-    logps = torch.cat(score(model, proof_turns(model.config), math.inf))
+    logps = torch.cat([*score(model, proof_turns(model.config), math.inf).values()])
     model.tokens = 0
     if not agree(logps, own_logps, model.dtype):
         off = (logps - own_logps).abs().mean()

@@ -138,8 +138,7 @@ def train(args, log, device):
 
     for step in log.steps("critic"):
         batch, tokens_before = batches[step], model.tokens
-        turns = turns_in(batch)
-        logps = dict(zip(turns, action_logps(model, turns, args.tree_tokens)))
+        logps = action_logps(model, turns_in(batch), args.tree_tokens)
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
         loss.backward()  # a rank has the gradient of its own turns; FSDP sums them
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -180,8 +179,7 @@ def load_to_score(args, device):
 
 def held_out_metrics(loss_of_pairs, args, model, pairs, ref_logps):
     """{"held_out_loss", "held_out_accuracy"} of held-out pairs, by a trainer's batch_loss."""
-    turns = turns_in(pairs)
-    logps = dict(zip(turns, score(model, turns, args.tree_tokens)))
+    logps = score(model, turns_in(pairs), args.tree_tokens)
     loss, metrics = loss_of_pairs(args, pairs, logps, ref_logps)
     metrics = {"loss": loss.item(), **metrics}
     return {"held_out_" + name: value for name, value in metrics.items()}
@@ -190,13 +188,13 @@ def held_out_metrics(loss_of_pairs, args, model, pairs, ref_logps):
 def reference_logps(model, ref_turn_of, tree_tokens):
     """{turn: its action's log-probs by pi_ref, the model}. ref_turn_of: {turn: reference turn}."""
     logps = score(model, list(ref_turn_of.values()), tree_tokens, "reference")
-    return dict(zip(ref_turn_of, logps))
+    return {turn: logps[ref_turn] for turn, ref_turn in ref_turn_of.items()}
 
 
 def advantages(model, ref_logps, tree_tokens):
     """{turn: A, a float} by the critic, the model. ref_logps: {turn: log-probs by pi_ref}."""
     logps = score(model, list(ref_logps), tree_tokens, "advantages")
-    return {turn: advantage(p, ref_logps[turn]).item() for turn, p in zip(ref_logps, logps)}
+    return {turn: advantage(logps[turn], ref_logps[turn]).item() for turn in logps}
 
 
 # --- a finished critic's reference ----------------------------------------------------------------

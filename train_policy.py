@@ -116,16 +116,14 @@ def main(args):
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
     ref_logps = {}
     if args.loss != "rft":
-        turns = turns_in(chain(*groups, held))
-        ref_logps = dict(zip(turns, score(model, turns, args.tree_tokens, "reference")))
+        ref_logps = score(model, turns_in(chain(*groups, held)), args.tree_tokens, "reference")
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
     restore(model, optimizer, log)
 
     for step in log.steps("policy"):
         batch, tokens_before = batches[step], model.tokens
-        turns = turns_in(batch)
-        logps = dict(zip(turns, action_logps(model, turns, args.tree_tokens)))
+        logps = action_logps(model, turns_in(batch), args.tree_tokens)
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
         loss.backward()  # a rank has the gradient of its own turns; FSDP sums them
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -177,8 +177,7 @@ def loss_of(job, pairs, logps, ref, batch):
 
 def our_step(model, job, batch, ref):
     """As the trainers do it; on all ranks the same loss."""
-    turns = turns_in(batch)
-    logps = dict(zip(turns, action_logps(model, turns, TREE_TOKENS)))
+    logps = action_logps(model, turns_in(batch), TREE_TOKENS)
     loss = loss_of(job, batch, logps, ref, batch)
     loss.backward()
     return loss.item()
@@ -393,7 +392,8 @@ class Bench:
                 with plain(model):
                     logps = [model(pad([p + a], self.device))[0, len(p) - 1:] for p, a in turns]
             else:
-                logps = action_logps(model, turns)
+                by_turn = action_logps(model, turns)
+                logps = [by_turn[turn] for turn in turns]
             logps = torch.cat(logps)
             logps.mean().backward()
             return [logps.detach().cpu()], [p.grad for p in model.parameters()]
@@ -416,7 +416,7 @@ class Bench:
     def step(self, job, with_rival):
         batch, epochs = self.batch(job), JOBS[job][3]
         turns = turns_in(batch) if job != "rft" else []
-        ref = dict(zip(turns, score(self.pi_ref, turns, TREE_TOKENS)))
+        ref = score(self.pi_ref, turns, TREE_TOKENS)
 
         def of(step, given):
             self.model.zero_grad()
@@ -466,7 +466,7 @@ class Bench:
         seconds = timed(ways, self.args.repeats)
         theirs, tokens = ways["kv cache"]()
         return rivalry(seconds["kv cache"], seconds["ours"], tokens / count_tokens(turns),
-                       difference(ways["ours"](), theirs))
+                       difference(ways["ours"]().values(), theirs))
 
     def rows(self):
         """(its name, function that makes the row, its arguments)"""

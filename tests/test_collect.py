@@ -105,10 +105,10 @@ def test_best_of_sends_the_critics_favourite(ref_reads, tasks, rewarded, tiny_di
     for turn in range(6):
         key = (0, task["id"], 0, turn)
         drawn = sample(p, prompts["agent"], [(*key, j) for j in range(5)])
-        logps, ref_logps = (
-            M.score(model, [(M.packed(prompts[reads]), M.packed(ids)) for ids, _ in drawn], 4096)
-            for model, reads in ((pi, "hidden"), (pi_ref, ref_reads)))
-        scores = [advantage(a, b).item() for a, b in zip(logps, ref_logps)]
+        turns, ref_turns = ([(M.packed(prompts[reads]), M.packed(ids)) for ids, _ in drawn]
+                            for reads in ("hidden", ref_reads))
+        logps, ref_logps = M.score(pi, turns, 4096), M.score(pi_ref, ref_turns, 4096)
+        scores = [advantage(logps[a], ref_logps[b]).item() for a, b in zip(turns, ref_turns)]
         for p.args.logprob_weight in (0, 0.1):
             values = [score + p.args.logprob_weight * sum(logprobs)
                       for score, (_, logprobs) in zip(scores, drawn)]

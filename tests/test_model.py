@@ -98,6 +98,12 @@ def separate(model, turns):
     return out
 
 
+def by_tree(model, turns, tree_tokens=math.inf):
+    """M.action_logps, in the order of the turns."""
+    logps = M.action_logps(model, turns, tree_tokens)
+    return [logps[turn] for turn in turns]
+
+
 def gradients(model, logps):
     """Of a sum in which every token has its own weight."""
     model.zero_grad()
@@ -108,11 +114,11 @@ def gradients(model, logps):
 
 def check_equal_separate(tree, plain, turns, tree_tokens=math.inf, limit=1e-12):
     """Values and gradients; without gradient the values are the same to the bit."""
-    got, want = M.action_logps(tree, turns, tree_tokens), separate(plain, turns)
+    got, want = by_tree(tree, turns, tree_tokens), separate(plain, turns)
     for x, y in zip(got, want, strict=True):
         assert x.shape == y.shape and (x - y).abs().max() <= limit * y.abs().max().clamp(min=1)
     with torch.no_grad():
-        again = M.action_logps(tree, turns, tree_tokens)
+        again = by_tree(tree, turns, tree_tokens)
     assert all(torch.equal(x, y) for x, y in zip(again, got))
     got, want = gradients(tree, got), gradients(plain, want)
     assert got.keys() == want.keys() and len(got) > 10
@@ -145,7 +151,7 @@ def test_the_backward_pass_holds_one_part():
     def below(node):
         return {node}.union(*(below(other) for other, _ in node.next_functions if other))
 
-    everything = below(torch.cat(M.action_logps(model, some_turns(), 30)).grad_fn)
+    everything = below(torch.cat(by_tree(model, some_turns(), 30)).grad_fn)
     parts = [node for node in everything if node.name() == "CheckpointFunctionBackward"]
     above = sorted(sum(node in below(other) for other in parts) for node in parts)
     assert above == list(range(1, len(parts) + 1)) and len(parts) > 2
@@ -297,8 +303,8 @@ def test_what_is_saved_is_loaded_also_by_transformers(family, tmp_path, tiny_dir
     M.save(model, tokenizer, path)
     again, tokenizer_again = M.load(path)
     assert all(lm.takes_trees for lm in (model, again, M.load(path, dtype="bf16")[0]))
-    logps = M.action_logps(model, turns)
-    assert all(map(torch.equal, logps, M.action_logps(again, turns)))
+    logps = by_tree(model, turns)
+    assert all(map(torch.equal, logps, by_tree(again, turns)))
     theirs = separate(AutoModelForCausalLM.from_pretrained(path), turns)
     assert all((a - b).abs().max() < 1e-4 for a, b in zip(logps, theirs, strict=True))
     assert not any('"tree"' in path.read_text() for path in tmp_path.glob("*.json"))
@@ -364,12 +370,12 @@ def test_no_layer_stays_gathered_after_its_forward(tiny_dir, recompute):
         for layer in model.layers():  # its weights are DTensors, but while they are gathered
             layer.mlp.register_forward_hook(lambda mlp, *_: gathered.append(
                 sum(not hasattr(x.mlp.up_proj.weight, "full_tensor") for x in model.layers())))
-        logps = torch.cat(M.action_logps(model, turns, tree_tokens=6))
+        logps = torch.cat(by_tree(model, turns, 6))
         logps.sum().backward()
     finally:
         utils.leave_group()
     assert len(gathered) >= 2 * 2 * 3 and set(gathered) == {1}
-    in_32 = torch.cat(M.action_logps(M.load(tiny_dir)[0], turns))
+    in_32 = torch.cat(by_tree(M.load(tiny_dir)[0], turns))
     assert 1e-3 < (logps - in_32).abs().mean() < 0.05
     to_score, _ = M.load(tiny_dir, "cpu", "bf16", flags)
     assert {p.dtype for p in model.parameters()} == {torch.float32}

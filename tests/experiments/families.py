@@ -44,7 +44,7 @@ def small(name, vocabulary):
 def errors(model, lm, vocabulary):
     """The largest errors of log-probs and of gradients, as shares."""
     turns = test_model.some_turns(range(3, vocabulary))  # no special tokens
-    got, want = M.action_logps(model, turns), test_model.separate(lm, turns)
+    got, want = test_model.by_tree(model, turns), test_model.separate(lm, turns)
     x, y = torch.cat(got), torch.cat(want)
     value = ((x - y).abs().max() / y.abs().max().clamp(min=1)).item()
     got, want = test_model.gradients(model, got), test_model.gradients(lm, want)

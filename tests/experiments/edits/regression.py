@@ -31,7 +31,7 @@ def test_a_turns_value_is_the_head_on_the_mean_state_of_all_its_tokens(tiny_dir,
     model, tokenizer = M.load(tiny_dir, head=True)
     turns = [turn for r in episodes[:3] for turn in turns_of(tokenizer, r)]
     reference, _ = M.load_lm(tiny_dir, "cpu")
-    for (prompt, action), value in zip(turns, M.action_logps(model, turns)):
+    for (prompt, action), value in M.action_logps(model, turns).items():
         states = reference.model(ids_of(prompt + action)).last_hidden_state[0]
         assert torch.allclose(value, F.linear(states.mean(0), model.score.weight), atol=1e-5)
 

@@ -20,7 +20,7 @@ import train_critic
 from conftest import (actions, complaint, demos, dialogue, records, save, script, succeed,
                       train)
 from plan import count_tokens
-from test_model import gradients
+from test_model import by_tree, gradients
 
 pytest.importorskip("PIL", reason="pillow is not installed (MANUAL.md, \"Frontend Design\")")
 from PIL import Image, ImageDraw  # noqa: E402
@@ -125,7 +125,7 @@ def test_a_tree_with_pictures_has_the_values_and_gradients_of_separate_forwards(
     assert len(M.deal(turns, 80)) > 2
     theirs = gradients(lm, want)
     for tree_tokens in (math.inf, 80):
-        got = M.action_logps(model, turns, tree_tokens)
+        got = by_tree(model, turns, tree_tokens)
         for x, y in zip(got, want, strict=True):
             assert x.shape == y.shape and torch.allclose(x, y, atol=2e-5), (x, y)
         ours, some = gradients(model, got), 0
