@@ -756,7 +756,6 @@ def logps_of(lm, turns):
 def check_logps(model, path, own_logps):
     """Fails if the log-probs of proof_turns are not those of the model's own forward."""
     logps = torch.cat([*score(model, proof_turns(model.config), math.inf).values()])
-    model.tokens = 0
     if not agree(logps, own_logps, model.dtype):
         off = (logps - own_logps).abs().mean()
         fail(f"the log-probs of {path!r} differ by {off:.2g} in the mean from those of its own "
