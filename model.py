@@ -251,8 +251,7 @@ class TreeLM(torch.nn.Module):
 
     @property
     def takes_trees(self):
-        """Whether a forward computes a whole tree. Else it computes one turn by its own attention.
-        """
+        """Whether a forward computes a whole tree; else one turn, by the LM's own attention."""
         return self.config._attn_implementation == "tree"
 
     def layers(self):
@@ -763,9 +762,7 @@ def check_logps(model, path, own_logps):
 
 
 def agree(logps, own_logps, dtype):
-    """Whether log-probs are the model's own. In 16 bits they may be off by 0.5 in the mean, by
-    rounding of large logits.
-    """
+    """Whether log-probs are the model's own; 16 bits may round large logits by 0.5 in the mean."""
     return (logps - own_logps).abs().mean() < (0.5 if dtype.itemsize == 2 else 1e-3)
 
 

@@ -130,9 +130,7 @@ def tell_notes():
 
 @contextlib.contextmanager
 def fail_on_error(what):
-    """Ends the program by "error: WHAT: reason" if the code inside fails; with DEBUG=1 in the
-    environment by a traceback.
-    """
+    """Ends the program by "error: WHAT: reason" if the code inside fails; DEBUG=1: a traceback."""
     try:
         yield
     except (SystemExit, GeneratorExit):
