@@ -486,9 +486,8 @@ class Log:
         pairs = sum(map(len, groups))
         hint = ": few to learn from; collect.py -k gives more" if pairs < 50 or steps < 30 else ""
         say(f"{pairs} pairs, {steps} steps{hint}")
-        pairs_hash = digest([digest(tuple(pair)) for pair in chain(*groups, held)])
-        facts |= {"pairs_hash": pairs_hash, "steps": steps, "pairs": pairs,
-                  "held_out_pairs": len(held)}
+        facts |= {"steps": steps, "pairs": pairs, "held_out_pairs": len(held),
+                  "pairs_hash": digest([digest(tuple(pair)) for pair in chain(*groups, held)])}
         first = {"args": vars(self.args), "argv": sys.argv, "cwd": os.getcwd(),
                  "version": version(), "world": WORLD, **facts}
         if self.rows:
