@@ -114,14 +114,12 @@ class Tree:
                 start, _, _ = runs.pop()
             runs.append((start, new.stop, path))
             action_of[turn] = torch.frombuffer(path, dtype=torch.long)[len(turn[0]):]
-        actions = [action_of[turn] for turn in turns]
-        scored, index = torch.cat(actions).unique(return_inverse=True)
+        scored, index = torch.cat([action_of[turn] for turn in turns]).unique(return_inverse=True)
 
         tensor = functools.partial(torch.as_tensor, dtype=torch.long, device=device)
         self.ids = tensor(ids)        # (T,) token ids in depth-first order
         self.pos = tensor(pos)        # (T,) depth: the position in a sequence
         self.parent = tensor(parent)  # (T,) flat index of the token before
-        self.actions = actions        # for each turn flat indices (L,) of its action, on the CPU
         self.scored = tensor(scored)  # (S,) flat indices of the actions' tokens, each once
         self.index = tensor(index)    # scored[index]: the actions' tokens, one turn after another
         self.q = [end - start for start, end, _ in runs]  # lengths of the runs
