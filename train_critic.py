@@ -19,7 +19,6 @@ log pi(a | o, c) - log pi(a | o). Other critics are edits: see the README.
     torchrun --nproc_per_node=8 train_critic.py --out runs/critic < in.jsonl > scored.jsonl
     python train_critic.py --out runs/critic < more.jsonl > scored.jsonl  # a finished one scores
     python train_critic.py --untrained 1 --model runs/base < in.jsonl > scored.jsonl
-    for b in 0.1 1; do python train_critic.py --beta $b --out runs/c$b < in.jsonl > $b.jsonl; done
 """
 # Flags are read before torch loads: --help and a wrong flag answer at once.
 from utils import (Log, check_finite, fail, fail_on_error, flag, from_rank_0, init_distributed,
