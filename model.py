@@ -667,7 +667,11 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
         model.float()
     if not args or not args.offload:
         model.to(device)
-    check_logps(model, path, own_logps)
+    logps = torch.cat([*score(model, proof_turns(model.config), math.inf).values()])
+    if not agree(logps, own_logps, model.dtype):
+        off = (logps - own_logps).abs().mean()
+        fail(f"the log-probs of {path!r} differ by {off:.2g} in the mean from those of its own "
+             "forward")
     return model, tokenizer
 
 
@@ -748,15 +752,6 @@ def logps_of(lm, turns):
         logits = lm(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1:-1].float()
         logps.append(-F.cross_entropy(logits, ids[len(prompt):], reduction="none"))
     return torch.cat(logps)
-
-
-def check_logps(model, path, own_logps):
-    """Fails if the log-probs of proof_turns are not those of the model's own forward."""
-    logps = torch.cat([*score(model, proof_turns(model.config), math.inf).values()])
-    if not agree(logps, own_logps, model.dtype):
-        off = (logps - own_logps).abs().mean()
-        fail(f"the log-probs of {path!r} differ by {off:.2g} in the mean from those of its own "
-             "forward")
 
 
 def agree(logps, own_logps, dtype):
