@@ -471,9 +471,8 @@ class Log:
             fail(f"--out {out} exists already, and is no run: name another")
         with fail_on_error(f"{self.path} is damaged; another --out starts over"):
             rows = rows_of(out)
-        checkpoints = glob.glob("checkpoint-*[0-9]", root_dir=out)  # no .part
-        step = max((int(name.rpartition("-")[2]) for name in checkpoints), default=0)
-        return lock, (rows, step)
+        steps = [name.removeprefix("checkpoint-") for name in glob.glob("checkpoint-*", root_dir=out)]
+        return lock, (rows, max([int(step) for step in steps if step.isdecimal()], default=0))
 
     def begin(self, groups, held, steps, **facts):
         """Writes the first row. A run that goes on must have the same facts.
@@ -509,6 +508,7 @@ class Log:
 
     def steps(self, what):
         """Yields the steps that are not made yet. what: names them in the progress bar."""
+        self.what = what
         self.bar = progress(what, total=self.total, initial=self.step)
         for step in range(self.step, self.total):
             self.began = time.monotonic()
@@ -534,7 +534,7 @@ class Log:
             self.bar.set_postfix(row, refresh=False)
             self.bar.update()
         else:
-            say(f"{self.bar.desc}: {', '.join(f'{name} {value}' for name, value in row.items())}")
+            say(f"{self.what}: {', '.join(f'{name} {value}' for name, value in row.items())}")
 
     def finish(self):
         """Adds the last row. The model is in --out: nothing to go on from is needed."""
