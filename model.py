@@ -59,7 +59,7 @@ logging.disable_progress_bar()
 
 TURN = 0  # a trainer keeps a message's or candidate's turn under this key, which JSON can't have
 TODAY = datetime.date(2024, 7, 26)  # for templates that tell the date: every day the same prompts
-MAX_KEYS = 2 ** 20  # keys of a tree's runs: with values 4 GB for 8 heads of size 128 in bf16
+MAX_KEYS = 2 ** 19  # of a tree's runs: 11 GB in a backward pass, of 8 KV and 32 query heads of 128
 MAX_LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits held at once: 64 MB or 512 MB in fp32
 
 
@@ -172,12 +172,12 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     window = sliding_window - 1 if sliding_window else -1  # earlier keys a token sees; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     k, v = (GatherRows.apply(x, tree.paths) for x in (k, v))
-    kernel = flash_kernel if q.is_cuda and q.dtype != torch.float32 else sdpa_kernel
+    kernel = flash_kernel if flash_takes(q, v) else sdpa_kernel
     return kernel(q, k, v, tree, scaling, window)[None], None
 
 
 def sdpa_kernel(q, k, v, tree, scale, window):
-    """One scaled_dot_product_attention for each run: for the CPU, and for fp32.
+    """One scaled_dot_product_attention for each run: for what FlashAttention does not take.
 
     It computes in fp32, which is also faster than bf16 in a CPU's backward pass. Of a tree it takes
     q and kv, the lengths of the runs and of their paths.
@@ -199,16 +199,28 @@ def sdpa_kernel(q, k, v, tree, scale, window):
     return torch.cat(out, 2)[0].transpose(0, 1).to(dtype)
 
 
+def flash_takes(q, v):
+    """Whether FlashAttention computes these: on a GPU in 16 bits, and of its head sizes."""
+    size = q.shape[-1]
+    return (q.is_cuda and q.dtype != torch.float32
+            and v.shape[-1] <= size <= 256 and size % 8 == 0)
+
+
 def flash_kernel(q, k, v, tree, scale, window):
-    """FlashAttention over runs, of the package flash-attn or of torch: on a GPU in 16 bits.
+    """FlashAttention over runs, of the package flash-attn or of torch.
 
     torch's is FlashAttention-3 after torch.nn.attention.activate_flash_attention_impl("FA3").
     """
+    width = v.shape[-1]
+    if width < q.shape[-1]:  # DeepSeek's values are narrower than its keys
+        v = F.pad(v, (0, q.shape[-1] - width))
     lengths = tree.cu_q, tree.cu_kv, max(tree.q), max(tree.kv)
     if flash_attn_varlen_func:
-        return flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=scale, causal=True,
-                                      window_size=(window, 0))
-    return varlen_attn(q, k, v, *lengths, scale=scale, window_size=(window, 0), **GQA)
+        out = flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=scale, causal=True,
+                                     window_size=(window, 0))
+    else:
+        out = varlen_attn(q, k, v, *lengths, scale=scale, window_size=(window, 0), **GQA)
+    return out[..., :width]
 
 
 AttentionInterface.register("tree", torch.compiler.disable(tree_attention))  # its sizes vary
@@ -667,7 +679,8 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
         model.float()
     if not args or not args.offload:
         model.to(device)
-    logps = torch.cat([*score(model, proof_turns(model.config), math.inf).values()])
+    with fail_on_error(f"{path!r} can't be computed on {device} (--compile 0 needs no C compiler)"):
+        logps = torch.cat([*score(model, proof_turns(model.config), math.inf).values()])
     if not agree(logps, own_logps, model.dtype):
         off = (logps - own_logps).abs().mean()
         fail(f"the log-probs of {path!r} differ by {off:.2g} in the mean from those of its own "
@@ -796,7 +809,11 @@ def shard(model, dtype, args, train):
         if WORLD > 1:  # gradients are summed: each loss is divided by the global count already
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    for layer in model.layers():  # one that is recomputed in a backward pass would stay gathered
+    layers = model.layers()
+    model.set_modules_to_backward_prefetch(layers[-1:])  # else FSDP does so for one tree alone
+    for before, layer in zip(layers, layers[1:]):
+        layer.set_modules_to_backward_prefetch([before])
+    for layer in layers:  # one that is recomputed in a backward pass would stay gathered
         layer.register_forward_hook(lambda layer, *_: layer.reshard())
 
 
@@ -858,11 +875,14 @@ def training_state(model, optimizer):
 def save_checkpoint(model, optimizer, out, step):
     """Writes out/checkpoint-STEP, complete or not at all; then removes the one before.
 
-    Each rank writes its shards as safetensors, which hold no code.
+    Each rank writes its shards as safetensors, which hold no code; to 32 files, one after another,
+    because a file is made in memory.
     """
+    tensors = training_state(model, optimizer)[2]
+    file_of = {name: 1 + i % 32 for i, name in enumerate(tensors)}
     with writing(os.path.join(out, f"checkpoint-{step}")) as part:
-        dcp.save(training_state(model, optimizer)[2],
-                 storage_writer=dcp.HuggingFaceStorageWriter(part, save_distributed=True))
+        dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(
+            part, fqn_to_index_mapping=file_of, save_distributed=True))
     drop_checkpoints(out, keep=step)
     barrier()  # no rank may end the program while rank 0 still writes
 

@@ -365,7 +365,7 @@ def init_distributed():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets one thread for each
-        torch.set_num_threads(max(1, os.cpu_count() // ranks))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
         backend = "cpu:gloo,cuda:nccl"
     alone = {}
     if "RANK" not in os.environ:
@@ -471,7 +471,8 @@ class Log:
             fail(f"--out {out} exists already, and is no run: name another")
         with fail_on_error(f"{self.path} is damaged; another --out starts over"):
             rows = rows_of(out)
-        steps = [name.removeprefix("checkpoint-") for name in glob.glob("checkpoint-*", root_dir=out)]
+        names = glob.glob("checkpoint-*", root_dir=out)
+        steps = [name.removeprefix("checkpoint-") for name in names]
         return lock, (rows, max([int(step) for step in steps if step.isdecimal()], default=0))
 
     def begin(self, groups, held, steps, **facts):

@@ -213,6 +213,25 @@ def test_the_layout_that_flash_kernels_take_gives_the_same(monkeypatch):
     check_equal_separate(*two_models("llama_tied", torch.float64), some_turns())
 
 
+@pytest.mark.parametrize("size, width, taken", [(64, 64, True), (192, 128, True), (256, 256, True),
+                                                (512, 512, False), (100, 100, False),
+                                                (64, 128, False)])
+def test_flash_attention_gets_only_head_sizes_that_it_takes(size, width, taken, monkeypatch):
+    def limited(q, k, v, cu_q, cu_kv, longest_q, longest_kv, softmax_scale, **more):
+        assert q.shape[-1] == k.shape[-1] == v.shape[-1] <= 256 and size % 8 == 0
+        return loop_kernel(q, k, v, tree, softmax_scale, -1)
+
+    tree = M.Tree(some_turns())
+    q, k, v = (torch.randn(n, heads, d) for n, heads, d in (
+        (sum(tree.q), 4, size), (sum(tree.kv), 2, size), (sum(tree.kv), 2, width)))
+    on_gpu = SimpleNamespace(shape=q.shape, is_cuda=True, dtype=torch.bfloat16)
+    assert M.flash_takes(on_gpu, v) == taken and not M.flash_takes(q, v)
+    if taken:
+        monkeypatch.setattr(M, "flash_attn_varlen_func", limited)
+        got, want = M.flash_kernel(q, k, v, tree, 0.1, -1), loop_kernel(q, k, v, tree, 0.1, -1)
+        assert got.shape == want.shape and torch.allclose(got, want, atol=1e-5)
+
+
 def test_gradients_of_what_many_branches_share_are_summed_in_fp32(monkeypatch):
     device = "cuda" if torch.cuda.is_available() else "cpu"  # whose index_add_ sums so anyway
     query, key, value = (torch.randn(1, 2, 5, 8).to(device, torch.bfloat16).requires_grad_()
