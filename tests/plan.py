@@ -115,6 +115,7 @@ def peak_bytes(args, gpus, model, turns, several):
     model: of `without_numbers`. several: whether the rank has other trees, too. Then each is
     computed again in the backward pass.
     """
+    model.lm.set_attn_implementation("tree")
     layers = [list(layer.parameters()) for layer in model.layers()]
     of_layers = set(chain(*layers))
     rest = [p for p in model.parameters() if p not in of_layers]  # embedding, last norm, head
@@ -150,7 +151,6 @@ def without_numbers(config):
     with torch.device("meta"):
         model = M.TreeLM(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
         # after lora.diff: M.add_lora(model)
-    model.lm.set_attn_implementation("tree")
     return model
 
 
@@ -202,8 +202,7 @@ def plan(args, gpus, config, steps, reference, scored=()):
     except Exception as e:  # of many kinds: numbers choose experts, say
         say(f"no peak of memory can be told: {type(e).__name__}: {e}")
         peak = None
-    return {"gpus": gpus, "parameters": trained + frozen, "trained": trained,
-            "steps": len(steps),
+    return {"gpus": gpus, "parameters": trained + frozen, "trained": trained, "steps": len(steps),
             "tokens": {"computed": computed, "slowest_rank": slowest},
             "reference_tokens": of_reference, "critic_tokens": of_critic,
             "hours": float(f"{(trained + frozen) * flops / 400e12 / gpus / 3600:.3g}"),
