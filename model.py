@@ -679,7 +679,7 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
         model.float()
     if not args or not args.offload:
         model.to(device)
-    with fail_on_error(f"{path!r} can't be computed on {device} (--compile 0 needs no C compiler)"):
+    with fail_on_error(f"{path!r} can't be computed on {device} (--compile 0 or DEBUG=1 may help)"):
         logps = torch.cat([*score(model, proof_turns(model.config), math.inf).values()])
     if not agree(logps, own_logps, model.dtype):
         off = (logps - own_logps).abs().mean()
@@ -719,12 +719,9 @@ def read_tree_lm(path, device, dtype):
 def computes_trees(model, turns, own_logps):
     """Whether the model's log-probs are its own in a tree, and in it depend on their path alone.
 
-    Not so where layers are other than attention. What depends on length does not show in short
-    turns: the config tells it.
+    Not so where layers are other than attention.
     """
-    rope = str(getattr(model.config, "rope_parameters", None))
-    types = set(getattr(model.config, "layer_types", None) or ())
-    if "'longrope'" in rope or types - {"full_attention", "sliding_attention"}:
+    if not may_take_trees(model.config):
         return False
     try:
         model.lm.set_attn_implementation("tree")
@@ -733,6 +730,13 @@ def computes_trees(model, turns, own_logps):
         say(f"trees are not computed: {type(e).__name__}: {e}")
         return False
     return leak == 0 and agree(logps, own_logps[:len(logps)], model.dtype)
+
+
+def may_take_trees(config):
+    """False if log-probs depend on a path's length by more than positions: short turns hide it."""
+    rope = str(getattr(config, "rope_parameters", None))
+    types = set(getattr(config, "layer_types", None) or ())
+    return "'longrope'" not in rope and not types - {"full_attention", "sliding_attention"}
 
 
 @torch.enable_grad()

@@ -564,7 +564,8 @@ def drop_checkpoints(out, keep=None):
     """Removes the checkpoints in out, also what a kill left of one, except that of step `keep`."""
     if RANK == 0:
         for name in glob.glob("checkpoint-*", root_dir=out):
-            if name != f"checkpoint-{keep}":
+            step = name.removeprefix("checkpoint-").removesuffix(".part")
+            if step.isdecimal() and name != f"checkpoint-{keep}":
                 shutil.rmtree(os.path.join(out, name))
 
 

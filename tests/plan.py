@@ -10,8 +10,8 @@ hours: at 400 TFLOP/s a GPU, 6 for each weight and token in training, 2 without 
 where layers are recomputed, 2 where trees are.
 gb_a_gpu: fp32 weights, gradients and AdamW's moments. peak_gb_a_gpu: the most that a step takes, in
 bf16, with the activations of the largest tree. --recompute 0, where it fits, is a sixth faster;
-compiled it takes less. It is null for a model that can't be computed without numbers: where tokens
-choose experts, say.
+compiled it takes less. It is null for a model that is computed turn by turn, whose tokens are more,
+too, and where numbers decide what is computed.
 """
 import argparse
 import json
@@ -115,6 +115,8 @@ def peak_bytes(args, gpus, model, turns, several):
     model: of `without_numbers`. several: whether the rank has other trees, too. Then each is
     computed again in the backward pass.
     """
+    if not M.may_take_trees(model.config):
+        raise ValueError("it is computed turn by turn")
     model.lm.set_attn_implementation("tree")
     layers = [list(layer.parameters()) for layer in model.layers()]
     of_layers = set(chain(*layers))
@@ -132,16 +134,22 @@ def peak_bytes(args, gpus, model, turns, several):
         for layer in model.layers():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
-    def kernel(q, k, v, tree, scale, window):
-        return FlashMemory.apply(q, k, v, len(tree.q))
+    calls = []
 
-    fits_meta = patch.multiple(M, sdpa_kernel=kernel, MAX_LOGITS={"meta": M.MAX_LOGITS["cuda"]})
-    with fits_meta, memory:
+    def flash(q, k, v, cu_q, *more, **settings):
+        calls.append(len(cu_q) - 1)
+        return FlashMemory.apply(q, k, v, calls[-1])
+
+    on_gpu = {"flash_takes": lambda q, v: True, "flash_attn_varlen_func": flash,
+              "MAX_LOGITS": {"meta": M.MAX_LOGITS["cuda"]}}
+    with patch.multiple(M, **on_gpu), memory:
         tree, anchor = M.Tree(turns, "meta"), torch.ones((), requires_grad=True)
         if several:
             logps = checkpoint(M.tree_logps, model, tree, anchor, use_reentrant=True)
         else:
             logps = M.tree_logps(model, tree)
+        if len(calls) != len(layers):
+            raise ValueError("it has layers without attention: it is computed turn by turn")
         logps.sum().backward()
     return memory.peak
 
@@ -199,8 +207,8 @@ def plan(args, gpus, config, steps, reference, scored=()):
     at_rest = 0 if args.offload else (16 * trained + 2 * frozen) / gpus
     try:
         peak = float(f"{peak_bytes(args, gpus, model, *largest[1:]) / 1e9:.3g}")
-    except Exception as e:  # of many kinds: numbers choose experts, say
-        say(f"no peak of memory can be told: {type(e).__name__}: {e}")
+    except Exception as e:  # of many kinds: the model is not built as today's chat models are
+        say(f"no peak of memory can be told, and tokens are those of trees: {e}")
         peak = None
     return {"gpus": gpus, "parameters": trained + frozen, "trained": trained, "steps": len(steps),
             "tokens": {"computed": computed, "slowest_rank": slowest},
@@ -229,6 +237,8 @@ def main(argv=None):
     p.add_argument("trainer", choices=["train_critic.py", "train_policy.py"])
     p.add_argument("--gpus", type=int, default=1)
     own, flags = p.parse_known_args(argv)
+    if own.gpus < 1:
+        p.error("--gpus must be 1 or more")
     name = own.trainer.removesuffix(".py")
     args = import_module(name).get_args([*flags, "--out", "none"])
     config, groups, reference, scored = read(name, args)

@@ -8,6 +8,8 @@ import bench_train as B
 import pytest
 import torch
 from conftest import CPU, ROOT, succeed
+from model import Pair
+from test_model import FAMILIES, SLOW, small, some_turns
 
 
 @pytest.mark.parametrize("job", ["dpo", "rft"])
@@ -39,6 +41,16 @@ def told_gb(job, shape, recompute, folder):
 def test_plan_tells_the_memory_that_an_h100_took(job, recompute, measured, tmp_path):
     """In GB, of a model with 1.2B weights that is not compiled."""
     assert told_gb(job, "1b", recompute, str(tmp_path)) == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("kind, own, takes_trees", [
+    *((kind, own, True) for kind, own in FAMILIES.values()),
+    *((kind, own, False) for kind, own in SLOW.items())])
+def test_plan_tells_the_memory_of_trees_alone(kind, own, takes_trees):
+    turns = some_turns()
+    pair, args = Pair((turns[0],), (turns[1],)), B.train_critic.get_args(["--out", "x"])
+    told = B.plan(args, 2, small(kind, **own).config, [[pair]], [])["peak_gb_a_gpu"]
+    assert (told is not None) == takes_trees
 
 
 @pytest.mark.full

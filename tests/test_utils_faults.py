@@ -180,6 +180,14 @@ def test_a_full_disk_under_stdout_keeps_whole_lines(tasks, ranked, tiny_dir, dis
     complaint(script(*play), f"--resume {out}: Read-only")
 
 
+def test_only_checkpoints_are_dropped(tmp_path):
+    mine = "checkpoint-3-copy", "checkpoint-best", "notes"
+    for name in ("checkpoint-2", "checkpoint-3", "checkpoint-4.part", *mine):
+        (tmp_path / name).mkdir()
+    utils.drop_checkpoints(str(tmp_path), keep=3)
+    assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-3", *mine}
+
+
 @pytest.mark.full
 def test_a_damaged_checkpoint_is_named(ranked, tiny_dir, tmp_path):
     out = tmp_path / "out"
