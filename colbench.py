@@ -5,7 +5,7 @@ One record is one line of JSON, and every stage adds fields to it: README, "One 
     python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
 """
-from utils import digest, fail, flag, open_stdout, parser, read_jsonl, refuse_unread, run, say
+from utils import digest, fail, flag, open_stdout, parser, read_jsonl, reject_unsupported, run, say
 
 import asyncio
 import concurrent.futures
@@ -87,7 +87,7 @@ def needs(*fields, to_grade=False, to_train=False):
 
     These are the task's description and reference, `fields`, and with to_grade what the kind's
     `grade` reads. ValueError: the kind is unknown, or another task has the same id. With to_train
-    also: the agent says nothing, or a field would change what it reads or learns (refuse_unread).
+    also: the agent says nothing, or a field is not supported (reject_unsupported).
     """
     texts_by_id = {}  # {task id: hash of the task's description and reference}
 
@@ -101,7 +101,7 @@ def needs(*fields, to_grade=False, to_train=False):
         if to_train and "dialogue_history" in record and not agent_messages(record):
             raise ValueError("the agent says nothing in dialogue_history")
         if to_train:
-            refuse_unread(record, record.get("dialogue_history", ()))
+            reject_unsupported(record, record.get("dialogue_history", ()))
         graded = kind.required_fields if to_grade else ()
         return ["task.problem_description", "task.ground_truth", *graded, *fields]
     return required

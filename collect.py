@@ -10,8 +10,8 @@ An episode is written as it ends. With transformers the agent's draws are functi
 sample, turn): only the rounding of logits depends on the batch, and it rarely changes a text. A
 record that has a dialogue is not played again: the agent's messages get candidates.
 """
-from utils import (fail, fail_on_error, flag, open_stdout, parser, progress, read_jsonl, rng, run,
-                   say, tell_notes, version)
+from utils import (fail, fail_on_error, flag, open_stdout, parser, print_warnings, progress,
+                   read_jsonl, rng, run, say, version)
 
 import asyncio
 import base64
@@ -803,7 +803,7 @@ async def play_all(args, emit):
 
     if jobs:
         await players.load()
-        tell_notes()
+        print_warnings()
         bar = progress(f"episodes of {args.model}", total=len(jobs))
         await asyncio.gather(*(worker() for _ in range(args.concurrency)))
     cut = 100 * totals["cut"] / max(1, totals["actions"])

@@ -1,18 +1,18 @@
-"""Measures systems by their graded episodes, and compares each with the first one.
+"""Evaluate systems on their graded episodes, and compare each one with the first.
 
-    python evaluate.py base.jsonl rft.jsonl sweet.jsonl >> results.jsonl    # the table: on stderr
+    python evaluate.py base.jsonl rft.jsonl sweet.jsonl >> results.jsonl    # table on stderr
     python evaluate.py base=base0.jsonl,base1.jsonl sweet=sweet0.jsonl,sweet1.jsonl  # two seeds
     ... | python collect.py ... | python colbench.py grade | tee base.jsonl | python evaluate.py
 
-    tests_passed  mean reward: share of the hidden tests passed, or likeness of pages
-    success       share of the episodes with reward 1; frontend tasks have none
-    unanswered    share of the episodes whose last message is no answer
-    not_drawn     frontend: share of the episodes whose page, or reference, can't be drawn
-    turns, tokens the agent's messages in an episode, and the tokens it sampled
-    wins          frontend: share of the tasks where it beats the first system; a tie is half
+    tests_passed  mean reward: share of hidden tests passed, or likeness of the web pages
+    success       share of episodes with reward 1 (not for frontend tasks)
+    unanswered    share of episodes that end without an answer
+    not_drawn     frontend: share of episodes whose page, or reference page, can't be rendered
+    turns, tokens mean number of agent messages per episode, and of tokens sampled for them
+    wins          frontend: share of tasks where a system beats the first one; ties count half
 
-Intervals (95 %) come from a bootstrap over tasks. A task is drawn with all its episodes of all
-seeds. A difference is the mean over the tasks that both systems have, drawn in pairs.
+95 % intervals are bootstrapped over tasks, each resampled with its episodes of all seeds. The
+difference of two systems is paired: its mean and bootstrap use the tasks that both have.
 """
 from utils import fail, fail_on_error, flag, open_stdout, parser, read_jsonl, run, say, version
 
@@ -28,31 +28,31 @@ from colbench import agent_messages, environment, needs, task_id
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] [FILE | NAME=FILE,FILE,... ...] >> results.jsonl")
     p.add_argument("files", nargs="*", default=["-"], metavar="FILE | NAME=FILE,FILE,...",
-                   help="a system's graded records, else stdin; NAME=: its runs of several seeds")
-    flag(p, "bootstrap", 2000, "resamples; 0: no intervals")
+                   help="graded records of one system, default stdin; NAME=: of several seeds")
+    flag(p, "bootstrap", 2000, "number of resamples; 0: no intervals")
     return p.parse_args(argv)
 
 
 # --- systems --------------------------------------------------------------------------------------
 
 def measure(record):
-    """{metric: (numerator, denominator)}, as of Environment.metrics. A metric may be missing."""
+    """Returns {metric: (numerator, denominator)}, like Environment.metrics; some may be missing."""
     agent = agent_messages(record)
-    measured = {"tests_passed": (record["reward"], 1),
-                **environment(record["task"]).metrics(record), "turns": (len(agent), 1)}
-    if sampled := [len(m["token_ids"]) for m in agent if "token_ids" in m]:
-        measured["tokens"] = sum(sampled), 1
-    return measured
+    metrics = {"tests_passed": (record["reward"], 1),
+               **environment(record["task"]).metrics(record), "turns": (len(agent), 1)}
+    if lengths := [len(m["token_ids"]) for m in agent if "token_ids" in m]:
+        metrics["tokens"] = sum(lengths), 1
+    return metrics
 
 
 class System:
-    """What is compared: a name, the files of its seeds, and the sums of each metric by task."""
+    """A system to compare: its name, its files (one per seed), and its metrics summed per task."""
 
     def __init__(self, name, files, need):
-        """need: as for read_jsonl; one for all systems, as two tasks may not share an id."""
+        """need: see read_jsonl. Shared by all systems, to detect two tasks with the same id."""
         self.name, self.files, self.episodes = name, files, 0
-        self.reward_names, self.graders = set(), set()
-        fractions = defaultdict(lambda: defaultdict(list))  # [task id][metric]: of each episode
+        self.reward_labels, self.graders = set(), set()
+        fractions = defaultdict(lambda: defaultdict(list))  # [task id][metric]: one per episode
         for path in files:
             source = "stdin" if path == "-" else path
             with fail_on_error(source):
@@ -61,32 +61,32 @@ class System:
                 for metric, fraction in measure(record).items():
                     fractions[task_id(record["task"])][metric].append(fraction)
                 self.episodes += 1
-                self.reward_names.add(environment(record["task"]).reward_name)
+                self.reward_labels.add(environment(record["task"]).reward_name)
                 if "reward_by" in record:
                     self.graders.add(record["reward_by"])
-        self.tasks = {}  # sorted, and sums of the sorted: the order of lines changes nothing
-        for task, found in sorted(fractions.items()):
-            self.tasks[task] = {metric: np.sum(sorted(x), 0) for metric, x in found.items()}
+        self.tasks = {}  # sorted before summing, so that the order of lines changes no bit
+        for task, by_metric in sorted(fractions.items()):
+            self.tasks[task] = {metric: np.sum(sorted(x), 0) for metric, x in by_metric.items()}
 
     def sums(self, metric, tasks):
-        """The sums of a metric in these tasks: an array (tasks, 2)."""
+        """Returns a (tasks, 2) array: numerator and denominator of a metric, summed per task."""
         sums = [self.tasks[task].get(metric, (0, 0)) for task in tasks]
         return np.array(sums, float).reshape(-1, 2)
 
 
 def named_systems(args):
-    """The systems of the command line; a file is named by its stem, or path if two share that."""
+    """Returns the systems of the command line, named NAME or by file stem (path if ambiguous)."""
     stems = [os.path.splitext(os.path.basename(arg))[0] for arg in args]
     systems = {}  # {name: files}
     for arg, stem in zip(args, stems):
         name, named, files = arg.partition("=")
         files = files.split(",")
-        if not named or os.path.exists(arg):  # runs/lr=1/test.jsonl is a file
+        if not named or os.path.exists(arg):  # a file such as runs/lr=1/test.jsonl
             name, files = stem if stems.count(stem) == 1 else arg, [arg]
         if not all([name, *files]):
             fail(f"{arg!r} has an empty name")
         if name in systems:
-            fail(f"two systems have the name {name!r}: NAME=FILE gives another")
+            fail(f"two systems are named {name!r}; rename one with NAME=FILE")
         systems[name] = files
     need = needs("dialogue_history", "reward")
     return [System("stdin" if name == "-" else name, files, need)
@@ -96,39 +96,39 @@ def named_systems(args):
 # --- values and intervals -------------------------------------------------------------------------
 
 def ratio(sums):
-    """(rows, 2) to the sum of numerators over that of denominators; NaN if that is 0."""
+    """Returns sum of numerators / sum of denominators of a (rows, 2) array; NaN for x / 0."""
     numerator, denominator = sums.sum(0)
     return numerator / denominator if denominator else np.nan
 
 
 def task_means(sums):
-    """(tasks, 2) sums to (mean, 1) of each task, however many episodes it has; (0, 0) of none."""
-    measured = sums[:, 1] > 0
-    return np.stack([sums[:, 0] / np.where(measured, sums[:, 1], 1), measured], 1)
+    """Maps (tasks, 2) sums to rows of (task mean, 1), or (0, 0) if a task lacks the metric."""
+    exists = sums[:, 1] > 0
+    return np.stack([sums[:, 0] / np.where(exists, sums[:, 1], 1), exists], 1)
 
 
 def with_interval(statistic, sums, resamples):
-    """statistic(sums) and its bootstrap interval [low, high], or None; sums: (tasks, columns)."""
+    """Returns statistic(sums) and its bootstrap interval or None. sums: (tasks, columns)."""
     n = len(sums)
     value = statistic(sums) if n else np.nan
     if np.isnan(value):
         return None, None
     limits = []
-    if resamples and n > 1:  # one task tells nothing of others
+    if resamples and n > 1:  # one task has no spread
         rng = np.random.default_rng(0)
         draws = [statistic(sums[rng.integers(n, size=n)]) for _ in range(resamples)]
         limits = np.nanpercentile(draws, (2.5, 97.5))
-    value, *interval = [round(float(x), 4) + 0.0 for x in (value, *limits)]  # no -0.0
+    value, *interval = [round(float(x), 4) + 0.0 for x in (value, *limits)]  # avoids -0.0
     return value, interval or None
 
 
 def result(system, systems, resamples):
-    """The JSON record of a system."""
-    out = {"system": system.name, "files": system.files, "rewards": sorted(system.reward_names),
+    """Returns the JSON record of a system."""
+    out = {"system": system.name, "files": system.files, "rewards": sorted(system.reward_labels),
            "reward_by": sorted(system.graders), "episodes": system.episodes,
            "tasks": len(system.tasks), "version": version()}
-    measured = (metric for s in systems for sums in s.tasks.values() for metric in sums)
-    for metric in dict.fromkeys(measured):  # each once, also those that this system lacks
+    metrics = (metric for s in systems for sums in s.tasks.values() for metric in sums)
+    for metric in dict.fromkeys(metrics):  # unique, and the same for all systems
         sums = system.sums(metric, system.tasks)
         out[metric], out[f"{metric}_95"] = with_interval(ratio, sums, resamples)
     if system is not systems[0]:
@@ -137,14 +137,14 @@ def result(system, systems, resamples):
 
 
 def difference(first, system, resamples):
-    """How a system differs from the first one, on the tasks of both."""
+    """Returns the paired differences from the first system, on the tasks that both have."""
     common = [task for task in first.tasks if task in system.tasks]
     out = {"first": first.name, "tasks": len(common)}
     for metric in ("success", "tests_passed"):
         means = [task_means(s.sums(metric, common)) for s in (first, system)]
         out[metric], out[f"{metric}_95"] = with_interval(
             lambda sums: ratio(sums[:, 2:]) - ratio(sums[:, :2]), np.hstack(means), resamples)
-    gap = (means[1] - means[0])[:, 0].round(9)  # 0.1 + 0.2 and 0.3 tie
+    gap = (means[1] - means[0])[:, 0].round(9)  # so that 0.1 + 0.2 ties 0.3
     wins = np.stack([(1 + np.sign(gap)) / 2, np.ones(len(common))], 1)
     out["wins"], out["wins_95"] = with_interval(ratio, wins, resamples)
     return out
@@ -152,41 +152,41 @@ def difference(first, system, resamples):
 
 # --- the table ------------------------------------------------------------------------------------
 
-def shown(value, interval=None, scale=100, sign=""):
-    """0.253 and its interval as "25.3 [21.0, 29.6]"; None as "-"."""
+def formatted(value, interval=None, scale=100, sign=""):
+    """Formats 0.253 and its interval as "25.3 [21.0, 29.6]", and None as "-"."""
     if value is None:
         return "-"
     number, *limits = (f"{scale * x:{sign}.1f}" for x in (value, *(interval or ())))
     return f"{number} [{', '.join(limits)}]" if limits else number
 
 
-def row(r):
-    """{head: text} of a result in the table."""
+def table_cells(r):
+    """Returns a result's row of the table as {column name: text}."""
     cells = {"system": r["system"]}
     for metric in (name[:-3] for name in r if name.endswith("_95")):
         if metric in ("turns", "tokens"):
-            cells[metric] = shown(r[metric], scale=1)
+            cells[metric] = formatted(r[metric], scale=1)
         else:
             interval = r[f"{metric}_95"] if metric in ("tests_passed", "success") else None
-            cells[metric.replace("_", " ") + " %"] = shown(r[metric], interval)
+            cells[metric.replace("_", " ") + " %"] = formatted(r[metric], interval)
     cells |= {"episodes": str(r["episodes"]), "tasks": str(r["tasks"])}
     if d := r.get("minus_first"):
-        cells["success - first"] = shown(d["success"], d["success_95"], sign="+")
-        cells["tests passed - first"] = shown(d["tests_passed"], d["tests_passed_95"], sign="+")
+        cells["success - first"] = formatted(d["success"], d["success_95"], sign="+")
+        cells["tests passed - first"] = formatted(d["tests_passed"], d["tests_passed_95"], sign="+")
         if "success" not in r:
-            cells["wins %"] = shown(d["wins"], d["wins_95"])
+            cells["wins %"] = formatted(d["wins"], d["wins_95"])
     return cells
 
 
 def table(results, systems):
-    """Lines of aligned text, one per system, and under them what the numbers rest on."""
-    names = {name.partition(" ")[0] for r in results for name in r["rewards"]}
-    mean = names.pop() if len(names) == 1 else "reward"  # "tests", "likeness"
-    rows = [row(r) for r in results]
-    heads = [head for head in rows[-1]  # the first system has no differences
-             if {cells.get(head, "-") for cells in rows} != {"-"}]
-    rows = [[head.replace("tests passed", mean) for head in heads],
-            *([cells.get(head, "") for head in heads] for cells in rows)]
+    """Returns aligned lines of text, one per system, and a last line on how they were made."""
+    labels = {label.partition(" ")[0] for r in results for label in r["rewards"]}
+    reward_label = labels.pop() if len(labels) == 1 else "reward"  # e.g. "tests", "likeness"
+    rows = [table_cells(r) for r in results]
+    columns = [column for column in rows[-1]  # the first row has no differences
+               if {cells.get(column, "-") for cells in rows} != {"-"}]
+    rows = [[column.replace("tests passed", reward_label) for column in columns],
+            *([cells.get(column, "") for column in columns] for cells in rows)]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = ["  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip()
              for name, *cells in rows]

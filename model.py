@@ -1,19 +1,19 @@
-"""The model: log-probs of many actions by one forward over the tree of their shared prefixes.
+"""The model: log-probs of many actions in one forward over the tree of their shared prefixes.
 
 A turn is (prompt, action): what the agent read and what it wrote. Both are strings with one
-character for each token, chr(id) (`packed`): Python sorts, slices, compares and hashes strings
-fast, in 2 or 4 bytes a token. Every loss and score is a function of `action_logps(model, turns)`.
+character per token, chr(id), because Python sorts, slices, compares and hashes strings fast, and
+needs 2 or 4 bytes a token. Every loss and score is a function of `action_logps(model, turns)`.
 
-Turns share prefixes. Candidates have the same history, the turns of a trajectory extend one
-another, and the trajectories of a task begin with its description. `Tree` sorts the turns, which
-puts their prefix tree in depth-first order, and lays out every shared prefix once:
+Turns share prefixes: candidates have the same history, each turn of a trajectory extends the one
+before, and all trajectories of a task start with its description. `Tree` sorts the turns, so that
+their prefix tree is in depth-first order, and stores every shared prefix once:
 
     turns   a b c | d       ids      a  b  c  d  e  f  x
-            a b c | e f     pos      0  1  2  3  3  4  2    position in its own sequence
+            a b c | e f     pos      0  1  2  3  3  4  2    position in its sequence
             a b   | x       parent  -1  0  1  2  2  4  1    index of the token before it
                             runs    [a  b  c  d][e  f][x]
 
-A run is a stretch of new tokens. It attends to its path from the root: a b c e f for the second.
+A run is a stretch of new tokens. It attends to its path from the root, e.g. a b c e f for [e f].
 """
 import datetime
 import functools
@@ -43,35 +43,35 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from utils import (RANK, WORLD, barrier, digest, drop_checkpoints, fail, fail_on_error, note,
+from utils import (RANK, WORLD, add_warning, barrier, digest, drop_checkpoints, fail, fail_on_error,
                    progress, rng, say, sum_over_ranks, writing)
 
-# torch 2.11's kernel takes grouped queries without enable_gqa
+# torch 2.11's kernel supports grouped-query attention without this argument
 GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 try:
     from flash_attn import flash_attn_varlen_func
-except ImportError:  # torch has a kernel of its own
+except ImportError:  # use torch's own kernel
     flash_attn_varlen_func = None
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process loads, too
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # also without torchrun
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-TURN = 0  # a trainer keeps a message's or candidate's turn under this key, which JSON can't have
-TODAY = datetime.date(2024, 7, 26)  # for templates that tell the date: every day the same prompts
-MAX_KEYS = 2 ** 19  # of a tree's runs: 11 GB in a backward pass, of 8 KV and 32 query heads of 128
-MAX_LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits held at once: 64 MB or 512 MB in fp32
+TURN = 0  # key of a message's or candidate's turn: an int, so that it can't clash with JSON keys
+TODAY = datetime.date(2024, 7, 26)  # for templates that print the date, so that prompts stay equal
+MAX_KEYS = 2 ** 19  # keys per tree: 11 GB in the backward pass of 8 KV and 32 query heads of 128
+MAX_LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits per chunk: 64 MB or 512 MB in fp32
 
 
 # --- turns and their tree -------------------------------------------------------------------------
 
 def packed(ids):
-    """Token ids as a string, as turns hold them; map(ord, string) gives them back."""
+    """Packs token ids into a string, the form in which turns hold them; map(ord, s) unpacks it."""
     return "".join(map(chr, ids))
 
 
 def common_prefix(a, b):
-    """Length of the common prefix of two sequences, by binary search: comparing slices is fast."""
+    """Returns the length of the common prefix of two sequences, by binary search over slices."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -83,7 +83,7 @@ def common_prefix(a, b):
 
 
 def in_order(turns):
-    """Yields (turn, its tokens, length of the prefix that the one before shares), sorted."""
+    """Yields (turn, its tokens, length of the prefix shared with the turn before), sorted."""
     before = ""
     for turn in sorted(turns, key="".join):
         seq = "".join(turn)
@@ -92,16 +92,16 @@ def in_order(turns):
 
 
 class Tree:
-    """The prefix tree of turns. No prompt and no action may be empty.
+    """The prefix tree of turns with non-empty prompts and actions, in depth-first order.
 
-    A plain class: FSDP would search a tuple or dataclass for tensors to move.
+    Not a tuple or dataclass, because FSDP would search those for tensors to move.
     """
 
     def __init__(self, turns, device="cpu"):
         ids, pos, parent = [], [], []
-        runs = []  # [(index of the first token, index after the last one, its path)]
+        runs = []  # [(start, end, path)]; the flat indices of the run are range(start, end)
         action_of = {}  # {turn: flat indices of its action}
-        path = array("q")  # the flat indices of a sequence's tokens
+        path = array("q")  # flat indices of the current turn's tokens
         for turn, seq, shared in in_order(turns):
             new = range(len(ids), len(ids) + len(seq) - shared)
             path = path[:shared] + array("q", new)
@@ -110,7 +110,7 @@ class Tree:
             before = path[shared - 1] if shared else -1
             parent += [before, *new][:len(new)]
             start = new.start
-            if runs and shared == len(runs[-1][2]):  # it goes on where the last run ends
+            if runs and shared == len(runs[-1][2]):  # it extends the last run
                 start, _, _ = runs.pop()
             runs.append((start, new.stop, path))
             action_of[turn] = torch.frombuffer(path, dtype=torch.long)[len(turn[0]):]
@@ -118,30 +118,30 @@ class Tree:
 
         tensor = functools.partial(torch.as_tensor, dtype=torch.long, device=device)
         self.ids = tensor(ids)        # (T,) token ids in depth-first order
-        self.pos = tensor(pos)        # (T,) depth: the position in a sequence
-        self.parent = tensor(parent)  # (T,) flat index of the token before
-        self.scored = tensor(scored)  # (S,) flat indices of the actions' tokens, each once
-        self.index = tensor(index)    # scored[index]: the actions' tokens, one turn after another
-        self.q = [end - start for start, end, _ in runs]  # lengths of the runs
-        self.kv = [len(path) for _, _, path in runs]      # lengths of their paths
+        self.pos = tensor(pos)        # (T,) depth, which is the position id
+        self.parent = tensor(parent)  # (T,) flat index of the previous token, -1 for the first
+        self.scored = tensor(scored)  # (S,) unique flat indices of all actions' tokens
+        self.index = tensor(index)    # (A,) scored[index] are the actions' tokens, turn by turn
+        self.q = [end - start for start, end, _ in runs]  # number of queries of each run
+        self.kv = [len(path) for _, _, path in runs]      # number of keys: the length of its path
         paths = [torch.frombuffer(path, dtype=torch.long) for _, _, path in runs]
-        self.paths = torch.cat(paths).to(device)          # (K,) flat indices of the paths
-        self.cu_q, self.cu_kv = (  # where each run and path starts, and the end
+        self.paths = torch.cat(paths).to(device)          # (K,) flat indices of all paths
+        self.cu_q, self.cu_kv = (  # (runs + 1,) cumulative lengths, as FlashAttention takes them
             torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
             for lengths in (self.q, self.kv))
 
 
 # --- attention over runs --------------------------------------------------------------------------
 
-def wide(x):
-    """x in fp32 at least."""
+def upcast(x):
+    """Casts to fp32; leaves fp64 alone."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 class GatherRows(torch.autograd.Function):
-    """x[rows], whose gradients are summed in fp32 at least.
+    """Computes x[rows] for x (T, heads, D) and rows (K,), with the gradient accumulated in fp32.
 
-    Summed in bf16, the gradient of a prefix that 100 branches share would be 1 % off.
+    In bf16 the gradient of a prefix that 100 branches share would be off by 1 %.
     """
 
     @staticmethod
@@ -152,24 +152,24 @@ class GatherRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        total = wide(gradient.new_zeros(ctx.shape))
-        total.index_add_(0, *ctx.saved_tensors, wide(gradient))
+        total = upcast(gradient.new_zeros(ctx.shape))
+        total.index_add_(0, *ctx.saved_tensors, upcast(gradient))
         return total.to(gradient.dtype), None
 
 
 def tree_attention(module, query, key, value, attention_mask, scaling=None, tree=None,
                    sliding_window=None, **kwargs):
-    """Attention of a packed tree, in the form that transformers' AttentionInterface wants.
+    """Attention over a packed tree, with the signature of transformers' AttentionInterface.
 
-    query (1, H, T, D), key and value (1, KV, T, D) give (1, T, H, D). Each run is a sequence for
-    the kernel: its tokens are the queries, its path the keys. The mask is causal, aligned at the
-    end, because the run's tokens are the last of its path. So is a sliding window.
+    Maps query (1, H, T, D), key and value (1, KV, T, D) to (1, T, H, D). To the kernel, each run is
+    one sequence, whose queries are the run's tokens and whose keys are its path. The causal mask
+    and the sliding window are aligned at the end, as a run is the end of its path.
     """
     unsupported = attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")
     if tree is None or any(x is not None for x in unsupported):
-        # computes_trees catches it, and the model computes turn by turn
+        # caught by computes_trees, which then falls back to one turn at a time
         raise ValueError("attention without a tree, or with a mask, sinks or a cap")
-    window = sliding_window - 1 if sliding_window else -1  # earlier keys a token sees; -1: all
+    window = sliding_window - 1 if sliding_window else -1  # number of earlier keys; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     k, v = (GatherRows.apply(x, tree.paths) for x in (k, v))
     kernel = flash_kernel if flash_takes(q, v) else sdpa_kernel
@@ -177,19 +177,18 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
 
 
 def sdpa_kernel(q, k, v, tree, scale, window):
-    """One scaled_dot_product_attention for each run: for what FlashAttention does not take.
+    """Fallback without FlashAttention: one scaled_dot_product_attention per run, in fp32.
 
-    It computes in fp32, which is also faster than bf16 in a CPU's backward pass. Of a tree it takes
-    q and kv, the lengths of the runs and of their paths.
+    On a CPU, fp32 is faster than bf16 in the backward pass. Of the tree it uses only q and kv.
     """
     def by_run(x, lengths):
         return [part.transpose(0, 1)[None] for part in x.split(lengths)]  # (1, heads, length, D)
 
-    out, dtype, (q, k, v) = [], q.dtype, map(wide, (q, k, v))
+    out, dtype, (q, k, v) = [], q.dtype, map(upcast, (q, k, v))
     for q_run, k_run, v_run in zip(by_run(q, tree.q), by_run(k, tree.kv), by_run(v, tree.kv)):
         queries, keys = q_run.shape[2], k_run.shape[2]
         mask = None
-        if queries < keys or window >= 0:  # else is_causal means the same
+        if queries < keys or window >= 0:  # else is_causal is equivalent
             mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
             if window >= 0:
                 mask = mask.triu(keys - queries - window)
@@ -200,16 +199,16 @@ def sdpa_kernel(q, k, v, tree, scale, window):
 
 
 def flash_takes(q, v):
-    """Whether FlashAttention computes these: on a GPU in 16 bits, and of its head sizes."""
+    """Whether FlashAttention supports them: on a GPU, in 16 bits, with its head sizes."""
     size = q.shape[-1]
     return (q.is_cuda and q.dtype != torch.float32
             and v.shape[-1] <= size <= 256 and size % 8 == 0)
 
 
 def flash_kernel(q, k, v, tree, scale, window):
-    """FlashAttention over runs, of the package flash-attn or of torch.
+    """FlashAttention over runs, from the package flash-attn or else from torch.
 
-    torch's is FlashAttention-3 after torch.nn.attention.activate_flash_attention_impl("FA3").
+    For FlashAttention-3 call torch.nn.attention.activate_flash_attention_impl("FA3").
     """
     width = v.shape[-1]
     if width < q.shape[-1]:  # DeepSeek's values are narrower than its keys
@@ -223,17 +222,17 @@ def flash_kernel(q, k, v, tree, scale, window):
     return out[..., :width]
 
 
-AttentionInterface.register("tree", torch.compiler.disable(tree_attention))  # its sizes vary
+AttentionInterface.register("tree", torch.compiler.disable(tree_attention))  # its shapes vary
 
 
 # --- the forward ----------------------------------------------------------------------------------
 
 def head_logps(hidden, weight, bias, targets, config):
-    """log softmax(logits)[targets], (N,), in fp32, or in fp64 for fp64 inputs.
+    """Returns the targets' log-probs, (N,), from hidden (N, width), in fp32 or fp64.
 
-    The logits are hidden @ weight.T + bias; some families scale them, or cap them by a tanh.
+    The logits are hidden @ weight.T + bias, which some model families scale or softcap.
     """
-    logits = wide(F.linear(hidden, weight, bias))
+    logits = upcast(F.linear(hidden, weight, bias))
     divisor, factor, cap = (getattr(config, name, None) for name in (
         "logits_scaling", "logit_scale", "final_logit_softcapping"))
     if divisor or factor:
@@ -244,10 +243,10 @@ def head_logps(hidden, weight, bias, targets, config):
 
 
 class TreeLM(torch.nn.Module):
-    """A transformers causal LM that scores a Tree; if not `takes_trees`, a tree of one turn.
+    """A transformers causal LM that scores a Tree, which has only one turn if not `takes_trees`.
 
-    FSDP wraps this module, and not the LM, so that the LM head's weight is used in the forward of
-    the module that gathers it.
+    FSDP wraps this module rather than the LM, so that the LM head's weight is used within the
+    forward that gathers it.
     """
 
     def __init__(self, lm, device=None):
@@ -256,30 +255,30 @@ class TreeLM(torch.nn.Module):
         self.device = torch.device(device or lm.device)
         self.dtype = lm.dtype
         self.config = lm.config.get_text_config()
-        self.tokens = 0  # computed so far
-        self.head_logps = head_logps  # or compiled
+        self.tokens = 0  # number of tokens computed so far
+        self.head_logps = head_logps  # shard() may compile it
 
     @property
     def takes_trees(self):
-        """Whether a forward computes a whole tree; else one turn, by the LM's own attention."""
+        """True if a forward computes a whole tree; else one turn, with the LM's own attention."""
         return self.config._attn_implementation == "tree"
 
     def layers(self):
-        """Every transformer layer: the members of the ModuleList that has the most weights."""
+        """Returns the transformer layers: the ModuleList with the most weights."""
         lists = [m for m in self.lm.modules() if isinstance(m, torch.nn.ModuleList)]
         return [*max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))]
 
     def forward(self, tree):
-        """Log-probs of the tokens tree.scored, (S,)."""
+        """Returns the log-probs of the tokens tree.scored, (S,)."""
         before, targets = tree.parent[tree.scored], tree.ids[tree.scored]
         if not self.takes_trees:
             out = self.lm(input_ids=tree.ids[None], use_cache=False, logits_to_keep=before)
-            return -F.cross_entropy(wide(out.logits[0]), targets, reduction="none")
+            return -F.cross_entropy(upcast(out.logits[0]), targets, reduction="none")
         inputs = {"input_ids": tree.ids[None], "position_ids": tree.pos[None]}
         states = self.lm.model(**inputs, tree=tree, use_cache=False).last_hidden_state[0]
         hidden = states[before]  # (T, width) to (S, width)
         head = self.lm.lm_head
-        # logits of a few tokens at a time, which the backward pass computes again
+        # chunked, and recomputed in the backward pass, to bound the memory of the logits
         chunk = max(1, MAX_LOGITS[self.device.type] // self.config.vocab_size)
         logps = []
         for i in range(0, len(targets), chunk):
@@ -289,22 +288,22 @@ class TreeLM(torch.nn.Module):
 
 
 def action_logps(model, turns, tree_tokens=math.inf, label=None):
-    """{turn: its action's log-probs given the prompt}: (L,) on the CPU, in fp32 at least.
+    """Returns {turn: (L,) log-probs of its action given its prompt}, on the CPU, in fp32 or fp64.
 
-    All ranks call this with the same turns, and get the log-probs of all. Each computes its share;
-    the others' values carry no gradient. All ranks then take the same loss, and FSDP sums their
-    gradients: the sum is the loss's gradient.
+    All ranks must call this with the same turns. Each computes its share and receives the others'
+    values without gradient. So all ranks compute the same loss, each has the gradient of its own
+    turns, and FSDP sums these to the gradient of the loss.
 
-    A tree has at most tree_tokens tokens, or one turn. Where a rank has several trees, the backward
-    pass computes each again, in bounded memory. `label` names a progress bar over them.
+    A tree holds at most tree_tokens tokens, unless a single turn is longer. If a rank has several
+    trees, the backward pass recomputes each, to bound memory. label: of a progress bar over trees.
     """
-    parts = deal(turns, tree_tokens if model.takes_trees else 0)
-    trees = len(parts) // WORLD  # of each rank: all must join every collective
+    parts = partition(turns, tree_tokens if model.takes_trees else 0)
+    trees = len(parts) // WORLD  # the same number on each rank, as all join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
-    # Each recomputed tree takes the log-probs of the one before as `anchor`, and ignores them: in
-    # this chain the backward pass holds one tree's activations at a time, the last one's first.
+    # `anchor` makes each tree depend on the one before, so that the backward pass recomputes them
+    # one by one, last first, and holds the activations of one at a time.
     anchor = torch.ones((), requires_grad=True)
-    by_part = [torch.zeros(sum(action_lengths(part))) for part in parts]  # others' stay 0
+    by_part = [torch.zeros(sum(action_lengths(part))) for part in parts]  # other ranks: 0
     mine = range(RANK * trees, (RANK + 1) * trees)
     for n in progress(label, mine) if label else mine:
         tree = Tree(parts[n], model.device)
@@ -318,38 +317,38 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
     if WORLD > 1:
         total = flat.detach().clone()
         dist.all_reduce(total)
-        flat = flat + (total - flat.detach())  # values of all ranks, the gradient of this one
-    dealt = list(chain.from_iterable(parts))
-    logps = dict(zip(dealt, flat.split(action_lengths(dealt))))  # deal() may repeat a part
+        flat = flat + (total - flat.detach())  # all ranks' values, this rank's gradient
+    ordered = list(chain.from_iterable(parts))
+    logps = dict(zip(ordered, flat.split(action_lengths(ordered))))  # a repeat counts once
     return {turn: logps[turn] for turn in turns}
 
 
 def tree_logps(model, tree, anchor=None):
-    """Log-probs of a tree's actions in one tensor, turn after turn. anchor: see action_logps."""
-    return model(tree)[tree.index]  # a token that actions share is scored once
+    """Returns the log-probs of a tree's actions, (A,), turn by turn. anchor: see action_logps."""
+    return model(tree)[tree.index]  # actions may share tokens
 
 
 def action_lengths(turns):
-    """How many tokens each turn's action has."""
+    """Returns the number of tokens of each turn's action."""
     return [len(action) for _, action in turns]
 
 
-# --- pairs, batches, and each rank's share --------------------------------------------------------
+# --- pairs, batches, and their partition over ranks -----------------------------------------------
 
 class Pair(NamedTuple):
-    """One example of a loss: two trajectories of a task, or two candidates of a turn."""
-    chosen: tuple         # the turns, (prompt, action), of the better one
-    rejected: tuple = ()  # the turns of the worse one; fine-tuning has none
-    gap: float = 0.0      # chosen less rejected, of rewards or of candidates' values
+    """A training example: two trajectories of a task, or two candidates of a turn."""
+    chosen: tuple         # all turns of the better trajectory, or the better candidate's one turn
+    rejected: tuple = ()  # likewise of the worse one; empty for --loss rft
+    gap: float = 0.0      # difference of the rewards, or of the candidates' scores
 
 
 def turns_in(pairs):
-    """The sorted turns of some pairs, each once."""
+    """Returns the unique turns of some pairs, sorted."""
     return sorted({turn for pair in pairs for turn in (*pair.chosen, *pair.rejected)})
 
 
 def all_batches(groups, batch_size, epochs, seed):
-    """A run's batches of batch_size pairs: of one group after another, shuffled in each epoch."""
+    """Returns all batches of a run. Each epoch shuffles the groups, and keeps each together."""
     batches = []
     for epoch in range(epochs):
         order = list(groups)
@@ -360,37 +359,36 @@ def all_batches(groups, batch_size, epochs, seed):
 
 
 def accuracy(margin):
-    """The share of margins (N,) above 0; one that rounds to 0 counts a half."""
+    """Returns the share of positive margins, (N,) to a float; one that rounds to 0 counts half."""
     return ((margin.round(decimals=5).sign() + 1) / 2).double().mean().item()
 
 
-def deal(turns, tree_tokens, world=WORLD):
-    """The turns in parts, [[turn]]. The tree of a part has at most tree_tokens tokens, or one turn.
+def partition(turns, tree_tokens, world=WORLD):
+    """Partitions turns into [[turn]], whose trees have at most tree_tokens tokens, or one turn.
 
-    Each of `world` ranks gets equally many consecutive parts, as few as can be. Then bisection
-    finds, to 1 %, the lowest limit that needs no more of them, which makes them about equal. Where
-    ranks lack a part the last one comes again, and counts once.
+    Every rank gets the same number of consecutive parts. We first find the minimum number of parts,
+    then bisect the size limit (to 1 %) to balance them. The last part is repeated as padding.
     """
     rows = [(turn, len(seq), shared) for turn, seq, shared in in_order(dict.fromkeys(turns))]
 
-    def cut(limit):
-        """[[turn]]: parts of at most `limit` tokens and MAX_KEYS keys, or one turn."""
+    def split(limit):
+        """Returns [[turn]]: parts of at most `limit` tokens and MAX_KEYS keys, or one turn."""
         parts, size, keys = [], math.inf, 0
         for turn, length, shared in rows:
             size += length - shared
             keys += length
             if size > limit or keys > MAX_KEYS:
                 parts.append([])
-                size = keys = length  # the first turn of a part is laid out whole
+                size = keys = length  # the first turn of a part shares no prefix
             parts[-1].append(turn)
         return parts
 
     low, high = 0, min(tree_tokens, sum(length - shared for _, length, shared in rows))
-    parts = cut(high)
+    parts = split(high)
     most = -(-len(parts) // world) * world
     while high - low > 1 + high // 100:
         middle = (low + high) // 2
-        smaller = cut(middle)
+        smaller = split(middle)
         if len(smaller) <= most:
             parts, high = smaller, middle
         else:
@@ -400,36 +398,36 @@ def deal(turns, tree_tokens, world=WORLD):
 
 @torch.no_grad()
 def score(model, turns, tree_tokens, label=None):
-    """action_logps without gradient."""
+    """Returns action_logps without gradient."""
     if not turns:
         return {}
     logps = action_logps(model, turns, tree_tokens, label)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # an optimizer made after this must find shards
+            module.reshard()  # so that an optimizer created next sees the shards
     return logps
 
 
 # --- chat templates: dialogues to token ids -------------------------------------------------------
 
-# A template joins messages by control tokens such as <|im_end|>, and the tokenizer makes ids of the
-# text. A message may spell "<|im_end|>", too. `as_plain` breaks that up by CUTs: the template does
-# not find it, and text_ids, which tokenizes between CUTs, makes no control token of it.
-CUT = "\ud800"  # half a character: no text has it
+# A template joins messages with control tokens such as <|im_end|>, but a message may also contain
+# the text "<|im_end|>". as_plain inserts CUTs into it, so that the template does not match it, and
+# text_ids tokenizes the parts between CUTs, so that the tokenizer makes no control token of it.
+CUT = "\ud800"  # a lone surrogate, which no text contains
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue000"}]
 
 
 def any_of(texts):
-    """A pattern of any of the texts, the longest first."""
+    """Returns a regex that matches any of the texts, the longest first."""
     longest_first = sorted(texts, key=len, reverse=True)
     return "|".join(map(re.escape, longest_first)) or "(?!)"
 
 
 @functools.cache
 def control_tokens(tokenizer):
-    """Patterns of the control tokens: (all, the special ones).
+    """Returns two regexes: all control tokens, and only the special ones.
 
-    The others are no special tokens, but the template has them: Qwen3's <think>.
+    The others are added tokens that the template contains, such as Qwen3's <think>.
     """
     template, added = tokenizer.get_chat_template(), tokenizer.added_tokens_decoder.values()
     special = [token.content for token in added if token.special]
@@ -439,9 +437,9 @@ def control_tokens(tokenizer):
 
 
 def as_plain(tokenizer, message):
-    """A message's content, in which CUTs keep the control tokens that it spells plain text.
+    """Returns a message's content, with CUTs in any control token that it spells out.
 
-    The assistant's own stored text may say <think>: the template reads its thoughts.
+    In stored messages of the assistant <think> is kept, since the template parses thoughts.
     """
     every, special = control_tokens(tokenizer)
     stored = message["role"] == "assistant" and not message.get("token_ids")
@@ -450,10 +448,10 @@ def as_plain(tokenizer, message):
 
 
 def template_text(tokenizer, messages, thinking, add_prompt):
-    """The template's text of a dialogue, with CUTs.
+    """Returns the text of a dialogue by the chat template, with CUTs.
 
-    add_prompt: whether the generation prompt follows. A template raises an error of its own for a
-    dialogue that it does not take.
+    add_prompt: whether to append the generation prompt. Templates raise their own errors for
+    dialogues that they do not support.
     """
     plain = [{"role": m["role"], "content": as_plain(tokenizer, m)} for m in messages]
     return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_prompt,
@@ -506,7 +504,7 @@ def ending(tokenizer):
         return after[:control.end()]
     if not tokenizer.eos_token:
         fail("neither the chat template nor the tokenizer has a token that ends a message")
-    note("chat template ends no message", f"{tokenizer.eos_token} ends the assistant's")
+    add_warning("chat template ends no message", f"{tokenizer.eos_token} ends the assistant's")
     return tokenizer.eos_token
 
 
@@ -545,16 +543,16 @@ def action_text(tokenizer, action, history, thinking):
     text = action.get("output") or action.get("content") or ""
     message = {"role": "assistant", "content": text}
     if control := control_tokens(tokenizer)[1].search(text):
-        note("stored messages spell a control token, which stays plain text", f"{control[0]!r}")
+        add_warning("stored messages spell a control token, kept as plain text", f"{control[0]!r}")
     prompt = template_text(tokenizer, history, thinking, True)
     whole = template_text(tokenizer, [*history, message], thinking, False)
     before, plain = prompt, as_plain(tokenizer, message)
     if not whole.startswith(prompt) or plain.strip() not in whole[len(prompt):]:
         parting = common_prefix(prompt, whole)
         excerpts = [x[max(0, parting - 20):parting + 40].replace(CUT, "") for x in (prompt, whole)]
-        note("stored messages are not what this --model's chat template writes after its prompt "
-             '("meta": {"thinking": 1}, or a template without <think>, may help)',
-             "it prompts by {!r} and writes {!r}".format(*excerpts))
+        add_warning("stored messages are not what this --model's chat template writes after its "
+                    'prompt ("meta": {"thinking": 1}, or a template without <think>, may help)',
+                    "it prompts by {!r} and writes {!r}".format(*excerpts))
         if action.get("output"):
             whole = prompt + plain
         else:

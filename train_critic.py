@@ -1,29 +1,31 @@
-"""Stage 1: the critic reads the hidden information c, and learns from pairs which turns were good.
+"""Stage 1: train a critic that sees the hidden information, then score every message with it.
 
     A(o_t, a_t, c) = 1/L_t sum_l log [ pi(a_t^l | o_t, a_t^<l, c) / pi_ref(a_t^l | o_t, a_t^<l, c) ]
     loss = -log sigmoid( beta sum_t A(o_t+, a_t+, c) - beta sum_t A(o_t-, a_t-, c) )
            + nll_coef NLL(tau+)
 
-These are eq. 3 and eq. 2 of the paper: a Bradley-Terry model of trajectories, whose reward is a sum
-of advantages. o_t is the dialogue before message t, a_t the message, of L_t tokens. tau+ and tau-
-are trajectories of one task; tau+ has the higher reward. The NLL is a mean over the turns of tau+,
-in each a mean over its tokens. pi starts as pi_ref. In the code a *turn* is (prompt, action): all
-that the model reads, then a message or candidate, both as token ids packed into strings.
+The advantage A (eq. 3 of the paper) says how much likelier the critic pi finds message a_t, of L_t
+tokens, than its initial checkpoint pi_ref does. Both read the dialogue o_t and the hidden
+information c. The loss (eq. 2) is a Bradley-Terry model: of two trajectories of a task, the one
+with the higher reward, tau+, should have the larger sum of advantages. The NLL is averaged over
+the tokens of a turn, then over turns. A *turn* is (prompt, action), both as packed token ids.
 
-After training, every message and every candidate gets its `advantage` A, and the records go on
-to stdout. A new --out is trained, a stopped one goes on, and a finished one only scores.
---untrained 1 trains nothing: one model reads each message twice, and A is the mean of
-log pi(a | o, c) - log pi(a | o). Other critics are edits: see the README.
+Scoring adds an `advantage` to every message and candidate. --untrained 1 is the zero-shot critic,
+which needs no training: A is the mean of log pi(a | o, c) - log pi(a | o), both under --model.
+
+Left out on purpose: a value head (value.diff), whose policy leaves three in four episodes without
+an answer (RESULTS.md); early stopping, for which held-out metrics are logged; and a Trainer class,
+so that you can change this loop without touching the policy's.
 
     python train_critic.py --model runs/base --out runs/critic < in.jsonl > scored.jsonl
     torchrun --nproc_per_node=8 train_critic.py --out runs/critic < in.jsonl > scored.jsonl
-    python train_critic.py --out runs/critic < more.jsonl > scored.jsonl  # a finished one scores
+    python train_critic.py --out runs/critic < more.jsonl > scored.jsonl  # no training
     python train_critic.py --untrained 1 --model runs/base < in.jsonl > scored.jsonl
 """
-# Flags are read before torch loads: --help and a wrong flag answer at once.
-from utils import (Log, check_finite, fail, fail_on_error, flag, from_rank_0, init_distributed,
-                   lr_at, machine_flags, note, open_stdout, parser, read_jsonl, rng, rows_of, run,
-                   tell_changes, tell_notes)
+# Parse flags before importing torch, so that --help and flag errors are instant.
+from utils import (Log, add_warning, check_finite, fail, fail_on_error, flag, from_rank_0,
+                   init_distributed, lr_at, machine_flags, open_stdout, parser, print_warnings,
+                   read_jsonl, rng, rows_of, run, warn_if_changed)
 
 import gc
 import math
@@ -37,30 +39,29 @@ from colbench import agent_messages, hidden_information, needs, task_id, with_hi
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < trajectories.jsonl > scored.jsonl")
     flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "pi_ref, and where pi starts")
-    flag(p, "out", None, "the run's directory: a new one trains, a finished one scores")
-    flag(p, "untrained", 0, "1: score by --model with c less without, and train nothing",
-         choices=[0, 1])
+    flag(p, "out", None, "new: train, then score; interrupted: resume; finished: only score")
+    flag(p, "untrained", 0, "1: score without training, by the log-prob given the hidden "
+         "information minus the log-prob without it", choices=[0, 1])
     g = p.add_argument_group("pairs")
-    flag(g, "min_gap", None, "pair trajectories of a task whose rewards differ by at least this; "
-         "not given: the first solved one with each worse one", kind=float)
-    flag(g, "held_out", 0.1, "share of the tasks kept out of training, to measure loss and "
-         "accuracy on", most=1)
-    flag(g, "eval_every", 100, "steps between measures of held-out pairs", least=1)
+    flag(g, "min_gap", None, "pair any two trajectories of a task whose rewards differ by at "
+         "least this; default: pair its first solved one with every worse one", kind=float)
+    flag(g, "held_out", 0.1, "share of the tasks held out to measure loss and accuracy", most=1)
+    flag(g, "eval_every", 100, "steps between evaluations on the held-out pairs", least=1)
     g = p.add_argument_group("objective and optimization")
-    flag(g, "ref_context", "hidden", "what pi_ref reads: c, too (eq. 3), or the agent's prompt",
-         choices=["hidden", "agent"])
-    flag(g, "beta", 0.1, "scale of the margin")
-    flag(g, "nll_coef", 0.01, "weight of the chosen side's NLL")
-    flag(g, "lr", 2e-7, "peak: 3%% of the steps warm up, then a cosine to a tenth")
-    flag(g, "batch_size", 8, "pairs a step, over all GPUs", least=1)
-    flag(g, "epochs", 4, "over the pairs")
-    flag(g, "seed", 0, "of the order and of what is held out")
+    flag(g, "ref_context", "hidden", "pi_ref reads the hidden information (eq. 3), or what the "
+         "agent reads", choices=["hidden", "agent"])
+    flag(g, "beta", 0.1, "scale of the reward margin")
+    flag(g, "nll_coef", 0.01, "weight of the chosen trajectory's NLL")
+    flag(g, "lr", 2e-7, "peak learning rate: 3%% warm-up, then cosine decay to a tenth")
+    flag(g, "batch_size", 8, "pairs per step, over all GPUs", least=1)
+    flag(g, "epochs", 4, "passes over the pairs")
+    flag(g, "seed", 0, "random seed of the training order and of the held-out tasks")
     machine_flags(p)
     args = p.parse_args(argv)
     if bool(args.out) == bool(args.untrained):
-        p.error("give --out, or else --untrained 1")
+        p.error("give either --out or --untrained 1")
     if args.untrained and "ref_context" in args.given:
-        p.error("--untrained 1 has no --ref_context: pi_ref reads what the agent reads")
+        p.error("--untrained 1 takes no --ref_context: its pi_ref always reads the agent's prompt")
     if args.untrained:
         args.ref_context = "agent"
     return args
@@ -80,12 +81,12 @@ from model import (TURN, Pair, accuracy, action_ids, action_logps, actions_of, a
 # --- the loss -------------------------------------------------------------------------------------
 
 def advantage(logps, ref_logps):
-    """Eq. 3, one action: (L,) log-probs to a scalar."""
+    """Eq. 3 for one action: two (L,) tensors of log-probs to a scalar."""
     return (logps - ref_logps).mean()
 
 
 def critic_loss(args, pair, logps, ref_logps):
-    """(loss, margin) of a Pair of trajectories, eq. 2. logps, ref_logps: {turn: (L,)}."""
+    """Returns (loss, margin) of a pair of trajectories, eq. 2. logps, ref_logps: {turn: (L,)}."""
     def value(trajectory):
         return sum(advantage(logps[turn], ref_logps[turn]) for turn in trajectory)
 
@@ -95,9 +96,9 @@ def critic_loss(args, pair, logps, ref_logps):
 
 
 def batch_loss(args, pairs, logps, ref_logps):
-    """(mean loss of some pairs, {"accuracy", "margin"})."""
+    """Returns (mean loss over the pairs, {"accuracy": ..., "margin": ...})."""
     losses, margins = zip(*(critic_loss(args, pair, logps, ref_logps) for pair in pairs))
-    margins = torch.stack(margins)
+    margins = torch.stack(margins)  # (B,)
     metrics = {"accuracy": accuracy(margins), "margin": margins.mean().item()}
     return sum(losses) / len(pairs), metrics
 
@@ -112,18 +113,18 @@ def main(args):
     else:
         records, model, ref_logps = load_to_score(args, device)
     advantage_of = advantages(model, ref_logps, args.tree_tokens)
-    for r in records or ():  # None on other ranks
+    for r in records or ():  # only rank 0 has records
         for _, actions in actions_of(r):
             for action in actions:
                 turn = action.pop(TURN)
-                action.pop("advantage", None)  # another critic's
+                action.pop("advantage", None)  # an earlier critic's
                 if turn is not None:
                     action["advantage"] = advantage_of[turn]
         emit(r)
 
 
 def train(args, log, device):
-    """(stdin's records on rank 0, the trained critic, {turn: its log-probs by pi_ref})."""
+    """Trains, and returns (rank 0's records or None, the critic, {turn: (L,) pi_ref log-probs})."""
     records, (ref_turn_of, groups, held) = from_rank_0(lambda: prepare(args))
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
     log.begin(groups, held, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
@@ -137,9 +138,9 @@ def train(args, log, device):
 
     for step in log.steps("critic"):
         batch, tokens_before = batches[step], model.tokens
-        logps = action_logps(model, turns_in(batch), args.tree_tokens)
+        logps = action_logps(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
-        loss.backward()  # a rank has the gradient of its own turns; FSDP sums them
+        loss.backward()  # each rank holds the gradient of its own turns; FSDP sums them
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norm, loss = unsharded(norm).item(), loss.item()
         check_finite(step, loss=loss, grad_norm=norm)
@@ -151,7 +152,7 @@ def train(args, log, device):
         log(step=step, loss=loss, **metrics, grad_norm=norm, lr=lr,
             tokens=model.tokens - tokens_before)
         if held and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
-            # by the weights after this step; the row above is by those before it
+            # measured after this step's update; the row above was measured before it
             log(step=step, **held_out_metrics(batch_loss, args, model, held, ref_logps))
         if (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
@@ -162,22 +163,22 @@ def train(args, log, device):
 
 
 def load_to_score(args, device):
-    """What train() returns, for a finished critic or --untrained 1: nothing is trained."""
+    """Loads a finished or a zero-shot critic, and returns the same as train()."""
     if args.out:
-        moved_to = args.model if "model" in args.given else None
-        args.model = finished_flags(args.out, moved_to).model
+        ref_model_path = args.model if "model" in args.given else None
+        args.model = finished_flags(args.out, ref_model_path).model
     records, ref_turn_of = from_rank_0(lambda: read_stdin(args))
     model, _ = load(args.model, device, args.dtype, args)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     if args.out:
         del model
-        gc.collect()  # room for pi
+        gc.collect()  # free its memory before loading pi
         model, _ = load(args.out, device, args.dtype, args)
     return records, model, ref_logps
 
 
 def held_out_metrics(loss_of_pairs, args, model, pairs, ref_logps):
-    """{"held_out_loss", "held_out_accuracy"} of held-out pairs, by a trainer's batch_loss."""
+    """Returns {"held_out_loss", ...}: the metrics of loss_of_pairs (a batch_loss), prefixed."""
     logps = score(model, turns_in(pairs), args.tree_tokens)
     loss, metrics = loss_of_pairs(args, pairs, logps, ref_logps)
     metrics = {"loss": loss.item(), **metrics}
@@ -185,38 +186,37 @@ def held_out_metrics(loss_of_pairs, args, model, pairs, ref_logps):
 
 
 def reference_logps(model, ref_turn_of, tree_tokens):
-    """{turn: its action's log-probs by pi_ref, the model}. ref_turn_of: {turn: reference turn}."""
+    """Returns {turn: (L,) log-probs under pi_ref} for ref_turn_of, {turn: what pi_ref reads}."""
     logps = score(model, list(ref_turn_of.values()), tree_tokens, "reference")
     return {turn: logps[ref_turn] for turn, ref_turn in ref_turn_of.items()}
 
 
 def advantages(model, ref_logps, tree_tokens):
-    """{turn: A, a float} by the critic, the model. ref_logps: {turn: log-probs by pi_ref}."""
+    """Returns {turn: advantage} under the critic `model`, for the turns of ref_logps."""
     logps = score(model, list(ref_logps), tree_tokens, "advantages")
     return {turn: advantage(logps[turn], ref_logps[turn]).item() for turn in logps}
 
 
-# --- a finished critic's reference ----------------------------------------------------------------
+# --- pi_ref of a finished critic ------------------------------------------------------------------
 
 def finished_flags(folder, model=None):
-    """The flags that the finished critic in a folder was trained with; flags.model is pi_ref.
+    """Returns the flags that a finished critic was trained with; flags.model is pi_ref.
 
-    model: where pi_ref is now. Not given: at its old path relative to the critic's folder, so that
-    both may be moved together.
+    Without `model`, pi_ref is looked up relative to the critic's folder: both may have moved.
     """
-    with fail_on_error(f"{folder} is no finished run of train_critic.py"):
+    with fail_on_error(f"{folder} is not a finished run of train_critic.py"):
         rows = rows_of(folder)
-        begun = [row for row in rows if "args" in row][-1]
-        flags, weights = SimpleNamespace(**begun["args"]), begun["model_weights"]
+        start = [row for row in rows if "args" in row][-1]
+        flags, weights = SimpleNamespace(**start["args"]), start["model_weights"]
         if "finished" not in rows[-1] or not hasattr(flags, "ref_context"):
-            raise ValueError("its training has not ended, or it is a policy's")
+            raise ValueError("it is unfinished, or it is a run of train_policy.py")
     if not model:
-        old_model, old_out = (os.path.join(begun["cwd"], path) for path in (flags.model, flags.out))
+        old_model, old_out = (os.path.join(start["cwd"], path) for path in (flags.model, flags.out))
         moved = os.path.join(folder, os.path.relpath(old_model, old_out))
         model = moved if os.path.isdir(moved) else flags.model
-    tell_changes(folder)
-    if base_digest(model) not in (weights, None):  # None on other ranks
-        fail(f"{model} has other weights than the pi_ref of the critic in {folder}")
+    warn_if_changed(folder)
+    if base_digest(model) not in (weights, None):  # only rank 0 has a digest
+        fail(f"{model} is not the pi_ref of the critic in {folder}: its weights differ")
     flags.model = model
     return flags
 
@@ -224,7 +224,7 @@ def finished_flags(folder, model=None):
 # --- pairs ----------------------------------------------------------------------------------------
 
 def prepare(args):
-    """(stdin's records, ({turn: reference turn}, [[Pair]] to train on, [Pair] held out))."""
+    """Returns (records, ({turn: reference turn}, [[Pair]] per training task, held-out [Pair]))."""
     records, ref_turn_of = read_stdin(args, "reward")
     pairs_of = trajectory_pairs(sorted_records(records), args.min_gap)
     train_tasks, held_tasks = hold_out(pairs_of, args.held_out, args.seed)
@@ -233,12 +233,12 @@ def prepare(args):
 
 
 def sorted_records(records):
-    """The records by task and sample: pairs do not depend on which episode ended first."""
+    """Sorts by task and sample, so that pairs do not depend on which episode finished first."""
     return sorted(records, key=lambda r: (task_id(r["task"]), r.get("sample", 0)))
 
 
 def hold_out(tasks, share, seed):
-    """(the tasks to train on, at least one; the others, a share of them), in random order."""
+    """Shuffles and splits tasks into (training, at least one; held out, `share` rounded up)."""
     tasks = list(tasks)
     rng("held out", seed).shuffle(tasks)
     n_held = min(math.ceil(share * len(tasks)), len(tasks) - 1)
@@ -246,10 +246,10 @@ def hold_out(tasks, share, seed):
 
 
 def trajectory_pairs(records, min_gap):
-    """{task id: [Pair]} of a task's trajectories, the better and the worse; fails without any.
+    """Returns {task id: [Pair of its trajectories]}; fails if there are none.
 
-    min_gap: all pairs whose rewards differ by at least this. None: the first solved trajectory with
-    each worse one.
+    Pairs any two trajectories whose rewards differ by at least min_gap; without a min_gap, pairs
+    the first solved trajectory with every worse one.
     """
     by_task, groups = {}, {}
     for r in records:
@@ -257,25 +257,25 @@ def trajectory_pairs(records, min_gap):
         if None not in turns:
             by_task.setdefault(task_id(r["task"]), []).append((r["reward"], turns))
     for task, trajectories in by_task.items():
-        better = trajectories
+        eligible = trajectories
         if min_gap is None:
-            better = [(reward, turns) for reward, turns in trajectories if reward >= 1][:1]
+            eligible = [(reward, turns) for reward, turns in trajectories if reward >= 1][:1]
         pairs = [Pair(chosen, rejected, gap=high - low)
-                 for high, chosen in better for low, rejected in trajectories
+                 for high, chosen in eligible for low, rejected in trajectories
                  if high > low and high - low > (min_gap or 0) - 1e-9 and chosen != rejected]
         if pairs:
             groups[task] = pairs
     if not groups:
-        lack = "a solved and a worse one" if min_gap is None else "two that differ so much"
-        fail(f"no pairs in {len(records)} trajectories: no task has {lack} (--min_gap 0 takes "
-             "whatever differs; collect.py -k draws more per task; a weak --model solves none)")
+        lack = "both a solved and a worse one" if min_gap is None else "two that differ so much"
+        fail(f"no pairs in {len(records)} trajectories: no task has {lack} (try --min_gap 0, more "
+             "episodes per task with collect.py -k, or a stronger --model)")
     return groups
 
 
 # --- what the critic reads ------------------------------------------------------------------------
 
 def read_stdin(args, *fields):
-    """(stdin's records, which need `fields`, too; {turn: reference turn})."""
+    """Returns (records, {turn: reference turn}). fields: what each record must have."""
     need = needs("dialogue_history", *fields, to_train=True)
     records = list(read_jsonl(sys.stdin, need))
     _, tokenizer, config = find_model(args.model)
@@ -284,11 +284,12 @@ def read_stdin(args, *fields):
 
 
 def critic_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c):
-    """[(turn, reference turn)] of a record's actions, messages or candidates, after a history.
+    """Returns [(what pi reads, what pi_ref reads)] for actions that follow a history, as turns.
 
-    The turn has the prompt that pi reads, the reference turn the one that pi_ref reads.
+    actions: messages or candidates. pi_reads_c, ref_reads_c: whether the prompt of each includes
+    the hidden information, c.
     """
-    thinking = record.get("meta", {}).get("thinking", 0)  # as when its dialogue was sampled
+    thinking = record.get("meta", {}).get("thinking", 0)  # the setting it was sampled with
 
     def prompt_ids(reads_c):
         c = hidden_information(record["task"]) if reads_c else ""
@@ -307,9 +308,9 @@ def critic_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c
 
 
 def read_turns(tokenizer, config, records, max_length, *, pi_reads_c, ref_reads_c):
-    """{turn: reference turn} of all messages and candidates of the agent that are not too long.
+    """Returns {turn: reference turn} of every message and candidate of at most max_length tokens.
 
-    Sets action[TURN] for each: its turn, or None if it is too long.
+    Sets action[TURN] of each to its turn, or to None if it is too long.
     """
     config = config.get_text_config()
     longest = min(max_length, getattr(config, "max_position_embeddings", None) or max_length)
@@ -318,23 +319,22 @@ def read_turns(tokenizer, config, records, max_length, *, pi_reads_c, ref_reads_
     for r in records:
         name = f"the task {task_id(r['task'])}"
         if pi_reads_c and not hidden_information(r["task"]):
-            note("records have no hidden information for the critic to read", name)
+            add_warning("records without hidden information for the critic", name)
         for history, actions in actions_of(r):
-            with fail_on_error(f"{name} does not suit this --model's chat template"):
+            with fail_on_error(f"--model's chat template refuses {name}"):
                 turns = critic_turns(tokenizer, r, history, actions, pi_reads_c=pi_reads_c,
                                      ref_reads_c=ref_reads_c)
             for action, (turn, ref_turn) in zip(actions, turns):
                 if extra_ids and ord(max("".join(turn))) >= config.vocab_size:
-                    fail(f"{name} has a token beyond the model's embedding of {config.vocab_size}")
+                    fail(f"{name} has a token id outside --model's vocabulary, {config.vocab_size}")
                 fits = sum(map(len, turn)) <= longest
                 action[TURN] = turn if fits else None
                 if fits:
                     ref_turn_of[turn] = ref_turn
                 else:
-                    note(f"messages and candidates are longer than {longest} tokens (--max_length "
-                         "or the model's own limit) and are left out, and so are trajectories with "
-                         "such a message", name)
-    tell_notes()
+                    add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit) "
+                                "and are skipped, messages with their whole trajectory", name)
+    print_warnings()
     return ref_turn_of
 
 

@@ -1,22 +1,25 @@
-"""Stage 2: the policy. It learns from pairs of candidates that the critic ranked, and never reads
-the hidden information.
+"""Stage 2: train the policy by DPO, turn by turn, on the candidates that the critic ranked.
 
     loss = -log sigmoid( beta log[pi(a+|o) / pi_ref(a+|o)] - beta log[pi(a-|o) / pi_ref(a-|o)] )
            + nll_coef NLL(a+)                                                               (eq. 4)
 
---loss selects what it learns from:
+The policy never reads the hidden information. --loss selects the training data:
 
-    dpo    SWEET-RL: a+ is of the upper, a- of the lower half of a turn's candidates by advantage;
+    dpo    SWEET-RL: a+ from the upper, a- from the lower half of a turn's candidates by advantage;
            --mix adds pairs of whole trajectories
-    mtdpo  multi-turn DPO, without a critic: a+ and a- are trajectories of a task, by reward
-    rft    rejection fine-tuning: the NLL of solved trajectories, with --all 1 of all (supervised)
+    mtdpo  multi-turn DPO, without a critic: a+ and a- are trajectories of a task, ranked by reward
+    rft    rejection fine-tuning: NLL of the solved trajectories; --all 1: of all (plain SFT)
+
+Left out on purpose: online sampling (a second round is another collect.py, whose records you can
+read), LoRA (lora.diff adds it), and a Trainer class, so that you can change this loop without
+touching the critic's.
 
     python train_policy.py --loss rft --all 1 --out runs/base < demos.jsonl
     python train_policy.py --model runs/base --out runs/sweet < scored.jsonl
     torchrun --nproc_per_node=8 train_policy.py --out runs/sweet < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
-# Flags are read before torch loads: --help and a wrong flag answer at once.
+# Parse flags before importing torch, so that --help and flag errors are instant.
 from utils import (Log, check_finite, fail, flag, from_rank_0, init_distributed, lr_at,
                    machine_flags, open_stdout, parser, read_jsonl, rng, run)
 
@@ -29,28 +32,27 @@ from colbench import agent_messages, needs, task_id
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < scored.jsonl")
     flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "pi_ref, and where pi starts")
-    flag(p, "out", None, "the run's directory: a new one, or one to go on in", required=True)
-    flag(p, "loss", "dpo", "what it learns from: see above",
+    flag(p, "out", None, "output directory; an interrupted run in it is resumed", required=True)
+    flag(p, "loss", "dpo", "training data and objective, see above",
          choices=["dpo", "mtdpo", "rft"])
     g = p.add_argument_group("pairs")
-    flag(g, "pairs_per_turn", 4, "dpo: pairs drawn from a turn's candidates", least=1)
-    flag(g, "logprob_weight", 0.0, "dpo: rank candidates by advantage + this * log-prob when "
-         "sampled")
-    flag(g, "mix", 0.0, "dpo: pairs of trajectories (as of mtdpo) added for a pair of candidates")
-    flag(g, "min_gap", None, "mtdpo, --mix: as in train_critic.py", kind=float)
-    flag(g, "held_out", 0.0, "share of the tasks kept out of training, to measure loss and "
-         "accuracy on", most=1)
-    flag(g, "eval_every", 100, "steps between measures of held-out pairs", least=1)
-    flag(g, "all", 0, "rft: 1 takes unsolved trajectories, too", choices=[0, 1])
+    flag(g, "pairs_per_turn", 4, "dpo: pairs to draw from the candidates of a turn", least=1)
+    flag(g, "logprob_weight", 0.0, "dpo: weight of the sampling log-prob in a candidate's score, "
+         "beside the advantage")
+    flag(g, "mix", 0.0, "dpo: trajectory pairs (as in mtdpo) to add per candidate pair")
+    flag(g, "min_gap", None, "mtdpo, --mix: see train_critic.py", kind=float)
+    flag(g, "held_out", 0.0, "share of the tasks held out to measure loss and accuracy", most=1)
+    flag(g, "eval_every", 100, "steps between evaluations on the held-out pairs", least=1)
+    flag(g, "all", 0, "rft: 1 trains on unsolved trajectories too (plain SFT)", choices=[0, 1])
     g = p.add_argument_group("objective and optimization")
-    flag(g, "beta", 0.1, "scale of the margin")
-    flag(g, "nll_coef", 0.01, "weight of the chosen side's NLL per token")
-    flag(g, "lr", 2e-7, "peak: 3%% of the steps warm up, then a cosine to a tenth")
-    flag(g, "batch_size", None, "pairs a step, over all GPUs; not given: 8, as in the paper "
+    flag(g, "beta", 0.1, "scale of the reward margin")
+    flag(g, "nll_coef", 0.01, "weight of the chosen side's mean NLL per token")
+    flag(g, "lr", 2e-7, "peak learning rate: 3%% warm-up, then cosine decay to a tenth")
+    flag(g, "batch_size", None, "pairs per step, over all GPUs; default: 8 as in the paper "
          "(rft: 32)", kind=int, least=1)
-    flag(g, "epochs", None, "over the pairs; not given: 1, as in the paper (mtdpo, rft: 4)",
+    flag(g, "epochs", None, "passes over the pairs; default: 1 as in the paper (mtdpo, rft: 4)",
          kind=int)
-    flag(g, "seed", 0, "of the order, and of pairs and held-out tasks drawn")
+    flag(g, "seed", 0, "random seed of the training order, the pairs and the held-out tasks")
     machine_flags(p)
     args = p.parse_args(argv)
     if args.batch_size is None:
@@ -74,13 +76,12 @@ from train_critic import held_out_metrics, hold_out, read_turns, sorted_records,
 # --- the loss -------------------------------------------------------------------------------------
 
 def joined_logps(turns, logps):
-    """The log-probs of all these turns' tokens in one tensor. logps: {turn: (L,)}."""
+    """Concatenates the log-probs of several turns into one tensor. logps: {turn: (L,)}."""
     return torch.cat([logps[turn] for turn in turns])
 
 
 def dpo_loss(args, pair, logps, ref_logps):
-    """(loss, margin) of a Pair of actions or trajectories, eq. 4. logps, ref_logps: {turn: (L,)}.
-    """
+    """Returns (loss, margin) of a pair, eq. 4; sums over turns. logps, ref_logps: {turn: (L,)}."""
     def log_ratio(turns):
         return joined_logps(turns, logps).sum() - joined_logps(turns, ref_logps).sum()
 
@@ -90,12 +91,12 @@ def dpo_loss(args, pair, logps, ref_logps):
 
 
 def batch_loss(args, pairs, logps, ref_logps):
-    """(mean loss of some pairs, {"accuracy", "margin"}); for rft (mean NLL of all tokens, {})."""
+    """Returns (mean loss over the pairs, metrics); for rft (mean NLL per token, {})."""
     if args.loss == "rft":
         chosen = [joined_logps(pair.chosen, logps) for pair in pairs]
         return -sum(x.sum() for x in chosen) / sum(map(len, chosen)), {}
     losses, margins = zip(*(dpo_loss(args, pair, logps, ref_logps) for pair in pairs))
-    margins = torch.stack(margins)
+    margins = torch.stack(margins)  # (B,)
     metrics = {"accuracy": accuracy(margins), "margin": margins.mean().item()}
     return sum(losses) / len(pairs), metrics
 
@@ -123,9 +124,9 @@ def main(args):
 
     for step in log.steps("policy"):
         batch, tokens_before = batches[step], model.tokens
-        logps = action_logps(model, turns_in(batch), args.tree_tokens)
+        logps = action_logps(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
-        loss.backward()  # a rank has the gradient of its own turns; FSDP sums them
+        loss.backward()  # each rank holds the gradient of its own turns; FSDP sums them
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         norm, loss = unsharded(norm).item(), loss.item()
         check_finite(step, loss=loss, grad_norm=norm)
@@ -137,7 +138,7 @@ def main(args):
         log(step=step, loss=loss, **metrics, grad_norm=norm, lr=lr,
             tokens=model.tokens - tokens_before)
         if held and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
-            # by the weights after this step; the row above is by those before it
+            # measured after this step's update; the row above was measured before it
             log(step=step, **held_out_metrics(batch_loss, args, model, held, ref_logps))
         if (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
@@ -150,7 +151,7 @@ def main(args):
 # --- pairs ----------------------------------------------------------------------------------------
 
 def prepare(args):
-    """([[Pair]] to train on, [Pair] held out), which make_groups makes of stdin's records."""
+    """Reads stdin, and returns ([[Pair]] to train on, [Pair] held out). See make_groups."""
     by_reward = (args.loss == "mtdpo" or (args.loss == "rft" and not args.all)
                  or (args.loss == "dpo" and args.mix > 0))
     fields = ["dialogue_history", "reward"] if by_reward else ["dialogue_history"]
@@ -159,18 +160,18 @@ def prepare(args):
     read_turns(tokenizer, config, records, args.max_length, pi_reads_c=False, ref_reads_c=False)
     groups = [(task, pairs) for task, pairs in make_groups(args, records) if pairs]
     if not groups:
-        why = ("no trajectory is solved (--all 1 takes every one)" if args.loss == "rft" else
-               "no turn has two unlike candidates with an advantage (collect.py --candidates 16, "
-               "train_critic.py), the better one not cut at --max_tokens; --loss mtdpo needs none")
+        why = ("no trajectory is solved (--all 1 trains on all of them)" if args.loss == "rft" else
+               "no turn has two different scored candidates, the better one not truncated. Use "
+               "collect.py --candidates 16 and train_critic.py, or --loss mtdpo without candidates")
         fail(f"nothing to train on in {len(records)} records: {why}")
     _, held_out = hold_out(dict(groups), args.held_out, args.seed)
-    held_out = set(held_out)  # tasks: some have several groups
+    held_out = set(held_out)  # by task, as a task may have several groups
     return ([pairs for task, pairs in groups if task not in held_out],
             [pair for task, pairs in groups if task in held_out for pair in pairs])
 
 
 def make_groups(args, records):
-    """[(task id, [Pair])]: pairs of a task's trajectories, or of a trajectory's candidates."""
+    """Returns [(task id, [Pair])], one group per task or, for candidates, one per trajectory."""
     if args.loss == "rft":
         by_task = {}
         for r in records:
@@ -182,8 +183,8 @@ def make_groups(args, records):
         return list(trajectory_pairs(records, args.min_gap).items())
     groups = []
     for r in records:
-        of_turns = [message.get("candidates", ()) for message in agent_messages(r)]
-        pairs = [pair for candidates in of_turns for pair in candidate_pairs(args, candidates)]
+        by_turn = [message.get("candidates", ()) for message in agent_messages(r)]
+        pairs = [pair for candidates in by_turn for pair in candidate_pairs(args, candidates)]
         groups.append((task_id(r["task"]), pairs))
     if args.mix:
         groups += trajectory_mix(args, records, args.mix * sum(len(pairs) for _, pairs in groups))
@@ -191,9 +192,7 @@ def make_groups(args, records):
 
 
 def trajectory_mix(args, records, n_pairs):
-    """[(task id, [Pair])] of trajectories: tasks in random order, again and again, up to n_pairs
-    pairs or a few more.
-    """
+    """Returns [(task id, [Pair])]: tasks' trajectory pairs, shuffled and cycled up to n_pairs."""
     by_task = list(trajectory_pairs(records, args.min_gap).items())
     rng("mix", args.seed).shuffle(by_task)
     groups = []
@@ -205,33 +204,32 @@ def trajectory_mix(args, records, n_pairs):
 
 
 def candidate_pairs(args, candidates):
-    """[Pair] of one turn: random candidates of the upper half, each with one of the lower half.
+    """Returns [Pair] of one turn: a random candidate of the upper half against one of the lower.
 
-    They are ranked by A + w logprob, where w is --logprob_weight, and logprob is of the model that
-    sampled them. If that is pi_ref, this is the order of pi_ref exp(A / w), the policy with the
-    highest E[A] - w KL(pi || pi_ref). One that --max_tokens has cut does not end, and is never the
-    chosen one.
+    The score is A + w logprob, where w is --logprob_weight and logprob is that of the sampling
+    model. If that model is pi_ref, this ranks by pi_ref exp(A / w), the policy that maximizes
+    E[A] - w KL(pi || pi_ref). A truncated candidate has no end, so it is never chosen.
     """
     def value(candidate):
         if not args.logprob_weight:
             return candidate["advantage"]
         if "logprob" not in candidate:
-            fail("--logprob_weight needs the candidates' logprob: see collect.py --candidates")
+            fail("--logprob_weight needs the candidates' logprob: use collect.py --candidates")
         return candidate["advantage"] + args.logprob_weight * candidate["logprob"]
 
-    rated = [c for c in candidates if c.get(TURN) and "advantage" in c]
-    ranked = sorted(rated, key=value, reverse=True)
-    half = len(ranked) // 2  # of an odd number the middle one is left out
+    scored = [c for c in candidates if c.get(TURN) and "advantage" in c]
+    ranked = sorted(scored, key=value, reverse=True)
+    half = len(ranked) // 2  # of an odd number, the middle one is skipped
     if not half:
         return []
-    # by the candidates' ids: records may come in any order
+    # seeded by the candidates' token ids, so that the order of the records does not matter
     draw = rng("pairs", args.seed, *(c[TURN][1] for c in ranked)).choice
     pairs = []
     for _ in range(args.pairs_per_turn):
-        better, worse = draw(ranked[:half]), draw(ranked[-half:])
-        gap = value(better) - value(worse)
-        if better[TURN] != worse[TURN] and gap > 0 and not better.get("cut"):
-            pairs.append(Pair((better[TURN],), (worse[TURN],), gap))
+        chosen, rejected = draw(ranked[:half]), draw(ranked[-half:])
+        gap = value(chosen) - value(rejected)
+        if chosen[TURN] != rejected[TURN] and gap > 0 and not chosen.get("cut"):
+            pairs.append(Pair((chosen[TURN],), (rejected[TURN],), gap))
     return pairs
 
 

@@ -1,4 +1,4 @@
-"""What the scripts share: flags, messages, signals, JSON lines, ranks, --out."""
+"""Shared by all scripts: flags, messages, signals, JSON lines, ranks, --out directories."""
 import argparse
 import contextlib
 import fcntl
@@ -24,17 +24,17 @@ from itertools import chain
 from tqdm import tqdm
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-RANK = int(os.environ.get("RANK", 0))  # torchrun sets both; without it: rank 0 of 1
+RANK = int(os.environ.get("RANK", 0))  # torchrun sets both; without it this is rank 0 of 1
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
-NOTES = {}  # {what: [example]}
-if WORLD > 1:  # slow to load; what is below needs it only between ranks
+WARNINGS = {}  # {what: [example]}
+if WORLD > 1:  # a slow import, needed only to communicate
     import torch.distributed as dist
 
 
 # --- flags ----------------------------------------------------------------------------------------
 
 class Parser(argparse.ArgumentParser):
-    """Only rank 0 prints an error. args.given: the names of the --flags that were given."""
+    """Prints errors on rank 0 only, and stores the names of the given flags in args.given."""
 
     def parse_args(self, argv=None):
         args = super().parse_args(argv)
@@ -49,21 +49,21 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(doc, usage):
-    """A Parser that describes itself by a script's docstring, and takes no abbreviated flags."""
+    """Returns a Parser whose --help shows a script's docstring; flags can't be abbreviated."""
     form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=110)
     return Parser(description=doc, usage=usage, formatter_class=form, allow_abbrev=False)
 
 
 def end_after_rank_0(message):
-    """Ends another rank after 5 s: if rank 0 has the same error, only its line is printed."""
+    """Exits another rank 5 s late: if rank 0 fails, too, only its message is printed."""
     time.sleep(5)
     sys.exit(f"rank {RANK}: {message}")
 
 
 def flag(p, name, default, text, kind=str, least=0, most=math.inf, **more):
-    """Adds a flag of the default's type; without a default it is text, or of `kind`.
+    """Adds a flag whose type is its default's, or `kind` if there is no default.
 
-    A number must be between `least` and `most`. Its line of --help ends with [the default].
+    A number must be in [least, most].
     """
     if default is not None:
         kind, text = type(default), text + " [%(default)s]"
@@ -71,10 +71,10 @@ def flag(p, name, default, text, kind=str, least=0, most=math.inf, **more):
     def read(value):
         number = kind(value)
         if kind is not str and not least <= number <= most:  # NaN, too
-            raise argparse.ArgumentTypeError(f"{value} is not from {least} to {most}")
+            raise argparse.ArgumentTypeError(f"{value} is not in [{least}, {most}]")
         return number
 
-    read.__name__ = kind.__name__  # argparse names it: "invalid int value"
+    read.__name__ = kind.__name__  # for argparse's "invalid int value"
     if kind is not str and "choices" not in more:
         more["metavar"] = "N"
     p.add_argument(name if name.startswith("-") else "--" + name, type=read, default=default,
@@ -82,74 +82,74 @@ def flag(p, name, default, text, kind=str, least=0, most=math.inf, **more):
 
 
 def machine_flags(p):
-    """The trainers' flags for speed, memory, input and checkpoints."""
-    g = p.add_argument_group("speed and memory (but for rounding, only --dtype changes results)")
-    flag(g, "tree_tokens", 16384, "tokens of a tree computed at once: bounds the memory", least=1)
-    flag(g, "dtype", "auto", "auto: bf16 on a GPU, fp32 on a CPU; weights train in fp32",
+    """Adds the trainers' flags for speed, memory, input and checkpoints."""
+    g = p.add_argument_group("speed and memory (only --dtype changes results beyond rounding)")
+    flag(g, "tree_tokens", 16384, "most tokens per forward, to bound memory", least=1)
+    flag(g, "dtype", "auto", "auto: bf16 on a GPU, fp32 on a CPU; master weights are fp32",
          choices=["auto", "bf16", "fp32"])
-    flag(g, "recompute", None, "1: activation checkpointing, a fifth slower; not given: 1 on a GPU",
+    flag(g, "recompute", None, "1: activation checkpointing, a fifth slower; default: 1 on a GPU",
          kind=int, choices=[0, 1])
-    flag(g, "compile", None, "1: torch.compile of layers and head; not given: 1 on a GPU", kind=int,
-         choices=[0, 1])
-    flag(g, "offload", 0, "1: weights and moments rest in CPU memory", choices=[0, 1])
+    flag(g, "compile", None, "1: torch.compile the layers and the head; default: 1 on a GPU",
+         kind=int, choices=[0, 1])
+    flag(g, "offload", 0, "1: keep weights and optimizer state in CPU memory", choices=[0, 1])
     g = p.add_argument_group("input and --out")
-    flag(g, "max_length", 16384, "leave out, and count, turns of more tokens (prompt and action)")
-    flag(g, "save_every", 100, "steps between checkpoints to go on from", least=1)
+    flag(g, "max_length", 16384, "skip turns with more tokens than this, prompt included")
+    flag(g, "save_every", 100, "steps between checkpoints", least=1)
 
 
 # --- messages and errors --------------------------------------------------------------------------
 
 def inline(message):
-    """The message on one line: data in it can't steer the terminal or begin a line of its own."""
+    """Replaces unprintable characters, so that data in a message can't steer the terminal."""
     return "".join(c if c.isprintable() else "?" for c in str(message))
 
 
 def say(message):
-    """Prints one line for people on stderr, on rank 0."""
+    """Prints one line to stderr, on rank 0 only."""
     if RANK == 0:
-        write = tqdm.write if sys.stderr.isatty() else print  # the former keeps a bar below
+        write = tqdm.write if sys.stderr.isatty() else print  # keeps progress bars intact
         write(inline(message) + "\n", file=sys.stderr, end="")
 
 
 def fail(message):
-    """Ends the program with one line on stderr and exit status 1."""
+    """Exits with a one-line error message on stderr and status 1."""
     raise SystemExit(f"error: {inline(message)}")
 
 
-def note(what, example):
-    """Counts something odd in the data; tell_notes says each kind once."""
-    NOTES.setdefault(what, []).append(example)
+def add_warning(what, example):
+    """Collects a warning about the data; print_warnings prints one line per kind."""
+    WARNINGS.setdefault(what, []).append(example)
 
 
-def tell_notes():
-    """Says each kind that was noted: how often, and the first example. Then it counts anew."""
-    for what, examples in NOTES.items():
+def print_warnings():
+    """Prints how often each kind of warning was added, with its first example, and resets."""
+    for what, examples in WARNINGS.items():
         say(f"{len(examples)} {what} (the first: {examples[0]})")
-    NOTES.clear()
+    WARNINGS.clear()
 
 
 @contextlib.contextmanager
 def fail_on_error(what):
-    """Ends the program by "error: WHAT: reason" if the code inside fails; DEBUG=1: a traceback."""
+    """Turns an exception inside into the message "error: WHAT: reason"; DEBUG=1: a traceback."""
     try:
         yield
     except (SystemExit, GeneratorExit):
         raise
-    except BaseException as e:  # torch's error of checkpoints is no Exception
+    except BaseException as e:  # torch's CheckpointException is no Exception
         if os.environ.get("DEBUG"):
             raise
         last_line = str(e).strip().rpartition("\n")[2].strip()
-        if isinstance(e, (NameError, AttributeError, TypeError, LookupError)):  # of an edit, maybe
+        if isinstance(e, (NameError, AttributeError, TypeError, LookupError)):  # a bug in an edit?
             last_line = f"{type(e).__name__}: {last_line} (DEBUG=1 shows where)"
         fail(f"{what}: {getattr(e, 'strerror', None) or last_line or type(e).__name__}")
 
 
 @contextlib.contextmanager
 def writing(path):
-    """Yields path + ".part". What is written there, a file or a directory, becomes `path`.
+    """Writes a file or directory atomically: yields path + ".part", and renames it at the end.
 
-    An error ends the program, and `path` is as it was. All ranks may write to a directory, if the
-    code inside ends with a barrier.
+    On an error the program exits, and `path` is unchanged. All ranks may write to a directory if
+    the code inside ends with a barrier.
     """
     part = path + ".part"
     with fail_on_error(f"{path} can't be written"):
@@ -158,24 +158,24 @@ def writing(path):
             if RANK == 0:
                 os.replace(part, path)
         except BaseException:
-            shutil.rmtree(part, ignore_errors=True)  # a directory
+            shutil.rmtree(part, ignore_errors=True)  # if it is a directory
             with contextlib.suppress(OSError):
-                os.remove(part)  # or a file
+                os.remove(part)  # if it is a file
             raise
 
 
 def check_finite(step, **values):
-    """Ends a run before a step that would spoil the weights."""
+    """Exits before an update with a NaN or infinite loss or gradient norm."""
     for name, value in values.items():
         if not math.isfinite(value):
-            fail(f"step {step}: the {name} is {value}, and this step would spoil the weights: "
-                 "a lower --lr or --beta, or --dtype fp32, may help")
+            fail(f"step {step}: the {name} is {value}; the weights were not updated. "
+                 "Try a lower --lr or --beta, or --dtype fp32")
 
 
 def progress(label, items=None, total=None, initial=0):
-    """A tqdm bar over items, or to update by hand; rank 0 alone shows it.
+    """Returns a tqdm bar, over items or updated by hand. Only rank 0 shows it.
 
-    Where stderr is no terminal it is a line every 10 seconds.
+    If stderr is not a terminal, it prints a line every 10 seconds instead.
     """
     every, form = 0.1, None
     if not sys.stderr.isatty():
@@ -185,16 +185,16 @@ def progress(label, items=None, total=None, initial=0):
     bar = tqdm(items, total=total, initial=initial, desc=label, disable=RANK > 0, leave=False,
                mininterval=every, delay=every, bar_format=form, file=sys.stderr, position=0)
     if form:
-        bar.close = lambda: None  # it would blank the last line
+        bar.close = lambda: None  # which would erase the last line
     return bar
 
 
 # --- the program and its signals ------------------------------------------------------------------
 
 def run(main, args):
-    """Calls main(args). Ctrl-C ends it at once, and the shell's loop that it is in."""
+    """Calls main(args). Ctrl-C ends it without a traceback, and ends an enclosing shell loop."""
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else a shell's & ignores it
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         main(args)
     except SystemExit as e:
@@ -202,13 +202,13 @@ def run(main, args):
             end_after_rank_0(e.code)
         raise
     finally:
-        if WORLD == 1 or sys.exc_info()[0] is None:  # after an error other ranks may wait
-            leave_group()  # or NCCL prints a warning
+        if WORLD == 1 or sys.exc_info()[0] is None:  # else other ranks may be waiting
+            leave_group()  # prevents a warning of NCCL
 
 
 # --- JSON lines -----------------------------------------------------------------------------------
 
-# The shapes of the fields that the scripts read, where a record has them. All others pass through.
+# The types of the fields that the scripts read. All fields are optional; unknown ones are kept.
 # A shape is str, int, float, [shape], or {key: shape}, where the key ... stands for any key.
 ACTION = {"content": str, "output": str, "token_ids": [int], "logprobs": [float],
           "logprob": float, "advantage": float}
@@ -219,24 +219,24 @@ RECORD = {
     "sample": int, "answer": str, "answered": bool, "reward": float,
     "tests": {...: str}, "failure": str, "reward_by": str,
     "meta": {"model_weights": str, "candidates": {}}}
-NOT_READ = {  # fields that would change what a model reads or learns, and what to do instead
-    "system": "a system text is a first message with that role",
-    "input": "the agent reads the messages before its own: drop it if the first has the "
-             "instructions, else write them there",
-    "reasoning_content": "a thought is a part of content, <think> ... </think>",
-    **dict.fromkeys(["tools", "tool_calls"], "tools are not supported (TRL has them)"),
-    **dict.fromkeys(["loss_mask", "weight", "train"], "all the assistant's messages count alike")}
+UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to do instead
+    "system": "make it a first message with the role system",
+    "input": "prompts are built from the messages: drop it if the first one has the "
+             "instructions, else put them there",
+    "reasoning_content": "put it into content as <think> ... </think>",
+    **dict.fromkeys(["tools", "tool_calls"], "for tools see TRL"),
+    **dict.fromkeys(["loss_mask", "weight", "train"], "every message has the same weight")}
 TYPES = {
     str: ("text", lambda x: isinstance(x, str)),
     bool: ("true or false", lambda x: isinstance(x, bool)),
-    int: ("a whole number from 0 on", lambda x: isinstance(x, int) and 0 <= x < 2 ** 62),
+    int: ("a non-negative integer", lambda x: isinstance(x, int) and 0 <= x < 2 ** 62),
     float: ("a finite number", lambda x: isinstance(x, (int, float)) and abs(x) < 1e300),
     list: ("a list", lambda x: isinstance(x, list)),
     dict: ("an object", lambda x: isinstance(x, dict))}
 
 
 def check_shape(value, shape, path=""):
-    """Raises ValueError if a value is not of the shape; removes keys whose value is None."""
+    """Raises ValueError if a value does not have the shape; drops known keys that are None."""
     what, fits = TYPES[shape if isinstance(shape, type) else type(shape)]
     if not fits(value):
         raise ValueError(f"{path} is not {what}")
@@ -253,47 +253,47 @@ def check_shape(value, shape, path=""):
 
 
 def check_dialogue(history, name):
-    """Raises ValueError if messages are no dialogue. name: what the error calls it."""
+    """Raises ValueError if the messages are not a dialogue. name: for the error message."""
     for message in history:
         if message.get("role") not in ("system", "user", "assistant") or "content" not in message:
-            raise ValueError(f"a message of {name} lacks content, or a role of system, user and "
-                             "assistant")
+            raise ValueError(f"a message of {name} has no content, or its role is not system, "
+                             "user or assistant")
     if history and history[0]["role"] == "assistant":
-        raise ValueError(f"{name} starts with the assistant, who has nothing to answer to")
+        raise ValueError(f"{name} starts with the assistant, not with a user or system message")
 
 
-def refuse_unread(record, messages):
-    """Raises ValueError if a record or one of its messages has a field of NOT_READ."""
+def reject_unsupported(record, messages):
+    """Raises ValueError if the record or one of its messages has an UNSUPPORTED field."""
     for part in (record, *messages):
-        for name in NOT_READ:
-            if part.get(name) not in (None, "", [], {}, 1):  # 1, or true, is a whole weight
-                raise ValueError(f"the field {name!r} is not read: {NOT_READ[name]}")
+        for name in UNSUPPORTED:
+            if part.get(name) not in (None, "", [], {}, 1):  # a weight of 1 (or true) is fine
+                raise ValueError(f"the field {name!r} is not supported: {UNSUPPORTED[name]}")
 
 
 def finite(text):
-    """The float in a JSON text; ValueError for NaN, Infinity and 1e999, which can't be written."""
+    """Parses a JSON number; raises ValueError for NaN, Infinity and 1e999."""
     if not math.isfinite(float(text)):
         raise ValueError(f"{text} is not a finite number")
     return float(text)
 
 
 def parse_record(line, need):
-    """The record in a line (bytes), with every field of `need`; ValueError says what is wrong."""
+    """Parses and checks one line of bytes; raises ValueError. need: see read_jsonl."""
     try:
         record = json.loads(line, parse_float=finite, parse_constant=finite)
-        if b"\\ud" in line.lower() or b"\xed" in line:  # the ways to write a surrogate
-            # U+FFFD for lone ones, which a model may sample and no file can hold
+        if b"\\ud" in line.lower() or b"\xed" in line:  # may hold a surrogate
+            # replace lone surrogates, which a model may sample, by U+FFFD: UTF-8 can't encode them
             text = json.dumps(record, ensure_ascii=False).encode("utf-16", "surrogatepass")
             record = json.loads(text.decode("utf-16", "replace"))
     except (ValueError, RecursionError) as e:
         raise ValueError(f"not JSON ({e}); every line must be one JSON object") from None
     if not isinstance(record, dict):
-        raise ValueError("not a JSON object with fields")
+        raise ValueError("not a JSON object")
     if "task" not in record and "problem_description" in record:
         record = {"task": record}  # ColBench's published task files hold bare tasks
     if "rejected" in record and "task" not in record:
-        raise ValueError("a preference; for records: python tests/experiments/preferences.py < "
-                         "it.jsonl | python train_policy.py --loss mtdpo ...")
+        raise ValueError("this is a preference pair, convert it first: python "
+                         "tests/experiments/preferences.py < FILE | train_policy.py --loss mtdpo")
     check_shape(record, RECORD)
     check_dialogue(record.get("dialogue_history", []), "dialogue_history")
     if not -1 <= record.get("reward", 0) <= 1:
@@ -303,18 +303,18 @@ def parse_record(line, need):
         for key in path.split("."):
             value = value.get(key) if isinstance(value, dict) else None
         if value in (None, {}, []):
-            raise ValueError(f"no {path!r} in this record")
+            raise ValueError(f"this record has no {path!r}")
     return record
 
 
 def read_jsonl(stream, need=(), name="stdin"):
-    """Yields a dict for each line, but blank ones. A bad line ends the program; the error names it.
+    """Yields a dict per line, skipping blank lines; an invalid line is an error that names it.
 
-    need: fields that each record must have, as paths such as "task.ground_truth"; or a function
-    that returns them for a record.
+    need: required fields as paths, such as "task.ground_truth", or a function that returns them for
+    a record.
     """
     found = False
-    lines = getattr(stream, "buffer", stream)  # bytes: they may not be UTF-8
+    lines = getattr(stream, "buffer", stream)  # read bytes, since they may not be UTF-8
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -325,14 +325,14 @@ def read_jsonl(stream, need=(), name="stdin"):
         found = True
         yield record
     if not found:
-        fail(f"{name} is empty: nothing to do (did the stage before it fail?)")
+        fail(f"{name} is empty; did the previous stage fail?")
 
 
 def open_stdout():
-    """Keeps stdout for records: returns emit(record), which writes one as a line of JSON.
+    """Reserves stdout for records, and returns emit(record), which writes a line of JSON.
 
-    What libraries print goes to stderr: call this before they load. Only rank 0 writes. Ends the
-    program when stdout takes no more, without a word if its reader has gone (`| head`).
+    Redirects library prints to stderr, so call this before they load. Only rank 0 writes. Exits if
+    stdout can't be written, silently if its reader has closed it (`| head`).
     """
     stdout = open(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)
@@ -344,9 +344,9 @@ def open_stdout():
             stdout.write(json.dumps(record, allow_nan=False) + "\n")
             stdout.flush()
         except ValueError:
-            fail("a result is NaN or infinite, and no more is written: are the weights sound?")
+            fail("a result is NaN or infinite; check the weights of the model")
         except BrokenPipeError:
-            os._exit(0)  # at once: an event loop would report an exception
+            os._exit(0)  # immediately, since an event loop would report an exception
         except OSError as e:
             say(f"error: stdout: {e.strerror}")
             os._exit(1)
@@ -356,7 +356,7 @@ def open_stdout():
 # --- ranks ----------------------------------------------------------------------------------------
 
 def init_distributed():
-    """Joins the ranks that torchrun started, or makes a group of one; returns a torch.device."""
+    """Initializes the process group, of one rank without torchrun; returns the torch.device."""
     import torch
     import torch.distributed as dist
     device, backend = torch.device("cpu"), "gloo"
@@ -364,27 +364,27 @@ def init_distributed():
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # sizes vary
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets one thread for each
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets one thread per rank
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
         backend = "cpu:gloo,cuda:nccl"
     alone = {}
     if "RANK" not in os.environ:
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo would listen to the network
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens on the network
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=timedelta(hours=1), **alone)
     return device
 
 
 def leave_group():
-    """Ends what init_distributed began."""
-    torch = sys.modules.get("torch")  # not every script loads it
+    """Destroys the process group, if there is one."""
+    torch = sys.modules.get("torch")  # not every script imports it
     if torch and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
 def sum_over_ranks(number):
-    """A number summed over all ranks. All ranks must call this."""
+    """Returns the sum of a number over all ranks, which must all call this."""
     if WORLD == 1:
         return number
     import torch
@@ -394,19 +394,19 @@ def sum_over_ranks(number):
 
 
 def barrier():
-    """Waits until all ranks are here."""
+    """Waits until all ranks have called this."""
     sum_over_ranks(0)
 
 
 def from_rank_0(make):
-    """Calls make() on rank 0 only, which gives (kept, sent); returns (None, sent) on other ranks.
+    """Runs make() on rank 0 and broadcasts: it returns (kept, sent), other ranks get (None, sent).
 
-    So one rank reads stdin, which torchrun gives to all of them, and keeps what is large or can't
-    be pickled. It may wait there for hours. Its SystemExit is raised on every rank.
+    Use it to read stdin, which torchrun passes to every rank. `kept` may be large or unpicklable.
+    make() may take hours, and its SystemExit is raised on every rank.
     """
     if WORLD == 1:
         return make()
-    # made before rank 0 waits: the ranks have an hour to meet
+    # created before rank 0 starts to wait, because creating it times out after an hour
     group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
     kept = sent = None
     if RANK == 0:
@@ -424,19 +424,19 @@ def from_rank_0(make):
 # --- the --out directory of a run -----------------------------------------------------------------
 
 class Log:
-    """The --out directory of a run: it is locked, and has metrics.jsonl and copies of the scripts.
+    """Locks the --out directory of a run, and writes metrics.jsonl and copies of the scripts to it.
 
-    A new run begins. A stopped one goes on at `step`, that of its last checkpoint. A `finished` one
-    has its model. `args` gets the flags that the run began with; a flag given again must be the
-    same. The first row of metrics.jsonl has the run's flags and facts; each log(...) adds a row.
+    A new run starts at `step` 0, an interrupted run resumes at the `step` of its last checkpoint,
+    and a `finished` one is reused. Flags that are not given are restored into `args`; others must
+    be as before or in MAY_CHANGE. metrics.jsonl starts with all flags; each log(...) adds a row.
     """
     MAY_CHANGE = ["out", "model", "tree_tokens", "recompute", "compile", "offload", "save_every"]
-    MAY_CHANGE_LATER = ["dtype", "max_length"]  # allowed in a finished run
+    MAY_CHANGE_LATER = ["dtype", "max_length"]  # only once it is finished
 
     def __init__(self, args):
         self.args, self.out = args, args.out
         self.path = os.path.join(args.out, "metrics.jsonl")
-        self.lock, (self.rows, self.step) = from_rank_0(self.claim)
+        self.lock, (self.rows, self.step) = from_rank_0(self.lock_and_read)
         self.finished = any("finished" in row for row in self.rows)
         self.may_change = self.MAY_CHANGE + (self.MAY_CHANGE_LATER if self.finished else [])
         if self.rows:
@@ -447,18 +447,18 @@ class Log:
                 else:
                     setattr(args, name, old[name])
         if self.finished:
-            say(f"{self.out} is finished: nothing is trained")
+            say(f"{self.out} is already trained; reusing it (choose a new --out to retrain)")
             drop_checkpoints(self.out)  # a kill may have left some
             if self.lock:
-                os.close(self.lock)  # from now on it is only read
+                os.close(self.lock)  # it is only read from here on
 
     def check(self, name, old, new):
-        """Fails if a flag or fact is not what it was when the run began, and may not change."""
+        """Fails if a flag or fact differs from that of the first start, unless it may change."""
         if new != old and name.removeprefix("--") not in self.may_change:
-            fail(f"the run in {self.out} has {name} {old}, not {new}: name another --out")
+            fail(f"the run in {self.out} has {name} {old}, not {new}: choose another --out")
 
-    def claim(self):
-        """Locks --out. Returns the lock, and (the rows of the run in it, the checkpoint's step)."""
+    def lock_and_read(self):
+        """Locks --out. Returns (lock, (rows of metrics.jsonl, step of the last checkpoint))."""
         out = self.out
         with fail_on_error(f"--out {out}"):
             os.makedirs(out, exist_ok=True)
@@ -466,33 +466,33 @@ class Log:
         with fail_on_error(f"--out {out} is in use by another run"):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not set(os.listdir(out)) - {"metrics.jsonl.part"}:
-            return lock, ([], 0)  # a new run, or one that was killed as it began
+            return lock, ([], 0)  # new, or killed before its first row
         if not os.path.exists(self.path):
-            fail(f"--out {out} exists already, and is no run: name another")
-        with fail_on_error(f"{self.path} is damaged; another --out starts over"):
+            fail(f"--out {out} exists and is not a run: choose another")
+        with fail_on_error(f"{self.path} is damaged; choose another --out to start over"):
             rows = rows_of(out)
         names = glob.glob("checkpoint-*", root_dir=out)
         steps = [name.removeprefix("checkpoint-") for name in names]
         return lock, (rows, max([int(step) for step in steps if step.isdecimal()], default=0))
 
     def begin(self, groups, held, steps, **facts):
-        """Writes the first row. A run that goes on must have the same facts.
+        """Writes the first row, or checks that a resumed run has the same facts and pairs.
 
-        groups: [[Pair]] to train on; held: [Pair] held out. The row keeps a hash of them.
+        groups: [[Pair]] to train on; held: held-out [Pair]. The row stores their hash.
         """
         self.total = steps
         if RANK:
             return
         pairs = sum(map(len, groups))
-        hint = ": few to learn from; collect.py -k gives more" if pairs < 50 or steps < 30 else ""
+        hint = ": training signal will be weak" if pairs < 50 or steps < 30 else ""
         say(f"{pairs} pairs, {steps} steps{hint}")
         facts |= {"steps": steps, "pairs": pairs, "held_out_pairs": len(held),
                   "pairs_hash": digest([digest(tuple(pair)) for pair in chain(*groups, held)])}
         first = {"args": vars(self.args), "argv": sys.argv, "cwd": os.getcwd(),
                  "version": version(), "world": WORLD, **facts}
         if self.rows:
-            tell_changes(self.out)
-            for name, new in facts.items():  # a run of an older version may lack some
+            warn_if_changed(self.out)
+            for name, new in facts.items():  # older versions logged fewer
                 self.check(name, self.rows[0].get(name, new), new)
             first = {"resumed": self.step, **first}
         if self.finished:
@@ -504,11 +504,11 @@ class Log:
         with fail_on_error(f"{self.out} can't be written"):
             for name in glob.glob("*.py", root_dir=HERE):
                 copy = os.path.join(self.out, name)
-                if not os.path.exists(copy):  # those that the run began with stay
+                if not os.path.exists(copy):  # keep those of the first start
                     shutil.copy(os.path.join(HERE, name), copy)
 
     def steps(self, what):
-        """Yields the steps that are not made yet. what: names them in the progress bar."""
+        """Yields the remaining steps. what: the label of the progress bar."""
         self.what = what
         self.bar = progress(what, total=self.total, initial=self.step)
         for step in range(self.step, self.total):
@@ -517,9 +517,9 @@ class Log:
         self.bar.close()
 
     def __call__(self, **row):
-        """Adds a row to metrics.jsonl, and shows its numbers. All ranks must call this.
+        """Appends a row to metrics.jsonl and shows its numbers. All ranks must call this.
 
-        A row with `tokens`, which this rank computed, is a step: it is timed, and moves the bar.
+        A row with `tokens`, the number on this rank, is a step: it is timed and advances the bar.
         """
         is_step = "tokens" in row
         if is_step:
@@ -538,30 +538,30 @@ class Log:
             say(f"{self.what}: {', '.join(f'{name} {value}' for name, value in row.items())}")
 
     def finish(self):
-        """Adds the last row. The model is in --out: nothing to go on from is needed."""
+        """Adds the last row and removes the checkpoints, as the model is now in --out."""
         self(finished=self.total)
         drop_checkpoints(self.out)
 
 
-def tell_changes(out):
-    """Says which scripts differ from those that the run in `out` began with."""
+def warn_if_changed(out):
+    """Warns of scripts that differ from the copies that a run made when it started."""
     scripts = glob.glob("*.py", root_dir=HERE)
     _, changed, _ = filecmp.cmpfiles(HERE, out, scripts, shallow=False)
     if changed:
-        say(f"the run in {out} began with another {', '.join(changed)}, of which it has a copy")
+        say(f"warning: the run in {out} used other versions of {', '.join(changed)}, kept there")
 
 
 def rows_of(out):
-    """The rows of metrics.jsonl in the --out of a run."""
+    """Returns the rows of a run's metrics.jsonl."""
     with open(os.path.join(out, "metrics.jsonl")) as f:
-        rows = [json.loads(line) for line in f if line.endswith("}\n")]  # a kill may cut one
+        rows = [json.loads(line) for line in f if line.endswith("}\n")]  # a kill may cut it
     if not rows or "args" not in rows[0]:
-        raise ValueError("its first row has no flags")
+        raise ValueError("its first row has no args")
     return rows
 
 
 def drop_checkpoints(out, keep=None):
-    """Removes the checkpoints in out, also what a kill left of one, except that of step `keep`."""
+    """Removes all checkpoints in `out`, partial ones too, except that of step `keep`."""
     if RANK == 0:
         for name in glob.glob("checkpoint-*", root_dir=out):
             step = name.removeprefix("checkpoint-").removesuffix(".part")
@@ -570,9 +570,9 @@ def drop_checkpoints(out, keep=None):
 
 
 def lr_at(step, steps, peak):
-    """Learning rate of 0-based `step`: a linear warm-up to `peak`, a cosine to a tenth of it.
+    """Returns the learning rate of a 0-based step: linear warm-up to `peak`, cosine to a tenth.
 
-    The warm-up takes 3 % of the steps, at least 3 of them, but not more than a third.
+    The warm-up takes 3 % of the steps, but at least 3 of them and at most a third.
     """
     warmup = max(round(0.03 * steps), min(3, steps // 3))
     if step < warmup:
@@ -584,21 +584,21 @@ def lr_at(step, steps, peak):
 # --- randomness, hashes, versions -----------------------------------------------------------------
 
 def rng(*key):
-    """A random.Random that is a pure function of `key`, the same on every machine and Python."""
+    """Returns a random.Random seeded by `key`, the same on every machine and Python version."""
     text = json.dumps(key)
     return random.Random(hashlib.sha256(text.encode()).digest())
 
 
 def digest(x):
-    """A short hash of nested lists, tuples, numbers and strings, by value."""
+    """Returns a short hash, by value, of nested lists, tuples, numbers and strings."""
     return hashlib.sha256(marshal.dumps(x, 2)).hexdigest()[:16]
 
 
 @functools.cache
 def version():
-    """This checkout's commit ("unknown" outside git, marked if files differ) and the packages'."""
+    """Returns the commit (with "-dirty", or "unknown" outside git) and the package versions."""
     commit = ""
-    with contextlib.suppress(OSError):  # there may be no git
+    with contextlib.suppress(OSError):  # git may not be installed
         commit = subprocess.run(["git", "-C", HERE, "describe", "--always", "--dirty"],
                                 capture_output=True, text=True).stdout.strip()
     parts = [commit or "unknown", f"python {platform.python_version()}"]

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import model as M  # noqa: E402
-from model import all_batches, deal, find_model, in_order, turns_in  # noqa: E402
+from model import all_batches, find_model, in_order, partition, turns_in  # noqa: E402
 from utils import fail, say  # noqa: E402
 
 
@@ -188,7 +188,7 @@ def plan(args, gpus, config, steps, reference, scored=()):
 
     def deal_to_gpus(turns):
         """(the parts, the tokens of each)"""
-        parts = deal(turns, args.tree_tokens, gpus)
+        parts = partition(turns, args.tree_tokens, gpus)
         return parts, list(map(count_tokens, parts))
 
     computed = slowest = flops = 0

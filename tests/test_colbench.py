@@ -96,7 +96,7 @@ def test_offline_trajectories_go_into_every_stage(tiny_dir, tmp_path):
 
     critic = ["train_critic.py", "--model", tiny_dir, "--held_out", 0, "--epochs", 1, "--lr", 1e-3]
     done = script(*critic, "--out", tmp_path / "critic", stdin=public)
-    complaint(done, "line 1: the field 'input' is not read")  # what the agent may really have read
+    complaint(done, "line 1: the field 'input' is not supported")  # the agent may have read it
     for m in (m for r in public for m in r["dialogue_history"]):
         m.pop("input", None)
     scored, (first, *_) = train(public, *critic, "--out", tmp_path / "critic")

@@ -136,7 +136,7 @@ def test_values_and_gradients_equal_separate_forwards(family, dtype, monkeypatch
     in_fp32 = dtype == torch.float32 or family == "deepseek_v3"  # as its router is
     for seed, tree_tokens in ((0, math.inf), (1, 30)):
         turns = some_turns(seed=seed)
-        assert (len(M.deal(turns, tree_tokens)) > 2) == (tree_tokens < math.inf)
+        assert (len(M.partition(turns, tree_tokens)) > 2) == (tree_tokens < math.inf)
         check_equal_separate(tree, plain, turns, tree_tokens, 1e-6 if in_fp32 else 1e-12)
         prefixes = {(p + a)[:n + 1] for p, a in turns for n in range(len(p) + len(a))}
         assert len(M.Tree(turns).ids) == len(prefixes) == count_tokens(turns)
@@ -167,13 +167,13 @@ def test_parts_hold_each_turn_once_are_bounded_and_as_even_as_the_best_cut():
                 prompt = prompt[:r.randrange(1, len(prompt) + 1)] + some_ids()
             turns.add((prompt, some_ids()))
         bound = r.choice([1, 20, 60, 10 ** 9])
-        parts = M.deal(turns, bound, world)
+        parts = M.partition(turns, bound, world)
         in_order = sorted(turns, key=lambda turn: turn[0] + turn[1])
         once = parts[:parts.index(parts[-1]) + 1]  # the last one comes again where they are few
         assert [turn for part in once for turn in part] == in_order
         assert all(part == parts[-1] for part in parts[len(once):])
         assert all(len(part) == 1 or count_tokens(part) <= bound for part in parts)
-        rounds = -(-len(M.deal(turns, bound, 1)) // world)
+        rounds = -(-len(M.partition(turns, bound, 1)) // world)
         assert len(parts) == rounds * world  # no more than needed
         if rounds == 1:  # every cut
             cuts = itertools.combinations_with_replacement(range(len(turns) + 1), world - 1)

@@ -152,9 +152,9 @@ def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
             for t, message in enumerate(history):
                 if message["role"] != "assistant":
                     continue
-                utils.NOTES.clear()
+                utils.WARNINGS.clear()
                 action, without = M.action_ids(tokenizer, message, history[:t], thinking)
-                told = any("are not what this" in note for note in utils.NOTES)
+                told = any("are not what this" in note for note in utils.WARNINGS)
                 ids = M.render(tokenizer, history[:t], thinking)
                 read, wrote = ids[:len(ids) - without], [*map(ord, action)]
                 prompt = write(history[:t], add_generation_prompt=True)
@@ -176,7 +176,7 @@ def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
                     there = M.action_ids(tokenizer, plain[-1], plain[:-1], thinking)[0]
                     count = lambda x: sum(i in special for i in x)
                     assert count(wrote) == count(map(ord, there)), case
-    utils.NOTES.clear()
+    utils.WARNINGS.clear()
 
 
 def turns_of(tokenizer, history, thinking=0):

@@ -164,14 +164,14 @@ OTHER = {**TASK, "ground_truth": "def f(): return 2"}
 BARE, ONCE, SILENT = ([TASK], [PLAYED], [{**PLAYED, "dialogue_history": dialogue("p")}])
 COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     ("evaluate.py gone.jsonl", "", "error: gone.jsonl: No such file"),
-    ("evaluate.py x=a.jsonl x=b.jsonl", "", "two systems have the name 'x': NAME=FILE"),
+    ("evaluate.py x=a.jsonl x=b.jsonl", "", "two systems are named 'x'; rename one with NAME=FILE"),
     ("evaluate.py x=a.jsonl,,", "", "'x=a.jsonl,,' has an empty name"),
-    ("evaluate.py", [PLAYED, {**PLAYED, "reward": None}], "stdin, line 2: no 'reward'"),
+    ("evaluate.py", [PLAYED, {**PLAYED, "reward": None}], "line 2: this record has no 'reward'"),
     ("train_critic.py", "", "--out"), ("train_critic.py --out x --untrained 1", "", "--untrained"),
     ("train_critic.py --out x --epoch 1", "", "--epoch 1"),  # no abbreviations
-    ("train_critic.py --out x --model MODEL", ONCE, "no task has a solved and a"),
+    ("train_critic.py --out x --model MODEL", ONCE, "no task has both a solved and a"),
     ("train_critic.py --out x --model MODEL", SILENT, "line 1: the agent says nothing"),
-    ("train_policy.py --out x --model MODEL --loss mtdpo", ONCE, "no task has a solved and a"),
+    ("train_policy.py --out x --model MODEL --loss mtdpo", ONCE, "no task has both a solved and a"),
     ("collect.py --model no/such", "", "no model at 'no/such'"),
     ("collect.py --model MODEL", " \n", "stdin is empty"),
     ("collect.py --model MODEL", ONCE, "a dialogue already"),
@@ -182,7 +182,7 @@ COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     ("collect.py --model MODEL --human fixed:no", "{\n", "stdin, line 1: not JSON"),
     ("collect.py --model MODEL --human fixed:no", BARE, "the weights in"),
     ("collect.py --best_of 2", "", "--critic"),
-    ("collect.py --temperature nan", "", "nan is not from"),
+    ("collect.py --temperature nan", "", "nan is not in"),
     ("collect.py --human_params [1", "", "--human_params is no JSON object")]
 
 

@@ -87,9 +87,9 @@ NO_FORM = {
     "its columns are prompt, completion, label": {"prompt": "a", "completion": "b", "label": True},
     "a part of content is no text": {"prompt": [{**RIVER, "content": [{"text": None}]}],
                                      "chosen": "b", "rejected": "c"},
-    "tools are not supported": {"tools": [{}], "prompt": "a", "chosen": "b", "rejected": "c"},
-    "all the assistant's messages": {"prompt": "a", "chosen": [{**ELBE, "weight": 0}],
-                                        "rejected": "c"},
+    "for tools see TRL": {"tools": [{}], "prompt": "a", "chosen": "b", "rejected": "c"},
+    "every message has the same weight": {"prompt": "a", "chosen": [{**ELBE, "weight": 0}],
+                                          "rejected": "c"},
     "is no text": {"prompt": [{**RIVER, "content": [{"type": "image"}]}], "chosen": "b",
                    "rejected": "c"},
     "unknown role": {"prompt": [{"role": "tool", "content": "4"}], "chosen": "b", "rejected": "c"},
@@ -204,7 +204,7 @@ def test_what_is_longer_than_the_models_positions_is_left_out(other, groups_of, 
     config.write_text(json.dumps(json.loads(config.read_text()) | positions))
     assert groups_of([GOOD, LONG], model=config.parent) == groups_of([GOOD])
     said = capsys.readouterr().err
-    assert "2 messages and candidates are longer than 200" in said
+    assert "2 turns exceed 200 tokens" in said
     assert "the first: the task of line 2" in said
 
 
@@ -215,7 +215,7 @@ def test_ids_beyond_the_models_embedding_are_refused(other, groups_of):
     tokenizer.save_pretrained(model)
     assert groups_of([GOOD], model=model)
     line = {**GOOD, "chosen": [RIVER, {**ELBE, "content": "The <extra>"}]}
-    told = "the task of line 2 has a token beyond the model's embedding of"
+    told = "the task of line 2 has a token id outside --model's vocabulary"
     with pytest.raises(SystemExit, match=told):
         groups_of([GOOD, line], model=model)
 
@@ -223,8 +223,8 @@ def test_ids_beyond_the_models_embedding_are_refused(other, groups_of):
 def test_a_conversation_that_the_template_refuses_is_named_by_its_line(other, groups_of):
     model = other("{{ bos_token }}", "{% if messages[0]['role'] == 'system' %}"
                   "{{ raise_exception('no system') }}{% endif %}{{ bos_token }}")
-    with pytest.raises(SystemExit, match="the task of line 2 does not suit this --model's chat "
-                                         "template: no system"):
+    with pytest.raises(SystemExit, match="--model's chat template refuses the task of line 2: no "
+                                         "system"):
         groups_of([GOOD, {**GOOD, "chosen": [SYSTEM, *CHOSEN]}], model=model)
 
 

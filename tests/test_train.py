@@ -272,7 +272,7 @@ def test_a_finished_critic_finds_its_reference_and_takes_no_other(rewarded, tiny
     save_file({k: v * 1.001 for k, v in weights.items()}, f"{elsewhere}/model.safetensors",
               {"format": "pt"})
     done = script(*score, "--model", elsewhere, stdin=rewarded)
-    complaint(done, f"{elsewhere} has other weights than the pi_ref of the critic in {out}")
+    complaint(done, f"{elsewhere} is not the pi_ref of the critic in {out}")
 
 
 # --- running --------------------------------------------------------------------------------------
@@ -595,7 +595,7 @@ def test_a_finished_run_is_only_read_and_what_is_no_run_never_removed(job, whole
     assert contents(out) == before
     (tmp_path / "precious").write_text("mine")
     done = script(*command(job, tmp_path), stdin=data)
-    complaint(done, "exists already, and is no run")
+    complaint(done, "exists and is not a run")
     assert contents(tmp_path) == {tmp_path / "precious": b"mine"}
 
 
@@ -636,4 +636,4 @@ def test_turns_that_are_too_long_get_no_advantage_and_are_counted(data, tiny_dir
     scored = ["advantage" in x for r in records(done.stdout) for x in actions(r)]
     left_out = scored.count(False)
     assert 0 < left_out < len(scored)
-    assert f"{left_out} messages and candidates are longer than 150 tokens" in done.stderr
+    assert f"{left_out} turns exceed 150 tokens" in done.stderr

@@ -20,7 +20,7 @@ import sys
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from utils import (RECORD, check_dialogue, check_shape, fail, flag, open_stdout,  # noqa: E402
-                   parser, refuse_unread, run)
+                   parser, reject_unsupported, run)
 
 FORMS = {  # name: (columns of what was said before, the chosen side, the rejected side)
     "UltraFeedback": (["prompt"], "chosen", "rejected"),
@@ -88,7 +88,7 @@ def preference(row):
             break
     else:
         raise ValueError(f"no preference of a known form: its columns are {', '.join(row)}")
-    refuse_unread({name: row[name] for name in row if name not in ("system", *before)}, ())
+    reject_unsupported({name: row[name] for name in row if name not in ("system", *before)}, ())
     said = [m for name in before if row.get(name) for m in messages(row[name], "user")]
     if len(before) == len(said) == 2:  # Alpaca's input belongs to its instruction
         said = [{"role": "user", "content": "\n\n".join(m["content"] for m in said)}]
@@ -149,7 +149,7 @@ def message(m):
     """{"role", "content"} of a message of OpenAI's or ShareGPT's kind."""
     if not isinstance(m, dict):
         raise ValueError(f"{str(m)[:40]!r} is no message")
-    refuse_unread({name: m[name] for name in m if name != "reasoning_content"}, ())
+    reject_unsupported({name: m[name] for name in m if name != "reasoning_content"}, ())
     role = str(m.get("role") or m.get("from")).lower()
     content = m.get("content", m.get("value"))
     if isinstance(content, list):

@@ -122,7 +122,7 @@ def test_a_tree_with_pictures_has_the_values_and_gradients_of_separate_forwards(
     for prompt, action in turns:
         hidden = own_forward(lm, pictures, [*map(ord, prompt + action)])
         want.append((hidden @ model.score.weight[0].detach()).mean()[None])
-    assert len(M.deal(turns, 80)) > 2
+    assert len(M.partition(turns, 80)) > 2
     theirs = gradients(lm, want)
     for tree_tokens in (math.inf, 80):
         got = by_tree(model, turns, tree_tokens)
