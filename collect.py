@@ -9,7 +9,7 @@ human.py defines reply(task, history), which returns the human's next message. A
 as soon as it ends. A record that already has a dialogue gets candidates for its agent's messages.
 
 Left out on purpose: lock-step rollouts, where all episodes wait for the slowest human (here each is
-a coroutine); rewards (colbench.py grade adds them); paged attention, several GPUs (see --engine).
+a coroutine), rewards (colbench.py grade adds them), paged attention and several GPUs (--engine).
 """
 from utils import (fail, fail_on_error, flag, open_stdout, parser, print_warnings, progress,
                    read_jsonl, rng, run, say, version)
@@ -39,10 +39,9 @@ def get_args(argv=None):
     g = p.add_argument_group("episodes")
     flag(g, "model", "meta-llama/Llama-3.1-8B-Instruct", "the agent", metavar="MODEL")
     flag(g, "-k", 1, "episodes per task", least=1)
-    flag(g, "max_turns", 10, "most agent messages per episode; the last one is the answer", least=1)
+    flag(g, "max_turns", 10, "most agent messages per episode; the last is the answer", least=1)
     flag(g, "concurrency", 256, "episodes to run at once", least=1)
-    flag(g, "resume", None, "skip the episodes that are in FILE, and remove its last line if a "
-         "kill truncated it", metavar="FILE")
+    flag(g, "resume", None, "skip FILE's episodes; removes a truncated last line", metavar="FILE")
     g = p.add_argument_group("human")
     flag(g, "human", None, "https://.../v1 of an LLM (key: OPENAI_API_KEY), fixed:TEXT, or a "
          "FILE.py that defines reply(task, history), which may be async", metavar="WHO")
@@ -54,7 +53,7 @@ def get_args(argv=None):
     flag(g, "max_tokens", 1024, "most tokens per message", least=1)
     flag(g, "thinking", 0, "1: let a reasoning model think, unseen by the human", choices=[0, 1])
     flag(g, "seed", 0, "random seed of all messages and candidates")
-    flag(g, "candidates", 0, "alternative messages to sample at every turn; 16 for stage 2")
+    flag(g, "candidates", 0, "alternative messages to sample per turn, not sent; 16 for stage 2")
     flag(g, "candidates_share", 1.0, "share of the episodes that get candidates", most=1)
     flag(g, "best_of", 1, "messages to sample per turn; the critic's favourite is sent", least=1)
     flag(g, "critic", None, "--out of train_critic.py, or a FILE.py that defines advantages(task, "
@@ -66,7 +65,7 @@ def get_args(argv=None):
     flag(g, "max_batch_tokens", 65536, "transformers: most tokens in batches, and in the cache")
     flag(g, "dtype", "auto", "transformers; auto: bf16 on a GPU, fp32 on a CPU",
          choices=["auto", "bf16", "fp32"])
-    flag(g, "timeout", 1800.0, "seconds until a request to a server is retried")
+    flag(g, "timeout", 1800.0, "seconds after which a request to a server is retried")
     flag(g, "retries", 8, "how often to retry a failed request; 8 retries take about a minute")
     args = p.parse_args(argv)
     with fail_on_error("--human_params is not a JSON object"):
@@ -113,7 +112,7 @@ class Players:
         critic(task, history, actions)           one advantage per action
 
     Messages are seeded by their keys, which start with (seed, task id, sample). A message has at
-    most max_new tokens, and its last one is in `stop` unless it is truncated. Log-probs are those
+    most max_new tokens, and ends with one in `stop` unless it is truncated. Its log-probs are those
     after --temperature and --top_p.
     """
 
@@ -144,7 +143,7 @@ class Players:
             self.engine = VllmEngine(args, self.stop)
             await self.engine.find_served_model()
             if self.engine.body["model"] != args.model:
-                say(f"{args.engine} serves {self.engine.body['model']}; it should be {args.model}")
+                say(f"{args.engine} serves {self.engine.body['model']}, assumed to be {args.model}")
             self.max_context = min(self.max_context, self.engine.max_context)
         else:
             self.engine = TransformersEngine(args, self.stop)
@@ -186,7 +185,7 @@ class Players:
             message.pop("candidates", None)  # they may be another model's
             if n:
                 _, message["candidates"] = await self.sample_turn(history, (*key, turn), 0, n)
-        meta = {"thinking": self.args.thinking, "candidates": self.meta}  # the rest is kept
+        meta = {"thinking": self.args.thinking, "candidates": self.meta}  # beside the dialogue's
         return {"sample": sample, "answered": answered(record), "meta": meta}
 
     def candidates_per_turn(self, key):
@@ -195,13 +194,13 @@ class Players:
         return self.args.candidates if has_candidates else 0
 
     async def act(self, task, history, key, n_candidates):
-        """Returns the agent's next message, with content None. key: (*episode's key, turn)."""
+        """Returns the agent's next message, without content. key: (seed, task id, sample, turn)."""
         actions, candidates = await self.sample_turn(history, key, self.args.best_of, n_candidates)
         best = actions[0]
         if self.critic:
             scores = await call(self.critic, task, history, actions)
             if len(scores) != len(actions) or not all(map(math.isfinite, scores)):
-                raise EpisodeError(f"for {len(actions)} messages the critic returned {scores}")
+                raise EpisodeError(f"a critic must give {len(actions)} finite scores, not {scores}")
             values = [score + self.args.logprob_weight * sum(action["logprobs"])
                       for score, action in zip(scores, actions)]
             best = actions[values.index(max(values))]
@@ -221,7 +220,7 @@ class Players:
             prompt = render(self.tokenizer, history, self.args.thinking)
         max_new = min(self.args.max_tokens, self.max_context - len(prompt))
         if max_new <= 0:
-            raise ContextFull(f"{len(prompt)} tokens of dialogue fill the context of {self.max_context}")
+            raise ContextFull(f"the context is full: {len(prompt)} of {self.max_context} tokens")
         if self.args.temperature:
             outputs = await self.engine(prompt, keys, max_new)
         else:  # greedy: all are equal, and vLLM rejects more than one
@@ -233,7 +232,8 @@ class Players:
             if not finite or len(logprobs) != len(ids):
                 raise EpisodeError("log-probs are missing, NaN or infinite; check the weights")
             if max(ids) >= len(self.tokenizer):
-                raise EpisodeError(f"token {max(ids)} is unknown to --model; does --engine serve it?")
+                raise EpisodeError(f"token {max(ids)} is not in --model's vocabulary; does "
+                                   "--engine serve another model?")
             action = {"output": text, "token_ids": ids, "logprobs": [round(x, 6) for x in logprobs]}
             truncated = ids[-1] not in self.stop
             if truncated:
@@ -293,7 +293,7 @@ class Endpoint:
         self.has_answered, self.failures = False, 0  # failures since the last success
 
     async def find_served_model(self):
-        """Sets body["model"] and max_context; the body must name one of several served models."""
+        """Sets body["model"] and max_context. If several models are served, body must name one."""
         with fail_on_error(f"{self.url} does not list its models (does the address end in /v1?)"):
             client = self.client.with_options(max_retries=0)
             reply = await client.get("/models", cast_to=object)
@@ -305,10 +305,10 @@ class Endpoint:
         self.body["model"], self.max_context = name, served[name] or math.inf
 
     async def request(self, path, parse, **body):
-        """Posts a request and returns parse(reply), which raises ValueError for a useless reply.
+        """Posts a request and returns parse(reply), which raises ValueError for an unusable reply.
 
-        A failed request raises EpisodeError. The 16th since the last success ends the run, where
-        requests that the server rejects count only until it has answered one.
+        A failed request raises EpisodeError; the 16th since the last success ends the run. Rejected
+        requests and unusable replies don't count once the server has answered one.
         """
         down = False
         try:
@@ -370,10 +370,10 @@ def reply_text(reply):
 
 
 class VllmEngine(Endpoint):
-    """Samples with a vLLM server, by token ids instead of text.
+    """Samples with a vLLM server. Prompts and messages are sent as token ids.
 
-    vLLM takes one seed per request, and adds i for the i-th message. In another batch the same seed
-    may give other tokens.
+    vLLM takes one seed per request, and seeds message i with seed + i. In another batch the same
+    seed may give other tokens.
     """
     KEY = "VLLM_API_KEY"
 
@@ -402,8 +402,8 @@ class Batcher:
     """Batches the requests of many coroutines, and computes them in steps.
 
     The first request schedules a step, which starts once no coroutine adds further requests, so
-    that batches are full and deterministic. compute(new) starts the new requests, and must set the
-    `result` of at least one that is running. The next step follows while others remain.
+    that batches are full and reproducible. compute(new) starts the new requests, and must set the
+    `result` of at least one running request. Steps repeat while requests are running.
     """
 
     def __init__(self):
@@ -463,13 +463,13 @@ class Critic(Batcher):
 class TransformersEngine(Batcher):
     """Samples with transformers in this process, by continuous batching.
 
-    A prompt is read once for all its messages, and an episode's next prompt only where it is new.
-    Then each forward reads one token of every running action. New requests join as others end.
-    A message is a function of its key, but for the rounding of logits, which depends on the batch:
-    it changed about one message in ten of a real model (9 of 72 of SmolLM2-135M in two runs).
+    A prompt is read once for all its messages, and of an episode's next prompt only the new tokens.
+    Then each forward reads one token of every running action. New requests join as others end. A
+    message is a function of its key up to the rounding of logits, which depends on the batch: two
+    runs of SmolLM2-135M in other batches differed in about one message in ten (9 of 72).
 
-    Shapes: T tokens, V vocabulary, H query heads, KV key heads with G = H / KV queries each, D head
-    size; P prompts with N actions each, L the longest prompt; R rows (actions), C their capacity.
+    Shapes: T tokens, V vocabulary, H query heads, KV key heads for G = H / KV query heads each, D
+    head size; P prompts with N actions each, L the longest prompt; R rows (actions) of capacity C.
     """
 
     def __init__(self, args, stop):
@@ -527,9 +527,9 @@ class TransformersEngine(Batcher):
             request.result = [(action.ids, action.logps) for action in request.actions]
 
     def start_batch(self, groups):
-        """Reads a prompt per group in one forward, and samples the first token of each action.
+        """Reads the prompts of a new batch in one forward, and samples the actions' first tokens.
 
-        groups: [[request]]. All groups have the same number of actions.
+        groups: [[request]]. A group has one prompt; all groups have the same number of actions.
         """
         firsts = [group[0] for group in groups]
         prefill = Prefill([r.prompt for r in firsts], [self.cached_prefix(r) for r in firsts])
@@ -546,9 +546,10 @@ class TransformersEngine(Batcher):
             self.batches.append(batch)
 
     def cached_prefix(self, request):
-        """Returns (n, layers): the first n tokens of the prompt have keys and values in `layers`.
+        """Returns (n, layers): `layers` has the keys and values of the prompt's first n tokens.
 
-        They are those of the episode's last prompt, else of the latest prompt. One token is left.
+        It is that of the episode's last prompt, else of any episode's latest prompt. At least one
+        token is left to be read, because its logits are needed.
         """
         latest = next(reversed(self.cache.values()), ((), None))
         prompt, layers = self.cache.get(request.episode, latest)
@@ -584,7 +585,7 @@ class TransformersEngine(Batcher):
             ordered, tokens = logps.sort(descending=True)
             tail = ordered.exp().cumsum(-1) - ordered.exp() >= top_p  # (R, V), in sorted order
             logps = logps.masked_fill(tail.scatter(-1, tokens, tail), -math.inf).log_softmax(-1)
-        # inverse transform sampling: u is uniform in [0, 1), and is below 1 in fp32, too
+        # inverse transform sampling: u is uniform in [0, 1), also after rounding to fp32
         u = torch.tensor([[g.random() * (1 - 2 ** -24)] for g in generators], device=DEVICE)
         cdf = logps.exp().cumsum(-1)  # (R, V)
         token = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)  # (R, 1)
@@ -593,7 +594,7 @@ class TransformersEngine(Batcher):
 
 
 class Prefill:
-    """A forward over T new tokens of P prompts that collects the keys and values of whole prompts.
+    """A forward over the T new tokens of P prompts, which collects keys and values of all tokens.
 
     prefixes[i] = (n, layers): the first n tokens of prompt i are not new, and their keys and values
     are layers[layer][:, :n]. kv[layer][i]: those of the whole prompt i, (2, its length, KV, D).
@@ -609,7 +610,7 @@ class Prefill:
 
     def attend(self, layer, q, k, v, scale, window):
         """Causal attention of the new tokens to their prompts. q: (T, H, D); k, v: (T, KV, D)."""
-        new = torch.stack([k, v]).split(self.n_new, 1)  # P x (2, n_new, KV, D)
+        new = torch.stack([k, v]).split(self.n_new, 1)  # [(2, new tokens, KV, D)]
         self.kv.append([torch.cat([layers[layer][:, :n] if n else x[:, :0], x], 1)
                         for x, (n, layers) in zip(new, self.prefixes)])
         runs = SimpleNamespace(q=self.n_new, kv=self.lengths)
@@ -617,18 +618,18 @@ class Prefill:
 
 
 class DecodeBatch:
-    """P prompts with N actions each. A forward reads the last token of each running action, a row.
+    """Running actions, N for each of P prompts. A forward reads the last token of each, as a row.
 
-    Row r is action action_of[r] of prompt prompt_of[r]. Keys and values of each layer:
+    Row r is action action_of[r] of prompt prompt_of[r]. The keys and values of each layer are
 
-        prompt_kv  (2, P, KV, L, D)  read once for all rows of a prompt
+        prompt_kv  (2, P, KV, L, D)  of the prompts, read once for all their rows
         row_kv     (2, R, KV, C, D)  of the sampled tokens; C doubles when it is full
 
-    Ended rows are dropped together, once they are an eighth of all.
+    Rows of ended actions are dropped together, once they are an eighth of all.
     """
 
     def __init__(self, prefill, actions):
-        """prefill: has read the prompts. actions: [[action]], N for each prompt."""
+        """prefill: has already read the prompts. actions: [[action]], N per prompt."""
         self.n, self.actions = len(actions[0]), list(itertools.chain(*actions))
         self.prompt_of = torch.arange(len(actions), device=DEVICE).repeat_interleave(self.n)  # (R,)
         self.action_of = torch.arange(self.n, device=DEVICE).repeat(len(actions))  # (R,)
@@ -645,13 +646,13 @@ class DecodeBatch:
         if self.last == row_kv.shape[3]:  # it is full: double it
             row_kv = self.row_kv[layer] = torch.cat([row_kv, torch.empty_like(row_kv)], 3)
         row_kv[:, :, :, self.last] = torch.stack([k, v])
-        # index of the first visible key, from the action's start; the prompt's are negative
+        # first visible key, as an index from the action's start (the prompt's are negative)
         first = self.last - window if window >= 0 else -math.inf
-        row_k, row_v = row_kv[:, :, :, max(0, first):self.last + 1]  # (R, KV, t, D), t <= last + 1
+        row_k, row_v = row_kv[:, :, :, max(0, first):self.last + 1]  # (R, KV, t, D), t visible keys
         prompt_k, prompt_v = self.prompt_kv[layer]  # (P, KV, L, D)
         longest = prompt_k.shape[2]
         key_at, lengths = torch.arange(longest, device=DEVICE), self.lengths[self.prompt_of, None]
-        masked = (key_at >= lengths) | (key_at < lengths + first)  # (R, L)
+        masked = (key_at >= lengths) | (key_at < lengths + first)  # (R, L): padding, too old
         q = q.unflatten(1, (k.shape[1], -1))  # (R, KV, G, D)
         scores = self.from_grid(self.to_grid(q) @ prompt_k.mT)  # (R, KV, G, L)
         scores.masked_fill_(masked[:, None, None], -math.inf)
@@ -688,19 +689,18 @@ class DecodeBatch:
         self.positions = (self.lengths[self.prompt_of] + self.last) * is_live  # (R,)
 
     def capacity(self):
-        """Returns the number of tokens that its memory holds, of prompts and rows."""
+        """Returns the number of tokens that fit in its memory, of prompts and of rows."""
         return (len(self.lengths) * self.prompt_kv[0].shape[3]
                 + len(self.actions) * self.row_kv[0].shape[3])
 
 
 def engine_attention(module, query, key, value, attention_mask, scaling=None, parts=(),
                      sliding_window=None, **kwargs):
-    """Calls attend() of each part. query: (1, H, T, D); key, value: (1, KV, T, D)."""
+    """Calls attend of each part for its tokens. query: (1, H, T, D); key, value: (1, KV, T, D)."""
     window = sliding_window - 1 if sliding_window else -1  # number of earlier keys; -1: all
     sizes = [len(part.ids) for part in parts]
-    qkv_of = zip(*(x[0].transpose(0, 1).split(sizes) for x in (query, key, value)))
-    out = [part.attend(module.layer_idx, *qkv, scaling, window)
-           for part, qkv in zip(parts, qkv_of)]
+    qkvs = zip(*(x[0].transpose(0, 1).split(sizes) for x in (query, key, value)))
+    out = [part.attend(module.layer_idx, *qkv, scaling, window) for part, qkv in zip(parts, qkvs)]
     return torch.cat(out)[None], None  # (1, T, H, D)
 
 
@@ -739,7 +739,7 @@ def finished_episodes(path, meta):
 def read_jobs(args, done):
     """Yields (record, sample) of each episode to run; sets the kind and id of its task.
 
-    A task's samples are numbered from 0, and on if the task comes again. A dialogue keeps its own
+    A task's samples are numbered from 0, and further if it comes again. A dialogue keeps its own
     `sample`, but gets the next free number if it has none or an earlier dialogue has the same.
     """
     next_sample = {}  # {task id: number of its next new episode}
@@ -751,14 +751,14 @@ def read_jobs(args, done):
         samples = range(first, first + args.k)
         if "dialogue_history" in record:
             sample = record.get("sample", first)
-            while (name, sample) in taken:  # e.g. from another file, of another seed
+            while (name, sample) in taken:  # e.g. from a file with another seed
                 sample += 1
             samples = [sample]
             thinking = record.get("meta", {}).get("thinking")
             if not args.candidates:
                 fail(f"task {name} already has a dialogue; give --candidates, or remove it")
             if thinking not in (None, args.thinking):
-                fail(f"the dialogue of task {name} was sampled with --thinking {thinking}")
+                fail(f"the dialogue of task {name} was sampled with --thinking {thinking}; use it")
         elif not args.human:
             fail("--human is missing: give the http://host:port/v1 of an LLM, fixed:TEXT, or a "
                  "FILE.py that defines reply(task, history)")
@@ -808,8 +808,8 @@ async def run_all(args, emit):
         bar = progress(f"episodes of {args.model}", total=len(jobs))
         await asyncio.gather(*(worker() for _ in range(args.concurrency)))
     percent = 100 * totals["truncated"] / max(1, totals["actions"])
-    say(f"wrote {totals['episodes']} episodes of {args.model} ({len(done)} in the --resume file): "
-        f"{percent:.1f} % of messages truncated at --max_tokens {args.max_tokens}")
+    say(f"wrote {totals['episodes']} episodes of {args.model} ({len(done)} more in the --resume "
+        f"file): {percent:.1f} % of messages truncated at --max_tokens {args.max_tokens}")
     if errors:
         raise errors[0]
     if totals["failed"]:

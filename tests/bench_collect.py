@@ -47,7 +47,7 @@ class SlowHuman(collect.Players):
 async def without_barriers(players, jobs, batch):
     async def player():
         for task in left:
-            done.append(await players.play(task, task["sample"]))
+            done.append(await players.run_episode(task, task["sample"]))
     done, left = [], iter(jobs)
     await asyncio.gather(*(player() for _ in range(batch)))
     return done

@@ -50,7 +50,7 @@ def test_actions_that_max_tokens_cut_are_marked_and_counted(tasks, tiny_dir):
         assert len(action["token_ids"]) <= 100
         assert action.get("cut", False) == (action["token_ids"][-1] not in ends)
     share = 100 * sum("cut" in action for action in drawn) / len(drawn)
-    assert f": {share:.1f} % of actions cut at --max_tokens 100" in done.stderr.splitlines()[-1]
+    assert f": {share:.1f} % of messages truncated at --max_tokens 100" in done.stderr
     assert 0 < share < 100
 
 
@@ -151,7 +151,7 @@ def test_a_file_is_resumed_with_the_flags_and_weights_that_played_it(tasks, epis
     moved = shutil.copytree(tiny_dir, tmp_path / "moved")  # has the same weights
     done = play(moved, tasks, *PLAY, "--resume", file, "--human", "fixed:no")
     assert [key_of(r) for r in records(done.stdout)] == [key_of(missing)]
-    assert "(7 done before)" in done.stderr
+    assert "(7 more in the --resume file)" in done.stderr
 
 
 # --- records that have a dialogue -----------------------------------------------------------------
@@ -194,7 +194,7 @@ def test_a_dialogue_longer_than_the_models_context_ends_unanswered(tasks, tiny_d
     (r,) = records(done.stdout)
     assert not r["answered"] and r["answer"] == "" and len(agent_messages(r)) < 10
     assert r["dialogue_history"][-1]["role"] == "assistant"
-    assert "task long, sample 0 failed: the dialogue has " in done.stderr
+    assert "task long, sample 0 failed: the context is full: " in done.stderr
 
 
 def test_a_template_without_a_generation_prompt_is_refused(tasks, tiny_dir, tmp_path):
@@ -234,8 +234,8 @@ def test_a_human_is_a_file_with_a_function(tasks, tiny_dir, tmp_path):
     (r,) = records(done.stdout)
     assert r["task"]["id"] == ids[0]
     assert [m["content"] for m in r["dialogue_history"][2::2]] == ["2?", "4?"]
-    for name, why in zip(ids[1:], ("human or critic gives nothing",
-                                   "the human's reply is no text: 5", "no such task")):
+    for name, why in zip(ids[1:], ("the human or critic returned None",
+                                   "the human's reply is not a string: 5", "no such task")):
         assert f"task {name}, sample 0 failed: {why}" in done.stderr
     assert "error: 3 episodes failed and were not written" in done.stderr and done.returncode == 1
 

@@ -105,7 +105,7 @@ def test_a_human_who_dies_ends_the_run_by_one_line(tiny_dir, tasks):
     done = play(tiny_dir, tasks, *flags)
     (error,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
     assert done.returncode == 1 and error.startswith(f"error: {human.url}")
-    assert "503" in error and "--resume FILE goes on" in error
+    assert "503" in error and "rerun with --resume FILE" in error
     assert 5 < len(records(done.stdout)) < 40 and len(human.seen) < 80
 
 
@@ -165,7 +165,7 @@ def test_flaky_servers_lose_no_episode_and_nothing_is_made_up(temperature, tiny_
     got = sorted(records(done.stdout), key=key_of)
     assert got == sorted(records(again.stdout), key=key_of)  # each draw has a seed of its own
     assert sorted(map(key_of, got)) == sorted((t["task"]["id"], i) for t in tasks for i in range(2))
-    assert f"serves m, taken for {tiny_dir}" in done.stderr
+    assert f"serves m, assumed to be {tiny_dir}" in done.stderr
     tokenizer = M.find_model(tiny_dir)[1]
     bodies = [body for _, body, _ in server.seen if "prompt" in body]
     assert all(b["temperature"] == temperature and b["top_p"] == 0.9 for b in bodies)
@@ -247,10 +247,10 @@ def test_a_server_that_is_down_ends_the_run_and_what_it_refuses_fails_an_episode
     asyncio.run(all_of())
 
 
-WHICH = """serves a, b, not None; --human_params '{"model": "NAME"}'"""
-LONGER = """finish_reason length (--human_params '{"max_tokens": 4000, """
+WHICH = """serves a, b, not None; choose the human's by --human_params '{"model": "NAME"}'"""
+LONGER = """finish_reason length (try --human_params '{"max_tokens": 4000, """
 ODD = {  # name: (what it replies, its models, its path, --human_params, what is said)
-    "without /v1": (said, ["m"], "", {}, "lists no models (an address ends in /v1)"),
+    "without /v1": (said, ["m"], "", {}, "does not list its models (does the address end in /v1?)"),
     "several models": (said, ["a", "b"], "/v1", {}, WHICH),
     "one of several": (said, ["a", "b"], "/v1", {"model": "b"}, None),
     "thinks": (lambda *_: chat("<think>no end", "length"), ["m"], "/v1", {}, LONGER)}

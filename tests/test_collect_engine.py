@@ -54,7 +54,7 @@ def test_draws_are_those_of_separate_forwards_in_any_company(family, monkeypatch
             again |= play(engine, part)
         tokens = lambda played: {key: [a for a, _ in of] for key, (_, of) in played.items()}
         assert tokens(again) == tokens(together)
-    assert not engine.batches and not engine.under_way and not engine.waiting
+    assert not engine.batches and not engine.running and not engine.waiting
     lm.set_attn_implementation("sdpa")
     lengths = set()
     for prompt, drawn in together.values():

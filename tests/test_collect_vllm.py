@@ -60,7 +60,7 @@ def test_a_server_is_started_and_ended(tiny_dir, tasks):
                           input=given)
     assert done.returncode == 1 and done.stdout, done.stderr
     check(records(done.stdout), tiny_dir, tasks)
-    assert "2 episodes failed" in done.stderr and "the model takes 1024" in done.stderr
+    assert "2 episodes failed" in done.stderr and " of 1024 tokens" in done.stderr
     gone(descendants() - before)
 
 

@@ -174,8 +174,8 @@ COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     ("train_policy.py --out x --model MODEL --loss mtdpo", ONCE, "no task has both a solved and a"),
     ("collect.py --model no/such", "", "no model at 'no/such'"),
     ("collect.py --model MODEL", " \n", "stdin is empty"),
-    ("collect.py --model MODEL", ONCE, "a dialogue already"),
-    ("collect.py --model MODEL --candidates 2", ONCE, "task a was played with --thinking 1"),
+    ("collect.py --model MODEL", ONCE, "already has a dialogue"),
+    ("collect.py --model MODEL --candidates 2", ONCE, "task a was sampled with --thinking 1"),
     ("collect.py --model MODEL", BARE, "--human is missing: give the http://host:port/v1"),
     (f"collect.py --model MODEL --human {ROOT}/model.py", BARE, "model.py defines no reply()"),
     ("collect.py --model MODEL --human fixed:no", [TASK, OTHER], "line 2: another task above has"),
@@ -183,7 +183,7 @@ COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     ("collect.py --model MODEL --human fixed:no", BARE, "the weights in"),
     ("collect.py --best_of 2", "", "--critic"),
     ("collect.py --temperature nan", "", "nan is not in"),
-    ("collect.py --human_params [1", "", "--human_params is no JSON object")]
+    ("collect.py --human_params [1", "", "--human_params is not a JSON object")]
 
 
 @pytest.fixture(scope="module")
