@@ -41,7 +41,7 @@ def get_args(argv=None):
     flag(g, "-k", 1, "episodes per task", least=1)
     flag(g, "max_turns", 10, "most agent messages per episode; the last is the answer", least=1)
     flag(g, "concurrency", 256, "episodes to run at once", least=1)
-    flag(g, "resume", None, "skip FILE's episodes; removes a truncated last line", metavar="FILE")
+    flag(g, "resume", None, "skip FILE's episodes; drop its last line if truncated", metavar="FILE")
     g = p.add_argument_group("human")
     flag(g, "human", None, "https://.../v1 of an LLM (key: OPENAI_API_KEY), fixed:TEXT, or a "
          "FILE.py that defines reply(task, history), which may be async", metavar="WHO")
@@ -52,7 +52,7 @@ def get_args(argv=None):
     flag(g, "top_p", 1.0, "nucleus sampling: total probability to keep", least=1e-6, most=1)
     flag(g, "max_tokens", 1024, "most tokens per message", least=1)
     flag(g, "thinking", 0, "1: let a reasoning model think, unseen by the human", choices=[0, 1])
-    flag(g, "seed", 0, "random seed of all messages and candidates")
+    flag(g, "seed", 0, "random seed; with transformers, sampling repeats up to rounding")
     flag(g, "candidates", 0, "alternative messages to sample per turn, not sent; 16 for stage 2")
     flag(g, "candidates_share", 1.0, "share of the episodes that get candidates", most=1)
     flag(g, "best_of", 1, "messages to sample per turn; the critic's favourite is sent", least=1)
@@ -185,7 +185,7 @@ class Players:
             message.pop("candidates", None)  # they may be another model's
             if n:
                 _, message["candidates"] = await self.sample_turn(history, (*key, turn), 0, n)
-        meta = {"thinking": self.args.thinking, "candidates": self.meta}  # beside the dialogue's
+        meta = {"thinking": self.args.thinking, "candidates": self.meta}  # run_all keeps the rest
         return {"sample": sample, "answered": answered(record), "meta": meta}
 
     def candidates_per_turn(self, key):
@@ -548,8 +548,8 @@ class TransformersEngine(Batcher):
     def cached_prefix(self, request):
         """Returns (n, layers): `layers` has the keys and values of the prompt's first n tokens.
 
-        It is that of the episode's last prompt, else of any episode's latest prompt. At least one
-        token is left to be read, because its logits are needed.
+        They were computed for the episode's last prompt, else for the latest of any episode. One
+        token at least is left to be read, because its logits are needed.
         """
         latest = next(reversed(self.cache.values()), ((), None))
         prompt, layers = self.cache.get(request.episode, latest)
@@ -618,7 +618,7 @@ class Prefill:
 
 
 class DecodeBatch:
-    """Running actions, N for each of P prompts. A forward reads the last token of each, as a row.
+    """N actions for each of P prompts. A forward reads the last token of each action, as a row.
 
     Row r is action action_of[r] of prompt prompt_of[r]. The keys and values of each layer are
 
