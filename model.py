@@ -438,9 +438,9 @@ def control_tokens(tokenizer):
 
 
 def as_plain(tokenizer, message):
-    """Returns a message's content, with CUTs in the text of control tokens.
+    """Returns a message's content, with CUTs inside any control token that the text contains.
 
-    In assistant messages without token_ids <think> is kept, since the template parses thoughts.
+    Assistant messages without token_ids keep <think>, because the template parses thoughts.
     """
     control, special = control_tokens(tokenizer)
     stored = message["role"] == "assistant" and not message.get("token_ids")
@@ -449,7 +449,7 @@ def as_plain(tokenizer, message):
 
 
 def template_text(tokenizer, messages, thinking, add_prompt):
-    """Returns the chat template's text of a dialogue, with CUTs; raises errors of the template.
+    """Returns the chat template's text of a dialogue, with CUTs; raises the template's own errors.
 
     add_prompt: whether to append the generation prompt, which opens the assistant's next message.
     """
@@ -463,8 +463,8 @@ def template_text(tokenizer, messages, thinking, add_prompt):
 def cut_pattern(tokenizer):
     """Returns a regex that splits a text at CUTs and, if that changes no ids, at special tokens.
 
-    Tokenizers find special tokens first, and tokenize the texts between them separately. Not split
-    at are tokens whose match depends on the text around them, or that may begin inside another.
+    Tokenizers find special tokens first, and tokenize the texts between them separately. A special
+    token is excluded if its match depends on the text around it, or may begin inside another token.
     """
     added = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
     inner = {c for token in added for c in token.content[1:]}
@@ -498,7 +498,7 @@ def render(tokenizer, messages, thinking=0):
 
 @functools.cache
 def ending(tokenizer):
-    """Returns what the template writes after an assistant's text, up to a control token; or EOS."""
+    """Returns the end of an assistant's message: template text up to a control token, else EOS."""
     after = template_text(tokenizer, PROBE, 0, False).rpartition("\ue000")[2]
     if control := control_tokens(tokenizer)[0].search(after):
         return after[:control.end()]
@@ -509,7 +509,7 @@ def ending(tokenizer):
 
 
 def check_generation_prompt(tokenizer):
-    """Fails if the template writes a header before messages, but has no generation prompt."""
+    """Fails if the template writes a header before an assistant's message but no prompt."""
     bare, prompt = (template_text(tokenizer, PROBE[:1], 0, add) for add in (False, True))
     header = template_text(tokenizer, PROBE, 0, False).removeprefix(prompt).partition("\ue000")[0]
     if prompt == bare and header.strip():
@@ -517,7 +517,7 @@ def check_generation_prompt(tokenizer):
 
 
 def stop_ids(tokenizer):
-    """Returns {token id}: what ends a sampled message, the last token of `ending` and the EOS."""
+    """Returns {token id} that end a sampled message: the last one of `ending`, and the EOS."""
     return {text_ids(tokenizer, ending(tokenizer))[-1], tokenizer.eos_token_id} - {None}
 
 
@@ -659,9 +659,9 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
     """Returns (TreeLM, tokenizer) of a folder or hub name, after checking its log-probs.
 
     If trees do not reproduce the log-probs of transformers' own forward, the model is computed turn
-    by turn; if that fails too, the program exits. dtype: the value of --dtype, to compute in; to
-    `train`, weights are fp32 nonetheless. args: a trainer's flags, to shard the model over all
-    ranks, each of which reads the files. None: this process holds all weights.
+    by turn; if that fails too, the program exits. The model computes in dtype, a value of --dtype;
+    its weights have that dtype, too, or fp32 to `train`. args: a trainer's flags, to shard it over
+    all ranks, each of which reads the files. None: no sharding.
     """
     path, tokenizer, _ = find_model(path, weights=True)
     device = torch.device(device)
@@ -687,7 +687,7 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
 
 
 def read_tree_lm(path, device, dtype):
-    """Returns (TreeLM in CPU memory, (A,) log-probs of check_turns by its own forward)."""
+    """Returns (TreeLM in CPU memory, (A,) log-probs of check_turns by transformers' forward)."""
     with fail_on_error(f"the weights in {path!r} can't be read"):
         lm, loading_info = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation="eager", use_safetensors=True,
@@ -710,7 +710,7 @@ def read_tree_lm(path, device, dtype):
         fail(f"{path!r} is not supported: each of its forwards changes the next ones")
     if not try_trees(model, turns[:2], own_logps):
         lm.set_attn_implementation("eager")
-        say(f"warning: {path} does not support trees: turn by turn, it recomputes shared prefixes")
+        say(f"warning: {path} does not support trees; turn by turn, shared prefixes are recomputed")
     return model, own_logps
 
 
@@ -731,7 +731,7 @@ def try_trees(model, turns, own_logps):
 
 
 def may_take_trees(config):
-    """Returns False for longrope and other layers than attention, whose errors short turns hide."""
+    """Returns False for longrope and non-attention layers, whose errors short turns may hide."""
     rope = str(getattr(config, "rope_parameters", None))
     types = set(getattr(config, "layer_types", None) or ())
     return "'longrope'" not in rope and not types - {"full_attention", "sliding_attention"}
@@ -741,7 +741,7 @@ def may_take_trees(config):
 def logps_and_leak(model, turns):
     """Returns ((A,) log-probs of actions in a tree, how much one depends on tokens off its path).
 
-    The latter is the largest gradient at their embeddings, relative to the largest at any token's.
+    This leak is the largest gradient at their embeddings, relative to the largest at any token's.
     """
     tree, embedded = Tree(turns), []
     embeddings = model.lm.get_input_embeddings()
@@ -812,7 +812,7 @@ def shard(model, dtype, args, train):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     layers = model.layers()
-    model.set_modules_to_backward_prefetch(layers[-1:])  # FSDP by default: for one tree only
+    model.set_modules_to_backward_prefetch(layers[-1:])  # by default FSDP does so for one tree only
     for previous, layer in zip(layers, layers[1:]):
         layer.set_modules_to_backward_prefetch([previous])
     for layer in layers:  # else layers that are recomputed in a backward pass stay gathered
@@ -877,8 +877,8 @@ def training_state(model, optimizer):
 def save_checkpoint(model, optimizer, out, step):
     """Writes out/checkpoint-STEP atomically, then removes the previous checkpoint.
 
-    Each rank writes its shards as safetensors, which can't contain code, to 32 files,
-    because a file is assembled in memory before it is written.
+    Each rank writes its shards as safetensors, which can't contain code. They are spread over 32
+    files, because a file is assembled in memory before it is written.
     """
     tensors = training_state(model, optimizer)[2]
     file_of = {name: 1 + i % 32 for i, name in enumerate(tensors)}
