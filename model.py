@@ -6,14 +6,17 @@ needs 2 or 4 bytes a token. Every loss and score is a function of `action_logps(
 
 Turns share prefixes: candidates have the same history, each turn of a trajectory extends the one
 before, and all trajectories of a task start with its description. `Tree` sorts the turns, so that
-their prefix tree is in depth-first order, and stores every shared prefix once:
+their prefix tree is in depth-first order, and stores each shared prefix once, without padding:
 
     turns   a b c | d       ids      a  b  c  d  e  f  x
             a b c | e f     pos      0  1  2  3  3  4  2    position in its sequence
             a b   | x       parent  -1  0  1  2  2  4  1    index of the token before it
                             runs    [a  b  c  d][e  f][x]
 
-A run is a stretch of new tokens. It attends to its path from the root, e.g. a b c e f for [e f].
+A run is a stretch of consecutive tokens. It attends causally to the path from the root to its end:
+[e f] to a b c e f. Letters in shapes: T tokens of a tree, S of them in actions, A tokens of all its
+actions one by one (two may share tokens), L of one action, K keys of all runs, H query heads,
+D head size, V vocabulary. Models never use dropout, not even in training.
 """
 import datetime
 import functools
@@ -53,13 +56,13 @@ try:
 except ImportError:  # use torch's own kernel
     flash_attn_varlen_func = None
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # also without torchrun
+warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # by one process
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 TURN = 0  # key of a message's or candidate's turn: an int, so that it can't clash with JSON keys
 TODAY = datetime.date(2024, 7, 26)  # for templates that print the date, so that prompts stay equal
-MAX_KEYS = 2 ** 19  # keys per tree: 11 GB in the backward pass of 8 KV and 32 query heads of 128
+MAX_KEYS = 2 ** 19  # of a tree: 11 GB in a backward pass with 32 query and 8 KV heads of size 128
 MAX_LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits per chunk: 64 MB or 512 MB in fp32
 
 
@@ -83,12 +86,12 @@ def common_prefix(a, b):
 
 
 def in_order(turns):
-    """Yields (turn, its tokens, length of the prefix shared with the turn before), sorted."""
-    before = ""
+    """Yields (turn, its tokens, length of the prefix shared with the previous turn), sorted."""
+    previous = ""
     for turn in sorted(turns, key="".join):
         seq = "".join(turn)
-        yield turn, seq, common_prefix(before, seq)
-        before = seq
+        yield turn, seq, common_prefix(previous, seq)
+        previous = seq
 
 
 class Tree:
@@ -107,10 +110,10 @@ class Tree:
             path = path[:shared] + array("q", new)
             ids += map(ord, seq[shared:])
             pos += range(shared, len(seq))
-            before = path[shared - 1] if shared else -1
-            parent += [before, *new][:len(new)]
+            parent_of_first = path[shared - 1] if shared else -1
+            parent += [parent_of_first, *new][:len(new)]
             start = new.start
-            if runs and shared == len(runs[-1][2]):  # it extends the last run
+            if runs and shared == len(runs[-1][2]):  # the turn extends the last run
                 start, _, _ = runs.pop()
             runs.append((start, new.stop, path))
             action_of[turn] = torch.frombuffer(path, dtype=torch.long)[len(turn[0]):]
@@ -121,11 +124,11 @@ class Tree:
         self.pos = tensor(pos)        # (T,) depth, which is the position id
         self.parent = tensor(parent)  # (T,) flat index of the previous token, -1 for the first
         self.scored = tensor(scored)  # (S,) unique flat indices of all actions' tokens
-        self.index = tensor(index)    # (A,) scored[index] are the actions' tokens, turn by turn
-        self.q = [end - start for start, end, _ in runs]  # number of queries of each run
-        self.kv = [len(path) for _, _, path in runs]      # number of keys: the length of its path
+        self.index = tensor(index)    # (A,) scored[index] are the actions' tokens, in turn order
+        self.q = [end - start for start, end, _ in runs]  # number of queries of each run; sum: T
+        self.kv = [len(path) for _, _, path in runs]      # number of keys, its path's; sum: K
         paths = [torch.frombuffer(path, dtype=torch.long) for _, _, path in runs]
-        self.paths = torch.cat(paths).to(device)          # (K,) flat indices of all paths
+        self.paths = torch.cat(paths).to(device)          # (K,) flat indices of all runs' paths
         self.cu_q, self.cu_kv = (  # (runs + 1,) cumulative lengths, as FlashAttention takes them
             torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
             for lengths in (self.q, self.kv))
@@ -148,38 +151,38 @@ class GatherRows(torch.autograd.Function):
     def forward(ctx, x, rows):
         ctx.save_for_backward(rows)
         ctx.shape = x.shape
-        return x.index_select(0, rows)
+        return x.index_select(0, rows)  # (K, heads, D)
 
     @staticmethod
     def backward(ctx, gradient):
-        total = upcast(gradient.new_zeros(ctx.shape))
+        total = upcast(gradient.new_zeros(ctx.shape))  # (T, heads, D)
         total.index_add_(0, *ctx.saved_tensors, upcast(gradient))
         return total.to(gradient.dtype), None
 
 
 def tree_attention(module, query, key, value, attention_mask, scaling=None, tree=None,
                    sliding_window=None, **kwargs):
-    """Attention over a packed tree, with the signature of transformers' AttentionInterface.
+    """Computes attention over a tree; the signature is that of transformers' AttentionInterface.
 
-    Maps query (1, H, T, D), key and value (1, KV, T, D) to (1, T, H, D). To the kernel, each run is
-    one sequence, whose queries are the run's tokens and whose keys are its path. The causal mask
-    and the sliding window are aligned at the end, as a run is the end of its path.
+    Maps query (1, H, T, D), key and value (1, KV heads, T, D) to (1, T, H, D). The kernel gets each
+    run as one sequence, whose queries are the run's tokens and whose keys are its path. Causal mask
+    and sliding window are aligned at the end, since a run is the end of its path.
     """
     unsupported = attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")
     if tree is None or any(x is not None for x in unsupported):
-        # caught by computes_trees, which then falls back to one turn at a time
+        # caught by try_trees, and the model is then computed turn by turn
         raise ValueError("attention without a tree, or with a mask, sinks or a cap")
     window = sliding_window - 1 if sliding_window else -1  # number of earlier keys; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
-    k, v = (GatherRows.apply(x, tree.paths) for x in (k, v))
+    k, v = (GatherRows.apply(x, tree.paths) for x in (k, v))  # (K, heads, D)
     kernel = flash_kernel if flash_takes(q, v) else sdpa_kernel
-    return kernel(q, k, v, tree, scaling, window)[None], None
+    return kernel(q, k, v, tree, scaling, window)[None], None  # (1, T, H, D), no weights
 
 
 def sdpa_kernel(q, k, v, tree, scale, window):
-    """Fallback without FlashAttention: one scaled_dot_product_attention per run, in fp32.
+    """Falls back to one scaled_dot_product_attention per run, in fp32, without FlashAttention.
 
-    On a CPU, fp32 is faster than bf16 in the backward pass. Of the tree it uses only q and kv.
+    On a CPU, fp32 is faster than bf16 in the backward pass. Uses only tree.q and tree.kv.
     """
     def by_run(x, lengths):
         return [part.transpose(0, 1)[None] for part in x.split(lengths)]  # (1, heads, length, D)
@@ -187,7 +190,7 @@ def sdpa_kernel(q, k, v, tree, scale, window):
     out, dtype, (q, k, v) = [], q.dtype, map(upcast, (q, k, v))
     for q_run, k_run, v_run in zip(by_run(q, tree.q), by_run(k, tree.kv), by_run(v, tree.kv)):
         queries, keys = q_run.shape[2], k_run.shape[2]
-        mask = None
+        mask = None  # or (queries, keys)
         if queries < keys or window >= 0:  # else is_causal is equivalent
             mask = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
             if window >= 0:
@@ -195,31 +198,31 @@ def sdpa_kernel(q, k, v, tree, scale, window):
         out.append(F.scaled_dot_product_attention(
             q_run, k_run, v_run, attn_mask=mask, is_causal=mask is None, scale=scale,
             enable_gqa=True))
-    return torch.cat(out, 2)[0].transpose(0, 1).to(dtype)
+    return torch.cat(out, 2)[0].transpose(0, 1).to(dtype)  # (T, H, D)
 
 
 def flash_takes(q, v):
-    """Whether FlashAttention supports them: on a GPU, in 16 bits, with its head sizes."""
+    """Returns whether FlashAttention supports q and v: their device, dtype and head sizes."""
     size = q.shape[-1]
     return (q.is_cuda and q.dtype != torch.float32
             and v.shape[-1] <= size <= 256 and size % 8 == 0)
 
 
 def flash_kernel(q, k, v, tree, scale, window):
-    """FlashAttention over runs, from the package flash-attn or else from torch.
+    """Runs FlashAttention, from the package flash-attn if it is installed, else from torch.
 
     For FlashAttention-3 call torch.nn.attention.activate_flash_attention_impl("FA3").
     """
-    width = v.shape[-1]
-    if width < q.shape[-1]:  # DeepSeek's values are narrower than its keys
-        v = F.pad(v, (0, q.shape[-1] - width))
+    v_size = v.shape[-1]
+    if v_size < q.shape[-1]:  # DeepSeek's values are narrower than its keys
+        v = F.pad(v, (0, q.shape[-1] - v_size))
     lengths = tree.cu_q, tree.cu_kv, max(tree.q), max(tree.kv)
     if flash_attn_varlen_func:
         out = flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=scale, causal=True,
                                      window_size=(window, 0))
     else:
         out = varlen_attn(q, k, v, *lengths, scale=scale, window_size=(window, 0), **GQA)
-    return out[..., :width]
+    return out[..., :v_size]  # (T, H, D)
 
 
 AttentionInterface.register("tree", torch.compiler.disable(tree_attention))  # its shapes vary
@@ -228,12 +231,9 @@ AttentionInterface.register("tree", torch.compiler.disable(tree_attention))  # i
 # --- the forward ----------------------------------------------------------------------------------
 
 def head_logps(hidden, weight, bias, targets, config):
-    """Returns the targets' log-probs, (N,), from hidden (N, width), in fp32 or fp64.
-
-    The logits are hidden @ weight.T + bias, which some model families scale or softcap.
-    """
-    logits = upcast(F.linear(hidden, weight, bias))
-    divisor, factor, cap = (getattr(config, name, None) for name in (
+    """Returns the log-probs of targets (N,) given hidden states (N, width), in fp32 or fp64."""
+    logits = upcast(F.linear(hidden, weight, bias))  # (N, V)
+    divisor, factor, cap = (getattr(config, name, None) for name in (  # of some model families
         "logits_scaling", "logit_scale", "final_logit_softcapping"))
     if divisor or factor:
         logits = logits * (factor or 1) / (divisor or 1)
@@ -243,7 +243,7 @@ def head_logps(hidden, weight, bias, targets, config):
 
 
 class TreeLM(torch.nn.Module):
-    """A transformers causal LM that scores a Tree, which has only one turn if not `takes_trees`.
+    """A transformers causal LM that scores a Tree, or only single turns if not `takes_trees`.
 
     FSDP wraps this module rather than the LM, so that the LM head's weight is used within the
     forward that gathers it.
@@ -260,7 +260,7 @@ class TreeLM(torch.nn.Module):
 
     @property
     def takes_trees(self):
-        """True if a forward computes a whole tree; else one turn, with the LM's own attention."""
+        """True if a forward scores any tree; else a single turn, with the LM's own attention."""
         return self.config._attn_implementation == "tree"
 
     def layers(self):
@@ -270,13 +270,13 @@ class TreeLM(torch.nn.Module):
 
     def forward(self, tree):
         """Returns the log-probs of the tokens tree.scored, (S,)."""
-        before, targets = tree.parent[tree.scored], tree.ids[tree.scored]
+        previous, targets = tree.parent[tree.scored], tree.ids[tree.scored]  # (S,), (S,)
         if not self.takes_trees:
-            out = self.lm(input_ids=tree.ids[None], use_cache=False, logits_to_keep=before)
+            out = self.lm(input_ids=tree.ids[None], use_cache=False, logits_to_keep=previous)
             return -F.cross_entropy(upcast(out.logits[0]), targets, reduction="none")
         inputs = {"input_ids": tree.ids[None], "position_ids": tree.pos[None]}
         states = self.lm.model(**inputs, tree=tree, use_cache=False).last_hidden_state[0]
-        hidden = states[before]  # (T, width) to (S, width)
+        hidden = states[previous]  # (T, width) to (S, width)
         head = self.lm.lm_head
         # chunked, and recomputed in the backward pass, to bound the memory of the logits
         chunk = max(1, MAX_LOGITS[self.device.type] // self.config.vocab_size)
@@ -291,8 +291,8 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
     """Returns {turn: (L,) log-probs of its action given its prompt}, on the CPU, in fp32 or fp64.
 
     All ranks must call this with the same turns. Each computes its share and receives the others'
-    values without gradient. So all ranks compute the same loss, each has the gradient of its own
-    turns, and FSDP sums these to the gradient of the loss.
+    values without gradient. So all ranks compute the same loss, each with the gradient of its own
+    turns, and FSDP sums these gradients to that of the loss.
 
     A tree holds at most tree_tokens tokens, unless a single turn is longer. If a rank has several
     trees, the backward pass recomputes each, to bound memory. label: of a progress bar over trees.
@@ -304,7 +304,7 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
     # one by one, last first, and holds the activations of one at a time.
     anchor = torch.ones((), requires_grad=True)
     by_part = [torch.zeros(sum(action_lengths(part))) for part in parts]  # other ranks: 0
-    mine = range(RANK * trees, (RANK + 1) * trees)
+    mine = range(RANK * trees, (RANK + 1) * trees)  # indices of this rank's parts
     for n in progress(label, mine) if label else mine:
         tree = Tree(parts[n], model.device)
         model.tokens += len(tree.ids)
@@ -313,18 +313,18 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
         else:
             logps = tree_logps(model, tree)
         by_part[n] = logps
-    flat = torch.cat([logps.cpu() for logps in by_part])
+    flat = torch.cat([logps.cpu() for logps in by_part])  # (A,) of all parts
     if WORLD > 1:
         total = flat.detach().clone()
         dist.all_reduce(total)
         flat = flat + (total - flat.detach())  # all ranks' values, this rank's gradient
     ordered = list(chain.from_iterable(parts))
-    logps = dict(zip(ordered, flat.split(action_lengths(ordered))))  # a repeat counts once
+    logps = dict(zip(ordered, flat.split(action_lengths(ordered))))  # merges repeats
     return {turn: logps[turn] for turn in turns}
 
 
 def tree_logps(model, tree, anchor=None):
-    """Returns the log-probs of a tree's actions, (A,), turn by turn. anchor: see action_logps."""
+    """Returns the log-probs of a tree's actions, (A,), in turn order. anchor: see action_logps."""
     return model(tree)[tree.index]  # actions may share tokens
 
 
@@ -359,12 +359,12 @@ def all_batches(groups, batch_size, epochs, seed):
 
 
 def accuracy(margin):
-    """Returns the share of positive margins, (N,) to a float; one that rounds to 0 counts half."""
+    """Returns the share of margins (N,) that are positive; one that rounds to 0 counts half."""
     return ((margin.round(decimals=5).sign() + 1) / 2).double().mean().item()
 
 
 def partition(turns, tree_tokens, world=WORLD):
-    """Partitions turns into [[turn]], whose trees have at most tree_tokens tokens, or one turn.
+    """Splits turns into parts, [[turn]], whose trees have at most tree_tokens tokens or one turn.
 
     Every rank gets the same number of consecutive parts. We first find the minimum number of parts,
     then bisect the size limit (to 1 %) to balance them. The last part is repeated as padding.
@@ -372,7 +372,7 @@ def partition(turns, tree_tokens, world=WORLD):
     rows = [(turn, len(seq), shared) for turn, seq, shared in in_order(dict.fromkeys(turns))]
 
     def split(limit):
-        """Returns [[turn]]: parts of at most `limit` tokens and MAX_KEYS keys, or one turn."""
+        """Returns parts of at most `limit` tokens and MAX_KEYS keys, or of a single turn."""
         parts, size, keys = [], math.inf, 0
         for turn, length, shared in rows:
             size += length - shared
@@ -385,11 +385,11 @@ def partition(turns, tree_tokens, world=WORLD):
 
     low, high = 0, min(tree_tokens, sum(length - shared for _, length, shared in rows))
     parts = split(high)
-    most = -(-len(parts) // world) * world
+    max_parts = -(-len(parts) // world) * world  # rounded up to a multiple of world
     while high - low > 1 + high // 100:
         middle = (low + high) // 2
         smaller = split(middle)
-        if len(smaller) <= most:
+        if len(smaller) <= max_parts:
             parts, high = smaller, middle
         else:
             low = middle
@@ -411,9 +411,10 @@ def score(model, turns, tree_tokens, label=None):
 # --- chat templates: dialogues to token ids -------------------------------------------------------
 
 # A template joins messages with control tokens such as <|im_end|>, but a message may also contain
-# the text "<|im_end|>". as_plain inserts CUTs into it, so that the template does not match it, and
+# the text "<|im_end|>". as_plain inserts CUTs into it, so that the template does not parse it, and
 # text_ids tokenizes the parts between CUTs, so that the tokenizer makes no control token of it.
 CUT = "\ud800"  # a lone surrogate, which no text contains
+# a dialogue to find what the template writes before and after a message of the assistant
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue000"}]
 
 
@@ -425,7 +426,7 @@ def any_of(texts):
 
 @functools.cache
 def control_tokens(tokenizer):
-    """Returns two regexes: all control tokens, and only the special ones.
+    """Returns two regexes, of all control tokens and of the special tokens among them.
 
     The others are added tokens that the template contains, such as Qwen3's <think>.
     """
@@ -437,21 +438,20 @@ def control_tokens(tokenizer):
 
 
 def as_plain(tokenizer, message):
-    """Returns a message's content, with CUTs in any control token that it spells out.
+    """Returns a message's content, with CUTs inside any control token that the text contains.
 
-    In stored messages of the assistant <think> is kept, since the template parses thoughts.
+    Assistant messages without token_ids keep <think>, because the template parses thoughts.
     """
-    every, special = control_tokens(tokenizer)
+    control, special = control_tokens(tokenizer)
     stored = message["role"] == "assistant" and not message.get("token_ids")
-    spelled = special if stored else every
-    return spelled.sub(lambda m: CUT + m[0][0] + CUT + m[0][1:] + CUT, message["content"])
+    to_cut = special if stored else control
+    return to_cut.sub(lambda m: CUT + m[0][0] + CUT + m[0][1:] + CUT, message["content"])
 
 
 def template_text(tokenizer, messages, thinking, add_prompt):
-    """Returns the text of a dialogue by the chat template, with CUTs.
+    """Returns the chat template's text of a dialogue, with CUTs; raises the template's own errors.
 
-    add_prompt: whether to append the generation prompt. Templates raise their own errors for
-    dialogues that they do not support.
+    add_prompt: whether to append the generation prompt, which opens the assistant's next message.
     """
     plain = [{"role": m["role"], "content": as_plain(tokenizer, m)} for m in messages]
     return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_prompt,
@@ -461,26 +461,26 @@ def template_text(tokenizer, messages, thinking, add_prompt):
 
 @functools.cache
 def cut_pattern(tokenizer):
-    """A pattern of CUT, and of the place before a special token that is taken out of any text.
+    """Returns a regex that splits a text at CUTs and, if that changes no ids, at special tokens.
 
-    A tokenizer takes such tokens out first, and then looks at each text between two of them alone.
-    Tokens that look around themselves, or that may begin inside another, are left alone.
+    Tokenizers find special tokens first, and tokenize the texts between them separately. A special
+    token is excluded if its match depends on the text around it, or may begin inside another token.
     """
     added = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
     inner = {c for token in added for c in token.content[1:]}
-    taken = [token.content for token in added if token.special and token.content[0] not in inner
-             and not (token.normalized or token.single_word or token.lstrip)]
-    return re.compile(f"{CUT}|(?={any_of(taken)})")
+    safe = [token.content for token in added if token.special and token.content[0] not in inner
+            and not (token.normalized or token.single_word or token.lstrip)]
+    return re.compile(f"{CUT}|(?={any_of(safe)})")
 
 
 @functools.lru_cache(8192)
 def part_ids(tokenizer, text):
-    """Token ids of a part of a template_text, cached: later prompts have the same parts."""
+    """Returns the token ids of a part of a text; cached, since later prompts repeat the parts."""
     return array("q", tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def text_ids(tokenizer, text):
-    """Token ids of a template_text, part by part: those of the whole, but for its CUTs."""
+    """Returns the token ids of a template_text; without CUTs they are those of the whole text."""
     ids = array("q")
     for part in cut_pattern(tokenizer).split(text):
         ids += part_ids(tokenizer, part)
@@ -488,9 +488,9 @@ def text_ids(tokenizer, text):
 
 
 def render(tokenizer, messages, thinking=0):
-    """Token ids of a dialogue, up to where the assistant's next message begins.
+    """Returns the token ids of a dialogue as a prompt for the assistant's next message.
 
-    A control token that a message spells stays plain text. thinking: 0 switches off the thinking of
+    Control tokens in the text of messages stay plain text. thinking: 0 switches thinking off in
     models whose template has `enable_thinking`.
     """
     return text_ids(tokenizer, template_text(tokenizer, messages, thinking, True)).tolist()
@@ -498,101 +498,101 @@ def render(tokenizer, messages, thinking=0):
 
 @functools.cache
 def ending(tokenizer):
-    """What the template writes after the assistant's words, up to a control token; else the EOS."""
+    """Returns the end of an assistant's message: template text up to a control token, else EOS."""
     after = template_text(tokenizer, PROBE, 0, False).rpartition("\ue000")[2]
     if control := control_tokens(tokenizer)[0].search(after):
         return after[:control.end()]
     if not tokenizer.eos_token:
-        fail("neither the chat template nor the tokenizer has a token that ends a message")
-    add_warning("chat template ends no message", f"{tokenizer.eos_token} ends the assistant's")
+        fail("the chat template does not end messages with a token: set the tokenizer's eos_token")
+    add_warning("chat template ends messages without a token", f"{tokenizer.eos_token} is used")
     return tokenizer.eos_token
 
 
 def check_generation_prompt(tokenizer):
-    """Fails if a stored message begins with a header that the generation prompt lacks."""
+    """Fails if the template writes a header before an assistant's message but no prompt."""
     bare, prompt = (template_text(tokenizer, PROBE[:1], 0, add) for add in (False, True))
     header = template_text(tokenizer, PROBE, 0, False).removeprefix(prompt).partition("\ue000")[0]
     if prompt == bare and header.strip():
-        fail(f"this --model's chat template has no generation prompt, which would be {header!r}")
+        fail(f"this --model's chat template has no generation prompt: add {header!r}")
 
 
 def stop_ids(tokenizer):
-    """{token id}: those that end a sampled message, the last one of `ending` and the EOS."""
+    """Returns {token id} that end a sampled message: the last one of `ending`, and the EOS."""
     return {text_ids(tokenizer, ending(tokenizer))[-1], tokenizer.eos_token_id} - {None}
 
 
 def matches_output(tokenizer, message):
-    """Whether token_ids decode to `output`, or one to a prefix of the other.
+    """Returns whether the text of token_ids and `output` are equal, or one begins with the other.
 
-    Candidates, of which there are many, are not checked.
+    Candidates, which have no `logprobs`, are not checked, because there are many.
     """
     if "logprobs" not in message or "output" not in message:
         return True
     text = tokenizer.decode(message["token_ids"], skip_special_tokens=True)
-    spelled, output = (x.strip().rstrip("\ufffd") for x in (text, message["output"]))
-    return spelled.startswith(output) or output.startswith(spelled)
+    decoded, output = (x.strip().rstrip("\ufffd") for x in (text, message["output"]))
+    return decoded.startswith(output) or output.startswith(decoded)
 
 
 def action_text(tokenizer, action, history, thinking):
-    """(text of a prompt, text of the prompt and the action without its end), by the template.
+    """Returns (prompt, full): the template's texts without and with the action, up to its ending.
 
-    Mostly the template writes a message after the prompt. Where it does not (the prompt begins a
-    thought that a stored message lacks), an `output`, which was written after the prompt, is put
-    there. Others are as the template writes them: the two texts part in the header.
+    Usually full begins with prompt. If not, e.g. because the prompt opens a <think> that a message
+    lacks, a sampled `output` is still appended to the prompt, as it was sampled there. For others
+    full is what the template writes, and the two texts diverge in the header.
     """
     text = action.get("output") or action.get("content") or ""
     message = {"role": "assistant", "content": text}
     if control := control_tokens(tokenizer)[1].search(text):
-        add_warning("stored messages spell a control token, kept as plain text", f"{control[0]!r}")
+        add_warning("stored messages contain a control token, kept as text", f"{control[0]!r}")
     prompt = template_text(tokenizer, history, thinking, True)
-    whole = template_text(tokenizer, [*history, message], thinking, False)
-    before, plain = prompt, as_plain(tokenizer, message)
-    if not whole.startswith(prompt) or plain.strip() not in whole[len(prompt):]:
-        parting = common_prefix(prompt, whole)
-        excerpts = [x[max(0, parting - 20):parting + 40].replace(CUT, "") for x in (prompt, whole)]
-        add_warning("stored messages are not what this --model's chat template writes after its "
-                    'prompt ("meta": {"thinking": 1}, or a template without <think>, may help)',
-                    "it prompts by {!r} and writes {!r}".format(*excerpts))
+    full = template_text(tokenizer, [*history, message], thinking, False)
+    before_action, plain = prompt, as_plain(tokenizer, message)
+    if not full.startswith(prompt) or plain.strip() not in full[len(prompt):]:
+        split = common_prefix(prompt, full)
+        excerpts = [x[max(0, split - 20):split + 40].replace(CUT, "") for x in (prompt, full)]
+        add_warning("stored messages do not follow the prompt verbatim in this --model's chat "
+                    'template ("meta": {"thinking": 1}, or a template without <think>, may help)',
+                    "the prompt is {!r}, the dialogue {!r}".format(*excerpts))
         if action.get("output"):
-            whole = prompt + plain
+            full = prompt + plain
         else:
-            before = template_text(tokenizer, history, thinking, False)
-            if not whole.startswith(before):
-                raise ValueError("a message changes the history: {!r} {!r}".format(*excerpts))
-    end = whole.rfind(ending(tokenizer), len(before))
-    return prompt, whole if end < 0 else whole[:end]
+            before_action = template_text(tokenizer, history, thinking, False)
+            if not full.startswith(before_action):
+                raise ValueError("it changes the history from {!r} to {!r}".format(*excerpts))
+    end = full.rfind(ending(tokenizer), len(before_action))
+    return prompt, full if end < 0 else full[:end]
 
 
 def action_ids(tokenizer, action, history, thinking=0):
-    """(the action's ids, packed; how many of the prompt's last tokens they replace).
+    """Returns (packed ids of the action, number of the prompt's last tokens that they replace).
 
-    Sampled messages have `token_ids`, after the whole prompt. Others (demonstrations, published
-    data) get the template's. Where the generation prompt begins a thought that they lack, the
-    prompt ends where the two texts part:
+    Sampled messages have `token_ids`, which follow the whole prompt. Others (demonstrations,
+    published data) get the ids of the template's text. If the generation prompt opens a thought
+    that they lack, the prompt ends where the two texts diverge:
 
-        prompt <|assistant|><think>    whole <|assistant|>which rate?<|end|>    replaced: 1
+        prompt <|assistant|><think>    full <|assistant|>which rate?<|end|>    replaced: 1
     """
     if action.get("token_ids"):
         if max(action["token_ids"]) >= len(tokenizer) or not matches_output(tokenizer, action):
             fail("token_ids in the records are not of this --model's tokenizer: "
-                 "take the model that sampled them")
+                 "use the model that sampled them")
         return packed(action["token_ids"]), 0
-    prompt, whole = action_text(tokenizer, action, history, thinking)
-    # kept_ids: those of the prompt that stay, of the text that prompt and whole have in common
-    n_common, end = common_prefix(prompt, whole), ending(tokenizer)
+    prompt, full = action_text(tokenizer, action, history, thinking)
+    # kept_ids: ids of the common prefix of both texts, which stay in the prompt
+    n_common, end = common_prefix(prompt, full), ending(tokenizer)
     prompt_ids = text_ids(tokenizer, prompt)
-    kept_ids = text_ids(tokenizer, whole[:n_common])
-    whole_ids = text_ids(tokenizer, whole + end)
-    if prompt_ids[:len(kept_ids)] != kept_ids:  # the texts part within a token
-        kept_ids = whole_ids[:common_prefix(prompt_ids, whole_ids)]
-    ids = whole_ids[len(kept_ids):]
-    if whole_ids[:len(kept_ids)] != kept_ids:  # a token would go across: the action has its own
-        ids = text_ids(tokenizer, whole[n_common:] + end)
+    kept_ids = text_ids(tokenizer, full[:n_common])
+    full_ids = text_ids(tokenizer, full + end)
+    if prompt_ids[:len(kept_ids)] != kept_ids:  # the texts diverge within a token
+        kept_ids = full_ids[:common_prefix(prompt_ids, full_ids)]
+    ids = full_ids[len(kept_ids):]
+    if full_ids[:len(kept_ids)] != kept_ids:  # a token would span prompt and action: separate them
+        ids = text_ids(tokenizer, full[n_common:] + end)
     return packed(ids), len(prompt_ids) - len(kept_ids)
 
 
 def actions_of(record):
-    """Yields, for each of the agent's messages, (the dialogue before it, [it, *candidates])."""
+    """Yields (dialogue before it, [it, *its candidates]) for each message of the agent."""
     history = record["dialogue_history"]
     for t, message in enumerate(history):
         if message["role"] == "assistant":
@@ -602,136 +602,136 @@ def actions_of(record):
 # --- loading, sharding, saving --------------------------------------------------------------------
 
 def find_model(path, weights=False):
-    """(folder, tokenizer, config) of a Hugging Face folder or hub name; fails if it has none.
+    """Returns (folder, tokenizer, config) of a Hugging Face folder or hub name, or fails.
 
-    Weights are fetched from the hub only if `weights` is true.
+    Weights are required, and downloaded from the hub, only if `weights` is true.
     """
     try:
         if not os.path.isdir(path):
             from huggingface_hub import snapshot_download
-            wanted = ["*.json", "*.jinja", "*.model"]
+            patterns = ["*.json", "*.jinja", "*.model"]
             if weights:
-                wanted.append("*.safetensors")
-            path = snapshot_download(path, allow_patterns=wanted)
+                patterns.append("*.safetensors")
+            path = snapshot_download(path, allow_patterns=patterns)
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as e:
         fail(f"no model at {path!r}: {str(e).splitlines()[0]}")
     if weights and not glob.glob("*.safetensors", root_dir=path):
-        fail(f"no weights at {path!r}: only safetensors files are read")
+        fail(f"no weights at {path!r}: only safetensors files are supported")
     if weights and getattr(config, "quantization_config", None):
-        fail(f"{path!r} has quantized weights, which are not read: take those they are made of")
+        fail(f"{path!r} has quantized weights, which are not supported: use the original model")
     if not tokenizer.chat_template:
-        fail(f"the tokenizer of {path!r} has no chat template: take the instruction-tuned model")
+        fail(f"the tokenizer of {path!r} has no chat template: use the instruction-tuned model")
     return path, tokenizer, config
 
 
 def weights_digest(folder):
-    """A short hash of a folder's safetensors files; None if there are none.
+    """Returns a short hash of a folder's safetensors files, or None if there are none.
 
-    Of a large file it is of the header, and of 64 MB in evenly spread blocks.
+    In large files it covers the header, and 64 MB in evenly spaced blocks.
     """
-    facts = []
+    hashed = []
     for name in sorted(glob.glob("*.safetensors", root_dir=folder)):
         path = os.path.join(folder, name)
         size = os.path.getsize(path)
         with fail_on_error(f"{path} can't be read"), open(path, "rb") as f:
-            facts += [name, f.read(int.from_bytes(f.read(8), "little"))]
+            hashed += [name, f.read(int.from_bytes(f.read(8), "little"))]
             for begin in range(0, size, max(4096, size >> 14)):
                 f.seek(begin)
-                facts.append(f.read(4096))
-    return digest(facts) if facts else None
+                hashed.append(f.read(4096))
+    return digest(hashed) if hashed else None
 
 
 def base_digest(path):
-    """weights_digest of a --model, a folder or hub name; None on all ranks but rank 0."""
+    """Returns weights_digest of --model, a folder or hub name, on rank 0; None on other ranks."""
     return None if RANK else weights_digest(find_model(path, weights=True)[0])
 
 
 def pick_dtype(name, device):
-    """The torch.dtype of --dtype; auto is bf16 on a GPU and fp32 on a CPU."""
+    """Returns the torch.dtype of --dtype; auto is bf16 on a GPU and fp32 on a CPU."""
     if name == "auto":
         name = "bf16" if device.type == "cuda" else "fp32"
     return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(name, name)
 
 
 def load(path, device="cpu", dtype="fp32", args=None, train=False):
-    """(TreeLM, tokenizer) of a folder or hub name.
+    """Returns (TreeLM, tokenizer) of a folder or hub name, after checking its log-probs.
 
-    If trees do not give the log-probs of the model's own forward, it computes turn by turn. If that
-    does not give them either, the program ends. dtype: the value of --dtype, in which it computes;
-    the weights are of it, too, or in fp32 to `train`. args: a trainer's flags: every rank reads the
-    files, and keeps its shard of the weights. None: this process has them whole.
+    If trees do not reproduce the log-probs of transformers' own forward, the model is computed turn
+    by turn; if that fails too, the program exits. The model computes in dtype, a value of --dtype;
+    its weights have that dtype, too, or fp32 to `train`. args: a trainer's flags, to shard it over
+    all ranks, each of which reads the files. None: no sharding.
     """
     path, tokenizer, _ = find_model(path, weights=True)
     device = torch.device(device)
     dtype = pick_dtype(dtype, device)
-    as_stored = train and dtype != torch.float32  # then the files are mapped, and not copied
+    as_stored = train and dtype != torch.float32  # then the files are memory-mapped, not copied
     model, own_logps = read_tree_lm(path, device, "auto" if as_stored else dtype)
     if args:
-        number = int(weights_digest(path)[:10], 16)
-        if sum_over_ranks(number) != WORLD * number:
+        checksum = int(weights_digest(path)[:10], 16)
+        if sum_over_ranks(checksum) != WORLD * checksum:
             fail(f"the weights in {path!r} are not the same on all ranks")
         shard(model, dtype, args, train)
     if train:
         model.float()
     if not args or not args.offload:
         model.to(device)
-    with fail_on_error(f"{path!r} can't be computed on {device} (--compile 0 or DEBUG=1 may help)"):
-        logps = torch.cat([*score(model, proof_turns(model.config), math.inf).values()])
+    with fail_on_error(f"{path!r} fails on {device} (try --compile 0; DEBUG=1 shows a traceback)"):
+        logps = torch.cat([*score(model, check_turns(model.config), math.inf).values()])
     if not agree(logps, own_logps, model.dtype):
-        off = (logps - own_logps).abs().mean()
-        fail(f"the log-probs of {path!r} differ by {off:.2g} in the mean from those of its own "
-             "forward")
+        error = (logps - own_logps).abs().mean()
+        fail(f"the log-probs of {path!r} differ by {error:.2g} on average from those of its own "
+             "forward in transformers")
     return model, tokenizer
 
 
 def read_tree_lm(path, device, dtype):
-    """(TreeLM for a device, still in CPU memory; log-probs of proof_turns by its own forward)."""
+    """Returns (TreeLM in CPU memory, (A,) log-probs of check_turns by transformers' forward)."""
     with fail_on_error(f"the weights in {path!r} can't be read"):
-        lm, told = AutoModelForCausalLM.from_pretrained(
+        lm, loading_info = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation="eager", use_safetensors=True,
             trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True)
-    if wrong := sorted(map(str, chain(*told.values()))):  # missing or superfluous
-        fail(f"the weights in {path!r} are not those of its config.json: {wrong[:3]}")
+    if wrong := sorted(map(str, chain(*loading_info.values()))):  # missing, unexpected, mismatched
+        fail(f"the weights in {path!r} do not match its config.json: {wrong[:3]}")
     model = TreeLM(lm, device)
-    turns = proof_turns(model.config)
+    turns = check_turns(model.config)
     versions = [p._version for p in lm.parameters()]
-    with fail_on_error(f"{path!r} can't be computed by its own forward"):
+    with fail_on_error(f"{path!r} fails to run in transformers"):
         own_logps = logps_of(lm, turns)
         _, leak = logps_and_leak(model, turns[:1])
     if not own_logps.isfinite().all():
-        fail(f"the log-probs of {path!r} are NaN or infinite: are its weights sound?")
+        fail(f"the log-probs of {path!r} are NaN or infinite: check its weights")
     if not leak < 1e-3:
-        fail(f"{path!r} is no causal language model: its log-probs depend on later tokens")
-    # RWKV's weights change, and dynamic positions depend on the longest forward so far
+        fail(f"{path!r} is not a causal language model: its log-probs depend on later tokens")
+    # RWKV's forward changes its weights, and dynamic RoPE depends on the longest input so far
     rope = str(getattr(model.config, "rope_parameters", None))
     if versions != [p._version for p in lm.parameters()] or "'dynamic'" in rope:
-        fail(f"{path!r} can't be trained: each of its forwards changes the next ones")
-    if not computes_trees(model, turns[:2], own_logps):
+        fail(f"{path!r} is not supported: each of its forwards changes the next ones")
+    if not try_trees(model, turns[:2], own_logps):
         lm.set_attn_implementation("eager")
-        say(f"{path} computes no trees: turn by turn, it reads what turns share several times")
+        say(f"warning: {path} does not support trees; turn by turn, shared prefixes are recomputed")
     return model, own_logps
 
 
-def computes_trees(model, turns, own_logps):
-    """Whether the model's log-probs are its own in a tree, and in it depend on their path alone.
+def try_trees(model, turns, own_logps):
+    """Switches to tree attention, and returns whether it reproduces the turns' own_logps.
 
-    Not so where layers are other than attention.
+    Log-probs must also depend on their path alone, which fails with layers other than attention.
     """
     if not may_take_trees(model.config):
         return False
     try:
         model.lm.set_attn_implementation("tree")
         logps, leak = logps_and_leak(model, turns)
-    except Exception as e:  # of many kinds: it is not built as today's chat models are
-        say(f"trees are not computed: {type(e).__name__}: {e}")
+    except Exception as e:  # of any kind: some models are not built like today's chat models
+        say(f"warning: tree attention fails: {type(e).__name__}: {e}")
         return False
     return leak == 0 and agree(logps, own_logps[:len(logps)], model.dtype)
 
 
 def may_take_trees(config):
-    """False if log-probs depend on a path's length by more than positions: short turns hide it."""
+    """Returns False for longrope and non-attention layers, whose errors short turns may hide."""
     rope = str(getattr(config, "rope_parameters", None))
     types = set(getattr(config, "layer_types", None) or ())
     return "'longrope'" not in rope and not types - {"full_attention", "sliding_attention"}
@@ -739,28 +739,28 @@ def may_take_trees(config):
 
 @torch.enable_grad()
 def logps_and_leak(model, turns):
-    """(log-probs of the turns' actions in a tree, how much one depends on tokens off its path).
+    """Returns ((A,) log-probs of actions in a tree, how much one depends on tokens off its path).
 
-    The latter is the largest gradient at their embeddings, as a share of the largest of all.
+    This leak is the largest gradient at their embeddings, relative to the largest at any token's.
     """
-    tree, seen = Tree(turns), []
+    tree, embedded = Tree(turns), []
     embeddings = model.lm.get_input_embeddings()
-    with embeddings.register_forward_hook(lambda module, given, out: seen.append(out)):
+    with embeddings.register_forward_hook(lambda module, args, out: embedded.append(out)):
         logps = tree_logps(model, tree)
-    probe = -2  # the last action's token but one: the last one is off its path, and other turns
-    gradient = torch.autograd.grad(logps[probe], seen)[0].flatten(0, -2)  # (T, width)
-    sizes = gradient.float().norm(dim=-1)
-    off_path = torch.ones(len(sizes), dtype=torch.bool)
+    probe = -2  # the last action's second to last token; the last one is off its path
+    gradient = torch.autograd.grad(logps[probe], embedded)[0].flatten(0, -2)  # (T, width)
+    norms = gradient.float().norm(dim=-1)  # (T,)
+    off_path = torch.ones(len(norms), dtype=torch.bool)
     token = tree.parent[tree.scored[tree.index[probe]]]
     while token >= 0:
         off_path[token] = False
         token = tree.parent[token]
-    return logps.detach(), (sizes[off_path].max() / sizes.max()).item()
+    return logps.detach(), (norms[off_path].max() / norms.max()).item()
 
 
 @torch.no_grad()
 def logps_of(lm, turns):
-    """action_logps by the forward and attention of a transformers model, turn by turn."""
+    """Returns the log-probs of the turns' actions, (A,), by a transformers model, turn by turn."""
     logps = []
     for prompt, action in turns:
         ids = torch.tensor([*map(ord, prompt + action)])
@@ -770,12 +770,12 @@ def logps_of(lm, turns):
 
 
 def agree(logps, own_logps, dtype):
-    """Whether log-probs are the model's own; 16 bits may round large logits by 0.5 in the mean."""
+    """Returns whether log-probs agree; 16 bits may round large logits by 0.5 on average."""
     return (logps - own_logps).abs().mean() < (0.5 if dtype.itemsize == 2 else 1e-3)
 
 
-def proof_turns(config):
-    """Two turns with a common prompt, and one longer than a sliding window of up to 2048 tokens."""
+def check_turns(config):
+    """Returns two turns with a common prompt, and one longer than a window of up to 2048 tokens."""
     longest = min(getattr(config, "sliding_window", None) or 0, 2048) + 8
     first = config.vocab_size // 2  # far from special tokens
     turns = [(8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (longest, (3, 2, 1))]
@@ -784,11 +784,11 @@ def proof_turns(config):
 
 
 def shard(model, dtype, args, train):
-    """Shards the model by FSDP2: it computes in dtype, and gradients are summed in fp32.
+    """Shards the model with FSDP2, to compute in dtype and to sum gradients in fp32.
 
-    --offload 1 keeps weights and moments in CPU memory, --recompute 1 only a layer's inputs for the
-    backward pass, --compile 1 compiles layers and head. The last two are 1 on a GPU if not given,
-    --compile only for a model that computes trees.
+    --offload 1 keeps weights and moments in CPU memory, --recompute 1 recomputes each layer in the
+    backward pass, --compile 1 compiles layers and head. The last two default to 1 on a GPU,
+    --compile only if the model takes trees.
     """
     model.dtype = dtype
     gpu = model.device.type == "cuda"
@@ -802,72 +802,72 @@ def shard(model, dtype, args, train):
         if recompute and train:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     if WORLD == 1 and not args.offload and (dtype == torch.float32 or not train):
-        return  # the weights are those that it computes with
+        return  # there is nothing to shard, to cast or to offload
     mesh = init_device_mesh(model.device.type, (WORLD,))
     offloading = CPUOffloadPolicy(pin_memory=gpu) if args.offload else OffloadPolicy()
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     for module in (*model.layers(), model):
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offloading)
-        if WORLD > 1:  # gradients are summed: each loss is divided by the global count already
+        if WORLD > 1:  # sum gradients, not average: losses are divided by the global count already
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     layers = model.layers()
-    model.set_modules_to_backward_prefetch(layers[-1:])  # else FSDP does so for one tree alone
-    for before, layer in zip(layers, layers[1:]):
-        layer.set_modules_to_backward_prefetch([before])
-    for layer in layers:  # one that is recomputed in a backward pass would stay gathered
+    model.set_modules_to_backward_prefetch(layers[-1:])  # by default FSDP does so for one tree only
+    for previous, layer in zip(layers, layers[1:]):
+        layer.set_modules_to_backward_prefetch([previous])
+    for layer in layers:  # else layers that are recomputed in a backward pass stay gathered
         layer.register_forward_hook(lambda layer, *_: layer.reshard())
 
 
 def load_lm(path, device, dtype="fp32"):
-    """(transformers LM, tokenizer) to sample with. dtype: as for `load`.
+    """Returns (transformers LM, tokenizer) to sample with. dtype: see `load`.
 
-    Fails if it computes no trees: our sampling attention would be wrong, too.
+    Fails if the model does not support trees, as collect.py's attention would be wrong for it too.
     """
     model, tokenizer = load(path, device, dtype)
-    sizes = (getattr(model.config, name, None) for name in ("qk_head_dim", "v_head_dim"))
-    if not model.takes_trees or len(set(sizes)) > 1:  # of keys and values
-        fail(f"transformers can't sample here from {path!r}, whose attention or layers are "
-             "of another kind: give a vLLM server by --engine")
+    head_sizes = (getattr(model.config, name, None) for name in ("qk_head_dim", "v_head_dim"))
+    if not model.takes_trees or len(set(head_sizes)) > 1:  # of keys and of values
+        fail(f"sampling from {path!r} without a server is not supported, because of its layers or "
+             "attention: give a vLLM server by --engine")
     model.lm.set_attn_implementation("sdpa")
     return model.lm, tokenizer
 
 
 def unsharded(tensor):
-    """A whole parameter or gradient; every rank must call this."""
+    """Returns the whole of a sharded parameter or gradient; all ranks must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def save(model, tokenizer, out):
-    """Writes a Hugging Face folder: weights in the computation's dtype, tokenizer, template."""
-    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=whole)  # empty on other ranks than 0
+    """Writes a Hugging Face folder: weights in model.dtype, config, tokenizer, chat template."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=options)  # empty on ranks other than 0
     if RANK:
         return
-    lm, generation = model.lm, model.lm.generation_config
+    lm, generation_config = model.lm, model.lm.generation_config
     with fail_on_error(f"{out} can't be written"):
-        of_lm = {name: state["lm." + name].to(model.dtype)
-                 for name, _ in lm.named_parameters()}  # tied ones once
-        of_lm |= {name: state["lm." + name] for name, _ in lm.named_buffers()
-                  if "lm." + name in state}  # in their own dtype
-        lm.generation_config = GenerationConfig()  # transformers does not save all that it loads
-        lm.save_pretrained(out, state_dict=of_lm)
+        lm_state = {name: state["lm." + name].to(model.dtype)
+                    for name, _ in lm.named_parameters()}  # tied weights once
+        lm_state |= {name: state["lm." + name] for name, _ in lm.named_buffers()
+                     if "lm." + name in state}  # buffers keep their dtype
+        lm.generation_config = GenerationConfig()  # transformers can't save all that it loads
+        lm.save_pretrained(out, state_dict=lm_state)
         with open(os.path.join(out, "generation_config.json"), "w") as f:
-            ends = {"eos_token_id": sorted(stop_ids(tokenizer))}
-            json.dump(generation.to_diff_dict() | ends, f, indent=2)
-        lm.config.dtype = model.dtype  # save_pretrained has noted that of the fp32 weights
+            eos = {"eos_token_id": sorted(stop_ids(tokenizer))}
+            json.dump(generation_config.to_diff_dict() | eos, f, indent=2)
+        lm.config.dtype = model.dtype  # save_pretrained has set it to that of the fp32 weights
         lm.config.save_pretrained(out)
         tokenizer.save_pretrained(out)
-    lm.generation_config = generation
+    lm.generation_config = generation_config
 
 
 # --- checkpoints: weights and moments for any number of processes ---------------------------------
 
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True)  # {"state.PARAMETER.exp_avg": tensor}
 
 
 def training_state(model, optimizer):
-    """(weights, moments, {name: tensor}): the last has what is trained of both."""
+    """Returns (weights, moments, {name: tensor}), the last with all that training changes."""
     weights, moments = get_state_dict(model, optimizer, options=FLAT)
     tensors = {name: weights[name] for name, p in model.named_parameters() if p.requires_grad}
     tensors.update((name, x) for name, x in moments.items() if torch.is_tensor(x))
@@ -875,10 +875,10 @@ def training_state(model, optimizer):
 
 
 def save_checkpoint(model, optimizer, out, step):
-    """Writes out/checkpoint-STEP, complete or not at all; then removes the one before.
+    """Writes out/checkpoint-STEP atomically, then removes the previous checkpoint.
 
-    Each rank writes its shards as safetensors, which hold no code; to 32 files, one after another,
-    because a file is made in memory.
+    Each rank writes its shards as safetensors, which can't contain code. They are spread over 32
+    files, because a file is assembled in memory before it is written.
     """
     tensors = training_state(model, optimizer)[2]
     file_of = {name: 1 + i % 32 for i, name in enumerate(tensors)}
@@ -886,15 +886,15 @@ def save_checkpoint(model, optimizer, out, step):
         dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(
             part, fqn_to_index_mapping=file_of, save_distributed=True))
     drop_checkpoints(out, keep=step)
-    barrier()  # no rank may end the program while rank 0 still writes
+    barrier()  # so that no rank ends the program while rank 0 still writes
 
 
 def restore(model, optimizer, log):
-    """Loads the last checkpoint of the run in log's folder, if it has one; removes all others."""
-    drop_checkpoints(log.out, keep=log.step)  # a kill may leave a part of one
+    """Loads the last checkpoint in the folder of a Log, if there is one; removes all others."""
+    drop_checkpoints(log.out, keep=log.step)  # a kill may leave others, or partial ones
     if log.step:
         path = os.path.join(log.out, f"checkpoint-{log.step}")
-        with fail_on_error(f"{path} is damaged; another --out starts over"):
+        with fail_on_error(f"{path} is damaged; choose another --out to start over"):
             weights, moments, tensors = training_state(model, optimizer)
             dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path))
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments,

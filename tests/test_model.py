@@ -357,7 +357,7 @@ def test_wrong_attention_is_found_and_wrong_log_probs_are_refused(tiny_dir, monk
     tril = torch.Tensor.tril
     monkeypatch.setattr(torch.Tensor, "tril", lambda mask, shift: tril(mask))
     assert not M.load(tiny_dir)[0].takes_trees and "turn by turn" in capsys.readouterr().err
-    monkeypatch.setattr(M, "computes_trees",
+    monkeypatch.setattr(M, "try_trees",
                         lambda model, *_: model.lm.set_attn_implementation("tree") or True)
     with pytest.raises(SystemExit, match="the log-probs of .* differ"):
         M.load(tiny_dir)
@@ -371,7 +371,7 @@ def test_every_tensor_of_the_files_and_of_the_model_has_its_like(change, tmp_pat
     if change == "superfluous":
         tensors |= {"model.norm.weight": norm, "model.norm.bias": norm.clone()}
     save_file(tensors, tmp_path / "m" / "model.safetensors", {"format": "pt"})
-    with pytest.raises(SystemExit, match="not those of its config.json: .*model.norm"):
+    with pytest.raises(SystemExit, match="do not match its config.json: .*model.norm"):
         M.load(str(tmp_path / "m"))
 
 

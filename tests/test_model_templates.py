@@ -154,7 +154,7 @@ def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
                     continue
                 utils.WARNINGS.clear()
                 action, without = M.action_ids(tokenizer, message, history[:t], thinking)
-                told = any("are not what this" in note for note in utils.WARNINGS)
+                told = any("do not follow the prompt" in note for note in utils.WARNINGS)
                 ids = M.render(tokenizer, history[:t], thinking)
                 read, wrote = ids[:len(ids) - without], [*map(ord, action)]
                 prompt = write(history[:t], add_generation_prompt=True)

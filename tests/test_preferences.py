@@ -191,7 +191,7 @@ def test_thinking_reaches_preferences(other, groups_of, capsys):
                   "<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}" + x + "{% endif %}")
     without, with_ = (groups_of([{**GOOD, "meta": {"thinking": n}}], model=model) for n in (0, 1))
     assert without == groups_of([GOOD], model=model) != with_
-    assert "are not what" not in capsys.readouterr().err
+    assert "do not follow" not in capsys.readouterr().err
 
 
 LONG = {"prompt": [{"role": "user", "content": "a river " * 200}], "chosen": [ELBE],
@@ -234,5 +234,5 @@ def test_stored_text_that_a_template_does_not_write_after_its_prompt_is_told(oth
     model = other("<|assistant|>{% endif %}", "<|assistant|>why{% endif %}")
     groups_of([GOOD, {**GOOD, "chosen": [RIVER, {**ELBE, "content": "<|end|>"}]}], model=model)
     said = capsys.readouterr().err
-    assert "4 stored messages are not what this --model's chat template writes" in said
-    assert "1 stored messages spell a control token" in said
+    assert "4 stored messages do not follow the prompt verbatim" in said
+    assert "1 stored messages contain a control token" in said
