@@ -1,11 +1,12 @@
 """ColBench: its tasks, prompts and episode rules, and the grader that runs untrusted answers.
 
 The reward of a function is the share of hidden tests on which it returns the reference's value,
-and that of a web page its CLIP similarity to the reference page (README, "One record").
+and that of a web page its CLIP similarity to the reference page. Records are lines of JSON, to
+which every stage adds fields (README, "One record").
 
 Left out on purpose: a fresh interpreter or container per answer, since forking a sandboxed child is
-seven times as fast as starting an interpreter (RESULTS.md); files, threads and packages other than
-numpy and sympy in answers; and equality by ==, which an answer's own classes could forge.
+seven times as fast as starting an interpreter (RESULTS.md); answers that need files, threads or
+packages other than numpy and sympy; and equality by ==, which an answer's own classes could forge.
 
     python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
@@ -88,7 +89,7 @@ def environment(task):
 
 
 def needs(*fields, to_grade=False, to_train=False):
-    """Returns a validator for read_jsonl: a function of a record that lists its required fields.
+    """Returns a validator for read_jsonl, which maps a record to the paths of its required fields.
 
     It raises ValueError for an unknown kind, and if two different tasks have the same id. to_grade
     adds the fields that grade reads. to_train rejects dialogues without an agent's message, and
@@ -121,7 +122,7 @@ def first_message(task, max_turns):
 
 
 def human_prompt(task, history):
-    """Returns the prompt of an LLM human, whose dialogue omits the agent's instructions."""
+    """Returns the prompt of an LLM human: the dialogue without the agent's instructions."""
     prompt = environment(task).human_prompt
     if not prompt:
         fail(f"the kind {kind_of(task)} has no human_prompt for an LLM; use --human FILE.py")
@@ -132,12 +133,12 @@ def human_prompt(task, history):
 
 
 def fill(prompt, **values):
-    """Replaces each {name} in the prompt by its value, but no other braces and none in values."""
+    """Replaces each {name} in the prompt by its value; keeps other braces, and those in values."""
     return re.sub("{(%s)}" % "|".join(values), lambda match: str(values[match[1]]), prompt)
 
 
 def redact(reply, reference):
-    """Replaces what a reply quotes of the reference, lines of 12 or more characters, by "[...]"."""
+    """Replaces reference lines of 12 or more characters that the reply quotes by "[...]"."""
     lines = {"".join(line.split()) for line in reference.splitlines()}  # ignores whitespace
     for line in sorted(lines, key=len, reverse=True):
         if len(line) >= 12:
@@ -146,7 +147,7 @@ def redact(reply, reference):
 
 
 def without_thinking(output):
-    """Removes a reasoning model's thought from its output; returns "" if it is truncated."""
+    """Removes a reasoning model's thought from its output; returns "" if the thought never ends."""
     thought = r"\A\s*<think>(?!.*</think>).*|\A.*?</think>"
     return re.sub(thought, "", output, flags=re.S).strip()
 
@@ -329,7 +330,7 @@ mention pictures."""
 #   grader -- result socket, request file --> fork server -- fork --> child: confines itself,
 #      ^-------------------------- a result per test ------------------------- runs the answer
 #
-# The fork server never sees code, values or references, so children can't inherit any from it.
+# The fork server never sees code, values or references, so a child inherits nothing worth reading.
 
 LIMITS = {
     "test": 1, "answer": 6,  # CPU seconds per test, per answer; references get three times as many
@@ -935,7 +936,7 @@ class Browser:
 
     def render(self, page, sheet):
         """See Renderer.render; `sheet` is the page's CSS."""
-        for _ in range(2):  # retry in a new browser, in case the first did not crash on this page
+        for _ in range(2):  # retry in a new browser, in case the crash was not due to this page
             self.ensure_started()
             try:
                 return self.run(self.screenshot(page, sheet), PAGE["seconds"])
