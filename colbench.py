@@ -4,9 +4,9 @@ The reward of a function is the share of hidden tests on which it returns the re
 and that of a web page its CLIP similarity to the reference page. Records are lines of JSON, to
 which every stage adds fields (README, "One record").
 
-Left out on purpose: a fresh interpreter or container per answer, since forking a sandboxed child is
-seven times as fast as starting an interpreter (RESULTS.md); answers that need files, threads or
-packages other than numpy and sympy; and equality by ==, which an answer's own classes could forge.
+Left out on purpose: a fresh interpreter or container per answer, since sandboxed forks grade seven
+times as many answers a second as fresh interpreters do (RESULTS.md); answers that need files,
+threads or other packages than numpy and sympy; and ==, which an answer's own classes could forge.
 
     python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
