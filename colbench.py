@@ -1,6 +1,12 @@
-"""ColBench: the record, the prompts, the rules of an episode, and the grader.
+"""ColBench: its tasks, prompts and episode rules, and the grader that runs untrusted answers.
 
-One record is one line of JSON, and every stage adds fields to it: README, "One record".
+The reward of a function is the share of hidden tests on which it returns the reference's value,
+and that of a web page its CLIP similarity to the reference page. Records are lines of JSON, to
+which every stage adds fields (README, "One record").
+
+Left out on purpose: a fresh interpreter or container per answer, since sandboxed forks grade seven
+times as many answers a second as fresh interpreters do (RESULTS.md); answers that need files,
+threads or other packages than numpy and sympy; and ==, which an answer's own classes could forge.
 
     python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
@@ -21,28 +27,28 @@ import sys
 import threading
 import time
 import urllib.parse
-# The program of the fork server, below, imports the others: json, os, re and so on.
+# The fork server's source below imports the rest, such as json, os and re.
 
 
-ANSWER = "I WANT TO ANSWER:"   # what follows is the final answer
-OUTPUT = "OUTPUT:"             # what stands before is the agent's private thought
-HIDDEN = "Hidden reference:\n{hidden}\n\n"  # before a dialogue that critic or pi_ref reads
+ANSWER = "I WANT TO ANSWER:"   # marks the final answer, which follows it
+OUTPUT = "OUTPUT:"             # marks the end of the agent's private thought
+HIDDEN = "Hidden reference:\n{hidden}\n\n"  # prefix of the dialogues that the critic reads
 NOT_SEEN = "i can't see your page: {}"
-GRADED = "reward", "tests", "failure", "reward_by"  # the fields that a grader gives a record
+GRADE_FIELDS = "reward", "tests", "failure", "reward_by"  # fields written by the grader
 
 
 class GraderError(Exception):
-    """The grader itself failed: never a verdict on an answer."""
+    """The grader itself failed, which is never a verdict on an answer."""
 
 
 class RenderError(Exception):
-    """Why a page has no picture."""
+    """A page can't be rendered. The message becomes the record's `failure`."""
 
 
-# --- the episode: what the agent sees, what an action means ---------------------------------------
+# --- tasks, prompts and the rules of an episode ---------------------------------------------------
 
 def task_id(task):
-    """The task's own id, else a hash of its description and reference."""
+    """Returns the task's own id, else a hash of its description and reference."""
     if task.get("id") not in (None, ""):
         return str(task["id"])
     text = task["problem_description"] + "\0" + task["ground_truth"]
@@ -50,65 +56,65 @@ def task_id(task):
 
 
 def hidden_information(task):
-    """The training-time information c: the task's `hidden_information`, else its reference."""
+    """Returns what the agent must not see: `hidden_information`, by default the reference."""
     return task.get("hidden_information", task["ground_truth"])
 
 
 def with_hidden(history, hidden):
-    """A copy of the dialogue whose first message starts with the hidden information c."""
+    """Returns a copy of the dialogue that starts with the hidden information."""
     first = {**history[0], "content": HIDDEN.format(hidden=hidden) + history[0]["content"]}
     return [first, *history[1:]]
 
 
 def agent_messages(record):
-    """The agent's messages of a dialogue, in order."""
+    """Returns the agent's messages of a record's dialogue, in order."""
     return [m for m in record["dialogue_history"] if m["role"] == "assistant"]
 
 
 def kind_of(task):
-    """The task's kind, a key of ENVIRONMENTS; ValueError if it is unknown."""
+    """Returns the task's kind, a key of ENVIRONMENTS; raises ValueError if it is unknown."""
     kind = task.get("kind")
-    if kind is None:  # a published task
+    if kind is None:  # ColBench's published tasks have none
         is_page = re.search("<(html|body)", str(task.get("ground_truth")), re.I)
         kind = "frontend" if is_page and "test_cases" not in task else "backend"
     if kind not in ENVIRONMENTS:
         known = ", ".join(ENVIRONMENTS)
-        raise ValueError(f"unknown task.kind {repr(kind)[:40]}; known are {known}")
+        raise ValueError(f"unknown task.kind {repr(kind)[:40]}; known kinds: {known}")
     return kind
 
 
 def environment(task):
-    """The class of a task's kind; ValueError if the kind is unknown."""
+    """Returns the Environment class of a task; raises ValueError if its kind is unknown."""
     return ENVIRONMENTS[kind_of(task)]
 
 
 def needs(*fields, to_grade=False, to_train=False):
-    """For read_jsonl: a function of a record that lists the fields the record must have.
+    """Returns a validator for read_jsonl, which maps a record to the paths of its required fields.
 
-    These are the task's description and reference, `fields`, and with to_grade what the kind's
-    `grade` reads. ValueError: the kind is unknown, or another task has the same id. With to_train
-    also: the agent says nothing, or a field is not supported (reject_unsupported).
+    It raises ValueError for an unknown kind, and if two different tasks have the same id. to_grade
+    adds the fields that grade reads. to_train rejects dialogues without an agent's message, and
+    unsupported fields.
     """
-    texts_by_id = {}  # {task id: hash of the task's description and reference}
+    hash_by_id = {}  # {task id: hash of the task's description and reference}
 
     def required(record):
         task = record.get("task", {})
         kind = environment(task)
         if "problem_description" in task and "ground_truth" in task:
-            texts = hash((task["problem_description"], task["ground_truth"]))
-            if texts_by_id.setdefault(task_id(task), texts) != texts:
-                raise ValueError(f"another task above has the id {task_id(task)}, too")
+            task_hash = hash((task["problem_description"], task["ground_truth"]))
+            if hash_by_id.setdefault(task_id(task), task_hash) != task_hash:
+                raise ValueError(f"another task above has the id {task_id(task)}: rename one")
         if to_train and "dialogue_history" in record and not agent_messages(record):
-            raise ValueError("the agent says nothing in dialogue_history")
+            raise ValueError("dialogue_history has no message of the agent")
         if to_train:
             reject_unsupported(record, record.get("dialogue_history", ()))
-        graded = kind.required_fields if to_grade else ()
-        return ["task.problem_description", "task.ground_truth", *graded, *fields]
+        grader_fields = kind.required_fields if to_grade else ()
+        return ["task.problem_description", "task.ground_truth", *grader_fields, *fields]
     return required
 
 
 def first_message(task, max_turns):
-    """The agent's instructions: the task's own `agent_prompt`, else its kind's."""
+    """Returns the agent's instructions, from the `agent_prompt` of the task or else its kind."""
     prompt = task.get("agent_prompt") or environment(task).agent_prompt
     content = fill(prompt, max_turns=max_turns, problem_description=task["problem_description"],
                    ANSWER=ANSWER, OUTPUT=OUTPUT)
@@ -116,10 +122,10 @@ def first_message(task, max_turns):
 
 
 def human_prompt(task, history):
-    """What an LLM that plays the human reads. The dialogue lacks the agent's instructions."""
+    """Returns the prompt of an LLM human: the dialogue without the agent's instructions."""
     prompt = environment(task).human_prompt
     if not prompt:
-        fail(f"tasks of kind {kind_of(task)} have no prompt for an LLM human")
+        fail(f"the kind {kind_of(task)} has no human_prompt for an LLM; use --human FILE.py")
     names = {"assistant": "Assistant", "user": "You", "system": "You"}
     dialogue = "\n".join(f"{names[m['role']]}: {m['content']}" for m in history[1:])
     return fill(prompt, problem_description=task["problem_description"], dialogue=dialogue,
@@ -127,13 +133,13 @@ def human_prompt(task, history):
 
 
 def fill(prompt, **values):
-    """The prompt with each {name} replaced by its value. Other braces stay, also a value's."""
+    """Replaces each {name} in the prompt by its value; keeps other braces, and those in values."""
     return re.sub("{(%s)}" % "|".join(values), lambda match: str(values[match[1]]), prompt)
 
 
 def redact(reply, reference):
-    """The reply with "[...]" for each reference line of 12 or more characters that it quotes."""
-    lines = {"".join(line.split()) for line in reference.splitlines()}  # however spaced
+    """Replaces reference lines of 12 or more characters that the reply quotes by "[...]"."""
+    lines = {"".join(line.split()) for line in reference.splitlines()}  # ignores whitespace
     for line in sorted(lines, key=len, reverse=True):
         if len(line) >= 12:
             reply = re.sub(r"\s*".join(map(re.escape, line)), "[...]", reply)
@@ -141,50 +147,50 @@ def redact(reply, reference):
 
 
 def without_thinking(output):
-    """An output without a reasoning model's thought; "" if the thought does not end."""
+    """Removes a reasoning model's thought from its output; returns "" if the thought never ends."""
     thought = r"\A\s*<think>(?!.*</think>).*|\A.*?</think>"
     return re.sub(thought, "", output, flags=re.S).strip()
 
 
 def read_action(output, last):
-    """(what the human is shown, the final answer or None) of what the agent's model wrote.
+    """Parses the agent's output into (text shown to the human, final answer or None).
 
-    In the last round (`last`) a message without ANSWER is an answer, too, as in the benchmark.
+    In the last turn (`last`) the whole text is the answer if it has no ANSWER, as in ColBench.
     """
     output = without_thinking(output)
-    thought, has_output, sent = output.partition(OUTPUT)
-    # Where ANSWER begins a line, or code follows it, the answer begins, and OUTPUT is part of its
-    # code, such as print("OUTPUT:"). But if ANSWER comes again, the thought only named it.
+    thought, has_output, message = output.partition(OUTPUT)
+    # If ANSWER starts a line or precedes code, it starts the answer, and OUTPUT is part of that
+    # code, as in print("OUTPUT:"). But if ANSWER follows OUTPUT, too, the thought only mentions it.
     marker = re.escape(ANSWER)
     code = r"```|def |class |import |from |@"
-    answer_began = re.search(rf"^[^\w\n]*{marker}|{marker}\s*({code})", thought, re.M)
-    if has_output and (not answer_began or ANSWER in sent):
-        output = sent
+    answer_started = re.search(rf"^[^\w\n]*{marker}|{marker}\s*({code})", thought, re.M)
+    if has_output and (not answer_started or ANSWER in message):
+        output = message
     content = output.strip()
     before, has_answer, answer = content.partition(ANSWER)
     if not has_answer:
         return content, content if last else None
-    if before.endswith("**"):  # ANSWER is in bold
+    if before.endswith("**"):  # ANSWER is bold
         answer = answer.removeprefix("**")
-    if before.count("```") % 2:  # or within a fence
+    if before.count("```") % 2:  # ANSWER is inside a code block
         answer = "```\n" + answer
     return content, answer.strip()
 
 
 def is_answer(action):
-    """Whether a message or candidate of the agent hands in an answer, which ends the episode."""
+    """Whether a message or candidate submits an answer, which ends the episode."""
     text = action.get("output") or action.get("content") or ""
     return read_action(text, last=False)[1] is not None
 
 
 def answered(record):
-    """The record's `answered`, else whether the agent's last message is an answer."""
+    """Returns the record's `answered`, else whether the agent's last message is an answer."""
     agent = agent_messages(record)
     return record.get("answered", bool(agent) and is_answer(agent[-1]))
 
 
 def extract_page(text):
-    """The last page in a text: <html>...</html>, else <body>...</body>, else ""."""
+    """Returns the last <html>...</html> in a text, else the last <body>...</body>, else ""."""
     for tag in ("html", "body"):
         for part in reversed(re.split(rf"(?i)(?=<{tag}\b)", text or "")[1:]):
             if end := re.search(rf"(?i)</{tag}\s*>", part):
@@ -192,48 +198,47 @@ def extract_page(text):
     return ""
 
 
-# --- environments: all that a kind of task decides ------------------------------------------------
+# --- environments: one class per kind of task -----------------------------------------------------
 
 class Environment(contextlib.ExitStack):
-    """One kind of task: what agent and human read, what the answer is, and how it is graded.
+    """A kind of task: its prompts, what counts as the answer, and how answers are graded.
 
-    The class knows the task. An instance grades, in several threads at once. It is an ExitStack,
-    so that `with` ends what it has entered. args: the flags of `colbench.py grade`.
+    Only grading needs an instance; its `grade` is called from several threads. It is an ExitStack,
+    so that what a subclass opens with enter_context is closed after grading.
     """
-    agent_prompt = "{problem_description}"  # may hold {max_turns}, {ANSWER} and {OUTPUT}, too
-    human_prompt = None             # for an LLM that plays the human; see human_prompt()
-    reply_chars = 400               # the human's reply is cut here
-    shows_pages = False             # True: answers are web pages, at which an LLM human looks
-    required_fields = ()            # what grade reads of a task beyond description and reference
-    reward_name = "reward"          # in messages; its first word heads a column of evaluate.py
+    agent_prompt = "{problem_description}"  # {max_turns}, {ANSWER} and {OUTPUT} are filled in, too
+    human_prompt = None             # for an LLM human; see human_prompt()
+    reply_chars = 400               # the human's replies are truncated to this length
+    shows_pages = False             # True: answers are web pages, shown to an LLM human as images
+    required_fields = ()            # fields for grade, besides the description and reference
+    reward_name = "reward"          # label in messages; its first word heads evaluate.py's column
 
-    def __init__(self, args):
+    def __init__(self, args):  # args: the flags of colbench.py grade
         super().__init__()
 
     @classmethod
-    def final_answer(cls, history, handed_in):
-        """The answer of a dialogue. handed_in: that of the agent's last message, or None."""
-        return handed_in
+    def final_answer(cls, history, submitted):
+        """Returns the answer to grade. submitted: the answer in the last message, or None."""
+        return submitted
 
     @classmethod
     def metrics(cls, record):
-        """{name: (numerator, denominator)} of a graded record, for evaluate.py.
+        """Returns {name: (numerator, denominator)} of a graded record, for evaluate.py.
 
-        A system's value is the sum of the numerators over that of the denominators. Reward, turns
-        and tokens are measured for every kind.
+        A system's value is the ratio of their sums. Reward, turns and tokens are always measured.
         """
         return {"success": (record["reward"] >= 1, 1), "unanswered": (not answered(record), 1)}
 
     def grade(self, task, answer):
-        """{"reward": 0 to 1} and what else the record should keep.
+        """Returns {"reward": 0 to 1} and further fields for the record, such as "failure".
 
-        "failure" says what failed, "reward_by" who graded: rewards of two graders don't compare.
+        "reward_by" names the grader, because rewards of different graders are not comparable.
         """
-        fail(f"{type(self).__name__} grades nothing: it needs a method grade")
+        fail(f"{type(self).__name__} can't grade answers: define its method grade")
 
 
 class Functions(Environment):
-    """Backend Programming: the answer is a function, the reward the share of tests it passes."""
+    """Backend Programming: answers are functions, the reward is the share of tests passed."""
     agent_prompt = """You write a Python function for a colleague. The description below leaves \
 out details that only they know, and hidden unit tests check those details. Talk to them: in each \
 message ask one short question about one detail. You may think first; only what follows "{OUTPUT}" \
@@ -270,7 +275,7 @@ not mind. Write no code, quote none, and do not mention that a function exists."
 
 
 class Pages(Environment):
-    """Frontend Design: the answer is a web page, the reward CLIP's likeness to the reference."""
+    """Frontend Design: answers are web pages, the reward is the likeness to the reference page."""
     agent_prompt = """You build a web page for a colleague who has a certain page in mind; below \
 is how they describe it. In each message send one complete page, from <html> to </html>, with \
 Tailwind's classes (link https://cdn.jsdelivr.net/npm/tailwindcss@2.2.19/dist/tailwind.min.css) \
@@ -298,10 +303,10 @@ mention pictures."""
         self.renderer = self.enter_context(Renderer(args.workers))
 
     @classmethod
-    def final_answer(cls, history, handed_in):
-        """The last page that the agent has shown."""
-        shown = [extract_page(m["content"]) for m in history if m["role"] == "assistant"]
-        return next(filter(None, reversed(shown)), "")
+    def final_answer(cls, history, submitted):
+        """Returns the last page that the agent sent."""
+        pages = [extract_page(m["content"]) for m in history if m["role"] == "assistant"]
+        return next(filter(None, reversed(pages)), "")
 
     @classmethod
     def metrics(cls, record):
@@ -317,27 +322,26 @@ mention pictures."""
 
 # --- the grader: a sandbox ------------------------------------------------------------------------
 #
-# An answer is code that nobody has read. It runs in a child: a forked process that has given up all
-# system calls but CALLS, and so files, processes, network, signals and shared memory, even as root.
-# Limits bound its memory, and a kill its time. Its one way out is a socket, the wire. There it
-# sends a claim for each test: what the test gave. From the first line of the answer on the child
-# may claim anything. The next section makes verdicts of claims.
+# An answer is untrusted code. It runs in a forked child that can make only ALLOWED_CALLS, even as
+# root: no files, processes, network, signals or shared memory. Its memory is limited, and it is
+# killed when its time is up. It can write only to one socket, where it sends a result per test: the
+# hash of the test's value, or an error. It may send anything, but only the reference's hash passes.
 #
-# grader --"f", a wire, a file with the request--> fork server --fork--> child: confines itself,
-#    \______________________a claim for each test_________________________/  runs the answer
+#   grader -- result socket, request file --> fork server -- fork --> child: confines itself,
+#      ^-------------------------- a result per test ------------------------- runs the answer
 #
 # The fork server never sees code, values or references, so a child inherits nothing worth reading.
 
 LIMITS = {
-    "test": 1, "answer": 6,  # CPU seconds for one test, for all; a reference gets three times these
-    "wall": 10,              # so many seconds on the wall count as one: an answer may sleep
-    "memory": 1 << 30,       # bytes that a child may map
+    "test": 1, "answer": 6,  # CPU seconds per test, per answer; references get three times as many
+    "wall": 10,              # wall-clock seconds that count as one CPU second, if an answer sleeps
+    "memory": 1 << 30,       # bytes of address space
     "code": 1 << 18,         # characters of an answer
-    "claim": 200}            # bytes of a claim
+    "result": 200}           # bytes of a result
 
-# The system calls that a child may make: name, number on x86_64, number on aarch64. All others
-# fail with EPERM: a child opens no file, no socket and no process.
-CALLS = """
+# Allowed system calls: name, number on x86_64, number on aarch64. All others fail with EPERM, so a
+# child can't open a file or socket, or start a process.
+ALLOWED_CALLS = """
 read 0 63   write 1 64   close 3 57   fstat 5 80   lseek 8 62   mmap 9 222   mprotect 10 226
 munmap 11 215   brk 12 214   mremap 25 216   rt_sigaction 13 134   rt_sigprocmask 14 135
 rt_sigreturn 15 139   sigaltstack 131 132   sched_yield 24 124   getpid 39 172   gettid 186 178
@@ -345,8 +349,8 @@ futex 202 98   getrandom 318 278   rseq 334 293   restart_syscall 219 128   gett
 clock_gettime 228 113   clock_getres 229 114   clock_nanosleep 230 115   exit 60 93
 exit_group 231 94   getcwd 79 17
 """
-# What an answer can import is loaded before the fork: the standard library, numpy and sympy, with
-# what these two import late. NOT_LOADED: modules that are tests, or do something when imported.
+# Modules to load before the fork, because children can't open files: the standard library, numpy
+# and sympy, and what these two import lazily. NOT_LOADED: tests, and imports with side effects.
 NOT_LOADED = """__main__ antigravity benchmarks distutils ensurepip idlelib lib2to3 pydoc_data test
 tests this tkinter turtle turtledemo""".split()
 LIBRARY = [*(name for name in sorted(sys.stdlib_module_names) if name[0] != "_"),
@@ -355,26 +359,26 @@ MORE = """numpy.char numpy.fft numpy.ma numpy.polynomial numpy.random numpy.rec 
 sympy.assumptions sympy.categories sympy.codegen sympy.combinatorics sympy.concrete sympy.discrete
 sympy.integrals sympy.logic sympy.physics.units sympy.polys sympy.sets sympy.stats
 sympy.tensor.array.array_derivatives sympy.vector""".split()
-# (pattern, modules of a fork server). The first row whose pattern occurs in an answer or its tests
-# runs it: a fork of fewer modules is up to ten times as fast. The first pattern: numpy|sympy.
-SERVERS = [("|".join({name.partition(".")[0] for name in MORE}), LIBRARY + MORE),
+# (pattern, modules of a fork server). The first row whose pattern occurs in the answer or its tests
+# is used, because forking with fewer modules is up to ten times as fast.
+SERVERS = [("|".join({name.partition(".")[0] for name in MORE}), LIBRARY + MORE),  # numpy|sympy
            (r"import|code\(|bytes\(|bytearray\(|str\([^)]{,99},", LIBRARY),
-           ("", ["_pylong", "unicodedata"])]  # for huge numbers, for "\N{...}"
+           ("", ["_pylong", "unicodedata"])]  # for huge integers and "\N{...}"
 
 
 def seccomp_filter():
-    """The BPF program that allows CALLS, as bytes."""
+    """Returns the BPF program that allows only ALLOWED_CALLS, as bytes."""
     machines = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
     if platform.machine() not in machines:
-        raise GraderError(f"no sandbox on {platform.machine()}: its system calls are not listed")
+        raise GraderError(f"the sandbox supports x86_64 and aarch64, not {platform.machine()}")
     column, arch = machines[platform.machine()]
-    # A step: (operation, steps to skip if it is true, if it is false, value). What `load` loads: 0
-    # the call's number, 4 the machine, 16 and 24 the first two arguments.
+    # An instruction is (operation, instructions to skip if true, or if false, value). Offsets to
+    # `load` from: 0 the call's number, 4 the architecture, 16 and 24 the first two arguments.
     # BPF_LD|W|ABS, BPF_ALU|AND|K, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
     load, mask, equal, at_least, ret = 0x20, 0x54, 0x15, 0x35, 0x06
     # SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO with EPERM, SECCOMP_RET_KILL_PROCESS
     allow, deny, kill = (ret, 0, 0, 0x7FFF0000), (ret, 0, 0, 0x00050001), (ret, 0, 0, 1 << 31)
-    # other processes' clocks have numbers from 16 on
+    # deny clock ids from 16 on, which belong to other processes
     clock = [(load, 0, 0, 16), (at_least, 0, 1, 16), deny, allow]
     futex = [(load, 0, 0, 24), (mask, 0, 0, 0xFFFFFEFF)]
     for operation in 128, 129, 137, 138:  # wait or wake, within the process
@@ -383,14 +387,14 @@ def seccomp_filter():
     checks = {"futex": futex, "clock_gettime": clock, "clock_getres": clock,
               "clock_nanosleep": clock}
     program = [(load, 0, 0, 4), (equal, 1, 0, arch), kill, (load, 0, 0, 0)]
-    for name, number in zip(CALLS.split()[::3], map(int, CALLS.split()[column::3])):
+    for name, number in zip(ALLOWED_CALLS.split()[::3], map(int, ALLOWED_CALLS.split()[column::3])):
         check = checks.get(name, [allow])
         program += [(equal, 0, len(check), number), *check]
     return b"".join(struct.pack("HBBI", *step) for step in [*program, deny])
 
 
-# The lines between the next mark and "fork server: end" are the whole program of a fork server.
-# `python -c` gets their text alone: nothing else of this file is in a child.
+# The lines from the next comment to "fork server: end" are the whole program of a fork server. It
+# is run by `python -c`, so that a child contains nothing else of this file.
 # fork server: begin
 import collections.abc, contextlib, ctypes, datetime, gc, importlib, json, math
 import numbers, os, pathlib, pkgutil, re, resource, signal, socket, struct, sys
@@ -399,50 +403,50 @@ from hashlib import sha256
 
 
 def confine(libc, bpf, memory, parent):
-    """Locks this process up; ends it if the server has died before."""
+    """Limits this process's resources and system calls; exits if its fork server is gone."""
     for limit, value in (("AS", memory), ("CPU", 60), ("FSIZE", 0), ("CORE", 0), ("NOFILE", 64)):
         resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: never outlive the server
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the server
     if os.getppid() != parent:
         os._exit(0)
     libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
     code = ctypes.create_string_buffer(bpf)
-    head = struct.pack("H6xQ", len(bpf) // 8, ctypes.addressof(code))
-    head = ctypes.create_string_buffer(head)
-    if libc.prctl(22, 2, ctypes.addressof(head), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-        raise OSError("no seccomp here")
+    fprog = struct.pack("H6xQ", len(bpf) // 8, ctypes.addressof(code))  # struct sock_fprog
+    fprog = ctypes.create_string_buffer(fprog)
+    if libc.prctl(22, 2, ctypes.addressof(fprog), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+        raise OSError("seccomp is not available")
 
 
-def answer_code(answer):
-    """Code objects of an answer, which are run one after another.
+def compile_answer(answer):
+    """Returns the code objects of an answer, to be run sequentially.
 
-    The whole answer if it compiles, else each block in a fence that does. If nothing compiles, the
-    whole answer's error.
+    The whole answer if it compiles, else every fenced code block that does. If none does, raises
+    the error of the whole answer.
     """
     try:
         return [compile(answer, "<answer>", "exec")]
     except Exception as e:
-        error, found = e, []
-    text = re.sub("[\u200b\u2060\ufeff]", "", answer)  # invisible, and no Python
+        error, codes = e, []
+    text = re.sub("[\u200b\u2060\ufeff]", "", answer)  # invisible characters
     text = text.replace("\xa0", " ").replace("\r\n", "\n")
     for block in re.split("`{3,}|~{3,}", text)[1::2]:
         first_line, newline, rest = block.partition("\n")
-        with contextlib.suppress(Exception):  # it is no Python
+        with contextlib.suppress(Exception):  # the block is not Python
             code = textwrap.dedent(rest if newline else first_line)
-            found.append(compile(code, "<answer>", "exec"))
-    if not found:
+            codes.append(compile(code, "<answer>", "exec"))
+    if not codes:
         raise error
-    return found
+    return codes
 
 
 def number_as_text(x):
-    """A number of any class as text: equal numbers give the same. ValueError: NaN."""
+    """Returns a text that is the same for equal numbers of any class; ValueError for NaN."""
     if isinstance(x, complex):
         imaginary = f" + {number_as_text(x.imag)}j" if x.imag else ""
         return number_as_text(x.real) + imaginary
     if x in (math.inf, -math.inf):
         return str(float(x))
-    if isinstance(x, numbers.Rational):  # sympy's, too
+    if isinstance(x, numbers.Rational):  # also sympy's
         return "%x/%x" % (int(x.numerator), int(x.denominator))
     return "%x/%x" % (x if hasattr(x, "as_integer_ratio") else float(x)).as_integer_ratio()
 
@@ -452,23 +456,23 @@ def joined(values):
 
 
 def as_text(value):
-    """A value as text: two values count as equal if their texts are.
+    """Returns a value's text: values count as equal if their texts are.
 
-    Of plain data that is ==, but for these: a value of a subclass goes as its base (a namedtuple as
-    a tuple, a Counter as a dict, zeros and all), an array of numpy as lists, and one moment in two
-    time zones differs. TypeError: a value of another class. ValueError: NaN.
+    This is == for plain data, except that subclasses compare as their base class (a namedtuple as a
+    tuple, a Counter as a dict, including zero counts), numpy arrays compare as lists, and the same
+    moment in two time zones differs. Raises TypeError for other classes, ValueError for NaN.
     """
     if value is None or isinstance(value, type) and value.__module__ == "builtins":
         return ascii(value)
     if type(value).__module__ == "numpy":
         return as_text(value.tolist())
-    for classes, text in TEXTS:
+    for classes, formatter in FORMATTERS:
         if isinstance(value, classes):
-            return text(value)
+            return formatter(value)
     raise TypeError(type(value).__name__)
 
 
-TEXTS = [  # classes, and their values as text; the first row counts
+FORMATTERS = [  # (classes, text of their values); the first row that matches is used
     (str, lambda x: ascii(str.__str__(x))),
     (numbers.Number, number_as_text),
     ((bytes, bytearray), lambda x: ascii(bytes(x))),
@@ -486,29 +490,29 @@ TEXTS = [  # classes, and their values as text; the first row counts
     (pathlib.PurePosixPath, lambda x: f"path({ascii(str(x))})")]
 
 
-def claim(codes, test, official):
-    """What a child says of a test: "value " and the value's hash, "none", or "refused " and why."""
-    module = sys.modules["answer"] = types.ModuleType("answer")  # for each test a fresh one
-    space = vars(module)
-    # the released scorer's exec inside a function has two namespaces: what the code defines
-    # at its top level is invisible from inside its functions
-    local = {} if official else space
+def run_test(codes, test, official):
+    """Runs an answer and a test; returns "value HASH", "none", or "refused REASON"."""
+    module = sys.modules["answer"] = types.ModuleType("answer")  # a new one per test
+    namespace = vars(module)
+    # the released scorer calls exec with two namespaces, so that an answer's functions can't see
+    # the names defined at its top level
+    local_names = {} if official else namespace
     error = None
     for code in codes:
         try:
-            exec(code, space, local)
-        except BaseException as e:  # SystemExit, too: what is defined before it may be enough
+            exec(code, namespace, local_names)
+        except BaseException as e:  # also SystemExit, as the function may be defined before it
             error = e
     if official and error:
         raise error
     try:
-        value = eval(test, space, local)
+        value = eval(test, namespace, local_names)
     except NameError as e:
         raise error or e
     try:
         if official and getattr(value, "ndim", 0) and value.size != 1:
             raise TypeError("an array, whose == is no verdict")
-        sys.setrecursionlimit(max(4500, sys.getrecursionlimit()))  # nested data
+        sys.setrecursionlimit(max(4500, sys.getrecursionlimit()))  # for nested data
         text = as_text(value)
         return "none" if value is None else "value " + sha256(text.encode()).hexdigest()
     except RecursionError:
@@ -517,77 +521,76 @@ def claim(codes, test, official):
         return f"refused {type(e).__name__}: {e}"
 
 
-def run_tests(request, wire, claim_bytes):
-    """Runs {text, tests, official}; sends a claim of at most claim_bytes for each test."""
+def run_tests(request, result_fd, result_bytes):
+    """Runs a request {text, tests, official}; writes a result of at most result_bytes per test."""
     text, official = request["text"], request["official"]
     error = None
     try:
-        codes = [compile(text, "<answer>", "exec")] if official else answer_code(text)
+        codes = [compile(text, "<answer>", "exec")] if official else compile_answer(text)
     except BaseException as e:
         error = e
     for test in request["tests"]:
         try:
             if error:
                 raise error
-            said = claim(codes, test, official)
-        except BaseException as e:  # SystemExit, KeyboardInterrupt: one more wrong answer
+            result = run_test(codes, test, official)
+        except BaseException as e:  # also SystemExit and KeyboardInterrupt
             missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
-            said = f"raised {type(e).__name__}{missing}"
-        os.write(wire, said.encode("ascii", "backslashreplace")[:claim_bytes])
+            result = f"raised {type(e).__name__}{missing}"
+        os.write(result_fd, result.encode("ascii", "backslashreplace")[:result_bytes])
 
 
-def be_child(wire, request, devnull, confinement, claim_bytes):
-    """The life of a child: it confines itself, says so, and runs one request."""
+def child_main(result_fd, request, devnull, confine_args, result_bytes):
+    """Confines this child, reports that it is confined, runs one request, and exits."""
     try:
         for fd in (0, 1, 2):
             os.dup2(devnull, fd)
-        os.close(devnull)  # `wire` is the only way out now
-        for name in ("numpy.random", "sympy.core.random"):  # Python's random does so by itself
+        os.close(devnull)  # now only result_fd leads out
+        for name in ("numpy.random", "sympy.core.random"):  # Python's random reseeds itself
             if name in sys.modules:
                 sys.modules[name].seed()
-        confine(*confinement)
-        os.write(wire, b"confined %d" % os.getpid())
+        confine(*confine_args)
+        os.write(result_fd, b"confined %d" % os.getpid())
         with open(request, closefd=False) as f:
-            run_tests(json.load(f), wire, claim_bytes)
+            run_tests(json.load(f), result_fd, result_bytes)
     finally:
         os._exit(0)
 
 
 def load_modules(name, skip):
-    """Imports a module and its submodules, but none with a name in `skip` or with an error."""
+    """Imports a module and its submodules, except those named in `skip` and those that fail."""
     if name.rpartition(".")[2] not in skip:
         with contextlib.suppress(Exception):
             module = importlib.import_module(name)
-            for part in pkgutil.iter_modules(getattr(module, "__path__", ())):
-                load_modules(f"{name}.{part.name}", skip)
+            for submodule in pkgutil.iter_modules(getattr(module, "__path__", ())):
+                load_modules(f"{name}.{submodule.name}", skip)
 
 
-def serve(bpf, modules, skip, memory, claim_bytes):
-    """A fork server. Its stdin is a Unix socket, on which the grader sends two messages in turn.
+def serve(bpf, modules, skip, memory, result_bytes):
+    """Runs a fork server, whose stdin is a Unix socket to the grader, until the grader exits.
 
-    The first brings two descriptors, a wire and a request's file, and forks a child. The second
-    kills and reaps it, and a byte answers. The server ends with the grader, and the child with it.
-    A child opens no file, and so imports only what is loaded here: `modules` without `skip`.
+    A message with two descriptors, of a result socket and a request file, forks a child. The next
+    message kills and reaps it, and is acknowledged. Children can import only what is loaded here.
     """
     libc = ctypes.CDLL(None)
     libc.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
-    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core for a handler, and nobody reads its memory
+    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core dumps, and only root can read its memory
     for name in modules:
         load_modules(name, skip)
-    if "zoneinfo" in modules:  # a zone that is kept is found without opening its file
-        of = sys.modules["zoneinfo"]
-        of.kept = [of.ZoneInfo(name) for name in of.available_timezones()]
-    confinement = libc, bpf, memory, os.getpid()
+    if "zoneinfo" in modules:  # a child can't open the files of time zones, so cache all of them
+        zoneinfo = sys.modules["zoneinfo"]
+        zoneinfo.kept = [zoneinfo.ZoneInfo(name) for name in zoneinfo.available_timezones()]
+    confine_args = libc, bpf, memory, os.getpid()
     devnull = os.open(os.devnull, os.O_RDWR)
     control = socket.socket(fileno=0)
-    text = "def f(x): return [x, 0.5, 'a', {'b': (x, None)}]"  # fills caches for all children
-    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, devnull, claim_bytes)
-    gc.freeze()  # a child's collector leaves frozen pages alone, and so shares them
-    with contextlib.suppress(ConnectionError):  # the grader has died
+    text = "def f(x): return [x, 0.5, 'a', {'b': (x, None)}]"  # warms up caches for all children
+    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, devnull, result_bytes)
+    gc.freeze()  # else garbage collection in a child would copy all shared memory pages
+    with contextlib.suppress(ConnectionError):  # the grader has exited
         while fds := socket.recv_fds(control, 1, 2)[1]:
             pid = os.fork()
             if pid == 0:
-                be_child(*fds, devnull, confinement, claim_bytes)
+                child_main(*fds, devnull, confine_args, result_bytes)
             for fd in fds:
                 os.close(fd)
             control.recv(1)
@@ -599,24 +602,24 @@ def serve(bpf, modules, skip, memory, claim_bytes):
 
 
 def server_program(modules):
-    """The source of a fork server, which is a part of this file."""
+    """Returns the source of a fork server, which is a part of this file."""
     source = pathlib.Path(__file__).read_text()
     begin, end = source.index("\n# fork server: begin"), source.index("\n# fork server: end")
-    arguments = seccomp_filter(), modules, NOT_LOADED, LIMITS["memory"], LIMITS["claim"]
+    arguments = seccomp_filter(), modules, NOT_LOADED, LIMITS["memory"], LIMITS["result"]
     return f"{source[begin:end]}\nserve(*{arguments})\n"
 
 
 class Pool(contextlib.AbstractContextManager):
-    """Workers that threads borrow, one each. They start when first used; `with` stops them."""
+    """Workers that threads acquire one at a time; exiting `with` waits for them and stops them."""
 
     def __init__(self, workers):
         self.workers = workers
-        self.idle = queue.LifoQueue()  # last in, first out: a light load starts few
+        self.idle = queue.LifoQueue()  # last in, first out, so that a light load starts few
         for worker in workers:
             self.idle.put(worker)
 
     @contextlib.contextmanager
-    def lend(self):
+    def acquire(self):
         worker = self.idle.get()
         try:
             yield worker
@@ -624,21 +627,21 @@ class Pool(contextlib.AbstractContextManager):
             self.idle.put(worker)
 
     def __exit__(self, *_):
-        for worker in [self.idle.get() for _ in self.workers]:  # each ends its work first
+        for worker in [self.idle.get() for _ in self.workers]:  # waits for their callers
             worker.stop()
             self.idle.put(worker)
 
 
-class Server:
+class ForkServer:
     """A running fork server, for one caller at a time."""
 
     def __init__(self, modules):
-        self.control, theirs = socket.socketpair()
-        self.control.settimeout(600)  # for a server that starts on a busy machine
+        self.control, server_end = socket.socketpair()
+        self.control.settimeout(600)  # importing all modules is slow on a busy machine
         env = {"PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
         command = [sys.executable, "-s", "-P", "-B", "-Wignore", "-c", server_program(modules)]
-        with theirs:  # not -I: it would ignore the hash seed
-            self.process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL,
+        with server_end:  # -I instead of -s -P would ignore PYTHONHASHSEED
+            self.process = subprocess.Popen(command, stdin=server_end, stdout=subprocess.DEVNULL,
                                             env=env, cwd="/", start_new_session=True)
 
     def stop(self):
@@ -647,53 +650,52 @@ class Server:
         self.control.close()
 
     def run(self, request, per_test, total):
-        """Runs one child. Returns ([its claims], the seconds that it is charged).
+        """Runs one child. Returns (results, seconds used); raises OSError if the server fails.
 
-        A claim is bytes. If the child ends early, text comes last, and says why.
-        It is charged its CPU seconds, so that a busy machine costs an answer nothing. If it sleeps,
-        a tenth of the seconds on the wall is more, and is charged.
-        per_test, total: what one test, and all, may be charged. OSError: the server failed.
+        Results are bytes. If the child ends early, the last one is a str with the reason. Time is
+        CPU time, so that a busy machine changes no verdict, or a tenth of the wall-clock time if
+        that is more, because the child sleeps. per_test, total: limits on this time.
         """
-        wire, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)  # a message is a claim
-        with wire, open(os.memfd_create("request"), "w+") as file:
+        result_socket, child_end = socket.socketpair(type=socket.SOCK_SEQPACKET)  # keeps messages
+        with result_socket, open(os.memfd_create("request"), "w+") as file:
             json.dump(request, file)
             file.seek(0)
-            with theirs:
-                socket.send_fds(self.control, [b"f"], [theirs.fileno(), file.fileno()])
-            wire.settimeout(600)
-            hello, _, pid = wire.recv(99).partition(b" ")
-            if hello != b"confined":  # said before it has read any code
+            with child_end:
+                socket.send_fds(self.control, [b"f"], [child_end.fileno(), file.fileno()])
+            result_socket.settimeout(600)
+            status, _, pid = result_socket.recv(99).partition(b" ")
+            if status != b"confined":  # the child sends it before it reads the request
                 raise OSError("a child did not start, or could not confine itself")
-            claims, started = [], time.monotonic()
-            clock = (~int(pid) << 3) | 2  # Linux's number for the clock of a process's CPU time
+            results, started = [], time.monotonic()
+            clock = (~int(pid) << 3) | 2  # Linux's id of another process's CPU clock
 
-            def charged():
-                on_the_wall = time.monotonic() - started
-                return max(time.clock_gettime(clock), on_the_wall / LIMITS["wall"])
+            def time_used():
+                wall_time = time.monotonic() - started
+                return max(time.clock_gettime(clock), wall_time / LIMITS["wall"])
 
-            while len(claims) < len(request["tests"]):
-                reply = receive(wire, charged, min(total, charged() + per_test))
-                claims.append(reply)
-                if isinstance(reply, str):
+            while len(results) < len(request["tests"]):
+                result = receive(result_socket, time_used, min(total, time_used() + per_test))
+                results.append(result)
+                if isinstance(result, str):
                     break
-            seconds = charged()
+            seconds = time_used()
         self.control.sendall(b"k")
         if self.control.recv(1) != b"k":
             raise OSError("the server ended before its child")
-        return claims, seconds
+        return results, seconds
 
 
-class Team(dict):
-    """The fork servers of one worker, {row of SERVERS: Server}."""
+class Worker(dict):
+    """One worker's fork servers, {row of SERVERS: ForkServer}, which start when needed."""
 
     def run(self, request, per_test, total):
-        """Server.run by the server that the request needs; GraderError: it fails twice."""
+        """Calls ForkServer.run; restarts a failed server once, then raises GraderError."""
         source = "\n".join([request["text"], *request["tests"]])
         row = next(i for i, (pattern, _) in enumerate(SERVERS) if re.search(pattern, source))
         for _ in range(2):
             try:
                 if row not in self:
-                    self[row] = Server(SERVERS[row][1])
+                    self[row] = ForkServer(SERVERS[row][1])
                 return self[row].run(request, per_test, total)
             except OSError as e:
                 error = e
@@ -706,46 +708,46 @@ class Team(dict):
             self.popitem()[1].stop()
 
 
-def receive(wire, charged, limit):
-    """A child's next claim, as bytes, or why none came within `limit` of charged(), as text."""
+def receive(result_socket, time_used, limit):
+    """Returns a child's next result, or a str if it ends or its time_used() reaches `limit`."""
     while True:
-        wire.settimeout(max(1e-3, limit - charged()))  # no more is charged than passes
+        result_socket.settimeout(max(1e-3, limit - time_used()))  # time_used() lags real time
         try:
-            return wire.recv(LIMITS["claim"]) or "process ended"
+            return result_socket.recv(LIMITS["result"]) or "process ended"
         except TimeoutError:
-            if charged() >= limit:
+            if time_used() >= limit:
                 return "timeout"
         except ConnectionError:
             return "process ended"
 
 
-# --- the grader: from claims to verdicts ----------------------------------------------------------
+# --- the grader: from results to verdicts ---------------------------------------------------------
 #
-# What a child sends is bytes, decoded only for display, cut and quoted. What the grader says is
-# text. A test passes if its claim has the same bytes as the reference's.
+# A child's results are bytes, which are compared with those of the reference, or shown, truncated
+# and quoted. A result that is a str comes from the grader itself.
 
-def verdict(expected, claim):
-    """The word "pass", or why not. expected: the reference's claim. claim: the answer's."""
+def verdict(expected, result):
+    """Returns "pass", or why an answer's result does not pass. expected: the reference's result."""
     if isinstance(expected, str) or not expected.startswith(b"value "):
-        return "no expected value: " + ("None" if expected == b"none" else why_not(expected))
-    return "pass" if claim == expected else why_not(claim)
+        return "no expected value: " + ("None" if expected == b"none" else reason(expected))
+    return "pass" if result == expected else reason(result)
 
 
-def why_not(claim):
-    """The verdict on a claim that does not pass."""
-    if isinstance(claim, str):
-        return claim
-    kind, _, said = claim.partition(b" ")
-    words = {b"raised": "raised", b"refused": "value refused"}.get(kind)
-    return f"{words} {json.dumps(said[:80].decode('ascii', 'replace'))}" if words else "wrong value"
+def reason(result):
+    """Returns the verdict on a result that does not pass."""
+    if isinstance(result, str):
+        return result
+    kind, _, text = result.partition(b" ")
+    label = {b"raised": "raised", b"refused": "value refused"}.get(kind)
+    return f"{label} {json.dumps(text[:80].decode('ascii', 'replace'))}" if label else "wrong value"
 
 
-OFFICIAL_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(",
-                  "quit(", "argparse")  # the released scorer gives an answer with one of them 0
+BANNED_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(",
+                "quit(", "argparse")  # the released scorer gives answers with them 0
 
 
 def official_code(answer):
-    """The code in an answer as the released scorer cuts it out. A tag behind ``` stays in it."""
+    """Extracts the code as the released scorer does, with any language tag but "python" in it."""
     for fence in ("```python", "```"):
         if fence in answer:
             answer = answer.split(fence)[1].split("```")[0]
@@ -755,215 +757,214 @@ def official_code(answer):
 class Grader(Pool):
     """with Grader() as grader: grader.grade(task, answer), from any thread.
 
-    rules: "honest", or "official" for the verdicts of the released scorer. workers: answers graded
-    at once. GraderError: a child can't confine itself.
+    rules: "honest", or "official" for the verdicts of the released scorer. workers: number of
+    answers graded at once. Raises GraderError if a child can't confine itself.
 
-    A test passes if the answer's value and the reference's have the same text: see as_text. None
-    never passes, NaN equals nothing, floats are exact. Functions, iterators and instances of own
-    classes have no text: the verdict names the class.
+    A test passes if the values of answer and reference have the same text (as_text). Floats must be
+    exactly equal. None and NaN never pass, nor do values without a text, such as functions,
+    iterators and instances of the answer's own classes, whose class the verdict names.
 
-    The official rules differ from the released scorer where a refused value passes there (math.nan
-    in a list, math.sqrt, an == that says True), where an answer ends it there (SystemExit), and in
-    a reference's time, 3 s a test here.
+    The official rules differ from the released scorer only for values without a text that pass
+    there (math.nan in a list, math.sqrt, an __eq__ that returns True), for answers that terminate
+    it (SystemExit), and in the time limit of a reference, here 3 s per test.
     """
 
     def __init__(self, rules="honest", workers=2):
         self.official = rules == "official"
-        self.expected = {}  # {digest of a reference and its tests: its claims}
-        super().__init__([Team() for _ in range(workers)])
-        self.claims("", ["0"])
+        self.expected = {}  # {digest of a reference and its tests: its results}
+        super().__init__([Worker() for _ in range(workers)])
+        self.results("", ["0"])  # raises GraderError here if the sandbox does not work
 
-    def claims(self, text, tests, stretch=1):
-        """For each test a claim, or text: why there is none. stretch: of the time limits."""
-        claims, seconds_left = [], LIMITS["answer"] * stretch
-        with self.lend() as team:
-            while len(claims) < len(tests) and seconds_left > 0:  # a child may end early
-                request = {"text": text, "tests": tests[len(claims):], "official": self.official}
-                more, seconds = team.run(request, LIMITS["test"] * stretch, seconds_left)
-                claims += more
+    def results(self, text, tests, time_factor=1):
+        """Returns a result per test, see ForkServer.run. time_factor multiplies the time limits."""
+        results, seconds_left = [], LIMITS["answer"] * time_factor
+        with self.acquire() as worker:
+            while len(results) < len(tests) and seconds_left > 0:  # rerun if a child ends early
+                request = {"text": text, "tests": tests[len(results):], "official": self.official}
+                new, seconds = worker.run(request, LIMITS["test"] * time_factor, seconds_left)
+                results += new
                 seconds_left -= seconds
-        return claims + ["timeout"] * (len(tests) - len(claims))
+        return results + ["timeout"] * (len(tests) - len(results))
 
     def grade(self, task, answer):
-        """{"reward": share of tests passed, "tests": {name: "pass" or the reason why not}}."""
+        """Returns {"reward": share of tests passed, "tests": {name: verdict}}."""
         names, tests = list(task["test_cases"]), list(task["test_cases"].values())
-        if reason := self.not_run(answer or ""):
-            verdicts = [reason] * len(tests)
+        if rejection := self.rejection(answer or ""):
+            verdicts = [rejection] * len(tests)
         else:
             code = official_code(answer) if self.official else answer
             key = digest([task["ground_truth"], tests])
             if key not in self.expected:
-                self.expected[key] = self.claims(task["ground_truth"], tests, stretch=3)
-            verdicts = list(map(verdict, self.expected[key], self.claims(code, tests)))
+                self.expected[key] = self.results(task["ground_truth"], tests, time_factor=3)
+            verdicts = list(map(verdict, self.expected[key], self.results(code, tests)))
         reward = verdicts.count("pass") / len(tests)
         return {"reward": reward, "tests": dict(zip(names, verdicts))}
 
-    def not_run(self, answer):
-        """Why an answer needs no run; None where it does."""
+    def rejection(self, answer):
+        """Returns the verdict on an answer that is rejected without running it, else None."""
         if not answer.strip():
             return "no answer"
         if len(answer) > LIMITS["code"]:
             return f"not run: it has more than {LIMITS['code']:,} characters"
-        for word in OFFICIAL_WORDS:
+        for word in BANNED_WORDS:
             if self.official and word in answer:
                 return f"not run: the official rules refuse {word!r}"
 
 
 def grade_records(records, args):
-    """Yields each record with what its kind's `grade` says of task and answer, in order.
+    """Yields the records with the fields that their environment's `grade` returns, in order.
 
-    A record whose `grade` raises is named and left out. The program then fails after the others,
-    and at a bad line after those before it. A GraderError ends it at once.
+    If `grade` raises, the record is reported and left out, and the program fails at the end. It
+    fails at an invalid line after grading those before it, and at a GraderError immediately.
     """
-    window, error, lost = collections.deque(), None, []
+    jobs, error, failed = collections.deque(), None, []
 
-    def graded(grader, record):
-        """[the record]; [] if its grade raises."""
+    def grade_one(grader, record):
+        """Returns [graded record], or [] if its `grade` raises."""
         try:
-            said = grader.grade(record["task"], record.get("answer"))
+            grade_fields = grader.grade(record["task"], record.get("answer"))
         except GraderError:
             raise
         except Exception as e:
-            lost.append(record)
-            say(f"not graded: task {task_id(record['task'])}: {type(e).__name__}: {e}")
+            failed.append(record)
+            say(f"task {task_id(record['task'])} could not be graded: {type(e).__name__}: {e}")
             return []
-        return [{name: record[name] for name in record if name not in GRADED} | said]
+        return [{name: record[name] for name in record if name not in GRADE_FIELDS} | grade_fields]
 
     with contextlib.ExitStack() as stack, \
             concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
-        opened = functools.cache(lambda kind: stack.enter_context(kind(args)))
+        grader_of = functools.cache(lambda kind: stack.enter_context(kind(args)))
         try:
             for record in records:
-                window.append(pool.submit(graded, opened(environment(record["task"])), record))
-                while window and (window[0].done() or len(window) >= 4 * args.workers):
-                    yield from window.popleft().result()
+                jobs.append(pool.submit(grade_one, grader_of(environment(record["task"])), record))
+                while jobs and (jobs[0].done() or len(jobs) >= 4 * args.workers):
+                    yield from jobs.popleft().result()
         except SystemExit as e:
             error = e
-        for job in window:
+        for job in jobs:
             yield from job.result()
     if error:
         raise error
-    if lost:
-        fail(f"{len(lost)} answers could not be graded, and are left out")
+    if failed:
+        fail(f"{len(failed)} answers could not be graded and were left out")
 
 
-# --- frontend: pages in a real browser, which reaches nothing -------------------------------------
+# --- frontend: pages are rendered by a browser without network access -----------------------------
 
-PAGE = {"width": 1280, "height": 720, "tallest": 4096,  # pixels of a picture
-        "bytes": 1 << 20, "seconds": 15}
+PAGE = {"width": 1280, "height": 720, "tallest": 4096,  # pixels of a screenshot
+        "bytes": 1 << 20, "seconds": 15}  # limits of a page
 BROWSERS = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"
-BROWSER_FLAGS = [  # beside Playwright's own; the last two: the same bytes on each machine
+BROWSER_FLAGS = [  # added to Playwright's; the last two make screenshots equal on all machines
     "--disable-gpu", "--disable-quic", "--host-resolver-rules=MAP * ~NOTFOUND",
     "--font-render-hinting=none", "--disable-lcd-text"]
-# The SHA-256 of dist/tailwind.min.css in tailwindcss@2.2.19.
-TAILWIND = "b6ad97402eddb903e7a5d7a73ee47a679204efbdda4521a391cbad9df509b932"
+# dist/tailwind.min.css of tailwindcss@2.2.19
+TAILWIND_SHA256 = "b6ad97402eddb903e7a5d7a73ee47a679204efbdda4521a391cbad9df509b932"
 CACHE = os.path.expanduser("~/.cache/colbench")
 PICTURE_HOSTS = re.compile(
     r"(^|\.)(picsum\.photos|placeholder\.com|placehold\.(co|it)|dummyimage\.com|unsplash\.com|"
     r"loremflickr\.com|placekitten\.com)$")
-# What a Renderer asks of a page; the answer has a height. A form or a picture in the page may have
-# the name "fonts", and then document.fonts is that form: hence the getters of the class itself.
+# Script that measures a rendered page. A page can shadow document.fonts by a form or image that is
+# named "fonts", so the script calls the getters of the Document class.
 HEIGHT = """() => {
   const get = name => Object.getOwnPropertyDescriptor(Document.prototype, name).get.call(document);
   return get('fonts').ready.then(() => ({height: get('documentElement').scrollHeight}));
 }"""
 
 
-class Sheet:
-    """Tailwind's style sheet. sheet(page): its rules of the page's classes, as 3 MB load slowly."""
-    PART = re.compile(r"([^{}@]*)\{[^{}]*\}|@[^{}]*\{|\}")  # a rule, "@media ... {", its end
+class StyleSheet:
+    """Selects the rules of a style sheet that a page uses, since Tailwind's 3 MB load slowly."""
+    PART = re.compile(r"([^{}@]*)\{[^{}]*\}|@[^{}]*\{|\}")  # a rule, "@media ... {", or its "}"
     CLASS = re.compile(r"\.((?:\\.|[\w-])+)")
 
     def __init__(self, css):
-        self.parts, self.by_class = [], collections.defaultdict(list)  # {class: parts' numbers}
+        self.parts, self.by_class = [], collections.defaultdict(list)  # {class: indices in parts}
         for part in self.PART.finditer(re.sub(r"/\*.*?\*/", "", css, flags=re.S)):
-            for name in self.CLASS.findall(part[1] or "") or [""]:  # no class: for all pages
-                name = name.replace("\\32", "2").replace("\\", "")  # \32xl\:w-1\/2: 2xl:w-1/2
+            for name in self.CLASS.findall(part[1] or "") or [""]:  # "": used by all pages
+                name = name.replace("\\32", "2").replace("\\", "")  # unescapes \32xl\:w-1\/2
                 self.by_class[name].append(len(self.parts))
             self.parts.append(part[0])
 
-    def __call__(self, page):
+    def __call__(self, page):  # returns CSS
         text = re.sub(r"&#?\w{1,31};?", lambda match: html.unescape(match[0]), page)
         words = {"", *re.split(r"[\s\"'<>=`]+", text)}
-        used = {n for word in words & self.by_class.keys() for n in self.by_class[word]}
-        return "".join(self.parts[n] for n in sorted(used))
+        used = {i for word in words & self.by_class.keys() for i in self.by_class[word]}
+        return "".join(self.parts[i] for i in sorted(used))
 
 
 class Browser:
-    """A Chromium with one tab, for one page at a time. api: playwright.async_api."""
+    """A Chromium with one tab, which renders one page at a time. api: playwright.async_api."""
 
     def __init__(self, api, path, script):
         self.api, self.path, self.script = api, path, script
         self.loop = asyncio.new_event_loop()
         self.driver = self.tab = None
-        self.page = self.sheet = None  # what the tab may load
+        self.page = self.sheet = None  # HTML and CSS that the tab may load
 
     def run(self, coroutine, seconds):
         return self.loop.run_until_complete(asyncio.wait_for(coroutine, seconds))
 
     async def start(self):
-        # Chromium's own sandbox refuses root
+        # Chromium's own sandbox does not run as root
         flags = BROWSER_FLAGS + (["--no-sandbox"] if os.geteuid() == 0 else [])
-        # a driver ends with us, and the browser with it
+        # the driver exits with this process, and the browser with the driver
         self.driver = await self.api.async_playwright().start()
         browser = await self.driver.chromium.launch(executable_path=self.path, args=flags)
         context = await browser.new_context(
             viewport={side: PAGE[side] for side in ("width", "height")}, java_script_enabled=False,
             service_workers="block", accept_downloads=False, reduced_motion="reduce",
             locale="en-US", timezone_id="UTC")
-        await context.route("**/*", self.serve)
+        await context.route("**/*", self.handle_request)
         self.tab = await context.new_page()
 
-    def ready(self):
-        """Starts it if it does not run. GraderError: two starts fail, which is no page's fault."""
+    def ensure_started(self):
+        """Starts the browser if necessary; raises GraderError if that fails twice."""
         for _ in range(2):
             try:
                 return self.tab or self.run(self.start(), 30)
-            except Exception as e:  # TimeoutError, too: a browser that dies or hangs may not say so
+            except Exception as e:  # also TimeoutError, if the browser hangs
                 self.stop()
                 error = e
-        why = textwrap.shorten(str(error) or "it hangs", 300)
-        raise GraderError(f"{self.path} does not start: {why}")
+        cause = textwrap.shorten(str(error) or "timeout", 300)
+        raise GraderError(f"{self.path} does not start: {cause}")
 
     def stop(self):
-        """Ends browser and driver; a dead or hanging one holds nobody up."""
+        """Stops the browser and its driver, without waiting long for a hanging one."""
         driver, self.driver, self.tab = self.driver, None, None
         if driver:
             with contextlib.suppress(Exception):
                 self.run(driver.stop(), 5)
 
-    def draw(self, page, sheet):
-        """What Renderer.render gives. If the browser dies a new one tries again, once."""
-        for _ in range(2):  # again in a new browser: the first may have died of something else
-            self.ready()
+    def render(self, page, sheet):
+        """See Renderer.render; `sheet` is the page's CSS."""
+        for _ in range(2):  # retry in a new browser, in case the crash was not due to this page
+            self.ensure_started()
             try:
-                return self.run(self.shoot(page, sheet), PAGE["seconds"])
+                return self.run(self.screenshot(page, sheet), PAGE["seconds"])
             except TimeoutError:
                 self.stop()
                 raise RenderError(f"the page took more than {PAGE['seconds']} s") from None
-            except Exception as e:  # a page is data: whatever it does is no error of ours
+            except Exception as e:  # pages are untrusted: any failure counts as the page's
                 self.stop()
                 error = e
         raise RenderError(textwrap.shorten(str(error), 100))
 
-    async def shoot(self, page, sheet):
-        """{"png", "height"} of a page, and what else the script gives; any error: it has none."""
+    async def screenshot(self, page, sheet):
         self.page, self.sheet = page, sheet
         await self.tab.goto("https://page.invalid/")
-        drawn = await self.tab.evaluate(self.script)
-        height = min(max(drawn["height"], 1), PAGE["tallest"])
+        measured = await self.tab.evaluate(self.script)
+        height = min(max(measured["height"], 1), PAGE["tallest"])
         box = {"x": 0, "y": 0, "width": PAGE["width"], "height": height}
         png = await self.tab.screenshot(full_page=True, clip=box, animations="disabled")
-        return {**drawn, "png": png}
+        return {**measured, "png": png}
 
-    async def serve(self, route):
-        """Answers a request of the tab: with the page, its sheet or a grey picture, or not."""
+    async def handle_request(self, route):
+        """Answers a request of the tab with the page, its CSS or a grey image, or aborts it."""
         request = route.request
         url = urllib.parse.urlsplit(request.url)
-        ours = url.hostname == "page.invalid"
-        loads = ours and request.is_navigation_request() and not request.frame.parent_frame
-        if loads and self.page is not None:
-            page, self.page = self.page, None  # given once: a page can't reload for ever
+        own_host = url.hostname == "page.invalid"
+        is_page = own_host and request.is_navigation_request() and not request.frame.parent_frame
+        if is_page and self.page is not None:
+            page, self.page = self.page, None  # only once, else it could reload itself forever
             await route.fulfill(body=page, content_type="text/html; charset=utf-8")
         elif request.resource_type == "stylesheet" and "tailwind" in request.url:
             await route.fulfill(body=self.sheet, content_type="text/css; charset=utf-8")
@@ -974,10 +975,10 @@ class Browser:
 
 
 def grey_picture(path):
-    """An SVG file of the size that a picture's URL asks for, such as /id/48/100/50."""
+    """Returns a grey SVG of the size in an image's URL path, such as /id/48/100/50."""
     path = re.sub(r"/(id|seed)/[^/]*", "", path)
     size = re.search(r"(?<![\w-])(\d{1,5})(?:[x/](\d{1,5}))?(?![\w-])", path)
-    sides = (size[1], size[2] or size[1]) if size else (300, 200)  # one number: a square
+    sides = (size[1], size[2] or size[1]) if size else (300, 200)  # one number means a square
     width, height = (min(max(int(side), 1), 4096) for side in sides)
     return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">'
             '<rect width="100%" height="100%" fill="#9ca3af"/></svg>')
@@ -986,8 +987,8 @@ def grey_picture(path):
 class Renderer(Pool):
     """with Renderer() as renderer: renderer.render(page), from any thread.
 
-    The same page gives the same bytes. Scripts are off. Every request is answered here or refused.
-    workers: browsers. script: what is asked of a page, HEIGHT and maybe more.
+    The same page gives the same bytes. Its scripts do not run, and it can't reach the network.
+    workers: number of browsers. script: JavaScript that measures a page, see HEIGHT.
     """
 
     def __init__(self, workers=2, script=HEIGHT):
@@ -997,26 +998,26 @@ class Renderer(Pool):
             fail("pages need Playwright: pip install playwright (MANUAL.md, \"Frontend Design\")")
         path = next(filter(None, map(shutil.which, BROWSERS)), None)
         if not path:
-            fail(f"no browser in PATH: {', '.join(BROWSERS)}")
+            fail(f"no browser in PATH; install one of: {', '.join(BROWSERS)}")
         tailwind = pathlib.Path(CACHE, "tailwind.min.css")
         css = tailwind.read_bytes() if tailwind.exists() else b""
-        if sha256(css).hexdigest() != TAILWIND:
+        if sha256(css).hexdigest() != TAILWIND_SHA256:
             fail(f"no Tailwind 2.2.19 style sheet at {tailwind} (MANUAL.md, \"Frontend Design\")")
-        self.sheet = Sheet(css.decode())
+        self.sheet = StyleSheet(css.decode())
         super().__init__([Browser(async_api, path, script) for _ in range(workers)])
         self.render = functools.lru_cache(256)(self.render)
 
     def render(self, page):
-        """{"png", "height"} of a page, and what else `script` gives. RenderError: why not."""
+        """Returns {"png", "height"} and what else `script` measures; may raise RenderError."""
         if not (page or "").strip():
             raise RenderError("no page")
         if len(page.encode(errors="replace")) > PAGE["bytes"]:
             raise RenderError(f"the page has more than {PAGE['bytes']} bytes")
-        with self.lend() as browser:
-            return browser.draw(page, self.sheet(page))
+        with self.acquire() as browser:
+            return browser.render(page, self.sheet(page))
 
     def pair(self, task, text):
-        """(the last page in a text, the task's reference) as drawn; RenderError: one can't be."""
+        """Renders the last page in a text, and the task's reference; may raise RenderError."""
         try:
             reference = self.render(extract_page(task["ground_truth"]) or task["ground_truth"])
         except RenderError as e:
@@ -1024,33 +1025,30 @@ class Renderer(Pool):
         return self.render(extract_page(text)), reference
 
 
-# --- frontend: how alike two pages look -----------------------------------------------------------
+# --- frontend: the likeness of two rendered pages -------------------------------------------------
 
 class Clip:
-    """Cosine similarity of CLIP image embeddings, clipped to [0, 1].
+    """Cosine similarity of two pages' CLIP embeddings, which with ViT-B/32 is ColBench's reward."""
 
-    With CLIP ViT-B/32 it is ColBench's reward. path: a directory or a hub name.
-    """
-
-    def __init__(self, path):
+    def __init__(self, path):  # a directory or a hub name
         import torch
         from PIL import Image
         from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
-        self.torch, self.image = torch, Image
+        self.torch, self.pil_image = torch, Image
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         try:
             model = CLIPVisionModelWithProjection.from_pretrained(path, use_safetensors=True)
-            self.prepare = CLIPImageProcessorPil.from_pretrained(path)
+            self.processor = CLIPImageProcessorPil.from_pretrained(path)
         except (OSError, ValueError) as e:
             fail(f"--clip {path}: {str(e).splitlines()[0]}")
         self.model = model.eval().to(self.device)
         self.lock = threading.Lock()
 
     def embedding(self, page):
-        """The unit vector (d,) of a drawn page; it is kept in the page."""
+        """Returns a rendered page's unit vector (d,), which it caches in page["clip"]."""
         if "clip" not in page:
-            picture = self.image.open(io.BytesIO(page["png"])).convert("RGB")
-            pixels = self.prepare(picture, return_tensors="pt")["pixel_values"].to(self.device)
+            image = self.pil_image.open(io.BytesIO(page["png"])).convert("RGB")
+            pixels = self.processor(image, return_tensors="pt")["pixel_values"].to(self.device)
             with self.lock, self.torch.no_grad():
                 vector = self.model(pixels).image_embeds[0].float().cpu()
             page["clip"] = self.torch.nn.functional.normalize(vector, dim=0)
@@ -1063,7 +1061,7 @@ class Clip:
 
 # --- the kinds of tasks ---------------------------------------------------------------------------
 
-sys.modules["colbench"] = sys.modules[__name__]  # imports of it load no second copy of __main__
+sys.modules["colbench"] = sys.modules[__name__]  # else an import would load __main__ a second time
 ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
 # your own environments are imported here: MANUAL.md, "Your own environment"
 
@@ -1071,52 +1069,53 @@ ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
 # --- command line ---------------------------------------------------------------------------------
 
 def cpus(quota="/sys/fs/cgroup/cpu.max"):
-    """How many CPUs this process may use: its affinity's, or fewer by its container's quota."""
+    """Returns how many CPUs this process may use, by its affinity and its container's quota."""
     count = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):  # it may be "max"
-        most, period = pathlib.Path(quota).read_text().split()
-        count = min(count, math.ceil(int(most) / int(period)))
+        limit, period = pathlib.Path(quota).read_text().split()
+        count = min(count, math.ceil(int(limit) / int(period)))
     return count
 
 
 def get_args(argv=None):
     p = parser(__doc__, usage=None)
-    p.add_argument("command", choices=["grade", "check"], help="grade: add the reward to records "
-                   "that have task and answer; check: drop tasks whose reference lacks it")
-    flag(p, "rules", "honest", "official: as the released scorer", choices=["honest", "official"])
-    flag(p, "workers", cpus(), "answers, or pages, at once", least=1)
-    flag(p, "clip", "openai/clip-vit-base-patch32", "pages: their likeness is CLIP's; a directory "
-         "or a hub name", metavar="MODEL")
+    p.add_argument("command", choices=["grade", "check"], help="grade: add the reward to records; "
+                   "check: drop tasks whose own reference does not get reward 1")
+    flag(p, "rules", "honest", "official: verdicts of the released scorer",
+         choices=["honest", "official"])
+    flag(p, "workers", cpus(), "number of answers or pages graded in parallel", least=1)
+    flag(p, "clip", "openai/clip-vit-base-patch32", "CLIP model for the likeness of pages: a "
+         "directory or a hub name", metavar="MODEL")
     return p.parse_args(argv)
 
 
 def grade(args, emit):
-    """Adds the reward to records that have task and answer."""
-    rewards, failed, names = [], 0, set()
+    """Adds the reward to records with a task and an answer."""
+    rewards, failures, labels = [], 0, set()
     try:
         for record in grade_records(read_jsonl(sys.stdin, needs("answer", to_grade=True)), args):
             emit(record)
             rewards.append(record["reward"])
-            failed += "failure" in record
-            name = environment(record["task"]).reward_name
-            names.add(f"{name} by {record.get('reward_by', 'own rules')}")
+            failures += "failure" in record
+            label = environment(record["task"]).reward_name
+            labels.add(f"{label} by {record.get('reward_by', 'own rules')}")
     finally:  # also if other records could not be graded
         if rewards:
-            mean = f"{100 * sum(rewards) / len(rewards):.1f} % {', '.join(sorted(names))}"
-            say(f"{len(rewards)} answers: {mean}; {failed} failed")
+            mean = f"{100 * sum(rewards) / len(rewards):.1f} % {', '.join(sorted(labels))}"
+            say(f"graded {len(rewards)} answers: {mean}; {failures} with a failure")
 
 
 def check(args, emit):
-    """Drops tasks that do not give their own reference the full reward."""
-    references = ({"task": r["task"], "answer": r["task"]["ground_truth"], "of": r}
+    """Drops tasks whose own reference does not get reward 1."""
+    references = ({"task": r["task"], "answer": r["task"]["ground_truth"], "original": r}
                   for r in read_jsonl(sys.stdin, needs(to_grade=True)))
     for record in grade_records(references, args):
-        if record["reward"] > 0.9999:  # likenesses are rounded
-            emit(record["of"])
+        if record["reward"] > 0.9999:  # allows for rounding in the likeness
+            emit(record["original"])
             continue
-        failed = {name: why for name, why in record.get("tests", {}).items() if why != "pass"}
-        why = failed or record.get("failure", "unlike itself")
-        say(f"task {task_id(record['task'])} dropped: {why}")
+        failed = {name: text for name, text in record.get("tests", {}).items() if text != "pass"}
+        cause = failed or record.get("failure", "its own reference does not get reward 1")
+        say(f"task {task_id(record['task'])} dropped: {cause}")
 
 
 def main(args):

@@ -57,7 +57,7 @@ HIDDEN = task("def f(x):\n    return (x * 7919 + 104729) % 1009 + 3",
               *(f"f({i})" for i in range(4)))
 LINES = ["pass", "value", "value pass", "", "raised pass", "refused pass", "value " + "5e" * 32]
 VANDALS = {
-    "main": "import __main__ as m\nm.claim = m.as_text = m.sha256 = lambda *a: LINE\n"
+    "main": "import __main__ as m\nm.run_test = m.as_text = m.sha256 = lambda *a: LINE\n"
             "def f(x): return 0",
     "stdout": "import sys, io\nsys.stdout = sys.stderr = sys.__stdout__ = io.StringIO(LINE)\n"
               "def f(x): print(LINE); return 0",
@@ -77,7 +77,7 @@ VANDALS = {
                "        if type(o) is dict and 'tests' in o: o.clear()\n"
                "        if type(o) is list and o and type(o[0]) is str: o[:] = [LINE]\n"
                "    return 0",
-    "tracing": "import sys\ndef trace(frame, event, arg):\n    frame.f_locals['said'] = LINE\n"
+    "tracing": "import sys\ndef trace(frame, event, arg):\n    frame.f_locals['result'] = LINE\n"
                "    return trace\nsys.settrace(trace)\ndef f(x): return 0",
     "os.write": "import os\nwrite = os.write\n"
                 "os.write = lambda fd, data: write(fd, LINE.encode()) and len(data)\n"

@@ -238,14 +238,14 @@ def test_an_unprivileged_user_is_as_safe():
 
 
 def test_a_child_finds_nothing_to_read(grader):
-    facts = {"sum(map(is_open, range(64)))": 5,  # /dev/null three times, the wire, the request
+    facts = {"sum(map(is_open, range(64)))": 5,  # /dev/null three times, the socket, the request
              "{*os.environ} - {'PYTHONHASHSEED', 'TZ', 'OPENBLAS_NUM_THREADS', 'LC_CTYPE'}": set(),
              "{*sys.modules} & {'colbench', 'grader', 'torch'}": set(), "sys.argv": ["-c"],
              "'ground_truth' in repr(vars(sys.modules['__main__']))": False}
     probe = ("import os, sys\ndef is_open(fd):\n    try: return os.lseek(fd, 0, 1) >= 0\n"
              "    except OSError as e: return e.errno != 9\ndef wanted(): return ")
     for test, value in facts.items():
-        given, wanted = grader.claims(f"{probe}{value!r}", [test, "wanted()"])
+        given, wanted = grader.results(f"{probe}{value!r}", [test, "wanted()"])
         assert given == wanted, (test, given)
 
 
@@ -273,22 +273,22 @@ def test_no_file_opens_in_any_mode_and_no_call_outside_the_list_is_made(grader):
     But 335 and 336: uretprobe and uprobe, which new kernels keep from filters, do nothing.
     """
     before = traces()
-    allowed = set(module.CALLS.split()[1 if platform.machine() == "x86_64" else 2::3])
+    allowed = set(module.ALLOWED_CALLS.split()[1 if platform.machine() == "x86_64" else 2::3])
     numbers = [n for n in range(1024) if str(n) not in allowed | {"335", "336"}]
     numbers += [n | 1 << 30 for n in range(1024)] + [-1, (1 << 31) - 1]
     paths = [f"{FOLDER}/victim", f"{FOLDER}/new", str(FOLDER), "/dev/null", "/dev/shm", "/proc/1",
              sys.executable, "/proc/self/fd/0", "."]
     tests = [f"calls({numbers[i:i + 300]})" for i in range(0, len(numbers), 300)]
     tests += [f"opened({path!r})" for path in paths]
-    assert set(grader.claims(SWEEP, tests)) == set(grader.claims("", ["[]"]))
+    assert set(grader.results(SWEEP, tests)) == set(grader.results("", ["[]"]))
     assert traces() == before
 
 
 def test_unseeded_random_numbers_differ_from_child_to_child(grader):
     code = "import random, numpy, sympy.core.random"
     tests = ["random.random()", "numpy.random.rand()", "sympy.core.random.rng.random()"]
-    claims = {claim for _ in range(6) for claim in grader.claims(code, tests)}
-    assert len(claims) == 18 and all(claim.startswith(b"value ") for claim in claims)
+    results = {result for _ in range(6) for result in grader.results(code, tests)}
+    assert len(results) == 18 and all(result.startswith(b"value ") for result in results)
 
 
 @pytest.mark.parametrize("own, other", [
@@ -306,10 +306,10 @@ def test_no_call_tells_of_another_process(grader, own, other):
 def test_an_answer_cannot_read_an_earlier_one(grader):
     """The server sees neither code nor values, so the next child's heap holds none of them."""
     mark = "marker_" + "of_an_earlier_answer"
-    grader.claims(f"def {mark}(): return '{mark}' * 50", [f"{mark}()"] * 3)
+    grader.results(f"def {mark}(): return '{mark}' * 50", [f"{mark}()"] * 3)
     if os.geteuid():
         pytest.skip("only root may read a server's memory: it is not dumpable")
-    for pid in [server.process.pid for team in grader.workers for server in team.values()]:
+    for pid in [server.process.pid for worker in grader.workers for server in worker.values()]:
         with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb") as memory:
             for line in maps:
                 if "rw-p" in line and "[v" not in line:
@@ -346,8 +346,8 @@ def test_a_busy_machine_takes_nothing_from_a_right_answer(monkeypatch):
 
 
 def test_a_reference_runs_once_for_the_same_tests(grader, monkeypatch):
-    code, runs, run = "def f(x): return 2 * x  # once", [], grader.claims
-    monkeypatch.setattr(grader, "claims",
+    code, runs, run = "def f(x): return 2 * x  # once", [], grader.results
+    monkeypatch.setattr(grader, "results",
                         lambda text, *rest, **more: runs.append(text) or run(text, *rest, **more))
     for test in ("f(1)", "f(2)", "f(1)"):
         assert grader.grade(task(code, test), HONEST)["reward"] == 1
@@ -398,7 +398,7 @@ def test_a_grade_that_raises_loses_its_own_record_alone(fatal, message, monkeypa
     assert done == [i for i in range(20 if fatal else 40) if i not in errors]
     told = capsys.readouterr().err
     assert "ValueError: one?two\n" in told
-    assert f"\n{len(done)} answers: 100.0 % reward by own rules; 0 failed\n" in told
+    assert f"\ngraded {len(done)} answers: 100.0 % reward by own rules; 0 with a failure\n" in told
 
 
 def test_a_record_is_written_soon_after_it_is_graded(monkeypatch):

@@ -256,7 +256,7 @@ def test_the_reward_is_clips_likeness_of_the_last_page_and_check_drops_what_has_
     assert [r["reward_by"] for r in got] == [*["clip"] * 8, "honest rules"] * 2
     assert [r.get("failure") for r in got[4:7]] == [None, "no page", "no page"]
     assert got[7]["failure"] == "the reference: the page has more than 1048576 bytes"
-    assert "% likeness by clip, tests passed by honest rules; 6 failed" in done.stderr
+    assert "% likeness by clip, tests passed by honest rules; 6 with a failure" in done.stderr
     assert [{"task": r["task"], "answer": r["answer"]} for r in got] == given
     good = [{"problem_description": "a", "ground_truth": page} for page in pages]
     done = script("colbench.py", "check", "--clip", tmp_path, stdin=[*good, bad])
@@ -269,7 +269,7 @@ def test_what_is_missing_is_said_in_one_line_and_nothing_is_graded(monkeypatch):
     done = script("colbench.py", "grade", "--clip", "/nowhere", stdin=[answered(PLAIN)])
     complaint(done, "--clip /nowhere")
     monkeypatch.setattr(colbench, "BROWSERS", ["/nowhere/chromium"])
-    with pytest.raises(SystemExit, match="no browser in PATH: /nowhere/chromium"):
+    with pytest.raises(SystemExit, match="no browser in PATH; install one of: /nowhere/chromium"):
         Renderer()
     monkeypatch.setattr(colbench, "BROWSERS", ["/bin/false"])
     with Renderer(1) as r, pytest.raises(colbench.GraderError, match="/bin/false does not start"):

@@ -170,7 +170,7 @@ COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     ("train_critic.py", "", "--out"), ("train_critic.py --out x --untrained 1", "", "--untrained"),
     ("train_critic.py --out x --epoch 1", "", "--epoch 1"),  # no abbreviations
     ("train_critic.py --out x --model MODEL", ONCE, "no task has both a solved and a"),
-    ("train_critic.py --out x --model MODEL", SILENT, "line 1: the agent says nothing"),
+    ("train_critic.py --out x --model MODEL", SILENT, "line 1: dialogue_history has no message"),
     ("train_policy.py --out x --model MODEL --loss mtdpo", ONCE, "no task has both a solved and a"),
     ("collect.py --model no/such", "", "no model at 'no/such'"),
     ("collect.py --model MODEL", " \n", "stdin is empty"),
