@@ -25,12 +25,13 @@ so that you can change this loop without touching the policy's.
 # Parse flags before importing torch, so that --help and flag errors are instant.
 from utils import (Log, add_warning, check_finite, fail, fail_on_error, flag, from_rank_0,
                    init_distributed, lr_at, machine_flags, open_stdout, parser, print_warnings,
-                   read_jsonl, rng, rows_of, run, warn_if_changed)
+                   read_jsonl, rng, rows_of, run, say, warn_if_changed)
 
 import gc
 import math
 import os
 import sys
+from itertools import permutations
 from types import SimpleNamespace
 
 from colbench import agent_messages, hidden_information, needs, task_id, with_hidden
@@ -113,7 +114,9 @@ def main(args):
     else:
         records, model, ref_logps = load_to_score(args, device)
     advantage_of = advantages(model, ref_logps, args.tree_tokens)
-    for r in records or ():  # only rank 0 has records
+    if records is None:
+        return  # only rank 0 has records
+    for r in records:
         for _, actions in actions_of(r):
             for action in actions:
                 turn = action.pop(TURN)
@@ -121,14 +124,16 @@ def main(args):
                 if turn is not None:
                     action["advantage"] = advantage_of[turn]
         emit(r)
+    print_pair_accuracy(args, records)
 
 
 def train(args, log, device):
     """Trains, and returns (rank 0's records or None, the critic, {turn: (L,) pi_ref log-probs})."""
-    records, (ref_turn_of, groups, held) = from_rank_0(lambda: prepare(args))
+    records, (ref_turn_of, pairs_of, held) = from_rank_0(lambda: prepare(args))
+    groups = list(pairs_of.values())
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
     log.begin(groups, held, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
-              model_weights=base_digest(args.model))
+              model_weights=base_digest(args.model), tasks=list(pairs_of))
 
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
@@ -175,6 +180,30 @@ def load_to_score(args, device):
         gc.collect()  # free its memory before loading pi
         model, _ = load(args.out, device, args.dtype, args)
     return records, model, ref_logps
+
+
+def print_pair_accuracy(args, records):
+    """Prints how many trajectory pairs of untrained tasks the summed advantages order correctly.
+
+    Two trajectories of a task are a pair if trajectory_pairs() may pair them.
+    """
+    trained_on = rows_of(args.out)[0].get("tasks", ()) if args.out else ()
+    values = {}  # {task id: [(reward, sum of advantages)]}
+    for r in records:
+        messages = agent_messages(r)
+        if "reward" in r and all("advantage" in m for m in messages):
+            value = sum(m["advantage"] for m in messages)
+            values.setdefault(task_id(r["task"]), []).append((r["reward"], value))
+    correct = [a > b for task in values.keys() - trained_on
+               for (high, a), (low, b) in permutations(values[task], 2)
+               if high > low and (high >= 1 if args.min_gap is None else high - low >= args.min_gap)]
+    if correct:
+        share = sum(correct) / len(correct)
+        say(f"the advantages order {share:.1%} of {len(correct)} trajectory pairs correctly, on "
+            "tasks that the critic was not trained on")
+        if share < 2 / 3:
+            say("warning: a policy trained on such advantages may get worse; see README, Trained "
+                "or untrained critic")
 
 
 def held_out_metrics(loss_of_pairs, args, model, pairs, ref_logps):
@@ -224,11 +253,11 @@ def finished_flags(folder, model=None):
 # --- pairs ----------------------------------------------------------------------------------------
 
 def prepare(args):
-    """Returns (records, ({turn: reference turn}, [[Pair]] per training task, held-out [Pair]))."""
+    """Returns (records, ({turn: reference turn}, {training task: [Pair]}, held-out [Pair]))."""
     records, ref_turn_of = read_stdin(args, "reward")
     pairs_of = trajectory_pairs(sorted_records(records), args.min_gap)
     train_tasks, held_tasks = hold_out(pairs_of, args.held_out, args.seed)
-    return records, (ref_turn_of, [pairs_of[task] for task in train_tasks],
+    return records, (ref_turn_of, {task: pairs_of[task] for task in train_tasks},
                      [pair for task in held_tasks for pair in pairs_of[task]])
 
 

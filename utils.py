@@ -486,8 +486,9 @@ class Log:
         pairs = sum(map(len, groups))
         hint = ": training signal will be weak" if pairs < 50 or steps < 30 else ""
         say(f"{pairs} pairs, {steps} steps{hint}")
-        facts |= {"steps": steps, "pairs": pairs, "held_out_pairs": len(held),
-                  "pairs_hash": digest([digest(tuple(pair)) for pair in chain(*groups, held)])}
+        facts = {"steps": steps, "pairs": pairs, "held_out_pairs": len(held),
+                 "pairs_hash": digest([digest(tuple(pair)) for pair in chain(*groups, held)]),
+                 **facts}
         first = {"args": vars(self.args), "argv": sys.argv, "cwd": os.getcwd(),
                  "version": version(), "world": WORLD, **facts}
         if self.rows:

@@ -222,7 +222,8 @@ def read(name, args):
     """(the model's config, [[Pair]], turns of the reference, turns to score) of stdin."""
     trainer = import_module(name)
     if name == "train_critic":
-        _, (ref_of, groups, _) = trainer.prepare(args)
+        _, (ref_of, pairs_of, _) = trainer.prepare(args)
+        groups = list(pairs_of.values())
         turns, scored = list(ref_of.values()), list(ref_of)
     else:
         groups, held = trainer.prepare(args)

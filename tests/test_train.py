@@ -27,7 +27,7 @@ import model as M
 import train_critic
 import train_policy
 import utils
-from colbench import agent_messages
+from colbench import agent_messages, task_id
 from conftest import (CPU, ROOT, actions, complaint, demos, descendants, dialogue, gone, lines,
                       metrics, plain_ids, records, script, steps, succeed, uncut, until)
 from model import TURN, Pair
@@ -159,7 +159,10 @@ def read_by(monkeypatch, given, trainer, *flags):
     """(groups of pairs, pairs held out) that a trainer makes of the records."""
     monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(given).encode()))
     made = trainer.prepare(trainer.get_args([*map(str, flags), "--out", "x"]))
-    return made[1][1:] if trainer is train_critic else made
+    if trainer is train_policy:
+        return made
+    _, (_, pairs_of, held) = made
+    return list(pairs_of.values()), held
 
 
 def prepared(monkeypatch, given, trainer, *flags):
@@ -637,3 +640,28 @@ def test_turns_that_are_too_long_get_no_advantage_and_are_counted(data, tiny_dir
     left_out = scored.count(False)
     assert 0 < left_out < len(scored)
     assert f"{left_out} turns exceed 150 tokens" in done.stderr
+
+
+def test_pair_accuracy_is_that_of_a_plain_loop_over_pairs(rewarded, tiny_dir, tmp_path):
+    """Of a trained critic on tasks that it did not train on, of an untrained one on all tasks."""
+    def score(given, *flags):
+        done = succeed("train_critic.py", *flags, stdin=given)
+        return records(done.stdout), done.stderr
+
+    def expected(rs, trained_on=()):
+        values = [(task_id(r["task"]), r["reward"],
+                   sum(m["advantage"] for m in agent_messages(r))) for r in rs]
+        correct = [a > b for task, high, a in values for other, low, b in values
+                   if task == other and task not in trained_on and high >= 1 > low]
+        return f"order {sum(correct) / len(correct):.1%} of {len(correct)} trajectory pairs"
+
+    out, model_flags = tmp_path / "c", ("--model", tiny_dir)
+    scored, said = score(rewarded, *model_flags, "--out", out, "--lr", 1e-3, "--epochs", 1,
+                         "--held_out", 0.5)
+    trained_on = utils.rows_of(out)[0]["tasks"]
+    assert 0 < len(trained_on) < len({task_id(r["task"]) for r in rewarded})
+    assert expected(scored, trained_on) in said
+    rescored, said = score(scored, "--out", out)
+    assert expected(rescored, trained_on) in said
+    scored, said = score(rewarded, *model_flags, "--untrained", 1)
+    assert expected(scored) in said
