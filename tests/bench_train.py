@@ -10,12 +10,12 @@ The data has the paper's shape: four trajectories per task, six turns per trajec
 and four pairs per turn. Texts are random words, weights are random. The trainers' own functions
 read the records and make the batches; on GPUs a batch has a job's number of pairs for every rank.
 Jobs are the trainers' losses ("dpo 24": a batch of a whole trajectory, "dpo 96": of a whole task),
-and scoring, the log-probs of all 17 actions per turn without gradient. A row that fails has an
-error; all of these are listed at the end, with exit status 1.
+and scoring, the log-probs of all 17 actions per turn without gradient. If a row fails, it holds the
+error, and the script lists all failed rows at the end and exits with status 1.
 
 matmul     TFLOP/s of large matrix products, the peak that of_peak refers to
-oracle     relative errors of log-probs and gradients, of the tree in 16 bits (on a CPU: 32) and of
-           separate forwards in 16 bits, which should be similar; reference: separate ones in fp32
+oracle     relative errors of log-probs and gradients against separate forwards in fp32: of the tree
+           in 16 bits (on a CPU: 32), and of separate forwards in 16 bits, which should be similar
 load       loads the model, with --compile C --recompute R ("C1 R0"), and pi_ref
 JOB        the body of the trainers' loop, without the optimizer: seconds of the first run, in which
            torch compiles; tokens per second and rank; share of the peak (6 FLOPs per weight and

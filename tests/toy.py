@@ -174,7 +174,7 @@ WORLDS = {
 # --- tasks ----------------------------------------------------------------------------------------
 
 def draw_values(r, slots, usual):
-    """Draws {slot: value} from {slot: values}: with probability `usual` the first, usual value."""
+    """Draws {slot: value} from {slot: values}, with probability `usual` a slot's first value."""
     return {slot: values[0] if r.random() < usual else r.choice(values)
             for slot, values in slots.items()}
 

@@ -97,7 +97,7 @@ def demonstration(task, r, args):
         return output
 
     def human(history):
-        """Replies, and corrects the agent's next page, or changes a random slot of it."""
+        """Replies, then corrects that slot of the agent's next page, or changes a random slot."""
         correction = reply(task, history)
         named = [slot for slot in page if re.search(rf"\b{slot}\b", correction)]
         if r.random() < args.distract:

@@ -1,6 +1,6 @@
 # Shared by the experiments, which source it from the repo's root after the quickstart's install.
 #
-# They set seed, dir (of a run's files), tests (a file of tasks), base and critic_base (the models
+# They set seed, dir (of a run's files), tests (the test tasks), base and critic_base (the models
 # that policies and critics start from), and define run_episodes, train_critic and train_sweet. All
 # files go to runs/. One that exists is not made again, so rerun a killed script to resume it.
 #
@@ -13,7 +13,7 @@
 #   none       all advantages are 0, so that only the log-prob ranks
 #   without_c, trajectory, sum, regression, value      changed by tests/experiments/edits
 #   better     like trained, but on the episodes of the policy $FIRST and with --nll_coef 1
-#   again-untrained, again-better   second round: the policy starts from $FIRST and its candidates
+#   again-untrained, again-better   a second round: from the policy $FIRST, on its candidates
 set -euo pipefail
 . .venv/bin/activate
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}

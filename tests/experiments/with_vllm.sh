@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Starts a vLLM server, runs collect.py with it as the engine, and stops the server.
+# Starts a vLLM server, runs a command with it as the engine (--engine), and stops the server.
 #
 #   bash tests/experiments/with_vllm.sh runs/sweet --data-parallel-size 4 -- \
 #       python collect.py --model runs/sweet --human human.py < tasks.jsonl > episodes.jsonl
 #
-# Before -- stand the arguments of `vllm serve`, after it the command, to which --engine is added.
+# Before -- come the arguments of `vllm serve`, after it the command, which gets the flag --engine.
 set -euo pipefail
 serve=()
 while [ "$1" != -- ]; do serve+=("$1"); shift; done
