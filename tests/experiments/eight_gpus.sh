@@ -6,8 +6,8 @@
 #   GPUS=2 TASKS=50 TESTS=20 HUMAN=http://localhost:8000/v1 MODEL=DIR ...    # smaller
 #
 # While collecting, half of the GPUs serve the human, unless HUMAN is a server's address, and half
-# the agent. Prints a table to stderr; all files go to runs8/. If it is killed, rerun it to resume.
-# It has not been run on GPUs yet, only on a CPU with GPUS=2, a tiny MODEL and toy tasks.
+# the agent. Prints a table to stderr. Downloads to data/, writes all else to runs8/. Rerun it if it
+# is killed. It has not been run on GPUs yet, only on a CPU with GPUS=2, a tiny MODEL and toy tasks.
 . tests/experiments/common.sh
 mkdir -p runs8
 GPUS=${GPUS:-8}
