@@ -1,35 +1,37 @@
-"""What the trainers' steps and scores cost, beside other ways to compute the same; right results.
+"""Benchmarks the trainers' steps and scores against other implementations, and compares results.
 
     python tests/bench_train.py                                   # some minutes of one core
     torchrun --nproc_per_node=2 tests/bench_train.py --jobs dpo critic --repeats 5
-    torchrun --nproc_per_node=8 tests/bench_train.py --out rows.json            # of a GPU each
+    torchrun --nproc_per_node=8 tests/bench_train.py --out rows.json            # one GPU per rank
     python tests/bench_train.py --shapes 1b                       # five minutes of an H100
     python tests/bench_train.py --shapes tiny --ways 01 11 10     # a rehearsal on a CPU
 
-Records of the paper's shape: a task has four trajectories of six turns, a turn 16 candidates and
-four pairs; texts are random words, models have random weights. The trainers' own functions read
-them and make the batches, on GPUs one of each job's pairs for each rank. Jobs are the trainers'
-losses ("dpo 24": pairs of a trajectory, "dpo 96": of a task), and scoring, log-probs of all 17
-actions a turn without gradient. A row that fails says so; at the end all are named, with exit
-status 1.
+The data has the paper's shape: four trajectories per task, six turns per trajectory, 16 candidates
+and four pairs per turn. Texts are random words, weights are random. The trainers' own functions
+read the records and make the batches; on GPUs a batch has a job's number of pairs for every rank.
+Jobs are the trainers' losses ("dpo 24": a batch of a whole trajectory, "dpo 96": of a whole task),
+and scoring, the log-probs of all 17 actions per turn without gradient. If a row fails, it holds the
+error, and the script lists all failed rows at the end and exits with status 1.
 
-matmul     TFLOP/s of large matrix products, the peak that the shares are of
-oracle     the tree in 16 bits (a CPU: 32) beside separate forwards in fp32: relative errors of
-           log-probs and gradients, and those of separate forwards in 16 bits, about as large
-load       the model from the disk, with --compile C --recompute R ("C1 R0"), and pi_ref
-JOB        the body of the trainers' loop, without the optimizer: its first run, in which torch
-           compiles; tokens a second and rank, share of the peak (6 FLOPs a weight and token), on a
-           GPU peak memory, and what plan.py expects. The rival, the first way only: the released
-           procedure on the same pairs and weights; a pair is a batch of two padded sequences, all
-           logits, pi_ref on it at every step. time_trl, on one process of a CPU: TRL's DPOTrainer,
-           a pair at a time (pip install trl==1.16.0; left out without it)
-scoring    the rival computes a prompt once, with a KV cache; then all its actions in one padded
-           batch, with the head on actions alone
+matmul     TFLOP/s of large matrix products, the peak that of_peak refers to
+oracle     relative errors of log-probs and gradients against separate forwards in fp32: of the tree
+           in 16 bits (on a CPU: 32), and of separate forwards in 16 bits, which should be similar
+load       loads the model, with --compile C --recompute R ("C1 R0"), and pi_ref
+JOB        the body of the trainers' loop, without the optimizer: seconds of the first run, in which
+           torch compiles; tokens per second and rank; share of the peak (6 FLOPs per weight and
+           token); on a GPU peak memory, and plan.py's prediction. The first of --ways also has a
+           rival: the released procedure on the same pairs and weights, which makes each pair a
+           batch of two padded sequences, computes all logits, and runs pi_ref at every step.
+           time_trl, with one process on a CPU: TRL's DPOTrainer, one pair at a time (left out
+           without pip install trl==1.16.0)
+scoring    the rival computes each prompt once, with a KV cache, and then all its actions in one
+           padded batch, with the LM head on actions only
 
-time, least, most: the rival's seconds over ours, of repeats in turn; on a CPU its time, of the
-slowest rank. Ours includes pi_ref's share, by the epochs that it serves. bound: the same of
-computed tokens, with a backward pass as two forwards. differs: the relative difference of losses
-and gradients, or of log-probs, as whole vectors; in 32 bits a row fails if it is more than 1e-4.
+time, least, most: the rival's seconds over ours (median, minimum, maximum of the repeats), in CPU
+time on a CPU, of the slowest rank. Ours includes pi_ref's time, divided by the epochs that reuse
+its log-probs. bound: the same ratio of computed tokens, a backward pass counted as two forwards.
+differs: relative difference of losses and gradients, or of log-probs, as whole vectors; in fp32, a
+row fails if it exceeds 1e-4.
 """
 import contextlib
 import functools
@@ -58,18 +60,18 @@ import train_policy  # noqa: E402
 from model import (action_logps, all_batches, head_logps, load,  # noqa: E402
                    score, turns_in)
 from plan import count_tokens, plan  # noqa: E402
-from timing import in_turn, parser, ratio, show  # noqa: E402
+from timing import parser, ratio, show, time_alternately  # noqa: E402
 from utils import (RANK, WORLD, barrier, fail, from_rank_0, init_distributed,  # noqa: E402
                    leave_group, sum_over_ranks)
 
-#               module, flags, pairs a step, epochs that pi_ref's log-probs serve
+#               module, flags, pairs per step, epochs that reuse pi_ref's log-probs
 JOBS = {"dpo": (train_policy, [], 8, 1),
         "dpo 24": (train_policy, [], 24, 1),
         "dpo 96": (train_policy, [], 96, 1),
         "mtdpo": (train_policy, ["--loss", "mtdpo"], 8, 4),
         "rft": (train_policy, ["--loss", "rft"], 8, 4),
         "critic": (train_critic, ["--held_out", "0"], 8, 4)}
-#           width, MLP, layers, heads, KV heads, head size, vocabulary, tied
+#           width, MLP, layers, heads, KV heads, head size, vocabulary, tied embeddings
 SHAPES = {"tiny": (64, 128, 1, 2, 1, 32, 2048, True),
           "small": (384, 1024, 2, 6, 2, 64, 2048, False),
           "1b": (2048, 8192, 16, 32, 8, 64, 128256, True),
@@ -86,19 +88,16 @@ def get_args():
     p.add_argument("--shapes", nargs="+", choices=SHAPES,
                    default=["1b", "8b", "3b"] if GPU else ["small"])
     p.add_argument("--ways", nargs="+", default=["01", "11", "10"] if GPU else ["00"],
-                   help="--compile and --recompute")
+                   help="the digits of --compile and --recompute")
     p.add_argument("--tasks", type=int, default=8 * WORLD if GPU else 8)
-    p.add_argument("--out", help="a file for the rows as JSON")
+    p.add_argument("--out", help="file to write the rows to, as JSON")
     return p.parse_args()
 
 
 # --- data and models ------------------------------------------------------------------------------
 
 def make_data(folder, tasks, shape):
-    """Writes records.jsonl and a model with random weights, whose tokenizer has a token a word.
-
-    Returns the folder.
-    """
+    """Writes records.jsonl and a random model, whose tokens are words; returns the folder."""
     r = random.Random(0)
 
     def text(low, high):
@@ -118,9 +117,9 @@ def make_data(folder, tasks, shape):
                     history.append({"role": "user", "content": text(60, 160)})
                 f.write(json.dumps({"task": task, "reward": reward,
                                     "dialogue_history": history[:-1]}) + "\n")
-    words = "".join(f" w{n}" for n in range(WORDS)) * 2  # a tokenizer wants to see a word twice
-    says = [{"dialogue_history": [{"role": "assistant", "content": words}]}]
-    toy.tiny(says, 0, r" ?\w+|\W")[1].save_pretrained(folder)
+    words = "".join(f" w{n}" for n in range(WORDS)) * 2  # toy.tiny keeps words that occur twice
+    records = [{"dialogue_history": [{"role": "assistant", "content": words}]}]
+    toy.tiny(records, 0, r" ?\w+|\W")[1].save_pretrained(folder)
     torch.manual_seed(0)
     with torch.device("cuda" if GPU else "cpu"):
         lm = LlamaForCausalLM(config_of(shape))
@@ -129,7 +128,7 @@ def make_data(folder, tasks, shape):
 
 
 def config_of(shape):
-    """The config of a model of a shape."""
+    """Returns the config of a model of one of SHAPES."""
     width, mlp, layers, heads, kv, size, vocab, tied = SHAPES[shape]
     return LlamaConfig(vocab_size=vocab, hidden_size=width, intermediate_size=mlp, head_dim=size,
                        num_hidden_layers=layers, num_attention_heads=heads,
@@ -139,7 +138,7 @@ def config_of(shape):
 
 @functools.cache
 def read_groups(job, folder):
-    """The groups of pairs, as the job's trainer reads them; for scoring the critic's turns."""
+    """Returns [[Pair]] as the job's trainer reads them; for scoring, the critic's turns."""
     module, flags, _, _ = JOBS["critic" if job == "scoring" else job]
     args = module.get_args(["--model", folder, "--out", folder, *flags])
     with open(f"{folder}/records.jsonl") as f, patch("sys.stdin", f):
@@ -151,20 +150,20 @@ def read_groups(job, folder):
 
 @torch.no_grad()
 def load_moved(folder, device, compile=0, recompute=0):
-    """A trainer's model, for a policy: its weights have moved a little from pi_ref's."""
+    """Loads a model like a trainer, and moves its weights a little away from pi_ref's."""
     flags = SimpleNamespace(offload=0, compile=compile, recompute=recompute)
     model, _ = load(folder, device, "auto", flags, train=True)
     for n, p in enumerate(model.parameters()):
-        own = p.to_local() if hasattr(p, "to_local") else p  # a shard's numbers are its own
+        own = p.to_local() if hasattr(p, "to_local") else p  # each shard has its own noise
         generator = torch.Generator(own.device).manual_seed(1000 * RANK + n)
         own.add_(torch.empty_like(own).normal_(0, own.std(), generator=generator), alpha=0.1)
     return model
 
 
-# --- steps: each leaves gradients and returns the loss --------------------------------------------
+# --- steps: each computes gradients and returns the loss ------------------------------------------
 
 def loss_of(job, pairs, logps, ref, batch):
-    """The share of these pairs in the loss of a step, by the trainer. logps, ref: {turn: (L,)}."""
+    """Returns the part of these pairs in the loss of a batch. logps, ref: {turn: (L,)}."""
     module, flags, _, _ = JOBS[job]
     args = module.get_args(["--out", "x", *flags])
 
@@ -176,7 +175,7 @@ def loss_of(job, pairs, logps, ref, batch):
 
 
 def our_step(model, job, batch, ref):
-    """As the trainers do it; on all ranks the same loss."""
+    """Runs a step like the trainers. The loss is the same on all ranks."""
     logps = action_logps(model, turns_in(batch), TREE_TOKENS)
     loss = loss_of(job, batch, logps, ref, batch)
     loss.backward()
@@ -184,8 +183,8 @@ def our_step(model, job, batch, ref):
 
 
 @contextlib.contextmanager
-def plain(*models):
-    """Inside, a model's forward takes padded ids (B, T), without a tree; gives (B, T-1) logps."""
+def without_trees(*models):
+    """Makes the models' forward map padded ids (B, T) to log-probs (B, T-1), not a Tree."""
     def forward(model, ids):
         logits = model.lm(input_ids=ids, use_cache=False).logits[:, :-1].float()
         return logits.log_softmax(-1).gather(2, ids[:, 1:, None]).sum(2)  # no view, for FSDP
@@ -201,14 +200,14 @@ def plain(*models):
 
 
 def pad(seqs, device):
-    """(B, T) ids, padded on the right: with a causal mask, nobody sees the padding."""
+    """Returns (B, T) ids, padded on the right, where a causal mask hides the padding."""
     length = max(map(len, seqs))
     return torch.tensor([[*map(ord, seq), *[0] * (length - len(seq))] for seq in seqs],
                         device=device)
 
 
 def official_step(model, job, batch, ref_model):
-    """By the released procedure, pair by pair; each rank takes its share of them."""
+    """Runs a step like the released code, pair by pair, each rank with its shard of the batch."""
     total = 0.0
     for pair in batch[RANK::WORLD]:
         sides = [side for side in pair[:2] if side]
@@ -218,7 +217,7 @@ def official_step(model, job, batch, ref_model):
             return {(prompt, action): row[len(prompt) - 1:][:len(action)].cpu()
                     for row, side in zip(rows, sides) for prompt, action in side}
 
-        with plain(model, ref_model):
+        with without_trees(model, ref_model):
             with torch.no_grad():
                 ref = logps_of(ref_model(ids)) if job != "rft" else {}
             loss = loss_of(job, [pair], logps_of(model(ids)), ref, batch)
@@ -228,7 +227,7 @@ def official_step(model, job, batch, ref_model):
 
 
 def trl_step(model, ref_model, pairs):
-    """A function that takes TRL's step and returns its loss; None where it can't be compared."""
+    """Returns a function that runs TRL's step and returns its loss, or None if it can't run."""
     if GPU or WORLD > 1:
         return None
     try:
@@ -241,7 +240,7 @@ def trl_step(model, ref_model, pairs):
         def _prepare_dataset(self, dataset, *args):
             return dataset  # token ids already
 
-    def after_prompt(side):  # with the human's replies, if it has several turns
+    def after_prompt(side):  # including the human's replies, if there are several turns
         (first, _), (last, action) = side[0], side[-1]
         return list(map(ord, (last + action)[len(first):]))
 
@@ -258,7 +257,7 @@ def trl_step(model, ref_model, pairs):
 
     def step(*_):
         trainer.current_gradient_accumulation_steps = len(rows)
-        with plain(model, ref_model):
+        with without_trees(model, ref_model):
             return sum(trainer.training_step(trainer.model, trainer.data_collator([row])).item()
                        for row in rows)
 
@@ -266,9 +265,7 @@ def trl_step(model, ref_model, pairs):
 
 
 def official_tokens(batch):
-    """Tokens of a forward of the released procedure, pair by pair: a side's turns in one sequence,
-    padded to the longer one.
-    """
+    """Returns the tokens of official_step's forwards: each pair padded to its longer side."""
     total = 0
     for pair in batch:
         lengths = [count_tokens(side) for side in (pair.chosen, pair.rejected) if side]
@@ -280,14 +277,11 @@ def official_tokens(batch):
 
 @torch.no_grad()
 def kv_cache_scores(model, turns):
-    """([(L,)] of the turns, how many tokens are computed).
-
-    Each prompt once, then its actions in a padded batch on its KV cache.
-    """
+    """Returns ([(L,) log-probs], number of tokens computed), with a KV cache per prompt."""
     logps, by_prompt, decoder, tokens = {}, {}, model.lm.model, 0
     for prompt, action in turns:
         by_prompt.setdefault(prompt, []).append(action)
-    with plain(model):
+    with without_trees(model):
         for prompt, actions in by_prompt.items():
             first = decoder(input_ids=pad([prompt], model.device), use_cache=True)
             cache, ids = first.past_key_values, pad(actions, model.device)
@@ -298,8 +292,8 @@ def kv_cache_scores(model, turns):
             tokens += len(prompt) + ids[:, :-1].numel()
             hidden = torch.cat([first[0][:, -1:].expand(len(actions), -1, -1), rest], 1)
             lengths = torch.tensor([len(action) for action in actions], device=ids.device)
-            real = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
-            flat = head_logps(hidden[real], model.lm.lm_head.weight, None, ids[real],
+            mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]  # no padding
+            flat = head_logps(hidden[mask], model.lm.lm_head.weight, None, ids[mask],
                               model.config).cpu()
             for action, x in zip(actions, flat.split(lengths.tolist())):
                 logps[prompt, action] = x
@@ -309,28 +303,28 @@ def kv_cache_scores(model, turns):
 # --- measuring ------------------------------------------------------------------------------------
 
 def clock():
-    """Seconds: CPU time, on a GPU wall time."""
+    """Returns CPU seconds on a CPU, and wall seconds on a GPU."""
     if GPU:
         torch.cuda.synchronize()
     return time.perf_counter() if GPU else time.process_time()
 
 
 def max_over_ranks(number):
-    """The largest number of all ranks, which must all call this."""
+    """Returns the maximum of a number over all ranks, which must all call this."""
     number = torch.tensor(float(number))
     if WORLD > 1:
         dist.all_reduce(number, dist.ReduceOp.MAX)
     return number.item()
 
 
-def timed(ways, repeats):
-    """{name: the slowest rank's seconds of each repeat} of {name: function}."""
-    seconds, _ = in_turn(ways, repeats, clock)
+def timed(functions, repeats):
+    """Returns {name: [seconds of the slowest rank, per repeat]} for {name: function}."""
+    seconds, _ = time_alternately(functions, repeats, clock)
     return {name: list(map(max_over_ranks, times)) for name, times in seconds.items()}
 
 
 def difference(ours, theirs):
-    """Norm of the difference of two lists of tensors, over that of the first; of all shards."""
+    """Returns ||ours - theirs|| / ||ours|| of two lists of tensors, over all ranks' shards."""
     def norm(tensors):
         return sum_over_ranks(sum(x.double().norm().item() ** 2 for x in tensors)) ** 0.5
 
@@ -338,10 +332,10 @@ def difference(ours, theirs):
 
 
 def difference_of_steps(model, pi_ref, job, batch, ref):
-    """Of the losses or the gradients of our step and of the released procedure's."""
-    def run(step, given):
+    """Returns the difference of our and the official loss or gradients, whichever is larger."""
+    def run(step, ref_or_model):
         model.zero_grad()
-        loss = step(model, job, batch, given)
+        loss = step(model, job, batch, ref_or_model)
         shards = [getattr(p.grad, "to_local", lambda p=p: p.grad)() for p in model.parameters()]
         return torch.tensor([loss]), shards
 
@@ -350,24 +344,24 @@ def difference_of_steps(model, pi_ref, job, batch, ref):
 
 
 def expected_gb(planned):
-    """The peak of memory that plan.py tells, without the moments, and with pi_ref in 16 bits."""
+    """Returns plan.py's peak memory, without AdamW's moments, but with pi_ref in 16 bits."""
     moments = 8e-9 * planned["trained"] / planned["gpus"]
     return planned["peak_gb_a_gpu"] - moments + 2e-9 * planned["parameters"]
 
 
-def rivalry(theirs, ours, bound, differs):
-    """The figures of a rival. theirs, ours: seconds of each repeat."""
-    middle, least, most = ratio(theirs, ours)
-    return {"time": middle, "least": least, "most": most, "bound": bound, "differs": differs}
+def rival_figures(theirs, ours, bound, differs):
+    """Returns a row's figures about its rival. theirs, ours: seconds of each repeat."""
+    median, least, most = ratio(theirs, ours)
+    return {"time": median, "least": least, "most": most, "bound": bound, "differs": differs}
 
 
 class Bench:
-    """The rows of one shape. Each method makes one, a dict of figures, or raises what is wrong."""
+    """The rows for one shape: each method that rows() yields returns a dict of figures."""
 
     def __init__(self, args, device, folder):
         self.args, self.device, self.folder = args, device, folder
         self.dtype = torch.bfloat16 if GPU else torch.float32
-        self.model = self.pi_ref = None  # sharded as in training; whole, in 16 bits
+        self.model = self.pi_ref = None  # sharded as in training; unsharded, in 16 bits
 
     def batch(self, job):
         pairs = JOBS[job][2] * (WORLD if GPU else 1)
@@ -385,11 +379,11 @@ class Bench:
         turns = [(prompt[-512:], action) for job in ("dpo 24", "critic")
                  for prompt, action in turns_in(self.batch(job))[:6]]
 
-        def numbers(dtype, separate):
-            """([log-probs], [gradient]); separate: each turn has a forward of its own."""
+        def results(dtype, separate):
+            """Returns ([log-probs], [gradients]). separate: one forward per turn, no tree."""
             model, _ = load(self.folder, self.device, dtype)
             if separate:
-                with plain(model):
+                with without_trees(model):
                     logps = [model(pad([p + a], self.device))[0, len(p) - 1:] for p, a in turns]
             else:
                 by_turn = action_logps(model, turns)
@@ -398,9 +392,9 @@ class Bench:
             logps.mean().backward()
             return [logps.detach().cpu()], [p.grad for p in model.parameters()]
 
-        right, errors = numbers(torch.float32, True), {}
+        expected, errors = results(torch.float32, True), {}
         for name, separate in (("tree", False), ("separate", True)):
-            for what, x, y in zip(("logps", "gradients"), right, numbers(self.dtype, separate)):
+            for what, x, y in zip(("logps", "gradients"), expected, results(self.dtype, separate)):
                 errors[f"{name}_{what}"] = difference(x, y)
         return errors
 
@@ -418,58 +412,57 @@ class Bench:
         turns = turns_in(batch) if job != "rft" else []
         ref = score(self.pi_ref, turns, TREE_TOKENS)
 
-        def of(step, given):
+        def run(step, ref_or_model):
             self.model.zero_grad()
-            return step(self.model, job, batch, given)
+            return step(self.model, job, batch, ref_or_model)
 
-        ways = {"ours": functools.partial(of, our_step, ref)}
+        functions = {"ours": functools.partial(run, our_step, ref)}
         start = time.perf_counter()
-        ways["ours"]()  # to warm up
+        functions["ours"]()  # warm-up
         first = time.perf_counter() - start
         if GPU:
             torch.cuda.reset_peak_memory_stats()
-        ways["ours"]()
+        functions["ours"]()
         gb = GPU and torch.cuda.max_memory_allocated() / 1e9
         if with_rival:
-            ways["official"] = functools.partial(of, official_step, self.pi_ref)
-            ways["pi_ref"] = functools.partial(score, self.pi_ref, turns, TREE_TOKENS)
-            ways["official"]()
+            functions["official"] = functools.partial(run, official_step, self.pi_ref)
+            functions["pi_ref"] = functools.partial(score, self.pi_ref, turns, TREE_TOKENS)
+            functions["official"]()  # warm-up
             if trl := job in ("dpo", "mtdpo") and trl_step(self.model, self.pi_ref, batch):
-                ways["trl"] = functools.partial(of, trl, None)
-        seconds = timed(ways, self.args.repeats)
-        least = min(seconds["ours"])
+                functions["trl"] = functools.partial(run, trl, None)
+        seconds = timed(functions, self.args.repeats)
+        fastest = min(seconds["ours"])
         module, flags, _, _ = JOBS[job]
         args = module.get_args(["--out", "x", "--recompute", self.recompute, *flags])
         planned = plan(args, WORLD, self.model.config, [batch], turns)
         tokens = planned["tokens"]
         flops = 6 * planned["parameters"] * tokens["slowest_rank"] / WORLD
-        figures = {"pairs": len(batch), "seconds": least, "first": first,
-                   "tokens_a_second": tokens["computed"] / WORLD / least,
-                   "of_peak": flops / least / self.peak}
+        figures = {"pairs": len(batch), "seconds": fastest, "first": first,
+                   "tokens_a_second": tokens["computed"] / WORLD / fastest,
+                   "of_peak": flops / fastest / self.peak}
         if GPU:
             figures |= {"peak_gb": max_over_ranks(gb), "expected_gb": expected_gb(planned)}
         if with_rival:
             ours = [a + b / epochs for a, b in zip(seconds["ours"], seconds["pi_ref"])]
-            of_ours = 3 * tokens["slowest_rank"] + planned["reference_tokens"] / epochs
-            bound = official_tokens(batch) * (4 if turns else 3) / of_ours
+            our_tokens = 3 * tokens["slowest_rank"] + planned["reference_tokens"] / epochs
+            bound = official_tokens(batch) * (4 if turns else 3) / our_tokens
             differs = difference_of_steps(self.model, self.pi_ref, job, batch, ref)
-            figures |= rivalry(seconds["official"], ours, bound, differs)
-            if "trl" in ways:
+            figures |= rival_figures(seconds["official"], ours, bound, differs)
+            if "trl" in functions:
                 figures["time_trl"], *_ = ratio(seconds["trl"], ours)
         return figures
 
     def scoring(self):
-        """Of two trajectories."""
-        turns = read_groups("scoring", self.folder)[:2 * TURNS * (CANDIDATES + 1)]
-        ways = {"ours": functools.partial(score, self.pi_ref, turns, TREE_TOKENS),
-                "kv cache": functools.partial(kv_cache_scores, self.pi_ref, turns)}
-        seconds = timed(ways, self.args.repeats)
-        theirs, tokens = ways["kv cache"]()
-        return rivalry(seconds["kv cache"], seconds["ours"], tokens / count_tokens(turns),
-                       difference(ways["ours"]().values(), theirs))
+        turns = read_groups("scoring", self.folder)[:2 * TURNS * (CANDIDATES + 1)]  # 2 trajectories
+        functions = {"ours": functools.partial(score, self.pi_ref, turns, TREE_TOKENS),
+                     "kv cache": functools.partial(kv_cache_scores, self.pi_ref, turns)}
+        seconds = timed(functions, self.args.repeats)
+        theirs, tokens = functions["kv cache"]()
+        return rival_figures(seconds["kv cache"], seconds["ours"], tokens / count_tokens(turns),
+                             difference(functions["ours"]().values(), theirs))
 
     def rows(self):
-        """(its name, function that makes the row, its arguments)"""
+        """Yields (name, method that measures the row, *its arguments)."""
         yield "matmul", self.matmul
         if WORLD == 1:
             yield "oracle", self.oracle
@@ -491,12 +484,12 @@ def main(args):
     for shape in args.shapes:
         with tempfile.TemporaryDirectory() as folder:
             _, folder = from_rank_0(lambda: (None, make_data(folder, args.tasks, shape)))
-            for name, make, *given in Bench(args, device, folder).rows():
+            for name, measure, *parameters in Bench(args, device, folder).rows():
                 row = {"row": f"{shape} {name}"}
                 try:
-                    row |= make(*given)
+                    row |= measure(*parameters)
                     if not GPU and not row.get("differs", 0) < 1e-4:
-                        row["error"] = "not the same work"
+                        row["error"] = "the rival's results differ"
                 except (Exception, SystemExit) as e:
                     traceback.print_exc()
                     row["error"] = f"{type(e).__name__}: {e}".splitlines()[0]
@@ -504,10 +497,10 @@ def main(args):
                 show(row)
                 if args.out and RANK == 0:
                     Path(args.out).write_text(json.dumps(rows, indent=1))
-                barrier()  # all ranks begin the next row together
+                barrier()  # so that all ranks begin the next row together
                 gc.collect()
                 torch.cuda.empty_cache()
-        del make  # and the models: the next shape's come onto the GPU
+        del measure  # frees the models before those of the next shape are loaded
         torch.compiler.reset()
     leave_group()
     if failed := [f"{row['row']} ({row['error']})" for row in rows if "error" in row]:

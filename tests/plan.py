@@ -1,17 +1,19 @@
-"""What a run of a trainer would take, before GPUs are rented: it trains nothing.
+"""Predicts the time and memory of a training run from its data and flags, without training.
 
     python tests/plan.py train_policy.py --gpus 8 --batch_size 32 < scored.jsonl
     python tests/plan.py train_critic.py --gpus 8 --model runs/base < trajectories.jsonl
 
-The trainer's own functions read stdin and make the batches. tokens of all steps: computed;
-slowest_rank, those of each step's slowest GPU times the number of GPUs. reference_tokens and
-critic_tokens, the turns that pi_ref and the trained critic score, are computed once.
-hours: at 400 TFLOP/s a GPU, 6 for each weight and token in training, 2 without gradient, and 2
-where layers are recomputed, 2 where trees are.
-gb_a_gpu: fp32 weights, gradients and AdamW's moments. peak_gb_a_gpu: the most that a step takes, in
-bf16, with the activations of the largest tree. --recompute 0, where it fits, is a sixth faster;
-compiled it takes less. It is null for a model that is computed turn by turn, whose tokens are more,
-too, and where numbers decide what is computed.
+The trainer's own functions read stdin and make the batches; a model on the meta device, which has
+shapes but no data, runs the step with the largest tree. Prints one line of JSON:
+
+    tokens            all steps: computed, and slowest_rank (each step's slowest GPU, times GPUs)
+    reference_tokens, critic_tokens     scored once by pi_ref and by the learned critic
+    hours             at 400 TFLOP/s per GPU. FLOPs per weight and token: 6 in training, 2 more if
+                      layers are recomputed, 2 more if trees are, 2 without gradient
+    gb_a_gpu          fp32 weights, gradients and AdamW's moments
+    peak_gb_a_gpu     peak of a step in bf16; less with torch.compile. null if operations depend on
+                      data, or the model is computed turn by turn, which takes more tokens, too
+--recompute 0 is a sixth faster if it fits in memory.
 """
 import argparse
 import json
@@ -37,19 +39,19 @@ from utils import fail, say  # noqa: E402
 
 
 def count_tokens(turns):
-    """The tokens of the turns' tree."""
+    """Returns the number of tokens in the turns' tree."""
     return sum(len(seq) - shared for _, seq, shared in in_order(turns))
 
 
-# --- the peak of memory: a step on meta tensors, which have shapes but no numbers -----------------
+# --- peak memory: a step on meta tensors ----------------------------------------------------------
 
 class Memory(TorchDispatchMode):
-    """Counts the bytes of the tensors that are made inside: `now`, and the `peak` so far."""
+    """Counts the bytes of meta tensors that are created inside: `now`, and their `peak`."""
 
-    def __init__(self, known):
+    def __init__(self, ignored):
         super().__init__()
         self.now = self.peak = 0
-        self.sizes = {x.untyped_storage()._cdata: 0 for x in known}  # {storage: its bytes}
+        self.sizes = {x.untyped_storage()._cdata: 0 for x in ignored}  # {storage: bytes}
 
     def add(self, size):
         self.now += size
@@ -69,12 +71,12 @@ class Memory(TorchDispatchMode):
 
 
 class FlashMemory(torch.autograd.Function):
-    """What FlashAttention-2 makes and keeps: q (T, heads, D), k and v (K, their heads, D)."""
+    """Creates the same tensors as FlashAttention-2. q: (T, H, D), k and v: (K, KV, D)."""
 
     @staticmethod
     def forward(ctx, q, k, v, runs):
-        out, log_sums = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, out, log_sums)
+        out, logsumexp = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, logsumexp)
         ctx.runs = runs
         return out
 
@@ -83,17 +85,17 @@ class FlashMemory(torch.autograd.Function):
         q, k, v, _, _ = ctx.saved_tensors
         gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), None
         tokens, *rest = q.shape
-        sums = [q.new_empty(tokens + 128 * ctx.runs, *rest, dtype=torch.float32)]
-        if q.shape[1] > k.shape[1]:  # gradients of keys and values by query head
-            sums += [x.new_empty(len(x), *rest) for x in (k, v)]
-        del sums
+        buffers = [q.new_empty(tokens + 128 * ctx.runs, *rest, dtype=torch.float32)]
+        if q.shape[1] > k.shape[1]:  # key and value gradients per query head
+            buffers += [x.new_empty(len(x), *rest) for x in (k, v)]
+        del buffers
         return gradients
 
 
-def reduce_gradients(parameters, memory, share):
-    """As FSDP does: once all of them are there, it sums them over ranks in fp32.
+def count_reduction(parameters, memory, share):
+    """Makes `memory` count FSDP's sum over ranks, in fp32, once these have all their gradients.
 
-    share: of the sum, which a rank keeps; 0 if it has room for it already.
+    share: the part of the sum that a rank keeps; 0 if that is already counted.
     """
     size, ready = numel(parameters), []
 
@@ -110,52 +112,51 @@ def reduce_gradients(parameters, memory, share):
 
 
 def peak_bytes(args, gpus, model, turns, several):
-    """The most that a rank of so many holds in a step, whose largest tree is of these turns.
+    """Returns the peak memory of a rank in bytes, in a step whose largest tree has these turns.
 
-    model: of `without_numbers`. several: whether the rank has other trees, too. Then each is
-    computed again in the backward pass.
+    model: a meta_model. several: whether the rank has more trees, which then are recomputed.
     """
     if not M.may_take_trees(model.config):
-        raise ValueError("it is computed turn by turn")
+        raise ValueError("the model is computed turn by turn")
     model.lm.set_attn_implementation("tree")
     layers = [list(layer.parameters()) for layer in model.layers()]
-    of_layers = set(chain(*layers))
-    rest = [p for p in model.parameters() if p not in of_layers]  # embedding, last norm, head
-    trained, frozen = by_training(model.parameters())
+    in_layers = set(chain(*layers))
+    rest = [p for p in model.parameters() if p not in in_layers]  # embedding, last norm, head
+    trained, frozen = trained_and_frozen(model.parameters())
 
     memory = Memory([*model.parameters(), *model.buffers()])
     share = 0 if args.offload else 1 / gpus
-    # fp32 weights, two moments, the other trees' gradient
+    # fp32 weights and two moments; the gradient of the other trees
     memory.add(((12 + 4 * several) * numel(trained) + 2 * numel(frozen)) * share)
-    memory.add(2 * (numel(rest) + 2 * max(map(numel, layers))))  # gathered in bf16: two layers
+    memory.add(2 * (numel(rest) + 2 * max(map(numel, layers))))  # gathered in bf16: also two layers
     for parameters in (*layers, rest):
-        reduce_gradients(by_training(parameters)[0], memory, 0 if several else share)
+        count_reduction(trained_and_frozen(parameters)[0], memory, 0 if several else share)
     if args.recompute != 0:
         for layer in model.layers():
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
-    calls = []
+    calls = []  # number of runs of each
 
     def flash(q, k, v, cu_q, *more, **settings):
         calls.append(len(cu_q) - 1)
         return FlashMemory.apply(q, k, v, calls[-1])
 
-    on_gpu = {"flash_takes": lambda q, v: True, "flash_attn_varlen_func": flash,
+    like_gpu = {"flash_takes": lambda q, v: True, "flash_attn_varlen_func": flash,
               "MAX_LOGITS": {"meta": M.MAX_LOGITS["cuda"]}}
-    with patch.multiple(M, **on_gpu), memory:
+    with patch.multiple(M, **like_gpu), memory:
         tree, anchor = M.Tree(turns, "meta"), torch.ones((), requires_grad=True)
         if several:
             logps = checkpoint(M.tree_logps, model, tree, anchor, use_reentrant=True)
         else:
             logps = M.tree_logps(model, tree)
         if len(calls) != len(layers):
-            raise ValueError("it has layers without attention: it is computed turn by turn")
+            raise ValueError("layers without attention: the model is computed turn by turn")
         logps.sum().backward()
     return memory.peak
 
 
-def without_numbers(config):
-    """A TreeLM in bf16, of shapes alone."""
+def meta_model(config):
+    """Returns a bf16 TreeLM on the meta device."""
     with torch.device("meta"):
         model = M.TreeLM(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16))
         # after lora.diff: M.add_lora(model)
@@ -163,12 +164,12 @@ def without_numbers(config):
 
 
 def numel(parameters):
-    """How many numbers they have."""
+    """Returns the total number of elements."""
     return sum(p.numel() for p in parameters)
 
 
-def by_training(parameters):
-    """(those that are trained, those that are frozen)"""
+def trained_and_frozen(parameters):
+    """Splits parameters into (trained, frozen)."""
     parameters = list(parameters)
     return ([p for p in parameters if p.requires_grad],
             [p for p in parameters if not p.requires_grad])
@@ -176,60 +177,61 @@ def by_training(parameters):
 
 # --- the plan -------------------------------------------------------------------------------------
 
-def plan(args, gpus, config, steps, reference, scored=()):
-    """The dict of a run with a trainer's flags on so many GPUs. steps: [[Pair]].
+def plan(args, gpus, config, batches, ref_turns, critic_turns=()):
+    """Returns the prediction as a dict. args: the trainer's flags. batches: [[Pair]].
 
-    reference: the turns that the reference reads; scored: those that the trained critic judges.
+    ref_turns, critic_turns: the turns that pi_ref and the learned critic score.
     """
-    if not steps:
-        fail("there are no steps to take")
-    model = without_numbers(config)
-    trained, frozen = map(numel, by_training(model.parameters()))
+    if not batches:
+        fail("the run has no steps; try a higher --epochs")
+    model = meta_model(config)
+    trained, frozen = map(numel, trained_and_frozen(model.parameters()))
 
-    def deal_to_gpus(turns):
-        """(the parts, the tokens of each)"""
+    def partition_over_gpus(turns):
+        """Returns (parts, number of tokens of each part)."""
         parts = partition(turns, args.tree_tokens, gpus)
         return parts, list(map(count_tokens, parts))
 
     computed = slowest = flops = 0
     largest = (0, [], False)  # (tokens of a tree, its turns, whether its rank has several)
-    for batch in steps:
-        parts, tokens = deal_to_gpus(turns_in(batch))
+    for batch in batches:
+        parts, tokens = partition_over_gpus(turns_in(batch))
         trees = len(tokens) // gpus
         computed += sum(tokens)
-        longest = gpus * max(sum(tokens[n:n + trees]) for n in range(0, len(tokens), trees))
-        slowest += longest
-        flops += longest * (6 + 2 * (args.recompute != 0) + 2 * (trees > 1))
+        in_step = gpus * max(sum(tokens[n:n + trees]) for n in range(0, len(tokens), trees))
+        slowest += in_step
+        flops += in_step * (6 + 2 * (args.recompute != 0) + 2 * (trees > 1))
         for part, size in zip(parts, tokens):
             largest = max(largest, (size, part, trees > 1))
-    of_reference, of_critic = (sum(deal_to_gpus(turns)[1]) for turns in (reference, scored))
-    flops += 2 * (of_reference + of_critic)
-    at_rest = 0 if args.offload else (16 * trained + 2 * frozen) / gpus
+    reference_tokens, critic_tokens = (sum(partition_over_gpus(turns)[1])
+                                       for turns in (ref_turns, critic_turns))
+    flops += 2 * (reference_tokens + critic_tokens)
+    state_bytes = 0 if args.offload else (16 * trained + 2 * frozen) / gpus
     try:
         peak = float(f"{peak_bytes(args, gpus, model, *largest[1:]) / 1e9:.3g}")
-    except Exception as e:  # of many kinds: the model is not built as today's chat models are
-        say(f"no peak of memory can be told, and tokens are those of trees: {e}")
+    except Exception as e:  # any kind, as the model may have any architecture
+        say(f"warning: can't predict peak memory, and token counts assume shared prefixes: {e}")
         peak = None
-    return {"gpus": gpus, "parameters": trained + frozen, "trained": trained, "steps": len(steps),
+    return {"gpus": gpus, "parameters": trained + frozen, "trained": trained, "steps": len(batches),
             "tokens": {"computed": computed, "slowest_rank": slowest},
-            "reference_tokens": of_reference, "critic_tokens": of_critic,
+            "reference_tokens": reference_tokens, "critic_tokens": critic_tokens,
             "hours": float(f"{(trained + frozen) * flops / 400e12 / gpus / 3600:.3g}"),
-            "gb_a_gpu": float(f"{at_rest / 1e9:.3g}"),
+            "gb_a_gpu": float(f"{state_bytes / 1e9:.3g}"),
             "peak_gb_a_gpu": peak}
 
 
-def read(name, args):
-    """(the model's config, [[Pair]], turns of the reference, turns to score) of stdin."""
+def read_stdin(name, args):
+    """Returns (the model's config, [[Pair]], turns for pi_ref, turns for the critic)."""
     trainer = import_module(name)
     if name == "train_critic":
-        _, (ref_of, pairs_of, _) = trainer.prepare(args)
+        _, (ref_turn_of, pairs_of, _) = trainer.prepare(args)
         groups = list(pairs_of.values())
-        turns, scored = list(ref_of.values()), list(ref_of)
+        ref_turns, critic_turns = list(ref_turn_of.values()), list(ref_turn_of)
     else:
         groups, held = trainer.prepare(args)
-        scored = []
-        turns = turns_in(chain(*groups, held)) if args.loss != "rft" else []
-    return find_model(args.model)[2], groups, turns, scored
+        critic_turns = []
+        ref_turns = turns_in(chain(*groups, held)) if args.loss != "rft" else []
+    return find_model(args.model)[2], groups, ref_turns, critic_turns
 
 
 def main(argv=None):
@@ -242,9 +244,9 @@ def main(argv=None):
         p.error("--gpus must be 1 or more")
     name = own.trainer.removesuffix(".py")
     args = import_module(name).get_args([*flags, "--out", "none"])
-    config, groups, reference, scored = read(name, args)
-    steps = all_batches(groups, args.batch_size, args.epochs, args.seed)
-    print(json.dumps(plan(args, own.gpus, config, steps, reference, scored)))
+    config, groups, ref_turns, critic_turns = read_stdin(name, args)
+    batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
+    print(json.dumps(plan(args, own.gpus, config, batches, ref_turns, critic_turns)))
 
 
 if __name__ == "__main__":

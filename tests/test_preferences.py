@@ -85,12 +85,12 @@ def test_a_thought_and_a_begun_answer_go_where_they_belong():
 GOOD = {"chosen": CHOSEN, "rejected": REJECTED}
 NO_FORM = {
     "its columns are prompt, completion, label": {"prompt": "a", "completion": "b", "label": True},
-    "a part of content is no text": {"prompt": [{**RIVER, "content": [{"text": None}]}],
+    "a part of content is not text": {"prompt": [{**RIVER, "content": [{"text": None}]}],
                                      "chosen": "b", "rejected": "c"},
     "for tools see TRL": {"tools": [{}], "prompt": "a", "chosen": "b", "rejected": "c"},
     "every message has the same weight": {"prompt": "a", "chosen": [{**ELBE, "weight": 0}],
                                           "rejected": "c"},
-    "is no text": {"prompt": [{**RIVER, "content": [{"type": "image"}]}], "chosen": "b",
+    "is not text": {"prompt": [{**RIVER, "content": [{"type": "image"}]}], "chosen": "b",
                    "rejected": "c"},
     "unknown role": {"prompt": [{"role": "tool", "content": "4"}], "chosen": "b", "rejected": "c"},
     "other messages than the prompt": {"prompt": "Name a lake.", "chosen": CHOSEN,

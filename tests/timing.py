@@ -1,4 +1,4 @@
-"""What the benchmarks share: flags, and ways to do the same that run in turn."""
+"""Shared by the benchmarks: flags, timing, output."""
 import argparse
 import os
 import statistics
@@ -6,32 +6,32 @@ import time
 
 
 def parser(doc, repeats):
-    """An ArgumentParser that shows the docstring, with --repeats."""
+    """Returns an ArgumentParser with --repeats, whose --help shows a docstring."""
     p = argparse.ArgumentParser(description=doc,
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--repeats", type=int, default=repeats, help="of all that is timed, in turn")
+    p.add_argument("--repeats", type=int, default=repeats, help="number of measurements of each")
     return p
 
 
-def in_turn(ways, repeats, clock=time.perf_counter):
-    """({name: seconds of each repeat}, {name: what it gave last}) of {name: function}."""
-    seconds, gave = {name: [] for name in ways}, {}
+def time_alternately(functions, repeats, clock=time.perf_counter):
+    """Returns ({name: [seconds]}, {name: last result}); each repeat calls all {name: function}."""
+    seconds, results = {name: [] for name in functions}, {}
     for _ in range(repeats):
-        for name, way in ways.items():
+        for name, function in functions.items():
             start = clock()
-            gave[name] = way()
+            results[name] = function()
             seconds[name].append(clock() - start)
-    return seconds, gave
+    return seconds, results
 
 
-def ratio(seconds, of):
-    """(median, least, most) of the quotients of two lists of seconds, repeat by repeat."""
-    quotients = [a / b for a, b in zip(seconds, of, strict=True)]
-    return statistics.median(quotients), min(quotients), max(quotients)
+def ratio(seconds, baseline):
+    """Returns (median, minimum, maximum) of seconds / baseline, repeat by repeat."""
+    ratios = [a / b for a, b in zip(seconds, baseline, strict=True)]
+    return statistics.median(ratios), min(ratios), max(ratios)
 
 
 def show(row):
-    """Prints a row, {"row": its name, figure: value}, as a line of a markdown table; on rank 0."""
+    """Prints a row {"row": name, figure: value, ...} of a markdown table, on rank 0 only."""
     figures = [f"{name} {value:.3g}" if isinstance(value, float) else f"{name} {value}"
                for name, value in row.items() if name != "row"]
     if not int(os.environ.get("RANK", 0)):

@@ -1,12 +1,13 @@
-"""A toy world for the scripts: tasks, demonstrations, a human and a model, all made up here.
+"""A toy to run the scripts on: backend tasks, demonstrations, a scripted human and a tiny model.
 
     python tests/toy.py tasks --split train --n 400 > tasks.jsonl
     python tests/toy.py demos --n 8000 > demos.jsonl   # scripted episodes of mixed quality
-    python tests/toy.py model --out runs/tiny          # a Llama of 267k parameters
+    python tests/toy.py model --out runs/tiny          # an untrained Llama of 267k parameters
     ... | python collect.py --human tests/toy.py ...   # calls reply()
 
-A task is a function with slots, numbers that only the human knows. There are two worlds: slots,
-for the tiny model, and english, for a real one.
+A reference is a function such as `def rent(x, rate=3, fee=12): return x * rate + fee`. Its *slots*,
+rate and fee, have values that only the human knows, so the agent must ask for them. --world slots
+has terse texts for the tiny model, --world english has whole sentences for a real model.
 """
 import itertools
 import re
@@ -25,35 +26,32 @@ from utils import fail, flag, open_stdout, parser, rng, run
 # --- two worlds -----------------------------------------------------------------------------------
 
 class World(NamedTuple):
-    """What its functions and their humans say."""
-    details: dict      # {slot: Detail}, in the order in which a demonstration asks
-    stories: dict      # {name: (what the function gives, unit)}
-    bodies: dict       # {name: {its slots: its body}}
-    requests: tuple    # descriptions
-    unknown: tuple     # the human's replies where it knows nothing
-    answer_form: str
-    task_fields: dict
+    """The functions of a world, and the texts from which its dialogues are made."""
+    details: dict      # {slot: Detail}, in the order in which demonstrations ask
+    stories: dict      # {function name: (what the function returns, unit)}
+    bodies: dict       # {function name: {its slots: its body}}
+    requests: tuple    # beginnings of a task's description
+    unknown: tuple     # the human's replies if asked for anything but the function's slots
+    answer_form: str   # how the agent writes its code
+    task_fields: dict  # further fields of a task
 
 
 class Detail(NamedTuple):
-    """A number that only the human knows.
-
-    The texts may hold {unit}, replies also {n}, the number.
-    """
+    """A slot: its values and texts, which may contain {unit} and, in replies, {n} for the value."""
     values: object    # a range, or a tuple of texts
-    step: str         # Python; of functions in English
-    clauses: tuple    # of the description, which leaves the number out
-    questions: tuple
-    replies: tuple
-    named: str        # regex: the words by which a question names it
+    step: str         # the statements that use it, in the world english
+    clauses: tuple    # sentences of the description, which do not reveal the value
+    questions: tuple  # by the agent
+    replies: tuple    # by the human
+    pattern: str      # regex that finds the slot in a question
 
 
 # The slots' values are disjoint, so that a small model can learn which number belongs where.
 SLOTS = {"rate": range(2, 10), "fee": range(11, 21), "low": range(21, 31), "step": range(31, 41),
          "cap": range(41, 51), "mod": range(51, 61), "code": range(61, 71), "op": ("min", "max"),
          "color": ()}
-# One description stands for several functions: asking, or the reference, tells which slots it has.
-FAMILIES = {  # name: (description, expressions in x and their slots)
+# The functions of a family share a description: the agent must also find out which slots there are.
+FAMILIES = {  # function name: (description, expressions of x and the slots)
     "rent": ("the rent for x days", (
         "x * rate + fee", "min(x * rate + fee, cap)",
         "code if x < 0 else min(x * rate, cap)", "code if x < 0 else min(x * rate + fee, cap)")),
@@ -79,7 +77,7 @@ FAMILIES = {  # name: (description, expressions in x and their slots)
         "code if x < low else x * rate + fee",
         "code if x < low else min(x * rate + fee, cap * 9)")),
 }
-# In the order of their steps. A function has a price and one to four of the others.
+# In the order of their steps. Every function has a price and any of the others, but never a color.
 DETAILS = {
     "limit": Detail(
         range(40, 60), "if x > limit:\n    return 0",
@@ -122,7 +120,7 @@ DETAILS = {
         ("The maximum is {n}.", "It costs at most {n}."),
         r"maxim|at most|highest|upper|more than|\bcap|exceed|ceiling"),
     "color": Detail((), "", (), ("What color should it be?",), (), r"\bcolor\b")}
-STORIES = {  # name: (what the function gives, unit)
+STORIES = {  # function name: (what the function returns, unit)
     "ride": ("the price of a taxi ride of x kilometers", "kilometer"),
     "rent": ("the rent of a boat for x days", "day"),
     "wash": ("the price of washing x shirts", "shirt"),
@@ -133,27 +131,26 @@ STORIES = {  # name: (what the function gives, unit)
     "copies": ("the price of copying x pages", "page")}
 BUGS = (("min(", "max("), ("max(", "min("), (" + ", " - "), (" * ", " + "), ("<", ">"), (">", "<"),
         ("//", "%"), ("%", "//"), ("else x", "else 0"))
-SPLITS = ("train", "val", "test")  # which one a task is in is drawn by its name and values
-
+SPLITS = ("train", "val", "test")  # a task's split is drawn with its name and values as the seed
 
 
 def slots_in(expression):
     return tuple(slot for slot in SLOTS if re.search(rf"\b{slot}\b", expression))
 
 
-def body_in_english(slots):
+def english_body(slots):
     steps = "\n".join(DETAILS[slot].step for slot in slots)
     return "\n" + textwrap.indent(f"{steps}\nreturn total", "    ")
 
 
-OTHERS = [slot for slot in DETAILS if slot not in ("price", "color")]
-PRICED = [tuple(slot for slot in DETAILS if slot == "price" or slot in chosen)
-          for n in range(len(OTHERS) + 1) for chosen in itertools.combinations(OTHERS, n)]
+OPTIONAL = [slot for slot in DETAILS if slot not in ("price", "color")]
+SLOT_SETS = [tuple(slot for slot in DETAILS if slot == "price" or slot in chosen)
+             for n in range(len(OPTIONAL) + 1) for chosen in itertools.combinations(OPTIONAL, n)]
 WORLDS = {
     "slots": World(
         details={slot: Detail(values, step="", clauses=(), replies=(slot + "={n}",),
                               questions=(f"what is the {slot}?", f"which {slot} do you want?"),
-                              named=rf"\b{slot}\b")
+                              pattern=rf"\b{slot}\b")
                  for slot, values in SLOTS.items()},
         stories={name: (what, "") for name, (what, _) in FAMILIES.items()},
         bodies={name: {slots_in(e): f" return {e}" for e in expressions}
@@ -165,7 +162,7 @@ WORLDS = {
     "english": World(
         details=DETAILS,
         stories=STORIES,
-        bodies=dict.fromkeys(STORIES, {slots: body_in_english(slots) for slots in PRICED}),
+        bodies=dict.fromkeys(STORIES, {slots: english_body(slots) for slots in SLOT_SETS}),
         requests=("Please write a function {name}(x) that returns {what}.",
                   "I need a function {name}(x). It should return {what}.",
                   "Can you write {name}(x)? It returns {what}."),
@@ -177,129 +174,125 @@ WORLDS = {
 # --- tasks ----------------------------------------------------------------------------------------
 
 def draw_values(r, slots, usual):
-    """A value for each slot. With probability `usual` it is the first one, which a guess names."""
-    return {name: choices[0] if r.random() < usual else r.choice(choices)
-            for name, choices in slots.items()}
+    """Draws {slot: value} from {slot: values}, with probability `usual` a slot's first value."""
+    return {slot: values[0] if r.random() < usual else r.choice(values)
+            for slot, values in slots.items()}
 
 
-def endless(draw, split):
-    """Yields the tasks that draw() gives. It may give None, but not 10,000 times in a row."""
+def drawn_tasks(draw, split):
+    """Yields tasks from draw(), forever. It may return None, but not 10,000 times in a row."""
     misses = 0
     while misses < 10_000:
         task = draw()
         misses = 0 if task else misses + 1
         if task:
             yield task
-    fail(f"the {split} split has no such tasks")
+    fail(f"found no such task of the {split} split in 10,000 draws")
 
 
 def slots_of(code):
-    """{name: text} of a reference's slots, the keyword defaults in `def f(x, rate=3): ...`."""
+    """Returns {slot: value as text} of a reference: the defaults in `def f(x, rate=3): ...`."""
     signature = code.partition("\n")[0].partition(":")[0]
     return dict(re.findall(r"(\w+)=([^\s,()]+)", signature))
 
 
-def code_of(name, values, body):
-    """A function; slots_of reads the values again."""
+def function_code(name, values, body):
+    """Returns the code of a function whose slots have these values; slots_of reads them back."""
     defaults = ", ".join(f"{slot}={value}" for slot, value in values.items())
     return f"def {name}(x, {defaults}):{body}"
 
 
-def telling_inputs(outputs, values, choices, r):
-    """Ten inputs x. Another value of any one slot changes the output of at least one of them.
+def choose_inputs(outputs, values, choices, r):
+    """Returns ten inputs x at which any other value of any one slot changes an output, or None.
 
-    outputs(inputs, values): a function's outputs; choices: {slot: its values}; r: a random.Random.
-    None where some other value makes the same function.
+    outputs(inputs, values): the function's outputs; choices: {slot: its possible values}.
     """
     numbers = [v for v in values.values() if isinstance(v, int)]
     inputs = {v + d for v in numbers for d in (-2, -1, 0, 1, 2)}
     inputs |= {-r.randrange(1, 20), *range(4), 500, *r.sample(range(150), 30)}
     inputs = sorted(inputs)
-    right = outputs(inputs, values)
-    rivals = [outputs(inputs, {**values, slot: value})
-              for slot in values for value in choices[slot] if value != values[slot]]
-    wrong = {x: {n for n, rival in enumerate(rivals) if rival[i] != right[i]}
-             for i, x in enumerate(inputs)}
-    left, chosen = set(range(len(rivals))), []
-    while left and len(chosen) < 10:  # next the input at which the most of them are wrong
-        best = max((x for x in inputs if x not in chosen), key=lambda x: len(wrong[x] & left))
+    expected = outputs(inputs, values)
+    variants = [outputs(inputs, {**values, slot: value})
+                for slot in values for value in choices[slot] if value != values[slot]]
+    detects = {x: {n for n, variant in enumerate(variants) if variant[i] != expected[i]}
+               for i, x in enumerate(inputs)}  # {input: variants whose output differs there}
+    missed, chosen = set(range(len(variants))), []
+    while missed and len(chosen) < 10:  # greedy set cover
+        best = max((x for x in inputs if x not in chosen), key=lambda x: len(detects[x] & missed))
         chosen.append(best)
-        left -= wrong[best]
-    if left:
+        missed -= detects[best]
+    if missed:
         return None
     chosen += r.sample([x for x in inputs if x not in chosen], 10 - len(chosen))
     r.shuffle(chosen)
     return chosen
 
 
-def bodies_of(world, name, args):
-    """{slots: body} of a name's functions that have so many slots."""
+def allowed_bodies(world, name, args):
+    """Returns {slots: body} of the functions of a name with --min_slots to --max_slots slots."""
     return {slots: body for slots, body in world.bodies[name].items()
             if args.min_slots <= len(slots) <= args.max_slots}
 
 
 def make_task(world, name, values, body):
-    """A task whose slots have these values; None if another value makes the same function.
-
-    It has ten tests. Any other value of any one slot fails at least one of them.
-    """
-    code, space = code_of(name, values, body), {"min": min, "max": max}
-    exec(code, space)  # our own code
+    """Returns a task whose slots have these values, or None if choose_inputs fails."""
+    code, namespace = function_code(name, values, body), {"min": min, "max": max}
+    exec(code, namespace)  # our own code
 
     def outputs(inputs, values):
-        values = {slot: space.get(value, value) for slot, value in values.items()}
-        return [space[name](x, **values) for x in inputs]
+        values = {slot: namespace.get(value, value) for slot, value in values.items()}
+        return [namespace[name](x, **values) for x in inputs]
 
     r, (what, unit) = rng("tests", name, values), world.stories[name]
     choices = {slot: world.details[slot].values for slot in values}
-    inputs = telling_inputs(outputs, values, choices, r)
+    inputs = choose_inputs(outputs, values, choices, r)
     if inputs is None:
         return None
-    said = [fill(r.choice(world.requests), name=name, what=what)]
+    sentences = [fill(r.choice(world.requests), name=name, what=what)]
     for slot in values:
         if world.details[slot].clauses:
             clause = fill(r.choice(world.details[slot].clauses), unit=unit)
-            said.append(f"{clause[0].upper()}{clause[1:]}.")
+            sentences.append(f"{clause[0].upper()}{clause[1:]}.")
     return {"id": "-".join([name, *(f"{slot}{value}" for slot, value in values.items())]),
-            "kind": "backend", "problem_description": " ".join(said), **world.task_fields,
+            "kind": "backend", "problem_description": " ".join(sentences), **world.task_fields,
             "ground_truth": code,
             "test_cases": {f"test{i}": f"{name}({x})" for i, x in enumerate(inputs, 1)}}
 
 
 def tasks(split, args):
-    """Endless tasks of a split. The splits share no task; one seed may repeat a task."""
+    """Yields tasks of a split, forever. Splits share no task, but a task may come twice."""
     r, world = rng("tasks", split, args.seed), WORLDS[args.world]
-    names = [name for name in world.stories if bodies_of(world, name, args)]
+    names = [name for name in world.stories if allowed_bodies(world, name, args)]
     if not names:
         fail(f"no function has {args.min_slots} to {args.max_slots} slots")
 
     def draw():
         name = r.choice(names)
-        slots, body = r.choice(list(bodies_of(world, name, args).items()))
+        slots, body = r.choice(list(allowed_bodies(world, name, args).items()))
         values = draw_values(r, {slot: world.details[slot].values for slot in slots}, args.usual)
         if rng("split", name, values).choice(SPLITS) == split:
             return make_task(world, name, values, body)
 
-    return endless(draw, split)
+    return drawn_tasks(draw, split)
 
 
 # --- the human ------------------------------------------------------------------------------------
 
 def asked_for(world, message):
-    """The slot that a message asks for first, or None."""
+    """Returns the slot that a message asks for first, or None."""
     starts = {slot: match.start() for slot, detail in world.details.items()
-              if (match := re.search(detail.named, message, re.I))}
+              if (match := re.search(detail.pattern, message, re.I))}
     if not starts and re.search("price|cost|charge|how much", message, re.I):
         return "price"
     return min(starts, key=starts.get, default=None)
 
 
 def reply(task, history):
-    """For collect.py: the value of the first slot that the last message asks for."""
+    """The human for collect.py: gives the value of the first slot that the message asks for."""
     world, message = WORLDS[task.get("world", "slots")], history[-1]["content"]
     slots, slot = slots_of(hidden_information(task)), asked_for(world, message)
     if not slots:
-        raise ValueError("only tasks of tests/toy.py have slots that it knows")
+        raise ValueError("the reference has no slots: this human needs tasks of tests/toy.py")
     r = rng("reply", task_id(task), message)
     if slot not in slots:
         return r.choice(world.unknown)
@@ -310,20 +303,20 @@ def reply(task, history):
 # --- demonstrations -------------------------------------------------------------------------------
 
 def episode(task, max_turns, agent, human, show_hidden=False):
-    """A record of an episode between two functions.
+    """Returns the record of an episode between two functions, agent and human.
 
-    agent(turn, reply): its raw output in this turn, after the human's reply (None at first).
-    human(history): the reply. show_hidden: the first message starts with the reference.
+    agent(turn, reply) returns its raw output; reply is the human's last one, at first None.
+    human(history) returns the next reply. show_hidden: the first message begins with the reference.
     """
-    history, said, answer = [first_message(task, max_turns)], None, None
+    history, human_reply, answer = [first_message(task, max_turns)], None, None
     for turn in range(max_turns):
-        output = agent(turn, said)
+        output = agent(turn, human_reply)
         content, answer = read_action(output, turn == max_turns - 1)
         history.append({"role": "assistant", "content": content, "output": output})
         if answer is not None:
             break
-        said = human(history)
-        history.append({"role": "user", "content": said})
+        human_reply = human(history)
+        history.append({"role": "user", "content": human_reply})
     if show_hidden:
         history = with_hidden(history, task["ground_truth"])
     answer = environment(task).final_answer(history, answer)
@@ -331,32 +324,32 @@ def episode(task, max_turns, agent, human, show_hidden=False):
 
 
 def demonstration(world, task, r, args):
-    """A scripted episode of mixed quality: what an imperfect agent might do."""
+    """Returns a scripted episode of an imperfect agent, whose probabilities are in args."""
     name, details = task["id"].partition("-")[0], world.details
-    functions = bodies_of(world, name, args)
-    slots, told, denied = slots_of(task["ground_truth"]), {}, set()
+    functions = allowed_bodies(world, name, args)
+    reference, learned, ruled_out = slots_of(task["ground_truth"]), {}, set()
     informed, silent = r.random() < args.hidden, r.random() < args.silent
-    if any(details[slot].clauses for slot in slots):  # the description tells its slots
-        functions = {tuple(slots): world.bodies[name][tuple(slots)]}
+    if any(details[slot].clauses for slot in reference):  # the description mentions all slots
+        functions = {tuple(reference): world.bodies[name][tuple(reference)]}
 
     def answer(possible):
-        """The function by what it knows; the missing slots and values are guessed."""
-        known = tuple(slot for slot in details if slot in (slots if informed else told))
-        names = r.choice([known] if known in possible else list(possible))
-        usual = {slot: details[slot].values[0] for slot in names}
-        guess = slots if informed else usual
-        values = {slot: told.get(slot) or guess[slot] for slot in names}
-        body = possible[names]
-        if r.random() < args.noise:  # a bug: one operator is another
+        """Writes the function, guessing the slots and values that the agent has not learned."""
+        known = tuple(slot for slot in details if slot in (reference if informed else learned))
+        slots = r.choice([known] if known in possible else list(possible))
+        usual = {slot: details[slot].values[0] for slot in slots}
+        guess = reference if informed else usual
+        values = {slot: learned.get(slot) or guess[slot] for slot in slots}
+        body = possible[slots]
+        if r.random() < args.noise:  # a bug: swap one operator
             right, wrong = r.choice([swap for swap in BUGS if swap[0] in body])
             body = body.replace(right, wrong, 1)
-        return f"{ANSWER}\n" + fill(world.answer_form, code=code_of(name, values, body))
+        return f"{ANSWER}\n" + fill(world.answer_form, code=function_code(name, values, body))
 
-    def agent(turn, said):
-        possible = {names: body for names, body in functions.items()
-                    if set(told) <= set(names) and not denied & set(names)}
+    def agent(turn, human_reply):
+        possible = {slots: body for slots, body in functions.items()
+                    if set(learned) <= set(slots) and not ruled_out & set(slots)}
         unknown = [slot for slot in details
-                   if slot not in told and any(slot in names for names in possible)]
+                   if slot not in learned and any(slot in slots for slots in possible)]
         early = r.random() < (args.at_once if turn == 0 else args.early)
         last = turn == args.max_turns - 1
         if not silent and (early or last or not unknown):
@@ -367,33 +360,33 @@ def demonstration(world, task, r, args):
 
     def human(history):
         slot = asked_for(world, history[-1]["content"])
-        if slot in slots:
-            told[slot] = slots[slot]
+        if slot in reference:
+            learned[slot] = reference[slot]
         else:
-            denied.add(slot)
+            ruled_out.add(slot)
         return reply(task, history)
 
     return episode(task, args.max_turns, agent, human, show_hidden=informed)
 
 
 def demos(args):
-    """Demonstrations on tasks of the train split; a task may come again."""
+    """Yields args.n demonstrations on tasks of the train split; a task may come twice."""
     for i, task in zip(range(args.n), tasks("train", args)):
         yield demonstration(WORLDS[args.world], task, rng("demo", args.seed, i), args)
 
 
 # --- a tiny model ---------------------------------------------------------------------------------
 
-# What is one token to it: markers, a function's head and body, `name=`, numbers, words, and any
-# other character.
+# Its tokens: markers, a function's head and body, `name=`, numbers, words, other characters.
 PIECES = (r"[A-Z][A-Z ]+:\n|Hidden reference:\n|def \w+\(x|\): return [^\n]+"
           r"| ?\w+=|\d+| ?\w+|[^\w]")
 
 
 def tiny(records, seed=0, pieces=PIECES):
-    """(model, tokenizer): an untrained Llama of about 260k parameters, with the records' words.
+    """Returns (model, tokenizer): an untrained Llama of about 260k parameters.
 
-    Text of other words is spelled byte by byte, so that any text goes in and out unchanged.
+    Its vocabulary is the words that occur at least twice in the records. Other words are spelled
+    byte by byte, so that any text is decoded unchanged.
     """
     import torch
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -407,7 +400,7 @@ def tiny(records, seed=0, pieces=PIECES):
     special = ["<|pad|>", "<|begin|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
     vocab = [(token, 0.0) for token in special]
     vocab += [(f"<0x{byte:02X}>", -20.0) for byte in range(256)]
-    # Words have equal scores, so that the fewest pieces win.
+    # equal scores, so that the tokenization with the fewest words wins
     vocab += [(word, -1.0) for word in sorted(counts) if counts[word] > 1]
     t = Tokenizer(models.Unigram(vocab, unk_id=0, byte_fallback=True))
     t.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), "isolated")
@@ -420,7 +413,7 @@ def tiny(records, seed=0, pieces=PIECES):
         "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>"
         "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}")
     torch.manual_seed(seed)
-    # With the usual initializer_range of 0.02 a model of this size never learns to copy a value.
+    # With the usual initializer_range of 0.02, a model of this size never learns to copy a value.
     config = LlamaConfig(vocab_size=len(vocab), hidden_size=96, intermediate_size=256,
                          num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                          head_dim=32, max_position_embeddings=16384, tie_word_embeddings=True,
@@ -430,49 +423,49 @@ def tiny(records, seed=0, pieces=PIECES):
 
 # --- command line ---------------------------------------------------------------------------------
 
-def commands(doc):
-    """(parser, its commands) with the flags of both toys."""
+def command_parsers(doc):
+    """Returns (parser, its subparsers), with the flags that toy.py and toy_pages.py share."""
     root = parser(doc, usage=None)
-    found = root.add_subparsers(dest="command", required=True)
+    subparsers = root.add_subparsers(dest="command", required=True)
     for name, n, usual in ("tasks", 500, 0.65), ("demos", 8000, 0.0), ("model", 8000, 0.0):
-        p = found.add_parser(name, allow_abbrev=False)
-        flag(p, "n", n, "how many; model: the demonstrations whose words it has")
-        flag(p, "seed", 0, "another seed, another draw")
-        flag(p, "usual", usual, "probability of a slot's usual value, which a guess names")
+        p = subparsers.add_parser(name, allow_abbrev=False)
+        flag(p, "n", n, "number of tasks or demonstrations (model: whose words it knows)")
+        flag(p, "seed", 0, "random seed")
+        flag(p, "usual", usual, "probability that a slot has its usual value, which agents guess")
         if name == "tasks":
-            flag(p, "split", "train", "the splits share no task", choices=SPLITS)
+            flag(p, "split", "train", "tasks to write; no two splits share one", choices=SPLITS)
             continue
         if name == "model":
-            flag(p, "out", None, "its directory", required=True)
-        flag(p, "max_turns", 6, "messages the agent may send")
-        g = p.add_argument_group("the script: probabilities")
-        flag(g, "at_once", 0.15, "the agent answers in its first message")
-        flag(g, "early", 0.3, "it answers in a later one while a slot is unknown")
-        flag(g, "distract", 0.15, "a question is irrelevant or repeated")
-        flag(g, "noise", 0.04, "the answer has a bug")
-        flag(g, "silent", 0.12, "the agent never answers")
-        flag(g, "hidden", 0.4, "it reads the reference in its first message, as the critic does")
-    return root, found
+            flag(p, "out", None, "output directory", required=True)
+        flag(p, "max_turns", 6, "maximum number of messages the agent may send")
+        g = p.add_argument_group("probabilities of the scripted agent")
+        flag(g, "at_once", 0.15, "it answers in its first message")
+        flag(g, "early", 0.3, "it answers in a later message, before it has learned every slot")
+        flag(g, "distract", 0.15, "it asks an irrelevant question, or asks again")
+        flag(g, "noise", 0.04, "its answer has a bug")
+        flag(g, "silent", 0.12, "it never answers")
+        flag(g, "hidden", 0.4, "its first prompt shows the reference, as a critic's does")
+    return root, subparsers
 
 
 def get_args(argv=None):
-    root, found = commands(__doc__)
-    for p in found.choices.values():
-        flag(p, "world", "slots", "slots: for a tiny model; english: for a real one",
+    root, subparsers = command_parsers(__doc__)
+    for p in subparsers.choices.values():
+        flag(p, "world", "slots", "slots: for the tiny model; english: for a real model",
              choices=WORLDS)
-        flag(p, "min_slots", 2, "hidden slots of a function, at least")
-        flag(p, "max_slots", 4, "and at most")
+        flag(p, "min_slots", 2, "fewest slots of a function")
+        flag(p, "max_slots", 4, "most slots of a function")
     return root.parse_args(argv)
 
 
-def write_tasks(made, args, emit):
-    """Writes tasks, none twice."""
+def write_tasks(stream, args, emit):
+    """Writes the first args.n different tasks."""
     seen = set()
-    for i, task in enumerate(made):
+    for i, task in enumerate(stream):
         if len(seen) == args.n:
             return
         if i > 100 * args.n:
-            fail(f"the {args.split} split has no {args.n} such tasks (found {len(seen)})")
+            fail(f"found only {len(seen)} such tasks of the {args.split} split, not {args.n}")
         if task["id"] not in seen:
             seen.add(task["id"])
             emit({"task": task})

@@ -1,16 +1,17 @@
-"""Toy pages for the scripts: tasks, demonstrations, a human, a model, and a reward without CLIP.
+"""The toy for frontend tasks, with a reward that needs no CLIP. The agent sends a page in each
+message, and the human names one hidden *slot*, such as the header's colour, that is still wrong.
 
     python tests/toy_pages.py tasks --split train --n 150 > tasks.jsonl
     python tests/toy_pages.py demos --n 4000 > demos.jsonl
     python tests/toy_pages.py model --out runs/tiny
     ... | python collect.py --human tests/toy_pages.py ...   # calls reply()
-    ... | python tests/toy_pages.py grade > graded.jsonl     # by the likeness of blocks
+    ... | python tests/toy_pages.py grade > graded.jsonl     # likeness of the pages' blocks
 """
 import functools
 import re
 from collections import Counter
 
-import toy  # makes the scripts importable, too
+import toy  # also makes the scripts importable
 import colbench
 from colbench import (ANSWER, NOT_SEEN, PAGE, Environment, Pages, Renderer, extract_page,
                       fill, hidden_information)
@@ -19,14 +20,14 @@ from utils import flag, rng, run
 
 # --- pages with hidden slots ----------------------------------------------------------------------
 
-PAGE_SLOTS = {  # name: (what stands before its value in a page, values)
+PAGE_SLOTS = {  # slot: (the text before its value in a page, its possible values)
     "background": ('<body class="bg-', ("gray", "yellow", "pink")),
     "header": ('<header class="bg-', ("red", "green", "blue", "purple")),
     "title": ('<h1 class="text-', ("left", "center", "right")),
     "columns": ("grid-cols-", ("1", "2", "3", "4")),
     "button": ('<button class="bg-', ("black", "white"))}
 PAGE_VALUES = {slot: values for slot, (_, values) in PAGE_SLOTS.items()}
-RIGHT = "it looks right"  # what the human says at last
+SATISFIED = "it looks right"  # the human's reply once every slot is right
 THEMES = "bakery", "school", "museum", "garden", "library", "market"
 PAGE_TEXT = """\
 <html><link rel=stylesheet href=tailwind.css><body class="bg-{background}-300">\
@@ -38,13 +39,13 @@ PAGE_TEXT = """\
 
 
 def page_slots(page):
-    """{slot: its value} of a page that is made like the built-in ones; it may lack some."""
+    """Returns {slot: value} of a page like PAGE_TEXT, without the slots that it lacks."""
     found = {slot: re.search(before + r"(\w+)", page) for slot, (before, _) in PAGE_SLOTS.items()}
     return {slot: match[1] for slot, match in found.items() if match}
 
 
 def tasks(split, args):
-    """As toy.tasks. A description tells a page's theme, no slot."""
+    """Like toy.tasks. A description gives the page's theme but no slot."""
     r = rng("pages", split, args.seed)
 
     def draw():
@@ -56,74 +57,74 @@ def tasks(split, args):
                     "agent_prompt": "{problem_description}",
                     "ground_truth": fill(PAGE_TEXT, theme=theme, **values)}
 
-    return toy.endless(draw, split)
+    return toy.drawn_tasks(draw, split)
 
 
 def reply(task, history):
-    """For collect.py: one slot of the last page that is not as in theirs."""
+    """The human for collect.py: corrects one slot in which the last page differs from theirs."""
     message = history[-1]["content"]
-    page, wanted = extract_page(message), page_slots(hidden_information(task))
-    if not wanted:
-        raise ValueError("only tasks of tests/toy_pages.py have slots that it knows")
+    page, reference = extract_page(message), page_slots(hidden_information(task))
+    if not reference:
+        raise ValueError("the reference has no slots: this human needs tasks of toy_pages.py")
     if not page:
         return NOT_SEEN.format("no page")
     shown = page_slots(page)
-    wrong = [slot for slot in wanted if shown.get(slot) != wanted[slot]]
+    wrong = [slot for slot in reference if shown.get(slot) != reference[slot]]
     if not wrong:
-        return RIGHT
+        return SATISFIED
     slot = rng("remark", task["id"], message).choice(wrong)
-    said = f"the {slot} should be {wanted[slot]}"
+    correction = f"the {slot} should be {reference[slot]}"
     if slot == "columns":
-        said = f"there should be {wanted[slot]} columns"
-    return f"{said}, not {shown[slot]}" if slot in shown else said
+        correction = f"there should be {reference[slot]} columns"
+    return f"{correction}, not {shown[slot]}" if slot in shown else correction
 
 
 def demonstration(task, r, args):
-    """As toy.demonstration."""
-    theme, wanted = task["id"].partition("-")[0], page_slots(task["ground_truth"])
+    """Like toy.demonstration."""
+    theme, reference = task["id"].partition("-")[0], page_slots(task["ground_truth"])
     informed, silent = r.random() < args.hidden, r.random() < args.silent
-    page = {slot: wanted[slot] if informed else r.choice(choices)
-            for slot, choices in PAGE_VALUES.items()}
+    page = {slot: reference[slot] if informed else r.choice(values)
+            for slot, values in PAGE_VALUES.items()}
 
-    def agent(turn, said):
-        if said == RIGHT and not silent:
+    def agent(turn, human_reply):
+        if human_reply == SATISFIED and not silent:
             return f"{ANSWER} that page"
         output = fill(PAGE_TEXT, theme=theme, **page)
         if not silent and r.random() < (args.at_once if turn == 0 else args.early):
             output = f"{ANSWER}\n{output}"
         if r.random() < args.noise:
-            output = output.replace("</body></html>", "")  # no page at all
+            output = output.replace("</body></html>", "")  # no longer a page
         return output
 
     def human(history):
-        """Names a slot; the agent mends it, or changes another."""
-        said = reply(task, history)
-        named = [slot for slot in page if re.search(rf"\b{slot}\b", said)]
+        """Replies, then corrects that slot of the agent's next page, or changes a random slot."""
+        correction = reply(task, history)
+        named = [slot for slot in page if re.search(rf"\b{slot}\b", correction)]
         if r.random() < args.distract:
             other = r.choice(list(page))
             page[other] = r.choice(PAGE_VALUES[other])
         elif named:
-            page[named[0]] = wanted[named[0]]
-        return said
+            page[named[0]] = reference[named[0]]
+        return correction
 
     return toy.episode(task, args.max_turns, agent, human, show_hidden=informed)
 
 
 def demos(args):
-    """As toy.demos."""
+    """Like toy.demos."""
     for i, task in zip(range(args.n), tasks("train", args)):
         yield demonstration(task, rng("demo", args.seed, i), args)
 
 
-# What is one token to the tiny model, before toy.PIECES: what is between slots.
+# The tiny model's tokens: the text between two slots is one token; else as in toy.PIECES.
 PIECES = (r'<html>SLOT|(?:-\d00)?(?: [^\n"]*)?">(?:SLOT|[^\n"]*)|'
           .replace("SLOT", r'[^\n]*?class="(?:bg-|text-|grid-cols-)')) + toy.PIECES
 
 
 # --- how alike two pages look ---------------------------------------------------------------------
 
-# What is on a page: pictures, inputs and the like by their tags, coloured areas, and texts, by box.
-# What the page names can't stand before what the browser does: see colbench.HEIGHT.
+# Lists a page's blocks, each with its box: images, inputs etc. by tag, coloured areas, and texts.
+# Getters are taken from their classes because a page can shadow them: see colbench.HEIGHT.
 BLOCKS = """async () => {
   const getter = (of, name) => Object.getOwnPropertyDescriptor(of.prototype, name).get;
   const get = (of, name, what) => getter(of, name).call(what);
@@ -131,7 +132,7 @@ BLOCKS = """async () => {
   const body = get(Document, 'body', document), root = get(Document, 'documentElement', document);
   const limit = 200, blocks = [], things = /^(IMG|SVG|IFRAME|VIDEO|CANVAS|INPUT|TEXTAREA|SELECT)$/i;
   const pen = new OffscreenCanvas(1, 1).getContext('2d', {willReadFrequently: true}), known = {};
-  const paint = css => {  // red, green, blue, opacity, 0 to 255, of a colour in any notation
+  const paint = css => {  // [red, green, blue, opacity], 0 to 255, of a colour in any notation
     pen.clearRect(0, 0, 1, 1);
     pen.fillStyle = css;
     pen.fillRect(0, 0, 1, 1);
@@ -155,7 +156,7 @@ BLOCKS = """async () => {
     else if (rgba(s.backgroundColor)[3] || s.backgroundImage != 'none')
       add('area', r, s.backgroundColor, '');
     const texts = [...get(Node, 'childNodes', e)].filter(n => n.nodeType == 3 && n.data.trim());
-    if (texts.length) {  // where its letters are
+    if (texts.length) {  // the box of its letters, not of the element
       const range = new Range();
       range.setStartBefore(texts[0]);
       range.setEndAfter(texts[texts.length - 1]);
@@ -170,18 +171,18 @@ BLOCKS = """async () => {
 
 
 def colour_likeness(a, b):
-    """How alike the colours of two blocks or pages are, 0 to 1."""
+    """Returns the likeness of two blocks' or pages' colours, 0 to 1."""
     return 1 - sum(abs(x - y) for x, y in zip(a["colour"], b["colour"])) / 765
 
 
 @functools.lru_cache(4096)
 def letter_pairs(text):
-    """How often each pair of letters stands in a text."""
+    """Counts the pairs of adjacent letters in a text."""
     return Counter(zip(text.lower(), text.lower()[1:]))
 
 
 def text_likeness(a, b):
-    """How alike the texts of two blocks are, 0 to 1: the share of common pairs of letters."""
+    """Returns the likeness of two blocks' texts, 0 to 1: the Dice coefficient of letter pairs."""
     if a["text"] == b["text"]:
         return 1.0
     a, b = letter_pairs(a["text"]), letter_pairs(b["text"])
@@ -190,36 +191,36 @@ def text_likeness(a, b):
 
 
 def block_likeness(a, b, height):
-    """How alike two blocks of one kind are, 0 to 1: place and size, colour, text."""
+    """Returns the likeness of two blocks, 0 to 1: the product of terms for box, colour and text."""
     sides = (PAGE["width"], height) * 2
-    apart = sum(abs(x - y) / side for x, y, side in zip(a["box"], b["box"], sides))
-    return max(0, 1 - apart / 2) * colour_likeness(a, b) * (1 + text_likeness(a, b)) / 2
+    distance = sum(abs(x - y) / side for x, y, side in zip(a["box"], b["box"], sides))
+    return max(0, 1 - distance / 2) * colour_likeness(a, b) * (1 + text_likeness(a, b)) / 2
 
 
 def similarity(page, other):
-    """How alike two drawn pages are, 0 to 1; 1 for equal pages. No model's weights are needed.
+    """Returns the likeness of two rendered pages, 0 to 1; 1 for equal pages.
 
-    It is the share of both pages' blocks that have a like one in the other, weighted by the square
-    roots of their areas. The most alike are matched first. Heights and backgrounds are a twentieth.
+    Matches blocks of the same kind, the most alike first, and averages the likeness over all blocks
+    (0 if unmatched), weighted by the square root of their area. Background and height add 5 %.
     """
     height = max(page["height"], other["height"], 1)
     scores = [(block_likeness(a, b, height), i, j) for i, a in enumerate(page["blocks"])
               for j, b in enumerate(other["blocks"]) if a["kind"] == b["kind"]]
     scores.sort(key=lambda score: (-score[0], score[1:]))
-    matched, left, right = 0.0, set(), set()
+    matched, used, other_used = 0.0, set(), set()
     for likeness, i, j in scores:
-        if i not in left and j not in right:
-            left.add(i)
-            right.add(j)
+        if i not in used and j not in other_used:
+            used.add(i)
+            other_used.add(j)
             matched += likeness * (page["blocks"][i]["weight"] + other["blocks"][j]["weight"])
-    whole = sum(block["weight"] for block in page["blocks"] + other["blocks"])
-    blocks = matched / whole if whole else 1.0
-    behind = colour_likeness(page, other) * min(page["height"], other["height"]) / height
-    return round(0.95 * blocks + 0.05 * behind, 6)  # 1 for equal pages, in whatever order added
+    total = sum(block["weight"] for block in page["blocks"] + other["blocks"])
+    blocks = matched / total if total else 1.0
+    background = colour_likeness(page, other) * min(page["height"], other["height"]) / height
+    return round(0.95 * blocks + 0.05 * background, 6)  # rounded, so that equal pages get exactly 1
 
 
 class Blocks(Pages):
-    """Pages, graded by `similarity`."""
+    """The environment for pages, with `similarity` as the reward instead of CLIP."""
 
     def __init__(self, args):
         Environment.__init__(self, args)
@@ -230,9 +231,9 @@ class Blocks(Pages):
 # --- command line ---------------------------------------------------------------------------------
 
 def get_args(argv=None):
-    root, found = toy.commands(__doc__)
-    grade = found.add_parser("grade", allow_abbrev=False)
-    flag(grade, "workers", colbench.cpus(), "pages drawn at once", least=1)
+    root, subparsers = toy.command_parsers(__doc__)
+    grade = subparsers.add_parser("grade", allow_abbrev=False)
+    flag(grade, "workers", colbench.cpus(), "number of pages to render in parallel", least=1)
     return root.parse_args(argv)
 
 

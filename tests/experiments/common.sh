@@ -1,77 +1,79 @@
-# What the experiments share, to be sourced from the repo's root after the quickstart's install.
+# Shared by the experiments, which source it from the repo's root after the quickstart's install.
 #
-# The script that sources it sets s, the seed; R, the directory of a run; B, where its policies
-# start; C, where its critics start. It defines play, learn and sweet (below: who calls them how).
-# Everything goes to runs/. Killed and started again, a script goes on where it was.
+# They set seed, dir (of a run's files), tests (the test tasks), base and critic_base (the models
+# that policies and critics start from), and define run_episodes, train_critic and train_sweet. All
+# files go to runs/. One that exists is not made again, so rerun a killed script to resume it.
 #
-# A row CRITIC@WEIGHT is a SWEET-RL policy, measured on the test tasks. Its critic is
-#   eq3        the default
-#   paper      with the paper's weight of the NLL; its policy has no pairs of whole trajectories
-#   trained    --ref_context agent: starts as the untrained one
+# A row CRITIC@WEIGHT is a SWEET-RL policy, trained with --logprob_weight WEIGHT on candidates that
+# CRITIC has scored, and evaluated on the test tasks. The critics:
+#   eq3        pi_ref reads the hidden information, as in eq. 3 (the default)
+#   paper      the same with the paper's NLL weight; the policy has --mix 0
+#   trained    --ref_context agent: before training it equals the untrained critic
 #   untrained  --untrained 1
-#   none       all advantages are 0, so that only --logprob_weight ranks
-#   without_c, trajectory, sum, regression, value      edits
-#   better     as trained, but learns from the episodes of the policy $FIRST, by --nll_coef 1
-#   again-untrained, again-better      of a second round: ranks the candidates of $FIRST, which the
-#              policy starts from
+#   none       all advantages are 0, so that only the log-prob ranks
+#   without_c, trajectory, sum, regression, value      changed by tests/experiments/edits
+#   better     like trained, but on the episodes of the policy $FIRST and with --nll_coef 1
+#   again-untrained, again-better   a second round: from the policy $FIRST, on its candidates
 set -euo pipefail
 . .venv/bin/activate
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-FLAGS=${FLAGS:-}  # of the models' stages, such as "--dtype bf16"
+FLAGS=${FLAGS:-}  # for every script that runs a model, such as "--dtype bf16"
 mkdir -p runs
 
-stage() {  # FILE COMMAND: the command's stdout, if it is not there yet
+stage() {  # FILE COMMAND: writes the command's stdout to FILE, unless FILE exists
   if [ -e $1 ]; then return; fi
   local start=$SECONDS
   "${@:2}" > $1.part
   mv $1.part $1
   echo "$(date +%T) $((SECONDS - start)) s  $1" | tee -a runs/times >&2
 }
-edited() {  # EDITS: the directory of a copy of the scripts with them
+edited_copy() {  # EDITS: copies the scripts, applies the edits, and prints the copy's directory
   local copy
   copy=$(mktemp -d runs/edited.XXXXXX) && cp *.py $copy &&
     git apply --directory=$copy $(printf "tests/experiments/edits/%s.diff " "$@") && echo $copy
 }
-fit() {  # NAME [FLAGS]: a policy from $B, of stdin's records
-  stage $R/$1.json python train_policy.py --seed $s $FLAGS --model $B --out $R/"$@"
+train_policy() {  # NAME [FLAGS]: trains $dir/NAME, from $base, on stdin's records
+  stage $dir/$1.json python train_policy.py --seed $seed $FLAGS --model $base --out $dir/"$@"
 }
-scored() {  # CRITIC: its records, $R/scored-CRITIC.jsonl
-  local E=.
-  if [ -e $R/scored-$1.jsonl ]; then return; fi
+score() {  # CRITIC: writes $dir/scored-CRITIC.jsonl
+  local code=.  # the directory of the scripts
+  if [ -e $dir/scored-$1.jsonl ]; then return; fi
   case $1 in
-    none) scored untrained ;;
-    without_c) E=$(edited no_hidden) ;;
-    trajectory | sum | regression) E=$(edited $1) ;;
-    value) E=$(edited regression value) ;;
-    better) scored again-better ;;
-    again-*) policy $FIRST; play again $R/$FIRST $R/tasks.jsonl "${draws[@]}" ;;
+    none) score untrained ;;
+    without_c) code=$(edited_copy no_hidden) ;;
+    trajectory | sum | regression) code=$(edited_copy $1) ;;
+    value) code=$(edited_copy regression value) ;;
+    better) score again-better ;;
+    again-*) sweet_row $FIRST; run_episodes again $dir/$FIRST $dir/tasks.jsonl "${train_args[@]}" ;;
   esac
-  stage $R/scored-$1.jsonl score $1
+  stage $dir/scored-$1.jsonl scored_records $1
 }
-score() {  # CRITIC; learn NAME RECORDS [FLAGS] is the script's: trains and scores by $E's scripts
+scored_records() {  # CRITIC: prints them; train_critic NAME RECORDS [FLAGS] trains and scores
   case $1 in
-    paper) learn paper train --nll_coef 0.01 ;;
-    trained) learn trained train --ref_context agent ;;
-    untrained) untrained train ;;
-    none) sed -E 's/("advantage": )[-+.e0-9]+/\10/g' $R/scored-untrained.jsonl ;;
-    better) python train_critic.py --out $R/critic-better $FLAGS < $R/train.jsonl ;;
-    again-untrained) untrained again ;;
-    again-better) learn better again --ref_context agent --nll_coef 1 ;;
-    *) learn $1 train ;;
+    paper) train_critic paper train --nll_coef 0.01 ;;
+    trained) train_critic trained train --ref_context agent ;;
+    untrained) score_untrained train ;;
+    none) sed -E 's/("advantage": )[-+.e0-9]+/\10/g' $dir/scored-untrained.jsonl ;;
+    better) python train_critic.py --out $dir/critic-better $FLAGS < $dir/train.jsonl ;;
+    again-untrained) score_untrained again ;;
+    again-better) train_critic better again --ref_context agent --nll_coef 1 ;;
+    *) train_critic $1 train ;;
   esac
 }
-untrained() { python train_critic.py --untrained 1 $FLAGS --model $C < $R/$1.jsonl; }
-policy() {  # CRITIC@WEIGHT; sweet NAME MIX WEIGHT is the script's, of the critic's records
-  local B=$B mix=0.25
-  scored ${1%@*}
+score_untrained() {  # RECORDS
+  python train_critic.py --untrained 1 $FLAGS --model $critic_base < $dir/$1.jsonl
+}
+sweet_row() {  # CRITIC@WEIGHT: trains it by train_sweet NAME MIX WEIGHT < RECORDS, and tests it
+  local base=$base mix=0.25
+  score ${1%@*}
   case $1 in
-    again-*) B=$R/$FIRST ;;
+    again-*) base=$dir/$FIRST ;;
     paper@*) mix=0 ;;
   esac
-  sweet $1 $mix ${1#*@} < $R/scored-${1%@*}.jsonl
-  try $1
+  train_sweet $1 $mix ${1#*@} < $dir/scored-${1%@*}.jsonl
+  test_policies $1
 }
-try() {  # NAMES: on the test tasks; play NAME MODEL TASKS [FLAGS] is the script's
+test_policies() {  # NAMES: on the test tasks, by run_episodes NAME MODEL TASKS [FLAGS]
   local m
-  for m in "$@"; do play test-$m $R/$m $tests ${test_draws:-}; done
+  for m in "$@"; do run_episodes test-$m $dir/$m $tests ${test_args:-}; done
 }

@@ -1,128 +1,132 @@
 #!/usr/bin/env bash
-# The comparison: every method on five seeds, 300 test tasks each. 44 minutes on two cores.
+# Compares all methods on the toy: five seeds, 300 test tasks each. 44 minutes on two cores.
 #
 #   bash tests/experiments/compare.sh     # from the repo's root, after the quickstart's install
 #   SEEDS=0 N=60 TESTS=20 DEMOS=4000 bash tests/experiments/compare.sh     # smaller
 #
-# The tables go to stderr and runs/results.jsonl, all else to runs/, what the stages say to
-# runs/lane.log. Settings were chosen on validation tasks; RESULTS.md says how.
-# Sourced by map.sh and critics.sh, this file only defines the functions.
+# Prints tables to stderr. Their numbers go to runs/results.jsonl, two figures to runs/*.png, models
+# and records to runs/seed*/, and all messages to runs/lane.log. The settings were chosen on
+# validation tasks (RESULTS.md). map.sh and critics.sh source this file for its functions only.
 . tests/experiments/common.sh
 SEEDS=${SEEDS:-0 1 2 3 4}
 N=${N:-400}           # tasks
 TESTS=${TESTS:-300}   # test tasks
 DEMOS=${DEMOS:-8000}  # demonstrations
 
-# Besides those of common.sh: S is the seed's directory; turns and tests are a part's; q and e
-# multiply the epochs of the rivals and of the critics where there are fewer tasks.
+# Variables besides those of common.sh: seed_dir, the seed's directory; max_turns; policy_scale and
+# critic_scale, which multiply the epochs of the rivals and of the critics if there are fewer tasks.
 
-play() {  # NAME MODEL TASKS [FLAGS]: episodes, by $E's collect.py
-  stage $R/$1.jsonl graded "${@:3}" --model $2
+run_episodes() {  # NAME MODEL TASKS [FLAGS]: writes graded episodes, sampled by $code/collect.py
+  stage $dir/$1.jsonl graded_episodes "${@:3}" --model $2
 }
-graded() {  # TASKS [FLAGS]
-  python ${E:-.}/collect.py --human tests/toy.py --max_turns $turns --max_tokens 40 --seed $s \
-      $FLAGS "${@:2}" < $1 | python colbench.py grade
+graded_episodes() {  # TASKS [FLAGS]
+  python ${code:-.}/collect.py --human tests/toy.py --max_turns $max_turns --max_tokens 40 \
+      --seed $seed $FLAGS "${@:2}" < $1 | python colbench.py grade
 }
-learn() {  # NAME RECORDS [FLAGS]
-  python $E/train_critic.py --model $C --seed $s $FLAGS --out $R/critic-$1 --beta 1 --nll_coef 0.3 \
-      --lr 4e-4 --batch_size 16 --epochs $((4 * e)) "${@:3}" < $R/$2.jsonl
+train_critic() {  # NAME RECORDS [FLAGS]: trains $dir/critic-NAME, and prints the scored records
+  python $code/train_critic.py --model $critic_base --seed $seed $FLAGS --out $dir/critic-$1 \
+      --beta 1 --nll_coef 0.3 --lr 4e-4 --batch_size 16 --epochs $((4 * critic_scale)) "${@:3}" \
+      < $dir/$2.jsonl
 }
-sweet() {  # NAME MIX WEIGHT
-  fit $1 --beta 1 --nll_coef 3 --lr 6e-4 --batch_size 32 --mix $2 --logprob_weight $3
+train_sweet() {  # NAME MIX WEIGHT
+  train_policy $1 --beta 1 --nll_coef 3 --lr 6e-4 --batch_size 32 --mix $2 --logprob_weight $3
 }
-rft() { fit rft --loss rft --lr 5e-4 --epochs $((8 * q)) < $R/train.jsonl; }
-mtdpo() {
-  fit mtdpo --loss mtdpo --beta 0.3 --nll_coef 3 --lr 3e-4 --batch_size 16 \
-      --epochs $((4 * q)) < $R/train.jsonl
+train_rft() {
+  train_policy rft --loss rft --lr 5e-4 --epochs $((8 * policy_scale)) < $dir/train.jsonl
 }
-methods() { rft; mtdpo; policy eq3@0.1; policy paper@0; try rft mtdpo; }
+train_mtdpo() {
+  train_policy mtdpo --loss mtdpo --beta 0.3 --nll_coef 3 --lr 3e-4 --batch_size 16 \
+      --epochs $((4 * policy_scale)) < $dir/train.jsonl
+}
+methods() { train_rft; train_mtdpo; sweet_row eq3@0.1; sweet_row paper@0; test_policies rft mtdpo; }
 
-tests() {  # FILE [FLAGS]: test tasks
+make_tests() {  # NAME [FLAGS]: writes test tasks to runs/NAME.jsonl
   stage runs/$1.jsonl python tests/toy.py tasks --split test --n $TESTS "${@:2}"
 }
-base() {  # NAME FROM DEMOS [FLAGS]: the base $S/NAME, where critics and policies start
-  R=$S B=$2
-  fit $1 --loss rft --all 1 "${@:4}" < $S/$3.jsonl
-  B=$S/$1 C=$S/$1
+train_base() {  # NAME FROM DEMOS [FLAGS]: trains $seed_dir/NAME; policies and critics start there
+  dir=$seed_dir base=$2
+  train_policy $1 --loss rft --all 1 "${@:4}" < $seed_dir/$3.jsonl
+  base=$seed_dir/$1 critic_base=$seed_dir/$1
 }
-collect() {  # NAME SHARE [FLAGS of the tasks]: 4 episodes a task, SHARE of them with candidates
-  R=$S/$1; mkdir -p $R
-  draws=(-k 4 --candidates 16 --candidates_share $2)
-  stage $R/tasks.jsonl python tests/toy.py tasks --seed $s "${@:3}"
-  play train $B $R/tasks.jsonl "${draws[@]}"
+collect() {  # NAME SHARE [FLAGS of tasks]: 4 episodes per task, SHARE of them with candidates
+  dir=$seed_dir/$1; mkdir -p $dir
+  train_args=(-k 4 --candidates 16 --candidates_share $2)
+  stage $dir/tasks.jsonl python tests/toy.py tasks --seed $seed "${@:3}"
+  run_episodes train $base $dir/tasks.jsonl "${train_args[@]}"
 }
-at_plain() {  # the quickstart's base and tasks
-  turns=6 tests=runs/tests.jsonl q=1 e=1
-  stage $S/tiny.log python tests/toy.py model --seed $s --out $S/tiny
-  stage $S/demos.jsonl python tests/toy.py demos --seed $s --n $DEMOS
-  base base $S/tiny demos --lr 3e-3
+setup_plain() {  # the quickstart's base and tasks
+  max_turns=6 tests=runs/tests.jsonl policy_scale=1 critic_scale=1
+  stage $seed_dir/tiny.log python tests/toy.py model --seed $seed --out $seed_dir/tiny
+  stage $seed_dir/demos.jsonl python tests/toy.py demos --seed $seed --n $DEMOS
+  train_base base $seed_dir/tiny demos --lr 3e-3
   collect plain 0.5 --n $N
 }
-at_early() {  # a base that answers early, few tasks
-  at_plain
-  e=2
-  stage $S/demos-early.jsonl python tests/toy.py demos --seed $((100 + s)) --n $((DEMOS * 3 / 8)) \
-      --at_once 0.65 --early 0.1 --distract 0.1
-  base early-base $S/base demos-early --lr 1e-3 --epochs 2
+setup_early() {  # a base that answers early, and fewer tasks
+  setup_plain
+  critic_scale=2
+  stage $seed_dir/demos-early.jsonl python tests/toy.py demos --seed $((100 + seed)) \
+      --n $((DEMOS * 3 / 8)) --at_once 0.65 --early 0.1 --distract 0.1
+  train_base early-base $seed_dir/base demos-early --lr 1e-3 --epochs 2
   collect early 1 --n $((N * 3 / 8))
 }
-at_long() {  # four or five slots, ten turns
-  local slots="--min_slots 3 --max_slots 5 --max_turns 10"
-  turns=10 tests=runs/tests-long.jsonl q=1 e=1
-  stage $S/tiny-long.log python tests/toy.py model --seed $s --out $S/tiny-long $slots
-  stage $S/demos-long.jsonl python tests/toy.py demos --seed $s --n $DEMOS $slots
-  base long-base $S/tiny-long demos-long --lr 3e-3
+setup_long() {  # four or five slots, ten turns
+  local toy="python tests/toy.py" slots="--min_slots 3 --max_slots 5 --max_turns 10"
+  max_turns=10 tests=runs/tests-long.jsonl policy_scale=1 critic_scale=1
+  stage $seed_dir/tiny-long.log $toy model --seed $seed --out $seed_dir/tiny-long $slots
+  stage $seed_dir/demos-long.jsonl $toy demos --seed $seed --n $DEMOS $slots
+  train_base long-base $seed_dir/tiny-long demos-long --lr 3e-3
   collect long 0.5 --n $N --min_slots 4 --max_slots 5
 }
 
 plain() {
-  at_plain
-  methods; policy without_c@0.1
-  play test-base $B $tests
-  turns=1 play test-single $B $tests
+  setup_plain
+  methods; sweet_row without_c@0.1
+  run_episodes test-base $base $tests
+  max_turns=1 run_episodes test-single $base $tests
 }
 few() {  # fewer tasks
-  at_plain
-  q=2 e=2; collect plain150 0.5 --n $((N * 3 / 8)); methods
-  q=5 e=5; collect plain50 0.5 --n $((N / 8)); methods
+  setup_plain
+  policy_scale=2 critic_scale=2; collect plain150 0.5 --n $((N * 3 / 8)); methods
+  policy_scale=5 critic_scale=5; collect plain50 0.5 --n $((N / 8)); methods
 }
-others() {  # other critics; best of N; other temperatures; fewer tasks
-  at_plain
-  for c in trajectory sum trained regression value untrained none; do policy $c@0.1; done
+ablations() {  # other critics, best of N, other temperatures, fewer tasks
+  setup_plain
+  for c in trajectory sum trained regression value untrained none; do sweet_row $c@0.1; done
   for n in 2 4 8 16; do
-    play best$n-prior $B runs/tests200.jsonl --best_of $n --critic $R/critic-eq3 --logprob_weight 0.1
+    run_episodes best$n-prior $base runs/tests200.jsonl --best_of $n --critic $dir/critic-eq3 \
+        --logprob_weight 0.1
     for c in eq3 without_c value; do
-      E=.
+      code=.
       case $c in
-        without_c) E=$(edited no_hidden) ;;
-        value) E=$(edited regression value) ;;
+        without_c) code=$(edited_copy no_hidden) ;;
+        value) code=$(edited_copy regression value) ;;
       esac
-      play best$n-$c $B runs/tests200.jsonl --best_of $n --critic $R/critic-$c
+      run_episodes best$n-$c $base runs/tests200.jsonl --best_of $n --critic $dir/critic-$c
     done
-    E=.
+    code=.
   done
   for t in 0 0.5; do
-    play test-base-$t $B $tests --temperature $t
-    for m in rft mtdpo eq3@0.1; do play test-$m-$t $R/$m $tests --temperature $t; done
+    run_episodes test-base-$t $base $tests --temperature $t
+    for m in rft mtdpo eq3@0.1; do run_episodes test-$m-$t $dir/$m $tests --temperature $t; done
   done
   few
 }
 
-lane() {  # SEEDS PARTS: one after another, for one core
-  ( for s in $1; do
-      S=runs/seed$s; mkdir -p $S
+run_parts() {  # SEEDS PARTS: runs these functions for each seed, sequentially
+  ( for seed in $1; do
+      seed_dir=runs/seed$seed; mkdir -p $seed_dir
       for part in $2; do $part; done
     done ) >> runs/lane.log 2>&1
 }
-lanes() {  # SEEDS PARTS: on two cores
+run_in_parallel() {  # SEEDS PARTS: even and odd seeds on a core each
   even=""; odd=""
-  for s in $1; do if ((s % 2)); then odd+=" $s"; else even+=" $s"; fi; done
-  lane "$even" "$2" & local one=$!
-  lane "$odd" "$2" &
-  wait $one && wait $! || { tail -3 runs/lane.log >&2; exit 1; }
+  for seed in $1; do if ((seed % 2)); then odd+=" $seed"; else even+=" $seed"; fi; done
+  run_parts "$even" "$2" & local even_pid=$!
+  run_parts "$odd" "$2" &
+  wait $even_pid && wait $! || { tail -3 runs/lane.log >&2; exit 1; }
 }
-row() {  # NAME FILE SEEDS
-  echo "$1=$(for s in $3; do echo runs/seed$s/$2.jsonl; done | paste -sd,)"
+row() {  # NAME FILE SEEDS: prints NAME=FILE,FILE,... for evaluate.py
+  echo "$1=$(for seed in $3; do echo runs/seed$seed/$2.jsonl; done | paste -sd,)"
 }
 rows() { for m in "${@:3}"; do row $m $1/test-$m "$2"; done; }  # PART SEEDS NAMES
 table() { python evaluate.py "$@" >> runs/results.jsonl; }  # differences are to the first system
@@ -130,7 +134,7 @@ figure() {  # NAME SYSTEMS
   python evaluate.py "${@:2}" | tee -a runs/results.jsonl |
     python tests/experiments/plot.py runs/$1.png
 }
-others_tables() {  # SEEDS: other critics and temperatures, figures
+ablation_tables() {  # SEEDS: also the figures
   table $(for c in eq3 without_c trajectory trained sum regression value untrained none; do
       row $c plain/test-$c@0.1 "$1"
     done)
@@ -150,17 +154,17 @@ others_tables() {  # SEEDS: other critics and temperatures, figures
 [ "${BASH_SOURCE[0]}" = "$0" ] || return 0
 
 pip install -q matplotlib
-tests tests
+make_tests tests
 head -$((TESTS * 2 / 3)) runs/tests.jsonl > runs/tests200.jsonl
-first=$(echo $SEEDS | cut -d" " -f1-2)  # the rows of `others` take two seeds; map.sh adds the rest
-lanes "$SEEDS" plain
-lanes "$first" others
+first=$(echo $SEEDS | cut -d" " -f1-2)  # ablations on two seeds only; map.sh adds the others
+run_in_parallel "$SEEDS" plain
+run_in_parallel "$first" ablations
 : > runs/results.jsonl
 table $(rows plain "$SEEDS" eq3@0.1 base single rft mtdpo paper@0 without_c@0.1)
-others_tables "$first"
-for s in $SEEDS; do  # the released scorer's verdicts
+ablation_tables "$first"
+for seed in $SEEDS; do  # the released scorer's verdicts
   for m in rft mtdpo eq3@0.1; do
-    f=runs/seed$s/plain/test-$m
+    f=runs/seed$seed/plain/test-$m
     python colbench.py grade --rules official < $f.jsonl > $f-official.jsonl
   done
 done

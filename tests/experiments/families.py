@@ -1,12 +1,11 @@
-"""Which families of chat models can be trained: makes a tiny one of each that transformers knows.
+"""Tests which model families can be trained, on a tiny random model of each in transformers.
 
-    python tests/experiments/families.py > families.md     # some minutes, nothing is downloaded
+    python tests/experiments/families.py > families.md     # four minutes on one core, no downloads
 
-Each has random weights, is saved, and loaded by model.load. The table tells whether it is computed
-by the tree or turn by turn, and the largest errors beside separate forwards of the transformers
-model: of log-probs, as a share of the largest of them, if that is above 1, and of a loss's
-gradients, as a share of the largest. Or it tells why the family is refused. What can be an encoder
-or a decoder is a decoder.
+Each model is saved, and loaded by model.load. The table says whether it is computed as a tree or
+turn by turn, and its largest errors against separate forwards of the transformers model: of
+log-probs, relative to the largest log-prob or 1, and of a loss's gradients, relative to the largest
+one. For a rejected family it says why. A family that can be encoder or decoder is a decoder here.
 """
 import collections
 import contextlib
@@ -28,7 +27,7 @@ SIZES = {**test_model.SIZES, "hidden_size": 64, "num_hidden_layers": 4, "num_key
 
 
 def small(name, vocabulary):
-    """A model of a family with random weights, or None if it can't be made small."""
+    """Returns a random model of a family, or None if the family can't be made small."""
     make = lambda: test_model.small(name, sizes=SIZES, vocab_size=vocabulary)
     try:
         with torch.device("meta"):
@@ -37,25 +36,25 @@ def small(name, vocabulary):
             return None
         torch.manual_seed(0)
         return make()
-    except Exception:  # of many kinds: the family takes no such sizes
+    except Exception:  # any kind: the family does not support these sizes
         return None
 
 
 def errors(model, lm, vocabulary):
-    """The largest errors of log-probs and of gradients, as shares."""
+    """Returns the largest relative errors of (log-probs, gradients)."""
     turns = test_model.some_turns(range(3, vocabulary))  # no special tokens
     got, want = test_model.by_tree(model, turns), test_model.separate(lm, turns)
     x, y = torch.cat(got), torch.cat(want)
-    value = ((x - y).abs().max() / y.abs().max().clamp(min=1)).item()
+    logp_error = ((x - y).abs().max() / y.abs().max().clamp(min=1)).item()
     got, want = test_model.gradients(model, got), test_model.gradients(lm, want)
     assert all((got[name] is None) == (want[name] is None) for name in got.keys() | want.keys())
-    there = [name for name in want if want[name] is not None]
-    largest = max(want[name].abs().max() for name in there)
-    return value, max((got[name] - want[name]).abs().max() / largest for name in there).item()
+    used = [name for name in want if want[name] is not None]
+    largest = max(want[name].abs().max() for name in used)
+    return logp_error, max((got[name] - want[name]).abs().max() / largest for name in used).item()
 
 
 def verdict(lm, tokenizer):
-    """("tree" or "turn by turn", error of log-probs, of gradients), or (why it is refused,)."""
+    """Returns ("tree" or "turn by turn", *errors), or (why the family is rejected,)."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             lm.save_pretrained(folder)
@@ -66,7 +65,7 @@ def verdict(lm, tokenizer):
             return way, *errors(model, own, len(tokenizer))
         except SystemExit as e:
             return str(e).removeprefix("error: ").replace(repr(folder), "it"),
-        except Exception as e:  # it is saved or loaded otherwise
+        except Exception as e:  # it can't be saved or loaded in the usual way
             return f"{type(e).__name__}: {str(e).splitlines()[0][:90]}" if str(e) else repr(e),
 
 
@@ -78,13 +77,13 @@ def main():
     for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         with contextlib.redirect_stderr(open(os.devnull, "w")):
             lm = small(name, len(tokenizer))
-            way, *found = verdict(lm, tokenizer) if lm else (None,)
+            way, *error = verdict(lm, tokenizer) if lm else (None,)
         if way:
-            ways[way if found else "refused"] += 1
-            right += bool(found) and max(found) < 1e-5
-            wrong += bool(found) and not max(found) < 1e-5
-            print(f"| {name} | {way} |", *(f"{x:.1g} |" for x in found), flush=True)
-    print(f"{ways.total()} families, {right} right to 1e-5, {wrong} not: {dict(ways)}")
+            ways[way if error else "rejected"] += 1
+            right += bool(error) and max(error) < 1e-5
+            wrong += bool(error) and not max(error) < 1e-5
+            print(f"| {name} | {way} |", *(f"{x:.1g} |" for x in error), flush=True)
+    print(f"{ways.total()} families, {right} exact to 1e-5, {wrong} not: {dict(ways)}")
 
 
 if __name__ == "__main__":

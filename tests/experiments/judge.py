@@ -1,4 +1,4 @@
-"""An LLM as judge, in the critic's place: the share of comparisons that a message wins.
+"""An LLM judge instead of a critic: a message's score is the share of comparisons that it wins.
 
     JUDGE=http://host:port/v1 python collect.py --critic tests/experiments/judge.py --best_of 4 ...
 """
@@ -33,38 +33,38 @@ CLIENT = openai.AsyncOpenAI(base_url=URL, max_retries=8,
 
 @functools.cache
 def model():
-    """The model's name, asked for once: a future."""
+    """Returns a future of the name of the server's model, which is requested only once."""
     async def first():
         return (await CLIENT.models.list()).data[0].id
     return asyncio.ensure_future(first())
 
 
 async def wins(task, history, a, b):
-    """1 if message a wins against b, 0 if b wins, 0.5 if they are equal."""
+    """Returns 1 if the judge prefers message a, 0 if it prefers b, and 0.5 if they are equal."""
     if a == b:
         return 0.5
     names = {"assistant": "Assistant", "user": "Colleague", "system": "Colleague"}
     dialogue = "\n".join(f"{names[m['role']]}: {m['content']}" for m in history[1:])
-    wanted = task.get("hidden_information") or task["ground_truth"]
-    content = PROMPT.format(wanted=wanted, dialogue=dialogue, a=a, b=b)
+    hidden = task.get("hidden_information") or task["ground_truth"]
+    content = PROMPT.format(wanted=hidden, dialogue=dialogue, a=a, b=b)
     completion = await CLIENT.chat.completions.create(
         model=await model(), messages=[{"role": "user", "content": content}],
         temperature=0, seed=0, max_tokens=1024)
     reply = (completion.choices[0].message.content or "").rpartition("</think>")[2]
     letters = set(re.findall(r"\b[AB]\b", reply))
-    if len(letters) != 1:  # "A better one is B" says nothing sure
-        raise ValueError("not one of A and B in the judge's reply")
+    if len(letters) != 1:  # such as "A better one is B", which is ambiguous
+        raise ValueError("the judge's reply is ambiguous: it must name A or B, not both")
     return float(letters == {"A"})
 
 
 async def advantages(task, history, actions):
-    """In a circle, each message is compared with the next as A, and with the one before as B."""
+    """Compares each message with its neighbors in a circle, once as A and once as B."""
     texts = [action["output"].rpartition("OUTPUT:")[2].strip() for action in actions]
     pairs = zip(texts, texts[1:] + texts[:1])
     try:
         won = await asyncio.gather(*(wins(task, history, a, b) for a, b in pairs))
-    except openai.BadRequestError as e:  # of this comparison, such as too long a dialogue
-        raise ValueError(f"the judge {URL}: {e}") from None
-    except openai.OpenAIError as e:
-        raise ConnectionError(f"the judge {URL}: {e}") from None
+    except openai.BadRequestError as e:  # fails this episode, e.g. if the dialogue is too long
+        raise ValueError(f"the judge at {URL}: {e}") from None
+    except openai.OpenAIError as e:  # ends the run
+        raise ConnectionError(f"the judge at {URL}: {e}") from None
     return [(won[i] + 1 - won[i - 1]) / 2 for i in range(len(texts))]

@@ -1,9 +1,9 @@
-"""Draws the success of evaluate.py's systems, or else their mean reward, with intervals.
+"""Plots evaluate.py's results with intervals: success, or the mean reward if there is no success.
 
     python evaluate.py ... | tee -a runs/results.jsonl | python tests/experiments/plot.py FILE.png
 
-Systems NAME@X are points of a curve over X, and others are lines; without curves all are bars. It
-takes matplotlib.
+Systems NAME@X are the points of a curve NAME over X, other systems are horizontal lines. Without
+curves, all systems are bars. Requires matplotlib.
 """
 import json
 import re

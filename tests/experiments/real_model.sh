@@ -1,80 +1,80 @@
 #!/usr/bin/env bash
-# The method on a real language model, on two CPU cores: one seed in two hours at most.
+# All methods on a real language model, on two CPU cores: one seed in at most two hours.
 #
 #   bash tests/experiments/real_model.sh     # from the repo's root, after the quickstart's install
 #   SEED=1 MODEL=DIR FLAGS="--dtype bf16" bash tests/experiments/real_model.sh
-#   ROWS="untrained@0.1 better@0.1" bash tests/experiments/real_model.sh   # other critics, too
+#   ROWS="untrained@0.1 better@0.1" bash tests/experiments/real_model.sh   # rows of common.sh
 #
-# ROWS are those of common.sh. FLAGS="--dtype bf16" takes half the time where the CPU has it
-# (avx512_bf16). The first table compares the warmed-up base with RFT, after about half an hour; the
-# second one all methods. They go to stderr and to *.results in runs/real$SEED, the times of the
-# stages to runs/times. RESULTS.md says how the settings were chosen.
+# FLAGS="--dtype bf16" halves the time on CPUs with avx512_bf16. Prints two tables to stderr: after
+# half an hour RFT beside the base, at the end all methods. All files, with the tables' numbers in
+# *.results, go to runs/real$SEED, and seconds per stage to runs/times. RESULTS.md says how the
+# settings were chosen.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 export MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=99999999999  # keep freed memory: 8 % faster steps
 . tests/experiments/common.sh
-s=${SEED:-0}
+seed=${SEED:-0}
 MODEL=${MODEL:-HuggingFaceTB/SmolLM2-135M-Instruct}
-DEMOS=${DEMOS:-700}   # scripted episodes that warm the model up
-TASKS=${TASKS:-120}   # tasks to learn from, EPISODES of each
-USUAL=${USUAL:-0.3}   # probability of a number that a guess names; the base solves a fifth then
-EPISODES=${EPISODES:-4}
-SHARE=${SHARE:-0.25}  # of the episodes that get CANDIDATES at every turn
-CANDIDATES=${CANDIDATES:-12}
+DEMOS=${DEMOS:-700}   # demonstrations, which teach the model the game
+TASKS=${TASKS:-120}   # training tasks
+USUAL=${USUAL:-0.3}   # probability that a guessed value is right; the base then solves a fifth
+EPISODES=${EPISODES:-4}        # per training task
+SHARE=${SHARE:-0.25}           # share of these episodes with candidates
+CANDIDATES=${CANDIDATES:-12}   # candidates per turn
 EPOCHS=${EPOCHS:-1}   # of the critic
-TESTS=${TESTS:-300}   # test tasks, DRAWS episodes of each
-DRAWS=${DRAWS:-2}
+TESTS=${TESTS:-300}   # test tasks
+DRAWS=${DRAWS:-2}     # episodes per test task
 ROWS=${ROWS:-untrained@0.1}
 FIRST=untrained@0.1
-R=${R:-runs/real$s}
-mkdir -p $R
-tests=$R/tests.jsonl
-draws=(-k $EPISODES --candidates $CANDIDATES --candidates_share $SHARE)
-test_draws="-k $DRAWS"
+dir=${R:-runs/real$seed}
+mkdir -p $dir
+tests=$dir/tests.jsonl
+train_args=(-k $EPISODES --candidates $CANDIDATES --candidates_share $SHARE)
+test_args="-k $DRAWS"
 
-tasks() {  # NAME N [FLAGS]
-  stage $R/$1.jsonl python tests/toy.py tasks --world english --seed $s --usual $USUAL \
+make_tasks() {  # NAME N [FLAGS]
+  stage $dir/$1.jsonl python tests/toy.py tasks --world english --seed $seed --usual $USUAL \
       --n $2 "${@:3}"
 }
-play() { stage $R/$1.jsonl halves "$@"; }  # NAME MODEL TASKS [FLAGS]
-halves() {  # two processes of one thread, each plays half of the tasks
+run_episodes() { stage $dir/$1.jsonl graded_episodes "$@"; }  # NAME MODEL TASKS [FLAGS]
+graded_episodes() {  # in two processes of one thread, each with half of the tasks
   local half jobs=()
   for half in 0 1; do
     ( awk "NR % 2 == $half" $3 |
         OMP_NUM_THREADS=1 python collect.py --human tests/toy.py --max_turns 6 --max_tokens 128 \
-            --seed $s $FLAGS --model $2 --resume $R/$1.$half "${@:4}" |
-        python colbench.py grade >> $R/$1.$half ) & jobs+=($!)
+            --seed $seed $FLAGS --model $2 --resume $dir/$1.$half "${@:4}" |
+        python colbench.py grade >> $dir/$1.$half ) & jobs+=($!)
   done
-  wait ${jobs[0]} && wait ${jobs[1]} && cat $R/$1.0 $R/$1.1
+  wait ${jobs[0]} && wait ${jobs[1]} && cat $dir/$1.0 $dir/$1.1
 }
-learn() {  # NAME RECORDS [FLAGS]
-  python $E/train_critic.py --seed $s $FLAGS --save_every 20 --out $R/critic-$1 --model $C \
-      --beta 1 --nll_coef 0.3 --lr 8e-5 --min_gap 0.3 --epochs $EPOCHS "${@:3}" \
-      < $R/$2.jsonl
+train_critic() {  # NAME RECORDS [FLAGS]
+  python $code/train_critic.py --seed $seed $FLAGS --save_every 20 --out $dir/critic-$1 \
+      --model $critic_base --beta 1 --nll_coef 0.3 --lr 8e-5 --min_gap 0.3 --epochs $EPOCHS \
+      "${@:3}" < $dir/$2.jsonl
 }
-sweet() {  # NAME MIX WEIGHT
-  fit $1 --save_every 20 --beta 1 --nll_coef 0.3 --lr 3e-5 --batch_size 16 --pairs_per_turn 2 \
-      --mix $2 --logprob_weight $3
+train_sweet() {  # NAME MIX WEIGHT
+  train_policy $1 --save_every 20 --beta 1 --nll_coef 0.3 --lr 3e-5 --batch_size 16 \
+      --pairs_per_turn 2 --mix $2 --logprob_weight $3
 }
-rft() { fit $1 --loss rft --lr 5e-5 --batch_size 16 --epochs 3 < $R/train.jsonl; }
+train_rft() { train_policy $1 --loss rft --lr 5e-5 --batch_size 16 --epochs 3 < $dir/train.jsonl; }
 table() {  # NAME SYSTEMS: differences are to the first system
   local m systems=()
-  for m in "${@:2}"; do systems+=($m=$R/test-$m.jsonl); done
-  python evaluate.py "${systems[@]}" > $R/$1.results
+  for m in "${@:2}"; do systems+=($m=$dir/test-$m.jsonl); done
+  python evaluate.py "${systems[@]}" > $dir/$1.results
 }
 
-stage $R/demos.jsonl python tests/toy.py demos --world english --seed $s --n $DEMOS
-B=$MODEL fit base --loss rft --all 1 --lr 4e-4 --epochs 1 --batch_size 8 --save_every 20 \
-    < $R/demos.jsonl
-B=$R/base C=$R/base
-tasks tasks $TASKS
-play train $B $R/tasks.jsonl "${draws[@]}"
-rft rft
-tasks tests $TESTS --split test
-try base rft
+stage $dir/demos.jsonl python tests/toy.py demos --world english --seed $seed --n $DEMOS
+base=$MODEL train_policy base --loss rft --all 1 --lr 4e-4 --epochs 1 --batch_size 8 \
+    --save_every 20 < $dir/demos.jsonl
+base=$dir/base critic_base=$dir/base
+make_tasks tasks $TASKS
+run_episodes train $base $dir/tasks.jsonl "${train_args[@]}"
+train_rft rft
+make_tasks tests $TESTS --split test
+test_policies base rft
 table rft base rft
-B=$R/rft
-for row in $ROWS; do policy $row; done
-fit mtdpo --loss mtdpo --beta 0.3 --nll_coef 3 --lr 3e-5 --epochs 2 < $R/train.jsonl
-rft rft_twice
-try mtdpo rft_twice
+base=$dir/rft
+for row in $ROWS; do sweet_row $row; done
+train_policy mtdpo --loss mtdpo --beta 0.3 --nll_coef 3 --lr 3e-5 --epochs 2 < $dir/train.jsonl
+train_rft rft_twice
+test_policies mtdpo rft_twice
 table all $ROWS mtdpo rft_twice rft base

@@ -1,8 +1,8 @@
-"""Every episode of some systems as one HTML page, task by task, side by side. It needs no server.
+"""Writes a self-contained HTML page that shows all episodes of systems, task by task, side by side.
 
     python tests/experiments/report.py base.jsonl sweet=a.jsonl,b.jsonl > report.html
 
-Systems are named as for evaluate.py. Pages of frontend tasks are drawn.
+Systems are named as for evaluate.py. Web pages of frontend tasks are shown as pictures.
 """
 import base64
 import html
@@ -34,7 +34,7 @@ pre {margin: 0; white-space: pre-wrap; overflow-wrap: anywhere}
 
 
 def tag(name, style, text):
-    """An HTML element of a text, which is escaped: a model wrote it."""
+    """Returns an HTML element. Escapes its text, which a model may have written."""
     return f'<{name} class="{style}">{html.escape(text)}</{name}>'
 
 
@@ -43,7 +43,7 @@ def folded(summary, content, attributes=""):
 
 
 def message(m):
-    """A message, as the model wrote it, with its advantage; its candidates, best first, folded."""
+    """Shows a message's raw output, advantage, and folded candidates, best first."""
     parts = []
     if "advantage" in m:
         parts.append(tag("b", "advantage", f"{m['advantage']:+.3f}"))
@@ -55,7 +55,7 @@ def message(m):
 
 
 def artifact(task, text, pictures):
-    """An answer or a reference: of a page its picture, and the source folded."""
+    """Shows an answer or a reference; a web page as a picture, with its source folded."""
     source, page = tag("pre", "box", text), extract_page(text)
     if not (page and environment(task).shows_pages):
         return source
@@ -63,7 +63,7 @@ def artifact(task, text, pictures):
 
 
 def episode(number, record, pictures):
-    """An episode: its answer, the verdicts, the dialogue."""
+    """Shows an episode: answer, verdicts, dialogue."""
     parts = [artifact(record["task"], record.get("answer") or "", pictures)]
     if "failure" in record:
         parts.append(tag("div", "fail", record["failure"]))
@@ -76,7 +76,7 @@ def episode(number, record, pictures):
 
 
 def report_task(number, episodes, systems, pictures):
-    """A task in the list, with each system's mean reward; open, it shows {system: [records]}."""
+    """Shows a task: mean rewards in the list, its episodes, {system: [records]}, if unfolded."""
     task, means = next(iter(episodes.values()))[0]["task"], {}
     columns = [("hidden reference", artifact(task, hidden_information(task), pictures))]
     for system, records in episodes.items():
@@ -87,31 +87,31 @@ def report_task(number, episodes, systems, pictures):
     for system in systems:
         summary.append(tag("span", "", f"{100 * means[system]:.0f}" if system in means else "-"))
     head = tag("h3", "", task_id(task)) + tag("pre", "", task["problem_description"])
-    sections = [f"<section>{tag('h3', '', name)}{shown}</section>" for name, shown in columns]
-    shown = f'<main>{head}<div class="side">{"".join(sections)}</div></main>'
-    return folded("".join(summary), shown, 'class="task" name="task"' + " open" * (number == 0))
+    sections = [f"<section>{tag('h3', '', name)}{content}</section>" for name, content in columns]
+    content = f'<main>{head}<div class="side">{"".join(sections)}</div></main>'
+    return folded("".join(summary), content, 'class="task" name="task"' + " open" * (number == 0))
 
 
-def draw(pages):
-    """{page: <img> of a small picture} of the pages that can be drawn."""
+def render_pages(pages):
+    """Returns {page: <img> element}, without the pages that can't be rendered."""
     if not pages:
         return {}
     from PIL import Image
 
-    def small(page):
+    def thumbnail(page):
         try:
-            drawn = renderer.render(page)
+            rendered = renderer.render(page)
         except RenderError:
             return None
-        picture, jpeg = Image.open(io.BytesIO(drawn["png"])).convert("RGB"), io.BytesIO()
+        picture, jpeg = Image.open(io.BytesIO(rendered["png"])).convert("RGB"), io.BytesIO()
         picture.thumbnail((480, 1600))
         picture.save(jpeg, "jpeg", quality=80)
         data = base64.b64encode(jpeg.getvalue()).decode()
         return f'<img src="data:image/jpeg;base64,{data}">'
     try:
         with Renderer(cpus()) as renderer, ThreadPoolExecutor(cpus()) as pool:
-            return {page: image for page, image in zip(pages, pool.map(small, pages)) if image}
-    except GraderError as e:  # the browser does not start
+            return {page: image for page, image in zip(pages, pool.map(thumbnail, pages)) if image}
+    except GraderError as e:  # the browser can't start
         fail(e)
 
 
@@ -127,7 +127,7 @@ def main(args):
                     if environment(task).shows_pages:
                         pages |= {*map(extract_page, (record.get("answer"),
                                                       hidden_information(task)))}
-    pictures, names = draw(pages - {""}), [system.name for system in systems]
+    pictures, names = render_pages(pages - {""}), [system.name for system in systems]
     print(STYLE + html.escape(f"{len(tasks)} tasks; mean rewards of {', '.join(names)} in %"))
     for i, episodes in enumerate(tasks.values()):
         print(report_task(i, episodes, names, pictures))
@@ -135,5 +135,5 @@ def main(args):
 
 if __name__ == "__main__":
     p = parser(__doc__, "%(prog)s FILE | NAME=FILE,FILE,... ... > report.html")
-    p.add_argument("files", nargs="+", metavar="FILE", help="a system's graded records")
+    p.add_argument("files", nargs="+", metavar="FILE", help="graded records of one system")
     main(p.parse_args())

@@ -1,10 +1,10 @@
-"""The advantages that a perfect critic of a policy would give, measured by play.
+"""Scores candidates like a perfect critic of --model would: by rollouts.
 
     python tests/experiments/rollouts.py --model runs/base -k 4 --max_turns 6 --max_tokens 40 \
         --human tests/toy.py < runs/train.jsonl > runs/scored.jsonl
 
-A candidate's advantage is 5 times its Q: the mean reward of -k episodes of --model that go on from
-it, or the reward of its answer. The flags are collect.py's; the records are of functions.
+A candidate's advantage is 5 times its Q value: the reward if it is an answer, else the mean reward
+of -k episodes that continue from it. Flags are those of collect.py. For backend tasks only.
 """
 import asyncio
 import json
@@ -19,7 +19,7 @@ from utils import progress, read_jsonl
 
 class Rollouts(collect.Players):
     async def q(self, task, history, turn, output, key):
-        """The mean reward behind an output, which is the agent's message `turn`."""
+        """Returns the Q value of an output, which is the agent's message number `turn`."""
         n = self.args.k if self.answer(output, turn)[1] is None else 1
         return sum([await self.reward(task, history, turn, output, (*key, i))
                     for i in range(n)]) / n
@@ -28,7 +28,7 @@ class Rollouts(collect.Players):
         return read_action(output, last=turn == self.args.max_turns - 1)
 
     async def reward(self, task, history, turn, output, key):
-        """The reward of one episode that goes on from an output."""
+        """Returns the reward of one episode that continues from an output."""
         content, answer = self.answer(output, turn)
         history = [{"role": m["role"], "content": m["content"]} for m in history]
         while answer is None:
@@ -39,17 +39,17 @@ class Rollouts(collect.Players):
             content, answer = self.answer(message["output"], turn)
         return (await asyncio.to_thread(self.grader.grade, task, answer))["reward"]
 
-    async def all(self, records):
-        """Sets the candidates' advantages."""
+    async def score(self, records):
+        """Sets the candidates' advantages. Equal candidates of a turn are scored once."""
         await self.load()
-        alike = {}  # (record, message, output): its candidates
+        candidates_of = {}  # {(record number, turn, output): [candidate]}
         for i, r in enumerate(records):
             for turn, m in enumerate(agent_messages(r)):
                 for c in m.get("candidates", ()):
-                    alike.setdefault((i, turn, c["output"]), []).append(c)
-        jobs = progress("candidates", iter(alike.items()), len(alike))
+                    candidates_of.setdefault((i, turn, c["output"]), []).append(c)
+        jobs = progress("candidates", iter(candidates_of.items()), len(candidates_of))
 
-        async def work():
+        async def worker():
             for (i, turn, output), candidates in jobs:
                 task, history = records[i]["task"], records[i]["dialogue_history"][:2 * turn + 1]
                 q = await self.q(task, history, turn, output, (i, output))
@@ -57,11 +57,11 @@ class Rollouts(collect.Players):
                     c["advantage"] = 5 * q
 
         with Grader() as self.grader:
-            await asyncio.gather(*(work() for _ in range(self.args.concurrency)))
+            await asyncio.gather(*(worker() for _ in range(self.args.concurrency)))
 
 
 if __name__ == "__main__":
     records = list(read_jsonl(sys.stdin, needs("dialogue_history", to_grade=True)))
-    asyncio.run(Rollouts(collect.get_args()).all(records))
+    asyncio.run(Rollouts(collect.get_args()).score(records))
     for record in records:
         print(json.dumps(record))

@@ -1,4 +1,4 @@
-"""Draws all metrics of training runs as one picture, also while they train. It takes matplotlib.
+"""Plots all metrics of training runs, also while they train, into one picture. Needs matplotlib.
 
     python tests/experiments/watch.py runs/critic runs/sweet --every 10    # seconds, until Ctrl-C
 """
@@ -11,12 +11,12 @@ from utils import fail_on_error, flag, parser, rows_of, run, say, writing
 
 
 def main(args):
-    with fail_on_error("pictures need matplotlib (pip install matplotlib)"):
+    with fail_on_error("plots need matplotlib (pip install matplotlib)"):
         from matplotlib.figure import Figure
     while True:
         runs = {out: rows_of(out) for out in args.runs if os.path.exists(f"{out}/metrics.jsonl")}
         for out in set(args.runs) - runs.keys():
-            say(f"no metrics.jsonl in {out}")
+            say(f"warning: {out} has no metrics.jsonl yet")
         names = {name for rows in runs.values() for row in rows if "step" in row for name in row}
         figure = Figure(figsize=(16, 9), layout="constrained")
         for i, name in enumerate(sorted(names - {"step"})):
@@ -25,7 +25,7 @@ def main(args):
                 values = {row["step"]: row[name] for row in rows if {"step", name} <= row.keys()}
                 axes.plot(values.keys(), values.values(), ".-", label=out, ms=3, lw=0.8)
             axes.legend()
-        with writing(args.png) as part:  # a viewer never sees half a picture
+        with writing(args.png) as part:  # atomically, for viewers that reload it
             figure.savefig(part, format="png")
         if not args.every:
             break
@@ -34,7 +34,7 @@ def main(args):
 
 if __name__ == "__main__":
     p = parser(__doc__, "%(prog)s RUN ... [flags]")
-    p.add_argument("runs", nargs="+", metavar="RUN", help="a trainer's --out")
-    flag(p, "png", "metrics.png", "the picture", metavar="FILE")
-    flag(p, "every", 0.0, "draw it again every N seconds; 0: once")
+    p.add_argument("runs", nargs="+", metavar="RUN", help="the --out directory of a trainer")
+    flag(p, "png", "metrics.png", "the picture to write", metavar="FILE")
+    flag(p, "every", 0.0, "seconds between updates of the picture; 0: write it once")
     run(main, p.parse_args())
