@@ -33,7 +33,7 @@ import urllib.parse
 ANSWER = "I WANT TO ANSWER:"   # marks the final answer, which follows it
 OUTPUT = "OUTPUT:"             # marks the end of the agent's private thought
 HIDDEN = "Hidden reference:\n{hidden}\n\n"  # prefix of the dialogues that the critic reads
-NOT_SEEN = "i can't see your page: {}"
+RENDER_FAILED_REPLY = "i can't see your page: {}"
 GRADE_FIELDS = "reward", "tests", "failure", "reward_by"  # fields written by the grader
 
 
@@ -71,7 +71,7 @@ def agent_messages(record):
     return [m for m in record["dialogue_history"] if m["role"] == "assistant"]
 
 
-def kind_of(task):
+def task_kind(task):
     """Returns the task's kind, a key of ENVIRONMENTS; raises ValueError if it is unknown."""
     kind = task.get("kind")
     if kind is None:  # ColBench's published tasks have none
@@ -85,7 +85,7 @@ def kind_of(task):
 
 def environment(task):
     """Returns the Environment class of a task; raises ValueError if its kind is unknown."""
-    return ENVIRONMENTS[kind_of(task)]
+    return ENVIRONMENTS[task_kind(task)]
 
 
 def needs(*fields, to_grade=False, to_train=False):
@@ -125,7 +125,7 @@ def human_prompt(task, history):
     """Returns the prompt of an LLM human: the dialogue without the agent's instructions."""
     prompt = environment(task).human_prompt
     if not prompt:
-        fail(f"the kind {kind_of(task)} has no human_prompt for an LLM; use --human FILE.py")
+        fail(f"the kind {task_kind(task)} has no human_prompt for an LLM; use --human FILE.py")
     names = {"assistant": "Assistant", "user": "You", "system": "You"}
     dialogue = "\n".join(f"{names[m['role']]}: {m['content']}" for m in history[1:])
     return fill(prompt, problem_description=task["problem_description"], dialogue=dialogue,
@@ -314,7 +314,7 @@ mention pictures."""
 
     def grade(self, task, answer):
         try:
-            pages = self.renderer.pair(task, answer)
+            pages = self.renderer.render_pair(task, answer)
         except RenderError as e:
             return {"reward": 0.0, "reward_by": self.reward_by, "failure": str(e)}
         return {"reward": self.likeness(*pages), "reward_by": self.reward_by}
@@ -355,13 +355,14 @@ NOT_LOADED = """__main__ antigravity benchmarks distutils ensurepip idlelib lib2
 tests this tkinter turtle turtledemo""".split()
 LIBRARY = [*(name for name in sorted(sys.stdlib_module_names) if name[0] != "_"),
            "_strptime", "_pylong"]
-MORE = """numpy.char numpy.fft numpy.ma numpy.polynomial numpy.random numpy.rec numpy.strings
-sympy.assumptions sympy.categories sympy.codegen sympy.combinatorics sympy.concrete sympy.discrete
-sympy.integrals sympy.logic sympy.physics.units sympy.polys sympy.sets sympy.stats
+EXTRA_MODULES = """numpy.char numpy.fft numpy.ma numpy.polynomial numpy.random numpy.rec
+numpy.strings sympy.assumptions sympy.categories sympy.codegen sympy.combinatorics sympy.concrete
+sympy.discrete sympy.integrals sympy.logic sympy.physics.units sympy.polys sympy.sets sympy.stats
 sympy.tensor.array.array_derivatives sympy.vector""".split()
 # (pattern, modules of a fork server). The first row whose pattern occurs in the answer or its tests
 # is used, because forking with fewer modules is up to ten times as fast.
-SERVERS = [("|".join({name.partition(".")[0] for name in MORE}), LIBRARY + MORE),  # numpy|sympy
+EXTRAS = "|".join({name.partition(".")[0] for name in EXTRA_MODULES})  # numpy|sympy
+SERVERS = [(EXTRAS, LIBRARY + EXTRA_MODULES),
            (r"import|code\(|bytes\(|bytearray\(|str\([^)]{,99},", LIBRARY),
            ("", ["_pylong", "unicodedata"])]  # for huge integers and "\N{...}"
 
@@ -851,7 +852,7 @@ def grade_records(records, args):
 
 # --- frontend: pages are rendered by a browser without network access -----------------------------
 
-PAGE = {"width": 1280, "height": 720, "tallest": 4096,  # pixels of a screenshot
+PAGE_LIMITS = {"width": 1280, "height": 720, "tallest": 4096,  # pixels of a screenshot
         "bytes": 1 << 20, "seconds": 15}  # limits of a page
 BROWSERS = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"
 BROWSER_FLAGS = [  # added to Playwright's; the last two make screenshots equal on all machines
@@ -865,7 +866,7 @@ PICTURE_HOSTS = re.compile(
     r"loremflickr\.com|placekitten\.com)$")
 # Script that measures a rendered page. A page can shadow document.fonts by a form or image that is
 # named "fonts", so the script calls the getters of the Document class.
-HEIGHT = """() => {
+MEASURE_SCRIPT = """() => {
   const get = name => Object.getOwnPropertyDescriptor(Document.prototype, name).get.call(document);
   return get('fonts').ready.then(() => ({height: get('documentElement').scrollHeight}));
 }"""
@@ -910,8 +911,8 @@ class Browser:
         self.driver = await self.api.async_playwright().start()
         browser = await self.driver.chromium.launch(executable_path=self.path, args=flags)
         context = await browser.new_context(
-            viewport={side: PAGE[side] for side in ("width", "height")}, java_script_enabled=False,
-            service_workers="block", accept_downloads=False, reduced_motion="reduce",
+            viewport={side: PAGE_LIMITS[side] for side in ("width", "height")},
+            java_script_enabled=False, service_workers="block", accept_downloads=False, reduced_motion="reduce",
             locale="en-US", timezone_id="UTC")
         await context.route("**/*", self.handle_request)
         self.tab = await context.new_page()
@@ -939,10 +940,10 @@ class Browser:
         for _ in range(2):  # retry in a new browser, in case the crash was not due to this page
             self.ensure_started()
             try:
-                return self.run(self.screenshot(page, sheet), PAGE["seconds"])
+                return self.run(self.screenshot(page, sheet), PAGE_LIMITS["seconds"])
             except TimeoutError:
                 self.stop()
-                raise RenderError(f"the page took more than {PAGE['seconds']} s") from None
+                raise RenderError(f"the page took more than {PAGE_LIMITS['seconds']} s") from None
             except Exception as e:  # pages are untrusted: any failure counts as the page's
                 self.stop()
                 error = e
@@ -952,8 +953,8 @@ class Browser:
         self.page, self.sheet = page, sheet
         await self.tab.goto("https://page.invalid/")
         measured = await self.tab.evaluate(self.script)
-        height = min(max(measured["height"], 1), PAGE["tallest"])
-        box = {"x": 0, "y": 0, "width": PAGE["width"], "height": height}
+        height = min(max(measured["height"], 1), PAGE_LIMITS["tallest"])
+        box = {"x": 0, "y": 0, "width": PAGE_LIMITS["width"], "height": height}
         png = await self.tab.screenshot(full_page=True, clip=box, animations="disabled")
         return {**measured, "png": png}
 
@@ -988,10 +989,10 @@ class Renderer(Pool):
     """with Renderer() as renderer: renderer.render(page), from any thread.
 
     The same page gives the same bytes. Its scripts do not run, and it can't reach the network.
-    workers: number of browsers. script: JavaScript that measures a page, see HEIGHT.
+    workers: number of browsers. script: JavaScript that measures a page, see MEASURE_SCRIPT.
     """
 
-    def __init__(self, workers=2, script=HEIGHT):
+    def __init__(self, workers=2, script=MEASURE_SCRIPT):
         try:
             from playwright import async_api
         except ImportError:
@@ -1011,12 +1012,12 @@ class Renderer(Pool):
         """Returns {"png", "height"} and what else `script` measures; may raise RenderError."""
         if not (page or "").strip():
             raise RenderError("no page")
-        if len(page.encode(errors="replace")) > PAGE["bytes"]:
-            raise RenderError(f"the page has more than {PAGE['bytes']} bytes")
+        if len(page.encode(errors="replace")) > PAGE_LIMITS["bytes"]:
+            raise RenderError(f"the page has more than {PAGE_LIMITS['bytes']} bytes")
         with self.acquire() as browser:
             return browser.render(page, self.sheet(page))
 
-    def pair(self, task, text):
+    def render_pair(self, task, text):
         """Renders the last page in a text, and the task's reference; may raise RenderError."""
         try:
             reference = self.render(extract_page(task["ground_truth"]) or task["ground_truth"])

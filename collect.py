@@ -29,8 +29,8 @@ from functools import cached_property
 from types import SimpleNamespace
 from urllib.request import getproxies
 
-from colbench import (NOT_SEEN, GraderError, Renderer, RenderError, answered, cpus,
-                      environment, first_message, human_prompt, is_answer, kind_of, needs,
+from colbench import (RENDER_FAILED_REPLY, GraderError, Renderer, RenderError, answered, cpus,
+                      environment, first_message, human_prompt, is_answer, task_kind, needs,
                       read_action, redact, task_id, without_thinking)
 
 
@@ -82,7 +82,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from model import (actions_of, check_generation_prompt, common_prefix, find_model, load, load_lm,
+from model import (turn_actions, check_generation_prompt, common_prefix, find_model, load, load_lm,
                    render, sdpa_kernel, stop_ids, weights_digest)
 from train_critic import advantages, critic_turns, finished_flags, reference_logps
 
@@ -104,7 +104,7 @@ class ContextFull(EpisodeError):
 
 # --- an episode -----------------------------------------------------------------------------------
 
-class Players:
+class EpisodeRunner:
     """The agent, the human and the critic; the last two may be async.
 
         await engine(prompt_ids, keys, max_new)  [(token_ids, logprobs)], one message per key
@@ -162,7 +162,7 @@ class Players:
         history = [first_message(task, max_turns)]
         for turn in range(max_turns):
             try:
-                message = await self.act(task, history, (*key, turn), n_candidates)
+                message = await self.next_message(task, history, (*key, turn), n_candidates)
             except ContextFull:
                 if turn == 0:
                     raise
@@ -172,7 +172,7 @@ class Players:
             history.append(message)
             if final is not None:
                 break
-            history.append({"role": "user", "content": await self.human(task, history)})
+            history.append({"role": "user", "content": await self.human_reply(task, history)})
         answer = environment(task).final_answer(history, final)
         return {"sample": sample, "dialogue_history": history, "answer": answer or "",
                 "answered": is_answer(message), "meta": self.meta}
@@ -181,7 +181,7 @@ class Players:
         """Samples candidates for a dialogue's messages; returns the new fields of its record."""
         key = self.args.seed, task_id(record["task"]), sample
         n = self.candidates_per_turn(key)
-        for turn, (history, (message, *_)) in enumerate(actions_of(record)):
+        for turn, (history, (message, *_)) in enumerate(turn_actions(record)):
             message.pop("candidates", None)  # they may be another model's
             if n:
                 _, message["candidates"] = await self.sample_turn(history, (*key, turn), 0, n)
@@ -193,12 +193,12 @@ class Players:
         has_candidates = rng("share", *key).random() < self.args.candidates_share
         return self.args.candidates if has_candidates else 0
 
-    async def act(self, task, history, key, n_candidates):
+    async def next_message(self, task, history, key, n_candidates):
         """Returns the agent's next message, without content. key: (seed, task id, sample, turn)."""
         actions, candidates = await self.sample_turn(history, key, self.args.best_of, n_candidates)
         best = actions[0]
         if self.critic:
-            scores = await call(self.critic, task, history, actions)
+            scores = await call_user_function(self.critic, task, history, actions)
             if len(scores) != len(actions) or not all(map(math.isfinite, scores)):
                 raise EpisodeError(f"a critic must give {len(actions)} finite scores, not {scores}")
             values = [score + self.args.logprob_weight * sum(action["logprobs"])
@@ -245,9 +245,9 @@ class Players:
             candidate["logprob"] = round(sum(candidate.pop("logprobs")), 6)
         return actions[:n_actions], candidates
 
-    async def human(self, task, history):
+    async def human_reply(self, task, history):
         """Returns the human's reply to the last message, truncated to the task kind's limit."""
-        reply = await call(self.reply, task, history)
+        reply = await call_user_function(self.reply, task, history)
         if not isinstance(reply, str):
             raise EpisodeError(f"the human's reply is not a string: {reply!r}")
         reply = reply.encode(errors="replace").decode()  # tokenizers reject lone surrogates
@@ -262,7 +262,7 @@ def load_function(file, name):
     return namespace.get(name) or fail(f"{file} defines no {name}()")
 
 
-async def call(function, *args):
+async def call_user_function(function, *args):
     """Calls the human or critic: None or ValueError fails the episode, OSError ends the run."""
     try:
         result = function(*args)
@@ -348,9 +348,10 @@ class LLM(Endpoint):
         content = human_prompt(task, history)
         if environment(task).shows_pages:
             try:
-                pages = await asyncio.to_thread(self.renderer.pair, task, history[-1]["content"])
+                answer = history[-1]["content"]
+                pages = await asyncio.to_thread(self.renderer.render_pair, task, answer)
             except RenderError as e:
-                return NOT_SEEN.format(e)
+                return RENDER_FAILED_REPLY.format(e)
             content = [{"type": "text", "text": content}]
             for page in pages:
                 url = "data:image/png;base64," + base64.b64encode(page["png"]).decode()
@@ -746,7 +747,7 @@ def read_jobs(args, done):
     taken = set()  # (task id, sample) of stdin; `done` has those of the --resume file
     for record in read_jsonl(sys.stdin, needs()):
         task, name = record["task"], task_id(record["task"])
-        record["task"] = {"kind": kind_of(task), **task, "id": name}
+        record["task"] = {"kind": task_kind(task), **task, "id": name}
         first = next_sample.get(name, 0)
         samples = range(first, first + args.k)
         if "dialogue_history" in record:
@@ -775,19 +776,19 @@ async def run_all(args, emit):
     A failed episode is not written, so that --resume runs it again. After an error that ends the
     run, no new episode starts, and the running ones finish first.
     """
-    players = Players(args)
-    done = finished_episodes(args.resume, players.meta) if args.resume else set()
+    runner = EpisodeRunner(args)
+    done = finished_episodes(args.resume, runner.meta) if args.resume else set()
     jobs = deque(read_jobs(args, done))  # an invalid line fails here, before models are loaded
-    totals, errors = players.totals, []
+    totals, errors = runner.totals, []
 
     async def worker():
         while jobs:
             record, sample = jobs.popleft()
             try:
                 if "dialogue_history" in record:
-                    fields = await players.add_candidates(record, sample)
+                    fields = await runner.add_candidates(record, sample)
                 else:
-                    fields = await players.run_episode(record["task"], sample)
+                    fields = await runner.run_episode(record["task"], sample)
             except EpisodeError as e:
                 totals["failed"] += 1
                 if totals["failed"] <= 3:
@@ -803,7 +804,7 @@ async def run_all(args, emit):
             totals["episodes"] += 1
 
     if jobs:
-        await players.load()
+        await runner.load()
         print_warnings()
         bar = progress(f"episodes of {args.model}", total=len(jobs))
         await asyncio.gather(*(worker() for _ in range(args.concurrency)))

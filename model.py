@@ -175,7 +175,7 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     window = sliding_window - 1 if sliding_window else -1  # number of earlier keys; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     k, v = (GatherRows.apply(x, tree.paths) for x in (k, v))  # (K, heads, D)
-    kernel = flash_kernel if flash_takes(q, v) else sdpa_kernel
+    kernel = flash_kernel if flash_supports(q, v) else sdpa_kernel
     return kernel(q, k, v, tree, scaling, window)[None], None  # (1, T, H, D), no weights
 
 
@@ -201,7 +201,7 @@ def sdpa_kernel(q, k, v, tree, scale, window):
     return torch.cat(out, 2)[0].transpose(0, 1).to(dtype)  # (T, H, D)
 
 
-def flash_takes(q, v):
+def flash_supports(q, v):
     """Returns whether FlashAttention supports q and v: their device, dtype and head sizes."""
     size = q.shape[-1]
     return (q.is_cuda and q.dtype != torch.float32
@@ -243,7 +243,7 @@ def head_logps(hidden, weight, bias, targets, config):
 
 
 class TreeLM(torch.nn.Module):
-    """A transformers causal LM that scores a Tree, or only single turns if not `takes_trees`.
+    """A transformers causal LM that scores a Tree, or only single turns if not `supports_trees`.
 
     FSDP wraps this module rather than the LM, so that the LM head's weight is used within the
     forward that gathers it.
@@ -259,7 +259,7 @@ class TreeLM(torch.nn.Module):
         self.head_logps = head_logps  # shard() may compile it
 
     @property
-    def takes_trees(self):
+    def supports_trees(self):
         """True if a forward scores any tree; else a single turn, with the LM's own attention."""
         return self.config._attn_implementation == "tree"
 
@@ -271,7 +271,7 @@ class TreeLM(torch.nn.Module):
     def forward(self, tree):
         """Returns the log-probs of the tokens tree.scored, (S,)."""
         previous, targets = tree.parent[tree.scored], tree.ids[tree.scored]  # (S,), (S,)
-        if not self.takes_trees:
+        if not self.supports_trees:
             out = self.lm(input_ids=tree.ids[None], use_cache=False, logits_to_keep=previous)
             return -F.cross_entropy(upcast(out.logits[0]), targets, reduction="none")
         inputs = {"input_ids": tree.ids[None], "position_ids": tree.pos[None]}
@@ -297,7 +297,7 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
     A tree holds at most tree_tokens tokens, unless a single turn is longer. If a rank has several
     trees, the backward pass recomputes each, to bound memory. label: of a progress bar over trees.
     """
-    parts = partition(turns, tree_tokens if model.takes_trees else 0)
+    parts = partition(turns, tree_tokens if model.supports_trees else 0)
     trees = len(parts) // WORLD  # the same number on each rank, as all join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
     # `anchor` makes each tree depend on the one before, so that the backward pass recomputes them
@@ -591,7 +591,7 @@ def action_ids(tokenizer, action, history, thinking=0):
     return packed(ids), len(prompt_ids) - len(kept_ids)
 
 
-def actions_of(record):
+def turn_actions(record):
     """Yields (dialogue before it, [it, *its candidates]) for each message of the agent."""
     history = record["dialogue_history"]
     for t, message in enumerate(history):
@@ -698,7 +698,7 @@ def read_tree_lm(path, device, dtype):
     turns = check_turns(model.config)
     versions = [p._version for p in lm.parameters()]
     with fail_on_error(f"{path!r} fails to run in transformers"):
-        own_logps = logps_of(lm, turns)
+        own_logps = transformers_logps(lm, turns)
         _, leak = logps_and_leak(model, turns[:1])
     if not own_logps.isfinite().all():
         fail(f"the log-probs of {path!r} are NaN or infinite: check its weights")
@@ -719,7 +719,7 @@ def try_trees(model, turns, own_logps):
 
     Log-probs must also depend on their path alone, which fails with layers other than attention.
     """
-    if not may_take_trees(model.config):
+    if not can_support_trees(model.config):
         return False
     try:
         model.lm.set_attn_implementation("tree")
@@ -730,7 +730,7 @@ def try_trees(model, turns, own_logps):
     return leak == 0 and agree(logps, own_logps[:len(logps)], model.dtype)
 
 
-def may_take_trees(config):
+def can_support_trees(config):
     """Returns False for longrope and non-attention layers, whose errors short turns may hide."""
     rope = str(getattr(config, "rope_parameters", None))
     types = set(getattr(config, "layer_types", None) or ())
@@ -759,7 +759,7 @@ def logps_and_leak(model, turns):
 
 
 @torch.no_grad()
-def logps_of(lm, turns):
+def transformers_logps(lm, turns):
     """Returns the log-probs of the turns' actions, (A,), by a transformers model, turn by turn."""
     logps = []
     for prompt, action in turns:
@@ -793,7 +793,7 @@ def shard(model, dtype, args, train):
     model.dtype = dtype
     gpu = model.device.type == "cuda"
     recompute = gpu if args.recompute is None else args.recompute
-    compile = gpu and model.takes_trees if args.compile is None else args.compile
+    compile = gpu and model.supports_trees if args.compile is None else args.compile
     if compile:
         model.head_logps = torch.compile(head_logps, dynamic=True)
     for layer in model.layers():
@@ -826,14 +826,14 @@ def load_lm(path, device, dtype="fp32"):
     """
     model, tokenizer = load(path, device, dtype)
     head_sizes = (getattr(model.config, name, None) for name in ("qk_head_dim", "v_head_dim"))
-    if not model.takes_trees or len(set(head_sizes)) > 1:  # of keys and of values
+    if not model.supports_trees or len(set(head_sizes)) > 1:  # of keys and of values
         fail(f"sampling from {path!r} without a server is not supported, because of its layers or "
              "attention: give a vLLM server by --engine")
     model.lm.set_attn_implementation("sdpa")
     return model.lm, tokenizer
 
 
-def unsharded(tensor):
+def full_tensor(tensor):
     """Returns the whole of a sharded parameter or gradient; all ranks must call this."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -889,7 +889,7 @@ def save_checkpoint(model, optimizer, out, step):
     barrier()  # so that no rank ends the program while rank 0 still writes
 
 
-def restore(model, optimizer, log):
+def load_checkpoint(model, optimizer, log):
     """Loads the last checkpoint in the folder of a Log, if there is one; removes all others."""
     drop_checkpoints(log.out, keep=log.step)  # a kill may leave others, or partial ones
     if log.step:

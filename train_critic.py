@@ -74,9 +74,9 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, accuracy, action_ids, action_logps, actions_of, all_batches,
-                   base_digest, find_model, load, packed, pick_dtype, render, restore, save,
-                   save_checkpoint, score, turns_in, unsharded)
+from model import (TURN, Pair, accuracy, action_ids, action_logps, turn_actions, all_batches,
+                   base_digest, find_model, load, packed, pick_dtype, render, load_checkpoint, save,
+                   save_checkpoint, score, turns_in, full_tensor)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def main(args):
     if records is None:
         return  # only rank 0 has records
     for r in records:
-        for _, actions in actions_of(r):
+        for _, actions in turn_actions(r):
             for action in actions:
                 turn = action.pop(TURN)
                 action.pop("advantage", None)  # an earlier critic's
@@ -139,7 +139,7 @@ def train(args, log, device):
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
-    restore(model, optimizer, log)
+    load_checkpoint(model, optimizer, log)
 
     for step in log.steps("critic"):
         batch, tokens_before = batches[step], model.tokens
@@ -147,7 +147,7 @@ def train(args, log, device):
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
         loss.backward()  # each rank holds the gradient of its own turns; FSDP sums them
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        norm, loss = unsharded(norm).item(), loss.item()
+        norm, loss = full_tensor(norm).item(), loss.item()
         check_finite(step, loss=loss, grad_norm=norm)
         lr = lr_at(step, len(batches), args.lr)
         for group in optimizer.param_groups:
@@ -183,20 +183,19 @@ def load_to_score(args, device):
 
 
 def print_pair_accuracy(args, records):
-    """Prints how many trajectory pairs of untrained tasks the summed advantages order correctly.
+    """Prints how many trajectory pairs the summed advantages order correctly.
 
-    Two trajectories of a task are a pair if trajectory_pairs() may pair them.
+    Counts every pair (see is_pair) of the tasks that the critic was not trained on.
     """
     trained_on = rows_of(args.out)[0].get("tasks", ()) if args.out else ()
-    values = {}  # {task id: [(reward, sum of advantages)]}
+    values_of = {}  # {task id: [(reward, sum of advantages)]}
     for r in records:
-        messages = agent_messages(r)
-        if "reward" in r and all("advantage" in m for m in messages):
+        messages, task = agent_messages(r), task_id(r["task"])
+        if "reward" in r and task not in trained_on and all("advantage" in m for m in messages):
             value = sum(m["advantage"] for m in messages)
-            values.setdefault(task_id(r["task"]), []).append((r["reward"], value))
-    correct = [a > b for task in values.keys() - trained_on
-               for (high, a), (low, b) in permutations(values[task], 2)
-               if high > low and (high >= 1 if args.min_gap is None else high - low >= args.min_gap)]
+            values_of.setdefault(task, []).append((r["reward"], value))
+    correct = [a > b for values in values_of.values() for (high, a), (low, b)
+               in permutations(values, 2) if is_pair(high, low, args.min_gap)]
     if correct:
         share = sum(correct) / len(correct)
         say(f"the advantages order {share:.1%} of {len(correct)} trajectory pairs correctly, on "
@@ -274,6 +273,11 @@ def hold_out(tasks, share, seed):
     return tasks[n_held:], tasks[:n_held]
 
 
+def is_pair(high, low, min_gap):
+    """Whether two rewards make a pair: solved and unsolved, or at least min_gap apart."""
+    return high >= 1 > low if min_gap is None else high > low and high - low > min_gap - 1e-9
+
+
 def trajectory_pairs(records, min_gap):
     """Returns {task id: [Pair of its trajectories]}; fails if there are none.
 
@@ -286,12 +290,11 @@ def trajectory_pairs(records, min_gap):
         if None not in turns:
             by_task.setdefault(task_id(r["task"]), []).append((r["reward"], turns))
     for task, trajectories in by_task.items():
-        eligible = trajectories
-        if min_gap is None:
-            eligible = [(reward, turns) for reward, turns in trajectories if reward >= 1][:1]
+        first_solved = [(reward, turns) for reward, turns in trajectories if reward >= 1][:1]
         pairs = [Pair(chosen, rejected, gap=high - low)
-                 for high, chosen in eligible for low, rejected in trajectories
-                 if high > low and high - low > (min_gap or 0) - 1e-9 and chosen != rejected]
+                 for high, chosen in (first_solved if min_gap is None else trajectories)
+                 for low, rejected in trajectories
+                 if is_pair(high, low, min_gap) and chosen != rejected]
         if pairs:
             groups[task] = pairs
     if not groups:
@@ -349,7 +352,7 @@ def read_turns(tokenizer, config, records, max_length, *, pi_reads_c, ref_reads_
         name = f"the task {task_id(r['task'])}"
         if pi_reads_c and not hidden_information(r["task"]):
             add_warning("records without hidden information for the critic", name)
-        for history, actions in actions_of(r):
+        for history, actions in turn_actions(r):
             with fail_on_error(f"--model's chat template refuses {name}"):
                 turns = critic_turns(tokenizer, r, history, actions, pi_reads_c=pi_reads_c,
                                      ref_reads_c=ref_reads_c)

@@ -69,7 +69,7 @@ import torch
 import torch.nn.functional as F
 
 from model import (TURN, Pair, accuracy, action_logps, all_batches, base_digest, find_model, load,
-                   pick_dtype, restore, save, save_checkpoint, score, turns_in, unsharded)
+                   pick_dtype, load_checkpoint, save, save_checkpoint, score, turns_in, full_tensor)
 from train_critic import held_out_metrics, hold_out, read_turns, sorted_records, trajectory_pairs
 
 
@@ -120,7 +120,7 @@ def main(args):
         ref_logps = score(model, turns_in(chain(*groups, held)), args.tree_tokens, "reference")
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
-    restore(model, optimizer, log)
+    load_checkpoint(model, optimizer, log)
 
     for step in log.steps("policy"):
         batch, tokens_before = batches[step], model.tokens
@@ -128,7 +128,7 @@ def main(args):
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
         loss.backward()  # each rank holds the gradient of its own turns; FSDP sums them
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        norm, loss = unsharded(norm).item(), loss.item()
+        norm, loss = full_tensor(norm).item(), loss.item()
         check_finite(step, loss=loss, grad_norm=norm)
         lr = lr_at(step, len(batches), args.lr)
         for group in optimizer.param_groups:

@@ -35,36 +35,36 @@ def get_args():
     return args, ["--max_turns", "6", "--max_tokens", "40", *flags]
 
 
-class SlowHuman(collect.Players):
+class SlowHuman(collect.EpisodeRunner):
     """Delays the scripted human by a time that depends only on task, sample and turn."""
 
-    async def human(self, task, history):
+    async def human_reply(self, task, history):
         seconds = rng("delay", task["id"], task["sample"], len(history)).gauss(0, 0.7)
         await asyncio.sleep(self.delay * math.exp(seconds))
-        return await super().human(task, history)
+        return await super().human_reply(task, history)
 
 
-async def without_barriers(players, jobs, batch):
+async def without_barriers(runner, jobs, batch):
     async def worker():
         for task in remaining:
-            records.append(await players.run_episode(task, task["sample"]))
+            records.append(await runner.run_episode(task, task["sample"]))
     records, remaining = [], iter(jobs)
     await asyncio.gather(*(worker() for _ in range(batch)))
     return records
 
 
-async def lock_step(players, jobs, batch):
+async def lock_step(runner, jobs, batch):
     records = []
     for start in range(0, len(jobs), batch):
-        running = [(task, [colbench.first_message(task, players.args.max_turns)])
+        running = [(task, [colbench.first_message(task, runner.args.max_turns)])
                    for task in jobs[start:start + batch]]
-        for turn in range(players.args.max_turns):
+        for turn in range(runner.args.max_turns):
             messages = await asyncio.gather(*(
-                players.act(task, history, (0, task["id"], task["sample"], turn), 0)
+                runner.next_message(task, history, (0, task["id"], task["sample"], turn), 0)
                 for task, history in running))
             unanswered = []
             for (task, history), message in zip(running, messages):
-                last = turn == players.args.max_turns - 1
+                last = turn == runner.args.max_turns - 1
                 message["content"], answer = colbench.read_action(message["output"], last)
                 history.append(message)
                 if answer is None:
@@ -72,7 +72,7 @@ async def lock_step(players, jobs, batch):
                 else:
                     records.append({"sample": task["sample"], "dialogue_history": history})
             running = unanswered
-            replies = await asyncio.gather(*(players.human(*episode) for episode in running))
+            replies = await asyncio.gather(*(runner.human_reply(*episode) for episode in running))
             for (_, history), reply in zip(running, replies):
                 history.append({"role": "user", "content": reply})
     return records
@@ -80,11 +80,11 @@ async def lock_step(players, jobs, batch):
 
 def compare(args, flags, tasks):
     loop = asyncio.new_event_loop()
-    players = loop.run_until_complete(SlowHuman(collect.get_args(flags)).load())
-    players.delay = args.delay
+    runner = loop.run_until_complete(SlowHuman(collect.get_args(flags)).load())
+    runner.delay = args.delay
     jobs = [{**task, "sample": i} for i, task in enumerate(tasks)]
     seconds, results = time_alternately({
-        fn.__name__: lambda fn=fn: loop.run_until_complete(fn(players, jobs, args.batch))
+        fn.__name__: lambda fn=fn: loop.run_until_complete(fn(runner, jobs, args.batch))
         for fn in (lock_step, without_barriers)}, args.repeats)
     texts = [sorted((r["sample"], [m["content"] for m in r["dialogue_history"]]) for r in records)
              for records in results.values()]
@@ -101,5 +101,5 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         if not args.model:
             args.model = os.path.join(folder, "model")
-            save(toy.tiny(demos(200)), args.model)
+            save(toy.tiny_model(demos(200)), args.model)
         compare(args, ["--model", args.model, "--human", toy.__file__, *flags], tasks)

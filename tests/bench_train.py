@@ -119,7 +119,7 @@ def make_data(folder, tasks, shape):
                                     "dialogue_history": history[:-1]}) + "\n")
     words = "".join(f" w{n}" for n in range(WORDS)) * 2  # toy.tiny keeps words that occur twice
     records = [{"dialogue_history": [{"role": "assistant", "content": words}]}]
-    toy.tiny(records, 0, r" ?\w+|\W")[1].save_pretrained(folder)
+    toy.tiny_model(records, 0, r" ?\w+|\W")[1].save_pretrained(folder)
     torch.manual_seed(0)
     with torch.device("cuda" if GPU else "cpu"):
         lm = LlamaForCausalLM(config_of(shape))
@@ -149,7 +149,7 @@ def read_groups(job, folder):
 
 
 @torch.no_grad()
-def load_moved(folder, device, compile=0, recompute=0):
+def load_perturbed(folder, device, compile=0, recompute=0):
     """Loads a model like a trainer, and moves its weights a little away from pi_ref's."""
     flags = SimpleNamespace(offload=0, compile=compile, recompute=recompute)
     model, _ = load(folder, device, "auto", flags, train=True)
@@ -213,14 +213,14 @@ def official_step(model, job, batch, ref_model):
         sides = [side for side in pair[:2] if side]
         ids = pad([side[-1][0] + side[-1][1] for side in sides], model.device)
 
-        def logps_of(rows):
+        def transformers_logps(rows):
             return {(prompt, action): row[len(prompt) - 1:][:len(action)].cpu()
                     for row, side in zip(rows, sides) for prompt, action in side}
 
         with without_trees(model, ref_model):
             with torch.no_grad():
-                ref = logps_of(ref_model(ids)) if job != "rft" else {}
-            loss = loss_of(job, [pair], logps_of(model(ids)), ref, batch)
+                ref = transformers_logps(ref_model(ids)) if job != "rft" else {}
+            loss = loss_of(job, [pair], transformers_logps(model(ids)), ref, batch)
             loss.backward()
         total += loss.item()
     return sum_over_ranks(total)
@@ -346,7 +346,7 @@ def difference_of_steps(model, pi_ref, job, batch, ref):
 def expected_gb(planned):
     """Returns plan.py's peak memory, without AdamW's moments, but with pi_ref in 16 bits."""
     moments = 8e-9 * planned["trained"] / planned["gpus"]
-    return planned["peak_gb_a_gpu"] - moments + 2e-9 * planned["parameters"]
+    return planned["peak_gb_per_gpu"] - moments + 2e-9 * planned["parameters"]
 
 
 def rival_figures(theirs, ours, bound, differs):
@@ -361,7 +361,7 @@ class Bench:
     def __init__(self, args, device, folder):
         self.args, self.device, self.folder = args, device, folder
         self.dtype = torch.bfloat16 if GPU else torch.float32
-        self.model = self.pi_ref = None  # sharded as in training; unsharded, in 16 bits
+        self.model = self.pi_ref = None  # sharded as in training; full_tensor, in 16 bits
 
     def batch(self, job):
         pairs = JOBS[job][2] * (WORLD if GPU else 1)
@@ -401,7 +401,7 @@ class Bench:
     def load(self, compile, recompute):
         self.model, self.recompute = None, str(recompute)
         start = time.perf_counter()
-        self.model = load_moved(self.folder, self.device, compile, recompute)
+        self.model = load_perturbed(self.folder, self.device, compile, recompute)
         seconds = time.perf_counter() - start
         if not self.pi_ref:
             self.pi_ref = load(self.folder, self.device, "auto")[0].requires_grad_(False)

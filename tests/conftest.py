@@ -140,7 +140,7 @@ def turns_of(tokenizer, record):
     import model  # slow to load
     thinking = record.get("meta", {}).get("thinking", 0)
     turns = []
-    for history, actions in model.actions_of(record):
+    for history, actions in model.turn_actions(record):
         action, without = model.action_ids(tokenizer, actions[0], history, thinking)
         prompt = model.render(tokenizer, history, thinking)
         turns.append((model.packed(prompt[:len(prompt) - without]), action))
@@ -217,7 +217,7 @@ def nucleus(logps, top_p):
 def tiny_dir(tmp_path_factory):
     """A tiny model whose words are those of 200 demonstrations, untrained, saved."""
     out = str(tmp_path_factory.mktemp("model") / "tiny")
-    save(toy.tiny(demos(200)), out)
+    save(toy.tiny_model(demos(200)), out)
     return out
 
 

@@ -10,8 +10,8 @@ shapes but no data, runs the step with the largest tree. Prints one line of JSON
     reference_tokens, critic_tokens     scored once by pi_ref and by the learned critic
     hours             at 400 TFLOP/s per GPU. FLOPs per weight and token: 6 in training, 2 more if
                       layers are recomputed, 2 more if trees are, 2 without gradient
-    gb_a_gpu          fp32 weights, gradients and AdamW's moments
-    peak_gb_a_gpu     peak of a step in bf16; less with torch.compile. null if operations depend on
+    gb_per_gpu        fp32 weights, gradients and AdamW's moments
+    peak_gb_per_gpu   peak of a step in bf16; less with torch.compile. null if operations depend on
                       data, or the model is computed turn by turn, which takes more tokens, too
 --recompute 0 is a sixth faster if it fits in memory.
 """
@@ -116,7 +116,7 @@ def peak_bytes(args, gpus, model, turns, several):
 
     model: a meta_model. several: whether the rank has more trees, which then are recomputed.
     """
-    if not M.may_take_trees(model.config):
+    if not M.can_support_trees(model.config):
         raise ValueError("the model is computed turn by turn")
     model.lm.set_attn_implementation("tree")
     layers = [list(layer.parameters()) for layer in model.layers()]
@@ -141,7 +141,7 @@ def peak_bytes(args, gpus, model, turns, several):
         calls.append(len(cu_q) - 1)
         return FlashMemory.apply(q, k, v, calls[-1])
 
-    like_gpu = {"flash_takes": lambda q, v: True, "flash_attn_varlen_func": flash,
+    like_gpu = {"flash_supports": lambda q, v: True, "flash_attn_varlen_func": flash,
               "MAX_LOGITS": {"meta": M.MAX_LOGITS["cuda"]}}
     with patch.multiple(M, **like_gpu), memory:
         tree, anchor = M.Tree(turns, "meta"), torch.ones((), requires_grad=True)
@@ -216,8 +216,8 @@ def plan(args, gpus, config, batches, ref_turns, critic_turns=()):
             "tokens": {"computed": computed, "slowest_rank": slowest},
             "reference_tokens": reference_tokens, "critic_tokens": critic_tokens,
             "hours": float(f"{(trained + frozen) * flops / 400e12 / gpus / 3600:.3g}"),
-            "gb_a_gpu": float(f"{state_bytes / 1e9:.3g}"),
-            "peak_gb_a_gpu": peak}
+            "gb_per_gpu": float(f"{state_bytes / 1e9:.3g}"),
+            "peak_gb_per_gpu": peak}
 
 
 def read_stdin(name, args):

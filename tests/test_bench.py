@@ -16,7 +16,7 @@ from test_model import FAMILIES, SLOW, small, some_turns
 def test_unequal_work_is_found_out(job, tmp_path, monkeypatch):
     """All of a step's gradient and loss are compared."""
     folder, cpu = B.make_data(str(tmp_path), 2, "tiny"), torch.device("cpu")
-    model, pi_ref = B.load_moved(folder, cpu), B.load(folder, cpu)[0]
+    model, pi_ref = B.load_perturbed(folder, cpu), B.load(folder, cpu)[0]
     batch = B.all_batches(B.read_groups(job, folder), 3, epochs=1, seed=0)[0]
     given = model, pi_ref, job, batch, B.score(pi_ref, B.turns_in(batch), B.TREE_TOKENS)
     assert B.difference_of_steps(*given) < 1e-5
@@ -43,14 +43,14 @@ def test_plan_tells_the_memory_that_an_h100_took(job, recompute, measured, tmp_p
     assert told_gb(job, "1b", recompute, str(tmp_path)) == pytest.approx(measured, rel=0.022)
 
 
-@pytest.mark.parametrize("kind, own, takes_trees", [
+@pytest.mark.parametrize("kind, own, supports_trees", [
     *((kind, own, True) for kind, own in FAMILIES.values()),
     *((kind, own, False) for kind, own in SLOW.items())])
-def test_plan_tells_the_memory_of_trees_alone(kind, own, takes_trees):
+def test_plan_tells_the_memory_of_trees_alone(kind, own, supports_trees):
     turns = some_turns()
     pair, args = Pair((turns[0],), (turns[1],)), B.train_critic.get_args(["--out", "x"])
-    told = B.plan(args, 2, small(kind, **own).config, [[pair]], [])["peak_gb_a_gpu"]
-    assert (told is not None) == takes_trees
+    told = B.plan(args, 2, small(kind, **own).config, [[pair]], [])["peak_gb_per_gpu"]
+    assert (told is not None) == supports_trees
 
 
 @pytest.mark.full

@@ -48,7 +48,7 @@ def test_twenty_questions_go_through_all_scripts(repo, monkeypatch):
                            lambda history: words["reply"](task, history))
 
     played = [{**episode(task), "sample": i} for task in tasks for i in range(6)]
-    save(toy.tiny(played), repo / "tiny")
+    save(toy.tiny_model(played), repo / "tiny")
     flags = ["--model", "tiny", "--max_turns", 4, "--max_tokens", 20, "-k", 2]
     heard, _ = run("collect.py", *flags, "--human", "words.py", stdin=tasks)
     assert len(heard) == 16

@@ -460,8 +460,8 @@ def test_what_a_test_or_a_codec_needs_is_there(test, answer, grader):
 
 LATE = r"""
 import ast, contextlib, importlib.util, sys
-from colbench import LIBRARY, MORE, NOT_LOADED, load_modules
-for name in LIBRARY + MORE:
+from colbench import LIBRARY, EXTRA_MODULES, NOT_LOADED, load_modules
+for name in LIBRARY + EXTRA_MODULES:
     load_modules(name, NOT_LOADED)
 def is_ours(name):
     return name.partition(".")[0] in ("numpy", "sympy", "mpmath")

@@ -18,7 +18,7 @@ import colbench
 import model as M
 import toy
 import toy_pages
-from colbench import CACHE, PAGE, Renderer, RenderError
+from colbench import CACHE, PAGE_LIMITS, Renderer, RenderError
 from conftest import complaint, demos, descendants, plain_ids, records, save, script, succeed
 from test_colbench_answers import SIGNALS, end_grading
 from test_collect_endpoints import Server, chat
@@ -71,7 +71,7 @@ def test_a_page_has_its_style_and_placeholders_and_always_the_same_bytes(rendere
     with ThreadPoolExecutor(4) as pool:
         pages = list(pool.map(renderer.render, [PLAIN, "<p>another</p>", PLAIN, PLAIN]))
     assert pages[0] == pages[2] == pages[3]
-    assert size(pages[0]["png"]) == (PAGE["width"], PAGE["height"])
+    assert size(pages[0]["png"]) == (PAGE_LIMITS["width"], PAGE_LIMITS["height"])
     drawn = {(b["kind"], *b["colour"], *b["box"][2:]) for b in pages[0]["blocks"]}
     assert ("IMG", 0, 0, 0, 100, 50) in drawn and pages[0]["colour"] == [243, 244, 246]
     assert ("area", 16, 185, 129, 1280, 68) in drawn
@@ -137,11 +137,12 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_pages_are_bounded_and_the_next_one_is_drawn(name, renderer, monkeypatch):
     """Each has its picture or ends at a limit, that of time being short here."""
-    monkeypatch.setitem(PAGE, "seconds", 5)
+    monkeypatch.setitem(PAGE_LIMITS, "seconds", 5)
     answer = f"<html><body>{HOSTILE[name]}</body></html>"
     try:
-        page, reference = renderer.pair({"ground_truth": PLAIN}, answer)
-        assert size(page["png"])[1] <= PAGE["tallest"] and 0 <= similarity(page, reference) < 1
+        page, reference = renderer.render_pair({"ground_truth": PLAIN}, answer)
+        assert size(page["png"])[1] <= PAGE_LIMITS["tallest"]
+        assert 0 <= similarity(page, reference) < 1
     except RenderError as e:
         assert str(e)
     monkeypatch.undo()
@@ -244,7 +245,7 @@ def test_the_reward_is_clips_likeness_of_the_last_page_and_check_drops_what_has_
     wanted = torch.cosine_similarity(features[:1], features).clip(0).tolist()
     assert max(wanted[1:]) < 0.9999
 
-    bad = {"problem_description": "a", "ground_truth": "<html><body>" + "x" * PAGE["bytes"]}
+    bad = {"problem_description": "a", "ground_truth": "<html><body>" + "x" * PAGE_LIMITS["bytes"]}
     function = {"problem_description": "f", "ground_truth": "def f(): return 1",
                 "test_cases": {"a": "f()"}}
     answers = [*pages, f"first {BLUE} then\n```html\n{PLAIN}\n```", "I have no page", "<html>cut"]
@@ -282,7 +283,7 @@ def test_what_is_missing_is_said_in_one_line_and_nothing_is_graded(monkeypatch):
 def test_episodes_are_pages_shown_to_a_human_who_sees_both(tmp_path, renderer):
     """The agent sends pages; the human says what it was shown; the last page shown is graded."""
     base = str(tmp_path / "base")
-    save(toy.tiny(demos(100, of=toy_pages), 0, toy_pages.PIECES), base)
+    save(toy.tiny_model(demos(100, of=toy_pages), 0, toy_pages.PIECES), base)
     task = next(toy_pages.tasks("test", argparse.Namespace(seed=0, usual=0.0)))
     right = task["ground_truth"]
     other = re.sub(r'(<header class="bg-)\w+-', r"\1orange-", right)
@@ -318,6 +319,7 @@ def test_episodes_are_pages_shown_to_a_human_who_sees_both(tmp_path, renderer):
         done = succeed("collect.py", "--model", base, *flags, stdin=[{"task": task}])
         (r,) = records(succeed("tests/toy_pages.py", "grade", stdin=done.stdout).stdout)
         said = [m["content"] for m in r["dialogue_history"]]
-        assert said[2::2] == [colbench.NOT_SEEN.format("no page")] * (turns > 1) + replies
+        failed = [colbench.RENDER_FAILED_REPLY.format("no page")] * (turns > 1)
+        assert said[2::2] == failed + replies
         assert r["answer"] == answer and (r["reward"] == 1) == (answer == right)
         assert r["reward_by"] == "blocks" and ("failure" in r) == (answer == "")

@@ -54,25 +54,25 @@ def test_actions_that_max_tokens_cut_are_marked_and_counted(tasks, tiny_dir):
     assert 0 < share < 100
 
 
-def players(tiny_dir, *flags):
+def runner(tiny_dir, *flags):
     args = collect.get_args(["--model", tiny_dir, *map(str, flags)])
-    return asyncio.run(collect.Players(args).load())
+    return asyncio.run(collect.EpisodeRunner(args).load())
 
 
-def prompt_of(players, text):
-    return M.render(players.tokenizer, dialogue(text))
+def prompt_of(runner, text):
+    return M.render(runner.tokenizer, dialogue(text))
 
 
-def sample(players, prompt, draws):
+def sample(runner, prompt, draws):
     async def ask():
-        return await players.engine(prompt, draws, players.args.max_tokens)
+        return await runner.engine(prompt, draws, runner.args.max_tokens)
     return asyncio.run(ask())
 
 
 @pytest.mark.parametrize("temperature, top_p", [(1, 1), (0.5, 0.7), (0.5, 1e-6)])
 def test_the_sampler_draws_from_the_models_distribution(temperature, top_p, tiny_dir):
     """Each token comes up as often as its log-prob says, none from outside the nucleus ever."""
-    p = players(tiny_dir, "--max_tokens", 1, "--temperature", temperature, "--top_p", top_p)
+    p = runner(tiny_dir, "--max_tokens", 1, "--temperature", temperature, "--top_p", top_p)
     prompt, n = prompt_of(p, "write f"), 6000
     lm, _ = M.load_lm(tiny_dir, "cpu")
     with torch.no_grad():
@@ -86,7 +86,7 @@ def test_the_sampler_draws_from_the_models_distribution(temperature, top_p, tiny
     expected = n * logps.exp()
     assert seen[~kept].sum() == 0 and (kept.sum() == 1) == (top_p < 0.1)
     assert ((seen - expected)[kept].abs() < 5 * expected[kept] ** 0.5 + 1).all()
-    greedy = players(tiny_dir, "--max_tokens", 1, "--temperature", 0)
+    greedy = runner(tiny_dir, "--max_tokens", 1, "--temperature", 0)
     drawn = sample(greedy, prompt, [(0, 0), (0, 1)])
     assert [ids for ids, _ in drawn] == [[logits.argmax().item()]] * 2
 
@@ -96,7 +96,7 @@ def test_best_of_sends_the_critics_favourite(ref_reads, tasks, rewarded, tiny_di
     critic = str(tmp_path / "c")
     flags = ["--model", tiny_dir, "--out", critic, "--lr", 1e-3, "--held_out", 0, "--epochs", 2]
     succeed("train_critic.py", *flags, "--ref_context", ref_reads, stdin=rewarded)
-    p = players(tiny_dir, "--best_of", 5, "--critic", critic, "--max_tokens", 12)
+    p = runner(tiny_dir, "--best_of", 5, "--critic", critic, "--max_tokens", 12)
     task, favourites = tasks[0]["task"], []
     history = dialogue(task["problem_description"])
     hidden = f"Hidden reference:\n{task['ground_truth']}\n\n{history[0]['content']}"
@@ -113,7 +113,7 @@ def test_best_of_sends_the_critics_favourite(ref_reads, tasks, rewarded, tiny_di
             values = [score + p.args.logprob_weight * sum(logprobs)
                       for score, (_, logprobs) in zip(scores, drawn)]
             favourites.append(values.index(max(values)))
-            sent = asyncio.run(p.act(task, history, key, 0))
+            sent = asyncio.run(p.next_message(task, history, key, 0))
             assert sent["token_ids"] == drawn[favourites[-1]][0]
     assert len(set(favourites)) > 1 and favourites[::2] != favourites[1::2]
     complaint(play(tiny_dir, tasks, "--best_of", 2, "--critic", "no/critic"), "no/critic")

@@ -265,8 +265,8 @@ def test_a_line_says_what_to_do_about_an_odd_server(case, tiny_dir, tasks):
     args = collect.get_args(["--model", tiny_dir, *flags, "--human_params", json.dumps(params)])
 
     async def hear():
-        players = await collect.Players(args).load()
-        return await players.human(tasks[0]["task"], dialogue("write f", "which rate?"))
+        runner = await collect.EpisodeRunner(args).load()
+        return await runner.human_reply(tasks[0]["task"], dialogue("write f", "which rate?"))
     if why:
         with pytest.raises((collect.EpisodeError, SystemExit), match=re.escape(why)):
             asyncio.run(hear())
@@ -302,11 +302,11 @@ def test_a_judge_scores_a_message_by_the_share_of_its_comparisons_that_it_wins(t
 
     async def judged(reply):
         monkeypatch.setenv("JUDGE", Server(reply).url)
-        critic = (await collect.Players(args).load()).critic
-        return await collect.call(critic, task, dialogue("write f(x)"), actions)
+        critic = (await collect.EpisodeRunner(args).load()).critic
+        return await collect.call_user_function(critic, task, dialogue("write f(x)"), actions)
     assert asyncio.run(judged(prefers_no)) == [0, 0.5, 0.5, 0.75, 0.75]
     for reply, error, why in (
-            (chat("A better one is B"), collect.EpisodeError, "not one of A and B"),
-            (("no", 404), SystemExit, "human or critic: .*the judge http")):  # it ends the run
+            (chat("A better one is B"), collect.EpisodeError, "must name A or B, not both"),
+            (("no", 404), SystemExit, "human or critic: .*the judge at http")):  # it ends the run
         with pytest.raises(error, match=why):
             asyncio.run(judged(lambda path, body: reply))

@@ -225,7 +225,7 @@ def test_flash_attention_gets_only_head_sizes_that_it_takes(size, width, taken, 
     q, k, v = (torch.randn(n, heads, d) for n, heads, d in (
         (sum(tree.q), 4, size), (sum(tree.kv), 2, size), (sum(tree.kv), 2, width)))
     on_gpu = SimpleNamespace(shape=q.shape, is_cuda=True, dtype=torch.bfloat16)
-    assert M.flash_takes(on_gpu, v) == taken and not M.flash_takes(q, v)
+    assert M.flash_supports(on_gpu, v) == taken and not M.flash_supports(q, v)
     if taken:
         monkeypatch.setattr(M, "flash_attn_varlen_func", limited)
         got, want = M.flash_kernel(q, k, v, tree, 0.1, -1), loop_kernel(q, k, v, tree, 0.1, -1)
@@ -289,9 +289,9 @@ def test_what_is_no_tree_is_computed_turn_by_turn(name, tmp_path, tiny_dir, caps
     before = model.tokens
     check_equal_separate(model, plain, turns, 30, 1e-6)
     whole = sum(len(prompt + action) for prompt, action in set(turns))
-    assert not model.takes_trees and capsys.readouterr().err.count("turn by turn") == 1
+    assert not model.supports_trees and capsys.readouterr().err.count("turn by turn") == 1
     assert model.tokens - before == 2 * whole
-    assert not M.load(path, dtype="bf16")[0].takes_trees
+    assert not M.load(path, dtype="bf16")[0].supports_trees
     with pytest.raises(SystemExit, match="give a vLLM server"):
         M.load_lm(path, "cpu")
 
@@ -321,7 +321,7 @@ def test_what_is_saved_is_loaded_also_by_transformers(family, tmp_path, tiny_dir
     model, tokenizer = M.load(path)
     M.save(model, tokenizer, path)
     again, tokenizer_again = M.load(path)
-    assert all(lm.takes_trees for lm in (model, again, M.load(path, dtype="bf16")[0]))
+    assert all(lm.supports_trees for lm in (model, again, M.load(path, dtype="bf16")[0]))
     logps = by_tree(model, turns)
     assert all(map(torch.equal, logps, by_tree(again, turns)))
     theirs = separate(AutoModelForCausalLM.from_pretrained(path), turns)
@@ -356,7 +356,7 @@ def test_wrong_attention_is_found_and_wrong_log_probs_are_refused(tiny_dir, monk
     """
     tril = torch.Tensor.tril
     monkeypatch.setattr(torch.Tensor, "tril", lambda mask, shift: tril(mask))
-    assert not M.load(tiny_dir)[0].takes_trees and "turn by turn" in capsys.readouterr().err
+    assert not M.load(tiny_dir)[0].supports_trees and "turn by turn" in capsys.readouterr().err
     monkeypatch.setattr(M, "try_trees",
                         lambda model, *_: model.lm.set_attn_implementation("tree") or True)
     with pytest.raises(SystemExit, match="the log-probs of .* differ"):

@@ -115,7 +115,7 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(tasks, t
 
     A thought is in its action, but not in later prompts: no prompt extends the turn before.
     """
-    path, (made, tokenizer) = str(tmp_path / "model"), toy.tiny(demos(200))
+    path, (made, tokenizer) = str(tmp_path / "model"), toy.tiny_model(demos(200))
     tokenizer.chat_template = FORGETS
     tokenizer.add_tokens(["<think>", "</think>"])
     made.resize_token_embeddings(len(tokenizer), mean_resizing=False)
@@ -123,7 +123,7 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(tasks, t
     lm = AutoModelForCausalLM.from_pretrained(path)
 
     @torch.no_grad()
-    def logps_of(history, ids):
+    def transformers_logps(history, ids):
         text = tokenizer.apply_chat_template(history, tokenize=False, add_generation_prompt=True,
                                              enable_thinking=True)
         prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -132,12 +132,12 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(tasks, t
     played = script("collect.py", "--model", path, *HUMAN, "--thinking", 1, "--max_turns", 3,
                     "--max_tokens", 25, "--candidates", 2, stdin=tasks)
     rs = records(played.stdout)
-    for history, (m, *candidates) in (turn for r in rs for turn in M.actions_of(r)):
+    for history, (m, *candidates) in (turn for r in rs for turn in M.turn_actions(r)):
         if "think>" not in str(history):  # noise may spell it
-            want = logps_of(history, m["token_ids"])
+            want = transformers_logps(history, m["token_ids"])
             assert torch.allclose(torch.tensor(m["logprobs"]), want, atol=1e-3)
             for c in candidates:
-                want = logps_of(history, c["token_ids"]).sum().item()
+                want = transformers_logps(history, c["token_ids"]).sum().item()
                 assert c["logprob"] == pytest.approx(want, abs=1e-2)
     for m in (m for r in rs for m in agent_messages(r)):
         m |= {"content": "what is it?", "output": "rate</think>what is it?",
@@ -145,12 +145,13 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(tasks, t
         del m["token_ids"], m["logprobs"]
     untrained = succeed("train_critic.py", "--model", path, "--untrained", 1, stdin=rs)
     for r in records(untrained.stdout):
-        for history, (m, c) in M.actions_of(r):
+        for history, (m, c) in M.turn_actions(r):
             seen = colbench.with_hidden(history, colbench.hidden_information(r["task"]))
             for action in (c, m):
                 text = action["output"] + "<|end|>"
                 ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-                want = logps_of(seen, ids).mean() - logps_of(history, ids).mean()
+                want = (transformers_logps(seen, ids).mean()
+                        - transformers_logps(history, ids).mean())
                 assert action["advantage"] == pytest.approx(want.item(), abs=2e-4) != 0
 
 

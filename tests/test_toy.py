@@ -158,7 +158,7 @@ NASTY = ["", "\n\n \t\r\n", "hello wörld 👩‍👩‍👧 日本語", "▁Ġ 
 
 
 def test_tiny_is_small_a_function_of_its_seed_and_takes_any_text(tiny_dir):
-    weights = [toy.tiny(demos(30), seed)[0].state_dict() for seed in (0, 0, 1)]
+    weights = [toy.tiny_model(demos(30), seed)[0].state_dict() for seed in (0, 0, 1)]
     same = lambda a, b: all(torch.equal(a[k], b[k]) for k in a)
     assert same(weights[0], weights[1]) and not same(weights[0], weights[2])
     tiny, tokenizer = model.load(tiny_dir)

@@ -382,7 +382,7 @@ PIECES = (r"[A-Z][A-Z ]+:\n|Hidden reference:\n|def \w+\(x|\): return [^\n]+"
           r"| ?\w+=|\d+| ?\w+|[^\w]")
 
 
-def tiny(records, seed=0, pieces=PIECES):
+def tiny_model(records, seed=0, pieces=PIECES):
     """Returns (model, tokenizer): an untrained Llama of about 260k parameters.
 
     Its vocabulary is the words that occur at least twice in the records. Other words are spelled
@@ -479,7 +479,7 @@ def main(args, tasks=tasks, demos=demos, pieces=PIECES):
         for record in demos(args):
             emit(record)
     else:
-        for part in tiny(demos(args), args.seed, pieces):
+        for part in tiny_model(demos(args), args.seed, pieces):
             part.save_pretrained(args.out)
 
 

@@ -13,8 +13,8 @@ from collections import Counter
 
 import toy  # also makes the scripts importable
 import colbench
-from colbench import (ANSWER, NOT_SEEN, PAGE, Environment, Pages, Renderer, extract_page,
-                      fill, hidden_information)
+from colbench import (ANSWER, PAGE_LIMITS, RENDER_FAILED_REPLY, Environment, Pages, Renderer,
+                      extract_page, fill, hidden_information)
 from utils import flag, rng, run
 
 
@@ -67,7 +67,7 @@ def reply(task, history):
     if not reference:
         raise ValueError("the reference has no slots: this human needs tasks of toy_pages.py")
     if not page:
-        return NOT_SEEN.format("no page")
+        return RENDER_FAILED_REPLY.format("no page")
     shown = page_slots(page)
     wrong = [slot for slot in reference if shown.get(slot) != reference[slot]]
     if not wrong:
@@ -124,7 +124,7 @@ PIECES = (r'<html>SLOT|(?:-\d00)?(?: [^\n"]*)?">(?:SLOT|[^\n"]*)|'
 # --- how alike two pages look ---------------------------------------------------------------------
 
 # Lists a page's blocks, each with its box: images, inputs etc. by tag, coloured areas, and texts.
-# Getters are taken from their classes because a page can shadow them: see colbench.HEIGHT.
+# Getters are taken from their classes because a page can shadow them: see colbench.MEASURE_SCRIPT.
 BLOCKS = """async () => {
   const getter = (of, name) => Object.getOwnPropertyDescriptor(of.prototype, name).get;
   const get = (of, name, what) => getter(of, name).call(what);
@@ -192,7 +192,7 @@ def text_likeness(a, b):
 
 def block_likeness(a, b, height):
     """Returns the likeness of two blocks, 0 to 1: the product of terms for box, colour and text."""
-    sides = (PAGE["width"], height) * 2
+    sides = (PAGE_LIMITS["width"], height) * 2
     distance = sum(abs(x - y) / side for x, y, side in zip(a["box"], b["box"], sides))
     return max(0, 1 - distance / 2) * colour_likeness(a, b) * (1 + text_likeness(a, b)) / 2
 

@@ -19,7 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from toy import tiny
+from toy import tiny_model
 import model as M
 import test_model
 
@@ -61,7 +61,7 @@ def verdict(lm, tokenizer):
             tokenizer.save_pretrained(folder)
             model, _ = M.load(folder)
             own = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-            way = "tree" if model.takes_trees else "turn by turn"
+            way = "tree" if model.supports_trees else "turn by turn"
             return way, *errors(model, own, len(tokenizer))
         except SystemExit as e:
             return str(e).removeprefix("error: ").replace(repr(folder), "it"),
@@ -71,7 +71,7 @@ def verdict(lm, tokenizer):
 
 def main():
     demos = [{"dialogue_history": [{"role": "assistant", "content": "a b a b"}]}]
-    _, tokenizer = tiny(demos)
+    _, tokenizer = tiny_model(demos)
     print("| family | computed by | log-probs | gradients |\n|---|---|---|---|")
     ways, right, wrong = collections.Counter(), 0, 0
     for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):

@@ -21,7 +21,7 @@ PAIRS = {  # name: (whether slots are unknown, the better kind of candidate, the
     "some slots unknown: useful question over useless one": (True, "useful", "useless")}
 
 
-def kind_of(candidate, task, asked, grader):
+def task_kind(candidate, task, asked, grader):
     """Returns "right" or "wrong" for an answer, "useful" or "useless" for a question."""
     content, answer = read_action(candidate["output"], last=False)
     if answer is None:
@@ -39,7 +39,7 @@ def count(records, grader):
             by_kind = defaultdict(list)
             for c in m.get("candidates", ()):
                 if "advantage" in c:
-                    by_kind[kind_of(c, r["task"], asked, grader)].append(c["advantage"])
+                    by_kind[task_kind(c, r["task"], asked, grader)].append(c["advantage"])
             any_unknown = not slots_of(r["task"]["ground_truth"]).keys() <= asked
             for name, (unknown, better, worse) in PAIRS.items():
                 if unknown == any_unknown:

@@ -17,7 +17,7 @@ from colbench import Grader, agent_messages, needs, read_action
 from utils import progress, read_jsonl
 
 
-class Rollouts(collect.Players):
+class Rollouts(collect.EpisodeRunner):
     async def q(self, task, history, turn, output, key):
         """Returns the Q value of an output, which is the agent's message number `turn`."""
         n = self.args.k if self.answer(output, turn)[1] is None else 1
@@ -33,9 +33,10 @@ class Rollouts(collect.Players):
         history = [{"role": m["role"], "content": m["content"]} for m in history]
         while answer is None:
             history.append({"role": "assistant", "content": content})
-            history.append({"role": "user", "content": await self.human(task, history)})
+            history.append({"role": "user", "content": await self.human_reply(task, history)})
             turn += 1
-            message = await self.act(task, history, (self.args.seed, task["id"], key, turn), 0)
+            turn_key = self.args.seed, task["id"], key, turn
+            message = await self.next_message(task, history, turn_key, 0)
             content, answer = self.answer(message["output"], turn)
         return (await asyncio.to_thread(self.grader.grade, task, answer))["reward"]
 

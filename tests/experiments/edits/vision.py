@@ -41,7 +41,7 @@ EYES = {"qwen2_vl": (Qwen2VLConfig, Qwen2VLForConditionalGeneration,
 def tiny_that_sees(kind, out):
     """Saves a tiny random model of a real class, with demonstrations' words; returns the LM."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-    _, tokenizer = toy.tiny(demos(100, of=toy_pages), 0, toy_pages.PIECES)
+    _, tokenizer = toy.tiny_model(demos(100, of=toy_pages), 0, toy_pages.PIECES)
     new = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
     tokenizer.add_tokens(new, special_tokens=True)
     start, end, image = tokenizer.convert_tokens_to_ids(new)
@@ -80,7 +80,7 @@ def critic_turns(tokenizer, record, hidden, pictures):
     """The turns by which a critic judges a record's messages."""
     both = [train_critic.critic_turns(tokenizer, record, history, actions, pi_reads_c=hidden,
                                       ref_reads_c=hidden, pictures=pictures)
-            for history, actions in M.actions_of(record)]
+            for history, actions in M.turn_actions(record)]
     return [turn for [(turn, _)] in both]
 
 
@@ -149,7 +149,7 @@ def pages_played(tmp_path_factory):
     if not any(map(shutil.which, colbench.BROWSERS)) or not os.path.exists(sheet):
         pytest.skip("no Chromium, or no Tailwind style sheet (MANUAL.md, \"Frontend Design\")")
     agent = str(tmp_path_factory.mktemp("agent") / "tiny")
-    save(toy.tiny(demos(200, of=toy_pages), 0, toy_pages.PIECES), agent)
+    save(toy.tiny_model(demos(200, of=toy_pages), 0, toy_pages.PIECES), agent)
     made = demos(6, of=toy_pages, hidden=0, silent=0, noise=0, at_once=0, early=0, max_turns=3)
     for i, r in enumerate(made):
         r["task"], r["sample"], r["reward"] = made[i // 2 * 2]["task"], i % 2, float(i % 2)
