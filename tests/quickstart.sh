@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# The whole method on a toy, on two CPU cores: installs into .venv, trains models below runs/, and
+# prints how many tasks they solve. What the programs print goes to runs/quickstart.log.
+#
+#   bash tests/quickstart.sh
+#   N=40 DEMOS=1000 bash tests/quickstart.sh    # a rehearsal: few tasks, poor models
+#   SEED=1 R=runs/seed1 bash tests/quickstart.sh
+#
+# If it is interrupted, run it again: finished models are kept. Choose another R (the directory of
+# the run) if you change SEED, N (tasks) or DEMOS (demonstrations). Results depend on these alone,
+# because every random draw is seeded, not on which process is faster.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+SEED=${SEED:-0} N=${N:-400} DEMOS=${DEMOS:-4000} R=${R:-runs}
+export OMP_NUM_THREADS=1        # one thread per process, because two processes share the cores
+unset PYTHONDONTWRITEBYTECODE   # else each process would compile the libraries anew
+mkdir -p $R
+exec 3>&2 2>> $R/quickstart.log
+step() { printf '%4d s  %s\n' $SECONDS "$*" >&3; }
+trap 'code=$?; kill $(jobs -p) || true; ((code == 0)) || tail -n 5 $R/quickstart.log >&3' EXIT
+
+step "installing into .venv (torch's CPU build unless there is an NVIDIA GPU)"
+python3 -m venv .venv && . .venv/bin/activate
+index=https://download.pytorch.org/whl/cpu
+if ! command -v nvidia-smi > /dev/null && curl -sfI --max-time 20 $index/torch/ > /dev/null; then
+    pip install -q --no-compile torch==2.13.0 --index-url $index
+fi
+pip install -q --no-compile -r requirements.txt   # modules are compiled when first imported
+
+# The programs, with what all calls share. The human is a script, tests/toy.py.
+toy() { python tests/toy.py "$@" --seed $SEED; }
+episodes() {   # of tasks (stdin), graded by the hidden tests
+    python collect.py --seed $SEED --human tests/toy.py --max_turns 6 --max_tokens 40 "$@" |
+        python colbench.py grade
+}
+critic() { python train_critic.py --seed $SEED "$@"; }
+policy() { python train_policy.py --seed $SEED "$@"; }
+dpo() { policy --beta 1 --nll_coef 3 --mix 0.25 --logprob_weight 0.1 --lr 6e-4 --batch_size 32 "$@"; }
+# explore MODEL OUT: training data, four episodes per task, half of them with 16 candidates at every
+# turn. Each of two processes has half of the tasks.
+explore() {
+    for half in 0 1; do
+        { awk "NR % 2 == $half" $R/train-tasks.jsonl | episodes --model $R/$1 -k 4 \
+            --candidates 16 --candidates_share 0.5 > $R/$2-$half.jsonl; } &
+    done
+    wait_for_jobs
+    cat $R/$2-[01].jsonl > $R/$2.jsonl
+}
+try() { episodes --model $R/$1 < $R/tasks.jsonl > $R/test-$1.jsonl; }   # on the test tasks
+wait_for_jobs() { for job in $(jobs -p); do wait $job; done; }
+
+toy tasks --n $N > $R/train-tasks.jsonl
+python tests/toy.py tasks --n $N --split test > $R/tasks.jsonl   # the same for all seeds
+
+step "the agent: a tiny Llama, fine-tuned on $DEMOS demonstrations"
+toy model --out $R/tiny
+toy demos --n $DEMOS |
+    policy --loss rft --all 1 --model $R/tiny --lr 3e-3 --batch_size 16 --out $R/base > /dev/null
+
+step "episodes of the agent: training data, and its test"
+try base &
+explore base train
+
+step "SWEET-RL: stage 1 trains the critic and scores every message, stage 2 trains the policy;"
+step "beside it a rival: the agent fine-tuned on the episodes that it solved (RFT)"
+{ policy --loss rft --model $R/base --lr 5e-4 --epochs 8 --out $R/rft < $R/train.jsonl && try rft; } \
+    > /dev/null &
+critic --model $R/base --out $R/critic --beta 1 --nll_coef 0.3 --lr 4e-4 --batch_size 16 \
+    < $R/train.jsonl | dpo --model $R/base --out $R/sweet > /dev/null
+wait_for_jobs
+
+step "second round: the new policy's episodes, scored by the same critic"
+try sweet &
+explore sweet again
+critic --out $R/critic < $R/again.jsonl | dpo --model $R/sweet --out $R/sweet2 > /dev/null
+try sweet2
+
+step "done; tests passed and tasks solved, with 95 % intervals:"
+python evaluate.py $R/test-{base,rft,sweet,sweet2}.jsonl 2>&3 > $R/results.jsonl
