@@ -912,8 +912,8 @@ class Browser:
         browser = await self.driver.chromium.launch(executable_path=self.path, args=flags)
         context = await browser.new_context(
             viewport={side: PAGE_LIMITS[side] for side in ("width", "height")},
-            java_script_enabled=False, service_workers="block", accept_downloads=False, reduced_motion="reduce",
-            locale="en-US", timezone_id="UTC")
+            java_script_enabled=False, service_workers="block", accept_downloads=False,
+            reduced_motion="reduce", locale="en-US", timezone_id="UTC")
         await context.route("**/*", self.handle_request)
         self.tab = await context.new_page()
 

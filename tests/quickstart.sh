@@ -3,7 +3,7 @@
 # prints how many tasks they solve. What the programs print goes to runs/quickstart.log.
 #
 #   bash tests/quickstart.sh
-#   N=40 DEMOS=1000 bash tests/quickstart.sh    # a rehearsal: few tasks, poor models
+#   N=40 DEMOS=2000 bash tests/quickstart.sh    # a rehearsal: few tasks, poor models
 #   SEED=1 R=runs/seed1 bash tests/quickstart.sh
 #
 # If it is interrupted, run it again: finished models are kept. Choose another R (the directory of
@@ -11,13 +11,18 @@
 # because every random draw is seeded, not on which process is faster.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-SEED=${SEED:-0} N=${N:-400} DEMOS=${DEMOS:-4000} R=${R:-runs}
+SEED=${SEED:-0} N=${N:-400} DEMOS=${DEMOS:-6000} R=${R:-runs}
 export OMP_NUM_THREADS=1        # one thread per process, because two processes share the cores
 unset PYTHONDONTWRITEBYTECODE   # else each process would compile the libraries anew
 mkdir -p $R
 exec 3>&2 2>> $R/quickstart.log
 step() { printf '%4d s  %s\n' $SECONDS "$*" >&3; }
-trap 'code=$?; kill $(jobs -p) || true; ((code == 0)) || tail -n 5 $R/quickstart.log >&3' EXIT
+finish() {
+    local code=$?
+    kill $(jobs -p) 2> /dev/null || true
+    ((code == 0)) || tail -n 5 $R/quickstart.log >&3
+}
+trap finish EXIT
 
 step "installing into .venv (torch's CPU build unless there is an NVIDIA GPU)"
 python3 -m venv .venv && . .venv/bin/activate
@@ -28,14 +33,15 @@ fi
 pip install -q --no-compile -r requirements.txt   # modules are compiled when first imported
 
 # The programs, with what all calls share. The human is a script, tests/toy.py.
-toy() { python tests/toy.py "$@" --seed $SEED; }
 episodes() {   # of tasks (stdin), graded by the hidden tests
     python collect.py --seed $SEED --human tests/toy.py --max_turns 6 --max_tokens 40 "$@" |
         python colbench.py grade
 }
 critic() { python train_critic.py --seed $SEED "$@"; }
 policy() { python train_policy.py --seed $SEED "$@"; }
-dpo() { policy --beta 1 --nll_coef 3 --mix 0.25 --logprob_weight 0.1 --lr 6e-4 --batch_size 32 "$@"; }
+dpo() {
+    policy --beta 1 --nll_coef 3 --mix 0.25 --logprob_weight 0.1 --lr 6e-4 --batch_size 32 "$@"
+}
 # explore MODEL OUT: training data, four episodes per task, half of them with 16 candidates at every
 # turn. Each of two processes has half of the tasks.
 explore() {
@@ -49,13 +55,14 @@ explore() {
 try() { episodes --model $R/$1 < $R/tasks.jsonl > $R/test-$1.jsonl; }   # on the test tasks
 wait_for_jobs() { for job in $(jobs -p); do wait $job; done; }
 
-toy tasks --n $N > $R/train-tasks.jsonl
+python tests/toy.py tasks --n $N --seed $SEED > $R/train-tasks.jsonl
 python tests/toy.py tasks --n $N --split test > $R/tasks.jsonl   # the same for all seeds
 
 step "the agent: a tiny Llama, fine-tuned on $DEMOS demonstrations"
-toy model --out $R/tiny
-toy demos --n $DEMOS |
-    policy --loss rft --all 1 --model $R/tiny --lr 3e-3 --batch_size 16 --out $R/base > /dev/null
+python tests/toy.py model --seed $SEED --out $R/tiny
+python tests/toy.py demos --n $DEMOS --seed $SEED |
+    policy --loss rft --all 1 --model $R/tiny --lr 3e-3 --batch_size 16 --epochs 3 \
+        --out $R/base > /dev/null
 
 step "episodes of the agent: training data, and its test"
 try base &
@@ -63,8 +70,11 @@ explore base train
 
 step "SWEET-RL: stage 1 trains the critic and scores every message, stage 2 trains the policy;"
 step "beside it a rival: the agent fine-tuned on the episodes that it solved (RFT)"
-{ policy --loss rft --model $R/base --lr 5e-4 --epochs 8 --out $R/rft < $R/train.jsonl && try rft; } \
-    > /dev/null &
+rival() {
+    policy --loss rft --model $R/base --lr 5e-4 --epochs 8 --out $R/rft < $R/train.jsonl > /dev/null
+    try rft
+}
+rival &
 critic --model $R/base --out $R/critic --beta 1 --nll_coef 0.3 --lr 4e-4 --batch_size 16 \
     < $R/train.jsonl | dpo --model $R/base --out $R/sweet > /dev/null
 wait_for_jobs

@@ -46,7 +46,8 @@ def commands(text):
 
 def all_commands():
     texts = [import_module(name).__doc__ for name in SCRIPTS]
-    texts += [Path(path).read_text() for path in glob.glob(f"{ROOT}/tests/experiments/*.sh")]
+    texts += [Path(path).read_text() for path in (f"{ROOT}/tests/quickstart.sh",
+                                                  *glob.glob(f"{ROOT}/tests/experiments/*.sh"))]
     for path in ("README.md", "tests/experiments/MANUAL.md"):
         blocks = re.findall(r"```bash\n(.*?)```", Path(ROOT, path).read_text(), re.S)
         texts += blocks
