@@ -25,7 +25,6 @@ import json
 import math
 import os
 import re
-import warnings
 from array import array
 from inspect import signature
 from itertools import accumulate, chain
@@ -56,7 +55,6 @@ try:
 except ImportError:  # use torch's own kernel
     flash_attn_varlen_func = None
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # by one process
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
