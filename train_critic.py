@@ -116,6 +116,7 @@ def main(args):
     advantage_of = advantages(model, ref_logps, args.tree_tokens)
     if records is None:
         return  # only rank 0 has records
+    print_pair_accuracy(args, records, advantage_of)
     for r in records:
         for _, actions in turn_actions(r):
             for action in actions:
@@ -124,7 +125,6 @@ def main(args):
                 if turn is not None:
                     action["advantage"] = advantage_of[turn]
         emit(r)
-    print_pair_accuracy(args, records)
 
 
 def train(args, log, device):
@@ -182,20 +182,16 @@ def load_to_score(args, device):
     return records, model, ref_logps
 
 
-def print_pair_accuracy(args, records):
-    """Prints how many trajectory pairs the summed advantages order correctly.
-
-    Counts every pair (see is_pair) of the tasks that the critic was not trained on.
-    """
+def print_pair_accuracy(args, records, advantage_of):
+    """Prints how many trajectory pairs of tasks not trained on the advantages order correctly."""
     trained_on = rows_of(args.out)[0].get("tasks", ()) if args.out else ()
-    values_of = {}  # {task id: [(reward, sum of advantages)]}
-    for r in records:
-        messages, task = agent_messages(r), task_id(r["task"])
-        if "reward" in r and task not in trained_on and all("advantage" in m for m in messages):
-            value = sum(m["advantage"] for m in messages)
-            values_of.setdefault(task, []).append((r["reward"], value))
-    correct = [a > b for values in values_of.values() for (high, a), (low, b)
-               in permutations(values, 2) if is_pair(high, low, args.min_gap)]
+    correct = []  # a bool per pair
+    for task, trajectories in trajectories_by_task(records).items():
+        values = [(reward, sum(advantage_of[turn] for turn in turns))
+                  for reward, turns in trajectories if reward is not None]
+        if task not in trained_on:
+            correct += [a > b for (high, a), (low, b) in permutations(values, 2)
+                        if is_pair(high, low, args.min_gap)]
     if correct:
         share = sum(correct) / len(correct)
         say(f"the advantages order {share:.1%} of {len(correct)} trajectory pairs correctly, on "
@@ -273,6 +269,16 @@ def hold_out(tasks, share, seed):
     return tasks[n_held:], tasks[:n_held]
 
 
+def trajectories_by_task(records):
+    """Returns {task id: [(reward or None, turns)]} of the trajectories without a skipped turn."""
+    by_task = {}
+    for r in records:
+        turns = tuple(message[TURN] for message in agent_messages(r))
+        if None not in turns:
+            by_task.setdefault(task_id(r["task"]), []).append((r.get("reward"), turns))
+    return by_task
+
+
 def is_pair(high, low, min_gap):
     """Whether two rewards make a pair: solved and unsolved, or at least min_gap apart."""
     return high >= 1 > low if min_gap is None else high > low and high - low > min_gap - 1e-9
@@ -284,12 +290,8 @@ def trajectory_pairs(records, min_gap):
     Pairs any two trajectories whose rewards differ by at least min_gap; without a min_gap, pairs
     the first solved trajectory with every worse one.
     """
-    by_task, groups = {}, {}
-    for r in records:
-        turns = tuple(m[TURN] for m in agent_messages(r))
-        if None not in turns:
-            by_task.setdefault(task_id(r["task"]), []).append((r["reward"], turns))
-    for task, trajectories in by_task.items():
+    groups = {}
+    for task, trajectories in trajectories_by_task(records).items():
         first_solved = [(reward, turns) for reward, turns in trajectories if reward >= 1][:1]
         pairs = [Pair(chosen, rejected, gap=high - low)
                  for high, chosen in (first_solved if min_gap is None else trajectories)

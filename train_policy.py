@@ -70,7 +70,8 @@ import torch.nn.functional as F
 
 from model import (TURN, Pair, accuracy, action_logps, all_batches, base_digest, find_model, load,
                    pick_dtype, load_checkpoint, save, save_checkpoint, score, turns_in, full_tensor)
-from train_critic import held_out_metrics, hold_out, read_turns, sorted_records, trajectory_pairs
+from train_critic import (held_out_metrics, hold_out, read_turns, sorted_records,
+                          trajectories_by_task, trajectory_pairs)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -173,12 +174,8 @@ def prepare(args):
 def make_groups(args, records):
     """Returns [(task id, [Pair])], one group per task or, for candidates, one per trajectory."""
     if args.loss == "rft":
-        by_task = {}
-        for r in records:
-            turns = tuple(message[TURN] for message in agent_messages(r))
-            if None not in turns and (args.all or r["reward"] >= 1):
-                by_task.setdefault(task_id(r["task"]), []).append(Pair(turns))
-        return list(by_task.items())
+        return [(task, [Pair(turns) for reward, turns in trajectories if args.all or reward >= 1])
+                for task, trajectories in trajectories_by_task(records).items()]
     if args.loss == "mtdpo":
         return list(trajectory_pairs(records, args.min_gap).items())
     groups = []
