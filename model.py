@@ -449,7 +449,8 @@ def as_plain(tokenizer, message):
 def template_text(tokenizer, messages, thinking, add_prompt):
     """Returns the chat template's text of a dialogue, with CUTs; raises the template's own errors.
 
-    add_prompt: whether to append the generation prompt, which opens the assistant's next message.
+    thinking: 0 switches thinking off, if the template has `enable_thinking`. add_prompt: whether to
+    append the generation prompt, which opens the assistant's next message.
     """
     plain = [{"role": m["role"], "content": as_plain(tokenizer, m)} for m in messages]
     return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_prompt,
@@ -486,11 +487,7 @@ def text_ids(tokenizer, text):
 
 
 def render(tokenizer, messages, thinking=0):
-    """Returns the token ids of a dialogue as a prompt for the assistant's next message.
-
-    Control tokens in the text of messages stay plain text. thinking: 0 switches thinking off in
-    models whose template has `enable_thinking`.
-    """
+    """Returns the token ids of a dialogue as a prompt for the assistant's next message."""
     return text_ids(tokenizer, template_text(tokenizer, messages, thinking, True)).tolist()
 
 
@@ -782,12 +779,7 @@ def check_turns(config):
 
 
 def shard(model, dtype, args, train):
-    """Shards the model with FSDP2, to compute in dtype and to sum gradients in fp32.
-
-    --offload 1 keeps weights and moments in CPU memory, --recompute 1 recomputes each layer in the
-    backward pass, --compile 1 compiles layers and head. The last two default to 1 on a GPU,
-    --compile only if the model takes trees.
-    """
+    """Shards the model with FSDP2, to compute in dtype and to sum gradients in fp32."""
     model.dtype = dtype
     gpu = model.device.type == "cuda"
     recompute = gpu if args.recompute is None else args.recompute

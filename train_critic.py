@@ -221,8 +221,6 @@ def advantages(model, ref_logps, tree_tokens):
     return {turn: advantage(logps[turn], ref_logps[turn]).item() for turn in logps}
 
 
-# --- pi_ref of a finished critic ------------------------------------------------------------------
-
 def finished_flags(folder, model=None):
     """Returns the flags that a finished critic was trained with; flags.model is pi_ref.
 
@@ -310,8 +308,7 @@ def trajectory_pairs(records, min_gap):
 
 def read_stdin(args, *fields):
     """Returns (records, {turn: reference turn}). fields: what each record must have."""
-    need = needs("dialogue_history", *fields, to_train=True)
-    records = list(read_jsonl(sys.stdin, need))
+    records = list(read_jsonl(sys.stdin, needs("dialogue_history", *fields, to_train=True)))
     _, tokenizer, config = find_model(args.model)
     return records, read_turns(tokenizer, config, records, args.max_length, pi_reads_c=True,
                                ref_reads_c=args.ref_context == "hidden")
