@@ -203,7 +203,9 @@ def run(main, args):
         raise
     finally:
         if WORLD == 1 or sys.exc_info()[0] is None:  # else other ranks may be waiting
-            leave_group()  # prevents a warning of NCCL
+            torch = sys.modules.get("torch")  # not every script imports it
+            if torch and torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()  # prevents a warning of NCCL
 
 
 # --- JSON lines -----------------------------------------------------------------------------------
@@ -374,13 +376,6 @@ def init_distributed():
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=timedelta(hours=1), **alone)
     return device
-
-
-def leave_group():
-    """Destroys the process group, if there is one."""
-    torch = sys.modules.get("torch")  # not every script imports it
-    if torch and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def sum_over_ranks(number):
