@@ -1069,11 +1069,11 @@ ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
 
 # --- command line ---------------------------------------------------------------------------------
 
-def cpus(quota="/sys/fs/cgroup/cpu.max"):
+def cpus():
     """Returns how many CPUs this process may use, by its affinity and its container's quota."""
     count = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):  # it may be "max"
-        limit, period = pathlib.Path(quota).read_text().split()
+        limit, period = pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split()
         count = min(count, math.ceil(int(limit) / int(period)))
     return count
 

@@ -300,7 +300,7 @@ def parse_record(line, need):
     check_dialogue(record.get("dialogue_history", []), "dialogue_history")
     if not -1 <= record.get("reward", 0) <= 1:
         raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
-    for path in need(record) if callable(need) else need:
+    for path in need(record):
         value = record
         for key in path.split("."):
             value = value.get(key) if isinstance(value, dict) else None
@@ -309,11 +309,10 @@ def parse_record(line, need):
     return record
 
 
-def read_jsonl(stream, need=(), name="stdin"):
+def read_jsonl(stream, need=lambda record: (), name="stdin"):
     """Yields a dict per line, skipping blank lines; an invalid line is an error that names it.
 
-    need: required fields as paths, such as "task.ground_truth", or a function that returns them for
-    a record.
+    need: returns the fields that a record must have, as paths such as "task.ground_truth".
     """
     found = False
     lines = getattr(stream, "buffer", stream)  # read bytes, since they may not be UTF-8
