@@ -61,10 +61,7 @@ def end_after_rank_0(message):
 
 
 def flag(p, name, default, text, kind=str, least=0, most=math.inf, **more):
-    """Adds a flag whose type is its default's, or `kind` if there is no default.
-
-    A number must be in [least, most].
-    """
+    """Adds a flag of its default's type, else of type `kind`; numbers must be in [least, most]."""
     if default is not None:
         kind, text = type(default), text + " [%(default)s]"
 
@@ -173,12 +170,9 @@ def check_finite(step, **values):
 
 
 def progress(label, items=None, total=None, initial=0):
-    """Returns a tqdm bar, over items or updated by hand. Only rank 0 shows it.
-
-    If stderr is not a terminal, it prints a line every 10 seconds instead.
-    """
+    """Returns a tqdm bar, over items or updated by hand, that only rank 0 shows."""
     every, form = 0.1, None
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty():  # a line every 10 seconds instead of a bar
         every, form = 10, "{desc}: {n_fmt} in {elapsed}{postfix}\n"
         if items or total:
             form = "{desc}: {n_fmt} of {total_fmt}, {remaining} left{postfix}\n"
@@ -565,10 +559,7 @@ def drop_checkpoints(out, keep=None):
 
 
 def lr_at(step, steps, peak):
-    """Returns the learning rate of a 0-based step: linear warm-up to `peak`, cosine to a tenth.
-
-    The warm-up takes 3 % of the steps, but at least 3 of them and at most a third.
-    """
+    """Returns the learning rate of a 0-based step: linear warm-up to `peak`, cosine to a tenth."""
     warmup = max(round(0.03 * steps), min(3, steps // 3))
     if step < warmup:
         return peak * (step + 1) / warmup
