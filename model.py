@@ -207,10 +207,7 @@ def flash_supports(q, v):
 
 
 def flash_kernel(q, k, v, tree, scale, window):
-    """Runs FlashAttention, from the package flash-attn if it is installed, else from torch.
-
-    For FlashAttention-3 call torch.nn.attention.activate_flash_attention_impl("FA3").
-    """
+    """Runs FlashAttention, from the package flash-attn if it is installed, else from torch."""
     v_size = v.shape[-1]
     if v_size < q.shape[-1]:  # DeepSeek's values are narrower than its keys
         v = F.pad(v, (0, q.shape[-1] - v_size))
@@ -218,7 +215,7 @@ def flash_kernel(q, k, v, tree, scale, window):
     if flash_attn_varlen_func:
         out = flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=scale, causal=True,
                                      window_size=(window, 0))
-    else:
+    else:  # for FlashAttention-3 call torch.nn.attention.activate_flash_attention_impl("FA3")
         out = varlen_attn(q, k, v, *lengths, scale=scale, window_size=(window, 0), **GQA)
     return out[..., :v_size]  # (T, H, D)
 
@@ -292,8 +289,7 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
     values without gradient. So all ranks compute the same loss, each with the gradient of its own
     turns, and FSDP sums these gradients to that of the loss.
 
-    A tree holds at most tree_tokens tokens, unless a single turn is longer. If a rank has several
-    trees, the backward pass recomputes each, to bound memory. label: of a progress bar over trees.
+    tree_tokens: see partition. label: of a progress bar over trees.
     """
     parts = partition(turns, tree_tokens if model.supports_trees else 0)
     trees = len(parts) // WORLD  # the same number on each rank, as all join every collective
@@ -517,12 +513,9 @@ def stop_ids(tokenizer):
 
 
 def matches_output(tokenizer, message):
-    """Returns whether the text of token_ids and `output` are equal, or one begins with the other.
-
-    Candidates, which have no `logprobs`, are not checked, because there are many.
-    """
+    """Returns whether the text of token_ids equals `output`, or one begins with the other."""
     if "logprobs" not in message or "output" not in message:
-        return True
+        return True  # candidates have no `logprobs`, and are too many to check
     text = tokenizer.decode(message["token_ids"], skip_special_tokens=True)
     decoded, output = (x.strip().rstrip("\ufffd") for x in (text, message["output"]))
     return decoded.startswith(output) or output.startswith(decoded)
@@ -622,17 +615,14 @@ def find_model(path, weights=False):
 
 
 def weights_digest(folder):
-    """Returns a short hash of a folder's safetensors files, or None if there are none.
-
-    In large files it covers the header, and 64 MB in evenly spaced blocks.
-    """
+    """Returns a short hash of a folder's safetensors files, or None if there are none."""
     hashed = []
     for name in sorted(glob.glob("*.safetensors", root_dir=folder)):
         path = os.path.join(folder, name)
         size = os.path.getsize(path)
         with fail_on_error(f"{path} can't be read"), open(path, "rb") as f:
             hashed += [name, f.read(int.from_bytes(f.read(8), "little"))]
-            for begin in range(0, size, max(4096, size >> 14)):
+            for begin in range(0, size, max(4096, size >> 14)):  # at most 64 MB, evenly spaced
                 f.seek(begin)
                 hashed.append(f.read(4096))
     return digest(hashed) if hashed else None
@@ -810,13 +800,11 @@ def shard(model, dtype, args, train):
 
 
 def load_lm(path, device, dtype="fp32"):
-    """Returns (transformers LM, tokenizer) to sample with. dtype: see `load`.
-
-    Fails if the model does not support trees, as collect.py's attention would be wrong for it too.
-    """
+    """Returns (transformers LM, tokenizer) to sample with. dtype: see `load`."""
     model, tokenizer = load(path, device, dtype)
     head_sizes = (getattr(model.config, name, None) for name in ("qk_head_dim", "v_head_dim"))
-    if not model.supports_trees or len(set(head_sizes)) > 1:  # of keys and of values
+    # without tree attention, collect.py's would be wrong too; it needs keys and values of one size
+    if not model.supports_trees or len(set(head_sizes)) > 1:
         fail(f"sampling from {path!r} without a server is not supported, because of its layers or "
              "attention: give a vLLM server by --engine")
     model.lm.set_attn_implementation("sdpa")
@@ -865,12 +853,9 @@ def training_state(model, optimizer):
 
 
 def save_checkpoint(model, optimizer, out, step):
-    """Writes out/checkpoint-STEP atomically, then removes the previous checkpoint.
-
-    Each rank writes its shards as safetensors, which can't contain code. They are spread over 32
-    files, because a file is assembled in memory before it is written.
-    """
+    """Writes out/checkpoint-STEP atomically, then removes the previous checkpoint."""
     tensors = training_state(model, optimizer)[2]
+    # 32 safetensors files, which can't contain code, and which are assembled in memory one by one
     file_of = {name: 1 + i % 32 for i, name in enumerate(tensors)}
     with writing(os.path.join(out, f"checkpoint-{step}")) as part:
         dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(
