@@ -419,11 +419,7 @@ def confine(libc, bpf, memory, parent):
 
 
 def compile_answer(answer):
-    """Returns the code objects of an answer, to be run sequentially.
-
-    The whole answer if it compiles, else every fenced code block that does. If none does, raises
-    the error of the whole answer.
-    """
+    """Returns the code objects of an answer: the whole, else each fenced block that compiles."""
     try:
         return [compile(answer, "<answer>", "exec")]
     except Exception as e:
@@ -853,7 +849,7 @@ def grade_records(records, args):
 # --- frontend: pages are rendered by a browser without network access -----------------------------
 
 PAGE_LIMITS = {"width": 1280, "height": 720, "tallest": 4096,  # pixels of a screenshot
-        "bytes": 1 << 20, "seconds": 15}  # limits of a page
+               "bytes": 1 << 20, "seconds": 15}  # limits of a page
 BROWSERS = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"
 BROWSER_FLAGS = [  # added to Playwright's; the last two make screenshots equal on all machines
     "--disable-gpu", "--disable-quic", "--host-resolver-rules=MAP * ~NOTFOUND",
@@ -912,8 +908,8 @@ class Browser:
         browser = await self.driver.chromium.launch(executable_path=self.path, args=flags)
         context = await browser.new_context(
             viewport={side: PAGE_LIMITS[side] for side in ("width", "height")},
-            java_script_enabled=False, service_workers="block", accept_downloads=False, reduced_motion="reduce",
-            locale="en-US", timezone_id="UTC")
+            java_script_enabled=False, service_workers="block", accept_downloads=False,
+            reduced_motion="reduce", locale="en-US", timezone_id="UTC")
         await context.route("**/*", self.handle_request)
         self.tab = await context.new_page()
 

@@ -528,10 +528,7 @@ class TransformersEngine(Batcher):
             request.result = [(action.ids, action.logps) for action in request.actions]
 
     def start_batch(self, groups):
-        """Reads the prompts of a new batch in one forward, and samples the actions' first tokens.
-
-        groups: [[request]]. A group has one prompt; all groups have the same number of actions.
-        """
+        """Reads a new batch's prompts in one forward, and samples the actions' first tokens."""
         firsts = [group[0] for group in groups]
         prefill = Prefill([r.prompt for r in firsts], [self.cached_prefix(r) for r in firsts])
         last = torch.tensor([*itertools.accumulate(prefill.n_new)], device=DEVICE) - 1  # (P,)
@@ -625,8 +622,6 @@ class DecodeBatch:
 
         prompt_kv  (2, P, KV, L, D)  of the prompts, read once for all their rows
         row_kv     (2, R, KV, C, D)  of the sampled tokens; C doubles when it is full
-
-    Rows of ended actions are dropped together, once they are an eighth of all.
     """
 
     def __init__(self, prefill, actions):

@@ -855,7 +855,7 @@ def training_state(model, optimizer):
 def save_checkpoint(model, optimizer, out, step):
     """Writes out/checkpoint-STEP atomically, then removes the previous checkpoint."""
     tensors = training_state(model, optimizer)[2]
-    # 32 safetensors files, which can't contain code, and which are assembled in memory one by one
+    # safetensors hold no code; 32 files, as each is assembled in memory before it is written
     file_of = {name: 1 + i % 32 for i, name in enumerate(tensors)}
     with writing(os.path.join(out, f"checkpoint-{step}")) as part:
         dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(

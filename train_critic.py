@@ -283,11 +283,7 @@ def is_pair(high, low, min_gap):
 
 
 def trajectory_pairs(records, min_gap):
-    """Returns {task id: [Pair of its trajectories]}; fails if there are none.
-
-    Pairs any two trajectories whose rewards differ by at least min_gap; without a min_gap, pairs
-    the first solved trajectory with every worse one.
-    """
+    """Returns {task id: [Pair of its trajectories]}, see --min_gap; fails if there are none."""
     groups = {}
     for task, trajectories in trajectories_by_task(records).items():
         first_solved = [(reward, turns) for reward, turns in trajectories if reward >= 1][:1]

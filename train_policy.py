@@ -189,14 +189,13 @@ def make_groups(args, records):
 
 
 def trajectory_mix(args, records, n_pairs):
-    """Returns [(task id, [Pair])]: tasks' trajectory pairs, shuffled and cycled up to n_pairs."""
+    """Yields (task id, [Pair]): tasks' trajectory pairs, shuffled, and repeated up to n_pairs."""
     by_task = list(trajectory_pairs(records, args.min_gap).items())
     rng("mix", args.seed).shuffle(by_task)
-    groups = []
     for task, pairs in cycle(by_task):
         if n_pairs <= 0:
-            return groups
-        groups.append((task, pairs))
+            return
+        yield task, pairs
         n_pairs -= len(pairs)
 
 
