@@ -544,13 +544,10 @@ class TransformersEngine(Batcher):
             self.batches.append(batch)
 
     def cached_prefix(self, request):
-        """Returns (n, layers): `layers` has the keys and values of the prompt's first n tokens.
-
-        They were computed for the episode's last prompt, else for the latest of any episode. One
-        token at least is left to be read, because its logits are needed.
-        """
+        """Returns (n, layers): `layers` has the keys and values of the prompt's first n tokens."""
         latest = next(reversed(self.cache.values()), ((), None))
         prompt, layers = self.cache.get(request.episode, latest)
+        # at least one token is left to be read, because its logits are needed
         return min(common_prefix(prompt, request.prompt), len(request.prompt) - 1), layers
 
     def forward(self, parts, at=0):

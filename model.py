@@ -432,13 +432,10 @@ def control_tokens(tokenizer):
 
 
 def as_plain(tokenizer, message):
-    """Returns a message's content, with CUTs inside any control token that the text contains.
-
-    Assistant messages without token_ids keep <think>, because the template parses thoughts.
-    """
+    """Returns a message's content, with CUTs inside any control token that the text contains."""
     control, special = control_tokens(tokenizer)
     stored = message["role"] == "assistant" and not message.get("token_ids")
-    to_cut = special if stored else control
+    to_cut = special if stored else control  # a template parses <think> in stored messages
     return to_cut.sub(lambda m: CUT + m[0][0] + CUT + m[0][1:] + CUT, message["content"])
 
 

@@ -3,16 +3,15 @@
     loss = -log sigmoid( beta log[pi(a+|o) / pi_ref(a+|o)] - beta log[pi(a-|o) / pi_ref(a-|o)] )
            + nll_coef NLL(a+)                                                               (eq. 4)
 
-The policy never reads the hidden information. --loss selects the training data:
+Log-probs are sums over tokens. The policy never reads the hidden information. --loss selects:
 
     dpo    SWEET-RL: a+ from the upper, a- from the lower half of a turn's candidates by advantage;
            --mix adds pairs of whole trajectories
     mtdpo  multi-turn DPO, without a critic: a+ and a- are trajectories of a task, ranked by reward
     rft    rejection fine-tuning: NLL of the solved trajectories; --all 1: of all (plain SFT)
 
-Left out on purpose: online sampling (a second round is another collect.py, whose records you can
-read), LoRA (lora.diff adds it), and a Trainer class, so that you can change this loop without
-touching the critic's.
+Left out on purpose: online sampling (instead, run collect.py again with the trained policy), LoRA
+(lora.diff adds it), and a Trainer class, so that you can change this loop and not the critic's.
 
     python train_policy.py --loss rft --all 1 --out runs/base < demos.jsonl
     python train_policy.py --model runs/base --out runs/sweet < scored.jsonl
@@ -180,8 +179,8 @@ def make_groups(args, records):
         return list(trajectory_pairs(records, args.min_gap).items())
     groups = []
     for r in records:
-        by_turn = [message.get("candidates", ()) for message in agent_messages(r)]
-        pairs = [pair for candidates in by_turn for pair in candidate_pairs(args, candidates)]
+        pairs = [pair for message in agent_messages(r)
+                 for pair in candidate_pairs(args, message.get("candidates", ()))]
         groups.append((task_id(r["task"]), pairs))
     if args.mix:
         groups += trajectory_mix(args, records, args.mix * sum(len(pairs) for _, pairs in groups))
@@ -189,7 +188,7 @@ def make_groups(args, records):
 
 
 def trajectory_mix(args, records, n_pairs):
-    """Yields (task id, [Pair]): tasks' trajectory pairs, shuffled, and repeated up to n_pairs."""
+    """Yields (task id, [Pair of trajectories]) of shuffled tasks, repeated to reach n_pairs."""
     by_task = list(trajectory_pairs(records, args.min_gap).items())
     rng("mix", args.seed).shuffle(by_task)
     for task, pairs in cycle(by_task):

@@ -1,4 +1,8 @@
-"""Shared by all scripts: flags, messages, signals, JSON lines, ranks, --out directories."""
+"""Shared by all scripts: flags, messages, signals, JSON lines, ranks, --out directories.
+
+Left out on purpose: config files, because the first row of a run's metrics.jsonl has its flags; and
+experiment trackers, because each run's metrics are a file (csv.diff shows where to send them).
+"""
 import argparse
 import contextlib
 import fcntl
@@ -55,7 +59,7 @@ def parser(doc, usage):
 
 
 def end_after_rank_0(message):
-    """Exits another rank 5 s late: if rank 0 fails, too, only its message is printed."""
+    """Exits 5 s late on a rank other than 0, so that if rank 0 fails too, only it prints."""
     time.sleep(5)
     sys.exit(f"rank {RANK}: {message}")
 
@@ -187,7 +191,7 @@ def progress(label, items=None, total=None, initial=0):
 
 def run(main, args):
     """Calls main(args). Ctrl-C ends it without a traceback, and ends an enclosing shell loop."""
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else a shell's & ignores it
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not ignored, as after a &
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         main(args)
@@ -356,7 +360,7 @@ def init_distributed():
     import torch.distributed as dist
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # sizes vary
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # batches vary
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets one thread per rank
@@ -396,17 +400,16 @@ def from_rank_0(make):
         return make()
     # created before rank 0 starts to wait, because creating it times out after an hour
     group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-    kept = sent = None
+    kept, sent = None, [None]
     if RANK == 0:
         try:
-            kept, sent = make()
+            kept, sent[0] = make()
         except SystemExit as e:
-            sent = e
-    received = [sent]
-    dist.broadcast_object_list(received, src=0, group=group)
-    if isinstance(received[0], SystemExit):
-        raise received[0]
-    return kept, received[0]
+            sent[0] = e
+    dist.broadcast_object_list(sent, src=0, group=group)
+    if isinstance(sent[0], SystemExit):
+        raise sent[0]
+    return kept, sent[0]
 
 
 # --- the --out directory of a run -----------------------------------------------------------------
@@ -537,7 +540,8 @@ def warn_if_changed(out):
     scripts = glob.glob("*.py", root_dir=HERE)
     _, changed, _ = filecmp.cmpfiles(HERE, out, scripts, shallow=False)
     if changed:
-        say(f"warning: the run in {out} used other versions of {', '.join(changed)}, kept there")
+        say(f"warning: the run in {out} started with other versions of {', '.join(changed)}; it "
+            "has copies of them")
 
 
 def rows_of(out):
