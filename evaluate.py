@@ -197,8 +197,8 @@ def table(results, systems):
     same_tasks = all(system.tasks.keys() == systems[0].tasks.keys() for system in systems)
     notes = ["[95 % bootstrap intervals over tasks]",
              f"graded by {', '.join(graders)}" if graders else "",
-             "" if same_tasks else "NOT THE SAME TASKS",
-             "NOT COMPARABLE" if len(graders) > 1 else ""]
+             "" if same_tasks else "NOT THE SAME TASKS: compare only the differences",
+             "NOT COMPARABLE: different graders" if len(graders) > 1 else ""]
     return [*lines, "; ".join(filter(None, notes))]
 
 

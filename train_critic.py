@@ -130,10 +130,10 @@ def main(args):
 
 def train(args, log, device):
     """Trains, and returns (rank 0's records or None, the critic, {turn: (L,) pi_ref log-probs})."""
-    records, (ref_turn_of, pairs_of, held) = from_rank_0(lambda: prepare(args))
+    records, (ref_turn_of, pairs_of, held_out) = from_rank_0(lambda: prepare(args))
     groups = list(pairs_of.values())
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
-    log.begin(groups, held, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
+    log.begin(groups, held_out, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
               model_weights=base_digest(args.model), tasks=list(pairs_of))
 
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
@@ -157,9 +157,9 @@ def train(args, log, device):
         optimizer.zero_grad()
         log(step=step, loss=loss, **metrics, grad_norm=norm, lr=lr,
             tokens=model.tokens - tokens_before)
-        if held and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
+        if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # measured after this step's update; the row above was measured before it
-            log(step=step, **held_out_metrics(batch_loss, args, model, held, ref_logps))
+            log(step=step, **held_out_metrics(batch_loss, args, model, held_out, ref_logps))
         if (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
 

@@ -106,9 +106,9 @@ def batch_loss(args, pairs, logps, ref_logps):
 def main(args):
     emit, device = open_stdout(), init_distributed()
     log = Log(args)
-    _, (groups, held) = from_rank_0(lambda: (None, prepare(args)))
+    _, (groups, held_out) = from_rank_0(lambda: (None, prepare(args)))
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
-    log.begin(groups, held, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
+    log.begin(groups, held_out, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
               model_weights=base_digest(args.model))
     summary = {"summary": "train_policy", "out": args.out, "steps": len(batches)}
     if log.finished:
@@ -117,7 +117,7 @@ def main(args):
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
     ref_logps = {}
     if args.loss != "rft":
-        ref_logps = score(model, turns_in(chain(*groups, held)), args.tree_tokens, "reference")
+        ref_logps = score(model, turns_in(chain(*groups, held_out)), args.tree_tokens, "reference")
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
     load_checkpoint(model, optimizer, log)
@@ -137,9 +137,9 @@ def main(args):
         optimizer.zero_grad()
         log(step=step, loss=loss, **metrics, grad_norm=norm, lr=lr,
             tokens=model.tokens - tokens_before)
-        if held and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
+        if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # measured after this step's update; the row above was measured before it
-            log(step=step, **held_out_metrics(batch_loss, args, model, held, ref_logps))
+            log(step=step, **held_out_metrics(batch_loss, args, model, held_out, ref_logps))
         if (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
 

@@ -466,10 +466,10 @@ class Log:
         steps = [name.removeprefix("checkpoint-") for name in names]
         return lock, (rows, max([int(step) for step in steps if step.isdecimal()], default=0))
 
-    def begin(self, groups, held, steps, **facts):
+    def begin(self, groups, held_out, steps, **facts):
         """Writes the first row, or checks that a resumed run has the same facts and pairs.
 
-        groups: [[Pair]] to train on; held: held-out [Pair]. The row stores their hash.
+        groups: [[Pair]] to train on; held_out: held-out [Pair]. The row stores their hash.
         """
         self.total = steps
         if RANK:
@@ -477,8 +477,8 @@ class Log:
         pairs = sum(map(len, groups))
         hint = ": training signal will be weak" if pairs < 50 or steps < 30 else ""
         say(f"{pairs} pairs, {steps} steps{hint}")
-        facts = {"steps": steps, "pairs": pairs, "held_out_pairs": len(held),
-                 "pairs_hash": digest([digest(tuple(pair)) for pair in chain(*groups, held)]),
+        facts = {"steps": steps, "pairs": pairs, "held_out_pairs": len(held_out),
+                 "pairs_hash": digest([digest(tuple(pair)) for pair in chain(*groups, held_out)]),
                  **facts}
         first = {"args": vars(self.args), "argv": sys.argv, "cwd": os.getcwd(),
                  "version": version(), "world": WORLD, **facts}
