@@ -198,7 +198,7 @@ def print_pair_accuracy(args, records, advantage_of):
         say(f"the advantages order {100 * share:.1f} % of {len(correct)} trajectory pairs "
             "correctly, on tasks that the critic was not trained on")
         if share < 2 / 3:
-            say("warning: that is little, and a policy trained on these advantages may get worse "
+            say("warning: below two thirds, a policy trained on these advantages may get worse "
                 '(README, "Trained or untrained critic?")')
 
 
