@@ -10,7 +10,7 @@ Log-probs are sums over tokens. The policy never reads the hidden information. -
     mtdpo  multi-turn DPO, without a critic: a+ and a- are trajectories of a task, ranked by reward
     rft    rejection fine-tuning: NLL of the solved trajectories; --all 1: of all (plain SFT)
 
-Left out on purpose: online sampling (instead, run collect.py again with the trained policy), LoRA
+Left out on purpose: online sampling (instead, sample a second round with the trained policy), LoRA
 (lora.diff adds it), and a Trainer class, so that you can change this loop and not the critic's.
 
     python train_policy.py --loss rft --all 1 --out runs/base < demos.jsonl
