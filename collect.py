@@ -82,8 +82,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from model import (turn_actions, check_generation_prompt, common_prefix, find_model, load, load_lm,
-                   render, sdpa_kernel, stop_ids, weights_digest)
+from model import (check_generation_prompt, common_prefix, find_model, load, load_lm, render,
+                   sdpa_kernel, stop_ids, turn_actions, weights_digest)
 from train_critic import advantages, critic_turns, finished_flags, reference_logps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -10,8 +10,8 @@ information c. The loss (eq. 2) is a Bradley-Terry model: of two trajectories of
 with the higher reward, tau+, should have the larger sum of advantages. The NLL is averaged over
 the tokens of a turn, then over turns. A *turn* is (prompt, action), both as packed token ids.
 
-Scoring adds an `advantage` to every message and candidate. --untrained 1 is the zero-shot critic,
-which needs no training: A is the mean of log pi(a | o, c) - log pi(a | o), both under --model.
+Scoring adds an `advantage` to every message and candidate. The untrained critic, --untrained 1,
+needs no training: A is the mean of log pi(a | o, c) - log pi(a | o), both under --model.
 
 Left out on purpose: a value head (value.diff), because the policy trained with it leaves three in
 four episodes without an answer (RESULTS.md); early stopping (choose --epochs by the held-out
@@ -75,9 +75,9 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, accuracy, action_ids, action_logps, turn_actions, all_batches,
-                   base_digest, find_model, load, packed, pick_dtype, render, load_checkpoint, save,
-                   save_checkpoint, score, turns_in, full_tensor)
+from model import (TURN, Pair, accuracy, action_ids, action_logps, all_batches, base_digest,
+                   find_model, full_tensor, load, load_checkpoint, packed, pick_dtype, render, save,
+                   save_checkpoint, score, turn_actions, turns_in)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def train(args, log, device):
 
 
 def load_to_score(args, device):
-    """Loads a finished or zero-shot critic; returns what train() returns."""
+    """Loads a finished or untrained critic; returns what train() returns."""
     if args.out:
         ref_model_path = args.model if "model" in args.given else None
         args.model = finished_flags(args.out, ref_model_path).model

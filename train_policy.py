@@ -67,8 +67,9 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, accuracy, action_logps, all_batches, base_digest, find_model, load,
-                   pick_dtype, load_checkpoint, save, save_checkpoint, score, turns_in, full_tensor)
+from model import (TURN, Pair, accuracy, action_logps, all_batches, base_digest, find_model,
+                   full_tensor, load, load_checkpoint, pick_dtype, save, save_checkpoint, score,
+                   turns_in)
 from train_critic import (held_out_metrics, hold_out, read_turns, sorted_records,
                           trajectories_by_task, trajectory_pairs)
 
