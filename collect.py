@@ -9,7 +9,7 @@ human.py defines reply(task, history), which returns the human's next message. A
 as soon as it ends. A record that already has a dialogue gets candidates for its agent's messages.
 
 Left out on purpose: lock-step rollouts, where all episodes wait for the slowest human (here each is
-a coroutine), rewards (colbench.py grade adds them), paged attention and several GPUs (--engine).
+a coroutine), rewards (colbench.py adds them), paged attention and several GPUs (--engine).
 """
 from utils import (fail, fail_on_error, flag, open_stdout, parser, print_warnings, progress,
                    read_jsonl, rng, run, say, version)
