@@ -1,7 +1,7 @@
 """A waiter's orders: the agent asks the guest for dish, size and extra, then writes the order.
 
-The guest always begins with the same words. The other scripts know this kind of task if colbench.py
-imports this file (MANUAL.md, "Your own environment"), as it does in orders.sh.
+The other scripts know this kind of task if colbench.py imports this file (MANUAL.md, "Your own
+environment"), as it does in the copy that orders.sh makes.
 
     python orders.py tasks --n 100 > tasks.jsonl
     python orders.py demos --shown 0.4 > demos.jsonl   # scripted episodes of mixed quality
@@ -49,7 +49,7 @@ def demos(args):
     takes from it what it does not ask for.
     """
     for task in tasks("demo", args):
-        r, order, history = rng("demo", task["id"]), [], [first_message(task, args.max_turns)]
+        r, order, history = rng("demo", task["id"]), [], [first_message(task, max_turns=4)]
         shown = r.random() < args.shown
         for (name, choices), value in zip(CHOICES.items(), task["ground_truth"].split(", ")):
             if r.random() < 0.7:
@@ -64,21 +64,11 @@ def demos(args):
         yield {"task": task, "dialogue_history": history}
 
 
-def get_args(argv=None):
-    p = parser(__doc__, usage=None)
-    p.add_argument("command", choices=["tasks", "demos", "model"])
-    flag(p, "n", 1000, "number of tasks, or of demonstrations")
-    flag(p, "seed", 0, "random seed")
-    flag(p, "shown", 0.0, "share of the demonstrations that begin with the reference", most=1)
-    flag(p, "max_turns", 4, "messages the agent may send")
-    flag(p, "out", None, "model: its directory")
-    return p.parse_args(argv)
-
-
 def main(args):
     emit = open_stdout()
     if args.command == "model":
         from toy import tiny  # imports torch
+        args.shown = 0.5  # so that the hidden information's words are tokens, too
         for part in tiny(demos(args), args.seed):
             part.save_pretrained(args.out)
         return
@@ -87,4 +77,10 @@ def main(args):
 
 
 if __name__ == "__main__":
-    run(main, get_args())
+    p = parser(__doc__, usage=None)
+    p.add_argument("command", choices=["tasks", "demos", "model"])
+    flag(p, "n", 1000, "number of tasks, or of demonstrations")
+    flag(p, "seed", 0, "random seed")
+    flag(p, "shown", 0.0, "share of the demonstrations that begin with the reference", most=1)
+    flag(p, "out", None, "model: its directory")
+    run(main, p.parse_args())
