@@ -7,8 +7,7 @@ environment"), as it does in the copy that orders.sh makes.
     python orders.py demos --shown 0.4 > demos.jsonl   # scripted episodes of mixed quality
     python orders.py model --out tiny                  # toy.py's Llama, with these words as tokens
 """
-from colbench import (ANSWER, ENVIRONMENTS, Environment, first_message, hidden_information,
-                      with_hidden)
+from colbench import ANSWER, ENVIRONMENTS, Environment, first_message, with_hidden
 from utils import flag, open_stdout, parser, rng, run
 
 CHOICES = {"dish": ("soup", "pizza", "salad"), "size": ("small", "large"),
@@ -36,17 +35,15 @@ def reply(task, history):  # for --human orders.py
 def tasks(split, args):
     for i in range(args.n):
         dish, size, extra = map(rng(split, args.seed, i).choice, CHOICES.values())
-        yield {"id": f"{split}{args.seed}-{i}", "kind": "orders",
-               "problem_description": "A guest comes in.",
-               "ground_truth": f"{dish}, {size}, {extra}",
+        yield {"id": f"{split}{args.seed}-{i}", "ground_truth": f"{dish}, {size}, {extra}",
+               "kind": "orders", "problem_description": "A guest comes in.",
                "hidden_information": f"a {size} {dish} with {extra}"}
 
 
 def demos(args):
-    """Yields scripted episodes, which ask for each detail with probability 0.7 and else guess it.
+    """Yields scripted episodes that ask for each detail with probability 0.7 and else guess it.
 
-    The share args.shown of them begins with the hidden information, as the critic's prompts do, and
-    takes from it what it does not ask for.
+    The share args.shown begins with the hidden information, and reads there what it does not ask.
     """
     for task in tasks("demo", args):
         r, order, history = rng("demo", task["id"]), [], [first_message(task, max_turns=4)]
@@ -60,7 +57,7 @@ def demos(args):
                 order.append(value if shown else r.choice(choices))
         history.append({"role": "assistant", "content": f"{ANSWER} {', '.join(order)}"})
         if shown:
-            history = with_hidden(history, hidden_information(task))
+            history = with_hidden(history, task["hidden_information"])
         yield {"task": task, "dialogue_history": history}
 
 
@@ -71,9 +68,9 @@ def main(args):
         args.shown = 0.5  # so that the hidden information's words are tokens, too
         for part in tiny(demos(args), args.seed):
             part.save_pretrained(args.out)
-        return
-    for record in demos(args) if args.command == "demos" else tasks("task", args):
-        emit(record)
+    else:
+        for record in demos(args) if args.command == "demos" else tasks("task", args):
+            emit(record)
 
 
 if __name__ == "__main__":

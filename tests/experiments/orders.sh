@@ -2,12 +2,12 @@
 # Trained and untrained critic on a waiter's orders (orders.py), five seeds. RESULTS.md, "Orders".
 #
 #   bash tests/experiments/orders.sh     # from the repo's root, after the quickstart's install
-#   SEEDS=0 PARTS=words N=20 TESTS=10 DEMOS=200 bash tests/experiments/orders.sh     # smaller
+#   SEEDS=0 PARTS=words N=24 TESTS=4 DEMOS=400 bash tests/experiments/orders.sh     # smaller
 #
 # Everything goes to runs/orders, a copy of the scripts that knows this kind of task. The tables,
 # and how many pairs of trajectories each critic orders correctly, go to stderr.
 N=${N:-100} TESTS=${TESTS:-100} DEMOS=${DEMOS:-1000}  # tasks, test tasks, demonstrations
-PARTS=${PARTS:-spelled40 spelled spelled_shown words words_shown}
+PARTS=${PARTS:-spelled spelled_shown words words_shown}
 . tests/experiments/compare.sh
 mkdir -p runs/orders/runs
 cp *.py tests/{toy,experiments/orders}.py runs/orders
@@ -15,11 +15,11 @@ cd runs/orders
 sed -i '/^ENVIRONMENTS = /a import orders' *.py
 
 graded() {  # TASKS [FLAGS]
-  python collect.py --human orders.py --max_turns 4 --max_tokens $max_tokens --seed $s $FLAGS \
-      "${@:2}" < $1 | python colbench.py grade
+  python collect.py --human orders.py --max_turns 4 --max_tokens 40 --seed $s $FLAGS "${@:2}" < $1 |
+    python colbench.py grade
 }
-part() {  # NAME VOCABULARY SHOWN MAX_TOKENS: VOCABULARY is toy or orders, the script that makes it
-  max_tokens=$4 e=1 tests=runs/tests.jsonl test_draws="-k 4"
+part() {  # NAME VOCABULARY SHOWN: the vocabulary is toy.py's or orders.py's
+  e=1 tests=runs/tests.jsonl test_draws="-k 4"
   stage $S/$2.log python $2.py model --seed $s --out $S/$2
   stage $S/demos$3.jsonl python orders.py demos --seed $s --n $DEMOS --shown $3
   base base-$2$3 $S/$2 demos$3 --lr 3e-3
@@ -29,15 +29,18 @@ part() {  # NAME VOCABULARY SHOWN MAX_TOKENS: VOCABULARY is toy or orders, the s
   play test-base $B $tests $test_draws
   for c in eq3 untrained; do scored $c 2> $R/$c.log; policy $c@0.1; done
 }
-# By the toy's vocabulary the orders are spelled byte by byte, the longest in 40 tokens and an end.
-spelled40() { part $FUNCNAME toy 0 40; }
-spelled() { part $FUNCNAME toy 0 64; }
-spelled_shown() { part $FUNCNAME toy 0.4 64; }
-words() { part $FUNCNAME orders 0 40; }
-words_shown() { part $FUNCNAME orders 0.4 40; }
+spelled() {  # the toy's vocabulary has few of these words, and spells the others byte by byte
+  part $FUNCNAME toy 0
+  for c in eq3 untrained; do sweet $c-mix1 1 0.1 < $R/scored-$c.jsonl; try $c-mix1; done
+}
+spelled_shown() { part $FUNCNAME toy 0.4; }
+words() { part $FUNCNAME orders 0; }
+words_shown() { part $FUNCNAME orders 0.4; }
 
 stage runs/tests.jsonl python orders.py tasks --seed 1000 --n $TESTS
 lanes "$SEEDS" "$PARTS"
 : > runs/results.jsonl
-for p in $PARTS; do table $(rows $p "$SEEDS" base eq3@0.1 untrained@0.1); done
+for p in $PARTS; do
+  table $(rows $p "$SEEDS" $(cd runs/seed${SEEDS%% *}/$p && ls test-* | sed 's/test-//; s/.jsonl//'))
+done
 grep -o "advantages order [^,]*" runs/seed*/*/*.log >&2
