@@ -41,6 +41,6 @@ stage runs/tests.jsonl python orders.py tasks --seed 1000 --n $TESTS
 lanes "$SEEDS" "$PARTS"
 : > runs/results.jsonl
 for p in $PARTS; do
-  table $(rows $p "$SEEDS" $(cd runs/seed${SEEDS%% *}/$p && ls test-* | sed 's/test-//; s/.jsonl//'))
+  table $(rows $p "$SEEDS" $(cd runs/seed${SEEDS%% *}/$p && ls test-* | sed 's/test-\|.jsonl//g'))
 done
 grep -o "advantages order [^,]*" runs/seed*/*/*.log >&2
