@@ -27,7 +27,7 @@ part() {  # NAME VOCABULARY SHOWN: the vocabulary is toy.py's or orders.py's
   stage $R/tasks.jsonl python orders.py tasks --seed $s --n $N
   play train $B $R/tasks.jsonl -k 4 --candidates 16 --candidates_share 0.5
   play test-base $B $tests $test_draws
-  for c in eq3 untrained; do scored $c 2> $R/$c.log; policy $c@0.1; done
+  for c in eq3 untrained; do scored $c 2>> $R/$c.log; policy $c@0.1; done
 }
 spelled() {  # the toy's vocabulary has few of these words, and spells the others byte by byte
   part $FUNCNAME toy 0
