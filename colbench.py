@@ -419,11 +419,7 @@ def confine(libc, bpf, memory, parent):
 
 
 def compile_answer(answer):
-    """Returns the code objects of an answer, to be run sequentially.
-
-    The whole answer if it compiles, else every fenced code block that does. If none does, raises
-    the error of the whole answer.
-    """
+    """Returns the code objects of an answer: the whole, else each fenced block that compiles."""
     try:
         return [compile(answer, "<answer>", "exec")]
     except Exception as e:
@@ -853,7 +849,7 @@ def grade_records(records, args):
 # --- frontend: pages are rendered by a browser without network access -----------------------------
 
 PAGE_LIMITS = {"width": 1280, "height": 720, "tallest": 4096,  # pixels of a screenshot
-        "bytes": 1 << 20, "seconds": 15}  # limits of a page
+               "bytes": 1 << 20, "seconds": 15}  # limits of a page
 BROWSERS = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"
 BROWSER_FLAGS = [  # added to Playwright's; the last two make screenshots equal on all machines
     "--disable-gpu", "--disable-quic", "--host-resolver-rules=MAP * ~NOTFOUND",
@@ -1069,11 +1065,11 @@ ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
 
 # --- command line ---------------------------------------------------------------------------------
 
-def cpus(quota="/sys/fs/cgroup/cpu.max"):
+def cpus():
     """Returns how many CPUs this process may use, by its affinity and its container's quota."""
     count = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):  # it may be "max"
-        limit, period = pathlib.Path(quota).read_text().split()
+        limit, period = pathlib.Path("/sys/fs/cgroup/cpu.max").read_text().split()
         count = min(count, math.ceil(int(limit) / int(period)))
     return count
 

@@ -82,8 +82,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from model import (turn_actions, check_generation_prompt, common_prefix, find_model, load, load_lm,
-                   render, sdpa_kernel, stop_ids, weights_digest)
+from model import (check_generation_prompt, common_prefix, find_model, load, load_lm, render,
+                   sdpa_kernel, stop_ids, turn_actions, weights_digest)
 from train_critic import advantages, critic_turns, finished_flags, reference_logps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -528,10 +528,7 @@ class TransformersEngine(Batcher):
             request.result = [(action.ids, action.logps) for action in request.actions]
 
     def start_batch(self, groups):
-        """Reads the prompts of a new batch in one forward, and samples the actions' first tokens.
-
-        groups: [[request]]. A group has one prompt; all groups have the same number of actions.
-        """
+        """Reads a new batch's prompts in one forward, and samples the actions' first tokens."""
         firsts = [group[0] for group in groups]
         prefill = Prefill([r.prompt for r in firsts], [self.cached_prefix(r) for r in firsts])
         last = torch.tensor([*itertools.accumulate(prefill.n_new)], device=DEVICE) - 1  # (P,)
@@ -547,13 +544,10 @@ class TransformersEngine(Batcher):
             self.batches.append(batch)
 
     def cached_prefix(self, request):
-        """Returns (n, layers): `layers` has the keys and values of the prompt's first n tokens.
-
-        They were computed for the episode's last prompt, else for the latest of any episode. One
-        token at least is left to be read, because its logits are needed.
-        """
+        """Returns (n, layers): `layers` has the keys and values of the prompt's first n tokens."""
         latest = next(reversed(self.cache.values()), ((), None))
         prompt, layers = self.cache.get(request.episode, latest)
+        # at least one token is left to be read, because its logits are needed
         return min(common_prefix(prompt, request.prompt), len(request.prompt) - 1), layers
 
     def forward(self, parts, at=0):
@@ -625,8 +619,6 @@ class DecodeBatch:
 
         prompt_kv  (2, P, KV, L, D)  of the prompts, read once for all their rows
         row_kv     (2, R, KV, C, D)  of the sampled tokens; C doubles when it is full
-
-    Rows of ended actions are dropped together, once they are an eighth of all.
     """
 
     def __init__(self, prefill, actions):

@@ -13,6 +13,9 @@
 
 95 % intervals are bootstrapped over tasks, each resampled with its episodes of all seeds. The
 difference of two systems is paired: its mean and bootstrap use the tasks that both have.
+
+Left out on purpose: intervals over episodes, which are too narrow because episodes of a task are
+alike, and p-values, because the interval of the difference shows the same and its size.
 """
 from utils import fail, fail_on_error, flag, open_stdout, parser, read_jsonl, run, say, version
 
@@ -84,7 +87,7 @@ def named_systems(args):
         if not named or os.path.exists(arg):  # a file such as runs/lr=1/test.jsonl
             name, files = stem if stems.count(stem) == 1 else arg, [arg]
         if not all([name, *files]):
-            fail(f"{arg!r} has an empty name")
+            fail(f"{arg!r} has an empty name, of the system or a file; write NAME=FILE,FILE")
         if name in systems:
             fail(f"two systems are named {name!r}; rename one with NAME=FILE")
         systems[name] = files
@@ -179,7 +182,7 @@ def table_cells(r):
 
 
 def table(results, systems):
-    """Returns aligned lines of text, one per system, and a last line on how they were made."""
+    """Returns aligned lines of text: column names, a line per system, and notes."""
     labels = {label.partition(" ")[0] for r in results for label in r["rewards"]}
     reward_label = labels.pop() if len(labels) == 1 else "reward"  # e.g. "tests", "likeness"
     rows = [table_cells(r) for r in results]
@@ -194,8 +197,8 @@ def table(results, systems):
     same_tasks = all(system.tasks.keys() == systems[0].tasks.keys() for system in systems)
     notes = ["[95 % bootstrap intervals over tasks]",
              f"graded by {', '.join(graders)}" if graders else "",
-             "" if same_tasks else "NOT THE SAME TASKS",
-             "NOT COMPARABLE" if len(graders) > 1 else ""]
+             "" if same_tasks else "NOT THE SAME TASKS: compare only the differences",
+             "NOT COMPARABLE: different graders" if len(graders) > 1 else ""]
     return [*lines, "; ".join(filter(None, notes))]
 
 

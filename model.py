@@ -25,7 +25,6 @@ import json
 import math
 import os
 import re
-import warnings
 from array import array
 from inspect import signature
 from itertools import accumulate, chain
@@ -56,7 +55,6 @@ try:
 except ImportError:  # use torch's own kernel
     flash_attn_varlen_func = None
 
-warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # by one process
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
@@ -209,10 +207,7 @@ def flash_supports(q, v):
 
 
 def flash_kernel(q, k, v, tree, scale, window):
-    """Runs FlashAttention, from the package flash-attn if it is installed, else from torch.
-
-    For FlashAttention-3 call torch.nn.attention.activate_flash_attention_impl("FA3").
-    """
+    """Runs FlashAttention, from the package flash-attn if it is installed, else from torch."""
     v_size = v.shape[-1]
     if v_size < q.shape[-1]:  # DeepSeek's values are narrower than its keys
         v = F.pad(v, (0, q.shape[-1] - v_size))
@@ -220,7 +215,7 @@ def flash_kernel(q, k, v, tree, scale, window):
     if flash_attn_varlen_func:
         out = flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=scale, causal=True,
                                      window_size=(window, 0))
-    else:
+    else:  # for FlashAttention-3 call torch.nn.attention.activate_flash_attention_impl("FA3")
         out = varlen_attn(q, k, v, *lengths, scale=scale, window_size=(window, 0), **GQA)
     return out[..., :v_size]  # (T, H, D)
 
@@ -294,8 +289,7 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
     values without gradient. So all ranks compute the same loss, each with the gradient of its own
     turns, and FSDP sums these gradients to that of the loss.
 
-    A tree holds at most tree_tokens tokens, unless a single turn is longer. If a rank has several
-    trees, the backward pass recomputes each, to bound memory. label: of a progress bar over trees.
+    tree_tokens: see partition. label: of a progress bar over trees.
     """
     parts = partition(turns, tree_tokens if model.supports_trees else 0)
     trees = len(parts) // WORLD  # the same number on each rank, as all join every collective
@@ -438,20 +432,18 @@ def control_tokens(tokenizer):
 
 
 def as_plain(tokenizer, message):
-    """Returns a message's content, with CUTs inside any control token that the text contains.
-
-    Assistant messages without token_ids keep <think>, because the template parses thoughts.
-    """
+    """Returns a message's content, with CUTs inside any control token that the text contains."""
     control, special = control_tokens(tokenizer)
     stored = message["role"] == "assistant" and not message.get("token_ids")
-    to_cut = special if stored else control
+    to_cut = special if stored else control  # a template parses <think> in stored messages
     return to_cut.sub(lambda m: CUT + m[0][0] + CUT + m[0][1:] + CUT, message["content"])
 
 
 def template_text(tokenizer, messages, thinking, add_prompt):
     """Returns the chat template's text of a dialogue, with CUTs; raises the template's own errors.
 
-    add_prompt: whether to append the generation prompt, which opens the assistant's next message.
+    thinking: 0 switches thinking off, if the template has `enable_thinking`. add_prompt: whether to
+    append the generation prompt, which opens the assistant's next message.
     """
     plain = [{"role": m["role"], "content": as_plain(tokenizer, m)} for m in messages]
     return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_prompt,
@@ -488,11 +480,7 @@ def text_ids(tokenizer, text):
 
 
 def render(tokenizer, messages, thinking=0):
-    """Returns the token ids of a dialogue as a prompt for the assistant's next message.
-
-    Control tokens in the text of messages stay plain text. thinking: 0 switches thinking off in
-    models whose template has `enable_thinking`.
-    """
+    """Returns the token ids of a dialogue as a prompt for the assistant's next message."""
     return text_ids(tokenizer, template_text(tokenizer, messages, thinking, True)).tolist()
 
 
@@ -522,12 +510,9 @@ def stop_ids(tokenizer):
 
 
 def matches_output(tokenizer, message):
-    """Returns whether the text of token_ids and `output` are equal, or one begins with the other.
-
-    Candidates, which have no `logprobs`, are not checked, because there are many.
-    """
+    """Returns whether the text of token_ids equals `output`, or one begins with the other."""
     if "logprobs" not in message or "output" not in message:
-        return True
+        return True  # candidates have no `logprobs`, and are too many to check
     text = tokenizer.decode(message["token_ids"], skip_special_tokens=True)
     decoded, output = (x.strip().rstrip("\ufffd") for x in (text, message["output"]))
     return decoded.startswith(output) or output.startswith(decoded)
@@ -627,17 +612,14 @@ def find_model(path, weights=False):
 
 
 def weights_digest(folder):
-    """Returns a short hash of a folder's safetensors files, or None if there are none.
-
-    In large files it covers the header, and 64 MB in evenly spaced blocks.
-    """
+    """Returns a short hash of a folder's safetensors files, or None if there are none."""
     hashed = []
     for name in sorted(glob.glob("*.safetensors", root_dir=folder)):
         path = os.path.join(folder, name)
         size = os.path.getsize(path)
         with fail_on_error(f"{path} can't be read"), open(path, "rb") as f:
             hashed += [name, f.read(int.from_bytes(f.read(8), "little"))]
-            for begin in range(0, size, max(4096, size >> 14)):
+            for begin in range(0, size, max(4096, size >> 14)):  # at most 64 MB, evenly spaced
                 f.seek(begin)
                 hashed.append(f.read(4096))
     return digest(hashed) if hashed else None
@@ -784,12 +766,7 @@ def check_turns(config):
 
 
 def shard(model, dtype, args, train):
-    """Shards the model with FSDP2, to compute in dtype and to sum gradients in fp32.
-
-    --offload 1 keeps weights and moments in CPU memory, --recompute 1 recomputes each layer in the
-    backward pass, --compile 1 compiles layers and head. The last two default to 1 on a GPU,
-    --compile only if the model takes trees.
-    """
+    """Shards the model with FSDP2, to compute in dtype and to sum gradients in fp32."""
     model.dtype = dtype
     gpu = model.device.type == "cuda"
     recompute = gpu if args.recompute is None else args.recompute
@@ -820,13 +797,11 @@ def shard(model, dtype, args, train):
 
 
 def load_lm(path, device, dtype="fp32"):
-    """Returns (transformers LM, tokenizer) to sample with. dtype: see `load`.
-
-    Fails if the model does not support trees, as collect.py's attention would be wrong for it too.
-    """
+    """Returns (transformers LM, tokenizer) to sample with. dtype: see `load`."""
     model, tokenizer = load(path, device, dtype)
     head_sizes = (getattr(model.config, name, None) for name in ("qk_head_dim", "v_head_dim"))
-    if not model.supports_trees or len(set(head_sizes)) > 1:  # of keys and of values
+    # without tree attention, collect.py's would be wrong too; it needs keys and values of one size
+    if not model.supports_trees or len(set(head_sizes)) > 1:
         fail(f"sampling from {path!r} without a server is not supported, because of its layers or "
              "attention: give a vLLM server by --engine")
     model.lm.set_attn_implementation("sdpa")
@@ -875,12 +850,9 @@ def training_state(model, optimizer):
 
 
 def save_checkpoint(model, optimizer, out, step):
-    """Writes out/checkpoint-STEP atomically, then removes the previous checkpoint.
-
-    Each rank writes its shards as safetensors, which can't contain code. They are spread over 32
-    files, because a file is assembled in memory before it is written.
-    """
+    """Writes out/checkpoint-STEP atomically, then removes the previous checkpoint."""
     tensors = training_state(model, optimizer)[2]
+    # safetensors hold no code; 32 files, as each is assembled in memory before it is written
     file_of = {name: 1 + i % 32 for i, name in enumerate(tensors)}
     with writing(os.path.join(out, f"checkpoint-{step}")) as part:
         dcp.save(tensors, storage_writer=dcp.HuggingFaceStorageWriter(

@@ -10,12 +10,12 @@ information c. The loss (eq. 2) is a Bradley-Terry model: of two trajectories of
 with the higher reward, tau+, should have the larger sum of advantages. The NLL is averaged over
 the tokens of a turn, then over turns. A *turn* is (prompt, action), both as packed token ids.
 
-Scoring adds an `advantage` to every message and candidate. --untrained 1 is the zero-shot critic,
-which needs no training: A is the mean of log pi(a | o, c) - log pi(a | o), both under --model.
+Scoring adds an `advantage` to every message and candidate. The untrained critic, --untrained 1,
+needs no training: A is the mean of log pi(a | o, c) - log pi(a | o), both under --model.
 
-Left out on purpose: a value head (value.diff), whose policy leaves three in four episodes without
-an answer (RESULTS.md); early stopping, for which held-out metrics are logged; and a Trainer class,
-so that you can change this loop without touching the policy's.
+Left out on purpose: a value head (value.diff), because the policy trained with it leaves three in
+four episodes without an answer (RESULTS.md); early stopping (choose --epochs by the held-out
+metrics instead); and a Trainer class, so that you can change this loop and not the policy's.
 
     python train_critic.py --model runs/base --out runs/critic < in.jsonl > scored.jsonl
     torchrun --nproc_per_node=8 train_critic.py --out runs/critic < in.jsonl > scored.jsonl
@@ -40,7 +40,8 @@ from colbench import agent_messages, hidden_information, needs, task_id, with_hi
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < trajectories.jsonl > scored.jsonl")
     flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "pi_ref, and where pi starts")
-    flag(p, "out", None, "new: train, then score; interrupted: resume; finished: only score")
+    flag(p, "out", None, "output directory; new: train, then score; interrupted: resume; finished: "
+         "only score")
     flag(p, "untrained", 0, "1: score without training, by the log-prob given the hidden "
          "information minus the log-prob without it", choices=[0, 1])
     g = p.add_argument_group("pairs")
@@ -49,8 +50,8 @@ def get_args(argv=None):
     flag(g, "held_out", 0.1, "share of the tasks held out to measure loss and accuracy", most=1)
     flag(g, "eval_every", 100, "steps between evaluations on the held-out pairs", least=1)
     g = p.add_argument_group("objective and optimization")
-    flag(g, "ref_context", "hidden", "pi_ref reads the hidden information (eq. 3), or what the "
-         "agent reads", choices=["hidden", "agent"])
+    flag(g, "ref_context", "hidden", "what pi_ref reads: the hidden information too (eq. 3), or "
+         "only what the agent reads", choices=["hidden", "agent"])
     flag(g, "beta", 0.1, "scale of the reward margin")
     flag(g, "nll_coef", 0.01, "weight of the chosen trajectory's NLL")
     flag(g, "lr", 2e-7, "peak learning rate: 3%% warm-up, then cosine decay to a tenth")
@@ -74,9 +75,9 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, accuracy, action_ids, action_logps, turn_actions, all_batches,
-                   base_digest, find_model, load, packed, pick_dtype, render, load_checkpoint, save,
-                   save_checkpoint, score, turns_in, full_tensor)
+from model import (TURN, Pair, accuracy, action_ids, action_logps, all_batches, base_digest,
+                   find_model, full_tensor, load, load_checkpoint, packed, pick_dtype, render, save,
+                   save_checkpoint, score, turn_actions, turns_in)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -116,6 +117,7 @@ def main(args):
     advantage_of = advantages(model, ref_logps, args.tree_tokens)
     if records is None:
         return  # only rank 0 has records
+    print_pair_accuracy(args, records, advantage_of)
     for r in records:
         for _, actions in turn_actions(r):
             for action in actions:
@@ -124,15 +126,14 @@ def main(args):
                 if turn is not None:
                     action["advantage"] = advantage_of[turn]
         emit(r)
-    print_pair_accuracy(args, records)
 
 
 def train(args, log, device):
     """Trains, and returns (rank 0's records or None, the critic, {turn: (L,) pi_ref log-probs})."""
-    records, (ref_turn_of, pairs_of, held) = from_rank_0(lambda: prepare(args))
+    records, (ref_turn_of, pairs_of, held_out) = from_rank_0(lambda: prepare(args))
     groups = list(pairs_of.values())
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
-    log.begin(groups, held, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
+    log.begin(groups, held_out, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
               model_weights=base_digest(args.model), tasks=list(pairs_of))
 
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
@@ -156,9 +157,9 @@ def train(args, log, device):
         optimizer.zero_grad()
         log(step=step, loss=loss, **metrics, grad_norm=norm, lr=lr,
             tokens=model.tokens - tokens_before)
-        if held and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
+        if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # measured after this step's update; the row above was measured before it
-            log(step=step, **held_out_metrics(batch_loss, args, model, held, ref_logps))
+            log(step=step, **held_out_metrics(batch_loss, args, model, held_out, ref_logps))
         if (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
 
@@ -168,7 +169,7 @@ def train(args, log, device):
 
 
 def load_to_score(args, device):
-    """Loads a finished or a zero-shot critic, and returns the same as train()."""
+    """Loads a finished or untrained critic; returns what train() returns."""
     if args.out:
         ref_model_path = args.model if "model" in args.given else None
         args.model = finished_flags(args.out, ref_model_path).model
@@ -182,31 +183,27 @@ def load_to_score(args, device):
     return records, model, ref_logps
 
 
-def print_pair_accuracy(args, records):
-    """Prints how many trajectory pairs the summed advantages order correctly.
-
-    Counts every pair (see is_pair) of the tasks that the critic was not trained on.
-    """
+def print_pair_accuracy(args, records, advantage_of):
+    """Prints how many trajectory pairs of tasks not trained on the advantages order correctly."""
     trained_on = rows_of(args.out)[0].get("tasks", ()) if args.out else ()
-    values_of = {}  # {task id: [(reward, sum of advantages)]}
-    for r in records:
-        messages, task = agent_messages(r), task_id(r["task"])
-        if "reward" in r and task not in trained_on and all("advantage" in m for m in messages):
-            value = sum(m["advantage"] for m in messages)
-            values_of.setdefault(task, []).append((r["reward"], value))
-    correct = [a > b for values in values_of.values() for (high, a), (low, b)
-               in permutations(values, 2) if is_pair(high, low, args.min_gap)]
+    correct = []  # a bool per pair
+    for task, trajectories in trajectories_by_task(records).items():
+        values = [(reward, sum(advantage_of[turn] for turn in turns))
+                  for reward, turns in trajectories if reward is not None]
+        if task not in trained_on:
+            correct += [a > b for (high, a), (low, b) in permutations(values, 2)
+                        if is_pair(high, low, args.min_gap)]
     if correct:
         share = sum(correct) / len(correct)
-        say(f"the advantages order {share:.1%} of {len(correct)} trajectory pairs correctly, on "
-            "tasks that the critic was not trained on")
+        say(f"the advantages order {100 * share:.1f} % of {len(correct)} trajectory pairs "
+            "correctly, on tasks that the critic was not trained on")
         if share < 2 / 3:
-            say("warning: a policy trained on such advantages may get worse; see README, Trained "
-                "or untrained critic")
+            say("warning: below two thirds, a policy trained on these advantages may get worse "
+                '(README, "Trained or untrained critic?")')
 
 
 def held_out_metrics(loss_of_pairs, args, model, pairs, ref_logps):
-    """Returns {"held_out_loss", ...}: the metrics of loss_of_pairs (a batch_loss), prefixed."""
+    """Returns {"held_out_loss": ..., ...}. loss_of_pairs: batch_loss of one of the trainers."""
     logps = score(model, turns_in(pairs), args.tree_tokens)
     loss, metrics = loss_of_pairs(args, pairs, logps, ref_logps)
     metrics = {"loss": loss.item(), **metrics}
@@ -225,8 +222,6 @@ def advantages(model, ref_logps, tree_tokens):
     return {turn: advantage(logps[turn], ref_logps[turn]).item() for turn in logps}
 
 
-# --- pi_ref of a finished critic ------------------------------------------------------------------
-
 def finished_flags(folder, model=None):
     """Returns the flags that a finished critic was trained with; flags.model is pi_ref.
 
@@ -244,7 +239,8 @@ def finished_flags(folder, model=None):
         model = moved if os.path.isdir(moved) else flags.model
     warn_if_changed(folder)
     if base_digest(model) not in (weights, None):  # only rank 0 has a digest
-        fail(f"{model} is not the pi_ref of the critic in {folder}: its weights differ")
+        fail(f"{model} is not the pi_ref of the critic in {folder}: its weights differ. Restore "
+             "them, or run train_critic.py with the right --model")
     flags.model = model
     return flags
 
@@ -273,23 +269,25 @@ def hold_out(tasks, share, seed):
     return tasks[n_held:], tasks[:n_held]
 
 
+def trajectories_by_task(records):
+    """Returns {task id: [(reward or None, turns)]} of the trajectories without a skipped turn."""
+    by_task = {}
+    for r in records:
+        turns = tuple(message[TURN] for message in agent_messages(r))
+        if None not in turns:
+            by_task.setdefault(task_id(r["task"]), []).append((r.get("reward"), turns))
+    return by_task
+
+
 def is_pair(high, low, min_gap):
     """Whether two rewards make a pair: solved and unsolved, or at least min_gap apart."""
     return high >= 1 > low if min_gap is None else high > low and high - low > min_gap - 1e-9
 
 
 def trajectory_pairs(records, min_gap):
-    """Returns {task id: [Pair of its trajectories]}; fails if there are none.
-
-    Pairs any two trajectories whose rewards differ by at least min_gap; without a min_gap, pairs
-    the first solved trajectory with every worse one.
-    """
-    by_task, groups = {}, {}
-    for r in records:
-        turns = tuple(m[TURN] for m in agent_messages(r))
-        if None not in turns:
-            by_task.setdefault(task_id(r["task"]), []).append((r["reward"], turns))
-    for task, trajectories in by_task.items():
+    """Returns {task id: [Pair of its trajectories]}, as --min_gap says; fails if there are none."""
+    groups = {}
+    for task, trajectories in trajectories_by_task(records).items():
         first_solved = [(reward, turns) for reward, turns in trajectories if reward >= 1][:1]
         pairs = [Pair(chosen, rejected, gap=high - low)
                  for high, chosen in (first_solved if min_gap is None else trajectories)
@@ -298,9 +296,10 @@ def trajectory_pairs(records, min_gap):
         if pairs:
             groups[task] = pairs
     if not groups:
-        lack = "both a solved and a worse one" if min_gap is None else "two that differ so much"
-        fail(f"no pairs in {len(records)} trajectories: no task has {lack} (try --min_gap 0, more "
-             "episodes per task with collect.py -k, or a stronger --model)")
+        missing = ("both a solved and a worse one" if min_gap is None else
+                   f"two whose rewards differ by {min_gap} or more")
+        fail(f"no pairs in {len(records)} trajectories: no task has {missing} (try --min_gap 0, "
+             "more episodes per task with collect.py -k, or a stronger --model)")
     return groups
 
 
@@ -308,8 +307,7 @@ def trajectory_pairs(records, min_gap):
 
 def read_stdin(args, *fields):
     """Returns (records, {turn: reference turn}). fields: what each record must have."""
-    need = needs("dialogue_history", *fields, to_train=True)
-    records = list(read_jsonl(sys.stdin, need))
+    records = list(read_jsonl(sys.stdin, needs("dialogue_history", *fields, to_train=True)))
     _, tokenizer, config = find_model(args.model)
     return records, read_turns(tokenizer, config, records, args.max_length, pi_reads_c=True,
                                ref_reads_c=args.ref_context == "hidden")
@@ -353,19 +351,20 @@ def read_turns(tokenizer, config, records, max_length, *, pi_reads_c, ref_reads_
         if pi_reads_c and not hidden_information(r["task"]):
             add_warning("records without hidden information for the critic", name)
         for history, actions in turn_actions(r):
-            with fail_on_error(f"--model's chat template refuses {name}"):
+            with fail_on_error(f"--model's chat template rejects {name}"):
                 turns = critic_turns(tokenizer, r, history, actions, pi_reads_c=pi_reads_c,
                                      ref_reads_c=ref_reads_c)
             for action, (turn, ref_turn) in zip(actions, turns):
                 if extra_ids and ord(max("".join(turn))) >= config.vocab_size:
-                    fail(f"{name} has a token id outside --model's vocabulary, {config.vocab_size}")
+                    fail(f"{name} has a token id outside --model's vocabulary of "
+                         f"{config.vocab_size} tokens: use the model that sampled it")
                 fits = sum(map(len, turn)) <= longest
                 action[TURN] = turn if fits else None
                 if fits:
                     ref_turn_of[turn] = ref_turn
                 else:
                     add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit) "
-                                "and are skipped, messages with their whole trajectory", name)
+                                "and are skipped; their trajectories form no pairs", name)
     print_warnings()
     return ref_turn_of
 

@@ -3,16 +3,15 @@
     loss = -log sigmoid( beta log[pi(a+|o) / pi_ref(a+|o)] - beta log[pi(a-|o) / pi_ref(a-|o)] )
            + nll_coef NLL(a+)                                                               (eq. 4)
 
-The policy never reads the hidden information. --loss selects the training data:
+Log-probs are sums over tokens. The policy never reads the hidden information. --loss selects:
 
     dpo    SWEET-RL: a+ from the upper, a- from the lower half of a turn's candidates by advantage;
            --mix adds pairs of whole trajectories
     mtdpo  multi-turn DPO, without a critic: a+ and a- are trajectories of a task, ranked by reward
     rft    rejection fine-tuning: NLL of the solved trajectories; --all 1: of all (plain SFT)
 
-Left out on purpose: online sampling (a second round is another collect.py, whose records you can
-read), LoRA (lora.diff adds it), and a Trainer class, so that you can change this loop without
-touching the critic's.
+Left out on purpose: online sampling (instead, sample a second round with the trained policy), LoRA
+(lora.diff adds it), and a Trainer class, so that you can change this loop and not the critic's.
 
     python train_policy.py --loss rft --all 1 --out runs/base < demos.jsonl
     python train_policy.py --model runs/base --out runs/sweet < scored.jsonl
@@ -68,9 +67,11 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, accuracy, action_logps, all_batches, base_digest, find_model, load,
-                   pick_dtype, load_checkpoint, save, save_checkpoint, score, turns_in, full_tensor)
-from train_critic import held_out_metrics, hold_out, read_turns, sorted_records, trajectory_pairs
+from model import (TURN, Pair, accuracy, action_logps, all_batches, base_digest, find_model,
+                   full_tensor, load, load_checkpoint, pick_dtype, save, save_checkpoint, score,
+                   turns_in)
+from train_critic import (held_out_metrics, hold_out, read_turns, sorted_records,
+                          trajectories_by_task, trajectory_pairs)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -106,9 +107,9 @@ def batch_loss(args, pairs, logps, ref_logps):
 def main(args):
     emit, device = open_stdout(), init_distributed()
     log = Log(args)
-    _, (groups, held) = from_rank_0(lambda: (None, prepare(args)))
+    _, (groups, held_out) = from_rank_0(lambda: (None, prepare(args)))
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
-    log.begin(groups, held, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
+    log.begin(groups, held_out, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
               model_weights=base_digest(args.model))
     summary = {"summary": "train_policy", "out": args.out, "steps": len(batches)}
     if log.finished:
@@ -117,7 +118,7 @@ def main(args):
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
     ref_logps = {}
     if args.loss != "rft":
-        ref_logps = score(model, turns_in(chain(*groups, held)), args.tree_tokens, "reference")
+        ref_logps = score(model, turns_in(chain(*groups, held_out)), args.tree_tokens, "reference")
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95),
                                   weight_decay=0.0, fused=True)
     load_checkpoint(model, optimizer, log)
@@ -137,9 +138,9 @@ def main(args):
         optimizer.zero_grad()
         log(step=step, loss=loss, **metrics, grad_norm=norm, lr=lr,
             tokens=model.tokens - tokens_before)
-        if held and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
+        if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # measured after this step's update; the row above was measured before it
-            log(step=step, **held_out_metrics(batch_loss, args, model, held, ref_logps))
+            log(step=step, **held_out_metrics(batch_loss, args, model, held_out, ref_logps))
         if (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
 
@@ -173,18 +174,14 @@ def prepare(args):
 def make_groups(args, records):
     """Returns [(task id, [Pair])], one group per task or, for candidates, one per trajectory."""
     if args.loss == "rft":
-        by_task = {}
-        for r in records:
-            turns = tuple(message[TURN] for message in agent_messages(r))
-            if None not in turns and (args.all or r["reward"] >= 1):
-                by_task.setdefault(task_id(r["task"]), []).append(Pair(turns))
-        return list(by_task.items())
+        return [(task, [Pair(turns) for reward, turns in trajectories if args.all or reward >= 1])
+                for task, trajectories in trajectories_by_task(records).items()]
     if args.loss == "mtdpo":
         return list(trajectory_pairs(records, args.min_gap).items())
     groups = []
     for r in records:
-        by_turn = [message.get("candidates", ()) for message in agent_messages(r)]
-        pairs = [pair for candidates in by_turn for pair in candidate_pairs(args, candidates)]
+        pairs = [pair for message in agent_messages(r)
+                 for pair in candidate_pairs(args, message.get("candidates", ()))]
         groups.append((task_id(r["task"]), pairs))
     if args.mix:
         groups += trajectory_mix(args, records, args.mix * sum(len(pairs) for _, pairs in groups))
@@ -192,14 +189,13 @@ def make_groups(args, records):
 
 
 def trajectory_mix(args, records, n_pairs):
-    """Returns [(task id, [Pair])]: tasks' trajectory pairs, shuffled and cycled up to n_pairs."""
+    """Yields (task id, [Pair of trajectories]) of shuffled tasks, repeated to reach n_pairs."""
     by_task = list(trajectory_pairs(records, args.min_gap).items())
     rng("mix", args.seed).shuffle(by_task)
-    groups = []
     for task, pairs in cycle(by_task):
         if n_pairs <= 0:
-            return groups
-        groups.append((task, pairs))
+            return
+        yield task, pairs
         n_pairs -= len(pairs)
 
 

@@ -1,4 +1,8 @@
-"""Shared by all scripts: flags, messages, signals, JSON lines, ranks, --out directories."""
+"""Shared by all scripts: flags, messages, signals, JSON lines, ranks, --out directories.
+
+Left out on purpose: config files, because the first row of a run's metrics.jsonl has its flags; and
+experiment trackers, because each run's metrics are a file (csv.diff shows where to send them).
+"""
 import argparse
 import contextlib
 import fcntl
@@ -55,16 +59,13 @@ def parser(doc, usage):
 
 
 def end_after_rank_0(message):
-    """Exits another rank 5 s late: if rank 0 fails, too, only its message is printed."""
+    """Exits 5 s late on a rank other than 0, so that if rank 0 fails too, only it prints."""
     time.sleep(5)
     sys.exit(f"rank {RANK}: {message}")
 
 
 def flag(p, name, default, text, kind=str, least=0, most=math.inf, **more):
-    """Adds a flag whose type is its default's, or `kind` if there is no default.
-
-    A number must be in [least, most].
-    """
+    """Adds a flag of its default's type, else of type `kind`; numbers must be in [least, most]."""
     if default is not None:
         kind, text = type(default), text + " [%(default)s]"
 
@@ -173,12 +174,9 @@ def check_finite(step, **values):
 
 
 def progress(label, items=None, total=None, initial=0):
-    """Returns a tqdm bar, over items or updated by hand. Only rank 0 shows it.
-
-    If stderr is not a terminal, it prints a line every 10 seconds instead.
-    """
+    """Returns a tqdm bar, over items or updated by hand, that only rank 0 shows."""
     every, form = 0.1, None
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty():  # a line every 10 seconds instead of a bar
         every, form = 10, "{desc}: {n_fmt} in {elapsed}{postfix}\n"
         if items or total:
             form = "{desc}: {n_fmt} of {total_fmt}, {remaining} left{postfix}\n"
@@ -193,7 +191,7 @@ def progress(label, items=None, total=None, initial=0):
 
 def run(main, args):
     """Calls main(args). Ctrl-C ends it without a traceback, and ends an enclosing shell loop."""
-    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else a shell's & ignores it
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not ignored, as after a &
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         main(args)
@@ -203,7 +201,9 @@ def run(main, args):
         raise
     finally:
         if WORLD == 1 or sys.exc_info()[0] is None:  # else other ranks may be waiting
-            leave_group()  # prevents a warning of NCCL
+            torch = sys.modules.get("torch")  # not every script imports it
+            if torch and torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()  # prevents a warning of NCCL
 
 
 # --- JSON lines -----------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def parse_record(line, need):
     check_dialogue(record.get("dialogue_history", []), "dialogue_history")
     if not -1 <= record.get("reward", 0) <= 1:
         raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
-    for path in need(record) if callable(need) else need:
+    for path in need(record):
         value = record
         for key in path.split("."):
             value = value.get(key) if isinstance(value, dict) else None
@@ -307,11 +307,10 @@ def parse_record(line, need):
     return record
 
 
-def read_jsonl(stream, need=(), name="stdin"):
+def read_jsonl(stream, need=lambda record: (), name="stdin"):
     """Yields a dict per line, skipping blank lines; an invalid line is an error that names it.
 
-    need: required fields as paths, such as "task.ground_truth", or a function that returns them for
-    a record.
+    need: returns the fields that a record must have, as paths such as "task.ground_truth".
     """
     found = False
     lines = getattr(stream, "buffer", stream)  # read bytes, since they may not be UTF-8
@@ -361,7 +360,7 @@ def init_distributed():
     import torch.distributed as dist
     device, backend = torch.device("cpu"), "gloo"
     if torch.cuda.is_available():
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # sizes vary
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # batches vary
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets one thread per rank
@@ -374,13 +373,6 @@ def init_distributed():
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=timedelta(hours=1), **alone)
     return device
-
-
-def leave_group():
-    """Destroys the process group, if there is one."""
-    torch = sys.modules.get("torch")  # not every script imports it
-    if torch and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def sum_over_ranks(number):
@@ -408,17 +400,16 @@ def from_rank_0(make):
         return make()
     # created before rank 0 starts to wait, because creating it times out after an hour
     group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-    kept = sent = None
+    kept, sent = None, [None]
     if RANK == 0:
         try:
-            kept, sent = make()
+            kept, sent[0] = make()
         except SystemExit as e:
-            sent = e
-    received = [sent]
-    dist.broadcast_object_list(received, src=0, group=group)
-    if isinstance(received[0], SystemExit):
-        raise received[0]
-    return kept, received[0]
+            sent[0] = e
+    dist.broadcast_object_list(sent, src=0, group=group)
+    if isinstance(sent[0], SystemExit):
+        raise sent[0]
+    return kept, sent[0]
 
 
 # --- the --out directory of a run -----------------------------------------------------------------
@@ -475,10 +466,10 @@ class Log:
         steps = [name.removeprefix("checkpoint-") for name in names]
         return lock, (rows, max([int(step) for step in steps if step.isdecimal()], default=0))
 
-    def begin(self, groups, held, steps, **facts):
+    def begin(self, groups, held_out, steps, **facts):
         """Writes the first row, or checks that a resumed run has the same facts and pairs.
 
-        groups: [[Pair]] to train on; held: held-out [Pair]. The row stores their hash.
+        groups: [[Pair]] to train on; held_out: held-out [Pair]. The row stores their hash.
         """
         self.total = steps
         if RANK:
@@ -486,8 +477,8 @@ class Log:
         pairs = sum(map(len, groups))
         hint = ": training signal will be weak" if pairs < 50 or steps < 30 else ""
         say(f"{pairs} pairs, {steps} steps{hint}")
-        facts = {"steps": steps, "pairs": pairs, "held_out_pairs": len(held),
-                 "pairs_hash": digest([digest(tuple(pair)) for pair in chain(*groups, held)]),
+        facts = {"steps": steps, "pairs": pairs, "held_out_pairs": len(held_out),
+                 "pairs_hash": digest([digest(tuple(pair)) for pair in chain(*groups, held_out)]),
                  **facts}
         first = {"args": vars(self.args), "argv": sys.argv, "cwd": os.getcwd(),
                  "version": version(), "world": WORLD, **facts}
@@ -549,7 +540,8 @@ def warn_if_changed(out):
     scripts = glob.glob("*.py", root_dir=HERE)
     _, changed, _ = filecmp.cmpfiles(HERE, out, scripts, shallow=False)
     if changed:
-        say(f"warning: the run in {out} used other versions of {', '.join(changed)}, kept there")
+        say(f"warning: the run in {out} started with other versions of {', '.join(changed)}; it "
+            "has copies of them")
 
 
 def rows_of(out):
@@ -571,10 +563,7 @@ def drop_checkpoints(out, keep=None):
 
 
 def lr_at(step, steps, peak):
-    """Returns the learning rate of a 0-based step: linear warm-up to `peak`, cosine to a tenth.
-
-    The warm-up takes 3 % of the steps, but at least 3 of them and at most a third.
-    """
+    """Returns the learning rate of a 0-based step: linear warm-up to `peak`, cosine to a tenth."""
     warmup = max(round(0.03 * steps), min(3, steps // 3))
     if step < warmup:
         return peak * (step + 1) / warmup

@@ -62,7 +62,7 @@ from model import (action_logps, all_batches, head_logps, load,  # noqa: E402
 from plan import count_tokens, plan  # noqa: E402
 from timing import parser, ratio, show, time_alternately  # noqa: E402
 from utils import (RANK, WORLD, barrier, fail, from_rank_0, init_distributed,  # noqa: E402
-                   leave_group, sum_over_ranks)
+                   sum_over_ranks)
 
 #               module, flags, pairs per step, epochs that reuse pi_ref's log-probs
 JOBS = {"dpo": (train_policy, [], 8, 1),
@@ -502,7 +502,7 @@ def main(args):
                 torch.cuda.empty_cache()
         del measure  # frees the models before those of the next shape are loaded
         torch.compiler.reset()
-    leave_group()
+    torch.distributed.destroy_process_group()
     if failed := [f"{row['row']} ({row['error']})" for row in rows if "error" in row]:
         fail(f"{len(failed)} of {len(rows)} rows failed: {'; '.join(failed)}")
 

@@ -65,7 +65,8 @@ def test_pages_have_likeness_wins_failures_and_no_rules(tmp_path):
     assert r["minus_first"]["tasks"] == 3 and "success" not in table
     assert r["minus_first"]["wins"] == 0.5 and "wins %" in table  # a won, b tied, c lost
     assert "likeness %" in table and "likeness - first" in table and "not drawn %" in table
-    assert table.endswith("over tasks]; graded by clip; NOT THE SAME TASKS\n")  # though both have 4
+    assert table.endswith("over tasks]; graded by clip; NOT THE SAME TASKS: "
+                          "compare only the differences\n")  # though both have 4
 
 
 def test_equal_systems_do_not_differ_though_their_seeds_have_other_tasks(tmp_path):
@@ -137,7 +138,8 @@ def test_systems_that_have_nothing_in_common(tmp_path):
     names = ("success", "success_95", "tests_passed", "tests_passed_95", "wins", "wins_95")
     assert b["minus_first"] == {"first": "a", "tasks": 0, **dict.fromkeys(names)}
     assert [r["reward_by"] for r in (a, b)] == [["honest rules"], ["official rules"]]
-    assert table.endswith("honest rules, official rules; NOT THE SAME TASKS; NOT COMPARABLE\n")
+    assert table.endswith("honest rules, official rules; NOT THE SAME TASKS: compare only the "
+                          "differences; NOT COMPARABLE: different graders\n")
 
 
 def test_two_tasks_of_one_id_are_not_compared(tmp_path):

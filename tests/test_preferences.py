@@ -223,7 +223,7 @@ def test_ids_beyond_the_models_embedding_are_refused(other, groups_of):
 def test_a_conversation_that_the_template_refuses_is_named_by_its_line(other, groups_of):
     model = other("{{ bos_token }}", "{% if messages[0]['role'] == 'system' %}"
                   "{{ raise_exception('no system') }}{% endif %}{{ bos_token }}")
-    with pytest.raises(SystemExit, match="--model's chat template refuses the task of line 2: no "
+    with pytest.raises(SystemExit, match="--model's chat template rejects the task of line 2: no "
                                          "system"):
         groups_of([GOOD, {**GOOD, "chosen": [SYSTEM, *CHOSEN]}], model=model)
 

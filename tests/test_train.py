@@ -653,7 +653,7 @@ def test_pair_accuracy_is_that_of_a_plain_loop_over_pairs(rewarded, tiny_dir, tm
                    sum(m["advantage"] for m in agent_messages(r))) for r in rs]
         correct = [a > b for task, high, a in values for other, low, b in values
                    if task == other and task not in trained_on and high >= 1 > low]
-        return f"order {sum(correct) / len(correct):.1%} of {len(correct)} trajectory pairs"
+        return f"order {100 * sum(correct) / len(correct):.1f} % of {len(correct)} trajectory pairs"
 
     out, model_flags = tmp_path / "c", ("--model", tiny_dir)
     scored, said = score(rewarded, *model_flags, "--out", out, "--lr", 1e-3, "--epochs", 1,

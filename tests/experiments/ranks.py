@@ -55,7 +55,7 @@ def main(paths):
     with Grader() as grader:
         for path in progress("files", paths, len(paths)):
             with open(path) as f:
-                rows[path] = count(read_jsonl(f, (), path), grader)
+                rows[path] = count(read_jsonl(f, name=path), grader)
     for name in PAIRS:
         print(name)
         for path, counts in rows.items():

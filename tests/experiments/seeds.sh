@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The quickstart with five seeds, and two more systems: multi-turn DPO and SWEET-RL with the
-# zero-shot critic. Prints one table; its episodes are in runs/seed*/. 25 minutes on two cores.
+# untrained critic. Prints one table; its episodes are in runs/seed*/. 25 minutes on two cores.
 #
 #   bash tests/experiments/seeds.sh
 #   SEEDS="0 1" N=40 DEMOS=2000 bash tests/experiments/seeds.sh   # a rehearsal
@@ -20,9 +20,9 @@ for s in $SEEDS; do
     { policy --loss mtdpo --beta 0.3 --nll_coef 3 --lr 3e-4 --batch_size 16 --out $R/mtdpo \
         < $R/train.jsonl && try mtdpo; } & mtdpo=$!
     python train_critic.py --untrained 1 --model $R/base < $R/train.jsonl |
-        dpo --out $R/zero-shot
-    try zero-shot
+        dpo --out $R/untrained
+    try untrained
     wait $mtdpo
 done
 row() { echo $1=$(printf "runs/seed%s/test-$1.jsonl\n" $SEEDS | paste -sd,); }
-python evaluate.py $(for m in sweet base rft mtdpo zero-shot sweet2; do row $m; done) > runs/seeds.jsonl
+python evaluate.py $(for m in sweet base rft mtdpo untrained sweet2; do row $m; done) > runs/seeds.jsonl
