@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 import model
 import train_critic
 from colbench import BROWSERS, CACHE, agent_messages
-from conftest import CPU, ROOT, lines, metrics, records, script, shell, steps, train
+from conftest import CPU, ROOT, lines, metrics, records, script, shell, steps, succeed, train
 from test_colbench_environment import repo  # a fixture
 
 SCRIPTS = ("collect", "train_critic", "train_policy", "evaluate", "colbench", "toy", "toy_pages")
@@ -240,26 +240,32 @@ def folder(ranked, tiny_dir, tmp_path):
     return tmp_path
 
 
-def run_block(title, folder):
-    """Runs the bash block below a title of the manual, as printed."""
-    block = re.search(rf"## {title}\n.*?```bash\n(.*?)```", MANUAL, re.S)[1]
-    done = shell(f"set -euo pipefail\n{block}", cwd=folder)
+def block(name):
+    """The code block of the manual below a title, or below the comment <!-- name -->."""
+    return re.search(rf"(?:## {name}|<!-- {name} -->)\n```\w+\n(.*?)```", MANUAL, re.S)[1]
+
+
+def run_block(name, folder, timeout=180):
+    """Runs a bash block of the manual, as printed; returns its stdout."""
+    done = shell(f"set -euo pipefail\n{block(name)}", cwd=folder, timeout=timeout)
     assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.mark.full
-def test_the_manuals_own_environment_plays(repo, tiny_dir):
-    (repo / "runs").mkdir()
-    (repo / "runs" / "base").symlink_to(tiny_dir)
-    (pipe,) = re.findall(r"`(python words.py \| .*?)`", MANUAL)
-    done = shell(pipe, cwd=repo)
-    assert [r["reward"] for r in records(done.stdout)] == [0] * 8, done.stderr
+def test_the_manuals_demonstrations_make_a_base(repo):
+    """A guess finds one word of eight."""
+    (repo / "tests").symlink_to(f"{ROOT}/tests")
+    (repo / "demos.py").write_text(block("demonstrations"))
+    succeed("tests/toy.py", "model", "--out", repo / "runs" / "tiny")
+    *_, result = records(run_block("base", repo, timeout=600))
+    assert result["success"] > 0.25 and result["episodes"] == 200
 
 
 @pytest.mark.full
 def test_the_manuals_better_critic_and_figures(folder):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    run_block("A critic of better episodes", folder)
+    run_block("better", folder)
     runs = folder / "runs"
     assert metrics(runs / "better")[0]["args"]["ref_context"] == "agent"
     assert metrics(runs / "sweet-better")[-1]["finished"] == len(steps(runs / "sweet-better")) > 0
