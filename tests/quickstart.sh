@@ -11,7 +11,7 @@
 # because every random draw is seeded, not on which process is faster.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-SEED=${SEED:-0} N=${N:-400} DEMOS=${DEMOS:-6000} R=${R:-runs}
+SEED=${SEED:-0} N=${N:-400} DEMOS=${DEMOS:-8000} R=${R:-runs}
 export OMP_NUM_THREADS=1        # one thread per process, because two processes share the cores
 unset PYTHONDONTWRITEBYTECODE   # else each process would compile the libraries anew
 mkdir -p $R
@@ -59,8 +59,7 @@ python tests/toy.py tasks --n $N --split test > $R/tasks.jsonl   # the same for 
 step "the agent: a tiny Llama, fine-tuned on $DEMOS demonstrations"
 python tests/toy.py model --seed $SEED --out $R/tiny
 python tests/toy.py demos --n $DEMOS --seed $SEED |
-    policy --loss rft --all 1 --model $R/tiny --lr 3e-3 --batch_size 16 --epochs 3 \
-        --out $R/base > /dev/null
+    policy --loss rft --all 1 --model $R/tiny --lr 3e-3 --out $R/base > /dev/null
 
 step "episodes of the agent: training data, and its test"
 try base &
