@@ -198,8 +198,8 @@ def print_pair_accuracy(args, records, advantage_of):
         say(f"the advantages order {100 * share:.1f} % of {len(correct)} trajectory pairs "
             "correctly, on tasks that the critic was not trained on")
         if share < 2 / 3:
-            say("warning: below two thirds, a policy trained on these advantages may get worse "
-                '(README, "Trained or untrained critic?")')
+            say("warning: these are fewer than two thirds, and a policy trained on such advantages "
+                'may get worse; try another critic (README, "Trained or untrained critic")')
 
 
 def held_out_metrics(loss_of_pairs, args, model, pairs, ref_logps):

@@ -287,3 +287,15 @@ def test_the_manuals_pages(folder):
     assert done.returncode == 0, done.stderr
     results = records((folder / "runs" / "pages.jsonl").read_text())
     assert [r["system"] for r in results] == ["regression@0", "base", "rft", "mtdpo"]
+
+
+@pytest.mark.full
+def test_the_orders(folder):
+    """An environment of one's own in a copy of the scripts, with both critics, in small."""
+    small = "SEEDS=0 PARTS=spelled N=24 TESTS=4 DEMOS=400"
+    done = shell(f"{small} bash tests/experiments/orders.sh", cwd=folder, timeout=900)
+    assert done.returncode == 0, done.stderr
+    results = records((folder / "runs" / "orders" / "runs" / "results.jsonl").read_text())
+    assert [r["system"] for r in results] == ["base", "eq3-mix1", "eq3@0.1", "untrained-mix1",
+                                              "untrained@0.1"]
+    assert done.stderr.count("advantages order") == 2

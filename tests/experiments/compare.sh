@@ -54,7 +54,7 @@ collect() {  # NAME SHARE [FLAGS of tasks]: 4 episodes per task, SHARE of them w
   stage $dir/tasks.jsonl python tests/toy.py tasks --seed $seed "${@:3}"
   run_episodes train $base $dir/tasks.jsonl "${train_args[@]}"
 }
-setup_plain() {  # the quickstart's base and tasks
+setup_plain() {  # the quickstart's tasks, and a base from 8,000 demonstrations
   max_turns=6 tests=runs/tests.jsonl policy_scale=1 critic_scale=1
   stage $seed_dir/tiny.log python tests/toy.py model --seed $seed --out $seed_dir/tiny
   stage $seed_dir/demos.jsonl python tests/toy.py demos --seed $seed --n $DEMOS

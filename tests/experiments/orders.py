@@ -1,0 +1,83 @@
+"""A waiter's orders: the agent asks the guest for dish, size and extra, then writes the order.
+
+The other scripts know this kind of task if colbench.py imports this file (MANUAL.md, "Your own
+environment"), as it does in the copy that orders.sh makes.
+
+    python orders.py tasks --n 100 > tasks.jsonl
+    python orders.py demos --shown 0.4 > demos.jsonl   # scripted episodes of mixed quality
+    python orders.py model --out tiny                  # toy.py's Llama, with these words as tokens
+"""
+from colbench import ANSWER, ENVIRONMENTS, Environment, first_message, with_hidden
+from utils import flag, open_stdout, parser, rng, run
+
+CHOICES = {"dish": ("soup", "pizza", "salad"), "size": ("small", "large"),
+           "extra": ("salt", "cheese", "lemon", "no extra")}
+
+
+class Orders(Environment):
+    reward_name = "details right"
+
+    def grade(self, task, answer):
+        pairs = zip(answer.lower().split(","), task["ground_truth"].split(", "))
+        return {"reward": sum(ours.strip() == wanted for ours, wanted in pairs) / len(CHOICES)}
+
+
+ENVIRONMENTS["orders"] = Orders
+
+
+def reply(task, history):  # for --human orders.py
+    for name, value in zip(CHOICES, task["ground_truth"].split(", ")):
+        if name in history[-1]["content"]:
+            return value
+    return "I do not know"
+
+
+def tasks(split, args):
+    for i in range(args.n):
+        dish, size, extra = map(rng(split, args.seed, i).choice, CHOICES.values())
+        yield {"id": f"{split}{args.seed}-{i}", "ground_truth": f"{dish}, {size}, {extra}",
+               "kind": "orders", "problem_description": "A guest comes in.",
+               "hidden_information": f"a {size} {dish} with {extra}"}
+
+
+def demos(args):
+    """Yields scripted episodes that ask for each detail with probability 0.7 and else guess it.
+
+    The share args.shown begins with the hidden information, and reads there what it does not ask.
+    """
+    for task in tasks("demo", args):
+        r, order, history = rng("demo", task["id"]), [], [first_message(task, max_turns=4)]
+        shown = r.random() < args.shown
+        for (name, choices), value in zip(CHOICES.items(), task["ground_truth"].split(", ")):
+            if r.random() < 0.7:
+                history.append({"role": "assistant", "content": f"Which {name}?"})
+                history.append({"role": "user", "content": reply(task, history)})
+                order.append(value)
+            else:
+                order.append(value if shown else r.choice(choices))
+        history.append({"role": "assistant", "content": f"{ANSWER} {', '.join(order)}"})
+        if shown:
+            history = with_hidden(history, task["hidden_information"])
+        yield {"task": task, "dialogue_history": history}
+
+
+def main(args):
+    emit = open_stdout()
+    if args.command == "model":
+        from toy import tiny  # imports torch
+        args.shown = 0.5  # so that the hidden information's words are tokens, too
+        for part in tiny(demos(args), args.seed):
+            part.save_pretrained(args.out)
+    else:
+        for record in demos(args) if args.command == "demos" else tasks("task", args):
+            emit(record)
+
+
+if __name__ == "__main__":
+    p = parser(__doc__, usage=None)
+    p.add_argument("command", choices=["tasks", "demos", "model"])
+    flag(p, "n", 1000, "number of tasks, or of demonstrations")
+    flag(p, "seed", 0, "random seed")
+    flag(p, "shown", 0.0, "share of the demonstrations that begin with the reference", most=1)
+    flag(p, "out", None, "model: its directory")
+    run(main, p.parse_args())

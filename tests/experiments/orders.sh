@@ -1,0 +1,46 @@
+#!/usr/bin/env bash
+# Trained and untrained critic on a waiter's orders (orders.py), five seeds. RESULTS.md, "Orders".
+#
+#   bash tests/experiments/orders.sh     # from the repo's root, after the quickstart's install
+#   SEEDS=0 PARTS=words N=24 TESTS=4 DEMOS=400 bash tests/experiments/orders.sh     # smaller
+#
+# Everything goes to runs/orders, a copy of the scripts that knows this kind of task. The tables,
+# and how many pairs of trajectories each critic orders correctly, go to stderr.
+N=${N:-100} TESTS=${TESTS:-100} DEMOS=${DEMOS:-1000}  # tasks, test tasks, demonstrations
+PARTS=${PARTS:-spelled spelled_shown words words_shown}
+. tests/experiments/compare.sh
+mkdir -p runs/orders/runs
+cp *.py tests/{toy,experiments/orders}.py runs/orders
+cd runs/orders
+sed -i '/^ENVIRONMENTS = /a import orders' *.py
+
+graded() {  # TASKS [FLAGS]
+  python collect.py --human orders.py --max_turns 4 --max_tokens 40 --seed $s $FLAGS "${@:2}" < $1 |
+    python colbench.py grade
+}
+part() {  # NAME VOCABULARY SHOWN: the vocabulary is toy.py's or orders.py's
+  e=1 tests=runs/tests.jsonl test_draws="-k 4"
+  stage $S/$2.log python $2.py model --seed $s --out $S/$2
+  stage $S/demos$3.jsonl python orders.py demos --seed $s --n $DEMOS --shown $3
+  base base-$2$3 $S/$2 demos$3 --lr 3e-3
+  R=$S/$1; mkdir -p $R
+  stage $R/tasks.jsonl python orders.py tasks --seed $s --n $N
+  play train $B $R/tasks.jsonl -k 4 --candidates 16 --candidates_share 0.5
+  play test-base $B $tests $test_draws
+  for c in eq3 untrained; do scored $c 2>> $R/$c.log; policy $c@0.1; done
+}
+spelled() {  # the toy's vocabulary has few of these words, and spells the others byte by byte
+  part $FUNCNAME toy 0
+  for c in eq3 untrained; do sweet $c-mix1 1 0.1 < $R/scored-$c.jsonl; try $c-mix1; done
+}
+spelled_shown() { part $FUNCNAME toy 0.4; }
+words() { part $FUNCNAME orders 0; }
+words_shown() { part $FUNCNAME orders 0.4; }
+
+stage runs/tests.jsonl python orders.py tasks --seed 1000 --n $TESTS
+lanes "$SEEDS" "$PARTS"
+: > runs/results.jsonl
+for p in $PARTS; do
+  table $(rows $p "$SEEDS" $(cd runs/seed${SEEDS%% *}/$p && ls test-* | sed 's/test-\|.jsonl//g'))
+done
+grep -o "advantages order [^,]*" runs/seed*/*/*.log >&2
