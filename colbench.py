@@ -4,9 +4,9 @@ The reward of a function is the share of hidden tests on which it returns the re
 and that of a web page its CLIP similarity to the reference page. Records are lines of JSON, to
 which every stage adds fields (README, "One record").
 
-Left out on purpose: a fresh interpreter or container per answer, since sandboxed forks grade seven
-times as many answers a second as fresh interpreters do (RESULTS.md); answers that need files,
-threads or other packages than numpy and sympy; and ==, which an answer's own classes could forge.
+Left out on purpose: a fresh interpreter or container per answer, because sandboxed forks grade
+seven times as many answers a second as interpreters (RESULTS.md); answers that need files, threads
+or packages beyond numpy and sympy; and comparing by ==, which an answer's own class could forge.
 
     python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
@@ -27,7 +27,7 @@ import sys
 import threading
 import time
 import urllib.parse
-# The fork server's source below imports the rest, such as json, os and re.
+# json, os, re and others are imported in the fork server's section, whose text also runs alone.
 
 
 ANSWER = "I WANT TO ANSWER:"   # marks the final answer, which follows it
@@ -89,11 +89,11 @@ def environment(task):
 
 
 def needs(*fields, to_grade=False, to_train=False):
-    """Returns a validator for read_jsonl, which maps a record to the paths of its required fields.
+    """Returns required(record), which checks a record for read_jsonl and lists its required fields.
 
-    It raises ValueError for an unknown kind, and if two different tasks have the same id. to_grade
-    adds the fields that grade reads. to_train rejects dialogues without an agent's message, and
-    unsupported fields.
+    Fields are paths, such as "task.ground_truth"; to_grade adds those that grade reads. ValueError
+    is raised for an unknown kind and for two different tasks with the same id. to_train also
+    rejects dialogues without an agent's message, and unsupported fields.
     """
     hash_by_id = {}  # {task id: hash of the task's description and reference}
 
@@ -159,8 +159,8 @@ def read_action(output, last):
     """
     output = without_thinking(output)
     thought, has_output, message = output.partition(OUTPUT)
-    # If ANSWER starts a line or precedes code, it starts the answer, and OUTPUT is part of that
-    # code, as in print("OUTPUT:"). But if ANSWER follows OUTPUT, too, the thought only mentions it.
+    # In 'ANSWER def f(): print("OUTPUT:")' the answer's own code contains OUTPUT: keep it whole. In
+    # 'ANSWER now? OUTPUT: ANSWER def f(): ...' the first ANSWER is still thought: remove it.
     marker = re.escape(ANSWER)
     code = r"```|def |class |import |from |@"
     answer_started = re.search(rf"^[^\w\n]*{marker}|{marker}\s*({code})", thought, re.M)
@@ -218,7 +218,7 @@ class Environment(contextlib.ExitStack):
 
     @classmethod
     def final_answer(cls, history, submitted):
-        """Returns the answer to grade. submitted: the answer in the last message, or None."""
+        """Returns the answer to grade. submitted: the last message's, None if out of context."""
         return submitted
 
     @classmethod
@@ -334,7 +334,7 @@ mention pictures."""
 
 LIMITS = {
     "test": 1, "answer": 6,  # CPU seconds per test, per answer; references get three times as many
-    "wall": 10,              # wall-clock seconds that count as one CPU second, if an answer sleeps
+    "wall": 10,              # time used = max(CPU time, wall time / 10): a sleeping answer ends
     "memory": 1 << 30,       # bytes of address space
     "code": 1 << 18,         # characters of an answer
     "result": 200}           # bytes of a result
@@ -491,8 +491,8 @@ def run_test(codes, test, official):
     """Runs an answer and a test; returns "value HASH", "none", or "refused REASON"."""
     module = sys.modules["answer"] = types.ModuleType("answer")  # a new one per test
     namespace = vars(module)
-    # the released scorer calls exec with two namespaces, so that an answer's functions can't see
-    # the names defined at its top level
+    # official: two namespaces, as in the released scorer, so that an answer's functions can't see
+    # its top-level names, such as imports and helper functions
     local_names = {} if official else namespace
     error = None
     for code in codes:
@@ -508,7 +508,7 @@ def run_test(codes, test, official):
         raise error or e
     try:
         if official and getattr(value, "ndim", 0) and value.size != 1:
-            raise TypeError("an array, whose == is no verdict")
+            raise TypeError("== on arrays is ambiguous")
         sys.setrecursionlimit(max(4500, sys.getrecursionlimit()))  # for nested data
         text = as_text(value)
         return "none" if value is None else "value " + sha256(text.encode()).hexdigest()
@@ -543,7 +543,7 @@ def child_main(result_fd, request, devnull, confine_args, result_bytes):
         for fd in (0, 1, 2):
             os.dup2(devnull, fd)
         os.close(devnull)  # now only result_fd leads out
-        for name in ("numpy.random", "sympy.core.random"):  # Python's random reseeds itself
+        for name in ("numpy.random", "sympy.core.random"):  # unlike Python's, not reseeded
             if name in sys.modules:
                 sys.modules[name].seed()
         confine(*confine_args)
@@ -567,7 +567,7 @@ def serve(bpf, modules, skip, memory, result_bytes):
     """Runs a fork server, whose stdin is a Unix socket to the grader, until the grader exits.
 
     A message with two descriptors, of a result socket and a request file, forks a child. The next
-    message kills and reaps it, and is acknowledged. Children can import only what is loaded here.
+    message kills and reaps that child, and is acknowledged. Children import only these modules.
     """
     libc = ctypes.CDLL(None)
     libc.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
@@ -607,11 +607,11 @@ def server_program(modules):
 
 
 class Pool(contextlib.AbstractContextManager):
-    """Workers that threads acquire one at a time; exiting `with` waits for them and stops them."""
+    """Lends workers to threads; leaving `with` waits for running calls, then stops the workers."""
 
     def __init__(self, workers):
         self.workers = workers
-        self.idle = queue.LifoQueue()  # last in, first out, so that a light load starts few
+        self.idle = queue.LifoQueue()  # last in, first out, so that a light load uses few workers
         for worker in workers:
             self.idle.put(worker)
 
@@ -649,11 +649,11 @@ class ForkServer:
     def run(self, request, per_test, total):
         """Runs one child. Returns (results, seconds used); raises OSError if the server fails.
 
-        Results are bytes. If the child ends early, the last one is a str with the reason. Time is
-        CPU time, so that a busy machine changes no verdict, or a tenth of the wall-clock time if
-        that is more, because the child sleeps. per_test, total: limits on this time.
+        Results are bytes. If the child ends early, the last one is a str with the reason. Time used
+        = max(CPU time, wall time / 10): a busy machine changes no verdict, and a sleeping child
+        still ends. per_test, total: limits on time used.
         """
-        result_socket, child_end = socket.socketpair(type=socket.SOCK_SEQPACKET)  # keeps messages
+        result_socket, child_end = socket.socketpair(type=socket.SOCK_SEQPACKET)  # whole messages
         with result_socket, open(os.memfd_create("request"), "w+") as file:
             json.dump(request, file)
             file.seek(0)
@@ -740,11 +740,11 @@ def reason(result):
 
 
 BANNED_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(",
-                "quit(", "argparse")  # the released scorer gives answers with them 0
+                "quit(", "argparse")  # the released scorer gives reward 0 to answers with one
 
 
 def official_code(answer):
-    """Extracts the code as the released scorer does, with any language tag but "python" in it."""
+    """Extracts the code as the released scorer does: a fence's tag other than "python" stays in."""
     for fence in ("```python", "```"):
         if fence in answer:
             answer = answer.split(fence)[1].split("```")[0]
@@ -758,12 +758,12 @@ class Grader(Pool):
     answers graded at once. Raises GraderError if a child can't confine itself.
 
     A test passes if the values of answer and reference have the same text (as_text). Floats must be
-    exactly equal. None and NaN never pass, nor do values without a text, such as functions,
+    exactly equal. None, NaN and values without a text never pass; without a text are functions,
     iterators and instances of the answer's own classes, whose class the verdict names.
 
-    The official rules differ from the released scorer only for values without a text that pass
-    there (math.nan in a list, math.sqrt, an __eq__ that returns True), for answers that terminate
-    it (SystemExit), and in the time limit of a reference, here 3 s per test.
+    The official rules differ from the released scorer in three points only. Some values that pass
+    there fail here: math.nan in a list, math.sqrt, an __eq__ that returns True. An answer that
+    raises SystemExit fails here; there it ends the scorer. A reference gets 3 s per test here.
     """
 
     def __init__(self, rules="honest", workers=2):
@@ -811,8 +811,8 @@ class Grader(Pool):
 def grade_records(records, args):
     """Yields the records with the fields that their environment's `grade` returns, in order.
 
-    If `grade` raises, the record is reported and left out, and the program fails at the end. It
-    fails at an invalid line after grading those before it, and at a GraderError immediately.
+    If `grade` raises, the record is reported and left out, and the program fails at the end. An
+    invalid line ends it once the lines before are graded; a GraderError ends it immediately.
     """
     jobs, error, failed = collections.deque(), None, []
 
@@ -933,7 +933,7 @@ class Browser:
 
     def render(self, page, sheet):
         """See Renderer.render; `sheet` is the page's CSS."""
-        for _ in range(2):  # retry in a new browser, in case the crash was not due to this page
+        for _ in range(2):  # retry in a new browser: an earlier page may have broken the old one
             self.ensure_started()
             try:
                 return self.run(self.screenshot(page, sheet), PAGE_LIMITS["seconds"])
@@ -961,7 +961,7 @@ class Browser:
         own_host = url.hostname == "page.invalid"
         is_page = own_host and request.is_navigation_request() and not request.frame.parent_frame
         if is_page and self.page is not None:
-            page, self.page = self.page, None  # only once, else it could reload itself forever
+            page, self.page = self.page, None  # only once, else a page could reload itself forever
             await route.fulfill(body=page, content_type="text/html; charset=utf-8")
         elif request.resource_type == "stylesheet" and "tailwind" in request.url:
             await route.fulfill(body=self.sheet, content_type="text/css; charset=utf-8")
@@ -1058,7 +1058,7 @@ class Clip:
 
 # --- the kinds of tasks ---------------------------------------------------------------------------
 
-sys.modules["colbench"] = sys.modules[__name__]  # else an import would load __main__ a second time
+sys.modules["colbench"] = sys.modules[__name__]  # so that environments import no second copy of it
 ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
 # your own environments are imported here: MANUAL.md, "Your own environment"
 

@@ -8,8 +8,8 @@
 human.py defines reply(task, history), which returns the human's next message. An episode is written
 as soon as it ends. A record that already has a dialogue gets candidates for its agent's messages.
 
-Left out on purpose: lock-step rollouts, where all episodes wait for the slowest human (here each is
-a coroutine), rewards (the next stage adds them), paged attention and several GPUs (--engine).
+Left out on purpose: lock-step rollouts, where episodes wait for the slowest human; rewards, which
+the next stage adds; and paged attention and several GPUs, for which --engine takes a vLLM server.
 """
 from utils import (fail, fail_on_error, flag, open_stdout, parser, print_warnings, progress,
                    read_jsonl, rng, run, say, version)
@@ -55,14 +55,14 @@ def get_args(argv=None):
     flag(g, "seed", 0, "random seed; with transformers, sampling repeats up to rounding")
     flag(g, "candidates", 0, "alternative messages to sample per turn, not sent; 16 for stage 2")
     flag(g, "candidates_share", 1.0, "share of the episodes that get candidates", most=1)
-    flag(g, "best_of", 1, "messages to sample per turn; the critic's favourite is sent", least=1)
-    flag(g, "critic", None, "--out of train_critic.py, or a FILE.py that defines advantages(task, "
-         "history, actions); it READS THE REFERENCE", metavar="WHO")
+    flag(g, "best_of", 1, "messages to sample per turn; the highest-scoring is sent", least=1)
+    flag(g, "critic", None, "--out of train_critic.py, or a FILE.py with advantages(task, history, "
+         "actions); it sees the reference, so this is no fair test of the agent", metavar="WHO")
     flag(g, "logprob_weight", 0.0, "--best_of: send the highest advantage + this * log-prob")
     g = p.add_argument_group("engine")
     flag(g, "engine", None, "http://host:port/v1 of a vLLM server (--logprobs-mode "
          "processed_logprobs), many times as fast on a GPU; default: transformers", metavar="URL")
-    flag(g, "max_batch_tokens", 65536, "transformers: most tokens in batches, and in the cache")
+    flag(g, "max_batch_tokens", 65536, "transformers: most tokens in batches; same for the cache")
     flag(g, "dtype", "auto", "transformers; auto: bf16 on a GPU, fp32 on a CPU",
          choices=["auto", "bf16", "fp32"])
     flag(g, "timeout", 1800.0, "seconds after which a request to a server is retried")
@@ -105,15 +105,15 @@ class ContextFull(EpisodeError):
 # --- an episode -----------------------------------------------------------------------------------
 
 class EpisodeRunner:
-    """The agent, the human and the critic; the last two may be async.
+    """Runs episodes. Holds three callables, of which the last two may be async:
 
         await engine(prompt_ids, keys, max_new)  [(token_ids, logprobs)], one message per key
         reply(task, history)                     the human's reply
         critic(task, history, actions)           one advantage per action
 
-    Messages are seeded by their keys, which start with (seed, task id, sample). A message has at
-    most max_new tokens, and ends with one in `stop` unless it is truncated. Its log-probs are those
-    after --temperature and --top_p.
+    A key starts with (seed, task id, sample), and seeds its message. A message has at most max_new
+    tokens, the last of them in `stop` unless it is truncated. Its log-probs are those of the
+    sampling distribution, after --temperature and --top_p.
     """
 
     def __init__(self, args):
@@ -166,7 +166,7 @@ class EpisodeRunner:
             except ContextFull:
                 if turn == 0:
                     raise
-                history.pop()  # the human's reply, because a dialogue ends with an agent message
+                history.pop()  # the unanswered reply: a dialogue ends with an agent message
                 break
             message["content"], final = read_action(message["output"], last=turn == max_turns - 1)
             history.append(message)
@@ -182,10 +182,10 @@ class EpisodeRunner:
         key = self.args.seed, task_id(record["task"]), sample
         n = self.candidates_per_turn(key)
         for turn, (history, (message, *_)) in enumerate(turn_actions(record)):
-            message.pop("candidates", None)  # they may be another model's
+            message.pop("candidates", None)  # of an earlier run, perhaps of another model
             if n:
                 _, message["candidates"] = await self.sample_turn(history, (*key, turn), 0, n)
-        meta = {"thinking": self.args.thinking, "candidates": self.meta}  # run_all keeps the rest
+        meta = {"thinking": self.args.thinking, "candidates": self.meta}  # merged into the old meta
         return {"sample": sample, "answered": answered(record), "meta": meta}
 
     def candidates_per_turn(self, key):
@@ -223,7 +223,7 @@ class EpisodeRunner:
             raise ContextFull(f"the context is full: {len(prompt)} of {self.max_context} tokens")
         if self.args.temperature:
             outputs = await self.engine(prompt, keys, max_new)
-        else:  # greedy: all are equal, and vLLM rejects more than one
+        else:  # greedy samples are identical, and vLLM rejects n > 1
             outputs = await self.engine(prompt, keys[:1], max_new) * len(keys)
         texts = self.tokenizer.batch_decode([ids for ids, _ in outputs], skip_special_tokens=True)
         actions = []
@@ -307,8 +307,8 @@ class Endpoint:
     async def request(self, path, parse, **body):
         """Posts a request and returns parse(reply), which raises ValueError for an unusable reply.
 
-        A failed request raises EpisodeError; the 16th since the last success ends the run. Rejected
-        requests and unusable replies don't count once the server has answered one.
+        A failed request raises EpisodeError; 16 failures without a success between them end the
+        run. After the first success, rejected requests and unusable replies are not counted.
         """
         down = False
         try:
@@ -402,9 +402,9 @@ class VllmEngine(Endpoint):
 class Batcher:
     """Batches the requests of many coroutines, and computes them in steps.
 
-    The first request schedules a step, which starts once no coroutine adds further requests, so
-    that batches are full and reproducible. compute(new) starts the new requests, and must set the
-    `result` of at least one running request. Steps repeat while requests are running.
+    A step waits until no coroutine adds requests, so that batches are full and reproducible. Then a
+    subclass's compute(new) starts the new requests, and sets the `result` of at least one running
+    request. Steps repeat while any request runs.
     """
 
     def __init__(self):
@@ -421,7 +421,7 @@ class Batcher:
         return request.result
 
     async def run_step(self):
-        n_waiting = 0  # yields to the other coroutines, until a round of them adds no request
+        n_waiting = 0  # first, let other coroutines run until none submits anything new
         while n_waiting != len(self.waiting):
             n_waiting = len(self.waiting)
             await asyncio.sleep(0)
@@ -465,12 +465,12 @@ class TransformersEngine(Batcher):
     """Samples with transformers in this process, by continuous batching.
 
     A prompt is read once for all its messages, and of an episode's next prompt only the new tokens.
-    Then each forward reads one token of every running action. New requests join as others end. A
-    message is a function of its key up to the rounding of logits, which depends on the batch: two
-    runs of SmolLM2-135M in other batches differed in about one message in ten (9 of 72).
+    Then each forward reads one token of every running action. New requests join as others end. The
+    same key gives the same message unless rounding, which depends on the batch, flips a token: with
+    SmolLM2-135M, 9 of 72 messages differed between two runs in other batches.
 
-    Shapes: T tokens, V vocabulary, H query heads, KV key heads for G = H / KV query heads each, D
-    head size; P prompts with N actions each, L the longest prompt; R rows (actions) of capacity C.
+    Shapes: T tokens, V vocabulary, H query heads, KV key-value heads, G = H / KV, D head size; P
+    prompts, N actions per prompt, L longest prompt; R rows (actions), C tokens that fit in a row.
     """
 
     def __init__(self, args, stop):
@@ -489,8 +489,7 @@ class TransformersEngine(Batcher):
     def admit(self):
         """Removes and returns the waiting requests that fit, at least one if no batch is running.
 
-        Requests wait until they have a quarter as many actions as the running batches, so that
-        batches are few and large.
+        They wait while they have under 1/4 of the running actions, so that batches are large.
         """
         n_waiting = sum(len(request.actions) for request in self.waiting)
         if n_waiting < sum(len(batch.actions) for batch in self.batches) / 4:
@@ -545,13 +544,14 @@ class TransformersEngine(Batcher):
 
     def cached_prefix(self, request):
         """Returns (n, layers): `layers` has the keys and values of the prompt's first n tokens."""
+        # a new episode starts from another's prompt, because tasks share their instructions
         latest = next(reversed(self.cache.values()), ((), None))
         prompt, layers = self.cache.get(request.episode, latest)
-        # at least one token is left to be read, because its logits are needed
+        # the last token is always read, because its logits are needed
         return min(common_prefix(prompt, request.prompt), len(request.prompt) - 1), layers
 
     def forward(self, parts, at=0):
-        """Returns the (T, V) logits of a Prefill or of DecodeBatches. at: token indices; 0: all."""
+        """Returns the (T, V) logits of a Prefill or of DecodeBatches. at: which tokens'; 0: all."""
         ids = torch.tensor([t for part in parts for t in part.ids], device=DEVICE)  # (T,)
         positions = torch.cat([part.positions for part in parts])  # (T,)
         return self.lm(input_ids=ids[None], position_ids=positions[None], use_cache=False,
@@ -622,7 +622,7 @@ class DecodeBatch:
     """
 
     def __init__(self, prefill, actions):
-        """prefill: has already read the prompts. actions: [[action]], N per prompt."""
+        """prefill: the prompts, after their forward. actions: [[action]], N for each prompt."""
         self.n, self.actions = len(actions[0]), list(itertools.chain(*actions))
         self.prompt_of = torch.arange(len(actions), device=DEVICE).repeat_interleave(self.n)  # (R,)
         self.action_of = torch.arange(self.n, device=DEVICE).repeat(len(actions))  # (R,)
@@ -644,8 +644,9 @@ class DecodeBatch:
         row_k, row_v = row_kv[:, :, :, max(0, first):self.last + 1]  # (R, KV, t, D), t visible keys
         prompt_k, prompt_v = self.prompt_kv[layer]  # (P, KV, L, D)
         longest = prompt_k.shape[2]
+        # masked prompt keys: padding, or outside the sliding window
         key_at, lengths = torch.arange(longest, device=DEVICE), self.lengths[self.prompt_of, None]
-        masked = (key_at >= lengths) | (key_at < lengths + first)  # (R, L): padding, too old
+        masked = (key_at >= lengths) | (key_at < lengths + first)  # (R, L)
         q = q.unflatten(1, (k.shape[1], -1))  # (R, KV, G, D)
         scores = self.from_grid(self.to_grid(q) @ prompt_k.mT)  # (R, KV, G, L)
         scores.masked_fill_(masked[:, None, None], -math.inf)
@@ -705,8 +706,7 @@ AttentionInterface.register("engine", engine_attention)
 def finished_episodes(path, meta):
     """Returns {(task id, sample)} of the episodes in the --resume file, which may be empty.
 
-    Removes the file's last line if a kill truncated it. Fails if an episode has other weights or
-    EPISODE_FLAGS than `meta`.
+    Removes a truncated last line. Fails if an episode's weights or EPISODE_FLAGS are not `meta`'s.
     """
     done = set()
     with fail_on_error(f"--resume {path}"), open(path, "rb+") as f:
@@ -732,8 +732,8 @@ def finished_episodes(path, meta):
 def read_jobs(args, done):
     """Yields (record, sample) of each episode to run; sets the kind and id of its task.
 
-    A task's samples are numbered from 0, and further if it comes again. A dialogue keeps its own
-    `sample`, but gets the next free number if it has none or an earlier dialogue has the same.
+    New episodes of a task are numbered 0, 1, ..., and a repeated task continues the numbering. An
+    existing dialogue keeps its `sample`; it gets the next free number if that is missing or taken.
     """
     next_sample = {}  # {task id: number of its next new episode}
     taken = set()  # (task id, sample) of stdin; `done` has those of the --resume file
@@ -751,7 +751,7 @@ def read_jobs(args, done):
             if not args.candidates:
                 fail(f"task {name} already has a dialogue; give --candidates, or remove it")
             if thinking not in (None, args.thinking):
-                fail(f"the dialogue of task {name} was sampled with --thinking {thinking}; use it")
+                fail(f"task {name} was sampled with --thinking {thinking}; pass that here, too")
         elif not args.human:
             fail("--human is missing: give the http://host:port/v1 of an LLM, fixed:TEXT, or a "
                  "FILE.py that defines reply(task, history)")

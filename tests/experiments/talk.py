@@ -9,10 +9,10 @@ messages. Then you see its final answer with the grader's verdicts and, with --c
 of each message. Without tasks on stdin they are those of runs/tasks.jsonl. If stdout is a file or
 a pipe, it gets the graded records. Other flags go to collect.py, for example --temperature 0.
 
-One collect.py runs all episodes sequentially, so that the model is loaded once. As its --human it
-loads this file, whose reply() asks main() through a socket, because main() has the terminal. The
-socket also is collect.py's stdout, so that the record of a finished episode arrives before the next
-dialogue begins: main() grades and shows it first. Web pages are left out: it can't show them.
+One collect.py runs all episodes sequentially, so that the model is loaded once. It asks this file's
+reply(), which asks main() over a socket, because only main() has the terminal. The same socket is
+collect.py's stdout, so that main() sees a finished record, and grades it, before the next dialogue
+begins. Web pages are left out: main() can't show them.
 """
 import contextlib
 import json
@@ -108,7 +108,7 @@ def finish(stage, record=None):
 
 
 def main(args, flags):
-    if args.critic:  # train_critic.py would train another --out
+    if args.critic:  # checked here, as train_critic.py would train an unfinished --out
         with fail_on_error(f"--critic {args.critic} is not a finished run of train_critic.py"):
             rows = rows_of(args.critic)
             if "finished" not in rows[-1] or "ref_context" not in rows[0]["args"]:
