@@ -508,7 +508,7 @@ def run_test(codes, test, official):
         raise error or e
     try:
         if official and getattr(value, "ndim", 0) and value.size != 1:
-            raise TypeError("== on arrays is ambiguous")
+            raise TypeError("an array, whose == is no verdict")
         sys.setrecursionlimit(max(4500, sys.getrecursionlimit()))  # for nested data
         text = as_text(value)
         return "none" if value is None else "value " + sha256(text.encode()).hexdigest()
