@@ -11,11 +11,11 @@
     turns, tokens mean number of agent messages per episode, and of tokens sampled for them
     wins          frontend: share of tasks where a system beats the first one; ties count half
 
-95 % intervals are bootstrapped over tasks, each resampled with its episodes of all seeds. The
-difference of two systems is paired: its mean and bootstrap use the tasks that both have.
+95 % intervals are by bootstrap: it resamples tasks, each with all its episodes of all seeds. The
+differences from the first system are paired: they use only the tasks that both systems have.
 
 Left out on purpose: intervals over episodes, which are too narrow because episodes of a task are
-alike, and p-values, because the interval of the difference shows the same and its size.
+alike; and p-values, because a difference's interval shows its size as well as its significance.
 """
 from utils import fail, fail_on_error, flag, open_stdout, parser, read_jsonl, run, say, version
 
@@ -31,7 +31,7 @@ from colbench import agent_messages, environment, needs, task_id
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] [FILE | NAME=FILE,FILE,... ...] >> results.jsonl")
     p.add_argument("files", nargs="*", default=["-"], metavar="FILE | NAME=FILE,FILE,...",
-                   help="graded records of one system, default stdin; NAME=: of several seeds")
+                   help="one FILE per system, or NAME=FILE,FILE to pool seeds; default stdin")
     flag(p, "bootstrap", 2000, "number of resamples; 0: no intervals")
     return p.parse_args(argv)
 
@@ -39,7 +39,7 @@ def get_args(argv=None):
 # --- systems --------------------------------------------------------------------------------------
 
 def measure(record):
-    """Returns {metric: (numerator, denominator)}, like Environment.metrics; some may be missing."""
+    """Returns {metric: (numerator, denominator)} of an episode, as far as it has the metrics."""
     agent = agent_messages(record)
     metrics = {"tests_passed": (record["reward"], 1),
                **environment(record["task"]).metrics(record), "turns": (len(agent), 1)}
@@ -67,7 +67,7 @@ class System:
                 self.reward_labels.add(environment(record["task"]).reward_name)
                 if "reward_by" in record:
                     self.graders.add(record["reward_by"])
-        self.tasks = {}  # sorted before summing, so that the order of lines changes no bit
+        self.tasks = {}  # sorted, so that sums round alike in any order of lines
         for task, by_metric in sorted(fractions.items()):
             self.tasks[task] = {metric: np.sum(sorted(x), 0) for metric, x in by_metric.items()}
 
@@ -105,7 +105,7 @@ def ratio(sums):
 
 
 def task_means(sums):
-    """Maps (tasks, 2) sums to rows of (task mean, 1), or (0, 0) if a task lacks the metric."""
+    """Returns a row (mean, 1) per task, or (0, 0) if it lacks the metric. sums: (tasks, 2)."""
     exists = sums[:, 1] > 0
     return np.stack([sums[:, 0] / np.where(exists, sums[:, 1], 1), exists], 1)
 

@@ -5,18 +5,18 @@ character per token, chr(id), because Python sorts, slices, compares and hashes 
 needs 2 or 4 bytes a token. Every loss and score is a function of `action_logps(model, turns)`.
 
 Turns share prefixes: candidates have the same history, each turn of a trajectory extends the one
-before, and all trajectories of a task start with its description. `Tree` sorts the turns, so that
-their prefix tree is in depth-first order, and stores each shared prefix once, without padding:
+before, and all trajectories of a task start with its description. `Tree` stores each shared prefix
+once, without padding. It sorts the turns, which puts their prefix tree in depth-first order:
 
     turns   a b c | d       ids      a  b  c  d  e  f  x
             a b c | e f     pos      0  1  2  3  3  4  2    position in its sequence
             a b   | x       parent  -1  0  1  2  2  4  1    index of the token before it
                             runs    [a  b  c  d][e  f][x]
 
-A run is a stretch of consecutive tokens. It attends causally to the path from the root to its end:
-[e f] to a b c e f. Letters in shapes: T tokens of a tree, S of them in actions, A tokens of all its
-actions one by one (two may share tokens), L of one action, K keys of all runs, H query heads,
-D head size, V vocabulary. Models never use dropout, not even in training.
+A run is a stretch of consecutive tokens that attend causally to the path from the root: [e f] to
+a b c e f. Letters in shapes: T tokens of a tree, S tokens of its actions, A the same if a token is
+counted for each action that shares it, L tokens of one action, K keys of all runs, H query heads,
+D head size, V vocabulary size. Dropout is always off, in training too.
 """
 import datetime
 import functools
@@ -95,7 +95,7 @@ def in_order(turns):
 class Tree:
     """The prefix tree of turns with non-empty prompts and actions, in depth-first order.
 
-    Not a tuple or dataclass, because FSDP would search those for tensors to move.
+    A plain class, because FSDP would search a tuple or dataclass for tensors to move.
     """
 
     def __init__(self, turns, device="cpu"):
@@ -168,8 +168,8 @@ def tree_attention(module, query, key, value, attention_mask, scaling=None, tree
     """
     unsupported = attention_mask, kwargs.get("s_aux"), kwargs.get("softcap")
     if tree is None or any(x is not None for x in unsupported):
-        # caught by try_trees, and the model is then computed turn by turn
-        raise ValueError("attention without a tree, or with a mask, sinks or a cap")
+        # try_trees catches this, and the model is then computed turn by turn
+        raise ValueError("it needs a tree, and supports no mask, attention sinks or softcap")
     window = sliding_window - 1 if sliding_window else -1  # number of earlier keys; -1: all
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # (T, heads, D)
     k, v = (GatherRows.apply(x, tree.paths) for x in (k, v))  # (K, heads, D)
@@ -228,7 +228,7 @@ AttentionInterface.register("tree", torch.compiler.disable(tree_attention))  # i
 def head_logps(hidden, weight, bias, targets, config):
     """Returns the log-probs of targets (N,) given hidden states (N, width), in fp32 or fp64."""
     logits = upcast(F.linear(hidden, weight, bias))  # (N, V)
-    divisor, factor, cap = (getattr(config, name, None) for name in (  # of some model families
+    divisor, factor, cap = (getattr(config, name, None) for name in (  # Granite, Cohere, Gemma
         "logits_scaling", "logit_scale", "final_logit_softcapping"))
     if divisor or factor:
         logits = logits * (factor or 1) / (divisor or 1)
@@ -240,8 +240,8 @@ def head_logps(hidden, weight, bias, targets, config):
 class TreeLM(torch.nn.Module):
     """A transformers causal LM that scores a Tree, or only single turns if not `supports_trees`.
 
-    FSDP wraps this module rather than the LM, so that the LM head's weight is used within the
-    forward that gathers it.
+    FSDP wraps this module, not the LM, because head_logps uses the LM head's weight, which FSDP
+    gathers only for the forward of the module that it wraps.
     """
 
     def __init__(self, lm, device=None):
@@ -255,7 +255,7 @@ class TreeLM(torch.nn.Module):
 
     @property
     def supports_trees(self):
-        """True if a forward scores any tree; else a single turn, with the LM's own attention."""
+        """Whether a forward takes any tree; else only one turn, with the LM's own attention."""
         return self.config._attn_implementation == "tree"
 
     def layers(self):
@@ -285,19 +285,18 @@ class TreeLM(torch.nn.Module):
 def action_logps(model, turns, tree_tokens=math.inf, label=None):
     """Returns {turn: (L,) log-probs of its action given its prompt}, on the CPU, in fp32 or fp64.
 
-    All ranks must call this with the same turns. Each computes its share and receives the others'
-    values without gradient. So all ranks compute the same loss, each with the gradient of its own
-    turns, and FSDP sums these gradients to that of the loss.
-
+    All ranks must call this with the same turns. Each computes a part of them, and all get the same
+    values, and so the same loss. Each backpropagates only through its own turns; FSDP sums the
+    gradients of all ranks into the full gradient.
     tree_tokens: see partition. label: of a progress bar over trees.
     """
     parts = partition(turns, tree_tokens if model.supports_trees else 0)
     trees = len(parts) // WORLD  # the same number on each rank, as all join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
-    # `anchor` makes each tree depend on the one before, so that the backward pass recomputes them
-    # one by one, last first, and holds the activations of one at a time.
+    # Without `anchor`, autograd could recompute all trees at once. This unused input chains each
+    # tree to the one before, so that the backward pass recomputes one tree at a time, last first.
     anchor = torch.ones((), requires_grad=True)
-    by_part = [torch.zeros(sum(action_lengths(part))) for part in parts]  # other ranks: 0
+    by_part = [torch.zeros(sum(action_lengths(part))) for part in parts]  # 0 for other ranks
     mine = range(RANK * trees, (RANK + 1) * trees)  # indices of this rank's parts
     for n in progress(label, mine) if label else mine:
         tree = Tree(parts[n], model.device)
@@ -313,7 +312,7 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
         dist.all_reduce(total)
         flat = flat + (total - flat.detach())  # all ranks' values, this rank's gradient
     ordered = list(chain.from_iterable(parts))
-    logps = dict(zip(ordered, flat.split(action_lengths(ordered))))  # merges repeats
+    logps = dict(zip(ordered, flat.split(action_lengths(ordered))))  # drops the padding
     return {turn: logps[turn] for turn in turns}
 
 
@@ -358,10 +357,10 @@ def accuracy(margin):
 
 
 def partition(turns, tree_tokens, world=WORLD):
-    """Splits turns into parts, [[turn]], whose trees have at most tree_tokens tokens or one turn.
+    """Splits turns into [[turn]], parts of at most tree_tokens tokens unless one turn is longer.
 
-    Every rank gets the same number of consecutive parts. We first find the minimum number of parts,
-    then bisect the size limit (to 1 %) to balance them. The last part is repeated as padding.
+    Every rank gets the same number of consecutive parts, as few as possible. Bisecting the size
+    limit (to 1 %) makes them equally large. If parts are missing, copies of the last are padding.
     """
     rows = [(turn, len(seq), shared) for turn, seq, shared in in_order(dict.fromkeys(turns))]
 
@@ -398,7 +397,7 @@ def score(model, turns, tree_tokens, label=None):
     logps = action_logps(model, turns, tree_tokens, label)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # so that an optimizer created next sees the shards
+            module.reshard()  # else an optimizer created next would get the gathered weights
     return logps
 
 
@@ -420,9 +419,9 @@ def any_of(texts):
 
 @functools.cache
 def control_tokens(tokenizer):
-    """Returns two regexes, of all control tokens and of the special tokens among them.
+    """Returns two regexes: one matches any control token, one the special tokens among them.
 
-    The others are added tokens that the template contains, such as Qwen3's <think>.
+    The other control tokens are added tokens that the template contains, such as Qwen3's <think>.
     """
     template, added = tokenizer.get_chat_template(), tokenizer.added_tokens_decoder.values()
     special = [token.content for token in added if token.special]
@@ -453,10 +452,10 @@ def template_text(tokenizer, messages, thinking, add_prompt):
 
 @functools.cache
 def cut_pattern(tokenizer):
-    """Returns a regex that splits a text at CUTs and, if that changes no ids, at special tokens.
+    """Returns a regex that splits a text at CUTs and before special tokens, for part_ids' cache.
 
-    Tokenizers find special tokens first, and tokenize the texts between them separately. A special
-    token is excluded if its match depends on the text around it, or may begin inside another token.
+    Splits change no ids, because tokenizers find special tokens first. Left out are those whose
+    match depends on the text around them, or that may begin inside another token.
     """
     added = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
     inner = {c for token in added for c in token.content[1:]}
@@ -521,9 +520,9 @@ def matches_output(tokenizer, message):
 def action_text(tokenizer, action, history, thinking):
     """Returns (prompt, full): the template's texts without and with the action, up to its ending.
 
-    Usually full begins with prompt. If not, e.g. because the prompt opens a <think> that a message
-    lacks, a sampled `output` is still appended to the prompt, as it was sampled there. For others
-    full is what the template writes, and the two texts diverge in the header.
+    Normally full begins with prompt. An exception is a prompt that opens a <think> which the
+    template does not write into the dialogue. Then full is prompt + `output` if the message was
+    sampled, else the template's text, which diverges from prompt in the assistant's header.
     """
     text = action.get("output") or action.get("content") or ""
     message = {"role": "assistant", "content": text}
@@ -536,8 +535,8 @@ def action_text(tokenizer, action, history, thinking):
         split = common_prefix(prompt, full)
         excerpts = [x[max(0, split - 20):split + 40].replace(CUT, "") for x in (prompt, full)]
         add_warning("stored messages do not follow the prompt verbatim in this --model's chat "
-                    'template ("meta": {"thinking": 1}, or a template without <think>, may help)',
-                    "the prompt is {!r}, the dialogue {!r}".format(*excerpts))
+                    'template; try "meta": {"thinking": 1}, or a template without <think>',
+                    "the prompt has {!r}, the dialogue {!r}".format(*excerpts))
         if action.get("output"):
             full = prompt + plain
         else:
@@ -549,13 +548,13 @@ def action_text(tokenizer, action, history, thinking):
 
 
 def action_ids(tokenizer, action, history, thinking=0):
-    """Returns (packed ids of the action, number of the prompt's last tokens that they replace).
+    """Returns (packed ids of the action, number of tokens to drop from the end of the prompt).
 
     Sampled messages have `token_ids`, which follow the whole prompt. Others (demonstrations,
     published data) get the ids of the template's text. If the generation prompt opens a thought
-    that they lack, the prompt ends where the two texts diverge:
+    that they lack, the tokens after the point where the two texts diverge are dropped:
 
-        prompt <|assistant|><think>    full <|assistant|>which rate?<|end|>    replaced: 1
+        prompt <|assistant|><think>    full <|assistant|>which rate?<|end|>    dropped: 1
     """
     if action.get("token_ids"):
         if max(action["token_ids"]) >= len(tokenizer) or not matches_output(tokenizer, action):
@@ -577,7 +576,7 @@ def action_ids(tokenizer, action, history, thinking=0):
 
 
 def turn_actions(record):
-    """Yields (dialogue before it, [it, *its candidates]) for each message of the agent."""
+    """Yields (history, [message, *its candidates]) for each message of the agent."""
     history = record["dialogue_history"]
     for t, message in enumerate(history):
         if message["role"] == "assistant":
@@ -641,14 +640,14 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
     """Returns (TreeLM, tokenizer) of a folder or hub name, after checking its log-probs.
 
     If trees do not reproduce the log-probs of transformers' own forward, the model is computed turn
-    by turn; if that fails too, the program exits. The model computes in dtype, a value of --dtype;
-    its weights have that dtype, too, or fp32 to `train`. args: a trainer's flags, to shard it over
-    all ranks, each of which reads the files. None: no sharding.
+    by turn; if that fails too, the program exits. dtype, a value of --dtype, is that of computation
+    and weights; to `train`, weights are fp32. args: a trainer's flags, to shard the model over all
+    ranks, each of which reads the files; None: no sharding.
     """
     path, tokenizer, _ = find_model(path, weights=True)
     device = torch.device(device)
     dtype = pick_dtype(dtype, device)
-    as_stored = train and dtype != torch.float32  # then the files are memory-mapped, not copied
+    as_stored = train and dtype != torch.float32  # so that the files are memory-mapped, not copied
     model, own_logps = read_tree_lm(path, device, "auto" if as_stored else dtype)
     if args:
         checksum = int(weights_digest(path)[:10], 16)
@@ -669,7 +668,7 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
 
 
 def read_tree_lm(path, device, dtype):
-    """Returns (TreeLM in CPU memory, (A,) log-probs of check_turns by transformers' forward)."""
+    """Returns (TreeLM in CPU memory, (A,) log-probs of check_turns by transformers' code)."""
     with fail_on_error(f"the weights in {path!r} can't be read"):
         lm, loading_info = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation="eager", use_safetensors=True,
@@ -689,31 +688,31 @@ def read_tree_lm(path, device, dtype):
     # RWKV's forward changes its weights, and dynamic RoPE depends on the longest input so far
     rope = str(getattr(model.config, "rope_parameters", None))
     if versions != [p._version for p in lm.parameters()] or "'dynamic'" in rope:
-        fail(f"{path!r} is not supported: each of its forwards changes the next ones")
+        fail(f"{path!r} is not supported: its log-probs depend on earlier forwards")
     if not try_trees(model, turns[:2], own_logps):
         lm.set_attn_implementation("eager")
-        say(f"warning: {path} does not support trees; turn by turn, shared prefixes are recomputed")
+        say(f"warning: {path} does not support trees: it runs turn by turn and repeats prefixes")
     return model, own_logps
 
 
 def try_trees(model, turns, own_logps):
     """Switches to tree attention, and returns whether it reproduces the turns' own_logps.
 
-    Log-probs must also depend on their path alone, which fails with layers other than attention.
+    No log-prob may depend on a token off its path; layers other than attention would mix paths.
     """
     if not can_support_trees(model.config):
         return False
     try:
         model.lm.set_attn_implementation("tree")
         logps, leak = logps_and_leak(model, turns)
-    except Exception as e:  # of any kind: some models are not built like today's chat models
+    except Exception as e:  # any, such as AttributeError: GPT-2 has no lm.model
         say(f"warning: tree attention fails: {type(e).__name__}: {e}")
         return False
     return leak == 0 and agree(logps, own_logps[:len(logps)], model.dtype)
 
 
 def can_support_trees(config):
-    """Returns False for longrope and non-attention layers, whose errors short turns may hide."""
+    """Returns False for longrope and non-attention layers: check_turns are too short a test."""
     rope = str(getattr(config, "rope_parameters", None))
     types = set(getattr(config, "layer_types", None) or ())
     return "'longrope'" not in rope and not types - {"full_attention", "sliding_attention"}
@@ -723,13 +722,13 @@ def can_support_trees(config):
 def logps_and_leak(model, turns):
     """Returns ((A,) log-probs of actions in a tree, how much one depends on tokens off its path).
 
-    This leak is the largest gradient at their embeddings, relative to the largest at any token's.
+    This leak is the largest gradient at an embedding off the path, over the largest at any token.
     """
     tree, embedded = Tree(turns), []
     embeddings = model.lm.get_input_embeddings()
     with embeddings.register_forward_hook(lambda module, args, out: embedded.append(out)):
         logps = tree_logps(model, tree)
-    probe = -2  # the last action's second to last token; the last one is off its path
+    probe = -2  # the last action's second to last token, so that the last is off its path
     gradient = torch.autograd.grad(logps[probe], embedded)[0].flatten(0, -2)  # (T, width)
     norms = gradient.float().norm(dim=-1)  # (T,)
     off_path = torch.ones(len(norms), dtype=torch.bool)
@@ -789,10 +788,11 @@ def shard(model, dtype, args, train):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     layers = model.layers()
-    model.set_modules_to_backward_prefetch(layers[-1:])  # by default FSDP does so for one tree only
+    # by default FSDP prefetches for one tree only, so the others would wait for their weights
+    model.set_modules_to_backward_prefetch(layers[-1:])
     for previous, layer in zip(layers, layers[1:]):
         layer.set_modules_to_backward_prefetch([previous])
-    for layer in layers:  # else layers that are recomputed in a backward pass stay gathered
+    for layer in layers:  # else all recomputed layers stay gathered, which takes memory
         layer.register_forward_hook(lambda layer, *_: layer.reshard())
 
 

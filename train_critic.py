@@ -4,18 +4,18 @@
     loss = -log sigmoid( beta sum_t A(o_t+, a_t+, c) - beta sum_t A(o_t-, a_t-, c) )
            + nll_coef NLL(tau+)
 
-The advantage A (eq. 3 of the paper) says how much likelier the critic pi finds message a_t, of L_t
-tokens, than its initial checkpoint pi_ref does. Both read the dialogue o_t and the hidden
+The advantage A (eq. 3 of the paper) is the mean log-ratio, over the L_t tokens of message a_t, of
+the critic pi to its initial checkpoint pi_ref. Both read the dialogue o_t and the hidden
 information c. The loss (eq. 2) is a Bradley-Terry model: of two trajectories of a task, the one
 with the higher reward, tau+, should have the larger sum of advantages. The NLL is averaged over
-the tokens of a turn, then over turns. A *turn* is (prompt, action), both as packed token ids.
+the tokens of a turn, then over turns. A *turn* is (prompt, action), two strings: see model.py.
 
 Scoring adds an `advantage` to every message and candidate. The untrained critic, --untrained 1,
 needs no training: A is the mean of log pi(a | o, c) - log pi(a | o), both under --model.
 
-Left out on purpose: a value head (value.diff), because the policy trained with it leaves three in
-four episodes without an answer (RESULTS.md); early stopping (choose --epochs by the held-out
-metrics instead); and a Trainer class, so that you can change this loop and not the policy's.
+Left out on purpose: a value head (value.diff), because the policy trained on its scores ended 75 %
+of its episodes without an answer (RESULTS.md); early stopping (choose --epochs by the held-out
+metrics instead); and a Trainer class, so that a change of this loop leaves the policy's alone.
 
     python train_critic.py --model runs/base --out runs/critic < in.jsonl > scored.jsonl
     torchrun --nproc_per_node=8 train_critic.py --out runs/critic < in.jsonl > scored.jsonl
@@ -39,14 +39,14 @@ from colbench import agent_messages, hidden_information, needs, task_id, with_hi
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < trajectories.jsonl > scored.jsonl")
-    flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "pi_ref, and where pi starts")
-    flag(p, "out", None, "output directory; new: train, then score; interrupted: resume; finished: "
-         "only score")
+    flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "initial model, also the reference pi_ref")
+    flag(p, "out", None, "output directory. If it is new, the critic is trained, then scores; if "
+         "interrupted, training resumes; if finished, it only scores")
     flag(p, "untrained", 0, "1: score without training, by the log-prob given the hidden "
          "information minus the log-prob without it", choices=[0, 1])
     g = p.add_argument_group("pairs")
-    flag(g, "min_gap", None, "pair any two trajectories of a task whose rewards differ by at "
-         "least this; default: pair its first solved one with every worse one", kind=float)
+    flag(g, "min_gap", None, "default: pair a task's first solved trajectory with every unsolved "
+         "one; a number: pair any two whose rewards differ by at least this", kind=float)
     flag(g, "held_out", 0.1, "share of the tasks held out to measure loss and accuracy", most=1)
     flag(g, "eval_every", 100, "steps between evaluations on the held-out pairs", least=1)
     g = p.add_argument_group("objective and optimization")
@@ -63,7 +63,7 @@ def get_args(argv=None):
     if bool(args.out) == bool(args.untrained):
         p.error("give either --out or --untrained 1")
     if args.untrained and "ref_context" in args.given:
-        p.error("--untrained 1 takes no --ref_context: its pi_ref always reads the agent's prompt")
+        p.error("--ref_context has no effect with --untrained 1: pi_ref reads the agent's prompt")
     if args.untrained:
         args.ref_context = "agent"
     return args
@@ -122,7 +122,7 @@ def main(args):
         for _, actions in turn_actions(r):
             for action in actions:
                 turn = action.pop(TURN)
-                action.pop("advantage", None)  # an earlier critic's
+                action.pop("advantage", None)  # left by an earlier critic
                 if turn is not None:
                     action["advantage"] = advantage_of[turn]
         emit(r)
@@ -158,7 +158,7 @@ def train(args, log, device):
         log(step=step, loss=loss, **metrics, grad_norm=norm, lr=lr,
             tokens=model.tokens - tokens_before)
         if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
-            # measured after this step's update; the row above was measured before it
+            # measured after the update; the training row of this step was measured before it
             log(step=step, **held_out_metrics(batch_loss, args, model, held_out, ref_logps))
         if (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
@@ -184,7 +184,7 @@ def load_to_score(args, device):
 
 
 def print_pair_accuracy(args, records, advantage_of):
-    """Prints how many trajectory pairs of tasks not trained on the advantages order correctly."""
+    """Prints the advantages' accuracy on trajectory pairs of tasks outside the training set."""
     trained_on = rows_of(args.out)[0].get("tasks", ()) if args.out else ()
     correct = []  # a bool per pair
     for task, trajectories in trajectories_by_task(records).items():
@@ -198,8 +198,8 @@ def print_pair_accuracy(args, records, advantage_of):
         say(f"the advantages order {100 * share:.1f} % of {len(correct)} trajectory pairs "
             "correctly, on tasks that the critic was not trained on")
         if share < 2 / 3:
-            say("warning: these are fewer than two thirds, and a policy trained on such advantages "
-                'may get worse; try another critic (README, "Trained or untrained critic")')
+            say("warning: this is below two thirds; a policy trained on these advantages may get "
+                'worse: try another critic (README, "Trained or untrained critic")')
 
 
 def held_out_metrics(loss_of_pairs, args, model, pairs, ref_logps):
@@ -223,17 +223,14 @@ def advantages(model, ref_logps, tree_tokens):
 
 
 def finished_flags(folder, model=None):
-    """Returns the flags that a finished critic was trained with; flags.model is pi_ref.
-
-    Without `model`, pi_ref is looked up relative to the critic's folder: both may have moved.
-    """
+    """Returns the flags that a finished critic was trained with; flags.model is pi_ref's path."""
     with fail_on_error(f"{folder} is not a finished run of train_critic.py"):
         rows = rows_of(folder)
         start = [row for row in rows if "args" in row][-1]
         flags, weights = SimpleNamespace(**start["args"]), start["model_weights"]
         if "finished" not in rows[-1] or not hasattr(flags, "ref_context"):
             raise ValueError("it is unfinished, or it is a run of train_policy.py")
-    if not model:
+    if not model:  # look up pi_ref relative to the critic's folder, as both may have moved
         old_model, old_out = (os.path.join(start["cwd"], path) for path in (flags.model, flags.out))
         moved = os.path.join(folder, os.path.relpath(old_model, old_out))
         model = moved if os.path.isdir(moved) else flags.model
@@ -262,7 +259,7 @@ def sorted_records(records):
 
 
 def hold_out(tasks, share, seed):
-    """Shuffles and splits tasks into (training, at least one; held out, `share` rounded up)."""
+    """Shuffles tasks, and returns (tasks to train on, at least one; `share` of them, held out)."""
     tasks = list(tasks)
     rng("held out", seed).shuffle(tasks)
     n_held = min(math.ceil(share * len(tasks)), len(tasks) - 1)
@@ -285,7 +282,7 @@ def is_pair(high, low, min_gap):
 
 
 def trajectory_pairs(records, min_gap):
-    """Returns {task id: [Pair of its trajectories]}, as --min_gap says; fails if there are none."""
+    """Returns {task id: [Pair of its trajectories]}, selected by --min_gap, or fails."""
     groups = {}
     for task, trajectories in trajectories_by_task(records).items():
         first_solved = [(reward, turns) for reward, turns in trajectories if reward >= 1][:1]
@@ -296,8 +293,8 @@ def trajectory_pairs(records, min_gap):
         if pairs:
             groups[task] = pairs
     if not groups:
-        missing = ("both a solved and a worse one" if min_gap is None else
-                   f"two whose rewards differ by {min_gap} or more")
+        missing = ("both a solved and an unsolved trajectory" if min_gap is None else
+                   f"two trajectories whose rewards differ by {min_gap} or more")
         fail(f"no pairs in {len(records)} trajectories: no task has {missing} (try --min_gap 0, "
              "more episodes per task with collect.py -k, or a stronger --model)")
     return groups
@@ -314,10 +311,10 @@ def read_stdin(args, *fields):
 
 
 def critic_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c):
-    """Returns [(what pi reads, what pi_ref reads)] for actions that follow a history, as turns.
+    """Returns, for each action after a history, (the turn that pi scores, that pi_ref scores).
 
-    actions: messages or candidates. pi_reads_c, ref_reads_c: whether the prompt of each includes
-    the hidden information, c.
+    They differ only in the prompt. pi_reads_c, ref_reads_c: whether the prompt of pi, of pi_ref
+    includes the hidden information, c. actions: messages or candidates.
     """
     thinking = record.get("meta", {}).get("thinking", 0)  # the setting it was sampled with
 
@@ -331,8 +328,9 @@ def critic_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c
     turns = []
     for action in actions:
         ids, n_dropped = action_ids(tokenizer, action, history, thinking)
+        # both prompts end with the same assistant header, so n_dropped holds for both
         turn = prompt[:len(prompt) - n_dropped], ids
-        ref_turn = ref_prompt[:len(ref_prompt) - n_dropped], ids  # both end in the same header
+        ref_turn = ref_prompt[:len(ref_prompt) - n_dropped], ids
         turns.append((turn, ref_turn))
     return turns
 
@@ -363,8 +361,8 @@ def read_turns(tokenizer, config, records, max_length, *, pi_reads_c, ref_reads_
                 if fits:
                     ref_turn_of[turn] = ref_turn
                 else:
-                    add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit) "
-                                "and are skipped; their trajectories form no pairs", name)
+                    add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit): "
+                                "they get no score, and their trajectories no pairs", name)
     print_warnings()
     return ref_turn_of
 

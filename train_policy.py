@@ -11,7 +11,7 @@ Log-probs are sums over tokens. The policy never reads the hidden information. -
     rft    rejection fine-tuning: NLL of the solved trajectories; --all 1: of all (plain SFT)
 
 Left out on purpose: online sampling (instead, sample a second round with the trained policy), LoRA
-(lora.diff adds it), and a Trainer class, so that you can change this loop and not the critic's.
+(lora.diff adds it), and a Trainer class, so that a change of this loop leaves the critic's alone.
 
     python train_policy.py --loss rft --all 1 --out runs/base < demos.jsonl
     python train_policy.py --model runs/base --out runs/sweet < scored.jsonl
@@ -30,21 +30,22 @@ from colbench import agent_messages, needs, task_id
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < scored.jsonl")
-    flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "pi_ref, and where pi starts")
+    flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "initial model, also the reference pi_ref")
     flag(p, "out", None, "output directory; an interrupted run in it is resumed", required=True)
     flag(p, "loss", "dpo", "training data and objective, see above",
          choices=["dpo", "mtdpo", "rft"])
     g = p.add_argument_group("pairs")
     flag(g, "pairs_per_turn", 4, "dpo: pairs to draw from the candidates of a turn", least=1)
-    flag(g, "logprob_weight", 0.0, "dpo: weight of the sampling log-prob in a candidate's score, "
-         "beside the advantage")
+    flag(g, "logprob_weight", 0.0, "dpo: rank candidates by advantage + this x the message's "
+         "log-prob when sampled")
     flag(g, "mix", 0.0, "dpo: trajectory pairs (as in mtdpo) to add per candidate pair")
-    flag(g, "min_gap", None, "mtdpo, --mix: see train_critic.py", kind=float)
+    flag(g, "min_gap", None, "mtdpo, --mix; default: pair a task's first solved trajectory with "
+         "every unsolved one; a number: any two whose rewards differ by at least it", kind=float)
     flag(g, "held_out", 0.0, "share of the tasks held out to measure loss and accuracy", most=1)
     flag(g, "eval_every", 100, "steps between evaluations on the held-out pairs", least=1)
     flag(g, "all", 0, "rft: 1 trains on unsolved trajectories too (plain SFT)", choices=[0, 1])
     g = p.add_argument_group("objective and optimization")
-    flag(g, "beta", 0.1, "scale of the reward margin")
+    flag(g, "beta", 0.1, "DPO's beta, the scale of the reward margin")
     flag(g, "nll_coef", 0.01, "weight of the chosen side's mean NLL per token")
     flag(g, "lr", 2e-7, "peak learning rate: 3%% warm-up, then cosine decay to a tenth")
     flag(g, "batch_size", None, "pairs per step, over all GPUs; default: 8 as in the paper "
@@ -92,7 +93,7 @@ def dpo_loss(args, pair, logps, ref_logps):
 
 
 def batch_loss(args, pairs, logps, ref_logps):
-    """Returns (mean loss over the pairs, metrics); for rft (mean NLL per token, {})."""
+    """Returns (mean loss over the pairs, metrics). For rft, returns (mean NLL per token, {})."""
     if args.loss == "rft":
         chosen = [joined_logps(pair.chosen, logps) for pair in pairs]
         return -sum(x.sum() for x in chosen) / sum(map(len, chosen)), {}
@@ -139,7 +140,7 @@ def main(args):
         log(step=step, loss=loss, **metrics, grad_norm=norm, lr=lr,
             tokens=model.tokens - tokens_before)
         if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
-            # measured after this step's update; the row above was measured before it
+            # measured after the update; the training row of this step was measured before it
             log(step=step, **held_out_metrics(batch_loss, args, model, held_out, ref_logps))
         if (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
@@ -162,8 +163,8 @@ def prepare(args):
     groups = [(task, pairs) for task, pairs in make_groups(args, records) if pairs]
     if not groups:
         why = ("no trajectory is solved (--all 1 trains on all of them)" if args.loss == "rft" else
-               "no turn has two different scored candidates, the better one not truncated. Use "
-               "collect.py --candidates 16 and train_critic.py, or --loss mtdpo without candidates")
+               "no turn has two different candidates with different scores, the better one "
+               "complete. Run collect.py --candidates 16 and train_critic.py, or use --loss mtdpo")
         fail(f"nothing to train on in {len(records)} records: {why}")
     _, held_out = hold_out(dict(groups), args.held_out, args.seed)
     held_out = set(held_out)  # by task, as a task may have several groups
@@ -189,7 +190,7 @@ def make_groups(args, records):
 
 
 def trajectory_mix(args, records, n_pairs):
-    """Yields (task id, [Pair of trajectories]) of shuffled tasks, repeated to reach n_pairs."""
+    """Yields (task id, [Pair of trajectories]), task by task, until there are n_pairs pairs."""
     by_task = list(trajectory_pairs(records, args.min_gap).items())
     rng("mix", args.seed).shuffle(by_task)
     for task, pairs in cycle(by_task):
@@ -200,11 +201,11 @@ def trajectory_mix(args, records, n_pairs):
 
 
 def candidate_pairs(args, candidates):
-    """Returns [Pair] of one turn: a random candidate of the upper half against one of the lower.
+    """Returns [Pair] of a turn: a random candidate of the upper half against one of the lower.
 
-    The score is A + w logprob, where w is --logprob_weight and logprob is that of the sampling
-    model. If that model is pi_ref, this ranks by pi_ref exp(A / w), the policy that maximizes
-    E[A] - w KL(pi || pi_ref). A truncated candidate has no end, so it is never chosen.
+    The ranking is by A, a mean per token, + w logprob, a sum over the message, where w is
+    --logprob_weight. If pi_ref sampled them, this ranks by pi_ref exp(A / w), the policy that
+    maximizes E[A] - w KL(pi || pi_ref). A truncated candidate has no end, so it is never chosen.
     """
     def value(candidate):
         if not args.logprob_weight:
@@ -215,10 +216,10 @@ def candidate_pairs(args, candidates):
 
     scored = [c for c in candidates if c.get(TURN) and "advantage" in c]
     ranked = sorted(scored, key=value, reverse=True)
-    half = len(ranked) // 2  # of an odd number, the middle one is skipped
+    half = len(ranked) // 2  # an odd one out in the middle is skipped
     if not half:
         return []
-    # seeded by the candidates' token ids, so that the order of the records does not matter
+    # seeded by the candidates' token ids, not by the order of the records
     draw = rng("pairs", args.seed, *(c[TURN][1] for c in ranked)).choice
     pairs = []
     for _ in range(args.pairs_per_turn):

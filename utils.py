@@ -59,13 +59,13 @@ def parser(doc, usage):
 
 
 def end_after_rank_0(message):
-    """Exits 5 s late on a rank other than 0, so that if rank 0 fails too, only it prints."""
+    """Exits after 5 s. If rank 0 fails too, torchrun ends this rank first: only rank 0 prints."""
     time.sleep(5)
     sys.exit(f"rank {RANK}: {message}")
 
 
 def flag(p, name, default, text, kind=str, least=0, most=math.inf, **more):
-    """Adds a flag of its default's type, else of type `kind`; numbers must be in [least, most]."""
+    """Adds a flag. Its type is its default's, else `kind`; numbers must be in [least, most]."""
     if default is not None:
         kind, text = type(default), text + " [%(default)s]"
 
@@ -101,7 +101,7 @@ def machine_flags(p):
 # --- messages and errors --------------------------------------------------------------------------
 
 def inline(message):
-    """Replaces unprintable characters, so that data in a message can't steer the terminal."""
+    """Replaces unprintable characters, so that data in a message can't inject terminal escapes."""
     return "".join(c if c.isprintable() else "?" for c in str(message))
 
 
@@ -136,7 +136,7 @@ def fail_on_error(what):
         yield
     except (SystemExit, GeneratorExit):
         raise
-    except BaseException as e:  # torch's CheckpointException is no Exception
+    except BaseException as e:  # torch's CheckpointException does not subclass Exception
         if os.environ.get("DEBUG"):
             raise
         last_line = str(e).strip().rpartition("\n")[2].strip()
@@ -183,14 +183,14 @@ def progress(label, items=None, total=None, initial=0):
     bar = tqdm(items, total=total, initial=initial, desc=label, disable=RANK > 0, leave=False,
                mininterval=every, delay=every, bar_format=form, file=sys.stderr, position=0)
     if form:
-        bar.close = lambda: None  # which would erase the last line
+        bar.close = lambda: None  # tqdm's close() would erase the last line
     return bar
 
 
 # --- the program and its signals ------------------------------------------------------------------
 
 def run(main, args):
-    """Calls main(args). Ctrl-C ends it without a traceback, and ends an enclosing shell loop."""
+    """Calls main(args). Ctrl-C ends it by its signal: no traceback, and a shell loop ends, too."""
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not ignored, as after a &
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -209,7 +209,7 @@ def run(main, args):
 # --- JSON lines -----------------------------------------------------------------------------------
 
 # The types of the fields that the scripts read. All fields are optional; unknown ones are kept.
-# A shape is str, int, float, [shape], or {key: shape}, where the key ... stands for any key.
+# A shape is a type, [shape], or {key: shape}; the key Ellipsis (written ...) matches any key.
 ACTION = {"content": str, "output": str, "token_ids": [int], "logprobs": [float],
           "logprob": float, "advantage": float}
 RECORD = {
@@ -281,7 +281,7 @@ def parse_record(line, need):
     """Parses and checks one line of bytes; raises ValueError. need: see read_jsonl."""
     try:
         record = json.loads(line, parse_float=finite, parse_constant=finite)
-        if b"\\ud" in line.lower() or b"\xed" in line:  # may hold a surrogate
+        if b"\\ud" in line.lower() or b"\xed" in line:  # it may hold a surrogate
             # replace lone surrogates, which a model may sample, by U+FFFD: UTF-8 can't encode them
             text = json.dumps(record, ensure_ascii=False).encode("utf-16", "surrogatepass")
             record = json.loads(text.decode("utf-16", "replace"))
@@ -359,8 +359,8 @@ def init_distributed():
     import torch
     import torch.distributed as dist
     device, backend = torch.device("cpu"), "gloo"
-    if torch.cuda.is_available():
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # batches vary
+    if torch.cuda.is_available():  # batch shapes vary and would fragment memory
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))  # torchrun sets one thread per rank
@@ -391,14 +391,14 @@ def barrier():
 
 
 def from_rank_0(make):
-    """Runs make() on rank 0 and broadcasts: it returns (kept, sent), other ranks get (None, sent).
+    """Runs make() on rank 0, for example to read stdin, which torchrun passes to every rank.
 
-    Use it to read stdin, which torchrun passes to every rank. `kept` may be large or unpicklable.
-    make() may take hours, and its SystemExit is raised on every rank.
+    make() returns (kept, sent): rank 0 gets both, other ranks get (None, sent). Only `sent` is
+    pickled. make() may take hours, and its SystemExit is raised on every rank.
     """
     if WORLD == 1:
         return make()
-    # created before rank 0 starts to wait, because creating it times out after an hour
+    # create the group first: creating it times out after an hour, and make() may take longer
     group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
     kept, sent = None, [None]
     if RANK == 0:
@@ -415,11 +415,11 @@ def from_rank_0(make):
 # --- the --out directory of a run -----------------------------------------------------------------
 
 class Log:
-    """Locks the --out directory of a run, and writes metrics.jsonl and copies of the scripts to it.
+    """A run in --out: locks the directory, and writes metrics.jsonl and copies of the scripts.
 
     A new run starts at `step` 0, an interrupted run resumes at the `step` of its last checkpoint,
-    and a `finished` one is reused. Flags that are not given are restored into `args`; others must
-    be as before or in MAY_CHANGE. metrics.jsonl starts with all flags; each log(...) adds a row.
+    and a `finished` run is reused. Flags left out take the run's values; a flag that is given must
+    match it unless MAY_CHANGE lists it. The first row of metrics.jsonl has all flags.
     """
     MAY_CHANGE = ["out", "model", "tree_tokens", "recompute", "compile", "offload", "save_every"]
     MAY_CHANGE_LATER = ["dtype", "max_length"]  # only once it is finished
@@ -441,10 +441,10 @@ class Log:
             say(f"{self.out} is already trained; reusing it (choose a new --out to retrain)")
             drop_checkpoints(self.out)  # a kill may have left some
             if self.lock:
-                os.close(self.lock)  # it is only read from here on
+                os.close(self.lock)  # the run is only read from here on
 
     def check(self, name, old, new):
-        """Fails if a flag or fact differs from that of the first start, unless it may change."""
+        """Fails if a flag or a fact is not what it was before, unless it may change."""
         if new != old and name.removeprefix("--") not in self.may_change:
             fail(f"the run in {self.out} has {name} {old}, not {new}: choose another --out")
 
@@ -545,9 +545,9 @@ def warn_if_changed(out):
 
 
 def rows_of(out):
-    """Returns the rows of a run's metrics.jsonl."""
+    """Returns the rows of a run's metrics.jsonl; after a kill the last line may be incomplete."""
     with open(os.path.join(out, "metrics.jsonl")) as f:
-        rows = [json.loads(line) for line in f if line.endswith("}\n")]  # a kill may cut it
+        rows = [json.loads(line) for line in f if line.endswith("}\n")]
     if not rows or "args" not in rows[0]:
         raise ValueError("its first row has no args")
     return rows

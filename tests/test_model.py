@@ -299,8 +299,8 @@ def test_what_is_no_tree_is_computed_turn_by_turn(name, tmp_path, tiny_dir, caps
 DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 REFUSED = {"qwen3": ({"quantization_config": {"quant_method": "gptq"}}, "quantized weights"),
            "bert": ({"is_decoder": False}, "log-probs depend on later tokens"),
-           "rwkv": ({"attention_hidden_size": 32, "rescale_every": 1}, "changes the next ones"),
-           "llama": ({"rope_parameters": DYNAMIC}, "changes the next ones")}
+           "rwkv": ({"attention_hidden_size": 32, "rescale_every": 1}, "on earlier forwards"),
+           "llama": ({"rope_parameters": DYNAMIC}, "on earlier forwards")}
 
 
 @pytest.mark.parametrize("family", REFUSED)
