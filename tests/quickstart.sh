@@ -39,7 +39,9 @@ episodes() {   # of tasks (stdin), graded by the hidden tests
 }
 critic() { python train_critic.py --seed $SEED "$@"; }
 policy() { python train_policy.py --seed $SEED "$@"; }
-dpo() { policy --beta 1 --nll_coef 3 --mix 0.25 --logprob_weight 0.1 --batch_size 32 "$@"; }
+dpo() {
+    policy --beta 1 --nll_coef 3 --mix 0.25 --logprob_weight 0.1 --lr 6e-4 --batch_size 32 "$@"
+}
 # explore MODEL OUT: training data, four episodes per task, half of them with 16 candidates at every
 # turn. Each of two processes has half of the tasks.
 explore() {
@@ -73,14 +75,13 @@ rival() {
 }
 rival &
 critic --model $R/base --out $R/critic --beta 1 --nll_coef 0.3 --lr 4e-4 --batch_size 16 \
-    < $R/train.jsonl | dpo --model $R/base --lr 6e-4 --out $R/sweet > /dev/null
+    < $R/train.jsonl | dpo --model $R/base --out $R/sweet > /dev/null
 wait_for_jobs
 
 step "second round: the new policy's episodes, scored by the same critic"
 try sweet &
 explore sweet again
-critic --out $R/critic < $R/again.jsonl |
-    dpo --model $R/sweet --lr 3e-4 --out $R/sweet2 > /dev/null
+critic --out $R/critic < $R/again.jsonl | dpo --model $R/sweet --out $R/sweet2 > /dev/null
 try sweet2
 
 step "done; tests passed and tasks solved, with 95 % intervals:"
