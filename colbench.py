@@ -758,8 +758,8 @@ class Grader(Pool):
     answers graded at once. Raises GraderError if a child can't confine itself.
 
     A test passes if the values of answer and reference have the same text (as_text). Floats must be
-    exactly equal. None, NaN and values without a text never pass; without a text are functions,
-    iterators and instances of the answer's own classes, whose class the verdict names.
+    exactly equal. None, NaN, functions, iterators and instances of the answer's own classes never
+    pass; the verdict names their class.
 
     The official rules differ from the released scorer in three points only. Some values that pass
     there fail here: math.nan in a list, math.sqrt, an __eq__ that returns True. An answer that

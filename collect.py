@@ -489,7 +489,7 @@ class TransformersEngine(Batcher):
     def admit(self):
         """Removes and returns the waiting requests that fit, at least one if no batch is running.
 
-        They wait while they have under 1/4 of the running actions, so that batches are large.
+        They wait until they have a quarter as many actions as are running, for large batches.
         """
         n_waiting = sum(len(request.actions) for request in self.waiting)
         if n_waiting < sum(len(batch.actions) for batch in self.batches) / 4:

@@ -14,9 +14,9 @@ once, without padding. It sorts the turns, which puts their prefix tree in depth
                             runs    [a  b  c  d][e  f][x]
 
 A run is a stretch of consecutive tokens that attend causally to the path from the root: [e f] to
-a b c e f. Letters in shapes: T tokens of a tree, S tokens of its actions, A the same if a token is
-counted for each action that shares it, L tokens of one action, K keys of all runs, H query heads,
-D head size, V vocabulary size. Dropout is always off, in training too.
+a b c e f. Letters in shapes: T tokens of a tree, S distinct tokens of its actions, A the same with
+shared tokens counted once per action, L tokens of one action, K keys of all runs, H query heads, D
+head size, V vocabulary size. Dropout is always off, in training too.
 """
 import datetime
 import functools
@@ -285,9 +285,9 @@ class TreeLM(torch.nn.Module):
 def action_logps(model, turns, tree_tokens=math.inf, label=None):
     """Returns {turn: (L,) log-probs of its action given its prompt}, on the CPU, in fp32 or fp64.
 
-    All ranks must call this with the same turns. Each computes a part of them, and all get the same
-    values, and so the same loss. Each backpropagates only through its own turns; FSDP sums the
-    gradients of all ranks into the full gradient.
+    All ranks must call this with the same turns. Each computes a part of them, and returns the
+    values of all, of which only its own carry gradients. So all ranks have the same loss, and FSDP
+    sums their gradients into the full one.
     tree_tokens: see partition. label: of a progress bar over trees.
     """
     parts = partition(turns, tree_tokens if model.supports_trees else 0)
@@ -454,8 +454,8 @@ def template_text(tokenizer, messages, thinking, add_prompt):
 def cut_pattern(tokenizer):
     """Returns a regex that splits a text at CUTs and before special tokens, for part_ids' cache.
 
-    Splits change no ids, because tokenizers find special tokens first. Left out are those whose
-    match depends on the text around them, or that may begin inside another token.
+    Splits change no ids, because tokenizers find special tokens first. Tokens are left out if their
+    match depends on the text around them, or if they may begin inside another token.
     """
     added = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
     inner = {c for token in added for c in token.content[1:]}
@@ -520,9 +520,9 @@ def matches_output(tokenizer, message):
 def action_text(tokenizer, action, history, thinking):
     """Returns (prompt, full): the template's texts without and with the action, up to its ending.
 
-    Normally full begins with prompt. An exception is a prompt that opens a <think> which the
-    template does not write into the dialogue. Then full is prompt + `output` if the message was
-    sampled, else the template's text, which diverges from prompt in the assistant's header.
+    Normally full begins with prompt. It does not if the prompt ends in "<think>", which the
+    template omits from messages of a dialogue. Then full is prompt + `output` for a sampled
+    message; for others it is the template's text, which differs in the assistant's header.
     """
     text = action.get("output") or action.get("content") or ""
     message = {"role": "assistant", "content": text}

@@ -313,8 +313,8 @@ def read_stdin(args, *fields):
 def critic_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c):
     """Returns, for each action after a history, (the turn that pi scores, that pi_ref scores).
 
-    They differ only in the prompt. pi_reads_c, ref_reads_c: whether the prompt of pi, of pi_ref
-    includes the hidden information, c. actions: messages or candidates.
+    They differ only in the prompt. pi_reads_c, ref_reads_c: does the prompt of that model include
+    the hidden information, c? actions: messages or candidates.
     """
     thinking = record.get("meta", {}).get("thinking", 0)  # the setting it was sampled with
 

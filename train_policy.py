@@ -203,9 +203,9 @@ def trajectory_mix(args, records, n_pairs):
 def candidate_pairs(args, candidates):
     """Returns [Pair] of a turn: a random candidate of the upper half against one of the lower.
 
-    The ranking is by A, a mean per token, + w logprob, a sum over the message, where w is
-    --logprob_weight. If pi_ref sampled them, this ranks by pi_ref exp(A / w), the policy that
-    maximizes E[A] - w KL(pi || pi_ref). A truncated candidate has no end, so it is never chosen.
+    They are ranked by A + w logprob: A is a mean over tokens, logprob a sum, and w is
+    --logprob_weight. If pi_ref sampled them, this is the ranking by pi_ref exp(A / w), the policy
+    that maximizes E[A] - w KL(pi || pi_ref). Truncated candidates lack an end: never chosen.
     """
     def value(candidate):
         if not args.logprob_weight:
