@@ -489,7 +489,7 @@ class TransformersEngine(Batcher):
     def admit(self):
         """Removes and returns the waiting requests that fit, at least one if no batch is running.
 
-        They wait until they have a quarter as many actions as are running, for large batches.
+        None starts until they have a quarter as many actions as are running: batches stay large.
         """
         n_waiting = sum(len(request.actions) for request in self.waiting)
         if n_waiting < sum(len(batch.actions) for batch in self.batches) / 4:

@@ -14,9 +14,9 @@ once, without padding. It sorts the turns, which puts their prefix tree in depth
                             runs    [a  b  c  d][e  f][x]
 
 A run is a stretch of consecutive tokens that attend causally to the path from the root: [e f] to
-a b c e f. Letters in shapes: T tokens of a tree, S distinct tokens of its actions, A the same with
-shared tokens counted once per action, L tokens of one action, K keys of all runs, H query heads, D
-head size, V vocabulary size. Dropout is always off, in training too.
+a b c e f. Letters in shapes: T tokens of a tree, A tokens of all its actions, S the same but with
+shared tokens counted once, L tokens of one action, K keys of all runs, H query heads, D head size,
+V vocabulary size. Dropout is always off, in training too.
 """
 import datetime
 import functools
@@ -285,16 +285,16 @@ class TreeLM(torch.nn.Module):
 def action_logps(model, turns, tree_tokens=math.inf, label=None):
     """Returns {turn: (L,) log-probs of its action given its prompt}, on the CPU, in fp32 or fp64.
 
-    All ranks must call this with the same turns. Each computes a part of them, and returns the
-    values of all, of which only its own carry gradients. So all ranks have the same loss, and FSDP
-    sums their gradients into the full one.
+    All ranks must call this with the same turns. Each computes its share, and gets the values of
+    all; only those of its share have a gradient. So all ranks have the same loss, and FSDP sums
+    their gradients into the full one.
     tree_tokens: see partition. label: of a progress bar over trees.
     """
     parts = partition(turns, tree_tokens if model.supports_trees else 0)
     trees = len(parts) // WORLD  # the same number on each rank, as all join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
-    # Without `anchor`, autograd could recompute all trees at once. This unused input chains each
-    # tree to the one before, so that the backward pass recomputes one tree at a time, last first.
+    # Each tree takes the previous tree's output as an unused input, `anchor`. So autograd finishes
+    # tree n before it recomputes tree n - 1, and only one tree's activations are in memory.
     anchor = torch.ones((), requires_grad=True)
     by_part = [torch.zeros(sum(action_lengths(part))) for part in parts]  # 0 for other ranks
     mine = range(RANK * trees, (RANK + 1) * trees)  # indices of this rank's parts
@@ -359,8 +359,8 @@ def accuracy(margin):
 def partition(turns, tree_tokens, world=WORLD):
     """Splits turns into [[turn]], parts of at most tree_tokens tokens unless one turn is longer.
 
-    Every rank gets the same number of consecutive parts, as few as possible. Bisecting the size
-    limit (to 1 %) makes them equally large. If parts are missing, copies of the last are padding.
+    Every rank gets the same number of consecutive parts, as few as possible. Bisection finds (to
+    1 %) the smallest limit that needs no more parts. Copies of the last part fill up the ranks.
     """
     rows = [(turn, len(seq), shared) for turn, seq, shared in in_order(dict.fromkeys(turns))]
 
@@ -454,8 +454,8 @@ def template_text(tokenizer, messages, thinking, add_prompt):
 def cut_pattern(tokenizer):
     """Returns a regex that splits a text at CUTs and before special tokens, for part_ids' cache.
 
-    Splits change no ids, because tokenizers find special tokens first. Tokens are left out if their
-    match depends on the text around them, or if they may begin inside another token.
+    Splits change no ids, because tokenizers match special tokens first. It does not split at tokens
+    whose match depends on the text around them, or that may begin inside another token.
     """
     added = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
     inner = {c for token in added for c in token.content[1:]}

@@ -211,7 +211,7 @@ def held_out_metrics(loss_of_pairs, args, model, pairs, ref_logps):
 
 
 def reference_logps(model, ref_turn_of, tree_tokens):
-    """Returns {turn: (L,) log-probs under pi_ref} for ref_turn_of, {turn: what pi_ref reads}."""
+    """Returns {turn: (L,) log-probs under pi_ref}. ref_turn_of: {pi's turn: pi_ref's turn}."""
     logps = score(model, list(ref_turn_of.values()), tree_tokens, "reference")
     return {turn: logps[ref_turn] for turn, ref_turn in ref_turn_of.items()}
 
@@ -259,7 +259,7 @@ def sorted_records(records):
 
 
 def hold_out(tasks, share, seed):
-    """Shuffles tasks, and returns (tasks to train on, at least one; `share` of them, held out)."""
+    """Shuffles tasks; returns (training tasks, held out), with at least one to train on."""
     tasks = list(tasks)
     rng("held out", seed).shuffle(tasks)
     n_held = min(math.ceil(share * len(tasks)), len(tasks) - 1)
@@ -311,7 +311,7 @@ def read_stdin(args, *fields):
 
 
 def critic_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c):
-    """Returns, for each action after a history, (the turn that pi scores, that pi_ref scores).
+    """Returns (pi's turn, pi_ref's turn) for each action after a history.
 
     They differ only in the prompt. pi_reads_c, ref_reads_c: does the prompt of that model include
     the hidden information, c? actions: messages or candidates.

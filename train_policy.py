@@ -204,8 +204,8 @@ def candidate_pairs(args, candidates):
     """Returns [Pair] of a turn: a random candidate of the upper half against one of the lower.
 
     They are ranked by A + w logprob: A is a mean over tokens, logprob a sum, and w is
-    --logprob_weight. If pi_ref sampled them, this is the ranking by pi_ref exp(A / w), the policy
-    that maximizes E[A] - w KL(pi || pi_ref). Truncated candidates lack an end: never chosen.
+    --logprob_weight. If pi_ref sampled them, they rank as under pi_ref exp(A / w), the optimum of
+    E[A] - w KL(pi || pi_ref). A truncated candidate has no end token, and is never chosen.
     """
     def value(candidate):
         if not args.logprob_weight:

@@ -418,8 +418,8 @@ class Log:
     """A run in --out: locks the directory, and writes metrics.jsonl and copies of the scripts.
 
     A new run starts at `step` 0, an interrupted run resumes at the `step` of its last checkpoint,
-    and a `finished` run is reused. Flags left out take the run's values; a flag that is given must
-    match it unless MAY_CHANGE lists it. The first row of metrics.jsonl has all flags.
+    and a `finished` run is reused. Flags left out are read from the run; those given must equal
+    the run's, except MAY_CHANGE. The first row of metrics.jsonl has all flags.
     """
     MAY_CHANGE = ["out", "model", "tree_tokens", "recompute", "compile", "offload", "save_every"]
     MAY_CHANGE_LATER = ["dtype", "max_length"]  # only once it is finished
