@@ -14,31 +14,33 @@ cp *.py tests/{toy,experiments/orders}.py runs/orders
 cd runs/orders
 sed -i '/^ENVIRONMENTS = /a import orders' *.py
 
-graded() {  # TASKS [FLAGS]
-  python collect.py --human orders.py --max_turns 4 --max_tokens 40 --seed $s $FLAGS "${@:2}" < $1 |
-    python colbench.py grade
+graded_episodes() {  # TASKS [FLAGS]
+  python collect.py --human orders.py --max_turns 4 --max_tokens 40 --seed $seed $FLAGS "${@:2}" \
+      < $1 | python colbench.py grade
 }
 part() {  # NAME VOCABULARY SHOWN: the vocabulary is toy.py's or orders.py's
-  e=1 tests=runs/tests.jsonl test_draws="-k 4"
-  stage $S/$2.log python $2.py model --seed $s --out $S/$2
-  stage $S/demos$3.jsonl python orders.py demos --seed $s --n $DEMOS --shown $3
-  base base-$2$3 $S/$2 demos$3 --lr 3e-3
-  R=$S/$1; mkdir -p $R
-  stage $R/tasks.jsonl python orders.py tasks --seed $s --n $N
-  play train $B $R/tasks.jsonl -k 4 --candidates 16 --candidates_share 0.5
-  play test-base $B $tests $test_draws
-  for c in eq3 untrained; do scored $c 2>> $R/$c.log; policy $c@0.1; done
+  critic_scale=1 tests=runs/tests.jsonl test_args="-k 4"
+  stage $seed_dir/$2.log python $2.py model --seed $seed --out $seed_dir/$2
+  stage $seed_dir/demos$3.jsonl python orders.py demos --seed $seed --n $DEMOS --shown $3
+  train_base base-$2$3 $seed_dir/$2 demos$3 --lr 3e-3
+  dir=$seed_dir/$1; mkdir -p $dir
+  stage $dir/tasks.jsonl python orders.py tasks --seed $seed --n $N
+  run_episodes train $base $dir/tasks.jsonl -k 4 --candidates 16 --candidates_share 0.5
+  run_episodes test-base $base $tests $test_args
+  for c in eq3 untrained; do score $c 2>> $dir/$c.log; sweet_row $c@0.1; done
 }
 spelled() {  # the toy's vocabulary has few of these words, and spells the others byte by byte
   part $FUNCNAME toy 0
-  for c in eq3 untrained; do sweet $c-mix1 1 0.1 < $R/scored-$c.jsonl; try $c-mix1; done
+  for c in eq3 untrained; do
+    train_sweet $c-mix1 1 0.1 < $dir/scored-$c.jsonl; test_policies $c-mix1
+  done
 }
 spelled_shown() { part $FUNCNAME toy 0.4; }
 words() { part $FUNCNAME orders 0; }
 words_shown() { part $FUNCNAME orders 0.4; }
 
 stage runs/tests.jsonl python orders.py tasks --seed 1000 --n $TESTS
-lanes "$SEEDS" "$PARTS"
+run_in_parallel "$SEEDS" "$PARTS"
 : > runs/results.jsonl
 for p in $PARTS; do
   table $(rows $p "$SEEDS" $(cd runs/seed${SEEDS%% *}/$p && ls test-* | sed 's/test-\|.jsonl//g'))

@@ -192,4 +192,4 @@ def test_a_critic_that_sees_trains_scores_and_chooses(pages_played, tmp_path):
 
 def test_an_untrained_critic_is_refused(tmp_path):
     done = script("train_critic.py", "--model", tmp_path, "--untrained", 1, stdin=[])
-    complaint(done, "a critic that sees must be trained")
+    complaint(done, "a critic that reads pictures must be trained")
