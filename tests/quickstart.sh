@@ -13,7 +13,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 SEED=${SEED:-0} N=${N:-400} DEMOS=${DEMOS:-8000} R=${R:-runs}
 export OMP_NUM_THREADS=1        # one thread per process, because two processes share the cores
-unset PYTHONDONTWRITEBYTECODE   # else each process would compile the libraries anew
 mkdir -p $R
 exec 3>&2 2>> $R/quickstart.log
 step() { printf '%4d s  %s\n' $SECONDS "$*" >&3; }
@@ -28,9 +27,9 @@ step "installing into .venv (torch's CPU build unless there is an NVIDIA GPU)"
 python3 -m venv .venv && . .venv/bin/activate
 index=https://download.pytorch.org/whl/cpu
 if ! command -v nvidia-smi > /dev/null && curl -sfI --max-time 20 $index/torch/ > /dev/null; then
-    pip install -q --no-compile torch==2.13.0 --index-url $index
+    pip install -q torch==2.13.0 --index-url $index
 fi
-pip install -q --no-compile -r requirements.txt   # modules are compiled when first imported
+pip install -q -r requirements.txt
 
 # The programs, with what all calls share. The human is a script, tests/toy.py.
 episodes() {   # of tasks (stdin), graded by the hidden tests
