@@ -15,6 +15,7 @@ SEED=${SEED:-0} N=${N:-400} DEMOS=${DEMOS:-8000} R=${R:-runs}
 export OMP_NUM_THREADS=1        # one thread per process, because two processes share the cores
 mkdir -p $R
 exec 3>&2 2>> $R/quickstart.log
+pids=()
 step() { printf '%4d s  %s\n' $SECONDS "$*" >&3; }
 finish() {
     local code=$?
@@ -44,15 +45,19 @@ dpo() {
 # explore MODEL OUT: training data, four episodes per task, half of them with 16 candidates at every
 # turn. Each of two processes has half of the tasks.
 explore() {
-    for half in 0 1; do
-        { awk "NR % 2 == $half" $R/train-tasks.jsonl | episodes --model $R/$1 -k 4 \
-            --candidates 16 --candidates_share 0.5 > $R/$2-$half.jsonl; } &
-    done
-    wait_for_jobs
+    beside explore_half $1 $2 0
+    beside explore_half $1 $2 1
+    wait_for_all
     cat $R/$2-[01].jsonl > $R/$2.jsonl
 }
+explore_half() {
+    awk "NR % 2 == $3" $R/train-tasks.jsonl | episodes --model $R/$1 -k 4 --candidates 16 \
+        --candidates_share 0.5 > $R/$2-$3.jsonl
+}
 try() { episodes --model $R/$1 < $R/tasks.jsonl > $R/test-$1.jsonl; }   # on the test tasks
-wait_for_jobs() { for job in $(jobs -p); do wait $job; done; }
+# Runs a command in the background. wait_for_all ends the script if such a command has failed.
+beside() { "$@" & pids+=($!); }
+wait_for_all() { for pid in "${pids[@]}"; do wait $pid; done; pids=(); }
 
 python tests/toy.py tasks --n $N --seed $SEED > $R/train-tasks.jsonl
 python tests/toy.py tasks --n $N --split test > $R/tasks.jsonl   # the same for all seeds
@@ -63,7 +68,7 @@ python tests/toy.py demos --n $DEMOS --seed $SEED |
     policy --loss rft --all 1 --model $R/tiny --lr 3e-3 --out $R/base > /dev/null
 
 step "episodes of the agent: training data, and its test"
-try base &
+beside try base
 explore base train
 
 step "SWEET-RL: stage 1 trains the critic and scores every message, stage 2 trains the policy;"
@@ -72,13 +77,13 @@ rival() {
     policy --loss rft --model $R/base --lr 5e-4 --epochs 8 --out $R/rft < $R/train.jsonl > /dev/null
     try rft
 }
-rival &
+beside rival
 critic --model $R/base --out $R/critic --beta 1 --nll_coef 0.3 --lr 4e-4 --batch_size 16 \
     < $R/train.jsonl | dpo --model $R/base --out $R/sweet > /dev/null
-wait_for_jobs
+wait_for_all
 
 step "second round: the new policy's episodes, scored by the same critic"
-try sweet &
+beside try sweet
 explore sweet again
 critic --out $R/critic < $R/again.jsonl | dpo --model $R/sweet --out $R/sweet2 > /dev/null
 try sweet2
