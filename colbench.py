@@ -223,11 +223,11 @@ class Environment(contextlib.ExitStack):
 
     @classmethod
     def metrics(cls, record):
-        """Returns {name: (numerator, denominator)} of a graded record, for evaluate.py.
+        """Returns {name: number} of a graded record, for evaluate.py.
 
-        A system's value is the ratio of their sums. Reward, turns and tokens are always measured.
+        Its table shows them as percentages. Reward, turns and tokens are always measured.
         """
-        return {"success": (record["reward"] >= 1, 1), "unanswered": (not answered(record), 1)}
+        return {"success": record["reward"] >= 1, "unanswered": not answered(record)}
 
     def grade(self, task, answer):
         """Returns {"reward": 0 to 1} and further fields for the record, such as "failure".
@@ -310,7 +310,7 @@ mention pictures."""
 
     @classmethod
     def metrics(cls, record):
-        return {"not_drawn": ("failure" in record, 1)}
+        return {"not_drawn": "failure" in record}
 
     def grade(self, task, answer):
         try:

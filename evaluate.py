@@ -8,17 +8,19 @@
     success       share of episodes with reward 1 (not for frontend tasks)
     unanswered    share of episodes that end without an answer
     not_drawn     frontend: share of episodes whose page, or reference page, can't be rendered
-    turns, tokens mean number of agent messages per episode, and of tokens sampled for them
+    turns, tokens number of agent messages per episode, and of tokens sampled for them
     wins          frontend: share of tasks where a system beats the first one; ties count half
 
-95 % intervals are by bootstrap: it resamples tasks, each with all its episodes of all seeds. The
-differences from the first system are paired: they use only the tasks that both systems have.
+All are means over tasks of each task's mean over its episodes, of all seeds: a task with more
+episodes counts no more. 95 % intervals are by bootstrap over tasks. The differences from the first
+system are paired: they use only the tasks that both systems have.
 
 Left out on purpose: intervals over episodes, which are too narrow because episodes of a task are
 alike; and p-values, because a difference's interval shows its size as well as its significance.
 """
-from utils import fail, fail_on_error, flag, open_stdout, parser, read_jsonl, run, say, version
+from utils import fail, fail_on_error, open_stdout, parser, read_jsonl, run, say, version
 
+import math
 import os
 import sys
 from collections import defaultdict
@@ -32,49 +34,46 @@ def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] [FILE | NAME=FILE,FILE,... ...] >> results.jsonl")
     p.add_argument("files", nargs="*", default=["-"], metavar="FILE | NAME=FILE,FILE,...",
                    help="one FILE per system, or NAME=FILE,FILE to pool seeds; default stdin")
-    flag(p, "bootstrap", 2000, "number of resamples; 0: no intervals")
     return p.parse_args(argv)
 
 
 # --- systems --------------------------------------------------------------------------------------
 
 def measure(record):
-    """Returns {metric: (numerator, denominator)} of an episode, as far as it has the metrics."""
+    """Returns {metric: number} of an episode, as far as it has the metrics."""
     agent = agent_messages(record)
-    metrics = {"tests_passed": (record["reward"], 1),
-               **environment(record["task"]).metrics(record), "turns": (len(agent), 1)}
+    metrics = {"tests_passed": record["reward"], **environment(record["task"]).metrics(record),
+               "turns": len(agent)}
     if lengths := [len(m["token_ids"]) for m in agent if "token_ids" in m]:
-        metrics["tokens"] = sum(lengths), 1
+        metrics["tokens"] = sum(lengths)
     return metrics
 
 
 class System:
-    """A system to compare: its name, its files (one per seed), and its metrics summed per task."""
+    """A system to compare: its name, its files (one per seed), and each task's mean metrics."""
 
     def __init__(self, name, files, need):
         """need: see read_jsonl. Shared by all systems, to detect two tasks with the same id."""
         self.name, self.files, self.episodes = name, files, 0
         self.reward_labels, self.graders = set(), set()
-        fractions = defaultdict(lambda: defaultdict(list))  # [task id][metric]: one per episode
+        values = defaultdict(lambda: defaultdict(list))  # [task id][metric]: one per episode
         for path in files:
             source = "stdin" if path == "-" else path
             with fail_on_error(source):
                 stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
             for record in read_jsonl(stream, need, source):
-                for metric, fraction in measure(record).items():
-                    fractions[task_id(record["task"])][metric].append(fraction)
+                for metric, value in measure(record).items():
+                    values[task_id(record["task"])][metric].append(float(value))
                 self.episodes += 1
                 self.reward_labels.add(environment(record["task"]).reward_name)
                 if "reward_by" in record:
                     self.graders.add(record["reward_by"])
-        self.tasks = {}  # sorted, so that sums round alike in any order of lines
-        for task, by_metric in sorted(fractions.items()):
-            self.tasks[task] = {metric: np.sum(sorted(x), 0) for metric, x in by_metric.items()}
+        self.tasks = {task: {metric: math.fsum(x) / len(x) for metric, x in by_metric.items()}
+                      for task, by_metric in sorted(values.items())}  # in any order of lines
 
-    def sums(self, metric, tasks):
-        """Returns a (tasks, 2) array: numerator and denominator of a metric, summed per task."""
-        sums = [self.tasks[task].get(metric, (0, 0)) for task in tasks]
-        return np.array(sums, float).reshape(-1, 2)
+    def means(self, metric, tasks):
+        """Returns a (tasks,) array: the metric's mean of each task, NaN where it has none."""
+        return np.array([self.tasks[task].get(metric, np.nan) for task in tasks])
 
 
 def named_systems(args):
@@ -98,58 +97,42 @@ def named_systems(args):
 
 # --- values and intervals -------------------------------------------------------------------------
 
-def ratio(sums):
-    """Returns sum of numerators / sum of denominators of a (rows, 2) array; NaN for x / 0."""
-    numerator, denominator = sums.sum(0)
-    return numerator / denominator if denominator else np.nan
-
-
-def task_means(sums):
-    """Returns a row (mean, 1) per task, or (0, 0) if it lacks the metric. sums: (tasks, 2)."""
-    exists = sums[:, 1] > 0
-    return np.stack([sums[:, 0] / np.where(exists, sums[:, 1], 1), exists], 1)
-
-
-def with_interval(statistic, sums, resamples):
-    """Returns statistic(sums) and its bootstrap interval or None. sums: (tasks, columns)."""
-    n = len(sums)
-    value = statistic(sums) if n else np.nan
-    if np.isnan(value):
+def with_interval(values, resamples=2000):
+    """Returns the mean of values (tasks,) and its bootstrap interval or None; skips NaNs."""
+    values = values[~np.isnan(values)]
+    if not len(values):
         return None, None
     limits = []
-    if resamples and n > 1:  # one task has no spread
+    if len(values) > 1:  # one task has no spread
         rng = np.random.default_rng(0)
-        draws = [statistic(sums[rng.integers(n, size=n)]) for _ in range(resamples)]
-        limits = np.nanpercentile(draws, (2.5, 97.5))
-    value, *interval = [round(float(x), 4) + 0.0 for x in (value, *limits)]  # avoids -0.0
-    return value, interval or None
+        draws = [rng.choice(values, len(values)).mean() for _ in range(resamples)]
+        limits = np.percentile(draws, (2.5, 97.5))
+    mean, *interval = [round(float(x), 4) + 0.0 for x in (values.mean(), *limits)]  # avoids -0.0
+    return mean, interval or None
 
 
-def result(system, systems, resamples):
+def result(system, systems):
     """Returns the JSON record of a system."""
     out = {"system": system.name, "files": system.files, "rewards": sorted(system.reward_labels),
            "reward_by": sorted(system.graders), "episodes": system.episodes,
            "tasks": len(system.tasks), "version": version()}
-    metrics = (metric for s in systems for sums in s.tasks.values() for metric in sums)
+    metrics = (metric for s in systems for means in s.tasks.values() for metric in means)
     for metric in dict.fromkeys(metrics):  # unique, and the same for all systems
-        sums = system.sums(metric, system.tasks)
-        out[metric], out[f"{metric}_95"] = with_interval(ratio, sums, resamples)
+        out[metric], out[f"{metric}_95"] = with_interval(system.means(metric, system.tasks))
     if system is not systems[0]:
-        out["minus_first"] = difference(systems[0], system, resamples)
+        out["minus_first"] = difference(systems[0], system)
     return out
 
 
-def difference(first, system, resamples):
+def difference(first, system):
     """Returns the paired differences from the first system, on the tasks that both have."""
     common = [task for task in first.tasks if task in system.tasks]
     out = {"first": first.name, "tasks": len(common)}
     for metric in ("success", "tests_passed"):
-        means = [task_means(s.sums(metric, common)) for s in (first, system)]
-        out[metric], out[f"{metric}_95"] = with_interval(
-            lambda sums: ratio(sums[:, 2:]) - ratio(sums[:, :2]), np.hstack(means), resamples)
-    gap = (means[1] - means[0])[:, 0].round(9)  # tests passed; 0.1 + 0.2 ties 0.3
-    wins = np.stack([(1 + np.sign(gap)) / 2, np.ones(len(common))], 1)
-    out["wins"], out["wins_95"] = with_interval(ratio, wins, resamples)
+        gap = system.means(metric, common) - first.means(metric, common)  # (tasks,)
+        out[metric], out[f"{metric}_95"] = with_interval(gap)
+    wins = (1 + np.sign(gap.round(9))) / 2  # by tests passed; 0.1 + 0.2 ties 0.3
+    out["wins"], out["wins_95"] = with_interval(wins)
     return out
 
 
@@ -204,7 +187,7 @@ def table(results, systems):
 
 def main(args):
     emit, systems = open_stdout(), named_systems(args.files)
-    results = [result(system, systems, args.bootstrap) for system in systems]
+    results = [result(system, systems) for system in systems]
     for r in results:
         emit(r)
     for text in table(results, systems):

@@ -69,7 +69,7 @@ def test_twenty_questions_go_through_all_scripts(repo, monkeypatch):
     assert any(action["advantage"] for r in scored for action in actions(r))
     run("train_policy.py", *train, "sweet", stdin=scored)
 
-    ((base,), table) = run("evaluate.py", "--bootstrap", 0, stdin=graded)
+    ((base,), table) = run("evaluate.py", stdin=graded)
     assert base["tests_passed"] == base["success"] == round(sum(found) / 48, 4)
     assert base["unanswered"] == 0 and "not_drawn" not in base and "graded" not in table
-    assert base["rewards"] == ["words found"] and table.startswith("system  words %")
+    assert base["rewards"] == ["words found"] and table.split()[:2] == ["system", "words"]

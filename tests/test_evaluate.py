@@ -41,15 +41,16 @@ def test_hand_computed(tmp_path):
         r["dialogue_history"][-1]["content"] = colbench.ANSWER + "x"
     (r,), table = run(tmp_path, "s.jsonl", s=rs)
     assert (r["system"], r["episodes"], r["tasks"], r["reward_by"]) == ("s", 4, 3, ["honest rules"])
-    assert r["tests_passed"] == 0.675 and r["success"] == 0.5 and r["turns"] == 2.5
-    assert r["tokens"] == (15 + 14 + 8 + 1) / 4 and r["unanswered"] == 0.5
+    # means of the tasks' means: (1.0 + 0.5) / 2, 0.2 and 1 of the tests, ...
+    assert r["tests_passed"] == 0.65 and r["success"] == 0.5 and r["turns"] == 2.5
+    assert r["tokens"] == round(((15 + 14) / 2 + 8 + 1) / 3, 4) and r["unanswered"] == 0.5
     assert "minus_first" not in r
     low, high = r["success_95"]  # of the tasks (1/2, 0/1, 1/1) some resamples hold only b or c
     assert (low, high) == (0, 1)
     head, row, note = table.splitlines()
     assert head.replace(" %", "%").split() == [
         "system", "tests%", "success%", "unanswered%", "turns", "tokens", "episodes", "tasks"]
-    assert row.startswith("s ") and "67.5 [" in row and "50.0 [0.0, 100.0]" in row
+    assert row.startswith("s ") and "65.0 [" in row and "50.0 [0.0, 100.0]" in row
     assert note == "[95 % bootstrap intervals over tasks]; graded by honest rules"
 
 
@@ -60,8 +61,8 @@ def test_pages_have_likeness_wins_failures_and_no_rules(tmp_path):
             page("d", 0.0, failure="no page")]
     rival = [page("a", 0.9), page("b", 0.6), page("c", 0.3), page("e", 1.0)]
     (first, r), table = run(tmp_path, "rival.jsonl", "ours.jsonl", ours=ours, rival=rival)
-    assert r["tests_passed"] == 0.49 and "success" not in r and "unanswered" not in r
-    assert first["not_drawn"] == 0 and r["not_drawn"] == 0.2 and r["minus_first"]["success"] is None
+    assert r["tests_passed"] == 0.4625 and "success" not in r and "unanswered" not in r
+    assert first["not_drawn"] == 0 and r["not_drawn"] == 0.25 and r["minus_first"]["success"] is None
     assert r["minus_first"]["tasks"] == 3 and "success" not in table
     assert r["minus_first"]["wins"] == 0.5 and "wins %" in table  # a won, b tied, c lost
     assert "likeness %" in table and "likeness - first" in table and "not drawn %" in table
@@ -85,7 +86,7 @@ def draws(tasks):
 
 
 def mean(tasks):
-    return statistics.fmean(x for task in tasks for x in task)
+    return statistics.fmean(map(statistics.fmean, tasks))
 
 
 def gain(tasks):
@@ -102,7 +103,7 @@ def test_values_and_intervals_are_those_of_a_plain_bootstrap(tmp_path):
     rewards = {"a": {}, "s": {}}  # of each system {task: rewards}
     for name, seed in ("a0", "a1", "s0", "s1"):
         rs = files[name + seed] = []
-        for t in r.sample(range(50), 40):
+        for t in r.sample(range(150), 120):
             got = [min(1, t % 5 / 4 + r.choice((0, 0.2 * (name == "s"))))
                    for _ in range(r.randint(1, 3))]
             rewards[name].setdefault(f"t{t}", []).extend(got)
@@ -127,6 +128,15 @@ def test_values_and_intervals_are_those_of_a_plain_bootstrap(tmp_path):
             assert found[f"{metric}_95"] == pytest.approx([low, high], abs=0.07 * (high - low))
         low, high = found[f"{metric}_95"]
         assert f" {100 * found[metric]:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]" in table
+
+
+def test_a_difference_is_that_of_the_columns_however_unequal_the_tasks_episodes_are(tmp_path):
+    r, files = random.Random(2), {}
+    for name in "ab":
+        files[name] = [episode(f"t{t}", r.random() > 0.5) for t in range(20)
+                       for _ in range(r.choice((1, 7)))]
+    (a, b), _ = run(tmp_path, "a.jsonl", "b.jsonl", **files)
+    assert b["minus_first"]["success"] == pytest.approx(b["success"] - a["success"], abs=1e-4) != 0
 
 
 def test_systems_that_have_nothing_in_common(tmp_path):

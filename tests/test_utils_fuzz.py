@@ -76,7 +76,7 @@ def damaged(r, given):
 
 TRAIN = ["--model", "MODEL", "--out", "OUT"]
 STAGES = {  # module, flags, cases
-    "evaluate": (evaluate, ["--bootstrap", "0"], 1100),
+    "evaluate": (evaluate, [], 1100),
     "grade": (colbench, ["grade", "--workers", "1"], 100),
     "check": (colbench, ["check", "--workers", "1"], 40),
     "collect": (collect, ["--model", "MODEL", "--human", "fixed:no", "--max_tokens", "2",
