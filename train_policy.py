@@ -23,7 +23,7 @@ from utils import (Log, check_finite, fail, flag, from_rank_0, init_distributed,
                    machine_flags, open_stdout, parser, read_jsonl, rng, run)
 
 import sys
-from itertools import chain, cycle
+from itertools import chain, cycle, product
 
 from colbench import agent_messages, needs, task_id
 
@@ -35,7 +35,8 @@ def get_args(argv=None):
     flag(p, "loss", "dpo", "training data and objective, see above",
          choices=["dpo", "mtdpo", "rft"])
     g = p.add_argument_group("pairs")
-    flag(g, "pairs_per_turn", 4, "dpo: pairs to draw from the candidates of a turn", least=1)
+    flag(g, "pairs_per_turn", 4, "dpo: pairs to draw from a turn's candidates, all distinct",
+         least=1)
     flag(g, "logprob_weight", 0.0, "dpo: rank candidates by advantage + this x the message's "
          "log-prob when sampled")
     flag(g, "mix", 0.0, "dpo: trajectory pairs (as in mtdpo) to add per candidate pair")
@@ -201,9 +202,9 @@ def trajectory_mix(args, records, n_pairs):
 
 
 def candidate_pairs(args, candidates):
-    """Returns [Pair] of a turn: a random candidate of the upper half against one of the lower.
+    """Returns distinct [Pair] of a turn: a candidate of the upper half, and one of the lower.
 
-    They are ranked by A + w logprob: A is a mean over tokens, logprob a sum, and w is
+    They are drawn at random. Candidates are ranked by A + w logprob: A is a mean over tokens, logprob a sum, and w is
     --logprob_weight. If pi_ref sampled them, they rank as under pi_ref exp(A / w), the optimum of
     E[A] - w KL(pi || pi_ref). A truncated candidate has no end token, and is never chosen.
     """
@@ -217,17 +218,13 @@ def candidate_pairs(args, candidates):
     scored = [c for c in candidates if c.get(TURN) and "advantage" in c]
     ranked = sorted(scored, key=value, reverse=True)
     half = len(ranked) // 2  # an odd one out in the middle is skipped
-    if not half:
-        return []
+    pairs = [Pair((chosen[TURN],), (rejected[TURN],), value(chosen) - value(rejected))
+             for chosen, rejected in product(ranked[:half], ranked[len(ranked) - half:])
+             if value(chosen) > value(rejected) and not chosen.get("cut")]
     # seeded by the candidates' token ids, not by the order of the records
-    draw = rng("pairs", args.seed, *(c[TURN][1] for c in ranked)).choice
-    pairs = []
-    for _ in range(args.pairs_per_turn):
-        chosen, rejected = draw(ranked[:half]), draw(ranked[-half:])
-        gap = value(chosen) - value(rejected)
-        if chosen[TURN] != rejected[TURN] and gap > 0 and not chosen.get("cut"):
-            pairs.append(Pair((chosen[TURN],), (rejected[TURN],), gap))
-    return pairs
+    rng("pairs", args.seed, *(c[TURN][1] for c in ranked)).shuffle(pairs)
+    distinct = {(pair.chosen, pair.rejected): pair for pair in pairs if pair.chosen != pair.rejected}
+    return list(distinct.values())[:args.pairs_per_turn]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import signal
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,14 +132,36 @@ def test_candidate_pairs_take_the_top_against_the_bottom_half():
 
         pairs = draw([*candidates, {**candidate(9, 9.0, 0.0), TURN: None}])
         drawn = {(pair.chosen[0][1][0], pair.rejected[0][1][0]): pair.gap for pair in pairs}
+        assert len(drawn) == len(pairs)
         assert set(drawn) == {(i, j) for i in ranked[:n // 2] for j in ranked[n - n // 2:]}
         assert all(gap == pytest.approx(value[i] - value[j]) for (i, j), gap in drawn.items())
         assert pairs == draw(candidates)
-        assert not pairs or pairs != draw(candidates, seed=1)
+        assert n < 4 or pairs != draw(candidates, seed=1)
     assert not draw([candidate(7, 0.0), candidate(7, 1.0)])  # alike
     assert not draw([candidate(i, 0.5) for i in range(4)])  # the critic does not tell them apart
     cut = {**candidate(7, 1.0), "cut": True}
     assert not draw([candidate(8, 0.0), cut]) and draw([candidate(8, 2.0), cut])
+
+
+def test_pairs_of_a_turn_are_distinct_and_as_many_as_there_are_up_to_the_flag():
+    """Of candidates in random numbers of copies; all pairs are drawn equally often."""
+    rng, counts = random.Random(0), Counter()
+    for seed in range(600):
+        copies = [candidate(i, i / 9) for i in range(4) for _ in range(rng.randint(1, 3))]
+        copies.sort(key=lambda c: c["advantage"])
+        half = len(copies) // 2
+        possible = {(high[TURN], low[TURN]) for high in copies[-half:] for low in copies[:half]
+                    if high[TURN] != low[TURN]}
+        rng.shuffle(copies)
+        for n in 1, 4, 99:
+            args = SimpleNamespace(pairs_per_turn=n, logprob_weight=0, seed=seed)
+            pairs = train_policy.candidate_pairs(args, copies)
+            drawn = {(*pair.chosen, *pair.rejected) for pair in pairs}
+            assert len(drawn) == len(pairs) == min(n, len(possible)) and drawn <= possible
+        args.pairs_per_turn = 1
+        (pair,) = train_policy.candidate_pairs(args, [candidate(i, i) for i in range(4)])
+        counts[pair.chosen[0][1], pair.rejected[0][1]] += 1
+    assert len(counts) == 4 and all(110 < n < 190 for n in counts.values())
 
 
 def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
