@@ -72,6 +72,10 @@ def get_args(argv=None):
         args.human_params = dict(json.loads(args.human_params))
     if (args.best_of > 1) != bool(args.critic):
         fail("--best_of (2 or more) and --critic need each other; give both or neither")
+    if not args.temperature and (args.candidates or args.best_of > 1):
+        fail("--temperature 0 makes all --candidates and --best_of of a turn the same message")
+    if not args.temperature and args.k > 1:
+        say("warning: with --temperature 0 only the human can make the episodes of a task differ")
     return args
 
 
@@ -221,10 +225,7 @@ class EpisodeRunner:
         max_new = min(self.args.max_tokens, self.max_context - len(prompt))
         if max_new <= 0:
             raise ContextFull(f"the context is full: {len(prompt)} of {self.max_context} tokens")
-        if self.args.temperature:
-            outputs = await self.engine(prompt, keys, max_new)
-        else:  # greedy samples are identical, and vLLM rejects n > 1
-            outputs = await self.engine(prompt, keys[:1], max_new) * len(keys)
+        outputs = await self.engine(prompt, keys, max_new)
         texts = self.tokenizer.batch_decode([ids for ids, _ in outputs], skip_special_tokens=True)
         actions = []
         for text, (ids, logprobs) in zip(texts, outputs):

@@ -624,6 +624,7 @@ def weights_digest(folder):
     return digest(hashed) if hashed else None
 
 
+@functools.cache
 def base_digest(path):
     """Returns weights_digest of --model, a folder or hub name, on rank 0; None on other ranks."""
     return None if RANK else weights_digest(find_model(path, weights=True)[0])

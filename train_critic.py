@@ -283,7 +283,13 @@ def is_pair(high, low, min_gap):
 
 def trajectory_pairs(records, min_gap):
     """Returns {task id: [Pair of its trajectories]}, selected by --min_gap, or fails."""
-    groups = {}
+    groups, graders = {}, {}
+    for r in records:
+        task = task_id(r["task"])
+        if graders.setdefault(task, r.get("reward_by")) != r.get("reward_by"):
+            add_warning("trajectories are paired by rewards of different graders: grade all "
+                        "episodes alike (colbench.py grade)", f"the task {task}")
+    print_warnings()
     for task, trajectories in trajectories_by_task(records).items():
         first_solved = [(reward, turns) for reward, turns in trajectories if reward >= 1][:1]
         pairs = [Pair(chosen, rejected, gap=high - low)

@@ -19,7 +19,7 @@ Left out on purpose: online sampling (instead, sample a second round with the tr
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
 # Parse flags before importing torch, so that --help and flag errors are instant.
-from utils import (Log, check_finite, fail, flag, from_rank_0, init_distributed, lr_at,
+from utils import (Log, add_warning, check_finite, fail, flag, from_rank_0, init_distributed, lr_at,
                    machine_flags, open_stdout, parser, read_jsonl, rng, run)
 
 import sys
@@ -160,6 +160,11 @@ def prepare(args):
     fields = ["dialogue_history", "reward"] if by_reward else ["dialogue_history"]
     records = sorted_records(read_jsonl(sys.stdin, needs(*fields, to_train=True)))
     _, tokenizer, config = find_model(args.model)
+    weights = base_digest(args.model)
+    for r in records if args.loss == "dpo" else ():
+        if r.get("meta", {}).get("model_weights", weights) != weights:
+            add_warning("episodes have candidates that were not sampled from --model, which is "
+                        "pi_ref", f"the task {task_id(r['task'])}")
     read_turns(tokenizer, config, records, args.max_length, pi_reads_c=False, ref_reads_c=False)
     groups = [(task, pairs) for task, pairs in make_groups(args, records) if pairs]
     if not groups:

@@ -184,6 +184,7 @@ COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     ("collect.py --model MODEL --human fixed:no", BARE, "the weights in"),
     ("collect.py --best_of 2", "", "--critic"),
     ("collect.py --temperature nan", "", "nan is not in"),
+    ("collect.py --temperature 0 --candidates 2", "", "--temperature 0 makes all --candidates"),
     ("collect.py --human_params [1", "", "--human_params is not a JSON object")]
 
 

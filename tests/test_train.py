@@ -317,6 +317,23 @@ JOBS = {"critic": CRITIC, "moe": CRITIC,  # 5 experts: on 2 ranks the shards are
                  "--lr", 2e-7, "--dtype", "bf16"]}
 
 
+def test_rewards_of_two_graders_and_candidates_of_other_weights_are_noted(ranked, tiny_dir,
+                                                                          monkeypatch, capsys):
+    def notes(given, *flags):
+        prepared(monkeypatch, given, train_policy, "--model", tiny_dir, *flags)
+        return capsys.readouterr().err
+
+    for r in ranked[:2]:
+        r["meta"]["model_weights"] = "of another model"
+    note = "2 episodes have candidates that were not sampled from --model"
+    assert note in notes(ranked) and note not in notes(ranked, "--loss", "rft", "--all", 1)
+    note = "paired by rewards of different graders"
+    mixed = ["--mix", 1, "--min_gap", 0]
+    assert note not in notes(ranked, *mixed)
+    ranked[0]["reward_by"] = "another grader"
+    assert note in notes(ranked, *mixed) and note not in notes(ranked)
+
+
 @pytest.fixture(scope="module")
 def data(collected):
     """8 episodes of 1 to 4 turns, with advantages, as text; of each task sample 0 is solved."""
