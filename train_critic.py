@@ -38,7 +38,7 @@ from colbench import agent_messages, hidden_information, needs, task_id, with_hi
 
 
 def get_args(argv=None):
-    p = parser(__doc__, "%(prog)s [flags] < trajectories.jsonl > scored.jsonl")
+    p = parser(__doc__, "%(prog)s [flags] < trajectories.jsonl > scored.jsonl", parallel=True)
     flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "initial model, also the reference pi_ref")
     flag(p, "out", None, "output directory. If it is new, the critic is trained, then scores; if "
          "interrupted, training resumes; if finished, it only scores")

@@ -29,7 +29,7 @@ from colbench import agent_messages, needs, task_id
 
 
 def get_args(argv=None):
-    p = parser(__doc__, "%(prog)s [flags] < scored.jsonl")
+    p = parser(__doc__, "%(prog)s [flags] < scored.jsonl", parallel=True)
     flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "initial model, also the reference pi_ref")
     flag(p, "out", None, "output directory; an interrupted run in it is resumed", required=True)
     flag(p, "loss", "dpo", "training data and objective, see above",

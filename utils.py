@@ -28,9 +28,11 @@ from itertools import chain
 from tqdm import tqdm
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-RANK = int(os.environ.get("RANK", 0))  # torchrun sets both; without it this is rank 0 of 1
-WORLD = int(os.environ.get("WORLD_SIZE", 1))
+RANK = int(os.environ.get("RANK") or 0)  # torchrun sets both; without it this is rank 0 of 1
+WORLD = int(os.environ.get("WORLD_SIZE") or 1)
 WARNINGS = {}  # {what: [example]}
+# {variable: its value if srun or mpirun started one process}; a batch script has SLURM_NTASKS, too
+SINGLE = {"SLURM_PROCID": 0, "SLURM_STEP_NUM_TASKS": 1, "OMPI_COMM_WORLD_SIZE": 1, "PMI_SIZE": 1}
 if WORLD > 1:  # a slow import, needed only to communicate
     import torch.distributed as dist
 
@@ -52,10 +54,29 @@ class Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def parser(doc, usage):
-    """Returns a Parser whose --help shows a script's docstring; flags can't be abbreviated."""
+def parser(doc, usage, parallel=False):
+    """Returns a Parser whose --help shows a script's docstring; flags can't be abbreviated.
+
+    parallel: whether torchrun may start the script, else it must be the only process.
+    """
+    check_launch(parallel)
     form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=110)
     return Parser(description=doc, usage=usage, formatter_class=form, allow_abbrev=False)
+
+
+def check_launch(parallel):
+    """Exits if this is one of several processes that torchrun has not started, or should not."""
+    names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
+    if not 0 <= RANK < WORLD or WORLD > 1 and not all(map(os.environ.get, names)):
+        values = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
+        fail(f"the environment has {values}: let torchrun set all of these, or unset them all")
+    if WORLD > 1 and not parallel:
+        message = f"{WORLD} processes were started, but this script is one: leave out torchrun"
+        end_after_rank_0(message) if RANK else fail(message)
+    for name in SINGLE if "RANK" not in os.environ else ():
+        if int(os.environ.get(name) or 0) > SINGLE[name]:
+            fail(f"{name}={os.environ[name]}: several processes were started, each of which would "
+                 f"do all the work; start one{' torchrun per node' * parallel}, or unset {name}")
 
 
 def end_after_rank_0(message):
@@ -367,7 +388,7 @@ def init_distributed():
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
         backend = "cpu:gloo,cuda:nccl"
     alone = {}
-    if "RANK" not in os.environ:
+    if WORLD == 1:
         alone = {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else gloo listens on the network
     if not dist.is_initialized():

@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import utils
-from conftest import (HUMAN, ROOT, actions, complaint, key_of, metrics, records, script, steps,
-                      succeed)
+from conftest import (HUMAN, ROOT, actions, complaint, key_of, metrics, records, script, shell,
+                      steps, succeed)
 
 KILLS, SEED = int(os.environ.get("KILLS", 6)), os.environ.get("FAULT_SEED", "0")
 
@@ -102,6 +102,28 @@ def test_a_signal_ends_a_program_at_once_and_nohup_ignores_ctrl_c(how, nohup):
             p.send_signal(signal.SIGTERM)
         assert p.communicate() == ("", "")
         assert p.returncode == -(signal.SIGTERM if nohup else how)
+
+
+@pytest.mark.parametrize("name, env, message", [
+    ("evaluate.py", "RANK=1", "the environment has RANK=1, LOCAL_RANK=, "),
+    ("train_policy.py", "RANK=1", "the environment has RANK=1, LOCAL_RANK=, "),
+    ("train_critic.py", "WORLD_SIZE=4", "WORLD_SIZE=4, MASTER_ADDR="),
+    ("train_critic.py", "RANK=0 WORLD_SIZE=2 MASTER_ADDR=x MASTER_PORT=1", "let torchrun set all"),
+    ("colbench.py", "TORCHRUN", "2 processes were started, but this script is one"),
+    ("train_critic.py", "TORCHRUN", ""), ("colbench.py", "RANK=0 WORLD_SIZE=1", ""),
+    ("train_critic.py", "SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2", "start one torchrun per node"),
+    ("train_critic.py", "SLURM_PROCID=1", "several processes were started"),
+    ("evaluate.py", "PMI_RANK=0 PMI_SIZE=2", "several processes were started"),
+    ("train_critic.py", "SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2 TORCHRUN", ""),
+    ("evaluate.py", "SLURM_NTASKS=8 SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=1", "")])
+def test_a_script_refuses_to_be_one_of_several_unless_torchrun_starts_a_trainer(name, env, message):
+    """A batch script of Slurm has SLURM_NTASKS, too, without being several."""
+    torchrun = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=x MASTER_PORT=1"
+    done = shell(f"{env.replace('TORCHRUN', torchrun)} python {name} --help")
+    if message:
+        complaint(done, message)
+    else:
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_machine_without_git_has_a_version(monkeypatch):
