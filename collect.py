@@ -141,8 +141,11 @@ class EpisodeRunner:
             self.reply = llm.reply
         elif human.startswith("fixed:"):
             self.reply = lambda task, history: human.removeprefix("fixed:")
-        elif human:
+        elif human.endswith(".py"):
             self.reply = load_function(human, "reply")
+        elif human:
+            fail(f"--human {human}: give the http://host:port/v1 of an LLM (--human_params names "
+                 "the model), fixed:TEXT, or a FILE.py that defines reply(task, history)")
         if args.engine:
             self.engine = VllmEngine(args, self.stop)
             await self.engine.find_served_model()

@@ -283,14 +283,14 @@ def is_pair(high, low, min_gap):
 
 def trajectory_pairs(records, min_gap):
     """Returns {task id: [Pair of its trajectories]}, selected by --min_gap, or fails."""
-    groups, graders = {}, {}
+    groups, graders, by_task = {}, {}, trajectories_by_task(records)
     for r in records:
         task = task_id(r["task"])
         if graders.setdefault(task, r.get("reward_by")) != r.get("reward_by"):
             add_warning("trajectories are paired by rewards of different graders: grade all "
                         "episodes alike (colbench.py grade)", f"the task {task}")
     print_warnings()
-    for task, trajectories in trajectories_by_task(records).items():
+    for task, trajectories in by_task.items():
         first_solved = [(reward, turns) for reward, turns in trajectories if reward >= 1][:1]
         pairs = [Pair(chosen, rejected, gap=high - low)
                  for high, chosen in (first_solved if min_gap is None else trajectories)
@@ -299,10 +299,19 @@ def trajectory_pairs(records, min_gap):
         if pairs:
             groups[task] = pairs
     if not groups:
-        missing = ("both a solved and an unsolved trajectory" if min_gap is None else
-                   f"two trajectories whose rewards differ by {min_gap} or more")
-        fail(f"no pairs in {len(records)} trajectories: no task has {missing} (try --min_gap 0, "
-             "more episodes per task with collect.py -k, or a stronger --model)")
+        rewards = [{reward for reward, _ in trajectories} for trajectories in by_task.values()]
+        if not rewards:
+            why = "all are too long for --max_length or --model"
+        elif max(map(len, rewards)) > 1:
+            why = "no task has " + ("both a solved and an unsolved one" if min_gap is None else
+                                    f"two whose rewards differ by {min_gap} or more")
+            why += "; try --min_gap 0" * (min_gap != 0)
+        elif len(set.union(*rewards)) > 1 or len(by_task) == len(records):
+            why = "none of a task differ in reward; sample more per task by collect.py -k"
+        else:
+            reward = rewards[0].pop()
+            why = f"all rewards are {reward:g}; try {'harder' if reward >= 1 else 'easier'} tasks"
+        fail(f"no pairs in {len(records)} trajectories: {why}")
     return groups
 
 

@@ -168,9 +168,18 @@ def prepare(args):
     read_turns(tokenizer, config, records, args.max_length, pi_reads_c=False, ref_reads_c=False)
     groups = [(task, pairs) for task, pairs in make_groups(args, records) if pairs]
     if not groups:
-        why = ("no trajectory is solved (--all 1 trains on all of them)" if args.loss == "rft" else
-               "no turn has two different candidates with different scores, the better one "
-               "complete. Run collect.py --candidates 16 and train_critic.py, or use --loss mtdpo")
+        candidates = [c for r in records for message in agent_messages(r)
+                      for c in message.get("candidates", ())]
+        if args.loss == "rft" and trajectories_by_task(records):
+            why = "no trajectory is solved (--all 1 trains on all of them)"
+        elif args.loss == "dpo" and not candidates:
+            why = "there are no candidates (collect.py --candidates 16; --loss mtdpo needs none)"
+        elif args.loss == "dpo" and not any("advantage" in c for c in candidates):
+            why = "no candidate has an advantage, as train_critic.py adds it"
+        elif not any(c[TURN] for c in candidates):
+            why = "all are too long for --max_length or --model"
+        else:
+            why = "no turn has two candidates of different scores, the better one complete"
         fail(f"nothing to train on in {len(records)} records: {why}")
     _, held_out = hold_out(dict(groups), args.held_out, args.seed)
     held_out = set(held_out)  # by task, as a task may have several groups

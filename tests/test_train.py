@@ -103,8 +103,9 @@ def test_pairs_of_trajectories_are_those_of_two_loops():
         best = {(i, j) for i, j in worse if solved.get(task[i]) == i}
         for least, want in ((None, best), (margin / 10, apart)):
             if not want:
-                with pytest.raises(SystemExit, match="no pairs in 9 trajectories"):
+                with pytest.raises(SystemExit, match="no pairs in 9 trajectories") as e:
                     train_critic.trajectory_pairs(given, least)
+                assert ("try --min_gap 0" in str(e.value)) == bool(worse)  # if that makes some
                 continue
             groups = train_critic.trajectory_pairs(given, least).values()
             pairs = [(pair.chosen[0][0][1], pair.rejected[0][0][1], pair.gap)
@@ -112,6 +113,32 @@ def test_pairs_of_trajectories_are_those_of_two_loops():
             assert sorted((i, j) for i, j, _ in pairs) == sorted(want)
             assert all(gap == pytest.approx((tenths[i] - tenths[j]) / 10) for i, j, gap in pairs)
             assert all(len({task[pair.chosen[0][0][1]] for pair in g}) == 1 for g in groups)
+
+
+@pytest.mark.parametrize("given, why", [
+    ([("a", 1.0), ("a", 0.5)], "all are too long"), ([("a", 0.5)], "per task by collect.py -k"),
+    ([("a", 0.0), ("a", 0.0), ("b", 1.0)], "per task by collect.py -k"),
+    ([("a", 0.0), ("a", 0.0), ("b", 0.0)], "all rewards are 0; try easier tasks"),
+    ([("a", 1.0), ("a", 1.0), ("b", 1.0)], "all rewards are 1; try harder tasks")])
+def test_the_advice_fits_the_reason_why_there_are_no_pairs(given, why):
+    records = [trajectory(i, *x, too_long="long" in why) for i, x in enumerate(given)]
+    with pytest.raises(SystemExit, match=why):
+        train_critic.trajectory_pairs(records, None)
+
+
+@pytest.mark.parametrize("flags, change, why", [
+    ([], {"candidates": []}, "no candidates .collect.py --candidates 16; --loss mtdpo needs none"),
+    ([], {"candidates": [{"content": "x"}, {"content": "y"}]}, "no candidate has an advantage"),
+    (["--max_length", 3], {}, "all are too long"),
+    (["--loss", "rft", "--max_length", 3], {}, "all are too long"),
+    (["--loss", "rft"], {"reward": 0.5}, "no trajectory is solved")])
+def test_a_policy_without_data_says_what_is_missing(flags, change, why, ranked, tiny_dir,
+                                                    monkeypatch):
+    for r in ranked:
+        for part in (r, *agent_messages(r)):
+            part |= {name: value for name, value in change.items() if name in part}
+    with pytest.raises(SystemExit, match=why):
+        prepared(monkeypatch, ranked, train_policy, "--model", tiny_dir, *flags)
 
 
 def candidate(i, advantage, logprob=None, output="what?"):

@@ -229,7 +229,7 @@ def test_a_damaged_checkpoint_is_named(ranked, tiny_dir, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("command, of_nothing, too_long", [
     (["train_critic.py"], "", "no pairs"),
-    (["train_policy.py", "--nll_coef", 0.1], "no turn has two different", "nothing to train")])
+    (["train_policy.py", "--nll_coef", 0.1], "no turn has two candidates", "nothing to train")])
 def test_degenerate_data_trains_or_is_refused_in_one_line(command, of_nothing, too_long, ranked,
                                                           tiny_dir, tmp_path):
     """All actions are longer than --max_length, or empty."""
