@@ -18,14 +18,14 @@ of its episodes without an answer (RESULTS.md); early stopping (choose --epochs 
 metrics instead); and a Trainer class, so that a change of this loop leaves the policy's alone.
 
     python train_critic.py --model runs/base --out runs/critic < in.jsonl > scored.jsonl
-    torchrun --nproc_per_node=8 train_critic.py --out runs/critic < in.jsonl > scored.jsonl
-    python train_critic.py --out runs/critic < more.jsonl > scored.jsonl  # no training
+    torchrun --nproc_per_node=8 train_critic.py < in.jsonl > scored.jsonl
+    python train_critic.py --score runs/critic < more.jsonl > scored.jsonl  # never trains
     python train_critic.py --untrained 1 --model runs/base < in.jsonl > scored.jsonl
 """
 # Parse flags before importing torch, so that --help and flag errors are instant.
-from utils import (Log, add_warning, check_finite, fail, fail_on_error, flag, from_rank_0,
-                   init_distributed, lr_at, machine_flags, open_stdout, parser, print_warnings,
-                   read_jsonl, rng, rows_of, run, say, warn_if_changed)
+from utils import (Log, add_warning, changed_scripts, check_finite, fail, fail_on_error,
+                   finished_critic, flag, from_rank_0, init_distributed, lr_at, machine_flags,
+                   open_stdout, parser, print_warnings, read_jsonl, rng, rows_of, run, say)
 
 import gc
 import math
@@ -40,30 +40,31 @@ from colbench import agent_messages, hidden_information, needs, task_id, with_hi
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < trajectories.jsonl > scored.jsonl", parallel=True)
     flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "initial model, also the reference pi_ref")
-    flag(p, "out", None, "output directory. If it is new, the critic is trained, then scores; if "
-         "interrupted, training resumes; if finished, it only scores")
-    flag(p, "untrained", 0, "1: score without training, by the log-prob given the hidden "
-         "information minus the log-prob without it", choices=[0, 1])
+    mode = p.add_mutually_exclusive_group()
+    flag(mode, "out", "runs/critic", "directory of a run: train a critic there, or resume its "
+         "training, then score")
+    flag(mode, "score", None, "only score, with the finished critic in --out RUN", metavar="RUN")
+    flag(mode, "untrained", 0, "1: only score, by the log-prob given the hidden information "
+         "minus the log-prob without it, both under --model", choices=[0, 1])
     g = p.add_argument_group("pairs")
     flag(g, "min_gap", None, "default: pair a task's first solved trajectory with every unsolved "
          "one; a number: pair any two whose rewards differ by at least this", kind=float)
-    flag(g, "held_out", 0.1, "share of the tasks held out to measure loss and accuracy", most=1)
-    flag(g, "eval_every", 100, "steps between evaluations on the held-out pairs", least=1)
+    flag(g, "held_out", 0.1, "share of tasks held out for loss and accuracy", most=1, only="--out")
+    flag(g, "eval_every", 100, "steps between evaluations on these", least=1, only="--out")
     g = p.add_argument_group("objective and optimization")
     flag(g, "ref_context", "hidden", "what pi_ref reads: the hidden information too (eq. 3), or "
-         "only what the agent reads", choices=["hidden", "agent"])
-    flag(g, "beta", 0.1, "scale of the reward margin")
-    flag(g, "nll_coef", 0.01, "weight of the chosen trajectory's NLL")
-    flag(g, "lr", 2e-7, "peak learning rate: 3%% warm-up, then cosine decay to a tenth")
-    flag(g, "batch_size", 8, "pairs per step, over all GPUs", least=1)
-    flag(g, "epochs", 4, "passes over the pairs")
-    flag(g, "seed", 0, "random seed of the training order and of the held-out tasks")
+         "only what the agent reads", choices=["hidden", "agent"], only="--out")
+    flag(g, "beta", 0.1, "scale of the reward margin", only="--out")
+    flag(g, "nll_coef", 0.01, "weight of the chosen trajectory's NLL", only="--out")
+    flag(g, "lr", 2e-7, "peak learning rate: 3%% warm-up, cosine decay to a tenth", only="--out")
+    flag(g, "batch_size", 8, "pairs per step, over all GPUs", least=1, only="--out")
+    flag(g, "epochs", 4, "passes over the pairs", only="--out")
+    flag(g, "seed", 0, "random seed of the training order and held-out tasks", only="--out")
     machine_flags(p)
     args = p.parse_args(argv)
-    if bool(args.out) == bool(args.untrained):
-        p.error("give either --out or --untrained 1")
-    if args.untrained and "ref_context" in args.given:
-        p.error("--ref_context has no effect with --untrained 1: pi_ref reads the agent's prompt")
+    if args.score is not None or args.untrained:
+        args.out = None
+    p.refuse_unused(args)
     if args.untrained:
         args.ref_context = "agent"
     return args
@@ -109,11 +110,7 @@ def batch_loss(args, pairs, logps, ref_logps):
 
 def main(args):
     emit, device = open_stdout(), init_distributed()
-    log = None if args.untrained else Log(args)
-    if log and not log.finished:
-        records, model, ref_logps = train(args, log, device)
-    else:
-        records, model, ref_logps = load_to_score(args, device)
+    records, model, ref_logps = (score_only if args.out is None else train)(args, device)
     advantage_of = advantages(model, ref_logps, args.tree_tokens)
     if records is None:
         return  # only rank 0 has records
@@ -128,13 +125,16 @@ def main(args):
         emit(r)
 
 
-def train(args, log, device):
+def train(args, device):
     """Trains, and returns (rank 0's records or None, the critic, {turn: (L,) pi_ref log-probs})."""
+    log = Log(args)
     records, (ref_turn_of, pairs_of, held_out) = from_rank_0(lambda: prepare(args))
     groups = list(pairs_of.values())
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
     log.begin(groups, held_out, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
               model_weights=base_digest(args.model), tasks=list(pairs_of))
+    if log.finished:
+        return records, *load_critic(args, args.out, ref_turn_of, device)
 
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
@@ -168,24 +168,31 @@ def train(args, log, device):
     return records, model, ref_logps
 
 
-def load_to_score(args, device):
-    """Loads a finished or untrained critic; returns what train() returns."""
-    if args.out:
-        ref_model_path = args.model if "model" in args.given else None
-        args.model = finished_flags(args.out, ref_model_path).model
+def score_only(args, device):
+    """Loads the critic of --score or --untrained; returns what train() returns."""
+    if args.score is not None:
+        trained = finished_flags(args.score, args.model if "model" in args.given else None)
+        for name in {"model", "ref_context", "min_gap", "dtype", "max_length"} - {*args.given}:
+            setattr(args, name, getattr(trained, name))
     records, ref_turn_of = from_rank_0(lambda: read_stdin(args))
+    return records, *load_critic(args, args.score, ref_turn_of, device)
+
+
+def load_critic(args, folder, ref_turn_of, device):
+    """Returns (critic, {turn: (L,) pi_ref log-probs}). folder: None for the untrained critic."""
     model, _ = load(args.model, device, args.dtype, args)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
-    if args.out:
+    if folder:
         del model
         gc.collect()  # free its memory before loading pi
-        model, _ = load(args.out, device, args.dtype, args)
-    return records, model, ref_logps
+        model, _ = load(folder, device, args.dtype, args)
+    return model, ref_logps
 
 
 def print_pair_accuracy(args, records, advantage_of):
     """Prints the advantages' accuracy on trajectory pairs of tasks outside the training set."""
-    trained_on = rows_of(args.out)[0].get("tasks", ()) if args.out else ()
+    run = args.out or args.score
+    trained_on = rows_of(run)[0].get("tasks", ()) if run else ()
     correct = []  # a bool per pair
     for task, trajectories in trajectories_by_task(records).items():
         values = [(reward, sum(advantage_of[turn] for turn in turns))
@@ -224,18 +231,21 @@ def advantages(model, ref_logps, tree_tokens):
 
 def finished_flags(folder, model=None):
     """Returns the flags that a finished critic was trained with; flags.model is pi_ref's path."""
-    with fail_on_error(f"{folder} is not a finished run of train_critic.py"):
-        rows = rows_of(folder)
-        start = [row for row in rows if "args" in row][-1]
-        flags, weights = SimpleNamespace(**start["args"]), start["model_weights"]
-        if "finished" not in rows[-1] or not hasattr(flags, "ref_context"):
-            raise ValueError("it is unfinished, or it is a run of train_policy.py")
+    start = finished_critic(folder)
+    flags, weights = SimpleNamespace(**start["args"]), start["model_weights"]
     if not model:  # look up pi_ref relative to the critic's folder, as both may have moved
         old_model, old_out = (os.path.join(start["cwd"], path) for path in (flags.model, flags.out))
         moved = os.path.join(folder, os.path.relpath(old_model, old_out))
         model = moved if os.path.isdir(moved) else flags.model
-    warn_if_changed(folder)
-    if base_digest(model) not in (weights, None):  # only rank 0 has a digest
+    if changed := changed_scripts(folder):
+        say(f"warning: the critic in {folder} was trained by another {changed}; to score as then, "
+            f"run its own copies (python {folder}/NAME.py)")
+    try:
+        found = base_digest(model)
+    except SystemExit as e:
+        fail(f"the pi_ref of the critic in {folder} is not there; move it back, or pass it to "
+             f"train_critic.py --score by --model ({e.code})")
+    if found not in (weights, None):  # only rank 0 has a digest
         fail(f"{model} is not the pi_ref of the critic in {folder}: its weights differ. Restore "
              "them, or run train_critic.py with the right --model")
     flags.model = model

@@ -15,7 +15,7 @@ Left out on purpose: online sampling (instead, sample a second round with the tr
 
     python train_policy.py --loss rft --all 1 --out runs/base < demos.jsonl
     python train_policy.py --model runs/base --out runs/sweet < scored.jsonl
-    torchrun --nproc_per_node=8 train_policy.py --out runs/sweet < scored.jsonl
+    torchrun --nproc_per_node=8 train_policy.py < scored.jsonl
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
 # Parse flags before importing torch, so that --help and flag errors are instant.
@@ -31,31 +31,35 @@ from colbench import agent_messages, needs, task_id
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < scored.jsonl", parallel=True)
     flag(p, "model", "meta-llama/Llama-3.1-8B-Instruct", "initial model, also the reference pi_ref")
-    flag(p, "out", None, "output directory; an interrupted run in it is resumed", required=True)
+    flag(p, "out", "runs/policy", "output directory; an interrupted run in it is resumed")
     flag(p, "loss", "dpo", "training data and objective, see above",
          choices=["dpo", "mtdpo", "rft"])
     g = p.add_argument_group("pairs")
-    flag(g, "pairs_per_turn", 4, "dpo: pairs to draw from a turn's candidates, all distinct",
-         least=1)
-    flag(g, "logprob_weight", 0.0, "dpo: rank candidates by advantage + this x the message's "
-         "log-prob when sampled")
-    flag(g, "mix", 0.0, "dpo: trajectory pairs (as in mtdpo) to add per candidate pair")
-    flag(g, "min_gap", None, "mtdpo, --mix; default: pair a task's first solved trajectory with "
-         "every unsolved one; a number: any two whose rewards differ by at least it", kind=float)
+    flag(g, "pairs_per_turn", 4, "distinct pairs to draw of a turn", least=1,
+         only="--loss dpo")
+    flag(g, "logprob_weight", 0.0, "rank candidates by advantage + this x the message's log-prob "
+         "when sampled", only="--loss dpo")
+    flag(g, "mix", 0.0, "trajectory pairs (as in mtdpo) per candidate pair", only="--loss dpo")
+    flag(g, "min_gap", None, "default: pair a task's first solved trajectory with every unsolved "
+         "one; a number: any two whose rewards differ by at least it", kind=float,
+         only="--loss mtdpo or --mix")
     flag(g, "held_out", 0.0, "share of the tasks held out to measure loss and accuracy", most=1)
-    flag(g, "eval_every", 100, "steps between evaluations on the held-out pairs", least=1)
-    flag(g, "all", 0, "rft: 1 trains on unsolved trajectories too (plain SFT)", choices=[0, 1])
+    flag(g, "eval_every", 100, "steps between evaluations", least=1, only="--held_out")
+    flag(g, "all", 0, "1: unsolved trajectories, too (plain SFT)", choices=[0, 1],
+         only="--loss rft")
     g = p.add_argument_group("objective and optimization")
-    flag(g, "beta", 0.1, "DPO's beta, the scale of the reward margin")
-    flag(g, "nll_coef", 0.01, "weight of the chosen side's mean NLL per token")
+    by_pairs = "--loss dpo or --loss mtdpo"
+    flag(g, "beta", 0.1, "DPO's beta, the scale of the reward margin", only=by_pairs)
+    flag(g, "nll_coef", 0.01, "weight of the chosen side's mean NLL per token", only=by_pairs)
     flag(g, "lr", 2e-7, "peak learning rate: 3%% warm-up, then cosine decay to a tenth")
     flag(g, "batch_size", None, "pairs per step, over all GPUs; default: 8 as in the paper "
-         "(rft: 32)", kind=int, least=1)
+         "(rft: 32 trajectories)", kind=int, least=1)
     flag(g, "epochs", None, "passes over the pairs; default: 1 as in the paper (mtdpo, rft: 4)",
          kind=int)
     flag(g, "seed", 0, "random seed of the training order, the pairs and the held-out tasks")
     machine_flags(p)
     args = p.parse_args(argv)
+    p.refuse_unused(args)
     if args.batch_size is None:
         args.batch_size = 32 if args.loss == "rft" else 8
     if args.epochs is None:

@@ -40,13 +40,25 @@ if WORLD > 1:  # a slow import, needed only to communicate
 # --- flags ----------------------------------------------------------------------------------------
 
 class Parser(argparse.ArgumentParser):
-    """Prints errors on rank 0 only, and stores the names of the given flags in args.given."""
+    """Prints errors on rank 0 only. args.given has the given flags, {name: default}."""
 
     def parse_args(self, argv=None):
         args = super().parse_args(argv)
         words = sys.argv[1:] if argv is None else argv
-        args.given = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+        names = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+        args.given = {name: self.get_default(name) for name in names}
         return args
+
+    def refuse_unused(self, args):
+        """Exits if a given flag has no effect beside the values of the others: see flag()."""
+        def holds(condition):  # "--loss dpo", or "--mix" for any value but 0 and None
+            name, _, value = condition.removeprefix("--").partition(" ")
+            return str(getattr(args, name)) == value if value else getattr(args, name)
+
+        for action in self._actions:
+            only = getattr(action, "only", None)
+            if only and action.dest in args.given and not any(map(holds, only.split(" or "))):
+                self.error(f"--{action.dest} has an effect only with {only}")
 
     def error(self, message):
         if RANK:
@@ -85,8 +97,12 @@ def end_after_rank_0(message):
     sys.exit(f"rank {RANK}: {message}")
 
 
-def flag(p, name, default, text, kind=str, least=0, most=math.inf, **more):
-    """Adds a flag. Its type is its default's, else `kind`; numbers must be in [least, most]."""
+def flag(p, name, default, text, kind=str, least=0, most=math.inf, only=None, **more):
+    """Adds a flag. Its type is its default's, else `kind`; numbers must be in [least, most].
+
+    only: the flags of which it needs one to have an effect, such as "--loss mtdpo or --mix".
+    """
+    text += f" (with {only})" if only and only != "--out" else ""
     if default is not None:
         kind, text = type(default), text + " [%(default)s]"
 
@@ -100,7 +116,7 @@ def flag(p, name, default, text, kind=str, least=0, most=math.inf, **more):
     if kind is not str and "choices" not in more:
         more["metavar"] = "N"
     p.add_argument(name if name.startswith("-") else "--" + name, type=read, default=default,
-                   help=text, **more)
+                   help=text, **more).only = only
 
 
 def machine_flags(p):
@@ -110,13 +126,13 @@ def machine_flags(p):
     flag(g, "dtype", "auto", "auto: bf16 on a GPU, fp32 on a CPU; master weights are fp32",
          choices=["auto", "bf16", "fp32"])
     flag(g, "recompute", None, "1: activation checkpointing, a fifth slower; default: 1 on a GPU",
-         kind=int, choices=[0, 1])
+         kind=int, choices=[0, 1], only="--out")
     flag(g, "compile", None, "1: torch.compile the layers and the head; default: 1 on a GPU",
          kind=int, choices=[0, 1])
     flag(g, "offload", 0, "1: keep weights and optimizer state in CPU memory", choices=[0, 1])
     g = p.add_argument_group("input and --out")
     flag(g, "max_length", 16384, "skip turns with more tokens than this, prompt included")
-    flag(g, "save_every", 100, "steps between checkpoints", least=1)
+    flag(g, "save_every", 100, "steps between checkpoints", least=1, only="--out")
 
 
 # --- messages and errors --------------------------------------------------------------------------
@@ -438,41 +454,38 @@ def from_rank_0(make):
 class Log:
     """A run in --out: locks the directory, and writes metrics.jsonl and copies of the scripts.
 
-    A new run starts at `step` 0, an interrupted run resumes at the `step` of its last checkpoint,
-    and a `finished` run is reused. Flags left out are read from the run; those given must equal
-    the run's, except MAY_CHANGE. The first row of metrics.jsonl has all flags.
+    A new run starts at `step` 0. A run that is there must have the same scripts, flags and data: an
+    interrupted one resumes at the `step` of its last checkpoint, a `finished` one is only read. The
+    first row of metrics.jsonl has all flags.
     """
-    MAY_CHANGE = ["out", "model", "tree_tokens", "recompute", "compile", "offload", "save_every"]
-    MAY_CHANGE_LATER = ["dtype", "max_length"]  # only once it is finished
+    MAY_CHANGE = ["out", "tree_tokens", "recompute", "compile", "offload", "save_every",
+                  "eval_every", "model", "given"]  # of the model, begin() compares the weights
 
     def __init__(self, args):
         self.args, self.out = args, args.out
         self.path = os.path.join(args.out, "metrics.jsonl")
         self.lock, (self.rows, self.step) = from_rank_0(self.lock_and_read)
         self.finished = any("finished" in row for row in self.rows)
-        self.may_change = self.MAY_CHANGE + (self.MAY_CHANGE_LATER if self.finished else [])
-        if self.rows:
-            old = [row for row in self.rows if "args" in row][-1]["args"]
-            for name in vars(args).keys() & old.keys() - {"given"}:
-                if name in args.given:
-                    self.check("--" + name, old[name], getattr(args, name))
-                else:
-                    setattr(args, name, old[name])
-        if self.finished:
-            say(f"{self.out} is already trained; reusing it (choose a new --out to retrain)")
-            drop_checkpoints(self.out)  # a kill may have left some
-            if self.lock:
-                os.close(self.lock)  # the run is only read from here on
+        if not self.rows:
+            return
+        if changed := changed_scripts(self.out):
+            self.refuse(f"another {changed}", f"run its own copies (python {self.out}/NAME.py)")
+        old = [row for row in self.rows if "args" in row][-1]["args"]
+        for name, new in vars(args).items():
+            was = old.get(name, args.given.get(name, new))  # if it is a new flag, its default
+            if was != new and name not in self.MAY_CHANGE:
+                self.refuse(f"--{name} {was}, not {new}", "repeat its command")
 
-    def check(self, name, old, new):
-        """Fails if a flag or a fact is not what it was before, unless it may change."""
-        if new != old and name.removeprefix("--") not in self.may_change:
-            fail(f"the run in {self.out} has {name} {old}, not {new}: choose another --out")
+    def refuse(self, what, instead):
+        """Exits because the run in --out is another one than that of the flags, scripts or data."""
+        if self.finished and "score" in self.args:
+            instead += f", score with it by --score {self.out}"
+        fail(f"the run in {self.out} has {what}: {instead}, or choose another --out")
 
     def lock_and_read(self):
         """Locks --out. Returns (lock, (rows of metrics.jsonl, step of the last checkpoint))."""
         out = self.out
-        with fail_on_error(f"--out {out}"):
+        with fail_on_error(f"--out {out or repr(out)}"):
             os.makedirs(out, exist_ok=True)
             lock = os.open(out, os.O_RDONLY)
         with fail_on_error(f"--out {out} is in use by another run"):
@@ -488,7 +501,7 @@ class Log:
         return lock, (rows, max([int(step) for step in steps if step.isdecimal()], default=0))
 
     def begin(self, groups, held_out, steps, **facts):
-        """Writes the first row, or checks that a resumed run has the same facts and pairs.
+        """Writes the first row, or checks that the run in --out has the same facts and pairs.
 
         groups: [[Pair]] to train on; held_out: held-out [Pair]. The row stores their hash.
         """
@@ -496,20 +509,25 @@ class Log:
         if RANK:
             return
         pairs = sum(map(len, groups))
-        hint = ": training signal will be weak" if pairs < 50 or steps < 30 else ""
-        say(f"{pairs} pairs, {steps} steps{hint}")
         facts = {"steps": steps, "pairs": pairs, "held_out_pairs": len(held_out),
                  "pairs_hash": digest([digest(tuple(pair)) for pair in chain(*groups, held_out)]),
                  **facts}
+        for name in facts if self.rows else ():
+            if self.rows[0].get(name, facts[name]) != facts[name]:  # older versions logged fewer
+                what = {"dtype": "another --dtype", "model_weights": "a --model of other weights"}
+                what = what.get(name, "other data than stdin")
+                self.refuse(what, "repeat its command with its data")
+        if self.finished:
+            drop_checkpoints(self.out)  # a kill may have left some
+            return say(f"{self.out} is already trained with these scripts, flags and data; choose "
+                       "another --out to train again")
+        hint = ": training signal will be weak" if pairs < 50 or steps < 30 else ""
+        unit = "pairs" if any(pair.rejected for pair in chain(*groups)) else "trajectories"
+        say(f"{pairs} {unit}, {steps} steps{hint}")
         first = {"args": vars(self.args), "argv": sys.argv, "cwd": os.getcwd(),
                  "version": version(), "world": WORLD, **facts}
         if self.rows:
-            warn_if_changed(self.out)
-            for name, new in facts.items():  # older versions logged fewer
-                self.check(name, self.rows[0].get(name, new), new)
             first = {"resumed": self.step, **first}
-        if self.finished:
-            return
         rows = [row for row in self.rows if row.get("step", -1) < self.step]
         with writing(self.path) as part, open(part, "w") as f:
             f.writelines(json.dumps(row) + "\n" for row in (*rows, first))
@@ -556,13 +574,12 @@ class Log:
         drop_checkpoints(self.out)
 
 
-def warn_if_changed(out):
-    """Warns of scripts that differ from the copies that a run made when it started."""
-    scripts = glob.glob("*.py", root_dir=HERE)
-    _, changed, _ = filecmp.cmpfiles(HERE, out, scripts, shallow=False)
-    if changed:
-        say(f"warning: the run in {out} started with other versions of {', '.join(changed)}; it "
-            "has copies of them")
+def changed_scripts(out):
+    """Names those of the running scripts that differ from the copies in a run's directory."""
+    running = {*sys.modules, os.path.basename(sys.argv[0]).removesuffix(".py")}
+    ours = [name for name in glob.glob("*.py", root_dir=HERE) if name[:-3] in running]
+    _, changed, _ = filecmp.cmpfiles(HERE, out, ours, shallow=False)
+    return ", ".join(sorted(changed))
 
 
 def rows_of(out):
@@ -572,6 +589,18 @@ def rows_of(out):
     if not rows or "args" not in rows[0]:
         raise ValueError("its first row has no args")
     return rows
+
+
+def finished_critic(folder):
+    """Returns the last row with flags of a finished run of train_critic.py, or fails."""
+    with fail_on_error(f"{folder or repr(folder)} is not a finished run of train_critic.py"):
+        rows = rows_of(folder)
+        start = [row for row in rows if "args" in row][-1]
+        if "ref_context" not in start["args"]:
+            raise ValueError("it is a run of train_policy.py")
+        if "finished" not in rows[-1]:
+            raise ValueError("it was interrupted; repeat its command to resume it")
+    return start
 
 
 def drop_checkpoints(out, keep=None):

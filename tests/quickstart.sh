@@ -37,7 +37,6 @@ episodes() {   # of tasks (stdin), graded by the hidden tests
     python collect.py --seed $SEED --human tests/toy.py --max_turns 6 --max_tokens 40 "$@" |
         python colbench.py grade
 }
-critic() { python train_critic.py --seed $SEED "$@"; }
 policy() { python train_policy.py --seed $SEED "$@"; }
 dpo() {
     policy --beta 1 --nll_coef 3 --mix 0.25 --logprob_weight 0.1 --lr 6e-4 --batch_size 32 "$@"
@@ -78,14 +77,14 @@ rival() {
     try rft
 }
 beside rival
-critic --model $R/base --out $R/critic --beta 1 --nll_coef 0.3 --lr 4e-4 --batch_size 16 \
-    < $R/train.jsonl | dpo --model $R/base --out $R/sweet > /dev/null
+python train_critic.py --seed $SEED --model $R/base --out $R/critic --beta 1 --nll_coef 0.3 \
+    --lr 4e-4 --batch_size 16 < $R/train.jsonl | dpo --model $R/base --out $R/sweet > /dev/null
 wait_for_all
 
 step "second round: the new policy's episodes, scored by the same critic"
 beside try sweet
 explore sweet again
-critic --out $R/critic < $R/again.jsonl | dpo --model $R/sweet --out $R/sweet2 > /dev/null
+python train_critic.py --score $R/critic < $R/again.jsonl | dpo --model $R/sweet --out $R/sweet2 > /dev/null
 try sweet2
 
 step "done; tests passed and tasks solved, with 95 % intervals:"

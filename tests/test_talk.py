@@ -110,7 +110,7 @@ def test_a_solved_episode_with_advantages_then_ctrl_d(rewarded, tasks, tiny_dir,
         assert t.leave("\x04") == 0
     (got,) = records((folder / "out").read_text())
     assert got["dialogue_history"][2]["content"] == "größe 4" and got["reward"] == 1
-    critic = ["train_critic.py", "--out", folder / "critic"]
+    critic = ["train_critic.py", "--score", folder / "critic"]
     assert records(succeed(*critic, stdin=[got]).stdout) == [got]
     asked, answered = (f"{m['advantage']:+10.3f}" for m in agent_messages(got))
     assert asked != answered

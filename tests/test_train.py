@@ -58,7 +58,8 @@ def test_a_loss_is_that_of_its_equation(loss):
         likelihood = statistics.fmean(map(statistics.fmean, parts))
         want = math.log(1 + math.exp(-margin)) - nll_coef * likelihood
         flags = ["--loss", loss] if trainer is train_policy else []
-        flags += ["--beta", str(beta), "--nll_coef", str(nll_coef), "--out", "x"]
+        if loss != "rft":
+            flags += ["--beta", str(beta), "--nll_coef", str(nll_coef)]
         got, facts = trainer.batch_loss(trainer.get_args(flags), [pair], logps, ref)
         if loss == "rft":
             assert got.item() == exact(-statistics.fmean(sum(chosen, []))) and not facts
@@ -314,12 +315,13 @@ def test_a_finished_critic_finds_its_reference_and_takes_no_other(rewarded, tiny
     assert any(x["advantage"] for r in first for x in actions(r))
     moved = shutil.move(tmp_path / "runs", tmp_path / "moved")
     base, out = Path(moved, "base"), Path(moved, "c")
-    score = ["train_critic.py", "--out", out]
+    score = ["train_critic.py", "--score", out]
     for r in first + rewarded:
         del r["reward"]
     assert records(succeed(*score, stdin=rewarded[::-1]).stdout) == first[::-1]
     elsewhere = shutil.move(base, tmp_path / "elsewhere")
-    complaint(script(*score, stdin=rewarded), "no model at 'base'")
+    complaint(script(*score, stdin=rewarded), f"the pi_ref of the critic in {out} is not there",
+              "no model at 'base'")
     assert records(succeed(*score, "--model", elsewhere, stdin=rewarded).stdout) == first
     weights = load_file(f"{elsewhere}/model.safetensors")
     save_file({k: v * 1.001 for k, v in weights.items()}, f"{elsewhere}/model.safetensors",
@@ -519,7 +521,7 @@ def test_many_processes_and_small_trees_make_the_same_steps(world, job, whole, c
     same_to_rounding(whole(job), tmp_path / job, done.stdout)
     assert metrics(tmp_path / job)[0]["world"] == world
     if job == "critic":  # a finished one scores
-        done = succeed(train[0], "--out", tmp_path / job, stdin=data, ranks=world)
+        done = succeed(train[0], "--score", tmp_path / job, stdin=data, ranks=world)
         same_to_rounding(whole(job), tmp_path / job, done.stdout)
     tokens = sum(row["tokens"] for row in steps(tmp_path / job))
     assert planned_tokens([*train, "--out", tmp_path / "plan"], data, world)[0] == tokens
@@ -533,6 +535,7 @@ def test_two_processes_train_turn_by_turn_as_one_does(tmp_path, tiny_dir):
     rft = ["train_policy.py", "--loss", "rft", "--all", 1, "--model", base, "--batch_size", 5,
            "--epochs", 2, "--lr", 1e-4, "--out"]
     one = succeed(*rft, tmp_path / "1", stdin=demos(7))
+    assert "\n7 trajectories, 4 steps" in "\n" + one.stderr
     two = succeed(*rft, tmp_path / "2", "--recompute", 1, "--save_every", 2, stdin=demos(7),
                   ranks=2)
     assert "turn by turn" in one.stderr and "turn by turn" in two.stderr
@@ -658,10 +661,10 @@ def test_a_finished_run_is_only_read_and_what_is_no_run_never_removed(job, whole
                                                                       tmp_path):
     out, stdout = whole(job)
     before = contents(out)
-    assert succeed(*command(job, out), stdin=data).stdout == stdout
-    assert succeed(command(job, out)[0], "--out", out, stdin=data).stdout == stdout
-    if job == "mtdpo":
-        assert succeed(*command(job, out, "--dtype", "bf16"), stdin=data).stdout == stdout
+    done = succeed(*command(job, out), stdin=data)
+    assert done.stdout == stdout and f"{out} is already trained with these" in done.stderr
+    if job == "critic":
+        assert succeed("train_critic.py", "--score", out, stdin=data).stdout == stdout
     assert contents(out) == before
     (tmp_path / "precious").write_text("mine")
     done = script(*command(job, tmp_path), stdin=data)
@@ -669,24 +672,86 @@ def test_a_finished_run_is_only_read_and_what_is_no_run_never_removed(job, whole
     assert contents(tmp_path) == {tmp_path / "precious": b"mine"}
 
 
+@pytest.mark.parametrize("finished", [False, True])
 @pytest.mark.parametrize("flags, change, message", [
     (["--lr", 3], ("", ""), "--lr 0.0001, not 3.0"),
-    (["--max_length", 3], ("", ""), "--max_length 16384, not 3"),
-    ([], ('"content": "write', '"content": "Write'), "pairs_hash ")])
-def test_only_the_same_run_goes_on(flags, change, message, killed, command, data):
-    out = killed("critic")
+    (["--dtype", "bf16"], ("", ""), "--dtype auto, not bf16"),
+    (["--eval_every", 7], ('"content": "write', '"content": "Write'), "other data than stdin"),
+    (["--model", "OTHER"], ("", ""), "a --model of other weights")])
+def test_only_the_same_run_goes_on(flags, change, message, finished, killed, whole, command, data,
+                                   tiny_dir, tmp_path):
+    """--eval_every changes no result, so it is not what is refused. To score is another command."""
+    if "OTHER" in flags:
+        flags = ["--model", shutil.copytree(tiny_dir, tmp_path / "other")]
+        state = load_file(tmp_path / "other" / "model.safetensors")
+        save_file({name: x + 1e-3 for name, x in state.items()},
+                  tmp_path / "other" / "model.safetensors", {"format": "pt"})
+    out = whole("critic")[0] if finished else killed("critic")
     before = contents(out)
     done = script(*command("critic", out, *flags), stdin=data.replace(*change, 1))
-    complaint(done, f"the run in {out} has ", message)
-    assert contents(out) == before
+    said = complaint(done, f"the run in {out} has {message}: ", "or choose another --out")
+    assert (f"by --score {out}" in said) == finished and contents(out) == before
+
+
+def test_an_edited_script_neither_resumes_nor_scores_in_silence(killed, whole, command, data,
+                                                                tmp_path):
+    """The run's own copies of the scripts do, and what is not loaded may change."""
+    for path in Path(ROOT).glob("*.py"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / "evaluate.py").write_text("# edited")
+    edited = tmp_path / "train_critic.py"
+    edited.write_text(edited.read_text().replace("(logps - ref_logps).mean()",
+                                                 "(logps - ref_logps).sum()"))
+    out, (finished, stdout) = shutil.copytree(killed("critic"), tmp_path / "out"), whole("critic")
+    for folder in (out, finished):
+        before = contents(folder)
+        complaint(script(edited, *command("critic", folder)[1:], stdin=data),
+                  f"the run in {folder} has another train_critic.py: run its own copies")
+        assert contents(folder) == before
+    done = succeed(edited, "--score", finished, stdin=data)
+    assert f"the critic in {finished} was trained by another train_critic.py" in done.stderr
+    assert done.stdout != stdout
+    own = succeed(out / "train_critic.py", *command("critic", out)[1:], stdin=data)
+    same_bits(whole("critic"), out, own.stdout)
+
+
+def test_score_never_trains(killed, data, tmp_path):
+    """What is not a finished critic is named, and nothing is made."""
+    row = {"args": {"ref_context": "agent"}}
+    for name, rows, why in (("gone", None, "No such file"), ("policy", [{"args": {}}], "a run of"),
+                            ("killed", [row, {"step": 3}], "it was interrupted; repeat its"),
+                            ("other", [{"x": 1}], "its first row has no args")):
+        if rows:
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "metrics.jsonl").write_text(lines(rows))
+        before = sorted(tmp_path.rglob("*"))
+        args = train_critic.get_args(["--score", str(tmp_path / name)])
+        with pytest.raises(SystemExit, match=f"{name} is not a finished run of .*: .*{why}"):
+            train_critic.score_only(args, "cpu")
+        assert sorted(tmp_path.rglob("*")) == before
+    complaint(script("train_critic.py", "--score", killed("critic"), stdin=data), "interrupted")
+
+
+def test_a_flag_that_the_run_lacks_is_compared_with_its_default(tmp_path):
+    """As of a run of older scripts."""
+    def args(*flags):
+        return train_policy.get_args(["--out", str(tmp_path), *flags])
+
+    old = {name: value for name, value in vars(args()).items() if name != "beta"}
+    (tmp_path / "metrics.jsonl").write_text(lines([{"args": old}]))
+    for flags in ([], ["--beta", "0.1"]):
+        os.close(utils.Log(args(*flags)).lock)
+    with pytest.raises(SystemExit, match="has --beta 0.1, not 3.0"):
+        utils.Log(args("--beta", "3"))
 
 
 def test_a_run_whose_last_save_fails_goes_on(killed, whole, command, data, tmp_path):
     out = shutil.copytree(killed("critic"), tmp_path / "out")
     (out / "tokenizer.json").mkdir()
-    complaint(script(*command("critic", out), stdin=data), f"{out} can't be written")
+    resume = command("critic", out, "--save_every", 2)
+    complaint(script(*resume, stdin=data), f"{out} can't be written")
     (out / "tokenizer.json").rmdir()
-    done = succeed(*command("critic", out), stdin=data)
+    done = succeed(*resume, stdin=data)
     same_bits(whole("critic"), out, done.stdout)
     assert [row["resumed"] for row in metrics(out) if "resumed" in row] == [2, 6]
 
@@ -699,6 +764,20 @@ def test_two_runs_cannot_share_an_out(command, data, tmp_path):
 
 
 # --- what is left out, what it is saved as --------------------------------------------------------
+
+@pytest.mark.parametrize("mode", [["--score", "x"], ["--untrained", "1"]])
+def test_each_flag_has_an_effect_or_is_refused(mode, capsys):
+    """Without training a critic takes those of its reference, speed, memory and length."""
+    effective = {"model", "min_gap", "max_length", "tree_tokens", "dtype", "compile", "offload"}
+    for name in vars(train_critic.get_args([])).keys() - {"given", "out", "score", "untrained"}:
+        value = {"dtype": "bf16", "ref_context": "agent"}.get(name, "1")
+        if name in effective:
+            assert train_critic.get_args([*mode, f"--{name}", value]).out is None
+            continue
+        with pytest.raises(SystemExit):
+            train_critic.get_args([*mode, f"--{name}={value}"])
+        assert f"error: --{name} has an effect only with --out\n" in capsys.readouterr().err
+
 
 def test_turns_that_are_too_long_get_no_advantage_and_are_counted(data, tiny_dir):
     flags = ["--untrained", 1, "--max_length", 150]
@@ -728,7 +807,7 @@ def test_pair_accuracy_is_that_of_a_plain_loop_over_pairs(rewarded, tiny_dir, tm
     trained_on = utils.rows_of(out)[0]["tasks"]
     assert 0 < len(trained_on) < len({task_id(r["task"]) for r in rewarded})
     assert expected(scored, trained_on) in said
-    rescored, said = score(scored, "--out", out)
+    rescored, said = score(scored, "--score", out)
     assert expected(rescored, trained_on) in said
     scored, said = score(rewarded, *model_flags, "--untrained", 1)
     assert expected(scored) in said

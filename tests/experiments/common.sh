@@ -54,7 +54,7 @@ scored_records() {  # CRITIC: prints them; train_critic NAME RECORDS [FLAGS] tra
     trained) train_critic trained train --ref_context agent ;;
     untrained) score_untrained train ;;
     none) sed -E 's/("advantage": )[-+.e0-9]+/\10/g' $dir/scored-untrained.jsonl ;;
-    better) python train_critic.py --out $dir/critic-better $FLAGS < $dir/train.jsonl ;;
+    better) python train_critic.py --score $dir/critic-better $FLAGS < $dir/train.jsonl ;;
     again-untrained) score_untrained again ;;
     again-better) train_critic better again --ref_context agent --nll_coef 1 ;;
     *) train_critic $1 train ;;

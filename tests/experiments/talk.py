@@ -31,8 +31,8 @@ with contextlib.suppress(ImportError):
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 sys.path.insert(0, ROOT)
 from colbench import agent_messages, environment, hidden_information, needs
-from utils import (fail, fail_on_error, flag, inline, open_stdout, parser, read_jsonl,
-                   rows_of)
+from utils import (fail, fail_on_error, finished_critic, flag, inline, open_stdout, parser,
+                   read_jsonl)
 
 SOCKET = "TALK_SOCKET"  # environment variable with the descriptor of collect.py's end
 STAGES = contextlib.ExitStack()  # kills the scripts that still run
@@ -108,11 +108,8 @@ def finish(stage, record=None):
 
 
 def main(args, flags):
-    if args.critic:  # checked here, as train_critic.py would train an unfinished --out
-        with fail_on_error(f"--critic {args.critic} is not a finished run of train_critic.py"):
-            rows = rows_of(args.critic)
-            if "finished" not in rows[-1] or "ref_context" not in rows[0]["args"]:
-                raise ValueError("it is unfinished, or it is a run of train_policy.py")
+    if args.critic:
+        finished_critic(args.critic)  # fails here rather than after the first dialogue
     with fail_on_error("talk.py needs a terminal"):
         terminal = os.open("/dev/tty", os.O_RDWR)
     stream, name = sys.stdin, "stdin"
@@ -158,7 +155,7 @@ def talk(collect, critic, emit):
             show("\n--- the reference, which the agent does not see ---\n"
                  f"{hidden_information(task).strip()}\n\n")
             if critic and not scoring:  # it loads while you talk
-                scoring = start("train_critic.py", "--out", critic)
+                scoring = start("train_critic.py", "--score", critic)
         for message in agent_messages({"dialogue_history": history[len(shown):]}):
             show(message["content"], "agent  ")
         shown = history
