@@ -46,7 +46,7 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
 from transformers.utils import logging
 
 from utils import (RANK, WORLD, add_warning, barrier, digest, drop_checkpoints, fail, fail_on_error,
-                   progress, rng, say, sum_over_ranks, writing)
+                   is_unfinished, progress, rng, say, sum_over_ranks, writing)
 
 # torch 2.11's kernel supports grouped-query attention without this argument
 GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
@@ -597,11 +597,17 @@ def find_model(path, weights=False):
             if weights:
                 patterns.append("*.safetensors")
             path = snapshot_download(path, allow_patterns=patterns)
+        if is_unfinished(path):
+            raise ValueError("it is an unfinished run; repeat its command to resume it")
+        files = {*os.listdir(path)} - {"adapter_model.safetensors"}
+        has_weights = any(name.endswith(".safetensors") for name in files)
+        if "adapter_config.json" in files and not has_weights:
+            raise ValueError("it is an adapter; merge it into its base model (merge_and_unload)")
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as e:
         fail(f"no model at {path!r}: {str(e).splitlines()[0]}")
-    if weights and not glob.glob("*.safetensors", root_dir=path):
+    if weights and not has_weights:
         fail(f"no weights at {path!r}: only safetensors files are supported")
     if weights and getattr(config, "quantization_config", None):
         fail(f"{path!r} has quantized weights, which are not supported: use the original model")

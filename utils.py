@@ -591,6 +591,12 @@ def rows_of(out):
     return rows
 
 
+def is_unfinished(folder):
+    """Whether a folder is a run that a trainer has not finished."""
+    with contextlib.suppress(OSError, ValueError):
+        return "finished" not in rows_of(folder)[-1]
+
+
 def finished_critic(folder):
     """Returns the last row with flags of a finished run of train_critic.py, or fails."""
     with fail_on_error(f"{folder or repr(folder)} is not a finished run of train_critic.py"):

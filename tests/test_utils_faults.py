@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import model
 import utils
 from conftest import (HUMAN, ROOT, actions, complaint, key_of, metrics, records, script, shell,
                       steps, succeed)
@@ -273,6 +274,23 @@ def test_a_step_that_would_spoil_the_weights_is_not_made(name, ranked, tiny_dir,
     complaint(done, "the weights", "--lr")
     assert [path.name for path in out.glob("checkpoint-*")] == [f"checkpoint-{len(steps(out))}"]
     assert not (out / "model.safetensors").exists()
+
+
+def test_a_folder_that_is_no_whole_model_is_named_for_what_it_is(tiny_dir, tmp_path):
+    """A LoRA adapter, with and without config.json, and a run that was killed while it saved."""
+    adapter, run = (shutil.copytree(tiny_dir, tmp_path / name) for name in ("adapter", "run"))
+    (adapter / "model.safetensors").rename(adapter / "adapter_model.safetensors")
+    (adapter / "adapter_config.json").write_text("{}")
+    (run / "metrics.jsonl").write_text('{"args": {}}\n{"step": 3}\n')
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="it is an adapter; merge it into its base model"):
+            model.find_model(str(adapter))
+        (adapter / "config.json").unlink(missing_ok=True)
+    with pytest.raises(SystemExit, match="it is an unfinished run; repeat its command"):
+        model.find_model(str(run))
+    for rows in ('{"args": {}}\n{"finished": 4}\n', "of another program"):
+        (run / "metrics.jsonl").write_text(rows)
+        model.find_model(str(run))
 
 
 # --- trust ----------------------------------------------------------------------------------------
