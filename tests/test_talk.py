@@ -119,7 +119,7 @@ def test_a_solved_episode_with_advantages_then_ctrl_d(rewarded, tasks, tiny_dir,
 
 @pytest.mark.parametrize("flags, message", [
     (["--model", "x", "--temprature", "0"], "collect.py: error: unrecognized arguments: --tempra"),
-    (["--model", "x", "--critic", "runs/x"], "error: --critic runs/x is not a finished run"),
+    (["--model", "x", "--critic", "runs/x"], "error: runs/x is not a finished run of"),
     pytest.param(["--model", "/no/model"], "collect.py: error: no model at '/no/model'",
                  marks=pytest.mark.full)])
 def test_a_stage_that_fails_shows_its_error(flags, message, folder):
