@@ -194,7 +194,7 @@ def print_pair_accuracy(args, records, advantage_of):
     run = args.out or args.score
     trained_on = rows_of(run)[0].get("tasks", ()) if run else ()
     correct = []  # a bool per pair
-    for task, trajectories in trajectories_by_task(records).items():
+    for (task, _), trajectories in trajectories_by_task(records).items():
         values = [(reward, sum(advantage_of[turn] for turn in turns))
                   for reward, turns in trajectories if reward is not None]
         if task not in trained_on:
@@ -277,12 +277,16 @@ def hold_out(tasks, share, seed):
 
 
 def trajectories_by_task(records):
-    """Returns {task id: [(reward or None, turns)]} of the trajectories without a skipped turn."""
+    """Returns {(task id, pair): [(reward or None, turns)]}, without those with a skipped turn.
+
+    Trajectories form pairs only if their fields `pair` are equal, which most records don't have.
+    """
     by_task = {}
     for r in records:
         turns = tuple(message[TURN] for message in agent_messages(r))
         if None not in turns:
-            by_task.setdefault(task_id(r["task"]), []).append((r.get("reward"), turns))
+            key = task_id(r["task"]), r.get("pair")
+            by_task.setdefault(key, []).append((r.get("reward"), turns))
     return by_task
 
 
@@ -300,27 +304,24 @@ def trajectory_pairs(records, min_gap):
             add_warning("trajectories are paired by rewards of different graders: grade all "
                         "episodes alike (colbench.py grade)", f"the task {task}")
     print_warnings()
-    for task, trajectories in by_task.items():
+    for (task, _), trajectories in by_task.items():
         first_solved = [(reward, turns) for reward, turns in trajectories if reward >= 1][:1]
         pairs = [Pair(chosen, rejected, gap=high - low)
                  for high, chosen in (first_solved if min_gap is None else trajectories)
                  for low, rejected in trajectories
                  if is_pair(high, low, min_gap) and chosen != rejected]
         if pairs:
-            groups[task] = pairs
+            groups.setdefault(task, []).extend(pairs)
     if not groups:
-        rewards = [{reward for reward, _ in trajectories} for trajectories in by_task.values()]
-        if not rewards:
+        if not by_task:
             why = "all are too long for --max_length or --model"
-        elif max(map(len, rewards)) > 1:
-            why = "no task has " + ("both a solved and an unsolved one" if min_gap is None else
-                                    f"two whose rewards differ by {min_gap} or more")
-            why += "; try --min_gap 0" * (min_gap != 0)
-        elif len(set.union(*rewards)) > 1 or len(by_task) == len(records):
-            why = "none of a task differ in reward; sample more per task by collect.py -k"
+        elif all(len({reward for reward, _ in x}) == 1 for x in by_task.values()):
+            why = ("no task has two that differ in reward: sample more episodes per task with "
+                   "collect.py -k, or collect on easier or harder tasks")
+        elif min_gap is None:
+            why = "no task has both a solved and an unsolved one; try --min_gap 0"
         else:
-            reward = rewards[0].pop()
-            why = f"all rewards are {reward:g}; try {'harder' if reward >= 1 else 'easier'} tasks"
+            why = f"no task has two whose rewards differ by {min_gap} or more"
         fail(f"no pairs in {len(records)} trajectories: {why}")
     return groups
 

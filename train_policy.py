@@ -195,7 +195,7 @@ def make_groups(args, records):
     """Returns [(task id, [Pair])], one group per task or, for candidates, one per trajectory."""
     if args.loss == "rft":
         return [(task, [Pair(turns) for reward, turns in trajectories if args.all or reward >= 1])
-                for task, trajectories in trajectories_by_task(records).items()]
+                for (task, _), trajectories in trajectories_by_task(records).items()]
     if args.loss == "mtdpo":
         return list(trajectory_pairs(records, args.min_gap).items())
     groups = []

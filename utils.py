@@ -253,7 +253,7 @@ RECORD = {
     "task": {"kind": str, "problem_description": str, "ground_truth": str,
              "hidden_information": str, "agent_prompt": str, "test_cases": {...: str}},
     "dialogue_history": [{"role": str, **ACTION, "candidates": [ACTION]}],
-    "sample": int, "answer": str, "answered": bool, "reward": float,
+    "sample": int, "pair": str, "answer": str, "answered": bool, "reward": float,
     "tests": {...: str}, "failure": str, "reward_by": str,
     "meta": {"model_weights": str, "candidates": {}}}
 UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to do instead
@@ -328,9 +328,10 @@ def parse_record(line, need):
         raise ValueError("not a JSON object")
     if "task" not in record and "problem_description" in record:
         record = {"task": record}  # ColBench's published task files hold bare tasks
-    if "rejected" in record and "task" not in record:
-        raise ValueError("this is a preference pair, convert it first: python "
-                         "tests/experiments/preferences.py < FILE | train_policy.py --loss mtdpo")
+    if record.keys() & {"rejected", "messages", "conversations"} and "task" not in record:
+        raise ValueError("this is a preference pair or a chat, convert it first: python "
+                         "tests/experiments/preferences.py < FILE | train_policy.py --loss mtdpo "
+                         "(chats: --loss rft)")
     check_shape(record, RECORD)
     check_dialogue(record.get("dialogue_history", []), "dialogue_history")
     if not -1 <= record.get("reward", 0) <= 1:

@@ -160,6 +160,10 @@ def key_of(record):
     return colbench.task_id(record["task"]), record["sample"]
 
 
+def agent_texts(record):
+    return [m["content"] for m in colbench.agent_messages(record)]
+
+
 def actions(record):
     """The agent's messages and their candidates."""
     return [x for m in colbench.agent_messages(record) for x in (m, *m.get("candidates", ()))]

@@ -1,5 +1,6 @@
 """Preferences: the forms that become records, what is refused, and what a trainer makes of them."""
 import json
+import random
 import shutil
 
 import pytest
@@ -7,9 +8,10 @@ import pytest
 import model as M
 import train_critic
 import train_policy
-from conftest import dialogue, records, script, succeed, turns_of
+from conftest import agent_texts, dialogue, key_of, records, script, succeed, turns_of
+from experiments import preferences
 from model import Pair
-from test_train import prepared
+from test_train import prepared, read_by
 
 RIVER, ELBE, WATER = dialogue("Name a river.", "The Elbe.")[0], *(
     {"role": "assistant", "content": text} for text in ("The Elbe.", "Water."))
@@ -38,6 +40,9 @@ FORMS = {  # name: (a line of it, what stands before the user's message)
                  [SYSTEM]),
     "Axolotl": ({"messages": [RIVER], "chosen": ELBE, "rejected": WATER}, []),
     "ms-swift": ({"messages": CHOSEN, "rejected_response": "Water."}, []),
+    "ms-swift's dialogues": ({"messages": CHOSEN, "rejected_messages": REJECTED}, []),
+    "an empty history": ({"instruction": "Name a river.", "input": "", "history": [],
+                          "chosen": "The Elbe.", "rejected": "Water."}, []),
     "Alpaca": ({"instruction": "Name a river.", "input": "", "chosen": "The Elbe.",
                 "rejected": "Water."}, []),
     "parts": ({"prompt": [PART(RIVER)], "chosen": [PART(ELBE)], "rejected": [PART(WATER)]}, []),
@@ -60,15 +65,113 @@ def convert(lines, *flags):
     return records(succeed(CONVERT, *flags, stdin=lines).stdout)
 
 
-def test_every_form_becomes_two_records():
-    got = convert([line for line, _ in FORMS.values()])
-    for number, form in enumerate(FORMS, 1):
-        pair, before = got[2 * number - 2:2 * number], FORMS[form][1]
-        sides = [before + CHOSEN, before + REJECTED]
+def converted(line, *flags):
+    """The records of one line, in this process."""
+    row = preferences.parse_row(json.dumps(line))
+    return preferences.records(row, preferences.get_args([*map(str, flags)]))
+
+
+def test_every_form_becomes_two_records_whose_ids_come_from_the_content():
+    ids = {}  # {whether with the system message: ids of the records}
+    for form, (line, before) in FORMS.items():
+        pair, sides = converted(line), [before + CHOSEN, before + REJECTED]
         assert [r["dialogue_history"] for r in pair] == sides, form
         assert [r["reward"] for r in pair] == [1, 0]
-        assert [r["task"]["id"] for r in pair] == [f"of line {number}"] * 2
-    assert len(got) == 2 * len(FORMS)
+        assert pair[0]["task"] == pair[1]["task"] and pair[0]["pair"] == pair[1]["pair"]
+        keys = [(key_of(r), r["pair"]) for r in pair]
+        assert ids.setdefault(bool(before), keys) == keys != ids.get(not before), form
+    assert len(convert([line for line, _ in FORMS.values()])) == 4  # the others are the same
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_converted_files_that_are_joined_have_the_pairs_of_their_lines(seed, tiny_dir, monkeypatch):
+    """No pair crosses two lines, and no prompt is both trained on and held out."""
+    r = random.Random(seed)
+    prompts, answers = ["Name a river.", "A lake?", "A fruit?"], ["a", "b", "c", "d"]
+    wanted = {(r.choice(prompts), *r.sample(answers, 2)) for _ in range(12)}
+    rows = [dict(zip(("prompt", "chosen", "rejected"), pair)) for pair in sorted(wanted)]
+    r.shuffle(rows)
+    cut = r.randrange(len(rows))
+    given = convert(rows[:cut] + rows[:2][:cut]) + convert(rows[cut:])  # the first ones come again
+    assert len({key_of(record) for record in given}) == len(given) == 2 * len(rows)
+    tokenizer = M.find_model(tiny_dir)[1]
+    reading = {turn: (record["dialogue_history"][0]["content"], *agent_texts(record))
+               for record in given for turn in turns_of(tokenizer, record)}
+    for trainer in (train_policy, train_critic):
+        flags = ["--loss", "mtdpo"] if trainer is train_policy else []
+        flags += ["--model", tiny_dir, "--held_out", 0.4] + r.choice([[], ["--min_gap", 0]])
+        groups, held = read_by(monkeypatch, given, trainer, *flags)
+        parts = [[(reading[pair.chosen[0]], reading[pair.rejected[0]]) for pair in part]
+                 for part in ([pair for group in groups for pair in group], held)]
+        assert sorted((prompt, a, b) for (prompt, a), (_, b) in sum(parts, [])) == sorted(wanted)
+        trained_on, held_out = ({chosen[0] for chosen, _ in part} for part in parts)
+        assert trained_on and held_out and not trained_on & held_out
+        r.shuffle(given)
+        assert read_by(monkeypatch, given, trainer, *flags) == (groups, held)
+
+
+STRUCTURE = [json.dumps(ELBE), json.dumps(CHOSEN), json.dumps(SHARE("gpt", "The Elbe.")), "[]", "4",
+             "Assistant: The Elbe.", TEXT + "The Elbe.", "Human: hi", "</think> is a tag", "null"]
+TEXT_FORMS = [{"prompt": 0, "chosen": 1, "rejected": 2}, {"question": 0, "chosen": 1, "rejected": 2},
+              {"instruction": 0, "input": "", "chosen": 1, "rejected": 2}]
+
+
+@pytest.mark.parametrize("form", TEXT_FORMS)
+def test_text_that_looks_like_messages_is_text(form):
+    """Beside a prompt, unless --dialogues 1 declares otherwise."""
+    for i in range(len(STRUCTURE)):
+        texts = [STRUCTURE[(i + j) % len(STRUCTURE)] for j in range(3)]
+        pair = converted({name: texts[x] if x != "" else x for name, x in form.items()})
+        assert [r["dialogue_history"] for r in pair] == [dialogue(texts[0], texts[1]),
+                                                         dialogue(texts[0], texts[2])]
+
+
+def test_dialogues_in_text_are_parsed_where_that_is_declared_and_else_counted():
+    """HH-RLHF also comes with a column for the prompt."""
+    line = {"prompt": TEXT, "chosen": " The Elbe.", "rejected": json.dumps([WATER])}
+    said = script(CONVERT, stdin=[line]).stderr
+    assert "2 texts look like dialogues and are read as plain text (--dialogues 1 parses" in said
+    done = script(CONVERT, "--dialogues", 1, stdin=[line])
+    assert [agent_texts(r) for r in records(done.stdout)] == [[" The Elbe."], ["Water."]]
+    assert all(r["dialogue_history"][0] == RIVER for r in records(done.stdout)) and not done.stderr
+
+
+def test_a_history_stands_before_the_prompt():
+    line = {"system": "Be brief.", "instruction": "Name a river.", "input": "In Saxony.",
+            "history": [["Hi", "Hello"], ["So", "Yes?"]], "chosen": "The Elbe.", "rejected": "No."}
+    for record, answer in zip(converted(line), ("The Elbe.", "No.")):
+        assert record["dialogue_history"] == [SYSTEM, *dialogue(
+            "Hi", "Hello", "So", "Yes?", "Name a river.\n\nIn Saxony.", answer)]
+
+
+def test_dropped_columns_and_repeated_lines_are_named_once():
+    line = {**GOOD, "score": 8.5, "source": "x", "note": "", "n": 0, "images": [], "context_length": 9}
+    line["chosen"] = [RIVER, {**ELBE, "name": "Al"}]
+    done = script(CONVERT, stdin=[line, GOOD, {**line, "score": 1}, {**GOOD, "rejected": CHOSEN[:1] + [
+        {**WATER, "content": "?"}]}])
+    assert len(records(done.stdout)) == 4
+    assert sorted(done.stderr.splitlines()) == [
+        "2 lines are dropped, as they repeat an earlier one (the first: line 2)",
+        "2 times the column 'context_length' is dropped (the first: 9)",
+        "2 times the column 'n' is dropped (the first: 0)",
+        "2 times the column 'score' is dropped (the first: 8.5)",
+        "2 times the column 'source' is dropped (the first: 'x')",
+        "2 times the field 'name' is dropped (the first: 'Al')"]
+
+
+def test_chats_become_demonstrations(tiny_dir, monkeypatch):
+    chats = [{"messages": CHOSEN, "source": "x"}, {"messages": REJECTED},
+             {"conversations": [SHARE("system", "Be brief."), SHARE("human", "Name a river."),
+                                SHARE("gpt", "The Elbe.")]}]
+    given = convert(chats)
+    want = [CHOSEN, REJECTED, [SYSTEM, *CHOSEN]]
+    assert [r["dialogue_history"] for r in given] == want and "pair" not in given[0]
+    assert [r["reward"] for r in given] == [1, 1, 1]
+    assert len({key_of(r) for r in given}) == 3 and len({key_of(r)[0] for r in given}) == 2
+    tokenizer = M.find_model(tiny_dir)[1]
+    turns = sorted(turn for r in given for turn in turns_of(tokenizer, r))
+    groups = prepared(monkeypatch, given, train_policy, "--loss", "rft", "--model", tiny_dir)
+    assert M.turns_in(pair for group in groups for pair in group) == turns and len(turns) == 3
 
 
 def test_a_thought_and_a_begun_answer_go_where_they_belong():
@@ -99,6 +202,22 @@ NO_FORM = {
     "chosen has two messages of the assistant in a row": {**GOOD, "chosen": [*CHOSEN, WATER]},
     "starts with the assistant": {"prompt": [ELBE, RIVER], "chosen": "b", "rejected": "c"},
     "rejected has no message of the assistant": {**GOOD, "rejected": [RIVER]},
+    "its columns are messages, label": {"messages": CHOSEN, "label": False},
+    "its columns are messages, rejected": {"messages": CHOSEN, "rejected": "Water."},
+    "'The Elbe.' is no dialogue, and has no prompt before it": {"chosen": "The Elbe.",
+                                                               "rejected": "Water."},
+    "'4' is not a message": {"messages": "[4]"},
+    "history has ['a'], which is not [question, answer]": {
+        "prompt": "a", "history": [["a"]], "chosen": "b", "rejected": "c"},
+    "the column 'history' may belong to the prompt": {**GOOD, "history": [["a", "b"]]},
+    "the column 'images' may belong to the prompt": {**GOOD, "images": ["cat.png"]},
+    "the column 'Chat-History' may belong to the prompt": {**GOOD, "Chat-History": "x"},
+    "the column 'context' may belong to the prompt": {
+        "context": "It opens at nine.", "question": "When?", "chosen": "b", "rejected": "c"},
+    "the field 'audio' may belong to the prompt": {**GOOD, "chosen": [
+        {**RIVER, "audio": {"path": "a.wav"}}, ELBE]},
+    "two different system messages": {"prompt": "a", "system": "Be brief.", "chosen": [
+        {**SYSTEM, "content": "Be long."}, {**RIVER, "content": "a"}, ELBE], "rejected": "c"},
     "not a JSON object": [1]}
 
 
@@ -139,8 +258,9 @@ def test_empty_messages_and_last_words_of_the_user_are_kept():
 
 def test_a_trainer_names_the_converter(tiny_dir, monkeypatch):
     for trainer in (train_policy, train_critic):
-        with pytest.raises(SystemExit, match=f"stdin, line 1: .*{CONVERT}.*--loss mtdpo"):
-            prepared(monkeypatch, [GOOD], trainer, "--model", tiny_dir)
+        for line in (GOOD, {"messages": CHOSEN}):
+            with pytest.raises(SystemExit, match=f"stdin, line 1: .*{CONVERT}.*--loss mtdpo"):
+                prepared(monkeypatch, [line], trainer, "--model", tiny_dir)
 
 
 @pytest.mark.parametrize("name, value", [
@@ -205,7 +325,7 @@ def test_what_is_longer_than_the_models_positions_is_left_out(other, groups_of, 
     assert groups_of([GOOD, LONG], model=config.parent) == groups_of([GOOD])
     said = capsys.readouterr().err
     assert "2 turns exceed 200 tokens" in said
-    assert "the first: the task of line 2" in said
+    assert 'the first: the task "a river a river a river a river' in said
 
 
 def test_ids_beyond_the_models_embedding_are_refused(other, groups_of):
@@ -215,16 +335,16 @@ def test_ids_beyond_the_models_embedding_are_refused(other, groups_of):
     tokenizer.save_pretrained(model)
     assert groups_of([GOOD], model=model)
     line = {**GOOD, "chosen": [RIVER, {**ELBE, "content": "The <extra>"}]}
-    told = "the task of line 2 has a token id outside --model's vocabulary"
+    told = "the task \"Name a river.\" .* has a token id outside --model's vocabulary"
     with pytest.raises(SystemExit, match=told):
         groups_of([GOOD, line], model=model)
 
 
-def test_a_conversation_that_the_template_refuses_is_named_by_its_line(other, groups_of):
+def test_a_conversation_that_the_template_refuses_is_named_by_its_beginning(other, groups_of):
     model = other("{{ bos_token }}", "{% if messages[0]['role'] == 'system' %}"
                   "{{ raise_exception('no system') }}{% endif %}{{ bos_token }}")
-    with pytest.raises(SystemExit, match="--model's chat template rejects the task of line 2: no "
-                                         "system"):
+    with pytest.raises(SystemExit, match="--model's chat template rejects the task \"Name a "
+                                         "river.\" .*: no system"):
         groups_of([GOOD, {**GOOD, "chosen": [SYSTEM, *CHOSEN]}], model=model)
 
 

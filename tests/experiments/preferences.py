@@ -1,26 +1,36 @@
-"""Converts preference pairs, in the common formats of public datasets, to records for training.
+"""Converts preference pairs and chats, in the formats of public datasets, to records for training.
 
     python tests/experiments/preferences.py < preferences.jsonl |
         python train_policy.py --loss mtdpo --model runs/base --out runs/mine
+    python tests/experiments/preferences.py < chats.jsonl |
+        python train_policy.py --loss rft --model runs/base --out runs/mine
 
-Each line becomes two trajectories of a task of its own: the chosen side with reward 1, the rejected
-side with reward 0. FORMATS lists the columns of each format. A column may hold messages or one
-message (OpenAI's or ShareGPT's), plain text, HH-RLHF's "Human: ... Assistant: ...", or messages as
-JSON in a string. The column `system` becomes the first message, and the field reasoning_content a
-<think> block in content. If the prompt ends with the beginning of an answer, the sides continue
-that message. Other columns and fields are dropped.
+A pair becomes two trajectories, the chosen side with reward 1 and the rejected side with reward 0,
+and a chat becomes one with reward 1. A task is what was said before the assistant's first message,
+so that --held_out holds out all pairs of a prompt; the field `pair` keeps them apart. Ids are
+hashes of the content, so that converted files can be joined. The same pair again is dropped.
 
-Any other line is an error. --thinking 1, or "meta": {"thinking": 1} in a line, makes the trainers
-render prompts with the chat template's thinking enabled, for answers that contain thoughts.
+FORMATS lists the columns of each format. `system` becomes the first message, and `history`, a list
+of [question, answer], what follows it. If the prompt ends with the beginning of an answer, the
+sides continue that message. A column may hold messages (OpenAI's or ShareGPT's) or text. Text is
+plain where a format has a prompt, whatever it looks like; a whole dialogue in text is HH-RLHF's
+"Human: ... Assistant: ..." or messages as JSON. --dialogues 1 parses such texts in all columns.
+
+The field reasoning_content becomes a <think> block in content. --thinking 1, or "meta":
+{"thinking": 1} in a line, makes the trainers render prompts with the chat template's thinking
+enabled, for answers that contain thoughts. Other columns and fields are named and dropped, or, if
+they may belong to the prompt, refused. Any other line is an error.
 """
 import json
 import os
 import re
 import sys
+import textwrap
+from itertools import takewhile
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-from utils import (RECORD, check_dialogue, check_shape, fail, flag, open_stdout,  # noqa: E402
-                   parser, reject_unsupported, run)
+from utils import (RECORD, add_warning, check_dialogue, check_shape, digest, fail,  # noqa: E402
+                   flag, open_stdout, parser, print_warnings, reject_unsupported, run)
 
 FORMATS = {  # name: (columns of the prompt, column of the chosen side, of the rejected side)
     "UltraFeedback": (["prompt"], "chosen", "rejected"),
@@ -29,7 +39,14 @@ FORMATS = {  # name: (columns of the prompt, column of the chosen side, of the r
     "ShareGPT": (["conversations"], "chosen", "rejected"),
     "Axolotl": (["messages"], "chosen", "rejected"),
     "ms-swift": (["messages"], None, "rejected_response"),  # chosen: the last of messages
-    "HH-RLHF": ([], "chosen", "rejected")}
+    # without a prompt, sides are whole dialogues
+    "HH-RLHF": ([], "chosen", "rejected"),
+    "ms-swift's dialogues": ([], "messages", "rejected_messages"),
+    "OpenAI's chats": ([], "messages", None),
+    "ShareGPT's chats": ([], "conversations", None)}
+SIDES = {"chosen", "rejected", "rejected_response", "rejected_messages", "label"}  # of no chat
+CONTEXT = {"history", "context", "image", "video", "audio", "document", "passage", "background",
+           "knowledge"}  # columns with these words in their names, also in the plural, are refused
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant",
          "chatgpt": "assistant", "developer": "system"}
 
@@ -38,35 +55,53 @@ def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < preferences.jsonl > records.jsonl")
     flag(p, "thinking", 0, "1: enable the chat template's thinking, for answers with thoughts",
          choices=[0, 1])
+    flag(p, "dialogues", 0, "1: parse texts that are dialogues, also where a format has a prompt",
+         choices=[0, 1])
     return p.parse_args(argv)
 
 
 def main(args):
-    emit = open_stdout()
+    emit, written = open_stdout(), set()  # written: (task id, sample) of each row's first record
     for number, line in enumerate(sys.stdin.buffer, 1):
+        if not line.strip():
+            continue
         try:
-            pair = records(parse_row(line), number, args.thinking) if line.strip() else ()
+            converted = records(parse_row(line), args)
         except ValueError as e:
             fail(f"stdin, line {number}: {e}")
-        for record in pair:
+        key = converted[0]["task"]["id"], converted[0]["sample"]
+        if key in written:
+            add_warning("lines are dropped, as they repeat an earlier one", f"line {number}")
+            continue
+        written.add(key)
+        for record in converted:
             emit(record)
+    print_warnings()
 
 
-def records(row, number, thinking=0):
-    """Returns the records of both sides of a row, chosen first; raises ValueError."""
-    sides, meta = dialogues(row), row.get("meta")
+def records(row, args):
+    """Returns the records of a row, the chosen side's first; raises ValueError."""
+    thinking = args.thinking
+    if isinstance(row.get("meta"), dict) and "thinking" in row["meta"]:
+        thinking = int(bool(row.pop("meta")["thinking"] or thinking))
+    sides = dialogues(row, args.dialogues)
     for name, dialogue in zip(("chosen", "rejected"), sides):
         check_shape(dialogue, RECORD["dialogue_history"], name)
         check_dialogue(dialogue, name)
         roles = [m["role"] for m in dialogue]
         if ("assistant", "assistant") in zip(roles, roles[1:]):
             raise ValueError(f"{name} has two messages of the assistant in a row")
-    if sides[0] == sides[1]:
+    if sides[1:] == sides[:1]:
         raise ValueError("chosen and rejected are the same")
-    task = {"id": f"of line {number}", "problem_description": "", "ground_truth": ""}
-    thinking = int(bool(thinking or isinstance(meta, dict) and meta.get("thinking")))
-    return [{"task": task, "dialogue_history": dialogue, "reward": reward,
-             "meta": {"thinking": thinking}} for dialogue, reward in zip(sides, (1.0, 0.0))]
+    opening = list(takewhile(lambda m: m["role"] != "assistant", sides[0]))
+    words = textwrap.shorten(opening[-1]["content"], 40, placeholder="...")
+    task = {"id": f'"{words}" {digest(json.dumps(opening))}', "problem_description": "",
+            "ground_truth": ""}
+    content = json.dumps([sides, thinking])
+    pair = {"pair": digest(content)} if len(sides) == 2 else {}
+    return [{"task": task, "sample": int(digest(f"{reward} {content}")[:13], 16), **pair,
+             "dialogue_history": dialogue, "reward": reward, "meta": {"thinking": thinking}}
+            for dialogue, reward in zip(sides, (1.0, 0.0))]
 
 
 def parse_row(line):
@@ -77,29 +112,38 @@ def parse_row(line):
         raise ValueError(f"not JSON ({e}); every line must be one JSON object") from None
     if not isinstance(row, dict):
         raise ValueError("not a JSON object")
-    return row
+    return {name: value for name, value in row.items() if value is not None}
 
 
-def dialogues(row):
-    """Returns [chosen, rejected] of a row, two whole dialogues; raises ValueError."""
-    row = {name: value for name, value in row.items() if value is not None}
+def dialogues(row, parse_texts):
+    """Returns the whole dialogues [chosen, rejected] of a row, or [chat]; raises ValueError."""
     for columns, chosen, rejected in FORMATS.values():
-        if rejected in row and {*columns[:1], chosen or rejected} <= row.keys():
+        needed = {*columns[:1], chosen, rejected} - {None}
+        if needed <= row.keys() and (rejected or not row.keys() & SIDES):
             break
     else:
-        raise ValueError(f"not a preference in a known format: its columns are {', '.join(row)}")
-    reject_unsupported({name: row[name] for name in row if name not in ("system", *columns)}, ())
-    prompt = [m for name in columns if row.get(name) for m in messages(row[name], "user")]
+        raise ValueError("neither a preference nor a chat in a known format: its columns are "
+                         f"{', '.join(row)}")
+    used = {*columns, chosen, rejected, "system"} | ({"history"} if columns else set())
+    drop({name: row[name] for name in row if name not in used}, "column")
+
+    def read(column, role):
+        is_dialogue = not columns or column in ("messages", "conversations")
+        return messages(row[column], None if is_dialogue else role, parse_texts)
+
+    prompt = [m for name in columns if row.get(name) for m in read(name, "user")]
     if len(columns) == len(prompt) == 2:  # append Alpaca's input to its instruction
         prompt = [{"role": "user", "content": "\n\n".join(m["content"] for m in prompt)}]
-    if row.get("system") and not any(m["role"] == "system" for m in prompt):
-        prompt = messages(row["system"], "system") + prompt
+    if columns:
+        prompt = history_messages(row.get("history")) + prompt
+    system = messages(row["system"], "system") if row.get("system") else []
+    prompt = with_system(system, prompt)
     sides = []
-    for name in (chosen, rejected):
-        if not name:
-            prompt, side = prompt[:-1], prompt[-1:]
+    for name in (chosen, rejected) if rejected else (chosen,):
+        if name:
+            side = read(name, "assistant")
         else:
-            side = messages(row[name], "assistant")
+            prompt, side = prompt[:-1], prompt[-1:]
         if "assistant" not in [m["role"] for m in side]:
             raise ValueError(f"{name or 'chosen'} has no message of the assistant")
         sides.append(whole_dialogue(prompt, side))
@@ -108,48 +152,87 @@ def dialogues(row):
 
 def whole_dialogue(prompt, side):
     """Joins prompt and side. The side may repeat the prompt, or continue its last message."""
-    if side and side[0]["role"] != "assistant":  # it repeats the prompt, perhaps without system
-        system = [m for m in prompt if m["role"] == "system"]
-        rest = [m for m in prompt if m not in system]
-        without_system = [m for m in side if m["role"] != "system"]
-        if without_system[:len(rest)] != rest:
+    if side[0]["role"] != "assistant":  # it repeats the prompt, perhaps without system
+        rest, own = ([m for m in part if m["role"] != "system"] for part in (prompt, side))
+        if own[:len(rest)] != rest:
             raise ValueError("a side begins with the user, but with other messages than the prompt")
-        return side if len(without_system) < len(side) else system + side
-    if prompt and side and prompt[-1]["role"] == "assistant":
+        return with_system(prompt, side)
+    if prompt and prompt[-1]["role"] == "assistant":
         content = prompt[-1]["content"] + side[0]["content"]
         return [*prompt[:-1], {"role": "assistant", "content": content}, *side[1:]]
     return prompt + side
 
 
-def messages(value, role):
-    """Returns the messages in a column; plain text becomes a message of this role."""
+def with_system(earlier, later):
+    """Returns the later messages, after the system messages of the earlier if they have none."""
+    given, own = ([m for m in part if m["role"] == "system"] for part in (earlier, later))
+    if given and own and given != own:
+        raise ValueError("there are two different system messages: remove one")
+    return later if own else given + later
+
+
+def history_messages(history):
+    """Returns the messages of LLaMA-Factory's column `history`, [[question, answer], ...]."""
+    for turn in history or ():
+        if not isinstance(turn, list) or [type(text) for text in turn] != [str, str]:
+            raise ValueError(f"history has {str(turn)[:40]}, which is not [question, answer]")
+    return [{"role": role, "content": text} for turn in history or ()
+            for role, text in zip(("user", "assistant"), turn)]
+
+
+def drop(fields, what):
+    """Names fields that no format has; raises ValueError for one that may belong to the prompt."""
+    reject_unsupported(fields, ())
+    for name, value in fields.items():
+        words = {word.removesuffix("s") for word in re.split("[^a-z]+", name.lower())}
+        if isinstance(value, (str, list, dict)) and value and words & CONTEXT:
+            raise ValueError(f"the {what} {name!r} may belong to the prompt: put its text into the "
+                             "prompt, or remove it")
+        if value not in (None, "", [], {}):
+            add_warning(f"times the {what} {name!r} is dropped", repr(value)[:40])
+
+
+def messages(value, role=None, parse_texts=False):
+    """Returns the messages in a column. Text is one of this role, or without it a dialogue."""
     if isinstance(value, str):
-        value = from_text(value, role)
+        if role and is_dialogue(value):
+            role = None if parse_texts else role
+            if role:
+                add_warning("texts look like dialogues and are read as plain text (--dialogues 1 "
+                            "parses them)", repr(value)[:40])
+        value = {"role": role, "content": value} if role else from_text(value)
     return [message(m) for m in (value if isinstance(value, list) else [value])]
 
 
-def from_text(text, role):
-    """Parses text into messages: JSON, HH-RLHF's format, or else one message of this role."""
-    try:
-        value = json.loads(text)
-        parsed = value if isinstance(value, list) else [value]
-        if parsed and all(({"role", "content"} <= m.keys() or {"from", "value"} <= m.keys())
-                          for m in parsed):
-            return parsed
-    except (ValueError, AttributeError):  # not JSON, or not messages
-        pass
+def from_text(text):
+    """Parses a dialogue in a text, HH-RLHF's or messages as JSON; raises ValueError."""
     if re.match(r"\s*(Human|Assistant):", text):
         parts = re.split(r"(?:\A|\n\n)(Human|Assistant):", text.strip())[1:]
         contents = map(str.strip, parts[1::2])
         return [{"role": name, "content": text} for name, text in zip(parts[::2], contents)]
-    return [{"role": role, "content": text}]
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{text[:40]!r} is no dialogue, and has no prompt before it") from None
+
+
+def is_dialogue(text):
+    """Returns whether a text can be parsed as messages."""
+    try:
+        parsed = from_text(text)
+        parsed = parsed if isinstance(parsed, list) else [parsed]
+        return bool(parsed) and all({"role", "content"} <= m.keys() or {"from", "value"} <= m.keys()
+                                    for m in parsed)
+    except (ValueError, AttributeError):
+        return False
 
 
 def message(m):
     """Converts a message of OpenAI's or ShareGPT's format to {"role", "content"}."""
     if not isinstance(m, dict):
         raise ValueError(f"{str(m)[:40]!r} is not a message")
-    reject_unsupported({name: m[name] for name in m if name != "reasoning_content"}, ())
+    used = "role", "from", "content", "value", "reasoning_content", "token_ids"
+    drop({name: m[name] for name in m if name not in used}, "field")
     role = str(m.get("role") or m.get("from")).lower()
     content = m.get("content", m.get("value"))
     if isinstance(content, list):
