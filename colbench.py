@@ -147,15 +147,16 @@ def redact(reply, reference):
 
 
 def without_thinking(output):
-    """Removes a reasoning model's thought from its output; returns "" if the thought never ends."""
-    thought = r"\A\s*<think>(?!.*</think>).*|\A.*?</think>"
-    return re.sub(thought, "", output, flags=re.S).strip()
+    """Removes the thought that opens a reasoning model's output; "" if the thought never ends."""
+    opens, _, thought = output.partition("<think>")
+    return output.strip() if opens.strip() else thought.partition("</think>")[2].strip()
 
 
 def read_action(output, last):
     """Parses the agent's output into (text shown to the human, final answer or None).
 
-    In the last turn (`last`) the whole text is the answer if it has no ANSWER, as in ColBench.
+    In the last turn (`last`) the whole text is the answer if it has no ANSWER, as in ColBench. Pass
+    "<think>" + output if the prompt has opened a thought (see model.opened_thought).
     """
     output = without_thinking(output)
     thought, has_output, message = output.partition(OUTPUT)
@@ -177,16 +178,10 @@ def read_action(output, last):
     return content, answer.strip()
 
 
-def is_answer(action):
-    """Whether a message or candidate submits an answer, which ends the episode."""
-    text = action.get("output") or action.get("content") or ""
-    return read_action(text, last=False)[1] is not None
-
-
 def answered(record):
     """Returns the record's `answered`, else whether the agent's last message is an answer."""
-    agent = agent_messages(record)
-    return record.get("answered", bool(agent) and is_answer(agent[-1]))
+    texts = [m["content"] for m in agent_messages(record)]
+    return record.get("answered", any(read_action(t, False)[1] is not None for t in texts[-1:]))
 
 
 def extract_page(text):

@@ -29,8 +29,8 @@ from functools import cached_property
 from types import SimpleNamespace
 from urllib.request import getproxies
 
-from colbench import (RENDER_FAILED_REPLY, GraderError, Renderer, RenderError, answered, cpus,
-                      environment, first_message, human_prompt, is_answer, task_kind, needs,
+from colbench import (ANSWER, RENDER_FAILED_REPLY, GraderError, Renderer, RenderError, answered,
+                      cpus, environment, first_message, human_prompt, task_kind, needs,
                       read_action, redact, task_id, without_thinking)
 
 
@@ -86,8 +86,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from model import (check_generation_prompt, common_prefix, find_model, load, load_lm, render,
-                   sdpa_kernel, stop_ids, turn_actions, weights_digest)
+from model import (check_generation_prompt, common_prefix, find_model, load, load_lm,
+                   opened_thought, render, sdpa_kernel, stop_ids, turn_actions, weights_digest)
 from train_critic import advantages, critic_turns, finished_flags, reference_logps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -127,6 +127,7 @@ class EpisodeRunner:
         self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
         check_generation_prompt(self.tokenizer)
         self.stop = stop_ids(self.tokenizer)
+        self.opening = opened_thought(self.tokenizer, args.thinking)
         names = "model", "human", "human_params", *EPISODE_FLAGS
         self.meta = {name: getattr(args, name) for name in names}
         self.meta |= {"model_weights": weights_digest(folder), "version": version()}
@@ -175,14 +176,15 @@ class EpisodeRunner:
                     raise
                 history.pop()  # the unanswered reply: a dialogue ends with an agent message
                 break
-            message["content"], final = read_action(message["output"], last=turn == max_turns - 1)
+            output = self.opening + message["output"]
+            message["content"], final = read_action(output, last=turn == max_turns - 1)
             history.append(message)
             if final is not None:
                 break
             history.append({"role": "user", "content": await self.human_reply(task, history)})
         answer = environment(task).final_answer(history, final)
         return {"sample": sample, "dialogue_history": history, "answer": answer or "",
-                "answered": is_answer(message), "meta": self.meta}
+                "answered": ANSWER in message["content"], "meta": self.meta}
 
     async def add_candidates(self, record, sample):
         """Samples candidates for a dialogue's messages; returns the new fields of its record."""
@@ -368,7 +370,9 @@ class LLM(Endpoint):
 def reply_text(reply):
     """Returns the text of a chat completion, without thoughts; raises ValueError if it is empty."""
     choice = reply["choices"][0]
-    text = without_thinking(choice["message"]["content"] or "")
+    text = choice["message"]["content"] or ""
+    # a human shows no tags: if the server's prompt opened the thought, it lacks its beginning
+    text = without_thinking("<think>" + text if "</think>" in text else text)
     if not text:
         raise ValueError(f"the reply is empty, finish_reason {choice['finish_reason']}")
     return text

@@ -503,6 +503,12 @@ def check_generation_prompt(tokenizer):
         fail(f"this --model's chat template has no generation prompt: add {header!r}")
 
 
+def opened_thought(tokenizer, thinking):
+    """Returns "<think>" if the generation prompt opens a thought, which outputs continue, or ""."""
+    bare, prompt = (template_text(tokenizer, PROBE[:1], thinking, add) for add in (False, True))
+    return "<think>" * ("<think>" in prompt.removeprefix(bare).rpartition("</think>")[2])
+
+
 def stop_ids(tokenizer):
     """Returns {token id} that end a sampled message: the last one of `ending`, and the EOS."""
     return {text_ids(tokenizer, ending(tokenizer))[-1], tokenizer.eos_token_id} - {None}

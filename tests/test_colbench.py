@@ -10,7 +10,7 @@ REAL = SHARED / "colbench" / "backend_tasks.jsonl"
 
 THOUGHTS = ["", "I wonder. OUTPUT: ", "I wonder.\nOUTPUT:\n", f"not yet: {ANSWER}? OUTPUT: ",
             f"Too early for {ANSWER} now.\nOUTPUT: ", f"<think>\n{ANSWER} no\n</think>\n\n",
-            f"hm, {ANSWER}\n</think>\n"]  # <think> is cut
+            f"<think>hm, {ANSWER}\n</think>\n"]  # <think> is cut
 SENT = [  # what the human is shown, and the answer that it marks
     ("which rate?", None), ("", None), (ANSWER, ""), (f"I know. {ANSWER} code", "code"),
     (f"{ANSWER}\ndef f(x): return x", "def f(x): return x"),
@@ -18,7 +18,11 @@ SENT = [  # what the human is shown, and the answer that it marks
     (f"Sure. {ANSWER}\ndef f():\n  print('OUTPUT:', 3)", "def f():\n  print('OUTPUT:', 3)"),
     (f"Enough.\n**{ANSWER}**\nprint('OUTPUT:', 3)", "print('OUTPUT:', 3)"),  # in bold
     (f"**{ANSWER}** def f(x): return x", "def f(x): return x"), (f"{ANSWER} **a**", "**a**"),
-    (f"```python\n{ANSWER} x = 1\n```", "```\n x = 1\n```")]  # in a fence
+    (f"```python\n{ANSWER} x = 1\n```", "```\n x = 1\n```"),  # in a fence
+    ("Shall f cut what is before </think>?", None), ("is <think>a</think> a thought?", None),
+    (f"{ANSWER} def f(x): return x.split('</think>')[-1]",
+     "def f(x): return x.split('</think>')[-1]"),
+    (f"{ANSWER} '<think>x</think>'", "'<think>x</think>'")]
 
 
 @pytest.mark.parametrize("thought", THOUGHTS)

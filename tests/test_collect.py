@@ -154,6 +154,38 @@ def test_a_file_is_resumed_with_the_flags_and_weights_that_played_it(tasks, epis
     assert "(7 more in the --resume file)" in done.stderr
 
 
+def test_a_thought_that_the_prompt_opened_is_private_and_other_text_is_sent(tiny_dir, tmp_path):
+    """A reasoning model's prompt may end in <think>, so that its output lacks that."""
+    model = shutil.copytree(tiny_dir, tmp_path / "m")
+    template = model / "chat_template.jinja"
+    text, generation = template.read_text(), "<|assistant|>{% endif %}"
+    outputs = f"so: {ANSWER}?</think>which </think>?", f"why?</think>{ANSWER} x", f"{ANSWER} y"
+    task = {"id": "a", "problem_description": "p", "ground_truth": "g"}
+    for opening in ("", "<think>\\n", "<think>\\n\\n</think>\\n\\n"):
+        opened = "<|assistant|>{{ '" + opening + "' }}{% endif %}"
+        template.write_text(text.replace(generation, opened))
+        opens = opening == "<think>\\n"
+        for n, output in enumerate(outputs):
+            asked = runner(str(model), "--human", "fixed:no", "--max_turns", 1)
+
+            async def next_message(*_):
+                return {"role": "assistant", "content": None, "output": output}
+            asked.next_message = next_message
+            episode = asyncio.run(asked.run_episode(task, 0))
+            want = ["which </think>?", f"{ANSWER} x", ""][n] if opens else output
+            assert episode["dialogue_history"][1]["content"] == want
+            assert episode["answered"] == (ANSWER in want)
+
+
+@pytest.mark.parametrize("content, want", [
+    ("the rate is 4", "the rate is 4"), ("<think>4?</think> the rate is 4", "the rate is 4"),
+    ("it says rate=4.\n</think>\n\nthe rate is 4", "the rate is 4")])
+def test_a_humans_thought_is_no_part_of_the_reply(content, want):
+    """Also where the server's prompt has opened it."""
+    reply = {"choices": [{"message": {"content": content}, "finish_reason": "stop"}]}
+    assert collect.reply_text(reply) == want
+
+
 # --- records that have a dialogue -----------------------------------------------------------------
 
 def test_a_dialogue_is_answered_if_its_last_message_has_the_marker(episodes, tiny_dir):

@@ -112,16 +112,14 @@ def test_converted_files_that_are_joined_have_the_pairs_of_their_lines(seed, tin
 
 STRUCTURE = [json.dumps(ELBE), json.dumps(CHOSEN), json.dumps(SHARE("gpt", "The Elbe.")), "[]", "4",
              "Assistant: The Elbe.", TEXT + "The Elbe.", "Human: hi", "</think> is a tag", "null"]
-TEXT_FORMS = [{"prompt": 0, "chosen": 1, "rejected": 2}, {"question": 0, "chosen": 1, "rejected": 2},
-              {"instruction": 0, "input": "", "chosen": 1, "rejected": 2}]
 
 
-@pytest.mark.parametrize("form", TEXT_FORMS)
-def test_text_that_looks_like_messages_is_text(form):
+@pytest.mark.parametrize("column", ["prompt", "question", "instruction"])
+def test_text_that_looks_like_messages_is_text(column):
     """Beside a prompt, unless --dialogues 1 declares otherwise."""
     for i in range(len(STRUCTURE)):
         texts = [STRUCTURE[(i + j) % len(STRUCTURE)] for j in range(3)]
-        pair = converted({name: texts[x] if x != "" else x for name, x in form.items()})
+        pair = converted(dict(zip((column, "chosen", "rejected"), texts)))
         assert [r["dialogue_history"] for r in pair] == [dialogue(texts[0], texts[1]),
                                                          dialogue(texts[0], texts[2])]
 
@@ -145,10 +143,10 @@ def test_a_history_stands_before_the_prompt():
 
 
 def test_dropped_columns_and_repeated_lines_are_named_once():
-    line = {**GOOD, "score": 8.5, "source": "x", "note": "", "n": 0, "images": [], "context_length": 9}
-    line["chosen"] = [RIVER, {**ELBE, "name": "Al"}]
-    done = script(CONVERT, stdin=[line, GOOD, {**line, "score": 1}, {**GOOD, "rejected": CHOSEN[:1] + [
-        {**WATER, "content": "?"}]}])
+    line = {"score": 8.5, "source": "x", "note": "", "n": 0, "images": [], "context_length": 9,
+            "chosen": [RIVER, {**ELBE, "name": "Al"}], "rejected": REJECTED}
+    other = {**GOOD, "rejected": [RIVER, {**WATER, "content": "?"}]}
+    done = script(CONVERT, stdin=[line, GOOD, {**line, "score": 1}, other])
     assert len(records(done.stdout)) == 4
     assert sorted(done.stderr.splitlines()) == [
         "2 lines are dropped, as they repeat an earlier one (the first: line 2)",

@@ -25,7 +25,7 @@ class Rollouts(collect.EpisodeRunner):
                     for i in range(n)]) / n
 
     def answer(self, output, turn):
-        return read_action(output, last=turn == self.args.max_turns - 1)
+        return read_action(self.opening + output, last=turn == self.args.max_turns - 1)
 
     async def reward(self, task, history, turn, output, key):
         """Returns the reward of one episode that continues from an output."""
