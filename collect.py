@@ -86,8 +86,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from model import (check_generation_prompt, common_prefix, find_model, load, load_lm,
-                   opened_thought, render, sdpa_kernel, stop_ids, turn_actions, weights_digest)
+from model import (common_prefix, find_model, load, load_lm, opened_thought, render, sdpa_kernel,
+                   stop_ids, turn_actions, weights_digest)
 from train_critic import advantages, critic_turns, finished_flags, reference_logps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -125,7 +125,6 @@ class EpisodeRunner:
         folder, self.tokenizer, config = find_model(args.model)
         config = config.get_text_config()
         self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
-        check_generation_prompt(self.tokenizer)
         self.stop = stop_ids(self.tokenizer)
         self.opening = opened_thought(self.tokenizer, args.thinking)
         names = "model", "human", "human_params", *EPISODE_FLAGS

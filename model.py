@@ -495,17 +495,15 @@ def ending(tokenizer):
     return tokenizer.eos_token
 
 
-def check_generation_prompt(tokenizer):
-    """Fails if the template writes a header before an assistant's message but no prompt."""
-    bare, prompt = (template_text(tokenizer, PROBE[:1], 0, add) for add in (False, True))
+def opened_thought(tokenizer, thinking=0):
+    """Returns "<think>" if the generation prompt opens a thought, which outputs continue, or "".
+
+    Fails if the template writes a header before an assistant's message but no prompt.
+    """
+    bare, prompt = (template_text(tokenizer, PROBE[:1], thinking, add) for add in (False, True))
     header = template_text(tokenizer, PROBE, 0, False).removeprefix(prompt).partition("\ue000")[0]
     if prompt == bare and header.strip():
         fail(f"this --model's chat template has no generation prompt: add {header!r}")
-
-
-def opened_thought(tokenizer, thinking):
-    """Returns "<think>" if the generation prompt opens a thought, which outputs continue, or ""."""
-    bare, prompt = (template_text(tokenizer, PROBE[:1], thinking, add) for add in (False, True))
     return "<think>" * ("<think>" in prompt.removeprefix(bare).rpartition("</think>")[2])
 
 

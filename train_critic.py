@@ -30,11 +30,13 @@ from utils import (Log, add_warning, changed_scripts, check_finite, fail, fail_o
 import gc
 import math
 import os
+import re
 import sys
 from itertools import permutations
 from types import SimpleNamespace
 
-from colbench import agent_messages, hidden_information, needs, task_id, with_hidden
+from colbench import (HIDDEN, agent_messages, first_message, hidden_information, needs, task_id,
+                      with_hidden)
 
 
 def get_args(argv=None):
@@ -77,8 +79,8 @@ import torch
 import torch.nn.functional as F
 
 from model import (TURN, Pair, accuracy, action_ids, action_logps, all_batches, base_digest,
-                   find_model, full_tensor, load, load_checkpoint, packed, pick_dtype, render, save,
-                   save_checkpoint, score, turn_actions, turns_in)
+                   common_prefix, find_model, full_tensor, load, load_checkpoint, packed,
+                   pick_dtype, render, save, save_checkpoint, score, turn_actions, turns_in)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -277,10 +279,7 @@ def hold_out(tasks, share, seed):
 
 
 def trajectories_by_task(records):
-    """Returns {(task id, pair): [(reward or None, turns)]}, without those with a skipped turn.
-
-    Trajectories form pairs only if their fields `pair` are equal, which most records don't have.
-    """
+    """Returns {(task id, `pair`): [(reward or None, turns)]} of those without a skipped turn."""
     by_task = {}
     for r in records:
         turns = tuple(message[TURN] for message in agent_messages(r))
@@ -374,6 +373,9 @@ def read_turns(tokenizer, config, records, max_length, *, pi_reads_c, ref_reads_
         name = f"the task {task_id(r['task'])}"
         if pi_reads_c and not hidden_information(r["task"]):
             add_warning("records without hidden information for the critic", name)
+        sampled = any(message.get("token_ids") for message in agent_messages(r))
+        if r["task"]["problem_description"] and not sampled:
+            check_opening(r, name)
         for history, actions in turn_actions(r):
             with fail_on_error(f"--model's chat template rejects {name}"):
                 turns = critic_turns(tokenizer, r, history, actions, pi_reads_c=pi_reads_c,
@@ -391,6 +393,20 @@ def read_turns(tokenizer, config, records, max_length, *, pi_reads_c, ref_reads_
                                 "they get no score, and their trajectories no pairs", name)
     print_warnings()
     return ref_turn_of
+
+
+def check_opening(record, name):
+    """Warns if a dialogue begins with other text than first_message's, for any max_turns."""
+    task, text = record["task"], record["dialogue_history"][0]["content"]
+    text = text.removeprefix(HIDDEN.format(hidden=hidden_information(task)))
+    place = first_message(task, "{max_turns}")["content"].find("{max_turns}")
+    max_turns = re.match(r"\d+|", text[place:])[0]
+    rendered = first_message(task, max_turns or 10)["content"]
+    if text != rendered:
+        start = max(0, common_prefix(text, rendered) - 20)
+        add_warning("dialogues do not begin with first_message(task, max_turns), which collect.py "
+                    "shows the agent: an agent trained on them may fail there", f"{name} has "
+                    f"{text[start:start + 60]!r}, first_message {rendered[start:start + 60]!r}")
 
 
 if __name__ == "__main__":

@@ -237,7 +237,7 @@ def test_a_template_without_a_generation_prompt_is_refused(tasks, tiny_dir, tmp_
                "[/INST]{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}")
     tokenizer = M.find_model(str(base))[1]
     tokenizer.chat_template = mistral
-    M.check_generation_prompt(tokenizer)  # it needs none
+    M.opened_thought(tokenizer)  # it needs none
     tokenizer.chat_template = chatml
     tokenizer.save_pretrained(base)
     complaint(play(base, tasks), "has no generation prompt", "<|im_start|>assistant")

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -25,10 +26,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import model as M
+import toy_pages
 import train_critic
 import train_policy
 import utils
-from colbench import agent_messages, task_id
+from colbench import (agent_messages, first_message, hidden_information, task_id,
+                      with_hidden)
 from conftest import (CPU, ROOT, actions, complaint, demos, descendants, dialogue, gone, lines,
                       metrics, plain_ids, records, script, steps, succeed, uncut, until)
 from model import TURN, Pair
@@ -299,6 +302,41 @@ def test_what_each_critic_reads(tiny_dir):
     assert read() == [seeing.replace(code, "rate 3"), said] * 2
     action["output"] = ""  # a candidate that ended at once
     assert read()[1] == read()[3] == "<|end|>"
+
+
+def test_dialogues_that_collect_would_begin_otherwise_are_counted_with_both_texts(tiny_dir, capsys):
+    """None that it sampled, none with the hidden information or another max_turns."""
+    tokenizer, config = M.find_model(tiny_dir)[1:]
+
+    def told(given):
+        train_critic.read_turns(tokenizer, config, given, 9999, pi_reads_c=False, ref_reads_c=False)
+        return [line for line in capsys.readouterr().err.splitlines() if "first_message" in line]
+
+    knob = "Ask at most {max_turns} questions. {problem_description}"
+    good = demos(40) + demos(2, of=toy_pages)
+    for r, n in zip(demos(3), (2, 7, 10)):  # an agent_prompt of the task's own, another max_turns
+        r["task"]["agent_prompt"] = knob
+        r["dialogue_history"][0] = first_message(r["task"], n)
+        good.append(r)
+        seeing = with_hidden(r["dialogue_history"], hidden_information(r["task"]))
+        good.append({**r, "dialogue_history": seeing})
+    assert not told(good)
+    bad = records(lines(good[:1] + good[-2:]))
+    bad[0]["dialogue_history"][0]["content"] = "Please write pay(x)"
+    bad[1]["dialogue_history"][0]["content"] = bad[1]["dialogue_history"][0]["content"][:-1]
+    del bad[2]["task"]["agent_prompt"]
+    [line] = told(good + bad)
+    rendered = first_message(good[0]["task"], 10)["content"]
+    assert line.startswith("3 dialogues do not begin with first_message(task, max_turns)")
+    assert f"has 'Please write pay(x)', first_message {rendered[:60]!r}" in line
+    [line] = told(bad[1:2])  # where they begin alike, the place at which they part
+    assert re.search(r"has '([^']{1,20})', first_message '\1[^']'", line)
+    for r in bad:
+        agent_messages(r)[0]["token_ids"] = [1]
+    assert not told(bad)
+    bad[0]["task"] |= {"problem_description": ""}
+    del agent_messages(bad[0])[0]["token_ids"]
+    assert not told(bad)
 
 
 # --- the critic's reference, when it is finished --------------------------------------------------
