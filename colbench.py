@@ -47,12 +47,23 @@ class RenderError(Exception):
 
 # --- tasks, prompts and the rules of an episode ---------------------------------------------------
 
+def task_content(task):
+    """Returns all fields of a task but its id, with its kind even if that is not written."""
+    return {**task, "id": None, "kind": task_kind(task)}
+
+
 def task_id(task):
-    """Returns the task's own id, else a hash of its description and reference."""
+    """Returns the task's own id, else a hash of its content."""
     if task.get("id") not in (None, ""):
         return str(task["id"])
-    text = task["problem_description"] + "\0" + task["ground_truth"]
-    return sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
+    return digest(json.dumps(task_content(task), sort_keys=True))
+
+
+def settings(meta):
+    """Returns what in a record's `meta` changes an episode. A model is known by its weights."""
+    omitted = "model_weights", "engine", "dtype", "version", "candidates"
+    model = {"model": meta["model_weights"]} if meta.get("model_weights") else {}
+    return {name: x for name, x in {**meta, **model}.items() if name not in omitted}
 
 
 def hidden_information(task):
@@ -69,6 +80,11 @@ def with_hidden(history, hidden):
 def agent_messages(record):
     """Returns the agent's messages of a record's dialogue, in order."""
     return [m for m in record["dialogue_history"] if m["role"] == "assistant"]
+
+
+def texts(history):
+    """Returns the contents of a dialogue's messages."""
+    return [message["content"] for message in history]
 
 
 def task_kind(task):
@@ -88,26 +104,36 @@ def environment(task):
     return ENVIRONMENTS[task_kind(task)]
 
 
-def needs(*fields, to_grade=False, to_train=False):
-    """Returns required(record), which checks a record for read_jsonl and lists its required fields.
+def needs(*fields, to_grade=False, to_train=False, tasks=None):
+    """Returns required(record, place), which checks a record for read_jsonl, its caller.
 
-    Fields are paths, such as "task.ground_truth"; to_grade adds those that grade reads. ValueError
-    is raised for an unknown kind and for two different tasks with the same id. to_train also
-    rejects dialogues without an agent's message, and unsupported fields.
+    It lists the required fields as paths, such as "task.ground_truth"; to_grade adds those that
+    grade reads. It raises ValueError for an unknown kind, for another task with the id of one in
+    `tasks`, which several streams may share, and for an episode that came before in this stream.
+    to_train also rejects dialogues without an agent's message, and unsupported fields.
     """
-    hash_by_id = {}  # {task id: hash of the task's description and reference}
+    tasks = {} if tasks is None else tasks  # {task id: (content, place)}
+    episodes = {}  # {hash: place}
 
-    def required(record):
-        task = record.get("task", {})
-        kind = environment(task)
-        if "problem_description" in task and "ground_truth" in task:
-            task_hash = hash((task["problem_description"], task["ground_truth"]))
-            if hash_by_id.setdefault(task_id(task), task_hash) != task_hash:
-                raise ValueError(f"another task above has the id {task_id(task)}: rename one")
+    def required(record, place):
+        task, history = record.get("task", {}), record.get("dialogue_history", ())
+        kind, content, name = environment(task), task_content(task), task_id(task)
+        first, line = tasks.setdefault(name, (content, place))
+        if content != first:
+            differ = [x for x in sorted(first | content) if first.get(x) != content.get(x)]
+            raise ValueError(f"the task {name} differs from the one in {line} in "
+                             f"{', '.join(differ)}: give one of them another id")
         if to_train and "dialogue_history" in record and not agent_messages(record):
             raise ValueError("dialogue_history has no message of the agent")
         if to_train:
-            reject_unsupported(record, record.get("dialogue_history", ()))
+            reject_unsupported(record, history)
+        if history and "sample" in record:
+            episode = [name, record["sample"], settings(record.get("meta", {})), texts(history)]
+            key = digest(json.dumps(episode, sort_keys=True))
+            if key in episodes:
+                raise ValueError(f"sample {record['sample']} of the task {name} is also in "
+                                 f"{episodes[key]}: give each file and each line only once")
+            episodes[key] = place
         grader_fields = kind.required_fields if to_grade else ()
         return ["task.problem_description", "task.ground_truth", *grader_fields, *fields]
     return required

@@ -27,7 +27,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from colbench import agent_messages, environment, needs, task_id
+from colbench import agent_messages, environment, needs, settings, task_id
 
 
 def get_args(argv=None):
@@ -52,9 +52,11 @@ def measure(record):
 class System:
     """A system to compare: its name, its files (one per seed), and each task's mean metrics."""
 
-    def __init__(self, name, files, need):
-        """need: see read_jsonl. Shared by all systems, to detect two tasks with the same id."""
+    def __init__(self, name, files, tasks):
+        """tasks: see needs. Shared by all systems, to detect two tasks with the same id."""
         self.name, self.files, self.episodes = name, files, 0
+        need = needs("dialogue_history", "reward", tasks=tasks)
+        made_by = {}  # {(file, task id, sample, seed): settings}
         self.reward_labels, self.graders = set(), set()
         values = defaultdict(lambda: defaultdict(list))  # [task id][metric]: one per episode
         for path in files:
@@ -64,6 +66,11 @@ class System:
             for record in read_jsonl(stream, need, source):
                 for metric, value in measure(record).items():
                     values[task_id(record["task"])][metric].append(float(value))
+                made = settings(record.get("meta", {}))
+                episode = path, task_id(record["task"]), record.get("sample"), made.pop("seed", 0)
+                if "sample" in record and made_by.setdefault(episode, made) != made:
+                    fail(f"{source} has episodes of two systems, such as sample {record['sample']} "
+                         f"of the task {episode[1]}: split it (two seeds: NAME=FILE,FILE)")
                 self.episodes += 1
                 self.reward_labels.add(environment(record["task"]).reward_name)
                 if "reward_by" in record:
@@ -90,8 +97,8 @@ def named_systems(args):
         if name in systems:
             fail(f"two systems are named {name!r}; rename one with NAME=FILE")
         systems[name] = files
-    need = needs("dialogue_history", "reward")
-    return [System("stdin" if name == "-" else name, files, need)
+    tasks = {}
+    return [System("stdin" if name == "-" else name, files, tasks)
             for name, files in systems.items()]
 
 

@@ -314,8 +314,8 @@ def finite(text):
     return float(text)
 
 
-def parse_record(line, need):
-    """Parses and checks one line of bytes; raises ValueError. need: see read_jsonl."""
+def parse_record(line, need, place):
+    """Parses and checks one line of bytes; raises ValueError. need, place: see read_jsonl."""
     try:
         record = json.loads(line, parse_float=finite, parse_constant=finite)
         if b"\\ud" in line.lower() or b"\xed" in line:  # it may hold a surrogate
@@ -336,7 +336,7 @@ def parse_record(line, need):
     check_dialogue(record.get("dialogue_history", []), "dialogue_history")
     if not -1 <= record.get("reward", 0) <= 1:
         raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
-    for path in need(record):
+    for path in need(record, place):
         value = record
         for key in path.split("."):
             value = value.get(key) if isinstance(value, dict) else None
@@ -345,20 +345,22 @@ def parse_record(line, need):
     return record
 
 
-def read_jsonl(stream, need=lambda record: (), name="stdin"):
+def read_jsonl(stream, need=lambda record, place: (), name="stdin"):
     """Yields a dict per line, skipping blank lines; an invalid line is an error that names it.
 
-    need: returns the fields that a record must have, as paths such as "task.ground_truth".
+    need(record, place) checks a record, and returns the fields that it must have, as paths such as
+    "task.ground_truth". place: such as "stdin, line 3".
     """
     found = False
     lines = getattr(stream, "buffer", stream)  # read bytes, since they may not be UTF-8
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
+        place = f"{name}, line {number}"
         try:
-            record = parse_record(line, need)
+            record = parse_record(line, need, place)
         except ValueError as e:
-            fail(f"{name}, line {number}: {e}")
+            fail(f"{place}: {e}")
         found = True
         yield record
     if not found:

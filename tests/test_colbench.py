@@ -47,13 +47,16 @@ def test_first_message_takes_braces_as_they_are():
     assert colbench.first_message(own, 7)["content"].startswith("7 of {dict}: a {dict}")
 
 
-def test_task_id_is_given_or_a_hash():
-    task = {"problem_description": "p", "ground_truth": "g"}
+def test_task_id_is_given_or_a_hash_of_all_that_the_task_is():
+    task = {"problem_description": "p", "ground_truth": "g", "test_cases": {"a": "f(1)"}}
     assert task_id({**task, "id": 5}) == "5"
-    assert task_id(task) == task_id({**task, "test_cases": {}})
-    others = [{**task, "ground_truth": "h"}, {"problem_description": "pg", "ground_truth": ""},
-              {**task, "problem_description": "\ud800"}]  # JSON may spell a lone surrogate
-    assert len({task_id(t) for t in (task, *others)}) == 4
+    assert task_id(task) == task_id(dict(reversed(task.items()), kind="backend", id=None))
+    others = [{**task, name: "x"} for name in (
+        "problem_description", "ground_truth", "hidden_information", "test_cases", "agent_prompt",
+        "a field of its own")]
+    others += [{**task, "test_cases": {"a": "f(2)"}}, {**task, "kind": "frontend"},
+               {**task, "problem_description": "\ud800"}]  # JSON may spell a lone surrogate
+    assert len({task_id(t) for t in (task, *others)}) == 10
 
 
 def test_an_empty_hidden_information_hides_nothing_more():

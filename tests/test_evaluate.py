@@ -156,7 +156,30 @@ def test_two_tasks_of_one_id_are_not_compared(tmp_path):
     (tmp_path / "one").write_text(lines([episode("a", 1)]))
     (tmp_path / "two").write_text(lines([episode("a", 1)]).replace("rate=3", "rate=4"))
     done = script("evaluate.py", tmp_path / "one", tmp_path / "two")
-    complaint(done, "two, line 1: another task above has the id a")
+    complaint(done, "two, line 1: the task a differs from the one in ", "one, line 1 in "
+              "ground_truth: give one")
+    (tmp_path / "two").write_text(lines([episode("b", 1), episode("a", 1)]).replace(
+        '"id": "a"', '"id": "a", "test_cases": {"x": "f(1)"}'))
+    done = script("evaluate.py", tmp_path / "one", tmp_path / "two")
+    complaint(done, "two, line 2: the task a differs from the one in ", " in test_cases: ")
+
+
+def test_an_episode_counts_once_and_a_file_holds_one_system(tmp_path):
+    made_by = lambda weights, seed=0: [episode("a", 1, sample=i, meta={
+        "model_weights": weights, "seed": seed, "version": "1"}) for i in (0, 1)]
+    files = {"base": made_by("1a"), "sweet0": made_by("2b"), "sweet1": made_by("3c")}
+    (_, r), _ = run(tmp_path, "base.jsonl", "sweet=sweet0.jsonl,sweet1.jsonl", **files)
+    assert r["episodes"] == 4  # two that were trained with other seeds
+    (r,), _ = run(tmp_path, stdin=made_by("1a") + made_by("1a", seed=1))
+    assert r["episodes"] == 4
+    for flags, stdin, said in (
+            (["s=base.jsonl,base.jsonl"], [], "base.jsonl, line 1: sample 0 of the task a is also "
+             "in base.jsonl, line 1"),
+            ([], files["base"] + files["base"], "stdin, line 3: sample 0 of the task a is also in "
+             "stdin, line 1: "),
+            ([], files["base"] + files["sweet0"], "stdin has episodes of two systems, such as "
+             "sample 0 of the task a: ")):
+        complaint(script("evaluate.py", *flags, stdin=stdin, cwd=tmp_path), said)
 
 
 def test_names(tmp_path):

@@ -186,7 +186,7 @@ COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     ("collect.py --model MODEL", BARE, "--human is missing: give the http://host:port/v1"),
     (f"collect.py --model MODEL --human {ROOT}/model.py", BARE, "model.py defines no reply()"),
     ("collect.py --model MODEL --human gpt-4o", BARE, "--human gpt-4o: give the http://host:port"),
-    ("collect.py --model MODEL --human fixed:no", [TASK, OTHER], "line 2: another task above has"),
+    ("collect.py --model MODEL --human fixed:no", [TASK, OTHER], "line 2: the task"),
     ("collect.py --model MODEL --human fixed:no", "{\n", "stdin, line 1: not JSON"),
     ("collect.py --model MODEL --human fixed:no", BARE, "the weights in"),
     ("collect.py --best_of 2", "", "--critic"),

@@ -263,6 +263,22 @@ def test_nothing_is_learned_of_held_out_tasks(trainer, flags, ranked, tiny_dir, 
         assert len(train) == tasks - n and len(measured) == n and not train & measured
 
 
+@pytest.mark.parametrize("trainer", [train_critic, train_policy])
+def test_the_same_episode_is_not_trained_on_twice(trainer, ranked, tiny_dir, monkeypatch):
+    """Two are the same if their task, sample, settings and texts are; its scores may differ."""
+    again = {**ranked[3], "reward": 0.0, "meta": {**ranked[3]["meta"], "version": "2", "model": "x",
+                                                  "candidates": {"seed": 1}}}
+    name, sample = task_id(again["task"]), again["sample"]
+    why = f"stdin, line 9: sample {sample} of the task {name} is also in stdin, line 4: "
+    with pytest.raises(SystemExit, match=why):
+        prepared(monkeypatch, [*ranked, again], trainer, "--model", tiny_dir)
+    seeds = [{**r, "meta": {**r["meta"], "seed": 1}} for r in ranked]  # as of a second file
+    rounds = [{**r, "meta": {**r["meta"], "model_weights": "1a"}} for r in ranked]
+    unnumbered = [{name: r[name] for name in r if name != "sample"} for r in ranked]
+    for more in (seeds, rounds, unnumbered, unnumbered + unnumbered):
+        assert prepared(monkeypatch, ranked + more, trainer, "--model", tiny_dir)
+
+
 # --- c: the critic's, never the policy's ----------------------------------------------------------
 
 @pytest.mark.parametrize("flags, pairs", [

@@ -320,7 +320,7 @@ def episode(task, max_turns, agent, human, show_hidden=False):
     if show_hidden:
         history = with_hidden(history, task["ground_truth"])
     answer = environment(task).final_answer(history, answer)
-    return {"task": task, "sample": 0, "dialogue_history": history, "answer": answer}
+    return {"task": task, "dialogue_history": history, "answer": answer}
 
 
 def demonstration(world, task, r, args):
