@@ -11,11 +11,13 @@ as soon as it ends. A record that already has a dialogue gets candidates for its
 Left out on purpose: lock-step rollouts, where episodes wait for the slowest human; rewards, which
 the next stage adds; and paged attention and several GPUs, for which --engine takes a vLLM server.
 """
-from utils import (fail, fail_on_error, flag, open_stdout, parser, print_warnings, progress,
+from utils import (digest, fail, fail_on_error, flag, open_stdout, parser, print_warnings, progress,
                    read_jsonl, rng, run, say, version)
 
 import asyncio
 import base64
+import fcntl
+import glob
 import inspect
 import itertools
 import json
@@ -29,9 +31,9 @@ from functools import cached_property
 from types import SimpleNamespace
 from urllib.request import getproxies
 
-from colbench import (ANSWER, RENDER_FAILED_REPLY, GraderError, Renderer, RenderError, answered,
-                      cpus, environment, first_message, human_prompt, task_kind, needs,
-                      read_action, redact, task_id, without_thinking)
+from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RENDER_FAILED_REPLY, GraderError, Renderer,
+                      RenderError, answered, cpus, environment, first_message, human_prompt, needs,
+                      read_action, redact, settings, task_id, task_kind, texts, without_thinking)
 
 
 def get_args(argv=None):
@@ -86,13 +88,13 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface
 
-from model import (common_prefix, find_model, load, load_lm, opened_thought, render, sdpa_kernel,
-                   stop_ids, turn_actions, weights_digest)
+from model import (MODEL_FILES, common_prefix, find_model, load, load_lm, opened_thought, render,
+                   sdpa_kernel, stop_ids, turn_actions, weights_digest)
 from train_critic import advantages, critic_turns, finished_flags, reference_logps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-EPISODE_FLAGS = ("temperature", "top_p", "max_turns", "max_tokens", "thinking", "seed", "best_of",
-                 "critic", "logprob_weight")  # must be equal for all episodes of a --resume file
+# flags that change no episode; all others are recorded, and compared by --resume: see settings()
+NOT_IN_META = {"given", "k", "concurrency", "resume", "max_batch_tokens", "timeout", "retries"}
 COMPUTE_THREAD = ThreadPoolExecutor(1)  # runs all models, so that they don't block the event loop
 TREE_TOKENS = 16384  # most tokens per forward of the critic
 INITIAL_CAPACITY = 32  # tokens per action for which a batch first allocates memory
@@ -127,9 +129,16 @@ class EpisodeRunner:
         self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
         self.stop = stop_ids(self.tokenizer)
         self.opening = opened_thought(self.tokenizer, args.thinking)
-        names = "model", "human", "human_params", *EPISODE_FLAGS
-        self.meta = {name: getattr(args, name) for name in names}
-        self.meta |= {"model_weights": weights_digest(folder), "version": version()}
+        self.meta = {name: x for name, x in vars(args).items() if name not in NOT_IN_META}
+        files = sorted(f for form in MODEL_FILES for f in glob.glob(os.path.join(folder, form)))
+        self.meta |= {
+            "n_candidates": self.meta.pop("candidates"), "human": fingerprint(args.human),
+            "critic": fingerprint(args.critic), "model_weights": weights_digest(folder),
+            "tokenizer_and_config": digest([*map(fingerprint, files)]),
+            "prompts": digest([(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
+                               for kind in ENVIRONMENTS.values()]),
+            "version": version()}
+        self.resumed = []  # the settings of the episodes in the --resume file
 
     async def load(self):
         """Asks servers which model they serve, then loads the local models; returns self."""
@@ -138,6 +147,8 @@ class EpisodeRunner:
             llm = LLM(args)
             if "model" not in llm.body:
                 await llm.find_served_model()
+            self.meta["human_model"] = llm.body["model"]
+            self.check_resumed()
             self.reply = llm.reply
         elif human.startswith("fixed:"):
             self.reply = lambda task, history: human.removeprefix("fixed:")
@@ -161,6 +172,17 @@ class EpisodeRunner:
         elif args.critic:
             self.critic = Critic(args).advantages
         return self
+
+    def check_resumed(self):
+        """Fails if an episode in the --resume file has other settings than new ones would have.
+
+        Settings that only one of them has, as by another version of this script, are not compared.
+        """
+        for name, new in settings(self.meta).items():
+            for old in self.resumed:
+                if old.get(name, new) != new:
+                    fail(f"--resume {self.args.resume} holds episodes with {name} {old[name]}, not "
+                         f"{new}; use the same flags, files and weights, or another file")
 
     async def run_episode(self, task, sample):
         """Runs one episode; returns the new fields of its record."""
@@ -257,6 +279,17 @@ class EpisodeRunner:
             raise EpisodeError(f"the human's reply is not a string: {reply!r}")
         reply = reply.encode(errors="replace").decode()  # tokenizers reject lone surrogates
         return reply[:environment(task).reply_chars]
+
+
+def fingerprint(who):
+    """Returns the name of a file or a folder of weights with a hash of its content; else `who`."""
+    if not who or not os.path.exists(who):
+        return who
+    name = os.path.basename(os.path.abspath(who))
+    if os.path.isdir(who):
+        return f"{name} {weights_digest(who)}"
+    with fail_on_error(who), open(who, "rb") as f:
+        return f"{name} {digest(f.read())}"
 
 
 def load_function(file, name):
@@ -710,13 +743,18 @@ AttentionInterface.register("engine", engine_attention)
 
 # --- all episodes ---------------------------------------------------------------------------------
 
-def finished_episodes(path, meta):
-    """Returns {(task id, sample)} of the episodes in the --resume file, which may be empty.
+def finished_episodes(path, tasks):
+    """Returns (file, {(task id, sample): texts}, [settings]) of the --resume file.
 
-    Removes a truncated last line. Fails if an episode's weights or EPISODE_FLAGS are not `meta`'s.
+    The file, which may be empty, stays locked until it is closed. Removes a truncated last line.
+    tasks: see needs.
     """
-    done = set()
-    with fail_on_error(f"--resume {path}"), open(path, "rb+") as f:
+    done, found = {}, {}
+    with fail_on_error(f"--resume {path}"):
+        f = open(path, "rb+")
+    with fail_on_error(f"--resume {path} is in use by another run"):
+        fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with fail_on_error(f"--resume {path}"):
         last = b"".join(deque(f, maxlen=1))  # b"" of an empty file
         if last.startswith(b"{") and not last.endswith(b"\n"):
             try:
@@ -725,18 +763,16 @@ def finished_episodes(path, meta):
             except ValueError:
                 f.truncate(f.tell() - len(last))
         f.seek(0)
-        for r in read_jsonl(f, needs("sample"), path) if os.path.getsize(path) else ():
-            done.add((task_id(r["task"]), r["sample"]))
-            old = r.get("meta", {})
-            old = old.get("candidates", old)  # if add_candidates wrote it
-            for name in ("model_weights", *EPISODE_FLAGS):
-                if old.get(name, meta[name]) != meta[name]:
-                    fail(f"--resume {path} holds episodes with {name} {old[name]}, not "
-                         f"{meta[name]}; use the same flags and weights, or another file")
-    return done
+        need = needs("sample", tasks=tasks)
+        for r in read_jsonl(f, need, path) if os.path.getsize(path) else ():
+            done[task_id(r["task"]), r["sample"]] = texts(r.get("dialogue_history", ()))
+            meta = r.get("meta", {})
+            meta = settings(meta.get("candidates", meta))  # if add_candidates wrote it
+            found[json.dumps(meta)] = meta
+    return f, done, [*found.values()]
 
 
-def read_jobs(args, done):
+def read_jobs(args, done, tasks):
     """Yields (record, sample) of each episode to run; sets the kind and id of its task.
 
     New episodes of a task are numbered 0, 1, ..., and a repeated task continues the numbering. An
@@ -744,7 +780,7 @@ def read_jobs(args, done):
     """
     next_sample = {}  # {task id: number of its next new episode}
     taken = set()  # (task id, sample) of stdin; `done` has those of the --resume file
-    for record in read_jsonl(sys.stdin, needs()):
+    for record in read_jsonl(sys.stdin, needs(tasks=tasks)):
         task, name = record["task"], task_id(record["task"])
         record["task"] = {"kind": task_kind(task), **task, "id": name}
         first = next_sample.get(name, 0)
@@ -759,6 +795,10 @@ def read_jobs(args, done):
                 fail(f"task {name} already has a dialogue; give --candidates, or remove it")
             if thinking not in (None, args.thinking):
                 fail(f"task {name} was sampled with --thinking {thinking}; pass that here, too")
+            said = texts(record["dialogue_history"])
+            if done.get((name, sample), said) != said:
+                fail(f"task {name}, sample {sample} has another dialogue in {args.resume}; resume "
+                     "another file")
         elif not args.human:
             fail("--human is missing: give the http://host:port/v1 of an LLM, fixed:TEXT, or a "
                  "FILE.py that defines reply(task, history)")
@@ -776,8 +816,11 @@ async def run_all(args, emit):
     run, no new episode starts, and the running ones finish first.
     """
     runner = EpisodeRunner(args)
-    done = finished_episodes(args.resume, runner.meta) if args.resume else set()
-    jobs = deque(read_jobs(args, done))  # an invalid line fails here, before models are loaded
+    done, tasks = {}, {}
+    if args.resume:
+        runner.locked, done, runner.resumed = finished_episodes(args.resume, tasks)
+        runner.check_resumed()
+    jobs = deque(read_jobs(args, done, tasks))  # an invalid line fails here, before models load
     totals, errors = runner.totals, []
 
     async def worker():

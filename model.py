@@ -58,6 +58,7 @@ except ImportError:  # use torch's own kernel
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
+MODEL_FILES = ["*.json", "*.jinja", "*.model"]  # of config, tokenizer and chat template
 TURN = 0  # key of a message's or candidate's turn: an int, so that it can't clash with JSON keys
 TODAY = datetime.date(2024, 7, 26)  # for templates that print the date, so that prompts stay equal
 MAX_KEYS = 2 ** 19  # of a tree: 11 GB in a backward pass with 32 query and 8 KV heads of size 128
@@ -597,9 +598,7 @@ def find_model(path, weights=False):
     try:
         if not os.path.isdir(path):
             from huggingface_hub import snapshot_download
-            patterns = ["*.json", "*.jinja", "*.model"]
-            if weights:
-                patterns.append("*.safetensors")
+            patterns = MODEL_FILES + ["*.safetensors"] * weights
             path = snapshot_download(path, allow_patterns=patterns)
         if is_unfinished(path):
             raise ValueError("it is an unfinished run; repeat its command to resume it")

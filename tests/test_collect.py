@@ -1,5 +1,6 @@
 """collect.py alone: what it samples, --resume, bad input."""
 import asyncio
+import copy
 import io
 import json
 import shutil
@@ -126,8 +127,9 @@ def test_only_a_cut_last_line_of_a_file_is_dropped(collected, tmp_path):
     both, half = first + last, last[:len(last) // 2]
     for text, kept in ((half, ""), (first + half, first), (both, both), (both[:-1], both)):
         file.write_text(text)
-        done = collect.finished_episodes(file, json.loads(first)["meta"])
-        assert file.read_text() == kept and done == set(map(key_of, records(kept)))
+        opened, done, _ = collect.finished_episodes(file, {})
+        opened.close()
+        assert file.read_text() == kept and done.keys() == set(map(key_of, records(kept)))
 
 
 def test_a_file_of_something_else_is_not_touched(episodes, tmp_path):
@@ -136,20 +138,18 @@ def test_a_file_of_something_else_is_not_touched(episodes, tmp_path):
     for text, line in (("a diary\nof mine", 1), ("a diary", 1), (lines(episodes), 2)):
         file.write_text(text)
         with pytest.raises(SystemExit, match=f"error: {file}, line {line}"):
-            collect.finished_episodes(file, episodes[0]["meta"])
+            collect.finished_episodes(file, {})
         assert file.read_text() == text
 
 
-def test_a_file_is_resumed_with_the_flags_and_weights_that_played_it(tasks, episodes, tiny_dir,
-                                                                     tmp_path):
+def test_a_file_is_resumed_with_the_model_that_made_it_wherever_that_is(tasks, episodes, tiny_dir,
+                                                                        tmp_path):
     file, (missing, *others) = tmp_path / "all.jsonl", episodes
     file.write_text(lines(others))
     assert missing["meta"]["model_weights"] == M.weights_digest(tiny_dir)
-    for name in ("model_weights", *collect.EPISODE_FLAGS):
-        with pytest.raises(SystemExit, match=f"--resume {file} holds episodes with {name} "):
-            collect.finished_episodes(file, {**missing["meta"], name: "another"})
-    moved = shutil.copytree(tiny_dir, tmp_path / "moved")  # has the same weights
-    done = play(moved, tasks, *PLAY, "--resume", file, "--human", "fixed:no")
+    moved = shutil.copytree(tiny_dir, tmp_path / "moved")
+    fast = ["--max_batch_tokens", 999, "--concurrency", 3, "--retries", 0, "--dtype", "fp32"]
+    done = play(moved, tasks, *PLAY, "--resume", file, *fast)
     assert [key_of(r) for r in records(done.stdout)] == [key_of(missing)]
     assert "(7 more in the --resume file)" in done.stderr
 
@@ -186,6 +186,97 @@ def test_a_humans_thought_is_no_part_of_the_reply(content, want):
     assert collect.reply_text(reply) == want
 
 
+@pytest.fixture
+def resume(tiny_dir, tmp_path):
+    """resume(file): what read_jobs needs, of a run that resumes the file; fails as collect.py."""
+    for name in ("reply(task, history)", "advantages(task, history, actions)"):
+        (tmp_path / f"{name[:5]}.py").write_text(f"def {name}: return 'yes'")
+    model = shutil.copytree(tiny_dir, tmp_path / "model")
+    argv = ["--model", model, "--human", tmp_path / "reply.py", "--critic", tmp_path / "advan.py",
+            "--best_of", 2, "--candidates", 3]
+
+    def make(file, *more):
+        args, tasks = collect.get_args([*map(str, (*argv, "--resume", file, *more))]), {}
+        runner = collect.EpisodeRunner(args)
+        opened, done, runner.resumed = collect.finished_episodes(file, tasks)
+        with opened:
+            runner.check_resumed()
+        return runner, args, done, tasks
+    return make
+
+
+def test_whatever_changes_an_episode_must_be_as_in_the_file(resume, episodes, tmp_path,
+                                                            monkeypatch):
+    file = tmp_path / "all.jsonl"
+    file.touch()
+    meta = resume(file)[0].meta
+    for old in (meta, {"thinking": 1, "candidates": meta}):  # the settings of the candidates
+        file.write_text(lines([{**episodes[0], "meta": old}]))
+        resume(file, "--concurrency", 1, "-k", 3, "--retries", 1, "--dtype", "bf16")
+    for name, value in meta.items():
+        file.write_text(lines([{**episodes[0], "meta": {**meta, name: "another"}}]))
+        if name in ("model", "engine", "dtype", "version"):
+            resume(file)
+            continue
+        name = name.replace("model_weights", "model")
+        with pytest.raises(SystemExit, match=f"--resume {file} holds episodes with {name} another"):
+            resume(file)
+
+    file.write_text(lines([{**episodes[0], "meta": meta}]))
+    for name, edited in (("human", "reply.py"), ("critic", "advan.py"),
+                         *(("tokenizer_and_config", f"model/{name}") for name in (
+                             "config.json", "tokenizer.json", "chat_template.jinja"))):
+        edited = tmp_path / edited
+        text = edited.read_text()
+        edited.write_text(text + "\n")
+        with pytest.raises(SystemExit, match=f"holds episodes with {name} "):
+            resume(file)
+        edited.write_text(text)
+    for name, flag, value in (("n_candidates", "candidates", 5), ("human", "human", "fixed:no"),
+                              *(2 * [flag] + [0.5] for flag in ("candidates_share", "top_p"))):
+        with pytest.raises(SystemExit, match=f"holds episodes with {name} .*, not {value}; "):
+            resume(file, "--" + flag, value)
+    resume(file)
+    monkeypatch.setattr(collect.ENVIRONMENTS["backend"], "agent_prompt", "Do as you like.")
+    with pytest.raises(SystemExit, match="holds episodes with prompts "):
+        resume(file)
+
+
+def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_path, monkeypatch):
+    """And so is another dialogue under the number of one that has its candidates."""
+    file, (first, second, *_) = tmp_path / "all.jsonl", sorted(episodes, key=key_of)[::2]
+    for r in episodes:
+        del r["meta"]
+    file.write_text(lines([second, first]))
+    _, args, done, tasks = resume(file)
+
+    def missing(record):
+        given = lines([second, record])
+        monkeypatch.setattr("sys.stdin", io.BytesIO(given.encode()))
+        return [key_of({**r, "sample": n}) for r, n in collect.read_jobs(args, done, dict(tasks))]
+    assert missing(first) == []
+    said = copy.deepcopy(first)
+    said["dialogue_history"][1]["content"] += "?"
+    with pytest.raises(SystemExit, match=f"task {first['task']['id']}, sample 0 has another "):
+        missing(said)
+    for field in ("problem_description", "ground_truth", "hidden_information", "test_cases", "own"):
+        task = {**first["task"], field: {"test1": "f(0)"} if field == "test_cases" else "another"}
+        why = (f"stdin, line 2: the task {task['id']} differs from the one in {file}, line 2 in "
+               f"{field}: give one")
+        with pytest.raises(SystemExit, match=why):
+            missing({"task": task})
+
+
+def test_two_runs_do_not_resume_one_file_at_once(tasks, collected, tiny_dir, tmp_path):
+    file = tmp_path / "all.jsonl"
+    file.write_text(collected)
+    opened, *_ = collect.finished_episodes(file, {})
+    with opened:
+        complaint(play(tiny_dir, tasks, *PLAY, "--resume", file),
+                  f"--resume {file} is in use by another run")
+    succeed("collect.py", "--model", tiny_dir, *PLAY, "--resume", file, stdin=tasks)
+
+
 # --- records that have a dialogue -----------------------------------------------------------------
 
 def test_a_dialogue_is_answered_if_its_last_message_has_the_marker(episodes, tiny_dir):
@@ -207,10 +298,11 @@ def test_no_sample_of_a_task_comes_twice(monkeypatch):
     """Whatever the dialogues' own numbers are, which those that are free keep."""
     task = {"id": "a", "problem_description": "write f", "ground_truth": "def f(): return 1"}
     said = {"task": task, "dialogue_history": dialogue("write f", "ok")}
-    given = [{**said, "sample": n} for n in (5, 2, 2)] + [{"task": task}, {**said, "sample": 7}]
+    given = [{**said, "sample": n, "meta": {"seed": i}} for i, n in enumerate((5, 2, 2))]
+    given += [{"task": task}, {**said, "sample": 7}]
     monkeypatch.setattr("sys.stdin", io.BytesIO(lines(given).encode()))
     args = collect.get_args(["--human", "fixed:no", "--candidates", "1", "-k", "4"])
-    samples = [sample for _, sample in collect.read_jobs(args, set())]
+    samples = [sample for _, sample in collect.read_jobs(args, {}, {})]
     assert samples[:3] == [5, 2, 3] and len(set(samples)) == len(samples) == 8
 
 

@@ -277,6 +277,18 @@ def test_a_line_says_what_to_do_about_an_odd_server(case, tiny_dir, tasks):
         assert server.seen[-1][1]["model"] == models[-1]
 
 
+def test_a_file_is_resumed_with_the_humans_model(tiny_dir):
+    server = Server(said)
+    args = collect.get_args(["--model", tiny_dir, "--human", server.url])
+    old = asyncio.run(collect.EpisodeRunner(args).load()).meta
+    new = collect.EpisodeRunner(args)
+    new.resumed = [colbench.settings(old)]
+    asyncio.run(new.load())
+    server.models = ["n"]
+    with pytest.raises(SystemExit, match="holds episodes with human_model m, not n; "):
+        asyncio.run(new.load())
+
+
 def test_a_server_on_this_machine_is_behind_no_proxy(monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
