@@ -176,9 +176,9 @@ COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     *((f"train_critic.py {words}", "", f"error: {where}: No such file") for words, where in (
         ("--score=", "'' is not a finished run of train_critic.py"), ("--out=", "--out ''"))),
     ("train_critic.py --out x --epoch 1", "", "--epoch 1"),  # no abbreviations
-    ("train_critic.py --model MODEL", ONCE, "sample more per task by collect.py -k"),
+    ("train_critic.py --model MODEL", ONCE, "with collect.py -k"),
     ("train_critic.py --out x --model MODEL", SILENT, "line 1: dialogue_history has no message"),
-    ("train_policy.py --model MODEL --loss mtdpo", ONCE, "sample more per task by collect.py -k"),
+    ("train_policy.py --model MODEL --loss mtdpo", ONCE, "with collect.py -k"),
     ("collect.py --model no/such", "", "no model at 'no/such'"),
     ("collect.py --model MODEL", " \n", "stdin is empty"),
     ("collect.py --model MODEL", ONCE, "already has a dialogue"),
