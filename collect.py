@@ -127,7 +127,7 @@ class EpisodeRunner:
         folder, self.tokenizer, config = find_model(args.model)
         config = config.get_text_config()
         self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
-        self.stop = stop_ids(self.tokenizer)
+        self.stop = stop_ids(self.tokenizer, folder)
         self.opening = opened_thought(self.tokenizer, args.thinking)
         self.meta = {name: x for name, x in vars(args).items() if name not in NOT_IN_META}
         files = sorted(f for form in MODEL_FILES for f in glob.glob(os.path.join(folder, form)))

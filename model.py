@@ -21,13 +21,17 @@ V vocabulary size. Dropout is always off, in training too.
 import datetime
 import functools
 import glob
+import hashlib
 import json
 import math
 import os
 import re
+import shutil
 from array import array
+from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
 from itertools import accumulate, chain
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -58,10 +62,12 @@ except ImportError:  # use torch's own kernel
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-MODEL_FILES = ["*.json", "*.jinja", "*.model"]  # of config, tokenizer and chat template
 TURN = 0  # key of a message's or candidate's turn: an int, so that it can't clash with JSON keys
 TODAY = datetime.date(2024, 7, 26)  # for templates that print the date, so that prompts stay equal
 MAX_KEYS = 2 ** 19  # of a tree: 11 GB in a backward pass with 32 query and 8 KV heads of size 128
+PIECE = 2 ** 24  # bytes that a thread hashes at once
+CONFIGS = "config.json", "generation_config.json"
+MODEL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja"]
 MAX_LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits per chunk: 64 MB or 512 MB in fp32
 
 
@@ -508,9 +514,11 @@ def opened_thought(tokenizer, thinking=0):
     return "<think>" * ("<think>" in prompt.removeprefix(bare).rpartition("</think>")[2])
 
 
-def stop_ids(tokenizer):
-    """Returns {token id} that end a sampled message: the last one of `ending`, and the EOS."""
-    return {text_ids(tokenizer, ending(tokenizer))[-1], tokenizer.eos_token_id} - {None}
+def stop_ids(tokenizer, folder):
+    """Returns {token id} that end a sampled message: the last one of `ending`, and every EOS."""
+    ids = {text_ids(tokenizer, ending(tokenizer))[-1], tokenizer.eos_token_id}
+    ids.update(*(eos_ids(os.path.join(folder, name)) for name in CONFIGS))
+    return ids & {*range(len(tokenizer))}  # drops None, and -1
 
 
 def matches_output(tokenizer, message):
@@ -590,6 +598,18 @@ def turn_actions(record):
 
 # --- loading, sharding, saving --------------------------------------------------------------------
 
+def read_json(path):
+    """Returns the object in a JSON file, {} if there is no such file."""
+    with fail_on_error(f"{path} can't be read"):
+        return json.loads(Path(path).read_bytes()) if os.path.exists(path) else {}
+
+
+def eos_ids(path):
+    """Returns the list of EOS ids in a config.json or generation_config.json."""
+    eos = read_json(path).get("eos_token_id")
+    return eos if isinstance(eos, list) else [] if eos is None else [eos]
+
+
 def find_model(path, weights=False):
     """Returns (folder, tokenizer, config) of a Hugging Face folder or hub name, or fails.
 
@@ -619,21 +639,20 @@ def find_model(path, weights=False):
     return path, tokenizer, config
 
 
+@functools.cache  # a trainer asks twice for its --model
 def weights_digest(folder):
-    """Returns a short hash of a folder's safetensors files, or None if there are none."""
-    hashed = []
-    for name in sorted(glob.glob("*.safetensors", root_dir=folder)):
-        path = os.path.join(folder, name)
-        size = os.path.getsize(path)
-        with fail_on_error(f"{path} can't be read"), open(path, "rb") as f:
-            hashed += [name, f.read(int.from_bytes(f.read(8), "little"))]
-            for begin in range(0, size, max(4096, size >> 14)):  # at most 64 MB, evenly spaced
-                f.seek(begin)
-                hashed.append(f.read(4096))
-    return digest(hashed) if hashed else None
+    """Returns a short hash of every byte of the safetensors files in a folder; None without any."""
+    def hash_piece(piece):
+        with open(os.path.join(folder, piece[0]), "rb") as f:
+            f.seek(piece[1])
+            return hashlib.sha256(f.read(PIECE)).digest()
+
+    with fail_on_error(f"the weights in {folder} can't be read"), ThreadPoolExecutor() as pool:
+        pieces = [(name, begin) for name in sorted(glob.glob("*.safetensors", root_dir=folder))
+                  for begin in range(0, os.path.getsize(os.path.join(folder, name)), PIECE)]
+        return digest([pieces, *pool.map(hash_piece, pieces)]) if pieces else None
 
 
-@functools.cache
 def base_digest(path):
     """Returns weights_digest of --model, a folder or hub name, on rank 0; None on other ranks."""
     return None if RANK else weights_digest(find_model(path, weights=True)[0])
@@ -824,12 +843,16 @@ def full_tensor(tensor):
 
 
 def save(model, tokenizer, out):
-    """Writes a Hugging Face folder: weights in model.dtype, config, tokenizer, chat template."""
+    """Writes a Hugging Face folder: weights in model.dtype, and the base's other files.
+
+    These are copied, because other versions of transformers may not read what this one writes. Only
+    the dtype in config.json and the EOS ids in generation_config.json are set.
+    """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=options)  # empty on ranks other than 0
     if RANK:
         return
-    lm, generation_config = model.lm, model.lm.generation_config
+    lm, base = model.lm, model.lm.name_or_path  # base: a folder, see find_model
     with fail_on_error(f"{out} can't be written"):
         lm_state = {name: state["lm." + name].to(model.dtype)
                     for name, _ in lm.named_parameters()}  # tied weights once
@@ -837,13 +860,22 @@ def save(model, tokenizer, out):
                      if "lm." + name in state}  # buffers keep their dtype
         lm.generation_config = GenerationConfig()  # transformers can't save all that it loads
         lm.save_pretrained(out, state_dict=lm_state)
-        with open(os.path.join(out, "generation_config.json"), "w") as f:
-            eos = {"eos_token_id": sorted(stop_ids(tokenizer))}
-            json.dump(generation_config.to_diff_dict() | eos, f, indent=2)
-        lm.config.dtype = model.dtype  # save_pretrained has set it to that of the fp32 weights
-        lm.config.save_pretrained(out)
-        tokenizer.save_pretrained(out)
-    lm.generation_config = generation_config
+        for name in glob.glob("*.safetensors", root_dir=out):  # they are written as private files
+            shutil.copymode(os.path.join(out, "config.json"), os.path.join(out, name))
+        for name in chain(*(glob.glob(pattern, root_dir=base) for pattern in MODEL_FILES)):
+            if not name.endswith((".index.json", "adapter_config.json")):
+                os.makedirs(os.path.dirname(os.path.join(out, name)), exist_ok=True)
+                shutil.copyfile(os.path.join(base, name), os.path.join(out, name))
+        config, generation_config = (os.path.join(out, name) for name in CONFIGS)
+        dtypes = {"dtype", "torch_dtype"} & read_json(config).keys() or {"torch_dtype"}
+        eos = eos_ids(generation_config)
+        eos += sorted(stop_ids(tokenizer, base) - {*eos})
+        for path, values in (
+                (config, dict.fromkeys(dtypes, str(model.dtype).removeprefix("torch."))),
+                (generation_config, {"eos_token_id": eos if len(eos) > 1 else eos[0]})):
+            old = read_json(path)
+            if old != {**old, **values}:  # else the file stays as it is
+                Path(path).write_text(json.dumps({**old, **values}, indent=2) + "\n")
 
 
 # --- checkpoints: weights and moments for any number of processes ---------------------------------

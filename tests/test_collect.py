@@ -45,7 +45,8 @@ def test_a_draw_does_not_depend_on_its_company(tasks, episodes, tiny_dir):
 def test_actions_that_max_tokens_cut_are_marked_and_counted(tasks, tiny_dir):
     """An untrained model ends a message after some hundred tokens."""
     flags = ["--max_turns", 2, "--candidates", 3, "--max_tokens", 100]
-    done, ends = play(tiny_dir, tasks, *flags), M.stop_ids(M.find_model(tiny_dir)[1])
+    done = play(tiny_dir, tasks, *flags)
+    ends = M.stop_ids(M.find_model(tiny_dir)[1], tiny_dir)
     drawn = list(chain(*map(actions, records(done.stdout))))
     for action in drawn:
         assert len(action["token_ids"]) <= 100

@@ -2,8 +2,10 @@
 import itertools
 import json
 import math
+import os
 import random
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -319,35 +321,89 @@ def test_what_is_saved_is_loaded_also_by_transformers(family, tmp_path, tiny_dir
     """
     path, turns = save_strong(*FAMILIES[family], M.find_model(tiny_dir)[1], tmp_path), some_turns()
     model, tokenizer = M.load(path)
-    M.save(model, tokenizer, path)
-    again, tokenizer_again = M.load(path)
+    out = str(tmp_path / "saved")
+    M.save(model, tokenizer, out)
+    again, tokenizer_again = M.load(out)
     assert all(lm.supports_trees for lm in (model, again, M.load(path, dtype="bf16")[0]))
     logps = by_tree(model, turns)
     assert all(map(torch.equal, logps, by_tree(again, turns)))
-    theirs = separate(AutoModelForCausalLM.from_pretrained(path), turns)
+    theirs = separate(AutoModelForCausalLM.from_pretrained(out), turns)
     assert all((a - b).abs().max() < 1e-4 for a, b in zip(logps, theirs, strict=True))
-    assert not any('"tree"' in path.read_text() for path in tmp_path.glob("*.json"))
-    M.save(M.load(path, dtype="bf16")[0].float(), tokenizer, path)  # in training it is in fp32
-    saved = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
-    assert saved.dtype == AutoModelForCausalLM.from_pretrained(path).dtype == torch.bfloat16
-    trained = M.load(path, dtype="bf16", train=True)[0]
+    M.save(M.load(path, dtype="bf16")[0].float(), tokenizer, out)  # in training it is in fp32
+    saved = load_file(tmp_path / "saved" / "model.safetensors")["model.embed_tokens.weight"]
+    assert saved.dtype == AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
+    trained = M.load(out, dtype="bf16", train=True)[0]
     assert {p.dtype for p in trained.parameters()} == {torch.float32}
     ids = [turns_of(t, record) for t in (tokenizer, tokenizer_again) for record in demos(2)]
     assert ids[:2] == ids[2:]
 
 
-@pytest.mark.parametrize("had", [
-    {}, {"length_penalty": 2.0}, {"do_sample": True, "top_p": 0.8, "temperature": 0.6}])
-def test_a_generation_config_keeps_the_bases_settings(had, tmp_path, tiny_dir):
-    """Also those that transformers loads, but refuses to save. A message's end is known."""
-    model, tokenizer = M.load(tiny_dir)
-    (tmp_path / "generation_config.json").write_text(json.dumps(had))
-    model.lm.generation_config = GenerationConfig.from_pretrained(tmp_path)
-    tokenizer.eos_token = None  # then it is what the template writes
-    M.save(model, tokenizer, str(tmp_path))
-    got = GenerationConfig.from_pretrained(tmp_path).to_diff_dict()
-    assert tokenizer.convert_ids_to_tokens(got["eos_token_id"]) == ["<|end|>"]
-    assert got.items() >= had.items()
+def files_in(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in Path(folder).rglob("*.*")
+            if path.suffix != ".safetensors" and path.is_file()}
+
+
+OTHERS = {  # files of other versions of transformers, some of which this one would rewrite
+    "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}',
+    "generation_config.json": '{"eos_token_id": [5, 2, 0],   "length_penalty": 2.0, "top_p": 0.8}',
+    "merges.txt": "a b", "additional_chat_templates/rag.jinja": "{{ 1 }}"}
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16"])
+def test_a_saved_folder_differs_from_its_base_in_the_weights_only(stored, tmp_path, tiny_dir):
+    """To the byte, but for the dtype if that is another. Others may read all files."""
+    base, out = tmp_path / "base", tmp_path / "out"
+    shutil.copytree(tiny_dir, base)
+    config = {**json.loads((base / "config.json").read_text()), "torch_dtype": stored, "mine": 1}
+    del config["dtype"]
+    of_weights = dict.fromkeys(["model.safetensors.index.json", "adapter_config.json"], "{}")
+    for name, text in {**OTHERS, **of_weights, "config.json": json.dumps(config)}.items():
+        (base / name).parent.mkdir(exist_ok=True)
+        (base / name).write_text(text)
+    os.remove(base / "model.safetensors.index.json")  # transformers would look for its files
+    model, tokenizer = M.load(str(base))
+    (base / "model.safetensors.index.json").write_text("{}")
+    M.save(model, tokenizer, str(out))
+    got, want = files_in(out), {path: text for path, text in files_in(base).items()
+                                if str(path) not in of_weights}
+    configs = [json.loads(files.pop(Path("config.json"))) for files in (got, want)]
+    assert got == want and configs[0] == {**config, "torch_dtype": "float32"}
+    assert {path.stat().st_mode & 0o777 for path in out.glob("*.*")} == {
+        (base / "config.json").stat().st_mode & 0o777}
+
+
+def test_a_message_ends_at_every_eos_of_the_base_and_at_the_templates_end(tmp_path, tiny_dir):
+    """A policy that is saved without its base's generation_config.json still has one."""
+    shutil.copytree(tiny_dir, tmp_path / "base")
+    base, out = tmp_path / "base", str(tmp_path / "out")
+    for file, eos in (("config.json", -1), ("generation_config.json", [7, 2, 9])):
+        old = json.loads((base / file).read_text())
+        (base / file).write_text(json.dumps({**old, "eos_token_id": eos}))
+    model, tokenizer = M.load(str(base))
+    tokenizer.eos_token = None
+    assert M.stop_ids(tokenizer, base) == {2, 7, 9}
+    M.save(model, tokenizer, out)
+    assert GenerationConfig.from_pretrained(out).eos_token_id == [7, 2, 9]
+    os.remove(base / "generation_config.json")
+    os.remove(f"{out}/generation_config.json")
+    M.save(model, tokenizer, out)
+    assert GenerationConfig.from_pretrained(out).eos_token_id == 2
+
+
+@pytest.mark.parametrize("size, piece", [(40, 7), (40, 40), (90 << 20, 2 ** 24)])
+def test_the_digest_of_weights_covers_every_byte(size, piece, tmp_path, monkeypatch):
+    monkeypatch.setattr(M, "PIECE", piece)
+    content, random_ = bytearray(size), random.Random(0)
+    at = range(size) if size < 100 else [random_.randrange(size) for _ in range(3)]
+    seen = set()
+    for i in (None, *at):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        if i is not None:
+            content[i] += 1
+        (folder / "model.safetensors").write_bytes(content)
+        seen.add(M.weights_digest(folder))
+    assert len(seen) == 1 + len(at) and M.weights_digest(tmp_path) is None
 
 
 def test_wrong_attention_is_found_and_wrong_log_probs_are_refused(tiny_dir, monkeypatch, capsys):
