@@ -11,8 +11,10 @@ or packages beyond numpy and sympy; and comparing by ==, which an answer's own c
     python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
 """
-from utils import digest, fail, flag, open_stdout, parser, read_jsonl, reject_unsupported, run, say
+from utils import (digest, fail, fail_on_error, flag, open_stdout, parser, read_jsonl,
+                   reject_unsupported, run, say)
 
+import ast
 import asyncio
 import concurrent.futures
 import contextlib
@@ -163,13 +165,36 @@ def fill(prompt, **values):
     return re.sub("{(%s)}" % "|".join(values), lambda match: str(values[match[1]]), prompt)
 
 
-def redact(reply, reference):
-    """Replaces reference lines of 12 or more characters that the reply quotes by "[...]"."""
-    lines = {"".join(line.split()) for line in reference.splitlines()}  # ignores whitespace
-    for line in sorted(lines, key=len, reverse=True):
-        if len(line) >= 12:
-            reply = re.sub(r"\s*".join(map(re.escape, line)), "[...]", reply)
+def redact(reply, task):
+    """Replaces what the reply quotes of the reference or the hidden information by "[...]".
+
+    A quote is one or more whole lines or sentences, in order, with 12 or more characters that are
+    not whitespace. As the human must be able to tell a fact, a reply may quote one line of a task's
+    own hidden information, if it is not code and there are others.
+    """
+    for text in (hidden_information(task), task["ground_truth"]):
+        parts = list(filter(None, re.split(r"\s*\n\s*|(?<=[.!?])\s+", text.strip())))
+        bare, quotes = "".join(reply.split()), {}  # {quote without whitespace: its parts}
+        for start in range(len(parts)):
+            for end in range(start + 1, len(parts) + 1):
+                quote = "".join("".join(parts[start:end]).split())
+                if quote not in bare:
+                    break
+                if len(quote) >= 12:
+                    quotes[quote] = parts[start:end]
+        told = sum(quotes.values(), [])
+        if text == task["ground_truth"] or len(told) > 1 or len(parts) == 1 or is_code(*told):
+            for quote in sorted(quotes, key=len, reverse=True):
+                reply = re.sub(r"\s*".join(map(re.escape, quote)), "[...]", reply)
     return reply
+
+
+def is_code(line=""):
+    """Whether a line is Python that computes, calls or controls: not prose, nor rate = 4."""
+    with contextlib.suppress(SyntaxError, ValueError):
+        nodes = ast.walk(ast.parse(line.strip() + " pass" * line.rstrip().endswith(":")))
+        return any(isinstance(node, (ast.BinOp, ast.Call, ast.FunctionDef, ast.Return, ast.If,
+                                     ast.For, ast.While, ast.AugAssign)) for node in nodes)
 
 
 def without_thinking(output):

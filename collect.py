@@ -11,11 +11,12 @@ as soon as it ends. A record that already has a dialogue gets candidates for its
 Left out on purpose: lock-step rollouts, where episodes wait for the slowest human; rewards, which
 the next stage adds; and paged attention and several GPUs, for which --engine takes a vLLM server.
 """
-from utils import (digest, fail, fail_on_error, flag, open_stdout, parser, print_warnings, progress,
-                   read_jsonl, rng, run, say, version)
+from utils import (digest, fail, fail_on_error, flag, inline, open_stdout, parser, print_warnings,
+                   progress, read_jsonl, rng, run, say, version)
 
 import asyncio
 import base64
+import contextlib
 import fcntl
 import glob
 import inspect
@@ -25,15 +26,17 @@ import math
 import os
 import runpy
 import sys
+import traceback
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from types import SimpleNamespace
+from urllib.parse import parse_qsl
 from urllib.request import getproxies
 
-from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RENDER_FAILED_REPLY, GraderError, Renderer,
-                      RenderError, answered, cpus, environment, first_message, human_prompt, needs,
-                      read_action, redact, settings, task_id, task_kind, texts, without_thinking)
+from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RENDER_FAILED_REPLY, Renderer, RenderError,
+                      answered, cpus, environment, first_message, human_prompt, needs, read_action,
+                      redact, settings, task_id, task_kind, texts, without_thinking)
 
 
 def get_args(argv=None):
@@ -144,10 +147,10 @@ class EpisodeRunner:
         """Asks servers which model they serve, then loads the local models; returns self."""
         args, human = self.args, self.args.human or ""
         if human.startswith(("http://", "https://")):
-            llm = LLM(args)
-            if "model" not in llm.body:
+            llm = LLM(args, self.totals)
+            if "model" not in llm.body and "?" not in human:  # Azure's address names it
                 await llm.find_served_model()
-            self.meta["human_model"] = llm.body["model"]
+            self.meta["human_model"] = llm.body.get("model")
             self.check_resumed()
             self.reply = llm.reply
         elif human.startswith("fixed:"):
@@ -274,9 +277,11 @@ class EpisodeRunner:
 
     async def human_reply(self, task, history):
         """Returns the human's reply to the last message, truncated to the task kind's limit."""
+        self.totals["asked"] += 1
         reply = await call_user_function(self.reply, task, history)
         if not isinstance(reply, str):
             raise EpisodeError(f"the human's reply is not a string: {reply!r}")
+        self.totals["replies"] += 1
         reply = reply.encode(errors="replace").decode()  # tokenizers reject lone surrogates
         return reply[:environment(task).reply_chars]
 
@@ -301,14 +306,9 @@ def load_function(file, name):
 
 
 async def call_user_function(function, *args):
-    """Calls the human or critic: None or ValueError fails the episode, OSError ends the run."""
-    try:
-        result = function(*args)
-        result = await result if inspect.isawaitable(result) else result
-    except ValueError as e:
-        raise EpisodeError(e) from None
-    except (OSError, GraderError) as e:  # a connection or a browser failed
-        fail(f"human or critic: {type(e).__name__}: {e}")
+    """Calls the human or critic, which may be async; None fails the episode."""
+    result = function(*args)
+    result = await result if inspect.isawaitable(result) else result
     if result is None:
         raise EpisodeError("the human or critic returned None")
     return result
@@ -325,9 +325,13 @@ class Endpoint:
         import openai
         os.environ["no_proxy"] = getproxies().get("no", "") + ",localhost,127.0.0.1,::1"
         self.url, self.body = url, body
+        base_url, _, query = url.partition("?")  # Azure's addresses end in ?api-version=...
+        key = os.environ.get(self.KEY, "none")
         self.client = openai.AsyncOpenAI(
-            base_url=url, api_key=os.environ.get(self.KEY, "none"),
-            max_retries=args.retries, timeout=openai.Timeout(args.timeout, connect=30))
+            base_url=base_url, default_query=dict(parse_qsl(query)), api_key=key,
+            default_headers={"api-key": key} if query else None, max_retries=args.retries,
+            timeout=openai.Timeout(args.timeout, connect=30),
+            http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [take_status]}))
         self.has_answered, self.failures = False, 0  # failures since the last success
 
     async def find_served_model(self):
@@ -357,7 +361,9 @@ class Endpoint:
         except Exception as e:
             rejected = isinstance(e, ValueError) or getattr(e, "status_code", 0) in (400, 413, 422)
             down = not rejected
-            error = f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
+            response = getattr(e, "response", None)
+            words = str(response.extensions.get("error", e) if response else e)
+            error = f"{type(e).__name__}: {' '.join(words.split())[:200]}"
             error += self.HINT if rejected else ""
         else:
             self.has_answered, self.failures = True, 0
@@ -368,11 +374,24 @@ class Endpoint:
         raise EpisodeError(f"{self.url}: {error}")
 
 
+async def take_status(response):
+    """Sets a response's status to that of an error in its body (OpenRouter), so that it counts."""
+    if response.status_code == 200 and b'"error"' in await response.aread():
+        with contextlib.suppress(ValueError, TypeError, AttributeError):  # request() reports these
+            body = response.json()
+            errors = [part.get("error") for part in (body, *(body.get("choices") or ()))]
+            if error := next(filter(None, errors), None):
+                response.extensions["error"] = error
+                code = str(error.get("code")) if isinstance(error, dict) else ""
+                response.status_code = int(code) if code in map(str, range(400, 600)) else 500
+
+
 class LLM(Endpoint):
     """An LLM in the role of the human, who reads the hidden information and sees web pages."""
     HINT = """ (try --human_params '{"max_tokens": 4000, "NAME": null}'; null removes NAME)"""
 
-    def __init__(self, args):
+    def __init__(self, args, totals):
+        self.totals = totals
         params = {"temperature": 0, "max_tokens": 1024, **args.human_params}
         body = {name: value for name, value in params.items() if value is not None}
         super().__init__(args.human, args, body)
@@ -396,17 +415,25 @@ class LLM(Endpoint):
                 content.append({"type": "image_url", "image_url": {"url": url}})
         text = await self.request("/chat/completions", reply_text,
                                   messages=[{"role": "user", "content": content}])
-        return text if environment(task).shows_pages else redact(text, task["ground_truth"])
+        redacted = text if environment(task).shows_pages else redact(text, task)
+        self.totals["redacted"] += redacted != text
+        return redacted
 
 
 def reply_text(reply):
-    """Returns the text of a chat completion, without thoughts; raises ValueError if it is empty."""
+    """Returns the text of a chat completion, without thoughts; raises ValueError if there is none.
+
+    Only finish_reason "stop" says that it is whole: without any, it may be truncated.
+    """
     choice = reply["choices"][0]
-    text = choice["message"]["content"] or ""
+    content, reason = choice["message"]["content"] or "", choice.get("finish_reason")
+    if isinstance(content, list):  # of parts
+        content = "".join(part.get("text", "") for part in content)
     # a human shows no tags: if the server's prompt opened the thought, it lacks its beginning
-    text = without_thinking("<think>" + text if "</think>" in text else text)
-    if not text:
-        raise ValueError(f"the reply is empty, finish_reason {choice['finish_reason']}")
+    text = without_thinking("<think>" + content if "</think>" in content else content)
+    if reason != "stop" or not text:
+        what = "not known to be complete" if text else "empty"
+        raise ValueError(f"the reply is {what}, finish_reason {reason}")
     return text
 
 
@@ -812,8 +839,9 @@ def read_jobs(args, done, tasks):
 async def run_all(args, emit):
     """Runs the episodes of stdin's tasks, writes each as it ends, and prints a summary.
 
-    A failed episode is not written, so that --resume runs it again. After an error that ends the
-    run, no new episode starts, and the running ones finish first.
+    A failed episode is not written, so that --resume runs it again. Unexpected exceptions, such as
+    bugs in the human's file, fail an episode, too; the 16th without an episode between them ends
+    the run. After an error that ends it, no new episode starts, and the running ones finish first.
     """
     runner = EpisodeRunner(args)
     done, tasks = {}, {}
@@ -823,6 +851,25 @@ async def run_all(args, emit):
     jobs = deque(read_jobs(args, done, tasks))  # an invalid line fails here, before models load
     totals, errors = runner.totals, []
 
+    def on_error(e, episode):
+        """Reports an episode's exception, and ends the run if it must."""
+        if isinstance(e, Exception):
+            totals["failed"] += 1
+            reason = str(e)
+            if not isinstance(e, EpisodeError):
+                totals["in_a_row"] += 1
+                frames = traceback.extract_tb(e.__traceback__)
+                own = [f for f in frames if f.filename in (args.human, args.critic)] or frames
+                reason = f"{type(e).__name__}: {e} ({own[-1].filename}, line {own[-1].lineno})"
+                if totals["in_a_row"] >= 16:
+                    e = SystemExit(inline(f"error: {episode} failed: {reason}; it is the 16th "
+                                          "failure in a row; rerun with --resume FILE to continue"))
+            if totals["failed"] <= 16:
+                say(f"{episode} failed: {reason}")
+        if not isinstance(e, EpisodeError if os.environ.get("DEBUG") else Exception):
+            errors.append(e)
+            jobs.clear()
+
     async def worker():
         while jobs:
             record, sample = jobs.popleft()
@@ -831,19 +878,14 @@ async def run_all(args, emit):
                     fields = await runner.add_candidates(record, sample)
                 else:
                     fields = await runner.run_episode(record["task"], sample)
-            except EpisodeError as e:
-                totals["failed"] += 1
-                if totals["failed"] <= 3:
-                    say(f"task {record['task']['id']}, sample {sample} failed: {e}")
-                continue
-            except SystemExit as e:
-                errors.append(e)
-                jobs.clear()
-                continue
-            fields["meta"] = {**record.get("meta", {}), **fields["meta"]}
-            emit({**record, **fields})
-            bar.update()
-            totals["episodes"] += 1
+            except BaseException as e:  # also SystemExit
+                on_error(e, f"task {record['task']['id']}, sample {sample}")
+            else:
+                fields["meta"] = {**record.get("meta", {}), **fields["meta"]}
+                emit({**record, **fields})
+                bar.update()
+                totals["episodes"] += 1
+                totals["in_a_row"] = 0
 
     if jobs:
         await runner.load()
@@ -852,7 +894,9 @@ async def run_all(args, emit):
         await asyncio.gather(*(worker() for _ in range(args.concurrency)))
     percent = 100 * totals["truncated"] / max(1, totals["actions"])
     say(f"wrote {totals['episodes']} episodes of {args.model} ({len(done)} more in the --resume "
-        f"file): {percent:.1f} % of messages truncated at --max_tokens {args.max_tokens}")
+        f"file): {percent:.1f} % of messages truncated at --max_tokens {args.max_tokens}; of "
+        f"{totals['asked']} human replies {totals['asked'] - totals['replies']} failed and "
+        f"{totals['redacted']} were redacted")
     if errors:
         raise errors[0]
     if totals["failed"]:

@@ -342,7 +342,7 @@ WRITTEN = """
 async def reply(task, history):
     i = TASKS.index(task["id"])
     if i == 3:
-        raise ValueError("no such task")
+        raise KeyError("no such task")
     return [f"{len(history)}\\udc80", None, 5][i]
 """
 
@@ -360,17 +360,23 @@ def test_a_human_is_a_file_with_a_function(tasks, tiny_dir, tmp_path):
     assert r["task"]["id"] == ids[0]
     assert [m["content"] for m in r["dialogue_history"][2::2]] == ["2?", "4?"]
     for name, why in zip(ids[1:], ("the human or critic returned None",
-                                   "the human's reply is not a string: 5", "no such task")):
+                                   "the human's reply is not a string: 5",
+                                   f"KeyError: 'no such task' ({tmp_path}/human.py, line 6)")):
         assert f"task {name}, sample 0 failed: {why}" in done.stderr
-    assert "error: 3 episodes failed and were not written" in done.stderr and done.returncode == 1
+    assert "; of 5 human replies 3 failed and 0 were redacted\nerror: 3 episodes fa" in done.stderr
+    assert done.returncode == 1
 
 
 DIES = """
 import asyncio
+n = 0
 async def reply(task, history):
+    global n
     if task["id"] == DEAD:
-        raise ConnectionError("down")
-    await asyncio.sleep(.5)
+        n += 1
+        raise KeyError("down")
+    for _ in range(1000 * (n < 16)):
+        await asyncio.sleep(.01 * (n < 16))
     return "yes"
 """
 
@@ -378,7 +384,23 @@ async def reply(task, history):
 def test_when_the_run_ends_by_an_error_the_episodes_under_way_end_first(tasks, tiny_dir, tmp_path):
     (tmp_path / "human.py").write_text(f"DEAD = {tasks[0]['task']['id']!r}\n{DIES}")
     flags = ["--human", tmp_path / "human.py", "--max_tokens", 5, "--max_turns", 3]
-    done = play(tiny_dir, tasks, *flags, "--concurrency", 3)
+    given = [tasks[1], tasks[2], *[tasks[0]] * 30, tasks[3]]
+    done = play(tiny_dir, given, *flags, "--concurrency", 3)
     assert {r["task"]["id"] for r in records(done.stdout)} == {t["task"]["id"] for t in tasks[1:3]}
     assert "Traceback" not in done.stderr and done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "error: human or critic: ConnectionError: down"
+    assert done.stderr.splitlines()[-1] == (
+        f"error: task {tasks[0]['task']['id']}, sample 15 failed: KeyError: 'down' ({tmp_path}/"
+        "human.py, line 9); it is the 16th failure in a row; rerun with --resume FILE to continue")
+    assert done.stderr.count("'down'") == 17
+
+
+def test_a_critic_of_the_users_that_fails_now_and_then_costs_those_episodes(tasks, tiny_dir,
+                                                                            tmp_path):
+    """What it returns may be anything. An episode that ends begins the count of failures anew."""
+    (tmp_path / "critic.py").write_text(
+        "n = 0\ndef advantages(task, history, actions):\n    global n\n    n += 1\n"
+        "    return 5 if n % 8 else [1.0] * len(actions)\n")
+    flags = ["--critic", tmp_path / "critic.py", "--best_of", 2, "--max_tokens", 5]
+    done = play(tiny_dir, tasks, *flags, "--max_turns", 1, "-k", 8, "--concurrency", 1)
+    assert len(records(done.stdout)) == 4
+    assert "\nerror: 28 episodes failed and were not written" in done.stderr

@@ -110,9 +110,9 @@ def test_a_human_who_dies_ends_the_run_by_one_line(tiny_dir, tasks):
 
 
 def test_an_llm_humans_reply_is_short_and_quotes_no_code_however_spaced(tiny_dir, tasks):
-    """The prose that it may tell stays, if it is none of the code."""
+    """The fact that it may tell stays, if it is none of the code. How many replies is told."""
     prose = "the rate is four percent a year"
-    task = {**tasks[0]["task"], "hidden_information": prose}
+    task = {**tasks[0]["task"], "hidden_information": prose + "\nthere is no fee"}
     code = task["ground_truth"].replace(" ", "  ")
     human = Server(lambda path, body: chat(f"hi \ud83d, {prose}: {code} " + "so " * 300))
     params = '{"max_tokens": null, "max_completion_tokens": 20, "top_p": 0.5}'
@@ -120,17 +120,53 @@ def test_an_llm_humans_reply_is_short_and_quotes_no_code_however_spaced(tiny_dir
     replies = [m["content"] for r in records(done.stdout) for m in r["dialogue_history"][2::2]]
     start = f"hi ?, {prose}: [...] so so"
     assert replies and all(r.startswith(start) and len(r) <= 400 for r in replies)
+    last = f"of {len(replies)} human replies 0 failed and {len(replies)} were redacted"
+    assert done.stderr.splitlines()[-1].endswith(last)
     for _, body, _ in human.seen:
         assert "max_tokens" not in body and body["max_completion_tokens"] == 20
         assert body["temperature"] == 0 and body["top_p"] == 0.5
         assert prose in body["messages"][0]["content"]
 
 
-def test_what_is_like_the_code_is_redacted_and_prose_is_not():
-    hidden = "def f(x):\n    total = x * 34 + 7\n    if y:\n        return y\n"
-    assert colbench.redact("use total=x*34 +7 there", hidden) == "use [...] there"
+CODE = "def f(x):\n    total = x * 34 + 7\n    if y:\n        return y\n"
+FACTS = ["rate=4", "max_price = 1200", "The fee is 11 euros (per day).", "Seats: red and blue.",
+         "codes = [1, 2, 3]", "Above limit > 40, refuse!", "use 3.5 percent, rounded up"]
+
+
+@pytest.mark.parametrize("hidden", [None, "f(x) rounds up.\n" + CODE, CODE.replace("34", "35")])
+def test_what_is_like_the_code_is_redacted_and_prose_is_not(hidden):
+    """The code of the reference, and that which the task hides beside or instead of it."""
+    task = {"ground_truth": CODE, **({"hidden_information": hidden} if hidden else {})}
+    for line in ("total=x*34 +7", *(["total = x * 35 +7"] if hidden and "35" in hidden else [])):
+        assert colbench.redact(f"use {line} there", task) == "use [...] there"
+        assert colbench.redact(f"so: {CODE.strip().replace(' ', '  ')}!", task) == "so: [...]!"
     free = "multiply by 34 and add 7; if y: return"
-    assert colbench.redact(free, hidden) == free
+    assert colbench.redact(free, task) == free
+
+
+def test_an_llm_human_may_tell_a_fact_but_not_all_that_it_knows():
+    """Not two facts, nor the only one, nor short lines of code that are long together."""
+    r = random.Random(0)
+    for _ in range(300):
+        known = r.sample(FACTS, r.randrange(2, len(FACTS)))
+        task = {"ground_truth": CODE, "hidden_information": "\n".join(known)}
+        told, other = r.sample(known, 2)
+        before, after = (" ".join(r.choices("well ok, then".split(), k=r.randrange(4)))
+                         for _ in range(2))
+        one = f"{before} {told} {after}"
+        assert colbench.redact(one, task) == one
+        both = colbench.redact(f"{before} {told}{r.choice([' ', ', and '])}{other} {after}", task)
+        long = [fact for fact in (told, other) if len("".join(fact.split())) >= 12]
+        assert len(long) < 2 or not any(fact in both for fact in long) and "[...]" in both
+        assert both.startswith(before) and both.endswith(after)
+        only = {**task, "hidden_information": told}
+        assert colbench.redact(one, only) == (one.replace(told, "[...]") if told in long else one)
+        lines = [f"v{i} = {r.randrange(9)}" for i in range(9)]
+        a, b = sorted(r.sample(range(10), 2))
+        quote = r.choice(["\n", " "]).join(lines[a:b])
+        task = {**task, r.choice(["ground_truth", "hidden_information"]): "\n".join(lines)}
+        got = colbench.redact(f"{before}{quote}{after}", task)
+        assert got == f"{before}{'[...]' if b - a > 2 else quote}{after}"
 
 
 # --- the engine -----------------------------------------------------------------------------------
@@ -250,9 +286,17 @@ def test_a_server_that_is_down_ends_the_run_and_what_it_refuses_fails_an_episode
 
 
 WHICH = """serves a, b, not None; choose the human's by --human_params '{"model": "NAME"}'"""
+CUT = "the reply is not known to be complete, finish_reason "
+PARTS = {"content": [{"type": "text", "text": "it is "}, {"type": "text", "text": "4"}]}
 LONGER = """finish_reason length (try --human_params '{"max_tokens": 4000, """
 ODD = {  # name: (what it replies, its models, its path, --human_params, what is said)
     "without /v1": (said, ["m"], "", {}, "does not list its models (does the address end in /v1?)"),
+    "parts": (lambda *_: {"choices": [{"finish_reason": "stop", "message": PARTS}]}, ["m"], "/v1",
+              {}, None),
+    **{f"ends by {why}": (lambda *_, why=why: chat("it is 4 and", why), ["m"], "/v1", {},
+                          f"{CUT}{why}") for why in ("length", "content_filter", "tool_calls", "error", "", None)},
+    "no reason": (lambda *_: {"choices": [{"message": {"content": "it is 4 and"}}]}, ["m"], "/v1",
+                  {}, CUT + "None"),
     "several models": (said, ["a", "b"], "/v1", {}, WHICH),
     "one of several": (said, ["a", "b"], "/v1", {"model": "b"}, None),
     "thinks": (lambda *_: chat("<think>no end", "length"), ["m"], "/v1", {}, LONGER)}
@@ -289,6 +333,41 @@ def test_a_file_is_resumed_with_the_humans_model(tiny_dir):
         asyncio.run(new.load())
 
 
+@pytest.mark.parametrize("error, status", [
+    ({"message": "free-models-per-day", "code": 429}, 429), ({"message": "x", "code": "502"}, 502),
+    ({"message": "no", "code": "gone"}, 500), ("no luck", 500),
+    ({"message": "who?", "code": 401}, 401)])
+@pytest.mark.parametrize("shape", ["alone", "beside null", "in a choice"])
+def test_an_error_in_a_200_is_retried_like_its_status_and_quoted(shape, error, status):
+    shapes = {"alone": {"error": error}, "beside null": {"error": error, "choices": None},
+              "in a choice": {"choices": [{**chat("it is 4 and", "error")["choices"][0],
+                                           "error": error}]}}
+    good = chat('it is 4 "error"')
+    server = Server(lambda *_: shapes[shape] if len(server.seen) == 1 else good)
+    if status == 401:
+        with pytest.raises(collect.EpisodeError, match="AuthenticationError: .*who?"):
+            asyncio.run(chat_with(endpoint(server, retries=1)))
+    else:
+        assert asyncio.run(chat_with(endpoint(server, retries=1))) == 'it is 4 "error"'
+        server.seen.clear()
+        words = error if isinstance(error, str) else error["message"]
+        with pytest.raises(collect.EpisodeError, match=f"Error: .*{words}"):
+            asyncio.run(chat_with(endpoint(server, retries=0)))
+
+
+def test_an_address_of_azure_keeps_its_query_and_sends_its_key(monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    heads = []
+    monkeypatch.setattr(Handler, "parse_request", lambda self, parse=Handler.parse_request: (
+        parse(self), heads.append(self.headers))[0])
+    server = Server(said)
+    server.url = server.url.removesuffix("/v1") + "/openai/deployments/m?api-version=2024-06-01"
+    assert asyncio.run(chat_with(endpoint(server, retries=0))).startswith("it is ")
+    ((path, _, authorization),) = server.seen
+    assert path == "/openai/deployments/m/chat/completions?api-version=2024-06-01"
+    assert authorization == "Bearer sesame" and heads[-1]["api-key"] == "sesame"
+
+
 def test_a_server_on_this_machine_is_behind_no_proxy(monkeypatch):
     for name in ("HTTP_PROXY", "http_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
@@ -320,7 +399,7 @@ def test_a_judge_scores_a_message_by_the_share_of_its_comparisons_that_it_wins(t
         return await collect.call_user_function(critic, task, dialogue("write f(x)"), actions)
     assert asyncio.run(judged(prefers_no)) == [0, 0.5, 0.5, 0.75, 0.75]
     for reply, error, why in (
-            (chat("A better one is B"), collect.EpisodeError, "must name A or B, not both"),
-            (("no", 404), SystemExit, "human or critic: .*the judge at http")):  # it ends the run
+            (chat("A better one is B"), ValueError, "must name A or B, not both"),
+            (("no", 404), OSError, "the judge at http")):
         with pytest.raises(error, match=why):
             asyncio.run(judged(lambda path, body: reply))

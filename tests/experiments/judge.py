@@ -63,8 +63,6 @@ async def advantages(task, history, actions):
     pairs = zip(texts, texts[1:] + texts[:1])
     try:
         won = await asyncio.gather(*(wins(task, history, a, b) for a, b in pairs))
-    except openai.BadRequestError as e:  # fails this episode, e.g. if the dialogue is too long
-        raise ValueError(f"the judge at {URL}: {e}") from None
-    except openai.OpenAIError as e:  # ends the run
+    except openai.OpenAIError as e:  # fails this episode; the 16th in a row ends the run
         raise ConnectionError(f"the judge at {URL}: {e}") from None
     return [(won[i] + 1 - won[i - 1]) / 2 for i in range(len(texts))]
