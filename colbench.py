@@ -858,7 +858,8 @@ def grade_records(records, args):
     """Yields the records with the fields that their environment's `grade` returns, in order.
 
     If `grade` raises, the record is reported and left out, and the program fails at the end. An
-    invalid line ends it once the lines before are graded; a GraderError ends it immediately.
+    invalid line, or a kind without its packages, ends it once the lines before are graded; a
+    GraderError ends it immediately.
     """
     jobs, error, failed = collections.deque(), None, []
 
@@ -876,10 +877,13 @@ def grade_records(records, args):
 
     with contextlib.ExitStack() as stack, \
             concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
-        grader_of = functools.cache(lambda kind: stack.enter_context(kind(args)))
+        new_grader = functools.cache(lambda kind: stack.enter_context(kind(args)))
         try:
             for record in records:
-                jobs.append(pool.submit(grade_one, grader_of(environment(record["task"])), record))
+                kind = environment(record["task"])
+                with fail_on_error(f"{kind.__name__} can't grade (for pages: pip install pillow)"):
+                    grader = new_grader(kind)
+                jobs.append(pool.submit(grade_one, grader, record))
                 while jobs and (jobs[0].done() or len(jobs) >= 4 * args.workers):
                     yield from jobs.popleft().result()
         except SystemExit as e:
@@ -1134,18 +1138,25 @@ def get_args(argv=None):
 
 def grade(args, emit):
     """Adds the reward to records with a task and an answer."""
-    rewards, failures, labels = [], 0, set()
+    graded, broken, labels = [], set(), set()  # broken: ids of tasks whose own reference fails
     try:
         for record in grade_records(read_jsonl(sys.stdin, needs("answer", to_grade=True)), args):
             emit(record)
-            rewards.append(record["reward"])
-            failures += "failure" in record
+            graded.append((task_id(record["task"]), record["reward"], "failure" in record))
+            for text in (record.get("failure", ""), *record.get("tests", {}).values()):
+                if text.startswith(("the reference: ", "no expected value: ")):
+                    broken.add(task_id(record["task"]))
             label = environment(record["task"]).reward_name
             labels.add(f"{label} by {record.get('reward_by', 'own rules')}")
     finally:  # also if other records could not be graded
-        if rewards:
-            mean = f"{100 * sum(rewards) / len(rewards):.1f} % {', '.join(sorted(labels))}"
-            say(f"graded {len(rewards)} answers: {mean}; {failures} with a failure")
+        good = [result for name, *result in graded if name not in broken]
+        if good:
+            rewards, failures = zip(*good)
+            mean = f"{100 * sum(rewards) / len(good):.1f} % {', '.join(sorted(labels))}"
+            say(f"graded {len(good)} answers: {mean}; {sum(failures)} with a failure")
+        if broken:
+            say(f"warning: left out of this mean are {len(graded) - len(good)} answers to "
+                f"{len(broken)} tasks whose own reference fails; drop them by colbench.py check")
 
 
 def check(args, emit):

@@ -401,6 +401,43 @@ def test_a_grade_that_raises_loses_its_own_record_alone(fatal, message, monkeypa
     assert f"\ngraded {len(done)} answers: 100.0 % reward by own rules; 0 with a failure\n" in told
 
 
+def test_a_kind_whose_package_is_missing_loses_no_record_before_it(monkeypatch, capsys):
+    class Plain(module.Environment):
+        def grade(self, task, answer):
+            time.sleep(0.2)
+            return {"reward": 1.0}
+
+    class Lacks(Plain):
+        def __init__(self, args):
+            import no_such_package  # noqa: F401
+    for kind in (Plain, Lacks):
+        monkeypatch.setitem(module.ENVIRONMENTS, kind.__name__, kind)
+    given = [{"task": {"kind": kind, "problem_description": "d", "ground_truth": "g"}, "answer": ""}
+             for kind in ("Plain", "Plain", "Lacks", "Plain")]
+    monkeypatch.setattr(module, "read_jsonl", lambda *_: given)
+    done = []
+    with pytest.raises(SystemExit, match="^error: Lacks can't grade .*'no_such_package'"):
+        module.grade(SimpleNamespace(workers=2), done.append)
+    assert len(done) == 2 and "graded 2 answers: 100.0 % " in capsys.readouterr().err
+
+
+def test_answers_to_a_broken_reference_are_counted_by_themselves(monkeypatch, capsys):
+    """Also those that were not run: the mean is that of the other tasks."""
+    tests = {"a": "f(1)", "b": "f(2)"}
+    works, breaks = ({"id": name, "problem_description": "d", "ground_truth": code,
+                      "test_cases": tests} for name, code in (
+        ("works", "def f(x): return x"), ("breaks", "def f(x): return x if x < 2 else y")))
+    given = [{"task": works, "answer": "def f(x): return 1"}, {"task": breaks, "answer": ""},
+             {"task": breaks, "answer": "def f(x): return x"}]
+    mean = "graded 1 answers: 50.0 % tests passed by honest rules; 0 with a failure\n"
+    for first, last, n in ((0, 3, 2), (2, 3, 1), (0, 1, 0)):
+        monkeypatch.setattr(module, "read_jsonl", lambda *_: given[first:last])
+        module.grade(module.get_args(["grade", "--workers", "1"]), lambda record: None)
+        broken = (f"warning: left out of this mean are {n} answers to 1 tasks whose own reference "
+                  "fails; drop them by colbench.py check\n")
+        assert capsys.readouterr().err == mean * (first == 0) + broken * (n > 0)
+
+
 def test_a_record_is_written_soon_after_it_is_graded(monkeypatch):
     """Whatever --workers: it does not wait until four times as many have come."""
     class Instant(module.Environment):

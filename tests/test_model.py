@@ -344,7 +344,8 @@ def files_in(folder):
 
 
 OTHERS = {  # files of other versions of transformers, some of which this one would rewrite
-    "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}',
+    "tokenizer_config.json":
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"}',
     "generation_config.json": '{"eos_token_id": [5, 2, 0],   "length_penalty": 2.0, "top_p": 0.8}',
     "merges.txt": "a b", "additional_chat_templates/rag.jinja": "{{ 1 }}"}
 
