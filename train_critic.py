@@ -396,13 +396,11 @@ def read_turns(tokenizer, config, records, max_length, *, pi_reads_c, ref_reads_
 
 
 def check_opening(record, name):
-    """Warns if a dialogue begins with other text than first_message's, for any max_turns."""
+    """Warns if a dialogue begins with other text than first_message's, except for numbers."""
     task, text = record["task"], record["dialogue_history"][0]["content"]
     text = text.removeprefix(HIDDEN.format(hidden=hidden_information(task)))
-    place = first_message(task, "{max_turns}")["content"].find("{max_turns}")
-    max_turns = re.match(r"\d+|", text[place:])[0]
-    rendered = first_message(task, max_turns or 10)["content"]
-    if text != rendered:
+    rendered = first_message(task, 10)["content"]  # 10 turns, or another number
+    if re.sub(r"\d+", "", text) != re.sub(r"\d+", "", rendered):
         start = max(0, common_prefix(text, rendered) - 20)
         add_warning("dialogues do not begin with first_message(task, max_turns), which collect.py "
                     "shows the agent: an agent trained on them may fail there", f"{name} has "
