@@ -42,14 +42,16 @@ def test_a_draw_does_not_depend_on_its_company(tasks, episodes, tiny_dir):
         assert {key_of(r): tokens_of(r) for r in got} == want
 
 
-def test_actions_that_max_tokens_cut_are_marked_and_counted(tasks, tiny_dir):
-    """An untrained model ends a message after some hundred tokens."""
+def test_actions_that_max_tokens_cut_are_marked_and_counted(tasks, tiny_dir, tmp_path):
+    """An untrained model ends a message after some hundred tokens, by any EOS of its folder."""
+    base, ends = shutil.copytree(tiny_dir, tmp_path / "base"), {2, 300, 301, 302}
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [300, 301, 302]}))
     flags = ["--max_turns", 2, "--candidates", 3, "--max_tokens", 100]
-    done = play(tiny_dir, tasks, *flags)
-    ends = M.stop_ids(M.find_model(tiny_dir)[1], tiny_dir)
+    done = play(base, tasks, *flags)
     drawn = list(chain(*map(actions, records(done.stdout))))
+    assert len({action["token_ids"][-1] for action in drawn} & ends) > 1
     for action in drawn:
-        assert len(action["token_ids"]) <= 100
+        assert len(action["token_ids"]) <= 100 and not ends & {*action["token_ids"][:-1]}
         assert action.get("cut", False) == (action["token_ids"][-1] not in ends)
     share = 100 * sum("cut" in action for action in drawn) / len(drawn)
     assert f": {share:.1f} % of messages truncated at --max_tokens 100" in done.stderr
