@@ -901,9 +901,11 @@ def grade_records(records, args):
 PAGE_LIMITS = {"width": 1280, "height": 720, "tallest": 4096,  # pixels of a screenshot
                "bytes": 1 << 20, "seconds": 15}  # limits of a page
 BROWSERS = "chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome"
-BROWSER_FLAGS = [  # added to Playwright's; the last two make screenshots equal on all machines
+BROWSER_FLAGS = [  # added to Playwright's; the last three make screenshots always equal
     "--disable-gpu", "--disable-quic", "--host-resolver-rules=MAP * ~NOTFOUND",
-    "--font-render-hinting=none", "--disable-lcd-text"]
+    "--font-render-hinting=none", "--disable-lcd-text",
+    "--blink-settings=imageAnimationPolicy=2,mediaControlsEnabled=false"]  # also stops SVGs
+HIDE_MOVING = "marquee, progress:indeterminate {opacity: 0 !important}"  # no flag stops these two
 # dist/tailwind.min.css of tailwindcss@2.2.19
 TAILWIND_SHA256 = "b6ad97402eddb903e7a5d7a73ee47a679204efbdda4521a391cbad9df509b932"
 CACHE = os.path.expanduser("~/.cache/colbench")
@@ -1001,7 +1003,8 @@ class Browser:
         measured = await self.tab.evaluate(self.script)
         height = min(max(measured["height"], 1), PAGE_LIMITS["tallest"])
         box = {"x": 0, "y": 0, "width": PAGE_LIMITS["width"], "height": height}
-        png = await self.tab.screenshot(full_page=True, clip=box, animations="disabled")
+        png = await self.tab.screenshot(full_page=True, clip=box, animations="disabled",
+                                        style=HIDE_MOVING)
         return {**measured, "png": png}
 
     async def handle_request(self, route):
@@ -1075,6 +1078,7 @@ class Renderer(Pool):
 # --- frontend: the likeness of two rendered pages -------------------------------------------------
 
 class Clip:
+            page = page.encode(errors="replace")  # it may contain lone surrogates
     """Cosine similarity of two pages' CLIP embeddings, which with ViT-B/32 is ColBench's reward."""
 
     def __init__(self, path):  # a directory or a hub name

@@ -79,6 +79,43 @@ def test_a_page_has_its_style_and_placeholders_and_always_the_same_bytes(rendere
         assert other.render(PLAIN) == {key: pages[0][key] for key in ("height", "png")}
 
 
+def moving():
+    """Pages that change with time: {name: page}."""
+    from PIL import Image
+    frames = [Image.new("RGB", (60, 60), (8 * i, 0, 99)) for i in range(30)]
+    svg = ("<svg xmlns='http://www.w3.org/2000/svg' height='9'><rect width='9' height='9'>"
+           "<animate attributeName='x' to='90' dur='1s' repeatCount='indefinite'/></rect></svg>")
+    pages = {"svg": svg, "svg in a frame": f'<iframe srcdoc="{svg}"></iframe>',
+             "svg as image": f'<img src="data:image/svg+xml,{svg}">'.replace("#", "%23"),
+             "video": "<video src='https://a.invalid/a.mp4' controls autoplay></video>",
+             "audio": "<audio src='https://a.invalid/a.mp3' controls autoplay></audio>",
+             "poster": "<video poster='https://picsum.photos/90' controls><source src=a></video>",
+             "marquee": "<marquee>news <b style='visibility: visible'>of today</b></marquee>",
+             "progress": "<progress></progress><progress value='0.4'></progress>",
+             "frame": "<iframe srcdoc='<marquee>news</marquee><progress></progress>'></iframe>",
+             "shadow": f"<p><template shadowrootmode='open'><marquee>a</marquee>{svg}</template>",
+             "animation": "<style>p {animation: a 1s infinite} @keyframes a {to {width: 9px}}"
+                          "</style><p>a</p>"}
+    for kind in "GIF", "WEBP", "PNG":
+        frames[0].save(file := io.BytesIO(), kind, save_all=True, append_images=frames[1:],
+                       duration=50, loop=0)
+        data = base64.b64encode(file.getvalue()).decode()
+        pages[kind] = f"<img src='data:image/{kind.lower()};base64,{data}'>"
+    return pages
+
+
+def test_a_page_that_moves_has_the_same_bytes_each_time(renderer):
+    """Rendered anew each time, by browsers that are at another moment."""
+    draw = renderer.render.__wrapped__
+    for name, page in moving().items():
+        assert len({draw(page)["png"] for _ in range(4)}) == 1, name
+    assert draw("<progress value='0.4'>")["png"] != draw("<progress value='0.5'>")["png"]
+
+
+def test_a_lone_surrogate_is_drawn_as_a_question_mark(renderer):
+    assert texts(renderer.render("<p>a\ud800b</p>")) == ["a?b"]
+
+
 REQUESTS = """
 <link rel="preconnect" href="URL"><link rel="dns-prefetch" href="URL">
 <link rel="prefetch" href="URL"><link rel="preload" as="image" href="URL">
