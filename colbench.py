@@ -380,7 +380,7 @@ mention pictures."""
 
 LIMITS = {
     "test": 1, "answer": 6,  # CPU seconds per test, per answer; references get three times as many
-    "wall": 10,              # time used = max(CPU time, wall time / 10): a sleeping answer ends
+    "sleep": 3,              # time used = max(CPU time, time asleep / 3): a sleeping answer ends
     "memory": 1 << 30,       # bytes of address space
     "code": 1 << 18,         # characters of an answer
     "result": 200}           # bytes of a result
@@ -696,8 +696,8 @@ class ForkServer:
         """Runs one child. Returns (results, seconds used); raises OSError if the server fails.
 
         Results are bytes. If the child ends early, the last one is a str with the reason. Time used
-        = max(CPU time, wall time / 10): a busy machine changes no verdict, and a sleeping child
-        still ends. per_test, total: limits on time used.
+        = max(CPU time, time asleep / 3), where asleep is neither running nor waiting for a CPU: a
+        busy machine changes no verdict. per_test, total: limits on time used.
         """
         result_socket, child_end = socket.socketpair(type=socket.SOCK_SEQPACKET)  # whole messages
         with result_socket, open(os.memfd_create("request"), "w+") as file:
@@ -713,8 +713,12 @@ class ForkServer:
             clock = (~int(pid) << 3) | 2  # Linux's id of another process's CPU clock
 
             def time_used():
-                wall_time = time.monotonic() - started
-                return max(time.clock_gettime(clock), wall_time / LIMITS["wall"])
+                cpu, wall, ran = time.clock_gettime(clock), time.monotonic() - started, 0
+                if wall > LIMITS["sleep"] * cpu:  # else it makes no difference
+                    with contextlib.suppress(OSError):
+                        ran, waited = map(int, schedstat.read_text().split()[:2])  # nanoseconds
+                asleep = wall - cpu - waited / 1e9 if ran else 0.3 * wall  # some kernels don't tell
+                return max(cpu, asleep / LIMITS["sleep"])
 
             while len(results) < len(request["tests"]):
                 result = receive(result_socket, time_used, min(total, time_used() + per_test))
@@ -769,6 +773,7 @@ def receive(result_socket, time_used, limit):
 # A child's results are bytes, which are compared with those of the reference, or shown, truncated
 # and quoted. A result that is a str comes from the grader itself.
 
+            schedstat = pathlib.Path(f"/proc/{int(pid)}/schedstat")
 def verdict(expected, result):
     """Returns "pass", or why an answer's result does not pass. expected: the reference's result."""
     if isinstance(expected, str) or not expected.startswith(b"value "):

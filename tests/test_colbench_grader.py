@@ -352,6 +352,18 @@ def test_a_reference_runs_once_for_the_same_tests(grader, monkeypatch):
     for test in ("f(1)", "f(2)", "f(1)"):
         assert grader.grade(task(code, test), HONEST)["reward"] == 1
     assert runs.count(code) == 2
+@pytest.mark.parametrize("schedstat, least, most", [
+    (None, .3, 9), ("1 0 1", .3, 9), (f"1 {10 ** 18} 1", 0, .3), ("0 0 0", .1, .39)])
+def test_a_third_of_the_time_asleep_is_charged(schedstat, least, most, grader, monkeypatch):
+    """Waiting for a CPU is not charged; of a kernel that does not tell, a tenth of all time is."""
+    request = {"text": "import time\ndef f(): time.sleep(1.2)", "tests": ["f()"], "official": False}
+    if schedstat:
+        monkeypatch.setattr(module.pathlib.Path, "read_text", lambda path: schedstat)
+    with grader.acquire() as worker:
+        results, seconds = worker.run(request, 9, 9)
+    assert results == [b"none"] and least <= seconds < most
+
+
 
 
 def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(monkeypatch):
