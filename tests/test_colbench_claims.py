@@ -155,6 +155,26 @@ def test_a_subclass_counts_as_its_base():
     assert not same(collections.Counter(a=0), collections.Counter())  # whose == is True
 
 
+def test_moments_of_numpy_are_pythons_or_are_refused():
+    """Nanoseconds are no integers, and NaT is not None, by themselves and in arrays."""
+    numpy = pytest.importorskip("numpy")
+    moment, span = numpy.datetime64, numpy.timedelta64
+    day, hour = datetime.date(2024, 1, 2), datetime.datetime(2024, 1, 2, 3)
+    for value, equal in ((moment("2024-01-02"), day), (moment("2024-01-02T03"), hour),
+                         (moment("2024-01-02T03:00:00.000000"), hour),
+                         (span(1, "W"), datetime.timedelta(7)),
+                         (span(2, "h"), datetime.timedelta(hours=2))):
+        for form in (lambda x: x, lambda x: [x, x], lambda x: {1: (x,)}):
+            assert value == equal and same(form(value), form(equal))
+        assert same(numpy.array([[value]]), [[equal]])
+    assert not same(moment("2024-01-02"), datetime.datetime(2024, 1, 2))
+    for value in (moment(5, "ns"), span(5, "ns"), moment("NaT"), span("NaT"), span(1, "Y"),
+                  moment("20024-01-02"), moment("2024-01-02T03:00:00.000000000")):
+        for odd in (value, numpy.array([value]), [value], numpy.array([[value, value]])):
+            with pytest.raises(TypeError, match="64"):
+                as_text(odd)
+
+
 @pytest.mark.parametrize("text", [
     "10 ** 130_000", "nest(900)", "list(range(99_000))", "chr(92) * 500_000",
     "chain(400, list(range(39_000)))"])
