@@ -226,7 +226,8 @@ def read_action(output, last):
         answer = answer.removeprefix("**")
     if before.count("```") % 2:  # ANSWER is inside a code block
         answer = "```\n" + answer
-    return content, answer.strip()
+    indented = re.match(r"\s*\n[ \t]", answer)  # strip() alone would dedent only the first line
+    return content, (textwrap.dedent(answer) if indented else answer).strip()
 
 
 def answered(record):
@@ -443,7 +444,7 @@ def seccomp_filter():
 # The lines from the next comment to "fork server: end" are the whole program of a fork server. It
 # is run by `python -c`, so that a child contains nothing else of this file.
 # fork server: begin
-import collections.abc, contextlib, ctypes, datetime, gc, importlib, json, math
+import __future__, ast, collections.abc, contextlib, ctypes, datetime, gc, importlib, json, math
 import numbers, os, pathlib, pkgutil, re, resource, signal, socket, struct, sys
 import textwrap, types, uuid
 from hashlib import sha256
@@ -464,22 +465,72 @@ def confine(libc, bpf, memory, parent):
         raise OSError("seccomp is not available")
 
 
-def compile_answer(answer):
-    """Returns the code objects of an answer: the whole, else each fenced block that compiles."""
+INVISIBLE = {**dict.fromkeys([0x0D, 0xAD, *range(0x200B, 0x2010), 0x2060, 0xFEFF]),  # deleted
+             **dict.fromkeys([0xA0, *range(0x2000, 0x200B), 0x202F, 0x3000], " ")}  # spaces
+
+
+def compile_program(text):
+    """Returns (text, code) of a program. Cleans a text that is not Python as it stands."""
     try:
-        return [compile(answer, "<answer>", "exec")]
+        return text, compile(text, "<answer>", "exec")
+    except Exception:
+        text = textwrap.dedent(text.translate(INVISIBLE))
+        return text, compile(text, "<answer>", "exec")
+
+
+def execute(text, code, namespace, local_names):
+    """Executes a program. Raises its first error, but only after executing the other statements.
+
+    A function often does not need the statement that failed, such as an unused import.
+    """
+    try:
+        exec(code, namespace, local_names)
     except Exception as e:
-        error, codes = e, []
-    text = re.sub("[\u200b\u2060\ufeff]", "", answer)  # invisible characters
-    text = text.replace("\xa0", " ").replace("\r\n", "\n")
-    for block in re.split("`{3,}|~{3,}", text)[1::2]:
-        first_line, newline, rest = block.partition("\n")
-        with contextlib.suppress(Exception):  # the block is not Python
-            code = textwrap.dedent(rest if newline else first_line)
-            codes.append(compile(code, "<answer>", "exec"))
-    if not codes:
-        raise error
-    return codes
+        failed_line = e.__traceback__.tb_next.tb_lineno
+        flags = code.co_flags & __future__.annotations.compiler_flag
+        _, *others = [node for node in ast.parse(text).body if node.end_lineno >= failed_line]
+        for node in others:
+            with contextlib.suppress(Exception):
+                code = compile(ast.Module([node], []), "<answer>", "exec", flags)
+                exec(code, namespace, local_names)
+        raise
+
+
+def compile_answer(answer):
+    """Returns the programs of an answer: the whole, else each fenced block that is Python."""
+    try:
+        return [compile_program(answer)]
+    except Exception:
+        if programs := fenced_programs(answer):
+            return programs
+        raise
+
+
+def fenced_programs(text):
+    """Returns the program of each fenced block in a text.
+
+    A block ends at a fence at least as long as its own with which it is Python: further fences can
+    only be in its strings. A block that is not Python, such as Markdown, may contain blocks.
+    """
+    programs, texts = [], [text]
+    while texts:
+        text = texts.pop()
+        if not (opening := re.search("`{3,}|~{3,}", text)):
+            continue
+        text, fence = text[opening.end():], opening[0] + opening[0][0] + "*+"
+        lines = [*re.finditer(rf"^[ \t]*{fence}\s*$", text, re.M)]
+        # then the text's end and fences within a line, except those with a tag, which open a block
+        *others, end = re.finditer(rf"{fence}(?!\w+\s*$)|\Z", text, re.M)
+        for closing in [*lines[:20], end, *others[:20]]:
+            first_line, newline, rest = text[:closing.start()].partition("\n")
+            with contextlib.suppress(Exception):  # it is not Python
+                programs.append(compile_program(rest if newline else first_line))
+                texts.append(text[closing.end():])
+                break
+        else:
+            closing = [*lines, end][0]
+            texts += [text[closing.end():], text[:closing.start()]]
+    return programs
 
 
 def number_as_text(x):
@@ -508,6 +559,9 @@ def as_text(value):
     if value is None or isinstance(value, type) and value.__module__ == "builtins":
         return ascii(value)
     if type(value).__module__ == "numpy":
+        moments = value.ravel().tolist() if value.dtype.kind in "mM" else ()
+        if not all(isinstance(x, (datetime.date, datetime.timedelta)) for x in moments):
+            raise TypeError(value.dtype)  # nanoseconds would become integers, and NaT None
         return as_text(value.tolist())
     for classes, formatter in FORMATTERS:
         if isinstance(value, classes):
@@ -533,7 +587,7 @@ FORMATTERS = [  # (classes, text of their values); the first row that matches is
     (pathlib.PurePosixPath, lambda x: f"path({ascii(str(x))})")]
 
 
-def run_test(codes, test, official):
+def run_test(programs, test, official):
     """Runs an answer and a test; returns "value HASH", "none", or "refused REASON"."""
     module = sys.modules["answer"] = types.ModuleType("answer")  # a new one per test
     namespace = vars(module)
@@ -541,11 +595,11 @@ def run_test(codes, test, official):
     # its top-level names, such as imports and helper functions
     local_names = {} if official else namespace
     error = None
-    for code in codes:
+    for program in programs:
         try:
-            exec(code, namespace, local_names)
+            execute(*program, namespace, local_names)
         except BaseException as e:  # also SystemExit, as the function may be defined before it
-            error = e
+            error = error or e
     if official and error:
         raise error
     try:
@@ -559,9 +613,6 @@ def run_test(codes, test, official):
         text = as_text(value)
         return "none" if value is None else "value " + sha256(text.encode()).hexdigest()
     except RecursionError:
-        moments = value.ravel().tolist() if value.dtype.kind in "mM" else ()
-        if not all(isinstance(x, (datetime.date, datetime.timedelta)) for x in moments):
-            raise TypeError(value.dtype)  # nanoseconds would become integers, and NaT None
         return "refused nested too deeply"
     except Exception as e:
         return f"refused {type(e).__name__}: {e}"
@@ -572,14 +623,18 @@ def run_tests(request, result_fd, result_bytes):
     text, official = request["text"], request["official"]
     error = None
     try:
-        codes = [compile(text, "<answer>", "exec")] if official else compile_answer(text)
+        programs = [(text, compile(text, "<answer>", "exec"))] if official else compile_answer(text)
     except BaseException as e:
         error = e
     for test in request["tests"]:
         try:
             if error:
                 raise error
-            result = run_test(codes, test, official)
+            if re.search("std(in|out|err)", text):  # an earlier test may have closed its streams
+                streams = [open(fd, mode, closefd=False) for fd, mode in enumerate("rww")]
+                sys.stdin, sys.stdout, sys.stderr = streams
+                sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams
+            result = run_test(programs, test, official)
         except BaseException as e:  # also SystemExit and KeyboardInterrupt
             missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
             result = f"raised {type(e).__name__}{missing}"
@@ -714,6 +769,7 @@ class ForkServer:
                 raise OSError("a child did not start, or could not confine itself")
             results, started = [], time.monotonic()
             clock = (~int(pid) << 3) | 2  # Linux's id of another process's CPU clock
+            schedstat = pathlib.Path(f"/proc/{int(pid)}/schedstat")
 
             def time_used():
                 cpu, wall, ran = time.clock_gettime(clock), time.monotonic() - started, 0
@@ -776,7 +832,6 @@ def receive(result_socket, time_used, limit):
 # A child's results are bytes, which are compared with those of the reference, or shown, truncated
 # and quoted. A result that is a str comes from the grader itself.
 
-            schedstat = pathlib.Path(f"/proc/{int(pid)}/schedstat")
 def verdict(expected, result):
     """Returns "pass", or why an answer's result does not pass. expected: the reference's result."""
     if isinstance(expected, str) or not expected.startswith(b"value "):
@@ -1023,6 +1078,7 @@ class Browser:
         is_page = own_host and request.is_navigation_request() and not request.frame.parent_frame
         if is_page and self.page is not None:
             page, self.page = self.page, None  # only once, else a page could reload itself forever
+            page = page.encode(errors="replace")  # it may contain lone surrogates
             await route.fulfill(body=page, content_type="text/html; charset=utf-8")
         elif request.resource_type == "stylesheet" and "tailwind" in request.url:
             await route.fulfill(body=self.sheet, content_type="text/css; charset=utf-8")
@@ -1086,7 +1142,6 @@ class Renderer(Pool):
 # --- frontend: the likeness of two rendered pages -------------------------------------------------
 
 class Clip:
-            page = page.encode(errors="replace")  # it may contain lone surrogates
     """Cosine similarity of two pages' CLIP embeddings, which with ViT-B/32 is ColBench's reward."""
 
     def __init__(self, path):  # a directory or a hub name

@@ -18,6 +18,7 @@ SENT = [  # what the human is shown, and the answer that it marks
     (f"Sure. {ANSWER}\ndef f():\n  print('OUTPUT:', 3)", "def f():\n  print('OUTPUT:', 3)"),
     (f"Enough.\n**{ANSWER}**\nprint('OUTPUT:', 3)", "print('OUTPUT:', 3)"),  # in bold
     (f"**{ANSWER}** def f(x): return x", "def f(x): return x"), (f"{ANSWER} **a**", "**a**"),
+    (f"{ANSWER}\n\n    x = 1\n\n    if x:\n        y = 2", "x = 1\n\nif x:\n    y = 2"),
     (f"```python\n{ANSWER} x = 1\n```", "```\n x = 1\n```"),  # in a fence
     ("Shall f cut what is before </think>?", None), ("is <think>a</think> a thought?", None),
     (f"{ANSWER} def f(x): return x.split('</think>')[-1]",

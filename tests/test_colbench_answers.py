@@ -1,7 +1,6 @@
 """The text of an answer: which part of it is code, to a person, and to the released scorer.
 
-Two texts that a person understands are read otherwise: code in prose without a fence is none, and a
-fence in a docstring, where the whole answer is no Python, counts as a fence.
+One text that a person understands is read otherwise: code in prose without a fence is none.
 """
 import contextlib
 import itertools
@@ -28,7 +27,13 @@ AFTER = ["", "\nHope that helps, and don't\nhesitate to ask.", " as you said.",
          "\nUsage:\n```python\nprint(f(2))\n```\n```\n4\n```"]
 COMMON = list(map("".join, itertools.product(BEFORE, FENCES, AFTER)))
 ODD = ["{}", "```python\n{}", "It is\n\u200b```python\n\u200b{}\u200b```",
-       "1. First:\n\n   ```python\n{indented}   ```\n2. Done."]
+       "1. First:\n\n   ```python\n{indented}   ```\n2. Done.",
+       "````markdown\nSo:\n```python\n{}```\n````", "```md\n# So\n```python\n{}```\n```\nIt's so.",
+       "```\n```python\n{}```\n```", "~~~\n```python\n{}```\n~~~", "Use ``` so.\n```python\n{}```",
+       "```sh\npip install x```\nThen\n```python\n{}```", "```\nno code\n```\nThen\n```\n{}```",
+       "```python\ny = 1  # a ``` here\n{}```\nIt's so.", "```python\ny = 1  # a ``` here\n{}",
+       'So:\n```python\n"""Use:\n```\nf(1)\n```\n"""\ny = "```"\n{}```\nI don\'t ask.',
+       "````\n" * 99 + "``` ~~~\n" * 99 + "```python\n{}```"]
 ENDING = [  # the program, before a test can run
     "{}\nexit()",
     "import unittest\n{}\nclass T(unittest.TestCase):\n    def test_f(self):\n"
@@ -37,6 +42,11 @@ ENDING = [  # the program, before a test can run
     "print(f(p.parse_args().x))"]
 SPELLED = (str, lambda text: text.replace("\n", "\r\n"),
            lambda text: textwrap.indent(text, "    "), lambda text: textwrap.indent(text, "\t"))
+
+
+UNSEEN = (lambda text: "\ufeff" + text, lambda text: text.replace(" ", "\xa0"),
+          lambda text: text.replace("return", "\u200bre\xadturn\u2060"),
+          lambda text: text.replace("    ", "\u3000\t\u202f"))  # what no one sees
 
 
 def written(form, code):
@@ -52,6 +62,45 @@ def test_a_form_is_read_as_a_person_would_and_wrong_code_in_it_stays_wrong(grade
             spelled = SPELLED if form in COMMON else SPELLED[:2]
             answer = r.choice(spelled)(written(form, code))
             assert grader.grade(DOUBLE, answer)["reward"] == reward, answer
+
+
+def test_characters_that_no_one_sees_and_a_margin_change_no_verdict(grader):
+    """In a fence or not. They are kept where the text is Python with them, as in strings."""
+    more = "\ndef g(x):\n    return x\n"
+    for one, two in itertools.product(UNSEEN, [*SPELLED, *UNSEEN]):
+        for form, (code, reward) in itertools.product(
+                ("{}", "Don't:\n```\n{}```"), ((RIGHT + more, 1), (WRONG + more, 0))):
+            answer = form.format(two(one(code)))
+            assert grader.grade(DOUBLE, answer)["reward"] == reward, answer
+    for code in (RIGHT, WRONG):
+        kept = code.replace("x *", "len('\u200b\xa0'.strip('\xa0')) * x *")
+        for answer in (kept, f"Don't:\n```\n{kept}```"):
+            assert grader.grade(DOUBLE, answer)["reward"] == (code == RIGHT), answer
+
+
+FAILING = [  # statements that raise an error here
+    "import no_such_module", "from no_such_module import (\n    one,\n    two)", "n = int(input())",
+    "rows = dict(\n    a=1,\n    b=open('rows.csv').read())", "assert 1 == 2, 'one'", "1 / 0",
+    "import locale\nlocale.setlocale(locale.LC_ALL, 'de_DE.UTF-8')", "print(no_such_name)",
+    "class Net(no_such_module.Module):\n    pass", "@no_such_decorator\ndef g(x):\n    return x",
+    "import no_such_module; k = 2; import nor_this"]
+PROGRAM = ['"""Doubles."""', "from __future__ import annotations", "import math; PI = 3",
+           "def half(x: no_such_type):\n    return x / 2", "count = globals().get('count', 0) + 1",
+           "if count == 1:\n    def f(x):\n        return math.floor(half(4 * x))"]
+
+
+def test_a_statement_that_raises_leaves_the_others_as_they_are(grader):
+    """Wherever it stands, and however many of them; each of the others runs exactly once."""
+    r = random.Random("failing")
+    for number in range(40):
+        parts = PROGRAM[:]
+        for failing in r.sample(FAILING, r.randint(1, 3)):
+            parts.insert(r.randint(2, len(parts)), failing)
+        code = r.choice(["{}", "It's:\n```python\n{}\n```"]).format("\n".join(parts))
+        assert grader.grade(DOUBLE, code)["reward"] == 1, code
+        assert grader.grade(DOUBLE, code.replace("4 * x", "6 * x"))["reward"] == 0, code
+    verdicts = grader.grade(DOUBLE, "import no_such_module as m\ndef f(x):\n    return m.g(y)")
+    assert {*verdicts["tests"].values()} == {'raised "ModuleNotFoundError: no_such_module"'}
 
 
 def fenced(*blocks):
@@ -75,7 +124,19 @@ READINGS = [  # an answer and its reward
 for other in ("print(f(1))", "g = 1 / 0", "import no_such_module"):  # nothing else uses them
     READINGS += [(fenced(other, RIGHT), 1), (fenced(RIGHT, other), 1), (fenced(other, WRONG), 0)]
 READINGS.append((f"As agreed:\n{RIGHT}", 0))  # prose, and no fence
-READINGS += [(DOCSTRING.format("x * 3", "x * 2"), 1), (DOCSTRING.format("x * 2", "x * 3"), 0)]
+for reward, code in enumerate([("x * 2", "x * 3"), ("x * 3", "x * 2")]):
+    READINGS += [(form.format(DOCSTRING.format(*code)), reward)
+                 for form in ("{}", "So:\n```\n{}```\nIt's so.", "````md\n```\n{}```\n````")]
+READINGS += [  # errors before, between and in definitions
+    (f"import nosuch\n{WRONG}", 0), (f"{RIGHT}\n1 / 0\n{WRONG}", 0),
+    (f"{WRONG}\n1 / 0\n{RIGHT}", 1),
+    (f"1 / 0\nexit()\n{RIGHT}", 0), (f"{WRONG}\n1 / 0\nraise SystemExit\n{RIGHT}", 0),
+    (f"1 / 0\n{RIGHT}\ndel f", 0), ("def f(x, y=nosuch): return x * 2", 0),
+    ("n = 0\nfor n in range(9): 1 / (n - 3)\ndef f(x): return x * 2 if n > 7 else 0", 0),
+    ("try:\n    import nosuch\n    def f(x): return x * 2\nexcept ImportError:\n    f = abs", 0),
+    ("class A:\n    import nosuch\n    def f(x): return x * 2\nf = A.f", 0),
+    ("class E(Exception):\n    __traceback__ = None\nraise E\n" + WRONG, 0),
+    (f"```\nno code\n```\n{RIGHT}\n```\nno code\n```", 0), (f"```js\nf(\n```\n{RIGHT}", 0)]
 
 
 @pytest.mark.parametrize("answer, reward", READINGS)

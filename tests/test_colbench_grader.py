@@ -83,6 +83,13 @@ VERDICTS = [
     ("def f(x): return len(bytearray(2 << 30))", ['raised "MemoryError"'] * 4),
     ("import nosuchmodule", ['raised "ModuleNotFoundError: nosuchmodule"'] * 4),
     ("def f(x): raise type('A' * 10 ** 6, (Exception,), {})", [f'raised "{"A" * 80}"'] * 4),
+    *((f"import codecs, io, sys\ndef f(x):\n    {line}\n    return x * 2", ["pass"] * 4)
+      for line in (
+        "sys.stdout = io.TextIOWrapper(sys.stdout.buffer); print(x)",
+        "print(x); sys.stdout.close()",
+        "sys.stdout = codecs.getwriter('utf-8')(sys.stdout.detach()); print(x)",
+        "sys.stdin = io.TextIOWrapper(sys.stdin.buffer); sys.stdin.read()",
+        "sys.stderr.write('a'); sys.stderr = None")),
     (HONEST + "#" * (1 << 18), ["not run: it has more than 262,144 characters"] * 4)]
 ODDITIES = {  # honest code of all kinds, all right
     "prints": "def f(x):\n    print('[\"value\", 1]')\n    return x * 2",
@@ -345,13 +352,6 @@ def test_a_busy_machine_takes_nothing_from_a_right_answer(monkeypatch):
             p.kill(), p.wait()
 
 
-def test_a_reference_runs_once_for_the_same_tests(grader, monkeypatch):
-    code, runs, run = "def f(x): return 2 * x  # once", [], grader.results
-    monkeypatch.setattr(grader, "results",
-                        lambda text, *rest, **more: runs.append(text) or run(text, *rest, **more))
-    for test in ("f(1)", "f(2)", "f(1)"):
-        assert grader.grade(task(code, test), HONEST)["reward"] == 1
-    assert runs.count(code) == 2
 @pytest.mark.parametrize("schedstat, least, most", [
     (None, .3, 9), ("1 0 1", .3, 9), (f"1 {10 ** 18} 1", 0, .3), ("0 0 0", .1, .39)])
 def test_a_third_of_the_time_asleep_is_charged(schedstat, least, most, grader, monkeypatch):
@@ -364,6 +364,13 @@ def test_a_third_of_the_time_asleep_is_charged(schedstat, least, most, grader, m
     assert results == [b"none"] and least <= seconds < most
 
 
+def test_a_reference_runs_once_for_the_same_tests(grader, monkeypatch):
+    code, runs, run = "def f(x): return 2 * x  # once", [], grader.results
+    monkeypatch.setattr(grader, "results",
+                        lambda text, *rest, **more: runs.append(text) or run(text, *rest, **more))
+    for test in ("f(1)", "f(2)", "f(1)"):
+        assert grader.grade(task(code, test), HONEST)["reward"] == 1
+    assert runs.count(code) == 2
 
 
 def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(monkeypatch):
