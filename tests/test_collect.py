@@ -136,9 +136,10 @@ def test_only_a_cut_last_line_of_a_file_is_dropped(collected, tmp_path):
 
 
 def test_a_file_of_something_else_is_not_touched(episodes, tmp_path):
-    del episodes[1]["task"]["ground_truth"]
+    del episodes[1]["task"]["ground_truth"], episodes[3]["sample"]
     file = tmp_path / "diary.txt"
-    for text, line in (("a diary\nof mine", 1), ("a diary", 1), (lines(episodes), 2)):
+    for text, line in (("a diary\nof mine", 1), ("a diary", 1), (lines(episodes), 2),
+                       (lines(episodes[2:]), 2)):
         file.write_text(text)
         with pytest.raises(SystemExit, match=f"error: {file}, line {line}"):
             collect.finished_episodes(file, {})
