@@ -473,21 +473,19 @@ def cut_pattern(tokenizer):
 
 @functools.lru_cache(8192)
 def part_ids(tokenizer, text):
-    """Returns the token ids of a part of a text; cached, since later prompts repeat the parts."""
-    return array("q", tokenizer(text, add_special_tokens=False)["input_ids"])
+    """Returns the packed ids of a part of a text; cached, since later prompts repeat the parts."""
+    return packed(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def text_ids(tokenizer, text):
-    """Returns the token ids of a template_text; without CUTs they are those of the whole text."""
-    ids = array("q")
-    for part in cut_pattern(tokenizer).split(text):
-        ids += part_ids(tokenizer, part)
-    return ids
+    """Returns the packed ids of a template_text; without CUTs they are those of the whole text."""
+    return "".join(part_ids(tokenizer, part) for part in cut_pattern(tokenizer).split(text))
 
 
 def render(tokenizer, messages, thinking=0):
     """Returns the token ids of a dialogue as a prompt for the assistant's next message."""
-    return text_ids(tokenizer, template_text(tokenizer, messages, thinking, True)).tolist()
+    text = template_text(tokenizer, messages, thinking, add_prompt=True)
+    return [*map(ord, text_ids(tokenizer, text))]
 
 
 @functools.cache
@@ -516,33 +514,39 @@ def opened_thought(tokenizer, thinking=0):
 
 def stop_ids(tokenizer, folder):
     """Returns {token id} that end a sampled message: the last one of `ending`, and every EOS."""
-    ids = {text_ids(tokenizer, ending(tokenizer))[-1], tokenizer.eos_token_id}
+    ids = {ord(text_ids(tokenizer, ending(tokenizer))[-1]), tokenizer.eos_token_id}
     ids.update(*(eos_ids(os.path.join(folder, name)) for name in CONFIGS))
     return ids & {*range(len(tokenizer))}  # drops None, and -1
 
 
-def matches_output(tokenizer, message):
-    """Returns whether the text of token_ids equals `output`, or one begins with the other."""
-    if "logprobs" not in message or "output" not in message:
-        return True  # candidates have no `logprobs`, and are too many to check
-    text = tokenizer.decode(message["token_ids"], skip_special_tokens=True)
-    decoded, output = (x.strip().rstrip("\ufffd") for x in (text, message["output"]))
-    return decoded.startswith(output) or output.startswith(decoded)
+def action_ids(tokenizer, action, history, thinking=0):
+    """Returns (packed ids of the action, number of tokens to drop from the end of the prompt).
 
+    A message that was sampled has `token_ids`, which follow the whole prompt. For others, prompt
+    and action are together the template's text of the dialogue, up to the message's ending. Usually
+    this text begins with the prompt. It does not if the generation prompt ends in "<think>", which
+    templates omit from a dialogue's messages. Then `output` follows the prompt all the same, but
+    for `content` the tokens of the prompt after the point where the two texts diverge are dropped:
 
-def action_text(tokenizer, action, history, thinking):
-    """Returns (prompt, full): the template's texts without and with the action, up to its ending.
-
-    Normally full begins with prompt. It does not if the prompt ends in "<think>", which the
-    template omits from messages of a dialogue. Then full is prompt + `output` for a sampled
-    message; for others it is the template's text, which differs in the assistant's header.
+        prompt <|assistant|><think>    full <|assistant|>which rate?<|end|>    dropped: 1
     """
+    if ids := action.get("token_ids"):
+        matches = max(ids) < len(tokenizer)
+        if matches and "logprobs" in action and "output" in action:  # candidates have no `logprobs`
+            texts = tokenizer.decode(ids, skip_special_tokens=True), action["output"]
+            short, long = sorted((text.strip().rstrip("\ufffd") for text in texts), key=len)
+            matches = long.startswith(short)
+        if not matches:
+            fail("token_ids in the records are not of this --model's tokenizer: "
+                 "use the model that sampled them")
+        return packed(ids), 0
+
     text = action.get("output") or action.get("content") or ""
     message = {"role": "assistant", "content": text}
     if control := control_tokens(tokenizer)[1].search(text):
         add_warning("stored messages contain a control token, kept as text", f"{control[0]!r}")
-    prompt = template_text(tokenizer, history, thinking, True)
-    full = template_text(tokenizer, [*history, message], thinking, False)
+    prompt = template_text(tokenizer, history, thinking, add_prompt=True)
+    full = template_text(tokenizer, [*history, message], thinking, add_prompt=False)
     before_action, plain = prompt, as_plain(tokenizer, message)
     if not full.startswith(prompt) or plain.strip() not in full[len(prompt):]:
         split = common_prefix(prompt, full)
@@ -553,39 +557,23 @@ def action_text(tokenizer, action, history, thinking):
         if action.get("output"):
             full = prompt + plain
         else:
-            before_action = template_text(tokenizer, history, thinking, False)
+            before_action = template_text(tokenizer, history, thinking, add_prompt=False)
             if not full.startswith(before_action):
                 raise ValueError("it changes the history from {!r} to {!r}".format(*excerpts))
-    end = full.rfind(ending(tokenizer), len(before_action))
-    return prompt, full if end < 0 else full[:end]
+    end = ending(tokenizer)
+    if (index := full.rfind(end, len(before_action))) >= 0:
+        full = full[:index]
 
-
-def action_ids(tokenizer, action, history, thinking=0):
-    """Returns (packed ids of the action, number of tokens to drop from the end of the prompt).
-
-    Sampled messages have `token_ids`, which follow the whole prompt. Others (demonstrations,
-    published data) get the ids of the template's text. If the generation prompt opens a thought
-    that they lack, the tokens after the point where the two texts diverge are dropped:
-
-        prompt <|assistant|><think>    full <|assistant|>which rate?<|end|>    dropped: 1
-    """
-    if action.get("token_ids"):
-        if max(action["token_ids"]) >= len(tokenizer) or not matches_output(tokenizer, action):
-            fail("token_ids in the records are not of this --model's tokenizer: "
-                 "use the model that sampled them")
-        return packed(action["token_ids"]), 0
-    prompt, full = action_text(tokenizer, action, history, thinking)
-    # kept_ids: ids of the common prefix of both texts, which stay in the prompt
-    n_common, end = common_prefix(prompt, full), ending(tokenizer)
+    common = common_prefix(prompt, full)  # the rest of the prompt is dropped
     prompt_ids = text_ids(tokenizer, prompt)
-    kept_ids = text_ids(tokenizer, full[:n_common])
+    kept_ids = text_ids(tokenizer, full[:common])
     full_ids = text_ids(tokenizer, full + end)
-    if prompt_ids[:len(kept_ids)] != kept_ids:  # the texts diverge within a token
+    if not prompt_ids.startswith(kept_ids):  # the texts diverge within a token
         kept_ids = full_ids[:common_prefix(prompt_ids, full_ids)]
-    ids = full_ids[len(kept_ids):]
-    if full_ids[:len(kept_ids)] != kept_ids:  # a token would span prompt and action: separate them
-        ids = text_ids(tokenizer, full[n_common:] + end)
-    return packed(ids), len(prompt_ids) - len(kept_ids)
+    ids = full_ids.removeprefix(kept_ids)
+    if not full_ids.startswith(kept_ids):  # a token would span prompt and action: separate them
+        ids = text_ids(tokenizer, full[common:] + end)
+    return ids, len(prompt_ids) - len(kept_ids)
 
 
 def turn_actions(record):
