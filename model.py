@@ -837,33 +837,32 @@ def save(model, tokenizer, out):
     the dtype in config.json and the EOS ids in generation_config.json are set.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    state = get_model_state_dict(model, options=options)  # empty on ranks other than 0
+    state = get_model_state_dict(model.lm, options=options)  # empty on ranks other than 0
     if RANK:
         return
-    lm, base = model.lm, model.lm.name_or_path  # base: a folder, see find_model
+    lm, base = model.lm, Path(model.lm.name_or_path)  # base: a folder, see find_model
+    config, generation_config = (Path(out, name) for name in CONFIGS)
     with fail_on_error(f"{out} can't be written"):
-        lm_state = {name: state["lm." + name].to(model.dtype)
-                    for name, _ in lm.named_parameters()}  # tied weights once
-        lm_state |= {name: state["lm." + name] for name, _ in lm.named_buffers()
-                     if "lm." + name in state}  # buffers keep their dtype
+        weights = {name: state[name].to(model.dtype) for name, _ in lm.named_parameters()}
+        buffers = {name: state[name] for name, _ in lm.named_buffers() if name in state}
         lm.generation_config = GenerationConfig()  # transformers can't save all that it loads
-        lm.save_pretrained(out, state_dict=lm_state)
-        for name in glob.glob("*.safetensors", root_dir=out):  # they are written as private files
-            shutil.copymode(os.path.join(out, "config.json"), os.path.join(out, name))
-        for name in chain(*(glob.glob(pattern, root_dir=base) for pattern in MODEL_FILES)):
-            if not name.endswith((".index.json", "adapter_config.json")):
-                os.makedirs(os.path.dirname(os.path.join(out, name)), exist_ok=True)
-                shutil.copyfile(os.path.join(base, name), os.path.join(out, name))
-        config, generation_config = (os.path.join(out, name) for name in CONFIGS)
+        lm.save_pretrained(out, state_dict=weights | buffers)
+        for path in Path(out).glob("*.safetensors"):  # they are written as private files
+            shutil.copymode(config, path)
+        for path in chain(*map(base.glob, MODEL_FILES)):
+            if not path.name.endswith((".index.json", "adapter_config.json")):
+                copy = out / path.relative_to(base)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, copy)
         dtypes = {"dtype", "torch_dtype"} & read_json(config).keys() or {"torch_dtype"}
         eos = eos_ids(generation_config)
         eos += sorted(stop_ids(tokenizer, base) - {*eos})
-        for path, values in (
-                (config, dict.fromkeys(dtypes, str(model.dtype).removeprefix("torch."))),
-                (generation_config, {"eos_token_id": eos if len(eos) > 1 else eos[0]})):
+        changes = {config: dict.fromkeys(dtypes, str(model.dtype).removeprefix("torch.")),
+                   generation_config: {"eos_token_id": eos if len(eos) > 1 else eos[0]}}
+        for path, values in changes.items():
             old = read_json(path)
             if old != {**old, **values}:  # else the file stays as it is
-                Path(path).write_text(json.dumps({**old, **values}, indent=2) + "\n")
+                path.write_text(json.dumps({**old, **values}, indent=2) + "\n")
 
 
 # --- checkpoints: weights and moments for any number of processes ---------------------------------
