@@ -303,7 +303,8 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
     # Each tree takes the previous tree's output as an unused input, `anchor`. So autograd finishes
     # tree n before it recomputes tree n - 1, and only one tree's activations are in memory.
     anchor = torch.ones((), requires_grad=True)
-    by_part = [torch.zeros(sum(action_lengths(part))) for part in parts]  # 0 for other ranks
+    lengths = [[len(action) for _, action in part] for part in parts]
+    by_part = [torch.zeros(sum(part)) for part in lengths]  # 0 for other ranks
     mine = range(RANK * trees, (RANK + 1) * trees)  # indices of this rank's parts
     for n in progress(label, mine) if label else mine:
         tree = Tree(parts[n], model.device)
@@ -318,19 +319,13 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
         total = flat.detach().clone()
         dist.all_reduce(total)
         flat = flat + (total - flat.detach())  # all ranks' values, this rank's gradient
-    ordered = list(chain.from_iterable(parts))
-    logps = dict(zip(ordered, flat.split(action_lengths(ordered))))  # drops the padding
+    logps = dict(zip(chain(*parts), flat.split([*chain(*lengths)])))  # drops the padding
     return {turn: logps[turn] for turn in turns}
 
 
 def tree_logps(model, tree, anchor=None):
     """Returns the log-probs of a tree's actions, (A,), in turn order. anchor: see action_logps."""
     return model(tree)[tree.index]  # actions may share tokens
-
-
-def action_lengths(turns):
-    """Returns the number of tokens of each turn's action."""
-    return [len(action) for _, action in turns]
 
 
 # --- pairs, batches, and their partition over ranks -----------------------------------------------
