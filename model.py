@@ -735,6 +735,7 @@ def logps_and_leak(model, turns):
     """Returns ((A,) log-probs of actions in a tree, how much one depends on tokens off its path).
 
     This leak is the largest gradient at an embedding off the path, over the largest at any token.
+    The turns are sorted.
     """
     tree, embedded = Tree(turns), []
     embeddings = model.lm.get_input_embeddings()
@@ -743,12 +744,9 @@ def logps_and_leak(model, turns):
     probe = -2  # the last action's second to last token, so that the last is off its path
     gradient = torch.autograd.grad(logps[probe], embedded)[0].flatten(0, -2)  # (T, width)
     norms = gradient.float().norm(dim=-1)  # (T,)
-    off_path = torch.ones(len(norms), dtype=torch.bool)
-    token = tree.parent[tree.scored[tree.index[probe]]]
-    while token >= 0:
-        off_path[token] = False
-        token = tree.parent[token]
-    return logps.detach(), (norms[off_path].max() / norms.max()).item()
+    off_path = norms.clone()
+    off_path[tree.paths[-tree.kv[-1]:probe]] = 0  # the last run ends with the last turn's action
+    return logps.detach(), (off_path.max() / norms.max()).item()
 
 
 @torch.no_grad()
