@@ -660,33 +660,14 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
     device = torch.device(device)
     dtype = pick_dtype(dtype, device)
     as_stored = train and dtype != torch.float32  # so that the files are memory-mapped, not copied
-    model, own_logps = read_tree_lm(path, device, "auto" if as_stored else dtype)
-    if args:
-        checksum = int(weights_digest(path)[:10], 16)
-        if sum_over_ranks(checksum) != WORLD * checksum:
-            fail(f"the weights in {path!r} are not the same on all ranks")
-        shard(model, dtype, args, train)
-    if train:
-        model.float()
-    if not args or not args.offload:
-        model.to(device)
-    with fail_on_error(f"{path!r} fails on {device} (try --compile 0; DEBUG=1 shows a traceback)"):
-        logps = torch.cat([*score(model, check_turns(model.config), math.inf).values()])
-    if not agree(logps, own_logps, model.dtype):
-        error = (logps - own_logps).abs().mean()
-        fail(f"the log-probs of {path!r} differ by {error:.2g} on average from those of its own "
-             "forward in transformers")
-    return model, tokenizer
-
-
-def read_tree_lm(path, device, dtype):
-    """Returns (TreeLM in CPU memory, (A,) log-probs of check_turns by transformers' code)."""
     with fail_on_error(f"the weights in {path!r} can't be read"):
         lm, loading_info = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, attn_implementation="eager", use_safetensors=True,
-            trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True)
+            path, dtype="auto" if as_stored else dtype, attn_implementation="eager",
+            use_safetensors=True, trust_remote_code=False, output_loading_info=True,
+            ignore_mismatched_sizes=True)
     if wrong := sorted(map(str, chain(*loading_info.values()))):  # missing, unexpected, mismatched
         fail(f"the weights in {path!r} do not match its config.json: {wrong[:3]}")
+
     model = TreeLM(lm, device)
     turns = check_turns(model.config)
     versions = [p._version for p in lm.parameters()]
@@ -704,7 +685,23 @@ def read_tree_lm(path, device, dtype):
     if not try_trees(model, turns[:2], own_logps):
         lm.set_attn_implementation("eager")
         say(f"warning: {path} does not support trees: it runs turn by turn and repeats prefixes")
-    return model, own_logps
+
+    if args:
+        checksum = int(weights_digest(path)[:10], 16)
+        if sum_over_ranks(checksum) != WORLD * checksum:
+            fail(f"the weights in {path!r} are not the same on all ranks")
+        shard(model, dtype, args, train)
+    if train:
+        model.float()
+    if not args or not args.offload:
+        model.to(device)
+    with fail_on_error(f"{path!r} fails on {device} (try --compile 0; DEBUG=1 shows a traceback)"):
+        logps = torch.cat([*score(model, turns, math.inf).values()])
+    if not agree(logps, own_logps, model.dtype):
+        error = (logps - own_logps).abs().mean()
+        fail(f"the log-probs of {path!r} differ by {error:.2g} on average from those of its own "
+             "forward in transformers")
+    return model, tokenizer
 
 
 def try_trees(model, turns, own_logps):
