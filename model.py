@@ -405,9 +405,10 @@ def score(model, turns, tree_tokens, label=None):
 
 # --- chat templates: dialogues to token ids -------------------------------------------------------
 
-# A template joins messages with control tokens such as <|im_end|>, but a message may also contain
-# the text "<|im_end|>". as_plain inserts CUTs into it, so that the template does not parse it, and
-# text_ids tokenizes the parts between CUTs, so that the tokenizer makes no control token of it.
+# What holds: a prompt and its action are the ids of the template's own text of the dialogue, and
+# only the template writes control tokens, such as <|im_end|>. A message may contain the same text.
+# as_plain inserts CUTs into it, so that the template does not parse it, and text_ids tokenizes the
+# parts between CUTs, so that the tokenizer makes no control token of it.
 CUT = "\ud800"  # a lone surrogate, which no text contains
 # a dialogue to find what the template writes before and after a message of the assistant
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue000"}]
@@ -601,8 +602,7 @@ def find_model(path, weights=False):
     try:
         if not os.path.isdir(path):
             from huggingface_hub import snapshot_download
-            patterns = MODEL_FILES + ["*.safetensors"] * weights
-            path = snapshot_download(path, allow_patterns=patterns)
+            path = snapshot_download(path, allow_patterns=MODEL_FILES + ["*.safetensors"] * weights)
         if is_unfinished(path):
             raise ValueError("it is an unfinished run; repeat its command to resume it")
         files = {*os.listdir(path)} - {"adapter_model.safetensors"}
