@@ -833,6 +833,7 @@ def save(model, tokenizer, out):
     lm, base = model.lm, Path(model.lm.name_or_path)  # base: a folder, see find_model
     config, generation_config = (Path(out, name) for name in CONFIGS)
     with fail_on_error(f"{out} can't be written"):
+        # tied weights once; buffers keep their dtype
         weights = {name: state[name].to(model.dtype) for name, _ in lm.named_parameters()}
         buffers = {name: state[name] for name, _ in lm.named_buffers() if name in state}
         lm.generation_config = GenerationConfig()  # transformers can't save all that it loads
