@@ -18,7 +18,6 @@ import asyncio
 import base64
 import contextlib
 import fcntl
-import glob
 import inspect
 import itertools
 import json
@@ -26,10 +25,10 @@ import math
 import os
 import runpy
 import sys
-import traceback
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import parse_qsl
 from urllib.request import getproxies
@@ -96,8 +95,8 @@ from model import (MODEL_FILES, common_prefix, find_model, load, load_lm, opened
 from train_critic import advantages, critic_turns, finished_flags, reference_logps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# flags that change no episode; all others are recorded, and compared by --resume: see settings()
-NOT_IN_META = {"given", "k", "concurrency", "resume", "max_batch_tokens", "timeout", "retries"}
+# these change no episode, but for candidates (as n_candidates); others are compared by --resume
+NOT_IN_META = "given candidates k concurrency resume max_batch_tokens timeout retries".split()
 COMPUTE_THREAD = ThreadPoolExecutor(1)  # runs all models, so that they don't block the event loop
 TREE_TOKENS = 16384  # most tokens per forward of the critic
 INITIAL_CAPACITY = 32  # tokens per action for which a batch first allocates memory
@@ -132,15 +131,14 @@ class EpisodeRunner:
         self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
         self.stop = stop_ids(self.tokenizer, folder)
         self.opening = opened_thought(self.tokenizer, args.thinking)
-        self.meta = {name: x for name, x in vars(args).items() if name not in NOT_IN_META}
-        files = sorted(f for form in MODEL_FILES for f in glob.glob(os.path.join(folder, form)))
-        self.meta |= {
-            "n_candidates": self.meta.pop("candidates"), "human": fingerprint(args.human),
-            "critic": fingerprint(args.critic), "model_weights": weights_digest(folder),
+        files = sorted(file for form in MODEL_FILES for file in Path(folder).glob(form))
+        self.meta = {name: x for name, x in vars(args).items() if name not in NOT_IN_META} | {
+            "model_weights": weights_digest(folder), "version": version(),
+            "human": fingerprint(args.human), "critic": fingerprint(args.critic),
+            "n_candidates": args.candidates,
             "tokenizer_and_config": digest([*map(fingerprint, files)]),
             "prompts": digest([(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
-                               for kind in ENVIRONMENTS.values()]),
-            "version": version()}
+                               for kind in ENVIRONMENTS.values()])}
         self.resumed = []  # the settings of the episodes in the --resume file
 
     async def load(self):
@@ -158,8 +156,7 @@ class EpisodeRunner:
         elif human.endswith(".py"):
             self.reply = load_function(human, "reply")
         elif human:
-            fail(f"--human {human}: give the http://host:port/v1 of an LLM (--human_params names "
-                 "the model), fixed:TEXT, or a FILE.py that defines reply(task, history)")
+            fail(f"--human {human}: give the http://host:port/v1 of an LLM, fixed:TEXT or FILE.py")
         if args.engine:
             self.engine = VllmEngine(args, self.stop)
             await self.engine.find_served_model()
@@ -177,10 +174,7 @@ class EpisodeRunner:
         return self
 
     def check_resumed(self):
-        """Fails if an episode in the --resume file has other settings than new ones would have.
-
-        Settings that only one of them has, as by another version of this script, are not compared.
-        """
+        """Fails if the --resume file has episodes of other settings, but for unknown ones."""
         for name, new in settings(self.meta).items():
             for old in self.resumed:
                 if old.get(name, new) != new:
@@ -237,10 +231,8 @@ class EpisodeRunner:
             values = [score + self.args.logprob_weight * sum(action["logprobs"])
                       for score, action in zip(scores, actions)]
             best = actions[values.index(max(values))]
-        message = {"role": "assistant", "content": None, **best}
-        if candidates:
-            message["candidates"] = candidates
-        return message
+        more = {"candidates": candidates} if candidates else {}
+        return {"role": "assistant", "content": None, **best, **more}
 
     async def sample_turn(self, history, key, n_actions, n_candidates):
         """Samples the agent's next message several times; returns (actions, candidates).
@@ -290,11 +282,9 @@ def fingerprint(who):
     """Returns the name of a file or a folder of weights with a hash of its content; else `who`."""
     if not who or not os.path.exists(who):
         return who
-    name = os.path.basename(os.path.abspath(who))
-    if os.path.isdir(who):
-        return f"{name} {weights_digest(who)}"
-    with fail_on_error(who), open(who, "rb") as f:
-        return f"{name} {digest(f.read())}"
+    with fail_on_error(who):
+        content = weights_digest(who) if os.path.isdir(who) else digest(Path(who).read_bytes())
+    return f"{Path(who).name} {content}"
 
 
 def load_function(file, name):
@@ -306,12 +296,9 @@ def load_function(file, name):
 
 
 async def call_user_function(function, *args):
-    """Calls the human or critic, which may be async; None fails the episode."""
+    """Calls the human or critic, which may be async."""
     result = function(*args)
-    result = await result if inspect.isawaitable(result) else result
-    if result is None:
-        raise EpisodeError("the human or critic returned None")
-    return result
+    return await result if inspect.isawaitable(result) else result
 
 
 # --- servers --------------------------------------------------------------------------------------
@@ -319,6 +306,7 @@ async def call_user_function(function, *args):
 class Endpoint:
     """A client of an OpenAI-compatible server, whose API key is in the environment variable KEY."""
     KEY, HINT = "OPENAI_API_KEY", ""  # HINT: added to the error if the server rejects a request
+    has_answered = False
 
     def __init__(self, url, args, body):
         """body: fields that all requests share."""
@@ -332,7 +320,6 @@ class Endpoint:
             default_headers={"api-key": key} if query else None, max_retries=args.retries,
             timeout=openai.Timeout(args.timeout, connect=30),
             http_client=openai.DefaultAsyncHttpxClient(event_hooks={"response": [take_status]}))
-        self.has_answered, self.failures = False, 0  # failures since the last success
 
     async def find_served_model(self):
         """Sets body["model"] and max_context. If several models are served, body must name one."""
@@ -349,41 +336,31 @@ class Endpoint:
     async def request(self, path, parse, **body):
         """Posts a request and returns parse(reply), which raises ValueError for an unusable reply.
 
-        A failed request raises EpisodeError; 16 failures without a success between them end the
-        run. After the first success, rejected requests and unusable replies are not counted.
+        An error is the episode's if the server rejected its request after it answered others.
         """
-        down = False
+        rejected = True
         try:
-            reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
-            result = parse(reply)
+            result = parse(await self.client.post(path, cast_to=object, body={**self.body, **body}))
+            self.has_answered = True
+            return result
         except (LookupError, TypeError, AttributeError):
             error = "the reply is not that of an OpenAI-compatible server"
         except Exception as e:
             rejected = isinstance(e, ValueError) or getattr(e, "status_code", 0) in (400, 413, 422)
-            down = not rejected
-            response = getattr(e, "response", None)
-            words = str(response.extensions.get("error", e) if response else e)
-            error = f"{type(e).__name__}: {' '.join(words.split())[:200]}"
-            error += self.HINT if rejected else ""
-        else:
-            self.has_answered, self.failures = True, 0
-            return result
-        self.failures += down or not self.has_answered
-        if self.failures >= 16:
-            fail(f"{self.url}: {error}; rerun with --resume FILE to continue")
-        raise EpisodeError(f"{self.url}: {error}")
+            words = getattr(e, "response", None) and e.response.extensions.get("error") or e
+            words = " ".join(str(words).split())[:200]
+            error = f"{type(e).__name__}: {words}{self.HINT * rejected}"
+        raise (EpisodeError if rejected and self.has_answered else OSError)(f"{self.url}: {error}")
 
 
 async def take_status(response):
     """Sets a response's status to that of an error in its body (OpenRouter), so that it counts."""
     if response.status_code == 200 and b'"error"' in await response.aread():
-        with contextlib.suppress(ValueError, TypeError, AttributeError):  # request() reports these
+        with contextlib.suppress(LookupError, ValueError, TypeError, AttributeError):
             body = response.json()
-            errors = [part.get("error") for part in (body, *(body.get("choices") or ()))]
-            if error := next(filter(None, errors), None):
-                response.extensions["error"] = error
-                code = str(error.get("code")) if isinstance(error, dict) else ""
-                response.status_code = int(code) if code in map(str, range(400, 600)) else 500
+            if error := body.get("error") or body["choices"][0].get("error"):
+                response.status_code, response.extensions["error"] = 500, error  # without a code
+                response.status_code = max(400, int(error["code"]))
 
 
 class LLM(Endpoint):
@@ -395,18 +372,14 @@ class LLM(Endpoint):
         params = {"temperature": 0, "max_tokens": 1024, **args.human_params}
         body = {name: value for name, value in params.items() if value is not None}
         super().__init__(args.human, args, body)
-
-    @cached_property
-    def renderer(self):
-        """The browsers that render pages; created for the first page."""
-        return Renderer(cpus())
+        self.renderer = cache(lambda: Renderer(cpus()))  # created for the first page
 
     async def reply(self, task, history):
         content = human_prompt(task, history)
         if environment(task).shows_pages:
             try:
                 answer = history[-1]["content"]
-                pages = await asyncio.to_thread(self.renderer.render_pair, task, answer)
+                pages = await asyncio.to_thread(self.renderer().render_pair, task, answer)
             except RenderError as e:
                 return RENDER_FAILED_REPLY.format(e)
             content = [{"type": "text", "text": content}]
@@ -421,10 +394,7 @@ class LLM(Endpoint):
 
 
 def reply_text(reply):
-    """Returns the text of a chat completion, without thoughts; raises ValueError if there is none.
-
-    Only finish_reason "stop" says that it is whole: without any, it may be truncated.
-    """
+    """Returns a chat completion's text without thoughts; raises ValueError unless it is whole."""
     choice = reply["choices"][0]
     content, reason = choice["message"]["content"] or "", choice.get("finish_reason")
     if isinstance(content, list):  # of parts
@@ -432,8 +402,7 @@ def reply_text(reply):
     # a human shows no tags: if the server's prompt opened the thought, it lacks its beginning
     text = without_thinking("<think>" + content if "</think>" in content else content)
     if reason != "stop" or not text:
-        what = "not known to be complete" if text else "empty"
-        raise ValueError(f"the reply is {what}, finish_reason {reason}")
+        raise ValueError(f"the reply is empty or may be truncated, finish_reason {reason}")
     return text
 
 
@@ -773,75 +742,63 @@ AttentionInterface.register("engine", engine_attention)
 def finished_episodes(path, tasks):
     """Returns (file, {(task id, sample): texts}, [settings]) of the --resume file.
 
-    The file, which may be empty, stays locked until it is closed. Removes a truncated last line.
-    tasks: see needs.
+    Removes a truncated last line, and locks the file until it is closed. tasks: see needs.
     """
     done, found = {}, {}
     with fail_on_error(f"--resume {path}"):
         f = open(path, "rb+")
     with fail_on_error(f"--resume {path} is in use by another run"):
         fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    with fail_on_error(f"--resume {path}"):
-        last = b"".join(deque(f, maxlen=1))  # b"" of an empty file
-        if last.startswith(b"{") and not last.endswith(b"\n"):
-            try:
-                json.loads(last)
-                f.write(b"\n")  # only its newline is missing
-            except ValueError:
-                f.truncate(f.tell() - len(last))
-        f.seek(0)
-        need = needs("sample", tasks=tasks)
-        for r in read_jsonl(f, need, path) if os.path.getsize(path) else ():
-            done[task_id(r["task"]), r["sample"]] = texts(r.get("dialogue_history", ()))
-            meta = r.get("meta", {})
-            meta = settings(meta.get("candidates", meta))  # if add_candidates wrote it
-            found[json.dumps(meta)] = meta
+    last = b"".join(deque(f, maxlen=1))  # b"" of an empty file
+    if last.startswith(b"{") and not last.endswith(b"\n"):
+        try:
+            json.loads(last)
+            f.write(b"\n")  # only its newline is missing
+        except ValueError:
+            f.truncate(f.tell() - len(last))
+    f.seek(0)
+    for r in read_jsonl(f, needs("sample", tasks=tasks), path) if os.path.getsize(path) else ():
+        done[task_id(r["task"]), r["sample"]] = texts(r.get("dialogue_history", ()))
+        meta = r.get("meta", {})
+        meta = settings(meta.get("candidates", meta))  # if add_candidates wrote it
+        found[json.dumps(meta)] = meta
     return f, done, [*found.values()]
 
 
 def read_jobs(args, done, tasks):
     """Yields (record, sample) of each episode to run; sets the kind and id of its task.
 
-    New episodes of a task are numbered 0, 1, ..., and a repeated task continues the numbering. An
-    existing dialogue keeps its `sample`; it gets the next free number if that is missing or taken.
+    The episodes of a task are numbered 0, 1, ... An existing dialogue keeps its `sample`, or gets
+    the next one that is free.
     """
-    next_sample = {}  # {task id: number of its next new episode}
     taken = set()  # (task id, sample) of stdin; `done` has those of the --resume file
     for record in read_jsonl(sys.stdin, needs(tasks=tasks)):
         task, name = record["task"], task_id(record["task"])
         record["task"] = {"kind": task_kind(task), **task, "id": name}
-        first = next_sample.get(name, 0)
-        samples = range(first, first + args.k)
+        k, start = args.k, 0
         if "dialogue_history" in record:
-            sample = record.get("sample", first)
-            while (name, sample) in taken:  # e.g. from a file with another seed
-                sample += 1
-            samples = [sample]
+            k, start = 1, record.get("sample", 0)
             thinking = record.get("meta", {}).get("thinking")
             if not args.candidates:
                 fail(f"task {name} already has a dialogue; give --candidates, or remove it")
             if thinking not in (None, args.thinking):
                 fail(f"task {name} was sampled with --thinking {thinking}; pass that here, too")
-            said = texts(record["dialogue_history"])
-            if done.get((name, sample), said) != said:
-                fail(f"task {name}, sample {sample} has another dialogue in {args.resume}; resume "
-                     "another file")
         elif not args.human:
-            fail("--human is missing: give the http://host:port/v1 of an LLM, fixed:TEXT, or a "
-                 "FILE.py that defines reply(task, history)")
-        next_sample[name] = max(first, samples[-1] + 1)
-        taken.update((name, sample) for sample in samples)
-        for sample in samples:
+            fail("--human is missing; --help says what it takes")
+        free = (n for n in itertools.count(start) if (name, n) not in taken)
+        for sample in itertools.islice(free, k):
+            taken.add((name, sample))
             if (name, sample) not in done:
                 yield record, sample
+            elif texts(record.get("dialogue_history", ())) not in ([], done[name, sample]):
+                fail(f"task {name}, sample {sample} has another dialogue in {args.resume}")
 
 
 async def run_all(args, emit):
     """Runs the episodes of stdin's tasks, writes each as it ends, and prints a summary.
 
-    A failed episode is not written, so that --resume runs it again. Unexpected exceptions, such as
-    bugs in the human's file, fail an episode, too; the 16th without an episode between them ends
-    the run. After an error that ends it, no new episode starts, and the running ones finish first.
+    A failed episode is not written, so that --resume runs it again. The 16th in a row, not counting
+    EpisodeErrors, ends the run: no new episode starts, and the running ones finish first.
     """
     runner = EpisodeRunner(args)
     done, tasks = {}, {}
@@ -853,25 +810,19 @@ async def run_all(args, emit):
 
     def on_error(e, episode):
         """Reports an episode's exception, and ends the run if it must."""
-        if isinstance(e, Exception):
-            totals["failed"] += 1
-            reason = str(e)
-            if not isinstance(e, EpisodeError):
-                totals["in_a_row"] += 1
-                frames = traceback.extract_tb(e.__traceback__)
-                own = [f for f in frames if f.filename in (args.human, args.critic)] or frames
-                reason = f"{type(e).__name__}: {e} ({own[-1].filename}, line {own[-1].lineno})"
-                if totals["in_a_row"] >= 16:
-                    e = SystemExit(inline(f"error: {episode} failed: {reason}; it is the 16th "
-                                          "failure in a row; rerun with --resume FILE to continue"))
-            if totals["failed"] <= 16:
-                say(f"{episode} failed: {reason}")
-        if not isinstance(e, EpisodeError if os.environ.get("DEBUG") else Exception):
+        expected = isinstance(e, EpisodeError)
+        message = f"{episode} failed: {'' if expected else type(e).__name__ + ': '}{e}"
+        totals.update(failed=1, in_a_row=not expected)
+        if not isinstance(e, Exception) or os.environ.get("DEBUG") and not expected:
             errors.append(e)
-            jobs.clear()
+        elif totals["in_a_row"] == 16:
+            message += "; it is the 16th failure in a row; rerun with --resume FILE to continue"
+            errors.append(SystemExit(f"error: {inline(message)}"))
+        elif totals["failed"] <= 16:
+            say(message)
 
     async def worker():
-        while jobs:
+        while jobs and not errors:
             record, sample = jobs.popleft()
             try:
                 if "dialogue_history" in record:
@@ -880,12 +831,11 @@ async def run_all(args, emit):
                     fields = await runner.run_episode(record["task"], sample)
             except BaseException as e:  # also SystemExit
                 on_error(e, f"task {record['task']['id']}, sample {sample}")
-            else:
-                fields["meta"] = {**record.get("meta", {}), **fields["meta"]}
-                emit({**record, **fields})
-                bar.update()
-                totals["episodes"] += 1
-                totals["in_a_row"] = 0
+                continue
+            emit({**record, **fields, "meta": {**record.get("meta", {}), **fields["meta"]}})
+            bar.update()
+            totals["episodes"] += 1
+            totals["in_a_row"] = 0
 
     if jobs:
         await runner.load()
