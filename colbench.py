@@ -109,10 +109,10 @@ def environment(task):
 def needs(*fields, to_grade=False, to_train=False, tasks=None):
     """Returns required(record, place), which checks a record for read_jsonl, its caller.
 
-    It lists the required fields as paths, such as "task.ground_truth"; to_grade adds those that
-    grade reads. It raises ValueError for an unknown kind, for another task with the id of one in
-    `tasks`, which several streams may share, and for an episode that came before in this stream.
-    to_train also rejects dialogues without an agent's message, and unsupported fields.
+    It lists the required fields, with to_grade also those that grade reads. It raises ValueError
+    for an unknown kind, for another task with the id of one in `tasks`, which streams may share,
+    and for an episode that came before in this stream. to_train also rejects unsupported fields
+    and dialogues without an agent's message.
     """
     tasks = {} if tasks is None else tasks  # {task id: (content, place)}
     episodes = {}  # {hash: place}
@@ -125,9 +125,9 @@ def needs(*fields, to_grade=False, to_train=False, tasks=None):
             differ = [x for x in sorted(first | content) if first.get(x) != content.get(x)]
             raise ValueError(f"the task {name} differs from the one in {line} in "
                              f"{', '.join(differ)}: give one of them another id")
-        if to_train and "dialogue_history" in record and not agent_messages(record):
-            raise ValueError("dialogue_history has no message of the agent")
         if to_train:
+            if history and not agent_messages(record):
+                raise ValueError("dialogue_history has no message of the agent")
             reject_unsupported(record, history)
         if history and "sample" in record:
             episode = [name, record["sample"], settings(record.get("meta", {})), texts(history)]
@@ -173,7 +173,7 @@ def redact(reply, task):
     own hidden information, if it is not code and there are others.
     """
     for text in (hidden_information(task), task["ground_truth"]):
-        parts = list(filter(None, re.split(r"\s*\n\s*|(?<=[.!?])\s+", text.strip())))
+        parts = [part for part in re.split(r"\n|(?<=[.!?])\s+", text) if part.strip()]
         bare, quotes = "".join(reply.split()), {}  # {quote without whitespace: its parts}
         for start in range(len(parts)):
             for end in range(start + 1, len(parts) + 1):
@@ -183,13 +183,13 @@ def redact(reply, task):
                 if len(quote) >= 12:
                     quotes[quote] = parts[start:end]
         told = sum(quotes.values(), [])
-        if text == task["ground_truth"] or len(told) > 1 or len(parts) == 1 or is_code(*told):
+        if text == task["ground_truth"] or len(told) != 1 or len(parts) == 1 or is_code(told[0]):
             for quote in sorted(quotes, key=len, reverse=True):
                 reply = re.sub(r"\s*".join(map(re.escape, quote)), "[...]", reply)
     return reply
 
 
-def is_code(line=""):
+def is_code(line):
     """Whether a line is Python that computes, calls or controls: not prose, nor rate = 4."""
     with contextlib.suppress(SyntaxError, ValueError):
         nodes = ast.walk(ast.parse(line.strip() + " pass" * line.rstrip().endswith(":")))
@@ -450,21 +450,6 @@ import textwrap, types, uuid
 from hashlib import sha256
 
 
-def confine(libc, bpf, memory, parent):
-    """Limits this process's resources and system calls; exits if its fork server is gone."""
-    for limit, value in (("AS", memory), ("CPU", 60), ("FSIZE", 0), ("CORE", 0), ("NOFILE", 64)):
-        resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
-    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the server
-    if os.getppid() != parent:
-        os._exit(0)
-    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-    code = ctypes.create_string_buffer(bpf)
-    fprog = struct.pack("H6xQ", len(bpf) // 8, ctypes.addressof(code))  # struct sock_fprog
-    fprog = ctypes.create_string_buffer(fprog)
-    if libc.prctl(22, 2, ctypes.addressof(fprog), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-        raise OSError("seccomp is not available")
-
-
 INVISIBLE = {**dict.fromkeys([0x0D, 0xAD, *range(0x200B, 0x2010), 0x2060, 0xFEFF]),  # deleted
              **dict.fromkeys([0xA0, *range(0x2000, 0x200B), 0x202F, 0x3000], " ")}  # spaces
 
@@ -641,8 +626,8 @@ def run_tests(request, result_fd, result_bytes):
         os.write(result_fd, result.encode("ascii", "backslashreplace")[:result_bytes])
 
 
-def child_main(result_fd, request, devnull, confine_args, result_bytes):
-    """Confines this child, reports that it is confined, runs one request, and exits."""
+def child_main(result_fd, request, devnull, libc, server, bpf, memory, result_bytes):
+    """Confines this child's system calls and resources, says so, runs one request, and exits."""
     try:
         for fd in (0, 1, 2):
             os.dup2(devnull, fd)
@@ -650,7 +635,18 @@ def child_main(result_fd, request, devnull, confine_args, result_bytes):
         for name in ("numpy.random", "sympy.core.random"):  # unlike Python's, not reseeded
             if name in sys.modules:
                 sys.modules[name].seed()
-        confine(*confine_args)
+        limits = {"AS": memory, "CPU": 60, "FSIZE": 0, "CORE": 0, "NOFILE": 64}
+        for limit, value in limits.items():
+            resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
+        libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the server
+        if os.getppid() != server:  # it is gone
+            os._exit(0)
+        libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+        code = ctypes.create_string_buffer(bpf)
+        fprog = struct.pack("H6xQ", len(bpf) // 8, ctypes.addressof(code))  # struct sock_fprog
+        fprog = ctypes.create_string_buffer(fprog)
+        if libc.prctl(22, 2, ctypes.addressof(fprog), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+            os._exit(1)  # seccomp is not available
         os.write(result_fd, b"confined %d" % os.getpid())
         with open(request, closefd=False) as f:
             run_tests(json.load(f), result_fd, result_bytes)
@@ -681,8 +677,7 @@ def serve(bpf, modules, skip, memory, result_bytes):
     if "zoneinfo" in modules:  # a child can't open the files of time zones, so cache all of them
         zoneinfo = sys.modules["zoneinfo"]
         zoneinfo.kept = [zoneinfo.ZoneInfo(name) for name in zoneinfo.available_timezones()]
-    confine_args = libc, bpf, memory, os.getpid()
-    devnull = os.open(os.devnull, os.O_RDWR)
+    devnull, server = os.open(os.devnull, os.O_RDWR), os.getpid()
     control = socket.socket(fileno=0)
     text = "def f(x): return [x, 0.5, 'a', {'b': (x, None)}]"  # warms up caches for all children
     run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, devnull, result_bytes)
@@ -691,7 +686,7 @@ def serve(bpf, modules, skip, memory, result_bytes):
         while fds := socket.recv_fds(control, 1, 2)[1]:
             pid = os.fork()
             if pid == 0:
-                child_main(*fds, devnull, confine_args, result_bytes)
+                child_main(*fds, devnull, libc, server, bpf, memory, result_bytes)
             for fd in fds:
                 os.close(fd)
             control.recv(1)
@@ -702,22 +697,16 @@ def serve(bpf, modules, skip, memory, result_bytes):
 # fork server: end
 
 
-def server_program(modules):
-    """Returns the source of a fork server, which is a part of this file."""
-    source = pathlib.Path(__file__).read_text()
-    begin, end = source.index("\n# fork server: begin"), source.index("\n# fork server: end")
-    arguments = seccomp_filter(), modules, NOT_LOADED, LIMITS["memory"], LIMITS["result"]
-    return f"{source[begin:end]}\nserve(*{arguments})\n"
-
-
-class Pool(contextlib.AbstractContextManager):
-    """Lends workers to threads; leaving `with` waits for running calls, then stops the workers."""
+class Pool(contextlib.ExitStack):
+    """Lends workers to threads, which must end before `with` does: it stops the workers."""
 
     def __init__(self, workers):
+        super().__init__()
         self.workers = workers
         self.idle = queue.LifoQueue()  # last in, first out, so that a light load uses few workers
         for worker in workers:
             self.idle.put(worker)
+            self.callback(worker.stop)
 
     @contextlib.contextmanager
     def acquire(self):
@@ -727,11 +716,6 @@ class Pool(contextlib.AbstractContextManager):
         finally:
             self.idle.put(worker)
 
-    def __exit__(self, *_):
-        for worker in [self.idle.get() for _ in self.workers]:  # waits for their callers
-            worker.stop()
-            self.idle.put(worker)
-
 
 class ForkServer:
     """A running fork server, for one caller at a time."""
@@ -739,8 +723,12 @@ class ForkServer:
     def __init__(self, modules):
         self.control, server_end = socket.socketpair()
         self.control.settimeout(600)  # importing all modules is slow on a busy machine
+        this_file = pathlib.Path(__file__).read_text()
+        program = re.search("\n# fork server: begin(.*)\n# fork server: end", this_file, re.S)[1]
+        arguments = seccomp_filter(), modules, NOT_LOADED, LIMITS["memory"], LIMITS["result"]
+        program += f"\nserve(*{arguments})\n"
         env = {"PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, "-s", "-P", "-B", "-Wignore", "-c", server_program(modules)]
+        command = [sys.executable, "-s", "-P", "-B", "-Wignore", "-c", program]
         with server_end:  # -I instead of -s -P would ignore PYTHONHASHSEED
             self.process = subprocess.Popen(command, stdin=server_end, stdout=subprocess.DEVNULL,
                                             env=env, cwd="/", start_new_session=True)
@@ -753,9 +741,8 @@ class ForkServer:
     def run(self, request, per_test, total):
         """Runs one child. Returns (results, seconds used); raises OSError if the server fails.
 
-        Results are bytes. If the child ends early, the last one is a str with the reason. Time used
-        = max(CPU time, time asleep / 3), where asleep is neither running nor waiting for a CPU: a
-        busy machine changes no verdict. per_test, total: limits on time used.
+        Results are bytes. If the child ends early, the last one is a str with the reason. per_test,
+        total: limits on the time used, which does not depend on how busy the machine is.
         """
         result_socket, child_end = socket.socketpair(type=socket.SOCK_SEQPACKET)  # whole messages
         with result_socket, open(os.memfd_create("request"), "w+") as file:
@@ -1028,17 +1015,6 @@ class Browser:
         await context.route("**/*", self.handle_request)
         self.tab = await context.new_page()
 
-    def ensure_started(self):
-        """Starts the browser if necessary; raises GraderError if that fails twice."""
-        for _ in range(2):
-            try:
-                return self.tab or self.run(self.start(), 30)
-            except Exception as e:  # also TimeoutError, if the browser hangs
-                self.stop()
-                error = e
-        cause = textwrap.shorten(str(error) or "timeout", 300)
-        raise GraderError(f"{self.path} does not start: {cause}")
-
     def stop(self):
         """Stops the browser and its driver, without waiting long for a hanging one."""
         driver, self.driver, self.tab = self.driver, None, None
@@ -1047,18 +1023,23 @@ class Browser:
                 self.run(driver.stop(), 5)
 
     def render(self, page, sheet):
-        """See Renderer.render; `sheet` is the page's CSS."""
-        for _ in range(2):  # retry in a new browser: an earlier page may have broken the old one
-            self.ensure_started()
+        """See Renderer.render; `sheet` is the page's CSS. Raises GraderError without a browser."""
+        for _ in range(3):  # an earlier page may have broken the browser, so start a new one
+            started = False
             try:
+                if not self.tab:
+                    self.run(self.start(), 30)
+                started = True
                 return self.run(self.screenshot(page, sheet), PAGE_LIMITS["seconds"])
-            except TimeoutError:
-                self.stop()
-                raise RenderError(f"the page took more than {PAGE_LIMITS['seconds']} s") from None
             except Exception as e:  # pages are untrusted: any failure counts as the page's
                 self.stop()
                 error = e
-        raise RenderError(textwrap.shorten(str(error), 100))
+                if started and isinstance(e, TimeoutError):
+                    raise RenderError(f"the page took more than {PAGE_LIMITS['seconds']} s") from e
+        if started:
+            raise RenderError(textwrap.shorten(str(error), 100))
+        cause = textwrap.shorten(str(error) or "timeout", 300)
+        raise GraderError(f"{self.path} does not start: {cause}")
 
     async def screenshot(self, page, sheet):
         self.page, self.sheet = page, sheet
