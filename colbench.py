@@ -270,10 +270,7 @@ class Environment(contextlib.ExitStack):
 
     @classmethod
     def metrics(cls, record):
-        """Returns {name: number} of a graded record, for evaluate.py.
-
-        Its table shows them as percentages. Reward, turns and tokens are always measured.
-        """
+        """Returns {name: number} of a graded record, which evaluate.py shows as percentages."""
         return {"success": record["reward"] >= 1, "unanswered": not answered(record)}
 
     def grade(self, task, answer):
@@ -899,8 +896,8 @@ class Grader(Pool):
             return "no answer"
         if len(answer) > LIMITS["code"]:
             return f"not run: it has more than {LIMITS['code']:,} characters"
-        for word in BANNED_WORDS:
-            if self.official and word in answer:
+        for word in BANNED_WORDS if self.official else ():
+            if word in answer:
                 return f"not run: the official rules refuse {word!r}"
 
 
