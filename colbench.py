@@ -441,7 +441,7 @@ def seccomp_filter():
 # The lines from the next comment to "fork server: end" are the whole program of a fork server. It
 # is run by `python -c`, so that a child contains nothing else of this file.
 # fork server: begin
-import __future__, ast, collections.abc, contextlib, ctypes, datetime, gc, importlib, json, math
+import __future__, _ast, collections.abc, contextlib, ctypes, datetime, gc, importlib, json, math
 import numbers, os, pathlib, pkgutil, re, resource, signal, socket, struct, sys
 import textwrap, types, uuid
 from hashlib import sha256
@@ -470,10 +470,10 @@ def execute(text, code, namespace, local_names):
     except Exception as e:
         failed_line = e.__traceback__.tb_next.tb_lineno
         flags = code.co_flags & __future__.annotations.compiler_flag
-        _, *others = [node for node in ast.parse(text).body if node.end_lineno >= failed_line]
-        for node in others:
+        body = compile(text, "<answer>", "exec", _ast.PyCF_ONLY_AST).body  # `ast` slows down forks
+        for node in [node for node in body if node.end_lineno >= failed_line][1:]:
             with contextlib.suppress(Exception):
-                code = compile(ast.Module([node], []), "<answer>", "exec", flags)
+                code = compile(_ast.Module([node], []), "<answer>", "exec", flags)
                 exec(code, namespace, local_names)
         raise
 
@@ -489,10 +489,10 @@ def compile_answer(answer):
 
 
 def fenced_programs(text):
-    """Returns the program of each fenced block in a text.
+    """Returns the program of each fenced block in a text that is Python.
 
-    A block ends at a fence at least as long as its own with which it is Python: further fences can
-    only be in its strings. A block that is not Python, such as Markdown, may contain blocks.
+    A block ends at a fence, at least as long as its first, where it is Python: if an earlier fence
+    is in a string, it is not. Another block, such as Markdown, is searched for blocks itself.
     """
     programs, texts = [], [text]
     while texts:
@@ -500,18 +500,17 @@ def fenced_programs(text):
         if not (opening := re.search("`{3,}|~{3,}", text)):
             continue
         text, fence = text[opening.end():], opening[0] + opening[0][0] + "*+"
-        lines = [*re.finditer(rf"^[ \t]*{fence}\s*$", text, re.M)]
-        # then the text's end and fences within a line, except those with a tag, which open a block
-        *others, end = re.finditer(rf"{fence}(?!\w+\s*$)|\Z", text, re.M)
-        for closing in [*lines[:20], end, *others[:20]]:
-            first_line, newline, rest = text[:closing.start()].partition("\n")
+        # fences on their own lines, the text's end, then other fences but those that have a tag
+        ends = re.finditer(rf"(^[ \t]*{fence}\s*$|\Z)|{fence}(?!\w+\s*$)", text, re.M)
+        ends = sorted(ends, key=lambda end: end[1] is None)
+        for end in ends[:40]:
+            first_line, newline, rest = text[:end.start()].partition("\n")
             with contextlib.suppress(Exception):  # it is not Python
                 programs.append(compile_program(rest if newline else first_line))
-                texts.append(text[closing.end():])
+                texts.append(text[end.end():])
                 break
         else:
-            closing = [*lines, end][0]
-            texts += [text[closing.end():], text[:closing.start()]]
+            texts += [text[ends[0].end():], text[:ends[0].start()]]
     return programs
 
 
@@ -603,7 +602,7 @@ def run_test(programs, test, official):
 def run_tests(request, result_fd, result_bytes):
     """Runs a request {text, tests, official}; writes a result of at most result_bytes per test."""
     text, official = request["text"], request["official"]
-    error = None
+    error, uses_streams = None, re.search("std(in|out|err)", text)
     try:
         programs = [(text, compile(text, "<answer>", "exec"))] if official else compile_answer(text)
     except BaseException as e:
@@ -612,7 +611,7 @@ def run_tests(request, result_fd, result_bytes):
         try:
             if error:
                 raise error
-            if re.search("std(in|out|err)", text):  # an earlier test may have closed its streams
+            if uses_streams:  # an earlier test may have closed its streams
                 streams = [open(fd, mode, closefd=False) for fd, mode in enumerate("rww")]
                 sys.stdin, sys.stdout, sys.stderr = streams
                 sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams
@@ -757,7 +756,7 @@ class ForkServer:
 
             def time_used():
                 cpu, wall, ran = time.clock_gettime(clock), time.monotonic() - started, 0
-                if wall > LIMITS["sleep"] * cpu:  # else it makes no difference
+                if wall > 0.1 + LIMITS["sleep"] * cpu:  # else it makes no difference
                     with contextlib.suppress(OSError):
                         ran, waited = map(int, schedstat.read_text().split()[:2])  # nanoseconds
                 asleep = wall - cpu - waited / 1e9 if ran else 0.3 * wall  # some kernels don't tell
