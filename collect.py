@@ -19,13 +19,12 @@ import base64
 import contextlib
 import fcntl
 import inspect
-import itertools
 import json
 import math
 import os
 import runpy
 import sys
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -66,7 +65,7 @@ def get_args(argv=None):
     g = p.add_argument_group("engine")
     flag(g, "engine", None, "http://host:port/v1 of a vLLM server (--logprobs-mode "
          "processed_logprobs), many times as fast on a GPU; default: transformers", metavar="URL")
-    flag(g, "max_batch_tokens", 65536, "transformers: most tokens in batches; same for the cache")
+    flag(g, "max_batch_tokens", 65536, "transformers: most tokens in the batch, with padding")
     flag(g, "dtype", "auto", "transformers; auto: bf16 on a GPU, fp32 on a CPU",
          choices=["auto", "bf16", "fp32"])
     flag(g, "timeout", 1800.0, "seconds after which a request to a server is retried")
@@ -87,11 +86,14 @@ if __name__ == "__main__":
     ARGS = get_args()  # before importing torch, so that --help and flag errors are instant
 
 import torch
+from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
-from model import (MODEL_FILES, common_prefix, find_model, load, load_lm, opened_thought, render,
-                   sdpa_kernel, stop_ids, turn_actions, weights_digest)
+from model import (MODEL_FILES, find_model, load, load_lm, opened_thought, render, stop_ids,
+                   turn_actions, weights_digest)
 from train_critic import advantages, critic_turns, finished_flags, reference_logps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,7 +101,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NOT_IN_META = "given candidates k concurrency resume max_batch_tokens timeout retries".split()
 COMPUTE_THREAD = ThreadPoolExecutor(1)  # runs all models, so that they don't block the event loop
 TREE_TOKENS = 16384  # most tokens per forward of the critic
-INITIAL_CAPACITY = 32  # tokens per action for which a batch first allocates memory
 
 
 class EpisodeError(Exception):
@@ -498,43 +499,42 @@ class Critic(Batcher):
 
 
 class TransformersEngine(Batcher):
-    """Samples with transformers in this process, by continuous batching.
+    """Samples with transformers in this process: a forward reads one token of all messages.
 
-    A prompt is read once for all its messages, and of an episode's next prompt only the new tokens.
-    Then each forward reads one token of every running action. New requests join as others end. The
-    same key gives the same message unless rounding, which depends on the batch, flips a token: with
-    SmolLM2-135M, 9 of 72 messages differed between two runs in other batches.
+    The batch has a row for each message. A prompt is read once, then its keys and values are copied
+    into the rows of its messages. Ended messages leave the batch, and those of new requests join.
+    The same key gives the same message unless rounding, which depends on the batch, flips a token:
+    with SmolLM2-135M, NUMBERS messages differed between two runs in other batches.
 
-    Shapes: T tokens, V vocabulary, H query heads, KV key-value heads, G = H / KV, D head size; P
-    prompts, N actions per prompt, L longest prompt; R rows (actions), C tokens that fit in a row.
+    Shapes: R rows, W tokens of the longest row, P prompts, L tokens of the longest, V vocabulary,
+    H query heads, KV key-value heads, D head size. Padding is at the left.
     """
 
     def __init__(self, args, stop):
         super().__init__()
         self.lm, _ = load_lm(args.model, DEVICE, args.dtype)
-        self.lm.set_attn_implementation("engine")
+        self.lm.set_attn_implementation("grouped")
         self.args, self.stop = args, stop
-        self.batches = []  # [DecodeBatch]
-        self.cache = {}  # {episode: (its last prompt, the prompt's keys and values)}, latest last
+        self.actions = []  # the action of each row
+        self.mask = self.cache = None  # (R, W), 0 for padding; the rows' keys and values
 
     async def __call__(self, prompt, keys, max_new):
         actions = [SimpleNamespace(rng=rng(*key), ids=[], logps=[], max_new=max_new, ended=False)
                    for key in keys]
-        return await self.submit(prompt=prompt, episode=keys[0][:3], actions=actions)
+        return await self.submit(prompt=tuple(prompt), actions=actions, size=len(prompt) + max_new)
 
     def admit(self):
-        """Removes and returns the waiting requests that fit, at least one if no batch is running.
+        """Removes and returns the waiting requests that fit, at least one if none is running.
 
-        None starts until they have a quarter as many actions as are running: batches stay large.
+        None starts until they have a quarter as many actions as are running: prefills stay large.
         """
-        n_waiting = sum(len(request.actions) for request in self.waiting)
-        if n_waiting < sum(len(batch.actions) for batch in self.batches) / 4:
+        if sum(len(request.actions) for request in self.waiting) < len(self.actions) / 4:
             return []
         new = []
-        free = self.args.max_batch_tokens - sum(batch.capacity() for batch in self.batches)
         for request in self.waiting:
-            free -= len(request.prompt) + INITIAL_CAPACITY * len(request.actions)
-            if free < 0 and (new or self.batches):
+            batch = [*self.running, *new, request]
+            tokens = max(r.size for r in batch) * sum(len(r.actions) for r in batch)  # at most
+            if len(batch) > 1 and tokens > self.args.max_batch_tokens:
                 break
             new.append(request)
         del self.waiting[:len(new)]
@@ -543,55 +543,52 @@ class TransformersEngine(Batcher):
     @torch.no_grad()
     def compute(self, new):
         """Starts the new requests, then samples a token per action until a request is complete."""
-        by_prompt = defaultdict(list)  # {prompt: [request]}; such a list is called a group
-        for request in new:
-            by_prompt[tuple(request.prompt)].append(request)
-        by_n_actions = defaultdict(list)  # {number of actions: [group]}
-        for group in by_prompt.values():
-            by_n_actions[sum(len(request.actions) for request in group)].append(group)
-        for groups in by_n_actions.values():
-            self.start_batch(groups)
-        while sum(len(prompt) for prompt, _ in self.cache.values()) > self.args.max_batch_tokens:
-            del self.cache[next(iter(self.cache))]  # evicts the oldest prompt
+        if new:
+            self.start(new)
         while not (ended := [r for r in self.running if all(a.ended for a in r.actions)]):
-            logits = self.forward(self.batches).split([len(batch.ids) for batch in self.batches])
-            for batch, batch_logits in zip(self.batches, logits):
-                self.append_tokens(batch_logits, batch.actions)
-                batch.advance()
-            self.batches = [batch for batch in self.batches if batch.actions]
+            ids = torch.tensor([[action.ids[-1]] for action in self.actions], device=DEVICE)
+            is_live = torch.tensor([[not a.ended] for a in self.actions], device=DEVICE)
+            self.mask = pad(self.mask, (0, 1), value=1)  # (R, W)
+            # position 0 for ended rows, because their own may exceed the model's maximum
+            positions = (self.mask.sum(1, True) - 1) * is_live  # (R, 1)
+            logits = self.lm(input_ids=ids, attention_mask=self.mask, position_ids=positions,
+                             past_key_values=self.cache).logits[:, 0]  # (R, V)
+            self.append_tokens(logits, self.actions)
+            self.drop_ended()
         for request in ended:
             request.result = [(action.ids, action.logps) for action in request.actions]
 
-    def start_batch(self, groups):
-        """Reads a new batch's prompts in one forward, and samples the actions' first tokens."""
-        firsts = [group[0] for group in groups]
-        prefill = Prefill([r.prompt for r in firsts], [self.cached_prefix(r) for r in firsts])
-        last = torch.tensor([*itertools.accumulate(prefill.n_new)], device=DEVICE) - 1  # (P,)
-        logits = self.forward([prefill], last)  # (P, V)
-        for i, group in enumerate(groups):
-            for request in group:
-                self.cache.pop(request.episode, None)  # so that the new entry becomes the latest
-                self.cache[request.episode] = request.prompt, [kv[i] for kv in prefill.kv]
-        batch = DecodeBatch(prefill, [[a for r in group for a in r.actions] for group in groups])
-        self.append_tokens(logits.repeat_interleave(batch.n, 0), batch.actions)
-        batch.advance()
-        if batch.actions:
-            self.batches.append(batch)
+    def start(self, new):
+        """Reads the prompts, samples the first tokens, and adds the actions to the batch."""
+        prompts = [*dict.fromkeys(request.prompt for request in new)]  # P different ones
+        padded = pad_sequence([*map(torch.tensor, prompts)], True, -1, "left").to(DEVICE)  # (P, L)
+        mask, cache = (padded >= 0).long(), DynamicCache()
+        positions = (mask.cumsum(1) - 1).clamp(0)  # (P, L)
+        logits = self.lm(input_ids=padded.clamp(0), attention_mask=mask, position_ids=positions,
+                         past_key_values=cache, logits_to_keep=1).logits[:, 0]  # (P, V)
+        actions = [action for request in new for action in request.actions]
+        prompt_of = [prompts.index(request.prompt) for request in new for _ in request.actions]
+        self.append_tokens(logits[prompt_of], actions)
+        cache.batch_select_indices(prompt_of)
+        mask = mask[prompt_of]
+        if self.actions:  # join the rows that are running
+            mask = join(self.mask[..., None], mask[..., None])[..., 0]
+            for layer, old in zip(cache.layers, self.cache.layers):
+                layer.keys = join(old.keys, layer.keys)
+                layer.values = join(old.values, layer.values)
+        self.actions, self.mask, self.cache = self.actions + actions, mask, cache
+        self.drop_ended()
 
-    def cached_prefix(self, request):
-        """Returns (n, layers): `layers` has the keys and values of the prompt's first n tokens."""
-        # a new episode starts from another's prompt, because tasks share their instructions
-        latest = next(reversed(self.cache.values()), ((), None))
-        prompt, layers = self.cache.get(request.episode, latest)
-        # the last token is always read, because its logits are needed
-        return min(common_prefix(prompt, request.prompt), len(request.prompt) - 1), layers
-
-    def forward(self, parts, at=0):
-        """Returns the (T, V) logits of a Prefill or of DecodeBatches. at: which tokens'; 0: all."""
-        ids = torch.tensor([t for part in parts for t in part.ids], device=DEVICE)  # (T,)
-        positions = torch.cat([part.positions for part in parts])  # (T,)
-        return self.lm(input_ids=ids[None], position_ids=positions[None], use_cache=False,
-                       parts=parts, logits_to_keep=at).logits[0]
+    def drop_ended(self):
+        """Drops ended rows, and padding, once that frees an eighth of the batch."""
+        live = [row for row, action in enumerate(self.actions) if not action.ended]
+        first = self.mask[live].any(0).long().argmax()  # before it, all live rows have padding
+        if self.mask[live, first:].numel() <= 7 / 8 * self.mask.numel():
+            self.actions = [self.actions[row] for row in live]
+            self.mask = self.mask[live, first:]
+            for layer in self.cache.layers:
+                layer.keys = layer.keys[live, :, first:]
+                layer.values = layer.values[live, :, first:]
 
     def append_tokens(self, logits, actions):
         """Samples the next token of each action that has not ended. logits: (len(actions), V)."""
@@ -624,117 +621,27 @@ class TransformersEngine(Batcher):
         return token, logps.gather(1, token)
 
 
-class Prefill:
-    """A forward over the T new tokens of P prompts, which collects keys and values of all tokens.
+def join(a, b):
+    """Joins the rows of a and b, (rows, ..., tokens, size), padded at the left to equal lengths."""
+    longest = max(a.shape[-2], b.shape[-2])
+    return torch.cat([pad(x, (0, 0, longest - x.shape[-2], 0)) for x in (a, b)])
 
-    prefixes[i] = (n, layers): the first n tokens of prompt i are not new, and their keys and values
-    are layers[layer][:, :n]. kv[layer][i]: those of the whole prompt i, (2, its length, KV, D).
+
+def grouped_attention(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    """transformers' "sdpa", but it does not copy the keys for each query head of a group.
+
+    query: (R, H, T, D); key, value: (R, KV, W, D). Returns ((R, T, H, D), no weights).
     """
-
-    def __init__(self, prompts, prefixes):
-        self.prefixes, self.kv = prefixes, []
-        self.lengths = [len(prompt) for prompt in prompts]
-        self.n_new = [len(prompt) - n for prompt, (n, _) in zip(prompts, prefixes)]
-        self.ids = [t for prompt, (n, _) in zip(prompts, prefixes) for t in prompt[n:]]
-        self.positions = torch.cat([torch.arange(n, len(prompt), device=DEVICE)
-                                    for prompt, (n, _) in zip(prompts, prefixes)])  # (T,)
-
-    def attend(self, layer, q, k, v, scale, window):
-        """Causal attention of the new tokens to their prompts. q: (T, H, D); k, v: (T, KV, D)."""
-        new = torch.stack([k, v]).split(self.n_new, 1)  # [(2, new tokens, KV, D)]
-        self.kv.append([torch.cat([layers[layer][:, :n] if n else x[:, :0], x], 1)
-                        for x, (n, layers) in zip(new, self.prefixes)])
-        runs = SimpleNamespace(q=self.n_new, kv=self.lengths)
-        return sdpa_kernel(q, *torch.cat(self.kv[-1], 1), runs, scale, window)  # (T, H, D)
+    if query.shape[2] > 1:  # prompts
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling,
+                                      **kwargs)
+    groups = query.unflatten(1, (key.shape[1], -1))[:, :, :, 0]  # (R, KV, H / KV, D)
+    out = scaled_dot_product_attention(groups, key, value, attention_mask, scale=scaling)
+    return out.flatten(1, 2)[:, None], None
 
 
-class DecodeBatch:
-    """N actions for each of P prompts. A forward reads the last token of each action, as a row.
-
-    Row r is action action_of[r] of prompt prompt_of[r]. The keys and values of each layer are
-
-        prompt_kv  (2, P, KV, L, D)  of the prompts, read once for all their rows
-        row_kv     (2, R, KV, C, D)  of the sampled tokens; C doubles when it is full
-    """
-
-    def __init__(self, prefill, actions):
-        """prefill: the prompts, after their forward. actions: [[action]], N for each prompt."""
-        self.n, self.actions = len(actions[0]), list(itertools.chain(*actions))
-        self.prompt_of = torch.arange(len(actions), device=DEVICE).repeat_interleave(self.n)  # (R,)
-        self.action_of = torch.arange(self.n, device=DEVICE).repeat(len(actions))  # (R,)
-        self.lengths = torch.tensor(prefill.lengths, device=DEVICE)  # (P,)
-        padded = (pad_sequence([x.transpose(0, 1) for x in kv], True) for kv in prefill.kv)
-        self.prompt_kv = [x.permute(2, 0, 3, 1, 4).contiguous() for x in padded]
-        self.row_kv = [x.new_empty(2, len(self.actions), x.shape[2], INITIAL_CAPACITY, x.shape[4])
-                       for x in self.prompt_kv]
-        self.last = -1  # index, in each action, of the token that the next forward reads
-
-    def attend(self, layer, q, k, v, scale, window):
-        """Attention of each row to its prompt and action. q: (R, H, D); k, v: (R, KV, D)."""
-        row_kv = self.row_kv[layer]
-        if self.last == row_kv.shape[3]:  # it is full: double it
-            row_kv = self.row_kv[layer] = torch.cat([row_kv, torch.empty_like(row_kv)], 3)
-        row_kv[:, :, :, self.last] = torch.stack([k, v])
-        # first visible key, as an index from the action's start (the prompt's are negative)
-        first = self.last - window if window >= 0 else -math.inf
-        row_k, row_v = row_kv[:, :, :, max(0, first):self.last + 1]  # (R, KV, t, D), t visible keys
-        prompt_k, prompt_v = self.prompt_kv[layer]  # (P, KV, L, D)
-        longest = prompt_k.shape[2]
-        # masked prompt keys: padding, or outside the sliding window
-        key_at, lengths = torch.arange(longest, device=DEVICE), self.lengths[self.prompt_of, None]
-        masked = (key_at >= lengths) | (key_at < lengths + first)  # (R, L)
-        q = q.unflatten(1, (k.shape[1], -1))  # (R, KV, G, D)
-        scores = self.from_grid(self.to_grid(q) @ prompt_k.mT)  # (R, KV, G, L)
-        scores.masked_fill_(masked[:, None, None], -math.inf)
-        scores = torch.cat([scores, q @ row_k.mT], -1)  # (R, KV, G, L + t)
-        weights = (scores.float() * scale).softmax(-1).to(q.dtype)
-        out = self.from_grid(self.to_grid(weights[..., :longest]) @ prompt_v)  # (R, KV, G, D)
-        return (out + weights[..., longest:] @ row_v).flatten(1, 2)  # (R, H, D)
-
-    def to_grid(self, x):
-        """Groups rows by prompt, (R, KV, G, ...) to (P, KV, N * G, ...); dropped rows are 0."""
-        grid = x.new_zeros(len(self.lengths), self.n, *x.shape[1:])  # (P, N, KV, G, ...)
-        grid[self.prompt_of, self.action_of] = x
-        return grid.transpose(1, 2).flatten(2, 3)
-
-    def from_grid(self, x):
-        """Inverts to_grid: (P, KV, N * G, ...) to (R, KV, G, ...)."""
-        return x.unflatten(2, (self.n, -1)).transpose(1, 2)[self.prompt_of, self.action_of]
-
-    def advance(self):
-        """Moves on to the tokens just sampled; drops ended rows once they are an eighth of all."""
-        self.last += 1
-        live = [row for row, action in enumerate(self.actions) if not action.ended]
-        if len(live) <= 7 / 8 * len(self.actions):
-            self.actions = [self.actions[row] for row in live]
-            self.row_kv = [x[:, live] for x in self.row_kv]
-            self.action_of = self.action_of[live]
-            prompts, self.prompt_of = self.prompt_of[live].unique(return_inverse=True)
-            if len(prompts) < len(self.lengths):
-                self.lengths = self.lengths[prompts]
-                self.prompt_kv = [x[:, prompts] for x in self.prompt_kv]
-        self.ids = [action.ids[-1] for action in self.actions]
-        is_live = torch.tensor([not action.ended for action in self.actions], device=DEVICE)
-        # position 0 for ended rows, because their own may exceed the model's maximum
-        self.positions = (self.lengths[self.prompt_of] + self.last) * is_live  # (R,)
-
-    def capacity(self):
-        """Returns the number of tokens that fit in its memory, of prompts and of rows."""
-        return (len(self.lengths) * self.prompt_kv[0].shape[3]
-                + len(self.actions) * self.row_kv[0].shape[3])
-
-
-def engine_attention(module, query, key, value, attention_mask, scaling=None, parts=(),
-                     sliding_window=None, **kwargs):
-    """Calls attend of each part for its tokens. query: (1, H, T, D); key, value: (1, KV, T, D)."""
-    window = sliding_window - 1 if sliding_window else -1  # number of earlier keys; -1: all
-    sizes = [len(part.ids) for part in parts]
-    qkvs = zip(*(x[0].transpose(0, 1).split(sizes) for x in (query, key, value)))
-    out = [part.attend(module.layer_idx, *qkv, scaling, window) for part, qkv in zip(parts, qkvs)]
-    return torch.cat(out)[None], None  # (1, T, H, D)
-
-
-AttentionInterface.register("engine", engine_attention)
+AttentionInterface.register("grouped", grouped_attention)
+AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
 # --- all episodes ---------------------------------------------------------------------------------

@@ -806,9 +806,7 @@ def shard(model, dtype, args, train):
 def load_lm(path, device, dtype="fp32"):
     """Returns (transformers LM, tokenizer) to sample with. dtype: see `load`."""
     model, tokenizer = load(path, device, dtype)
-    head_sizes = (getattr(model.config, name, None) for name in ("qk_head_dim", "v_head_dim"))
-    # without tree attention, collect.py's would be wrong too; it needs keys and values of one size
-    if not model.supports_trees or len(set(head_sizes)) > 1:
+    if not model.supports_trees:  # collect.py's attention and cache would be wrong, too
         fail(f"sampling from {path!r} without a server is not supported, because of its layers or "
              "attention: give a vLLM server by --engine")
     model.lm.set_attn_implementation("sdpa")

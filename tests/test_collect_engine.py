@@ -45,7 +45,7 @@ def play(engine, numbers, turns=3):
     name if name in ("qwen2_windows", "gemma3") else pytest.param(name, marks=pytest.mark.full)
     for name in FAMILIES])
 def test_draws_are_those_of_separate_forwards_in_any_company(family, monkeypatch):
-    """Prompts of one length and of many, shared prompts, kept ones; the same tokens each time."""
+    """Prompts of one length and of many, and shared ones; the same tokens each time."""
     lm = two_models(family)[1]
     together = play(engine_of(lm, monkeypatch), range(6))
     for limit, parts in ((1, [range(6)]), (300, [range(2), range(2, 6)])):
@@ -54,7 +54,7 @@ def test_draws_are_those_of_separate_forwards_in_any_company(family, monkeypatch
             again |= play(engine, part)
         tokens = lambda played: {key: [a for a, _ in of] for key, (_, of) in played.items()}
         assert tokens(again) == tokens(together)
-    assert not engine.batches and not engine.running and not engine.waiting
+    assert not engine.actions and not engine.running and not engine.waiting
     lm.set_attn_implementation("sdpa")
     lengths = set()
     for prompt, drawn in together.values():
@@ -66,29 +66,43 @@ def test_draws_are_those_of_separate_forwards_in_any_company(family, monkeypatch
             assert not STOP & set(action[:-1])
             assert action[-1] in STOP or len(action) == MOST
             lengths.add(len(action))
-    assert min(lengths) < 5 and max(lengths) > 32  # twice the room that rows get at first
+    assert min(lengths) < 5 and max(lengths) > 32
 
 
-def test_a_token_is_read_once(monkeypatch):
-    """A prompt for all its draws, an episode's next one as far as it is new."""
-    engine, read = engine_of(two_models("llama")[1], monkeypatch, "--temperature", 0), []
-    forward = engine.forward
-    monkeypatch.setattr(engine, "forward", lambda parts, *at: (
-        read.append(sum(len(x.ids) for x in parts if isinstance(x, collect.Prefill))),
-        forward(parts, *at))[1])
+def forwards(engine, monkeypatch):
+    """The list to which the shape of each forward's tokens, (rows, new, all), is added."""
+    shapes, forward = [], engine.lm.forward
 
-    async def ask(prompt, episode, draws):
-        return await engine(prompt, [(0, "task", episode, 0, j) for j in range(draws)], MOST)
+    def recorded(input_ids, attention_mask, **given):
+        shapes.append((*input_ids.shape, attention_mask.shape[1]))
+        return forward(input_ids=input_ids, attention_mask=attention_mask, **given)
+    monkeypatch.setattr(engine.lm, "forward", recorded)
+    return shapes
+
+
+def test_a_prompt_is_read_once_for_all_its_draws(monkeypatch):
+    """Also if two episodes have the same one."""
+    engine = engine_of(two_models("llama")[1], monkeypatch)
+    read = forwards(engine, monkeypatch)
+
+    async def ask(episode):
+        return await engine(list(range(20)), [(0, "task", episode, 0, j) for j in range(3)], MOST)
 
     async def both():
-        first = asyncio.ensure_future(ask(list(range(20)), 0, 3))
-        await asyncio.sleep(0)
-        await asyncio.gather(first, ask(list(range(20)), 1, 3))
+        await asyncio.gather(ask(0), ask(1))
     asyncio.run(both())
-    assert sum(read) == 20  # both have the same prompt
-    asyncio.run(ask(list(range(26)), 1, 2))
-    asyncio.run(ask(list(range(16)) + [50, 51], 2, 1))  # a new episode that begins as the last
-    assert sum(read) == 20 + 6 + 2
+    assert read[0] == (1, 20, 20) and read[1] == (6, 1, 21)
+    assert all(new == 1 for _, new, _ in read[1:])
+
+
+@pytest.mark.parametrize("limit", [800, 2000])
+def test_a_batch_has_at_most_max_batch_tokens_and_an_eighth(limit, monkeypatch):
+    """With padding and the rows that have ended, where rows of several turns and lengths join."""
+    engine = engine_of(two_models("llama")[1], monkeypatch, "--max_batch_tokens", limit)
+    shapes = forwards(engine, monkeypatch)
+    play(engine, range(24), turns=4)
+    batches = [rows * (all - 1) for rows, new, all in shapes if new == 1]
+    assert max(batches) <= 8 / 7 * limit and max(batches) > 0.6 * limit
 
 
 def test_requests_join_while_a_long_action_goes_on(monkeypatch):
