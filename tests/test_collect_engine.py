@@ -70,14 +70,15 @@ def test_draws_are_those_of_separate_forwards_in_any_company(family, monkeypatch
 
 
 def forwards(engine, monkeypatch):
-    """The list to which the shape of each forward's tokens, (rows, new, all), is added."""
-    shapes, forward = [], engine.lm.forward
+    """The list to which (rows, new tokens, all tokens, last position) of each forward is added."""
+    seen, forward = [], engine.lm.forward
 
-    def recorded(input_ids, attention_mask, **given):
-        shapes.append((*input_ids.shape, attention_mask.shape[1]))
-        return forward(input_ids=input_ids, attention_mask=attention_mask, **given)
+    def recorded(input_ids, attention_mask, position_ids, **given):
+        seen.append((*input_ids.shape, attention_mask.shape[1], position_ids.max().item()))
+        return forward(input_ids=input_ids, attention_mask=attention_mask,
+                       position_ids=position_ids, **given)
     monkeypatch.setattr(engine.lm, "forward", recorded)
-    return shapes
+    return seen
 
 
 def test_a_prompt_is_read_once_for_all_its_draws(monkeypatch):
@@ -91,18 +92,34 @@ def test_a_prompt_is_read_once_for_all_its_draws(monkeypatch):
     async def both():
         await asyncio.gather(ask(0), ask(1))
     asyncio.run(both())
-    assert read[0] == (1, 20, 20) and read[1] == (6, 1, 21)
-    assert all(new == 1 for _, new, _ in read[1:])
+    assert read[0][:3] == (1, 20, 20) and read[1][:3] == (6, 1, 21)
+    assert all(new == 1 for _, new, *_ in read[1:])
 
 
 @pytest.mark.parametrize("limit", [800, 2000])
 def test_a_batch_has_at_most_max_batch_tokens_and_an_eighth(limit, monkeypatch):
     """With padding and the rows that have ended, where rows of several turns and lengths join."""
     engine = engine_of(two_models("llama")[1], monkeypatch, "--max_batch_tokens", limit)
-    shapes = forwards(engine, monkeypatch)
+    seen = forwards(engine, monkeypatch)
     play(engine, range(24), turns=4)
-    batches = [rows * (all - 1) for rows, new, all in shapes if new == 1]
+    batches = [rows * (tokens - 1) for rows, new, tokens, _ in seen if new == 1]
     assert max(batches) <= 8 / 7 * limit and max(batches) > 0.6 * limit
+
+
+def test_no_position_is_beyond_the_models_last(monkeypatch):
+    """Though a message ends at the last, and its row stays while others go on."""
+    engine = engine_of(two_models("llama")[1], monkeypatch)
+    engine.stop, seen = set(), forwards(engine, monkeypatch)
+
+    async def ask(prompt, n, most):
+        return await engine(prompt, [(0, prompt[0], j) for j in range(n)], most)
+
+    async def both():
+        await asyncio.gather(ask([20] * 52, 1, 8), ask([21] * 50, 20, 10))
+    asyncio.run(both())
+    steps = [(rows, last) for rows, new, _, last in seen if new == 1]
+    assert len(steps) == 9 and steps[-1][0] == 21
+    assert max(last for _, last in steps) == 58  # of 60 tokens the last is not read
 
 
 def test_requests_join_while_a_long_action_goes_on(monkeypatch):
