@@ -19,6 +19,7 @@ import base64
 import contextlib
 import fcntl
 import inspect
+import itertools
 import json
 import math
 import os
