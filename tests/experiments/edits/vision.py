@@ -177,6 +177,7 @@ def test_a_critic_that_sees_trains_scores_and_chooses(pages_played, tmp_path):
     # all pages are drawn already, also those of a run that was killed before it began
     again = tmp_path / "again"
     assert train(played, *flags, "--out", out)[0] == got
+    assert records(succeed("train_critic.py", "--score", out, stdin=played).stdout) == got
     shutil.copytree(out / "pictures", again / "pictures")
     flags += ["--tree_tokens", 300]
     _, (_, *others, _) = train(played, *flags, "--out", again, ranks=2)
