@@ -220,9 +220,9 @@ def trajectory_mix(args, records, n_pairs):
 
 
 def candidate_pairs(args, candidates):
-    """Returns distinct [Pair] of a turn: a candidate of the upper half, and one of the lower.
+    """Returns distinct [Pair] of a turn: random candidates of the upper half and of the lower.
 
-    They are drawn at random. Candidates are ranked by A + w logprob: A is a mean over tokens, logprob a sum, and w is
+    They are ranked by A + w logprob: A is a mean over tokens, logprob a sum, and w is
     --logprob_weight. If pi_ref sampled them, they rank as under pi_ref exp(A / w), the optimum of
     E[A] - w KL(pi || pi_ref). A truncated candidate has no end token, and is never chosen.
     """
@@ -241,7 +241,7 @@ def candidate_pairs(args, candidates):
              if value(chosen) > value(rejected) and not chosen.get("cut")]
     # seeded by the candidates' token ids, not by the order of the records
     rng("pairs", args.seed, *(c[TURN][1] for c in ranked)).shuffle(pairs)
-    distinct = {(pair.chosen, pair.rejected): pair for pair in pairs if pair.chosen != pair.rejected}
+    distinct = {pair[:2]: pair for pair in pairs if pair.chosen != pair.rejected}
     return list(distinct.values())[:args.pairs_per_turn]
 
 
