@@ -84,7 +84,7 @@ def agent_messages(record):
     return [m for m in record["dialogue_history"] if m["role"] == "assistant"]
 
 
-def texts(history):
+def message_texts(history):
     """Returns the contents of a dialogue's messages."""
     return [message["content"] for message in history]
 
@@ -109,10 +109,10 @@ def environment(task):
 def needs(*fields, to_grade=False, to_train=False, tasks=None):
     """Returns required(record, place), which checks a record for read_jsonl, its caller.
 
-    It lists the required fields, with to_grade also those that grade reads. It raises ValueError
-    for an unknown kind, for another task with the id of one in `tasks`, which streams may share,
-    and for an episode that came before in this stream. to_train also rejects unsupported fields
-    and dialogues without an agent's message.
+    It returns the names of the required fields, with to_grade also those of the grader. It raises
+    ValueError for an unknown kind, a task in `tasks` (which streams may share) with the same id but
+    another content, and an episode that came before in this stream. to_train also rejects
+    unsupported fields and dialogues without an agent's message.
     """
     tasks = {} if tasks is None else tasks  # {task id: (content, place)}
     episodes = {}  # {hash: place}
@@ -130,7 +130,8 @@ def needs(*fields, to_grade=False, to_train=False, tasks=None):
                 raise ValueError("dialogue_history has no message of the agent")
             reject_unsupported(record, history)
         if history and "sample" in record:
-            episode = [name, record["sample"], settings(record.get("meta", {})), texts(history)]
+            episode = [name, record["sample"], settings(record.get("meta", {})),
+                       message_texts(history)]
             key = digest(json.dumps(episode, sort_keys=True))
             if key in episodes:
                 raise ValueError(f"sample {record['sample']} of the task {name} is also in "
@@ -491,8 +492,8 @@ def compile_answer(answer):
 def fenced_programs(text):
     """Returns the program of each fenced block in a text that is Python.
 
-    A block ends at a fence, at least as long as its first, where it is Python: if an earlier fence
-    is in a string, it is not. Another block, such as Markdown, is searched for blocks itself.
+    A block ends at the first fence, at least as long as its own, up to which it is Python; a fence
+    in a string is not. A block that is not Python, such as Markdown, is searched for blocks itself.
     """
     programs, texts = [], [text]
     while texts:

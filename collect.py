@@ -34,8 +34,8 @@ from urllib.parse import parse_qsl
 from urllib.request import getproxies
 
 from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RENDER_FAILED_REPLY, Renderer, RenderError,
-                      answered, cpus, environment, first_message, human_prompt, needs, read_action,
-                      redact, settings, task_id, task_kind, texts, without_thinking)
+                      answered, cpus, environment, first_message, human_prompt, message_texts,
+                      needs, read_action, redact, settings, task_id, task_kind, without_thinking)
 
 
 def get_args(argv=None):
@@ -98,7 +98,8 @@ from model import (MODEL_FILES, find_model, load, load_lm, opened_thought, rende
 from train_critic import advantages, critic_turns, finished_flags, reference_logps
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# these change no episode, but for candidates (as n_candidates); others are compared by --resume
+# flags that change no episode, and candidates, which is stored as n_candidates; --resume compares
+# all others
 NOT_IN_META = "given candidates k concurrency resume max_batch_tokens timeout retries".split()
 COMPUTE_THREAD = ThreadPoolExecutor(1)  # runs all models, so that they don't block the event loop
 TREE_TOKENS = 16384  # most tokens per forward of the critic
@@ -338,7 +339,7 @@ class Endpoint:
     async def request(self, path, parse, **body):
         """Posts a request and returns parse(reply), which raises ValueError for an unusable reply.
 
-        An error is the episode's if the server rejected its request after it answered others.
+        EpisodeError: the server rejects this request, but has answered others; else OSError.
         """
         rejected = True
         try:
@@ -401,7 +402,7 @@ def reply_text(reply):
     content, reason = choice["message"]["content"] or "", choice.get("finish_reason")
     if isinstance(content, list):  # of parts
         content = "".join(part.get("text", "") for part in content)
-    # a human shows no tags: if the server's prompt opened the thought, it lacks its beginning
+    # if the server's prompt has opened a thought, the reply has only the end of it, </think>
     text = without_thinking("<think>" + content if "</think>" in content else content)
     if reason != "stop" or not text:
         raise ValueError(f"the reply is empty or may be truncated, finish_reason {reason}")
@@ -527,7 +528,7 @@ class TransformersEngine(Batcher):
     def admit(self):
         """Removes and returns the waiting requests that fit, at least one if none is running.
 
-        None starts until they have a quarter as many actions as are running: prefills stay large.
+        Waits for a quarter as many actions as are running, so that many prompts are read at once.
         """
         if sum(len(request.actions) for request in self.waiting) < len(self.actions) / 4:
             return []
@@ -666,7 +667,7 @@ def finished_episodes(path, tasks):
             f.truncate(f.tell() - len(last))
     f.seek(0)
     for r in read_jsonl(f, needs("sample", tasks=tasks), path) if os.path.getsize(path) else ():
-        done[task_id(r["task"]), r["sample"]] = texts(r.get("dialogue_history", ()))
+        done[task_id(r["task"]), r["sample"]] = message_texts(r.get("dialogue_history", ()))
         meta = r.get("meta", {})
         meta = settings(meta.get("candidates", meta))  # if add_candidates wrote it
         found[json.dumps(meta)] = meta
@@ -698,7 +699,7 @@ def read_jobs(args, done, tasks):
             taken.add((name, sample))
             if (name, sample) not in done:
                 yield record, sample
-            elif texts(record.get("dialogue_history", ())) not in ([], done[name, sample]):
+            elif message_texts(record.get("dialogue_history", ())) not in ([], done[name, sample]):
                 fail(f"task {name}, sample {sample} has another dialogue in {args.resume}")
 
 

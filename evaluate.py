@@ -11,7 +11,7 @@
     turns, tokens number of agent messages per episode, and of tokens sampled for them
     wins          frontend: share of tasks where a system beats the first one; ties count half
 
-All are means over tasks of each task's mean over its episodes, of all seeds: a task with more
+Each figure is averaged over a task's episodes of all seeds, then over tasks: a task with more
 episodes counts no more. 95 % intervals are by bootstrap over tasks. The differences from the first
 system are paired: they use only the tasks that both systems have.
 
@@ -76,7 +76,7 @@ class System:
                 if "reward_by" in record:
                     self.graders.add(record["reward_by"])
         self.tasks = {task: {metric: math.fsum(x) / len(x) for metric, x in by_metric.items()}
-                      for task, by_metric in sorted(values.items())}  # in any order of lines
+                      for task, by_metric in sorted(values.items())}  # for any order of lines
 
     def means(self, metric, tasks):
         """Returns a (tasks,) array: the metric's mean of each task, NaN where it has none."""

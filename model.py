@@ -13,10 +13,11 @@ once, without padding. It sorts the turns, which puts their prefix tree in depth
             a b   | x       parent  -1  0  1  2  2  4  1    index of the token before it
                             runs    [a  b  c  d][e  f][x]
 
-A run is a stretch of consecutive tokens that attend causally to the path from the root: [e f] to
-a b c e f. Letters in shapes: T tokens of a tree, A tokens of all its actions, S the same but with
-shared tokens counted once, L tokens of one action, K keys of all runs, H query heads, D head size,
-V vocabulary size. Dropout is always off, in training too.
+A run is a stretch of consecutive tokens of one path. Attention computes it as one sequence, whose
+keys are all tokens of its path from the root: [e f] has the keys a b c e f. Letters in shapes: T
+tokens of a tree, A tokens of all its actions, S the same but with shared tokens counted once, L
+tokens of one action, K keys of all runs, H query heads, D head size, V vocabulary size. Dropout is
+always off, in training too.
 """
 import datetime
 import functools
@@ -319,7 +320,7 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
         total = flat.detach().clone()
         dist.all_reduce(total)
         flat = flat + (total - flat.detach())  # all ranks' values, this rank's gradient
-    logps = dict(zip(chain(*parts), flat.split([*chain(*lengths)])))  # drops the padding
+    logps = dict(zip(chain(*parts), flat.split([*chain(*lengths)])))  # drops the copies
     return {turn: logps[turn] for turn in turns}
 
 
@@ -361,8 +362,9 @@ def accuracy(margin):
 def partition(turns, tree_tokens, world=WORLD):
     """Splits turns into [[turn]], parts of at most tree_tokens tokens unless one turn is longer.
 
-    Every rank gets the same number of consecutive parts, as few as possible. Bisection finds (to
-    1 %) the smallest limit that needs no more parts. Copies of the last part fill up the ranks.
+    Every rank gets the same number of consecutive parts, as few as possible. Bisection then finds
+    (to 1 %) the smallest limit that needs no more, so that parts are of equal size. Copies of the
+    last part make their number a multiple of the ranks.
     """
     rows = [(turn, len(seq), shared) for turn, seq, shared in in_order(dict.fromkeys(turns))]
 

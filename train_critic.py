@@ -193,8 +193,8 @@ def load_critic(args, folder, ref_turn_of, device):
 
 def print_pair_accuracy(args, records, advantage_of):
     """Prints the advantages' accuracy on trajectory pairs of tasks outside the training set."""
-    run = args.out or args.score
-    trained_on = rows_of(run)[0].get("tasks", ()) if run else ()
+    folder = args.out or args.score
+    trained_on = rows_of(folder)[0].get("tasks", ()) if folder else ()
     correct = []  # a bool per pair
     for (task, _), trajectories in trajectories_by_task(records).items():
         values = [(reward, sum(advantage_of[turn] for turn in turns))
@@ -279,7 +279,10 @@ def hold_out(tasks, share, seed):
 
 
 def trajectories_by_task(records):
-    """Returns {(task id, `pair`): [(reward or None, turns)]} of those without a skipped turn."""
+    """Returns {(task id, pair): [(reward or None, turns)]}, without those that have a long turn.
+
+    pair: the field that keeps converted preference pairs apart; None for episodes.
+    """
     by_task = {}
     for r in records:
         turns = tuple(message[TURN] for message in agent_messages(r))
@@ -353,7 +356,7 @@ def critic_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c
     turns = []
     for action in actions:
         ids, n_dropped = action_ids(tokenizer, action, history, thinking)
-        # both prompts end with the same assistant header, so n_dropped holds for both
+        # both prompts end alike, so the same number of tokens is dropped: see action_ids
         turn = prompt[:len(prompt) - n_dropped], ids
         ref_turn = ref_prompt[:len(ref_prompt) - n_dropped], ids
         turns.append((turn, ref_turn))
@@ -396,7 +399,7 @@ def read_turns(tokenizer, config, records, max_length, *, pi_reads_c, ref_reads_
 
 
 def check_opening(record, name):
-    """Warns if a dialogue begins with other text than first_message's, except for numbers."""
+    """Warns if a dialogue's first message differs from first_message(task) in more than numbers."""
     task, text = record["task"], record["dialogue_history"][0]["content"]
     text = text.removeprefix(HIDDEN.format(hidden=hidden_information(task)))
     rendered = first_message(task, 10)["content"]  # 10 turns, or another number

@@ -176,12 +176,12 @@ def prepare(args):
                       for c in message.get("candidates", ())]
         if args.loss == "rft" and trajectories_by_task(records):
             why = "no trajectory is solved (--all 1 trains on all of them)"
-        elif args.loss == "dpo" and not candidates:
-            why = "there are no candidates (collect.py --candidates 16; --loss mtdpo needs none)"
-        elif args.loss == "dpo" and not any("advantage" in c for c in candidates):
-            why = "no candidate has an advantage, as train_critic.py adds it"
-        elif not any(c[TURN] for c in candidates):
+        elif args.loss == "rft" or candidates and not any(c[TURN] for c in candidates):
             why = "all are too long for --max_length or --model"
+        elif not candidates:
+            why = "there are no candidates (collect.py --candidates 16; --loss mtdpo needs none)"
+        elif not any("advantage" in c for c in candidates):
+            why = "no candidate has an advantage, as train_critic.py adds it"
         else:
             why = "no turn has two candidates of different scores, the better one complete"
         fail(f"nothing to train on in {len(records)} records: {why}")
@@ -209,7 +209,7 @@ def make_groups(args, records):
 
 
 def trajectory_mix(args, records, n_pairs):
-    """Yields (task id, [Pair of trajectories]), task by task, until there are n_pairs pairs."""
+    """Yields (task id, [Pair of trajectories]): whole tasks, repeated until there are n_pairs."""
     by_task = list(trajectory_pairs(records, args.min_gap).items())
     rng("mix", args.seed).shuffle(by_task)
     for task, pairs in cycle(by_task):
@@ -223,8 +223,9 @@ def candidate_pairs(args, candidates):
     """Returns distinct [Pair] of a turn: random candidates of the upper half and of the lower.
 
     They are ranked by A + w logprob: A is a mean over tokens, logprob a sum, and w is
-    --logprob_weight. If pi_ref sampled them, they rank as under pi_ref exp(A / w), the optimum of
-    E[A] - w KL(pi || pi_ref). A truncated candidate has no end token, and is never chosen.
+    --logprob_weight. For candidates sampled from pi_ref this is their order under the policy that
+    maximizes E[A] - w KL(pi || pi_ref), which is pi_ref exp(A / w). A truncated candidate has no
+    end token, and is never chosen.
     """
     def value(candidate):
         if not args.logprob_weight:
