@@ -1,4 +1,5 @@
 """A real vLLM server, in its CPU build, of a tiny model: as the agent and as the human."""
+import json
 import math
 import os
 import subprocess
@@ -65,13 +66,16 @@ def test_a_server_is_started_and_ended(tiny_dir, tasks):
 
 
 def test_it_plays_the_human(tiny_dir, tasks):
-    """An untrained one, whose short replies may be empty."""
-    params = '{"max_tokens": 400}'
+    """An untrained one, made to end its replies; those that are empty fail their episode."""
+    eos = M.find_model(tiny_dir)[1].eos_token_id
+    params = json.dumps({"max_tokens": 400, "min_tokens": 20, "logit_bias": {eos: 100}})
     play = ["collect.py", "--model", tiny_dir, *PLAY, "--human_params", f"'{params}'", "--human"]
     command = with_server(tiny_dir, [], "bash", "-c", f"python {' '.join(map(str, play))} $1")
     done = subprocess.run(command, cwd=ROOT, text=True, env=FAST, timeout=500, capture_output=True,
                           input=lines(tasks))
-    assert done.returncode == 0, done.stderr
+    failed = [line for line in done.stderr.splitlines() if " failed: " in line]
+    assert all("the reply is empty" in line for line in failed), done.stderr
+    assert done.returncode == bool(failed), done.stderr
     replies = {m["content"] for r in records(done.stdout) for m in r["dialogue_history"][2::2]}
     assert replies and all(0 < len(reply) <= 400 for reply in replies)
 
