@@ -456,7 +456,7 @@ def compile_program(text):
     """Returns (text, code) of a program. Cleans a text that is not Python as it stands."""
     try:
         return text, compile(text, "<answer>", "exec")
-    except Exception:
+    except Exception:  # not only SyntaxError: also ValueError, MemoryError and RecursionError
         text = textwrap.dedent(text.translate(INVISIBLE))
         return text, compile(text, "<answer>", "exec")
 
@@ -483,7 +483,7 @@ def compile_answer(answer):
     """Returns the programs of an answer: the whole, else each fenced block that is Python."""
     try:
         return [compile_program(answer)]
-    except Exception:
+    except Exception:  # it is not Python, for any of the reasons above
         if programs := fenced_programs(answer):
             return programs
         raise
