@@ -11,8 +11,8 @@ or packages beyond numpy and sympy; and comparing by ==, which an answer's own c
     python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
 """
-from utils import (digest, fail, fail_on_error, flag, open_stdout, parser, read_jsonl,
-                   reject_unsupported, run, say)
+from utils import (add_warning, digest, fail, fail_on_error, flag, open_stdout, parser, read_jsonl,
+                   run, say)
 
 import ast
 import asyncio
@@ -106,48 +106,27 @@ def environment(task):
     return ENVIRONMENTS[task_kind(task)]
 
 
-def needs(*fields, to_grade=False, to_train=False, tasks=None):
-    """Returns required(record, place), which checks a record for read_jsonl, its caller.
-
-    It returns the names of the required fields, with to_grade also those of the grader. It raises
-    ValueError for an unknown kind, a task in `tasks` (which streams may share) with the same id but
-    another content, and an episode that came before in this stream. to_train also rejects
-    unsupported fields and dialogues without an agent's message.
-    """
-    tasks = {} if tasks is None else tasks  # {task id: (content, place)}
-    episodes = {}  # {hash: place}
-
-    def required(record, place):
-        task, history = record.get("task", {}), record.get("dialogue_history", ())
-        kind, content, name = environment(task), task_content(task), task_id(task)
-        first, line = tasks.setdefault(name, (content, place))
-        if content != first:
-            differ = [x for x in sorted(first | content) if first.get(x) != content.get(x)]
-            raise ValueError(f"the task {name} differs from the one in {line} in "
-                             f"{', '.join(differ)}: give one of them another id")
-        if to_train:
-            if history and not agent_messages(record):
-                raise ValueError("dialogue_history has no message of the agent")
-            reject_unsupported(record, history)
-        if history and "sample" in record:
-            episode = [name, record["sample"], settings(record.get("meta", {})),
-                       message_texts(history)]
-            key = digest(json.dumps(episode, sort_keys=True))
-            if key in episodes:
-                raise ValueError(f"sample {record['sample']} of the task {name} is also in "
-                                 f"{episodes[key]}: give each file and each line only once")
-            episodes[key] = place
-        grader_fields = kind.required_fields if to_grade else ()
-        return ["task.problem_description", "task.ground_truth", *grader_fields, *fields]
-    return required
-
-
 def first_message(task, max_turns):
     """Returns the agent's instructions, from the `agent_prompt` of the task or else its kind."""
     prompt = task.get("agent_prompt") or environment(task).agent_prompt
     content = fill(prompt, max_turns=max_turns, problem_description=task["problem_description"],
                    ANSWER=ANSWER, OUTPUT=OUTPUT)
     return {"role": "user", "content": content}
+
+
+def check_opening(record):
+    """Warns if unsampled messages follow another text than first_message(), but for numbers."""
+    task, text = record["task"], record["dialogue_history"][0]["content"]
+    if not task["problem_description"] or any(m.get("token_ids") for m in agent_messages(record)):
+        return
+    text = text.removeprefix(HIDDEN.format(hidden=hidden_information(task)))
+    rendered = first_message(task, 10)["content"]  # 10 turns, or another number
+    if re.sub(r"\d+", "", text) != re.sub(r"\d+", "", rendered):
+        start = max(0, len(os.path.commonprefix([text, rendered])) - 20)
+        add_warning("dialogues do not begin with first_message(task, max_turns), which collect.py "
+                    "shows the agent: an agent trained on them may fail there",
+                    f"the task {task_id(task)} has {text[start:start + 60]!r}, first_message "
+                    f"{rendered[start:start + 60]!r}")
 
 
 def human_prompt(task, history):
@@ -244,6 +223,124 @@ def extract_page(text):
             if end := re.search(rf"(?i)</{tag}\s*>", part):
                 return part[:end.end()]
     return ""
+
+
+# --- records --------------------------------------------------------------------------------------
+
+# The types of the fields that the scripts read. All fields are optional; unknown ones are kept.
+# A shape is a type, [shape], or {key: shape}; the key Ellipsis (written ...) matches any key.
+ACTION = {"content": str, "output": str, "token_ids": [int], "logprobs": [float],
+          "logprob": float, "advantage": float}
+RECORD = {
+    "task": {"kind": str, "problem_description": str, "ground_truth": str,
+             "hidden_information": str, "agent_prompt": str, "test_cases": {...: str}},
+    "dialogue_history": [{"role": str, **ACTION, "candidates": [ACTION]}],
+    "sample": int, "pair": str, "answer": str, "answered": bool, "reward": float,
+    "tests": {...: str}, "failure": str, "reward_by": str,
+    "meta": {"model_weights": str, "candidates": {}}}
+UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to do instead
+    "system": "make it a first message with the role system",
+    "input": "prompts are built from the messages: drop it if the first one has the "
+             "instructions, else put them there",
+    "reasoning_content": "put it into content as <think> ... </think>",
+    **dict.fromkeys(["tools", "tool_calls"], "for tools see TRL"),
+    **dict.fromkeys(["loss_mask", "weight", "train"], "every message has the same weight")}
+TYPES = {
+    str: ("text", lambda x: isinstance(x, str)),
+    bool: ("true or false", lambda x: isinstance(x, bool)),
+    int: ("a non-negative integer", lambda x: isinstance(x, int) and 0 <= x < 2 ** 62),
+    float: ("a finite number", lambda x: isinstance(x, (int, float)) and abs(x) < 1e300),
+    list: ("a list", lambda x: isinstance(x, list)),
+    dict: ("an object", lambda x: isinstance(x, dict))}
+
+
+def check_shape(value, shape, path=""):
+    """Raises ValueError if a value does not have the shape; drops known keys that are None."""
+    what, fits = TYPES[shape if isinstance(shape, type) else type(shape)]
+    if not fits(value):
+        raise ValueError(f"{path} is not {what}")
+    if isinstance(shape, list):
+        for i, item in enumerate(value):
+            check_shape(item, shape[0], f"{path}[{i}]")
+    if isinstance(shape, dict):
+        for key in list(value):
+            expected = shape.get(key, shape.get(...))
+            if key in shape and value[key] is None:
+                del value[key]
+            elif expected is not None:
+                check_shape(value[key], expected, f"{path}.{key}".lstrip("."))
+
+
+def check_dialogue(history, name):
+    """Raises ValueError if the messages are not a dialogue. name: for the error message."""
+    for message in history:
+        if message.get("role") not in ("system", "user", "assistant") or "content" not in message:
+            raise ValueError(f"a message of {name} has no content, or its role is not system, "
+                             "user or assistant")
+    if history and history[0]["role"] == "assistant":
+        raise ValueError(f"{name} starts with the assistant, not with a user or system message")
+
+
+def reject_unsupported(record, messages):
+    """Raises ValueError if the record or one of its messages has an UNSUPPORTED field."""
+    for part in (record, *messages):
+        for name in UNSUPPORTED:
+            if part.get(name) not in (None, "", [], {}, 1):  # a weight of 1 (or true) is fine
+                raise ValueError(f"the field {name!r} is not supported: {UNSUPPORTED[name]}")
+
+
+def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False, tasks=None,
+                 episodes=None):
+    """Yields the records of a stream's lines; an invalid line is an error that names it.
+
+    fields: what a record must have, besides its task's description and reference and, with
+    to_grade, what its grader needs. to_train rejects UNSUPPORTED fields and dialogues without a
+    message of the agent. A task must have the same content wherever its id occurs, and an episode
+    may come only once: tasks and episodes are dicts that hold those so far, if streams share them.
+    """
+    tasks = {} if tasks is None else tasks  # {task id: (content, place)}
+    episodes = {} if episodes is None else episodes  # {hash: place}
+    for place, record in read_jsonl(stream, source):
+        with fail_on_error(place):
+            if "task" not in record and "problem_description" in record:
+                record = {"task": record}  # ColBench's published task files hold bare tasks
+            if record.keys() & {"rejected", "messages", "conversations"} and "task" not in record:
+                raise ValueError("this is a preference pair or a chat, convert it first: python "
+                                 "tests/experiments/preferences.py < FILE | train_policy.py --loss "
+                                 "mtdpo (chats: --loss rft)")
+            check_shape(record, RECORD)
+            task, history = record.get("task", {}), record.get("dialogue_history", [])
+            check_dialogue(history, "dialogue_history")
+            if not -1 <= record.get("reward", 0) <= 1:
+                raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
+
+            kind, content, name = environment(task), task_content(task), task_id(task)
+            for path in ("task.problem_description", "task.ground_truth", *fields,
+                         *(kind.required_fields if to_grade else ())):
+                value = record
+                for key in path.split("."):
+                    value = value.get(key) if isinstance(value, dict) else None
+                if value in (None, {}, []):
+                    raise ValueError(f"this record has no {path!r}")
+            if to_train:
+                reject_unsupported(record, history)
+                if not agent_messages(record):
+                    raise ValueError("dialogue_history has no message of the agent")
+
+            first, line = tasks.setdefault(name, (content, place))
+            if content != first:
+                differ = [x for x in sorted(first | content) if first.get(x) != content.get(x)]
+                raise ValueError(f"the task {name} differs from the one in {line} in "
+                                 f"{', '.join(differ)}: give one of them another id")
+            if history and "sample" in record:
+                episode = [name, record["sample"], settings(record.get("meta", {})),
+                           message_texts(history)]
+                key = digest(json.dumps(episode, sort_keys=True))
+                if key in episodes:
+                    raise ValueError(f"sample {record['sample']} of the task {name} is also in "
+                                     f"{episodes[key]}: give each file and each line only once")
+                episodes[key] = place
+        yield record
 
 
 # --- environments: one class per kind of task -----------------------------------------------------
@@ -1185,7 +1282,7 @@ def grade(args, emit):
     """Adds the reward to records with a task and an answer."""
     graded, broken, labels = [], set(), set()  # broken: ids of tasks whose own reference fails
     try:
-        for record in grade_records(read_jsonl(sys.stdin, needs("answer", to_grade=True)), args):
+        for record in grade_records(read_records(sys.stdin, "answer", to_grade=True), args):
             emit(record)
             graded.append((task_id(record["task"]), record["reward"], "failure" in record))
             for text in (record.get("failure", ""), *record.get("tests", {}).values()):
@@ -1207,7 +1304,7 @@ def grade(args, emit):
 def check(args, emit):
     """Drops tasks whose own reference does not get reward 1."""
     references = ({"task": r["task"], "answer": r["task"]["ground_truth"], "original": r}
-                  for r in read_jsonl(sys.stdin, needs(to_grade=True)))
+                  for r in read_records(sys.stdin, to_grade=True))
     for record in grade_records(references, args):
         if record["reward"] > 0.9999:  # allows for rounding in the likeness
             emit(record["original"])

@@ -12,7 +12,7 @@ Left out on purpose: lock-step rollouts, where episodes wait for the slowest hum
 the next stage adds; and paged attention and several GPUs, for which --engine takes a vLLM server.
 """
 from utils import (digest, fail, fail_on_error, flag, inline, open_stdout, parser, print_warnings,
-                   progress, read_jsonl, rng, run, say, version)
+                   progress, rng, run, say, version)
 
 import asyncio
 import base64
@@ -35,7 +35,8 @@ from urllib.request import getproxies
 
 from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RENDER_FAILED_REPLY, Renderer, RenderError,
                       answered, cpus, environment, first_message, human_prompt, message_texts,
-                      needs, read_action, redact, settings, task_id, task_kind, without_thinking)
+                      read_action, read_records, redact, settings, task_id, task_kind,
+                      without_thinking)
 
 
 def get_args(argv=None):
@@ -93,9 +94,9 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from model import (MODEL_FILES, find_model, load, load_lm, opened_thought, render, stop_ids,
-                   turn_actions, weights_digest)
-from train_critic import advantages, critic_turns, finished_flags, reference_logps
+from model import (MODEL_FILES, critic_turns, find_model, finished_flags, load, load_lm,
+                   opened_thought, reference_logps, render, stop_ids, turn_actions, weights_digest)
+from train_critic import advantages
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # flags that change no episode, and candidates, which is stored as n_candidates; --resume compares
@@ -651,7 +652,7 @@ AttentionMaskInterface.register("grouped", sdpa_mask)
 def finished_episodes(path, tasks):
     """Returns (file, {(task id, sample): texts}, [settings]) of the --resume file.
 
-    Removes a truncated last line, and locks the file until it is closed. tasks: see needs.
+    Removes a truncated last line, and locks the file until it is closed. tasks: see read_records.
     """
     done, found = {}, {}
     with fail_on_error(f"--resume {path}"):
@@ -666,7 +667,7 @@ def finished_episodes(path, tasks):
         except ValueError:
             f.truncate(f.tell() - len(last))
     f.seek(0)
-    for r in read_jsonl(f, needs("sample", tasks=tasks), path) if os.path.getsize(path) else ():
+    for r in read_records(f, "sample", source=path, tasks=tasks) if os.path.getsize(path) else ():
         done[task_id(r["task"]), r["sample"]] = message_texts(r.get("dialogue_history", ()))
         meta = r.get("meta", {})
         meta = settings(meta.get("candidates", meta))  # if add_candidates wrote it
@@ -681,7 +682,7 @@ def read_jobs(args, done, tasks):
     the next one that is free.
     """
     taken = set()  # (task id, sample) of stdin; `done` has those of the --resume file
-    for record in read_jsonl(sys.stdin, needs(tasks=tasks)):
+    for record in read_records(sys.stdin, tasks=tasks):
         task, name = record["task"], task_id(record["task"])
         record["task"] = {"kind": task_kind(task), **task, "id": name}
         k, start = args.k, 0

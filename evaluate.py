@@ -18,7 +18,7 @@ system are paired: they use only the tasks that both systems have.
 Left out on purpose: intervals over episodes, which are too narrow because episodes of a task are
 alike; and p-values, because a difference's interval shows its size as well as its significance.
 """
-from utils import fail, fail_on_error, open_stdout, parser, read_jsonl, run, say, version
+from utils import fail, fail_on_error, open_stdout, parser, run, say, version
 
 import math
 import os
@@ -27,7 +27,7 @@ from collections import defaultdict
 
 import numpy as np
 
-from colbench import agent_messages, environment, needs, settings, task_id
+from colbench import agent_messages, environment, read_records, settings, task_id
 
 
 def get_args(argv=None):
@@ -53,17 +53,17 @@ class System:
     """A system to compare: its name, its files (one per seed), and each task's mean metrics."""
 
     def __init__(self, name, files, tasks):
-        """tasks: see needs. Shared by all systems, to detect two tasks with the same id."""
+        """tasks: of all systems, see read_records."""
         self.name, self.files, self.episodes = name, files, 0
-        need = needs("dialogue_history", "reward", tasks=tasks)
-        made_by = {}  # {(file, task id, sample, seed): settings}
+        episodes, made_by = {}, {}  # {(file, task id, sample, seed): settings}
         self.reward_labels, self.graders = set(), set()
         values = defaultdict(lambda: defaultdict(list))  # [task id][metric]: one per episode
         for path in files:
             source = "stdin" if path == "-" else path
             with fail_on_error(source):
                 stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
-            for record in read_jsonl(stream, need, source):
+            for record in read_records(stream, "dialogue_history", "reward", source=source,
+                                       tasks=tasks, episodes=episodes):
                 for metric, value in measure(record).items():
                     values[task_id(record["task"])][metric].append(float(value))
                 made = settings(record.get("meta", {}))

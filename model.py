@@ -1,4 +1,4 @@
-"""The model: log-probs of many actions in one forward over the tree of their shared prefixes.
+"""From records to turns and pairs, and to log-probs: one forward over the tree of many turns.
 
 A turn is (prompt, action): what the agent read and what it wrote. Both are strings with one
 character per token, chr(id), because Python sorts, slices, compares and hashes strings fast, and
@@ -21,18 +21,19 @@ always off, in training too.
 """
 import datetime
 import functools
-import glob
 import hashlib
 import json
 import math
 import os
 import re
 import shutil
+import sys
 from array import array
 from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
 from itertools import accumulate, chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -50,8 +51,11 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from utils import (RANK, WORLD, add_warning, barrier, digest, drop_checkpoints, fail, fail_on_error,
-                   is_unfinished, progress, rng, say, sum_over_ranks, writing)
+from colbench import (check_opening, hidden_information, read_records, task_id,
+                      with_hidden)
+from utils import (RANK, WORLD, add_warning, barrier, changed_scripts, digest, drop_checkpoints,
+                   fail, fail_on_error, finished_critic, print_warnings, progress, rng, rows_of,
+                   say, sum_over_ranks, writing)
 
 # torch 2.11's kernel supports grouped-query attention without this argument
 GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
@@ -63,10 +67,8 @@ except ImportError:  # use torch's own kernel
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
-TURN = 0  # key of a message's or candidate's turn: an int, so that it can't clash with JSON keys
 TODAY = datetime.date(2024, 7, 26)  # for templates that print the date, so that prompts stay equal
 MAX_KEYS = 2 ** 19  # of a tree: 11 GB in a backward pass with 32 query and 8 KV heads of size 128
-PIECE = 2 ** 24  # bytes that a thread hashes at once
 CONFIGS = "config.json", "generation_config.json"
 MODEL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja"]
 MAX_LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits per chunk: 64 MB or 512 MB in fp32
@@ -329,35 +331,7 @@ def tree_logps(model, tree, anchor=None):
     return model(tree)[tree.index]  # actions may share tokens
 
 
-# --- pairs, batches, and their partition over ranks -----------------------------------------------
-
-class Pair(NamedTuple):
-    """A training example: two trajectories of a task, or two candidates of a turn."""
-    chosen: tuple         # all turns of the better trajectory, or the better candidate's one turn
-    rejected: tuple = ()  # likewise of the worse one; empty for --loss rft
-    gap: float = 0.0      # difference of the rewards, or of the candidates' scores
-
-
-def turns_in(pairs):
-    """Returns the unique turns of some pairs, sorted."""
-    return sorted({turn for pair in pairs for turn in (*pair.chosen, *pair.rejected)})
-
-
-def all_batches(groups, batch_size, epochs, seed):
-    """Returns all batches of a run. Each epoch shuffles the groups, and keeps each together."""
-    batches = []
-    for epoch in range(epochs):
-        order = list(groups)
-        rng("order", seed, epoch).shuffle(order)
-        pairs = [pair for group in order for pair in group]
-        batches += [pairs[i:i + batch_size] for i in range(0, len(pairs), batch_size)]
-    return batches
-
-
-def accuracy(margin):
-    """Returns the share of margins (N,) that are positive; one that rounds to 0 counts half."""
-    return ((margin.round(decimals=5).sign() + 1) / 2).double().mean().item()
-
+# --- each rank's share of the turns ---------------------------------------------------------------
 
 def partition(turns, tree_tokens, world=WORLD):
     """Splits turns into [[turn]], parts of at most tree_tokens tokens unless one turn is longer.
@@ -403,6 +377,20 @@ def score(model, turns, tree_tokens, label=None):
         if isinstance(module, FSDPModule):
             module.reshard()  # else an optimizer created next would get the gathered weights
     return logps
+
+
+def reference_logps(model, ref_turn_of, tree_tokens):
+    """Returns {turn: (L,) log-probs under pi_ref}. ref_turn_of: {pi's turn: pi_ref's turn}."""
+    logps = score(model, list(ref_turn_of.values()), tree_tokens, "reference")
+    return {turn: logps[ref_turn] for turn, ref_turn in ref_turn_of.items()}
+
+
+def held_out_metrics(loss_of_pairs, args, model, pairs, ref_logps):
+    """Returns {"held_out_loss": ..., ...}. loss_of_pairs: batch_loss of one of the trainers."""
+    logps = score(model, turns_in(pairs), args.tree_tokens)
+    loss, metrics = loss_of_pairs(args, pairs, logps, ref_logps)
+    metrics = {"loss": loss.item(), **metrics}
+    return {"held_out_" + name: value for name, value in metrics.items()}
 
 
 # --- chat templates: dialogues to token ids -------------------------------------------------------
@@ -574,12 +562,206 @@ def action_ids(tokenizer, action, history, thinking=0):
     return ids, len(prompt_ids) - len(kept_ids)
 
 
+# --- records to turns, pairs and batches ----------------------------------------------------------
+
+class Action(NamedTuple):
+    """A message or candidate of the agent, and what the models read of it."""
+    fields: dict     # those of the record
+    turn: tuple      # (prompt, action), or None if it is too long
+    ref_turn: tuple  # the turn that pi_ref reads, whose prompt may be another one
+
+
+class Trajectory(NamedTuple):
+    """A record, and what the models read of it."""
+    task: str      # the task's id
+    record: dict
+    actions: list  # [[Action]]: for each message of the agent, it and its candidates
+
+    def turns(self):
+        """Returns the turns of the agent's messages, in order."""
+        return tuple(message.turn for message, *_ in self.actions)
+
+    def order(self):
+        """Returns a key to sort by, so that pairs do not depend on which episode ended first."""
+        return self.task, self.record.get("sample", 0)
+
+
 def turn_actions(record):
     """Yields (history, [message, *its candidates]) for each message of the agent."""
     history = record["dialogue_history"]
     for t, message in enumerate(history):
         if message["role"] == "assistant":
             yield history[:t], [message, *message.get("candidates", ())]
+
+
+def critic_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c):
+    """Returns (pi's turn, pi_ref's turn) for each action after a history.
+
+    They differ only in the prompt. pi_reads_c, ref_reads_c: does the prompt of that model include
+    the hidden information, c? actions: messages or candidates.
+    """
+    thinking = record.get("meta", {}).get("thinking", 0)  # the setting it was sampled with
+
+    def prompt_ids(reads_c):
+        c = hidden_information(record["task"]) if reads_c else ""
+        messages = with_hidden(history, c) if c else history
+        return packed(render(tokenizer, messages, thinking))
+
+    prompt = prompt_ids(pi_reads_c)
+    ref_prompt = prompt if ref_reads_c == pi_reads_c else prompt_ids(ref_reads_c)
+    turns = []
+    for action in actions:
+        ids, n_dropped = action_ids(tokenizer, action, history, thinking)
+        # both prompts end alike, so the same number of tokens is dropped: see action_ids
+        turn = prompt[:len(prompt) - n_dropped], ids
+        ref_turn = ref_prompt[:len(ref_prompt) - n_dropped], ids
+        turns.append((turn, ref_turn))
+    return turns
+
+
+def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
+    """Returns [Trajectory] of stdin's records. fields: what each must have; others: critic_turns.
+
+    Actions of more than --max_length tokens are too long.
+    """
+    records = [*read_records(sys.stdin, "dialogue_history", *fields, to_train=True)]
+    _, tokenizer, config = find_model(args.model)
+    config = config.get_text_config()
+    longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
+    extra_ids = len(tokenizer) > config.vocab_size
+    trajectories = []
+    for r in records:
+        name = f"the task {task_id(r['task'])}"
+        if pi_reads_c and not hidden_information(r["task"]):
+            add_warning("records without hidden information for the critic", name)
+        check_opening(r)
+        trajectories.append(Trajectory(task_id(r["task"]), r, []))
+        for history, actions in turn_actions(r):
+            with fail_on_error(f"--model's chat template rejects {name}"):
+                turns = critic_turns(tokenizer, r, history, actions, pi_reads_c=pi_reads_c,
+                                     ref_reads_c=ref_reads_c)
+            for turn, _ in turns if extra_ids else ():
+                if max(map(ord, "".join(turn))) >= config.vocab_size:
+                    fail(f"{name} has a token id outside --model's vocabulary of "
+                         f"{config.vocab_size} tokens: use the model that sampled it")
+            fits = [sum(map(len, turn)) <= longest for turn, _ in turns]
+            for _ in range(fits.count(False)):
+                add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit): "
+                            "they get no score, and their trajectories no pairs", name)
+            trajectories[-1].actions.append([
+                Action(action, *(turns if fits else (None, None)))
+                for action, turns, fits in zip(actions, turns, fits)])
+    print_warnings()
+    return trajectories
+
+
+def by_task(trajectories):
+    """Returns {(task id, pair): [Trajectory]}, sorted, without those that have too long a turn.
+
+    pair: the field that keeps converted preference pairs apart; None for episodes.
+    """
+    groups = {}
+    for t in sorted(trajectories, key=Trajectory.order):
+        if None not in t.turns():
+            groups.setdefault((t.task, t.record.get("pair")), []).append(t)
+    return groups
+
+
+class Pair(NamedTuple):
+    """A training example: two trajectories of a task, or two candidates of a turn."""
+    chosen: tuple         # all turns of the better trajectory, or the better candidate's one turn
+    rejected: tuple = ()  # likewise of the worse one; empty for --loss rft
+    gap: float = 0.0      # difference of the rewards, or of the candidates' scores
+
+
+def is_pair(high, low, min_gap):
+    """Whether two rewards make a pair: solved and unsolved, or at least min_gap apart."""
+    return high >= 1 > low if min_gap is None else high > low and high - low > min_gap - 1e-9
+
+
+def trajectory_pairs(trajectories, min_gap):
+    """Returns {task id: [Pair of its trajectories]}, selected by --min_gap, or fails."""
+    groups, graders, tasks = {}, {}, by_task(trajectories)
+    for t in trajectories:
+        if graders.setdefault(t.task, t.record.get("reward_by")) != t.record.get("reward_by"):
+            add_warning("trajectories are paired by rewards of different graders: grade all "
+                        "episodes alike (colbench.py grade)", f"the task {t.task}")
+    print_warnings()
+    for (task, _), group in tasks.items():
+        rated = [(t.record["reward"], t.turns()) for t in group]
+        first_solved = [(reward, turns) for reward, turns in rated if reward >= 1][:1]
+        pairs = [Pair(chosen, rejected, gap=high - low)
+                 for high, chosen in (first_solved if min_gap is None else rated)
+                 for low, rejected in rated
+                 if is_pair(high, low, min_gap) and chosen != rejected]
+        if pairs:
+            groups.setdefault(task, []).extend(pairs)
+    if not groups:
+        if not tasks:
+            why = "all are too long for --max_length or --model"
+        elif all(len({t.record["reward"] for t in group}) == 1 for group in tasks.values()):
+            why = ("no task has two that differ in reward: sample more episodes per task with "
+                   "collect.py -k, or collect on easier or harder tasks")
+        elif min_gap is None:
+            why = "no task has both a solved and an unsolved one; try --min_gap 0"
+        else:
+            why = f"no task has two whose rewards differ by {min_gap} or more"
+        fail(f"no pairs in {len(trajectories)} trajectories: {why}")
+    return groups
+
+
+def hold_out(tasks, share, seed):
+    """Shuffles tasks; returns (training tasks, held out), with at least one to train on."""
+    tasks = list(tasks)
+    rng("held out", seed).shuffle(tasks)
+    n_held = min(math.ceil(share * len(tasks)), len(tasks) - 1)
+    return tasks[n_held:], tasks[:n_held]
+
+
+def turns_in(pairs):
+    """Returns the unique turns of some pairs, sorted."""
+    return sorted({turn for pair in pairs for turn in (*pair.chosen, *pair.rejected)})
+
+
+def all_batches(groups, batch_size, epochs, seed):
+    """Returns all batches of a run. Each epoch shuffles the groups, and keeps each together."""
+    batches = []
+    for epoch in range(epochs):
+        order = list(groups)
+        rng("order", seed, epoch).shuffle(order)
+        pairs = [pair for group in order for pair in group]
+        batches += [pairs[i:i + batch_size] for i in range(0, len(pairs), batch_size)]
+    return batches
+
+
+def mean_loss(losses):
+    """Returns (mean loss, {"accuracy": ..., "margin": ...}). losses: (loss, margin) of each pair.
+
+    The accuracy is the share of positive margins; one that rounds to 0 counts half.
+    """
+    losses, margins = zip(*losses)
+    margins = torch.stack(margins)  # (B,)
+    accuracy = ((margins.round(decimals=5).sign() + 1) / 2).double().mean().item()
+    return sum(losses) / len(losses), {"accuracy": accuracy, "margin": margins.mean().item()}
+
+
+def update(model, optimizer, step, loss, lr):
+    """Updates the weights by a step's loss, and returns the gradient's norm before clipping to 1.
+
+    Exits, with the weights as they were, if the loss or the norm is NaN or infinite.
+    """
+    loss.backward()  # each rank holds the gradient of its own turns; FSDP sums them
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norm = (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()  # if sharded
+    for name, value in ("loss", loss.item()), ("grad_norm", norm):
+        if not math.isfinite(value):
+            fail(f"step {step}: the {name} is {value}; the weights were not updated. "
+                 "Try a lower --lr or --beta, or --dtype fp32")
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+    return norm
 
 
 # --- loading, sharding, saving --------------------------------------------------------------------
@@ -605,7 +787,8 @@ def find_model(path, weights=False):
         if not os.path.isdir(path):
             from huggingface_hub import snapshot_download
             path = snapshot_download(path, allow_patterns=MODEL_FILES + ["*.safetensors"] * weights)
-        if is_unfinished(path):
+        rows = rows_of(path)
+        if rows and "finished" not in rows[-1]:
             raise ValueError("it is an unfinished run; repeat its command to resume it")
         files = {*os.listdir(path)} - {"adapter_model.safetensors"}
         has_weights = any(name.endswith(".safetensors") for name in files)
@@ -627,15 +810,13 @@ def find_model(path, weights=False):
 @functools.cache  # a trainer asks twice for its --model
 def weights_digest(folder):
     """Returns a short hash of every byte of the safetensors files in a folder; None without any."""
-    def hash_piece(piece):
-        with open(os.path.join(folder, piece[0]), "rb") as f:
-            f.seek(piece[1])
-            return hashlib.sha256(f.read(PIECE)).digest()
+    def hash_file(path):
+        with open(path, "rb") as f:
+            return hashlib.file_digest(f, "sha256").digest()
 
     with fail_on_error(f"the weights in {folder} can't be read"), ThreadPoolExecutor() as pool:
-        pieces = [(name, begin) for name in sorted(glob.glob("*.safetensors", root_dir=folder))
-                  for begin in range(0, os.path.getsize(os.path.join(folder, name)), PIECE)]
-        return digest([pieces, *pool.map(hash_piece, pieces)]) if pieces else None
+        paths = sorted(Path(folder).glob("*.safetensors"))
+        return digest([*pool.map(hash_file, paths)]) if paths else None
 
 
 def base_digest(path):
@@ -815,9 +996,27 @@ def load_lm(path, device, dtype="fp32"):
     return model.lm, tokenizer
 
 
-def full_tensor(tensor):
-    """Returns the whole of a sharded parameter or gradient; all ranks must call this."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def finished_flags(folder, model=None):
+    """Returns the flags that a finished critic was trained with; flags.model is pi_ref's path."""
+    start = finished_critic(folder)
+    flags, weights = SimpleNamespace(**start["args"]), start["model_weights"]
+    if not model:  # look up pi_ref relative to the critic's folder, as both may have moved
+        old_model, old_out = (os.path.join(start["cwd"], path) for path in (flags.model, flags.out))
+        moved = os.path.join(folder, os.path.relpath(old_model, old_out))
+        model = moved if os.path.isdir(moved) else flags.model
+    if changed := changed_scripts(folder):
+        say(f"warning: the critic in {folder} was trained by another {changed}; to score as then, "
+            f"run its own copies (python {folder}/NAME.py)")
+    try:
+        found = base_digest(model)
+    except SystemExit as e:
+        fail(f"the pi_ref of the critic in {folder} is not there; move it back, or pass it to "
+             f"train_critic.py --score by --model ({e.code})")
+    if found not in (weights, None):  # only rank 0 has a digest
+        fail(f"{model} is not the pi_ref of the critic in {folder}: its weights differ. Restore "
+             "them, or run train_critic.py with the right --model")
+    flags.model = model
+    return flags
 
 
 def save(model, tokenizer, out):

@@ -23,20 +23,11 @@ metrics instead); and a Trainer class, so that a change of this loop leaves the 
     python train_critic.py --untrained 1 --model runs/base < in.jsonl > scored.jsonl
 """
 # Parse flags before importing torch, so that --help and flag errors are instant.
-from utils import (Log, add_warning, changed_scripts, check_finite, fail, fail_on_error,
-                   finished_critic, flag, from_rank_0, init_distributed, lr_at, machine_flags,
-                   open_stdout, parser, print_warnings, read_jsonl, rng, rows_of, run, say)
+from utils import (Log, flag, from_rank_0, init_distributed, lr_at, machine_flags, open_stdout,
+                   parser, rows_of, run, say)
 
 import gc
-import math
-import os
-import re
-import sys
-from itertools import permutations
-from types import SimpleNamespace
-
-from colbench import (HIDDEN, agent_messages, first_message, hidden_information, needs, task_id,
-                      with_hidden)
+from itertools import chain, permutations
 
 
 def get_args(argv=None):
@@ -78,9 +69,10 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, accuracy, action_ids, action_logps, all_batches, base_digest,
-                   common_prefix, find_model, full_tensor, load, load_checkpoint, packed,
-                   pick_dtype, render, save, save_checkpoint, score, turn_actions, turns_in)
+from model import (action_logps, all_batches, base_digest, by_task, finished_flags,
+                   held_out_metrics, hold_out, is_pair, load, load_checkpoint, mean_loss,
+                   pick_dtype, read_trajectories, reference_logps, save, save_checkpoint, score,
+                   trajectory_pairs, turns_in, update)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -102,41 +94,35 @@ def critic_loss(args, pair, logps, ref_logps):
 
 def batch_loss(args, pairs, logps, ref_logps):
     """Returns (mean loss over the pairs, {"accuracy": ..., "margin": ...})."""
-    losses, margins = zip(*(critic_loss(args, pair, logps, ref_logps) for pair in pairs))
-    margins = torch.stack(margins)  # (B,)
-    metrics = {"accuracy": accuracy(margins), "margin": margins.mean().item()}
-    return sum(losses) / len(pairs), metrics
+    return mean_loss(critic_loss(args, pair, logps, ref_logps) for pair in pairs)
 
 
 # --- training and scoring -------------------------------------------------------------------------
 
 def main(args):
     emit, device = open_stdout(), init_distributed()
-    records, model, ref_logps = (score_only if args.out is None else train)(args, device)
+    trajectories, model, ref_logps = (score_only if args.out is None else train)(args, device)
     advantage_of = advantages(model, ref_logps, args.tree_tokens)
-    if records is None:
-        return  # only rank 0 has records
-    print_pair_accuracy(args, records, advantage_of)
-    for r in records:
-        for _, actions in turn_actions(r):
-            for action in actions:
-                turn = action.pop(TURN)
-                action.pop("advantage", None)  # left by an earlier critic
-                if turn is not None:
-                    action["advantage"] = advantage_of[turn]
-        emit(r)
+    for t in trajectories:
+        for action in chain(*t.actions):
+            action.fields.pop("advantage", None)  # left by an earlier critic
+            if action.turn:
+                action.fields["advantage"] = advantage_of[action.turn]
+    print_pair_accuracy(args, trajectories)
+    for t in trajectories:
+        emit(t.record)
 
 
 def train(args, device):
-    """Trains, and returns (rank 0's records or None, the critic, {turn: (L,) pi_ref log-probs})."""
-    log = Log(args)
-    records, (ref_turn_of, pairs_of, held_out) = from_rank_0(lambda: prepare(args))
+    """Trains; returns ([Trajectory] of stdin, the critic, {turn: (L,) pi_ref log-probs})."""
+    log, trajectories = Log(args), []  # only rank 0 reads trajectories
+    ref_turn_of, pairs_of, held_out = from_rank_0(lambda: prepare(args, trajectories))
     groups = list(pairs_of.values())
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
     log.begin(groups, held_out, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
               model_weights=base_digest(args.model), tasks=list(pairs_of))
     if log.finished:
-        return records, *load_critic(args, args.out, ref_turn_of, device)
+        return trajectories, *load_critic(args, args.out, ref_turn_of, device)
 
     model, tokenizer = load(args.model, device, args.dtype, args, train=True)
     ref_logps = reference_logps(model, ref_turn_of, args.tree_tokens)
@@ -148,16 +134,9 @@ def train(args, device):
         batch, tokens_before = batches[step], model.tokens
         logps = action_logps(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
-        loss.backward()  # each rank holds the gradient of its own turns; FSDP sums them
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        norm, loss = full_tensor(norm).item(), loss.item()
-        check_finite(step, loss=loss, grad_norm=norm)
         lr = lr_at(step, len(batches), args.lr)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        optimizer.zero_grad()
-        log(step=step, loss=loss, **metrics, grad_norm=norm, lr=lr,
+        norm = update(model, optimizer, step, loss, lr)
+        log(step=step, loss=loss.item(), **metrics, grad_norm=norm, lr=lr,
             tokens=model.tokens - tokens_before)
         if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # measured after the update; the training row of this step was measured before it
@@ -167,7 +146,7 @@ def train(args, device):
 
     save(model, tokenizer, args.out)
     log.finish()
-    return records, model, ref_logps
+    return trajectories, model, ref_logps
 
 
 def score_only(args, device):
@@ -176,8 +155,9 @@ def score_only(args, device):
         trained = finished_flags(args.score, args.model if "model" in args.given else None)
         for name in {"model", "ref_context", "min_gap", "dtype", "max_length"} - {*args.given}:
             setattr(args, name, getattr(trained, name))
-    records, ref_turn_of = from_rank_0(lambda: read_stdin(args))
-    return records, *load_critic(args, args.score, ref_turn_of, device)
+    trajectories = []
+    ref_turn_of = from_rank_0(lambda: read_stdin(args, trajectories))
+    return trajectories, *load_critic(args, args.score, ref_turn_of, device)
 
 
 def load_critic(args, folder, ref_turn_of, device):
@@ -191,17 +171,22 @@ def load_critic(args, folder, ref_turn_of, device):
     return model, ref_logps
 
 
-def print_pair_accuracy(args, records, advantage_of):
+def advantages(model, ref_logps, tree_tokens):
+    """Returns {turn: advantage} under the critic `model`, for the turns of ref_logps."""
+    logps = score(model, list(ref_logps), tree_tokens, "advantages")
+    return {turn: advantage(logps[turn], ref_logps[turn]).item() for turn in logps}
+
+
+def print_pair_accuracy(args, trajectories):
     """Prints the advantages' accuracy on trajectory pairs of tasks outside the training set."""
     folder = args.out or args.score
     trained_on = rows_of(folder)[0].get("tasks", ()) if folder else ()
     correct = []  # a bool per pair
-    for (task, _), trajectories in trajectories_by_task(records).items():
-        values = [(reward, sum(advantage_of[turn] for turn in turns))
-                  for reward, turns in trajectories if reward is not None]
-        if task not in trained_on:
-            correct += [a > b for (high, a), (low, b) in permutations(values, 2)
-                        if is_pair(high, low, args.min_gap)]
+    for (task, _), group in by_task(trajectories).items():
+        values = [(t.record["reward"], sum(m.fields["advantage"] for m, *_ in t.actions))
+                  for t in group if "reward" in t.record and task not in trained_on]
+        correct += [a > b for (high, a), (low, b) in permutations(values, 2)
+                    if is_pair(high, low, args.min_gap)]
     if correct:
         share = sum(correct) / len(correct)
         say(f"the advantages order {100 * share:.1f} % of {len(correct)} trajectory pairs "
@@ -211,203 +196,23 @@ def print_pair_accuracy(args, records, advantage_of):
                 'worse: try another critic (README, "Trained or untrained critic")')
 
 
-def held_out_metrics(loss_of_pairs, args, model, pairs, ref_logps):
-    """Returns {"held_out_loss": ..., ...}. loss_of_pairs: batch_loss of one of the trainers."""
-    logps = score(model, turns_in(pairs), args.tree_tokens)
-    loss, metrics = loss_of_pairs(args, pairs, logps, ref_logps)
-    metrics = {"loss": loss.item(), **metrics}
-    return {"held_out_" + name: value for name, value in metrics.items()}
+# --- data -----------------------------------------------------------------------------------------
+
+def read_stdin(args, trajectories, *fields):
+    """Adds stdin's records to trajectories. Returns {turn: the turn that pi_ref reads}."""
+    trajectories += read_trajectories(args, *fields, pi_reads_c=True,
+                                      ref_reads_c=args.ref_context == "hidden")
+    return {action.turn: action.ref_turn for t in trajectories for action in chain(*t.actions)
+            if action.turn}
 
 
-def reference_logps(model, ref_turn_of, tree_tokens):
-    """Returns {turn: (L,) log-probs under pi_ref}. ref_turn_of: {pi's turn: pi_ref's turn}."""
-    logps = score(model, list(ref_turn_of.values()), tree_tokens, "reference")
-    return {turn: logps[ref_turn] for turn, ref_turn in ref_turn_of.items()}
-
-
-def advantages(model, ref_logps, tree_tokens):
-    """Returns {turn: advantage} under the critic `model`, for the turns of ref_logps."""
-    logps = score(model, list(ref_logps), tree_tokens, "advantages")
-    return {turn: advantage(logps[turn], ref_logps[turn]).item() for turn in logps}
-
-
-def finished_flags(folder, model=None):
-    """Returns the flags that a finished critic was trained with; flags.model is pi_ref's path."""
-    start = finished_critic(folder)
-    flags, weights = SimpleNamespace(**start["args"]), start["model_weights"]
-    if not model:  # look up pi_ref relative to the critic's folder, as both may have moved
-        old_model, old_out = (os.path.join(start["cwd"], path) for path in (flags.model, flags.out))
-        moved = os.path.join(folder, os.path.relpath(old_model, old_out))
-        model = moved if os.path.isdir(moved) else flags.model
-    if changed := changed_scripts(folder):
-        say(f"warning: the critic in {folder} was trained by another {changed}; to score as then, "
-            f"run its own copies (python {folder}/NAME.py)")
-    try:
-        found = base_digest(model)
-    except SystemExit as e:
-        fail(f"the pi_ref of the critic in {folder} is not there; move it back, or pass it to "
-             f"train_critic.py --score by --model ({e.code})")
-    if found not in (weights, None):  # only rank 0 has a digest
-        fail(f"{model} is not the pi_ref of the critic in {folder}: its weights differ. Restore "
-             "them, or run train_critic.py with the right --model")
-    flags.model = model
-    return flags
-
-
-# --- pairs ----------------------------------------------------------------------------------------
-
-def prepare(args):
-    """Returns (records, ({turn: reference turn}, {training task: [Pair]}, held-out [Pair]))."""
-    records, ref_turn_of = read_stdin(args, "reward")
-    pairs_of = trajectory_pairs(sorted_records(records), args.min_gap)
+def prepare(args, trajectories):
+    """Reads stdin; returns ({turn: pi_ref's turn}, {training task: [Pair]}, held-out [Pair])."""
+    ref_turn_of = read_stdin(args, trajectories, "reward")
+    pairs_of = trajectory_pairs(trajectories, args.min_gap)
     train_tasks, held_tasks = hold_out(pairs_of, args.held_out, args.seed)
-    return records, (ref_turn_of, {task: pairs_of[task] for task in train_tasks},
-                     [pair for task in held_tasks for pair in pairs_of[task]])
-
-
-def sorted_records(records):
-    """Sorts by task and sample, so that pairs do not depend on which episode finished first."""
-    return sorted(records, key=lambda r: (task_id(r["task"]), r.get("sample", 0)))
-
-
-def hold_out(tasks, share, seed):
-    """Shuffles tasks; returns (training tasks, held out), with at least one to train on."""
-    tasks = list(tasks)
-    rng("held out", seed).shuffle(tasks)
-    n_held = min(math.ceil(share * len(tasks)), len(tasks) - 1)
-    return tasks[n_held:], tasks[:n_held]
-
-
-def trajectories_by_task(records):
-    """Returns {(task id, pair): [(reward or None, turns)]}, without those that have a long turn.
-
-    pair: the field that keeps converted preference pairs apart; None for episodes.
-    """
-    by_task = {}
-    for r in records:
-        turns = tuple(message[TURN] for message in agent_messages(r))
-        if None not in turns:
-            key = task_id(r["task"]), r.get("pair")
-            by_task.setdefault(key, []).append((r.get("reward"), turns))
-    return by_task
-
-
-def is_pair(high, low, min_gap):
-    """Whether two rewards make a pair: solved and unsolved, or at least min_gap apart."""
-    return high >= 1 > low if min_gap is None else high > low and high - low > min_gap - 1e-9
-
-
-def trajectory_pairs(records, min_gap):
-    """Returns {task id: [Pair of its trajectories]}, selected by --min_gap, or fails."""
-    groups, graders, by_task = {}, {}, trajectories_by_task(records)
-    for r in records:
-        task = task_id(r["task"])
-        if graders.setdefault(task, r.get("reward_by")) != r.get("reward_by"):
-            add_warning("trajectories are paired by rewards of different graders: grade all "
-                        "episodes alike (colbench.py grade)", f"the task {task}")
-    print_warnings()
-    for (task, _), trajectories in by_task.items():
-        first_solved = [(reward, turns) for reward, turns in trajectories if reward >= 1][:1]
-        pairs = [Pair(chosen, rejected, gap=high - low)
-                 for high, chosen in (first_solved if min_gap is None else trajectories)
-                 for low, rejected in trajectories
-                 if is_pair(high, low, min_gap) and chosen != rejected]
-        if pairs:
-            groups.setdefault(task, []).extend(pairs)
-    if not groups:
-        if not by_task:
-            why = "all are too long for --max_length or --model"
-        elif all(len({reward for reward, _ in x}) == 1 for x in by_task.values()):
-            why = ("no task has two that differ in reward: sample more episodes per task with "
-                   "collect.py -k, or collect on easier or harder tasks")
-        elif min_gap is None:
-            why = "no task has both a solved and an unsolved one; try --min_gap 0"
-        else:
-            why = f"no task has two whose rewards differ by {min_gap} or more"
-        fail(f"no pairs in {len(records)} trajectories: {why}")
-    return groups
-
-
-# --- what the critic reads ------------------------------------------------------------------------
-
-def read_stdin(args, *fields):
-    """Returns (records, {turn: reference turn}). fields: what each record must have."""
-    records = list(read_jsonl(sys.stdin, needs("dialogue_history", *fields, to_train=True)))
-    _, tokenizer, config = find_model(args.model)
-    return records, read_turns(tokenizer, config, records, args.max_length, pi_reads_c=True,
-                               ref_reads_c=args.ref_context == "hidden")
-
-
-def critic_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c):
-    """Returns (pi's turn, pi_ref's turn) for each action after a history.
-
-    They differ only in the prompt. pi_reads_c, ref_reads_c: does the prompt of that model include
-    the hidden information, c? actions: messages or candidates.
-    """
-    thinking = record.get("meta", {}).get("thinking", 0)  # the setting it was sampled with
-
-    def prompt_ids(reads_c):
-        c = hidden_information(record["task"]) if reads_c else ""
-        messages = with_hidden(history, c) if c else history
-        return packed(render(tokenizer, messages, thinking))
-
-    prompt = prompt_ids(pi_reads_c)
-    ref_prompt = prompt if ref_reads_c == pi_reads_c else prompt_ids(ref_reads_c)
-    turns = []
-    for action in actions:
-        ids, n_dropped = action_ids(tokenizer, action, history, thinking)
-        # both prompts end alike, so the same number of tokens is dropped: see action_ids
-        turn = prompt[:len(prompt) - n_dropped], ids
-        ref_turn = ref_prompt[:len(ref_prompt) - n_dropped], ids
-        turns.append((turn, ref_turn))
-    return turns
-
-
-def read_turns(tokenizer, config, records, max_length, *, pi_reads_c, ref_reads_c):
-    """Returns {turn: reference turn} of every message and candidate of at most max_length tokens.
-
-    Sets action[TURN] of each to its turn, or to None if it is too long.
-    """
-    config = config.get_text_config()
-    longest = min(max_length, getattr(config, "max_position_embeddings", None) or max_length)
-    extra_ids = len(tokenizer) > config.vocab_size
-    ref_turn_of = {}
-    for r in records:
-        name = f"the task {task_id(r['task'])}"
-        if pi_reads_c and not hidden_information(r["task"]):
-            add_warning("records without hidden information for the critic", name)
-        sampled = any(message.get("token_ids") for message in agent_messages(r))
-        if r["task"]["problem_description"] and not sampled:
-            check_opening(r, name)
-        for history, actions in turn_actions(r):
-            with fail_on_error(f"--model's chat template rejects {name}"):
-                turns = critic_turns(tokenizer, r, history, actions, pi_reads_c=pi_reads_c,
-                                     ref_reads_c=ref_reads_c)
-            for action, (turn, ref_turn) in zip(actions, turns):
-                if extra_ids and ord(max("".join(turn))) >= config.vocab_size:
-                    fail(f"{name} has a token id outside --model's vocabulary of "
-                         f"{config.vocab_size} tokens: use the model that sampled it")
-                fits = sum(map(len, turn)) <= longest
-                action[TURN] = turn if fits else None
-                if fits:
-                    ref_turn_of[turn] = ref_turn
-                else:
-                    add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit): "
-                                "they get no score, and their trajectories no pairs", name)
-    print_warnings()
-    return ref_turn_of
-
-
-def check_opening(record, name):
-    """Warns if a dialogue's first message differs from first_message(task) in more than numbers."""
-    task, text = record["task"], record["dialogue_history"][0]["content"]
-    text = text.removeprefix(HIDDEN.format(hidden=hidden_information(task)))
-    rendered = first_message(task, 10)["content"]  # 10 turns, or another number
-    if re.sub(r"\d+", "", text) != re.sub(r"\d+", "", rendered):
-        start = max(0, common_prefix(text, rendered) - 20)
-        add_warning("dialogues do not begin with first_message(task, max_turns), which collect.py "
-                    "shows the agent: an agent trained on them may fail there", f"{name} has "
-                    f"{text[start:start + 60]!r}, first_message {rendered[start:start + 60]!r}")
+    return (ref_turn_of, {task: pairs_of[task] for task in train_tasks},
+            [pair for task in held_tasks for pair in pairs_of[task]])
 
 
 if __name__ == "__main__":

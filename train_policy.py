@@ -19,13 +19,10 @@ Left out on purpose: online sampling (instead, sample a second round with the tr
     python train_policy.py --loss mtdpo --model runs/base --out runs/mtdpo < trajectories.jsonl
 """
 # Parse flags before importing torch, so that --help and flag errors are instant.
-from utils import (Log, add_warning, check_finite, fail, flag, from_rank_0, init_distributed, lr_at,
-                   machine_flags, open_stdout, parser, read_jsonl, rng, run)
+from utils import (Log, add_warning, fail, flag, from_rank_0, init_distributed, lr_at,
+                   machine_flags, open_stdout, parser, print_warnings, rng, run)
 
-import sys
 from itertools import chain, cycle, product
-
-from colbench import agent_messages, needs, task_id
 
 
 def get_args(argv=None):
@@ -73,11 +70,10 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (TURN, Pair, accuracy, action_logps, all_batches, base_digest, find_model,
-                   full_tensor, load, load_checkpoint, pick_dtype, save, save_checkpoint, score,
-                   turns_in)
-from train_critic import (held_out_metrics, hold_out, read_turns, sorted_records,
-                          trajectories_by_task, trajectory_pairs)
+from model import (Pair, Trajectory, action_logps, all_batches, base_digest, by_task,
+                   held_out_metrics, hold_out, load, load_checkpoint, mean_loss, pick_dtype,
+                   read_trajectories, save, save_checkpoint, score, trajectory_pairs, turns_in,
+                   update)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -102,10 +98,7 @@ def batch_loss(args, pairs, logps, ref_logps):
     if args.loss == "rft":
         chosen = [joined_logps(pair.chosen, logps) for pair in pairs]
         return -sum(x.sum() for x in chosen) / sum(map(len, chosen)), {}
-    losses, margins = zip(*(dpo_loss(args, pair, logps, ref_logps) for pair in pairs))
-    margins = torch.stack(margins)  # (B,)
-    metrics = {"accuracy": accuracy(margins), "margin": margins.mean().item()}
-    return sum(losses) / len(pairs), metrics
+    return mean_loss(dpo_loss(args, pair, logps, ref_logps) for pair in pairs)
 
 
 # --- training -------------------------------------------------------------------------------------
@@ -113,7 +106,7 @@ def batch_loss(args, pairs, logps, ref_logps):
 def main(args):
     emit, device = open_stdout(), init_distributed()
     log = Log(args)
-    _, (groups, held_out) = from_rank_0(lambda: (None, prepare(args)))
+    groups, held_out = from_rank_0(lambda: prepare(args))
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
     log.begin(groups, held_out, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
               model_weights=base_digest(args.model))
@@ -133,16 +126,9 @@ def main(args):
         batch, tokens_before = batches[step], model.tokens
         logps = action_logps(model, turns_in(batch), args.tree_tokens)  # {turn: (L,)}
         loss, metrics = batch_loss(args, batch, logps, ref_logps)
-        loss.backward()  # each rank holds the gradient of its own turns; FSDP sums them
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        norm, loss = full_tensor(norm).item(), loss.item()
-        check_finite(step, loss=loss, grad_norm=norm)
         lr = lr_at(step, len(batches), args.lr)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        optimizer.step()
-        optimizer.zero_grad()
-        log(step=step, loss=loss, **metrics, grad_norm=norm, lr=lr,
+        norm = update(model, optimizer, step, loss, lr)
+        log(step=step, loss=loss.item(), **metrics, grad_norm=norm, lr=lr,
             tokens=model.tokens - tokens_before)
         if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # measured after the update; the training row of this step was measured before it
@@ -161,62 +147,53 @@ def prepare(args):
     """Reads stdin, and returns ([[Pair]] to train on, [Pair] held out). See make_groups."""
     by_reward = (args.loss == "mtdpo" or (args.loss == "rft" and not args.all)
                  or (args.loss == "dpo" and args.mix > 0))
-    fields = ["dialogue_history", "reward"] if by_reward else ["dialogue_history"]
-    records = sorted_records(read_jsonl(sys.stdin, needs(*fields, to_train=True)))
-    _, tokenizer, config = find_model(args.model)
-    weights = base_digest(args.model)
-    for r in records if args.loss == "dpo" else ():
-        if r.get("meta", {}).get("model_weights", weights) != weights:
-            add_warning("episodes have candidates that were not sampled from --model, which is "
-                        "pi_ref", f"the task {task_id(r['task'])}")
-    read_turns(tokenizer, config, records, args.max_length, pi_reads_c=False, ref_reads_c=False)
-    groups = [(task, pairs) for task, pairs in make_groups(args, records) if pairs]
+    trajectories = read_trajectories(args, *["reward"] * by_reward, pi_reads_c=False,
+                                     ref_reads_c=False)
+    groups = [(task, pairs) for task, pairs in make_groups(args, trajectories) if pairs]
     if not groups:
-        candidates = [c for r in records for message in agent_messages(r)
-                      for c in message.get("candidates", ())]
-        if args.loss == "rft" and trajectories_by_task(records):
+        candidates = [c for t in trajectories for _, *actions in t.actions for c in actions]
+        if args.loss == "rft" and by_task(trajectories):
             why = "no trajectory is solved (--all 1 trains on all of them)"
-        elif args.loss == "rft" or candidates and not any(c[TURN] for c in candidates):
+        elif args.loss == "rft" or candidates and not any(c.turn for c in candidates):
             why = "all are too long for --max_length or --model"
         elif not candidates:
             why = "there are no candidates (collect.py --candidates 16; --loss mtdpo needs none)"
-        elif not any("advantage" in c for c in candidates):
+        elif not any("advantage" in c.fields for c in candidates):
             why = "no candidate has an advantage, as train_critic.py adds it"
         else:
             why = "no turn has two candidates of different scores, the better one complete"
-        fail(f"nothing to train on in {len(records)} records: {why}")
+        fail(f"nothing to train on in {len(trajectories)} records: {why}")
     _, held_out = hold_out(dict(groups), args.held_out, args.seed)
     held_out = set(held_out)  # by task, as a task may have several groups
     return ([pairs for task, pairs in groups if task not in held_out],
             [pair for task, pairs in groups if task in held_out for pair in pairs])
 
 
-def make_groups(args, records):
+def make_groups(args, trajectories):
     """Returns [(task id, [Pair])], one group per task or, for candidates, one per trajectory."""
     if args.loss == "rft":
-        return [(task, [Pair(turns) for reward, turns in trajectories if args.all or reward >= 1])
-                for (task, _), trajectories in trajectories_by_task(records).items()]
+        return [(task, [Pair(t.turns()) for t in group if args.all or t.record["reward"] >= 1])
+                for (task, _), group in by_task(trajectories).items()]
     if args.loss == "mtdpo":
-        return list(trajectory_pairs(records, args.min_gap).items())
-    groups = []
-    for r in records:
-        pairs = [pair for message in agent_messages(r)
-                 for pair in candidate_pairs(args, message.get("candidates", ()))]
-        groups.append((task_id(r["task"]), pairs))
+        return list(trajectory_pairs(trajectories, args.min_gap).items())
+    groups, weights = [], base_digest(args.model)
+    for t in sorted(trajectories, key=Trajectory.order):
+        if t.record.get("meta", {}).get("model_weights", weights) != weights:
+            add_warning("episodes have candidates that were not sampled from --model, which is "
+                        "pi_ref", f"the task {t.task}")
+        groups.append((t.task, [pair for _, *candidates in t.actions
+                                for pair in candidate_pairs(args, candidates)]))
+    print_warnings()
     if args.mix:
-        groups += trajectory_mix(args, records, args.mix * sum(len(pairs) for _, pairs in groups))
+        n_pairs = args.mix * sum(len(pairs) for _, pairs in groups)
+        by_reward = [*trajectory_pairs(trajectories, args.min_gap).items()]
+        rng("mix", args.seed).shuffle(by_reward)
+        for task, pairs in cycle(by_reward):  # whole tasks, repeated until there are n_pairs
+            if n_pairs <= 0:
+                break
+            groups.append((task, pairs))
+            n_pairs -= len(pairs)
     return groups
-
-
-def trajectory_mix(args, records, n_pairs):
-    """Yields (task id, [Pair of trajectories]): whole tasks, repeated until there are n_pairs."""
-    by_task = list(trajectory_pairs(records, args.min_gap).items())
-    rng("mix", args.seed).shuffle(by_task)
-    for task, pairs in cycle(by_task):
-        if n_pairs <= 0:
-            return
-        yield task, pairs
-        n_pairs -= len(pairs)
 
 
 def candidate_pairs(args, candidates):
@@ -229,19 +206,19 @@ def candidate_pairs(args, candidates):
     """
     def value(candidate):
         if not args.logprob_weight:
-            return candidate["advantage"]
-        if "logprob" not in candidate:
+            return candidate.fields["advantage"]
+        if "logprob" not in candidate.fields:
             fail("--logprob_weight needs the candidates' logprob: use collect.py --candidates")
-        return candidate["advantage"] + args.logprob_weight * candidate["logprob"]
+        return candidate.fields["advantage"] + args.logprob_weight * candidate.fields["logprob"]
 
-    scored = [c for c in candidates if c.get(TURN) and "advantage" in c]
+    scored = [c for c in candidates if c.turn and "advantage" in c.fields]
     ranked = sorted(scored, key=value, reverse=True)
     half = len(ranked) // 2  # an odd one out in the middle is skipped
-    pairs = [Pair((chosen[TURN],), (rejected[TURN],), value(chosen) - value(rejected))
+    pairs = [Pair((chosen.turn,), (rejected.turn,), value(chosen) - value(rejected))
              for chosen, rejected in product(ranked[:half], ranked[len(ranked) - half:])
-             if value(chosen) > value(rejected) and not chosen.get("cut")]
+             if value(chosen) > value(rejected) and not chosen.fields.get("cut")]
     # seeded by the candidates' token ids, not by the order of the records
-    rng("pairs", args.seed, *(c[TURN][1] for c in ranked)).shuffle(pairs)
+    rng("pairs", args.seed, *(c.turn[1] for c in ranked)).shuffle(pairs)
     distinct = {pair[:2]: pair for pair in pairs if pair.chosen != pair.rejected}
     return list(distinct.values())[:args.pairs_per_turn]
 

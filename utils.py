@@ -202,14 +202,6 @@ def writing(path):
             raise
 
 
-def check_finite(step, **values):
-    """Exits before an update with a NaN or infinite loss or gradient norm."""
-    for name, value in values.items():
-        if not math.isfinite(value):
-            fail(f"step {step}: the {name} is {value}; the weights were not updated. "
-                 "Try a lower --lr or --beta, or --dtype fp32")
-
-
 def progress(label, items=None, total=None, initial=0):
     """Returns a tqdm bar, over items or updated by hand, that only rank 0 shows."""
     every, form = 0.1, None
@@ -217,11 +209,9 @@ def progress(label, items=None, total=None, initial=0):
         every, form = 10, "{desc}: {n_fmt} in {elapsed}{postfix}\n"
         if items or total:
             form = "{desc}: {n_fmt} of {total_fmt}, {remaining} left{postfix}\n"
-    bar = tqdm(items, total=total, initial=initial, desc=label, disable=RANK > 0, leave=False,
-               mininterval=every, delay=every, bar_format=form, file=sys.stderr, position=0)
-    if form:
-        bar.close = lambda: None  # tqdm's close() would erase the last line
-    return bar
+    return tqdm(items, total=total, initial=initial, desc=label, disable=RANK > 0,
+                leave=bool(form), mininterval=every, delay=every, bar_format=form,
+                file=sys.stderr, position=0)
 
 
 # --- the program and its signals ------------------------------------------------------------------
@@ -245,68 +235,6 @@ def run(main, args):
 
 # --- JSON lines -----------------------------------------------------------------------------------
 
-# The types of the fields that the scripts read. All fields are optional; unknown ones are kept.
-# A shape is a type, [shape], or {key: shape}; the key Ellipsis (written ...) matches any key.
-ACTION = {"content": str, "output": str, "token_ids": [int], "logprobs": [float],
-          "logprob": float, "advantage": float}
-RECORD = {
-    "task": {"kind": str, "problem_description": str, "ground_truth": str,
-             "hidden_information": str, "agent_prompt": str, "test_cases": {...: str}},
-    "dialogue_history": [{"role": str, **ACTION, "candidates": [ACTION]}],
-    "sample": int, "pair": str, "answer": str, "answered": bool, "reward": float,
-    "tests": {...: str}, "failure": str, "reward_by": str,
-    "meta": {"model_weights": str, "candidates": {}}}
-UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to do instead
-    "system": "make it a first message with the role system",
-    "input": "prompts are built from the messages: drop it if the first one has the "
-             "instructions, else put them there",
-    "reasoning_content": "put it into content as <think> ... </think>",
-    **dict.fromkeys(["tools", "tool_calls"], "for tools see TRL"),
-    **dict.fromkeys(["loss_mask", "weight", "train"], "every message has the same weight")}
-TYPES = {
-    str: ("text", lambda x: isinstance(x, str)),
-    bool: ("true or false", lambda x: isinstance(x, bool)),
-    int: ("a non-negative integer", lambda x: isinstance(x, int) and 0 <= x < 2 ** 62),
-    float: ("a finite number", lambda x: isinstance(x, (int, float)) and abs(x) < 1e300),
-    list: ("a list", lambda x: isinstance(x, list)),
-    dict: ("an object", lambda x: isinstance(x, dict))}
-
-
-def check_shape(value, shape, path=""):
-    """Raises ValueError if a value does not have the shape; drops known keys that are None."""
-    what, fits = TYPES[shape if isinstance(shape, type) else type(shape)]
-    if not fits(value):
-        raise ValueError(f"{path} is not {what}")
-    if isinstance(shape, list):
-        for i, item in enumerate(value):
-            check_shape(item, shape[0], f"{path}[{i}]")
-    if isinstance(shape, dict):
-        for key in list(value):
-            expected = shape.get(key, shape.get(...))
-            if key in shape and value[key] is None:
-                del value[key]
-            elif expected is not None:
-                check_shape(value[key], expected, f"{path}.{key}".lstrip("."))
-
-
-def check_dialogue(history, name):
-    """Raises ValueError if the messages are not a dialogue. name: for the error message."""
-    for message in history:
-        if message.get("role") not in ("system", "user", "assistant") or "content" not in message:
-            raise ValueError(f"a message of {name} has no content, or its role is not system, "
-                             "user or assistant")
-    if history and history[0]["role"] == "assistant":
-        raise ValueError(f"{name} starts with the assistant, not with a user or system message")
-
-
-def reject_unsupported(record, messages):
-    """Raises ValueError if the record or one of its messages has an UNSUPPORTED field."""
-    for part in (record, *messages):
-        for name in UNSUPPORTED:
-            if part.get(name) not in (None, "", [], {}, 1):  # a weight of 1 (or true) is fine
-                raise ValueError(f"the field {name!r} is not supported: {UNSUPPORTED[name]}")
-
-
 def finite(text):
     """Parses a JSON number; raises ValueError for NaN, Infinity and 1e999."""
     if not math.isfinite(float(text)):
@@ -314,56 +242,28 @@ def finite(text):
     return float(text)
 
 
-def parse_record(line, need, place):
-    """Parses and checks one line of bytes; raises ValueError. need, place: see read_jsonl."""
-    try:
-        record = json.loads(line, parse_float=finite, parse_constant=finite)
-        if b"\\ud" in line.lower() or b"\xed" in line:  # it may hold a surrogate
-            # replace lone surrogates, which a model may sample, by U+FFFD: UTF-8 can't encode them
-            text = json.dumps(record, ensure_ascii=False).encode("utf-16", "surrogatepass")
-            record = json.loads(text.decode("utf-16", "replace"))
-    except (ValueError, RecursionError) as e:
-        raise ValueError(f"not JSON ({e}); every line must be one JSON object") from None
-    if not isinstance(record, dict):
-        raise ValueError("not a JSON object")
-    if "task" not in record and "problem_description" in record:
-        record = {"task": record}  # ColBench's published task files hold bare tasks
-    if record.keys() & {"rejected", "messages", "conversations"} and "task" not in record:
-        raise ValueError("this is a preference pair or a chat, convert it first: python "
-                         "tests/experiments/preferences.py < FILE | train_policy.py --loss mtdpo "
-                         "(chats: --loss rft)")
-    check_shape(record, RECORD)
-    check_dialogue(record.get("dialogue_history", []), "dialogue_history")
-    if not -1 <= record.get("reward", 0) <= 1:
-        raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
-    for path in need(record, place):
-        value = record
-        for key in path.split("."):
-            value = value.get(key) if isinstance(value, dict) else None
-        if value in (None, {}, []):
-            raise ValueError(f"this record has no {path!r}")
-    return record
+def read_jsonl(stream, name="stdin"):
+    """Yields (place, object) of each line but blank ones; a line that is not JSON is an error.
 
-
-def read_jsonl(stream, need=lambda record, place: (), name="stdin"):
-    """Yields a dict per line, skipping blank lines; an invalid line is an error that names it.
-
-    need(record, place) checks a record, and returns the fields that it must have, as paths such as
-    "task.ground_truth". place: such as "stdin, line 3".
+    place: for the errors of a caller who checks the object, such as "stdin, line 3".
     """
-    found = False
-    lines = getattr(stream, "buffer", stream)  # read bytes, since they may not be UTF-8
-    for number, line in enumerate(lines, 1):
+    place = None
+    for number, line in enumerate(getattr(stream, "buffer", stream), 1):  # bytes, may not be UTF-8
         if not line.strip():
             continue
         place = f"{name}, line {number}"
         try:
-            record = parse_record(line, need, place)
-        except ValueError as e:
-            fail(f"{place}: {e}")
-        found = True
-        yield record
-    if not found:
+            record = json.loads(line, parse_float=finite, parse_constant=finite)
+            if b"\\ud" in line.lower() or b"\xed" in line:  # it may hold a surrogate
+                # replace lone surrogates, which a model may sample: UTF-8 can't encode them
+                text = json.dumps(record, ensure_ascii=False).encode("utf-16", "surrogatepass")
+                record = json.loads(text.decode("utf-16", "replace"))
+        except (ValueError, RecursionError) as e:
+            fail(f"{place}: not JSON ({e}); every line must be one JSON object")
+        if not isinstance(record, dict):
+            fail(f"{place}: not a JSON object")
+        yield place, record
+    if not place:
         fail(f"{name} is empty; did the previous stage fail?")
 
 
@@ -431,25 +331,24 @@ def barrier():
 
 
 def from_rank_0(make):
-    """Runs make() on rank 0, for example to read stdin, which torchrun passes to every rank.
+    """Returns make() of rank 0 on all ranks; only rank 0 calls it, for example to read stdin.
 
-    make() returns (kept, sent): rank 0 gets both, other ranks get (None, sent). Only `sent` is
-    pickled. make() may take hours, and its SystemExit is raised on every rank.
+    make() may take hours, and its SystemExit is raised on every rank.
     """
     if WORLD == 1:
         return make()
     # create the group first: creating it times out after an hour, and make() may take longer
     group = dist.new_group(backend="gloo", timeout=timedelta(days=30))
-    kept, sent = None, [None]
+    result = [None]
     if RANK == 0:
         try:
-            kept, sent[0] = make()
+            result = [make()]
         except SystemExit as e:
-            sent[0] = e
-    dist.broadcast_object_list(sent, src=0, group=group)
-    if isinstance(sent[0], SystemExit):
-        raise sent[0]
-    return kept, sent[0]
+            result = [e]
+    dist.broadcast_object_list(result, src=0, group=group)
+    if isinstance(result[0], SystemExit):
+        raise result[0]
+    return result[0]
 
 
 # --- the --out directory of a run -----------------------------------------------------------------
@@ -467,7 +366,7 @@ class Log:
     def __init__(self, args):
         self.args, self.out = args, args.out
         self.path = os.path.join(args.out, "metrics.jsonl")
-        self.lock, (self.rows, self.step) = from_rank_0(self.lock_and_read)
+        self.rows, self.step = from_rank_0(self.lock_and_read)
         self.finished = any("finished" in row for row in self.rows)
         if not self.rows:
             return
@@ -486,22 +385,22 @@ class Log:
         fail(f"the run in {self.out} has {what}: {instead}, or choose another --out")
 
     def lock_and_read(self):
-        """Locks --out. Returns (lock, (rows of metrics.jsonl, step of the last checkpoint))."""
+        """Locks --out. Returns (rows of metrics.jsonl, step of the last checkpoint)."""
         out = self.out
         with fail_on_error(f"--out {out or repr(out)}"):
             os.makedirs(out, exist_ok=True)
-            lock = os.open(out, os.O_RDONLY)
+            self.lock = os.open(out, os.O_RDONLY)
         with fail_on_error(f"--out {out} is in use by another run"):
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not set(os.listdir(out)) - {"metrics.jsonl.part"}:
-            return lock, ([], 0)  # new, or killed before its first row
-        if not os.path.exists(self.path):
-            fail(f"--out {out} exists and is not a run: choose another")
+            return [], 0  # new, or killed before its first row
         with fail_on_error(f"{self.path} is damaged; choose another --out to start over"):
             rows = rows_of(out)
+        if not rows:
+            fail(f"--out {out} exists and is not a run: choose another")
         names = glob.glob("checkpoint-*", root_dir=out)
         steps = [name.removeprefix("checkpoint-") for name in names]
-        return lock, (rows, max([int(step) for step in steps if step.isdecimal()], default=0))
+        return rows, max([int(step) for step in steps if step.isdecimal()], default=0)
 
     def begin(self, groups, held_out, steps, **facts):
         """Writes the first row, or checks that the run in --out has the same facts and pairs.
@@ -586,24 +485,22 @@ def changed_scripts(out):
 
 
 def rows_of(out):
-    """Returns the rows of a run's metrics.jsonl; after a kill the last line may be incomplete."""
-    with open(os.path.join(out, "metrics.jsonl")) as f:
+    """Returns the rows of a run's metrics.jsonl, [] if there is none.
+
+    After a kill its last line may be incomplete.
+    """
+    path = os.path.join(out, "metrics.jsonl")
+    with open(path if os.path.exists(path) else os.devnull) as f:
         rows = [json.loads(line) for line in f if line.endswith("}\n")]
-    if not rows or "args" not in rows[0]:
-        raise ValueError("its first row has no args")
-    return rows
-
-
-def is_unfinished(folder):
-    """Whether a folder is a run that a trainer has not finished."""
-    with contextlib.suppress(OSError, ValueError):
-        return "finished" not in rows_of(folder)[-1]
+    return rows if rows and "args" in rows[0] else []
 
 
 def finished_critic(folder):
     """Returns the last row with flags of a finished run of train_critic.py, or fails."""
     with fail_on_error(f"{folder or repr(folder)} is not a finished run of train_critic.py"):
         rows = rows_of(folder)
+        if not rows:
+            raise ValueError("it has no metrics.jsonl of a run")
         start = [row for row in rows if "args" in row][-1]
         if "ref_context" not in start["args"]:
             raise ValueError("it is a run of train_policy.py")

@@ -407,7 +407,7 @@ def test_a_grade_that_raises_loses_its_own_record_alone(fatal, message, monkeypa
                 raise errors[answer]
             return {"reward": 1.0}
     monkeypatch.setitem(module.ENVIRONMENTS, "odd", Odd)
-    monkeypatch.setattr(module, "read_jsonl", lambda *_: given)
+    monkeypatch.setattr(module, "read_records", lambda *_, **__: given)
     odd = {"kind": "odd", "problem_description": "d", "ground_truth": "g"}
     given = [{"task": odd, "answer": i} for i in range(40)]
     errors, done = {3: ValueError("one\ntwo"), 17: KeyError(3), 39: RecursionError()}, []
@@ -433,7 +433,7 @@ def test_a_kind_whose_package_is_missing_loses_no_record_before_it(monkeypatch, 
         monkeypatch.setitem(module.ENVIRONMENTS, kind.__name__, kind)
     given = [{"task": {"kind": kind, "problem_description": "d", "ground_truth": "g"}, "answer": ""}
              for kind in ("Plain", "Plain", "Lacks", "Plain")]
-    monkeypatch.setattr(module, "read_jsonl", lambda *_: given)
+    monkeypatch.setattr(module, "read_records", lambda *_, **__: given)
     done = []
     with pytest.raises(SystemExit, match="^error: Lacks can't grade .*'no_such_package'"):
         module.grade(SimpleNamespace(workers=2), done.append)
@@ -450,7 +450,7 @@ def test_answers_to_a_broken_reference_are_counted_by_themselves(monkeypatch, ca
              {"task": breaks, "answer": "def f(x): return x"}]
     mean = "graded 1 answers: 50.0 % tests passed by honest rules; 0 with a failure\n"
     for first, last, n in ((0, 3, 2), (2, 3, 1), (0, 1, 0)):
-        monkeypatch.setattr(module, "read_jsonl", lambda *_: given[first:last])
+        monkeypatch.setattr(module, "read_records", lambda *_, **__: given[first:last])
         module.grade(module.get_args(["grade", "--workers", "1"]), lambda record: None)
         broken = (f"warning: left out of this mean are {n} answers to 1 tasks whose own reference "
                   "fails; drop them by colbench.py check\n")

@@ -3,6 +3,7 @@
 .ci/run runs the quickstart and the tests themselves."""
 import glob
 import importlib.util
+import io
 import math
 import os
 import re
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 
 import model
 import train_critic
+import train_policy
 from colbench import BROWSERS, CACHE, agent_messages
 from conftest import CPU, ROOT, lines, metrics, records, script, shell, steps, succeed, train
 from test_colbench_environment import repo  # a fixture
@@ -73,9 +75,9 @@ def edited(names, folder):
     return folder
 
 
-def edited_critic(names, folder):
-    """train_critic.py of such a copy, as a module beside the plain ones."""
-    path = f"{edited(names, folder)}/train_critic.py"
+def edited_module(names, folder, script="train_critic"):
+    """A script of such a copy, as a module beside the plain ones."""
+    path = f"{edited(names, folder)}/{script}.py"
     spec = importlib.util.spec_from_file_location("edited", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -93,7 +95,7 @@ def first_step(copy, name, given, base, *flags, ranks=1, out=None):
 def test_every_edit_is_in_the_readme_and_has_a_test():
     edits = {Path(path).stem for path in glob.glob(f"{EDITS}/*.diff")}
     named = set(re.findall(r"\b(\w+)\.diff\b", Path(ROOT, "README.md").read_text()))
-    tested = re.findall(r'(?:edited|edited_critic|param)\("([\w ]+)"', Path(__file__).read_text())
+    tested = re.findall(r'(?:edited|edited_module|param)\("([\w ]+)"', Path(__file__).read_text())
     assert edits == named == set(" ".join(tested).split())
 
 
@@ -120,20 +122,21 @@ def test_the_edits_of_what_the_loss_sums(tmp_path):
     logps = {"a": torch.tensor([1.0, 2.0]), "b": torch.tensor([3.0]), "c": torch.tensor([5.0])}
     ref = {turn: 0 * x for turn, x in logps.items()}
     args, pair = SimpleNamespace(beta=1, nll_coef=0), model.Pair(("a", "b"), ("c",))
-    for critic, want in ((train_critic, 1.5 + 3 - 5), (edited_critic("sum", tmp_path), 3 + 3 - 5),
-                         (edited_critic("trajectory", tmp_path), (1 + 2 + 3) / 3 - 5)):
+    for critic, want in ((train_critic, 1.5 + 3 - 5), (edited_module("sum", tmp_path), 3 + 3 - 5),
+                         (edited_module("trajectory", tmp_path), (1 + 2 + 3) / 3 - 5)):
         _, margin = critic.critic_loss(args, pair, logps, ref)
         assert margin.item() == pytest.approx(want)
 
 
-def test_the_edit_no_hidden(rewarded, tiny_dir, tmp_path):
+def test_the_edit_no_hidden(rewarded, tiny_dir, tmp_path, monkeypatch):
     """Critic and reference read what the policy does."""
-    _, tokenizer, config = model.find_model(tiny_dir)
-    policys = train_critic.read_turns(tokenizer, config, rewarded, 10 ** 4, pi_reads_c=False,
-                                      ref_reads_c=False)
-    critic = edited_critic("no_hidden", tmp_path)
-    assert policys == critic.read_turns(tokenizer, config, rewarded, 10 ** 4, pi_reads_c=True,
-                                        ref_reads_c=True)
+    args = train_policy.get_args(["--model", str(tiny_dir)])
+    monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(rewarded).encode()))
+    policys = model.read_trajectories(args, pi_reads_c=False, ref_reads_c=False)
+    critics = edited_module("no_hidden", tmp_path, "model")
+    sys.stdin.seek(0)
+    assert policys == critics.read_trajectories(args, pi_reads_c=True, ref_reads_c=True)
+
 
 
 @pytest.mark.full

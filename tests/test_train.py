@@ -34,7 +34,7 @@ from colbench import (agent_messages, first_message, hidden_information, task_id
                       with_hidden)
 from conftest import (CPU, ROOT, actions, complaint, demos, descendants, dialogue, gone, lines,
                       metrics, plain_ids, records, script, steps, succeed, uncut, until)
-from model import TURN, Pair
+from model import Action, Pair, Trajectory
 from test_model import FAMILIES, SLOW, save_strong, separate
 
 # --- the losses: the oracle is floats and loops, written from the equations -----------------------
@@ -87,8 +87,7 @@ def test_the_learning_rate_warms_up_also_where_steps_are_few():
 def trajectory(i, task, reward, too_long=False):
     """Number i, of one turn."""
     turn = None if too_long else (("o", i), ("a", i))
-    message = {"role": "assistant", "content": "?", TURN: turn}
-    return {"task": {"id": task}, "reward": reward, "dialogue_history": [message]}
+    return Trajectory(task, {"reward": reward}, [[Action({}, turn, turn)]])
 
 
 def test_pairs_of_trajectories_are_those_of_two_loops():
@@ -108,10 +107,10 @@ def test_pairs_of_trajectories_are_those_of_two_loops():
         for least, want in ((None, best), (margin / 10, apart)):
             if not want:
                 with pytest.raises(SystemExit, match="no pairs in 9 trajectories") as e:
-                    train_critic.trajectory_pairs(given, least)
+                    M.trajectory_pairs(given, least)
                 assert ("--min_gap 0" in str(e.value)) == (bool(worse) and least is None)
                 continue
-            groups = train_critic.trajectory_pairs(given, least).values()
+            groups = M.trajectory_pairs(given, least).values()
             pairs = [(pair.chosen[0][0][1], pair.rejected[0][0][1], pair.gap)
                      for group in groups for pair in group]
             assert sorted((i, j) for i, j, _ in pairs) == sorted(want)
@@ -124,9 +123,9 @@ def test_pairs_of_trajectories_are_those_of_two_loops():
     ([("a", 0.0), ("a", 0.0), ("b", 1.0)], "no task has two that differ in reward"),
     ([("a", 0.0), ("a", 0.5)], "try --min_gap 0")])
 def test_the_advice_fits_the_reason_why_there_are_no_pairs(given, why):
-    records = [trajectory(i, *x, too_long="long" in why) for i, x in enumerate(given)]
+    trajectories = [trajectory(i, *x, too_long="long" in why) for i, x in enumerate(given)]
     with pytest.raises(SystemExit, match=why):
-        train_critic.trajectory_pairs(records, None)
+        M.trajectory_pairs(trajectories, None)
 
 
 @pytest.mark.parametrize("flags, change, why", [
@@ -144,8 +143,8 @@ def test_a_policy_without_data_says_what_is_missing(flags, change, why, ranked, 
         prepared(monkeypatch, ranked, train_policy, "--model", tiny_dir, *flags)
 
 
-def candidate(i, advantage, logprob=None, output="what?"):
-    return {TURN: ("o", (i,)), "advantage": advantage, "logprob": logprob, "output": output}
+def candidate(i, advantage, logprob=None, **fields):
+    return Action({"advantage": advantage, "logprob": logprob, **fields}, ("o", (i,)), None)
 
 
 def test_candidate_pairs_take_the_top_against_the_bottom_half():
@@ -160,7 +159,7 @@ def test_candidate_pairs_take_the_top_against_the_bottom_half():
             args = SimpleNamespace(pairs_per_turn=200, logprob_weight=weight, seed=seed)
             return train_policy.candidate_pairs(args, candidates)
 
-        pairs = draw([*candidates, {**candidate(9, 9.0, 0.0), TURN: None}])
+        pairs = draw([*candidates, candidate(9, 9.0, 0.0)._replace(turn=None)])
         drawn = {(pair.chosen[0][1][0], pair.rejected[0][1][0]): pair.gap for pair in pairs}
         assert len(drawn) == len(pairs)
         assert set(drawn) == {(i, j) for i in ranked[:n // 2] for j in ranked[n - n // 2:]}
@@ -169,7 +168,7 @@ def test_candidate_pairs_take_the_top_against_the_bottom_half():
         assert n < 4 or pairs != draw(candidates, seed=1)
     assert not draw([candidate(7, 0.0), candidate(7, 1.0)])  # alike
     assert not draw([candidate(i, 0.5) for i in range(4)])  # the critic does not tell them apart
-    cut = {**candidate(7, 1.0), "cut": True}
+    cut = candidate(7, 1.0, cut=True)
     assert not draw([candidate(8, 0.0), cut]) and draw([candidate(8, 2.0), cut])
 
 
@@ -178,10 +177,10 @@ def test_pairs_of_a_turn_are_distinct_and_as_many_as_there_are_up_to_the_flag():
     rng, counts = random.Random(0), Counter()
     for seed in range(600):
         copies = [candidate(i, i / 9) for i in range(4) for _ in range(rng.randint(1, 3))]
-        copies.sort(key=lambda c: c["advantage"])
+        copies.sort(key=lambda c: c.fields["advantage"])
         half = len(copies) // 2
-        possible = {(high[TURN], low[TURN]) for high in copies[-half:] for low in copies[:half]
-                    if high[TURN] != low[TURN]}
+        possible = {(high.turn, low.turn) for high in copies[-half:] for low in copies[:half]
+                    if high.turn != low.turn}
         rng.shuffle(copies)
         for n in 1, 4, 99:
             args = SimpleNamespace(pairs_per_turn=n, logprob_weight=0, seed=seed)
@@ -194,14 +193,14 @@ def test_pairs_of_a_turn_are_distinct_and_as_many_as_there_are_up_to_the_flag():
     assert len(counts) == 4 and all(110 < n < 190 for n in counts.values())
 
 
-def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
+def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates(tiny_dir):
     given = [trajectory(i, "ab"[i % 2], reward) for i, reward in enumerate(
         (0.3, 0.4, 1.0, 0.5, 0.35))]  # two pairs in task a, none in b
-    for r in given:
-        message = {**r["dialogue_history"][0], "candidates": [candidate(i, i) for i in range(4)]}
-        r["dialogue_history"] = 2 * [message]
+    for t in given:
+        t.actions[0] += [candidate(i, i) for i in range(4)]
+        t.actions.append(t.actions[0])
     for mix, n in ((0, 0), (0.05, 2), (0.25, 10), (1, 40)):
-        args = train_policy.get_args(["--out", "x", "--mix", str(mix)])
+        args = train_policy.get_args(["--out", "x", "--mix", str(mix), "--model", str(tiny_dir)])
         groups = [pairs for _, pairs in train_policy.make_groups(args, given)]
         assert [len(pairs) for pairs in groups[:5]] == 5 * [8]  # a trajectory's stay together
         added = [(p.chosen[0][0][1], p.rejected[0][0][1]) for g in groups[5:] for p in g]
@@ -211,10 +210,10 @@ def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates():
 def read_by(monkeypatch, given, trainer, *flags):
     """(groups of pairs, pairs held out) that a trainer makes of the records."""
     monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(given).encode()))
-    made = trainer.prepare(trainer.get_args([*map(str, flags), "--out", "x"]))
+    args = trainer.get_args([*map(str, flags), "--out", "x"])
     if trainer is train_policy:
-        return made
-    _, (_, pairs_of, held) = made
+        return trainer.prepare(args)
+    _, pairs_of, held = trainer.prepare(args, [])
     return list(pairs_of.values()), held
 
 
@@ -304,8 +303,8 @@ def test_what_each_critic_reads(tiny_dir):
 
     def read(ref=True):
         """[prompt, action, reference's prompt, action], as text."""
-        [(turn, ref_turn)] = train_critic.critic_turns(tokenizer, {"task": task}, history, [action],
-                                                       pi_reads_c=True, ref_reads_c=ref)
+        [(turn, ref_turn)] = M.critic_turns(tokenizer, {"task": task}, history, [action],
+                                            pi_reads_c=True, ref_reads_c=ref)
         return [tokenizer.decode([*map(ord, ids)]) for ids in (*turn, *ref_turn)]
 
     later = "so<|end|><|user|>go on<|end|><|assistant|>"
@@ -320,24 +319,27 @@ def test_what_each_critic_reads(tiny_dir):
     assert read()[1] == read()[3] == "<|end|>"
 
 
-def test_dialogues_that_collect_would_begin_otherwise_are_counted_with_both_texts(tiny_dir, capsys):
+def test_dialogues_that_collect_would_begin_otherwise_are_counted_with_both_texts(
+        tiny_dir, capsys, monkeypatch):
     """None that it sampled, none with the hidden information or another max_turns."""
-    tokenizer, config = M.find_model(tiny_dir)[1:]
-
     def told(given):
-        train_critic.read_turns(tokenizer, config, given, 9999, pi_reads_c=False, ref_reads_c=False)
+        monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(given).encode()))
+        args = SimpleNamespace(model=tiny_dir, max_length=9999)
+        M.read_trajectories(args, pi_reads_c=False, ref_reads_c=False)
         return [line for line in capsys.readouterr().err.splitlines() if "first_message" in line]
 
     knob = "Ask at most {max_turns} questions. {problem_description}"
     good = demos(40) + demos(2, of=toy_pages)
     for r, n in zip(demos(3), (2, 7, 10)):  # an agent_prompt of the task's own, another max_turns
-        r["task"]["agent_prompt"] = knob
+        r["task"] |= {"agent_prompt": knob, "id": f"of its own, {n}"}
         r["dialogue_history"][0] = first_message(r["task"], n)
         good.append(r)
         seeing = with_hidden(r["dialogue_history"], hidden_information(r["task"]))
         good.append({**r, "dialogue_history": seeing})
     assert not told(good)
     bad = records(lines(good[:1] + good[-2:]))
+    for i, r in enumerate(bad):
+        r["task"]["id"] = f"bad {i}"
     bad[0]["dialogue_history"][0]["content"] = "Please write pay(x)"
     bad[1]["dialogue_history"][0]["content"] = bad[1]["dialogue_history"][0]["content"][:-1]
     del bad[2]["task"]["agent_prompt"]
@@ -638,7 +640,7 @@ def test_the_others_wait_for_rank_0_longer_than_for_each_other(tmp_path):
     (tmp_path / "wait.py").write_text(
         f"import datetime, sys, time\nsys.path.insert(0, {ROOT!r})\nimport torch, utils\n"
         "torch.distributed.init_process_group('gloo', timeout=datetime.timedelta(seconds=2))\n"
-        "assert utils.from_rank_0(lambda: (time.sleep(5), 'here'))[1] == 'here'\n")
+        "assert utils.from_rank_0(lambda: time.sleep(5) or 'here') == 'here'\n")
     succeed(tmp_path / "wait.py", ranks=2)
 
 
@@ -771,9 +773,9 @@ def test_an_edited_script_neither_resumes_nor_scores_in_silence(killed, whole, c
 def test_score_never_trains(killed, data, tmp_path):
     """What is not a finished critic is named, and nothing is made."""
     row = {"args": {"ref_context": "agent"}}
-    for name, rows, why in (("gone", None, "No such file"), ("policy", [{"args": {}}], "a run of"),
+    for name, rows, why in (("gone", None, "it has no"), ("policy", [{"args": {}}], "a run of"),
                             ("killed", [row, {"step": 3}], "it was interrupted; repeat its"),
-                            ("other", [{"x": 1}], "its first row has no args")):
+                            ("other", [{"x": 1}], "it has no metrics.jsonl of a run")):
         if rows:
             (tmp_path / name).mkdir()
             (tmp_path / name / "metrics.jsonl").write_text(lines(rows))

@@ -132,7 +132,7 @@ def test_no_input_gets_past_or_breaks_a_stage(stage, good, tiny_dir, tmp_path, m
 def test_a_null_is_a_field_that_is_not_there(good):
     record = good[0] | {"meta": None, "answer": None, "of another": None}
     record["dialogue_history"][1] |= {"candidates": None, "logprobs": None}
-    (read,) = utils.read_jsonl([json.dumps(record).encode()])
+    (read,) = colbench.read_records([json.dumps(record).encode()])
     assert "meta" not in read and "answer" not in read and read["of another"] is None
     assert not {"candidates", "logprobs"} & read["dialogue_history"][1].keys()
 
@@ -144,4 +144,4 @@ def test_a_null_is_a_field_that_is_not_there(good):
 def test_what_a_record_may_not_hold_is_named(text, message):
     line = '{"of another": {"x": HERE}}'.replace("HERE", text)
     with pytest.raises(SystemExit, match=f"stdin, line 1: {message}"):
-        list(utils.read_jsonl([line.encode()]))
+        list(colbench.read_records([line.encode()]))

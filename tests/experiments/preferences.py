@@ -29,8 +29,9 @@ import textwrap
 from itertools import takewhile
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
-from utils import (RECORD, add_warning, check_dialogue, check_shape, digest, fail,  # noqa: E402
-                   flag, open_stdout, parser, print_warnings, reject_unsupported, run)
+from colbench import RECORD, check_dialogue, check_shape, reject_unsupported  # noqa: E402
+from utils import (add_warning, digest, fail, flag, open_stdout, parser,  # noqa: E402
+                   print_warnings, run)
 
 FORMATS = {  # name: (columns of the prompt, column of the chosen side, of the rejected side)
     "UltraFeedback": (["prompt"], "chosen", "rejected"),

@@ -10,8 +10,8 @@ from collections import defaultdict
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), ".."))
 from toy import WORLDS, asked_for, slots_of
-from colbench import Grader, agent_messages, read_action
-from utils import progress, read_jsonl
+from colbench import Grader, agent_messages, read_action, read_records
+from utils import progress
 
 WORLD = WORLDS["english"]
 PAIRS = {  # name: (whether slots are unknown, the better kind of candidate, the worse one)
@@ -55,7 +55,7 @@ def main(paths):
     with Grader() as grader:
         for path in progress("files", paths, len(paths)):
             with open(path) as f:
-                rows[path] = count(read_jsonl(f, name=path), grader)
+                rows[path] = count(read_records(f, source=path), grader)
     for name in PAIRS:
         print(name)
         for path, counts in rows.items():

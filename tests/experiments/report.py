@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
 from colbench import (GraderError, Renderer, RenderError, cpus, environment, extract_page,
-                      hidden_information, needs, task_id)
+                      hidden_information, read_records, task_id)
 from evaluate import named_systems
-from utils import fail, parser, read_jsonl
+from utils import fail, parser
 
 STYLE = """<!doctype html><meta charset="utf-8"><title>Episodes</title><style>
 body {margin: 0; font: 14px system-ui, sans-serif}
@@ -120,7 +120,7 @@ def main(args):
     for system in systems:
         for path in system.files:
             with open(path, encoding="utf-8") as f:
-                for record in read_jsonl(f, needs("dialogue_history", "reward"), path):
+                for record in read_records(f, "dialogue_history", "reward", source=path):
                     task = record["task"]
                     episodes = tasks.setdefault(task_id(task), {})
                     episodes.setdefault(system.name, []).append(record)

@@ -13,8 +13,8 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "..", ".."))
 import collect
-from colbench import Grader, agent_messages, needs, read_action
-from utils import progress, read_jsonl
+from colbench import Grader, agent_messages, read_action, read_records
+from utils import progress
 
 
 class Rollouts(collect.EpisodeRunner):
@@ -62,7 +62,7 @@ class Rollouts(collect.EpisodeRunner):
 
 
 if __name__ == "__main__":
-    records = list(read_jsonl(sys.stdin, needs("dialogue_history", to_grade=True)))
+    records = [*read_records(sys.stdin, "dialogue_history", to_grade=True)]
     asyncio.run(Rollouts(collect.get_args()).score(records))
     for record in records:
         print(json.dumps(record))

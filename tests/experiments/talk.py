@@ -30,9 +30,8 @@ with contextlib.suppress(ImportError):
 
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 sys.path.insert(0, ROOT)
-from colbench import agent_messages, environment, hidden_information, needs
-from utils import (fail, fail_on_error, finished_critic, flag, inline, open_stdout, parser,
-                   read_jsonl)
+from colbench import agent_messages, environment, hidden_information, read_records
+from utils import fail, fail_on_error, finished_critic, flag, inline, open_stdout, parser
 
 SOCKET = "TALK_SOCKET"  # environment variable with the descriptor of collect.py's end
 STAGES = contextlib.ExitStack()  # kills the scripts that still run
@@ -118,7 +117,7 @@ def main(args, flags):
         with fail_on_error(f"no tasks on stdin, and {name} can't be read"):
             stream = open(name, "rb")
     tasks = b""
-    for record in read_jsonl(stream, needs(to_grade=True), name):
+    for record in read_records(stream, source=name, to_grade=True):
         if environment(record["task"]).shows_pages:
             fail(f"{name} has tasks of web pages, which talk.py can't show")
         tasks += json.dumps({"task": record["task"]}).encode() + b"\n"
