@@ -499,8 +499,9 @@ LIBRARY = [*(name for name in sorted(sys.stdlib_module_names) if name[0] != "_")
            "_strptime", "_pylong"]
 EXTRA_MODULES = """numpy.char numpy.fft numpy.ma numpy.polynomial numpy.random numpy.rec
 numpy.strings sympy.assumptions sympy.categories sympy.codegen sympy.combinatorics sympy.concrete
-sympy.discrete sympy.integrals sympy.logic sympy.physics.units sympy.polys sympy.sets sympy.stats
-sympy.tensor.array.array_derivatives sympy.vector""".split()
+sympy.discrete sympy.integrals sympy.logic sympy.matrices.expressions.applyfunc
+sympy.physics.units sympy.polys sympy.sets sympy.stats sympy.tensor.array.array_derivatives
+sympy.vector""".split()
 # (pattern, modules of a fork server). The first row whose pattern occurs in the answer or its tests
 # is used, because forking with fewer modules is up to ten times as fast.
 EXTRAS = "|".join({name.partition(".")[0] for name in EXTRA_MODULES})  # numpy|sympy

@@ -742,10 +742,12 @@ async def run_all(args, emit):
             except BaseException as e:  # also SystemExit
                 on_error(e, f"task {record['task']['id']}, sample {sample}")
                 continue
-            emit({**record, **fields, "meta": {**record.get("meta", {}), **fields["meta"]}})
+            record = {**record, **fields, "meta": {**record.get("meta", {}), **fields["meta"]}}
+            emit(record)
             bar.update()
             totals["episodes"] += 1
-            totals["in_a_row"] = 0
+            if len(record["dialogue_history"]) > 2:  # else nobody asked the human
+                totals["in_a_row"] = 0
 
     if jobs:
         await runner.load()

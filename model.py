@@ -262,6 +262,7 @@ class TreeLM(torch.nn.Module):
         self.config = lm.config.get_text_config()
         self.tokens = 0  # number of tokens computed so far
         self.head_logps = head_logps  # shard() may compile it
+        self.extra = {}  # {name: tensor}: more state, of an edit, to keep in checkpoints
 
     @property
     def supports_trees(self):
@@ -530,7 +531,7 @@ def action_ids(tokenizer, action, history, thinking=0):
     text = action.get("output") or action.get("content") or ""
     message = {"role": "assistant", "content": text}
     if control := control_tokens(tokenizer)[1].search(text):
-        add_warning("stored messages contain a control token, kept as text", f"{control[0]!r}")
+        add_warning("messages contain a control token, kept as text", f"{control[0]!r}")
     prompt = template_text(tokenizer, history, thinking, add_prompt=True)
     full = template_text(tokenizer, [*history, message], thinking, add_prompt=False)
     before_action, plain = prompt, as_plain(tokenizer, message)
@@ -628,10 +629,13 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
     _, tokenizer, config = find_model(args.model)
     config = config.get_text_config()
     longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
-    extra_ids = len(tokenizer) > config.vocab_size
+    extra_ids, special = len(tokenizer) > config.vocab_size, control_tokens(tokenizer)[1]
     trajectories = []
     for r in records:
         name = f"the task {task_id(r['task'])}"
+        for m in r["dialogue_history"]:
+            if m["role"] != "assistant" and special.search(m["content"]):
+                add_warning("messages contain a control token, kept as text", name)
         if pi_reads_c and not hidden_information(r["task"]):
             add_warning("records without hidden information for the critic", name)
         check_opening(r)
@@ -706,7 +710,8 @@ def trajectory_pairs(trajectories, min_gap):
             why = "no task has both a solved and an unsolved one; try --min_gap 0"
         else:
             why = f"no task has two whose rewards differ by {min_gap} or more"
-        fail(f"no pairs in {len(trajectories)} trajectories: {why}")
+        n_long = len(trajectories) - sum(map(len, tasks.values()))
+        fail(f"no pairs in {len(trajectories)} trajectories, {n_long} of them too long: {why}")
     return groups
 
 
@@ -1065,6 +1070,7 @@ def training_state(model, optimizer):
     weights, moments = get_state_dict(model, optimizer, options=FLAT)
     tensors = {name: weights[name] for name, p in model.named_parameters() if p.requires_grad}
     tensors.update((name, x) for name, x in moments.items() if torch.is_tensor(x))
+    tensors.update((f"extra.{name}", x) for name, x in model.extra.items())
     return weights, moments, tensors
 
 

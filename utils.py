@@ -445,7 +445,7 @@ class Log:
         self.what = what
         self.bar = progress(what, total=self.total, initial=self.step)
         for step in range(self.step, self.total):
-            self.began = time.monotonic()
+            self.began, self.step = time.monotonic(), step + 1  # of the last one, if a loop breaks
             yield step
         self.bar.close()
 
@@ -472,7 +472,7 @@ class Log:
 
     def finish(self):
         """Adds the last row and removes the checkpoints, as the model is now in --out."""
-        self(finished=self.total)
+        self(finished=self.step)
         drop_checkpoints(self.out)
 
 

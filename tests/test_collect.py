@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import shutil
+import sys
 from itertools import chain
 
 import pytest
@@ -395,6 +396,36 @@ def test_when_the_run_ends_by_an_error_the_episodes_under_way_end_first(tasks, t
         f"error: task {tasks[0]['task']['id']}, sample 15 failed: KeyError: 'down'; it is the "
         "16th failure in a row; rerun with --resume FILE to continue")
     assert done.stderr.count("'down'") == 16
+
+
+EXPIRES = """
+asked = 0
+def reply(task, history):
+    global asked
+    asked += 1
+    if asked > 3:
+        raise OSError("the key has expired")
+    return "yes"
+"""
+
+
+def test_episodes_that_ask_nobody_do_not_hide_that_the_human_is_gone(tasks, tiny_dir, tmp_path,
+                                                                     monkeypatch, capsys):
+    """Every second episode answers at once."""
+    (tmp_path / "human.py").write_text(EXPIRES)
+    args = collect.get_args(["--model", str(tiny_dir), "--human", str(tmp_path / "human.py"), "-k",
+                             "100", "--concurrency", "1", "--max_turns", "2"])
+
+    async def next_message(self, task, history, key, n_candidates):
+        answer = f"{ANSWER} 1" if key[2] % 2 or len(history) > 1 else "which rate?"
+        return {"role": "assistant", "content": None, "output": answer}
+
+    monkeypatch.setattr(collect.EpisodeRunner, "next_message", next_message)
+    monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(tasks[:1]).encode()))
+    written = []
+    with pytest.raises(SystemExit, match="the key has expired; it is the 16th failure in a row"):
+        asyncio.run(collect.run_all(args, written.append))
+    assert len(written) == 3 + 3 + 15
 
 
 def test_a_critic_of_the_users_that_fails_now_and_then_costs_those_episodes(tasks, tiny_dir,

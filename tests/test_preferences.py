@@ -353,4 +353,7 @@ def test_stored_text_that_a_template_does_not_write_after_its_prompt_is_told(oth
     groups_of([GOOD, {**GOOD, "chosen": [RIVER, {**ELBE, "content": "<|end|>"}]}], model=model)
     said = capsys.readouterr().err
     assert "4 stored messages do not follow the prompt verbatim" in said
-    assert "1 stored messages contain a control token" in said
+    assert "1 messages contain a control token" in said
+    ready = {"prompt": "<|user|>Name a river.<|end|>", "chosen": "The Elbe.", "rejected": "Water."}
+    groups_of([ready], model=model)
+    assert "2 messages contain a control token" in capsys.readouterr().err  # one of each side

@@ -179,6 +179,41 @@ def test_the_edit_sqrt_length(rewarded, tiny_dir, tmp_path):
             assert a["advantage"] == pytest.approx(b["advantage"] * root, rel=1e-3) != 0
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("edit, flags", [
+    pytest.param("moving_reference", ["--ema", 0.5]),
+    pytest.param("early_stop", ["--held_out", 0.5, "--eval_every", 1, "--patience", 2])])
+def test_edits_with_state_of_their_own_resume_to_the_same_bits(edit, flags, ranked, tiny_dir,
+                                                               tmp_path):
+    """On two ranks to rounding. A reference that follows pi at once gives margins of 0. An early
+    end says its step, and saves the weights of the best one."""
+    run = [edited(edit, tmp_path) / "train_policy.py", "--model", tiny_dir, "--lr", 3e-3,
+           "--batch_size", 4, "--epochs", 6, *flags, "--out"]
+    whole, killed, two = (tmp_path / name for name in ("whole", "killed", "two"))
+    _, (start, *rows, last) = train(ranked, *run, whole)
+    assert last["finished"] == len(steps(whole)) > 3
+    first = 2  # checkpoint
+    if edit == "early_stop":
+        measured = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
+        first = 1 + measured.index(min(measured))
+        assert last["finished"] == first + 2 < start["steps"]
+    else:
+        _, (_, *rows, _) = train(ranked, *run, tmp_path / "close", "--ema", 0)
+        assert all(abs(row["margin"]) < 1e-5 for row in rows)
+        assert all(abs(row["margin"]) > 1e-4 for row in steps(whole)[1:])
+    script(*run, killed, "--save_every", first, stdin=ranked,
+           kill=(killed / f"checkpoint-{first}", signal.SIGKILL))
+    saved = {name.removeprefix("lm."): x for file in killed.glob("checkpoint-*/*.safetensors")
+             for name, x in load_file(file).items()}
+    _, resumed = train(ranked, *run, killed)
+    assert any("resumed" in row for row in resumed)
+    train(ranked, *run, two, ranks=2)
+    weights, again, of_two = (load_file(f"{out}/model.safetensors") for out in (whole, killed, two))
+    for name, p in weights.items():
+        assert p.equal(again[name]) and (p - of_two[name]).abs().mean() < 1e-3
+        assert edit != "early_stop" or p.equal(saved[name])
+
+
 def test_the_edit_marker(tmp_path):
     copy = edited("marker", tmp_path)
     (copy / "tests").mkdir()

@@ -47,7 +47,7 @@ FORMATS = {  # name: (columns of the prompt, column of the chosen side, of the r
     "ShareGPT's chats": ([], "conversations", None)}
 SIDES = {"chosen", "rejected", "rejected_response", "rejected_messages", "label"}  # of no chat
 CONTEXT = {"history", "context", "image", "video", "audio", "document", "passage", "background",
-           "knowledge"}  # columns with these words in their names, also in the plural, are refused
+           "knowledge", "article", "instruction", "system"}  # columns with these words in their names, also in the plural, are refused
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant",
          "chatgpt": "assistant", "developer": "system"}
 
