@@ -2,6 +2,7 @@
 import contextlib
 import functools
 import glob
+import io
 import json
 import os
 import platform
@@ -225,7 +226,7 @@ def tiny_dir(tmp_path_factory):
     return out
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def graders():
     """A Grader by honest rules, and one by official ones."""
     if platform.machine() not in ("x86_64", "aarch64"):
@@ -234,9 +235,60 @@ def graders():
         yield honest, official
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def grader(graders):
     return graders[0]
+
+
+def task(reference, *tests):
+    """A task for a function: its reference and the expressions that test it."""
+    return {"problem_description": "d", "ground_truth": reference,
+            "test_cases": {f"test{i}": test for i, test in enumerate(tests, 1)}}
+
+
+DOUBLE = task("def f(x):\n    return x * 2", "f(1)", "f(2)", "f(3)", "f(4)")
+HONEST = "def f(x):\n    return x + x"  # a right answer to it
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Shorter limits of an answer, only to save time."""
+    monkeypatch.setattr(colbench, "LIMITS", {**colbench.LIMITS, "test": .2, "answer": .2})
+
+
+@pytest.fixture
+def grading(monkeypatch, capsys):
+    """Runs a command of colbench.py here: grading(given, *flags) -> (records, stderr, its end)."""
+    def run(given, *flags, command="grade"):
+        text, emitted, end = given if isinstance(given, str) else lines(given), [], None
+        monkeypatch.setattr(sys, "stdin", io.BytesIO(text.encode()))
+        args = colbench.get_args([command, "--workers", "2", *map(str, flags)])
+        try:
+            getattr(colbench, command)(args, lambda record: emitted.append(json.dumps(record)))
+        except (SystemExit, colbench.GraderError) as e:
+            end = e
+        return list(map(json.loads, emitted)), capsys.readouterr().err, end
+    return run
+
+
+SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
+
+
+def end_grading(answers, number, grader="colbench.py"):
+    """Ends the grading of these records by a signal when the first is graded; nothing is left."""
+    pipe = subprocess.PIPE
+    grading = subprocess.Popen(
+        [sys.executable, grader, "grade", "--workers", "1"], cwd=ROOT, text=True, env=CPU,
+        stdin=pipe, stdout=pipe, stderr=pipe,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+    grading.stdin.write(lines(answers))
+    grading.stdin.flush()
+    assert grading.stdout.readline()
+    children = descendants(grading.pid)
+    grading.send_signal(number)
+    assert grading.wait(30) == -number and children
+    assert "Traceback" not in grading.stderr.read()
+    gone(children)
 
 
 HUMAN = ["--human", toy.__file__]

@@ -5,16 +5,13 @@ One text that a person understands is read otherwise: code in prose without a fe
 import contextlib
 import itertools
 import random
-import signal
-import subprocess
-import sys
 import textwrap
 
 import pytest
 
-from conftest import CPU, ROOT, descendants, gone, lines, records, script
+from conftest import DOUBLE, SIGNALS, end_grading, lines, task
 from test_colbench_claims import VALUES
-from test_colbench_grader import DOUBLE, ODDITIES, task
+from test_colbench_grader import ODDITIES
 
 RIGHT, WRONG = "def f(x):\n    return x * 2\n", "def f(x):\n    return x * 3\n"
 # An answer with {} where its code stands: a person finds it at a glance.
@@ -42,11 +39,10 @@ ENDING = [  # the program, before a test can run
     "print(f(p.parse_args().x))"]
 SPELLED = (str, lambda text: text.replace("\n", "\r\n"),
            lambda text: textwrap.indent(text, "    "), lambda text: textwrap.indent(text, "\t"))
-
-
 UNSEEN = (lambda text: "\ufeff" + text, lambda text: text.replace(" ", "\xa0"),
           lambda text: text.replace("return", "\u200bre\xadturn\u2060"),
           lambda text: text.replace("    ", "\u3000\t\u202f"))  # what no one sees
+MORE = "\ndef g(x):\n    return f(x)\n"  # a second function
 
 
 def written(form, code):
@@ -56,26 +52,25 @@ def written(form, code):
 
 def test_a_form_is_read_as_a_person_would_and_wrong_code_in_it_stays_wrong(grader):
     """Also where a fence is indented, and where a second function follows."""
-    r, more = random.Random("forms"), "\ndef g(x):\n    return f(x)\n"
-    for form in [*COMMON, *ODD * 9, *ENDING * 9]:
-        for code, reward in ((RIGHT, 1), (WRONG, 0), (RIGHT + more, 1)):
-            spelled = SPELLED if form in COMMON else SPELLED[:2]
-            answer = r.choice(spelled)(written(form, code))
-            assert grader.grade(DOUBLE, answer)["reward"] == reward, answer
+    r = random.Random("forms")
+    cases = [(form, r.choice(SPELLED), code) for form in COMMON
+             for code in (RIGHT, WRONG, RIGHT + MORE)]
+    cases += itertools.product([*ODD, *ENDING], SPELLED[:2], (RIGHT, WRONG, RIGHT + MORE))
+    for form, spelled, code in cases:
+        answer = spelled(written(form, code))
+        assert grader.grade(DOUBLE, answer)["reward"] == (code != WRONG), answer
 
 
 def test_characters_that_no_one_sees_and_a_margin_change_no_verdict(grader):
     """In a fence or not. They are kept where the text is Python with them, as in strings."""
-    more = "\ndef g(x):\n    return x\n"
-    for one, two in itertools.product(UNSEEN, [*SPELLED, *UNSEEN]):
-        for form, (code, reward) in itertools.product(
-                ("{}", "Don't:\n```\n{}```"), ((RIGHT + more, 1), (WRONG + more, 0))):
-            answer = form.format(two(one(code)))
-            assert grader.grade(DOUBLE, answer)["reward"] == reward, answer
-    for code in (RIGHT, WRONG):
-        kept = code.replace("x *", "len('\u200b\xa0'.strip('\xa0')) * x *")
-        for answer in (kept, f"Don't:\n```\n{kept}```"):
-            assert grader.grade(DOUBLE, answer)["reward"] == (code == RIGHT), answer
+    fence = "Don't:\n```\n{}```"
+    for form, code, one, two in itertools.product(
+            ("{}", fence), (RIGHT, WRONG), UNSEEN, [*SPELLED, *UNSEEN]):
+        answer = form.format(two(one(code + MORE)))
+        assert grader.grade(DOUBLE, answer)["reward"] == (code == RIGHT), answer
+    for form, code in itertools.product(("{}", fence), (RIGHT, WRONG)):
+        answer = form.format(code.replace("x *", "len('\u200b\xa0'.strip('\xa0')) * x *"))
+        assert grader.grade(DOUBLE, answer)["reward"] == (code == RIGHT), answer
 
 
 FAILING = [  # statements that raise an error here
@@ -158,10 +153,10 @@ def released(reference, answer, tests):
             answer = answer.split(mark)[1].split("```")[0]
 
     def value(code, test):
-        names = {}  # apart from the globals, as in the function of the scorer before Python 3.13
+        names = {}, {}  # locals apart, as in the function of the scorer before Python 3.13
         try:
-            exec(code, globals(), names)
-            return eval(test, globals(), names)
+            exec(code, *names)
+            return eval(test, *names)
         except Exception:  # any error of an answer is no value, as in the released scorer
             return None
 
@@ -175,9 +170,9 @@ def released(reference, answer, tests):
 
 def test_official_rules_give_the_released_scorers_verdicts(graders):
     """Of forms, oddities and values, right and wrong; forms of ENDING would end that scorer."""
-    cases = [(DOUBLE, written(form, code)) for form in [*COMMON[::7], *ODD]
+    cases = [(DOUBLE, written(form, code)) for form in [*COMMON[::7], *ODD, "{}\n1 / 0"]
              for code in (RIGHT, WRONG)]
-    cases += [(DOUBLE, answer) for answer in ODDITIES.values()]
+    cases += [(DOUBLE, answer) for answer in (*ODDITIES.values(), f"import argparse\n{RIGHT}")]
     imports = "import collections, datetime, decimal, fractions, math, numpy, uuid"
     values = [f"[{text}, x]" for text in VALUES if "mine(" not in text]
     for text in [*values, *(f"numpy.array({data})" for data in ("[x]", "[x, x]", "[]", "x"))]:
@@ -191,45 +186,21 @@ def test_official_rules_give_the_released_scorers_verdicts(graders):
 
 # --- answers on stdin -----------------------------------------------------------------------------
 
-def test_any_text_is_graded_and_the_answers_after_it_as_if_it_had_not_been_there():
+def test_any_text_is_graded_and_the_answers_after_it_as_if_it_had_not_been_there(grading):
     """Nothing of an earlier verdict stays; a bad last line costs no verdict before it."""
     old = {"reward": 0.5, "tests": {"test9": "old"}, "failure": "old", "note": "\ud800 \udc00"}
-    record = {"task": {"problem_description": "d", **DOUBLE}, **old}
     texts = ["\ud800", f"{RIGHT}# \ud800 \udfff", "\udc00\ud800", "def f(x): return '\ud800' * x",
              "\0", "x" * 300_000, "", "\u2028", WRONG]
-    stdin = [{**record, "answer": text} for odd in texts for text in (odd, RIGHT)]
-    done = script("colbench.py", "grade", "--workers", 2, stdin=lines(stdin) + "{\n")
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("error: stdin, line 19: not JSON")
-    got = records(done.stdout)
+    given = [{"task": DOUBLE, **old, "answer": text} for odd in texts for text in (odd, RIGHT)]
+    got, _, end = grading(lines(given) + "{\n")
+    assert str(end).startswith("error: stdin, line 19: not JSON")
     assert [r["reward"] for r in got] == [0, 1, 1, 1] + [0, 1] * 7
     assert all(r["tests"].keys() == DOUBLE["test_cases"].keys() for r in got)
     assert not any("failure" in r for r in got) and {r["note"] for r in got} == {"\ufffd \ufffd"}
-
-
-SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGKILL
-
-
-def end_grading(answers, number, grader="colbench.py"):
-    """Ends the grading of these records by a signal when the first is graded; nothing is left."""
-    pipe = subprocess.PIPE
-    grading = subprocess.Popen(
-        [sys.executable, grader, "grade", "--workers", "1"], cwd=ROOT, text=True, env=CPU,
-        stdin=pipe, stdout=pipe, stderr=pipe,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
-    grading.stdin.write(lines(answers))
-    grading.stdin.flush()
-    assert grading.stdout.readline()
-    children = descendants(grading.pid)
-    grading.send_signal(number)
-    assert grading.wait(30) == -number and children
-    assert "Traceback" not in grading.stderr.read()
-    gone(children)
 
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_ends_the_grading_of_a_hostile_answer_long_before_its_time_is_up(number):
     """Ten answers that never end, of up to 6 s each; half of that is allowed, on a busy machine."""
     answers = [RIGHT] + ["while True: pass"] * 10
-    end_grading([{"task": {"problem_description": "d", **DOUBLE}, "answer": answer}
-                 for answer in answers], number)
+    end_grading([{"task": DOUBLE, "answer": answer} for answer in answers], number)

@@ -3,13 +3,14 @@
     CLAIMS=100000 python -m pytest -q tests/test_colbench_claims.py -k wire
 """
 import collections
+import contextlib
 import datetime
 import decimal
 import fractions
 import itertools
 import math
-import pathlib
 import os
+import pathlib
 import random
 import socket
 import time
@@ -19,8 +20,7 @@ import pytest
 
 import colbench
 from colbench import as_text, receive, verdict
-from conftest import FULL
-from test_colbench_grader import DOUBLE, HONEST, quick, task
+from conftest import DOUBLE, FULL, HONEST, task
 
 # --- the wire -------------------------------------------------------------------------------------
 
@@ -29,26 +29,31 @@ WORDS = [b"pass", b"value", b"value pass", b"raised pass", b"refused pass", b"no
 WANTED = b"value " + b"5e" * 32
 
 
-def test_no_message_at_the_wire_earns_a_reward_or_raises():
-    def received(data):
-        ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
-        with ours, theirs:
-            theirs.sendall(data)
-            return receive(ours, time.process_time, time.process_time() + 9)
+def received(data):
+    """What the grader receives of a child that sends this."""
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        theirs.sendall(data)
+        return receive(ours, time.process_time, time.process_time() + 9)
 
+
+def test_no_message_at_the_wire_earns_a_reward_or_raises():
     r = random.Random("wire")
     for _ in range(int(os.environ.get("CLAIMS", 10_000 if FULL else 1_000))):
         data = r.choice([r.choice(WORDS), r.choice(WORDS) + r.randbytes(r.randrange(400)),
                          WANTED + r.choice(WORDS[:5]), WANTED[:r.randrange(len(WANTED))]])
-        at = r.randrange(len(WANTED))
-        flipped = WANTED[:at] + bytes([WANTED[at] ^ 1 << r.randrange(8)]) + WANTED[at + 1:]
+        flipped = bytearray(WANTED)
+        flipped[r.randrange(len(WANTED))] ^= 1 << r.randrange(8)
         for sent in (data, flipped):
             said = verdict(WANTED, received(sent))
             assert said != "pass" and len(said) < 1200 and "\n" not in said
     assert verdict(WANTED, received(WANTED)) == "pass"
-    for wanted in b"none", b"raised E", b"", "timeout":  # a reference without a value
-        assert verdict(wanted, received(b"none")).startswith("no expected value: ")
-        assert verdict(wanted, wanted) != "pass"
+
+
+def test_nothing_passes_where_the_reference_has_no_value():
+    for wanted in b"none", b"raised E", b"", "timeout":
+        for claimed in (b"none", wanted):
+            assert verdict(wanted, claimed).startswith("no expected value: ")
 
 
 # --- from inside ----------------------------------------------------------------------------------
@@ -87,13 +92,11 @@ VANDALS = {
 
 
 @pytest.mark.parametrize("name", VANDALS)
-def test_no_answer_forges_a_reward_from_inside_or_spoils_the_next_ones(graders, name, monkeypatch):
-    quick(monkeypatch)
-    for grader in graders:
-        for text in LINES:
-            graded = grader.grade(HIDDEN, f"LINE = {text!r}\n" + VANDALS[name])
-            assert graded["reward"] == 0, (text, graded)
-        assert grader.grade(DOUBLE, HONEST)["reward"] == 1
+def test_no_answer_forges_a_reward_from_inside_or_spoils_the_next_ones(name, graders, quick):
+    for grader, text in itertools.product(graders, LINES):
+        graded = grader.grade(HIDDEN, f"LINE = {text!r}\n" + VANDALS[name])
+        assert graded["reward"] == 0, (text, graded)
+    assert [grader.grade(DOUBLE, HONEST)["reward"] for grader in graders] == [1, 1]
 
 
 # --- values ---------------------------------------------------------------------------------------
@@ -116,8 +119,9 @@ fractions.Fraction(1, 2) | fractions.Fraction(1) | fractions.Fraction(10**400, 3
 5e-324 | fractions.Fraction(1, 2**1074) | complex(fractions.Fraction(1, 2), 2.0**70)
 datetime.datetime(2024, 1, 2) | datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc)
 datetime.datetime(2024, 1, 2, 3, 4, 5, 6) | datetime.date(2024, 1, 2)
-datetime.timedelta(1) | datetime.timedelta(hours=24) | datetime.time(1, 2)
-datetime.time(1, 2, fold=1) | datetime.time(1, 2, tzinfo=datetime.timezone.utc)
+datetime.timedelta(1) | datetime.timedelta(hours=24) | datetime.timedelta(seconds=1)
+datetime.time(1, 2) | datetime.time(1, 2, fold=1)
+datetime.time(1, 2, tzinfo=datetime.timezone.utc)
 mine(datetime.datetime, 2024, 1, 2) | mine(datetime.time, 1, 2) | mine(datetime.timedelta, 1)
 mine(uuid.UUID, int=2) | mine(int, 1) | mine(str, 'a') | mine(list, [1]) | mine(set, {1})
 uuid.UUID(int=1) | uuid.UUID(int=2) | int | collections.deque([1]) | collections.deque([1], 5)
@@ -126,24 +130,28 @@ pathlib.PurePosixPath('a/b') | pathlib.PurePosixPath('a//b') | pathlib.PurePosix
 VALUES = [text.strip() for text in VALUES.strip().replace("\n", "|").split("|")]
 
 
+def text_of(x):
+    """The text that stands for a value; None if it has none, and then it passes for no other."""
+    with contextlib.suppress(ValueError):  # NaN
+        return None if x is None else as_text(x)
+
+
 def same(x, y):
     """Whether one passes for the other."""
-    try:
-        return x is not None and as_text(x) == as_text(y)
-    except ValueError:  # NaN
-        return False
+    return text_of(x) == text_of(y) is not None
 
 
 @pytest.mark.parametrize("form", ["{}", "({},)", "{1: {}}", "{'a': [{}], 'b': ({}, 2)}"])
 def test_two_values_are_equal_where_python_says_so(form):
     """The oracle is ==, on all pairs of some 90 values, each by itself and within others."""
-    texts, differ = [form.replace("{}", text) for text in VALUES], []
-    left, right = ([(text, eval(text, dict(SPACE))) for text in texts] for _ in range(2))
-    for (a, x), (b, y) in itertools.product(left, right):
+    def evaluated():
+        for text in VALUES:
+            value = eval(form.replace("{}", text), dict(SPACE))
+            yield text, value, text_of(value)
+
+    for (a, x, one), (b, y, other) in itertools.product(evaluated(), evaluated()):
         equal = x is not None and bool(x == y)
-        if same(x, y) != equal:
-            differ.append((a, b, equal))
-    assert not differ, differ
+        assert (one == other is not None) == equal, (a, b)
 
 
 def test_a_subclass_counts_as_its_base():
@@ -164,8 +172,8 @@ def test_moments_of_numpy_are_pythons_or_are_refused():
                          (moment("2024-01-02T03:00:00.000000"), hour),
                          (span(1, "W"), datetime.timedelta(7)),
                          (span(2, "h"), datetime.timedelta(hours=2))):
-        for form in (lambda x: x, lambda x: [x, x], lambda x: {1: (x,)}):
-            assert value == equal and same(form(value), form(equal))
+        assert value == equal and same(value, equal)
+        assert same([value, value], [equal, equal]) and same({1: (value,)}, {1: (equal,)})
         assert same(numpy.array([[value]]), [[equal]])
     assert not same(moment("2024-01-02"), datetime.datetime(2024, 1, 2))
     for value in (moment(5, "ns"), span(5, "ns"), moment("NaT"), span("NaT"), span(1, "Y"),

@@ -12,40 +12,31 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-import colbench as module
-from conftest import FULL, ROOT, descendants, records, script
+import colbench
 from colbench import Grader, GraderError, grade_records
+from conftest import DOUBLE, FULL, HONEST, ROOT, descendants, task
 
 # what the attacks look for: two listeners, a readable file, one to delete, a variable
 STREAM = socket.create_server(("127.0.0.1", 0))  # on any free port
 DATAGRAM = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
 DATAGRAM.bind(f"\0colbench{os.getpid()}")
 FOLDER = Path(f"/tmp/colbench{os.getpid()}")
-
-
-def task(reference, *tests):
-    return {"ground_truth": reference,
-            "test_cases": {f"test{i}": t for i, t in enumerate(tests, 1)}}
-
-
-DOUBLE = task("def f(x):\n    return x * 2", "f(1)", "f(2)", "f(3)", "f(4)")
-HONEST = "def f(x):\n    return x + x"
+os.environ["COLBENCH_SECRET"] = "secret"  # before a grader starts
 
 
 @pytest.fixture(scope="module", autouse=True)
 def secrets():
-    os.environ["COLBENCH_SECRET"] = "secret"
-    FOLDER.mkdir(exist_ok=True)
+    FOLDER.mkdir()
     (FOLDER / "secret").touch()
     (FOLDER / "victim").write_text("victim")
     yield
     shutil.rmtree(FOLDER)
-    del os.environ["COLBENCH_SECRET"]
 
 
 def traces():
@@ -59,76 +50,74 @@ def traces():
 
 # --- verdicts -------------------------------------------------------------------------------------
 
-VERDICTS = [
-    (HONEST, ["pass"] * 4),
-    ("def f(x):\n    return x * 2 if x < 3 else 0", ["pass"] * 2 + ["wrong value"] * 2),
-    (None, ["no answer"] * 4), (" \n", ["no answer"] * 4),
-    ("def f(x) return x", ['raised "SyntaxError"'] * 4),
-    ("def f(x): return '\ud800'", ['raised "UnicodeEncodeError"'] * 4),
-    ("def g(x): return x", ['raised "NameError"'] * 4),
-    ("def f(x):\n    return x * 2 if x != 2 else 1 / 0",
-     ["pass", 'raised "ZeroDivisionError"', "pass", "pass"]),
-    ("def f(x):\n    while x == 2: pass\n    return x * 2", ["pass", "timeout", "pass", "pass"]),
-    ("import os\ndef f(x):\n    if x == 2: os._exit(3)\n    return x * 2",
-     ["pass", "process ended", "pass", "pass"]),
-    ("def f(x):\n    return input()", ['raised "EOFError"'] * 4),
-    ("n = 0\ndef f(x):\n    global n\n    n += 1\n    return x * 2 * n", ["pass"] * 4),
+def doing(line):
+    """A right answer to DOUBLE, but for what its first line does."""
+    return f"def f(x):\n    {line}\n    return 2 * x"
+
+
+VERDICTS = [  # an answer, and its verdict or those of each test
+    (HONEST, "pass"), (None, "no answer"), (" \n", "no answer"),
+    (doing("if x > 2: return 0"), ["pass", "pass", "wrong value", "wrong value"]),
+    (doing("if x == 2: 1 / 0"), ["pass", 'raised "ZeroDivisionError"', "pass", "pass"]),
+    (doing("while x == 2: pass"), ["pass", "timeout", "pass", "pass"]),
+    ("import os\n" + doing("if x == 2: os._exit(3)"), ["pass", "process ended", "pass", "pass"]),
+    ("n = 0\n" + doing("global n; n += 1; x *= n"), "pass"),
+    ("def f(x) return x", 'raised "SyntaxError"'), ("def g(x): return x", 'raised "NameError"'),
+    (doing("return '\ud800'"), 'raised "UnicodeEncodeError"'),
+    (doing("input()"), 'raised "EOFError"'),
+    (doing("bytearray(2 << 30)"), 'raised "MemoryError"'),
+    (doing("raise type('A' * 10 ** 6, (Exception,), {})"), f'raised "{"A" * 80}"'),
+    ("import nosuchmodule", 'raised "ModuleNotFoundError: nosuchmodule"'),
     ("class E:\n    def __eq__(s, o): return True\ndef f(x): return E()",
-     ['value refused "TypeError: E"'] * 4),
+     'value refused "TypeError: E"'),
     ("class E(int):\n    def __eq__(s, o): return True\n    __hash__ = int.__hash__\n"
-     "def f(x): return E(0)", ["wrong value"] * 4),
-    ("def f(x): yield x * 2", ['value refused "TypeError: generator"'] * 4),
-    ("def f(x):\n    a = []\n    a.append(a)\n    return a",
-     ['value refused "nested too deeply"'] * 4),
-    ("def f(x): return len(bytearray(2 << 30))", ['raised "MemoryError"'] * 4),
-    ("import nosuchmodule", ['raised "ModuleNotFoundError: nosuchmodule"'] * 4),
-    ("def f(x): raise type('A' * 10 ** 6, (Exception,), {})", [f'raised "{"A" * 80}"'] * 4),
-    *((f"import codecs, io, sys\ndef f(x):\n    {line}\n    return x * 2", ["pass"] * 4)
-      for line in (
+     "def f(x): return E(0)", "wrong value"),
+    (doing("yield x"), 'value refused "TypeError: generator"'),
+    (doing("a = []; a.append(a); return a"), 'value refused "nested too deeply"'),
+    *(("import codecs, io, sys\n" + doing(line), "pass") for line in (
         "sys.stdout = io.TextIOWrapper(sys.stdout.buffer); print(x)",
         "print(x); sys.stdout.close()",
         "sys.stdout = codecs.getwriter('utf-8')(sys.stdout.detach()); print(x)",
         "sys.stdin = io.TextIOWrapper(sys.stdin.buffer); sys.stdin.read()",
         "sys.stderr.write('a'); sys.stderr = None")),
-    (HONEST + "#" * (1 << 18), ["not run: it has more than 262,144 characters"] * 4)]
+    (HONEST + "#" * (1 << 18), "not run: it has more than 262,144 characters")]
 ODDITIES = {  # honest code of all kinds, all right
-    "prints": "def f(x):\n    print('[\"value\", 1]')\n    return x * 2",
-    "os": "def f(x):\n    import os\n    return len(os.path.join('', 'a' * 2 * x))",
+    "prints": doing("print('[\"value\", 1]')"),
+    "os": doing("import os; x = len(os.path.join('', 'a' * x))"),
     "callable": "class F:\n    def __call__(s, x): return 2 * x\nf = F()",
     "dataclass": "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
-                 "def f(x): return P(x).x * 2",
+                 + doing("x = P(x).x"),
     "main": HONEST + "\nif __name__ == '__main__':\n    print(f(int(input())))",
-    "strptime": "import datetime\ndef f(x): return 2 * x if datetime.datetime.strptime("
-                "'2024', '%Y').year else 0",
+    "strptime": "import datetime\n" + doing("datetime.datetime.strptime('2024', '%Y').year"),
     "unicode": "def f(größe): return größe * 2  # \u2713",
-    "numpy": "def f(x):\n    import numpy as np\n    return np.unique([x, x])[0] * 2",
-    "numpy's late modules": "import numpy as np\ndef f(x): return 2 * x * int("
-                            "np.char.isdigit('1') * np.fft.fft([1])[0].real)",
-    "sympy's numbers": "def f(x):\n    from sympy import Rational\n    return Rational(4 * x, 2)",
-    "sympy's late modules": "from sympy import *\ny = symbols('y')\n"
-                            "def f(x): return int(solve(2 ** y - 4 ** x, y)[0])",
-    "a codec": "def f(x): return 2 * x * len('\\\\x41'.encode().decode('unicode_escape'))",
-    "a time zone": "from datetime import datetime\nfrom zoneinfo import ZoneInfo\n"
-                   "def f(x): return 2 * datetime(24, x, 1, tzinfo=ZoneInfo('Europe/Paris')).month",
-    "bytes of a code page": "def f(x): return 2 * x * len(bytes('\\u2013', 'cp1252'))",
-    "sympy, lambdify": "from sympy import *\ny = symbols('y')\n"
-                "def f(x): return int(lambdify(y, integrate(2 * y ** 0, y))(x))",
-    "a warning and a trace": "import traceback, warnings\ndef f(x):\n    warnings.warn('w')\n"
-                             "    try: 1 / 0\n    except ZeroDivisionError:\n"
-                             "        return 2 * x * ('Zero' in traceback.format_exc())",
-    "a parser": "import xml.dom.minidom as m\n"
-                "def f(x): return x * int(m.parseString('<a>2</a>').firstChild.firstChild.data)"}
+    "numpy": doing("import numpy as np; x = np.unique([x, x])[0]"),
+    "numpy's late modules": "import numpy as np\n" + doing(
+        "x *= int(np.char.isdigit('1') * np.fft.fft([1])[0].real)"),
+    "sympy's numbers": doing("from sympy import Rational; x = Rational(2 * x, 2)"),
+    "sympy's late modules": "from sympy import *\ny = symbols('y')\n" + doing(
+        "return int(solve(2 ** y - 4 ** x, y)[0])"),
+    "sympy, lambdify": "from sympy import *\ny = symbols('y')\n" + doing(
+        "return int(lambdify(y, integrate(2 * y ** 0, y))(x))"),
+    "a codec": doing("x *= len('\\\\x41'.encode().decode('unicode_escape'))"),
+    "bytes of a code page": doing("x *= len(bytes('\\u2013', 'cp1252'))"),
+    "a time zone": "from datetime import datetime\nfrom zoneinfo import ZoneInfo\n" + doing(
+        "x = datetime(24, x, 1, tzinfo=ZoneInfo('Europe/Paris')).month"),
+    "a warning and a trace": "import traceback, warnings\n" + doing(
+        "warnings.warn('w')\n    try: 1 / 0\n    except ZeroDivisionError:\n"
+        "        x *= 'Zero' in traceback.format_exc()"),
+    "a parser": "import xml.dom.minidom as m\n" + doing(
+        "return x * int(m.parseString('<a>2</a>').firstChild.firstChild.data)")}
 
 
 @pytest.mark.parametrize("answer, verdicts", [
-    *VERDICTS, *((code, ["pass"] * 4) for code in ODDITIES.values())])
+    *VERDICTS, *((code, "pass") for code in ODDITIES.values())])
 def test_verdicts(grader, answer, verdicts):
-    graded = grader.grade(DOUBLE, answer)
-    assert graded == {"reward": verdicts.count("pass") / 4,
-                      "tests": dict(zip(DOUBLE["test_cases"], verdicts))}
+    verdicts = [verdicts] * 4 if isinstance(verdicts, str) else verdicts
+    assert grader.grade(DOUBLE, answer) == {"reward": verdicts.count("pass") / 4,
+                                            "tests": dict(zip(DOUBLE["test_cases"], verdicts))}
 
 
-def test_a_reference_without_a_value_never_passes_and_check_drops_its_task(grader):
+def test_a_reference_without_a_value_never_passes_and_check_drops_its_task(grader, grading):
     code = """import random
 def f(x):
     if x == 1: return None
@@ -141,17 +130,66 @@ def f(x):
     wanted = [*(f"no expected value: {why}" for why in why), "wrong value", "pass"]
     verdicts = dict(zip(odd["test_cases"], wanted))
     assert grader.grade(odd, code) == {"reward": 1 / 5, "tests": verdicts}
-    tasks = [{"task": {"id": n, "problem_description": "d", **t}, "n": n}
-             for n, t in enumerate((DOUBLE, odd, DOUBLE))]
-    done = script("colbench.py", "check", stdin=tasks)
-    assert records(done.stdout) == [tasks[0], tasks[2]]
+    tasks = [{"task": {"id": n, **t}, "n": n} for n, t in enumerate((DOUBLE, odd, DOUBLE))]
+    kept, told, _ = grading(tasks, command="check")
     del verdicts["test5"]
-    assert f"task 1 dropped: {verdicts}" in done.stderr.splitlines()
+    assert kept == [tasks[0], tasks[2]] and told == f"task 1 dropped: {verdicts}\n"
 
 
 def test_a_set_has_one_order_in_every_child(grader):
     code = "def f(n): return list({str(i) for i in range(n)})"
     assert grader.grade(task(code, "f(50)"), "import math\n" + code)["reward"] == 1
+
+
+# --- modules --------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("test, answer", [
+    ("f(__import__('fractions').Fraction(1, 2))", "def f(x): return 2 * x"),
+    ("f('a').encode('cp1252')", "def f(x): return x * 2"),
+    ("f(b'a')", "def f(x): return str(2 * x, 'cp1252')"),
+    ("f('a')", "def f(x): return bytearray(2 * x, 'cp1252')")])
+def test_what_a_test_or_a_codec_needs_is_there(test, answer, grader):
+    """Though the answer imports nothing, and its reference does."""
+    assert grader.grade(task("import math\n" + answer, test), answer)["reward"] == 1
+
+
+PACKAGES = Path(find_spec("sympy").origin).parents[1]
+IMPORT = r"^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+)?import[ \t]*(\([^)]*\)|.*)"
+NOT_FOR_ANSWERS = (  # tests, compilers, plots, other packages' arrays
+    r"(numpy|sympy)\.testing|mpmath\.tests|numpy\.(core|ctypeslib|distutils|f2py|matlib|typing)"
+    r"|numpy\.lib\.recfunctions|sympy\.(plotting|printing|physics\.control)"
+    r"|sympy\.tensor\.array\.expressions|sympy\.matrices\.expressions\.applyfunc")
+
+
+def module_files():
+    """(name, path) of each module of numpy, sympy and mpmath, which sympy imports."""
+    for package in "numpy", "sympy", "mpmath":
+        for path in (PACKAGES / package).rglob("*"):
+            if path.suffix in (".py", ".so"):
+                module = path.relative_to(PACKAGES).with_name(path.name.partition(".")[0])
+                yield ".".join(module.parts).removesuffix(".__init__"), path
+
+
+def imported(path):
+    """All that may be a module in the import statements of a file."""
+    package = path.relative_to(PACKAGES).parts[:-1]
+    for base, names in re.findall(IMPORT, path.read_text(encoding="utf-8"), re.M):
+        name = base.lstrip(".")
+        if up := len(base) - len(name):
+            name = ".".join([*package[:len(package) + 1 - up], *filter(None, [name])])
+        yield name
+        yield from (f"{name}.{other}".lstrip(".") for other in re.findall(r"[.\w]+", names))
+
+
+def test_what_numpy_and_sympy_import_late_is_loaded(grader):
+    """By all import statements in the files of loaded modules, also those within functions."""
+    files = dict(module_files())
+    (yes,) = grader.results("", ["True"])
+    told = grader.results("import numpy, sys", [f"{name!r} in sys.modules" for name in files])
+    loaded = {name for name, result in zip(files, told) if result == yes}
+    sources = [files[name] for name in loaded if files[name].suffix == ".py"]
+    late = {name for path in sources for name in imported(path)} & files.keys() - loaded
+    assert late and not [name for name in late if not re.match(NOT_FOR_ANSWERS, name)]
 
 
 # --- attacks --------------------------------------------------------------------------------------
@@ -177,52 +215,43 @@ STEPS = [
     "multiprocessing.Process(target=print).start()", "sys.setrecursionlimit(10 ** 9); f(x)",
     "sys._getframe(99)", "import colbench", "import __main__; __main__.task",
     "while True: print('x' * 99999)", "while True: os.fork()"]
-STEP = f"""import _thread, ctypes, fcntl, multiprocessing, os, re, resource, socket, subprocess
+IMPORTS = f"""import _thread, ctypes, fcntl, multiprocessing, os, re, resource, socket, subprocess
 import sys, time
 victim, secret, name = '{FOLDER}/victim', '{FOLDER}/secret', {DATAGRAM.getsockname()!r}
 port = {STREAM.getsockname()[1]}
-def f(x):
-    {{}}
-    return 2 * x"""
-ATTACKS = {step: STEP.format(step) for step in STEPS} | {
+"""
+ATTACKS = {step: IMPORTS + doing(step) for step in STEPS} | {
     "a loop that swallows": "def f(x):\n    while True:\n        try:\n"
                             "            while True: pass\n        except BaseException: pass",
-    "endless generator": "def f(x):\n    while True: yield x",
+    "endless generator": doing("while True: yield x"), "many values": doing("return [x] * 10 ** 6"),
     "deep syntax": "x = " + "(" * 5000 + ")" * 5000, "growing list": "x = [0]\nwhile True: x += x",
-    "many values": "def f(x): return [x] * 10 ** 6",
+    "deep value": doing("a = []\n    for _ in range(100000): a = [a]\n    return a"),
     "endless values": "class D(dict):\n    def items(s):\n        while True: yield 1, 1\n"
-                      "def f(x): return D()",
-    "deep value": "def f(x):\n    a = []\n    for _ in range(100000): a = [a]\n    return a",
+                      + doing("return D()"),
     "equal inside": "class E(int):\n    def __eq__(s, o): return True\n    __hash__ = None\n"
-                    "def f(x): return [E(7)]",
-    "close": "import os\nos.closerange(0, 64)\ndef f(x): return 2 * x",
+                    + doing("return [E(7)]"),
+    "close": "import os\nos.closerange(0, 64)\n" + doing("pass"),
     "handler": "import ctypes, signal\nsignal.signal(signal.SIGSEGV, lambda *a: None)\n"
-               "def f(x): return ctypes.string_at(0)",
+               + doing("ctypes.string_at(0)"),
     "filled request": "import os\ndef f(x):\n    for fd in range(3, 64):\n"
                       "        try: os.lseek(fd, 0, 1), os.write(fd, b'x')\n"
                       "        except OSError: pass\n        else: return 2 * x",
     "shared request": "import mmap\nfor fd in range(3, 9):\n"
                       "    try: mmap.mmap(fd, 0)[:] = b' ' * 99\n"
                       "    except (OSError, ValueError, IndexError): pass\n1 / 0",
-    "name that raises": "class S(str):\n    def __format__(s, *a): raise SystemExit\ndef f(x):\n"
-                        "    e = ModuleNotFoundError()\n    e.name = S()\n    raise e",
+    "name that raises": "class S(str):\n    def __format__(s, *a): raise SystemExit\n" + doing(
+                        "e = ModuleNotFoundError(); e.name = S(); raise e"),
     "zone that hangs": "import datetime\nclass Z(datetime.tzinfo):\n    def utcoffset(s, d):\n"
-                       "        while True: pass\ndef f(x):\n"
-                       "    return datetime.datetime(2024, 1, 1, tzinfo=Z())",
+                       "        while True: pass\n"
+                       + doing("return datetime.datetime(2024, 1, 1, tzinfo=Z())"),
     "class of builtins": "class M(type): __module__ = 'builtins'\nclass K(metaclass=M): pass\n"
-                         "K.__module__ = 'builtins'\ndef f(x): return K",
-    "reduce": "class E:\n    def __reduce__(s): return print, (1,)\ndef f(x): return E()"}
+                         "K.__module__ = 'builtins'\n" + doing("return K"),
+    "reduce": "class E:\n    def __reduce__(s): return print, (1,)\n" + doing("return E()")}
 
 
-def quick(monkeypatch):
-    """Shorter limits, only to save time."""
-    monkeypatch.setattr(module, "LIMITS", {**module.LIMITS, "test": .5, "answer": .5})
-
-
-def test_attacks_meet_a_wall(grader, monkeypatch):
+def test_attacks_meet_a_wall(grader, quick):
     """Each has no reward, outside all is as before, and an honest answer passes after it."""
-    quick(monkeypatch)
-    for text in (HONEST, STEP.format("pass")):  # the server for imports starts with the second
+    for text in (HONEST, IMPORTS + doing("pass")):  # the server for imports starts with the second
         assert grader.grade(DOUBLE, text)["reward"] == 1
     before = traces()
     for answer in ATTACKS.values():
@@ -280,7 +309,7 @@ def test_no_file_opens_in_any_mode_and_no_call_outside_the_list_is_made(grader):
     But 335 and 336: uretprobe and uprobe, which new kernels keep from filters, do nothing.
     """
     before = traces()
-    allowed = set(module.ALLOWED_CALLS.split()[1 if platform.machine() == "x86_64" else 2::3])
+    allowed = set(colbench.ALLOWED_CALLS.split()[1 if platform.machine() == "x86_64" else 2::3])
     numbers = [n for n in range(1024) if str(n) not in allowed | {"335", "336"}]
     numbers += [n | 1 << 30 for n in range(1024)] + [-1, (1 << 31) - 1]
     paths = [f"{FOLDER}/victim", f"{FOLDER}/new", str(FOLDER), "/dev/null", "/dev/shm", "/proc/1",
@@ -329,6 +358,8 @@ def test_an_answer_cannot_read_an_earlier_one(grader):
 
 BUSY = "import time\nend = time.time() + 100\nwhile time.time() < end: pass"
 SPIN = "import time\ndef f(x):\n    while time.process_time() < x * {}: pass\n    return x"
+SLEEP = "import time\ndef f(x):\n    time.sleep({})\n    return x"
+FEW_MODULES = [("import", ["time"]), ("", ["_pylong"])]  # such servers start soon
 
 
 def test_a_busy_machine_takes_nothing_from_a_right_answer(monkeypatch):
@@ -336,12 +367,12 @@ def test_a_busy_machine_takes_nothing_from_a_right_answer(monkeypatch):
 
     The answers take up to three quarters of what a test may, or never end; one sleeps for longer.
     """
-    monkeypatch.setattr(module, "LIMITS", {**module.LIMITS, "test": .4, "answer": 2})
-    spins = [SPIN.format(.1)] * 4 + [SPIN.format(9), "import time\ndef f(x):\n"
-                                     "    time.sleep(.6)\n    return x"]
+    monkeypatch.setattr(colbench, "SERVERS", FEW_MODULES)
+    monkeypatch.setattr(colbench, "LIMITS", {**colbench.LIMITS, "test": .2, "answer": 1})
+    spins = [SPIN.format(.05)] * 4 + [SPIN.format(9), SLEEP.format(.3)]
     wanted = [["pass"] * 3] * 4 + [["timeout"] * 3, ["pass"] * 3]
     spun = task("def f(x): return x", "f(1)", "f(2)", "f(3)")
-    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(module.cpus())]
+    busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(colbench.cpus())]
     try:
         for workers in 1, 16:
             with Grader(workers=workers) as g, ThreadPoolExecutor(16) as pool:
@@ -353,12 +384,12 @@ def test_a_busy_machine_takes_nothing_from_a_right_answer(monkeypatch):
 
 
 @pytest.mark.parametrize("schedstat, least, most", [
-    (None, .3, 9), ("1 0 1", .3, 9), (f"1 {10 ** 18} 1", 0, .3), ("0 0 0", .1, .39)])
+    (None, .2, 9), ("1 0 1", .2, 9), (f"1 {10 ** 18} 1", 0, .2), ("0 0 0", .07, .26)])
 def test_a_third_of_the_time_asleep_is_charged(schedstat, least, most, grader, monkeypatch):
     """Waiting for a CPU is not charged; of a kernel that does not tell, a tenth of all time is."""
-    request = {"text": "import time\ndef f(): time.sleep(1.2)", "tests": ["f()"], "official": False}
+    request = {"text": SLEEP.format(.8), "tests": ["f(None)"], "official": False}
     if schedstat:
-        monkeypatch.setattr(module.pathlib.Path, "read_text", lambda path: schedstat)
+        monkeypatch.setattr(colbench.pathlib.Path, "read_text", lambda path: schedstat)
     with grader.acquire() as worker:
         results, seconds = worker.run(request, 9, 9)
     assert results == [b"none"] and least <= seconds < most
@@ -373,9 +404,38 @@ def test_a_reference_runs_once_for_the_same_tests(grader, monkeypatch):
     assert runs.count(code) == 2
 
 
-def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(monkeypatch):
+def test_a_killed_server_is_started_again(monkeypatch):
+    monkeypatch.setattr(colbench, "SERVERS", FEW_MODULES)
+    with Grader(workers=1) as g:
+        imports, plain = range(2)
+        os.kill(g.workers[0][plain].process.pid, signal.SIGKILL)
+        assert g.grade(DOUBLE, HONEST)["reward"] == 1
+        # while an answer runs: again on a new server, or an error, but never a verdict
+        slow = SLEEP.format(.3) + " * 2"
+        assert g.grade(DOUBLE, slow)["reward"] == 1
+        victim = g.workers[0][imports].process.pid
+        threading.Timer(.2, os.kill, [victim, signal.SIGKILL]).start()
+        assert g.grade(DOUBLE, slow)["reward"] == 1
+
+
+def test_a_grader_that_cannot_work_says_so(monkeypatch):
+    with Grader(workers=1) as g:
+        monkeypatch.setattr(sys, "executable", "/bin/false")
+        g.workers[0].pop(2).stop()
+        with pytest.raises(GraderError):
+            g.grade(DOUBLE, HONEST)
+    monkeypatch.undo()
+    monkeypatch.setattr(colbench, "seccomp_filter", lambda: b"")
+    before = descendants()
+    with pytest.raises(GraderError, match="confine") as raised:  # it holds on to the servers
+        Grader(workers=1)
+    assert raised and descendants() == before
+
+
+# --- records --------------------------------------------------------------------------------------
+
+def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(quick):
     """ANSWERS=10000 python -m pytest -q -s tests/test_colbench_grader.py -k thousands"""
-    quick(monkeypatch)
     n, before, most = int(os.environ.get("ANSWERS", 300 if FULL else 60)), descendants(), []
 
     def answers():
@@ -390,160 +450,83 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(monkeypatch):
     graded = list(grade_records(answers(), SimpleNamespace(rules="honest", workers=2)))
     assert [r["number"] for r in graded] == list(range(n))  # in order, each by itself
     assert all(r["reward"] == r["want"] for r in graded)
-    assert max(most) < 40 and descendants() <= before
+    assert max(most) < 40 + len(before) and descendants() <= before
+
+
+class Odd(colbench.Environment):
+    """A kind of task: an answer that names an error raises it, and any other has reward 1."""
+    errors = {"value": ValueError("one\ntwo"), "key": KeyError(3), "recursion": RecursionError(),
+              "grader": GraderError("no sandbox")}
+
+    def grade(self, task, answer):
+        time.sleep(.2 if answer == "slow" else random.random() / 100)  # they end in any order
+        if answer in self.errors:
+            raise self.errors[answer]
+        return {"reward": 1.0}
+
+
+class Lacks(Odd):
+    """A kind of task whose package is missing."""
+    def __init__(self, args):
+        import no_such_package  # noqa: F401
+
+
+@pytest.fixture
+def odd(monkeypatch):
+    """Makes a record of the kind Odd, or another one."""
+    for kind in Odd, Lacks:
+        monkeypatch.setitem(colbench.ENVIRONMENTS, kind.__name__, kind)
+    return lambda answer, kind="Odd": {"task": {**task(""), "kind": kind}, "answer": answer}
 
 
 @pytest.mark.parametrize("fatal, message", [
-    (None, "3 answers could not be graded"), (GraderError("no sandbox"), "no sandbox")])
-def test_a_grade_that_raises_loses_its_own_record_alone(fatal, message, monkeypatch, capsys):
+    ("none", "3 answers could not be graded"), ("grader", "no sandbox")])
+def test_a_grade_that_raises_loses_its_own_record_alone(fatal, message, odd, grading):
     """It is said and left out, and ends the program after all the others; a GraderError at once.
 
     The mean of those graded is said, too.
     """
-    class Odd(module.Environment):
-        def grade(self, task, answer):
-            time.sleep(random.random() / 100)
-            if answer in errors:
-                raise errors[answer]
-            return {"reward": 1.0}
-    monkeypatch.setitem(module.ENVIRONMENTS, "odd", Odd)
-    monkeypatch.setattr(module, "read_records", lambda *_, **__: given)
-    odd = {"kind": "odd", "problem_description": "d", "ground_truth": "g"}
-    given = [{"task": odd, "answer": i} for i in range(40)]
-    errors, done = {3: ValueError("one\ntwo"), 17: KeyError(3), 39: RecursionError()}, []
-    errors |= {20: fatal} if fatal else {}
-    with pytest.raises((SystemExit, GraderError), match=message):
-        module.grade(SimpleNamespace(workers=2), lambda r: done.append(r["answer"]))
-    assert done == [i for i in range(20 if fatal else 40) if i not in errors]
-    told = capsys.readouterr().err
+    answers = [str(i) for i in range(40)]
+    answers[3], answers[17], answers[20], answers[39] = "value", "key", fatal, "recursion"
+    done, told, end = grading(map(odd, answers))
+    good = [answer for answer in answers[:20 if fatal == "grader" else 40]
+            if answer not in Odd.errors]
+    assert [r["answer"] for r in done] == good and message in str(end)
     assert "ValueError: one?two\n" in told
-    assert f"\ngraded {len(done)} answers: 100.0 % reward by own rules; 0 with a failure\n" in told
+    assert f"\ngraded {len(good)} answers: 100.0 % reward by own rules; 0 with a failure\n" in told
 
 
-def test_a_kind_whose_package_is_missing_loses_no_record_before_it(monkeypatch, capsys):
-    class Plain(module.Environment):
-        def grade(self, task, answer):
-            time.sleep(0.2)
-            return {"reward": 1.0}
-
-    class Lacks(Plain):
-        def __init__(self, args):
-            import no_such_package  # noqa: F401
-    for kind in (Plain, Lacks):
-        monkeypatch.setitem(module.ENVIRONMENTS, kind.__name__, kind)
-    given = [{"task": {"kind": kind, "problem_description": "d", "ground_truth": "g"}, "answer": ""}
-             for kind in ("Plain", "Plain", "Lacks", "Plain")]
-    monkeypatch.setattr(module, "read_records", lambda *_, **__: given)
-    done = []
-    with pytest.raises(SystemExit, match="^error: Lacks can't grade .*'no_such_package'"):
-        module.grade(SimpleNamespace(workers=2), done.append)
-    assert len(done) == 2 and "graded 2 answers: 100.0 % " in capsys.readouterr().err
+def test_a_kind_whose_package_is_missing_loses_no_record_before_it(odd, grading):
+    done, told, end = grading([odd("slow"), odd("slow"), odd("", "Lacks"), odd("")])
+    assert re.match("error: Lacks can't grade .*'no_such_package'", str(end))
+    assert len(done) == 2 and "graded 2 answers: 100.0 % " in told
 
 
-def test_answers_to_a_broken_reference_are_counted_by_themselves(monkeypatch, capsys):
+def test_answers_to_a_broken_reference_are_counted_by_themselves(grading):
     """Also those that were not run: the mean is that of the other tasks."""
-    tests = {"a": "f(1)", "b": "f(2)"}
-    works, breaks = ({"id": name, "problem_description": "d", "ground_truth": code,
-                      "test_cases": tests} for name, code in (
-        ("works", "def f(x): return x"), ("breaks", "def f(x): return x if x < 2 else y")))
+    works, breaks = (task(code, "f(1)", "f(2)") for code in (
+        "def f(x): return x", "def f(x): return x if x < 2 else y"))
     given = [{"task": works, "answer": "def f(x): return 1"}, {"task": breaks, "answer": ""},
              {"task": breaks, "answer": "def f(x): return x"}]
     mean = "graded 1 answers: 50.0 % tests passed by honest rules; 0 with a failure\n"
     for first, last, n in ((0, 3, 2), (2, 3, 1), (0, 1, 0)):
-        monkeypatch.setattr(module, "read_records", lambda *_, **__: given[first:last])
-        module.grade(module.get_args(["grade", "--workers", "1"]), lambda record: None)
         broken = (f"warning: left out of this mean are {n} answers to 1 tasks whose own reference "
                   "fails; drop them by colbench.py check\n")
-        assert capsys.readouterr().err == mean * (first == 0) + broken * (n > 0)
+        told = grading(given[first:last])[1]
+        assert told == mean * (first == 0) + broken * (n > 0)
 
 
-def test_a_record_is_written_soon_after_it_is_graded(monkeypatch):
+def test_a_record_is_written_soon_after_it_is_graded(odd):
     """Whatever --workers: it does not wait until four times as many have come."""
-    class Instant(module.Environment):
-        def grade(self, task, answer):
-            return {"reward": 1.0}
+    graded, asked = [], []
 
     def slowly():
         for i in range(300):
             if not graded:
                 time.sleep(.02)
                 asked.append(i)
-                yield {"task": {"kind": "odd", "problem_description": "d", "ground_truth": "g"}}
+                yield odd("")
 
-    monkeypatch.setitem(module.ENVIRONMENTS, "odd", Instant)
-    graded, asked = [], []
     for record in grade_records(slowly(), SimpleNamespace(workers=75)):
         graded.append(record)
     assert len(asked) == len(graded) < 300
-
-
-def test_a_killed_server_is_started_again():
-    with Grader(workers=1) as g:
-        _, imports, plain = range(3)
-        os.kill(g.workers[0][plain].process.pid, signal.SIGKILL)
-        assert g.grade(DOUBLE, HONEST)["reward"] == 1
-        # while an answer runs: again on a new server, or an error, but never a verdict
-        slow = "import time\ndef f(x):\n    time.sleep(.3)\n    return x * 2"
-        assert g.grade(DOUBLE, slow)["reward"] == 1
-        victim = g.workers[0][imports].process.pid
-        threading.Timer(.2, os.kill, [victim, signal.SIGKILL]).start()
-        assert g.grade(DOUBLE, slow)["reward"] == 1
-
-
-def test_a_grader_that_cannot_work_says_so(monkeypatch):
-    with Grader(workers=1) as g:
-        monkeypatch.setattr(sys, "executable", "/bin/false")
-        g.workers[0].pop(2).stop()
-        with pytest.raises(GraderError):
-            g.grade(DOUBLE, HONEST)
-    monkeypatch.undo()
-    monkeypatch.setattr(module, "seccomp_filter", lambda: b"")
-    before = descendants()
-    with pytest.raises(GraderError, match="confine") as raised:  # it holds on to the servers
-        Grader(workers=1)
-    assert raised and descendants() == before
-
-
-@pytest.mark.parametrize("test, answer", [
-    ("f(__import__('fractions').Fraction(1, 2))", "def f(x): return 2 * x"),
-    ("f('a').encode('cp1252')", "def f(x): return x * 2"),
-    ("f(b'a')", "def f(x): return str(2 * x, 'cp1252')"),
-    ("f('a')", "def f(x): return bytearray(2 * x, 'cp1252')")])
-def test_what_a_test_or_a_codec_needs_is_there(test, answer, grader):
-    """Though the answer imports nothing, and its reference does."""
-    assert grader.grade(task("import math\n" + answer, test), answer)["reward"] == 1
-
-
-LATE = r"""
-import ast, contextlib, importlib.util, sys
-from colbench import LIBRARY, EXTRA_MODULES, NOT_LOADED, load_modules
-for name in LIBRARY + EXTRA_MODULES:
-    load_modules(name, NOT_LOADED)
-def is_ours(name):
-    return name.partition(".")[0] in ("numpy", "sympy", "mpmath")
-for module in [module for name, module in sys.modules.items() if is_ours(name)]:
-    file = getattr(module, "__file__", None) or ""
-    tree = ast.parse(open(file).read() if file.endswith(".py") else "")
-    for node in ast.walk(tree):
-        names = [x.name for x in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            base = "." * node.level + (node.module or "")
-            base = importlib.util.resolve_name(base, module.__package__)
-            names = [base, *(f"{base}.{x.name}" for x in node.names)]
-        for other in names:
-            with contextlib.suppress(Exception):  # it is no module's name
-                if (is_ours(other) and other not in sys.modules
-                        and importlib.util.find_spec(other)):
-                    print(other)
-"""
-NOT_FOR_ANSWERS = re.compile(  # tests, compilers, plots, other packages' arrays
-    r"(numpy|sympy)\.testing|mpmath\.tests|numpy\.(core|ctypeslib|distutils|f2py|matlib|typing)"
-    r"|numpy\.lib\.recfunctions|sympy\.(plotting|printing|physics\.control)"
-    r"|sympy\.tensor\.array\.expressions")
-
-
-def test_what_numpy_and_sympy_import_late_is_loaded():
-    """By all import statements in their modules, also those within functions."""
-    found = subprocess.run([sys.executable, "-W", "ignore", "-c", LATE], cwd=ROOT, text=True,
-                           capture_output=True, check=True).stdout.split()
-    assert found and not [name for name in found if not NOT_FOR_ANSWERS.match(name)]

@@ -19,12 +19,13 @@ import model as M
 import toy
 import toy_pages
 from colbench import CACHE, PAGE_LIMITS, Renderer, RenderError
-from conftest import complaint, demos, descendants, plain_ids, records, save, script, succeed
-from test_colbench_answers import SIGNALS, end_grading
+from conftest import (DOUBLE, HONEST, SIGNALS, demos, descendants, end_grading, plain_ids, records,
+                      save, succeed)
 from test_collect_endpoints import Server, chat
 from toy_pages import similarity
 
 pytest.importorskip("playwright", reason="no playwright (MANUAL.md, \"Frontend Design\")")
+Image = pytest.importorskip("PIL.Image", reason="no pillow (MANUAL.md, \"Frontend Design\")")
 SHEET = os.path.join(CACHE, "tailwind.min.css")
 if not any(map(shutil.which, colbench.BROWSERS)) or not os.path.exists(SHEET):
     pytest.skip("no Chromium, or no Tailwind sheet (MANUAL.md, \"Frontend Design\")",
@@ -80,35 +81,31 @@ def test_a_page_has_its_style_and_placeholders_and_always_the_same_bytes(rendere
 
 
 def moving():
-    """Pages that change with time: {name: page}."""
-    from PIL import Image
-    frames = [Image.new("RGB", (60, 60), (8 * i, 0, 99)) for i in range(30)]
+    """What would change with time in a page."""
     svg = ("<svg xmlns='http://www.w3.org/2000/svg' height='9'><rect width='9' height='9'>"
            "<animate attributeName='x' to='90' dur='1s' repeatCount='indefinite'/></rect></svg>")
-    pages = {"svg": svg, "svg in a frame": f'<iframe srcdoc="{svg}"></iframe>',
-             "svg as image": f'<img src="data:image/svg+xml,{svg}">'.replace("#", "%23"),
-             "video": "<video src='https://a.invalid/a.mp4' controls autoplay></video>",
-             "audio": "<audio src='https://a.invalid/a.mp3' controls autoplay></audio>",
-             "poster": "<video poster='https://picsum.photos/90' controls><source src=a></video>",
-             "marquee": "<marquee>news <b style='visibility: visible'>of today</b></marquee>",
-             "progress": "<progress></progress><progress value='0.4'></progress>",
-             "frame": "<iframe srcdoc='<marquee>news</marquee><progress></progress>'></iframe>",
-             "shadow": f"<p><template shadowrootmode='open'><marquee>a</marquee>{svg}</template>",
-             "animation": "<style>p {animation: a 1s infinite} @keyframes a {to {width: 9px}}"
-                          "</style><p>a</p>"}
+    yield from (svg, f'<iframe srcdoc="{svg}"></iframe>',
+                f'<img src="data:image/svg+xml,{svg}">'.replace("#", "%23"),
+                "<video src='https://a.invalid/a.mp4' controls autoplay></video>",
+                "<audio src='https://a.invalid/a.mp3' controls autoplay></audio>",
+                "<video poster='https://picsum.photos/90' controls><source src=a></video>",
+                "<marquee>news <b style='visibility: visible'>of today</b></marquee>",
+                "<progress></progress><progress value='0.4'></progress>",
+                "<iframe srcdoc='<marquee>news</marquee><progress></progress>'></iframe>",
+                f"<p><template shadowrootmode='open'><marquee>a</marquee>{svg}</template>",
+                "<style>p {animation: a 1s infinite} @keyframes a {to {width: 9px}}</style><p>a")
+    frames = [Image.new("RGB", (60, 60), (8 * i, 0, 99)) for i in range(30)]
     for kind in "GIF", "WEBP", "PNG":
         frames[0].save(file := io.BytesIO(), kind, save_all=True, append_images=frames[1:],
                        duration=50, loop=0)
         data = base64.b64encode(file.getvalue()).decode()
-        pages[kind] = f"<img src='data:image/{kind.lower()};base64,{data}'>"
-    return pages
+        yield f"<img src='data:image/{kind.lower()};base64,{data}'>"
 
 
 def test_a_page_that_moves_has_the_same_bytes_each_time(renderer):
-    """Rendered anew each time, by browsers that are at another moment."""
-    draw = renderer.render.__wrapped__
-    for name, page in moving().items():
-        assert len({draw(page)["png"] for _ in range(4)}) == 1, name
+    """Rendered anew each time, at another moment of all that moves in it."""
+    draw, page = renderer.render.__wrapped__, "".join(moving())
+    assert len({draw(page)["png"] for _ in range(4)}) == 1
     assert draw("<progress value='0.4'>")["png"] != draw("<progress value='0.5'>")["png"]
 
 
@@ -259,19 +256,25 @@ def test_a_part_of_the_sheet_draws_pages_as_the_whole_does(renderer, monkeypatch
 
 # --- grading --------------------------------------------------------------------------------------
 
-@pytest.mark.full
-def test_the_reward_is_clips_likeness_of_the_last_page_and_check_drops_what_has_none(tmp_path,
-                                                                                     renderer):
-    """The oracle is transformers' CLIPModel. Answers of the other kind may stand between pages."""
-    from PIL import Image
+@pytest.fixture
+def clip(tmp_path):
+    """A small CLIP of transformers, and its image processor, saved in tmp_path."""
     from transformers import CLIPConfig, CLIPImageProcessorPil, CLIPModel
     torch.manual_seed(0)
     small = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
                  projection_dim=16)
     model = CLIPModel(CLIPConfig(vision_config={**small, "image_size": 224, "patch_size": 32},
                                  text_config={**small, "vocab_size": 99}, projection_dim=16))
-    prepare = CLIPImageProcessorPil()
-    save((model.eval(), prepare), tmp_path)
+    made = model.eval(), CLIPImageProcessorPil()
+    save(made, tmp_path)
+    return made
+
+
+@pytest.mark.full
+def test_the_reward_is_clips_likeness_of_the_last_page_and_check_drops_what_has_none(
+        clip, renderer, tmp_path, grading):
+    """The oracle is transformers' CLIPModel. Answers of the other kind may stand between pages."""
+    model, prepare = clip
     pages = [PLAIN, BLUE, PLAIN.replace("</body>", "<p class='bg-red-500 h-64'>a</p>" * 9),
              "<body><p>A Shop</p></body>"]
     pictures = [Image.open(io.BytesIO(renderer.render(page)["png"])).convert("RGB")
@@ -283,30 +286,27 @@ def test_the_reward_is_clips_likeness_of_the_last_page_and_check_drops_what_has_
     assert max(wanted[1:]) < 0.9999
 
     bad = {"problem_description": "a", "ground_truth": "<html><body>" + "x" * PAGE_LIMITS["bytes"]}
-    function = {"problem_description": "f", "ground_truth": "def f(): return 1",
-                "test_cases": {"a": "f()"}}
     answers = [*pages, f"first {BLUE} then\n```html\n{PLAIN}\n```", "I have no page", "<html>cut"]
     given = [*map(answered, answers), {"task": bad, "answer": PLAIN},
-             {"task": function, "answer": function["ground_truth"]}] * 2
-    done = succeed("colbench.py", "grade", "--clip", tmp_path, stdin=given)
-    got = records(done.stdout)
+             {"task": DOUBLE, "answer": HONEST}] * 2
+    got, told, _ = grading(given, "--clip", tmp_path)
     assert [r["reward"] for r in got] == pytest.approx([*wanted, 1, 0, 0, 0, 1] * 2, abs=1e-5)
     assert [r["reward_by"] for r in got] == [*["clip"] * 8, "honest rules"] * 2
     assert [r.get("failure") for r in got[4:7]] == [None, "no page", "no page"]
     assert got[7]["failure"] == "the reference: the page has more than 1048576 bytes"
-    assert "% likeness by clip, tests passed by honest rules; 4 with a failure\n" in done.stderr
-    assert " 2 answers to 1 tasks whose own reference fails; drop them by " in done.stderr
+    assert "% likeness by clip, tests passed by honest rules; 4 with a failure\n" in told
+    assert " 2 answers to 1 tasks whose own reference fails; drop them by " in told
     assert [{"task": r["task"], "answer": r["answer"]} for r in got] == given
     good = [{"problem_description": "a", "ground_truth": page} for page in pages]
-    done = script("colbench.py", "check", "--clip", tmp_path, stdin=[*good, bad])
-    assert [r["task"] for r in records(done.stdout)] == good
-    assert " dropped: the reference: the page has more than" in done.stderr
+    kept, told, _ = grading([*good, bad], "--clip", tmp_path, command="check")
+    assert [r["task"] for r in kept] == good
+    assert " dropped: the reference: the page has more than" in told
 
 
 @pytest.mark.full
-def test_what_is_missing_is_said_in_one_line_and_nothing_is_graded(monkeypatch):
-    done = script("colbench.py", "grade", "--clip", "/nowhere", stdin=[answered(PLAIN)])
-    complaint(done, "--clip /nowhere")
+def test_what_is_missing_is_said_in_one_line_and_nothing_is_graded(grading, monkeypatch):
+    graded, _, end = grading([answered(PLAIN)], "--clip", "/nowhere")
+    assert not graded and re.fullmatch("error: .*--clip /nowhere.*", str(end))
     monkeypatch.setattr(colbench, "BROWSERS", ["/nowhere/chromium"])
     with pytest.raises(SystemExit, match="no browser in PATH; install one of: /nowhere/chromium"):
         Renderer()
