@@ -3,8 +3,8 @@ import pytest
 
 import colbench
 from colbench import ANSWER, read_action, task_id
-from conftest import (SHARED, complaint, dialogue, key_of, records, script, succeed, train,
-                      uncut)
+from conftest import (DOUBLE, SHARED, complaint, dialogue, key_of, records, script, succeed, task,
+                      train, uncut)
 
 REAL = SHARED / "colbench" / "backend_tasks.jsonl"
 
@@ -40,64 +40,59 @@ def test_read_action(thought, content, answer):
 
 
 def test_first_message_takes_braces_as_they_are():
-    task = {"problem_description": "a {dict} {ANSWER} {problem_description} {0}",
-            "ground_truth": "g"}
-    text = colbench.first_message(task, 7)["content"]
-    assert text.endswith(task["problem_description"]) and "You have 7 messages" in text
-    own = {**task, "agent_prompt": "{max_turns} of {dict}: {problem_description}"}
+    odd = {**DOUBLE, "problem_description": "a {dict} {ANSWER} {problem_description} {0}"}
+    text = colbench.first_message(odd, 7)["content"]
+    assert text.endswith(odd["problem_description"]) and "You have 7 messages" in text
+    own = {**odd, "agent_prompt": "{max_turns} of {dict}: {problem_description}"}
     assert colbench.first_message(own, 7)["content"].startswith("7 of {dict}: a {dict}")
 
 
 def test_task_id_is_given_or_a_hash_of_all_that_the_task_is():
-    task = {"problem_description": "p", "ground_truth": "g", "test_cases": {"a": "f(1)"}}
-    assert task_id({**task, "id": 5}) == "5"
-    assert task_id(task) == task_id(dict(reversed(task.items()), kind="backend", id=None))
-    others = [{**task, name: "x"} for name in (
+    assert task_id({**DOUBLE, "id": 5}) == "5"
+    assert task_id(DOUBLE) == task_id(dict(reversed(DOUBLE.items()), kind="backend", id=None))
+    others = [{**DOUBLE, name: "x"} for name in (
         "problem_description", "ground_truth", "hidden_information", "test_cases", "agent_prompt",
         "a field of its own")]
-    others += [{**task, "test_cases": {"a": "f(2)"}}, {**task, "kind": "frontend"},
-               {**task, "problem_description": "\ud800"}]  # JSON may spell a lone surrogate
-    assert len({task_id(t) for t in (task, *others)}) == 10
+    others += [{**DOUBLE, "test_cases": {"test1": "f(2)"}}, {**DOUBLE, "kind": "frontend"},
+               {**DOUBLE, "problem_description": "\ud800"}]  # JSON may spell a lone surrogate
+    assert len({task_id(t) for t in (DOUBLE, *others)}) == 10
 
 
 def test_an_empty_hidden_information_hides_nothing_more():
-    task = {"ground_truth": "def f(): return 1"}
-    assert colbench.hidden_information(task) == task["ground_truth"]
-    assert colbench.hidden_information({**task, "hidden_information": ""}) == ""
+    assert colbench.hidden_information(DOUBLE) == DOUBLE["ground_truth"]
+    assert colbench.hidden_information({**DOUBLE, "hidden_information": ""}) == ""
 
 
-# --- kinds ----------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("kind, task", [
-    ("backend", {"ground_truth": "def f(): return '<html>'", "test_cases": {"a": "f()"}}),
-    ("backend", {"ground_truth": "def f(): return 1"}), ("frontend", {"ground_truth": "<BODY>a"}),
-    ("frontend", {"ground_truth": "a", "kind": "frontend"})])
-def test_published_tasks_without_a_kind_are_recognised(kind, task):
-    assert colbench.environment(task) is colbench.ENVIRONMENTS[kind]
+def test_published_tasks_without_a_kind_are_recognised_and_an_unknown_kind_is_not():
+    page = task("def f(): return '<html>'", "f()")
+    for kind, published in (("backend", page), ("backend", {"ground_truth": "def f(): return 1"}),
+                            ("frontend", {"ground_truth": "<BODY>a"}),
+                            ("frontend", {"ground_truth": "a", "kind": "frontend"})):
+        assert colbench.environment(published) is colbench.ENVIRONMENTS[kind]
     with pytest.raises(ValueError, match="unknown task.kind 'words'; known kinds: backend"):
-        colbench.environment({**task, "kind": "words"})
+        colbench.environment({**DOUBLE, "kind": "words"})
 
 
 # --- the public files: bare tasks, and trajectories without ids, numbers or token ids -------------
 
 def trajectory(n, block):
     """An offline record: the first block's answers are right, the second's wrong by one."""
-    task = {"problem_description": f"I need a function price{n}(x) that gives the price of x.",
-            "ground_truth": f"def price{n}(x):\n    return x * {n} + 17",
-            "test_cases": {f"test{i}": f"price{n}({i})" for i in range(1, 11)}}
-    answer = f"```python\ndef price{n}(x):\n    return x * {n} + {17 + block}\n```"
+    code = f"def price{n}(x):\n    return x * {n} + "
+    price = {**task(f"{code}17", *(f"price{n}({i})" for i in range(1, 11))),
+             "problem_description": f"I need a function price{n}(x) that gives the price of x."}
+    answer = f"```python\n{code}{17 + block}\n```"
     history = dialogue(f"a long instruction. I need a function price{n}(x).", "What is the rate?",
                        f"It is {n}.", f"{ANSWER}\n{answer}")
     for message in history[1::2]:
         message |= {"input": "the prompt as text", "output": f"I see. OUTPUT: {message['content']}"}
-    return {"task": task, "dialogue_history": history, "answer": answer, "reward": 1.0 - block}
+    return {"task": price, "dialogue_history": history, "answer": answer, "reward": 1.0 - block}
 
 
 @pytest.mark.full
-def test_offline_trajectories_go_into_every_stage(tiny_dir, tmp_path):
+def test_offline_trajectories_go_into_every_stage(tiny_dir, tmp_path, grading):
     """Three tasks once, then all again, as the released file has them."""
     public = [trajectory(n, block) for block in (0, 1) for n in (2, 3, 4)]
-    graded = records(script("colbench.py", "grade", stdin=public).stdout)
+    graded, _, _ = grading(public)
     assert [r["reward"] for r in graded] == [1, 1, 1, 0, 0, 0]
     (row,) = records(script("evaluate.py", stdin=public).stdout)
     assert row["episodes"] == 6 and row["success"] == 0.5
@@ -124,10 +119,10 @@ def test_offline_trajectories_go_into_every_stage(tiny_dir, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.skipif(not REAL.exists(), reason="no ../shared/colbench/backend_tasks.jsonl")
-def test_check_finds_the_real_tasks_that_cannot_be_graded():
+def test_check_finds_the_real_tasks_that_cannot_be_graded(grading):
     """A missing module, a file written, random numbers. Datetimes and types are values."""
     tasks = records(REAL.read_text(encoding="utf-8"))
-    done = script("colbench.py", "check", stdin=tasks)
-    kept = [r["task"] for r in records(done.stdout)]
-    assert kept == [t for line, t in enumerate(tasks, 1) if line not in (215, 236, 265)]
-    assert done.stderr.count(" dropped: ") == 3
+    kept, told, _ = grading(tasks, command="check")
+    assert [r["task"] for r in kept] == [
+        t for line, t in enumerate(tasks, 1) if line not in (215, 236, 265)]
+    assert told.count(" dropped: ") == 3

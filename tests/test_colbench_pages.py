@@ -45,9 +45,8 @@ def renderer():
         yield r
 
 
-def size(png):
-    """(width, height) of a PNG file."""
-    return int.from_bytes(png[16:20], "big"), int.from_bytes(png[20:24], "big")
+def picture(page):
+    return Image.open(io.BytesIO(page["png"])).convert("RGB")
 
 
 def texts(page):
@@ -64,20 +63,20 @@ def answered(page):
     ("/id/48/100/50.jpg", "100 50"), ("/seed/9/100", "100 100"), ("/", "300 200"),
     ("/600x400/0000FF/808080", "600 400"), ("/photo-1234/99999x0", "4096 1")])
 def test_a_placeholder_has_the_size_that_its_url_asks_for(path, size):
-    picture = colbench.grey_picture(path)
-    assert " ".join(re.findall(r'(?:width|height)="(\d+)"', picture)) == size
+    sides = re.findall(r'(?:width|height)="(\d+)"', colbench.grey_picture(path))
+    assert " ".join(sides) == size
 
 
 def test_a_page_has_its_style_and_placeholders_and_always_the_same_bytes(renderer):
     with ThreadPoolExecutor(4) as pool:
         pages = list(pool.map(renderer.render, [PLAIN, "<p>another</p>", PLAIN, PLAIN]))
-    assert pages[0] == pages[2] == pages[3]
-    assert size(pages[0]["png"]) == (PAGE_LIMITS["width"], PAGE_LIMITS["height"])
-    drawn = {(b["kind"], *b["colour"], *b["box"][2:]) for b in pages[0]["blocks"]}
-    assert ("IMG", 0, 0, 0, 100, 50) in drawn and pages[0]["colour"] == [243, 244, 246]
-    assert ("area", 16, 185, 129, 1280, 68) in drawn
+    page = pages[0]
+    assert page == pages[2] == pages[3] and page["colour"] == [243, 244, 246]
+    assert picture(page).size == (PAGE_LIMITS["width"], PAGE_LIMITS["height"])
+    drawn = {(block["kind"], *block["colour"], *block["box"][2:]) for block in page["blocks"]}
+    assert {("IMG", 0, 0, 0, 100, 50), ("area", 16, 185, 129, 1280, 68)} <= drawn
     with Renderer(workers=1) as other:  # the same picture, whatever else is asked
-        assert other.render(PLAIN) == {key: pages[0][key] for key in ("height", "png")}
+        assert other.render(PLAIN) == {key: page[key] for key in ("height", "png")}
 
 
 def moving():
@@ -130,9 +129,7 @@ def test_no_script_runs_and_nothing_is_reached(renderer, tmp_path):
     """A listener on loopback sees no connection, files stay closed, the page goes nowhere."""
     secret = tmp_path / "secret.txt"
     secret.write_text("the secret words")
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen(50)
+    with socket.create_server(("127.0.0.1", 0), backlog=50) as listener:
         listener.settimeout(1)
         port = listener.getsockname()[1]
         asked = "".join(REQUESTS.replace("URL", f"http://{host}:{port}/x")
@@ -175,7 +172,7 @@ def test_hostile_pages_are_bounded_and_the_next_one_is_drawn(name, renderer, mon
     answer = f"<html><body>{HOSTILE[name]}</body></html>"
     try:
         page, reference = renderer.render_pair({"ground_truth": PLAIN}, answer)
-        assert size(page["png"])[1] <= PAGE_LIMITS["tallest"]
+        assert picture(page).height <= PAGE_LIMITS["tallest"]
         assert 0 <= similarity(page, reference) < 1
     except RenderError as e:
         assert str(e)
@@ -204,26 +201,24 @@ def browsers():
 @pytest.mark.full
 def test_a_browser_that_dies_loses_no_page(monkeypatch):
     """The first one dies as it starts, the others are killed, twice."""
-    start, starts = colbench.Browser.start, []
+    start, started, before = colbench.Browser.start, [], browsers()  # those of the other tests
 
     async def dies_first(self):
         await start(self)
-        starts.append(self.tab)
-        if len(starts) == 1:
+        started.append(self)
+        if len(started) == 1:
             raise RuntimeError("closed")
 
     monkeypatch.setattr(colbench.Browser, "start", dies_first)
-    before = browsers()  # of the other tests
-    with Renderer(workers=2) as r:
+    with Renderer(workers=2) as r, ThreadPoolExecutor(3) as pool:
         want = r.render(PLAIN)["png"]
-        assert len(starts) == 2
+        assert len(started) == 2
         for n in range(2):
             for pid in browsers() - before:
                 with contextlib.suppress(ProcessLookupError):  # it went with another
                     os.kill(pid, signal.SIGKILL)
             pages = [f"{PLAIN}<!-- {n} {i} -->" for i in range(3)]  # no page is drawn twice
-            with ThreadPoolExecutor(3) as pool:
-                assert all(page["png"] == want for page in pool.map(r.render, pages))
+            assert [page["png"] for page in pool.map(r.render, pages)] == [want] * 3
     assert browsers() <= before
 
 
@@ -277,10 +272,9 @@ def test_the_reward_is_clips_likeness_of_the_last_page_and_check_drops_what_has_
     model, prepare = clip
     pages = [PLAIN, BLUE, PLAIN.replace("</body>", "<p class='bg-red-500 h-64'>a</p>" * 9),
              "<body><p>A Shop</p></body>"]
-    pictures = [Image.open(io.BytesIO(renderer.render(page)["png"])).convert("RGB")
-                for page in pages]
+    seen = prepare([picture(renderer.render(page)) for page in pages], return_tensors="pt")
     with torch.no_grad():
-        features = model.get_image_features(prepare(pictures, return_tensors="pt")["pixel_values"])
+        features = model.get_image_features(seen["pixel_values"])
     features = getattr(features, "pooler_output", features)
     wanted = torch.cosine_similarity(features[:1], features).clip(0).tolist()
     assert max(wanted[1:]) < 0.9999
@@ -323,7 +317,8 @@ def test_episodes_are_pages_shown_to_a_human_who_sees_both(tmp_path, renderer):
     base = str(tmp_path / "base")
     save(toy.tiny_model(demos(100, of=toy_pages), 0, toy_pages.PIECES), base)
     task = next(toy_pages.tasks("test", argparse.Namespace(seed=0, usual=0.0)))
-    right = task["ground_truth"]
+    right, told = task["ground_truth"], "Welcome to our store"
+    task["ground_truth"] += f"\n{told}"  # a line of the reference, and no secret: it is seen
     other = re.sub(r'(<header class="bg-)\w+-', r"\1orange-", right)
     tokenizer, outputs = M.find_model(base)[1], [
         "I have no page yet", f"Let me see. OUTPUT: {other}", f"OUTPUT: the same: {right}",
@@ -336,28 +331,25 @@ def test_episodes_are_pages_shown_to_a_human_who_sees_both(tmp_path, renderer):
                   "logprobs": {"token_logprobs": [-1.0] * len(ids)}}
         return {"choices": [choice | {"index": i} for i in range(body["n"])]}
 
-    drawn = {renderer.render(page)["png"]: text
-             for page, text in ((other, "other "), (right, "right "))}
+    names = {renderer.render(other)["png"]: "other ", renderer.render(right)["png"]: "right "}
 
     def reply(path, body):
         text, *pictures = body["messages"][0]["content"]
-        urls = [picture["image_url"]["url"] for picture in pictures]
-        png = [base64.b64decode(url.removeprefix("data:image/png;base64,")) for url in urls]
         assert task["problem_description"] in text["text"] and "<html" not in text["text"]
-        assert drawn[png[1]] == "right "
-        return chat(drawn[png[0]] + told + "x" * 2000)
+        urls = [picture["image_url"]["url"] for picture in pictures]
+        shown, wanted = (names[base64.b64decode(url.removeprefix("data:image/png;base64,"))]
+                         for url in urls)
+        assert wanted == "right "
+        return chat(shown + told + "x" * 2000)
 
     engine, human = Server(say), Server(reply, trouble=0.3)
-    told = "Welcome to our store"  # a line of the reference, and no secret: it is seen
-    task["ground_truth"] = f"{right}\n{told}"
-    replies = [(who + told + "x" * 2000)[:1000] for who in ("other ", "right ")]
+    replies = [(name + told + "x" * 2000)[:1000] for name in names.values()]
     for turns, answer, replies in ((4, right, replies), (2, other, []), (1, "", [])):
         flags = ["--engine", engine.url, "--human", human.url, "--max_turns", turns,
                  "--candidates", 2, "--timeout", 3]
         done = succeed("collect.py", "--model", base, *flags, stdin=[{"task": task}])
         (r,) = records(succeed("tests/toy_pages.py", "grade", stdin=done.stdout).stdout)
-        said = [m["content"] for m in r["dialogue_history"]]
         failed = [colbench.RENDER_FAILED_REPLY.format("no page")] * (turns > 1)
-        assert said[2::2] == failed + replies
+        assert colbench.message_texts(r["dialogue_history"])[2::2] == failed + replies
         assert r["answer"] == answer and (r["reward"] == 1) == (answer == right)
         assert r["reward_by"] == "blocks" and ("failure" in r) == (answer == "")
