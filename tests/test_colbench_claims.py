@@ -61,19 +61,18 @@ def test_nothing_passes_where_the_reference_has_no_value():
 HIDDEN = task("def f(x):\n    return (x * 7919 + 104729) % 1009 + 3",
               *(f"f({i})" for i in range(4)))
 LINES = ["pass", "value", "value pass", "", "raised pass", "refused pass", "value " + "5e" * 32]
-VANDALS = {
-    "main": "import __main__ as m\nm.run_test = m.as_text = m.sha256 = lambda *a: LINE\n"
-            "def f(x): return 0",
+VANDALS = {  # what follows a wrong f
+    "main": "import __main__ as m\nm.run_test = m.as_text = m.sha256 = lambda *a: LINE",
     "stdout": "import sys, io\nsys.stdout = sys.stderr = sys.__stdout__ = io.StringIO(LINE)\n"
               "def f(x): print(LINE); return 0",
     "builtins": "import builtins\nbuiltins.isinstance = lambda *a: True\n"
-                "builtins.type = builtins.ascii = lambda *a: LINE\ndef f(x): return 0",
+                "builtins.type = builtins.ascii = lambda *a: LINE",
     "every descriptor": "import os\ndef f(x):\n    for fd in range(64):\n"
                         "        try: os.write(fd, LINE.encode()), os.writev(fd, [b'pass'])\n"
                         "        except OSError: pass\n    os._exit(0)",
     "many lines at import": "import os\nfor fd in range(3, 9):\n"
                             "    try: [os.write(fd, LINE.encode()) for _ in range(9)]\n"
-                            "    except OSError: pass\ndef f(x): return 0",
+                            "    except OSError: pass",
     "frames": "import sys\ndef f(x):\n    frame = sys._getframe()\n    while frame:\n"
               "        for value in [*frame.f_locals.values(), *frame.f_globals.values()]:\n"
               "            if type(value) is dict and 'tests' in value: value['tests'] = ['1']\n"
@@ -83,19 +82,18 @@ VANDALS = {
                "        if type(o) is list and o and type(o[0]) is str: o[:] = [LINE]\n"
                "    return 0",
     "tracing": "import sys\ndef trace(frame, event, arg):\n    frame.f_locals['result'] = LINE\n"
-               "    return trace\nsys.settrace(trace)\ndef f(x): return 0",
+               "    return trace\nsys.settrace(trace)",
     "os.write": "import os\nwrite = os.write\n"
-                "os.write = lambda fd, data: write(fd, LINE.encode()) and len(data)\n"
-                "def f(x): return 0",
+                "os.write = lambda fd, data: write(fd, LINE.encode()) and len(data)",
     "raises": "class pass_(BaseException): pass\npass_.__name__ = LINE\n"
               "def f(x): raise pass_(LINE)"}
 
 
 @pytest.mark.parametrize("name", VANDALS)
 def test_no_answer_forges_a_reward_from_inside_or_spoils_the_next_ones(name, graders, quick):
-    for grader, text in itertools.product(graders, LINES):
-        graded = grader.grade(HIDDEN, f"LINE = {text!r}\n" + VANDALS[name])
-        assert graded["reward"] == 0, (text, graded)
+    for grader, line in itertools.product(graders, LINES):
+        answer = f"LINE = {line!r}\ndef f(x): return 0\n{VANDALS[name]}"
+        assert grader.grade(HIDDEN, answer)["reward"] == 0, answer
     assert [grader.grade(DOUBLE, HONEST)["reward"] for grader in graders] == [1, 1]
 
 

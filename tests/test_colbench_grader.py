@@ -207,25 +207,23 @@ STEPS = [
     "resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (3, 3))",
     "multiprocessing.Process(target=print).start()", "sys.setrecursionlimit(10 ** 9); f(x)",
     "sys._getframe(99)", "import colbench", "import __main__; __main__.task",
-    "while True: print('x' * 99999)", "while True: os.fork()"]
-IMPORTS = f"""import _thread, ctypes, fcntl, multiprocessing, os, re, resource, socket, subprocess
-import sys, time
+    "while True: print('x' * 99999)", "while True: os.fork()", "while True: yield x",
+    "return [x] * 10 ** 6", "a = []\n    for _ in range(100000): a = [a]\n    return a",
+    "signal.signal(signal.SIGSEGV, lambda *a: None); ctypes.string_at(0)"]
+IMPORTS = f"""import _thread, ctypes, fcntl, multiprocessing, os, re, resource, signal, socket
+import subprocess, sys, time
 victim, secret, name = '{FOLDER}/victim', '{FOLDER}/secret', {DATAGRAM.getsockname()!r}
 port = {STREAM.getsockname()[1]}
 """
 ATTACKS = {step: IMPORTS + doing(step) for step in STEPS} | {
     "a loop that swallows": "def f(x):\n    while True:\n        try:\n"
                             "            while True: pass\n        except BaseException: pass",
-    "endless generator": doing("while True: yield x"), "many values": doing("return [x] * 10 ** 6"),
     "deep syntax": "x = " + "(" * 5000 + ")" * 5000, "growing list": "x = [0]\nwhile True: x += x",
-    "deep value": doing("a = []\n    for _ in range(100000): a = [a]\n    return a"),
     "endless values": "class D(dict):\n    def items(s):\n        while True: yield 1, 1\n"
                       + doing("return D()"),
     "equal inside": "class E(int):\n    def __eq__(s, o): return True\n    __hash__ = None\n"
                     + doing("return [E(7)]"),
     "close": "import os\nos.closerange(0, 64)\n" + doing("pass"),
-    "handler": "import ctypes, signal\nsignal.signal(signal.SIGSEGV, lambda *a: None)\n"
-               + doing("ctypes.string_at(0)"),
     "filled request": "import os\ndef f(x):\n    for fd in range(3, 64):\n"
                       "        try: os.lseek(fd, 0, 1), os.write(fd, b'x')\n"
                       "        except OSError: pass\n        else: return 2 * x",
