@@ -117,7 +117,7 @@ fractions.Fraction(1, 2) | fractions.Fraction(1) | fractions.Fraction(10**400, 3
 5e-324 | fractions.Fraction(1, 2**1074) | complex(fractions.Fraction(1, 2), 2.0**70)
 datetime.datetime(2024, 1, 2) | datetime.datetime(2024, 1, 2, tzinfo=datetime.timezone.utc)
 datetime.datetime(2024, 1, 2, 3, 4, 5, 6) | datetime.date(2024, 1, 2)
-datetime.timedelta(1) | datetime.timedelta(hours=24) | datetime.timedelta(seconds=1)
+datetime.timedelta(1) | datetime.timedelta(hours=24) | datetime.timedelta(1, 2)
 datetime.time(1, 2) | datetime.time(1, 2, fold=1)
 datetime.time(1, 2, tzinfo=datetime.timezone.utc)
 mine(datetime.datetime, 2024, 1, 2) | mine(datetime.time, 1, 2) | mine(datetime.timedelta, 1)

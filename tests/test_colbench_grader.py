@@ -14,12 +14,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec, resolve_name
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 import colbench
-from colbench import Grader, GraderError, grade_records
+from colbench import Grader, GraderError, get_args, grade_records
 from conftest import DOUBLE, FULL, HONEST, ROOT, descendants, task
 
 # what the attacks look for: two listeners, a readable file, one to delete, a variable
@@ -436,7 +435,7 @@ def test_a_fifth_of_thousands_of_answers_may_hang_crash_or_bomb(quick):
             yield {"task": {"id": i, **task(f"def f(x):\n    return x + {i}", "f(1)")},
                    "answer": answer, "want": i % 5 > 1, "number": i}
 
-    graded = list(grade_records(answers(), SimpleNamespace(rules="honest", workers=2)))
+    graded = list(grade_records(answers(), get_args(["grade", "--workers", "2"])))
     assert [r["number"] for r in graded] == list(range(n))  # in order, each by itself
     assert all(r["reward"] == r["want"] for r in graded)
     assert max(most) < 40 + len(before) and descendants() <= before
@@ -516,6 +515,6 @@ def test_a_record_is_written_soon_after_it_is_graded(odd):
                 asked.append(i)
                 yield odd("")
 
-    for record in grade_records(slowly(), SimpleNamespace(workers=75)):
+    for record in grade_records(slowly(), get_args(["grade", "--workers", "75"])):
         graded.append(record)
     assert len(asked) == len(graded) < 300
