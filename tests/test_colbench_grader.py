@@ -153,7 +153,7 @@ IMPORT = r"^[ \t]*(?:from[ \t]+([.\w]+)[ \t]+)?import[ \t]*(\([^)]*\)|.*)"
 NOT_FOR_ANSWERS = (  # tests, compilers, plots, other packages' arrays
     r"(numpy|sympy)\.testing|mpmath\.tests|numpy\.(core|ctypeslib|distutils|f2py|matlib|typing)"
     r"|numpy\.lib\.recfunctions|sympy\.(plotting|printing|physics\.control)"
-    r"|sympy\.tensor\.array\.expressions|sympy\.matrices\.expressions\.applyfunc")
+    r"|sympy\.tensor\.array\.expressions")
 
 
 def module_files():
