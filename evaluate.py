@@ -6,6 +6,7 @@
 
     tests_passed  mean reward: share of hidden tests passed, or likeness of the web pages
     success       share of episodes with reward 1 (not for frontend tasks)
+    pass^k        probability that k episodes of a task all succeed: C(solved, k) / C(episodes, k)
     unanswered    share of episodes that end without an answer
     not_drawn     frontend: share of episodes whose page, or reference page, can't be rendered
     turns, tokens number of agent messages per episode, and of tokens sampled for them
@@ -77,6 +78,12 @@ class System:
                     self.graders.add(record["reward_by"])
         self.tasks = {task: {metric: math.fsum(x) / len(x) for metric, x in by_metric.items()}
                       for task, by_metric in sorted(values.items())}  # for any order of lines
+
+        fewest = min(len(by_metric.get("success", ())) for by_metric in values.values())
+        for k in (k for k in (2, 4, 8) if k <= fewest):
+            for task, by_metric in values.items():
+                n, solved = len(by_metric["success"]), int(sum(by_metric["success"]))
+                self.tasks[task][f"pass^{k}"] = math.comb(solved, k) / math.comb(n, k)
 
     def means(self, metric, tasks):
         """Returns a (tasks,) array: the metric's mean of each task, NaN where it has none."""
@@ -160,7 +167,8 @@ def table_cells(r):
         if metric in ("turns", "tokens"):
             cells[metric] = formatted(r[metric], scale=1)
         else:
-            interval = r[f"{metric}_95"] if metric in ("tests_passed", "success") else None
+            with_limits = metric in ("tests_passed", "success") or metric.startswith("pass^")
+            interval = r[f"{metric}_95"] if with_limits else None
             cells[metric.replace("_", " ") + " %"] = formatted(r[metric], interval)
     cells |= {"episodes": str(r["episodes"]), "tasks": str(r["tasks"])}
     if d := r.get("minus_first"):

@@ -68,6 +68,9 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 TODAY = datetime.date(2024, 7, 26)  # for templates that print the date, so that prompts stay equal
+# a macro, because transformers 5.22 and newer turn Python functions into text
+STRFTIME_NOW = "{%%- macro strftime_now(form) -%%}{{ form%s }}{%%- endmacro -%%}" % "".join(
+    f"|replace('%{x}', '{TODAY.strftime('%' + x)}')" for x in ("-d", "-m", *"aAbBdeHIjmMpSyY"))
 MAX_KEYS = 2 ** 19  # of a tree: 11 GB in a backward pass with 32 query and 8 KV heads of size 128
 CONFIGS = "config.json", "generation_config.json"
 MODEL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja"]
@@ -439,9 +442,9 @@ def template_text(tokenizer, messages, thinking, add_prompt):
     append the generation prompt, which opens the assistant's next message.
     """
     plain = [{"role": m["role"], "content": as_plain(tokenizer, m)} for m in messages]
-    return tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_prompt,
-                                         enable_thinking=bool(thinking),
-                                         strftime_now=TODAY.strftime)
+    return tokenizer.apply_chat_template(
+        plain, chat_template=STRFTIME_NOW + tokenizer.get_chat_template(), tokenize=False,
+        add_generation_prompt=add_prompt, enable_thinking=bool(thinking))
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import random
 import re
 import statistics
 from html.parser import HTMLParser
+from itertools import combinations
 
 import pytest
 
@@ -137,6 +138,23 @@ def test_a_difference_is_that_of_the_columns_however_unequal_the_tasks_episodes_
                        for _ in range(r.choice((1, 7)))]
     (a, b), _ = run(tmp_path, "a.jsonl", "b.jsonl", **files)
     assert b["minus_first"]["success"] == pytest.approx(b["success"] - a["success"], abs=1e-4) != 0
+
+
+def test_pass_k_is_the_share_of_a_tasks_k_tuples_that_all_succeed(tmp_path):
+    """Where every task has k episodes, of both seeds together; the mean of tasks."""
+    r, seeds = random.Random(0), ([], [])
+    rewards = {task: [r.choice([0.5, 1.0, 1.0]) for _ in range(n)]
+               for task, n in (("a", 4), ("b", 5), ("c", 6), ("d", 4))}
+    for task, values in rewards.items():
+        for sample, reward in enumerate(values):
+            seeds[sample % 2].append(episode(task, reward, sample=sample, meta={"seed": sample % 2}))
+    (got,), table = run(tmp_path, "both=s.jsonl,t.jsonl", s=seeds[0], t=seeds[1])
+    for k in 2, 4:
+        want = statistics.mean(
+            statistics.mean(min(several) == 1 for several in combinations(values, k))
+            for values in rewards.values())
+        assert got[f"pass^{k}"] == pytest.approx(want, abs=1e-4) and f"pass^{k} %" in table
+    assert "pass^8" not in got and got["pass^4_95"][0] < got["pass^4"] < got["pass^2"]
 
 
 def test_systems_that_have_nothing_in_common(tmp_path):
