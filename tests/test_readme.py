@@ -191,7 +191,7 @@ def test_edits_with_state_of_their_own_resume_to_the_same_bits(edit, flags, rank
            "--batch_size", 4, "--epochs", 6, *flags, "--out"]
     whole, killed, two = (tmp_path / name for name in ("whole", "killed", "two"))
     _, (start, *rows, last) = train(ranked, *run, whole)
-    assert last["finished"] == len(steps(whole)) > 3
+    assert last["finished"] == len(steps(whole)) >= 3
     first = 2  # checkpoint
     if edit == "early_stop":
         measured = [row["held_out_loss"] for row in rows if "held_out_loss" in row]
