@@ -16,6 +16,7 @@ import math
 import os
 import platform
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -354,7 +355,7 @@ def from_rank_0(make):
 # --- the --out directory of a run -----------------------------------------------------------------
 
 class Log:
-    """A run in --out: locks the directory, and writes metrics.jsonl and copies of the scripts.
+    """A run in --out: locks it, and writes metrics.jsonl, copies of the scripts and a model card.
 
     A new run starts at `step` 0. A run that is there must have the same scripts, flags and data: an
     interrupted one resumes at the `step` of its last checkpoint, a `finished` one is only read. The
@@ -471,9 +472,23 @@ class Log:
             say(f"{self.what}: {', '.join(f'{name} {value}' for name, value in row.items())}")
 
     def finish(self):
-        """Adds the last row and removes the checkpoints, as the model is now in --out."""
+        """Adds a model card and the last row; removes the checkpoints, as the model is in --out."""
+        if RANK == 0 and not os.path.exists(os.path.join(self.out, "README.md")):
+            self.write_card()
         self(finished=self.step)
         drop_checkpoints(self.out)
+
+    def write_card(self):
+        """Writes the README.md that a model hub shows: how the model in --out was trained."""
+        rows = rows_of(self.out)
+        start = [row for row in rows if "args" in row][-1]
+        last = [{}, *(row for row in rows if "step" in row)][-1]
+        base = "" if os.path.isdir(self.args.model) else f"base_model: {self.args.model}\n"
+        path = os.path.join(self.out, "README.md")
+        with writing(path) as part, open(part, "w", encoding="utf-8", errors="replace") as f:
+            f.write(f"---\n{base}library_name: transformers\n---\n\n- base: {self.args.model}\n"
+                    f"- command: `{shlex.join(start['argv'])}`\n- code: {start['version']}\n"
+                    f"- pairs_hash: {start['pairs_hash']}\n- last metrics: `{json.dumps(last)}`\n")
 
 
 def changed_scripts(out):

@@ -10,6 +10,7 @@ import math
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -725,6 +726,42 @@ def test_a_finished_run_is_only_read_and_what_is_no_run_never_removed(job, whole
     done = script(*command(job, tmp_path), stdin=data)
     complaint(done, "exists and is not a run")
     assert contents(tmp_path) == {tmp_path / "precious": b"mine"}
+
+
+@pytest.mark.parametrize("base", ["runs/base", "org/base"])
+def test_a_model_card_says_what_metrics_jsonl_does(base, tmp_path):
+    """The last step's row also if the run was resumed after it; a folder is no base_model."""
+    (tmp_path / "runs" / "base").mkdir(parents=True)
+    start = {"args": {"model": base}, "argv": ["train_policy.py", "--out", "a b"],
+             "version": "1a2b, torch 2", "pairs_hash": "00ff"}
+    rows = [{**start, "version": "older"}, {"step": 0, "loss": 2.0, "tokens": 9},
+            {"step": 0, "held_out_loss": 1.5}, {"resumed": 1, **start}]
+    log = utils.Log(train_policy.get_args(["--model", base, "--out", str(tmp_path / "out")]))
+    Path(log.path).write_text(lines(rows))
+    with contextlib.chdir(tmp_path):
+        log.write_card()
+    _, yaml, text = (tmp_path / "out" / "README.md").read_text().split("---\n")
+    on_hub = ["base_model: org/base"] if base == "org/base" else []
+    assert yaml.splitlines() == [*on_hub, "library_name: transformers"]
+    assert text == (f"\n- base: {base}\n- command: `train_policy.py --out 'a b'`\n"
+                    "- code: 1a2b, torch 2\n- pairs_hash: 00ff\n"
+                    '- last metrics: `{"step": 0, "held_out_loss": 1.5}`\n')
+
+
+def test_a_finished_run_has_its_card_and_an_interrupted_one_keeps_the_users(
+        whole, killed, command, data, tmp_path):
+    """That a rerun leaves a finished run's alone is tested above, with its other files."""
+    out, _ = whole("critic")
+    first, *_, last, finished = metrics(out)
+    card = (out / "README.md").read_text()
+    for fact in (shlex.join(first["argv"]), first["version"], first["pairs_hash"],
+                 f"`{json.dumps(last)}`", f"- base: {first['args']['model']}\n"):
+        assert fact in card
+    assert "finished" in finished and "step" in last and "base_model" not in card
+    out = shutil.copytree(killed("critic"), tmp_path / "out")
+    (out / "README.md").write_text("mine")
+    succeed(*command("critic", out), stdin=data)
+    assert (out / "README.md").read_text() == "mine" and "finished" in metrics(out)[-1]
 
 
 @pytest.mark.parametrize("finished", [False, True])
