@@ -1,7 +1,7 @@
 """Shared by all scripts: flags, messages, signals, JSON lines, ranks, --out directories.
 
 Left out on purpose: config files, because the first row of a run's metrics.jsonl has its flags; and
-experiment trackers, because each run's metrics are a file (csv.diff shows where to send them).
+experiment trackers, because each run's metrics are a file (wandb.diff also sends them to one).
 """
 import argparse
 import contextlib

@@ -230,6 +230,43 @@ def test_the_edit_csv(ranked, tiny_dir, tmp_path):
         {key: str(value) for key, value in step.items()} for step in steps(copy / "out")]
 
 
+WANDB = """import json, os
+from types import SimpleNamespace
+def record(row):
+    with open(os.path.dirname(__file__) + "/calls.jsonl", "a") as f:
+        print(json.dumps(row), file=f)
+def init(project, config, id, resume):
+    record({"project": project, "config": config, "id": id, "resume": resume})
+    return SimpleNamespace(id=id or f"new{os.getpid()}", log=lambda row, step: record([row, step]))
+"""  # its stand-in
+
+
+@pytest.mark.full
+def test_the_edit_wandb(ranked, tiny_dir, tmp_path):
+    """One tracked run, of rank 0 only, also after a kill; a finished run starts none."""
+    copy = edited("wandb", tmp_path)
+    (copy / "wandb.py").write_text(WANDB)
+    run = [f"{copy}/train_policy.py", "--model", tiny_dir, "--batch_size", 8, "--save_every", 1,
+           "--out", copy / "out"]
+    script(*run, stdin=ranked, kill=(copy / "out" / "checkpoint-2", signal.SIGKILL))
+    killed = records((copy / "calls.jsonl").read_text())
+    (copy / "calls.jsonl").unlink()
+    for ranks in (2, 1):
+        train(ranked, *run, ranks=ranks)
+    first, resumed = (row for row in metrics(copy / "out") if "args" in row)
+    assert first["wandb"] == resumed["wandb"]
+    for (start, *calls), row, run_id in ((killed, first, None),
+                                         (records((copy / "calls.jsonl").read_text()), resumed,
+                                          first["wandb"])):
+        assert start == {"project": "sweet-rl", "config": row["args"], "id": run_id,
+                         "resume": "allow"}
+        assert calls and all(step == row.get("step") for row, step in calls)
+    logged = [row for row, _ in killed[1:] + calls]
+    written = [row for row in metrics(copy / "out") if "args" not in row]
+    assert [row for row in logged if row in written] == written
+    assert len(logged) <= len(written) + 1  # the kill may have come after a step of no checkpoint
+
+
 @pytest.mark.full
 def test_the_edit_lora(ranked, tiny_dir, tmp_path):
     """Only low-rank updates move, a checkpoint has them alone, 2 processes make the same."""
