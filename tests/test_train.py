@@ -855,6 +855,49 @@ def test_two_runs_cannot_share_an_out(command, data, tmp_path):
     succeed(*command("critic", first.out, "--epochs", 1), stdin=data)
 
 
+# --- from a step to its pairs ---------------------------------------------------------------------
+
+STEP = "tests/experiments/step.py"
+
+
+@pytest.mark.parametrize("job", ["critic", *(pytest.param(job, marks=pytest.mark.full)
+                                             for job in ("dpo", "mtdpo", "rft"))])
+def test_the_pairs_of_all_steps_are_those_of_all_batches(job, whole, command, data, tiny_dir,
+                                                         monkeypatch):
+    """In order, each with its task. The tasks of equal pairs are counted."""
+    out, _ = whole(job)
+    name, *flags, _, _ = command(job, out)
+    trainer = {"train_critic.py": train_critic, "train_policy.py": train_policy}[name]
+    groups, _ = read_by(monkeypatch, records(data), trainer, *flags)
+    args, tokenizer = SimpleNamespace(**metrics(out)[0]["args"]), M.find_model(tiny_dir)[1]
+    wanted = [[{"gap": pair.gap, **{side: [[tokenizer.decode(list(map(ord, text)))
+                                            for text in turn] for turn in getattr(pair, side)]
+                                    for side in ("chosen", "rejected")}} for pair in batch]
+              for batch in M.all_batches(groups, args.batch_size, args.epochs, args.seed)]
+    spoken = {}  # {task: what its agent wrote}
+    for record in records(data):
+        spoken.setdefault(task_id(record["task"]), set()).update(
+            tokenizer.decode(x["token_ids"]) for x in actions(record))
+    assert len(wanted) == len(steps(out)) > 2
+    for step, want in enumerate(wanted):
+        got = records(succeed(STEP, out, step, stdin=data).stdout)
+        for pair in got:
+            said = {action for _, action in pair["chosen"] + pair["rejected"]}
+            assert said <= spoken[pair.pop("task")]
+        assert got == want
+
+
+def test_other_data_or_steps_have_no_pairs(whole, data, tmp_path):
+    out, _ = whole("critic")
+    n = len(steps(out))
+    for step in (-1, n):
+        complaint(script(STEP, "--", out, step, stdin=data), f"no step {step}: the run in {out} "
+                  f"has {n}, counted from 0")
+    complaint(script(STEP, tmp_path, 0, stdin=data), f"the run in {tmp_path} has 0")
+    for other in (lines(records(data)[2:]), data.replace('"reward": 0.3', '"reward": 0.2', 1)):
+        complaint(script(STEP, out, 0, stdin=other), "stdin is not the data of the run")
+
+
 # --- what is left out, what it is saved as --------------------------------------------------------
 
 @pytest.mark.parametrize("mode", [["--score", "x"], ["--untrained", "1"]])
