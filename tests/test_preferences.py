@@ -40,7 +40,13 @@ FORMS = {  # name: (a line of it, what stands before the user's message)
                  [SYSTEM]),
     "Axolotl": ({"messages": [RIVER], "chosen": ELBE, "rejected": WATER}, []),
     "ms-swift": ({"messages": CHOSEN, "rejected_response": "Water."}, []),
+    "ms-swift with a system message": (
+        {"messages": [SYSTEM, *CHOSEN], "rejected_response": "Water.", "rejected_messages": None},
+        [SYSTEM]),
+    "ms-swift with a message": ({"messages": CHOSEN, "rejected_response": [WATER]}, []),
     "ms-swift's dialogues": ({"messages": CHOSEN, "rejected_messages": REJECTED}, []),
+    "ms-swift's dialogues with a system text": (
+        {"system": "Be brief.", "messages": CHOSEN, "rejected_messages": REJECTED}, [SYSTEM]),
     "an empty history": ({"instruction": "Name a river.", "input": "", "history": [],
                           "chosen": "The Elbe.", "rejected": "Water."}, []),
     "Alpaca": ({"instruction": "Name a river.", "input": "", "chosen": "The Elbe.",
@@ -142,6 +148,18 @@ def test_a_history_stands_before_the_prompt():
             "Hi", "Hello", "So", "Yes?", "Name a river.\n\nIn Saxony.", answer)]
 
 
+@pytest.mark.parametrize("rejected", [
+    {"rejected_response": "Water."},
+    {"rejected_messages": [SYSTEM, *dialogue("Hi", "Hello", "Name a river.", "Water.")]}])
+def test_ms_swifts_sides_differ_in_the_last_answer(rejected):
+    """The earlier answers are in both."""
+    whole = [SYSTEM, *dialogue("Hi", "Hello", "Name a river.", "The Elbe.")]
+    chosen, other = converted({"messages": whole, **rejected})
+    assert chosen["dialogue_history"] == whole and chosen["reward"] == 1
+    assert other["dialogue_history"] == [*whole[:-1], WATER] and other["reward"] == 0
+    assert chosen["task"] == other["task"] and chosen["pair"] == other["pair"]
+
+
 def test_dropped_columns_and_repeated_lines_are_named_once():
     line = {"score": 8.5, "source": "x", "note": "", "n": 0, "images": [], "context_length": 9,
             "chosen": [RIVER, {**ELBE, "name": "Al"}], "rejected": REJECTED}
@@ -205,6 +223,9 @@ NO_FORM = {
     "'The Elbe.' is no dialogue, and has no prompt before it": {"chosen": "The Elbe.",
                                                                "rejected": "Water."},
     "'4' is not a message": {"messages": "[4]"},
+    "'Water.' is not a message": {"messages": CHOSEN, "rejected_response": ["Water.", "Rain."]},
+    "chosen has no message of the assistant": {"messages": [RIVER], "rejected_response": "Water."},
+    "rejected starts with the assistant": {"messages": CHOSEN, "rejected_messages": [WATER]},
     "history has ['a'], which is not [question, answer]": {
         "prompt": "a", "history": [["a"]], "chosen": "b", "rejected": "c"},
     "the column 'history' may belong to the prompt": {**GOOD, "history": [["a", "b"]]},
