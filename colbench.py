@@ -244,7 +244,7 @@ UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to 
              "instructions, else put them there",
     "reasoning_content": "put it into content as <think> ... </think>",
     **dict.fromkeys(["tools", "tool_calls"], "for tools see TRL"),
-    **dict.fromkeys(["loss_mask", "weight", "train"], "every message has the same weight")}
+    **dict.fromkeys(["loss", "loss_mask", "weight", "train"], "every message has the same weight")}
 TYPES = {
     str: ("text", lambda x: isinstance(x, str)),
     bool: ("true or false", lambda x: isinstance(x, bool)),

@@ -284,7 +284,7 @@ def test_a_trainer_names_the_converter(tiny_dir, monkeypatch):
 
 @pytest.mark.parametrize("name, value", [
     ("tools", [{}]), ("tool_calls", [{}]), ("system", "Be brief."), ("reasoning_content", "why"),
-    ("loss_mask", 0), ("weight", 0.5), ("train", False), ("input", "<|system|>")])
+    ("loss", False), ("loss_mask", 0), ("weight", 0.5), ("train", False), ("input", "<|system|>")])
 def test_a_records_field_that_changes_the_meaning_is_refused(name, value, ranked, tiny_dir,
                                                              monkeypatch):
     """In the record or in a message of it."""
@@ -299,7 +299,7 @@ def test_a_records_field_that_changes_the_meaning_is_refused(name, value, ranked
 
 def test_names_of_a_records_fields_and_whole_weights_bind_no_preference():
     line = {"task": "Coding", "answer": 42, "reward": 7.5, "sample": "a", "tests": [1], "meta": "v",
-            "weight": 1, "train": True, "tools": [], "system": "", "prompt": [RIVER],
+            "weight": 1, "train": True, "loss": True, "tools": [], "system": "", "prompt": [RIVER],
             "chosen": [{**ELBE, "output": "a draft", "logprobs": {"content": []}}],
             "rejected": [WATER]}
     assert convert([line]) == convert([GOOD])
