@@ -173,8 +173,8 @@ COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     ("train_critic.py --score x --lr 1", "", "--lr has an effect only with --out"),
     ("train_policy.py --loss rft --beta 9", "", "--beta has an effect only with --loss dpo or"),
     ("train_policy.py --min_gap 1", "", "--min_gap has an effect only with --loss mtdpo or --mix"),
-    *((f"train_critic.py {words}", "", f"error: {where}: No such file") for words, where in (
-        ("--score=", "'' is not a finished run of train_critic.py"), ("--out=", "--out ''"))),
+    ("train_critic.py --score=", "", "error: '' is not a finished run of train_critic.py: it has"),
+    ("train_critic.py --out=", "", "error: --out '': No such file"),
     ("train_critic.py --out x --epoch 1", "", "--epoch 1"),  # no abbreviations
     ("train_critic.py --model MODEL", ONCE, "with collect.py -k"),
     ("train_critic.py --out x --model MODEL", SILENT, "line 1: dialogue_history has no message"),
