@@ -1000,7 +1000,7 @@ def load_lm(path, device, dtype="fp32"):
     if not model.supports_trees:  # collect.py's attention and cache would be wrong, too
         fail(f"sampling from {path!r} without a server is not supported, because of its layers or "
              "attention: give a vLLM server by --engine")
-    model.lm.set_attn_implementation("sdpa")
+    model.lm.set_attn_implementation("eager")  # some families have no "sdpa"
     return model.lm, tokenizer
 
 

@@ -59,8 +59,9 @@ def two_models(family, dtype=torch.float32):
     """The same random weights twice: with the tree's attention, and with transformers' own."""
     torch.manual_seed(1)
     kind, own = FAMILIES[family]
-    tree, plain = M.TreeLM(small(kind, "tree", **own)).to(dtype), small(kind, "sdpa", **own)
+    tree, plain = M.TreeLM(small(kind, "tree", **own)).to(dtype), small(kind, "eager", **own)
     plain.to(dtype).load_state_dict(tree.lm.state_dict())
+    plain.config._attn_implementation = "sdpa"  # exact in fp64; some families refuse to name it
     plain.config._experts_implementation = "eager"  # a loop over experts
     if dtype == torch.float64:
         tree.lm.config._experts_implementation = "eager"  # the usual kernel has no fp64
