@@ -14,6 +14,12 @@ shapes but no data, runs the step with the largest tree. Prints one line of JSON
     peak_gb_per_gpu   peak of a step in bf16; less with torch.compile. null if operations depend on
                       data, or the model is computed turn by turn, which takes more tokens, too
 --recompute 0 is a sixth faster if it fits in memory.
+
+    python tests/plan.py collect.py --tasks 10000 -k 4 --human_model DIR < sample.jsonl
+
+predicts the tokens that an LLM human reads and writes in a collection, from episodes of a smaller
+one with the same agent, human and flags. --human_model is the LLM's tokenizer and chat template.
+Thoughts, redacted quotes, repeated requests and cached prompts are not considered.
 """
 import argparse
 import json
@@ -34,8 +40,9 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import model as M  # noqa: E402
+from colbench import environment, human_prompt, read_records  # noqa: E402
 from model import all_batches, find_model, in_order, partition, turns_in  # noqa: E402
-from utils import fail, say  # noqa: E402
+from utils import fail, fail_on_error, say  # noqa: E402
 
 
 def count_tokens(turns):
@@ -234,14 +241,51 @@ def read_stdin(name, args):
     return find_model(args.model)[2], groups, ref_turns, critic_turns
 
 
+def human_plan(flags):
+    """Returns the prediction for collect.py as a dict. Reads the sample's records from stdin."""
+    p = argparse.ArgumentParser(usage="plan.py collect.py --tasks N --human_model DIR [-k N] "
+                                "[--price_in P --price_out P: dollars per million tokens]")
+    p.add_argument("--human_model", required=True)
+    p.add_argument("--tasks", type=int, required=True)
+    p.add_argument("-k", type=int, default=1)
+    for name in ("--price_in", "--price_out"):
+        p.add_argument(name, type=float, default=0.0)
+    args = p.parse_args(flags)
+    tokenizer = find_model(args.human_model)[1]
+
+    def count(text):
+        return len(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    samples = read = written = 0
+    for r in read_records(sys.stdin, "dialogue_history"):
+        task, history = r["task"], r["dialogue_history"]
+        if environment(task).shows_pages:
+            fail("can't predict the tokens of a web page's screenshot")
+        samples += 1
+        for t, message in enumerate(history):
+            if t > 0 and message["role"] == "user":  # a reply, for which collect.py sent a request
+                request = [{"role": "user", "content": human_prompt(task, history[:t])}]
+                with fail_on_error("--human_model's chat template rejects the human's prompt"):
+                    read += count(tokenizer.apply_chat_template(
+                        request, tokenize=False, add_generation_prompt=True))
+                written += count(message["content"]) + 1  # with the end token
+    n = args.tasks * args.k / samples
+    dollars = n * (read * args.price_in + written * args.price_out) / 1e6
+    return {"episodes": args.tasks * args.k, "read_per_episode": read / samples,
+            "written_per_episode": written / samples, "read": round(n * read),
+            "written": round(n * written), "dollars": float(f"{dollars:.3g}") or None}
+
+
 def main(argv=None):
     p = argparse.ArgumentParser(description=__doc__, usage="%(prog)s TRAINER [--gpus N] [flags]",
                                 formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("trainer", choices=["train_critic.py", "train_policy.py"])
+    p.add_argument("trainer", choices=["train_critic.py", "train_policy.py", "collect.py"])
     p.add_argument("--gpus", type=int, default=1)
     own, flags = p.parse_known_args(argv)
     if own.gpus < 1:
         p.error("--gpus must be 1 or more")
+    if own.trainer == "collect.py":
+        return print(json.dumps(human_plan(flags)))
     name = own.trainer.removesuffix(".py")
     args = import_module(name).get_args([*flags, "--out", "none"])
     config, groups, ref_turns, critic_turns = read_stdin(name, args)

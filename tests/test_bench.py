@@ -7,9 +7,11 @@ import sys
 import bench_train as B
 import pytest
 import torch
-from conftest import CPU, ROOT, succeed
-from model import Pair
+from conftest import CPU, ROOT, key_of, records, script, succeed
+from model import Pair, find_model
+from test_collect_endpoints import Server, chat
 from test_model import FAMILIES, SLOW, small, some_turns
+from utils import rng
 
 
 @pytest.mark.parametrize("job", ["dpo", "rft"])
@@ -55,6 +57,35 @@ def test_plan_tells_the_memory_of_trees_alone(kind, own, supports_trees):
     pair, args = Pair((turns[0],), (turns[1],)), B.train_critic.get_args(["--out", "x"])
     told = B.plan(args, 2, small(kind, **own).config, [[pair]], [])["peak_gb_per_gpu"]
     assert (told is not None) == supports_trees
+
+
+def test_plan_tells_the_tokens_of_an_llm_human_to_5_percent(tiny_dir):
+    """From every other episode of a collection, whose server counts what it receives and sends."""
+    tokenizer, sizes = find_model(tiny_dir)[1], []
+
+    def reply(path, body):
+        prompt = tokenizer.apply_chat_template(body["messages"], add_generation_prompt=True)
+        r = rng(body["messages"][0]["content"])
+        text = " ".join(r.choices(["the", "rate", "is", "4", "odd"], k=r.randint(10, 30)))
+        sizes.append((len(prompt["input_ids"]), len(tokenizer(text)["input_ids"]) + 1))
+        return chat(text)
+
+    tasks = script("tests/toy.py", "tasks", "--n", 6, "--seed", 1).stdout
+    done = succeed("collect.py", "--model", tiny_dir, "-k", 10, "--max_turns", 4, "--max_tokens", 9,
+                   "--human", Server(reply).url, stdin=tasks)
+    episodes = sorted(records(done.stdout), key=key_of)
+    assert len(episodes) == 60 and len(sizes) > 150
+    used = dict(zip(("read", "written"), map(sum, zip(*sizes))))
+    flags = ["--tasks", 6, "-k", 10, "--human_model", tiny_dir]
+    for sample, within in ((episodes, 1e-6), (episodes[::2], 0.05)):
+        prices = ["--price_in", 0.15, "--price_out", 0.6]
+        told = json.loads(succeed("tests/plan.py", "collect.py", *flags, *prices,
+                                  stdin=sample).stdout)
+        for name, tokens in used.items():
+            assert told[name] == pytest.approx(tokens, rel=within)
+            assert told[f"{name}_per_episode"] == pytest.approx(tokens / 60, rel=within)
+        dollars = (0.15 * used["read"] + 0.6 * used["written"]) / 1e6
+        assert told["dollars"] == pytest.approx(dollars, rel=within + 0.005)
 
 
 @pytest.mark.full
