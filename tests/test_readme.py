@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 from importlib import import_module
+from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -90,6 +91,22 @@ def first_step(copy, name, given, base, *flags, ranks=1, out=None):
     got, (_, first, *_) = train(given, f"{copy}/{name}.py", "--model", base, *nll, *flags, "--out",
                                 out or f"{copy}/out", ranks=ranks)
     return first, got
+
+
+def test_two_edits_combine_but_for_those_of_one_place(tmp_path):
+    """What the manual says. value and vision are parts of regression."""
+    names = {Path(path).stem for path in glob.glob(f"{EDITS}/*.diff")} - {"value", "vision"}
+    conflicts = set()
+    for pair in combinations(sorted(names, key=lambda name: (name != "regression", name)), 2):
+        try:
+            edited(" ".join(pair), tmp_path)
+        except subprocess.CalledProcessError:
+            conflicts.add(pair)
+    told = re.search(r"Two edits combine, but for (.*?)\.\s", MANUAL, re.S)[1]
+    of_one_line = {("regression", "margin_by_gap"), ("regression", "sqrt_length"),
+                   ("regression", "sum"), ("sqrt_length", "sum")}  # of the critic's loss
+    assert "those of one line" in told and conflicts - of_one_line == {
+        tuple(re.findall(r"`(\w+)`", pair)) for pair in told.split(",")[:2]}
 
 
 def test_every_edit_is_in_the_readme_and_has_a_test():
