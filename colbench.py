@@ -296,7 +296,7 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
     fields: what a record must have, besides its task's description and reference and, with
     to_grade, what its grader needs. to_train rejects UNSUPPORTED fields and dialogues without a
     message of the agent. A task must have the same content wherever its id occurs, and an episode
-    may come only once: tasks and episodes are dicts that hold those so far, if streams share them.
+    may come only once; to check this across streams, pass the same two dicts, tasks and episodes.
     """
     tasks = {} if tasks is None else tasks  # {task id: (content, place)}
     episodes = {} if episodes is None else episodes  # {hash: place}

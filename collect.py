@@ -99,8 +99,8 @@ from model import (MODEL_FILES, critic_turns, find_model, finished_flags, load, 
 from train_critic import advantages
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# flags that change no episode, and candidates, which is stored as n_candidates; --resume compares
-# all others
+# flags that are not written to meta: they change no episode, or (candidates) are written as
+# n_candidates. --resume compares what colbench.settings returns of meta
 NOT_IN_META = "given candidates k concurrency resume max_batch_tokens timeout retries".split()
 COMPUTE_THREAD = ThreadPoolExecutor(1)  # runs all models, so that they don't block the event loop
 TREE_TOKENS = 16384  # most tokens per forward of the critic
@@ -274,7 +274,12 @@ class EpisodeRunner:
     async def human_reply(self, task, history):
         """Returns the human's reply to the last message, truncated to the task kind's limit."""
         self.totals["asked"] += 1
-        reply = await call_user_function(self.reply, task, history)
+        try:
+            reply = await call_user_function(self.reply, task, history)
+        except Exception as e:  # counted by itself, as other episodes may ask nobody
+            self.totals["human_in_a_row"] += not isinstance(e, EpisodeError)
+            raise
+        self.totals["human_in_a_row"] = 0
         if not isinstance(reply, str):
             raise EpisodeError(f"the human's reply is not a string: {reply!r}")
         self.totals["replies"] += 1
@@ -725,7 +730,7 @@ async def run_all(args, emit):
         totals.update(failed=1, in_a_row=not expected)
         if not isinstance(e, Exception) or os.environ.get("DEBUG") and not expected:
             errors.append(e)
-        elif totals["in_a_row"] == 16:
+        elif 16 in (totals["in_a_row"], totals["human_in_a_row"]):
             message += "; it is the 16th failure in a row; rerun with --resume FILE to continue"
             errors.append(SystemExit(f"error: {inline(message)}"))
         elif totals["failed"] <= 16:
@@ -742,12 +747,10 @@ async def run_all(args, emit):
             except BaseException as e:  # also SystemExit
                 on_error(e, f"task {record['task']['id']}, sample {sample}")
                 continue
-            record = {**record, **fields, "meta": {**record.get("meta", {}), **fields["meta"]}}
-            emit(record)
+            emit({**record, **fields, "meta": {**record.get("meta", {}), **fields["meta"]}})
             bar.update()
             totals["episodes"] += 1
-            if len(record["dialogue_history"]) > 2:  # else nobody asked the human
-                totals["in_a_row"] = 0
+            totals["in_a_row"] = 0
 
     if jobs:
         await runner.load()

@@ -299,9 +299,9 @@ class TreeLM(torch.nn.Module):
 def action_logps(model, turns, tree_tokens=math.inf, label=None):
     """Returns {turn: (L,) log-probs of its action given its prompt}, on the CPU, in fp32 or fp64.
 
-    All ranks must call this with the same turns. Each computes its share, and gets the values of
-    all; only those of its share have a gradient. So all ranks have the same loss, and FSDP sums
-    their gradients into the full one.
+    All ranks must call this with the same turns. Each computes a share of them, then all exchange
+    the values; a value has a gradient only on the rank that computed it. So all ranks have the same
+    loss, and the sum of their gradients, which FSDP makes, is the full one.
     tree_tokens: see partition. label: of a progress bar over trees.
     """
     parts = partition(turns, tree_tokens if model.supports_trees else 0)
@@ -340,9 +340,9 @@ def tree_logps(model, tree, anchor=None):
 def partition(turns, tree_tokens, world=WORLD):
     """Splits turns into [[turn]], parts of at most tree_tokens tokens unless one turn is longer.
 
-    Every rank gets the same number of consecutive parts, as few as possible. Bisection then finds
-    (to 1 %) the smallest limit that needs no more, so that parts are of equal size. Copies of the
-    last part make their number a multiple of the ranks.
+    Every rank gets the same number of consecutive parts, as few as possible. To make their sizes
+    equal, bisection lowers the limit (to 1 %) as long as that number suffices. Copies of the last
+    part make their number a multiple of the ranks.
     """
     rows = [(turn, len(seq), shared) for turn, seq, shared in in_order(dict.fromkeys(turns))]
 
@@ -512,11 +512,11 @@ def stop_ids(tokenizer, folder):
 def action_ids(tokenizer, action, history, thinking=0):
     """Returns (packed ids of the action, number of tokens to drop from the end of the prompt).
 
-    A message that was sampled has `token_ids`, which follow the whole prompt. For others, prompt
-    and action are together the template's text of the dialogue, up to the message's ending. Usually
+    The `token_ids` of a sampled message follow the whole prompt. For other messages, prompt and
+    action are together the template's text of the dialogue, up to the message's ending. Usually
     this text begins with the prompt. It does not if the generation prompt ends in "<think>", which
-    templates omit from a dialogue's messages. Then `output` follows the prompt all the same, but
-    for `content` the tokens of the prompt after the point where the two texts diverge are dropped:
+    templates omit from a dialogue's messages. Then a stored `output` follows the prompt all the
+    same; for a stored `content` the prompt's tokens after the point where they part are dropped:
 
         prompt <|assistant|><think>    full <|assistant|>which rate?<|end|>    dropped: 1
     """
@@ -587,7 +587,7 @@ class Trajectory(NamedTuple):
 
     def order(self):
         """Returns a key to sort by, so that pairs do not depend on which episode ended first."""
-        return self.task, self.record.get("sample", 0)
+        return self.task, self.record.get("sample", 0), self.record.get("meta", {}).get("seed", 0)
 
 
 def turn_actions(record):
@@ -647,17 +647,17 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
             with fail_on_error(f"--model's chat template rejects {name}"):
                 turns = critic_turns(tokenizer, r, history, actions, pi_reads_c=pi_reads_c,
                                      ref_reads_c=ref_reads_c)
-            for turn, _ in turns if extra_ids else ():
-                if max(map(ord, "".join(turn))) >= config.vocab_size:
+            read = []
+            for action, (turn, ref_turn) in zip(actions, turns):
+                if extra_ids and max(map(ord, "".join(turn))) >= config.vocab_size:
                     fail(f"{name} has a token id outside --model's vocabulary of "
                          f"{config.vocab_size} tokens: use the model that sampled it")
-            fits = [sum(map(len, turn)) <= longest for turn, _ in turns]
-            for _ in range(fits.count(False)):
-                add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit): "
-                            "they get no score, and their trajectories no pairs", name)
-            trajectories[-1].actions.append([
-                Action(action, *(turns if fits else (None, None)))
-                for action, turns, fits in zip(actions, turns, fits)])
+                if sum(map(len, turn)) > longest:
+                    add_warning(f"turns exceed {longest} tokens (--max_length or --model's limit): "
+                                "they get no score, and their trajectories no pairs", name)
+                    turn = ref_turn = None
+                read.append(Action(action, turn, ref_turn))
+            trajectories[-1].actions.append(read)
     print_warnings()
     return trajectories
 
@@ -922,8 +922,8 @@ def can_support_trees(config):
 def logps_and_leak(model, turns):
     """Returns ((A,) log-probs of actions in a tree, how much one depends on tokens off its path).
 
-    This leak is the largest gradient at an embedding off the path, over the largest at any token.
-    The turns are sorted.
+    This leak is the largest gradient at the embedding of a token off the path, divided by the
+    largest at any token: 0 if paths do not mix. The turns are sorted.
     """
     tree, embedded = Tree(turns), []
     embeddings = model.lm.get_input_embeddings()

@@ -15,7 +15,7 @@ needs no training: A is the mean of log pi(a | o, c) - log pi(a | o), both under
 
 Left out on purpose: a value head (value.diff), because the policy trained on its scores ended 75 %
 of its episodes without an answer (RESULTS.md); early stopping (choose --epochs by the held-out
-metrics instead); and a Trainer class, so that a change of this loop leaves the policy's alone.
+metrics instead); and a Trainer class: each script has its own loop, which is changed alone.
 
     python train_critic.py --model runs/base --out runs/critic < in.jsonl > scored.jsonl
     torchrun --nproc_per_node=8 train_critic.py < in.jsonl > scored.jsonl
@@ -101,7 +101,8 @@ def batch_loss(args, pairs, logps, ref_logps):
 
 def main(args):
     emit, device = open_stdout(), init_distributed()
-    trajectories, model, ref_logps = (score_only if args.out is None else train)(args, device)
+    prepare_critic = score_only if args.out is None else train
+    trajectories, model, ref_logps = prepare_critic(args, device)
     advantage_of = advantages(model, ref_logps, args.tree_tokens)
     for t in trajectories:
         for action in chain(*t.actions):
@@ -181,12 +182,12 @@ def print_pair_accuracy(args, trajectories):
     """Prints the advantages' accuracy on trajectory pairs of tasks outside the training set."""
     folder = args.out or args.score
     trained_on = rows_of(folder)[0].get("tasks", ()) if folder else ()
-    correct = []  # a bool per pair
+    correct = []  # per pair; 0.5 if the sums are equal
     for (task, _), group in by_task(trajectories).items():
-        values = [(t.record["reward"], sum(m.fields["advantage"] for m, *_ in t.actions))
+        values = [(t.record["reward"], sum(m.fields["advantage"] for m, *_ in t.actions), t.turns())
                   for t in group if "reward" in t.record and task not in trained_on]
-        correct += [a > b for (high, a), (low, b) in permutations(values, 2)
-                    if is_pair(high, low, args.min_gap)]
+        correct += [(a > b) + (a == b) / 2 for (high, a, x), (low, b, y) in permutations(values, 2)
+                    if is_pair(high, low, args.min_gap) and x != y]
     if correct:
         share = sum(correct) / len(correct)
         say(f"the advantages order {100 * share:.1f} % of {len(correct)} trajectory pairs "

@@ -11,7 +11,7 @@ Log-probs are sums over tokens. The policy never reads the hidden information. -
     rft    rejection fine-tuning: NLL of the solved trajectories; --all 1: of all (plain SFT)
 
 Left out on purpose: online sampling (instead, sample a second round with the trained policy), LoRA
-(lora.diff adds it), and a Trainer class, so that a change of this loop leaves the critic's alone.
+(lora.diff adds it), and a Trainer class: each script has its own loop, which is changed alone.
 
     python train_policy.py --loss rft --all 1 --out runs/base < demos.jsonl
     python train_policy.py --model runs/base --out runs/sweet < scored.jsonl
@@ -147,8 +147,8 @@ def prepare(args):
     """Reads stdin, and returns ([[Pair]] to train on, [Pair] held out). See make_groups."""
     by_reward = (args.loss == "mtdpo" or (args.loss == "rft" and not args.all)
                  or (args.loss == "dpo" and args.mix > 0))
-    trajectories = read_trajectories(args, *["reward"] * by_reward, pi_reads_c=False,
-                                     ref_reads_c=False)
+    fields = ["reward"] if by_reward else []
+    trajectories = read_trajectories(args, *fields, pi_reads_c=False, ref_reads_c=False)
     groups = [(task, pairs) for task, pairs in make_groups(args, trajectories) if pairs]
     if not groups:
         candidates = [c for t in trajectories for _, *actions in t.actions for c in actions]
@@ -178,11 +178,13 @@ def make_groups(args, trajectories):
         return list(trajectory_pairs(trajectories, args.min_gap).items())
     groups, weights = [], base_digest(args.model)
     for t in sorted(trajectories, key=Trajectory.order):
-        if t.record.get("meta", {}).get("model_weights", weights) != weights:
+        pairs = [pair for _, *candidates in t.actions for pair in candidate_pairs(args, candidates)]
+        groups.append((t.task, pairs))
+        meta = t.record.get("meta", {})
+        meta = meta.get("candidates", meta)  # of candidates that were added later
+        if pairs and meta.get("model_weights", weights) != weights:
             add_warning("episodes have candidates that were not sampled from --model, which is "
                         "pi_ref", f"the task {t.task}")
-        groups.append((t.task, [pair for _, *candidates in t.actions
-                                for pair in candidate_pairs(args, candidates)]))
     print_warnings()
     if args.mix:
         n_pairs = args.mix * sum(len(pairs) for _, pairs in groups)
@@ -199,10 +201,10 @@ def make_groups(args, trajectories):
 def candidate_pairs(args, candidates):
     """Returns distinct [Pair] of a turn: random candidates of the upper half and of the lower.
 
-    They are ranked by A + w logprob: A is a mean over tokens, logprob a sum, and w is
-    --logprob_weight. For candidates sampled from pi_ref this is their order under the policy that
-    maximizes E[A] - w KL(pi || pi_ref), which is pi_ref exp(A / w). A truncated candidate has no
-    end token, and is never chosen.
+    They are ranked by A + w logprob, where A is a mean over tokens, logprob a sum, and w is
+    --logprob_weight. If pi_ref sampled them, this ranks them by their probability under the policy
+    pi_ref exp(A / w), which maximizes E[A] - w KL(pi || pi_ref). A truncated candidate is never
+    chosen, because it has no end token.
     """
     def value(candidate):
         if not args.logprob_weight:

@@ -51,7 +51,7 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def refuse_unused(self, args):
-        """Exits if a given flag has no effect beside the values of the others: see flag()."""
+        """Exits if a flag is given whose condition `only` does not hold: see flag()."""
         def holds(condition):  # "--loss dpo", or "--mix" for any value but 0 and None
             name, _, value = condition.removeprefix("--").partition(" ")
             return str(getattr(args, name)) == value if value else getattr(args, name)
@@ -101,7 +101,7 @@ def end_after_rank_0(message):
 def flag(p, name, default, text, kind=str, least=0, most=math.inf, only=None, **more):
     """Adds a flag. Its type is its default's, else `kind`; numbers must be in [least, most].
 
-    only: the flags of which it needs one to have an effect, such as "--loss mtdpo or --mix".
+    only: where it has an effect, such as "--loss mtdpo or --mix": one of these must hold.
     """
     text += f" (with {only})" if only and only != "--out" else ""
     if default is not None:

@@ -412,6 +412,12 @@ def test_rewards_of_two_graders_and_candidates_of_other_weights_are_noted(ranked
         r["meta"]["model_weights"] = "of another model"
     note = "2 episodes have candidates that were not sampled from --model"
     assert note in notes(ranked) and note not in notes(ranked, "--loss", "rft", "--all", 1)
+    weights = M.base_digest(tiny_dir)  # of later candidates, meta.candidates tells the sampler
+    for r, theirs in zip(ranked, (weights, weights, "other", "other")):
+        r["meta"]["candidates"] = {"model_weights": theirs}
+    assert note in notes(ranked)
+    ranked[3]["meta"]["candidates"]["model_weights"] = weights
+    assert note.replace("2", "1") in notes(ranked)
     note = "paired by rewards of different graders"
     mixed = ["--mix", 1, "--min_gap", 0]
     assert note not in notes(ranked, *mixed)
@@ -932,7 +938,7 @@ def test_pair_accuracy_is_that_of_a_plain_loop_over_pairs(rewarded, tiny_dir, tm
     def expected(rs, trained_on=()):
         values = [(task_id(r["task"]), r["reward"],
                    sum(m["advantage"] for m in agent_messages(r))) for r in rs]
-        correct = [a > b for task, high, a in values for other, low, b in values
+        correct = [0.5 if a == b else a > b for task, high, a in values for other, low, b in values
                    if task == other and task not in trained_on and high >= 1 > low]
         return f"order {100 * sum(correct) / len(correct):.1f} % of {len(correct)} trajectory pairs"
 
@@ -946,3 +952,5 @@ def test_pair_accuracy_is_that_of_a_plain_loop_over_pairs(rewarded, tiny_dir, tm
     assert expected(rescored, trained_on) in said
     scored, said = score(rewarded, *model_flags, "--untrained", 1)
     assert expected(scored) in said
+    _, said = score(rewarded, *model_flags, "--out", tmp_path / "same", "--lr", 0, "--held_out", 1)
+    assert "order 50.0 % of" in said  # all advantages are 0: ties
