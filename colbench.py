@@ -560,13 +560,10 @@ def compile_program(text):
 
 
 def execute(text, code, namespace, local_names):
-    """Executes a program. Raises its first error, but only after executing the other statements.
-
-    A function often does not need the statement that failed, such as an unused import.
-    """
+    """Executes a program. Raises its first error, but only after executing the other statements."""
     try:
         exec(code, namespace, local_names)
-    except Exception as e:
+    except Exception as e:  # such as that of an import which the function does not need
         failed_line = e.__traceback__.tb_next.tb_lineno
         flags = code.co_flags & __future__.annotations.compiler_flag
         body = compile(text, "<answer>", "exec", _ast.PyCF_ONLY_AST).body  # `ast` slows down forks
@@ -1235,18 +1232,17 @@ class Clip:
         self.lock = threading.Lock()
 
     def embedding(self, page):
-        """Returns a rendered page's unit vector (d,), which it caches in page["clip"]."""
+        """Returns a rendered page's embedding (d,), which it caches in page["clip"]."""
         if "clip" not in page:
             image = self.pil_image.open(io.BytesIO(page["png"])).convert("RGB")
             pixels = self.processor(image, return_tensors="pt")["pixel_values"].to(self.device)
             with self.lock, self.torch.no_grad():
-                vector = self.model(pixels).image_embeds[0].float().cpu()
-            page["clip"] = self.torch.nn.functional.normalize(vector, dim=0)
+                page["clip"] = self.model(pixels).image_embeds[0].float().cpu()
         return page["clip"]
 
     def __call__(self, page, other):
-        x, y = self.embedding(page), self.embedding(other)
-        return min(1.0, max(0.0, (x @ y).item()))
+        likeness = self.torch.cosine_similarity(self.embedding(page), self.embedding(other), dim=0)
+        return likeness.clamp(0, 1).item()
 
 
 # --- the kinds of tasks ---------------------------------------------------------------------------

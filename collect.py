@@ -239,10 +239,7 @@ class EpisodeRunner:
         return {"role": "assistant", "content": None, **best, **more}
 
     async def sample_turn(self, history, key, n_actions, n_candidates):
-        """Samples the agent's next message several times; returns (actions, candidates).
-
-        An action has the log-prob of each token, a candidate only their sum.
-        """
+        """Samples the agent's next message several times; returns (actions, candidates)."""
         keys = [(*key, j) for j in range(n_actions)]
         keys += [(*key, "candidate", j) for j in range(n_candidates)]
         with fail_on_error("--model's chat template rejects the agent's prompt"):
@@ -267,7 +264,7 @@ class EpisodeRunner:
             self.totals.update(actions=1, truncated=truncated)
             actions.append(action)
         candidates = actions[n_actions:]
-        for candidate in candidates:
+        for candidate in candidates:  # only the sum, to save space
             candidate["logprob"] = round(sum(candidate.pop("logprobs")), 6)
         return actions[:n_actions], candidates
 
@@ -532,12 +529,9 @@ class TransformersEngine(Batcher):
         return await self.submit(prompt=tuple(prompt), actions=actions, size=len(prompt) + max_new)
 
     def admit(self):
-        """Removes and returns the waiting requests that fit, at least one if none is running.
-
-        Waits for a quarter as many actions as are running, so that many prompts are read at once.
-        """
+        """Removes and returns the waiting requests that fit, at least one if none is running."""
         if sum(len(request.actions) for request in self.waiting) < len(self.actions) / 4:
-            return []
+            return []  # wait until many prompts can be read at once
         new = []
         for request in self.waiting:
             batch = [*self.running, *new, request]

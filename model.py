@@ -29,6 +29,7 @@ import re
 import shutil
 import sys
 from array import array
+from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
 from itertools import accumulate, chain
@@ -85,15 +86,9 @@ def packed(ids):
 
 
 def common_prefix(a, b):
-    """Returns the length of the common prefix of two sequences, by binary search over slices."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    """Returns the length of the common prefix of two strings, by bisection: slices are fast."""
+    shorter = range(min(len(a), len(b)))
+    return bisect_left(shorter, True, key=lambda n: not b.startswith(a[:n + 1]))
 
 
 def in_order(turns):
@@ -317,10 +312,9 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
         tree = Tree(parts[n], model.device)
         model.tokens += len(tree.ids)
         if recompute:
-            logps = anchor = checkpoint(tree_logps, model, tree, anchor, use_reentrant=True)
+            by_part[n] = anchor = checkpoint(tree_logps, model, tree, anchor, use_reentrant=True)
         else:
-            logps = tree_logps(model, tree)
-        by_part[n] = logps
+            by_part[n] = tree_logps(model, tree)
     flat = torch.cat([logps.cpu() for logps in by_part])  # (A,) of all parts
     if WORLD > 1:
         total = flat.detach().clone()
@@ -416,13 +410,10 @@ def any_of(texts):
 
 @functools.cache
 def control_tokens(tokenizer):
-    """Returns two regexes: one matches any control token, one the special tokens among them.
-
-    The other control tokens are added tokens that the template contains, such as Qwen3's <think>.
-    """
+    """Returns two regexes: one matches any control token, one the special tokens among them."""
     template, added = tokenizer.get_chat_template(), tokenizer.added_tokens_decoder.values()
     special = [token.content for token in added if token.special]
-    others = [token.content for token in added
+    others = [token.content for token in added  # those of the template, such as Qwen3's <think>
               if not token.special and token.content.strip() and token.content in template]
     return re.compile(any_of(special + others)), re.compile(any_of(special))
 
@@ -663,11 +654,8 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
 
 
 def by_task(trajectories):
-    """Returns {(task id, pair): [Trajectory]}, sorted, without those that have too long a turn.
-
-    pair: the field that keeps converted preference pairs apart; None for episodes.
-    """
-    groups = {}
+    """Returns {(task id, pair): [Trajectory]}, sorted, without those that have too long a turn."""
+    groups = {}  # `pair` keeps converted preference pairs apart; it is None for episodes
     for t in sorted(trajectories, key=Trajectory.order):
         if None not in t.turns():
             groups.setdefault((t.task, t.record.get("pair")), []).append(t)
@@ -743,12 +731,10 @@ def all_batches(groups, batch_size, epochs, seed):
 
 
 def mean_loss(losses):
-    """Returns (mean loss, {"accuracy": ..., "margin": ...}). losses: (loss, margin) of each pair.
-
-    The accuracy is the share of positive margins; one that rounds to 0 counts half.
-    """
+    """Returns (mean loss, {"accuracy": ..., "margin": ...}) of the (loss, margin) of each pair."""
     losses, margins = zip(*losses)
     margins = torch.stack(margins)  # (B,)
+    # the share of positive margins; one that rounds to 0 counts half
     accuracy = ((margins.round(decimals=5).sign() + 1) / 2).double().mean().item()
     return sum(losses) / len(losses), {"accuracy": accuracy, "margin": margins.mean().item()}
 
@@ -896,10 +882,7 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
 
 
 def try_trees(model, turns, own_logps):
-    """Switches to tree attention, and returns whether it reproduces the turns' own_logps.
-
-    No log-prob may depend on a token off its path; layers other than attention would mix paths.
-    """
+    """Switches to tree attention, and returns whether it reproduces the turns' own_logps."""
     if not can_support_trees(model.config):
         return False
     try:
@@ -908,6 +891,7 @@ def try_trees(model, turns, own_logps):
     except Exception as e:  # any, such as AttributeError: GPT-2 has no lm.model
         say(f"warning: tree attention fails: {type(e).__name__}: {e}")
         return False
+    # layers other than attention would mix paths, which the leak tells
     return leak == 0 and agree(logps, own_logps[:len(logps)], model.dtype)
 
 

@@ -32,8 +32,7 @@ def get_args(argv=None):
     flag(p, "loss", "dpo", "training data and objective, see above",
          choices=["dpo", "mtdpo", "rft"])
     g = p.add_argument_group("pairs")
-    flag(g, "pairs_per_turn", 4, "distinct pairs to draw of a turn", least=1,
-         only="--loss dpo")
+    flag(g, "pairs_per_turn", 4, "distinct pairs to draw of a turn", least=1, only="--loss dpo")
     flag(g, "logprob_weight", 0.0, "rank candidates by advantage + this x the message's log-prob "
          "when sampled", only="--loss dpo")
     flag(g, "mix", 0.0, "trajectory pairs (as in mtdpo) per candidate pair", only="--loss dpo")

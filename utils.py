@@ -244,11 +244,8 @@ def finite(text):
 
 
 def read_jsonl(stream, name="stdin"):
-    """Yields (place, object) of each line but blank ones; a line that is not JSON is an error.
-
-    place: for the errors of a caller who checks the object, such as "stdin, line 3".
-    """
-    place = None
+    """Yields (place, object) of each line but blank ones; a line that is not JSON is an error."""
+    place = None  # such as "stdin, line 3"
     for number, line in enumerate(getattr(stream, "buffer", stream), 1):  # bytes, may not be UTF-8
         if not line.strip():
             continue
@@ -332,10 +329,7 @@ def barrier():
 
 
 def from_rank_0(make):
-    """Returns make() of rank 0 on all ranks; only rank 0 calls it, for example to read stdin.
-
-    make() may take hours, and its SystemExit is raised on every rank.
-    """
+    """Returns make() of rank 0, or raises its SystemExit, on all ranks; only rank 0 calls it."""
     if WORLD == 1:
         return make()
     # create the group first: creating it times out after an hour, and make() may take longer
@@ -451,11 +445,8 @@ class Log:
         self.bar.close()
 
     def __call__(self, **row):
-        """Appends a row to metrics.jsonl and shows its numbers. All ranks must call this.
-
-        A row with `tokens`, the number on this rank, is a step: it is timed and advances the bar.
-        """
-        is_step = "tokens" in row
+        """Appends a row to metrics.jsonl and shows its numbers. All ranks must call this."""
+        is_step = "tokens" in row  # the number on this rank; a step is timed and advances the bar
         if is_step:
             row["tokens"] = int(sum_over_ranks(row["tokens"]))
             seconds = time.monotonic() - self.began
@@ -500,12 +491,9 @@ def changed_scripts(out):
 
 
 def rows_of(out):
-    """Returns the rows of a run's metrics.jsonl, [] if there is none.
-
-    After a kill its last line may be incomplete.
-    """
+    """Returns the rows of a run's metrics.jsonl, [] if there is none."""
     path = os.path.join(out, "metrics.jsonl")
-    with open(path if os.path.exists(path) else os.devnull) as f:
+    with open(path if os.path.exists(path) else os.devnull) as f:  # a kill may cut the last line
         rows = [json.loads(line) for line in f if line.endswith("}\n")]
     return rows if rows and "args" in rows[0] else []
 
