@@ -237,7 +237,7 @@ RECORD = {
     "dialogue_history": [{"role": str, **ACTION, "candidates": [ACTION]}],
     "sample": int, "pair": str, "answer": str, "answered": bool, "reward": float,
     "tests": {...: str}, "failure": str, "reward_by": str,
-    "meta": {"model_weights": str, "candidates": {}}}
+    "meta": {"model_weights": str, "seed": int, "candidates": {}}}
 UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to do instead
     "system": "make it a first message with the role system",
     "input": "prompts are built from the messages: drop it if the first one has the "
@@ -301,7 +301,7 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
     tasks = {} if tasks is None else tasks  # {task id: (content, place)}
     episodes = {} if episodes is None else episodes  # {hash: place}
     for place, record in read_jsonl(stream, source):
-        with fail_on_error(place):
+        try:
             if "task" not in record and "problem_description" in record:
                 record = {"task": record}  # ColBench's published task files hold bare tasks
             if record.keys() & {"rejected", "messages", "conversations"} and "task" not in record:
@@ -340,6 +340,8 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
                     raise ValueError(f"sample {record['sample']} of the task {name} is also in "
                                      f"{episodes[key]}: give each file and each line only once")
                 episodes[key] = place
+        except ValueError as e:
+            fail(f"{place}: {e}")
         yield record
 
 

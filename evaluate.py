@@ -6,7 +6,8 @@
 
     tests_passed  mean reward: share of hidden tests passed, or likeness of the web pages
     success       share of episodes with reward 1 (not for frontend tasks)
-    pass^k        probability that k episodes of a task all succeed: C(solved, k) / C(episodes, k)
+    pass^k        probability that k episodes of a task all succeed: C(solved, k) / C(episodes, k);
+                  for k = 2, 4 and 8, if every task has k episodes
     unanswered    share of episodes that end without an answer
     not_drawn     frontend: share of episodes whose page, or reference page, can't be rendered
     turns, tokens number of agent messages per episode, and of tokens sampled for them
@@ -82,7 +83,7 @@ class System:
         fewest = min(len(by_metric.get("success", ())) for by_metric in values.values())
         for k in (k for k in (2, 4, 8) if k <= fewest):
             for task, by_metric in values.items():
-                n, solved = len(by_metric["success"]), int(sum(by_metric["success"]))
+                n, solved = len(by_metric["success"]), by_metric["success"].count(1)
                 self.tasks[task][f"pass^{k}"] = math.comb(solved, k) / math.comb(n, k)
 
     def means(self, metric, tasks):

@@ -21,6 +21,7 @@ always off, in training too.
 """
 import datetime
 import functools
+import glob
 import hashlib
 import json
 import math
@@ -69,10 +70,12 @@ logging.set_verbosity_error()
 logging.disable_progress_bar()
 
 TODAY = datetime.date(2024, 7, 26)  # for templates that print the date, so that prompts stay equal
-# a macro, because transformers 5.22 and newer turn Python functions into text
-STRFTIME_NOW = "{%%- macro strftime_now(form) -%%}{{ form%s }}{%%- endmacro -%%}" % "".join(
-    f"|replace('%{x}', '{TODAY.strftime('%' + x)}')" for x in ("-d", "-m", *"aAbBdeHIjmMpSyY"))
+# a macro, because transformers 5.22 turns Python functions into text; the newline is trimmed
+STRFTIME_NOW = "{%%- macro strftime_now(format) -%%}{{ format%s }}{%%- endmacro %%}\n" % "".join(
+    f"|replace('%{x}', '{TODAY.strftime('%' + x)}')"
+    for x in ("-d", "-m", "-H", "-I", "-M", "-S", "-j", *"aAbBcCdDeFGhHIjkmMpRSTuUVwWxXyYZ"))
 MAX_KEYS = 2 ** 19  # of a tree: 11 GB in a backward pass with 32 query and 8 KV heads of size 128
+PIECE = 2 ** 24  # bytes that a thread hashes at once
 CONFIGS = "config.json", "generation_config.json"
 MODEL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja"]
 MAX_LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits per chunk: 64 MB or 512 MB in fp32
@@ -617,7 +620,7 @@ def critic_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c
 def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
     """Returns [Trajectory] of stdin's records. fields: what each must have; others: critic_turns.
 
-    Actions of more than --max_length tokens are too long.
+    Actions that have more than --max_length tokens with their prompt are too long.
     """
     records = [*read_records(sys.stdin, "dialogue_history", *fields, to_train=True)]
     _, tokenizer, config = find_model(args.model)
@@ -804,13 +807,15 @@ def find_model(path, weights=False):
 @functools.cache  # a trainer asks twice for its --model
 def weights_digest(folder):
     """Returns a short hash of every byte of the safetensors files in a folder; None without any."""
-    def hash_file(path):
-        with open(path, "rb") as f:
-            return hashlib.file_digest(f, "sha256").digest()
+    def hash_piece(piece):
+        with open(os.path.join(folder, piece[0]), "rb") as f:
+            f.seek(piece[1])
+            return hashlib.sha256(f.read(PIECE)).digest()
 
     with fail_on_error(f"the weights in {folder} can't be read"), ThreadPoolExecutor() as pool:
-        paths = sorted(Path(folder).glob("*.safetensors"))
-        return digest([*pool.map(hash_file, paths)]) if paths else None
+        pieces = [(name, begin) for name in sorted(glob.glob("*.safetensors", root_dir=folder))
+                  for begin in range(0, os.path.getsize(os.path.join(folder, name)), PIECE)]
+        return digest([pieces, *pool.map(hash_piece, pieces)]) if pieces else None
 
 
 def base_digest(path):

@@ -181,7 +181,7 @@ def advantages(model, ref_logps, tree_tokens):
 def print_pair_accuracy(args, trajectories):
     """Prints the advantages' accuracy on trajectory pairs of tasks outside the training set."""
     folder = args.out or args.score
-    trained_on = rows_of(folder)[0].get("tasks", ()) if folder else ()
+    trained_on = rows_of(folder)[0].get("tasks", ()) if folder and trajectories else ()
     correct = []  # per pair; 0.5 if the sums are equal
     for (task, _), group in by_task(trajectories).items():
         values = [(t.record["reward"], sum(m.fields["advantage"] for m, *_ in t.actions), t.turns())

@@ -263,7 +263,7 @@ def human_plan(flags):
             fail("can't predict the tokens of a web page's screenshot")
         samples += 1
         for t, message in enumerate(history):
-            if t > 0 and message["role"] == "user":  # a reply, for which collect.py sent a request
+            if message["role"] == "user" and t and history[t - 1]["role"] == "assistant":  # a reply
                 request = [{"role": "user", "content": human_prompt(task, history[:t])}]
                 with fail_on_error("--human_model's chat template rejects the human's prompt"):
                     read += count(tokenizer.apply_chat_template(

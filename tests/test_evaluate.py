@@ -147,7 +147,8 @@ def test_pass_k_is_the_share_of_a_tasks_k_tuples_that_all_succeed(tmp_path):
                for task, n in (("a", 4), ("b", 5), ("c", 6), ("d", 4))}
     for task, values in rewards.items():
         for sample, reward in enumerate(values):
-            seeds[sample % 2].append(episode(task, reward, sample=sample, meta={"seed": sample % 2}))
+            of_seed = {"sample": sample, "meta": {"seed": sample % 2}}
+            seeds[sample % 2].append(episode(task, reward, **of_seed))
     (got,), table = run(tmp_path, "both=s.jsonl,t.jsonl", s=seeds[0], t=seeds[1])
     for k in 2, 4:
         want = statistics.mean(

@@ -392,16 +392,20 @@ def test_a_message_ends_at_every_eos_of_the_base_and_at_the_templates_end(tmp_pa
     assert GenerationConfig.from_pretrained(out).eos_token_id == 2
 
 
-def test_the_digest_of_weights_covers_every_byte(tmp_path):
-    content, seen = bytearray(40), set()
-    for i in (None, *range(len(content))):
+@pytest.mark.parametrize("size, piece", [(40, 7), (40, 40), (90 << 20, 2 ** 24)])
+def test_the_digest_of_weights_covers_every_byte(size, piece, tmp_path, monkeypatch):
+    monkeypatch.setattr(M, "PIECE", piece)
+    content, random_ = bytearray(size), random.Random(0)
+    at = range(size) if size < 100 else [random_.randrange(size) for _ in range(3)]
+    seen = set()
+    for i in (None, *at):
         folder = tmp_path / str(i)
         folder.mkdir()
         if i is not None:
             content[i] += 1
         (folder / "model.safetensors").write_bytes(content)
         seen.add(M.weights_digest(folder))
-    assert len(seen) == 1 + len(content) and M.weights_digest(tmp_path) is None
+    assert len(seen) == 1 + len(at) and M.weights_digest(tmp_path) is None
 
 
 def test_wrong_attention_is_found_and_wrong_log_probs_are_refused(tiny_dir, monkeypatch, capsys):

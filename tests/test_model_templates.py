@@ -230,8 +230,18 @@ def test_the_action_is_what_was_sampled():
 
 def test_a_prompt_is_the_same_on_every_day(tiny_dir):
     tokenizer = M.find_model(tiny_dir)[1]
-    tokenizer.chat_template = "{{ strftime_now('%d %B %Y') }}" + tokenizer.chat_template
-    assert "26 July 2024" in tokenizer.decode(M.render(tokenizer, dialogue("a")))
+    date = "{{ strftime_now(format='%d %B %Y %-H %F') }}"
+    tokenizer.chat_template = date + tokenizer.chat_template
+    assert "26 July 2024 0 2024-07-26" in tokenizer.decode(M.render(tokenizer, dialogue("a")))
+
+
+@pytest.mark.parametrize("start", [" [INST]", "\n\n", "  {% if true %}x{% endif %}", "{#- a -#} y",
+                                   "{%- set z = 1 -%}\n", "{% set z = 1 %}\n x", ""])
+def test_the_date_changes_no_other_text_of_a_template(start, tiny_dir):
+    tokenizer = M.find_model(tiny_dir)[1]
+    tokenizer.chat_template = start + tokenizer.chat_template
+    plain = tokenizer.apply_chat_template(dialogue("a"), tokenize=False, add_generation_prompt=True)
+    assert M.template_text(tokenizer, dialogue("a"), 0, True) == plain
 
 
 # --- part by part: by several kinds of tokenizers -------------------------------------------------

@@ -4,11 +4,12 @@
 
 progress: A(a_t) = 1/L [log p(y | o_t, a_t, r_t) - log p(y | o_t)] under --model. y is the reference
 as the agent's message, L tokens with ANSWER and the end token, after the dialogue o_t, message a_t
-and reply r_t. A candidate or last message has no reply: y follows a_t, as a second message in a row.
+and reply r_t. A candidate or last message has no reply: y follows a_t, a second message in a row.
 
 reaction: 1 if the reply, less sentences such as "I do not mind", has a word that the dialogue has
 not had yet, else -1; 0 for an answer, which gets no reply. A candidate gets the mean over replies
-to the same text in the task's episodes, or no advantage. Other flags: train_critic.py --help.
+to the same text in the task's episodes, or no advantage. --model, --dtype and the like are
+train_critic.py's.
 """
 import re
 import sys
@@ -18,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from colbench import ANSWER, message_texts, read_action, read_records, task_id  # noqa: E402
 from model import Action, Trajectory, critic_turns, load, score, turn_actions  # noqa: E402
 from train_critic import get_args, print_pair_accuracy  # noqa: E402
-from utils import fail_on_error, init_distributed, open_stdout, parser, run, say  # noqa: E402
+from utils import (fail_on_error, init_distributed, open_stdout, parser,  # noqa: E402
+                   print_warnings, run, say)
 
 REFUSAL = re.compile(r"(n['’]t|not|never) (know|mind|say|care|tell|matter|sure)|up to you")
 
@@ -65,10 +67,12 @@ def main(by, args):
     steps = []  # [(action, record, history, action as a message, [reply], [] or None: unknown)]
     for r in records:
         for history, actions in turn_actions(r):
-            last = len(history) // 2 == r.get("meta", {}).get("max_turns", 10) - 1
+            asked = sum(m["role"] == "assistant" for m in history)
+            last = asked == r.get("meta", {}).get("max_turns", 10) - 1
             reply = r["dialogue_history"][len(history) + 1:len(history) + 2]
             for action in actions:
-                content, answer = read_action(action.get("content") or action["output"], last)
+                text = action.get("content") or action.get("output", "")
+                content, answer = read_action(text, last)
                 if action is not actions[0]:  # a candidate
                     reply = None if answer is None else []
                 message = {**action, "role": "assistant", "content": content}
@@ -77,8 +81,10 @@ def main(by, args):
     for (action, *_), value in zip(steps, values):
         action["advantage"] = value  # readers of records drop None
     say(f"{values.count(None)} of {len(values)} messages and candidates got no advantage")
+    print_warnings()
     print_pair_accuracy(args, [Trajectory(task_id(r["task"]), r, [
-        [Action(m, m.get("advantage"), None)] for _, (m, *_) in turn_actions(r)]) for r in records])
+        [Action(m, (*message_texts(history), m["content"]), None)]
+        for history, (m, *_) in turn_actions(r)]) for r in records])
     for r in records:
         emit(r)
 

@@ -46,8 +46,9 @@ FORMATS = {  # name: (columns of the prompt, column of the chosen side, of the r
     "OpenAI's chats": ([], "messages", None),
     "ShareGPT's chats": ([], "conversations", None)}
 SIDES = {"chosen", "rejected", "rejected_response", "rejected_messages", "label"}  # of no chat
+# columns with these words in their names, also in the plural, are refused
 CONTEXT = {"history", "context", "image", "video", "audio", "document", "passage", "background",
-           "knowledge", "article", "instruction", "system"}  # columns with these words in their names, also in the plural, are refused
+           "knowledge", "article", "instruction", "system"}
 ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant",
          "chatgpt": "assistant", "developer": "system"}
 
