@@ -95,7 +95,7 @@ def test_a_stage_changes_nothing_but_its_own_fields(command, sets, ranked, tiny_
 
 @pytest.mark.full
 def test_head_ends_a_pipe_cleanly(tiny_dir):
-    done = shell("python tests/toy.py tasks --n 5000 | python collect.py --concurrency 2 "
+    done = shell("python tests/toy.py tasks --n 200 | python collect.py --concurrency 2 "
                  f"--human fixed:no --model {tiny_dir} --max_tokens 20 --max_turns 2 | head -1; "
                  "echo ${PIPESTATUS[@]} >&2")
     assert len(records(done.stdout)) == 1
