@@ -57,7 +57,8 @@ class System:
     def __init__(self, name, files, tasks):
         """tasks: of all systems, see read_records."""
         self.name, self.files, self.episodes = name, files, 0
-        episodes, made_by = {}, {}  # {(file, task id, sample, seed): settings}
+        episodes = {}  # of all files, see read_records
+        made_by = {}  # {(file, task id, sample, seed): settings}
         self.reward_labels, self.graders = set(), set()
         values = defaultdict(lambda: defaultdict(list))  # [task id][metric]: one per episode
         for path in files:
@@ -81,8 +82,8 @@ class System:
                       for task, by_metric in sorted(values.items())}  # for any order of lines
 
         fewest = min(len(by_metric.get("success", ())) for by_metric in values.values())
-        for k in (k for k in (2, 4, 8) if k <= fewest):
-            for task, by_metric in values.items():
+        for task, by_metric in values.items():
+            for k in (k for k in (2, 4, 8) if k <= fewest):
                 n, solved = len(by_metric["success"]), by_metric["success"].count(1)
                 self.tasks[task][f"pass^{k}"] = math.comb(solved, k) / math.comb(n, k)
 
