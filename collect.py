@@ -95,8 +95,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from model import (MODEL_FILES, critic_turns, find_model, finished_flags, load, load_lm,
-                   opened_thought, reference_logps, render, stop_ids, turn_actions, weights_digest)
-from train_critic import advantages
+                   opened_thought, reference_logps, render, score, stop_ids, turn_actions,
+                   weights_digest)
+from train_critic import advantage
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # flags that are not written to meta: they change no episode, or (candidates) are written as
@@ -498,9 +499,10 @@ class Critic(Batcher):
     def compute(self, new):
         ref_turn_of = dict(pair for request in new for pair in request.turns)
         ref_logps = reference_logps(self.pi_ref, ref_turn_of, TREE_TOKENS)
-        values = advantages(self.pi, ref_logps, TREE_TOKENS)
+        logps = score(self.pi, list(ref_logps), TREE_TOKENS)
         for request in new:
-            request.result = [values[turn] for turn, _ in request.turns]
+            request.result = [advantage(logps[turn], ref_logps[turn]).item()
+                              for turn, _ in request.turns]
 
 
 class TransformersEngine(Batcher):

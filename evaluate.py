@@ -83,9 +83,10 @@ class System:
 
         fewest = min(len(by_metric.get("success", ())) for by_metric in values.values())
         for task, by_metric in values.items():
-            for k in (k for k in (2, 4, 8) if k <= fewest):
-                n, solved = len(by_metric["success"]), by_metric["success"].count(1)
-                self.tasks[task][f"pass^{k}"] = math.comb(solved, k) / math.comb(n, k)
+            n, solved = len(by_metric["success"]), by_metric["success"].count(1)
+            for k in (2, 4, 8):
+                if k <= fewest:
+                    self.tasks[task][f"pass^{k}"] = math.comb(solved, k) / math.comb(n, k)
 
     def means(self, metric, tasks):
         """Returns a (tasks,) array: the metric's mean of each task, NaN where it has none."""

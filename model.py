@@ -33,7 +33,7 @@ from array import array
 from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
 from inspect import signature
-from itertools import accumulate, chain
+from itertools import accumulate, chain, permutations
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -75,7 +75,6 @@ STRFTIME_NOW = "{%%- macro strftime_now(format) -%%}{{ format%s }}{%%- endmacro 
     f"|replace('%{x}', '{TODAY.strftime('%' + x)}')"
     for x in ("-d", "-m", "-H", "-I", "-M", "-S", "-j", *"aAbBcCdDeFGhHIjkmMpRSTuUVwWxXyYZ"))
 MAX_KEYS = 2 ** 19  # of a tree: 11 GB in a backward pass with 32 query and 8 KV heads of size 128
-PIECE = 2 ** 24  # bytes that a thread hashes at once
 CONFIGS = "config.json", "generation_config.json"
 MODEL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja"]
 MAX_LOGITS = {"cpu": 2 ** 24, "cuda": 2 ** 27}  # logits per chunk: 64 MB or 512 MB in fp32
@@ -709,6 +708,25 @@ def trajectory_pairs(trajectories, min_gap):
     return groups
 
 
+def print_pair_accuracy(args, trajectories):
+    """Prints the advantages' accuracy on trajectory pairs of tasks outside the training set."""
+    folder = args.out or args.score
+    trained_on = rows_of(folder)[0].get("tasks", ()) if folder and trajectories else ()
+    correct = []  # per pair; 0.5 if the sums are equal
+    for (task, _), group in by_task(trajectories).items():
+        values = [(t.record["reward"], sum(m.fields["advantage"] for m, *_ in t.actions), t.turns())
+                  for t in group if "reward" in t.record and task not in trained_on]
+        correct += [(a > b) + (a == b) / 2 for (high, a, x), (low, b, y) in permutations(values, 2)
+                    if is_pair(high, low, args.min_gap) and x != y]
+    if correct:
+        share = sum(correct) / len(correct)
+        say(f"the advantages order {100 * share:.1f} % of {len(correct)} trajectory pairs "
+            "correctly, on tasks that the critic was not trained on")
+        if share < 2 / 3:
+            say("warning: this is below two thirds; a policy trained on these advantages may get "
+                'worse: try another critic (README, "Trained or untrained critic")')
+
+
 def hold_out(tasks, share, seed):
     """Shuffles tasks; returns (training tasks, held out), with at least one to train on."""
     tasks = list(tasks)
@@ -807,15 +825,13 @@ def find_model(path, weights=False):
 @functools.cache  # a trainer asks twice for its --model
 def weights_digest(folder):
     """Returns a short hash of every byte of the safetensors files in a folder; None without any."""
-    def hash_piece(piece):
-        with open(os.path.join(folder, piece[0]), "rb") as f:
-            f.seek(piece[1])
-            return hashlib.sha256(f.read(PIECE)).digest()
+    def file_hash(name):
+        with open(os.path.join(folder, name), "rb") as f:
+            return name, hashlib.file_digest(f, "sha256").digest()
 
     with fail_on_error(f"the weights in {folder} can't be read"), ThreadPoolExecutor() as pool:
-        pieces = [(name, begin) for name in sorted(glob.glob("*.safetensors", root_dir=folder))
-                  for begin in range(0, os.path.getsize(os.path.join(folder, name)), PIECE)]
-        return digest([pieces, *pool.map(hash_piece, pieces)]) if pieces else None
+        files = sorted(glob.glob("*.safetensors", root_dir=folder))
+        return digest([*pool.map(file_hash, files)]) if files else None
 
 
 def base_digest(path):

@@ -24,10 +24,10 @@ metrics instead); and a Trainer class: each script has its own loop, which is ch
 """
 # Parse flags before importing torch, so that --help and flag errors are instant.
 from utils import (Log, flag, from_rank_0, init_distributed, lr_at, machine_flags, open_stdout,
-                   parser, rows_of, run, say)
+                   parser, run)
 
 import gc
-from itertools import chain, permutations
+from itertools import chain
 
 
 def get_args(argv=None):
@@ -69,9 +69,9 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (action_logps, all_batches, base_digest, by_task, finished_flags,
-                   held_out_metrics, hold_out, is_pair, load, load_checkpoint, mean_loss,
-                   pick_dtype, read_trajectories, reference_logps, save, save_checkpoint, score,
+from model import (action_logps, all_batches, base_digest, finished_flags, held_out_metrics,
+                   hold_out, load, load_checkpoint, mean_loss, pick_dtype, print_pair_accuracy,
+                   read_trajectories, reference_logps, save, save_checkpoint, score,
                    trajectory_pairs, turns_in, update)
 
 
@@ -98,21 +98,6 @@ def batch_loss(args, pairs, logps, ref_logps):
 
 
 # --- training and scoring -------------------------------------------------------------------------
-
-def main(args):
-    emit, device = open_stdout(), init_distributed()
-    prepare_critic = score_only if args.out is None else train
-    trajectories, model, ref_logps = prepare_critic(args, device)
-    advantage_of = advantages(model, ref_logps, args.tree_tokens)
-    for t in trajectories:
-        for action in chain(*t.actions):
-            action.fields.pop("advantage", None)  # left by an earlier critic
-            if action.turn:
-                action.fields["advantage"] = advantage_of[action.turn]
-    print_pair_accuracy(args, trajectories)
-    for t in trajectories:
-        emit(t.record)
-
 
 def train(args, device):
     """Trains; returns ([Trajectory] of stdin, the critic, {turn: (L,) pi_ref log-probs})."""
@@ -172,29 +157,20 @@ def load_critic(args, folder, ref_turn_of, device):
     return model, ref_logps
 
 
-def advantages(model, ref_logps, tree_tokens):
-    """Returns {turn: advantage} under the critic `model`, for the turns of ref_logps."""
-    logps = score(model, list(ref_logps), tree_tokens, "advantages")
-    return {turn: advantage(logps[turn], ref_logps[turn]).item() for turn in logps}
-
-
-def print_pair_accuracy(args, trajectories):
-    """Prints the advantages' accuracy on trajectory pairs of tasks outside the training set."""
-    folder = args.out or args.score
-    trained_on = rows_of(folder)[0].get("tasks", ()) if folder and trajectories else ()
-    correct = []  # per pair; 0.5 if the sums are equal
-    for (task, _), group in by_task(trajectories).items():
-        values = [(t.record["reward"], sum(m.fields["advantage"] for m, *_ in t.actions), t.turns())
-                  for t in group if "reward" in t.record and task not in trained_on]
-        correct += [(a > b) + (a == b) / 2 for (high, a, x), (low, b, y) in permutations(values, 2)
-                    if is_pair(high, low, args.min_gap) and x != y]
-    if correct:
-        share = sum(correct) / len(correct)
-        say(f"the advantages order {100 * share:.1f} % of {len(correct)} trajectory pairs "
-            "correctly, on tasks that the critic was not trained on")
-        if share < 2 / 3:
-            say("warning: this is below two thirds; a policy trained on these advantages may get "
-                'worse: try another critic (README, "Trained or untrained critic")')
+def main(args):
+    emit, device = open_stdout(), init_distributed()
+    prepare_critic = score_only if args.out is None else train
+    trajectories, model, ref_logps = prepare_critic(args, device)
+    logps = score(model, list(ref_logps), args.tree_tokens, "advantages")
+    for t in trajectories:
+        for action in chain(*t.actions):
+            action.fields.pop("advantage", None)  # left by an earlier critic
+            if action.turn:
+                value = advantage(logps[action.turn], ref_logps[action.turn])
+                action.fields["advantage"] = value.item()
+    print_pair_accuracy(args, trajectories)
+    for t in trajectories:
+        emit(t.record)
 
 
 # --- data -----------------------------------------------------------------------------------------

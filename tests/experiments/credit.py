@@ -17,8 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from colbench import ANSWER, message_texts, read_action, read_records, task_id  # noqa: E402
-from model import Action, Trajectory, critic_turns, load, score, turn_actions  # noqa: E402
-from train_critic import get_args, print_pair_accuracy  # noqa: E402
+from model import (Action, Trajectory, critic_turns, load, print_pair_accuracy,  # noqa: E402
+                   score, turn_actions)
+from train_critic import get_args  # noqa: E402
 from utils import (fail_on_error, init_distributed, open_stdout, parser,  # noqa: E402
                    print_warnings, run, say)
 
