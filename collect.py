@@ -521,6 +521,8 @@ class TransformersEngine(Batcher):
         super().__init__()
         self.lm, _ = load_lm(args.model, DEVICE, args.dtype)
         self.lm.set_attn_implementation("grouped")
+        names = inspect.signature(self.lm.forward).parameters
+        self.cache_name = "cache" if "cache" in names else "past_key_values"  # transformers < 5.24
         self.args, self.stop = args, stop
         self.actions = []  # the action of each row
         self.mask = self.cache = None  # (R, W), 0 for padding; the rows' keys and values
@@ -556,7 +558,7 @@ class TransformersEngine(Batcher):
             # position 0 for ended rows, because their own may exceed the model's maximum
             positions = (self.mask.sum(1, True) - 1) * is_live  # (R, 1)
             logits = self.lm(input_ids=ids, attention_mask=self.mask, position_ids=positions,
-                             past_key_values=self.cache).logits[:, 0]  # (R, V)
+                             **{self.cache_name: self.cache}).logits[:, 0]  # (R, V)
             self.append_tokens(logits, self.actions)
             self.drop_ended()
         for request in ended:
@@ -569,7 +571,7 @@ class TransformersEngine(Batcher):
         mask, cache = (padded >= 0).long(), DynamicCache()
         positions = (mask.cumsum(1) - 1).clamp(0)  # (P, L)
         logits = self.lm(input_ids=padded.clamp(0), attention_mask=mask, position_ids=positions,
-                         past_key_values=cache, logits_to_keep=1).logits[:, 0]  # (P, V)
+                         logits_to_keep=1, **{self.cache_name: cache}).logits[:, 0]  # (P, V)
         actions = [action for request in new for action in request.actions]
         prompt_of = [prompts.index(request.prompt) for request in new for _ in request.actions]
         self.append_tokens(logits[prompt_of], actions)

@@ -32,7 +32,6 @@ import sys
 from array import array
 from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
-from inspect import signature
 from itertools import accumulate, chain, permutations
 from pathlib import Path
 from types import SimpleNamespace
@@ -59,8 +58,7 @@ from utils import (RANK, WORLD, add_warning, barrier, changed_scripts, digest, d
                    fail, fail_on_error, finished_critic, print_warnings, progress, rng, rows_of,
                    say, sum_over_ranks, writing)
 
-# torch 2.11's kernel supports grouped-query attention without this argument
-GQA = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+GQA = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}  # torch 2.11 always enables it
 try:
     from flash_attn import flash_attn_varlen_func
 except ImportError:  # use torch's own kernel

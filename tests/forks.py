@@ -52,7 +52,8 @@ def end_at(path, how):
 if __name__ == "__main__":
     for name in SLOW:
         import_module(name)
-    gc.freeze()  # a fork need not copy torch only to tear it down
+    if "triton" not in sys.modules:  # at exit triton 3.9 reports frozen objects as leaks
+        gc.freeze()  # a fork need not copy torch only to tear it down
     for line in sys.stdin:
         argv, cwd, files, world, last = json.loads(line)
         pid = os.fork()
