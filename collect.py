@@ -100,8 +100,8 @@ from model import (MODEL_FILES, critic_turns, find_model, finished_flags, load, 
 from train_critic import advantage
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# flags that are not written to meta: they change no episode, or (candidates) are written as
-# n_candidates. --resume compares what colbench.settings returns of meta
+# flags that are left out of meta, because they change no episode; `candidates` is written as
+# n_candidates. --resume compares colbench.settings(meta)
 NOT_IN_META = "given candidates k concurrency resume max_batch_tokens timeout retries".split()
 COMPUTE_THREAD = ThreadPoolExecutor(1)  # runs all models, so that they don't block the event loop
 TREE_TOKENS = 16384  # most tokens per forward of the critic
@@ -274,7 +274,7 @@ class EpisodeRunner:
         self.totals["asked"] += 1
         try:
             reply = await call_user_function(self.reply, task, history)
-        except Exception as e:  # counted by itself, as other episodes may ask nobody
+        except Exception as e:  # has its own counter: episodes that ask nothing reset the other
             self.totals["human_in_a_row"] += not isinstance(e, EpisodeError)
             raise
         self.totals["human_in_a_row"] = 0

@@ -148,7 +148,8 @@ def difference(first, system):
     for metric in ("success", "tests_passed"):
         gap = system.means(metric, common) - first.means(metric, common)  # (tasks,)
         out[metric], out[f"{metric}_95"] = with_interval(gap)
-    wins = (1 + np.sign(gap.round(9))) / 2  # by tests passed; 0.1 + 0.2 ties 0.3
+    rewards = system.means("tests_passed", common) - first.means("tests_passed", common)
+    wins = (1 + np.sign(rewards.round(9))) / 2  # 0.1 + 0.2 ties 0.3
     out["wins"], out["wins_95"] = with_interval(wins)
     return out
 

@@ -302,8 +302,8 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
     parts = partition(turns, tree_tokens if model.supports_trees else 0)
     trees = len(parts) // WORLD  # the same number on each rank, as all join every collective
     recompute = trees > 1 and torch.is_grad_enabled()
-    # Each tree takes the previous tree's output as an unused input, `anchor`. So autograd finishes
-    # tree n before it recomputes tree n - 1, and only one tree's activations are in memory.
+    # Each tree takes the previous tree's output as an unused input, `anchor`. This makes autograd
+    # finish tree n before it recomputes tree n - 1, so only one tree's activations are in memory.
     anchor = torch.ones((), requires_grad=True)
     lengths = [[len(action) for _, action in part] for part in parts]
     by_part = [torch.zeros(sum(part)) for part in lengths]  # 0 for other ranks
@@ -334,9 +334,9 @@ def tree_logps(model, tree, anchor=None):
 def partition(turns, tree_tokens, world=WORLD):
     """Splits turns into [[turn]], parts of at most tree_tokens tokens unless one turn is longer.
 
-    Every rank gets the same number of consecutive parts, as few as possible. To make their sizes
-    equal, bisection lowers the limit (to 1 %) as long as that number suffices. Copies of the last
-    part make their number a multiple of the ranks.
+    Every rank gets the same number of consecutive parts, as few as possible. Then bisection finds
+    the lowest limit (within 1 %) that needs no more parts, which makes them about equally large.
+    Copies of the last part make their number a multiple of the ranks.
     """
     rows = [(turn, len(seq), shared) for turn, seq, shared in in_order(dict.fromkeys(turns))]
 
@@ -443,7 +443,7 @@ def cut_pattern(tokenizer):
     """Returns a regex that splits a text at CUTs and before special tokens, for part_ids' cache.
 
     Splits change no ids, because tokenizers match special tokens first. It does not split at tokens
-    whose match depends on the text around them, or that may begin inside another token.
+    that match only next to certain text (lstrip, single_word), or may begin inside another token.
     """
     added = tokenizer.added_tokens_decoder.values() if tokenizer.is_fast else ()
     inner = {c for token in added for c in token.content[1:]}
@@ -709,7 +709,7 @@ def trajectory_pairs(trajectories, min_gap):
 def print_pair_accuracy(args, trajectories):
     """Prints the advantages' accuracy on trajectory pairs of tasks outside the training set."""
     folder = args.out or args.score
-    trained_on = rows_of(folder)[0].get("tasks", ()) if folder and trajectories else ()
+    trained_on = {*rows_of(folder)[0].get("tasks", ())} if folder and trajectories else ()
     correct = []  # per pair; 0.5 if the sums are equal
     for (task, _), group in by_task(trajectories).items():
         values = [(t.record["reward"], sum(m.fields["advantage"] for m, *_ in t.actions), t.turns())
@@ -923,10 +923,11 @@ def can_support_trees(config):
 
 @torch.enable_grad()
 def logps_and_leak(model, turns):
-    """Returns ((A,) log-probs of actions in a tree, how much one depends on tokens off its path).
+    """Returns ((A,) log-probs of actions in a tree, the leak).
 
-    This leak is the largest gradient at the embedding of a token off the path, divided by the
-    largest at any token: 0 if paths do not mix. The turns are sorted.
+    The leak tells how strongly a log-prob depends on tokens that it must not see: the largest
+    gradient at the embedding of a token off its path, divided by the largest at any token. It is 0
+    if paths do not mix. The turns are sorted.
     """
     tree, embedded = Tree(turns), []
     embeddings = model.lm.get_input_embeddings()

@@ -101,7 +101,7 @@ def batch_loss(args, pairs, logps, ref_logps):
 
 def train(args, device):
     """Trains; returns ([Trajectory] of stdin, the critic, {turn: (L,) pi_ref log-probs})."""
-    log, trajectories = Log(args), []  # only rank 0 reads trajectories
+    log, trajectories = Log(args), []  # empty on other ranks than 0
     ref_turn_of, pairs_of, held_out = from_rank_0(lambda: prepare(args, trajectories))
     groups = list(pairs_of.values())
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)

@@ -93,7 +93,7 @@ def check_launch(parallel):
 
 
 def end_after_rank_0(message):
-    """Exits after 5 s. If rank 0 fails too, torchrun ends this rank first: only rank 0 prints."""
+    """Waits 5 s, so that rank 0 prints the error and torchrun ends this rank; then exits."""
     time.sleep(5)
     sys.exit(f"rank {RANK}: {message}")
 
@@ -207,9 +207,7 @@ def progress(label, items=None, total=None, initial=0):
     """Returns a tqdm bar, over items or updated by hand, that only rank 0 shows."""
     every, form = 0.1, None
     if not sys.stderr.isatty():  # a line every 10 seconds instead of a bar
-        every, form = 10, "{desc}: {n_fmt} in {elapsed}{postfix}\n"
-        if items or total:
-            form = "{desc}: {n_fmt} of {total_fmt}, {remaining} left{postfix}\n"
+        every, form = 10, "{desc}: {n_fmt} of {total_fmt}, {remaining} left{postfix}\n"
     return tqdm(items, total=total, initial=initial, desc=label, disable=RANK > 0,
                 leave=bool(form), mininterval=every, delay=every, bar_format=form,
                 file=sys.stderr, position=0)
@@ -440,7 +438,7 @@ class Log:
         self.what = what
         self.bar = progress(what, total=self.total, initial=self.step)
         for step in range(self.step, self.total):
-            self.began, self.step = time.monotonic(), step + 1  # of the last one, if a loop breaks
+            self.began, self.step = time.monotonic(), step + 1  # finish() logs the last step
             yield step
         self.bar.close()
 
