@@ -102,7 +102,7 @@ def numbers(text):
 
 def stems(text):
     """Returns the beginnings of a text's words, such as {"overt", "pay"} for overtime_pay."""
-    words = re.findall("[a-z]+", plain(re.sub("(?<=[a-z])(?=[A-Z])", " ", text)))
+    words = re.findall(r"\d?[a-z]+\d*", plain(re.sub("(?<=[a-z])(?=[A-Z])", " ", text)))
     return {word.rstrip("s")[:5] for word in words if len(word) > 1 and word not in STOP}
 
 
@@ -122,12 +122,17 @@ class Value(NamedTuple):
 
     def equals(self, number, percent, unit, text):
         """Whether a number of a text is this value: 20 % is 20, 0.2, 0.8 or 1.2."""
+        if isinstance(self.value, str):
+            return False
         said = [number, *(number * n for name, n in UNITS.items() if unit.startswith(name))]
         said += [number + 12] * (unit == "pm") + [2] * (number == 0.5)  # half is x / 2, too
         said += [number / 100, 1 - number / 100, 1 + number / 100] * percent
         shift, strict = SHIFT.get(self.operator, (0, False))
         said += [number + shift] * (bool(re.search(STRICT, text)) == strict)
         return any(math.isclose(abs(self.value), x) for x in said)
+
+    def is_number(self):
+        return not isinstance(self.value, str) and self.value not in (0, 1)
 
     def is_in(self, text):
         if isinstance(self.value, str):
@@ -205,7 +210,7 @@ class Reference:
             up = self.parent[up]
         found = names(*nodes)
         once = [self.assigned[x][0] for x in found if len(self.assigned[x]) == 1]
-        nodes = [x.value for x in once if hasattr(x, "value")]
+        nodes = [x.value for x in once if not isinstance(getattr(x, "value", None), (*HOLDS, None.__class__))]
         nodes += [getattr(up, "target", None), *getattr(up, "targets", [])]
         return set().union(*map(stems, found | names(*filter(None, nodes))))
 
@@ -234,14 +239,12 @@ def tells(reply, reference, agent, before):
     hidden = [v for v in reference.values if v.value not in (0, 1) and not v.is_in(plain(before))]
     clauses = []  # from the first that may be an answer: the places of each value in it
     for clause in re.split(CLAUSE, plain(reply)):
-        places = defaultdict(set)
-        for v in hidden:
-            if v.is_in(clause):
-                places[v.value].add(v.place)
+        places = [{v.place for v in hidden if v.equals(*x, clause)} for x in numbers(clause)]
+        texts = {v.value for v in hidden if isinstance(v.value, str) and v.is_in(clause)}
+        places += [{v.place for v in hidden if v.value == text} for text in texts]
         answers = re.search(r"\b(one|zero|\d+|know|mind|matter)\b", clause)
-        answers = answers or aimed and len(clause.split()) > 2
-        if places or answers and not clauses:
-            clauses.append([*places.values()])
+        if any(places) or not clauses and (answers or aimed and len(clause.split()) > 2):
+            clauses.append([*filter(None, places)])
     if not clauses or re.search(OPEN, question) and not aimed:
         return False
     if clauses[0] and not clauses[0][0] & aimed:  # the question meant this in other words
@@ -251,6 +254,25 @@ def tells(reply, reference, agent, before):
             return False
         asked = asked | {answer}
     return any(not places & asked for clause in clauses[1:] for places in clause)
+
+
+def answers_elsewhere(reply, reference, agent, before):
+    """Returns the fault of a reply whose first numbers are not of a place that was asked for.
+
+    "told" if the reply mentions the other place, else "contradicted"; None if there is no fault.
+    """
+    asked = reference.mentioned("\n".join(agent))
+    if not reference.mentioned(agent[-1]) & {v.place for v in reference.values if v.is_number()}:
+        return None
+    known = {0, 1, *(x[0] for x in numbers(plain(before)))}
+    for clause in re.split(CLAUSE, plain(reply)):
+        found = [x for x in numbers(clause) if x[0] not in known]
+        places = {v.place for v in reference.values for x in found if v.equals(*x, clause)}
+        if places and not places & asked:
+            return "told" if places & reference.mentioned(clause) else "contradicted"
+        if found:
+            return None
+    return None
 
 
 def contradicts(reply, reference, before):
@@ -265,7 +287,7 @@ def contradicts(reply, reference, before):
         for found in numbers(clause):
             new = found[0] not in known and found[:2] != (100, True)
             if new and not re.match(COUNTED, found[2]) and not any(
-                    v.equals(*found, clause) for v in reference.values if v.value != str(v.value)):
+                    v.equals(*found, clause) for v in reference.values):
                 return True
         for name, sign, said in re.findall(r"([\w ]+?) *(=|\bis\b) *([\w.]+)", clause):
             for variable, values in named.items():
@@ -286,8 +308,11 @@ def faults(task, before, reply, reference):
     """Returns the kinds of faults of a reply. before: the dialogue; reference: a Reference."""
     agent = [m["content"] for m in before if m["role"] == "assistant"]
     said = "\n".join([task["problem_description"], *message_texts(before[1:])])
-    found = (quotes(reply, task, said), tells(reply, reference, agent, said),
-             contradicts(reply, reference, said), breaks_off(reply, task), "[...]" in reply)
+    elsewhere = answers_elsewhere(reply, reference, agent, said)
+    told = elsewhere == "told" or tells(reply, reference, agent, said)
+    found = (quotes(reply, task, said), told,
+             elsewhere and not told or contradicts(reply, reference, said),
+             breaks_off(reply, task), "[...]" in reply)
     return [kind for kind, is_found in zip(KINDS, found) if is_found]
 
 
