@@ -67,8 +67,9 @@ NUMBERS |= {"half": 0.5, "double": 2, "doubled": 2, "twice": 2, "triple": 3, "th
             "forty": 40, "fifty": 50, "hundred": 100}
 NUMBER = re.compile(rf"(?<![\w.])(\d[\d,]*(?:\.\d+)?|(?:{'|'.join(NUMBERS)})(?![a-z]))"
                     r"(?: ?(%|percent|cent)|(?=[kcm]?[gm]\b)|(?!\w))[ -]*([a-z]*)")
-UNITS = {"thousand": 1000, "million": 10 ** 6, "dozen": 12, "week": 7, "day": 24, "hour": 60,
-         "minute": 60, "year": 12, "kilo": 1000}  # how many of a smaller unit
+UNITS = {"thousand": (1000,), "million": (10 ** 6,), "dozen": (12,), "week": (7,), "day": (24, 1 / 7),
+         "hour": (60, 1 / 24), "minute": (60, 1 / 60), "second": (1 / 60,), "year": (12, 365),
+         "month": (1 / 12, 30), "gram": (1 / 1000,), "kilo": (1000,), "quarter": (0.25,)}
 COUNTED = "level|tier|kind|type|categor|group|option|thing|way|case|step|factor|part|rule"
 EXAMPLE = r"for (example|instance)|e\.g\.|\b(such as|like|say|would|imagine)\b"
 STRICT = r"\b(than|over|under|above|below|exceed\w*|before|beyond|after)\b"
@@ -103,7 +104,7 @@ def numbers(text):
 def stems(text):
     """Returns the beginnings of a text's words, such as {"overt", "pay"} for overtime_pay."""
     words = re.findall(r"\d?[a-z]+\d*", plain(re.sub("(?<=[a-z])(?=[A-Z])", " ", text)))
-    return {word.rstrip("s")[:5] for word in words if len(word) > 1 and word not in STOP}
+    return {re.sub("(?<!s)s$", "", re.sub("ies$", "y", word))[:5] for word in words if len(word) > 1 and word not in STOP}
 
 
 def names(*nodes):
@@ -124,9 +125,13 @@ class Value(NamedTuple):
         """Whether a number of a text is this value: 20 % is 20, 0.2, 0.8 or 1.2."""
         if isinstance(self.value, str):
             return False
-        said = [number, *(number * n for name, n in UNITS.items() if unit.startswith(name))]
-        said += [number + 12] * (unit == "pm") + [2] * (number == 0.5)  # half is x / 2, too
-        said += [number / 100, 1 - number / 100, 1 + number / 100] * percent
+        said = [number]
+        if self.is_number():
+            said += [number * n for name, x in UNITS.items() if unit.startswith(name) for n in x]
+            said += [number + 12] * (unit == "pm") + [2] * (number == 0.5)  # half is x / 2, too
+            said += [number / 1000]  # 400 watts
+            said += [number - 1, number + 1] * bool(re.search(r"\d ?(to|-|–) ?\d", text))
+            said += [number / 100, 1 - number / 100, 1 + number / 100] * percent
         shift, strict = SHIFT.get(self.operator, (0, False))
         said += [number + shift] * (bool(re.search(STRICT, text)) == strict)
         return any(math.isclose(abs(self.value), x) for x in said)
@@ -165,12 +170,13 @@ class Reference:
                 self.assigned[getattr(target, "id", None)].append(node)
             if isinstance(node, ast.arguments):
                 parameter |= zip(reversed(node.defaults), reversed(node.args))
+        self.parameters = {x for node in nodes if isinstance(node, ast.arg) for x in stems(node.arg)}
         self.values, words = [], defaultdict(set)
         for node in nodes:
             up, value = self.parent.get(node), getattr(node, "value", None)
             if node in parameter:  # min in op=min is a value, too
                 value = getattr(node, "id", value)
-            if isinstance(up, ast.Expr) or isinstance(value, bool) or not isinstance(
+            if isinstance(up, (ast.Expr, ast.JoinedStr)) or isinstance(value, bool) or not isinstance(
                     value, (int, float, str)) or isinstance(value, str) and not stems(value):
                 continue
             named = parameter.get(node) or getattr(up, "targets", [None])[0]
@@ -190,9 +196,17 @@ class Reference:
         place = None
         while not isinstance(node, ast.stmt):
             up = self.parent[node]
-            term = isinstance(up, ast.BinOp) and isinstance(up.op, (ast.Add, ast.Sub))
-            if term or isinstance(node, HOLDS) and not isinstance(up, ast.Compare):
-                place = place or node
+            in_sum, is_sum = (isinstance(x, ast.BinOp) and isinstance(x.op, (ast.Add, ast.Sub))
+                              for x in (up, node))
+            alone = isinstance(node, ast.Constant) and in_sum and any(
+                isinstance(x, ast.Name) for x in (up.left, up.right))  # x - 3
+            if in_sum and not is_sum and not alone:  # the outermost term
+                place = node
+            if isinstance(node, HOLDS) and not isinstance(up, ast.Compare):
+                return node
+            if isinstance(up, ast.IfExp) and sum(
+                    isinstance(x, ast.Constant) for x in ast.walk(node)) < 3:
+                return up
             node = up
         place = place or node
         while node in self.parent and not isinstance(node, ast.If):
@@ -214,9 +228,10 @@ class Reference:
         nodes += [getattr(up, "target", None), *getattr(up, "targets", [])]
         return set().union(*map(stems, found | names(*filter(None, nodes))))
 
-    def mentioned(self, text):
-        """Returns the places that a text mentions."""
-        return {place for place, words in self.stems.items() if words & stems(text)}
+    def mentioned(self, text, of=None):
+        """Returns the places that a text mentions; of: by these stems only."""
+        said = stems(text) if of is None else stems(text) & of
+        return {place for place, words in self.stems.items() if words & said}
 
 
 def quotes(reply, task, before):
@@ -261,8 +276,9 @@ def answers_elsewhere(reply, reference, agent, before):
 
     "told" if the reply mentions the other place, else "contradicted"; None if there is no fault.
     """
-    asked = reference.mentioned("\n".join(agent))
-    if not reference.mentioned(agent[-1]) & {v.place for v in reference.values if v.is_number()}:
+    asked, numbered = reference.mentioned("\n".join(agent)), {
+        v.place for v in reference.values if v.is_number()}
+    if not reference.mentioned(agent[-1], reference.parameters) & numbered:
         return None
     known = {0, 1, *(x[0] for x in numbers(plain(before)))}
     for clause in re.split(CLAUSE, plain(reply)):
