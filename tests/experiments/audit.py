@@ -69,7 +69,7 @@ NUMBER = re.compile(rf"(?<![\w.])(\d[\d,]*(?:\.\d+)?|(?:{'|'.join(NUMBERS)})(?![
                     r"(?: ?(%|percent|cent)|(?=[kcm]?[gm]\b)|(?!\w))[ -]*([a-z]*)")
 UNITS = {"thousand": (1000,), "million": (10 ** 6,), "dozen": (12,), "week": (7,), "day": (24, 1 / 7),
          "hour": (60, 1 / 24), "minute": (60, 1 / 60), "second": (1 / 60,), "year": (12, 365),
-         "month": (1 / 12, 30), "gram": (1 / 1000,), "kilo": (1000,), "quarter": (0.25,)}
+         "month": (1 / 12, 30), "gram": (1 / 1000,), "watt": (1 / 1000,), "kilo": (1000,), "quarter": (0.25,)}
 COUNTED = "level|tier|kind|type|categor|group|option|thing|way|case|step|factor|part|rule"
 EXAMPLE = r"for (example|instance)|e\.g\.|\b(such as|like|say|would|imagine)\b"
 STRICT = r"\b(than|over|under|above|below|exceed\w*|before|beyond|after)\b"
@@ -129,7 +129,6 @@ class Value(NamedTuple):
         if self.is_number():
             said += [number * n for name, x in UNITS.items() if unit.startswith(name) for n in x]
             said += [number + 12] * (unit == "pm") + [2] * (number == 0.5)  # half is x / 2, too
-            said += [number / 1000]  # 400 watts
             said += [number - 1, number + 1] * bool(re.search(r"\d ?(to|-|–) ?\d", text))
             said += [number / 100, 1 - number / 100, 1 + number / 100] * percent
         shift, strict = SHIFT.get(self.operator, (0, False))
