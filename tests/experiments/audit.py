@@ -63,7 +63,7 @@ contradictory: it says something that differs from what the colleague wants
 evasive: it does not answer, breaks off, or says that it does not mind what is settled above"""
 NUMBERS = dict(zip("two three four five six seven eight nine ten eleven twelve thirteen fourteen "
                    "fifteen sixteen seventeen eighteen nineteen twenty".split(), range(2, 21)))
-NUMBERS |= {"half": 0.5, "double": 2, "doubled": 2, "twice": 2, "triple": 3, "thirty": 30,
+NUMBERS |= {"half": 0.5, "double": 2, "doubled": 2, "doubles": 2, "twice": 2, "triple": 3, "thirty": 30,
             "forty": 40, "fifty": 50, "hundred": 100}
 NUMBER = re.compile(rf"(?<![\w.])(\d[\d,]*(?:\.\d+)?|(?:{'|'.join(NUMBERS)})(?![a-z]))"
                     r"(?: ?(%|percent|cent)|(?=[kcm]?[gm]\b)|(?!\w))[ -]*([a-z]*)")
@@ -71,7 +71,7 @@ UNITS = {"thousand": (1000,), "million": (10 ** 6,), "dozen": (12,), "week": (7,
          "hour": (60, 1 / 24), "minute": (60, 1 / 60), "second": (1 / 60,), "year": (12, 365),
          "month": (1 / 12, 30), "gram": (1 / 1000,), "watt": (1 / 1000,), "kilo": (1000,), "quarter": (0.25,)}
 COUNTED = "level|tier|kind|type|categor|group|option|thing|way|case|step|factor|part|rule"
-EXAMPLE = r"for (example|instance)|e\.g\.|\b(such as|like|say|would|imagine)\b"
+EXAMPLE = r"for (example|instance)|e\.g\.|\b(such as|would|imagine|so (with|if))\b"
 STRICT = r"\b(than|over|under|above|below|exceed\w*|before|beyond|after)\b"
 OPEN = (r"\b(all|any|anything|everything (about|i|you)|each|different|formula|criteria|rules?|logic|"
         r"tell me|explain|describe|how (do|does|should|is|are|would)|(comput|calculat|determin)\w+)\b")
@@ -104,7 +104,7 @@ def numbers(text):
 def stems(text):
     """Returns the beginnings of a text's words, such as {"overt", "pay"} for overtime_pay."""
     words = re.findall(r"\d?[a-z]+\d*", plain(re.sub("(?<=[a-z])(?=[A-Z])", " ", text)))
-    return {re.sub("(?<!s)s$", "", re.sub("ies$", "y", word))[:5] for word in words if len(word) > 1 and word not in STOP}
+    return {re.sub("(?<!s)s$", "", re.sub("ies$", "y", word))[:4] for word in words if len(word) > 1 and word not in STOP}
 
 
 def names(*nodes):
@@ -169,14 +169,14 @@ class Reference:
                 self.assigned[getattr(target, "id", None)].append(node)
             if isinstance(node, ast.arguments):
                 parameter |= zip(reversed(node.defaults), reversed(node.args))
-        self.parameters = {x for node in nodes if isinstance(node, ast.arg) for x in stems(node.arg)}
+        self.parameters = [stems(node.arg) for node in nodes if isinstance(node, ast.arg)]
         self.values, words = [], defaultdict(set)
         for node in nodes:
             up, value = self.parent.get(node), getattr(node, "value", None)
             if node in parameter:  # min in op=min is a value, too
                 value = getattr(node, "id", value)
             if isinstance(up, (ast.Expr, ast.JoinedStr)) or isinstance(value, bool) or not isinstance(
-                    value, (int, float, str)) or isinstance(value, str) and not stems(value):
+                    value, (int, float, str)) or isinstance(value, str) and not (len(value) > 1 and stems(value)):
                 continue
             named = parameter.get(node) or getattr(up, "targets", [None])[0]
             place = parameter.get(node) or self.place(node)
@@ -227,9 +227,11 @@ class Reference:
         nodes += [getattr(up, "target", None), *getattr(up, "targets", [])]
         return set().union(*map(stems, found | names(*filter(None, nodes))))
 
-    def mentioned(self, text, of=None):
-        """Returns the places that a text mentions; of: by these stems only."""
-        said = stems(text) if of is None else stems(text) & of
+    def mentioned(self, text, parameters=False):
+        """Returns the places that a text mentions, or only those by parameters, half of each."""
+        said = stems(text)
+        if parameters:
+            said = {w for x in self.parameters if 2 * len(x & said) >= len(x) for w in x & said}
         return {place for place, words in self.stems.items() if words & said}
 
 
@@ -253,6 +255,8 @@ def tells(reply, reference, agent, before):
     hidden = [v for v in reference.values if v.value not in (0, 1) and not v.is_in(plain(before))]
     clauses = []  # from the first that may be an answer: the places of each value in it
     for clause in re.split(CLAUSE, plain(reply)):
+        if re.search(EXAMPLE, clause):
+            continue
         places = [{v.place for v in hidden if v.equals(*x, clause)} for x in numbers(clause)]
         texts = {v.value for v in hidden if isinstance(v.value, str) and v.is_in(clause)}
         places += [{v.place for v in hidden if v.value == text} for text in texts]
@@ -277,7 +281,7 @@ def answers_elsewhere(reply, reference, agent, before):
     """
     asked, numbered = reference.mentioned("\n".join(agent)), {
         v.place for v in reference.values if v.is_number()}
-    if not reference.mentioned(agent[-1], reference.parameters) & numbered:
+    if not reference.mentioned(agent[-1], parameters=True) & numbered:
         return None
     known = {0, 1, *(x[0] for x in numbers(plain(before)))}
     for clause in re.split(CLAUSE, plain(reply)):
