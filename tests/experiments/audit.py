@@ -66,9 +66,9 @@ NUMBERS = dict(zip("two three four five six seven eight nine ten eleven twelve t
                forty=40, fifty=50, hundred=100)
 NUMBER = re.compile(rf"(?<![\w.])(\d[\d,]*(?:\.\d+)?|(?:{'|'.join(NUMBERS)})(?![a-z]))"
                     r"(?: ?(%|percent|cent)|(?=[kcm]?[gm]\b)|(?!\w))[ -]*([a-z]*)")
-UNITS = {"thousand": (1000,), "million": (10 ** 6,), "dozen": (12,), "week": (7,), "quarter": (0.25,),
-         "day": (24,), "hour": (60,), "minute": (60, 1 / 60), "second": (1 / 60,),
-         "year": (12, 365), "month": (1 / 12, 30), "gram": (1 / 1000,), "watt": (1 / 1000,)}
+UNITS = {"thousand": (1000,), "million": (10 ** 6,), "dozen": (12,), "week": (7,), "day": (24,),
+         "hour": (60,), "minute": (60, 1 / 60), "second": (1 / 60,), "year": (12, 365),
+         "month": (1 / 12, 30), "quarter": (0.25,), "gram": (1 / 1000,), "watt": (1 / 1000,)}
 COUNTED = "level|tier|kind|type|categor|group|option|thing|way|case|step|factor|part|rule"
 EXAMPLE = r"for (example|instance)|e\.g\.|such as|\b(would|imagine|half past|so (with|if))\b"
 STRICT = r"\b(than|over|under|above|below|exceed\w*|before|beyond|after)\b"
@@ -122,7 +122,8 @@ class Value(NamedTuple):
         if self.value not in (0, 1):
             said += [number * n for name, x in UNITS.items() if unit.startswith(name) for n in x]
             said += [number + 12] * (unit == "pm") + [2] * (number == 0.5)  # half is x / 2, too
-            said += [number / 100, 1 - number / 100, 1 + number / 100] * percent
+            share = number / 100 if percent else number
+            said += [share, 1 - share, 1 + share] * (percent or number in (0.25, 0.5))
             said += [number - 1, number + 1] * bool(re.search(r"\d ?(to|-|–) ?\d", text))
         shift, strict = SHIFT.get(self.operator, (0, False))
         said += [number + shift] * (not percent and strict == bool(re.search(STRICT, text)))
@@ -146,7 +147,8 @@ def values(code):
     for node in nodes:
         if isinstance(node, ast.arguments):
             default |= zip(reversed(node.defaults), reversed(node.args))
-    stored = Counter(x.id for x in nodes if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store))
+    stored = Counter(x.id for x in nodes if isinstance(getattr(x, "ctx", None), ast.Store)
+                     and isinstance(x, ast.Name))
     found = []
     for node in nodes:
         up, value = parent.get(node), getattr(node, "value", None)
@@ -163,17 +165,19 @@ def values(code):
             above.append(parent[above[-1]])
         terms = [x for x, y in pairwise(above) if is_sum(y) and not is_sum(x) and x is not node]
         whole = terms[-1:] or [x for x in above if isinstance(x, ast.stmt)][:1]
-        parts = [x.test if isinstance(x, ast.If) else x for x in whole]
+        parts = [x.test if isinstance(x, ast.If) else x for x in whole if node not in default]
         parts += [x.test for x in above if isinstance(x, (ast.If, ast.IfExp))]
         used = {getattr(x, "id", None) for part in parts for x in ast.walk(part)} | {variable}
         operator = isinstance(up, ast.Compare) and node is not up.left and \
             type(up.ops[up.comparators.index(node)])
-        found.append(Value(value, used & parameters, variable if stored[variable] < 2 else "", operator))
+        variable = variable if stored[variable] < 2 else ""  # else it changes
+        found.append(Value(value, used & parameters, variable, operator))
     return found, parameters
 
 
 def quotes(reply, task, before):
     """Whether a reply has code of the reference, as redact finds it or as an expression."""
+    reply = re.sub(r"\breturn (['\"])[^'\"]*\1", "", reply)  # prose, too
     tokens, reference, said = (re.findall(r"\w+(?:\.\d+)?|[-+*/=!<>]=|//|\*\*|[^\w\s]", text)
                                for text in (reply, task["ground_truth"], before))
     reference, said = f" {' '.join(reference)} ", f" {' '.join(said)} "
