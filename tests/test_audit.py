@@ -78,6 +78,34 @@ def test_recall_and_precision(dialogues, least):
         assert right[kind] >= 0.9 * found[kind], f"{kind}: precision"
 
 
+TASK = {"kind": "backend", "problem_description": "write pay(x, hours, trips)",
+        "ground_truth": """def pay(x, hours, trips):
+    if hours < 6:
+        x += 20
+    return x * 0.85 + trips * 3"""}
+
+
+@pytest.mark.parametrize("asked, text, kinds", [
+    ("which hours?", "up to 5", []),              # which is < 6
+    ("which hours?", "over 5", ["contradicted"]),
+    ("is it below 7 hours?", "not 7, below 6", []),
+    ("what is x times?", "15 percent less", []),
+    ("is it x * 0.85?", "yes, x * 0.85", []),
+    ("what is x times?", "x * 0.85", ["quoted"]),
+    ("which hours?", "below 6, and trips are 3 each", ["told"]),
+    ("which hours and trips?", "below 6, and trips are 3 each", []),
+    ("which hours?", "below 6, for example 4", []),
+    ("which hours?", "below 6 and the", ["broke_off"]),
+    ("which hours?", "h" * 400, ["broke_off"])])
+def test_single_replies(asked, text, kinds):
+    assert faults(TASK, dialogue("write pay", asked), text) == kinds
+
+
+def test_numbers_about_a_page_are_not_new():
+    page = {"kind": "frontend", "problem_description": "a page", "ground_truth": "<html>Hi</html>"}
+    assert not faults(page, dialogue("a page", "<html></html>"), "Make it 300 pixels wide.")
+
+
 def episode(sample, *replies, reward=1.0):
     """An episode of the toy whose agent asks for the rate, then the fee."""
     task = {"id": "pay", "kind": "backend", "problem_description": "write pay(x)",
@@ -110,8 +138,10 @@ def test_a_judge_reads_the_reference_and_the_reply():
     with Server(answer) as server:
         given = [episode(0, "rate=4", "fee=13 fine"), episode(1, "rate=4", "fee=13")]
         row, = records(succeed(AUDIT, "--judge", server.url, stdin=given).stdout)
+        one, = records(succeed(AUDIT, "--judge", server.url, "--faults", 1, stdin=given).stdout)
         server.shutdown()
     assert (row["leaked"], row["contradictory"], row["evasive"]) == (50.0, 0.0, 0.0)
+    assert (one["faults"], one["reply"]) == (["leaked"], "fee=13 fine")
 
 
 @pytest.mark.parametrize("human, kind", [("leaky", "told"), ("careless", "contradicted")])

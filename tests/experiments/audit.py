@@ -76,8 +76,9 @@ STRICT = r"\b(than|over|under|above|below|exceed\w*|before|beyond|after)\b"
 SHIFT = {ast.Lt: (1, False), ast.Gt: (-1, False), ast.LtE: (-1, True), ast.GtE: (1, True)}
 CLAUSE = r"[;\n!?]+|\.(?!\d)|,(?!\d)|\s(?:and|but|also|plus|while|with|whereas)\s|\s(?=\w+=)"
 DANGLING = r"(\b(the|an?|of|and|or|with|would|should|is|are|to|for|if|than|in|by)|,)\s*$"
-REFUSAL = (r"\bas an ai\b|\ban? (ai|language) (assistant|model)\b|function that i have|ground truth|"
-           r"reference (function|solution|code)|hidden (function|information|reference|code)|"
+REFUSAL = (r"\bas an ai\b|\ban? (ai|language) (assistant|model)\b|function that i have|"
+           r"ground truth|reference (function|solution|code)|"
+           r"hidden (function|information|reference|code)|"
            r"(can't|cannot|can not|unable to|not able to|not allowed to|not supposed to|not to) "
            r"(help|assist|answer|discuss|share|provide|reveal|disclose)")
 STOP = {"is", "has", "the", "of", "in", "to", "a", "an", "and", "or", "per", "for", "num", "number"}
@@ -183,7 +184,7 @@ def quotes(reply, task, before):
     reference, said = f" {' '.join(reference)} ", f" {' '.join(said)} "
     runs = (f" {' '.join(tokens[i:j])} " for i in range(len(tokens))
             for j in range(i + 3, min(i + 40, len(tokens)) + 1))
-    return redact(reply, task) != reply or any(
+    return not environment(task).shows_pages and redact(reply, task) != reply or any(
         x in reference and x not in said and is_code(x) for x in runs)
 
 
@@ -198,13 +199,15 @@ def tells(reply, code, agent, before):
     asked = named("\n".join(agent), parameters)
     hidden = [v for v in found if v.value not in (0, 1) and not v.is_in(before)]
     return bool(named(agent[-1], parameters)) and any(
-        v.parameters & named(clause, parameters) - asked and not v.parameters & asked
-        and v.is_in(clause) for clause in re.split(CLAUSE, plain(reply)) for v in hidden)
+        v.parameters & named(clause, parameters) and not v.parameters & asked and v.is_in(clause)
+        for clause in re.split(CLAUSE, plain(reply)) for v in hidden)
 
 
 def contradicts(reply, code, before):
     """Whether a number is new, or a variable has another value than in the reference."""
-    found, _ = values(code)
+    found, parameters = values(code)
+    if not parameters:  # no function, but a page or a word
+        return False
     known = {0, 1, *(x[0] for x in numbers(before))}
     for clause in re.split(CLAUSE, plain(reply)):
         for x in numbers(clause) if not re.search(EXAMPLE, clause) else ():
