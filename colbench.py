@@ -1067,7 +1067,7 @@ MEASURE_SCRIPT = """() => {
 
 
 class StyleSheet:
-    """Selects the rules that a page uses; with all 3 MB of Tailwind it takes three times as long."""
+    """Selects the rules that a page uses: Tailwind's 3 MB take a page three times as long."""
     PART = re.compile(r"([^{}@]*)\{[^{}]*\}|@[^{}]*\{|\}")  # a rule, "@media ... {", or its "}"
     CLASS = re.compile(r"\.((?:\\.|[\w-])+)")
 
