@@ -7,12 +7,14 @@ import json
 import os
 import platform
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -28,7 +30,9 @@ FULL = bool(os.environ.get("FULL"))  # the full dose: kills, fuzz, browsers, vLL
 CPU = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # the scripts' environment: no GPU
 
 import colbench  # noqa: E402
+import forks  # noqa: E402
 import toy  # noqa: E402
+import utils  # noqa: E402
 
 
 def pytest_configure(config):
@@ -38,9 +42,15 @@ def pytest_configure(config):
 
 
 @functools.cache
-def forks():
-    return subprocess.Popen([sys.executable, f"{ROOT}/tests/forks.py"], bufsize=0, env=CPU,
-                            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+def forks_name():
+    """The name of the socket at which forks.py serves, started at the first call."""
+    if "FORKS" not in os.environ:  # the tests of an edit use the server of those that started them
+        os.environ["FORKS"] = f"colbench-tests-{os.getpid()}"
+        forks.server = subprocess.Popen(
+            [sys.executable, f"{ROOT}/tests/forks.py", os.environ["FORKS"]], env=CPU,
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+        forks.server.stdout.readline()  # it listens
+    return os.environ["FORKS"]
 
 
 def script(name, *flags, stdin="", cwd=ROOT, out="", kill=None, ranks=1):
@@ -53,21 +63,24 @@ def script(name, *flags, stdin="", cwd=ROOT, out="", kill=None, ranks=1):
     """
     given = stdin if isinstance(stdin, str) else lines(stdin)
     command = [os.path.join(ROOT, name), *map(str, flags)]
+    when, how = kill or (None, None)
+    last = [str(when), how] if isinstance(when, Path) else None
     with tempfile.TemporaryDirectory() as d:
         files = [Path(d, name) for name in ("in", "out", "err")]
         for file, text in zip(files, (given, "", "")):
             file.write_text(text, encoding="utf-8")
-        streams = [str(file) for file in (files[0], out or files[1], files[2])]
-        when, how = kill or (None, None)
-        last = [str(when), how] if isinstance(when, Path) else None
-        order = [command, str(cwd), streams, ranks, last]
-        forks().stdin.write(json.dumps(order).encode() + b"\n")
-        pid = int(forks().stdout.readline())
-        if kill and not last and not select.select([forks().stdout], [], [], when)[0]:
-            with contextlib.suppress(ProcessLookupError):  # it ended just now
-                os.kill(pid, how)
-        code = int(forks().stdout.readline())
-        said = [file.read_text(encoding="utf-8") for file in files[1:]]
+        files[1] = out or files[1]
+        fds = [os.open(file, os.O_RDWR | os.O_APPEND) for file in files]
+        answer = forks.request(forks_name(), fds, command, str(cwd), CPU, ranks, last)
+        for fd in fds:
+            os.close(fd)
+        with answer:
+            pid = int(answer.readline())
+            if kill and not last and not select.select([answer], [], [], when)[0]:
+                with contextlib.suppress(ProcessLookupError):  # it ended just now
+                    os.kill(pid, how)
+            code = int(answer.readline())
+        said = ["" if out else files[1].read_text(encoding="utf-8"), files[2].read_text("utf-8")]
         return subprocess.CompletedProcess(command, code, *said)
 
 
@@ -78,11 +91,19 @@ def succeed(*command, **how):
     return done
 
 
-def shell(command, cwd=ROOT, timeout=180):
-    """Runs a bash command with `python` the one of the tests; returns the CompletedProcess."""
-    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
-    return subprocess.run(["bash", "-c", command], text=True, capture_output=True, cwd=cwd,
-                          timeout=timeout, env={**CPU, "PATH": path})
+def shell(command, cwd=ROOT, timeout=180, in_forks=False):
+    """Runs a bash command with `python` the one of the tests; returns the CompletedProcess.
+
+    in_forks: scripts run as those of script().
+    """
+    with tempfile.TemporaryDirectory() as d:
+        if in_forks:
+            python = Path(d, "python")
+            python.write_text(forks.python_program(forks_name()))
+            python.chmod(0o755)
+        path = os.pathsep.join([d, os.path.dirname(sys.executable), os.environ["PATH"]])
+        return subprocess.run(["bash", "-c", command], text=True, capture_output=True, cwd=cwd,
+                              timeout=timeout, env={**CPU, "PATH": path})
 
 
 def descendants(pid=None):
@@ -157,6 +178,22 @@ def records(text):
     return [json.loads(line) for line in text.splitlines()]
 
 
+def stdin_of(given):
+    """A context in which sys.stdin has this text or these records."""
+    text = given if isinstance(given, str) else lines(given)
+    return patch("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
+
+
+def read_by(given, trainer, *flags):
+    """(groups of pairs, pairs held out) that a trainer makes of records."""
+    args = trainer.get_args([*map(str, flags), "--out", "x"])
+    with stdin_of(given):
+        if trainer.__name__ == "train_policy":
+            return trainer.prepare(args)
+        _, pairs_of, held_out = trainer.prepare(args, [])
+        return list(pairs_of.values()), held_out
+
+
 def key_of(record):
     return colbench.task_id(record["task"]), record["sample"]
 
@@ -207,6 +244,30 @@ def save(made, out):
         part.save_pretrained(out)
 
 
+def weights(folder):
+    from safetensors.torch import load_file
+    return load_file(f"{folder}/model.safetensors")
+
+
+def change_weights(folder, change):
+    """Replaces a model's weights {name: tensor} by change(weights)."""
+    from safetensors.torch import save_file
+    save_file(change(weights(folder)), f"{folder}/model.safetensors", {"format": "pt"})
+
+
+def change_json(file, **fields):
+    """Sets fields of a JSON file; returns what it has then."""
+    content = {**json.loads(Path(file).read_text()), **fields}
+    Path(file).write_text(json.dumps(content))
+    return content
+
+
+def copy_scripts(folder):
+    for path in glob.glob(f"{ROOT}/*.py"):
+        shutil.copy(path, folder)
+    return folder
+
+
 def nucleus(logps, top_p):
     """Log-probs (n, vocabulary) of sampling with --top_p: -inf for what is never drawn."""
     out = logps.detach().clone().fill_(-float("inf"))
@@ -216,6 +277,12 @@ def nucleus(logps, top_p):
                 break
             row[token] = all_of[token].item()
     return out.log_softmax(-1)
+
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    """No test finds the warnings about data that another one has left."""
+    utils.WARNINGS.clear()
 
 
 @pytest.fixture(scope="session")
@@ -257,14 +324,14 @@ def quick(monkeypatch):
 
 
 @pytest.fixture
-def grading(monkeypatch, capsys):
+def grading(capsys):
     """Runs a command of colbench.py here: grading(given, *flags) -> (records, stderr, its end)."""
     def run(given, *flags, command="grade"):
-        text, emitted, end = given if isinstance(given, str) else lines(given), [], None
-        monkeypatch.setattr(sys, "stdin", io.BytesIO(text.encode()))
+        emitted, end = [], None
         args = colbench.get_args([command, "--workers", "2", *map(str, flags)])
         try:
-            getattr(colbench, command)(args, lambda record: emitted.append(json.dumps(record)))
+            with stdin_of(given):
+                getattr(colbench, command)(args, lambda record: emitted.append(json.dumps(record)))
         except (SystemExit, colbench.GraderError) as e:
             end = e
         return list(map(json.loads, emitted)), capsys.readouterr().err, end

@@ -1,13 +1,11 @@
 """The benchmarks: they run; equal work is found equal, unequal work is found out."""
 import json
 import shutil
-import subprocess
-import sys
 
 import bench_train as B
 import pytest
 import torch
-from conftest import CPU, ROOT, key_of, records, script, succeed
+from conftest import ROOT, key_of, records, script, succeed
 from model import Pair, find_model
 from test_collect_endpoints import Server, chat
 from test_model import FAMILIES, SLOW, small, some_turns
@@ -29,24 +27,28 @@ def test_unequal_work_is_found_out(job, tmp_path, monkeypatch):
 
 
 def told_gb(job, shape, recompute, folder):
-    """What plan.py tells of the job's first batch, less the moments, in GB."""
-    B.make_data(folder, 8, "tiny")
+    """What plan.py tells of the job's first batch of make_data's, less the moments, in GB."""
     module, flags, size, _ = B.JOBS[job]
     batch = B.all_batches(B.read_groups(job, folder), size, epochs=1, seed=0)[0]
     args = module.get_args(["--out", "x", "--recompute", str(recompute), *flags])
     return B.expected_gb(B.plan(args, 1, B.config_of(shape), [batch], []))
 
 
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return B.make_data(str(tmp_path_factory.mktemp("data")), 8, "tiny")
+
+
 @pytest.mark.parametrize("job, recompute, measured", [
     ("dpo 24", 1, 13.48), ("dpo 24", 0, 17.49), ("critic", 1, 14.68), ("critic", 0, 34.38),
     ("dpo 96", 1, 15.2)])
-def test_plan_tells_the_memory_that_an_h100_took(job, recompute, measured, tmp_path):
+def test_plan_tells_the_memory_that_an_h100_took(job, recompute, measured, data):
     """In GB, of a model with 1.2B weights that is not compiled.
 
     Then a turn's candidate pairs were drawn with replacement, so that a batch had fewer turns.
     """
     within = 0.03 if job.startswith("dpo") else 0.022
-    assert told_gb(job, "1b", recompute, str(tmp_path)) == pytest.approx(measured, rel=within)
+    assert told_gb(job, "1b", recompute, data) == pytest.approx(measured, rel=within)
 
 
 @pytest.mark.parametrize("kind, own, supports_trees", [
@@ -89,15 +91,15 @@ def test_plan_tells_the_tokens_of_an_llm_human_to_5_percent(tiny_dir):
 
 
 @pytest.mark.full
-def test_and_of_8b_by_lora(tmp_path):
+def test_and_of_8b_by_lora(tmp_path, data):
     from test_readme import edited  # which reads the README; the copy has none
     copy = edited("lora", tmp_path)
     shutil.copytree(f"{ROOT}/tests", copy / "tests")
     plan = copy / "tests" / "plan.py"
     plan.write_text(plan.read_text().replace("# after lora.diff: ", ""))
-    script = "from test_bench import *; print(told_gb('critic', '8b', 1, sys.argv[1]))"
-    done = subprocess.run([sys.executable, "-c", script, tmp_path], cwd=copy / "tests", env=CPU,
-                          capture_output=True, text=True, check=True)
+    (copy / "tests" / "told.py").write_text(
+        "import sys, test_bench\nprint(test_bench.told_gb('critic', '8b', 1, sys.argv[1]))")
+    done = succeed(copy / "tests" / "told.py", data)
     pi_ref = 2 * 8.07  # was not there
     assert float(done.stdout) - pi_ref == pytest.approx(25.91, rel=0.03)
 

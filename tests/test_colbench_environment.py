@@ -1,15 +1,13 @@
 """The manual's own environment, twenty questions, through all scripts."""
-import glob
 import random
 import re
 import runpy
-import shutil
 
 import pytest
 
 import colbench
 import toy
-from conftest import ROOT, actions, records, save, succeed
+from conftest import ROOT, actions, copy_scripts, records, save, succeed
 
 HERE = "# your own environments are imported here"  # the line below ENVIRONMENTS
 MANUAL = open(f"{ROOT}/tests/experiments/MANUAL.md", encoding="utf-8").read()
@@ -18,8 +16,7 @@ MANUAL = open(f"{ROOT}/tests/experiments/MANUAL.md", encoding="utf-8").read()
 @pytest.fixture
 def repo(tmp_path):
     """A copy of the scripts with the manual's words.py beside them, and its line in colbench.py."""
-    for path in glob.glob(f"{ROOT}/*.py"):
-        shutil.copy(path, tmp_path)
+    copy_scripts(tmp_path)
     (code,) = re.findall(r"<!-- environment -->\n```python\n(.*?)```", MANUAL, re.S)
     (row,) = re.findall(r"add `(.*?)` below `ENVIRONMENTS`", MANUAL)
     (tmp_path / "words.py").write_text(code)

@@ -1,10 +1,8 @@
 """collect.py alone: what it samples, --resume, bad input."""
 import asyncio
 import copy
-import io
 import json
 import shutil
-import sys
 from itertools import chain
 
 import pytest
@@ -13,8 +11,8 @@ import torch
 import collect
 import model as M
 from colbench import ANSWER, agent_messages
-from conftest import (HUMAN, PLAY, actions, complaint, dialogue, key_of, lines, nucleus, records,
-                      script, succeed)
+from conftest import (HUMAN, PLAY, actions, change_json, complaint, dialogue, key_of, lines,
+                      nucleus, records, script, stdin_of, succeed)
 from train_critic import advantage
 
 
@@ -248,7 +246,7 @@ def test_whatever_changes_an_episode_must_be_as_in_the_file(resume, episodes, tm
         resume(file)
 
 
-def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_path, monkeypatch):
+def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_path):
     """And so is another dialogue under the number of one that has its candidates."""
     file, (first, second, *_) = tmp_path / "all.jsonl", sorted(episodes, key=key_of)[::2]
     for r in episodes:
@@ -257,9 +255,9 @@ def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_p
     _, args, done, tasks = resume(file)
 
     def missing(record):
-        given = lines([second, record])
-        monkeypatch.setattr("sys.stdin", io.BytesIO(given.encode()))
-        return [key_of({**r, "sample": n}) for r, n in collect.read_jobs(args, done, dict(tasks))]
+        with stdin_of([second, record]):
+            jobs = [*collect.read_jobs(args, done, dict(tasks))]
+        return [key_of({**r, "sample": n}) for r, n in jobs]
     assert missing(first) == []
     said = copy.deepcopy(first)
     said["dialogue_history"][1]["content"] += "?"
@@ -300,15 +298,15 @@ def test_a_dialogue_is_answered_if_its_last_message_has_the_marker(episodes, tin
     assert all(r["meta"]["candidates"]["seed"] == 8 and "seed" not in r["meta"] for r in again)
 
 
-def test_no_sample_of_a_task_comes_twice(monkeypatch):
+def test_no_sample_of_a_task_comes_twice():
     """Whatever the dialogues' own numbers are, which those that are free keep."""
     task = {"id": "a", "problem_description": "write f", "ground_truth": "def f(): return 1"}
     said = {"task": task, "dialogue_history": dialogue("write f", "ok")}
     given = [{**said, "sample": n, "meta": {"seed": i}} for i, n in enumerate((5, 2, 2))]
     given += [{"task": task}, {**said, "sample": 7}]
-    monkeypatch.setattr("sys.stdin", io.BytesIO(lines(given).encode()))
     args = collect.get_args(["--human", "fixed:no", "--candidates", "1", "-k", "4"])
-    samples = [sample for _, sample in collect.read_jobs(args, {}, {})]
+    with stdin_of(given):
+        samples = [sample for _, sample in collect.read_jobs(args, {}, {})]
     assert samples[:3] == [5, 2, 3] and len(set(samples)) == len(samples) == 8
 
 
@@ -316,11 +314,11 @@ def test_no_sample_of_a_task_comes_twice(monkeypatch):
 
 def test_a_dialogue_longer_than_the_models_context_ends_unanswered(tasks, tiny_dir, tmp_path):
     """It is an episode all the same, but where not even the task fits."""
-    config = shutil.copytree(tiny_dir, tmp_path / "base") / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "max_position_embeddings": 75}))
+    base = shutil.copytree(tiny_dir, tmp_path / "base")
+    change_json(base / "config.json", max_position_embeddings=75)
     long = {**tasks[0]["task"], "id": "long", "problem_description": "one word more " * 75}
     given = [tasks[0], {"task": long}]
-    done = play(config.parent, given, "--max_tokens", 5, "--max_turns", 10)
+    done = play(base, given, "--max_tokens", 5, "--max_turns", 10)
     (r,) = records(done.stdout)
     assert not r["answered"] and r["answer"] == "" and len(agent_messages(r)) < 10
     assert r["dialogue_history"][-1]["role"] == "assistant"
@@ -422,9 +420,8 @@ def test_episodes_that_ask_nobody_do_not_hide_that_the_human_is_gone(tasks, tiny
         return {"role": "assistant", "content": None, "output": answer}
 
     monkeypatch.setattr(collect.EpisodeRunner, "next_message", next_message)
-    monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(tasks[:1]).encode()))
-    written = []
-    with pytest.raises(SystemExit, match="the key has expired; it is the 16th failure in a row"):
+    written, why = [], "the key has expired; it is the 16th failure in a row"
+    with pytest.raises(SystemExit, match=why), stdin_of(tasks[:1]):
         asyncio.run(collect.run_all(args, written.append))
     assert len(written) == 3 + 3 + 15
 

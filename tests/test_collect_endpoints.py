@@ -290,7 +290,8 @@ ODD = {  # name: (what it replies, its models, its path, --human_params, what is
     "parts": (lambda *_: {"choices": [{"finish_reason": "stop", "message": PARTS}]}, ["m"], "/v1",
               {}, None),
     **{f"ends by {why}": (lambda *_, why=why: chat("it is 4 and", why), ["m"], "/v1", {},
-                          f"{CUT}{why}") for why in ("length", "content_filter", "tool_calls", "error", "", None)},
+                          f"{CUT}{why}")
+       for why in ("length", "content_filter", "tool_calls", "error", "", None)},
     "no reason": (lambda *_: {"choices": [{"message": {"content": "it is 4 and"}}]}, ["m"], "/v1",
                   {}, CUT + "None"),
     "several models": (said, ["a", "b"], "/v1", {}, WHICH),

@@ -17,7 +17,7 @@ pytest.importorskip("vllm", reason="vllm is not installed (its CPU build: see .c
 BIN = os.path.dirname(sys.executable)  # has `vllm`
 FAST = {**CPU, "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PATH": f"{BIN}:{os.environ['PATH']}"}
-PLAY = [*HUMAN, "--max_turns", 3, "--max_tokens", 12, "--temperature", 0.7, "--top_p", 0.9,
+PLAY = ["--max_turns", 3, "--max_tokens", 12, "--temperature", 0.7, "--top_p", 0.9,
         "--candidates", 2, "-k", 2]
 # chunked prefill crashes seeded draws on a CPU
 ON_A_CPU = ["--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill",
@@ -28,10 +28,6 @@ def with_server(tiny_dir, serve, *command):
     """The command, with a server of the model: a list of texts."""
     start = ["bash", "tests/experiments/with_vllm.sh", tiny_dir, *ON_A_CPU, *serve, "--"]
     return [*map(str, [*start, *command])]
-
-
-def playing(tiny_dir, serve, *flags):
-    return with_server(tiny_dir, serve, "python", "collect.py", "--model", tiny_dir, *PLAY, *flags)
 
 
 def check(got, tiny_dir, tasks):
@@ -52,31 +48,47 @@ def check(got, tiny_dir, tasks):
             assert torch.allclose(torch.tensor(m["logprobs"]), want, atol=5e-3)
 
 
-def test_a_server_is_started_and_ended(tiny_dir, tasks):
-    """Two copies of the model. A task that its context can't hold is an episode that fails."""
-    long = {**tasks[0]["task"], "id": "long", "problem_description": "one word more " * 600}
-    given, before = lines([tasks[0], {"task": long}, *tasks[1:]]), descendants()
-    command = playing(tiny_dir, ["--data-parallel-size", 2, "--max-model-len", 1024])
-    done = subprocess.run(command, cwd=ROOT, text=True, env=FAST, timeout=500, capture_output=True,
-                          input=given)
-    assert done.returncode == 1 and done.stdout, done.stderr
-    check(records(done.stdout), tiny_dir, tasks)
-    assert "2 episodes failed" in done.stderr and " of 1024 tokens" in done.stderr
-    gone(descendants() - before)
+@pytest.fixture(scope="module")
+def served(tiny_dir, tasks, tmp_path_factory):
+    """{name: (stdout, stderr, exit code)} of a collection whose engine is a server of two copies of
+    the model ("agent"), and of one whose human it is.
 
-
-def test_it_plays_the_human(tiny_dir, tasks):
-    """An untrained one, made to end its replies; those that are empty fail their episode."""
+    A task is too long for the context. The human's replies are made to end.
+    """
+    long = {**tasks[0]["task"], "id": "long", "problem_description": "one word more " * 900}
     eos = M.find_model(tiny_dir)[1].eos_token_id
     params = json.dumps({"max_tokens": 400, "min_tokens": 20, "logit_bias": {eos: 100}})
-    play = ["collect.py", "--model", tiny_dir, *PLAY, "--human_params", f"'{params}'", "--human"]
-    command = with_server(tiny_dir, [], "bash", "-c", f"python {' '.join(map(str, play))} $1")
-    done = subprocess.run(command, cwd=ROOT, text=True, env=FAST, timeout=500, capture_output=True,
-                          input=lines(tasks))
-    failed = [line for line in done.stderr.splitlines() if " failed: " in line]
-    assert all("the reply is empty" in line for line in failed), done.stderr
-    assert done.returncode == bool(failed), done.stderr
-    replies = {m["content"] for r in records(done.stdout) for m in r["dialogue_history"][2::2]}
+    runs = {"agent": ([tasks[0], {"task": long}, *tasks[1:]], [*HUMAN, "--engine", "$1"]),
+            "human": (tasks, ["--human_params", f"'{params}'", "--human", "$1"])}
+    out, command = tmp_path_factory.mktemp("served"), ""
+    for name, (given, flags) in runs.items():
+        (out / f"{name}.in").write_text(lines(given))
+        collect = " ".join(map(str, ["python collect.py --model", tiny_dir, *PLAY, *flags]))
+        at = out / name
+        command += f"{collect} < {at}.in > {at}.out 2> {at}.err; echo $? > {at}.code\n"
+    before = descendants()
+    done = subprocess.run(
+        with_server(tiny_dir, ["--data-parallel-size", 2, "--max-model-len", 1536], "bash", "-c",
+                    command), cwd=ROOT, text=True, env=FAST, timeout=500, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    gone(descendants() - before)
+    return {name: ((out / f"{name}.out").read_text(), (out / f"{name}.err").read_text(),
+                   int((out / f"{name}.code").read_text())) for name in runs}
+
+
+def test_a_server_samples_as_the_model_does(served, tiny_dir, tasks):
+    """A task that its context can't hold is an episode that fails."""
+    stdout, stderr, code = served["agent"]
+    check(records(stdout), tiny_dir, tasks)
+    assert code == 1 and "2 episodes failed" in stderr and " of 1536 tokens" in stderr
+
+
+def test_it_plays_the_human(served):
+    """An untrained one; replies that are empty fail their episode."""
+    stdout, stderr, code = served["human"]
+    failed = [line for line in stderr.splitlines() if " failed: " in line]
+    assert all("the reply is empty" in line for line in failed) and code == bool(failed), stderr
+    replies = {m["content"] for r in records(stdout) for m in r["dialogue_history"][2::2]}
     assert replies and all(0 < len(reply) <= 400 for reply in replies)
 
 
@@ -85,8 +97,9 @@ def test_killed_it_leaves_no_process_behind(tiny_dir, tasks, tmp_path):
     flags = "-k", 500, "--concurrency", 8, "--retries", 0  # it ends when the server has
     (tmp_path / "tasks").write_text(lines(tasks))
     with open(tmp_path / "tasks") as given, open(tmp_path / "out", "w") as out:
-        process = subprocess.Popen(playing(tiny_dir, ["--tensor-parallel-size", 2], *flags),
-                                   cwd=ROOT, text=True, env=FAST, stdin=given, stdout=out,
+        command = with_server(tiny_dir, ["--tensor-parallel-size", 2], "python", "collect.py",
+                              "--model", tiny_dir, *HUMAN, *PLAY, *flags)
+        process = subprocess.Popen(command, cwd=ROOT, text=True, env=FAST, stdin=given, stdout=out,
                                    stderr=subprocess.PIPE)
     # two workers on two busy cores start slowly
     until((tmp_path / "out").read_text, process, 500)

@@ -63,8 +63,9 @@ def test_pages_have_likeness_wins_failures_and_no_rules(tmp_path):
     rival = [page("a", 0.9), page("b", 0.6), page("c", 0.3), page("e", 1.0)]
     (first, r), table = run(tmp_path, "rival.jsonl", "ours.jsonl", ours=ours, rival=rival)
     assert r["tests_passed"] == 0.4625 and "success" not in r and "unanswered" not in r
-    assert first["not_drawn"] == 0 and r["not_drawn"] == 0.25 and r["minus_first"]["success"] is None
-    assert r["minus_first"]["tasks"] == 3 and "success" not in table
+    assert first["not_drawn"] == 0 and r["not_drawn"] == 0.25
+    assert r["minus_first"]["success"] is None and "success" not in table
+    assert r["minus_first"]["tasks"] == 3
     assert r["minus_first"]["wins"] == 0.5 and "wins %" in table  # a won, b tied, c lost
     assert "likeness %" in table and "likeness - first" in table and "not drawn %" in table
     assert table.endswith("over tasks]; graded by clip; NOT THE SAME TASKS: "

@@ -10,12 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import model as M
 import utils
-from conftest import demos, turns_of
+from conftest import change_json, change_weights, demos, turns_of, weights
 from plan import count_tokens
 
 # --- the tree -------------------------------------------------------------------------------------
@@ -331,7 +330,7 @@ def test_what_is_saved_is_loaded_also_by_transformers(family, tmp_path, tiny_dir
     theirs = separate(AutoModelForCausalLM.from_pretrained(out), turns)
     assert all((a - b).abs().max() < 1e-4 for a, b in zip(logps, theirs, strict=True))
     M.save(M.load(path, dtype="bf16")[0].float(), tokenizer, out)  # in training it is in fp32
-    saved = load_file(tmp_path / "saved" / "model.safetensors")["model.embed_tokens.weight"]
+    saved = weights(out)["model.embed_tokens.weight"]
     assert saved.dtype == AutoModelForCausalLM.from_pretrained(out).dtype == torch.bfloat16
     trained = M.load(out, dtype="bf16", train=True)[0]
     assert {p.dtype for p in trained.parameters()} == {torch.float32}
@@ -378,9 +377,8 @@ def test_a_message_ends_at_every_eos_of_the_base_and_at_the_templates_end(tmp_pa
     """A policy that is saved without its base's generation_config.json still has one."""
     shutil.copytree(tiny_dir, tmp_path / "base")
     base, out = tmp_path / "base", str(tmp_path / "out")
-    for file, eos in (("config.json", -1), ("generation_config.json", [7, 2, 9])):
-        old = json.loads((base / file).read_text())
-        (base / file).write_text(json.dumps({**old, "eos_token_id": eos}))
+    change_json(base / "config.json", eos_token_id=-1)
+    change_json(base / "generation_config.json", eos_token_id=[7, 2, 9])
     model, tokenizer = M.load(str(base))
     tokenizer.eos_token = None
     assert M.stop_ids(tokenizer, base) == {2, 7, 9}
@@ -423,11 +421,10 @@ def test_wrong_attention_is_found_and_wrong_log_probs_are_refused(tiny_dir, monk
 @pytest.mark.parametrize("change", ["missing", "superfluous"])
 def test_every_tensor_of_the_files_and_of_the_model_has_its_like(change, tmp_path, tiny_dir):
     shutil.copytree(tiny_dir, tmp_path / "m")
-    tensors = load_file(tmp_path / "m" / "model.safetensors")
-    norm = tensors.pop("model.norm.weight")
-    if change == "superfluous":
-        tensors |= {"model.norm.weight": norm, "model.norm.bias": norm.clone()}
-    save_file(tensors, tmp_path / "m" / "model.safetensors", {"format": "pt"})
+    name = "model.norm.weight"
+    change_weights(tmp_path / "m", lambda state: (
+        {**state, "model.norm.bias": state[name].clone()} if change == "superfluous" else
+        {other: x for other, x in state.items() if other != name}))
     with pytest.raises(SystemExit, match="do not match its config.json: .*model.norm"):
         M.load(str(tmp_path / "m"))
 

@@ -176,7 +176,6 @@ def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
                     there = M.action_ids(tokenizer, plain[-1], plain[:-1], thinking)[0]
                     count = lambda x: sum(i in special for i in x)
                     assert count(wrote) == count(map(ord, there)), case
-    utils.WARNINGS.clear()
 
 
 def turns_of(tokenizer, history, thinking=0):

@@ -1,13 +1,10 @@
 """offline.py: the published trajectories' form, through one command, into both trainers."""
-import io
-import sys
-
 import pytest
 
 import train_critic
 import train_policy
 from colbench import agent_messages, first_message
-from conftest import complaint, lines, records, script, succeed
+from conftest import complaint, lines, read_by, records, script, succeed
 
 OFFLINE = "tests/experiments/offline.py"
 
@@ -33,8 +30,7 @@ def given():
     return [published(n, solved) for solved in (1, 0) for n in (2, 3)]
 
 
-def test_both_trainers_read_what_the_agent_wrote_after_its_instructions(given, tiny_dir,
-                                                                        monkeypatch):
+def test_both_trainers_read_what_the_agent_wrote_after_its_instructions(given, tiny_dir):
     done = succeed(OFFLINE, stdin=given)
     rs = records(done.stdout)
     assert [r["sample"] for r in rs] == [0, 0, 1, 1] and "4 trajectories of 2 tasks" in done.stderr
@@ -42,13 +38,11 @@ def test_both_trainers_read_what_the_agent_wrote_after_its_instructions(given, t
         assert new["dialogue_history"][0] == first_message(new["task"], 10)
         for m, n in zip(agent_messages(old), agent_messages(new), strict=True):
             assert n == {name: m[name] for name in m if name != "input"}
-    for trainer, flags in ((train_critic, []), (train_policy, ["--loss", "mtdpo"]),
-                           (train_policy, ["--loss", "rft"])):
-        monkeypatch.setattr(sys, "stdin", io.BytesIO(done.stdout.encode()))
-        args = trainer.get_args(["--model", str(tiny_dir), "--out", "x", *flags])
-        made = trainer.prepare(args, []) if trainer is train_critic else trainer.prepare(args)
-        groups = list(made[1].values()) if trainer is train_critic else made[0]
-        assert sum(map(len, groups)) == 2 - (trainer is train_critic)  # which holds one task out
+    for trainer, flags, n in ((train_critic, [], 1),  # which holds one task out
+                              (train_policy, ["--loss", "mtdpo"], 2),
+                              (train_policy, ["--loss", "rft"], 2)):
+        groups, _ = read_by(rs, trainer, "--model", tiny_dir, *flags)
+        assert sum(map(len, groups)) == n
 
 
 def test_a_file_of_another_kind_is_refused(given):

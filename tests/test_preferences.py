@@ -1,17 +1,19 @@
 """Preferences: the forms that become records, what is refused, and what a trainer makes of them."""
 import json
 import random
+import re
 import shutil
+from unittest.mock import patch
 
 import pytest
 
 import model as M
 import train_critic
 import train_policy
-from conftest import agent_texts, dialogue, key_of, records, script, succeed, turns_of
+from conftest import (agent_texts, change_json, dialogue, key_of, lines, read_by, records, script,
+                      stdin_of, turns_of)
 from experiments import preferences
 from model import Pair
-from test_train import prepared, read_by
 
 RIVER, ELBE, WATER = dialogue("Name a river.", "The Elbe.")[0], *(
     {"role": "assistant", "content": text} for text in ("The Elbe.", "Water."))
@@ -66,9 +68,12 @@ FORMS = {  # name: (a line of it, what stands before the user's message)
 CONVERT = "tests/experiments/preferences.py"
 
 
-def convert(lines, *flags):
-    """The records that the converter makes of the lines."""
-    return records(succeed(CONVERT, *flags, stdin=lines).stdout)
+def convert(given, *flags):
+    """The records that the converter makes of lines."""
+    made, args = [], preferences.get_args([*map(str, flags)])
+    with stdin_of(given), patch.object(preferences, "open_stdout", lambda: made.append):
+        preferences.main(args)
+    return records(lines(made))
 
 
 def converted(line, *flags):
@@ -90,7 +95,7 @@ def test_every_form_becomes_two_records_whose_ids_come_from_the_content():
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_converted_files_that_are_joined_have_the_pairs_of_their_lines(seed, tiny_dir, monkeypatch):
+def test_converted_files_that_are_joined_have_the_pairs_of_their_lines(seed, tiny_dir):
     """No pair crosses two lines, and no prompt is both trained on and held out."""
     r = random.Random(seed)
     prompts, answers = ["Name a river.", "A lake?", "A fruit?"], ["a", "b", "c", "d"]
@@ -106,14 +111,14 @@ def test_converted_files_that_are_joined_have_the_pairs_of_their_lines(seed, tin
     for trainer in (train_policy, train_critic):
         flags = ["--loss", "mtdpo"] if trainer is train_policy else []
         flags += ["--model", tiny_dir, "--held_out", 0.4] + r.choice([[], ["--min_gap", 0]])
-        groups, held = read_by(monkeypatch, given, trainer, *flags)
+        groups, held = read_by(given, trainer, *flags)
         parts = [[(reading[pair.chosen[0]], reading[pair.rejected[0]]) for pair in part]
                  for part in ([pair for group in groups for pair in group], held)]
         assert sorted((prompt, a, b) for (prompt, a), (_, b) in sum(parts, [])) == sorted(wanted)
         trained_on, held_out = ({chosen[0] for chosen, _ in part} for part in parts)
         assert trained_on and held_out and not trained_on & held_out
         r.shuffle(given)
-        assert read_by(monkeypatch, given, trainer, *flags) == (groups, held)
+        assert read_by(given, trainer, *flags) == (groups, held)
 
 
 STRUCTURE = [json.dumps(ELBE), json.dumps(CHOSEN), json.dumps(SHARE("gpt", "The Elbe.")), "[]", "4",
@@ -130,14 +135,15 @@ def test_text_that_looks_like_messages_is_text(column):
                                                          dialogue(texts[0], texts[2])]
 
 
-def test_dialogues_in_text_are_parsed_where_that_is_declared_and_else_counted():
+def test_dialogues_in_text_are_parsed_where_that_is_declared_and_else_counted(capsys):
     """HH-RLHF also comes with a column for the prompt."""
     line = {"prompt": TEXT, "chosen": " The Elbe.", "rejected": json.dumps([WATER])}
-    said = script(CONVERT, stdin=[line]).stderr
+    convert([line])
+    said = capsys.readouterr().err
     assert "2 texts look like dialogues and are read as plain text (--dialogues 1 parses" in said
-    done = script(CONVERT, "--dialogues", 1, stdin=[line])
-    assert [agent_texts(r) for r in records(done.stdout)] == [[" The Elbe."], ["Water."]]
-    assert all(r["dialogue_history"][0] == RIVER for r in records(done.stdout)) and not done.stderr
+    made = convert([line], "--dialogues", 1)
+    assert [agent_texts(r) for r in made] == [[" The Elbe."], ["Water."]]
+    assert all(r["dialogue_history"][0] == RIVER for r in made) and not capsys.readouterr().err
 
 
 def test_a_history_stands_before_the_prompt():
@@ -175,7 +181,7 @@ def test_dropped_columns_and_repeated_lines_are_named_once():
         "2 times the field 'name' is dropped (the first: 'Al')"]
 
 
-def test_chats_become_demonstrations(tiny_dir, monkeypatch):
+def test_chats_become_demonstrations(tiny_dir):
     chats = [{"messages": CHOSEN, "source": "x"}, {"messages": REJECTED},
              {"conversations": [SHARE("system", "Be brief."), SHARE("human", "Name a river."),
                                 SHARE("gpt", "The Elbe.")]}]
@@ -186,7 +192,7 @@ def test_chats_become_demonstrations(tiny_dir, monkeypatch):
     assert len({key_of(r) for r in given}) == 3 and len({key_of(r)[0] for r in given}) == 2
     tokenizer = M.find_model(tiny_dir)[1]
     turns = sorted(turn for r in given for turn in turns_of(tokenizer, r))
-    groups = prepared(monkeypatch, given, train_policy, "--loss", "rft", "--model", tiny_dir)
+    groups, _ = read_by(given, train_policy, "--loss", "rft", "--model", tiny_dir)
     assert M.turns_in(pair for group in groups for pair in group) == turns and len(turns) == 3
 
 
@@ -242,17 +248,15 @@ NO_FORM = {
 
 @pytest.mark.parametrize("message", NO_FORM)
 def test_another_form_is_named_by_its_line(message):
-    good = FORMS["HH"][0]
-    done = script(CONVERT, stdin=[good, NO_FORM[message]])
-    assert done.returncode and message in done.stderr and "stdin, line 2: " in done.stderr
+    with pytest.raises(SystemExit, match=f"^error: stdin, line 2: .*{re.escape(message)}"):
+        convert([FORMS["HH"][0], NO_FORM[message]])
 
 
 @pytest.fixture
-def groups_of(tiny_dir, monkeypatch):
+def groups_of(tiny_dir):
     """groups_of(lines): the pairs that train_policy.py makes of preferences."""
     def make(given, model=tiny_dir):
-        flags = "--loss", "mtdpo", "--model", model
-        return prepared(monkeypatch, convert(given), train_policy, *flags)
+        return read_by(convert(given), train_policy, "--loss", "mtdpo", "--model", model)[0]
     return make
 
 
@@ -275,18 +279,17 @@ def test_empty_messages_and_last_words_of_the_user_are_kept():
     assert sides == [line["prompt"] + line[side] for side in ("chosen", "rejected")]
 
 
-def test_a_trainer_names_the_converter(tiny_dir, monkeypatch):
+def test_a_trainer_names_the_converter(tiny_dir):
     for trainer in (train_policy, train_critic):
         for line in (GOOD, {"messages": CHOSEN}):
             with pytest.raises(SystemExit, match=f"stdin, line 1: .*{CONVERT}.*--loss mtdpo"):
-                prepared(monkeypatch, [line], trainer, "--model", tiny_dir)
+                read_by([line], trainer, "--model", tiny_dir)
 
 
 @pytest.mark.parametrize("name, value", [
     ("tools", [{}]), ("tool_calls", [{}]), ("system", "Be brief."), ("reasoning_content", "why"),
     ("loss", False), ("loss_mask", 0), ("weight", 0.5), ("train", False), ("input", "<|system|>")])
-def test_a_records_field_that_changes_the_meaning_is_refused(name, value, ranked, tiny_dir,
-                                                             monkeypatch):
+def test_a_records_field_that_changes_the_meaning_is_refused(name, value, ranked, tiny_dir):
     """In the record or in a message of it."""
     record, odd = ranked[0], {name: value}
     first, *others = record["dialogue_history"]
@@ -294,7 +297,7 @@ def test_a_records_field_that_changes_the_meaning_is_refused(name, value, ranked
     for trainer in (train_policy, train_critic):
         for line in ({**record, **odd}, of_message):
             with pytest.raises(SystemExit, match=f"line 2: the field '{name}'"):
-                prepared(monkeypatch, [record, line], trainer, "--model", tiny_dir)
+                read_by([record, line], trainer, "--model", tiny_dir)
 
 
 def test_names_of_a_records_fields_and_whole_weights_bind_no_preference():
@@ -338,10 +341,9 @@ LONG = {"prompt": [{"role": "user", "content": "a river " * 200}], "chosen": [EL
 
 
 def test_what_is_longer_than_the_models_positions_is_left_out(other, groups_of, capsys):
-    config = other() / "config.json"
-    positions = {"max_position_embeddings": 200}
-    config.write_text(json.dumps(json.loads(config.read_text()) | positions))
-    assert groups_of([GOOD, LONG], model=config.parent) == groups_of([GOOD])
+    model = other()
+    change_json(model / "config.json", max_position_embeddings=200)
+    assert groups_of([GOOD, LONG], model=model) == groups_of([GOOD])
     said = capsys.readouterr().err
     assert "2 turns exceed 200 tokens" in said
     assert 'the first: the task "a river a river a river a river' in said

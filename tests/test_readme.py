@@ -3,7 +3,6 @@
 .ci/run runs the quickstart and the tests themselves."""
 import glob
 import importlib.util
-import io
 import math
 import os
 import re
@@ -11,7 +10,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 from importlib import import_module
 from itertools import combinations
 from pathlib import Path
@@ -22,10 +20,13 @@ import torch
 from safetensors.torch import load_file
 
 import model
+import toy
+import toy_pages
 import train_critic
 import train_policy
 from colbench import BROWSERS, CACHE, agent_messages
-from conftest import CPU, ROOT, lines, metrics, records, script, shell, steps, succeed, train
+from conftest import (ROOT, copy_scripts, demos, key_of, lines, metrics, records, save, script,
+                      shell, stdin_of, steps, succeed, train, weights)
 from test_colbench_environment import repo  # a fixture
 
 SCRIPTS = ("collect", "train_critic", "train_policy", "evaluate", "colbench", "toy", "toy_pages")
@@ -69,8 +70,7 @@ def test_commands_parse(name, argv):
 
 def edited(names, folder):
     """The path of a copy of the scripts with patches applied, in the order of their names."""
-    for path in glob.glob(f"{ROOT}/*.py"):
-        shutil.copy(path, folder)
+    copy_scripts(folder)
     patches = [f"{EDITS}/{name}.diff" for name in names.split()]
     subprocess.run(["git", "apply", "--whitespace=error", *patches], cwd=folder, check=True)
     return folder
@@ -88,8 +88,8 @@ def edited_module(names, folder, script="train_critic"):
 def first_step(copy, name, given, base, *flags, ranks=1, out=None):
     """Metrics of the first step of a trainer of the copy, and its stdout's records."""
     nll = [] if "grpo" in flags else ["--nll_coef", 0]  # which has none
-    got, (_, first, *_) = train(given, f"{copy}/{name}.py", "--model", base, *nll, *flags, "--out",
-                                out or f"{copy}/out", ranks=ranks)
+    got, (_, first, *_) = train(given, f"{copy}/{name}.py", "--model", base, *nll, "--epochs", 1,
+                                *flags, "--out", out or f"{copy}/out", ranks=ranks)
     return first, got
 
 
@@ -127,8 +127,8 @@ def test_edits_with_tests_of_their_own(names, tmp_path):
                    "toy_pages.py"):
         shutil.copy(f"{ROOT}/tests/{shared}", copy / "tests")
     shutil.copy(f"{EDITS}/{name}.py", copy / "tests" / f"test_{name}.py")
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-rs", f"tests/test_{name}.py"],
-                          cwd=copy, env=CPU, capture_output=True, text=True, timeout=600)
+    done = shell(f"python -m pytest -q -rs tests/test_{name}.py", cwd=copy, timeout=600,
+                 in_forks=True)
     if done.returncode == 5:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stdout
@@ -145,15 +145,14 @@ def test_the_edits_of_what_the_loss_sums(tmp_path):
         assert margin.item() == pytest.approx(want)
 
 
-def test_the_edit_no_hidden(rewarded, tiny_dir, tmp_path, monkeypatch):
+def test_the_edit_no_hidden(rewarded, tiny_dir, tmp_path):
     """Critic and reference read what the policy does."""
     args = train_policy.get_args(["--model", str(tiny_dir)])
-    monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(rewarded).encode()))
-    policys = model.read_trajectories(args, pi_reads_c=False, ref_reads_c=False)
     critics = edited_module("no_hidden", tmp_path, "model")
-    sys.stdin.seek(0)
-    assert policys == critics.read_trajectories(args, pi_reads_c=True, ref_reads_c=True)
-
+    with stdin_of(rewarded):
+        policys = model.read_trajectories(args, pi_reads_c=False, ref_reads_c=False)
+    with stdin_of(rewarded):
+        assert policys == critics.read_trajectories(args, pi_reads_c=True, ref_reads_c=True)
 
 
 @pytest.mark.full
@@ -187,7 +186,7 @@ def test_the_first_loss_of_edits(edit, name, flags, ranks, loss, ranked, tiny_di
 @pytest.mark.full
 def test_the_edit_sqrt_length(rewarded, tiny_dir, tmp_path):
     copy = edited("sqrt_length", tmp_path)
-    flags = "--lr", 1e-3, "--epochs", 1, "--held_out", 0
+    flags = "--lr", 1e-3, "--held_out", 0
     _, scored = first_step(copy, "train_critic", rewarded, tiny_dir, *flags)
     plain = records(succeed("train_critic.py", "--score", copy / "out", stdin=scored).stdout)
     for ours, theirs in zip(scored, plain, strict=True):
@@ -204,6 +203,7 @@ def test_edits_with_state_of_their_own_resume_to_the_same_bits(edit, flags, rank
                                                                tmp_path):
     """On two ranks to rounding. A reference that follows pi at once gives margins of 0. An early
     end says its step, and saves the weights of the best one."""
+    ranked = sorted(ranked, key=key_of)[:4]  # of two tasks
     run = [edited(edit, tmp_path) / "train_policy.py", "--model", tiny_dir, "--lr", 3e-3,
            "--batch_size", 4, "--epochs", 6, *flags, "--out"]
     whole, killed, two = (tmp_path / name for name in ("whole", "killed", "two"))
@@ -225,8 +225,8 @@ def test_edits_with_state_of_their_own_resume_to_the_same_bits(edit, flags, rank
     _, resumed = train(ranked, *run, killed)
     assert any("resumed" in row for row in resumed)
     train(ranked, *run, two, ranks=2)
-    weights, again, of_two = (load_file(f"{out}/model.safetensors") for out in (whole, killed, two))
-    for name, p in weights.items():
+    want, again, of_two = map(weights, (whole, killed, two))
+    for name, p in want.items():
         assert p.equal(again[name]) and (p - of_two[name]).abs().mean() < 1e-3
         assert edit != "early_stop" or p.equal(saved[name])
 
@@ -234,8 +234,8 @@ def test_edits_with_state_of_their_own_resume_to_the_same_bits(edit, flags, rank
 def test_the_edit_marker(tmp_path):
     copy = edited("marker", tmp_path)
     (copy / "tests").mkdir()
-    demos = script(shutil.copy(f"{ROOT}/tests/toy.py", copy / "tests"), "demos", "--n", 50).stdout
-    assert "MY ANSWER IS:" in demos and "I WANT TO ANSWER" not in demos
+    said = script(shutil.copy(f"{ROOT}/tests/toy.py", copy / "tests"), "demos", "--n", 50).stdout
+    assert "MY ANSWER IS:" in said and "I WANT TO ANSWER" not in said
 
 
 @pytest.mark.full
@@ -291,7 +291,7 @@ def test_the_edit_lora(ranked, tiny_dir, tmp_path):
     flags = "--lr", 1e-3, "--batch_size", 8, "--dtype", "fp32"
     first, _ = first_step(copy, "train_policy", ranked, tiny_dir, *flags)
     assert first["loss"] == pytest.approx(LN2, abs=1e-5) and first["grad_norm"] > 0
-    base, got = (load_file(f"{path}/model.safetensors") for path in (tiny_dir, copy / "out"))
+    base, got = weights(tiny_dir), weights(copy / "out")
     assert base.keys() == got.keys()
     for name in base:
         moved = got[name] - base[name]
@@ -307,7 +307,7 @@ def test_the_edit_lora(ranked, tiny_dir, tmp_path):
     assert {name[-2:] for name in saved if name[:3] == "lm."} == {".A", ".B"}
     for out, ranks in ((killed, 1), (two, 2)):
         train(ranked, *run, out, ranks=ranks)
-        again = load_file(out / "model.safetensors")
+        again = weights(out)
         assert all((again[name] - got[name]).abs().max() < 1e-5 for name in base)
 
 
@@ -319,8 +319,7 @@ MANUAL = Path(ROOT, "tests/experiments/MANUAL.md").read_text()
 @pytest.fixture
 def folder(ranked, tiny_dir, tmp_path):
     """The scripts, and what the quickstart leaves in runs/, of a tiny model and a few episodes."""
-    for path in glob.glob(f"{ROOT}/*.py"):
-        shutil.copy(path, tmp_path)
+    copy_scripts(tmp_path)
     (tmp_path / "tests").symlink_to(f"{ROOT}/tests")
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "activate").touch()
@@ -336,11 +335,11 @@ def block(name):
     return re.search(rf"(?:## {name}|<!-- {name} -->)\n```\w+\n(.*?)```", MANUAL, re.S)[1]
 
 
-def run_block(name, folder, timeout=180):
-    """Runs a bash block of the manual, as printed; returns its stdout."""
-    done = shell(f"set -euo pipefail\n{block(name)}", cwd=folder, timeout=timeout)
+def run(command, folder):
+    """Runs a bash command, with forks for its scripts; returns the CompletedProcess."""
+    done = shell(f"set -euo pipefail\n{command}", cwd=folder, timeout=1800, in_forks=True)
     assert done.returncode == 0, done.stderr
-    return done.stdout
+    return done
 
 
 @pytest.mark.full
@@ -348,21 +347,21 @@ def test_the_manuals_demonstrations_make_a_base(repo):
     """A guess finds one word of eight."""
     (repo / "tests").symlink_to(f"{ROOT}/tests")
     (repo / "demos.py").write_text(block("demonstrations"))
-    succeed("tests/toy.py", "model", "--out", repo / "runs" / "tiny")
-    *_, result = records(run_block("base", repo, timeout=600))
+    succeed("tests/toy.py", "model", "--n", 300, "--out", repo / "runs" / "tiny")
+    *_, result = records(run(block("base"), repo).stdout)
     assert result["success"] > 0.25 and result["episodes"] == 200
 
 
 @pytest.mark.full
 def test_the_manuals_better_critic_and_figures(folder):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    run_block("better", folder)
+    run(block("better"), folder)
     runs = folder / "runs"
     assert metrics(runs / "better")[0]["args"]["ref_context"] == "agent"
     assert metrics(runs / "sweet-better")[-1]["finished"] == len(steps(runs / "sweet-better")) > 0
     (runs / "better").rename(runs / "critic")
     (runs / "sweet-better").rename(runs / "sweet")
-    run_block("Reports and figures", folder)
+    run(block("Reports and figures"), folder)
     assert "hidden reference" in (folder / "report.html").read_text()
     for name in ("figure.png", "metrics.png"):
         assert (folder / name).read_bytes()[:4] == b"\x89PNG"
@@ -373,20 +372,25 @@ def test_the_manuals_pages(folder):
     pytest.importorskip("playwright", reason="no playwright (MANUAL.md, \"Frontend Design\")")
     if not any(map(shutil.which, BROWSERS)) or not os.path.exists(f"{CACHE}/tailwind.min.css"):
         pytest.skip("no Chromium, or no Tailwind sheet (MANUAL.md, \"Frontend Design\")")
-    small = "ROWS=regression@0 SEEDS=0 N=6 TESTS=2 DEMOS=1600"
-    done = shell(f"{small} bash tests/experiments/pages.sh", cwd=folder, timeout=1800)
-    assert done.returncode == 0, done.stderr
+    tiny = folder / "runs" / "pages0" / "tiny"
+    tiny.parent.mkdir()
+    save(toy.tiny_model(demos(200, of=toy_pages), 0, toy_pages.PIECES), tiny)
+    tiny.with_suffix(".log").touch()  # made already
+    small = "ROWS=regression@0 SEEDS=0 N=6 TESTS=2 DEMOS=1200"
+    run(f"{small} bash tests/experiments/pages.sh", folder)
     results = records((folder / "runs" / "pages.jsonl").read_text())
     assert [r["system"] for r in results] == ["regression@0", "base", "rft", "mtdpo"]
 
 
 @pytest.mark.full
-def test_the_orders(folder):
+def test_the_orders(folder, tiny_dir):
     """An environment of one's own in a copy of the scripts, with both critics, in small."""
-    small = "SEEDS=0 PARTS=spelled N=24 TESTS=4 DEMOS=400"
-    done = shell(f"{small} bash tests/experiments/orders.sh", cwd=folder, timeout=900)
-    assert done.returncode == 0, done.stderr
-    results = records((folder / "runs" / "orders" / "runs" / "results.jsonl").read_text())
+    seed = folder / "runs" / "orders" / "runs" / "seed0"
+    shutil.copytree(tiny_dir, seed / "toy")
+    (seed / "toy.log").touch()  # made already
+    small = "SEEDS=0 PARTS=spelled N=12 TESTS=2 DEMOS=400"
+    said = run(f"{small} bash tests/experiments/orders.sh", folder).stderr
+    results = records((seed.parent / "results.jsonl").read_text())
     assert [r["system"] for r in results] == ["base", "eq3-mix1", "eq3@0.1", "untrained-mix1",
                                               "untrained@0.1"]
-    assert done.stderr.count("advantages order") == 2
+    assert said.count("advantages order") == 2

@@ -4,7 +4,6 @@ The oracle of the runs is `whole`: the same job in one process that nobody distu
 """
 import contextlib
 import functools
-import io
 import json
 import math
 import os
@@ -23,7 +22,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import model as M
@@ -33,8 +31,10 @@ import train_policy
 import utils
 from colbench import (agent_messages, first_message, hidden_information, task_id,
                       with_hidden)
-from conftest import (CPU, ROOT, actions, complaint, demos, descendants, dialogue, gone, lines,
-                      metrics, plain_ids, records, script, steps, succeed, uncut, until)
+from conftest import (CPU, ROOT, actions, change_weights, complaint, copy_scripts, demos,
+                      descendants, dialogue, gone, lines, metrics, plain_ids, read_by, records,
+                      script, stdin_of, steps, succeed, uncut, until, weights)
+from experiments import step as pairs_of_step
 from model import Action, Pair, Trajectory
 from test_model import FAMILIES, SLOW, save_strong, separate
 
@@ -135,13 +135,12 @@ def test_the_advice_fits_the_reason_why_there_are_no_pairs(given, why):
     (["--max_length", 3], {}, "all are too long"),
     (["--loss", "rft", "--max_length", 3], {}, "all are too long"),
     (["--loss", "rft"], {"reward": 0.5}, "no trajectory is solved")])
-def test_a_policy_without_data_says_what_is_missing(flags, change, why, ranked, tiny_dir,
-                                                    monkeypatch):
+def test_a_policy_without_data_says_what_is_missing(flags, change, why, ranked, tiny_dir):
     for r in ranked:
         for part in (r, *agent_messages(r)):
             part |= {name: value for name, value in change.items() if name in part}
     with pytest.raises(SystemExit, match=why):
-        prepared(monkeypatch, ranked, train_policy, "--model", tiny_dir, *flags)
+        read_by(ranked, train_policy, "--model", tiny_dir, *flags)
 
 
 def candidate(i, advantage, logprob=None, **fields):
@@ -208,32 +207,17 @@ def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates(tiny_dir):
         assert sorted(added) == sorted(n // 2 * [(2, 0), (2, 4)])
 
 
-def read_by(monkeypatch, given, trainer, *flags):
-    """(groups of pairs, pairs held out) that a trainer makes of the records."""
-    monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(given).encode()))
-    args = trainer.get_args([*map(str, flags), "--out", "x"])
-    if trainer is train_policy:
-        return trainer.prepare(args)
-    _, pairs_of, held = trainer.prepare(args, [])
-    return list(pairs_of.values()), held
-
-
-def prepared(monkeypatch, given, trainer, *flags):
-    """The groups of pairs that a trainer makes of the records."""
-    return read_by(monkeypatch, given, trainer, *flags)[0]
-
-
-def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch):
+def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir):
     """As a judge's are, whose sampler gave none; ids of another model's words are refused."""
     tokenizer = M.find_model(tiny_dir)[1]
     candidates = [c for r in rewarded for m in agent_messages(r) for c in m["candidates"]]
     for c in candidates:
         del c["token_ids"]
         c["advantage"] = float(len(c["output"]))
-    make = functools.partial(prepared, monkeypatch, rewarded, train_policy, "--model", tiny_dir)
+    make = functools.partial(read_by, rewarded, train_policy, "--model", tiny_dir)
     end = M.text_ids(tokenizer, M.ending(tokenizer))
     ids = {M.packed(plain_ids(tokenizer, c["output"])) + end for c in candidates}
-    assert {action for group in make() for _, action in M.turns_in(group)} <= ids
+    assert {action for group in make()[0] for _, action in M.turns_in(group)} <= ids
     message, other = agent_messages(rewarded[0])[0], "not of this --model's tokenizer"
     del message["candidates"]
     message["token_ids"] = [i - 1 for i in message["token_ids"]]  # in a vocabulary, but another one
@@ -244,7 +228,7 @@ def test_candidates_without_ids_are_read_as_text(rewarded, tiny_dir, monkeypatch
 @pytest.mark.parametrize("trainer, flags", [
     (train_critic, []), (train_critic, ["--min_gap", 0]), (train_policy, ["--mix", 0.5]),
     (train_policy, ["--loss", "mtdpo"]), (train_policy, ["--loss", "rft"])])
-def test_nothing_is_learned_of_held_out_tasks(trainer, flags, ranked, tiny_dir, monkeypatch):
+def test_nothing_is_learned_of_held_out_tasks(trainer, flags, ranked, tiny_dir):
     """A small share still holds one out, so that the accuracy says something; one always trains.
 
     Records may come in any order.
@@ -255,7 +239,7 @@ def test_nothing_is_learned_of_held_out_tasks(trainer, flags, ranked, tiny_dir, 
     given = ranked + [{**r, "sample": 2, "reward": 1.0} for r in ranked if r["sample"] == 1]
     for tasks, share, n in ((4, 0, 0), (4, 0.001, 1), (4, 0.5, 2), (4, 1, 3), (1, 0.5, 0)):
         some = [r for r in given if r["task"]["id"] in names[:tasks]]
-        made, again = (read_by(monkeypatch, rs, trainer, "--model", tiny_dir, *flags, "--held_out",
+        made, again = (read_by(rs, trainer, "--model", tiny_dir, *flags, "--held_out",
                                share) for rs in (some, random.Random(0).sample(some, len(some))))
         assert made == again
         train, measured = ({prompt[:prompt.find(chr(2))] for pair in pairs
@@ -264,19 +248,19 @@ def test_nothing_is_learned_of_held_out_tasks(trainer, flags, ranked, tiny_dir, 
 
 
 @pytest.mark.parametrize("trainer", [train_critic, train_policy])
-def test_the_same_episode_is_not_trained_on_twice(trainer, ranked, tiny_dir, monkeypatch):
+def test_the_same_episode_is_not_trained_on_twice(trainer, ranked, tiny_dir):
     """Two are the same if their task, sample, settings and texts are; its scores may differ."""
     again = {**ranked[3], "reward": 0.0, "meta": {**ranked[3]["meta"], "version": "2", "model": "x",
                                                   "candidates": {"seed": 1}}}
     name, sample = task_id(again["task"]), again["sample"]
     why = f"stdin, line 9: sample {sample} of the task {name} is also in stdin, line 4: "
     with pytest.raises(SystemExit, match=why):
-        prepared(monkeypatch, [*ranked, again], trainer, "--model", tiny_dir)
+        read_by([*ranked, again], trainer, "--model", tiny_dir)
     seeds = [{**r, "meta": {**r["meta"], "seed": 1}} for r in ranked]  # as of a second file
     rounds = [{**r, "meta": {**r["meta"], "model_weights": "1a"}} for r in ranked]
     unnumbered = [{name: r[name] for name in r if name != "sample"} for r in ranked]
     for more in (seeds, rounds, unnumbered, unnumbered + unnumbered):
-        assert prepared(monkeypatch, ranked + more, trainer, "--model", tiny_dir)
+        assert read_by(ranked + more, trainer, "--model", tiny_dir)
 
 
 # --- c: the critic's, never the policy's ----------------------------------------------------------
@@ -284,13 +268,13 @@ def test_the_same_episode_is_not_trained_on_twice(trainer, ranked, tiny_dir, mon
 @pytest.mark.parametrize("flags, pairs", [
     (["--mix", 0.5], None), (["--loss", "mtdpo"], 4), (["--loss", "rft"], 4),
     (["--loss", "rft", "--all", 1], 8)])
-def test_c_never_reaches_the_policy(flags, pairs, ranked, tiny_dir, monkeypatch):
+def test_c_never_reaches_the_policy(flags, pairs, ranked, tiny_dir):
     """All that it is trained on is the same, whatever c is."""
     groups = []
     for c in ("rate=3", "fee=7"):
         for r in ranked:
             r["task"] |= {"hidden_information": c, "ground_truth": f"def f(): return {c!r}"}
-        groups.append(prepared(monkeypatch, ranked, train_policy, "--model", tiny_dir, *flags))
+        groups.append(read_by(ranked, train_policy, "--model", tiny_dir, *flags)[0])
     assert groups[0] == groups[1] and pairs in (None, sum(map(len, groups[0])))
     assert all(bool(pair.rejected) == ("rft" not in flags) for pair in chain(*groups[0]))
 
@@ -320,13 +304,12 @@ def test_what_each_critic_reads(tiny_dir):
     assert read()[1] == read()[3] == "<|end|>"
 
 
-def test_dialogues_that_collect_would_begin_otherwise_are_counted_with_both_texts(
-        tiny_dir, capsys, monkeypatch):
+def test_dialogues_that_collect_would_begin_otherwise_are_counted_with_both_texts(tiny_dir, capsys):
     """None that it sampled, none with the hidden information or another max_turns."""
     def told(given):
-        monkeypatch.setattr(sys, "stdin", io.BytesIO(lines(given).encode()))
         args = SimpleNamespace(model=tiny_dir, max_length=9999)
-        M.read_trajectories(args, pi_reads_c=False, ref_reads_c=False)
+        with stdin_of(given):
+            M.read_trajectories(args, pi_reads_c=False, ref_reads_c=False)
         return [line for line in capsys.readouterr().err.splitlines() if "first_message" in line]
 
     knob = "Ask at most {max_turns} questions. {problem_description}"
@@ -379,9 +362,7 @@ def test_a_finished_critic_finds_its_reference_and_takes_no_other(rewarded, tiny
     complaint(script(*score, stdin=rewarded), f"the pi_ref of the critic in {out} is not there",
               "no model at 'base'")
     assert records(succeed(*score, "--model", elsewhere, stdin=rewarded).stdout) == first
-    weights = load_file(f"{elsewhere}/model.safetensors")
-    save_file({k: v * 1.001 for k, v in weights.items()}, f"{elsewhere}/model.safetensors",
-              {"format": "pt"})
+    change_weights(elsewhere, lambda state: {name: x * 1.001 for name, x in state.items()})
     done = script(*score, "--model", elsewhere, stdin=rewarded)
     complaint(done, f"{elsewhere} is not the pi_ref of the critic in {out}")
 
@@ -402,21 +383,20 @@ JOBS = {"critic": CRITIC, "moe": CRITIC,  # 5 experts: on 2 ranks the shards are
                  "--lr", 2e-7, "--dtype", "bf16"]}
 
 
-def test_rewards_of_two_graders_and_candidates_of_other_weights_are_noted(ranked, tiny_dir,
-                                                                          monkeypatch, capsys):
+def test_rewards_of_two_graders_and_candidates_of_other_weights_are_noted(ranked, tiny_dir, capsys):
     def notes(given, *flags):
-        prepared(monkeypatch, given, train_policy, "--model", tiny_dir, *flags)
+        read_by(given, train_policy, "--model", tiny_dir, *flags)
         return capsys.readouterr().err
 
     for r in ranked[:2]:
         r["meta"]["model_weights"] = "of another model"
     note = "2 episodes have candidates that were not sampled from --model"
     assert note in notes(ranked) and note not in notes(ranked, "--loss", "rft", "--all", 1)
-    weights = M.base_digest(tiny_dir)  # of later candidates, meta.candidates tells the sampler
-    for r, theirs in zip(ranked, (weights, weights, "other", "other")):
+    own = M.base_digest(tiny_dir)  # of later candidates, meta.candidates tells the sampler
+    for r, theirs in zip(ranked, (own, own, "other", "other")):
         r["meta"]["candidates"] = {"model_weights": theirs}
     assert note in notes(ranked)
-    ranked[3]["meta"]["candidates"]["model_weights"] = weights
+    ranked[3]["meta"]["candidates"]["model_weights"] = own
     assert note.replace("2", "1") in notes(ranked)
     note = "paired by rewards of different graders"
     mixed = ["--mix", 1, "--min_gap", 0]
@@ -481,7 +461,7 @@ def same_to_rounding(whole, out, stdout):
     same_steps(out, want_out)
     assert [row["finished"] for row in metrics(out) if "finished" in row] == [len(steps(out))]
     start = metrics(out)[0]["args"]["model"]
-    got, want, base = (load_file(f"{o}/model.safetensors") for o in (out, want_out, start))
+    got, want, base = map(weights, (out, want_out, start))
     assert got.keys() == want.keys()
     for name in want:  # where gradients are tiny, Adam makes rounding larger
         moved = (want[name] - base[name]).abs().mean()
@@ -499,10 +479,10 @@ def same_to_rounding(whole, out, stdout):
 def same_bits(whole, out, stdout):
     """A run against the undisturbed one: the same, but for what the wall clock says."""
     want_out, want_stdout = whole
-    weights = [Path(folder, "model.safetensors").read_bytes() for folder in (out, want_out)]
+    bits = [Path(folder, "model.safetensors").read_bytes() for folder in (out, want_out)]
     rows = [[{key: value for key, value in row.items() if "second" not in key}
              for row in metrics(folder) if "args" not in row] for folder in (out, want_out)]
-    assert weights[0] == weights[1] and rows[0] == rows[1]
+    assert bits[0] == bits[1] and rows[0] == rows[1]
     assert stdout == want_stdout.replace(json.dumps(str(want_out)), json.dumps(str(out)))
 
 
@@ -523,12 +503,11 @@ def planned_tokens(command, data, world):
 
 @pytest.mark.parametrize("job", ["critic", "dpo", *(pytest.param(job, marks=pytest.mark.full)
                                                     for job in ("mtdpo", "rft"))])
-def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data, tiny_dir,
-                                                      monkeypatch):
+def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data, tiny_dir):
     """It takes the tokens that plan.py tells."""
     trainer, (_, *flags) = train_critic if job == "critic" else train_policy, command(job, "x")
     args = trainer.get_args([*map(str, flags)])
-    groups, held = read_by(monkeypatch, records(data), trainer, *flags)
+    groups, held = read_by(records(data), trainer, *flags)
     pi, pi_ref = (AutoModelForCausalLM.from_pretrained(tiny_dir) for _ in range(2))
 
     def by_turn(lm, pairs):
@@ -569,7 +548,7 @@ def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data,
 
 @pytest.mark.full
 @pytest.mark.parametrize("world, job", [
-    (2, "critic"), (2, "dpo"), (2, "mtdpo"), (2, "rft"), (2, "moe"), (4, "critic"), (4, "dpo")])
+    (2, "critic"), (2, "dpo"), (2, "rft"), (2, "moe"), (4, "critic"), (4, "dpo")])
 def test_many_processes_and_small_trees_make_the_same_steps(world, job, whole, command, data,
                                                             tmp_path):
     """The last batch of an epoch is smaller, the ranks' trees differ, most exceed --tree_tokens.
@@ -602,7 +581,7 @@ def test_two_processes_train_turn_by_turn_as_one_does(tmp_path, tiny_dir):
                   ranks=2)
     assert "turn by turn" in one.stderr and "turn by turn" in two.stderr
     same_steps(tmp_path / "2", tmp_path / "1")
-    got, want = (load_file(tmp_path / out / "model.safetensors") for out in "21")
+    got, want = weights(tmp_path / "2"), weights(tmp_path / "1")
     for name in want:  # Adam moves a weight without gradient by rounding's sign, 1e-4 a step
         assert (got[name] - want[name]).abs().max() < 1e-3, name
 
@@ -633,9 +612,7 @@ def test_ranks_that_read_other_weights_are_refused(tiny_dir, tmp_path):
     (tmp_path / "per_rank.py").write_text(PER_RANK)
     for rank in "01":
         shutil.copytree(tiny_dir, tmp_path / rank)
-    weights = load_file(tmp_path / "1" / "model.safetensors")
-    weights["model.norm.weight"] += 1e-3
-    save_file(weights, tmp_path / "1" / "model.safetensors", {"format": "pt"})
+    change_weights(tmp_path / "1", lambda state: {name: x + 1e-3 for name, x in state.items()})
     done = script(tmp_path / "per_rank.py", f"{ROOT}/train_policy.py", "--loss", "rft", "--all", 1,
                   "--model", tmp_path / "RANK", "--out", tmp_path / "out", stdin=demos(4), ranks=2)
     complaint(done, "0' are not the same on all ranks")
@@ -652,7 +629,7 @@ def test_the_others_wait_for_rank_0_longer_than_for_each_other(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_one_process_finishes_what_two_of_torchrun_began(how, whole, command, data, tmp_path):
     """One of two ranks is killed; or torchrun, and its ranks with it, ends by a signal."""
     out = tmp_path / "out"
@@ -781,9 +758,7 @@ def test_only_the_same_run_goes_on(flags, change, message, finished, killed, who
     """--eval_every changes no result, so it is not what is refused. To score is another command."""
     if "OTHER" in flags:
         flags = ["--model", shutil.copytree(tiny_dir, tmp_path / "other")]
-        state = load_file(tmp_path / "other" / "model.safetensors")
-        save_file({name: x + 1e-3 for name, x in state.items()},
-                  tmp_path / "other" / "model.safetensors", {"format": "pt"})
+        change_weights(flags[1], lambda state: {name: x + 1e-3 for name, x in state.items()})
     out = whole("critic")[0] if finished else killed("critic")
     before = contents(out)
     done = script(*command("critic", out, *flags), stdin=data.replace(*change, 1))
@@ -794,8 +769,7 @@ def test_only_the_same_run_goes_on(flags, change, message, finished, killed, who
 def test_an_edited_script_neither_resumes_nor_scores_in_silence(killed, whole, command, data,
                                                                 tmp_path):
     """The run's own copies of the scripts do, and what is not loaded may change."""
-    for path in Path(ROOT).glob("*.py"):
-        shutil.copy(path, tmp_path)
+    copy_scripts(tmp_path)
     (tmp_path / "evaluate.py").write_text("# edited")
     edited = tmp_path / "train_critic.py"
     edited.write_text(edited.read_text().replace("(logps - ref_logps).mean()",
@@ -874,7 +848,7 @@ def test_the_pairs_of_all_steps_are_those_of_all_batches(job, whole, command, da
     out, _ = whole(job)
     name, *flags, _, _ = command(job, out)
     trainer = {"train_critic.py": train_critic, "train_policy.py": train_policy}[name]
-    groups, _ = read_by(monkeypatch, records(data), trainer, *flags)
+    groups, _ = read_by(records(data), trainer, *flags)
     args, tokenizer = SimpleNamespace(**metrics(out)[0]["args"]), M.find_model(tiny_dir)[1]
     wanted = [[{"gap": pair.gap, **{side: [[tokenizer.decode(list(map(ord, text)))
                                             for text in turn] for turn in getattr(pair, side)]
@@ -885,8 +859,12 @@ def test_the_pairs_of_all_steps_are_those_of_all_batches(job, whole, command, da
         spoken.setdefault(task_id(record["task"]), set()).update(
             tokenizer.decode(x["token_ids"]) for x in actions(record))
     assert len(wanted) == len(steps(out)) > 2
-    for step, want in enumerate(wanted):
-        got = records(succeed(STEP, out, step, stdin=data).stdout)
+    for number, want in enumerate(wanted):
+        got = []
+        with monkeypatch.context() as m, stdin_of(data):
+            m.setattr(train_policy, "make_groups", train_policy.make_groups)  # it replaces that
+            m.setattr(pairs_of_step, "open_stdout", lambda: got.append)
+            pairs_of_step.main(SimpleNamespace(run=str(out), step=number))
         for pair in got:
             said = {action for _, action in pair["chosen"] + pair["rejected"]}
             assert said <= spoken[pair.pop("task")]

@@ -4,7 +4,7 @@ FULL=1 KILLS=100 python -m pytest -q tests/test_utils_faults.py kills every stag
 FAULT_SEED=1 kills at other moments.
 """
 import errno
-import json
+import math
 import os
 import random
 import shutil
@@ -16,18 +16,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 import model
 import utils
-from conftest import (HUMAN, ROOT, actions, complaint, key_of, metrics, records, script, shell,
-                      steps, succeed)
+from conftest import (HUMAN, ROOT, actions, change_json, change_weights, complaint, key_of, metrics,
+                      records, script, shell, steps, succeed, weights)
 
 KILLS, SEED = int(os.environ.get("KILLS", 6)), os.environ.get("FAULT_SEED", "0")
 
 
-def weights(out):
-    return {k: v.numpy().tobytes() for k, v in load_file(out / "model.safetensors").items()}
+def bits(out):
+    return {name: x.numpy().tobytes() for name, x in weights(out).items()}
 
 
 # stage: its flags. collect.py appends to OUT, the trainers make it.
@@ -55,7 +54,7 @@ def test_a_stage_killed_again_and_again_ends_as_if_it_had_not_been(name, tasks, 
         """What a run that came to its end leaves."""
         assert done.returncode == 0, done.stderr
         if trains:
-            return done.stdout.replace(str(out), "OUT"), weights(out)
+            return done.stdout.replace(str(out), "OUT"), bits(out)
         played = sorted(records(out.read_text()), key=key_of)
         for m in (m for r in played for m in r["dialogue_history"]):
             m.pop("logprobs", None)  # other company in a batch, other rounding
@@ -183,7 +182,7 @@ def test_a_full_disk_leaves_the_last_checkpoint(ranked, tiny_dir, tmp_path, disk
     done = run(out)
     assert done.returncode == 0, done.stderr
     resumed = [row["resumed"] for row in metrics(out) if "resumed" in row]
-    assert resumed == [1] and weights(out) == weights(tmp_path / "whole")
+    assert resumed == [1] and bits(out) == bits(tmp_path / "whole")
     assert done.stdout.replace(str(out), "X") == whole.stdout.replace(str(tmp_path / "whole"), "X")
 
 
@@ -246,22 +245,20 @@ def test_degenerate_data_trains_or_is_refused_in_one_line(command, of_nothing, t
         assert not (out / "metrics.jsonl").exists()
     else:
         assert done.returncode == 0, done.stderr
-        trained = load_file(out / "model.safetensors")
-        assert all(x.isfinite().all() for x in trained.values())
+        assert all(x.isfinite().all() for x in weights(out).values())
         assert "NaN" not in done.stdout + (out / "metrics.jsonl").read_text()
 
 
 @pytest.mark.full
 def test_weights_that_are_not_finite_are_never_trained_on_or_played_with(tasks, ranked, tiny_dir,
                                                                          tmp_path):
-    weights = shutil.copytree(tiny_dir, tmp_path / "bad") / "model.safetensors"
-    state = load_file(weights)
-    state["model.norm.weight"][0] = float("nan")
-    save_file(state, weights, {"format": "pt"})
+    bad = shutil.copytree(tiny_dir, tmp_path / "bad")
+    change_weights(bad, lambda state: {name: x * math.nan if name == "model.norm.weight" else x
+                                       for name, x in state.items()})
     for command, given in ((["train_critic.py", "--out", tmp_path / "1"], ranked),
                            (["train_policy.py", "--out", tmp_path / "2"], ranked),
                            (["collect.py", *HUMAN, "--max_tokens", 5], tasks)):
-        done = script(*command, "--model", weights.parent, stdin=given)
+        done = script(*command, "--model", bad, stdin=given)
         complaint(done, "NaN or infinite")
     assert not [*tmp_path.glob("?/model.safetensors")]
 
@@ -323,14 +320,13 @@ def test_what_data_says_neither_steers_a_terminal_nor_starts_a_line(tasks, tiny_
 def test_a_models_own_code_and_pickles_are_not_run(tasks, tiny_dir, tmp_path):
     bad, mark = shutil.copytree(tiny_dir, tmp_path / "bad"), tmp_path / "ran"
     (bad / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nclass C: pass\n")
-    config = json.loads((bad / "config.json").read_text())
-    evil = {"model_type": "evil", "auto_map": {"AutoConfig": "evil.C",
-                                               "AutoModelForCausalLM": "evil.C"}}
-    (bad / "config.json").write_text(json.dumps(config | evil))
+    config = (bad / "config.json").read_text()
+    change_json(bad / "config.json", model_type="evil", auto_map=dict.fromkeys(
+        ["AutoConfig", "AutoModelForCausalLM"], "evil.C"))
     play = ["collect.py", *HUMAN, "--model", bad]
     complaint(script(*play, stdin=tasks), "no model at", "custom code")
-    (bad / "config.json").write_text(json.dumps(config))
-    torch.save(load_file(bad / "model.safetensors"), bad / "pytorch_model.bin")
+    (bad / "config.json").write_text(config)
+    torch.save(weights(bad), bad / "pytorch_model.bin")
     (bad / "model.safetensors").unlink()
     complaint(script(*play, stdin=tasks), str(bad))
     assert not mark.exists()

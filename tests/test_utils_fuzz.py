@@ -19,7 +19,6 @@ import evaluate
 import model
 import train_critic
 import train_policy
-import utils
 from colbench import agent_messages
 from conftest import key_of
 
