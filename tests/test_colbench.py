@@ -3,8 +3,7 @@ import pytest
 
 import colbench
 from colbench import ANSWER, read_action, task_id
-from conftest import (DOUBLE, SHARED, complaint, dialogue, key_of, records, script, succeed, task,
-                      train, uncut)
+from conftest import DOUBLE, SHARED, records, task
 
 REAL = SHARED / "colbench" / "backend_tasks.jsonl"
 
@@ -71,50 +70,6 @@ def test_published_tasks_without_a_kind_are_recognised_and_an_unknown_kind_is_no
         assert colbench.environment(published) is colbench.ENVIRONMENTS[kind]
     with pytest.raises(ValueError, match="unknown task.kind 'words'; known kinds: backend"):
         colbench.environment({**DOUBLE, "kind": "words"})
-
-
-# --- the public files: bare tasks, and trajectories without ids, numbers or token ids -------------
-
-def trajectory(n, block):
-    """An offline record: the first block's answers are right, the second's wrong by one."""
-    code = f"def price{n}(x):\n    return x * {n} + "
-    price = {**task(f"{code}17", *(f"price{n}({i})" for i in range(1, 11))),
-             "problem_description": f"I need a function price{n}(x) that gives the price of x."}
-    answer = f"```python\n{code}{17 + block}\n```"
-    history = dialogue(f"a long instruction. I need a function price{n}(x).", "What is the rate?",
-                       f"It is {n}.", f"{ANSWER}\n{answer}")
-    for message in history[1::2]:
-        message |= {"input": "the prompt as text", "output": f"I see. OUTPUT: {message['content']}"}
-    return {"task": price, "dialogue_history": history, "answer": answer, "reward": 1.0 - block}
-
-
-@pytest.mark.full
-def test_offline_trajectories_go_into_every_stage(tiny_dir, tmp_path, grading):
-    """Three tasks once, then all again, as the released file has them."""
-    public = [trajectory(n, block) for block in (0, 1) for n in (2, 3, 4)]
-    graded, _, _ = grading(public)
-    assert [r["reward"] for r in graded] == [1, 1, 1, 0, 0, 0]
-    (row,) = records(script("evaluate.py", stdin=public).stdout)
-    assert row["episodes"] == 6 and row["success"] == 0.5
-
-    critic = ["train_critic.py", "--model", tiny_dir, "--held_out", 0, "--epochs", 1, "--lr", 1e-3]
-    done = script(*critic, "--out", tmp_path / "critic", stdin=public)
-    complaint(done, "line 1: the field 'input' is not supported")  # the agent may have read it
-    for m in (m for r in public for m in r["dialogue_history"]):
-        m.pop("input", None)
-    scored, (first, *_) = train(public, *critic, "--out", tmp_path / "critic")
-    assert first["pairs"] == 3  # by task: no two of one stand together
-    for m in (m for r in scored for m in r["dialogue_history"]):
-        assert m["role"] == "user" or m.pop("advantage") is not None
-    assert scored == public  # nothing else has changed
-
-    collect = ["collect.py", "--model", tiny_dir, "--candidates", 3, "--max_tokens", 5]
-    sampled = records(succeed(*collect, stdin=public).stdout)
-    assert {(*key_of(r), r["reward"]) for r in sampled} == {
-        (task_id(r["task"]), 1 - r["reward"], r["reward"]) for r in public}
-    scored, _ = train(uncut(sampled), *critic, "--out", tmp_path / "critic2")
-    policy = ["train_policy.py", "--model", tiny_dir, "--out", tmp_path / "sweet"]
-    assert train(scored, *policy)[0][0]["steps"] > 0
 
 
 @pytest.mark.full

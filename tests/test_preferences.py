@@ -146,24 +146,41 @@ def test_dialogues_in_text_are_parsed_where_that_is_declared_and_else_counted(ca
     assert all(r["dialogue_history"][0] == RIVER for r in made) and not capsys.readouterr().err
 
 
-def test_a_history_stands_before_the_prompt():
-    line = {"system": "Be brief.", "instruction": "Name a river.", "input": "In Saxony.",
-            "history": [["Hi", "Hello"], ["So", "Yes?"]], "chosen": "The Elbe.", "rejected": "No."}
-    for record, answer in zip(converted(line), ("The Elbe.", "No.")):
-        assert record["dialogue_history"] == [SYSTEM, *dialogue(
-            "Hi", "Hello", "So", "Yes?", "Name a river.\n\nIn Saxony.", answer)]
+SWIFT = [SYSTEM, *dialogue("Hi", "Hello", "Name a river.", "The Elbe.")]
+EMPTY, THANKS = {**RIVER, "content": ""}, {**RIVER, "content": "Thanks!"}
+BEGUN, QUIET = {"role": "assistant", "content": "The answer"}, {**ELBE, "content": ""}
+DIALOGUES = {  # name: (a line, its chosen dialogue, its rejected one)
+    "a history stands before the prompt": (
+        {"system": "Be brief.", "instruction": "Name a river.", "input": "In Saxony.",
+         "history": [["Hi", "Hello"], ["So", "Yes?"]], "chosen": "The Elbe.", "rejected": "No."},
+        *([SYSTEM, *dialogue("Hi", "Hello", "So", "Yes?", "Name a river.\n\nIn Saxony.", answer)]
+          for answer in ("The Elbe.", "No."))),
+    "ms-swift's earlier answers are in both": (
+        {"messages": SWIFT, "rejected_response": "Water."}, SWIFT, [*SWIFT[:-1], WATER]),
+    "so are those of its dialogues": (
+        {"messages": SWIFT, "rejected_messages": [*SWIFT[:-1], WATER]}, SWIFT,
+        [*SWIFT[:-1], WATER]),
+    "an answer that the prompt begins goes on": (
+        {"prompt": [RIVER, BEGUN], "chosen": " is no.", "rejected": " is yes."},
+        [RIVER, {**BEGUN, "content": "The answer is no."}],
+        [RIVER, {**BEGUN, "content": "The answer is yes."}]),
+    "a thought stands before its answer": (
+        {"prompt": [RIVER], "chosen": [{**ELBE, "reasoning_content": "A river.\n"}],
+         "rejected": [WATER]},
+        [RIVER, {**ELBE, "content": "<think>\nA river.\n</think>\n\nThe Elbe."}], REJECTED),
+    "empty messages and last words of the user are kept": (
+        {"prompt": [EMPTY], "chosen": [QUIET, THANKS], "rejected": [WATER]},
+        [EMPTY, QUIET, THANKS], [EMPTY, WATER])}
 
 
-@pytest.mark.parametrize("rejected", [
-    {"rejected_response": "Water."},
-    {"rejected_messages": [SYSTEM, *dialogue("Hi", "Hello", "Name a river.", "Water.")]}])
-def test_ms_swifts_sides_differ_in_the_last_answer(rejected):
-    """The earlier answers are in both."""
-    whole = [SYSTEM, *dialogue("Hi", "Hello", "Name a river.", "The Elbe.")]
-    chosen, other = converted({"messages": whole, **rejected})
-    assert chosen["dialogue_history"] == whole and chosen["reward"] == 1
-    assert other["dialogue_history"] == [*whole[:-1], WATER] and other["reward"] == 0
-    assert chosen["task"] == other["task"] and chosen["pair"] == other["pair"]
+@pytest.mark.parametrize("name", DIALOGUES)
+def test_a_line_becomes_two_dialogues(name):
+    line, *sides = DIALOGUES[name]
+    chosen, rejected = converted(line, "--thinking", 1)
+    assert [chosen["dialogue_history"], rejected["dialogue_history"]] == sides
+    assert (chosen["reward"], rejected["reward"]) == (1, 0)
+    assert chosen["task"] == rejected["task"] and chosen["pair"] == rejected["pair"]
+    assert chosen["meta"] == rejected["meta"] == {"thinking": 1}
 
 
 def test_dropped_columns_and_repeated_lines_are_named_once():
@@ -194,17 +211,6 @@ def test_chats_become_demonstrations(tiny_dir):
     turns = sorted(turn for r in given for turn in turns_of(tokenizer, r))
     groups, _ = read_by(given, train_policy, "--loss", "rft", "--model", tiny_dir)
     assert M.turns_in(pair for group in groups for pair in group) == turns and len(turns) == 3
-
-
-def test_a_thought_and_a_begun_answer_go_where_they_belong():
-    begun = {"role": "assistant", "content": "The answer"}
-    line = {"prompt": [RIVER, begun], "chosen": " is no.", "rejected": " is yes."}
-    thought = {**ELBE, "reasoning_content": "A river.\n"}
-    got = convert([line, {"prompt": [RIVER], "chosen": [thought], "rejected": [WATER]}],
-                  "--thinking", 1)
-    assert got[0]["dialogue_history"][1]["content"] == "The answer is no."
-    assert got[2]["dialogue_history"][1]["content"] == "<think>\nA river.\n</think>\n\nThe Elbe."
-    assert [r["meta"] for r in got] == [{"thinking": 1}] * 4
 
 
 GOOD = {"chosen": CHOSEN, "rejected": REJECTED}
@@ -270,13 +276,6 @@ def test_a_pair_has_all_messages_of_the_assistant(before, tiny_dir, groups_of):
             for side in sides]
     assert list(map(len, want)) == [2, 1]
     assert groups_of([line]) == [[Pair(*want, gap=1.0)]]
-
-
-def test_empty_messages_and_last_words_of_the_user_are_kept():
-    empty, thanks = {**RIVER, "content": ""}, {**RIVER, "content": "Thanks!"}
-    line = {"prompt": [empty], "chosen": [{**ELBE, "content": ""}, thanks], "rejected": [WATER]}
-    sides = [r["dialogue_history"] for r in convert([line])]
-    assert sides == [line["prompt"] + line[side] for side in ("chosen", "rejected")]
 
 
 def test_a_trainer_names_the_converter(tiny_dir):

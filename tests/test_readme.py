@@ -388,7 +388,7 @@ def test_the_orders(folder, tiny_dir):
     seed = folder / "runs" / "orders" / "runs" / "seed0"
     shutil.copytree(tiny_dir, seed / "toy")
     (seed / "toy.log").touch()  # made already
-    small = "SEEDS=0 PARTS=spelled N=12 TESTS=2 DEMOS=400"
+    small = "SEEDS=0 PARTS=spelled N=6 TESTS=2 DEMOS=1000"
     said = run(f"{small} bash tests/experiments/orders.sh", folder).stderr
     results = records((seed.parent / "results.jsonl").read_text())
     assert [r["system"] for r in results] == ["base", "eq3-mix1", "eq3@0.1", "untrained-mix1",

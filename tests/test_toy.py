@@ -11,7 +11,7 @@ import model
 import toy
 import toy_pages
 from colbench import ANSWER, Grader, agent_messages, fill, read_action
-from conftest import demos, plain_ids, records, shell
+from conftest import demos, plain_ids
 from toy import DETAILS, SPLITS, WORLDS, asked_for, slots_of
 
 ENGLISH = WORLDS["english"]
@@ -167,15 +167,3 @@ def test_tiny_is_small_a_function_of_its_seed_and_takes_any_text(tiny_dir):
     for text in [*NASTY, *(m["content"] for d in demos(20, seed=9) for m in d["dialogue_history"])]:
         ids = plain_ids(tokenizer, text)
         assert tokenizer.decode(ids) == text and not control & set(ids)
-
-
-# --- the command line -----------------------------------------------------------------------------
-
-@pytest.mark.full
-def test_same_command_same_bytes():
-    for what in ("tasks --split test", "demos"):
-        one, two, other = (shell(f"python tests/toy.py {what} --n 300 --seed {seed}")
-                           for seed in (5, 5, 6))  # each with a hash seed of its own
-        made = [r["task"]["id"] for r in records(one.stdout)]
-        assert len(made) == 300 and (what == "demos" or len(set(made)) == 300)  # none twice
-        assert one.stdout == two.stdout != other.stdout

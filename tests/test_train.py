@@ -556,7 +556,7 @@ def test_many_processes_and_small_trees_make_the_same_steps(world, job, whole, c
     Each rank takes the whole loss. Some ranks of four have no part left, and compute one again.
     """
     more = ["--recompute", 1, "--offload", 1] if world == 4 else []
-    more += ["--compile", int(job == "critic" and world == 2)]
+    more += ["--compile", int(job == "rft")]
     train = command(job, tmp_path / job, "--tree_tokens", 150, *more)
     done = succeed(*train, stdin=data, ranks=world)
     same_to_rounding(whole(job), tmp_path / job, done.stdout)
