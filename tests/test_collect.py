@@ -278,7 +278,6 @@ def test_two_runs_do_not_resume_one_file_at_once(tasks, collected, tiny_dir, tmp
     with opened:
         complaint(play(tiny_dir, tasks, *PLAY, "--resume", file),
                   f"--resume {file} is in use by another run")
-    succeed("collect.py", "--model", tiny_dir, *PLAY, "--resume", file, stdin=tasks)
 
 
 # --- records that have a dialogue -----------------------------------------------------------------
@@ -303,11 +302,11 @@ def test_no_sample_of_a_task_comes_twice():
     task = {"id": "a", "problem_description": "write f", "ground_truth": "def f(): return 1"}
     said = {"task": task, "dialogue_history": dialogue("write f", "ok")}
     given = [{**said, "sample": n, "meta": {"seed": i}} for i, n in enumerate((5, 2, 2))]
-    given += [{"task": task}, {**said, "sample": 7}]
+    given += [said, {"task": task}, {**said, "sample": 7}]
     args = collect.get_args(["--human", "fixed:no", "--candidates", "1", "-k", "4"])
     with stdin_of(given):
         samples = [sample for _, sample in collect.read_jobs(args, {}, {})]
-    assert samples[:3] == [5, 2, 3] and len(set(samples)) == len(samples) == 8
+    assert samples[:4] == [5, 2, 3, 0] and len(set(samples)) == len(samples) == 9
 
 
 # --- bad input ------------------------------------------------------------------------------------
