@@ -42,15 +42,15 @@ def pytest_configure(config):
 
 
 @functools.cache
-def forks_name():
-    """The name of the socket at which forks.py serves, started at the first call."""
-    if "FORKS" not in os.environ:  # the tests of an edit use the server of those that started them
-        os.environ["FORKS"] = f"colbench-tests-{os.getpid()}"
-        forks.server = subprocess.Popen(
-            [sys.executable, f"{ROOT}/tests/forks.py", os.environ["FORKS"]], env=CPU,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-        forks.server.stdout.readline()  # it listens
-    return os.environ["FORKS"]
+def forks_server(number):
+    """(name of the socket at which forks.py serves, its process), started at the first call."""
+    if number == 1 and "FORKS" in os.environ:  # that of the tests which have started these tests
+        return os.environ["FORKS"], None
+    name = f"colbench-tests-{os.getpid()}-{number}"
+    server = subprocess.Popen([sys.executable, f"{ROOT}/tests/forks.py", name], env=CPU,
+                              stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    server.stdout.readline()  # it listens
+    return name, server
 
 
 def script(name, *flags, stdin="", cwd=ROOT, out="", kill=None, ranks=1):
@@ -71,7 +71,7 @@ def script(name, *flags, stdin="", cwd=ROOT, out="", kill=None, ranks=1):
             file.write_text(text, encoding="utf-8")
         files[1] = out or files[1]
         fds = [os.open(file, os.O_RDWR | os.O_APPEND) for file in files]
-        answer = forks.request(forks_name(), fds, command, str(cwd), CPU, ranks, last)
+        answer = forks.request(forks_server(1)[0], fds, command, str(cwd), CPU, ranks, last)
         for fd in fds:
             os.close(fd)
         with answer:
@@ -91,19 +91,21 @@ def succeed(*command, **how):
     return done
 
 
-def shell(command, cwd=ROOT, timeout=180, in_forks=False):
+def shell(command, cwd=ROOT, timeout=180, in_forks=0):
     """Runs a bash command with `python` the one of the tests; returns the CompletedProcess.
 
-    in_forks: scripts run as those of script().
+    in_forks: the number of a server; scripts run in its forks, as those of script() in 1's.
     """
+    name = in_forks and forks_server(in_forks)[0]
     with tempfile.TemporaryDirectory() as d:
         if in_forks:
             python = Path(d, "python")
-            python.write_text(forks.python_program(forks_name()))
+            python.write_text(forks.python_program(name))
             python.chmod(0o755)
         path = os.pathsep.join([d, os.path.dirname(sys.executable), os.environ["PATH"]])
+        env = {**CPU, "PATH": path} | ({"FORKS": name} if name else {})
         return subprocess.run(["bash", "-c", command], text=True, capture_output=True, cwd=cwd,
-                              timeout=timeout, env={**CPU, "PATH": path})
+                              timeout=timeout, env=env)
 
 
 def descendants(pid=None):

@@ -128,7 +128,7 @@ def test_edits_with_tests_of_their_own(names, tmp_path):
         shutil.copy(f"{ROOT}/tests/{shared}", copy / "tests")
     shutil.copy(f"{EDITS}/{name}.py", copy / "tests" / f"test_{name}.py")
     done = shell(f"python -m pytest -q -rs tests/test_{name}.py", cwd=copy, timeout=600,
-                 in_forks=True)
+                 in_forks=1)
     if done.returncode == 5:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stdout
@@ -337,7 +337,7 @@ def block(name):
 
 def run(command, folder):
     """Runs a bash command, with forks for its scripts; returns the CompletedProcess."""
-    done = shell(f"set -euo pipefail\n{command}", cwd=folder, timeout=1800, in_forks=True)
+    done = shell(f"set -euo pipefail\n{command}", cwd=folder, timeout=1800, in_forks=1)
     assert done.returncode == 0, done.stderr
     return done
 

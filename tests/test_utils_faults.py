@@ -119,7 +119,7 @@ def test_a_signal_ends_a_program_at_once_and_nohup_ignores_ctrl_c(how, nohup):
 def test_a_script_refuses_to_be_one_of_several_unless_torchrun_starts_a_trainer(name, env, message):
     """A batch script of Slurm has SLURM_NTASKS, too, without being several."""
     torchrun = "RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=x MASTER_PORT=1"
-    done = shell(f"{env.replace('TORCHRUN', torchrun)} python {name} --help", in_forks=True)
+    done = shell(f"{env.replace('TORCHRUN', torchrun)} python {name} --help", in_forks=1)
     if message:
         complaint(done, message)
     else:
