@@ -197,7 +197,7 @@ def test_the_edit_sqrt_length(rewarded, tiny_dir, tmp_path):
 
 @pytest.mark.full
 @pytest.mark.parametrize("edit, flags", [
-    pytest.param("moving_reference", ["--ema", 0.5]),
+    pytest.param("moving_reference", ["--ema", 0.5, "--epochs", 2]),
     pytest.param("early_stop", ["--held_out", 0.5, "--eval_every", 1, "--patience", 2])])
 def test_edits_with_state_of_their_own_resume_to_the_same_bits(edit, flags, ranked, tiny_dir,
                                                                tmp_path):
