@@ -14,6 +14,7 @@ from conftest import (HUMAN, CPU, ROOT, descendants, gone, key_of, lines, nucleu
                       turns_of, until)
 
 pytest.importorskip("vllm", reason="vllm is not installed (its CPU build: see .ci/run)")
+pytestmark = pytest.mark.full
 BIN = os.path.dirname(sys.executable)  # has `vllm`
 FAST = {**CPU, "TORCHDYNAMO_DISABLE": "1", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PATH": f"{BIN}:{os.environ['PATH']}"}
