@@ -856,7 +856,7 @@ class ForkServer:
 
             def time_used():
                 cpu, wall, ran = time.clock_gettime(clock), time.monotonic() - started, 0
-                if wall > 0.1 + LIMITS["sleep"] * cpu:  # else sleep does not decide
+                if wall > 0.1 + LIMITS["sleep"] * cpu:  # only then can sleep decide
                     with contextlib.suppress(OSError):
                         ran, waited = map(int, schedstat.read_text().split()[:2])  # nanoseconds
                 asleep = wall - cpu - waited / 1e9 if ran else 0.3 * wall  # without schedstat
@@ -900,7 +900,7 @@ class Worker(dict):
 def receive(result_socket, time_used, limit):
     """Returns a child's next result, or a str if it ends or its time_used() reaches `limit`."""
     while True:
-        result_socket.settimeout(max(1e-3, limit - time_used()))  # it grows slower than time
+        result_socket.settimeout(max(1e-3, limit - time_used()))  # it takes at least this long
         try:
             return result_socket.recv(LIMITS["result"]) or "process ended"
         except TimeoutError:

@@ -128,6 +128,7 @@ READINGS += [  # errors before, between and in definitions
     (f"1 / 0\nexit()\n{RIGHT}", 0), (f"{WRONG}\n1 / 0\nraise SystemExit\n{RIGHT}", 0),
     (f"1 / 0\n{RIGHT}\ndel f", 0), ("def f(x, y=nosuch): return x * 2", 0),
     ("n = 1; n += 1; import nosuch\ndef f(x): return x * n", 1),
+    ("import nosuch; n = 2\ndef f(x): return x * n", 1),
     ("n = 0\nfor n in range(9): 1 / (n - 3)\ndef f(x): return x * 2 if n > 7 else 0", 0),
     ("try:\n    import nosuch\n    def f(x): return x * 2\nexcept ImportError:\n    f = abs", 0),
     ("class A:\n    import nosuch\n    def f(x): return x * 2\nf = A.f", 0),
