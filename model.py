@@ -55,8 +55,8 @@ from transformers.utils import logging
 from colbench import (check_opening, hidden_information, read_records, task_id,
                       with_hidden)
 from utils import (RANK, WORLD, add_warning, barrier, changed_scripts, digest, drop_checkpoints,
-                   fail, fail_on_error, finished_critic, print_warnings, progress, rng, rows_of,
-                   say, sum_over_ranks, writing)
+                   fail, fail_on_error, print_warnings, progress, rng, rows_of, say,
+                   sum_over_ranks, writing)
 
 GQA = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}  # torch 2.11 always enables it
 try:
@@ -190,11 +190,9 @@ def sdpa_kernel(q, k, v, tree, scale, window):
 
     On a CPU, fp32 is faster than bf16 in the backward pass. Uses only tree.q and tree.kv.
     """
-    def by_run(x, lengths):
-        return [part.transpose(0, 1)[None] for part in x.split(lengths)]  # (1, heads, length, D)
-
-    out, dtype, (q, k, v) = [], q.dtype, map(upcast, (q, k, v))
-    for q_run, k_run, v_run in zip(by_run(q, tree.q), by_run(k, tree.kv), by_run(v, tree.kv)):
+    out, dtype = [], q.dtype
+    q, k, v = (upcast(x).transpose(0, 1)[None] for x in (q, k, v))  # (1, heads, T or K, D)
+    for q_run, k_run, v_run in zip(q.split(tree.q, 2), k.split(tree.kv, 2), v.split(tree.kv, 2)):
         queries, keys = q_run.shape[2], k_run.shape[2]
         mask = None  # or (queries, keys)
         if queries < keys or window >= 0:  # else is_causal is equivalent
@@ -272,12 +270,13 @@ class TreeLM(torch.nn.Module):
         lists = [m for m in self.lm.modules() if isinstance(m, torch.nn.ModuleList)]
         return [*max(lists, key=lambda m: sum(p.numel() for p in m.parameters()))]
 
-    def forward(self, tree):
-        """Returns the log-probs of the tokens tree.scored, (S,)."""
+    def forward(self, tree, anchor=None):
+        """Returns the log-probs of the actions, (A,), in turn order. anchor: see action_logps."""
         previous, targets = tree.parent[tree.scored], tree.ids[tree.scored]  # (S,), (S,)
         if not self.supports_trees:
             out = self.lm(input_ids=tree.ids[None], use_cache=False, logits_to_keep=previous)
-            return -F.cross_entropy(upcast(out.logits[0]), targets, reduction="none")
+            logps = -F.cross_entropy(upcast(out.logits[0]), targets, reduction="none")
+            return logps[tree.index]
         inputs = {"input_ids": tree.ids[None], "position_ids": tree.pos[None]}
         states = self.lm.model(**inputs, tree=tree, use_cache=False).last_hidden_state[0]
         hidden = states[previous]  # (T, width) to (S, width)
@@ -288,7 +287,7 @@ class TreeLM(torch.nn.Module):
         for i in range(0, len(targets), chunk):
             logps.append(checkpoint(self.head_logps, hidden[i:i + chunk], head.weight, head.bias,
                                     targets[i:i + chunk], self.config, use_reentrant=False))
-        return torch.cat(logps)
+        return torch.cat(logps)[tree.index]  # actions may share tokens
 
 
 def action_logps(model, turns, tree_tokens=math.inf, label=None):
@@ -312,9 +311,9 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
         tree = Tree(parts[n], model.device)
         model.tokens += len(tree.ids)
         if recompute:
-            by_part[n] = anchor = checkpoint(tree_logps, model, tree, anchor, use_reentrant=True)
+            by_part[n] = anchor = checkpoint(model, tree, anchor, use_reentrant=True)
         else:
-            by_part[n] = tree_logps(model, tree)
+            by_part[n] = model(tree)
     flat = torch.cat([logps.cpu() for logps in by_part])  # (A,) of all parts
     if WORLD > 1:
         total = flat.detach().clone()
@@ -322,11 +321,6 @@ def action_logps(model, turns, tree_tokens=math.inf, label=None):
         flat = flat + (total - flat.detach())  # all ranks' values, this rank's gradient
     logps = dict(zip(chain(*parts), flat.split([*chain(*lengths)])))  # drops the copies
     return {turn: logps[turn] for turn in turns}
-
-
-def tree_logps(model, tree, anchor=None):
-    """Returns the log-probs of a tree's actions, (A,), in turn order. anchor: see action_logps."""
-    return model(tree)[tree.index]  # actions may share tokens
 
 
 # --- each rank's share of the turns ---------------------------------------------------------------
@@ -844,6 +838,11 @@ def pick_dtype(name, device):
     return {"bf16": torch.bfloat16, "fp32": torch.float32}.get(name, name)
 
 
+def model_facts(args, device):
+    """Returns the facts about --model that the first row of metrics.jsonl has."""
+    return {"dtype": str(pick_dtype(args.dtype, device)), "model_weights": base_digest(args.model)}
+
+
 def load(path, device="cpu", dtype="fp32", args=None, train=False):
     """Returns (TreeLM, tokenizer) of a folder or hub name, after checking its log-probs.
 
@@ -932,7 +931,7 @@ def logps_and_leak(model, turns):
     tree, embedded = Tree(turns), []
     embeddings = model.lm.get_input_embeddings()
     with embeddings.register_forward_hook(lambda module, args, out: embedded.append(out)):
-        logps = tree_logps(model, tree)
+        logps = model(tree)
     probe = -2  # the last action's second to last token, so that the last is off its path
     gradient = torch.autograd.grad(logps[probe], embedded)[0].flatten(0, -2)  # (T, width)
     norms = gradient.float().norm(dim=-1)  # (T,)
@@ -1010,8 +1009,16 @@ def load_lm(path, device, dtype="fp32"):
 
 def finished_flags(folder, model=None):
     """Returns the flags that a finished critic was trained with; flags.model is pi_ref's path."""
-    start = finished_critic(folder)
-    flags, weights = SimpleNamespace(**start["args"]), start["model_weights"]
+    with fail_on_error(f"{folder or repr(folder)} is not a finished run of train_critic.py"):
+        rows = rows_of(folder)
+        if not rows:
+            raise ValueError("it has no metrics.jsonl of a run")
+        start = [row for row in rows if "args" in row][-1]
+        flags = SimpleNamespace(**start["args"])
+        if not hasattr(flags, "ref_context"):
+            raise ValueError("it is a run of train_policy.py")
+        if "finished" not in rows[-1]:
+            raise ValueError("it was interrupted; repeat its command to resume it")
     if not model:  # look up pi_ref relative to the critic's folder, as both may have moved
         old_model, old_out = (os.path.join(start["cwd"], path) for path in (flags.model, flags.out))
         moved = os.path.join(folder, os.path.relpath(old_model, old_out))
@@ -1024,7 +1031,7 @@ def finished_flags(folder, model=None):
     except SystemExit as e:
         fail(f"the pi_ref of the critic in {folder} is not there; move it back, or pass it to "
              f"train_critic.py --score by --model ({e.code})")
-    if found not in (weights, None):  # only rank 0 has a digest
+    if found not in (start["model_weights"], None):  # only rank 0 has a digest
         fail(f"{model} is not the pi_ref of the critic in {folder}: its weights differ. Restore "
              "them, or run train_critic.py with the right --model")
     flags.model = model

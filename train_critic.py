@@ -69,10 +69,10 @@ if __name__ == "__main__":
 import torch
 import torch.nn.functional as F
 
-from model import (action_logps, all_batches, base_digest, finished_flags, held_out_metrics,
-                   hold_out, load, load_checkpoint, mean_loss, pick_dtype, print_pair_accuracy,
-                   read_trajectories, reference_logps, save, save_checkpoint, score,
-                   trajectory_pairs, turns_in, update)
+from model import (action_logps, all_batches, finished_flags, held_out_metrics, hold_out, load,
+                   load_checkpoint, mean_loss, model_facts, print_pair_accuracy, read_trajectories,
+                   reference_logps, save, save_checkpoint, score, trajectory_pairs, turns_in,
+                   update)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -105,8 +105,7 @@ def train(args, device):
     ref_turn_of, pairs_of, held_out = from_rank_0(lambda: prepare(args, trajectories))
     groups = list(pairs_of.values())
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
-    log.begin(groups, held_out, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
-              model_weights=base_digest(args.model), tasks=list(pairs_of))
+    log.begin(groups, held_out, len(batches), tasks=[*pairs_of], **model_facts(args, device))
     if log.finished:
         return trajectories, *load_critic(args, args.out, ref_turn_of, device)
 

@@ -70,7 +70,7 @@ import torch
 import torch.nn.functional as F
 
 from model import (Pair, Trajectory, action_logps, all_batches, base_digest, by_task,
-                   held_out_metrics, hold_out, load, load_checkpoint, mean_loss, pick_dtype,
+                   held_out_metrics, hold_out, load, load_checkpoint, mean_loss, model_facts,
                    read_trajectories, save, save_checkpoint, score, trajectory_pairs, turns_in,
                    update)
 
@@ -107,8 +107,7 @@ def main(args):
     log = Log(args)
     groups, held_out = from_rank_0(lambda: prepare(args))
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
-    log.begin(groups, held_out, steps=len(batches), dtype=str(pick_dtype(args.dtype, device)),
-              model_weights=base_digest(args.model))
+    log.begin(groups, held_out, len(batches), **model_facts(args, device))
     summary = {"summary": "train_policy", "out": args.out, "steps": len(batches)}
     if log.finished:
         return emit(summary)

@@ -70,15 +70,9 @@ class Parser(argparse.ArgumentParser):
 def parser(doc, usage, parallel=False):
     """Returns a Parser whose --help shows a script's docstring; flags can't be abbreviated.
 
-    parallel: whether torchrun may start the script, else it must be the only process.
+    Exits if this is one of several processes that torchrun has not started or, if the script is
+    not `parallel`, that it has.
     """
-    check_launch(parallel)
-    form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=110)
-    return Parser(description=doc, usage=usage, formatter_class=form, allow_abbrev=False)
-
-
-def check_launch(parallel):
-    """Exits if this is one of several processes that torchrun has not started, or should not."""
     names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"
     if not 0 <= RANK < WORLD or WORLD > 1 and not all(map(os.environ.get, names)):
         values = ", ".join(f"{name}={os.environ.get(name, '')}" for name in names)
@@ -90,6 +84,8 @@ def check_launch(parallel):
         if int(os.environ.get(name) or 0) > SINGLE[name]:
             fail(f"{name}={os.environ[name]}: several processes were started, each of which would "
                  f"do all the work; start one{' torchrun per node' * parallel}, or unset {name}")
+    form = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=36, width=110)
+    return Parser(description=doc, usage=usage, formatter_class=form, allow_abbrev=False)
 
 
 def end_after_rank_0(message):
@@ -462,22 +458,20 @@ class Log:
 
     def finish(self):
         """Adds a model card and the last row; removes the checkpoints, as the model is in --out."""
-        if RANK == 0 and not os.path.exists(os.path.join(self.out, "README.md")):
-            self.write_card()
+        card = os.path.join(self.out, "README.md")  # which a model hub shows
+        if RANK == 0 and not os.path.exists(card):
+            rows = rows_of(self.out)
+            start = [row for row in rows if "args" in row][-1]
+            last = [{}, *(row for row in rows if "step" in row)][-1]
+            model = self.args.model
+            base = "" if os.path.isdir(model) else f"base_model: {model}\n"
+            with writing(card) as part, open(part, "w", encoding="utf-8", errors="replace") as f:
+                f.write(f"---\n{base}library_name: transformers\n---\n\n- base: {model}\n"
+                        f"- command: `{shlex.join(start['argv'])}`\n- code: {start['version']}\n"
+                        f"- pairs_hash: {start['pairs_hash']}\n"
+                        f"- last metrics: `{json.dumps(last)}`\n")
         self(finished=self.step)
         drop_checkpoints(self.out)
-
-    def write_card(self):
-        """Writes the README.md that a model hub shows: how the model in --out was trained."""
-        rows = rows_of(self.out)
-        start = [row for row in rows if "args" in row][-1]
-        last = [{}, *(row for row in rows if "step" in row)][-1]
-        base = "" if os.path.isdir(self.args.model) else f"base_model: {self.args.model}\n"
-        path = os.path.join(self.out, "README.md")
-        with writing(path) as part, open(part, "w", encoding="utf-8", errors="replace") as f:
-            f.write(f"---\n{base}library_name: transformers\n---\n\n- base: {self.args.model}\n"
-                    f"- command: `{shlex.join(start['argv'])}`\n- code: {start['version']}\n"
-                    f"- pairs_hash: {start['pairs_hash']}\n- last metrics: `{json.dumps(last)}`\n")
 
 
 def changed_scripts(out):
@@ -494,20 +488,6 @@ def rows_of(out):
     with open(path if os.path.exists(path) else os.devnull) as f:  # a kill may cut the last line
         rows = [json.loads(line) for line in f if line.endswith("}\n")]
     return rows if rows and "args" in rows[0] else []
-
-
-def finished_critic(folder):
-    """Returns the last row with flags of a finished run of train_critic.py, or fails."""
-    with fail_on_error(f"{folder or repr(folder)} is not a finished run of train_critic.py"):
-        rows = rows_of(folder)
-        if not rows:
-            raise ValueError("it has no metrics.jsonl of a run")
-        start = [row for row in rows if "args" in row][-1]
-        if "ref_context" not in start["args"]:
-            raise ValueError("it is a run of train_policy.py")
-        if "finished" not in rows[-1]:
-            raise ValueError("it was interrupted; repeat its command to resume it")
-    return start
 
 
 def drop_checkpoints(out, keep=None):

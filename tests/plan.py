@@ -153,9 +153,9 @@ def peak_bytes(args, gpus, model, turns, several):
     with patch.multiple(M, **like_gpu), memory:
         tree, anchor = M.Tree(turns, "meta"), torch.ones((), requires_grad=True)
         if several:
-            logps = checkpoint(M.tree_logps, model, tree, anchor, use_reentrant=True)
+            logps = checkpoint(model, tree, anchor, use_reentrant=True)
         else:
-            logps = M.tree_logps(model, tree)
+            logps = model(tree)
         if len(calls) != len(layers):
             raise ValueError("layers without attention: the model is computed turn by turn")
         logps.sum().backward()

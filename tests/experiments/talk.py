@@ -31,7 +31,7 @@ with contextlib.suppress(ImportError):
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), "..", ".."))
 sys.path.insert(0, ROOT)
 from colbench import agent_messages, environment, hidden_information, read_records
-from utils import fail, fail_on_error, finished_critic, flag, inline, open_stdout, parser
+from utils import fail, fail_on_error, flag, inline, open_stdout, parser
 
 SOCKET = "TALK_SOCKET"  # environment variable with the descriptor of collect.py's end
 STAGES = contextlib.ExitStack()  # kills the scripts that still run
@@ -108,7 +108,8 @@ def finish(stage, record=None):
 
 def main(args, flags):
     if args.critic:
-        finished_critic(args.critic)  # fails here rather than after the first dialogue
+        from model import finished_flags  # it imports torch, which takes seconds
+        finished_flags(args.critic)  # fails here rather than after the first dialogue
     with fail_on_error("talk.py needs a terminal"):
         terminal = os.open("/dev/tty", os.O_RDWR)
     stream, name = sys.stdin, "stdin"
