@@ -22,7 +22,7 @@ import utils
 from conftest import (HUMAN, ROOT, actions, change_json, change_weights, complaint, key_of, lines,
                       metrics, records, script, shell, steps, succeed, train, weights)
 
-KILLS, SEED = int(os.environ.get("KILLS", 6)), os.environ.get("FAULT_SEED", "0")
+KILLS, SEED = int(os.environ.get("KILLS", 3)), os.environ.get("FAULT_SEED", "0")
 
 
 def bits(out):
