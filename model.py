@@ -864,7 +864,11 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
         fail(f"the weights in {path!r} do not match its config.json: {wrong[:3]}")
 
     model = TreeLM(lm, device)
-    turns = check_turns(model.config)
+    first = model.config.vocab_size // 2  # an id far from special tokens
+    window = min(getattr(model.config, "sliding_window", None) or 0, 2048)
+    # two turns with a common prompt, and one longer than the window
+    turns = [(packed(first + i % 11 for i in range(length)), packed(first + i for i in action))
+             for length, action in [(8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (window + 8, (3, 2, 1))]]
     versions = [p._version for p in lm.parameters()]
     with fail_on_error(f"{path!r} fails to run in transformers"):
         own_logps = transformers_logps(lm, turns)
@@ -914,7 +918,7 @@ def try_trees(model, turns, own_logps):
 
 
 def can_support_trees(config):
-    """Returns False for longrope and non-attention layers: check_turns are too short a test."""
+    """Returns False for longrope and non-attention layers: the turns of `load` are too short."""
     rope = str(getattr(config, "rope_parameters", None))
     types = set(getattr(config, "layer_types", None) or ())
     return "'longrope'" not in rope and not types - {"full_attention", "sliding_attention"}
@@ -954,15 +958,6 @@ def transformers_logps(lm, turns):
 def agree(logps, own_logps, dtype):
     """Returns whether log-probs agree; 16 bits may round large logits by 0.5 on average."""
     return (logps - own_logps).abs().mean() < (0.5 if dtype.itemsize == 2 else 1e-3)
-
-
-def check_turns(config):
-    """Returns two turns with a common prompt, and one longer than a window of up to 2048 tokens."""
-    longest = min(getattr(config, "sliding_window", None) or 0, 2048) + 8
-    first = config.vocab_size // 2  # far from special tokens
-    turns = [(8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (longest, (3, 2, 1))]
-    return [(packed(first + i % 11 for i in range(length)), packed(first + i for i in action))
-            for length, action in turns]
 
 
 def shard(model, dtype, args, train):
