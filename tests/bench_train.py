@@ -36,6 +36,7 @@ row fails if it exceeds 1e-4.
 import contextlib
 import functools
 import gc
+import inspect
 import json
 import os
 import random
@@ -106,7 +107,7 @@ def make_data(folder, tasks, shape):
     with open(f"{folder}/records.jsonl", "w") as f:
         for n in range(tasks):
             task = {"id": str(n), "problem_description": text(300, 500),
-                    "ground_truth": text(100, 450)}
+                    "agent_prompt": "{problem_description}", "ground_truth": text(100, 450)}
             for reward in (1.0, 1.0, 0.6, 0.2):
                 history = [{"role": "user", "content": task["problem_description"]}]
                 for _ in range(TURNS):
@@ -282,13 +283,15 @@ def kv_cache_scores(model, turns):
     for prompt, action in turns:
         by_prompt.setdefault(prompt, []).append(action)
     with without_trees(model):
+        names = inspect.signature(decoder.forward).parameters
+        cache_name = "cache" if "cache" in names else "past_key_values"  # transformers < 5.24
         for prompt, actions in by_prompt.items():
             first = decoder(input_ids=pad([prompt], model.device), use_cache=True)
             cache, ids = first.past_key_values, pad(actions, model.device)
             for layer in cache.layers:
                 layer.keys = layer.keys.expand(len(actions), -1, -1, -1)
                 layer.values = layer.values.expand(len(actions), -1, -1, -1)
-            rest = decoder(input_ids=ids[:, :-1], past_key_values=cache, use_cache=True)[0]
+            rest = decoder(input_ids=ids[:, :-1], use_cache=True, **{cache_name: cache})[0]
             tokens += len(prompt) + ids[:, :-1].numel()
             hidden = torch.cat([first[0][:, -1:].expand(len(actions), -1, -1), rest], 1)
             lengths = torch.tensor([len(action) for action in actions], device=ids.device)

@@ -341,9 +341,9 @@ def run(command, folder):
 
 @pytest.mark.full
 def test_the_manuals_demonstrations_make_a_base(repo):
-    """A guess finds one word of eight."""
+    """In small: of half as many demonstrations. A guess finds one word of eight."""
     (repo / "tests").symlink_to(f"{ROOT}/tests")
-    (repo / "demos.py").write_text(block("demonstrations"))
+    (repo / "demos.py").write_text(block("demonstrations").replace("2000", "1000"))
     succeed("tests/toy.py", "model", "--n", 300, "--out", repo / "runs" / "tiny")
     *_, result = records(run(block("base"), repo).stdout)
     assert result["success"] > 0.25 and result["episodes"] == 200
@@ -373,7 +373,7 @@ def test_the_manuals_pages(folder):
     tiny.parent.mkdir()
     save(toy.tiny_model(demos(200, of=toy_pages), 0, toy_pages.PIECES), tiny)
     tiny.with_suffix(".log").touch()  # made already
-    small = "ROWS=regression@0 SEEDS=0 N=6 TESTS=2 DEMOS=1200"
+    small = "ROWS=regression@0 SEEDS=0 N=6 TESTS=2 DEMOS=800"
     run(f"{small} bash tests/experiments/pages.sh", folder)
     results = records((folder / "runs" / "pages.jsonl").read_text())
     assert [r["system"] for r in results] == ["regression@0", "base", "rft", "mtdpo"]
@@ -385,7 +385,7 @@ def test_the_orders(folder, tiny_dir):
     seed = folder / "runs" / "orders" / "runs" / "seed0"
     shutil.copytree(tiny_dir, seed / "toy")
     (seed / "toy.log").touch()  # made already
-    small = "SEEDS=0 PARTS=spelled N=6 TESTS=2 DEMOS=1000"
+    small = "SEEDS=0 PARTS=spelled N=6 TESTS=2 DEMOS=600"
     said = run(f"{small} bash tests/experiments/orders.sh", folder).stderr
     results = records((seed.parent / "results.jsonl").read_text())
     assert [r["system"] for r in results] == ["base", "eq3-mix1", "eq3@0.1", "untrained-mix1",
