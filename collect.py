@@ -531,13 +531,12 @@ class TransformersEngine(Batcher):
         if sum(len(request.actions) for request in self.waiting) < len(self.actions) / 4:
             return []  # wait until many prompts can be read at once
         new = []
-        for request in self.waiting:
-            batch = [*self.running, *new, request]
+        while self.waiting:
+            batch = [*self.running, *new, self.waiting[0]]
             tokens = max(r.size for r in batch) * sum(len(r.actions) for r in batch)  # at most
             if len(batch) > 1 and tokens > self.args.max_batch_tokens:
                 break
-            new.append(request)
-        del self.waiting[:len(new)]
+            new.append(self.waiting.pop(0))
         return new
 
     @torch.no_grad()
@@ -644,7 +643,7 @@ def finished_episodes(path, tasks):
 
     Removes a truncated last line, and locks the file until it is closed. tasks: see read_records.
     """
-    done, found = {}, {}
+    done, found = {}, []
     with fail_on_error(f"--resume {path}"):
         f = open(path, "rb+")
     with fail_on_error(f"--resume {path} is in use by another run"):
@@ -661,8 +660,9 @@ def finished_episodes(path, tasks):
         done[task_id(r["task"]), r["sample"]] = message_texts(r.get("dialogue_history", ()))
         meta = r.get("meta", {})
         meta = settings(meta.get("candidates", meta))  # if add_candidates wrote it
-        found[json.dumps(meta)] = meta
-    return f, done, [*found.values()]
+        if meta not in found:
+            found.append(meta)
+    return f, done, found
 
 
 def read_jobs(args, done, tasks):
