@@ -325,8 +325,7 @@ class Endpoint:
     async def find_served_model(self):
         """Sets body["model"] and max_context. If several models are served, body must name one."""
         with fail_on_error(f"{self.url} does not list its models (does the address end in /v1?)"):
-            client = self.client.with_options(max_retries=0)
-            reply = await client.get("/models", cast_to=object)
+            reply = await self.client.with_options(max_retries=0).get("/models", cast_to=object)
             served = {model["id"]: model.get("max_model_len") for model in reply["data"]}
         name = [*served][0] if len(served) == 1 else self.body.get("model")
         if name not in served:
