@@ -189,11 +189,10 @@ class EpisodeRunner:
     async def run_episode(self, task, sample):
         """Runs one episode; returns the new fields of its record."""
         max_turns, key = self.args.max_turns, (self.args.seed, task_id(task), sample)
-        n_candidates = self.candidates_per_turn(key)
         history = [first_message(task, max_turns)]
         for turn in range(max_turns):
             try:
-                message = await self.next_message(task, history, (*key, turn), n_candidates)
+                message = await self.next_message(task, history, (*key, turn))
             except ContextFull:
                 if turn == 0:
                     raise
@@ -212,22 +211,16 @@ class EpisodeRunner:
     async def add_candidates(self, record, sample):
         """Samples candidates for a dialogue's messages; returns the new fields of its record."""
         key = self.args.seed, task_id(record["task"]), sample
-        n = self.candidates_per_turn(key)
         for turn, (history, (message, *_)) in enumerate(turn_actions(record)):
             message.pop("candidates", None)  # of an earlier run, perhaps of another model
-            if n:
-                _, message["candidates"] = await self.sample_turn(history, (*key, turn), 0, n)
+            _, candidates = await self.sample_turn(history, (*key, turn), 0)
+            message |= candidates
         meta = {"thinking": self.args.thinking, "candidates": self.meta}  # merged into the old meta
         return {"sample": sample, "answered": answered(record), "meta": meta}
 
-    def candidates_per_turn(self, key):
-        """Returns --candidates, or 0 outside --candidates_share. key: (seed, task id, sample)."""
-        has_candidates = rng("share", *key).random() < self.args.candidates_share
-        return self.args.candidates if has_candidates else 0
-
-    async def next_message(self, task, history, key, n_candidates):
+    async def next_message(self, task, history, key):
         """Returns the agent's next message, without content. key: (seed, task id, sample, turn)."""
-        actions, candidates = await self.sample_turn(history, key, self.args.best_of, n_candidates)
+        actions, candidates = await self.sample_turn(history, key, self.args.best_of)
         best = actions[0]
         if self.critic:
             scores = await call_user_function(self.critic, task, history, actions)
@@ -236,13 +229,15 @@ class EpisodeRunner:
             values = [score + self.args.logprob_weight * sum(action["logprobs"])
                       for score, action in zip(scores, actions)]
             best = actions[values.index(max(values))]
-        more = {"candidates": candidates} if candidates else {}
-        return {"role": "assistant", "content": None, **best, **more}
+        return {"role": "assistant", "content": None, **best, **candidates}
 
-    async def sample_turn(self, history, key, n_actions, n_candidates):
-        """Samples the agent's next message several times; returns (actions, candidates)."""
+    async def sample_turn(self, history, key, n_actions):
+        """Samples the agent's next message; returns (actions, {"candidates": actions} or {})."""
         keys = [(*key, j) for j in range(n_actions)]
-        keys += [(*key, "candidate", j) for j in range(n_candidates)]
+        if rng("share", *key[:3]).random() < self.args.candidates_share:  # for a whole episode
+            keys += [(*key, "candidate", j) for j in range(self.args.candidates)]
+        if not keys:
+            return [], {}
         with fail_on_error("--model's chat template rejects the agent's prompt"):
             prompt = render(self.tokenizer, history, self.args.thinking)
         max_new = min(self.args.max_tokens, self.max_context - len(prompt))
@@ -259,15 +254,14 @@ class EpisodeRunner:
                 raise EpisodeError(f"token {max(ids)} is not in --model's vocabulary; does "
                                    "--engine serve another model?")
             action = {"output": text, "token_ids": ids, "logprobs": [round(x, 6) for x in logprobs]}
-            truncated = ids[-1] not in self.stop
-            if truncated:
+            if ids[-1] not in self.stop:
                 action["cut"] = True
-            self.totals.update(actions=1, truncated=truncated)
+            self.totals.update(actions=1, truncated="cut" in action)
             actions.append(action)
         candidates = actions[n_actions:]
         for candidate in candidates:  # only the sum, to save space
             candidate["logprob"] = round(sum(candidate.pop("logprobs")), 6)
-        return actions[:n_actions], candidates
+        return actions[:n_actions], {"candidates": candidates} if candidates else {}
 
     async def human_reply(self, task, history):
         """Returns the human's reply to the last message, truncated to the task kind's limit."""
@@ -331,8 +325,7 @@ class Endpoint:
     async def find_served_model(self):
         """Sets body["model"] and max_context. If several models are served, body must name one."""
         with fail_on_error(f"{self.url} does not list its models (does the address end in /v1?)"):
-            client = self.client.with_options(max_retries=0)
-            reply = await client.get("/models", cast_to=object)
+            reply = await self.client.with_options(max_retries=0).get("/models", cast_to=object)
             served = {model["id"]: model.get("max_model_len") for model in reply["data"]}
         name = [*served][0] if len(served) == 1 else self.body.get("model")
         if name not in served:
@@ -537,20 +530,35 @@ class TransformersEngine(Batcher):
         if sum(len(request.actions) for request in self.waiting) < len(self.actions) / 4:
             return []  # wait until many prompts can be read at once
         new = []
-        for request in self.waiting:
-            batch = [*self.running, *new, request]
+        while self.waiting:
+            batch = [*self.running, *new, self.waiting[0]]
             tokens = max(r.size for r in batch) * sum(len(r.actions) for r in batch)  # at most
             if len(batch) > 1 and tokens > self.args.max_batch_tokens:
                 break
-            new.append(request)
-        del self.waiting[:len(new)]
+            new.append(self.waiting.pop(0))
         return new
 
     @torch.no_grad()
     def compute(self, new):
         """Starts the new requests, then samples a token per action until a request is complete."""
         if new:
-            self.start(new)
+            prompts = [*dict.fromkeys(request.prompt for request in new)]  # P different ones
+            padded = pad_sequence([*map(torch.tensor, prompts)], True, -1, "left").to(DEVICE)
+            mask, cache = (padded >= 0).long(), DynamicCache()  # (P, L)
+            positions = (mask.cumsum(1) - 1).clamp(0)  # (P, L)
+            logits = self.lm(input_ids=padded.clamp(0), attention_mask=mask, logits_to_keep=1,
+                             position_ids=positions, **{self.cache_name: cache}).logits[:, 0]
+            actions = [action for request in new for action in request.actions]
+            prompt_of = [prompts.index(request.prompt) for request in new for _ in request.actions]
+            cache.batch_select_indices(prompt_of)
+            mask = mask[prompt_of]
+            if self.actions:  # join the rows that are running
+                mask = join(self.mask[..., None], mask[..., None])[..., 0]
+                for layer, old in zip(cache.layers, self.cache.layers):
+                    layer.keys = join(old.keys, layer.keys)
+                    layer.values = join(old.values, layer.values)
+            self.actions, self.mask, self.cache = self.actions + actions, mask, cache
+            self.append_tokens(logits, prompt_of, actions)
         while not (ended := [r for r in self.running if all(a.ended for a in r.actions)]):
             ids = torch.tensor([[action.ids[-1]] for action in self.actions], device=DEVICE)
             is_live = torch.tensor([[not a.ended] for a in self.actions], device=DEVICE)
@@ -559,34 +567,23 @@ class TransformersEngine(Batcher):
             positions = (self.mask.sum(1, True) - 1) * is_live  # (R, 1)
             logits = self.lm(input_ids=ids, attention_mask=self.mask, position_ids=positions,
                              **{self.cache_name: self.cache}).logits[:, 0]  # (R, V)
-            self.append_tokens(logits, self.actions)
-            self.drop_ended()
+            self.append_tokens(logits, range(len(ids)), self.actions)
         for request in ended:
             request.result = [(action.ids, action.logps) for action in request.actions]
 
-    def start(self, new):
-        """Reads the prompts, samples the first tokens, and adds the actions to the batch."""
-        prompts = [*dict.fromkeys(request.prompt for request in new)]  # P different ones
-        padded = pad_sequence([*map(torch.tensor, prompts)], True, -1, "left").to(DEVICE)  # (P, L)
-        mask, cache = (padded >= 0).long(), DynamicCache()
-        positions = (mask.cumsum(1) - 1).clamp(0)  # (P, L)
-        logits = self.lm(input_ids=padded.clamp(0), attention_mask=mask, position_ids=positions,
-                         logits_to_keep=1, **{self.cache_name: cache}).logits[:, 0]  # (P, V)
-        actions = [action for request in new for action in request.actions]
-        prompt_of = [prompts.index(request.prompt) for request in new for _ in request.actions]
-        self.append_tokens(logits[prompt_of], actions)
-        cache.batch_select_indices(prompt_of)
-        mask = mask[prompt_of]
-        if self.actions:  # join the rows that are running
-            mask = join(self.mask[..., None], mask[..., None])[..., 0]
-            for layer, old in zip(cache.layers, self.cache.layers):
-                layer.keys = join(old.keys, layer.keys)
-                layer.values = join(old.values, layer.values)
-        self.actions, self.mask, self.cache = self.actions + actions, mask, cache
-        self.drop_ended()
+    def append_tokens(self, logits, rows, actions):
+        """Samples the next token of each action, from its row of logits, if it has not ended.
 
-    def drop_ended(self):
-        """Drops ended rows, and padding, once that frees an eighth of the batch."""
+        Then drops ended rows of the batch, and padding, once that frees an eighth of it.
+        """
+        live = [(row, action) for row, action in zip(rows, actions) if not action.ended]
+        for start in range(0, len(live), 64):  # 64 rows at a time, to bound memory
+            rows, actions = zip(*live[start:start + 64])
+            token, logp = self.sample(logits[[*rows]], [action.rng for action in actions])
+            for action, t, p in zip(actions, token[:, 0].tolist(), logp[:, 0].tolist()):
+                action.ids.append(t)
+                action.logps.append(p)
+                action.ended = t in self.stop or len(action.ids) == action.max_new
         live = [row for row, action in enumerate(self.actions) if not action.ended]
         first = self.mask[live].any(0).long().argmax()  # before it, all live rows have padding
         if self.mask[live, first:].numel() <= 7 / 8 * self.mask.numel():
@@ -595,18 +592,6 @@ class TransformersEngine(Batcher):
             for layer in self.cache.layers:
                 layer.keys = layer.keys[live, :, first:]
                 layer.values = layer.values[live, :, first:]
-
-    def append_tokens(self, logits, actions):
-        """Samples the next token of each action that has not ended. logits: (len(actions), V)."""
-        live = [row for row, action in enumerate(actions) if not action.ended]
-        for start in range(0, len(live), 64):  # 64 rows at a time, to bound memory
-            rows = live[start:start + 64]
-            token, logp = self.sample(logits[rows], [actions[row].rng for row in rows])
-            for row, t, p in zip(rows, token[:, 0].tolist(), logp[:, 0].tolist()):
-                action = actions[row]
-                action.ids.append(t)
-                action.logps.append(p)
-                action.ended = t in self.stop or len(action.ids) == action.max_new
 
     def sample(self, logits, generators):
         """Samples a token per row of logits, (R, V); returns tokens and log-probs, (R, 1) each."""
@@ -657,7 +642,7 @@ def finished_episodes(path, tasks):
 
     Removes a truncated last line, and locks the file until it is closed. tasks: see read_records.
     """
-    done, found = {}, {}
+    done, found = {}, []
     with fail_on_error(f"--resume {path}"):
         f = open(path, "rb+")
     with fail_on_error(f"--resume {path} is in use by another run"):
@@ -674,8 +659,9 @@ def finished_episodes(path, tasks):
         done[task_id(r["task"]), r["sample"]] = message_texts(r.get("dialogue_history", ()))
         meta = r.get("meta", {})
         meta = settings(meta.get("candidates", meta))  # if add_candidates wrote it
-        found[json.dumps(meta)] = meta
-    return f, done, [*found.values()]
+        if meta not in found:
+            found.append(meta)
+    return f, done, found
 
 
 def read_jobs(args, done, tasks):
@@ -707,13 +693,13 @@ def read_jobs(args, done, tasks):
                 fail(f"task {name}, sample {sample} has another dialogue in {args.resume}")
 
 
-async def run_all(args, emit):
+def main(args):
     """Runs the episodes of stdin's tasks, writes each as it ends, and prints a summary.
 
     A failed episode is not written, so that --resume runs it again. The 16th in a row, not counting
     EpisodeErrors, ends the run: no new episode starts, and the running ones finish first.
     """
-    runner = EpisodeRunner(args)
+    emit, runner = open_stdout(), EpisodeRunner(args)
     done, tasks = {}, {}
     if args.resume:
         runner.locked, done, runner.resumed = finished_episodes(args.resume, tasks)
@@ -721,20 +707,7 @@ async def run_all(args, emit):
     jobs = deque(read_jobs(args, done, tasks))  # an invalid line fails here, before models load
     totals, errors = runner.totals, []
 
-    def on_error(e, episode):
-        """Reports an episode's exception, and ends the run if it must."""
-        expected = isinstance(e, EpisodeError)
-        message = f"{episode} failed: {'' if expected else type(e).__name__ + ': '}{e}"
-        totals.update(failed=1, in_a_row=not expected)
-        if not isinstance(e, Exception) or os.environ.get("DEBUG") and not expected:
-            errors.append(e)
-        elif 16 in (totals["in_a_row"], totals["human_in_a_row"]):
-            message += "; it is the 16th failure in a row; rerun with --resume FILE to continue"
-            errors.append(SystemExit(f"error: {inline(message)}"))
-        elif totals["failed"] <= 16:
-            say(message)
-
-    async def worker():
+    async def worker(bar):
         while jobs and not errors:
             record, sample = jobs.popleft()
             try:
@@ -743,18 +716,31 @@ async def run_all(args, emit):
                 else:
                     fields = await runner.run_episode(record["task"], sample)
             except BaseException as e:  # also SystemExit
-                on_error(e, f"task {record['task']['id']}, sample {sample}")
+                expected = isinstance(e, EpisodeError)
+                why = str(e) if expected else f"{type(e).__name__}: {e}"
+                message = f"task {record['task']['id']}, sample {sample} failed: {why}"
+                totals.update(failed=1, in_a_row=not expected)
+                if not isinstance(e, Exception) or os.environ.get("DEBUG") and not expected:
+                    errors.append(e)
+                elif 16 in (totals["in_a_row"], totals["human_in_a_row"]):
+                    errors.append(SystemExit(f"error: {inline(message)}; it is the 16th failure in "
+                                             "a row; rerun with --resume FILE to continue"))
+                elif totals["failed"] <= 16:
+                    say(message)
                 continue
             emit({**record, **fields, "meta": {**record.get("meta", {}), **fields["meta"]}})
             bar.update()
             totals["episodes"] += 1
             totals["in_a_row"] = 0
 
-    if jobs:
+    async def run_jobs():
         await runner.load()
         print_warnings()
         bar = progress(f"episodes of {args.model}", total=len(jobs))
-        await asyncio.gather(*(worker() for _ in range(args.concurrency)))
+        await asyncio.gather(*(worker(bar) for _ in range(args.concurrency)))
+
+    if jobs:
+        asyncio.run(run_jobs())
     percent = 100 * totals["truncated"] / max(1, totals["actions"])
     say(f"wrote {totals['episodes']} episodes of {args.model} ({len(done)} more in the --resume "
         f"file): {percent:.1f} % of messages truncated at --max_tokens {args.max_tokens}; of "
@@ -764,10 +750,6 @@ async def run_all(args, emit):
         raise errors[0]
     if totals["failed"]:
         fail(f"{totals['failed']} episodes failed and were not written; --resume FILE reruns them")
-
-
-def main(args):
-    asyncio.run(run_all(args, open_stdout()))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ import numpy as np
 
 from colbench import agent_messages, environment, read_records, settings, task_id
 
+COUNTS = "turns", "tokens"  # the metrics that are no shares
+
 
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] [FILE | NAME=FILE,FILE,... ...] >> results.jsonl")
@@ -41,25 +43,15 @@ def get_args(argv=None):
 
 # --- systems --------------------------------------------------------------------------------------
 
-def measure(record):
-    """Returns {metric: number} of an episode, as far as it has the metrics."""
-    agent = agent_messages(record)
-    metrics = {"tests_passed": record["reward"], **environment(record["task"]).metrics(record),
-               "turns": len(agent)}
-    if lengths := [len(m["token_ids"]) for m in agent if "token_ids" in m]:
-        metrics["tokens"] = sum(lengths)
-    return metrics
-
-
 class System:
     """A system to compare: its name, its files (one per seed), and each task's mean metrics."""
 
     def __init__(self, name, files, tasks):
         """tasks: of all systems, see read_records."""
-        self.name, self.files, self.episodes = name, files, 0
+        self.name, self.files = name, files
+        self.reward_labels, self.graders = set(), set()
         episodes = {}  # of all files, see read_records
         made_by = {}  # {(file, task id, sample, seed): settings}
-        self.reward_labels, self.graders = set(), set()
         values = defaultdict(lambda: defaultdict(list))  # [task id][metric]: one per episode
         for path in files:
             source = "stdin" if path == "-" else path
@@ -67,17 +59,23 @@ class System:
                 stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
             for record in read_records(stream, "dialogue_history", "reward", source=source,
                                        tasks=tasks, episodes=episodes):
-                for metric, value in measure(record).items():
-                    values[task_id(record["task"])][metric].append(float(value))
+                task, kind = task_id(record["task"]), environment(record["task"])
+                agent = agent_messages(record)
+                metrics = {"tests_passed": record["reward"], **kind.metrics(record),
+                           "turns": len(agent)}
+                if lengths := [len(m["token_ids"]) for m in agent if "token_ids" in m]:
+                    metrics["tokens"] = sum(lengths)
+                for metric, value in metrics.items():
+                    values[task][metric].append(float(value))
                 made = settings(record.get("meta", {}))
-                episode = path, task_id(record["task"]), record.get("sample"), made.pop("seed", 0)
+                episode = path, task, record.get("sample"), made.pop("seed", 0)
                 if "sample" in record and made_by.setdefault(episode, made) != made:
                     fail(f"{source} has episodes of two systems, such as sample {record['sample']} "
-                         f"of the task {episode[1]}: split it (two seeds: NAME=FILE,FILE)")
-                self.episodes += 1
-                self.reward_labels.add(environment(record["task"]).reward_name)
+                         f"of the task {task}: split it (two seeds: NAME=FILE,FILE)")
+                self.reward_labels.add(kind.reward_name)
                 if "reward_by" in record:
                     self.graders.add(record["reward_by"])
+        self.episodes = sum(len(by_metric["turns"]) for by_metric in values.values())
         self.tasks = {task: {metric: math.fsum(x) / len(x) for metric, x in by_metric.items()}
                       for task, by_metric in sorted(values.items())}  # for any order of lines
 
@@ -114,87 +112,79 @@ def named_systems(args):
 
 # --- values and intervals -------------------------------------------------------------------------
 
-def with_interval(values, resamples=2000):
-    """Returns the mean of values (tasks,) and its bootstrap interval or None; skips NaNs."""
-    values = values[~np.isnan(values)]
-    if not len(values):
-        return None, None
-    limits = []
-    if len(values) > 1:  # one task has no spread
-        rng = np.random.default_rng(0)
-        draws = [rng.choice(values, len(values)).mean() for _ in range(resamples)]
-        limits = np.percentile(draws, (2.5, 97.5))
-    mean, *interval = [round(float(x), 4) + 0.0 for x in (values.mean(), *limits)]  # avoids -0.0
-    return mean, interval or None
+def with_intervals(arrays):
+    """Returns {metric: mean, metric_95: bootstrap interval} of {metric: (tasks,) array}.
 
-
-def result(system, systems):
-    """Returns the JSON record of a system."""
-    out = {"system": system.name, "files": system.files, "rewards": sorted(system.reward_labels),
-           "reward_by": sorted(system.graders), "episodes": system.episodes,
-           "tasks": len(system.tasks), "version": version()}
-    metrics = (metric for s in systems for means in s.tasks.values() for metric in means)
-    for metric in dict.fromkeys(metrics):  # unique, and the same for all systems
-        out[metric], out[f"{metric}_95"] = with_interval(system.means(metric, system.tasks))
-    if system is not systems[0]:
-        out["minus_first"] = difference(systems[0], system)
+    NaNs are skipped. Both are None without values, and the interval is None of a single one.
+    """
+    out = {}
+    for metric, values in arrays.items():
+        values = values[~np.isnan(values)]
+        numbers = [values.mean()] if len(values) else []
+        if len(values) > 1:  # one task has no spread
+            rng = np.random.default_rng(0)
+            draws = [rng.choice(values, len(values)).mean() for _ in range(2000)]
+            numbers += [*np.percentile(draws, (2.5, 97.5))]
+        mean, *interval = [round(float(x), 4) + 0.0 for x in numbers] or [None]  # avoids -0.0
+        out[metric], out[f"{metric}_95"] = mean, interval or None
     return out
 
 
-def difference(first, system):
-    """Returns the paired differences from the first system, on the tasks that both have."""
-    common = [task for task in first.tasks if task in system.tasks]
-    out = {"first": first.name, "tasks": len(common)}
-    for metric in ("success", "tests_passed"):
-        gap = system.means(metric, common) - first.means(metric, common)  # (tasks,)
-        out[metric], out[f"{metric}_95"] = with_interval(gap)
-    rewards = system.means("tests_passed", common) - first.means("tests_passed", common)
-    wins = (1 + np.sign(rewards.round(9))) / 2  # 0.1 + 0.2 ties 0.3
-    out["wins"], out["wins_95"] = with_interval(wins)
+def result(system, systems):
+    """Returns the JSON record of a system, with its paired differences from the first one."""
+    metrics = (metric for s in systems for means in s.tasks.values() for metric in means)
+    values = {metric: system.means(metric, system.tasks)
+              for metric in dict.fromkeys(metrics)}  # unique, and the same for all systems
+    out = {"system": system.name, "files": system.files, "rewards": sorted(system.reward_labels),
+           "reward_by": sorted(system.graders), "episodes": system.episodes,
+           "tasks": len(system.tasks), "version": version(), **with_intervals(values)}
+    first = systems[0]
+    if system is not first:
+        common = [task for task in first.tasks if task in system.tasks]
+        gaps = {metric: system.means(metric, common) - first.means(metric, common)
+                for metric in ("success", "tests_passed")}
+        gaps["wins"] = (1 + np.sign(gaps["tests_passed"].round(9))) / 2  # 0.1 + 0.2 ties 0.3
+        out["minus_first"] = {"first": first.name, "tasks": len(common), **with_intervals(gaps)}
     return out
 
 
 # --- the table ------------------------------------------------------------------------------------
 
-def formatted(value, interval=None, scale=100, sign=""):
-    """Formats 0.253 and its interval as "25.3 [21.0, 29.6]", and None as "-"."""
-    if value is None:
+def cell(r, metric, sign=""):
+    """Formats a mean of 0.253 with its interval as "25.3 [21.0, 29.6]", and None as "-"."""
+    if r[metric] is None:
         return "-"
-    number, *limits = (f"{scale * x:{sign}.1f}" for x in (value, *(interval or ())))
+    scale = 1 if metric in COUNTS else 100
+    has_limits = metric in ("tests_passed", "success", "wins") or metric.startswith("pass^")
+    interval = has_limits and r[f"{metric}_95"] or ()
+    number, *limits = (f"{scale * x:{sign}.1f}" for x in (r[metric], *interval))
     return f"{number} [{', '.join(limits)}]" if limits else number
-
-
-def table_cells(r):
-    """Returns a result's row of the table as {column name: text}."""
-    cells = {"system": r["system"]}
-    for metric in (name[:-3] for name in r if name.endswith("_95")):
-        if metric in ("turns", "tokens"):
-            cells[metric] = formatted(r[metric], scale=1)
-        else:
-            with_limits = metric in ("tests_passed", "success") or metric.startswith("pass^")
-            interval = r[f"{metric}_95"] if with_limits else None
-            cells[metric.replace("_", " ") + " %"] = formatted(r[metric], interval)
-    cells |= {"episodes": str(r["episodes"]), "tasks": str(r["tasks"])}
-    if d := r.get("minus_first"):
-        cells["success - first"] = formatted(d["success"], d["success_95"], sign="+")
-        cells["tests passed - first"] = formatted(d["tests_passed"], d["tests_passed_95"], sign="+")
-        if "success" not in r:
-            cells["wins %"] = formatted(d["wins"], d["wins_95"])
-    return cells
 
 
 def table(results, systems):
     """Returns aligned lines of text: column names, a line per system, and notes."""
-    labels = {label.partition(" ")[0] for r in results for label in r["rewards"]}
-    reward_label = labels.pop() if len(labels) == 1 else "reward"  # e.g. "tests", "likeness"
-    rows = [table_cells(r) for r in results]
+    rows = []  # {column name: text} of each system
+    for r in results:
+        cells = {"system": r["system"]}
+        for metric in (name[:-3] for name in r if name.endswith("_95")):
+            unit = "" if metric in COUNTS else " %"
+            cells[metric.replace("_", " ") + unit] = cell(r, metric)
+        cells |= {"episodes": str(r["episodes"]), "tasks": str(r["tasks"])}
+        if d := r.get("minus_first"):
+            cells["success - first"] = cell(d, "success", "+")
+            cells["tests passed - first"] = cell(d, "tests_passed", "+")
+            if "success" not in r:
+                cells["wins %"] = cell(d, "wins")
+        rows.append(cells)
     columns = [column for column in rows[-1]  # the first row has no differences
                if {cells.get(column, "-") for cells in rows} != {"-"}]
-    rows = [[column.replace("tests passed", reward_label) for column in columns],
-            *([cells.get(column, "") for column in columns] for cells in rows)]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = ["  ".join([name.ljust(widths[0]), *map(str.rjust, cells, widths[1:])]).rstrip()
-             for name, *cells in rows]
+    labels = {label.partition(" ")[0] for r in results for label in r["rewards"]}
+    reward_label = labels.pop() if len(labels) == 1 else "reward"  # e.g. "tests", "likeness"
+    texts = [[column.replace("tests passed", reward_label) for column in columns],
+             *([cells.get(column, "") for column in columns] for cells in rows)]
+    widths = [max(map(len, column)) for column in zip(*texts)]
+    lines = ["  ".join([name.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip()
+             for name, *others in texts]
     graders = sorted({name for r in results for name in r["reward_by"]})
     same_tasks = all(system.tasks.keys() == systems[0].tasks.keys() for system in systems)
     notes = ["[95 % bootstrap intervals over tasks]",

@@ -60,7 +60,7 @@ async def lock_step(runner, jobs, batch):
                    for task in jobs[start:start + batch]]
         for turn in range(runner.args.max_turns):
             messages = await asyncio.gather(*(
-                runner.next_message(task, history, (0, task["id"], task["sample"], turn), 0)
+                runner.next_message(task, history, (0, task["id"], task["sample"], turn))
                 for task, history in running))
             unanswered = []
             for (task, history), message in zip(running, messages):

@@ -116,7 +116,7 @@ def test_best_of_sends_the_critics_favourite(ref_reads, tasks, rewarded, tiny_di
             values = [score + p.args.logprob_weight * sum(logprobs)
                       for score, (_, logprobs) in zip(scores, drawn)]
             favourites.append(values.index(max(values)))
-            sent = asyncio.run(p.next_message(task, history, key, 0))
+            sent = asyncio.run(p.next_message(task, history, key))
             assert sent["token_ids"] == drawn[favourites[-1]][0]
     assert len(set(favourites)) > 1 and favourites[::2] != favourites[1::2]
     complaint(play(tiny_dir, tasks, "--best_of", 2, "--critic", "no/critic"), "no/critic")
@@ -414,14 +414,15 @@ def test_episodes_that_ask_nobody_do_not_hide_that_the_human_is_gone(tasks, tiny
     args = collect.get_args(["--model", str(tiny_dir), "--human", str(tmp_path / "human.py"), "-k",
                              "100", "--concurrency", "1", "--max_turns", "2"])
 
-    async def next_message(self, task, history, key, n_candidates):
+    async def next_message(self, task, history, key):
         answer = f"{ANSWER} 1" if key[2] % 2 or len(history) > 1 else "which rate?"
         return {"role": "assistant", "content": None, "output": answer}
 
     monkeypatch.setattr(collect.EpisodeRunner, "next_message", next_message)
+    monkeypatch.setattr(collect, "open_stdout", lambda: written.append)
     written, why = [], "the key has expired; it is the 16th failure in a row"
     with pytest.raises(SystemExit, match=why), stdin_of(tasks[:1]):
-        asyncio.run(collect.run_all(args, written.append))
+        collect.main(args)
     assert len(written) == 3 + 3 + 15
 
 

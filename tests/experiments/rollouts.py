@@ -36,7 +36,7 @@ class Rollouts(collect.EpisodeRunner):
             history.append({"role": "user", "content": await self.human_reply(task, history)})
             turn += 1
             turn_key = self.args.seed, task["id"], key, turn
-            message = await self.next_message(task, history, turn_key, 0)
+            message = await self.next_message(task, history, turn_key)
             content, answer = self.answer(message["output"], turn)
         return (await asyncio.to_thread(self.grader.grade, task, answer))["reward"]
 
