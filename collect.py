@@ -438,9 +438,9 @@ class VllmEngine(Endpoint):
 class Batcher:
     """Batches the requests of many coroutines, and computes them in steps.
 
-    A step waits until no coroutine adds requests, so that batches are full and reproducible. Then a
-    subclass's compute(new) starts the new requests, and sets the `result` of at least one running
-    request. Steps repeat while any request runs.
+    If requests are waiting, a step first lets coroutines add more until none does, so that batches
+    are full and reproducible. Then a subclass's compute(new) starts the new requests, and sets the
+    `result` of at least one running request. Steps repeat while any request runs.
     """
 
     def __init__(self):

@@ -102,7 +102,6 @@ def good(ranked):
 def test_no_input_gets_past_or_breaks_a_stage(stage, good, tiny_dir, tmp_path, monkeypatch, capfd):
     module, flags, cases = STAGES[stage]
     monkeypatch.setattr(model, "load_lm", cache(model.load_lm))
-    monkeypatch.setattr(evaluate.with_interval, "__defaults__", (9,))  # resamples
     given, ends = good, {"error": 0, "done": 0}
     if stage in ("check", "collect"):
         given = [{"task": record["task"]} for record in good]
