@@ -987,17 +987,19 @@ def grade_records(records, args):
     """
     jobs, error, failed = collections.deque(), None, []
 
-    def grade_one(grader, record):
-        """Returns [graded record], or [] if its `grade` raises."""
-        try:
-            grade_fields = grader.grade(record["task"], record.get("answer"))
-        except GraderError:
-            raise
-        except Exception as e:
-            failed.append(record)
-            say(f"task {task_id(record['task'])} could not be graded: {type(e).__name__}: {e}")
-            return []
-        return [{name: record[name] for name in record if name not in GRADE_FIELDS} | grade_fields]
+    def graded(most):
+        """Yields the records of the first jobs, until one is not done and `most` are left."""
+        while jobs and (jobs[0][1].done() or len(jobs) > most):
+            record, job = jobs.popleft()
+            try:
+                fields = job.result()
+            except GraderError:
+                raise
+            except Exception as e:
+                failed.append(record)
+                say(f"task {task_id(record['task'])} could not be graded: {type(e).__name__}: {e}")
+            else:
+                yield {k: record[k] for k in record if k not in GRADE_FIELDS} | fields
 
     with contextlib.ExitStack() as stack, \
             concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
@@ -1007,13 +1009,12 @@ def grade_records(records, args):
                 kind = environment(record["task"])
                 with fail_on_error(f"{kind.__name__} can't grade (for pages: pip install pillow)"):
                     grader = new_grader(kind)
-                jobs.append(pool.submit(grade_one, grader, record))
-                while jobs and (jobs[0].done() or len(jobs) >= 4 * args.workers):
-                    yield from jobs.popleft().result()
+                job = pool.submit(grader.grade, record["task"], record.get("answer"))
+                jobs.append((record, job))
+                yield from graded(4 * args.workers - 1)
         except SystemExit as e:
             error = e
-        for job in jobs:
-            yield from job.result()
+        yield from graded(0)
     if error:
         raise error
     if failed:
@@ -1044,24 +1045,22 @@ MEASURE_SCRIPT = """() => {
 }"""
 
 
-class StyleSheet:
-    """Selects the rules that a page uses: Tailwind's 3 MB take a page three times as long."""
-    PART = re.compile(r"([^{}@]*)\{[^{}]*\}|@[^{}]*\{|\}")  # a rule, "@media ... {", or its "}"
-    CLASS = re.compile(r"\.((?:\\.|[\w-])+)")
+def style_sheet(css):
+    """Returns rules_of(page), the CSS that a page uses: all 3 MB take it three times as long."""
+    parts, by_class = [], collections.defaultdict(list)  # {class: indices in parts}
+    part_of = r"([^{}@]*)\{[^{}]*\}|@[^{}]*\{|\}"  # a rule, "@media ... {", or its "}"
+    for part in re.finditer(part_of, re.sub(r"/\*.*?\*/", "", css, flags=re.S)):
+        for name in re.findall(r"\.((?:\\.|[\w-])+)", part[1] or "") or [""]:  # "": on all pages
+            name = name.replace("\\32", "2").replace("\\", "")  # unescapes \32xl\:w-1\/2
+            by_class[name].append(len(parts))
+        parts.append(part[0])
 
-    def __init__(self, css):
-        self.parts, self.by_class = [], collections.defaultdict(list)  # {class: indices in parts}
-        for part in self.PART.finditer(re.sub(r"/\*.*?\*/", "", css, flags=re.S)):
-            for name in self.CLASS.findall(part[1] or "") or [""]:  # "": used by all pages
-                name = name.replace("\\32", "2").replace("\\", "")  # unescapes \32xl\:w-1\/2
-                self.by_class[name].append(len(self.parts))
-            self.parts.append(part[0])
-
-    def __call__(self, page):  # returns CSS
+    def rules_of(page):
         text = re.sub(r"&#?\w{1,31};?", lambda match: html.unescape(match[0]), page)
         words = {"", *re.split(r"[\s\"'<>=`]+", text)}
-        used = {i for word in words & self.by_class.keys() for i in self.by_class[word]}
-        return "".join(self.parts[i] for i in sorted(used))
+        used = {i for word in words & by_class.keys() for i in by_class[word]}
+        return "".join(parts[i] for i in sorted(used))
+    return rules_of
 
 
 class Browser:
@@ -1172,7 +1171,7 @@ class Renderer(Pool):
         css = tailwind.read_bytes() if tailwind.exists() else b""
         if sha256(css).hexdigest() != TAILWIND_SHA256:
             fail(f"no Tailwind 2.2.19 style sheet at {tailwind} (MANUAL.md, \"Frontend Design\")")
-        self.sheet = StyleSheet(css.decode())
+        self.sheet = style_sheet(css.decode())
         super().__init__([Browser(async_api, path, script) for _ in range(workers)])
         for browser in self.workers:
             self.callback(browser.stop)
@@ -1215,18 +1214,17 @@ class Clip:
         self.model = model.eval().to(self.device)
         self.lock = threading.Lock()
 
-    def embedding(self, page):
-        """Returns a rendered page's embedding (d,), which it caches in page["clip"]."""
-        if "clip" not in page:
-            image = self.pil_image.open(io.BytesIO(page["png"])).convert("RGB")
-            pixels = self.processor(image, return_tensors="pt")["pixel_values"].to(self.device)
-            with self.lock, self.torch.no_grad():
-                page["clip"] = self.model(pixels).image_embeds[0].float().cpu()
-        return page["clip"]
-
-    def __call__(self, page, other):
-        likeness = self.torch.cosine_similarity(self.embedding(page), self.embedding(other), dim=0)
-        return likeness.clamp(0, 1).item()
+    def __call__(self, *pages):
+        """Returns the similarity of two rendered pages; caches their embeddings, page["clip"]."""
+        for page in pages:
+            if "clip" not in page:
+                image = self.pil_image.open(io.BytesIO(page["png"])).convert("RGB")
+                pixels = self.processor(image, return_tensors="pt")["pixel_values"]
+                with self.lock, self.torch.no_grad():
+                    features = self.model(pixels.to(self.device)).image_embeds
+                page["clip"] = features[0].float().cpu()
+        one, other = (page["clip"] for page in pages)
+        return self.torch.cosine_similarity(one, other, dim=0).clamp(0, 1).item()
 
 
 # --- the kinds of tasks ---------------------------------------------------------------------------
@@ -1265,12 +1263,12 @@ def grade(args, emit):
     try:
         for record in grade_records(read_records(sys.stdin, "answer", to_grade=True), args):
             emit(record)
-            graded.append((task_id(record["task"]), record["reward"], "failure" in record))
+            name, label = task_id(record["task"]), environment(record["task"]).reward_name
+            labels.add(f"{label} by {record.get('reward_by', 'own rules')}")
+            graded.append((name, record["reward"], "failure" in record))
             for text in (record.get("failure", ""), *record.get("tests", {}).values()):
                 if text.startswith(("the reference: ", "no expected value: ")):
-                    broken.add(task_id(record["task"]))
-            label = environment(record["task"]).reward_name
-            labels.add(f"{label} by {record.get('reward_by', 'own rules')}")
+                    broken.add(name)
     finally:  # also if other records could not be graded
         good = [result for name, *result in graded if name not in broken]
         if good:
