@@ -21,7 +21,6 @@ import contextlib
 import functools
 import html
 import io
-import platform
 import queue
 import shutil
 import subprocess
@@ -443,7 +442,7 @@ mention pictures."""
     def __init__(self, args):
         super().__init__(args)
         self.reward_by = "clip"
-        self.likeness = Clip(args.clip)  # likeness(page, reference)
+        self.likeness = clip_likeness(args.clip)
         self.renderer = self.enter_context(Renderer(args.workers))
 
     @classmethod
@@ -506,9 +505,10 @@ SERVERS = [(EXTRAS, LIBRARY + EXTRA_MODULES),
 def seccomp_filter():
     """Returns the BPF program that allows only ALLOWED_CALLS, as bytes."""
     machines = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
-    if platform.machine() not in machines:
-        raise GraderError(f"the sandbox supports x86_64 and aarch64, not {platform.machine()}")
-    column, arch = machines[platform.machine()]
+    machine = os.uname().machine
+    if machine not in machines:
+        raise GraderError(f"the sandbox supports {' and '.join(machines)}, not {machine}")
+    column, arch = machines[machine]
     # An instruction is (operation, instructions to skip if true, or if false, value). Offsets to
     # `load` from: 0 the call's number, 4 the architecture, 16 and 24 the first two arguments.
     # BPF_LD|W|ABS, BPF_ALU|AND|K, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
@@ -794,8 +794,7 @@ class Pool(contextlib.ExitStack):
 
     def __init__(self, workers):
         super().__init__()
-        self.workers = workers
-        self.idle = queue.LifoQueue()  # last in, first out, so that a light load uses few workers
+        self.workers, self.idle = workers, queue.LifoQueue()  # so a light load uses few
         for worker in workers:
             self.idle.put(worker)
 
@@ -1098,15 +1097,13 @@ class Browser:
     def render(self, page, sheet):
         """See Renderer.render; `sheet` is the page's CSS. Raises GraderError without a browser."""
         for _ in range(3):  # an earlier page may have broken the browser, so start a new one
-            started = False
             try:
                 if not self.tab:
                     self.run(self.start(), 30)
-                started = True
                 return self.run(self.screenshot(page, sheet), PAGE_LIMITS["seconds"])
             except Exception as e:  # pages are untrusted: any failure counts as the page's
+                error, started = e, self.tab is not None
                 self.stop()
-                error = e
                 if started and isinstance(e, TimeoutError):
                     raise RenderError(f"the page took more than {PAGE_LIMITS['seconds']} s") from e
         if started:
@@ -1197,34 +1194,32 @@ class Renderer(Pool):
 
 # --- frontend: the likeness of two rendered pages -------------------------------------------------
 
-class Clip:
-    """Cosine similarity of two pages' CLIP embeddings, which with ViT-B/32 is ColBench's reward."""
+def clip_likeness(path):
+    """Returns likeness(page, other): the cosine similarity of two rendered pages' CLIP embeddings.
 
-    def __init__(self, path):  # a directory or a hub name
-        import torch
-        from PIL import Image
-        from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
-        self.torch, self.pil_image = torch, Image
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            model = CLIPVisionModelWithProjection.from_pretrained(path, use_safetensors=True)
-            self.processor = CLIPImageProcessorPil.from_pretrained(path)
-        except (OSError, ValueError) as e:
-            fail(f"--clip {path}: {str(e).splitlines()[0]}")
-        self.model = model.eval().to(self.device)
-        self.lock = threading.Lock()
+    With ViT-B/32 it is ColBench's reward. path: a directory or a hub name.
+    """
+    import torch
+    from PIL import Image
+    from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
+    try:
+        model = CLIPVisionModelWithProjection.from_pretrained(path, use_safetensors=True)
+        processor = CLIPImageProcessorPil.from_pretrained(path)
+    except (OSError, ValueError) as e:
+        fail(f"--clip {path}: {str(e).splitlines()[0]}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, lock = model.eval().to(device), threading.Lock()
 
-    def __call__(self, *pages):
-        """Returns the similarity of two rendered pages; caches their embeddings, page["clip"]."""
+    def likeness(*pages):
         for page in pages:
-            if "clip" not in page:
-                image = self.pil_image.open(io.BytesIO(page["png"])).convert("RGB")
-                pixels = self.processor(image, return_tensors="pt")["pixel_values"]
-                with self.lock, self.torch.no_grad():
-                    features = self.model(pixels.to(self.device)).image_embeds
-                page["clip"] = features[0].float().cpu()
+            if "clip" not in page:  # its embedding (d,)
+                image = Image.open(io.BytesIO(page["png"])).convert("RGB")
+                pixels = processor(image, return_tensors="pt")["pixel_values"].to(device)
+                with lock, torch.no_grad():
+                    page["clip"] = model(pixels).image_embeds[0].float().cpu()
         one, other = (page["clip"] for page in pages)
-        return self.torch.cosine_similarity(one, other, dim=0).clamp(0, 1).item()
+        return torch.cosine_similarity(one, other, dim=0).clamp(0, 1).item()
+    return likeness
 
 
 # --- the kinds of tasks ---------------------------------------------------------------------------
