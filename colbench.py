@@ -48,16 +48,12 @@ class RenderError(Exception):
 
 # --- tasks, prompts and the rules of an episode ---------------------------------------------------
 
-def task_content(task):
-    """Returns all fields of a task but its id, with its kind even if that is not written."""
-    return {**task, "id": None, "kind": task_kind(task)}
-
-
 def task_id(task):
     """Returns the task's own id, else a hash of its content."""
     if task.get("id") not in (None, ""):
         return str(task["id"])
-    return digest(json.dumps(task_content(task), sort_keys=True))
+    content = {**task, "id": None, "kind": task_kind(task)}  # the kind may not be written
+    return digest(json.dumps(content, sort_keys=True))
 
 
 def settings(meta):
@@ -313,7 +309,7 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
             if not -1 <= record.get("reward", 0) <= 1:
                 raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
 
-            kind, content, name = environment(task), task_content(task), task_id(task)
+            kind, name = environment(task), task_id(task)
             for path in ("task.problem_description", "task.ground_truth", *fields,
                          *(kind.required_fields if to_grade else ())):
                 value = record
@@ -326,6 +322,7 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
                 if not agent_messages(record):
                     raise ValueError("dialogue_history has no message of the agent")
 
+            content = {**task, "id": None, "kind": task_kind(task)}
             first, line = tasks.setdefault(name, (content, place))
             if content != first:
                 differ = [x for x in sorted(first | content) if first.get(x) != content.get(x)]
@@ -794,7 +791,7 @@ class Pool(contextlib.ExitStack):
 
     def __init__(self, workers):
         super().__init__()
-        self.workers, self.idle = workers, queue.LifoQueue()  # so a light load uses few
+        self.workers, self.idle = workers, queue.LifoQueue()  # few serve a light load
         for worker in workers:
             self.idle.put(worker)
 
@@ -927,10 +924,7 @@ class Grader(Pool):
         self.results("", ["0"])  # raises GraderError here if the sandbox does not work
 
     def results(self, text, tests, time_factor=1):
-        """Returns a result per test, see ForkServer.run. time_factor multiplies the time limits.
-
-        Servers start when needed. A failed one is restarted once, then it is a GraderError.
-        """
+        """Returns a result per test, see ForkServer.run. time_factor multiplies the time limits."""
         results, seconds_left, failed = [], LIMITS["answer"] * time_factor, False
         source = "\n".join([text, *tests])
         row = next(i for i, (pattern, _) in enumerate(SERVERS) if re.search(pattern, source))
@@ -943,7 +937,7 @@ class Grader(Pool):
                         self.callback(servers[row].stop)
                     new, seconds = servers[row].run(request, LIMITS["test"] * time_factor,
                                                     seconds_left)
-                except OSError as e:
+                except OSError as e:  # start another server, but only once
                     if row in servers:
                         servers.pop(row).stop()
                     if failed:
