@@ -791,7 +791,8 @@ class Pool(contextlib.ExitStack):
 
     def __init__(self, workers):
         super().__init__()
-        self.workers, self.idle = workers, queue.LifoQueue()  # few serve a light load
+        self.workers = workers
+        self.idle = queue.LifoQueue()  # last in, first out, so that a light load uses few workers
         for worker in workers:
             self.idle.put(worker)
 
@@ -981,7 +982,7 @@ def grade_records(records, args):
     jobs, error, failed = collections.deque(), None, []
 
     def graded(most):
-        """Yields the records of the first jobs, until one is not done and `most` are left."""
+        """Yields the first jobs' records; waits for them only while more than `most` are left."""
         while jobs and (jobs[0][1].done() or len(jobs) > most):
             record, job = jobs.popleft()
             try:
