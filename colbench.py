@@ -48,12 +48,16 @@ class RenderError(Exception):
 
 # --- tasks, prompts and the rules of an episode ---------------------------------------------------
 
+def task_content(task):
+    """Returns all fields of a task but its id, with its kind even if that is not written."""
+    return {**task, "id": None, "kind": task_kind(task)}
+
+
 def task_id(task):
     """Returns the task's own id, else a hash of its content."""
     if task.get("id") not in (None, ""):
         return str(task["id"])
-    content = {**task, "id": None, "kind": task_kind(task)}  # the kind may not be written
-    return digest(json.dumps(content, sort_keys=True))
+    return digest(json.dumps(task_content(task), sort_keys=True))
 
 
 def settings(meta):
@@ -309,7 +313,7 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
             if not -1 <= record.get("reward", 0) <= 1:
                 raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
 
-            kind, name = environment(task), task_id(task)
+            kind, content, name = environment(task), task_content(task), task_id(task)
             for path in ("task.problem_description", "task.ground_truth", *fields,
                          *(kind.required_fields if to_grade else ())):
                 value = record
@@ -322,7 +326,6 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
                 if not agent_messages(record):
                     raise ValueError("dialogue_history has no message of the agent")
 
-            content = {**task, "id": None, "kind": task_kind(task)}
             first, line = tasks.setdefault(name, (content, place))
             if content != first:
                 differ = [x for x in sorted(first | content) if first.get(x) != content.get(x)]
@@ -979,7 +982,7 @@ def grade_records(records, args):
     invalid line, or a kind without its packages, ends it once the lines before are graded; a
     GraderError ends it immediately.
     """
-    jobs, error, failed = collections.deque(), None, []
+    jobs, failed = collections.deque(), []
 
     def graded(most):
         """Yields the first jobs' records; waits for them only while more than `most` are left."""
@@ -1006,11 +1009,10 @@ def grade_records(records, args):
                 job = pool.submit(grader.grade, record["task"], record.get("answer"))
                 jobs.append((record, job))
                 yield from graded(4 * args.workers - 1)
-        except SystemExit as e:
-            error = e
+        except SystemExit:
+            yield from graded(0)
+            raise
         yield from graded(0)
-    if error:
-        raise error
     if failed:
         fail(f"{len(failed)} answers could not be graded and were left out")
 
