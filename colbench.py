@@ -1092,7 +1092,7 @@ class Browser:
                 self.run(driver.stop(), 5)
 
     def render(self, page, sheet):
-        """See Renderer.render; `sheet` is the page's CSS. Raises GraderError without a browser."""
+        """See Renderer.render. page: bytes, sheet: CSS. Raises GraderError without a browser."""
         for _ in range(3):  # an earlier page may have broken the browser, so start a new one
             try:
                 if not self.tab:
@@ -1126,7 +1126,6 @@ class Browser:
         is_page = own_host and request.is_navigation_request() and not request.frame.parent_frame
         if is_page and self.page is not None:
             page, self.page = self.page, None  # only once, else a page could reload itself forever
-            page = page.encode(errors="replace")  # it may contain lone surrogates
             await route.fulfill(body=page, content_type="text/html; charset=utf-8")
         elif request.resource_type == "stylesheet" and "tailwind" in request.url:
             await route.fulfill(body=self.sheet, content_type="text/css; charset=utf-8")
@@ -1175,10 +1174,11 @@ class Renderer(Pool):
         """Returns {"png", "height"} and what else `script` measures; may raise RenderError."""
         if not (page or "").strip():
             raise RenderError("no page")
-        if len(page.encode(errors="replace")) > PAGE_LIMITS["bytes"]:
+        body = page.encode(errors="replace")  # it may contain lone surrogates
+        if len(body) > PAGE_LIMITS["bytes"]:
             raise RenderError(f"the page has more than {PAGE_LIMITS['bytes']} bytes")
         with self.acquire() as browser:
-            return browser.render(page, self.sheet(page))
+            return browser.render(body, self.sheet(page))
 
     def render_pair(self, task, text):
         """Renders the last page in a text, and the task's reference; may raise RenderError."""
