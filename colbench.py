@@ -21,7 +21,6 @@ import contextlib
 import functools
 import html
 import io
-import platform
 import queue
 import shutil
 import subprocess
@@ -443,7 +442,7 @@ mention pictures."""
     def __init__(self, args):
         super().__init__(args)
         self.reward_by = "clip"
-        self.likeness = Clip(args.clip)  # likeness(page, reference)
+        self.likeness = clip_likeness(args.clip)
         self.renderer = self.enter_context(Renderer(args.workers))
 
     @classmethod
@@ -476,13 +475,6 @@ mention pictures."""
 #
 # The fork server never sees code, values or references, so a child inherits nothing worth reading.
 
-LIMITS = {
-    "test": 1, "answer": 6,  # CPU seconds per test, per answer; references get three times as many
-    "sleep": 3,              # time used = max(CPU time, time asleep / 3): a sleeping answer ends
-    "memory": 1 << 30,       # bytes of address space
-    "code": 1 << 18,         # characters of an answer
-    "result": 200}           # bytes of a result
-
 # Allowed system calls: name, number on x86_64, number on aarch64. All others fail with EPERM, so a
 # child can't open a file or socket, or start a process.
 ALLOWED_CALLS = """
@@ -494,9 +486,7 @@ clock_gettime 228 113   clock_getres 229 114   clock_nanosleep 230 115   exit 60
 exit_group 231 94   getcwd 79 17
 """
 # Modules to load before the fork, because children can't open files: the standard library, numpy
-# and sympy, and what these two import lazily. NOT_LOADED: tests, and imports with side effects.
-NOT_LOADED = """__main__ antigravity benchmarks distutils ensurepip idlelib lib2to3 pydoc_data test
-tests this tkinter turtle turtledemo""".split()
+# and sympy, and what these two import lazily.
 LIBRARY = [*(name for name in sorted(sys.stdlib_module_names) if name[0] != "_"),
            "_strptime", "_pylong"]
 EXTRA_MODULES = """numpy.char numpy.fft numpy.ma numpy.polynomial numpy.random numpy.rec
@@ -515,9 +505,10 @@ SERVERS = [(EXTRAS, LIBRARY + EXTRA_MODULES),
 def seccomp_filter():
     """Returns the BPF program that allows only ALLOWED_CALLS, as bytes."""
     machines = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
-    if platform.machine() not in machines:
-        raise GraderError(f"the sandbox supports x86_64 and aarch64, not {platform.machine()}")
-    column, arch = machines[platform.machine()]
+    machine = os.uname().machine
+    if machine not in machines:
+        raise GraderError(f"the sandbox supports {' and '.join(machines)}, not {machine}")
+    column, arch = machines[machine]
     # An instruction is (operation, instructions to skip if true, or if false, value). Offsets to
     # `load` from: 0 the call's number, 4 the architecture, 16 and 24 the first two arguments.
     # BPF_LD|W|ABS, BPF_ALU|AND|K, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
@@ -548,6 +539,15 @@ import textwrap, types, uuid
 from hashlib import sha256
 
 
+LIMITS = {
+    "test": 1, "answer": 6,  # CPU seconds per test, per answer; references get three times as many
+    "sleep": 3,              # time used = max(CPU time, time asleep / 3): a sleeping answer ends
+    "memory": 1 << 30,       # bytes of address space
+    "code": 1 << 18,         # characters of an answer
+    "result": 200}           # bytes of a result
+# Tests, and modules that do something when they are imported.
+NOT_LOADED = """__main__ antigravity benchmarks distutils ensurepip idlelib lib2to3 pydoc_data test
+tests this tkinter turtle turtledemo""".split()
 INVISIBLE = {**dict.fromkeys([0x0D, 0xAD, *range(0x200B, 0x2010), 0x2060, 0xFEFF]),  # deleted
              **dict.fromkeys([0xA0, *range(0x2000, 0x200B), 0x202F, 0x3000], " ")}  # spaces
 
@@ -578,23 +578,17 @@ def execute(text, code, namespace, local_names):
         raise
 
 
-def compile_answer(answer):
-    """Returns the programs of an answer: the whole, else each fenced block that is Python."""
-    try:
-        return [compile_program(answer)]
-    except Exception:  # it is not Python, for any of the reasons above
-        if programs := fenced_programs(answer):
-            return programs
-        raise
-
-
-def fenced_programs(text):
-    """Returns the program of each fenced block in a text that is Python.
+def read_programs(answer):
+    """Returns the programs of an answer: the whole, else each fenced block that is Python.
 
     A block ends at the first fence, at least as long as its own, up to which it is Python; a fence
     in a string is not. A block that is not Python, such as Markdown, is searched for blocks itself.
     """
-    programs, texts = [], [text]
+    try:
+        return [compile_program(answer)]
+    except Exception as e:  # it is not Python, for any of the reasons above
+        error = e
+    programs, texts = [], [answer]
     while texts:
         text = texts.pop()
         if not (opening := re.search("`{3,}|~{3,}", text)):
@@ -611,6 +605,8 @@ def fenced_programs(text):
                 break
         else:
             texts += [text[ends[0].end():], text[:ends[0].start()]]
+    if not programs:
+        raise error
     return programs
 
 
@@ -699,12 +695,12 @@ def run_test(programs, test, official):
         return f"refused {type(e).__name__}: {e}"
 
 
-def run_tests(request, result_fd, result_bytes):
-    """Runs a request {text, tests, official}; writes a result of at most result_bytes per test."""
+def run_tests(request, result_fd):
+    """Runs a request {text, tests, official}; writes a result per test."""
     text, official = request["text"], request["official"]
     error, uses_streams = None, re.search("std(in|out|err)", text)
     try:
-        programs = [(text, compile(text, "<answer>", "exec"))] if official else compile_answer(text)
+        programs = [(text, compile(text, "<answer>", "exec"))] if official else read_programs(text)
     except BaseException as e:
         error = e
     for test in request["tests"]:
@@ -719,10 +715,10 @@ def run_tests(request, result_fd, result_bytes):
         except BaseException as e:  # also SystemExit and KeyboardInterrupt
             missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
             result = f"raised {type(e).__name__}{missing}"
-        os.write(result_fd, result.encode("ascii", "backslashreplace")[:result_bytes])
+        os.write(result_fd, result.encode("ascii", "backslashreplace")[:LIMITS["result"]])
 
 
-def child_main(result_fd, request, devnull, libc, server, bpf, memory, result_bytes):
+def run_child(result_fd, request, devnull, libc, server, bpf):
     """Confines this child's system calls and resources, says so, runs one request, and exits."""
     try:
         for fd in (0, 1, 2):
@@ -731,7 +727,7 @@ def child_main(result_fd, request, devnull, libc, server, bpf, memory, result_by
         for name in ("numpy.random", "sympy.core.random"):  # unlike Python's, not reseeded
             if name in sys.modules:
                 sys.modules[name].seed()
-        limits = {"AS": memory, "CPU": 60, "FSIZE": 0, "CORE": 0, "NOFILE": 64}
+        limits = {"AS": LIMITS["memory"], "CPU": 60, "FSIZE": 0, "CORE": 0, "NOFILE": 64}
         for limit, value in limits.items():
             resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
         libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the server
@@ -745,21 +741,21 @@ def child_main(result_fd, request, devnull, libc, server, bpf, memory, result_by
             os._exit(1)  # seccomp is not available
         os.write(result_fd, b"confined %d" % os.getpid())
         with open(request, closefd=False) as f:
-            run_tests(json.load(f), result_fd, result_bytes)
+            run_tests(json.load(f), result_fd)
     finally:
         os._exit(0)
 
 
-def load_modules(name, skip):
-    """Imports a module and its submodules, except those named in `skip` and those that fail."""
-    if name.rpartition(".")[2] not in skip:
+def load_modules(name):
+    """Imports a module and its submodules, except those that are NOT_LOADED or that fail."""
+    if name.rpartition(".")[2] not in NOT_LOADED:
         with contextlib.suppress(Exception):
             module = importlib.import_module(name)
             for submodule in pkgutil.iter_modules(getattr(module, "__path__", ())):
-                load_modules(f"{name}.{submodule.name}", skip)
+                load_modules(f"{name}.{submodule.name}")
 
 
-def serve(bpf, modules, skip, memory, result_bytes):
+def serve(bpf, modules):
     """Runs a fork server, whose stdin is a Unix socket to the grader, until the grader exits.
 
     A message with two descriptors, of a result socket and a request file, forks a child. The next
@@ -769,20 +765,20 @@ def serve(bpf, modules, skip, memory, result_bytes):
     libc.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core dumps, and only root can read its memory
     for name in modules:
-        load_modules(name, skip)
+        load_modules(name)
     if "zoneinfo" in modules:  # a child can't open the files of time zones, so cache all of them
         zoneinfo = sys.modules["zoneinfo"]
         zoneinfo.kept = [zoneinfo.ZoneInfo(name) for name in zoneinfo.available_timezones()]
     devnull, server = os.open(os.devnull, os.O_RDWR), os.getpid()
     control = socket.socket(fileno=0)
     text = "def f(x): return [x, 0.5, 'a', {'b': (x, None)}]"  # warms up caches for all children
-    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, devnull, result_bytes)
+    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, devnull)
     gc.freeze()  # else garbage collection in a child would copy all shared memory pages
     with contextlib.suppress(ConnectionError):  # the grader has exited
         while fds := socket.recv_fds(control, 1, 2)[1]:
             pid = os.fork()
             if pid == 0:
-                child_main(*fds, devnull, libc, server, bpf, memory, result_bytes)
+                run_child(*fds, devnull, libc, server, bpf)
             for fd in fds:
                 os.close(fd)
             control.recv(1)
@@ -794,7 +790,7 @@ def serve(bpf, modules, skip, memory, result_bytes):
 
 
 class Pool(contextlib.ExitStack):
-    """Lends workers to threads, which must end before `with` does: it stops the workers."""
+    """Lends workers, such as browsers, to threads, which must end before `with` does."""
 
     def __init__(self, workers):
         super().__init__()
@@ -802,7 +798,6 @@ class Pool(contextlib.ExitStack):
         self.idle = queue.LifoQueue()  # last in, first out, so that a light load uses few workers
         for worker in workers:
             self.idle.put(worker)
-            self.callback(worker.stop)
 
     @contextlib.contextmanager
     def acquire(self):
@@ -821,8 +816,7 @@ class ForkServer:
         self.control.settimeout(600)  # importing all modules is slow on a busy machine
         this_file = pathlib.Path(__file__).read_text()
         program = re.search("\n# fork server: begin(.*)\n# fork server: end", this_file, re.S)[1]
-        arguments = seccomp_filter(), modules, NOT_LOADED, LIMITS["memory"], LIMITS["result"]
-        program += f"\nserve(*{arguments})\n"
+        program += f"\nserve({seccomp_filter()}, {modules})\n"
         env = {"PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
         command = [sys.executable, "-s", "-P", "-B", "-Wignore", "-c", program]
         with server_end:  # -I instead of -s -P would ignore PYTHONHASHSEED
@@ -874,29 +868,6 @@ class ForkServer:
         return results, seconds
 
 
-class Worker(dict):
-    """One worker's fork servers, {row of SERVERS: ForkServer}, which start when needed."""
-
-    def run(self, request, per_test, total):
-        """Calls ForkServer.run; restarts a failed server once, then raises GraderError."""
-        source = "\n".join([request["text"], *request["tests"]])
-        row = next(i for i, (pattern, _) in enumerate(SERVERS) if re.search(pattern, source))
-        for _ in range(2):
-            try:
-                if row not in self:
-                    self[row] = ForkServer(SERVERS[row][1])
-                return self[row].run(request, per_test, total)
-            except OSError as e:
-                error = e
-                if row in self:
-                    self.pop(row).stop()
-        raise GraderError(f"a fork server failed twice: {error!r}") from error
-
-    def stop(self):
-        while self:
-            self.popitem()[1].stop()
-
-
 def receive(result_socket, time_used, limit):
     """Returns a child's next result, or a str if it ends or its time_used() reaches `limit`."""
     while True:
@@ -917,30 +888,22 @@ def receive(result_socket, time_used, limit):
 
 def verdict(expected, result):
     """Returns "pass", or why an answer's result does not pass. expected: the reference's result."""
-    if isinstance(expected, str) or not expected.startswith(b"value "):
-        return "no expected value: " + ("None" if expected == b"none" else reason(expected))
-    return "pass" if result == expected else reason(result)
-
-
-def reason(result):
-    """Returns the verdict on a result that does not pass."""
-    if isinstance(result, str):
-        return result
-    kind, _, text = result.partition(b" ")
-    label = {b"raised": "raised", b"refused": "value refused"}.get(kind)
-    return f"{label} {json.dumps(text[:80].decode('ascii', 'replace'))}" if label else "wrong value"
+    has_value = isinstance(expected, bytes) and expected.startswith(b"value ")
+    if has_value and result == expected:
+        return "pass"
+    if expected == b"none":
+        return "no expected value: None"
+    reason = result if has_value else expected
+    if isinstance(reason, bytes):
+        kind, _, text = reason.partition(b" ")
+        label = {b"raised": "raised", b"refused": "value refused"}.get(kind)
+        text = json.dumps(text[:80].decode("ascii", "replace"))
+        reason = f"{label} {text}" if label else "wrong value"
+    return reason if has_value else f"no expected value: {reason}"
 
 
 BANNED_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(",
                 "quit(", "argparse")  # the released scorer gives reward 0 to answers with one
-
-
-def official_code(answer):
-    """Extracts the code as the released scorer does: a fence's tag other than "python" stays in."""
-    for fence in ("```python", "```"):
-        if fence in answer:
-            answer = answer.split(fence)[1].split("```")[0]
-    return answer
 
 
 class Grader(Pool):
@@ -961,43 +924,55 @@ class Grader(Pool):
     def __init__(self, rules="honest", workers=2):
         self.official = rules == "official"
         self.expected = {}  # {digest of a reference and its tests: its results}
-        super().__init__([Worker() for _ in range(workers)])
+        super().__init__([{} for _ in range(workers)])  # of each: {row of SERVERS: ForkServer}
         self.results("", ["0"])  # raises GraderError here if the sandbox does not work
 
     def results(self, text, tests, time_factor=1):
         """Returns a result per test, see ForkServer.run. time_factor multiplies the time limits."""
-        results, seconds_left = [], LIMITS["answer"] * time_factor
-        with self.acquire() as worker:
+        results, seconds_left, failed = [], LIMITS["answer"] * time_factor, False
+        source = "\n".join([text, *tests])
+        row = next(i for i, (pattern, _) in enumerate(SERVERS) if re.search(pattern, source))
+        with self.acquire() as servers:
             while len(results) < len(tests) and seconds_left > 0:  # rerun if a child ends early
                 request = {"text": text, "tests": tests[len(results):], "official": self.official}
-                new, seconds = worker.run(request, LIMITS["test"] * time_factor, seconds_left)
+                try:
+                    if row not in servers:
+                        servers[row] = ForkServer(SERVERS[row][1])
+                        self.callback(servers[row].stop)
+                    new, seconds = servers[row].run(request, LIMITS["test"] * time_factor,
+                                                    seconds_left)
+                except OSError as e:  # start another server, but only once
+                    if row in servers:
+                        servers.pop(row).stop()
+                    if failed:
+                        raise GraderError(f"a fork server failed twice: {e!r}") from e
+                    failed = True
+                    continue
                 results += new
                 seconds_left -= seconds
+                failed = False
         return results + ["timeout"] * (len(tests) - len(results))
 
     def grade(self, task, answer):
         """Returns {"reward": share of tests passed, "tests": {name: verdict}}."""
-        names, tests = list(task["test_cases"]), list(task["test_cases"].values())
-        if rejection := self.rejection(answer or ""):
-            verdicts = [rejection] * len(tests)
+        tests, answer = list(task["test_cases"].values()), answer or ""
+        banned = [word for word in BANNED_WORDS if self.official and word in answer]
+        if not answer.strip():
+            verdicts = ["no answer"] * len(tests)
+        elif len(answer) > LIMITS["code"]:
+            verdicts = [f"not run: it has more than {LIMITS['code']:,} characters"] * len(tests)
+        elif banned:
+            verdicts = [f"not run: the official rules refuse {banned[0]!r}"] * len(tests)
         else:
-            code = official_code(answer) if self.official else answer
+            for fence in ("```python", "```") if self.official else ():
+                if fence in answer:  # a tag other than "python" stays in, as there
+                    answer = answer.split(fence)[1].split("```")[0]
             key = digest([task["ground_truth"], tests])
             if key not in self.expected:
                 self.expected[key] = self.results(task["ground_truth"], tests, time_factor=3)
-            verdicts = list(map(verdict, self.expected[key], self.results(code, tests)))
+            verdicts = list(map(verdict, self.expected[key], self.results(answer, tests)))
         reward = verdicts.count("pass") / len(tests)
-        return {"reward": reward, "tests": dict(zip(names, verdicts))}
-
-    def rejection(self, answer):
-        """Returns the verdict on an answer that is rejected without running it, else None."""
-        if not answer.strip():
-            return "no answer"
-        if len(answer) > LIMITS["code"]:
-            return f"not run: it has more than {LIMITS['code']:,} characters"
-        for word in BANNED_WORDS if self.official else ():
-            if word in answer:
-                return f"not run: the official rules refuse {word!r}"
+        return {"reward": reward, "tests": dict(zip(task["test_cases"], verdicts))}
 
 
 def grade_records(records, args):
@@ -1007,19 +982,21 @@ def grade_records(records, args):
     invalid line, or a kind without its packages, ends it once the lines before are graded; a
     GraderError ends it immediately.
     """
-    jobs, error, failed = collections.deque(), None, []
+    jobs, failed = collections.deque(), []
 
-    def grade_one(grader, record):
-        """Returns [graded record], or [] if its `grade` raises."""
-        try:
-            grade_fields = grader.grade(record["task"], record.get("answer"))
-        except GraderError:
-            raise
-        except Exception as e:
-            failed.append(record)
-            say(f"task {task_id(record['task'])} could not be graded: {type(e).__name__}: {e}")
-            return []
-        return [{name: record[name] for name in record if name not in GRADE_FIELDS} | grade_fields]
+    def graded(most):
+        """Yields the first jobs' records; waits for them only while more than `most` are left."""
+        while jobs and (jobs[0][1].done() or len(jobs) > most):
+            record, job = jobs.popleft()
+            try:
+                fields = job.result()
+            except GraderError:
+                raise
+            except Exception as e:
+                failed.append(record)
+                say(f"task {task_id(record['task'])} could not be graded: {type(e).__name__}: {e}")
+            else:
+                yield {k: record[k] for k in record if k not in GRADE_FIELDS} | fields
 
     with contextlib.ExitStack() as stack, \
             concurrent.futures.ThreadPoolExecutor(2 * args.workers) as pool:
@@ -1029,15 +1006,13 @@ def grade_records(records, args):
                 kind = environment(record["task"])
                 with fail_on_error(f"{kind.__name__} can't grade (for pages: pip install pillow)"):
                     grader = new_grader(kind)
-                jobs.append(pool.submit(grade_one, grader, record))
-                while jobs and (jobs[0].done() or len(jobs) >= 4 * args.workers):
-                    yield from jobs.popleft().result()
-        except SystemExit as e:
-            error = e
-        for job in jobs:
-            yield from job.result()
-    if error:
-        raise error
+                job = pool.submit(grader.grade, record["task"], record.get("answer"))
+                jobs.append((record, job))
+                yield from graded(4 * args.workers - 1)
+        except SystemExit:
+            yield from graded(0)
+            raise
+        yield from graded(0)
     if failed:
         fail(f"{len(failed)} answers could not be graded and were left out")
 
@@ -1066,24 +1041,22 @@ MEASURE_SCRIPT = """() => {
 }"""
 
 
-class StyleSheet:
-    """Selects the rules that a page uses: Tailwind's 3 MB take a page three times as long."""
-    PART = re.compile(r"([^{}@]*)\{[^{}]*\}|@[^{}]*\{|\}")  # a rule, "@media ... {", or its "}"
-    CLASS = re.compile(r"\.((?:\\.|[\w-])+)")
+def style_sheet(css):
+    """Returns rules_of(page), the CSS that a page uses: all 3 MB take it three times as long."""
+    parts, by_class = [], collections.defaultdict(list)  # {class: indices in parts}
+    part_of = r"([^{}@]*)\{[^{}]*\}|@[^{}]*\{|\}"  # a rule, "@media ... {", or its "}"
+    for part in re.finditer(part_of, re.sub(r"/\*.*?\*/", "", css, flags=re.S)):
+        for name in re.findall(r"\.((?:\\.|[\w-])+)", part[1] or "") or [""]:  # "": on all pages
+            name = name.replace("\\32", "2").replace("\\", "")  # unescapes \32xl\:w-1\/2
+            by_class[name].append(len(parts))
+        parts.append(part[0])
 
-    def __init__(self, css):
-        self.parts, self.by_class = [], collections.defaultdict(list)  # {class: indices in parts}
-        for part in self.PART.finditer(re.sub(r"/\*.*?\*/", "", css, flags=re.S)):
-            for name in self.CLASS.findall(part[1] or "") or [""]:  # "": used by all pages
-                name = name.replace("\\32", "2").replace("\\", "")  # unescapes \32xl\:w-1\/2
-                self.by_class[name].append(len(self.parts))
-            self.parts.append(part[0])
-
-    def __call__(self, page):  # returns CSS
+    def rules_of(page):
         text = re.sub(r"&#?\w{1,31};?", lambda match: html.unescape(match[0]), page)
         words = {"", *re.split(r"[\s\"'<>=`]+", text)}
-        used = {i for word in words & self.by_class.keys() for i in self.by_class[word]}
-        return "".join(self.parts[i] for i in sorted(used))
+        used = {i for word in words & by_class.keys() for i in by_class[word]}
+        return "".join(parts[i] for i in sorted(used))
+    return rules_of
 
 
 class Browser:
@@ -1119,17 +1092,15 @@ class Browser:
                 self.run(driver.stop(), 5)
 
     def render(self, page, sheet):
-        """See Renderer.render; `sheet` is the page's CSS. Raises GraderError without a browser."""
+        """See Renderer.render. page: bytes, sheet: CSS. Raises GraderError without a browser."""
         for _ in range(3):  # an earlier page may have broken the browser, so start a new one
-            started = False
             try:
                 if not self.tab:
                     self.run(self.start(), 30)
-                started = True
                 return self.run(self.screenshot(page, sheet), PAGE_LIMITS["seconds"])
             except Exception as e:  # pages are untrusted: any failure counts as the page's
+                error, started = e, self.tab is not None
                 self.stop()
-                error = e
                 if started and isinstance(e, TimeoutError):
                     raise RenderError(f"the page took more than {PAGE_LIMITS['seconds']} s") from e
         if started:
@@ -1155,7 +1126,6 @@ class Browser:
         is_page = own_host and request.is_navigation_request() and not request.frame.parent_frame
         if is_page and self.page is not None:
             page, self.page = self.page, None  # only once, else a page could reload itself forever
-            page = page.encode(errors="replace")  # it may contain lone surrogates
             await route.fulfill(body=page, content_type="text/html; charset=utf-8")
         elif request.resource_type == "stylesheet" and "tailwind" in request.url:
             await route.fulfill(body=self.sheet, content_type="text/css; charset=utf-8")
@@ -1194,18 +1164,21 @@ class Renderer(Pool):
         css = tailwind.read_bytes() if tailwind.exists() else b""
         if sha256(css).hexdigest() != TAILWIND_SHA256:
             fail(f"no Tailwind 2.2.19 style sheet at {tailwind} (MANUAL.md, \"Frontend Design\")")
-        self.sheet = StyleSheet(css.decode())
+        self.sheet = style_sheet(css.decode())
         super().__init__([Browser(async_api, path, script) for _ in range(workers)])
+        for browser in self.workers:
+            self.callback(browser.stop)
         self.render = functools.lru_cache(256)(self.render)
 
     def render(self, page):
         """Returns {"png", "height"} and what else `script` measures; may raise RenderError."""
         if not (page or "").strip():
             raise RenderError("no page")
-        if len(page.encode(errors="replace")) > PAGE_LIMITS["bytes"]:
+        body = page.encode(errors="replace")  # it may contain lone surrogates
+        if len(body) > PAGE_LIMITS["bytes"]:
             raise RenderError(f"the page has more than {PAGE_LIMITS['bytes']} bytes")
         with self.acquire() as browser:
-            return browser.render(page, self.sheet(page))
+            return browser.render(body, self.sheet(page))
 
     def render_pair(self, task, text):
         """Renders the last page in a text, and the task's reference; may raise RenderError."""
@@ -1218,35 +1191,32 @@ class Renderer(Pool):
 
 # --- frontend: the likeness of two rendered pages -------------------------------------------------
 
-class Clip:
-    """Cosine similarity of two pages' CLIP embeddings, which with ViT-B/32 is ColBench's reward."""
+def clip_likeness(path):
+    """Returns likeness(page, other): the cosine similarity of two rendered pages' CLIP embeddings.
 
-    def __init__(self, path):  # a directory or a hub name
-        import torch
-        from PIL import Image
-        from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
-        self.torch, self.pil_image = torch, Image
-        self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            model = CLIPVisionModelWithProjection.from_pretrained(path, use_safetensors=True)
-            self.processor = CLIPImageProcessorPil.from_pretrained(path)
-        except (OSError, ValueError) as e:
-            fail(f"--clip {path}: {str(e).splitlines()[0]}")
-        self.model = model.eval().to(self.device)
-        self.lock = threading.Lock()
+    With ViT-B/32 it is ColBench's reward. path: a directory or a hub name.
+    """
+    import torch
+    from PIL import Image
+    from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
+    try:
+        model = CLIPVisionModelWithProjection.from_pretrained(path, use_safetensors=True)
+        processor = CLIPImageProcessorPil.from_pretrained(path)
+    except (OSError, ValueError) as e:
+        fail(f"--clip {path}: {str(e).splitlines()[0]}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, lock = model.eval().to(device), threading.Lock()
 
-    def embedding(self, page):
-        """Returns a rendered page's embedding (d,), which it caches in page["clip"]."""
-        if "clip" not in page:
-            image = self.pil_image.open(io.BytesIO(page["png"])).convert("RGB")
-            pixels = self.processor(image, return_tensors="pt")["pixel_values"].to(self.device)
-            with self.lock, self.torch.no_grad():
-                page["clip"] = self.model(pixels).image_embeds[0].float().cpu()
-        return page["clip"]
-
-    def __call__(self, page, other):
-        likeness = self.torch.cosine_similarity(self.embedding(page), self.embedding(other), dim=0)
-        return likeness.clamp(0, 1).item()
+    def likeness(*pages):
+        for page in pages:
+            if "clip" not in page:  # its embedding (d,)
+                image = Image.open(io.BytesIO(page["png"])).convert("RGB")
+                pixels = processor(image, return_tensors="pt")["pixel_values"].to(device)
+                with lock, torch.no_grad():
+                    page["clip"] = model(pixels).image_embeds[0].float().cpu()
+        one, other = (page["clip"] for page in pages)
+        return torch.cosine_similarity(one, other, dim=0).clamp(0, 1).item()
+    return likeness
 
 
 # --- the kinds of tasks ---------------------------------------------------------------------------
@@ -1285,12 +1255,12 @@ def grade(args, emit):
     try:
         for record in grade_records(read_records(sys.stdin, "answer", to_grade=True), args):
             emit(record)
-            graded.append((task_id(record["task"]), record["reward"], "failure" in record))
+            name, label = task_id(record["task"]), environment(record["task"]).reward_name
+            labels.add(f"{label} by {record.get('reward_by', 'own rules')}")
+            graded.append((name, record["reward"], "failure" in record))
             for text in (record.get("failure", ""), *record.get("tests", {}).values()):
                 if text.startswith(("the reference: ", "no expected value: ")):
-                    broken.add(task_id(record["task"]))
-            label = environment(record["task"]).reward_name
-            labels.add(f"{label} by {record.get('reward_by', 'own rules')}")
+                    broken.add(name)
     finally:  # also if other records could not be graded
         good = [result for name, *result in graded if name not in broken]
         if good:
