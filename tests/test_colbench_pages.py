@@ -168,7 +168,7 @@ HOSTILE = {
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_pages_are_bounded_and_the_next_one_is_drawn(name, renderer, monkeypatch):
     """Each has its picture or ends at a limit, that of time being short here."""
-    monkeypatch.setitem(PAGE_LIMITS, "seconds", 5)
+    monkeypatch.setitem(PAGE_LIMITS, "seconds", 2)
     answer = f"<html><body>{HOSTILE[name]}</body></html>"
     try:
         page, reference = renderer.render_pair({"ground_truth": PLAIN}, answer)
