@@ -114,7 +114,7 @@ def first_message(task, max_turns):
 
 
 def check_opening(record):
-    """Warns if unsampled messages follow another text than first_message(), but for numbers."""
+    """Warns if unsampled messages follow an opening that is not first_message(), numbers aside."""
     task, text = record["task"], record["dialogue_history"][0]["content"]
     if not task["problem_description"] or any(m.get("token_ids") for m in agent_messages(record)):
         return
@@ -211,8 +211,10 @@ def read_action(output, last):
 
 def answered(record):
     """Returns the record's `answered`, else whether the agent's last message is an answer."""
-    texts = [m["content"] for m in agent_messages(record)]
-    return record.get("answered", any(read_action(t, False)[1] is not None for t in texts[-1:]))
+    if "answered" in record:
+        return record["answered"]
+    messages = agent_messages(record)
+    return bool(messages) and read_action(messages[-1]["content"], last=False)[1] is not None
 
 
 def extract_page(text):
@@ -364,7 +366,7 @@ class Environment(contextlib.ExitStack):
 
     @classmethod
     def final_answer(cls, history, submitted):
-        """Returns the answer to grade. submitted: the last message's, None if out of context."""
+        """Returns the answer to grade. submitted: the last message's; None: the context is full."""
         return submitted
 
     @classmethod
@@ -541,7 +543,7 @@ from hashlib import sha256
 
 LIMITS = {
     "test": 1, "answer": 6,  # CPU seconds per test, per answer; references get three times as many
-    "sleep": 3,              # time used = max(CPU time, time asleep / 3): a sleeping answer ends
+    "sleep": 3,              # time used = max(CPU time, time asleep / 3): sleeping costs, too
     "memory": 1 << 30,       # bytes of address space
     "code": 1 << 18,         # characters of an answer
     "result": 200}           # bytes of a result
@@ -581,8 +583,8 @@ def execute(text, code, namespace, local_names):
 def read_programs(answer):
     """Returns the programs of an answer: the whole, else each fenced block that is Python.
 
-    A block ends at the first fence, at least as long as its own, up to which it is Python; a fence
-    in a string is not. A block that is not Python, such as Markdown, is searched for blocks itself.
+    A block ends at the first fence, as long as its own or longer, where its text is Python; so not
+    at one in a string. A block that never is Python, such as Markdown, is searched for blocks, too.
     """
     try:
         return [compile_program(answer)]
@@ -594,7 +596,7 @@ def read_programs(answer):
         if not (opening := re.search("`{3,}|~{3,}", text)):
             continue
         text, fence = text[opening.end():], opening[0] + opening[0][0] + "*+"
-        # fences on their own lines, the text's end, then other fences but those that have a tag
+        # first fences on lines of their own and the text's end, then others unless tagged
         ends = re.finditer(rf"(^[ \t]*{fence}\s*$|\Z)|{fence}(?!\w+\s*$)", text, re.M)
         ends = sorted(ends, key=lambda end: end[1] is None)
         for end in ends[:40]:
@@ -850,10 +852,10 @@ class ForkServer:
 
             def time_used():
                 cpu, wall, ran = time.clock_gettime(clock), time.monotonic() - started, 0
-                if wall > 0.1 + LIMITS["sleep"] * cpu:  # only then can sleep decide
+                if wall > 0.1 + LIMITS["sleep"] * cpu:  # else CPU time decides
                     with contextlib.suppress(OSError):
                         ran, waited = map(int, schedstat.read_text().split()[:2])  # nanoseconds
-                asleep = wall - cpu - waited / 1e9 if ran else 0.3 * wall  # without schedstat
+                asleep = wall - cpu - waited / 1e9 if ran else 0.3 * wall  # else not read
                 return max(cpu, asleep / LIMITS["sleep"])
 
             while len(results) < len(request["tests"]):
@@ -1004,7 +1006,7 @@ def grade_records(records, args):
         try:
             for record in records:
                 kind = environment(record["task"])
-                with fail_on_error(f"{kind.__name__} can't grade (for pages: pip install pillow)"):
+                with fail_on_error(f"{kind.__name__} can't grade"):
                     grader = new_grader(kind)
                 job = pool.submit(grader.grade, record["task"], record.get("answer"))
                 jobs.append((record, job))
@@ -1042,7 +1044,7 @@ MEASURE_SCRIPT = """() => {
 
 
 def style_sheet(css):
-    """Returns rules_of(page), the CSS that a page uses: all 3 MB take it three times as long."""
+    """Returns rules_of(page), the CSS that a page uses; with all 3 MB it renders 3 times slower."""
     parts, by_class = [], collections.defaultdict(list)  # {class: indices in parts}
     part_of = r"([^{}@]*)\{[^{}]*\}|@[^{}]*\{|\}"  # a rule, "@media ... {", or its "}"
     for part in re.finditer(part_of, re.sub(r"/\*.*?\*/", "", css, flags=re.S)):
@@ -1196,14 +1198,14 @@ def clip_likeness(path):
 
     With ViT-B/32 it is ColBench's reward. path: a directory or a hub name.
     """
-    import torch
-    from PIL import Image
-    from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
     try:
+        import torch
+        from PIL import Image
+        from transformers import CLIPImageProcessorPil, CLIPVisionModelWithProjection
         model = CLIPVisionModelWithProjection.from_pretrained(path, use_safetensors=True)
         processor = CLIPImageProcessorPil.from_pretrained(path)
-    except (OSError, ValueError) as e:
-        fail(f"--clip {path}: {str(e).splitlines()[0]}")
+    except (ImportError, OSError, ValueError) as e:
+        fail(f"--clip {path}: {str(e).splitlines()[0]} (MANUAL.md, \"Frontend Design\")")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, lock = model.eval().to(device), threading.Lock()
 

@@ -27,7 +27,6 @@ import runpy
 import sys
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import parse_qsl
@@ -179,7 +178,7 @@ class EpisodeRunner:
         return self
 
     def check_resumed(self):
-        """Fails if the --resume file has episodes of other settings, but for unknown ones."""
+        """Fails if the --resume file's episodes differ in a setting that both sides have."""
         for name, new in settings(self.meta).items():
             for old in self.resumed:
                 if old.get(name, new) != new:
@@ -268,7 +267,7 @@ class EpisodeRunner:
         self.totals["asked"] += 1
         try:
             reply = await call_user_function(self.reply, task, history)
-        except Exception as e:  # has its own counter: episodes that ask nothing reset the other
+        except Exception as e:  # counted apart: episodes that end without asking reset in_a_row
             self.totals["human_in_a_row"] += not isinstance(e, EpisodeError)
             raise
         self.totals["human_in_a_row"] = 0
@@ -280,7 +279,7 @@ class EpisodeRunner:
 
 
 def fingerprint(who):
-    """Returns the name of a file or a folder of weights with a hash of its content; else `who`."""
+    """Returns a file's or folder's name with a hash of its content; any other `who` unchanged."""
     if not who or not os.path.exists(who):
         return who
     with fail_on_error(who):
@@ -347,19 +346,20 @@ class Endpoint:
             error = "the reply is not that of an OpenAI-compatible server"
         except Exception as e:
             rejected = isinstance(e, ValueError) or getattr(e, "status_code", 0) in (400, 413, 422)
-            words = getattr(e, "response", None) and e.response.extensions.get("error") or e
+            response = getattr(e, "response", None)
+            words = response.extensions.get("error", e) if response else e
             words = " ".join(str(words).split())[:200]
             error = f"{type(e).__name__}: {words}{self.HINT * rejected}"
         raise (EpisodeError if rejected and self.has_answered else OSError)(f"{self.url}: {error}")
 
 
 async def take_status(response):
-    """Sets a response's status to that of an error in its body (OpenRouter), so that it counts."""
+    """Sets a response's status to that of an error in its body (OpenRouter), so that it raises."""
     if response.status_code == 200 and b'"error"' in await response.aread():
         with contextlib.suppress(LookupError, ValueError, TypeError, AttributeError):
             body = response.json()
             if error := body.get("error") or body["choices"][0].get("error"):
-                response.status_code, response.extensions["error"] = 500, error  # without a code
+                response.status_code, response.extensions["error"] = 500, error  # if it has no code
                 response.status_code = max(400, int(error["code"]))
 
 
@@ -372,14 +372,15 @@ class LLM(Endpoint):
         params = {"temperature": 0, "max_tokens": 1024, **args.human_params}
         body = {name: value for name, value in params.items() if value is not None}
         super().__init__(args.human, args, body)
-        self.renderer = cache(lambda: Renderer(cpus()))  # created for the first page
+        self.renderer = None  # created for the first page
 
     async def reply(self, task, history):
         content = human_prompt(task, history)
         if environment(task).shows_pages:
+            self.renderer = self.renderer or Renderer(cpus())
             try:
                 answer = history[-1]["content"]
-                pages = await asyncio.to_thread(self.renderer().render_pair, task, answer)
+                pages = await asyncio.to_thread(self.renderer.render_pair, task, answer)
             except RenderError as e:
                 return RENDER_FAILED_REPLY.format(e)
             content = [{"type": "text", "text": content}]
@@ -578,20 +579,20 @@ class TransformersEngine(Batcher):
         """
         live = [(row, action) for row, action in zip(rows, actions) if not action.ended]
         for start in range(0, len(live), 64):  # 64 rows at a time, to bound memory
-            rows, actions = zip(*live[start:start + 64])
-            token, logp = self.sample(logits[[*rows]], [action.rng for action in actions])
-            for action, t, p in zip(actions, token[:, 0].tolist(), logp[:, 0].tolist()):
+            some_rows, some = zip(*live[start:start + 64])
+            token, logp = self.sample(logits[[*some_rows]], [action.rng for action in some])
+            for action, t, p in zip(some, token[:, 0].tolist(), logp[:, 0].tolist()):
                 action.ids.append(t)
                 action.logps.append(p)
                 action.ended = t in self.stop or len(action.ids) == action.max_new
-        live = [row for row, action in enumerate(self.actions) if not action.ended]
-        first = self.mask[live].any(0).long().argmax()  # before it, all live rows have padding
-        if self.mask[live, first:].numel() <= 7 / 8 * self.mask.numel():
-            self.actions = [self.actions[row] for row in live]
-            self.mask = self.mask[live, first:]
+        kept = [row for row, action in enumerate(self.actions) if not action.ended]
+        first = self.mask[kept].any(0).long().argmax()  # before it, all kept rows have padding
+        if self.mask[kept, first:].numel() <= 7 / 8 * self.mask.numel():
+            self.actions = [self.actions[row] for row in kept]
+            self.mask = self.mask[kept, first:]
             for layer in self.cache.layers:
-                layer.keys = layer.keys[live, :, first:]
-                layer.values = layer.values[live, :, first:]
+                layer.keys = layer.keys[kept, :, first:]
+                layer.values = layer.values[kept, :, first:]
 
     def sample(self, logits, generators):
         """Samples a token per row of logits, (R, V); returns tokens and log-probs, (R, 1) each."""
@@ -702,7 +703,7 @@ def main(args):
     emit, runner = open_stdout(), EpisodeRunner(args)
     done, tasks = {}, {}
     if args.resume:
-        runner.locked, done, runner.resumed = finished_episodes(args.resume, tasks)
+        locked, done, runner.resumed = finished_episodes(args.resume, tasks)  # locked until the end
         runner.check_resumed()
     jobs = deque(read_jobs(args, done, tasks))  # an invalid line fails here, before models load
     totals, errors = runner.totals, []

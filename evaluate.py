@@ -31,7 +31,7 @@ import numpy as np
 
 from colbench import agent_messages, environment, read_records, settings, task_id
 
-COUNTS = "turns", "tokens"  # the metrics that are no shares
+COUNTS = "turns", "tokens"  # the metrics that are counts, not shares
 
 
 def get_args(argv=None):
@@ -77,9 +77,9 @@ class System:
                     self.graders.add(record["reward_by"])
         self.episodes = sum(len(by_metric["turns"]) for by_metric in values.values())
         self.tasks = {task: {metric: math.fsum(x) / len(x) for metric, x in by_metric.items()}
-                      for task, by_metric in sorted(values.items())}  # for any order of lines
+                      for task, by_metric in sorted(values.items())}  # whatever the order of lines
 
-        fewest = min(len(by_metric.get("success", ())) for by_metric in values.values())
+        fewest = min(len(by_metric["success"]) for by_metric in values.values())
         for task, by_metric in values.items():
             n, solved = len(by_metric["success"]), by_metric["success"].count(1)
             for k in (2, 4, 8):
@@ -175,7 +175,7 @@ def table(results, systems):
             if "success" not in r:
                 cells["wins %"] = cell(d, "wins")
         rows.append(cells)
-    columns = [column for column in rows[-1]  # the first row has no differences
+    columns = [column for column in rows[-1]  # not rows[0], which has no differences
                if {cells.get(column, "-") for cells in rows} != {"-"}]
     labels = {label.partition(" ")[0] for r in results for label in r["rewards"]}
     reward_label = labels.pop() if len(labels) == 1 else "reward"  # e.g. "tests", "likeness"

@@ -52,8 +52,7 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from colbench import (check_opening, hidden_information, read_records, task_id,
-                      with_hidden)
+from colbench import check_opening, hidden_information, read_records, task_id, with_hidden
 from utils import (RANK, WORLD, add_warning, barrier, changed_scripts, digest, drop_checkpoints,
                    fail, fail_on_error, print_warnings, progress, rng, rows_of, say,
                    sum_over_ranks, writing)
@@ -116,8 +115,7 @@ class Tree:
             path = path[:shared] + array("q", new)
             ids += map(ord, seq[shared:])
             pos += range(shared, len(seq))
-            parent_of_first = path[shared - 1] if shared else -1
-            parent += [parent_of_first, *new][:len(new)]
+            parent += (array("q", [-1]) + path)[shared:-1]  # the token before each, on its path
             start = new.start
             if runs and shared == len(runs[-1][2]):  # the turn extends the last run
                 start, _, _ = runs.pop()
@@ -258,7 +256,7 @@ class TreeLM(torch.nn.Module):
         self.config = lm.config.get_text_config()
         self.tokens = 0  # number of tokens computed so far
         self.head_logps = head_logps  # shard() may compile it
-        self.extra = {}  # {name: tensor}: more state, of an edit, to keep in checkpoints
+        self.extra = {}  # {name: tensor}: more state to keep in checkpoints, for edits
 
     @property
     def supports_trees(self):
@@ -283,10 +281,9 @@ class TreeLM(torch.nn.Module):
         head = self.lm.lm_head
         # chunked, and recomputed in the backward pass, to bound the memory of the logits
         chunk = max(1, MAX_LOGITS[self.device.type] // self.config.vocab_size)
-        logps = []
-        for i in range(0, len(targets), chunk):
-            logps.append(checkpoint(self.head_logps, hidden[i:i + chunk], head.weight, head.bias,
-                                    targets[i:i + chunk], self.config, use_reentrant=False))
+        logps = [checkpoint(self.head_logps, part, head.weight, head.bias, ids, self.config,
+                            use_reentrant=False)
+                 for part, ids in zip(hidden.split(chunk), targets.split(chunk))]
         return torch.cat(logps)[tree.index]  # actions may share tokens
 
 
@@ -387,10 +384,10 @@ def held_out_metrics(loss_of_pairs, args, model, pairs, ref_logps):
 
 # --- chat templates: dialogues to token ids -------------------------------------------------------
 
-# What holds: a prompt and its action are the ids of the template's own text of the dialogue, and
-# only the template writes control tokens, such as <|im_end|>. A message may contain the same text.
-# as_plain inserts CUTs into it, so that the template does not parse it, and text_ids tokenizes the
-# parts between CUTs, so that the tokenizer makes no control token of it.
+# Two rules: prompt and action are the ids of the template's text of the dialogue, and only the
+# template writes control tokens such as <|im_end|>. If a message contains the text of one, as_plain
+# inserts CUTs into it, so that the template does not parse it, and text_ids tokenizes the parts
+# between CUTs by themselves, so that it becomes no control token.
 CUT = "\ud800"  # a lone surrogate, which no text contains
 # a dialogue to find what the template writes before and after a message of the assistant
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\ue000"}]
@@ -491,17 +488,17 @@ def stop_ids(tokenizer, folder):
     """Returns {token id} that end a sampled message: the last one of `ending`, and every EOS."""
     ids = {ord(text_ids(tokenizer, ending(tokenizer))[-1]), tokenizer.eos_token_id}
     ids.update(*(eos_ids(os.path.join(folder, name)) for name in CONFIGS))
-    return ids & {*range(len(tokenizer))}  # drops None, and -1
+    return {i for i in ids if i is not None and 0 <= i < len(tokenizer)}
 
 
 def action_ids(tokenizer, action, history, thinking=0):
     """Returns (packed ids of the action, number of tokens to drop from the end of the prompt).
 
     The `token_ids` of a sampled message follow the whole prompt. For other messages, prompt and
-    action are together the template's text of the dialogue, up to the message's ending. Usually
-    this text begins with the prompt. It does not if the generation prompt ends in "<think>", which
-    templates omit from a dialogue's messages. Then a stored `output` follows the prompt all the
-    same; for a stored `content` the prompt's tokens after the point where they part are dropped:
+    action together are the template's text of the dialogue, up to the message's ending. This text
+    does not begin with the prompt if the generation prompt ends in "<think>", which templates omit
+    from the messages of a dialogue. A stored `output` follows the whole prompt even then; for a
+    stored `content`, the end of the prompt from which on the two texts differ is dropped:
 
         prompt <|assistant|><think>    full <|assistant|>which rate?<|end|>    dropped: 1
     """
@@ -584,7 +581,7 @@ def turn_actions(record):
 
 
 def critic_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c):
-    """Returns (pi's turn, pi_ref's turn) for each action after a history.
+    """Returns (pi's turn, pi_ref's turn) for each action after a history, for either trainer.
 
     They differ only in the prompt. pi_reads_c, ref_reads_c: does the prompt of that model include
     the hidden information, c? actions: messages or candidates.
@@ -609,7 +606,7 @@ def critic_turns(tokenizer, record, history, actions, *, pi_reads_c, ref_reads_c
 
 
 def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
-    """Returns [Trajectory] of stdin's records. fields: what each must have; others: critic_turns.
+    """Returns [Trajectory] of stdin. fields: those a record must have; others: see critic_turns.
 
     Actions that have more than --max_length tokens with their prompt are too long.
     """
@@ -648,7 +645,7 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
 
 
 def by_task(trajectories):
-    """Returns {(task id, pair): [Trajectory]}, sorted, without those that have too long a turn."""
+    """Returns {(task id, pair): [Trajectory]}, sorted, without those with too long a turn."""
     groups = {}  # `pair` keeps converted preference pairs apart; it is None for episodes
     for t in sorted(trajectories, key=Trajectory.order):
         if None not in t.turns():
@@ -660,7 +657,7 @@ class Pair(NamedTuple):
     """A training example: two trajectories of a task, or two candidates of a turn."""
     chosen: tuple         # all turns of the better trajectory, or the better candidate's one turn
     rejected: tuple = ()  # likewise of the worse one; empty for --loss rft
-    gap: float = 0.0      # difference of the rewards, or of the candidates' scores
+    gap: float = 0.0      # difference of rewards or of candidates' scores; read by edits
 
 
 def is_pair(high, low, min_gap):
@@ -848,8 +845,8 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
 
     If trees do not reproduce the log-probs of transformers' own forward, the model is computed turn
     by turn; if that fails too, the program exits. dtype, a value of --dtype, is that of computation
-    and weights; to `train`, weights are fp32. args: a trainer's flags, to shard the model over all
-    ranks, each of which reads the files; None: no sharding.
+    and of weights, except that weights to `train` are fp32. args: a trainer's flags, to shard the
+    model over all ranks, each of which reads the files; None: no sharding.
     """
     path, tokenizer, _ = find_model(path, weights=True)
     device = torch.device(device)
@@ -913,12 +910,12 @@ def try_trees(model, turns, own_logps):
     except Exception as e:  # any, such as AttributeError: GPT-2 has no lm.model
         say(f"warning: tree attention fails: {type(e).__name__}: {e}")
         return False
-    # layers other than attention would mix paths, which the leak tells
+    # the leak shows whether layers other than attention mix the paths
     return leak == 0 and agree(logps, own_logps[:len(logps)], model.dtype)
 
 
 def can_support_trees(config):
-    """Returns False for longrope and non-attention layers: the turns of `load` are too short."""
+    """Returns False for longrope and for layers that the short turns of `load` can't test."""
     rope = str(getattr(config, "rope_parameters", None))
     types = set(getattr(config, "layer_types", None) or ())
     return "'longrope'" not in rope and not types - {"full_attention", "sliding_attention"}
@@ -930,7 +927,7 @@ def logps_and_leak(model, turns):
 
     The leak tells how strongly a log-prob depends on tokens that it must not see: the largest
     gradient at the embedding of a token off its path, divided by the largest at any token. It is 0
-    if paths do not mix. The turns are sorted.
+    if paths do not mix. turns must be sorted.
     """
     tree, embedded = Tree(turns), []
     embeddings = model.lm.get_input_embeddings()
@@ -965,11 +962,12 @@ def shard(model, dtype, args, train):
     model.dtype = dtype
     gpu = model.device.type == "cuda"
     recompute = gpu if args.recompute is None else args.recompute
-    compile = gpu and model.supports_trees if args.compile is None else args.compile
-    if compile:
+    compiled = gpu and model.supports_trees if args.compile is None else args.compile
+    layers = model.layers()
+    if compiled:
         model.head_logps = torch.compile(head_logps, dynamic=True)
-    for layer in model.layers():
-        if compile:
+    for layer in layers:
+        if compiled:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if recompute and train:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
@@ -978,12 +976,11 @@ def shard(model, dtype, args, train):
     mesh = init_device_mesh(model.device.type, (WORLD,))
     offloading = CPUOffloadPolicy(pin_memory=gpu) if args.offload else OffloadPolicy()
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    for module in (*model.layers(), model):
+    for module in (*layers, model):
         fully_shard(module, mesh=mesh, mp_policy=precision, offload_policy=offloading)
         if WORLD > 1:  # sum gradients, not average: losses are divided by the global count already
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    layers = model.layers()
     # by default FSDP prefetches for one tree only, so the others would wait for their weights
     model.set_modules_to_backward_prefetch(layers[-1:])
     for previous, layer in zip(layers, layers[1:]):

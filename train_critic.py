@@ -15,7 +15,7 @@ needs no training: A is the mean of log pi(a | o, c) - log pi(a | o), both under
 
 Left out on purpose: a value head (value.diff), because the policy trained on its scores ended 75 %
 of its episodes without an answer (RESULTS.md); early stopping (choose --epochs by the held-out
-metrics instead); and a Trainer class: each script has its own loop, which is changed alone.
+metrics instead); and a Trainer class: each script has a loop that you can change by itself.
 
     python train_critic.py --model runs/base --out runs/critic < in.jsonl > scored.jsonl
     torchrun --nproc_per_node=8 train_critic.py < in.jsonl > scored.jsonl
@@ -43,13 +43,14 @@ def get_args(argv=None):
     flag(g, "min_gap", None, "default: pair a task's first solved trajectory with every unsolved "
          "one; a number: pair any two whose rewards differ by at least this", kind=float)
     flag(g, "held_out", 0.1, "share of tasks held out for loss and accuracy", most=1, only="--out")
-    flag(g, "eval_every", 100, "steps between evaluations on these", least=1, only="--out")
+    flag(g, "eval_every", 100, "steps between evaluations on held-out tasks", least=1, only="--out")
     g = p.add_argument_group("objective and optimization")
     flag(g, "ref_context", "hidden", "what pi_ref reads: the hidden information too (eq. 3), or "
          "only what the agent reads", choices=["hidden", "agent"], only="--out")
     flag(g, "beta", 0.1, "scale of the reward margin", only="--out")
     flag(g, "nll_coef", 0.01, "weight of the chosen trajectory's NLL", only="--out")
-    flag(g, "lr", 2e-7, "peak learning rate: 3%% warm-up, cosine decay to a tenth", only="--out")
+    flag(g, "lr", 2e-7, "peak learning rate; 3%% or 3 steps of warm-up, cosine decay to a tenth",
+         only="--out")
     flag(g, "batch_size", 8, "pairs per step, over all GPUs", least=1, only="--out")
     flag(g, "epochs", 4, "passes over the pairs", only="--out")
     flag(g, "seed", 0, "random seed of the training order and held-out tasks", only="--out")
@@ -101,7 +102,7 @@ def batch_loss(args, pairs, logps, ref_logps):
 
 def train(args, device):
     """Trains; returns ([Trajectory] of stdin, the critic, {turn: (L,) pi_ref log-probs})."""
-    log, trajectories = Log(args), []  # empty on other ranks than 0
+    log, trajectories = Log(args), []  # trajectories: filled on rank 0 only
     ref_turn_of, pairs_of, held_out = from_rank_0(lambda: prepare(args, trajectories))
     groups = list(pairs_of.values())
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)

@@ -11,7 +11,7 @@ Log-probs are sums over tokens. The policy never reads the hidden information. -
     rft    rejection fine-tuning: NLL of the solved trajectories; --all 1: of all (plain SFT)
 
 Left out on purpose: online sampling (instead, sample a second round with the trained policy), LoRA
-(lora.diff adds it), and a Trainer class: each script has its own loop, which is changed alone.
+(lora.diff adds it), and a Trainer class: each script has a loop that you can change by itself.
 
     python train_policy.py --loss rft --all 1 --out runs/base < demos.jsonl
     python train_policy.py --model runs/base --out runs/sweet < scored.jsonl
@@ -41,13 +41,13 @@ def get_args(argv=None):
          only="--loss mtdpo or --mix")
     flag(g, "held_out", 0.0, "share of the tasks held out to measure loss and accuracy", most=1)
     flag(g, "eval_every", 100, "steps between evaluations", least=1, only="--held_out")
-    flag(g, "all", 0, "1: unsolved trajectories, too (plain SFT)", choices=[0, 1],
+    flag(g, "all", 0, "1: train on unsolved trajectories, too (plain SFT)", choices=[0, 1],
          only="--loss rft")
     g = p.add_argument_group("objective and optimization")
     by_pairs = "--loss dpo or --loss mtdpo"
     flag(g, "beta", 0.1, "DPO's beta, the scale of the reward margin", only=by_pairs)
     flag(g, "nll_coef", 0.01, "weight of the chosen side's mean NLL per token", only=by_pairs)
-    flag(g, "lr", 2e-7, "peak learning rate: 3%% warm-up, then cosine decay to a tenth")
+    flag(g, "lr", 2e-7, "peak learning rate; 3%% or 3 steps of warm-up, cosine decay to a tenth")
     flag(g, "batch_size", None, "pairs per step, over all GPUs; default: 8 as in the paper "
          "(rft: 32 trajectories)", kind=int, least=1)
     flag(g, "epochs", None, "passes over the pairs; default: 1 as in the paper (mtdpo, rft: 4)",
@@ -143,9 +143,8 @@ def main(args):
 
 def prepare(args):
     """Reads stdin, and returns ([[Pair]] to train on, [Pair] held out). See make_groups."""
-    by_reward = (args.loss == "mtdpo" or (args.loss == "rft" and not args.all)
-                 or (args.loss == "dpo" and args.mix > 0))
-    fields = ["reward"] if by_reward else []
+    needs_reward = args.loss == "mtdpo" or args.mix > 0 or (args.loss == "rft" and not args.all)
+    fields = ["reward"] if needs_reward else []
     trajectories = read_trajectories(args, *fields, pi_reads_c=False, ref_reads_c=False)
     groups = [(task, pairs) for task, pairs in make_groups(args, trajectories) if pairs]
     if not groups:
@@ -161,8 +160,7 @@ def prepare(args):
         else:
             why = "no turn has two candidates of different scores, the better one complete"
         fail(f"nothing to train on in {len(trajectories)} records: {why}")
-    _, held_out = hold_out(dict(groups), args.held_out, args.seed)
-    held_out = set(held_out)  # by task, as a task may have several groups
+    held_out = {*hold_out(dict(groups), args.held_out, args.seed)[1]}  # task ids
     return ([pairs for task, pairs in groups if task not in held_out],
             [pair for task, pairs in groups if task in held_out for pair in pairs])
 
@@ -205,11 +203,10 @@ def candidate_pairs(args, candidates):
     chosen, because it has no end token.
     """
     def value(candidate):
-        if not args.logprob_weight:
-            return candidate.fields["advantage"]
-        if "logprob" not in candidate.fields:
+        fields = candidate.fields
+        if args.logprob_weight and "logprob" not in fields:
             fail("--logprob_weight needs the candidates' logprob: use collect.py --candidates")
-        return candidate.fields["advantage"] + args.logprob_weight * candidate.fields["logprob"]
+        return fields["advantage"] + args.logprob_weight * fields.get("logprob", 0)
 
     scored = [c for c in candidates if c.turn and "advantage" in c.fields]
     ranked = sorted(scored, key=value, reverse=True)

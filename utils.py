@@ -32,7 +32,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 RANK = int(os.environ.get("RANK") or 0)  # torchrun sets both; without it this is rank 0 of 1
 WORLD = int(os.environ.get("WORLD_SIZE") or 1)
 WARNINGS = {}  # {what: [example]}
-# {variable: its value if srun or mpirun started one process}; a batch script has SLURM_NTASKS, too
+# {variable: its value if srun or mpirun started one process}; SLURM_NTASKS is also a batch script's
 SINGLE = {"SLURM_PROCID": 0, "SLURM_STEP_NUM_TASKS": 1, "OMPI_COMM_WORLD_SIZE": 1, "PMI_SIZE": 1}
 if WORLD > 1:  # a slow import, needed only to communicate
     import torch.distributed as dist
@@ -79,7 +79,9 @@ def parser(doc, usage, parallel=False):
         fail(f"the environment has {values}: let torchrun set all of these, or unset them all")
     if WORLD > 1 and not parallel:
         message = f"{WORLD} processes were started, but this script is one: leave out torchrun"
-        end_after_rank_0(message) if RANK else fail(message)
+        if RANK:
+            end_after_rank_0(message)
+        fail(message)
     for name in SINGLE if "RANK" not in os.environ else ():
         if int(os.environ.get(name) or 0) > SINGLE[name]:
             fail(f"{name}={os.environ[name]}: several processes were started, each of which would "
@@ -95,7 +97,7 @@ def end_after_rank_0(message):
 
 
 def flag(p, name, default, text, kind=str, least=0, most=math.inf, only=None, **more):
-    """Adds a flag. Its type is its default's, else `kind`; numbers must be in [least, most].
+    """Adds a flag of its default's type, else `kind`; numbers must be in [least, most].
 
     only: where it has an effect, such as "--loss mtdpo or --mix": one of these must hold.
     """
@@ -143,7 +145,7 @@ def say(message):
     """Prints one line to stderr, on rank 0 only."""
     if RANK == 0:
         write = tqdm.write if sys.stderr.isatty() else print  # keeps progress bars intact
-        write(inline(message) + "\n", file=sys.stderr, end="")
+        write(inline(message) + "\n", file=sys.stderr, end="")  # one write, so lines do not mix
 
 
 def fail(message):
@@ -212,7 +214,7 @@ def progress(label, items=None, total=None, initial=0):
 # --- the program and its signals ------------------------------------------------------------------
 
 def run(main, args):
-    """Calls main(args). Ctrl-C ends it by its signal: no traceback, and a shell loop ends, too."""
+    """Calls main(args). Ctrl-C kills it by SIGINT: no traceback, and a shell's loop stops, too."""
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not ignored, as after a &
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
@@ -345,9 +347,9 @@ def from_rank_0(make):
 class Log:
     """A run in --out: locks it, and writes metrics.jsonl, copies of the scripts and a model card.
 
-    A new run starts at `step` 0. A run that is there must have the same scripts, flags and data: an
-    interrupted one resumes at the `step` of its last checkpoint, a `finished` one is only read. The
-    first row of metrics.jsonl has all flags.
+    A new run starts at `step` 0. A run that --out holds must have the same scripts, flags and data:
+    it resumes at the `step` of its last checkpoint, or is only read if it is `finished`. The first
+    row of metrics.jsonl has all flags.
     """
     MAY_CHANGE = ["out", "tree_tokens", "recompute", "compile", "offload", "save_every",
                   "eval_every", "model", "given"]  # of the model, begin() compares the weights
@@ -363,13 +365,13 @@ class Log:
             self.refuse(f"another {changed}", f"run its own copies (python {self.out}/NAME.py)")
         old = [row for row in self.rows if "args" in row][-1]["args"]
         for name, new in vars(args).items():
-            was = old.get(name, args.given.get(name, new))  # if it is a new flag, its default
+            was = old.get(name, args.given.get(name, new))  # a run without this flag: its default
             if was != new and name not in self.MAY_CHANGE:
                 self.refuse(f"--{name} {was}, not {new}", "repeat its command")
 
     def refuse(self, what, instead):
-        """Exits because the run in --out is another one than that of the flags, scripts or data."""
-        if self.finished and "score" in self.args:
+        """Exits because the run in --out has `what`, unlike this command. instead: what to do."""
+        if self.finished and hasattr(self.args, "score"):
             instead += f", score with it by --score {self.out}"
         fail(f"the run in {self.out} has {what}: {instead}, or choose another --out")
 
@@ -485,7 +487,9 @@ def changed_scripts(out):
 def rows_of(out):
     """Returns the rows of a run's metrics.jsonl, [] if there is none."""
     path = os.path.join(out, "metrics.jsonl")
-    with open(path if os.path.exists(path) else os.devnull) as f:  # a kill may cut the last line
+    if not os.path.exists(path):
+        return []
+    with open(path) as f:  # a kill may cut the last line
         rows = [json.loads(line) for line in f if line.endswith("}\n")]
     return rows if rows and "args" in rows[0] else []
 
@@ -504,7 +508,7 @@ def lr_at(step, steps, peak):
     warmup = max(round(0.03 * steps), min(3, steps // 3))
     if step < warmup:
         return peak * (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
+    done = (step - warmup) / (steps - warmup)
     return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
 
 

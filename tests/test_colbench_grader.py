@@ -409,7 +409,7 @@ def test_a_killed_server_is_started_again(monkeypatch):
         assert g.grade(DOUBLE, slow)["reward"] == 1
 
 
-def test_a_grader_that_cannot_work_says_so(monkeypatch):
+def test_a_grader_that_cannot_work_says_so(monkeypatch, grading):
     with Grader(workers=1) as g, monkeypatch.context() as patch, pytest.raises(GraderError):
         patch.setattr(sys, "executable", "/bin/false")
         g.workers[0].pop(2).stop()
@@ -419,6 +419,8 @@ def test_a_grader_that_cannot_work_says_so(monkeypatch):
     with pytest.raises(GraderError, match="confine") as raised:  # it holds on to the servers
         Grader(workers=1)
     assert raised and descendants() == before
+    _, _, end = grading([{"task": DOUBLE, "answer": HONEST}])
+    assert re.match("error: Functions can't grade: a fork server failed .* confine itself", str(end))
 
 
 # --- records --------------------------------------------------------------------------------------
@@ -487,7 +489,7 @@ def test_a_grade_that_raises_loses_its_own_record_alone(last, n, message, odd, g
 
 def test_a_kind_whose_package_is_missing_loses_no_record_before_it(odd, grading):
     done, told, end = grading([odd("slow"), odd("slow"), odd("", "Lacks"), odd("")])
-    assert re.match("error: Lacks can't grade .*'no_such_package'", str(end))
+    assert re.match("error: Lacks can't grade: .*'no_such_package'", str(end))
     assert len(done) == 2 and "graded 2 answers: 100.0 % " in told
 
 
