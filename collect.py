@@ -441,7 +441,8 @@ class Batcher:
 
     If requests are waiting, a step first lets coroutines add more until none does, so that batches
     are full and reproducible. Then a subclass's compute(new) starts the new requests, and sets the
-    `result` of at least one running request. Steps repeat while any request runs.
+    `result` of at least one running request. Steps repeat while any request runs. If compute
+    raises, so does every later submit.
     """
 
     def __init__(self):
@@ -543,14 +544,15 @@ class TransformersEngine(Batcher):
     def compute(self, new):
         """Starts the new requests, then samples a token per action until a request is complete."""
         if new:
-            prompts = [*dict.fromkeys(request.prompt for request in new)]  # P different ones
+            different = dict.fromkeys(request.prompt for request in new)  # P prompts
+            prompts = dict(zip(different, itertools.count()))  # {prompt: row}
             padded = pad_sequence([*map(torch.tensor, prompts)], True, -1, "left").to(DEVICE)
             mask, cache = (padded >= 0).long(), DynamicCache()  # (P, L)
             positions = (mask.cumsum(1) - 1).clamp(0)  # (P, L)
             logits = self.lm(input_ids=padded.clamp(0), attention_mask=mask, logits_to_keep=1,
                              position_ids=positions, **{self.cache_name: cache}).logits[:, 0]
             actions = [action for request in new for action in request.actions]
-            prompt_of = [prompts.index(request.prompt) for request in new for _ in request.actions]
+            prompt_of = [prompts[request.prompt] for request in new for _ in request.actions]
             cache.batch_select_indices(prompt_of)
             mask = mask[prompt_of]
             if self.actions:  # join the rows that are running
