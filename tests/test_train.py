@@ -18,6 +18,7 @@ from collections import Counter
 from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -291,16 +292,15 @@ def test_dialogues_that_collect_would_begin_otherwise_are_counted_with_both_text
             M.read_trajectories(args, pi_reads_c=False, ref_reads_c=False)
         return [line for line in capsys.readouterr().err.splitlines() if "first_message" in line]
 
-    knob = "Ask at most {max_turns} questions. {problem_description}"
-    good = demos(40) + demos(2, of=toy_pages)
+    good = demos(10) + demos(2, of=toy_pages)
     for r, n in zip(demos(3), (2, 7, 10)):  # an agent_prompt of the task's own, another max_turns
-        r["task"] |= {"agent_prompt": knob, "id": f"of its own, {n}"}
+        r["task"] |= {"agent_prompt": "Ask at most {max_turns} questions. {problem_description}",
+                      "id": f"of its own, {n}"}
         r["dialogue_history"][0] = first_message(r["task"], n)
-        good.append(r)
         seeing = with_hidden(r["dialogue_history"], hidden_information(r["task"]))
-        good.append({**r, "dialogue_history": seeing})
+        good += [r, {**r, "dialogue_history": seeing}]
     assert not told(good)
-    bad = records(lines(good[:1] + good[-2:]))
+    bad = records(lines([good[0], *good[-2:]]))
     for i, r in enumerate(bad):
         r["task"]["id"] = f"bad {i}"
     bad[0]["dialogue_history"][0]["content"] = "Please write pay(x)"
@@ -312,11 +312,9 @@ def test_dialogues_that_collect_would_begin_otherwise_are_counted_with_both_text
     assert f"has 'Please write pay(x)', first_message {rendered[:60]!r}" in line
     [line] = told(bad[1:2])  # where they begin alike, the place at which they part
     assert re.search(r"has '([^']{1,20})', first_message '\1[^']'", line)
-    for r in bad:
-        agent_messages(r)[0]["token_ids"] = [1]
-    assert not told(bad)
     bad[0]["task"] |= {"problem_description": ""}
-    del agent_messages(bad[0])[0]["token_ids"]
+    for r in bad[1:]:
+        agent_messages(r)[0]["token_ids"] = [1]
     assert not told(bad)
 
 
@@ -331,6 +329,7 @@ def test_a_finished_critic_finds_its_reference_and_takes_no_other(rewarded, tiny
     done = succeed("train_critic.py", *flags, stdin=rewarded, cwd=tmp_path / "runs")
     first = records(done.stdout)
     assert any(x["advantage"] for r in first for x in actions(r))
+    assert "the advantages order" in done.stderr
     moved = shutil.move(tmp_path / "runs", tmp_path / "moved")
     base, out = Path(moved, "base"), Path(moved, "c")
     score = ["train_critic.py", "--score", out]
@@ -696,8 +695,8 @@ def test_a_finished_run_is_only_read_and_what_is_no_run_never_removed(job, whole
     assert contents(tmp_path) == {tmp_path / "precious": b"mine"}
 
 
-@pytest.mark.parametrize("base", ["runs/base", "org/base"])
-def test_a_model_card_says_what_metrics_jsonl_does(base, tmp_path):
+@pytest.mark.parametrize("base, head", [("runs/base", []), ("org/base", ["base_model: org/base"])])
+def test_a_model_card_says_what_metrics_jsonl_does(base, head, tmp_path):
     """The last step's row also if the run was resumed after it; a folder is no base_model."""
     (tmp_path / "runs" / "base").mkdir(parents=True)
     start = {"args": {"model": base}, "argv": ["train_policy.py", "--out", "a b"],
@@ -709,12 +708,10 @@ def test_a_model_card_says_what_metrics_jsonl_does(base, tmp_path):
     log.file, log.what = open(os.devnull, "w"), "policy"
     with contextlib.chdir(tmp_path):
         log.finish()
-    _, yaml, text = (tmp_path / "out" / "README.md").read_text().split("---\n")
-    on_hub = ["base_model: org/base"] if base == "org/base" else []
-    assert yaml.splitlines() == [*on_hub, "library_name: transformers"]
-    assert text == (f"\n- base: {base}\n- command: `train_policy.py --out 'a b'`\n"
-                    "- code: 1a2b, torch 2\n- pairs_hash: 00ff\n"
-                    '- last metrics: `{"step": 0, "held_out_loss": 1.5}`\n')
+    assert (tmp_path / "out" / "README.md").read_text() == "\n".join([
+        "---", *head, "library_name: transformers", "---", "", f"- base: {base}",
+        "- command: `train_policy.py --out 'a b'`", "- code: 1a2b, torch 2", "- pairs_hash: 00ff",
+        '- last metrics: `{"step": 0, "held_out_loss": 1.5}`', ""])
 
 
 @pytest.mark.parametrize("finished, flags, change, message", [
@@ -809,9 +806,17 @@ def test_two_runs_cannot_share_an_out(command, data, tmp_path):
 STEP = "tests/experiments/step.py"
 
 
+def pairs_at(out, step, given):
+    """What step.py finds of a step of a run."""
+    found = []
+    with (stdin_of(given), patch.object(pairs_of_step, "open_stdout", lambda: found.append),
+          patch.object(train_policy, "make_groups", train_policy.make_groups)):  # it replaces that
+        pairs_of_step.main(SimpleNamespace(run=str(out), step=step))
+    return found
+
+
 @pytest.mark.parametrize("job", ["critic", "dpo", pytest.param("rft", marks=pytest.mark.full)])
-def test_the_pairs_of_all_steps_are_those_of_all_batches(job, whole, command, data, tiny_dir,
-                                                         monkeypatch):
+def test_the_pairs_of_all_steps_are_those_of_all_batches(job, whole, command, data, tiny_dir):
     """In order, each with its task. The tasks of equal pairs are counted."""
     out, _ = whole(job)
     name, *flags, _, _ = command(job, out)
@@ -828,11 +833,7 @@ def test_the_pairs_of_all_steps_are_those_of_all_batches(job, whole, command, da
             tokenizer.decode(x["token_ids"]) for x in actions(record))
     assert len(wanted) == len(steps(out)) > 2
     for number, want in enumerate(wanted):
-        got = []
-        with monkeypatch.context() as m, stdin_of(data):
-            m.setattr(train_policy, "make_groups", train_policy.make_groups)  # it replaces that
-            m.setattr(pairs_of_step, "open_stdout", lambda: got.append)
-            pairs_of_step.main(SimpleNamespace(run=str(out), step=number))
+        got = pairs_at(out, number, data)
         for pair in got:
             said = {action for _, action in pair["chosen"] + pair["rejected"]}
             assert said <= spoken[pair.pop("task")]
@@ -842,12 +843,13 @@ def test_the_pairs_of_all_steps_are_those_of_all_batches(job, whole, command, da
 def test_other_data_or_steps_have_no_pairs(whole, data, tmp_path):
     out, _ = whole("critic")
     n = len(steps(out))
-    for step in (-1, n):
-        complaint(script(STEP, "--", out, step, stdin=data), f"no step {step}: the run in {out} "
-                  f"has {n}, counted from 0")
-    complaint(script(STEP, tmp_path, 0, stdin=data), f"the run in {tmp_path} has 0")
-    for other in (lines(records(data)[2:]), data.replace('"reward": 0.3', '"reward": 0.2', 1)):
-        complaint(script(STEP, out, 0, stdin=other), "stdin is not the data of the run")
+    for run, step, why in ((out, -1, f"no step -1: the run in {out} has {n}, counted from 0"),
+                           (out, n, f"no step {n}: "), (tmp_path, 0, f"in {tmp_path} has 0,")):
+        with pytest.raises(SystemExit, match=why):
+            pairs_at(run, step, data)
+    with pytest.raises(SystemExit, match="stdin is not the data of the run"):
+        pairs_at(out, 0, data.replace('"reward": 0.3', '"reward": 0.2', 1))
+    complaint(script(STEP, out, 0, stdin=lines(records(data)[2:])), "stdin is not the data of")
 
 
 # --- what is left out, what it is saved as --------------------------------------------------------
@@ -875,28 +877,26 @@ def test_turns_that_are_too_long_get_no_advantage_and_are_counted(data, tiny_dir
     assert f"{left_out} turns exceed 150 tokens" in done.stderr
 
 
-def test_pair_accuracy_is_that_of_a_plain_loop_over_pairs(rewarded, tiny_dir, tmp_path):
-    """Of a trained critic on tasks that it did not train on, of an untrained one on all tasks."""
-    def score(given, *flags):
-        done = succeed("train_critic.py", *flags, stdin=given)
-        return records(done.stdout), done.stderr
-
-    def expected(rs, trained_on=()):
-        values = [(task_id(r["task"]), r["reward"],
-                   sum(m["advantage"] for m in agent_messages(r))) for r in rs]
-        correct = [0.5 if a == b else a > b for task, high, a in values for other, low, b in values
-                   if task == other and task not in trained_on and high >= 1 > low]
-        return f"order {100 * sum(correct) / len(correct):.1f} % of {len(correct)} trajectory pairs"
-
-    out, model_flags = tmp_path / "c", ("--model", tiny_dir)
-    scored, said = score(rewarded, *model_flags, "--out", out, "--lr", 1e-3, "--epochs", 1,
-                         "--held_out", 0.5)
-    trained_on = utils.rows_of(out)[0]["tasks"]
-    assert 0 < len(trained_on) < len({task_id(r["task"]) for r in rewarded})
-    assert expected(scored, trained_on) in said
-    rescored, said = score(scored, "--score", out)
-    assert expected(rescored, trained_on) in said
-    scored, said = score(rewarded, *model_flags, "--untrained", 1)
-    assert expected(scored) in said
-    _, said = score(rewarded, *model_flags, "--out", tmp_path / "same", "--lr", 0, "--held_out", 1)
-    assert "order 50.0 % of" in said  # all advantages are 0: ties
+def test_pair_accuracy_is_that_of_a_plain_loop_over_pairs(tmp_path, capsys):
+    """Of tasks that the critic did not train on. A tie counts half, candidates do not."""
+    r, run = random.Random(0), str(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(lines([{"args": {}, "tasks": ["a"]}]))
+    for out, score, least in (run, None, None), (None, run, None), (None, None, 0.3):
+        tasks = "bc" if run in (out, score) else "abc"
+        for _ in range(20):
+            given = [trajectory(i, r.choice("abc"), r.choice([0.5, 0.7, 1.0])) for i in range(18)]
+            for t in given:
+                t.actions.append([candidate(0, r.randrange(3)) for _ in range(2)])
+                t.actions[0][0].fields["advantage"] = r.randrange(3)
+            values = [(t.task, t.record["reward"],
+                       sum(message.fields["advantage"] for message, *_ in t.actions))
+                      for t in given if t.task in tasks]
+            correct = [0.5 if a == b else a > b for task, high, a in values
+                       for other, low, b in values if task == other
+                       and (high >= 1 > low if least is None else high - low > least - 0.01)]
+            args = SimpleNamespace(out=out, score=score, min_gap=least)
+            M.print_pair_accuracy(args, given)
+            share = sum(correct) / len(correct)
+            said = capsys.readouterr().err
+            assert f"order {100 * share:.1f} % of {len(correct)} trajectory pairs" in said
+            assert ("below two thirds" in said) == (share < 2 / 3)
