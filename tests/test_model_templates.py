@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 import model as M
 import utils
+from colbench import with_hidden
 from conftest import dialogue, turns_of as turns_in_record
 
 # The documented formats. name: (control tokens, the beginning of text first; template; end of turn)
@@ -157,6 +158,12 @@ def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
                 told = any("do not follow the prompt" in note for note in utils.WARNINGS)
                 ids = M.render(tokenizer, history[:t], thinking)
                 read, wrote = ids[:len(ids) - without], [*map(ord, action)]
+                record = {"task": {"ground_truth": "c"}, "meta": {"thinking": thinking}}
+                [(turn, seeing)] = M.critic_turns(tokenizer, record, history[:t], [message],
+                                                  pi_reads_c=False, ref_reads_c=True)
+                assert turn == (M.packed(read), action)
+                ids = M.render(tokenizer, with_hidden(history[:t], "c"), thinking)
+                assert seeing == (M.packed(ids[:len(ids) - without]), action)
                 prompt = write(history[:t], add_generation_prompt=True)
                 whole = write(history[:t + 1])
                 got = tokenizer.decode(read + wrote)
