@@ -33,12 +33,11 @@ python tests/toy.py tasks --n 3 --seed 4 | tee {out}/tasks |
     python train_critic.py --model {model} --seed 6 --min_gap 0 --lr 1e-4 --epochs 1 \
         --held_out 0 --out {out}/critic | tee {out}/scored |
     python train_policy.py --model {model} --seed 7 --lr 1e-4 --out {out}/policy > {out}/summary
-# the policy plays again, the critic helps it, and evaluate compares
-play --model {out}/policy < {out}/tasks > {out}/plain
+# the policy plays, the critic helps it, and evaluate compares
 play --model {out}/policy --best_of 2 --critic {out}/critic < {out}/tasks > {out}/best
-python evaluate.py {out}/plain {out}/best > {out}/results
+python evaluate.py {out}/played {out}/best > {out}/results
 """
-FILES = ["demos", "tasks", "played", "scored", "summary", "plain", "best", "results",
+FILES = ["demos", "tasks", "played", "scored", "summary", "best", "results",
          "critic/model.safetensors", "policy/model.safetensors"]
 
 
@@ -59,10 +58,10 @@ def test_one_pipe_gives_a_policy_and_the_same_bytes_again(tiny_dir, tmp_path):
     scored = records((one / "scored").read_text())
     assert len(scored) == len(set(map(key_of, scored))) == 6
     assert all(isinstance(x["advantage"], float) for r in scored for x in actions(r))
-    plain, best = records((one / "results").read_text())
-    assert plain["system"] == "plain" and best["minus_first"]["tasks"] == 3
+    played, best = records((one / "results").read_text())
+    assert played["system"] == "played" and best["minus_first"]["tasks"] == 3
     critic, policy = metrics(one / "critic")[0], metrics(one / "policy")[0]
-    for row in (scored[0]["meta"], critic, policy, plain):
+    for row in (scored[0]["meta"], critic, policy, played):
         assert f"python {sys.version.split()[0]}, torch 2." in row["version"]
     for out in (one / "critic", one / "policy"):  # a model, and how it was made
         assert metrics(out)[0]["steps"] == len(steps(out))

@@ -548,7 +548,7 @@ def test_many_processes_and_small_trees_make_the_same_steps(world, job, flags, w
                    ranks=world)
     same_to_rounding(whole(job), tmp_path / job, done.stdout)
     assert metrics(tmp_path / job)[0]["world"] == world
-    if job == "critic":  # a finished one scores
+    if job == "moe":  # a finished critic scores
         done = succeed(train[0], "--score", tmp_path / job, stdin=data, ranks=world)
         same_to_rounding(whole(job), tmp_path / job, done.stdout)
     tokens = planned([*train, "--out", tmp_path / "plan"], data, world)["tokens"]
