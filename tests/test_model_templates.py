@@ -158,12 +158,6 @@ def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
                 told = any("do not follow the prompt" in note for note in utils.WARNINGS)
                 ids = M.render(tokenizer, history[:t], thinking)
                 read, wrote = ids[:len(ids) - without], [*map(ord, action)]
-                record = {"task": {"ground_truth": "c"}, "meta": {"thinking": thinking}}
-                [(turn, seeing)] = M.critic_turns(tokenizer, record, history[:t], [message],
-                                                  pi_reads_c=False, ref_reads_c=True)
-                assert turn == (M.packed(read), action)
-                ids = M.render(tokenizer, with_hidden(history[:t], "c"), thinking)
-                assert seeing == (M.packed(ids[:len(ids) - without]), action)
                 prompt = write(history[:t], add_generation_prompt=True)
                 whole = write(history[:t + 1])
                 got = tokenizer.decode(read + wrote)
@@ -232,6 +226,23 @@ def test_the_action_is_what_was_sampled():
     assert "let me think" not in tokenizer.decode(later)
     history[1]["token_ids"] = [1, 2, 3]
     assert turns_of(tokenizer, history)[0][1] == [1, 2, 3]
+
+
+def test_what_the_critic_and_its_reference_read():
+    """c before the description, or none. A thought that the prompt opens is an output's alone."""
+    tokenizer, history = tokenizer_of("qwen3"), PLAIN[:1]
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}")
+    for action, said, opened in (({"content": "what?"}, "what?", ""), ({"output": ""}, "", ""),
+                                 ({"output": "eh</think>what?"}, "eh</think>what?", "<think>\n")):
+        prompts = [f"<|im_start|>user\n{messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
+                   + opened for messages in (history, with_hidden(history, "c"))]
+        for pi, ref in (0, 1), (1, 0), (1, 1), (0, 0):
+            [turns] = M.critic_turns(tokenizer, {"task": {"ground_truth": "c"}}, history, [action],
+                                     pi_reads_c=pi, ref_reads_c=ref)
+            read = [[tokenizer.decode([*map(ord, part)]) for part in turn] for turn in turns]
+            assert read == [[prompts[with_c], said + "<|im_end|>"] for with_c in (pi, ref)]
 
 
 def test_a_prompt_is_the_same_on_every_day(tiny_dir):

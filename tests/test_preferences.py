@@ -223,17 +223,13 @@ NO_FORM = {
     "its columns are messages, rejected": {"messages": CHOSEN, "rejected": "Water."},
     "'The Elbe.' is no dialogue, and has no prompt before it": {"chosen": "The Elbe.",
                                                                "rejected": "Water."},
-    "'4' is not a message": {"messages": "[4]"},
     "'Water.' is not a message": {"messages": CHOSEN, "rejected_response": ["Water.", "Rain."]},
     "chosen has no message of the assistant": {"messages": [RIVER], "rejected_response": "Water."},
-    "rejected starts with the assistant": {"messages": CHOSEN, "rejected_messages": [WATER]},
     "history has ['a'], which is not [question, answer]": {
         "prompt": "a", "history": [["a"]], "chosen": "b", "rejected": "c"},
     "the column 'history' may belong to the prompt": {**GOOD, "history": [["a", "b"]]},
     "the column 'images' may belong to the prompt": {**GOOD, "images": ["cat.png"]},
     "the column 'Chat-History' may belong to the prompt": {**GOOD, "Chat-History": "x"},
-    "the column 'context' may belong to the prompt": {
-        "context": "It opens at nine.", "question": "When?", "chosen": "b", "rejected": "c"},
     "the field 'audio' may belong to the prompt": {**GOOD, "chosen": [
         {**RIVER, "audio": {"path": "a.wav"}}, ELBE]},
     "two different system messages": {"prompt": "a", "system": "Be brief.", "chosen": [

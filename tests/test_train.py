@@ -32,7 +32,7 @@ import utils
 from colbench import (agent_messages, first_message, hidden_information, task_id,
                       with_hidden)
 from conftest import (CPU, ROOT, actions, change_weights, complaint, copy_scripts, demos,
-                      descendants, dialogue, gone, lines, metrics, plain_ids, read_by, records,
+                      descendants, gone, lines, metrics, plain_ids, read_by, records,
                       script, stdin_of, steps, succeed, uncut, until, weights)
 from experiments import step as pairs_of_step
 from model import Action, Pair, Trajectory
@@ -257,31 +257,6 @@ def test_c_never_reaches_the_policy(flags, pairs, ranked, tiny_dir):
         groups.append(read_by(ranked, train_policy, "--model", tiny_dir, *flags)[0])
     assert groups[0] == groups[1] and pairs in (None, sum(map(len, groups[0])))
     assert all(bool(pair.rejected) == ("rft" not in flags) for pair in chain(*groups[0]))
-
-
-def test_what_each_critic_reads(tiny_dir):
-    """c stands before both, or pi's prompt alone. It is what is hidden, or the code."""
-    tokenizer = M.find_model(tiny_dir)[1]
-    code = "def f(x, rate=3): return x * rate"
-    task = {"problem_description": "write f(x)", "ground_truth": code}
-    history, action = dialogue("write f(x)", "so", "go on"), {"output": "what is the rate?"}
-
-    def read(ref=True):
-        """[prompt, action, reference's prompt, action], as text."""
-        [(turn, ref_turn)] = M.critic_turns(tokenizer, {"task": task}, history, [action],
-                                            pi_reads_c=True, ref_reads_c=ref)
-        return [tokenizer.decode([*map(ord, ids)]) for ids in (*turn, *ref_turn)]
-
-    later = "so<|end|><|user|>go on<|end|><|assistant|>"
-    blind = "<|begin|><|user|>write f(x)<|end|><|assistant|>" + later
-    seeing = blind.replace("write", f"Hidden reference:\n{code}\n\nwrite")
-    said = "what is the rate?<|end|>"
-    assert read() == [seeing, said] * 2
-    assert read(ref=False) == [seeing, said, blind, said]
-    task["hidden_information"] = "rate 3"
-    assert read() == [seeing.replace(code, "rate 3"), said] * 2
-    action["output"] = ""  # a candidate that ended at once
-    assert read()[1] == read()[3] == "<|end|>"
 
 
 def test_dialogues_that_collect_would_begin_otherwise_are_counted_with_both_texts(tiny_dir, capsys):
