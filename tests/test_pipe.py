@@ -185,7 +185,7 @@ COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     ("collect.py --model MODEL", ONCE, "already has a dialogue"),
     ("collect.py --model MODEL --candidates 2", ONCE, "task a was sampled with --thinking 1"),
     ("collect.py --model MODEL", BARE, "--human is missing; --help says"),
-    (f"collect.py --model MODEL --human {ROOT}/model.py", BARE, "model.py defines no reply()"),
+    (f"collect.py --model MODEL --human {ROOT}/utils.py", BARE, "utils.py defines no reply()"),
     ("collect.py --model MODEL --human gpt-4o", BARE, "--human gpt-4o: give the http://host:port"),
     ("collect.py --model MODEL --human fixed:no", [TASK, OTHER], "line 2: the task"),
     ("collect.py --model MODEL --human fixed:no", "{\n", "stdin, line 1: not JSON"),

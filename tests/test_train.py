@@ -616,13 +616,17 @@ def test_one_process_finishes_what_two_of_torchrun_began(whole, command, data, t
 
 @pytest.fixture(scope="module")
 def killed(command, data, tmp_path_factory):
-    """killed(job): --out of a run that got kill -9 when its first checkpoint was there."""
+    """killed(job): --out of a run that got kill -9 when its first checkpoint was there; of two
+    ranks one got SIGTERM.
+    """
     @functools.cache
     def run(job, ranks=1):
-        out = tmp_path_factory.mktemp("killed") / job
+        out, how = tmp_path_factory.mktemp("killed") / job, signal.SIGKILL
+        if ranks > 1:
+            how = signal.SIGTERM
         done = script(*command(job, out, "--save_every", 2), stdin=data, ranks=ranks,
-                      kill=(out / "checkpoint-2", signal.SIGKILL))
-        assert done.returncode in (-signal.SIGKILL, 256 - signal.SIGKILL), done.stderr
+                      kill=(out / "checkpoint-2", how))
+        assert done.returncode in (-how, 256 - how), done.stderr
         assert not (out / "model.safetensors").exists() and "finished" not in metrics(out)[-1]
         return out
     return run
