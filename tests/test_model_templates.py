@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 
 import model as M
 import utils
-from colbench import with_hidden
 from conftest import dialogue, turns_of as turns_in_record
 
 # The documented formats. name: (control tokens, the beginning of text first; template; end of turn)
@@ -236,8 +235,8 @@ def test_what_the_critic_and_its_reference_read():
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}")
     for action, said, opened in (({"content": "what?"}, "what?", ""), ({"output": ""}, "", ""),
                                  ({"output": "eh</think>what?"}, "eh</think>what?", "<think>\n")):
-        prompts = [f"<|im_start|>user\n{messages[0]['content']}<|im_end|>\n<|im_start|>assistant\n"
-                   + opened for messages in (history, with_hidden(history, "c"))]
+        prompts = [f"<|im_start|>user\n{c}write f(x): the price<|im_end|>\n<|im_start|>assistant\n"
+                   + opened for c in ("", "Hidden reference:\nc\n\n")]
         for pi, ref in (0, 1), (1, 0), (1, 1), (0, 0):
             [turns] = M.critic_turns(tokenizer, {"task": {"ground_truth": "c"}}, history, [action],
                                      pi_reads_c=pi, ref_reads_c=ref)
