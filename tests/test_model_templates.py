@@ -125,7 +125,7 @@ def templates():
                bool(end.strip()))
 
 
-@pytest.mark.parametrize("part", [*range(6), *TEMPLATES])
+@pytest.mark.parametrize("part", [*range(3), *TEMPLATES])
 def test_prompt_and_action_begin_as_the_template_writes_the_conversation(part):
     """The prompt is the model's own but for what the template does not write; an EOS ends a turn
     without an end. Control tokens that messages spell stay text, thoughts are cut as in the text,
@@ -225,6 +225,23 @@ def test_the_action_is_what_was_sampled():
     assert "let me think" not in tokenizer.decode(later)
     history[1]["token_ids"] = [1, 2, 3]
     assert turns_of(tokenizer, history)[0][1] == [1, 2, 3]
+
+
+def test_what_the_critic_and_its_reference_read():
+    """c before the description, or none. A thought that the prompt opens is an output's alone."""
+    tokenizer, history = tokenizer_of("qwen3"), PLAIN[:1]
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}")
+    for action, said, opened in (({"content": "what?"}, "what?", ""), ({"output": ""}, "", ""),
+                                 ({"output": "eh</think>what?"}, "eh</think>what?", "<think>\n")):
+        prompts = [f"<|im_start|>user\n{c}write f(x): the price<|im_end|>\n<|im_start|>assistant\n"
+                   + opened for c in ("", "Hidden reference:\nc\n\n")]
+        for pi, ref in (0, 1), (1, 0), (1, 1), (0, 0):
+            [turns] = M.critic_turns(tokenizer, {"task": {"ground_truth": "c"}}, history, [action],
+                                     pi_reads_c=pi, ref_reads_c=ref)
+            read = [[tokenizer.decode([*map(ord, part)]) for part in turn] for turn in turns]
+            assert read == [[prompts[with_c], said + "<|im_end|>"] for with_c in (pi, ref)]
 
 
 def test_a_prompt_is_the_same_on_every_day(tiny_dir):

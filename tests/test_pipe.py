@@ -1,6 +1,8 @@
 """The scripts as a user runs them: pipes, the same bytes again, complaints of bad input."""
+import contextlib
 import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -12,8 +14,8 @@ import colbench
 import model as M
 import toy
 from colbench import agent_messages
-from conftest import (HUMAN, ROOT, actions, complaint, demos, dialogue, key_of,
-                      metrics, records, save, script, shell, steps, succeed)
+from conftest import (HUMAN, ROOT, actions, demos, dialogue, key_of, metrics, records, save,
+                      shell, stdin_of, steps, succeed)
 from test_model import separate
 
 # An untrained model solves nothing, so a filter gives sample 0 of a task full marks.
@@ -21,24 +23,21 @@ PIPE = r"""
 set -euo pipefail
 solve() {{ sed 's/"sample": 0,\(.*\)"reward": [0-9.]*/"sample": 0,\1"reward": 1.0/'; }}
 play() {{
-    python collect.py --human tests/toy.py --max_tokens 40 --max_turns 3 "$@" |
+    python collect.py --human tests/toy.py --max_tokens 30 --max_turns 2 "$@" |
         python colbench.py grade
 }}
 cd {root}
-python tests/toy.py demos --n 300 --seed 4 > {out}/demos
+python tests/toy.py demos --n 50 --seed 4 > {out}/demos
 python tests/toy.py tasks --n 3 --seed 4 | tee {out}/tasks |
     play --model {model} --seed 5 -k 2 --candidates 4 | tee {out}/played | solve |
     python train_critic.py --model {model} --seed 6 --min_gap 0 --lr 1e-4 --epochs 1 \
         --held_out 0 --out {out}/critic | tee {out}/scored |
     python train_policy.py --model {model} --seed 7 --lr 1e-4 --out {out}/policy > {out}/summary
-python colbench.py grade < {out}/played > {out}/graded
-# the policy plays again, the critic helps it, and evaluate compares
-python tests/toy.py tasks --split test --n 3 > {out}/test
-play --model {out}/policy < {out}/test > {out}/plain
-play --model {out}/policy --best_of 2 --critic {out}/critic < {out}/test > {out}/best
-python evaluate.py {out}/plain {out}/best > {out}/results
+# the policy plays, the critic helps it, and evaluate compares
+play --model {out}/policy --best_of 2 --critic {out}/critic < {out}/tasks > {out}/best
+python evaluate.py {out}/played {out}/best > {out}/results
 """
-FILES = ["demos", "tasks", "played", "scored", "summary", "graded", "plain", "best", "results",
+FILES = ["demos", "tasks", "played", "scored", "summary", "best", "results",
          "critic/model.safetensors", "policy/model.safetensors"]
 
 
@@ -59,10 +58,10 @@ def test_one_pipe_gives_a_policy_and_the_same_bytes_again(tiny_dir, tmp_path):
     scored = records((one / "scored").read_text())
     assert len(scored) == len(set(map(key_of, scored))) == 6
     assert all(isinstance(x["advantage"], float) for r in scored for x in actions(r))
-    plain, best = records((one / "results").read_text())
-    assert plain["system"] == "plain" and best["minus_first"]["tasks"] == 3
+    played, best = records((one / "results").read_text())
+    assert played["system"] == "played" and best["minus_first"]["tasks"] == 3
     critic, policy = metrics(one / "critic")[0], metrics(one / "policy")[0]
-    for row in (scored[0]["meta"], critic, policy, plain):
+    for row in (scored[0]["meta"], critic, policy, played):
         assert f"python {sys.version.split()[0]}, torch 2." in row["version"]
     for out in (one / "critic", one / "policy"):  # a model, and how it was made
         assert metrics(out)[0]["steps"] == len(steps(out))
@@ -131,8 +130,8 @@ def test_each_turn_is_judged_after_the_prompt_that_the_template_renders(tasks, t
         prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
         return separate(lm, [(M.packed(prompt), M.packed(ids))])[0]
 
-    played = script("collect.py", "--model", path, *HUMAN, "--thinking", 1, "--max_turns", 3,
-                    "--max_tokens", 25, "--candidates", 2, stdin=tasks)
+    played = succeed("collect.py", "--model", path, *HUMAN, "--thinking", 1, "--max_turns", 3,
+                     "--max_tokens", 25, "--candidates", 2, stdin=tasks)
     rs = records(played.stdout)
     for history, (m, *candidates) in (turn for r in rs for turn in M.turn_actions(r)):
         if "think>" not in str(history):  # noise may spell it
@@ -186,7 +185,7 @@ COMPLAINTS = [  # command, its stdin, a part of the line that says what is wrong
     ("collect.py --model MODEL", ONCE, "already has a dialogue"),
     ("collect.py --model MODEL --candidates 2", ONCE, "task a was sampled with --thinking 1"),
     ("collect.py --model MODEL", BARE, "--human is missing; --help says"),
-    (f"collect.py --model MODEL --human {ROOT}/model.py", BARE, "model.py defines no reply()"),
+    (f"collect.py --model MODEL --human {ROOT}/utils.py", BARE, "utils.py defines no reply()"),
     ("collect.py --model MODEL --human gpt-4o", BARE, "--human gpt-4o: give the http://host:port"),
     ("collect.py --model MODEL --human fixed:no", [TASK, OTHER], "line 2: the task"),
     ("collect.py --model MODEL --human fixed:no", "{\n", "stdin, line 1: not JSON"),
@@ -207,7 +206,13 @@ def unloadable(tiny_dir, tmp_path_factory):
 
 @pytest.mark.parametrize("command, given, message", COMPLAINTS)
 def test_what_is_wrong_is_told_in_a_line_before_anything_is_made(command, given, message,
-                                                                 unloadable, tmp_path):
-    words = [unloadable if word == "MODEL" else word for word in command.split()]
-    complaint(script(*words, stdin=given, cwd=tmp_path), message)
+                                                                 unloadable, tmp_path, capfd):
+    name, *flags = (unloadable if word == "MODEL" else word for word in command.split())
+    script = import_module(name.removesuffix(".py"))
+    with pytest.raises(SystemExit) as e, stdin_of(given), contextlib.chdir(tmp_path):
+        script.main(script.get_args(flags))
+    (out, err), code = capfd.readouterr(), e.value.code
+    said = [*err.splitlines(), code] if isinstance(code, str) else err.splitlines()
+    errors = [line for line in said if "error: " in line]
+    assert errors == said[-1:] and message in errors[0] and not out
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

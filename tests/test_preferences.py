@@ -26,13 +26,8 @@ TEXT = "\n\nHuman: Name a river.\n\nAssistant: "
 FORMS = {  # name: (a line of it, what stands before the user's message)
     "messages": ({"prompt": [SYSTEM, RIVER], "chosen": [ELBE], "rejected": [WATER]}, [SYSTEM]),
     "whole sides": ({"chosen": CHOSEN, "rejected": REJECTED}, []),
-    "a prompt beside whole sides": (
-        {"prompt": [RIVER], "chosen": CHOSEN, "rejected": REJECTED}, []),
     "UltraFeedback": ({"prompt": "Name a river.", "prompt_id": "a1", "chosen": CHOSEN,
                        "rejected": REJECTED, "messages": CHOSEN, "score_chosen": 8.5}, []),
-    "UltraFeedback with a system text": (
-        {"prompt": "Name a river.", "chosen": [SYSTEM, *CHOSEN], "rejected": [SYSTEM, *REJECTED]},
-        [SYSTEM]),
     "texts": ({"prompt": "Name a river.", "chosen": "The Elbe.", "rejected": "Water."}, []),
     "HH": ({"chosen": TEXT + "The Elbe.", "rejected": TEXT + "Water."}, []),
     "Orca": ({"system": "Be brief.", "question": "Name a river.", "chosen": "The Elbe.",
@@ -42,17 +37,12 @@ FORMS = {  # name: (a line of it, what stands before the user's message)
                  [SYSTEM]),
     "Axolotl": ({"messages": [RIVER], "chosen": ELBE, "rejected": WATER}, []),
     "ms-swift": ({"messages": CHOSEN, "rejected_response": "Water."}, []),
-    "ms-swift with a system message": (
-        {"messages": [SYSTEM, *CHOSEN], "rejected_response": "Water.", "rejected_messages": None},
-        [SYSTEM]),
     "ms-swift with a message": ({"messages": CHOSEN, "rejected_response": [WATER]}, []),
     "ms-swift's dialogues": ({"messages": CHOSEN, "rejected_messages": REJECTED}, []),
     "ms-swift's dialogues with a system text": (
         {"system": "Be brief.", "messages": CHOSEN, "rejected_messages": REJECTED}, [SYSTEM]),
-    "an empty history": ({"instruction": "Name a river.", "input": "", "history": [],
-                          "chosen": "The Elbe.", "rejected": "Water."}, []),
-    "Alpaca": ({"instruction": "Name a river.", "input": "", "chosen": "The Elbe.",
-                "rejected": "Water."}, []),
+    "Alpaca": ({"instruction": "Name a river.", "input": "", "history": [],
+                "chosen": "The Elbe.", "rejected": "Water."}, []),
     "parts": ({"prompt": [PART(RIVER)], "chosen": [PART(ELBE)], "rejected": [PART(WATER)]}, []),
     "JSON in strings": ({"chosen": json.dumps(CHOSEN), "rejected": json.dumps(REJECTED)}, []),
     "a begun answer": ({"prompt": [RIVER, {"role": "assistant", "content": ""}],
@@ -128,11 +118,10 @@ STRUCTURE = [json.dumps(ELBE), json.dumps(CHOSEN), json.dumps(SHARE("gpt", "The 
 @pytest.mark.parametrize("column", ["prompt", "question", "instruction"])
 def test_text_that_looks_like_messages_is_text(column):
     """Beside a prompt, unless --dialogues 1 declares otherwise."""
-    for i in range(len(STRUCTURE)):
-        texts = [STRUCTURE[(i + j) % len(STRUCTURE)] for j in range(3)]
+    for texts in zip(STRUCTURE, STRUCTURE[1:] + STRUCTURE[:1], STRUCTURE[2:] + STRUCTURE[:2]):
+        prompt, *sides = texts
         pair = converted(dict(zip((column, "chosen", "rejected"), texts)))
-        assert [r["dialogue_history"] for r in pair] == [dialogue(texts[0], texts[1]),
-                                                         dialogue(texts[0], texts[2])]
+        assert [r["dialogue_history"] for r in pair] == [dialogue(prompt, side) for side in sides]
 
 
 def test_dialogues_in_text_are_parsed_where_that_is_declared_and_else_counted(capsys):
@@ -234,17 +223,13 @@ NO_FORM = {
     "its columns are messages, rejected": {"messages": CHOSEN, "rejected": "Water."},
     "'The Elbe.' is no dialogue, and has no prompt before it": {"chosen": "The Elbe.",
                                                                "rejected": "Water."},
-    "'4' is not a message": {"messages": "[4]"},
     "'Water.' is not a message": {"messages": CHOSEN, "rejected_response": ["Water.", "Rain."]},
     "chosen has no message of the assistant": {"messages": [RIVER], "rejected_response": "Water."},
-    "rejected starts with the assistant": {"messages": CHOSEN, "rejected_messages": [WATER]},
     "history has ['a'], which is not [question, answer]": {
         "prompt": "a", "history": [["a"]], "chosen": "b", "rejected": "c"},
     "the column 'history' may belong to the prompt": {**GOOD, "history": [["a", "b"]]},
     "the column 'images' may belong to the prompt": {**GOOD, "images": ["cat.png"]},
     "the column 'Chat-History' may belong to the prompt": {**GOOD, "Chat-History": "x"},
-    "the column 'context' may belong to the prompt": {
-        "context": "It opens at nine.", "question": "When?", "chosen": "b", "rejected": "c"},
     "the field 'audio' may belong to the prompt": {**GOOD, "chosen": [
         {**RIVER, "audio": {"path": "a.wav"}}, ELBE]},
     "two different system messages": {"prompt": "a", "system": "Be brief.", "chosen": [
@@ -266,12 +251,11 @@ def groups_of(tiny_dir):
     return make
 
 
-@pytest.mark.parametrize("before", [[], [SYSTEM]])
-def test_a_pair_has_all_messages_of_the_assistant(before, tiny_dir, groups_of):
+def test_a_pair_has_all_messages_of_the_assistant(tiny_dir, groups_of):
     tokenizer = M.find_model(tiny_dir)[1]
     prompt, *chosen = dialogue("write pay(x)", "what is the rate?", "rate=3 <|end|>", "def ...")
     sides = chosen, chosen[-1:]
-    line = {"prompt": [*before, prompt], "chosen": sides[0], "rejected": sides[1]}
+    line = {"prompt": [SYSTEM, prompt], "chosen": sides[0], "rejected": sides[1]}
     want = [tuple(turns_of(tokenizer, {"dialogue_history": line["prompt"] + side}))
             for side in sides]
     assert list(map(len, want)) == [2, 1]

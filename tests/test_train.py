@@ -15,9 +15,10 @@ import statistics
 import subprocess
 import sys
 from collections import Counter
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ import utils
 from colbench import (agent_messages, first_message, hidden_information, task_id,
                       with_hidden)
 from conftest import (CPU, ROOT, actions, change_weights, complaint, copy_scripts, demos,
-                      descendants, dialogue, gone, lines, metrics, plain_ids, read_by, records,
+                      descendants, gone, lines, metrics, plain_ids, read_by, records,
                       script, stdin_of, steps, succeed, uncut, until, weights)
 from experiments import step as pairs_of_step
 from model import Action, Pair, Trajectory
@@ -68,9 +69,6 @@ def test_a_loss_is_that_of_its_equation(loss):
             assert got.item() == exact(-statistics.fmean(sum(chosen, []))) and not facts
         else:
             assert got.item() == exact(want) and facts["margin"] == exact(margin)
-        for turn, p in logps.items():
-            of_turn = statistics.fmean((p - ref[turn]).tolist())
-            assert train_critic.advantage(p, ref[turn]).item() == exact(of_turn)
 
 
 def test_the_learning_rate_warms_up_also_where_steps_are_few():
@@ -90,11 +88,11 @@ def trajectory(i, task, reward, too_long=False):
     return Trajectory(task, {"reward": reward}, [[Action({}, turn, turn)]])
 
 
-def test_pairs_of_trajectories_are_those_of_two_loops():
+def test_pairs_of_trajectories_are_those_of_two_loops_and_none_has_its_reason():
     """Over random trajectories with rewards in tenths, whose floats differ by a little less."""
-    r = random.Random(0)
-    for _ in range(200):
-        tenths = [r.choice([3, 5, 6, 7, 10, 10]) for _ in range(9)]
+    r, reasons = random.Random(0), Counter()
+    for _ in range(300):
+        tenths = [r.choice([3, 5, 6, 7, 10, 10]) for _ in range(r.randrange(1, 10))]
         task, too_long = [r.choice("abc") for _ in tenths], [r.random() < 0.2 for _ in tenths]
         given = [trajectory(i, *facts) for i, facts in
                  enumerate(zip(task, [n / 10 for n in tenths], too_long))]
@@ -106,9 +104,14 @@ def test_pairs_of_trajectories_are_those_of_two_loops():
         best = {(i, j) for i, j in worse if solved.get(task[i]) == i}
         for least, want in ((None, best), (margin / 10, apart)):
             if not want:
-                with pytest.raises(SystemExit, match="no pairs in 9 trajectories") as e:
+                why = ("all are too long" if not fit else
+                       "no task has two that differ in reward: .* collect.py -k" if not worse else
+                       "no task has both a solved and an unsolved one; try --min_gap 0"
+                       if least is None else "no task has two whose rewards differ by 0.")
+                reasons[why] += 1
+                n = f"no pairs in {len(given)} trajectories, {sum(too_long)} of them too long: "
+                with pytest.raises(SystemExit, match=n + why):
                     M.trajectory_pairs(given, least)
-                assert ("--min_gap 0" in str(e.value)) == (bool(worse) and least is None)
                 continue
             groups = M.trajectory_pairs(given, least).values()
             pairs = [(pair.chosen[0][0][1], pair.rejected[0][0][1], pair.gap)
@@ -116,16 +119,7 @@ def test_pairs_of_trajectories_are_those_of_two_loops():
             assert sorted((i, j) for i, j, _ in pairs) == sorted(want)
             assert all(gap == pytest.approx((tenths[i] - tenths[j]) / 10) for i, j, gap in pairs)
             assert all(len({task[pair.chosen[0][0][1]] for pair in g}) == 1 for g in groups)
-
-
-@pytest.mark.parametrize("given, why", [
-    ([("a", 1.0), ("a", 0.5)], "all are too long"), ([("a", 0.5)], "per task with collect.py -k"),
-    ([("a", 0.0), ("a", 0.0), ("b", 1.0)], "no task has two that differ in reward"),
-    ([("a", 0.0), ("a", 0.5)], "try --min_gap 0")])
-def test_the_advice_fits_the_reason_why_there_are_no_pairs(given, why):
-    trajectories = [trajectory(i, *x, too_long="long" in why) for i, x in enumerate(given)]
-    with pytest.raises(SystemExit, match=why):
-        M.trajectory_pairs(trajectories, None)
+    assert len(reasons) == 4
 
 
 @pytest.mark.parametrize("flags, change, why", [
@@ -146,50 +140,37 @@ def candidate(i, advantage, logprob=None, **fields):
     return Action({"advantage": advantage, "logprob": logprob, **fields}, ("o", (i,)), None)
 
 
-def test_candidate_pairs_take_the_top_against_the_bottom_half():
-    """By advantage + weight * log-prob; the middle is neither, nor is what is too long."""
-    facts = [(0.3, -9.0), (-1.0, -2.0), (2.0, -7.0), (0.1, -0.5), (-0.5, -30.0)]
-    for n, weight in ((5, 0), (5, 0.1), (4, 0.2), (1, 0), (0, 0)):
-        candidates = [candidate(i, *pair) for i, pair in enumerate(facts[:n])]
-        value = [a + weight * p for a, p in facts]
-        ranked = sorted(range(n), key=lambda i: -value[i])
+def test_candidate_pairs_are_distinct_ones_of_the_upper_half_against_the_lower():
+    """By advantage + weight * log-prob, as many as there are up to --pairs_per_turn. The middle is
+    in neither half, what is too long is left out, and what is cut is not chosen.
+    """
+    r, counts = random.Random(0), Counter()
 
-        def draw(candidates, seed=0):
-            args = SimpleNamespace(pairs_per_turn=200, logprob_weight=weight, seed=seed)
-            return train_policy.candidate_pairs(args, candidates)
+    def draw(candidates, n=1, weight=0, seed=0):
+        args = SimpleNamespace(pairs_per_turn=n, logprob_weight=weight, seed=seed)
+        return train_policy.candidate_pairs(args, candidates)
 
-        pairs = draw([*candidates, candidate(9, 9.0, 0.0)._replace(turn=None)])
-        drawn = {(pair.chosen[0][1][0], pair.rejected[0][1][0]): pair.gap for pair in pairs}
-        assert len(drawn) == len(pairs)
-        assert set(drawn) == {(i, j) for i in ranked[:n // 2] for j in ranked[n - n // 2:]}
-        assert all(gap == pytest.approx(value[i] - value[j]) for (i, j), gap in drawn.items())
-        assert pairs == draw(candidates)
-        assert n < 4 or pairs != draw(candidates, seed=1)
-    assert not draw([candidate(7, 0.0), candidate(7, 1.0)])  # alike
-    assert not draw([candidate(i, 0.5) for i in range(4)])  # the critic does not tell them apart
-    cut = candidate(7, 1.0, cut=True)
-    assert not draw([candidate(8, 0.0), cut]) and draw([candidate(8, 2.0), cut])
-
-
-def test_pairs_of_a_turn_are_distinct_and_as_many_as_there_are_up_to_the_flag():
-    """Of candidates in random numbers of copies; all pairs are drawn equally often."""
-    rng, counts = random.Random(0), Counter()
     for seed in range(600):
-        copies = [candidate(i, i / 9) for i in range(4) for _ in range(rng.randint(1, 3))]
-        copies.sort(key=lambda c: c.fields["advantage"])
-        half = len(copies) // 2
-        possible = {(high.turn, low.turn) for high in copies[-half:] for low in copies[:half]
-                    if high.turn != low.turn}
-        rng.shuffle(copies)
+        weight = r.choice([0, 0.1])
+        given = [candidate(i, r.gauss(0, 1), 9 * r.gauss(0, 1), cut=r.random() < 0.1)
+                 for i in range(r.randrange(7)) for _ in range(r.randint(1, 3))]
+        r.shuffle(given)
+        value = lambda c: c.fields["advantage"] + weight * c.fields["logprob"]
+        ranked, half = sorted(given, key=value), len(given) // 2
+        possible = {}  # {pair: the gaps of its copies}
+        for high, low in product(ranked[len(given) - half:], ranked[:half]):
+            if high.turn != low.turn and not high.fields["cut"]:
+                gaps = possible.setdefault(((high.turn,), (low.turn,)), [])
+                gaps.append(value(high) - value(low))
         for n in 1, 4, 99:
-            args = SimpleNamespace(pairs_per_turn=n, logprob_weight=0, seed=seed)
-            pairs = train_policy.candidate_pairs(args, copies)
-            drawn = {(*pair.chosen, *pair.rejected) for pair in pairs}
-            assert len(drawn) == len(pairs) == min(n, len(possible)) and drawn <= possible
-        args.pairs_per_turn = 1
-        (pair,) = train_policy.candidate_pairs(args, [candidate(i, i) for i in range(4)])
-        counts[pair.chosen[0][1], pair.rejected[0][1]] += 1
-    assert len(counts) == 4 and all(110 < n < 190 for n in counts.values())
+            pairs = draw([*given, candidate(9, 9.0, 0.0)._replace(turn=None)], n, weight, seed)
+            assert len({pair[:2] for pair in pairs}) == len(pairs) == min(n, len(possible))
+            assert all(pair.gap in possible[pair[:2]] for pair in pairs)
+            assert pairs == draw(given[::-1], n, weight, seed)
+        (pair,) = draw([candidate(i, i) for i in range(4)], seed=seed)
+        counts[pair[:2]] += 1
+    assert len(counts) == 4 and all(110 < n < 190 for n in counts.values())  # equally often
+    assert not draw([candidate(i, 0.5) for i in range(4)])  # the critic does not tell them apart
 
 
 def test_mix_adds_the_pairs_of_mtdpo_per_pair_of_candidates(tiny_dir):
@@ -278,31 +259,6 @@ def test_c_never_reaches_the_policy(flags, pairs, ranked, tiny_dir):
     assert all(bool(pair.rejected) == ("rft" not in flags) for pair in chain(*groups[0]))
 
 
-def test_what_each_critic_reads(tiny_dir):
-    """c stands before both, or pi's prompt alone. It is what is hidden, or the code."""
-    tokenizer = M.find_model(tiny_dir)[1]
-    code = "def f(x, rate=3): return x * rate"
-    task = {"problem_description": "write f(x)", "ground_truth": code}
-    history, action = dialogue("write f(x)", "so", "go on"), {"output": "what is the rate?"}
-
-    def read(ref=True):
-        """[prompt, action, reference's prompt, action], as text."""
-        [(turn, ref_turn)] = M.critic_turns(tokenizer, {"task": task}, history, [action],
-                                            pi_reads_c=True, ref_reads_c=ref)
-        return [tokenizer.decode([*map(ord, ids)]) for ids in (*turn, *ref_turn)]
-
-    later = "so<|end|><|user|>go on<|end|><|assistant|>"
-    blind = "<|begin|><|user|>write f(x)<|end|><|assistant|>" + later
-    seeing = blind.replace("write", f"Hidden reference:\n{code}\n\nwrite")
-    said = "what is the rate?<|end|>"
-    assert read() == [seeing, said] * 2
-    assert read(ref=False) == [seeing, said, blind, said]
-    task["hidden_information"] = "rate 3"
-    assert read() == [seeing.replace(code, "rate 3"), said] * 2
-    action["output"] = ""  # a candidate that ended at once
-    assert read()[1] == read()[3] == "<|end|>"
-
-
 def test_dialogues_that_collect_would_begin_otherwise_are_counted_with_both_texts(tiny_dir, capsys):
     """None that it sampled, none with the hidden information or another max_turns."""
     def told(given):
@@ -311,16 +267,15 @@ def test_dialogues_that_collect_would_begin_otherwise_are_counted_with_both_text
             M.read_trajectories(args, pi_reads_c=False, ref_reads_c=False)
         return [line for line in capsys.readouterr().err.splitlines() if "first_message" in line]
 
-    knob = "Ask at most {max_turns} questions. {problem_description}"
-    good = demos(40) + demos(2, of=toy_pages)
+    good = demos(10) + demos(2, of=toy_pages)
     for r, n in zip(demos(3), (2, 7, 10)):  # an agent_prompt of the task's own, another max_turns
-        r["task"] |= {"agent_prompt": knob, "id": f"of its own, {n}"}
+        r["task"] |= {"agent_prompt": "Ask at most {max_turns} questions. {problem_description}",
+                      "id": f"of its own, {n}"}
         r["dialogue_history"][0] = first_message(r["task"], n)
-        good.append(r)
         seeing = with_hidden(r["dialogue_history"], hidden_information(r["task"]))
-        good.append({**r, "dialogue_history": seeing})
+        good += [r, {**r, "dialogue_history": seeing}]
     assert not told(good)
-    bad = records(lines(good[:1] + good[-2:]))
+    bad = records(lines([good[0], *good[-2:]]))
     for i, r in enumerate(bad):
         r["task"]["id"] = f"bad {i}"
     bad[0]["dialogue_history"][0]["content"] = "Please write pay(x)"
@@ -332,11 +287,9 @@ def test_dialogues_that_collect_would_begin_otherwise_are_counted_with_both_text
     assert f"has 'Please write pay(x)', first_message {rendered[:60]!r}" in line
     [line] = told(bad[1:2])  # where they begin alike, the place at which they part
     assert re.search(r"has '([^']{1,20})', first_message '\1[^']'", line)
-    for r in bad:
-        agent_messages(r)[0]["token_ids"] = [1]
-    assert not told(bad)
     bad[0]["task"] |= {"problem_description": ""}
-    del agent_messages(bad[0])[0]["token_ids"]
+    for r in bad[1:]:
+        agent_messages(r)[0]["token_ids"] = [1]
     assert not told(bad)
 
 
@@ -351,6 +304,7 @@ def test_a_finished_critic_finds_its_reference_and_takes_no_other(rewarded, tiny
     done = succeed("train_critic.py", *flags, stdin=rewarded, cwd=tmp_path / "runs")
     first = records(done.stdout)
     assert any(x["advantage"] for r in first for x in actions(r))
+    assert "the advantages order" in done.stderr
     moved = shutil.move(tmp_path / "runs", tmp_path / "moved")
     base, out = Path(moved, "base"), Path(moved, "c")
     score = ["train_critic.py", "--score", out]
@@ -373,9 +327,7 @@ CRITIC = ["train_critic.py", "--held_out", 0.3, "--eval_every", 2, "--batch_size
 POLICY = ["train_policy.py", "--lr", 1e-5, "--loss"]
 JOBS = {"critic": CRITIC, "moe": CRITIC,  # 5 experts: on 2 ranks the shards are uneven
         "dpo": [*POLICY, "dpo", "--beta", 1, "--pairs_per_turn", 2, "--mix", 0.3,
-                "--batch_size", 17],
-        "mtdpo": [*POLICY, "mtdpo", "--held_out", 0.3, "--eval_every", 2, "--batch_size", 3,
-                  "--epochs", 6],
+                "--held_out", 0.3, "--eval_every", 2, "--batch_size", 9],
         "rft": [*POLICY, "rft", "--all", 1, "--batch_size", 5],
         # a step of 2e-7 is lost on a 16-bit weight
         "bf16": [*POLICY, "dpo", "--pairs_per_turn", 1, "--batch_size", 6, "--epochs", 2,
@@ -487,21 +439,12 @@ def same_bits(whole, out, stdout):
 
 # --- many processes -------------------------------------------------------------------------------
 
-def planned_tokens(command, data, world):
-    """What plan.py says of a run on `world` GPUs."""
-    plan = json.loads(succeed("tests/plan.py", *command, "--gpus", world, stdin=data).stdout)
-    computed, slowest = plan["tokens"]["computed"], plan["tokens"]["slowest_rank"]
-    flops = 2 * (plan["reference_tokens"] + plan["critic_tokens"])  # of each weight
-    if world == 1:
-        flops += (6 + 2) * slowest  # layers are computed again
-        hours = flops * plan["parameters"] / 4e14 / 3600
-        assert computed == slowest and plan["hours"] == pytest.approx(hours, rel=0.01)
-    assert computed <= slowest
-    return computed, plan["steps"]
+def planned(command, data, world=1):
+    """What plan.py tells of a run on `world` GPUs."""
+    return json.loads(succeed("tests/plan.py", *command, "--gpus", world, stdin=data).stdout)
 
 
-@pytest.mark.parametrize("job", ["critic", "dpo", *(pytest.param(job, marks=pytest.mark.full)
-                                                    for job in ("mtdpo", "rft"))])
+@pytest.mark.parametrize("job", ["critic", "dpo", pytest.param("rft", marks=pytest.mark.full)])
 def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data, tiny_dir):
     """It takes the tokens that plan.py tells."""
     trainer, (_, *flags) = train_critic if job == "critic" else train_policy, command(job, "x")
@@ -529,7 +472,7 @@ def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data,
     measured = {row["step"]: row["held_out_loss"] for row in metrics(whole(job)[0])
                 if "held_out_loss" in row}
     want = [step for step in range(last + 1) if step % 2 or step == last] if held else []
-    assert [*measured] == want and bool(held) == (job in ("critic", "mtdpo"))
+    assert [*measured] == want and bool(held) == (job != "rft")
     for step, (batch, row) in enumerate(zip(batches, made, strict=True)):
         loss = loss_of(batch)
         loss.backward()
@@ -541,56 +484,63 @@ def test_a_run_is_a_plain_loop_over_separate_forwards(job, whole, command, data,
         assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-2)
         if step in measured:
             assert measured[step] == pytest.approx(loss_of(held).item(), rel=1e-3)
+    plan = planned(command(job, "x"), data)
     tokens = sum(row["tokens"] for row in made)
-    assert planned_tokens(command(job, "x"), data, 1) == (tokens, len(made))
+    assert plan["tokens"] == {"computed": tokens, "slowest_rank": tokens}
+    assert plan["steps"] == len(made)
+    flops = 2 * (plan["reference_tokens"] + plan["critic_tokens"])  # of each weight
+    flops += (6 + 2) * tokens  # layers are computed again
+    hours = flops * plan["parameters"] / 4e14 / 3600
+    assert plan["hours"] == pytest.approx(hours, rel=0.01)
 
 
 # Runs a script: RANK in its flags is the rank, and torch.compile only traces, as compiling takes
-# minutes; the benchmark's test compiles.
+# minutes.
 AROUND = """
 import functools, os, runpy, sys, torch
 torch.compile = functools.partial(torch.compile, backend="eager")
 del sys.argv[0]
 sys.path.insert(0, os.path.dirname(sys.argv[0]))
-sys.argv = [word.replace("RANK", os.environ["RANK"]) for word in sys.argv]
+sys.argv = [word.replace("RANK", os.environ.get("RANK", "")) for word in sys.argv]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("world, job", [
-    (2, "critic"), (2, "dpo"), (2, "rft"), (2, "moe"), (4, "critic"), (4, "dpo")])
-def test_many_processes_and_small_trees_make_the_same_steps(world, job, whole, command, data,
+@pytest.mark.parametrize("world, job, flags", [
+    (1, "rft", ["--offload", 1, "--compile", 1]), (2, "dpo", []), (2, "moe", []),
+    (4, "critic", ["--recompute", 1, "--offload", 1])])
+def test_many_processes_and_small_trees_make_the_same_steps(world, job, flags, whole, command, data,
                                                             tmp_path):
     """The last batch of an epoch is smaller, the ranks' trees differ, most exceed --tree_tokens.
 
-    Each rank takes the whole loss. Some ranks of four have no part left, and compute one again.
+    Each rank takes the whole loss. Some ranks of four have no part left, and compute one again. One
+    process offloads by FSDP, too.
     """
-    more = ["--recompute", 1, "--offload", 1] if world == 4 else []
-    more += ["--compile", int(job == "critic" and world == 2)]
-    train = command(job, tmp_path / job, "--tree_tokens", 150, *more)
+    train = command(job, tmp_path / job, "--tree_tokens", 150, *flags)
     (tmp_path / "around.py").write_text(AROUND)
-    script, flags = f"{ROOT}/{train[0]}", train[1:]
-    done = succeed(tmp_path / "around.py", script, *flags, stdin=data, ranks=world)
+    done = succeed(tmp_path / "around.py", f"{ROOT}/{train[0]}", *train[1:], stdin=data,
+                   ranks=world)
     same_to_rounding(whole(job), tmp_path / job, done.stdout)
     assert metrics(tmp_path / job)[0]["world"] == world
-    if job == "critic":  # a finished one scores
+    if job == "moe":  # a finished critic scores
         done = succeed(train[0], "--score", tmp_path / job, stdin=data, ranks=world)
         same_to_rounding(whole(job), tmp_path / job, done.stdout)
-    tokens = sum(row["tokens"] for row in steps(tmp_path / job))
-    assert planned_tokens([*train, "--out", tmp_path / "plan"], data, world)[0] == tokens
-    assert tokens > sum(row["tokens"] for row in steps(whole(job)[0]))
+    tokens = planned([*train, "--out", tmp_path / "plan"], data, world)["tokens"]
+    made, least = (sum(row["tokens"] for row in steps(out)) for out in (tmp_path / job,
+                                                                        whole(job)[0]))
+    assert least < made == tokens["computed"] <= tokens["slowest_rank"]
 
 
 def test_two_processes_train_turn_by_turn_as_one_does(tmp_path, tiny_dir):
     """With as many forwards on each."""
     tokenizer = M.find_model(tiny_dir)[1]
     base = save_strong("qwen3_next", SLOW["qwen3_next"], tokenizer, tmp_path / "base")
-    rft = ["train_policy.py", "--loss", "rft", "--all", 1, "--model", base, "--batch_size", 5,
-           "--epochs", 2, "--lr", 1e-4, "--out"]
-    one = succeed(*rft, tmp_path / "1", stdin=demos(7))
-    assert "\n7 trajectories, 4 steps" in "\n" + one.stderr
-    two = succeed(*rft, tmp_path / "2", "--recompute", 1, "--save_every", 2, stdin=demos(7),
+    rft = ["train_policy.py", "--loss", "rft", "--all", 1, "--model", base, "--batch_size", 3,
+           "--epochs", 1, "--lr", 1e-4, "--out"]
+    one = succeed(*rft, tmp_path / "1", stdin=demos(5))
+    assert "\n5 trajectories, 2 steps" in "\n" + one.stderr
+    two = succeed(*rft, tmp_path / "2", "--recompute", 1, "--save_every", 1, stdin=demos(5),
                   ranks=2)
     assert "turn by turn" in one.stderr and "turn by turn" in two.stderr
     same_steps(tmp_path / "2", tmp_path / "1")
@@ -633,22 +583,21 @@ def test_the_others_wait_for_rank_0_longer_than_for_each_other(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_one_process_finishes_what_two_of_torchrun_began(how, whole, command, data, tmp_path):
-    """One of two ranks is killed; or torchrun, and its ranks with it, ends by a signal."""
+def test_one_process_finishes_what_two_of_torchrun_began(whole, command, data, tmp_path):
+    """One of two ranks is killed, which ends torchrun and the other one."""
     out = tmp_path / "out"
-    mtdpo = command("mtdpo", out, "--save_every", 2)
+    critic = command("critic", out, "--save_every", 2)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     (tmp_path / "in").write_text(data)
     with open(tmp_path / "in") as stdin, subprocess.Popen(
-            [*torchrun, *map(str, mtdpo)], cwd=ROOT, text=True, env=CPU, start_new_session=True,
+            [*torchrun, *map(str, critic)], cwd=ROOT, text=True, env=CPU, start_new_session=True,
             stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
         try:
             until(lambda: len(steps(out)) > 2, p)
             family = descendants(p.pid)
             (rank_1,) = (pid for pid in family
                          if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
-            os.kill(rank_1 if how == signal.SIGKILL else p.pid, how)
+            os.kill(rank_1, signal.SIGKILL)
             stdout, _ = p.communicate(timeout=150)
             gone(family)
         finally:
@@ -656,10 +605,10 @@ def test_one_process_finishes_what_two_of_torchrun_began(how, whole, command, da
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
     assert p.returncode and not stdout and not (out / "model.safetensors").exists()
-    done = succeed(*mtdpo, stdin=data)
+    done = succeed(*critic, stdin=data)
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
     assert 2 <= resumed["resumed"] < resumed["steps"] and resumed["world"] == 1
-    same_to_rounding(whole("mtdpo"), out, done.stdout)
+    same_to_rounding(whole("critic"), out, done.stdout)
     assert (out / "README.md").exists()
 
 
@@ -667,33 +616,38 @@ def test_one_process_finishes_what_two_of_torchrun_began(how, whole, command, da
 
 @pytest.fixture(scope="module")
 def killed(command, data, tmp_path_factory):
-    """killed(job): --out of a run that got kill -9 when its first checkpoint was there."""
+    """killed(job): --out of a run that got kill -9 when its first checkpoint was there; of two
+    ranks one got SIGTERM.
+    """
     @functools.cache
-    def run(job):
-        out = tmp_path_factory.mktemp("killed") / job
-        done = script(*command(job, out, "--save_every", 2), stdin=data,
-                      kill=(out / "checkpoint-2", signal.SIGKILL))
-        assert done.returncode == -signal.SIGKILL, done.stderr
+    def run(job, ranks=1):
+        out, how = tmp_path_factory.mktemp("killed") / job, signal.SIGKILL
+        if ranks > 1:
+            how = signal.SIGTERM
+        done = script(*command(job, out, "--save_every", 2), stdin=data, ranks=ranks,
+                      kill=(out / "checkpoint-2", how))
+        assert done.returncode in (-how, 256 - how), done.stderr
         assert not (out / "model.safetensors").exists() and "finished" not in metrics(out)[-1]
         return out
     return run
 
 
-@pytest.mark.parametrize("job, world", [
-    ("critic", 1), *(pytest.param(*case, marks=pytest.mark.full) for case in (
-        ("bf16", 1), ("moe", 1), ("mtdpo", 1), ("critic", 2)))])
-def test_a_killed_run_resumes_to_the_same_bits(job, world, killed, whole, command, data, tmp_path):
-    """On two processes to rounding. Nothing is left that a finished run does not need; a card that
-    the user wrote is kept.
+@pytest.mark.parametrize("job, began, world", [
+    ("critic", 1, 1), *(pytest.param(*case, marks=pytest.mark.full) for case in (
+        ("bf16", 1, 1), ("critic", 1, 2), ("moe", 2, 1)))])
+def test_a_killed_run_resumes_to_the_same_bits(job, began, world, killed, whole, command, data,
+                                               tmp_path):
+    """Where it has had two processes, to rounding. Nothing is left that a finished run does not
+    need; a card that the user wrote is kept.
     """
-    out = shutil.copytree(killed(job), tmp_path / "out")
+    out = shutil.copytree(killed(job, began), tmp_path / "out")
     (out / "README.md").write_text("mine")
     (out / "checkpoint-7.part").mkdir()  # what a kill leaves while a checkpoint is being written
     (out / "checkpoint-7.part" / ".metadata").write_text("{")
     with open(out / "metrics.jsonl", "a") as f:
         f.write('{"step": 9}\n{"step": 10, "lo')
     done = succeed(*command(job, out, "--save_every", 3), stdin=data, ranks=world)
-    (same_bits if world == 1 else same_to_rounding)(whole(job), out, done.stdout)
+    (same_bits if began == world else same_to_rounding)(whole(job), out, done.stdout)
     (resumed,) = (row for row in metrics(out) if "resumed" in row)
     assert 2 <= resumed["resumed"] < resumed["steps"] and resumed["world"] == world
     assert sorted(os.listdir(out)) == sorted(os.listdir(whole(job)[0]))
@@ -704,7 +658,7 @@ def contents(out):
     return {path: path.read_bytes() for path in Path(out).rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("job", ["critic", pytest.param("mtdpo", marks=pytest.mark.full)])
+@pytest.mark.parametrize("job", ["critic", pytest.param("dpo", marks=pytest.mark.full)])
 def test_a_finished_run_is_only_read_and_what_is_no_run_never_removed(job, whole, command, data,
                                                                       tmp_path):
     out, stdout = whole(job)
@@ -720,8 +674,8 @@ def test_a_finished_run_is_only_read_and_what_is_no_run_never_removed(job, whole
     assert contents(tmp_path) == {tmp_path / "precious": b"mine"}
 
 
-@pytest.mark.parametrize("base", ["runs/base", "org/base"])
-def test_a_model_card_says_what_metrics_jsonl_does(base, tmp_path):
+@pytest.mark.parametrize("base, head", [("runs/base", []), ("org/base", ["base_model: org/base"])])
+def test_a_model_card_says_what_metrics_jsonl_does(base, head, tmp_path):
     """The last step's row also if the run was resumed after it; a folder is no base_model."""
     (tmp_path / "runs" / "base").mkdir(parents=True)
     start = {"args": {"model": base}, "argv": ["train_policy.py", "--out", "a b"],
@@ -733,27 +687,19 @@ def test_a_model_card_says_what_metrics_jsonl_does(base, tmp_path):
     log.file, log.what = open(os.devnull, "w"), "policy"
     with contextlib.chdir(tmp_path):
         log.finish()
-    _, yaml, text = (tmp_path / "out" / "README.md").read_text().split("---\n")
-    on_hub = ["base_model: org/base"] if base == "org/base" else []
-    assert yaml.splitlines() == [*on_hub, "library_name: transformers"]
-    assert text == (f"\n- base: {base}\n- command: `train_policy.py --out 'a b'`\n"
-                    "- code: 1a2b, torch 2\n- pairs_hash: 00ff\n"
-                    '- last metrics: `{"step": 0, "held_out_loss": 1.5}`\n')
+    assert (tmp_path / "out" / "README.md").read_text() == "\n".join([
+        "---", *head, "library_name: transformers", "---", "", f"- base: {base}",
+        "- command: `train_policy.py --out 'a b'`", "- code: 1a2b, torch 2", "- pairs_hash: 00ff",
+        '- last metrics: `{"step": 0, "held_out_loss": 1.5}`', ""])
 
 
-def test_a_finished_run_has_its_card(whole):
-    first, *_, last, _ = metrics(whole("critic")[0])
-    card = (whole("critic")[0] / "README.md").read_text()
-    assert first["pairs_hash"] in card and f"`{json.dumps(last)}`" in card
-
-
-@pytest.mark.parametrize("finished", [False, True])
-@pytest.mark.parametrize("flags, change, message", [
-    (["--lr", 3], ("", ""), "--lr 0.0001, not 3.0"),
-    (["--dtype", "bf16"], ("", ""), "--dtype auto, not bf16"),
-    (["--eval_every", 7], ('"content": "write', '"content": "Write'), "other data than stdin"),
-    (["--model", "OTHER"], ("", ""), "a --model of other weights")])
-def test_only_the_same_run_goes_on(flags, change, message, finished, killed, whole, command, data,
+@pytest.mark.parametrize("finished, flags, change, message", [
+    (False, ["--lr", 3], ("", ""), "--lr 0.0001, not 3.0"),
+    (True, ["--dtype", "bf16"], ("", ""), "--dtype auto, not bf16"),
+    (True, ["--eval_every", 7], ('"content": "write', '"content": "Write'),
+     "other data than stdin"),
+    (False, ["--model", "OTHER"], ("", ""), "a --model of other weights")])
+def test_only_the_same_run_goes_on(finished, flags, change, message, killed, whole, command, data,
                                    tiny_dir, tmp_path):
     """--eval_every changes no result, so it is not what is refused. To score is another command."""
     if "OTHER" in flags:
@@ -787,7 +733,7 @@ def test_an_edited_script_neither_resumes_nor_scores_in_silence(killed, whole, c
     same_bits(whole("critic"), out, own.stdout)
 
 
-def test_score_never_trains(killed, data, tmp_path):
+def test_score_never_trains(tmp_path):
     """What is not a finished critic is named, and nothing is made."""
     row = {"args": {"ref_context": "agent"}}
     for name, rows, why in (("gone", None, "it has no"), ("policy", [{"args": {}}], "a run of"),
@@ -801,7 +747,6 @@ def test_score_never_trains(killed, data, tmp_path):
         with pytest.raises(SystemExit, match=f"{name} is not a finished run of .*: .*{why}"):
             train_critic.score_only(args, "cpu")
         assert sorted(tmp_path.rglob("*")) == before
-    complaint(script("train_critic.py", "--score", killed("critic"), stdin=data), "interrupted")
 
 
 def test_a_flag_that_the_run_lacks_is_compared_with_its_default(tmp_path):
@@ -839,10 +784,17 @@ def test_two_runs_cannot_share_an_out(command, data, tmp_path):
 STEP = "tests/experiments/step.py"
 
 
-@pytest.mark.parametrize("job", ["critic", *(pytest.param(job, marks=pytest.mark.full)
-                                             for job in ("dpo", "mtdpo", "rft"))])
-def test_the_pairs_of_all_steps_are_those_of_all_batches(job, whole, command, data, tiny_dir,
-                                                         monkeypatch):
+def pairs_at(out, step, given):
+    """What step.py finds of a step of a run."""
+    found = []
+    with (stdin_of(given), patch.object(pairs_of_step, "open_stdout", lambda: found.append),
+          patch.object(train_policy, "make_groups", train_policy.make_groups)):  # it replaces that
+        pairs_of_step.main(SimpleNamespace(run=str(out), step=step))
+    return found
+
+
+@pytest.mark.parametrize("job", ["critic", "dpo", pytest.param("rft", marks=pytest.mark.full)])
+def test_the_pairs_of_all_steps_are_those_of_all_batches(job, whole, command, data, tiny_dir):
     """In order, each with its task. The tasks of equal pairs are counted."""
     out, _ = whole(job)
     name, *flags, _, _ = command(job, out)
@@ -859,11 +811,7 @@ def test_the_pairs_of_all_steps_are_those_of_all_batches(job, whole, command, da
             tokenizer.decode(x["token_ids"]) for x in actions(record))
     assert len(wanted) == len(steps(out)) > 2
     for number, want in enumerate(wanted):
-        got = []
-        with monkeypatch.context() as m, stdin_of(data):
-            m.setattr(train_policy, "make_groups", train_policy.make_groups)  # it replaces that
-            m.setattr(pairs_of_step, "open_stdout", lambda: got.append)
-            pairs_of_step.main(SimpleNamespace(run=str(out), step=number))
+        got = pairs_at(out, number, data)
         for pair in got:
             said = {action for _, action in pair["chosen"] + pair["rejected"]}
             assert said <= spoken[pair.pop("task")]
@@ -873,12 +821,13 @@ def test_the_pairs_of_all_steps_are_those_of_all_batches(job, whole, command, da
 def test_other_data_or_steps_have_no_pairs(whole, data, tmp_path):
     out, _ = whole("critic")
     n = len(steps(out))
-    for step in (-1, n):
-        complaint(script(STEP, "--", out, step, stdin=data), f"no step {step}: the run in {out} "
-                  f"has {n}, counted from 0")
-    complaint(script(STEP, tmp_path, 0, stdin=data), f"the run in {tmp_path} has 0")
-    for other in (lines(records(data)[2:]), data.replace('"reward": 0.3', '"reward": 0.2', 1)):
-        complaint(script(STEP, out, 0, stdin=other), "stdin is not the data of the run")
+    for run, step, why in ((out, -1, f"no step -1: the run in {out} has {n}, counted from 0"),
+                           (out, n, f"no step {n}: "), (tmp_path, 0, f"in {tmp_path} has 0,")):
+        with pytest.raises(SystemExit, match=why):
+            pairs_at(run, step, data)
+    with pytest.raises(SystemExit, match="stdin is not the data of the run"):
+        pairs_at(out, 0, data.replace('"reward": 0.3', '"reward": 0.2', 1))
+    complaint(script(STEP, out, 0, stdin=lines(records(data)[2:])), "stdin is not the data of")
 
 
 # --- what is left out, what it is saved as --------------------------------------------------------
@@ -906,28 +855,26 @@ def test_turns_that_are_too_long_get_no_advantage_and_are_counted(data, tiny_dir
     assert f"{left_out} turns exceed 150 tokens" in done.stderr
 
 
-def test_pair_accuracy_is_that_of_a_plain_loop_over_pairs(rewarded, tiny_dir, tmp_path):
-    """Of a trained critic on tasks that it did not train on, of an untrained one on all tasks."""
-    def score(given, *flags):
-        done = succeed("train_critic.py", *flags, stdin=given)
-        return records(done.stdout), done.stderr
-
-    def expected(rs, trained_on=()):
-        values = [(task_id(r["task"]), r["reward"],
-                   sum(m["advantage"] for m in agent_messages(r))) for r in rs]
-        correct = [0.5 if a == b else a > b for task, high, a in values for other, low, b in values
-                   if task == other and task not in trained_on and high >= 1 > low]
-        return f"order {100 * sum(correct) / len(correct):.1f} % of {len(correct)} trajectory pairs"
-
-    out, model_flags = tmp_path / "c", ("--model", tiny_dir)
-    scored, said = score(rewarded, *model_flags, "--out", out, "--lr", 1e-3, "--epochs", 1,
-                         "--held_out", 0.5)
-    trained_on = utils.rows_of(out)[0]["tasks"]
-    assert 0 < len(trained_on) < len({task_id(r["task"]) for r in rewarded})
-    assert expected(scored, trained_on) in said
-    rescored, said = score(scored, "--score", out)
-    assert expected(rescored, trained_on) in said
-    scored, said = score(rewarded, *model_flags, "--untrained", 1)
-    assert expected(scored) in said
-    _, said = score(rewarded, *model_flags, "--out", tmp_path / "same", "--lr", 0, "--held_out", 1)
-    assert "order 50.0 % of" in said  # all advantages are 0: ties
+def test_pair_accuracy_is_that_of_a_plain_loop_over_pairs(tmp_path, capsys):
+    """Of tasks that the critic did not train on. A tie counts half, candidates do not."""
+    r, run = random.Random(0), str(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text(lines([{"args": {}, "tasks": ["a"]}]))
+    for out, score, least in (run, None, None), (None, run, None), (None, None, 0.3):
+        tasks = "bc" if run in (out, score) else "abc"
+        for _ in range(20):
+            given = [trajectory(i, r.choice("abc"), r.choice([0.5, 0.7, 1.0])) for i in range(18)]
+            for t in given:
+                t.actions.append([candidate(0, r.randrange(3)) for _ in range(2)])
+                t.actions[0][0].fields["advantage"] = r.randrange(3)
+            values = [(t.task, t.record["reward"],
+                       sum(message.fields["advantage"] for message, *_ in t.actions))
+                      for t in given if t.task in tasks]
+            correct = [0.5 if a == b else a > b for task, high, a in values
+                       for other, low, b in values if task == other
+                       and (high >= 1 > low if least is None else high - low > least - 0.01)]
+            args = SimpleNamespace(out=out, score=score, min_gap=least)
+            M.print_pair_accuracy(args, given)
+            share = sum(correct) / len(correct)
+            said = capsys.readouterr().err
+            assert f"order {100 * share:.1f} % of {len(correct)} trajectory pairs" in said
+            assert ("below two thirds" in said) == (share < 2 / 3)
