@@ -108,7 +108,7 @@ def test_and_of_8b_by_lora(tmp_path, data):
 @pytest.mark.full
 @pytest.mark.parametrize("command", [
     "grade --repeats 1 --tasks 3",
-    "train --repeats 1 --tasks 1 --shapes tiny --jobs dpo scoring --ways 01 00",
+    "train --repeats 1 --tasks 1 --shapes tiny --jobs dpo scoring --ways 01 10",
     "collect --episodes 4 --batch 4 --delay 0.01 --max_turns 2 --repeats 1"])
 def test_the_benchmarks_run(command, tmp_path):
     name, *flags = command.split()
