@@ -136,7 +136,7 @@ def test_a_policy_without_data_says_what_is_missing(flags, change, why, ranked, 
         read_by(ranked, train_policy, "--model", tiny_dir, *flags)
 
 
-def candidate(i, advantage, logprob=None, **fields):
+def candidate(i, advantage, logprob=0, **fields):
     return Action({"advantage": advantage, "logprob": logprob, **fields}, ("o", (i,)), None)
 
 
