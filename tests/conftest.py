@@ -376,6 +376,23 @@ def collected(tasks, tiny_dir):
 
 
 @pytest.fixture
+def playing(tiny_dir, monkeypatch, capsys):
+    """Runs collect.py of tiny_dir here: playing(given, *flags) -> (records, stderr, its end)."""
+    import collect  # slow to load
+    def run(given, *flags):
+        written, end = [], None
+        monkeypatch.setattr(collect, "open_stdout", lambda: lambda r: written.append(json.dumps(r)))
+        args = collect.get_args(["--model", tiny_dir, *HUMAN, *map(str, flags)])
+        try:
+            with stdin_of(given):
+                collect.main(args)
+        except SystemExit as e:
+            end = e
+        return list(map(json.loads, written)), capsys.readouterr().err, end
+    return run
+
+
+@pytest.fixture
 def episodes(collected):
     return records(collected)
 

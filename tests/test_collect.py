@@ -11,13 +11,9 @@ import torch
 import collect
 import model as M
 from colbench import ANSWER, agent_messages
-from conftest import (HUMAN, PLAY, actions, change_json, complaint, dialogue, key_of, lines,
-                      nucleus, records, script, stdin_of, succeed)
+from conftest import (PLAY, actions, change_json, dialogue, key_of, lines, nucleus, records,
+                      stdin_of, succeed)
 from train_critic import advantage
-
-
-def play(model, stdin, *flags):
-    return script("collect.py", "--model", model, *HUMAN, *flags, stdin=stdin)
 
 
 # --- what it samples ------------------------------------------------------------------------------
@@ -27,7 +23,7 @@ def tokens_of(record):
     return [[a["token_ids"] for a in (m, *m["candidates"])] for m in agent_messages(record)]
 
 
-def test_a_draw_does_not_depend_on_its_company(tasks, episodes, tiny_dir):
+def test_a_draw_does_not_depend_on_its_company(tasks, episodes, playing):
     """Other batches, other tasks beside it, a dialogue that exists and only gets candidates."""
     of_one = [r for r in episodes if r["task"]["id"] == tasks[1]["task"]["id"]]
     want = {key_of(r): tokens_of(r) for r in of_one}
@@ -35,26 +31,25 @@ def test_a_draw_does_not_depend_on_its_company(tasks, episodes, tiny_dir):
     assert len(want) == 2 and len(set(drawn)) == len(drawn)  # each is a draw
     for m in chain(*map(agent_messages, of_one)):
         del m["candidates"]
-    small = ["--concurrency", 1, "--max_batch_tokens", 100]
     for given in (tasks[1:2], of_one):
-        got = records(play(tiny_dir, given, *PLAY, *small).stdout)
+        got, _, _ = playing(given, *PLAY, "--concurrency", 1, "--max_batch_tokens", 100)
         assert {key_of(r): tokens_of(r) for r in got} == want
 
 
-def test_actions_that_max_tokens_cut_are_marked_and_counted(tasks, tiny_dir, tmp_path):
+def test_actions_that_max_tokens_cut_are_marked_and_counted(tasks, tiny_dir, tmp_path, playing):
     """An untrained model ends a message after some hundred tokens, by any EOS of its folder."""
     base, ends = shutil.copytree(tiny_dir, tmp_path / "base"), {2, 300, 301, 302}
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [300, 301, 302]}))
     flags = ["--max_turns", 2, "--candidates", 3, "--max_tokens", 100]
-    done = play(base, tasks, *flags)
-    drawn = list(chain(*map(actions, records(done.stdout))))
+    played, said, _ = playing(tasks, "--model", base, *flags)
+    drawn = list(chain(*map(actions, played)))
     assert len({action["token_ids"][-1] for action in drawn} & ends) > 1
     for action in drawn:
         assert len(action["token_ids"]) <= 100 and not ends & {*action["token_ids"][:-1]}
         assert action.get("cut", False) == (action["token_ids"][-1] not in ends)
     share = 100 * sum("cut" in action for action in drawn) / len(drawn)
-    assert f": {share:.1f} % of messages truncated at --max_tokens 100" in done.stderr
     assert 0 < share < 100
+    assert f": {share:.1f} % of messages truncated at --max_tokens 100" in said
 
 
 def runner(tiny_dir, *flags):
@@ -119,18 +114,21 @@ def test_best_of_sends_the_critics_favourite(ref_reads, tasks, rewarded, tiny_di
             sent = asyncio.run(p.next_message(task, history, key))
             assert sent["token_ids"] == drawn[favourites[-1]][0]
     assert len(set(favourites)) > 1 and favourites[::2] != favourites[1::2]
-    complaint(play(tiny_dir, tasks, "--best_of", 2, "--critic", "no/critic"), "no/critic")
+    with pytest.raises(SystemExit, match="no/critic"):
+        runner(tiny_dir, "--best_of", 2, "--critic", "no/critic")
 
 
 # --- --resume -------------------------------------------------------------------------------------
 
-def test_only_a_cut_last_line_of_a_file_is_dropped(collected, tmp_path):
+def test_of_a_file_only_a_cut_last_line_is_dropped_and_one_run_at_a_time_has_it(collected,
+                                                                                tmp_path):
     file, (first, last) = tmp_path / "all.jsonl", collected.splitlines(True)[:2]
     both, half = first + last, last[:len(last) // 2]
     for text, kept in ((half, ""), (first + half, first), (both, both), (both[:-1], both)):
         file.write_text(text)
         opened, done, _ = collect.finished_episodes(file, {})
-        opened.close()
+        with opened, pytest.raises(SystemExit, match=f"{file} is in use by another run"):
+            collect.finished_episodes(file, {})
         assert file.read_text() == kept and done.keys() == set(map(key_of, records(kept)))
 
 
@@ -146,15 +144,15 @@ def test_a_file_of_something_else_is_not_touched(episodes, tmp_path):
 
 
 def test_a_file_is_resumed_with_the_model_that_made_it_wherever_that_is(tasks, episodes, tiny_dir,
-                                                                        tmp_path):
+                                                                        tmp_path, playing):
     file, (missing, *others) = tmp_path / "all.jsonl", episodes
     file.write_text(lines(others))
     assert missing["meta"]["model_weights"] == M.weights_digest(tiny_dir)
     moved = shutil.copytree(tiny_dir, tmp_path / "moved")
     fast = ["--max_batch_tokens", 999, "--concurrency", 3, "--retries", 0, "--dtype", "fp32"]
-    done = play(moved, tasks, *PLAY, "--resume", file, *fast)
-    assert [key_of(r) for r in records(done.stdout)] == [key_of(missing)]
-    assert "(7 more in the --resume file)" in done.stderr
+    played, said, _ = playing(tasks, "--model", moved, *PLAY, "--resume", file, *fast)
+    assert list(map(key_of, played)) == [key_of(missing)]
+    assert "(7 more in the --resume file)" in said
 
 
 def test_a_thought_that_the_prompt_opened_is_private_and_other_text_is_sent(tiny_dir, tmp_path):
@@ -168,9 +166,8 @@ def test_a_thought_that_the_prompt_opened_is_private_and_other_text_is_sent(tiny
         opened = "<|assistant|>{{ '" + opening + "' }}{% endif %}"
         template.write_text(text.replace(generation, opened))
         opens = opening == "<think>\\n"
+        asked = collect.EpisodeRunner(collect.get_args(["--model", str(model), "--max_turns", "1"]))
         for n, output in enumerate(outputs):
-            asked = runner(str(model), "--human", "fixed:no", "--max_turns", 1)
-
             async def next_message(*_):
                 return {"role": "assistant", "content": None, "output": output}
             asked.next_message = next_message
@@ -178,15 +175,6 @@ def test_a_thought_that_the_prompt_opened_is_private_and_other_text_is_sent(tiny
             want = ["which </think>?", f"{ANSWER} x", ""][n] if opens else output
             assert episode["dialogue_history"][1]["content"] == want
             assert episode["answered"] == (ANSWER in want)
-
-
-@pytest.mark.parametrize("content, want", [
-    ("the rate is 4", "the rate is 4"), ("<think>4?</think> the rate is 4", "the rate is 4"),
-    ("it says rate=4.\n</think>\n\nthe rate is 4", "the rate is 4")])
-def test_a_humans_thought_is_no_part_of_the_reply(content, want):
-    """Also where the server's prompt has opened it."""
-    reply = {"choices": [{"message": {"content": content}, "finish_reason": "stop"}]}
-    assert collect.reply_text(reply) == want
 
 
 @pytest.fixture
@@ -208,42 +196,40 @@ def resume(tiny_dir, tmp_path):
     return make
 
 
+FREE = "model", "engine", "dtype", "version"  # these may change; the weights have a hash
+
+
 def test_whatever_changes_an_episode_must_be_as_in_the_file(resume, episodes, tmp_path,
                                                             monkeypatch):
     file = tmp_path / "all.jsonl"
     file.touch()
     meta = resume(file)[0].meta
-    for old in (meta, {"thinking": 1, "candidates": meta}):  # the settings of the candidates
+
+    def refused(why, *flags, **changed):
+        file.write_text(lines([{**episodes[0], "meta": {**meta, **changed}}]))
+        with pytest.raises(SystemExit, match=f"{file} holds episodes with {why}"):
+            resume(file, *flags)
+
+    for old in (meta, {**meta, **dict.fromkeys(FREE, "another")},
+                {"thinking": 1, "candidates": meta}):  # the settings of the candidates
         file.write_text(lines([{**episodes[0], "meta": old}]))
         resume(file, "--concurrency", 1, "-k", 3, "--retries", 1, "--dtype", "bf16")
-    for name, value in meta.items():
+    for name in meta.keys() - {*FREE}:
         another = 7 if name == "seed" else "another"
-        file.write_text(lines([{**episodes[0], "meta": {**meta, name: another}}]))
-        if name in ("model", "engine", "dtype", "version"):
-            resume(file)
-            continue
-        name = name.replace("model_weights", "model")
-        with pytest.raises(SystemExit, match=f"{file} holds episodes with {name} {another}"):
-            resume(file)
-
-    file.write_text(lines([{**episodes[0], "meta": meta}]))
+        refused(f"{name.replace('model_weights', 'model')} {another}", **{name: another})
     for name, edited in (("human", "reply.py"), ("critic", "advan.py"),
                          *(("tokenizer_and_config", f"model/{name}") for name in (
                              "config.json", "tokenizer.json", "chat_template.jinja"))):
         edited = tmp_path / edited
         text = edited.read_text()
         edited.write_text(text + "\n")
-        with pytest.raises(SystemExit, match=f"holds episodes with {name} "):
-            resume(file)
+        refused(f"{name} ")
         edited.write_text(text)
     for name, flag, value in (("n_candidates", "candidates", 5), ("human", "human", "fixed:no"),
                               *(2 * [flag] + [0.5] for flag in ("candidates_share", "top_p"))):
-        with pytest.raises(SystemExit, match=f"holds episodes with {name} .*, not {value}; "):
-            resume(file, "--" + flag, value)
-    resume(file)
+        refused(f"{name} .*, not {value}; ", "--" + flag, value)
     monkeypatch.setattr(collect.ENVIRONMENTS["backend"], "agent_prompt", "Do as you like.")
-    with pytest.raises(SystemExit, match="holds episodes with prompts "):
-        resume(file)
+    refused("prompts ")
 
 
 def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_path):
@@ -271,18 +257,9 @@ def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_p
             missing({"task": task})
 
 
-def test_two_runs_do_not_resume_one_file_at_once(tasks, collected, tiny_dir, tmp_path):
-    file = tmp_path / "all.jsonl"
-    file.write_text(collected)
-    opened, *_ = collect.finished_episodes(file, {})
-    with opened:
-        complaint(play(tiny_dir, tasks, *PLAY, "--resume", file),
-                  f"--resume {file} is in use by another run")
-
-
 # --- records that have a dialogue -----------------------------------------------------------------
 
-def test_a_dialogue_is_answered_if_its_last_message_has_the_marker(episodes, tiny_dir):
+def test_a_dialogue_is_answered_if_its_last_message_has_the_marker(episodes, playing):
     """Played to the last turn without an answer of its own, or given, to get candidates.
 
     The candidates' settings stand beside those of the dialogue.
@@ -291,8 +268,7 @@ def test_a_dialogue_is_answered_if_its_last_message_has_the_marker(episodes, tin
     for r, ended in zip(episodes, ("", ANSWER + "\ndef f(): return 1")):
         del r["answered"], r["meta"]
         r["dialogue_history"][-1] |= {"output": ended, "content": ended}
-    flags = ["--candidates", 2, "--max_tokens", 5, "--seed", 8]
-    again = records(play(tiny_dir, episodes[:2], *flags).stdout)
+    again, _, _ = playing(episodes[:2], "--candidates", 2, "--max_tokens", 5, "--seed", 8)
     assert sorted(r["answered"] for r in again) == [False, True]
     assert all(r["meta"]["candidates"]["seed"] == 8 and "seed" not in r["meta"] for r in again)
 
@@ -311,31 +287,30 @@ def test_no_sample_of_a_task_comes_twice():
 
 # --- bad input ------------------------------------------------------------------------------------
 
-def test_a_dialogue_longer_than_the_models_context_ends_unanswered(tasks, tiny_dir, tmp_path):
+def test_a_dialogue_longer_than_the_models_context_ends_unanswered(tasks, tiny_dir, tmp_path,
+                                                                   playing):
     """It is an episode all the same, but where not even the task fits."""
     base = shutil.copytree(tiny_dir, tmp_path / "base")
     change_json(base / "config.json", max_position_embeddings=75)
     long = {**tasks[0]["task"], "id": "long", "problem_description": "one word more " * 75}
-    given = [tasks[0], {"task": long}]
-    done = play(base, given, "--max_tokens", 5, "--max_turns", 10)
-    (r,) = records(done.stdout)
+    flags = ["--model", base, "--max_tokens", 5, "--max_turns", 10]
+    (r,), said, _ = playing([tasks[0], {"task": long}], *flags)
     assert not r["answered"] and r["answer"] == "" and len(agent_messages(r)) < 10
     assert r["dialogue_history"][-1]["role"] == "assistant"
-    assert "task long, sample 0 failed: the context is full: " in done.stderr
+    assert "task long, sample 0 failed: the context is full: " in said
 
 
-def test_a_template_without_a_generation_prompt_is_refused(tasks, tiny_dir, tmp_path):
-    base = shutil.copytree(tiny_dir, tmp_path / "base")
+def test_a_template_without_a_generation_prompt_is_refused(tiny_dir):
     chatml = ("{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
               "{% endfor %}")
     mistral = ("{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} "
                "[/INST]{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}")
-    tokenizer = M.find_model(str(base))[1]
+    tokenizer = M.find_model(tiny_dir)[1]
     tokenizer.chat_template = mistral
     M.opened_thought(tokenizer)  # it needs none
     tokenizer.chat_template = chatml
-    tokenizer.save_pretrained(base)
-    complaint(play(base, tasks), "has no generation prompt", "<|im_start|>assistant")
+    with pytest.raises(SystemExit, match="no generation prompt.*<.im_start.>assistant"):
+        M.opened_thought(tokenizer)
 
 
 # --- the human ------------------------------------------------------------------------------------
@@ -349,7 +324,7 @@ async def reply(task, history):
 """
 
 
-def test_a_human_is_a_file_with_a_function(tasks, tiny_dir, tmp_path):
+def test_a_human_is_a_file_with_a_function(tasks, tmp_path, playing):
     """Its text is the reply, but for half a character, which no tokenizer takes.
 
     With anything else, or an error, the task's episode fails. The former do not end the run.
@@ -357,43 +332,45 @@ def test_a_human_is_a_file_with_a_function(tasks, tiny_dir, tmp_path):
     ids = [r["task"]["id"] for r in tasks]
     (tmp_path / "human.py").write_text(f"TASKS = {ids}\n{WRITTEN}")
     flags = ["--human", tmp_path / "human.py", "--max_tokens", 5, "--max_turns", 3]
-    done = play(tiny_dir, [*tasks, *[tasks[1]] * 16], *flags, "--concurrency", 4)
-    (r,) = records(done.stdout)
+    (r,), said, end = playing([*tasks, *[tasks[1]] * 16], *flags, "--concurrency", 4)
     assert r["task"]["id"] == ids[0]
     assert [m["content"] for m in r["dialogue_history"][2::2]] == ["2?", "4?"]
     for name, why in zip(ids[1:], ("the human's reply is not a string: None",
                                    "the human's reply is not a string: 5",
                                    "KeyError: 'no such task'")):
-        assert f"task {name}, sample 0 failed: {why}" in done.stderr
-    assert "; of 21 human replies 19 failed and 0 were redacted\nerror: 19 episodes" in done.stderr
-    assert done.returncode == 1
+        assert f"task {name}, sample 0 failed: {why}" in said
+    assert said.endswith("; of 21 human replies 19 failed and 0 were redacted\n")
+    assert str(end).startswith("error: 19 episodes failed and were not written")
 
 
 DIES = """
 import asyncio
 n = 0
-async def reply(task, history):
+async def reply(task, history, actions=()):
     global n
     if task["id"] == DEAD:
         n += 1
         raise KeyError("down")
-    for _ in range(1000 * (n < 16)):
-        await asyncio.sleep(.01 * (n < 16))
-    return "yes"
+    while n < 16:
+        await asyncio.sleep(.01)
+    return [0.0 for action in actions] or "yes"
+advantages = reply
 """
 
 
-def test_when_the_run_ends_by_an_error_the_episodes_under_way_end_first(tasks, tiny_dir, tmp_path):
-    (tmp_path / "human.py").write_text(f"DEAD = {tasks[0]['task']['id']!r}\n{DIES}")
-    flags = ["--human", tmp_path / "human.py", "--max_tokens", 5, "--max_turns", 3]
+@pytest.mark.parametrize("who", ["--human", "--critic"])
+def test_when_the_run_ends_by_an_error_the_episodes_under_way_end_first(who, tasks, tmp_path,
+                                                                        playing):
+    (tmp_path / "who.py").write_text(f"DEAD = {tasks[0]['task']['id']!r}\n{DIES}")
+    flags = [who, tmp_path / "who.py", "--max_tokens", 5, "--max_turns", 3, "--concurrency", 3]
+    flags += ["--best_of", 2] * (who == "--critic")
     given = [tasks[1], tasks[2], *[tasks[0]] * 30, tasks[3]]
-    done = play(tiny_dir, given, *flags, "--concurrency", 3)
-    assert {r["task"]["id"] for r in records(done.stdout)} == {t["task"]["id"] for t in tasks[1:3]}
-    assert "Traceback" not in done.stderr and done.returncode == 1
-    assert done.stderr.splitlines()[-1] == (
+    played, said, end = playing(given, *flags)
+    assert {r["task"]["id"] for r in played} == {t["task"]["id"] for t in tasks[1:3]}
+    assert str(end) == (
         f"error: task {tasks[0]['task']['id']}, sample 15 failed: KeyError: 'down'; it is the "
         "16th failure in a row; rerun with --resume FILE to continue")
-    assert done.stderr.count("'down'") == 16
+    assert said.count("'down'") == 15
 
 
 EXPIRES = """
@@ -407,32 +384,28 @@ def reply(task, history):
 """
 
 
-def test_episodes_that_ask_nobody_do_not_hide_that_the_human_is_gone(tasks, tiny_dir, tmp_path,
-                                                                     monkeypatch, capsys):
+def test_episodes_that_ask_nobody_do_not_hide_that_the_human_is_gone(tasks, tmp_path, playing,
+                                                                     monkeypatch):
     """Every second episode answers at once."""
-    (tmp_path / "human.py").write_text(EXPIRES)
-    args = collect.get_args(["--model", str(tiny_dir), "--human", str(tmp_path / "human.py"), "-k",
-                             "100", "--concurrency", "1", "--max_turns", "2"])
-
     async def next_message(self, task, history, key):
         answer = f"{ANSWER} 1" if key[2] % 2 or len(history) > 1 else "which rate?"
         return {"role": "assistant", "content": None, "output": answer}
 
+    (tmp_path / "human.py").write_text(EXPIRES)
     monkeypatch.setattr(collect.EpisodeRunner, "next_message", next_message)
-    monkeypatch.setattr(collect, "open_stdout", lambda: written.append)
-    written, why = [], "the key has expired; it is the 16th failure in a row"
-    with pytest.raises(SystemExit, match=why), stdin_of(tasks[:1]):
-        collect.main(args)
-    assert len(written) == 3 + 3 + 15
+    flags = ["--human", tmp_path / "human.py", "-k", 100, "--concurrency", 1, "--max_turns", 2]
+    played, _, end = playing(tasks[:1], *flags)
+    assert "the key has expired; it is the 16th failure in a row" in str(end)
+    assert len(played) == 3 + 3 + 15
 
 
-def test_a_critic_of_the_users_that_fails_now_and_then_costs_those_episodes(tasks, tiny_dir,
-                                                                            tmp_path):
+def test_a_critic_of_the_users_that_fails_now_and_then_costs_those_episodes(tasks, tmp_path,
+                                                                            playing):
     """What it returns may be anything. An episode that ends begins the count of failures anew."""
     (tmp_path / "critic.py").write_text(
         "n = 0\ndef advantages(task, history, actions):\n    global n\n    n += 1\n"
         "    return 5 if n % 8 else [1.0] * len(actions)\n")
     flags = ["--critic", tmp_path / "critic.py", "--best_of", 2, "--max_tokens", 5]
-    done = play(tiny_dir, tasks, *flags, "--max_turns", 1, "-k", 8, "--concurrency", 1)
-    assert len(records(done.stdout)) == 4
-    assert "\nerror: 28 episodes failed and were not written" in done.stderr
+    played, _, end = playing(tasks, *flags, "--max_turns", 1, "-k", 8, "--concurrency", 1)
+    assert len(played) == 4
+    assert str(end).startswith("error: 28 episodes failed and were not written")

@@ -12,7 +12,7 @@ import pytest
 import colbench
 import collect
 import model as M
-from conftest import HUMAN, ROOT, dialogue, key_of, records, script, succeed, turns_of
+from conftest import ROOT, dialogue, key_of, turns_of
 from utils import rng
 
 
@@ -88,39 +88,34 @@ def said(path, body):
 PLAY = ["--max_turns", 3, "--max_tokens", 12, "--timeout", TIMEOUT]
 
 
-def play(tiny_dir, tasks, *flags, how=script):
-    return how("collect.py", "--model", tiny_dir, *HUMAN, *PLAY, *flags, stdin=tasks)
-
-
 # --- the human ------------------------------------------------------------------------------------
 
-def test_a_human_who_dies_ends_the_run_by_one_line(tiny_dir, tasks):
+def test_a_human_who_dies_ends_the_run_by_one_line(tasks, playing):
     """What ended before is written; of 400 episodes hardly any is begun after that."""
     def reply(path, body):
         human.refuse = 503 if len(human.seen) == 40 else None
         return said(path, body)
     human = Server(reply)
     flags = ["-k", 100, "--concurrency", 16, "--retries", 0, "--human", human.url]
-    done = play(tiny_dir, tasks, *flags)
-    (error,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-    assert done.returncode == 1 and f"failed: OSError: {human.url}: " in error
-    assert "503" in error and "rerun with --resume FILE" in error
-    assert 5 < len(records(done.stdout)) < 40 and len(human.seen) < 80
+    played, _, end = playing(tasks, *PLAY, *flags)
+    assert re.fullmatch(f"error: .* failed: OSError: {human.url}: .*503.*; rerun with --resume "
+                        "FILE to continue", str(end))
+    assert 5 < len(played) < 40 and len(human.seen) < 80
 
 
-def test_an_llm_humans_reply_is_short_and_quotes_no_code_however_spaced(tiny_dir, tasks):
+def test_an_llm_humans_reply_is_short_and_quotes_no_code_however_spaced(tasks, playing):
     """The fact that it may tell stays, if it is none of the code. How many replies is told."""
     prose = "the rate is four percent a year"
     task = {**tasks[0]["task"], "hidden_information": prose + "\nthere is no fee"}
     code = task["ground_truth"].replace(" ", "  ")
     human = Server(lambda path, body: chat(f"hi \ud83d, {prose}: {code} " + "so " * 300))
     params = '{"max_tokens": null, "max_completion_tokens": 20, "top_p": 0.5}'
-    done = play(tiny_dir, [{"task": task}], "--human_params", params, "--human", human.url)
-    replies = [m["content"] for r in records(done.stdout) for m in r["dialogue_history"][2::2]]
+    played, last, _ = playing([{"task": task}], *PLAY, "--human_params", params, "--human",
+                              human.url)
+    replies = [m["content"] for r in played for m in r["dialogue_history"][2::2]]
     start = f"hi ?, {prose}: [...] so so"
     assert replies and all(r.startswith(start) and len(r) <= 400 for r in replies)
-    last = f"of {len(replies)} human replies 0 failed and {len(replies)} were redacted"
-    assert done.stderr.splitlines()[-1].endswith(last)
+    assert f"of {len(replies)} human replies 0 failed and {len(replies)} were redacted" in last
     for _, body, _ in human.seen:
         assert "max_tokens" not in body and body["max_completion_tokens"] == 20
         assert body["temperature"] == 0 and body["top_p"] == 0.5
@@ -188,20 +183,21 @@ def sampled(path, body):
 
 @pytest.mark.full
 @pytest.mark.parametrize("temperature", [1, 0])
-def test_flaky_servers_lose_no_episode_and_nothing_is_made_up(temperature, tiny_dir, tasks):
+def test_flaky_servers_lose_no_episode_and_nothing_is_made_up(temperature, tiny_dir, tasks,
+                                                              playing):
     """The engine's tokens are those for the rendered prompts, the human's replies to the dialogue.
 
     That the engine's model has another name is told.
     """
     server = Server(lambda *asked: (said if "messages" in asked[1] else sampled)(*asked), 0.2)
     candidates = 3 if temperature else 0
-    flags = ["-k", 2, "--candidates", candidates, "--engine", server.url, "--top_p", 0.9,
+    flags = [*PLAY, "-k", 2, "--candidates", candidates, "--engine", server.url, "--top_p", 0.9,
              "--temperature", temperature, "--human", server.url]
-    done, again = (play(tiny_dir, tasks, *flags, how=succeed) for _ in range(2))
-    got = sorted(records(done.stdout), key=key_of)
-    assert got == sorted(records(again.stdout), key=key_of)  # each draw has a seed of its own
-    assert sorted(map(key_of, got)) == sorted((t["task"]["id"], i) for t in tasks for i in range(2))
-    assert f"serves m, assumed to be {tiny_dir}" in done.stderr
+    got, told, _ = playing(tasks, *flags)
+    got.sort(key=key_of)
+    assert got == sorted(playing(tasks, *flags)[0], key=key_of)  # each draw has a seed of its own
+    assert [*map(key_of, got)] == sorted((t["task"]["id"], i) for t in tasks for i in range(2))
+    assert f"serves m, assumed to be {tiny_dir}" in told
     tokenizer = M.find_model(tiny_dir)[1]
     bodies = [body for _, body, _ in server.seen if "prompt" in body]
     assert all(b["temperature"] == temperature and b["top_p"] == 0.9 for b in bodies)
@@ -223,7 +219,7 @@ def test_flaky_servers_lose_no_episode_and_nothing_is_made_up(temperature, tiny_
             assert history[t]["content"] == said("", asked)["choices"][0]["message"]["content"]
     assert {b["seed"] for b in bodies} == seeds  # one request a turn, but for those asked again
     assert {b["n"] for b in bodies} == {1 + candidates}
-    assert ("only the human can make" in done.stderr) == (not temperature)
+    assert ("only the human can make" in told) == (not temperature)
 
 
 PAGE = "not that of an OpenAI-compatible server"
@@ -281,27 +277,33 @@ def test_an_error_of_a_server_is_the_episodes_if_it_has_answered_others(monkeypa
     asyncio.run(all_of())
 
 
-WHICH = """serves a, b, not None; choose the human's by --human_params '{"model": "NAME"}'"""
 CUT = "the reply is empty or may be truncated, finish_reason "
-PARTS = {"content": [{"type": "text", "text": "it is "}, {"type": "text", "text": "4"}]}
+WHICH = """serves a, b, not None; choose the human's by --human_params '{"model": "NAME"}'"""
 LONGER = """finish_reason length (try --human_params '{"max_tokens": 4000, """
-ODD = {  # name: (what it replies, its models, its path, --human_params, what is said)
-    "without /v1": (said, ["m"], "", {}, "does not list its models (does the address end in /v1?)"),
-    "parts": (lambda *_: {"choices": [{"finish_reason": "stop", "message": PARTS}]}, ["m"], "/v1",
-              {}, None),
-    **{f"ends by {why}": (lambda *_, why=why: chat("it is 4 and", why), ["m"], "/v1", {},
-                          f"{CUT}{why}")
-       for why in ("length", "content_filter", "tool_calls", "error", "", None)},
-    "no reason": (lambda *_: {"choices": [{"message": {"content": "it is 4 and"}}]}, ["m"], "/v1",
-                  {}, CUT + "None"),
-    "several models": (said, ["a", "b"], "/v1", {}, WHICH),
-    "one of several": (said, ["a", "b"], "/v1", {"model": "b"}, None),
-    "thinks": (lambda *_: chat("<think>no end", "length"), ["m"], "/v1", {}, LONGER)}
 
 
-@pytest.mark.parametrize("case", ODD)
-def test_a_line_says_what_to_do_about_an_odd_server(case, tiny_dir, tasks):
-    reply, models, path, params, why = ODD[case]
+@pytest.mark.parametrize("reply, why", [
+    (chat([{"type": "text", "text": "it is "}, {"type": "text", "text": "4"}]), None),
+    (chat("<think>4?</think> it is 4"), None),
+    (chat("it says 5.\n</think>\n\nit is 4"), None),  # the server's prompt has opened the thought
+    *((chat("it is 4 and", why), f"{CUT}{why}")
+      for why in ("length", "content_filter", "tool_calls", "error", "", None)),
+    ({"choices": [{"message": {"content": "it is 4 and"}}]}, f"{CUT}None")])
+def test_a_humans_reply_is_whole_and_without_thoughts(reply, why):
+    if why:
+        with pytest.raises(ValueError, match=why):
+            collect.reply_text(reply)
+    else:
+        assert collect.reply_text(reply) == "it is 4"
+
+
+@pytest.mark.parametrize("reply, models, path, params, why", [
+    (said, ["m"], "", {}, "does not list its models (does the address end in /v1?)"),
+    (said, ["a", "b"], "/v1", {}, WHICH),
+    (said, ["a", "b"], "/v1", {"model": "b"}, None),
+    (lambda *_: chat("<think>no end", "length"), ["m"], "/v1", {}, LONGER)])
+def test_a_line_says_what_to_do_about_an_odd_server(reply, models, path, params, why, tiny_dir,
+                                                    tasks):
     server = Server(reply)
     server.models = models
     flags = ["--human", server.url.removesuffix("/v1") + path, "--retries", "0"]
@@ -330,11 +332,14 @@ def test_a_file_is_resumed_with_the_humans_model(tiny_dir):
         asyncio.run(new.load())
 
 
-@pytest.mark.parametrize("error, status", [
-    ({"message": "free-models-per-day", "code": 429}, 429), ({"message": "x", "code": "502"}, 502),
-    ({"message": "no", "code": "gone"}, 500), ("no luck", 500),
-    ({"message": "who?", "code": 401}, 401)])
-@pytest.mark.parametrize("shape", ["alone", "beside null", "in a choice"])
+RATE = {"message": "free-models-per-day", "code": 429}
+
+
+@pytest.mark.parametrize("shape, error, status", [
+    ("alone", RATE, 429), ("beside null", RATE, 429), ("in a choice", RATE, 429),
+    ("in a choice", {"message": "x", "code": "502"}, 502),
+    ("alone", {"message": "no", "code": "gone"}, 500), ("alone", "no luck", 500),
+    ("beside null", {"message": "who?", "code": 401}, 401)])
 def test_an_error_in_a_200_is_retried_like_its_status_and_quoted(shape, error, status):
     shapes = {"alone": {"error": error}, "beside null": {"error": error, "choices": None},
               "in a choice": {"choices": [{**chat("it is 4 and", "error")["choices"][0],

@@ -11,7 +11,8 @@ from itertools import combinations
 import pytest
 
 import colbench
-from conftest import complaint, dialogue, lines, records, script, succeed
+import evaluate
+from conftest import dialogue, lines, stdin_of, succeed
 
 CODE = "def f(x, rate=3, fee=12): return x * rate + fee"
 
@@ -25,14 +26,22 @@ def episode(task, reward, turns=1, tokens=None, by="honest rules", **more):
             "reward_by": by, **more}
 
 
-def run(tmp_path, *flags, stdin="", **files):
-    for name, rs in files.items():
-        (tmp_path / f"{name}.jsonl").write_text(lines(rs))
-    done = succeed("evaluate.py", *flags, stdin=stdin, cwd=tmp_path)
-    return records(done.stdout), done.stderr
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """run(*flags, stdin=records, NAME=records): (results, table); NAME.jsonl has those records."""
+    def run(*flags, stdin="", **files):
+        for name, rs in files.items():
+            (tmp_path / f"{name}.jsonl").write_text(lines(rs))
+        results = []
+        monkeypatch.setattr(evaluate, "open_stdout", lambda: results.append)
+        with stdin_of(stdin):
+            evaluate.main(evaluate.get_args(flags))
+        return results, capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    return run
 
 
-def test_hand_computed(tmp_path):
+def test_hand_computed(run):
     rs = [episode("a", 1.0, turns=3, tokens=5), episode("a", 0.5, turns=2, tokens=7),
           episode("b", 0.2, turns=4, tokens=2, answered=False),
           episode("c", 1, turns=1, tokens=1)]
@@ -40,7 +49,7 @@ def test_hand_computed(tmp_path):
         del r["answered"]
     for r in rs[1:]:
         r["dialogue_history"][-1]["content"] = colbench.ANSWER + "x"
-    (r,), table = run(tmp_path, "s.jsonl", s=rs)
+    (r,), table = run("s.jsonl", s=rs)
     assert (r["system"], r["episodes"], r["tasks"], r["reward_by"]) == ("s", 4, 3, ["honest rules"])
     # means of the tasks' means: (1.0 + 0.5) / 2, 0.2 and 1 of the tests, ...
     assert r["tests_passed"] == 0.65 and r["success"] == 0.5 and r["turns"] == 2.5
@@ -55,13 +64,13 @@ def test_hand_computed(tmp_path):
     assert note == "[95 % bootstrap intervals over tasks]; graded by honest rules"
 
 
-def test_pages_have_likeness_wins_failures_and_no_rules(tmp_path):
+def test_pages_have_likeness_wins_failures_and_no_rules(run):
     page = lambda task, reward, **more: {**episode(task, reward, by="clip", **more), "task": {
         "id": task, "problem_description": "p", "ground_truth": "<html></html>"}}
     ours = [page("a", 1.0), page("b", 0.5), page("b", 0.7), page("c", 0.25),
             page("d", 0.0, failure="no page")]
     rival = [page("a", 0.9), page("b", 0.6), page("c", 0.3), page("e", 1.0)]
-    (first, r), table = run(tmp_path, "rival.jsonl", "ours.jsonl", ours=ours, rival=rival)
+    (first, r), table = run("rival.jsonl", "ours.jsonl", ours=ours, rival=rival)
     assert r["tests_passed"] == 0.4625 and "success" not in r and "unanswered" not in r
     assert first["not_drawn"] == 0 and r["not_drawn"] == 0.25
     assert r["minus_first"]["success"] is None and "success" not in table
@@ -86,7 +95,7 @@ def gain(tasks):
     return statistics.fmean(statistics.fmean(b) - statistics.fmean(a) for a, b in tasks)
 
 
-def test_values_and_intervals_are_those_of_a_plain_bootstrap(tmp_path):
+def test_values_and_intervals_are_those_of_a_plain_bootstrap(run):
     """Two systems, each of two seeds, which have some tasks in common and some not.
 
     A task is drawn with all its episodes of all seeds; a difference is of the tasks that both have,
@@ -102,10 +111,10 @@ def test_values_and_intervals_are_those_of_a_plain_bootstrap(tmp_path):
             rewards[name].setdefault(f"t{t}", []).extend(got)
             rs += [episode(f"t{t}", reward) for reward in got]
     systems = [f"{name}={name}0.jsonl,{name}1.jsonl" for name in "as"]
-    results, table = run(tmp_path, *systems, **files)
+    results, table = run(*systems, **files)
     for rs in files.values():
         r.shuffle(rs)
-    assert run(tmp_path, *systems, **files) == (results, table)  # seeded; lines have no order
+    assert run(*systems, **files) == (results, table)  # seeded; lines have no order
     assert [(x["system"], x["files"][1], x["episodes"]) for x in results] == [
         (name, f"{name}1.jsonl", len(files[name + "0"]) + len(files[name + "1"])) for name in "as"]
 
@@ -123,7 +132,7 @@ def test_values_and_intervals_are_those_of_a_plain_bootstrap(tmp_path):
         assert f" {100 * found[metric]:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]" in table
 
 
-def test_pass_k_is_the_share_of_a_tasks_k_tuples_that_all_succeed(tmp_path):
+def test_pass_k_is_the_share_of_a_tasks_k_tuples_that_all_succeed(run):
     """Where every task has k episodes, of both seeds together; the mean of tasks."""
     r, seeds = random.Random(0), ([], [])
     rewards = {task: [r.choice([0.5, 1.0, 1.0]) for _ in range(n)]
@@ -132,7 +141,7 @@ def test_pass_k_is_the_share_of_a_tasks_k_tuples_that_all_succeed(tmp_path):
         for sample, reward in enumerate(values):
             of_seed = {"sample": sample, "meta": {"seed": sample % 2}}
             seeds[sample % 2].append(episode(task, reward, **of_seed))
-    (got,), table = run(tmp_path, "both=s.jsonl,t.jsonl", s=seeds[0], t=seeds[1])
+    (got,), table = run("both=s.jsonl,t.jsonl", s=seeds[0], t=seeds[1])
     for k in 2, 4:
         want = statistics.mean(
             statistics.mean(min(several) == 1 for several in combinations(values, k))
@@ -141,10 +150,10 @@ def test_pass_k_is_the_share_of_a_tasks_k_tuples_that_all_succeed(tmp_path):
     assert "pass^8" not in got and got["pass^4_95"][0] < got["pass^4"] < got["pass^2"]
 
 
-def test_systems_that_have_nothing_in_common(tmp_path):
+def test_systems_that_have_nothing_in_common(run):
     """One task tells nothing of others; numbers by different rules are not comparable."""
     files = dict(a=[episode("x", 1), episode("x", 0)], b=[episode("y", 1, by="official rules")])
-    (a, b), table = run(tmp_path, "a.jsonl", "b.jsonl", **files)
+    (a, b), table = run("a.jsonl", "b.jsonl", **files)
     assert a["success"] == 0.5 and a["success_95"] is None and "tokens" not in a
     assert a["unanswered"] == 0  # as they say, without the marker
     names = ("success", "success_95", "tests_passed", "tests_passed_95", "wins", "wins_95")
@@ -154,42 +163,39 @@ def test_systems_that_have_nothing_in_common(tmp_path):
                           "differences; NOT COMPARABLE: different graders\n")
 
 
-def test_two_tasks_of_one_id_are_not_compared(tmp_path):
-    (tmp_path / "one").write_text(lines([episode("a", 1)]))
-    (tmp_path / "two").write_text(lines([episode("a", 1)]).replace("rate=3", "rate=4"))
-    done = script("evaluate.py", tmp_path / "one", tmp_path / "two")
-    complaint(done, "two, line 1: the task a differs from the one in ", "one, line 1 in "
-              "ground_truth: give one")
-    (tmp_path / "two").write_text(lines([episode("b", 1), episode("a", 1)]).replace(
-        '"id": "a"', '"id": "a", "test_cases": {"x": "f(1)"}'))
-    done = script("evaluate.py", tmp_path / "one", tmp_path / "two")
-    complaint(done, "two, line 2: the task a differs from the one in ", " in test_cases: ")
+def test_two_tasks_of_one_id_are_not_compared(run):
+    one, two = [episode("a", 1)], [episode("b", 1), episode("a", 1)]
+    for field, value in ("ground_truth", "another"), ("test_cases", {"x": "f(1)"}):
+        two[1]["task"] = {**one[0]["task"], field: value}
+        with pytest.raises(SystemExit, match="two.jsonl, line 2: the task a differs from the one "
+                                             f"in one.jsonl, line 1 in {field}: give one"):
+            run("one.jsonl", "two.jsonl", one=one, two=two)
 
 
-def test_an_episode_counts_once_and_a_file_holds_one_system(tmp_path):
+def test_an_episode_counts_once_and_a_file_holds_one_system(run):
     made_by = lambda weights, seed=0: [episode("a", 1, sample=i, meta={
         "model_weights": weights, "seed": seed, "version": "1"}) for i in (0, 1)]
-    files = {"base": made_by("1a"), "sweet0": made_by("2b"), "sweet1": made_by("3c")}
-    (_, r), _ = run(tmp_path, "base.jsonl", "sweet=sweet0.jsonl,sweet1.jsonl", **files)
+    one, other = made_by("1a"), made_by("2b")
+    (_, r), _ = run("one.jsonl", "o=other.jsonl,third.jsonl", one=one, other=other,
+                    third=made_by("3c"))
     assert r["episodes"] == 4  # two that were trained with other seeds
-    (r,), _ = run(tmp_path, stdin=made_by("1a") + made_by("1a", seed=1))
+    (r,), _ = run(stdin=one + made_by("1a", seed=1))
     assert r["episodes"] == 4
-    for flags, stdin, said in (
-            (["s=base.jsonl,base.jsonl"], [], "base.jsonl, line 1: sample 0 of the task a is also "
-             "in base.jsonl, line 1"),
-            ([], files["base"] + files["base"], "stdin, line 3: sample 0 of the task a is also in "
-             "stdin, line 1: "),
-            ([], files["base"] + files["sweet0"], "stdin has episodes of two systems, such as "
-             "sample 0 of the task a: ")):
-        complaint(script("evaluate.py", *flags, stdin=stdin, cwd=tmp_path), said)
+    again = "sample 0 of the task a is also in"
+    for flags, stdin, why in (
+            (["s=one.jsonl,one.jsonl"], "", f"one.jsonl, line 1: {again} one.jsonl, line 1: "),
+            ([], one + one, f"stdin, line 3: {again} stdin, line 1: "),
+            ([], one + other, "stdin has episodes of two systems, such as sample 0 of the task a")):
+        with pytest.raises(SystemExit, match=f"error: {why}"):
+            run(*flags, stdin=stdin)
 
 
-def test_names(tmp_path):
+def test_names(run, tmp_path):
     """A file is named by its stem, or by its path if two have that; a path may hold a =."""
     rs = [episode("x", 1)]
     (tmp_path / "lr=1").mkdir(), (tmp_path / "lr=2").mkdir()
     files = {"lr=1/test": rs, "lr=2/test": rs, "sweet": rs}
-    got, table = run(tmp_path, "lr=1/test.jsonl", "lr=2/test.jsonl", "sweet.jsonl", "-", stdin=rs,
+    got, table = run("lr=1/test.jsonl", "lr=2/test.jsonl", "sweet.jsonl", "-", stdin=rs,
                      **files)
     assert [r["system"] for r in got] == ["lr=1/test.jsonl", "lr=2/test.jsonl", "sweet", "stdin"]
     assert table.endswith("graded by honest rules\n")  # these are the same tasks

@@ -29,12 +29,11 @@ def bits(out):
     return {name: x.numpy().tobytes() for name, x in weights(out).items()}
 
 
-# stage: its flags. collect.py appends to OUT, the trainers make it.
-STAGES = {
-    "collect.py": [*HUMAN, "-k", 4, "--max_tokens", 12, "--max_turns", 3, "--concurrency", 3,
+STAGES = {  # stage: its flags. collect.py appends to OUT, the trainers make it.
+    "collect.py": [*HUMAN, "-k", 2, "--max_tokens", 12, "--max_turns", 3, "--concurrency", 3,
                    "--resume", "OUT"],
     "train_critic.py": ["--out", "OUT", "--save_every", 1, "--batch_size", 1, "--epochs", 2],
-    "train_policy.py": ["--out", "OUT", "--save_every", 1, "--batch_size", 8]}
+    "train_policy.py": ["--out", "OUT", "--save_every", 1, "--batch_size", 24]}
 
 
 @pytest.mark.full
@@ -105,7 +104,6 @@ def test_a_signal_ends_a_program_at_once_and_nohup_ignores_ctrl_c(how, nohup):
 
 
 @pytest.mark.parametrize("name, env, message", [
-    ("evaluate.py", "RANK=1", "the environment has RANK=1, LOCAL_RANK=, "),
     ("train_policy.py", "RANK=1", "the environment has RANK=1, LOCAL_RANK=, "),
     ("train_critic.py", "WORLD_SIZE=4", "WORLD_SIZE=4, MASTER_ADDR="),
     ("train_critic.py", "RANK=0 WORLD_SIZE=2 MASTER_ADDR=x MASTER_PORT=1", "let torchrun set all"),
@@ -168,22 +166,21 @@ def disk(tmp_path):
 @pytest.mark.full
 def test_a_full_disk_leaves_the_last_checkpoint(ranked, tiny_dir, tmp_path, disk):
     """Beside the scripts, one of the tiny model's checkpoints, 3.2 MB each, finds room."""
-    def run(out):
-        return script("train_policy.py", "--model", tiny_dir, "--save_every", 1,
-                      "--batch_size", 8, "--out", out, stdin=ranked)
+    def run(out, how=succeed):
+        return how("train_policy.py", "--model", tiny_dir, "--save_every", 1, "--batch_size", 32,
+                   "--out", out, stdin=ranked)
 
-    whole, kilobytes = run(tmp_path / "whole"), 4980
-    for kept in (tmp_path / "whole").glob("*.py"):
+    whole, kilobytes = tmp_path / "whole", 4980
+    said = run(whole).stdout
+    for kept in whole.glob("*.py"):
         kilobytes += 4 * -(-kept.stat().st_size // 4096)
     out = disk(f"size={kilobytes}k") / "out"
-    complaint(run(out), f"{out}/checkpoint-2 can't be written: ", "No space left on device")
+    complaint(run(out, script), f"{out}/checkpoint-2 can't be written: ", "No space left on device")
     assert [p.name for p in out.glob("checkpoint-*")] == ["checkpoint-1"]
     disk("size=50m")
-    done = run(out)
-    assert done.returncode == 0, done.stderr
+    assert run(out).stdout.replace(str(out), "X") == said.replace(str(whole), "X")
     resumed = [row["resumed"] for row in metrics(out) if "resumed" in row]
-    assert resumed == [1] and bits(out) == bits(tmp_path / "whole")
-    assert done.stdout.replace(str(out), "X") == whole.stdout.replace(str(tmp_path / "whole"), "X")
+    assert resumed == [1] and bits(out) == bits(whole)
 
 
 @pytest.mark.full
@@ -238,16 +235,16 @@ def test_a_critic_learns_of_empty_messages_nothing_that_is_not_finite(ranked, ti
 
 @pytest.mark.full
 def test_weights_that_are_not_finite_are_never_trained_on_or_played_with(tasks, ranked, tiny_dir,
-                                                                         tmp_path):
+                                                                         tmp_path, playing):
     bad = shutil.copytree(tiny_dir, tmp_path / "bad")
     change_weights(bad, lambda state: {name: x * math.nan if name == "model.norm.weight" else x
                                        for name, x in state.items()})
-    for command, given in ((["train_critic.py", "--out", tmp_path / "1"], ranked),
-                           (["train_policy.py", "--out", tmp_path / "2"], ranked),
-                           (["collect.py", *HUMAN, "--max_tokens", 5], tasks)):
-        done = script(*command, "--model", bad, stdin=given)
+    for name in ("train_critic.py", "train_policy.py"):
+        done = script(name, "--model", bad, "--out", tmp_path / name, stdin=ranked)
         complaint(done, "NaN or infinite")
-    assert not [*tmp_path.glob("?/model.safetensors")]
+    assert not [*tmp_path.glob("train*/model.safetensors")]
+    played, _, end = playing(tasks, "--model", bad, "--max_tokens", 5)
+    assert "NaN or infinite" in str(end) and not played
 
 
 @pytest.mark.parametrize("name", ["train_critic.py", "train_policy.py"])
@@ -290,30 +287,31 @@ def test_an_error_of_another_rank_is_told(tmp_path):
     assert done.returncode and "rank 1: error: no room on this node" in done.stderr
 
 
-def test_what_data_says_neither_steers_a_terminal_nor_starts_a_line(tasks, tiny_dir, tmp_path):
+def test_what_data_says_neither_steers_a_terminal_nor_starts_a_line(tasks, tmp_path, grading,
+                                                                    playing):
     (tmp_path / "silent.py").write_text("def reply(task, history): return None")
     steering = "\x1b\x07\x9b\u202e"
     ends = "\n", "\r", "\r\n", "\v", "\f", "\x1c", "\x85", "\u2028", "\u2029"
     evil = f"{steering}]0;pwned" + "".join(f"{end}error: forged" for end in ends)
     task = {**tasks[0]["task"], "id": evil, "test_cases": {evil: "f(" + evil}}
-    for d in (script("evaluate.py", evil),
-              script("colbench.py", "check", stdin=[{"task": task}]),
-              script("collect.py", "--model", tiny_dir, "--human", tmp_path / "silent.py",
-                     "--max_tokens", 5, stdin=[{"task": task}])):
-        assert "forged" in d.stderr and not {*steering, "\r"} & {*d.stderr}, repr(d.stderr)
-        assert not any(line.startswith("error: forged") for line in d.stderr.splitlines()), d.stderr
+    silent = ["--human", tmp_path / "silent.py", "--max_tokens", 5]
+    for said in (script("evaluate.py", evil).stderr,
+                 "{1}{2}".format(*grading([{"task": task}], command="check")),
+                 "{1}{2}".format(*playing([{"task": task}], *silent))):
+        assert "forged" in said and not {*steering, "\r"} & {*said}, repr(said)
+        assert not any(line.startswith("error: forged") for line in said.splitlines()), said
 
 
-def test_a_models_own_code_and_pickles_are_not_run(tasks, tiny_dir, tmp_path):
+def test_a_models_own_code_and_pickles_are_not_run(tasks, tiny_dir, tmp_path, playing):
     bad, mark = shutil.copytree(tiny_dir, tmp_path / "bad"), tmp_path / "ran"
     (bad / "evil.py").write_text(f"open({str(mark)!r}, 'w')\nclass C: pass\n")
     config = (bad / "config.json").read_text()
     change_json(bad / "config.json", model_type="evil", auto_map=dict.fromkeys(
         ["AutoConfig", "AutoModelForCausalLM"], "evil.C"))
-    play = ["collect.py", *HUMAN, "--model", bad]
-    complaint(script(*play, stdin=tasks), "no model at", "custom code")
+    _, _, end = playing(tasks, "--model", bad)
+    assert "no model at" in str(end) and "custom code" in str(end)
     (bad / "config.json").write_text(config)
     torch.save(weights(bad), bad / "pytorch_model.bin")
     (bad / "model.safetensors").unlink()
-    complaint(script(*play, stdin=tasks), str(bad))
-    assert not mark.exists()
+    _, _, end = playing(tasks, "--model", bad)
+    assert str(bad) in str(end) and not mark.exists()
