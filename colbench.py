@@ -11,24 +11,369 @@ or packages beyond numpy and sympy; and comparing by ==, which an answer's own c
     python colbench.py grade < episodes.jsonl > graded.jsonl   # adds the reward
     python colbench.py check < tasks.jsonl > good.jsonl        # drops broken tasks
 """
+import __future__
+import _ast
+import collections.abc
+import contextlib
+import ctypes
+import datetime
+import gc
+import importlib
+import json
+import math
+import numbers
+import os
+import pathlib
+import pkgutil
+import re
+import resource
+import signal
+import socket
+import struct
+import sys
+import textwrap
+import types
+import uuid
+from hashlib import sha256
+
+
+# --- the sandbox ----------------------------------------------------------------------------------
+#
+# An answer is untrusted code. It runs in a forked child that can make only ALLOWED_CALLS, even as
+# root: no files, processes, network, signals or shared memory. Its memory is limited, and it is
+# killed when its time is up. It can write only to one socket, where it sends a result per test: the
+# hash of the test's value, or an error. It may send anything, but only the reference's hash passes.
+#
+#   grader -- result socket, request file --> fork server -- fork --> child: confines itself,
+#      ^-------------------------- a result per test ------------------------- runs the answer
+#
+# The fork server never sees code, values or references, so a child inherits nothing worth reading.
+
+# Allowed system calls: name, number on x86_64, number on aarch64. All others fail with EPERM, so a
+# child can't open a file or socket, or start a process.
+ALLOWED_CALLS = """
+read 0 63   write 1 64   close 3 57   fstat 5 80   lseek 8 62   mmap 9 222   mprotect 10 226
+munmap 11 215   brk 12 214   mremap 25 216   rt_sigaction 13 134   rt_sigprocmask 14 135
+rt_sigreturn 15 139   sigaltstack 131 132   sched_yield 24 124   getpid 39 172   gettid 186 178
+futex 202 98   getrandom 318 278   rseq 334 293   restart_syscall 219 128   gettimeofday 96 169
+clock_gettime 228 113   clock_getres 229 114   clock_nanosleep 230 115   exit 60 93
+exit_group 231 94   getcwd 79 17
+"""
+# Modules to load before the fork, because children can't open files: the standard library, numpy
+# and sympy, and what these two import lazily.
+LIBRARY = [*(name for name in sorted(sys.stdlib_module_names) if name[0] != "_"),
+           "_strptime", "_pylong"]
+EXTRA_MODULES = """numpy.char numpy.fft numpy.ma numpy.polynomial numpy.random numpy.rec
+numpy.strings sympy.assumptions sympy.categories sympy.codegen sympy.combinatorics sympy.concrete
+sympy.discrete sympy.integrals sympy.logic sympy.matrices.expressions.applyfunc
+sympy.physics.units sympy.polys sympy.sets sympy.stats sympy.tensor.array.array_derivatives
+sympy.vector""".split()
+# (pattern, modules of a fork server). The first row whose pattern occurs in the answer or its tests
+# is used, because forking with fewer modules is up to ten times as fast.
+EXTRAS = "|".join({name.partition(".")[0] for name in EXTRA_MODULES})  # numpy|sympy
+SERVERS = [(EXTRAS, LIBRARY + EXTRA_MODULES),
+           (r"import|code\(|bytes\(|bytearray\(|str\([^)]{,99},", LIBRARY),
+           ("", ["_pylong", "unicodedata"])]  # for huge integers and "\N{...}"
+
+
+def seccomp_filter():
+    """Returns the BPF program that allows only ALLOWED_CALLS, as bytes."""
+    machines = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
+    machine = os.uname().machine
+    if machine not in machines:
+        raise GraderError(f"the sandbox supports {' and '.join(machines)}, not {machine}")
+    column, arch = machines[machine]
+    # An instruction is (operation, instructions to skip if true, or if false, value). Offsets to
+    # `load` from: 0 the call's number, 4 the architecture, 16 and 24 the first two arguments.
+    # BPF_LD|W|ABS, BPF_ALU|AND|K, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
+    load, mask, equal, at_least, ret = 0x20, 0x54, 0x15, 0x35, 0x06
+    # SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO with EPERM, SECCOMP_RET_KILL_PROCESS
+    allow, deny, kill = (ret, 0, 0, 0x7FFF0000), (ret, 0, 0, 0x00050001), (ret, 0, 0, 1 << 31)
+    # deny clock ids from 16 on, which belong to other processes
+    clock = [(load, 0, 0, 16), (at_least, 0, 1, 16), deny, allow]
+    futex = [(load, 0, 0, 24), (mask, 0, 0, 0xFFFFFEFF)]
+    for operation in 128, 129, 137, 138:  # wait or wake, within the process
+        futex += [(equal, 0, 1, operation), allow]
+    futex += [deny]
+    checks = {"futex": futex, "clock_gettime": clock, "clock_getres": clock,
+              "clock_nanosleep": clock}
+    program = [(load, 0, 0, 4), (equal, 1, 0, arch), kill, (load, 0, 0, 0)]
+    for name, number in zip(ALLOWED_CALLS.split()[::3], map(int, ALLOWED_CALLS.split()[column::3])):
+        check = checks.get(name, [allow])
+        program += [(equal, 0, len(check), number), *check]
+    return b"".join(struct.pack("HBBI", *step) for step in [*program, deny])
+
+
+LIMITS = {
+    "test": 1, "answer": 6,  # CPU seconds per test, per answer; references get three times as many
+    "sleep": 3,              # time used = max(CPU time, time asleep / 3): sleeping costs, too
+    "memory": 1 << 30,       # bytes of address space
+    "code": 1 << 18,         # characters of an answer
+    "result": 200}           # bytes of a result
+# Tests, and modules that do something when they are imported.
+NOT_LOADED = """__main__ antigravity benchmarks distutils ensurepip idlelib lib2to3 pydoc_data test
+tests this tkinter turtle turtledemo""".split()
+INVISIBLE = {**dict.fromkeys([0x0D, 0xAD, *range(0x200B, 0x2010), 0x2060, 0xFEFF]),  # deleted
+             **dict.fromkeys([0xA0, *range(0x2000, 0x200B), 0x202F, 0x3000], " ")}  # spaces
+
+
+def compile_program(text):
+    """Returns (text, code) of a program. Cleans a text that is not Python as it stands."""
+    try:
+        return text, compile(text, "<answer>", "exec")
+    except Exception:  # not only SyntaxError: also ValueError, MemoryError and RecursionError
+        text = textwrap.dedent(text.translate(INVISIBLE))
+        return text, compile(text, "<answer>", "exec")
+
+
+def execute(text, code, namespace, local_names):
+    """Executes a program. Raises its first error, but only after executing the other statements."""
+    try:
+        exec(code, namespace, local_names)
+    except Exception as e:  # such as that of an import which the function does not need
+        failed = e.__traceback__.tb_next
+        line, _, column, _ = list(code.co_positions())[failed.tb_lasti // 2]
+        flags = code.co_flags & __future__.annotations.compiler_flag
+        body = compile(text, "<answer>", "exec", _ast.PyCF_ONLY_AST).body  # `ast` slows down forks
+        for node in body:
+            if (node.lineno, node.col_offset) > (line, column):
+                with contextlib.suppress(Exception):
+                    code = compile(_ast.Module([node], []), "<answer>", "exec", flags)
+                    exec(code, namespace, local_names)
+        raise
+
+
+def read_programs(answer):
+    """Returns the programs of an answer: the whole, else each fenced block that is Python.
+
+    A block ends at the first fence, as long as its own or longer, where its text is Python; so not
+    at one in a string. A block that never is Python, such as Markdown, is searched for blocks, too.
+    """
+    try:
+        return [compile_program(answer)]
+    except Exception as e:  # it is not Python, for any of the reasons above
+        error = e
+    programs, texts = [], [answer]
+    while texts:
+        text = texts.pop()
+        if not (opening := re.search("`{3,}|~{3,}", text)):
+            continue
+        text, fence = text[opening.end():], opening[0] + opening[0][0] + "*+"
+        # first fences on lines of their own and the text's end, then others unless tagged
+        ends = re.finditer(rf"(^[ \t]*{fence}\s*$|\Z)|{fence}(?!\w+\s*$)", text, re.M)
+        ends = sorted(ends, key=lambda end: end[1] is None)
+        for end in ends[:40]:
+            first_line, newline, rest = text[:end.start()].partition("\n")
+            with contextlib.suppress(Exception):  # it is not Python
+                programs.append(compile_program(rest if newline else first_line))
+                texts.append(text[end.end():])
+                break
+        else:
+            texts += [text[ends[0].end():], text[:ends[0].start()]]
+    if not programs:
+        raise error
+    return programs
+
+
+def number_as_text(x):
+    """Returns a text that is the same for equal numbers of any class; ValueError for NaN."""
+    if isinstance(x, complex):
+        imaginary = f" + {number_as_text(x.imag)}j" if x.imag else ""
+        return number_as_text(x.real) + imaginary
+    if x in (math.inf, -math.inf):
+        return str(float(x))
+    if isinstance(x, numbers.Rational):  # also sympy's
+        return "%x/%x" % (int(x.numerator), int(x.denominator))
+    return "%x/%x" % (x if hasattr(x, "as_integer_ratio") else float(x)).as_integer_ratio()
+
+
+def joined(values):
+    return ", ".join(map(as_text, values))
+
+
+def as_text(value):
+    """Returns a value's text: values count as equal if their texts are.
+
+    This is == for plain data, except that subclasses compare as their base class (a namedtuple as a
+    tuple, a Counter as a dict, including zero counts), numpy arrays compare as lists, and the same
+    moment in two time zones differs. Raises TypeError for other classes, ValueError for NaN.
+    """
+    if value is None or isinstance(value, type) and value.__module__ == "builtins":
+        return ascii(value)
+    if type(value).__module__ == "numpy":
+        moments = value.ravel().tolist() if value.dtype.kind in "mM" else ()
+        if not all(isinstance(x, (datetime.date, datetime.timedelta)) for x in moments):
+            raise TypeError(value.dtype)  # nanoseconds would become integers, and NaT None
+        return as_text(value.tolist())
+    for classes, formatter in FORMATTERS:
+        if isinstance(value, classes):
+            return formatter(value)
+    raise TypeError(type(value).__name__)
+
+
+FORMATTERS = [  # (classes, text of their values); the first row that matches is used
+    (str, lambda x: ascii(str.__str__(x))),
+    (numbers.Number, number_as_text),
+    ((bytes, bytearray), lambda x: ascii(bytes(x))),
+    (list, lambda x: f"[{joined(x)}]"),
+    (tuple, lambda x: f"({joined(x)})"),
+    (dict, lambda x: "dict(%s)" % ", ".join(sorted(map(joined, x.items())))),
+    (collections.abc.Set, lambda x: "{%s}" % ", ".join(sorted(map(as_text, x)))),
+    (collections.deque, lambda x: f"deque({joined(x)})"),
+    (range, lambda x: f"range({joined([len(x), *x[:2]])})"),
+    (datetime.datetime, lambda x: f"datetime({datetime.datetime.isoformat(x)})"),
+    (datetime.date, lambda x: f"date({datetime.date.isoformat(x)})"),
+    (datetime.time, lambda x: f"time({datetime.time.isoformat(x)})"),
+    (datetime.timedelta, lambda x: f"timedelta({x.days}, {x.seconds}, {x.microseconds})"),
+    (uuid.UUID, lambda x: f"UUID({x.int})"),
+    (pathlib.PurePosixPath, lambda x: f"path({ascii(str(x))})")]
+
+
+def run_test(programs, test, official):
+    """Runs an answer and a test; returns "value HASH", "none", or "refused REASON"."""
+    module = sys.modules["answer"] = types.ModuleType("answer")  # a new one per test
+    namespace = vars(module)
+    # official: two namespaces, as in the released scorer, so that an answer's functions can't see
+    # its top-level names, such as imports and helper functions
+    local_names = {} if official else namespace
+    error = None
+    for program in programs:
+        try:
+            execute(*program, namespace, local_names)
+        except BaseException as e:  # also SystemExit, as the function may be defined before it
+            error = error or e
+    if official and error:
+        raise error
+    try:
+        value = eval(test, namespace, local_names)
+    except NameError as e:
+        raise error or e
+    try:
+        if official and getattr(value, "ndim", 0) and value.size != 1:
+            raise TypeError("an array, whose == is no verdict")
+        sys.setrecursionlimit(max(4500, sys.getrecursionlimit()))  # for nested data
+        text = as_text(value)
+        return "none" if value is None else "value " + sha256(text.encode()).hexdigest()
+    except RecursionError:
+        return "refused nested too deeply"
+    except Exception as e:
+        return f"refused {type(e).__name__}: {e}"
+
+
+def run_tests(request, result_fd):
+    """Runs a request {text, tests, official}; writes a result per test."""
+    text, official = request["text"], request["official"]
+    error, uses_streams = None, re.search("std(in|out|err)", text)
+    try:
+        programs = [(text, compile(text, "<answer>", "exec"))] if official else read_programs(text)
+    except BaseException as e:
+        error = e
+    for test in request["tests"]:
+        try:
+            if error:
+                raise error
+            if uses_streams:  # an earlier test may have closed its streams
+                streams = [open(fd, mode, closefd=False) for fd, mode in enumerate("rww")]
+                sys.stdin, sys.stdout, sys.stderr = streams
+                sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams
+            result = run_test(programs, test, official)
+        except BaseException as e:  # also SystemExit and KeyboardInterrupt
+            missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
+            result = f"raised {type(e).__name__}{missing}"
+        os.write(result_fd, result.encode("ascii", "backslashreplace")[:LIMITS["result"]])
+
+
+def run_child(result_fd, request, devnull, libc, server, bpf):
+    """Confines this child's system calls and resources, says so, runs one request, and exits."""
+    try:
+        for fd in (0, 1, 2):
+            os.dup2(devnull, fd)
+        os.close(devnull)  # now only result_fd leads out
+        for name in ("numpy.random", "sympy.core.random"):  # unlike Python's, not reseeded
+            if name in sys.modules:
+                sys.modules[name].seed()
+        limits = {"AS": LIMITS["memory"], "CPU": 60, "FSIZE": 0, "CORE": 0, "NOFILE": 64}
+        for limit, value in limits.items():
+            resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
+        libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the server
+        if os.getppid() != server:  # it is gone
+            os._exit(0)
+        libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+        code = ctypes.create_string_buffer(bpf)
+        fprog = struct.pack("H6xQ", len(bpf) // 8, ctypes.addressof(code))  # struct sock_fprog
+        fprog = ctypes.create_string_buffer(fprog)
+        if libc.prctl(22, 2, ctypes.addressof(fprog), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+            os._exit(1)  # seccomp is not available
+        os.write(result_fd, b"confined %d" % os.getpid())
+        with open(request, closefd=False) as f:
+            run_tests(json.load(f), result_fd)
+    finally:
+        os._exit(0)
+
+
+def load_modules(name):
+    """Imports a module and its submodules, except those that are NOT_LOADED or that fail."""
+    if name.rpartition(".")[2] not in NOT_LOADED:
+        with contextlib.suppress(Exception):
+            module = importlib.import_module(name)
+            for submodule in pkgutil.iter_modules(getattr(module, "__path__", ())):
+                load_modules(f"{name}.{submodule.name}")
+
+
+def serve(bpf, modules):
+    """Runs a fork server, whose stdin is a Unix socket to the grader, until the grader exits.
+
+    A message with two descriptors, of a result socket and a request file, forks a child. The next
+    message kills and reaps that child, and is acknowledged. Children import only these modules.
+    """
+    sys.argv = ["-c"]  # what an answer may parse
+    libc = ctypes.CDLL(None)
+    libc.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
+    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core dumps, and only root can read its memory
+    for name in modules:
+        load_modules(name)
+    if "zoneinfo" in modules:  # a child can't open the files of time zones, so cache all of them
+        zoneinfo = sys.modules["zoneinfo"]
+        zoneinfo.kept = [zoneinfo.ZoneInfo(name) for name in zoneinfo.available_timezones()]
+    devnull, server = os.open(os.devnull, os.O_RDWR), os.getpid()
+    control = socket.socket(fileno=0)
+    text = "def f(x): return [x, 0.5, 'a', {'b': (x, None)}]"  # warms up caches for all children
+    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, devnull)
+    gc.freeze()  # else garbage collection in a child would copy all shared memory pages
+    with contextlib.suppress(ConnectionError):  # the grader has exited
+        while fds := socket.recv_fds(control, 1, 2)[1]:
+            pid = os.fork()
+            if pid == 0:
+                run_child(*fds, devnull, libc, server, bpf)
+            for fd in fds:
+                os.close(fd)
+            control.recv(1)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            control.sendall(b"k")
+
+
+# A fork server, `python colbench.py serve FILTER MODULE...`, runs this file only up to here, so
+# that its children hold nothing of what follows, and start fast.
+if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
+    serve(bytes.fromhex(sys.argv[2]), sys.argv[3:])
+    sys.exit()
+
 from utils import (add_warning, digest, fail, fail_on_error, flag, open_stdout, parser, read_jsonl,
                    run, say)
 
 import ast
 import asyncio
 import concurrent.futures
-import contextlib
 import functools
 import html
 import io
 import queue
 import shutil
 import subprocess
-import sys
 import threading
 import time
 import urllib.parse
-# json, os, re and others are imported in the fork server's section, whose text also runs alone.
 
 
 ANSWER = "I WANT TO ANSWER:"   # marks the final answer, which follows it
@@ -465,330 +810,7 @@ mention pictures."""
         return {"reward": self.likeness(*pages), "reward_by": self.reward_by}
 
 
-# --- the grader: a sandbox ------------------------------------------------------------------------
-#
-# An answer is untrusted code. It runs in a forked child that can make only ALLOWED_CALLS, even as
-# root: no files, processes, network, signals or shared memory. Its memory is limited, and it is
-# killed when its time is up. It can write only to one socket, where it sends a result per test: the
-# hash of the test's value, or an error. It may send anything, but only the reference's hash passes.
-#
-#   grader -- result socket, request file --> fork server -- fork --> child: confines itself,
-#      ^-------------------------- a result per test ------------------------- runs the answer
-#
-# The fork server never sees code, values or references, so a child inherits nothing worth reading.
-
-# Allowed system calls: name, number on x86_64, number on aarch64. All others fail with EPERM, so a
-# child can't open a file or socket, or start a process.
-ALLOWED_CALLS = """
-read 0 63   write 1 64   close 3 57   fstat 5 80   lseek 8 62   mmap 9 222   mprotect 10 226
-munmap 11 215   brk 12 214   mremap 25 216   rt_sigaction 13 134   rt_sigprocmask 14 135
-rt_sigreturn 15 139   sigaltstack 131 132   sched_yield 24 124   getpid 39 172   gettid 186 178
-futex 202 98   getrandom 318 278   rseq 334 293   restart_syscall 219 128   gettimeofday 96 169
-clock_gettime 228 113   clock_getres 229 114   clock_nanosleep 230 115   exit 60 93
-exit_group 231 94   getcwd 79 17
-"""
-# Modules to load before the fork, because children can't open files: the standard library, numpy
-# and sympy, and what these two import lazily.
-LIBRARY = [*(name for name in sorted(sys.stdlib_module_names) if name[0] != "_"),
-           "_strptime", "_pylong"]
-EXTRA_MODULES = """numpy.char numpy.fft numpy.ma numpy.polynomial numpy.random numpy.rec
-numpy.strings sympy.assumptions sympy.categories sympy.codegen sympy.combinatorics sympy.concrete
-sympy.discrete sympy.integrals sympy.logic sympy.matrices.expressions.applyfunc
-sympy.physics.units sympy.polys sympy.sets sympy.stats sympy.tensor.array.array_derivatives
-sympy.vector""".split()
-# (pattern, modules of a fork server). The first row whose pattern occurs in the answer or its tests
-# is used, because forking with fewer modules is up to ten times as fast.
-EXTRAS = "|".join({name.partition(".")[0] for name in EXTRA_MODULES})  # numpy|sympy
-SERVERS = [(EXTRAS, LIBRARY + EXTRA_MODULES),
-           (r"import|code\(|bytes\(|bytearray\(|str\([^)]{,99},", LIBRARY),
-           ("", ["_pylong", "unicodedata"])]  # for huge integers and "\N{...}"
-
-
-def seccomp_filter():
-    """Returns the BPF program that allows only ALLOWED_CALLS, as bytes."""
-    machines = {"x86_64": (1, 0xC000003E), "aarch64": (2, 0xC00000B7)}
-    machine = os.uname().machine
-    if machine not in machines:
-        raise GraderError(f"the sandbox supports {' and '.join(machines)}, not {machine}")
-    column, arch = machines[machine]
-    # An instruction is (operation, instructions to skip if true, or if false, value). Offsets to
-    # `load` from: 0 the call's number, 4 the architecture, 16 and 24 the first two arguments.
-    # BPF_LD|W|ABS, BPF_ALU|AND|K, BPF_JMP|JEQ|K, BPF_JMP|JGE|K, BPF_RET|K
-    load, mask, equal, at_least, ret = 0x20, 0x54, 0x15, 0x35, 0x06
-    # SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO with EPERM, SECCOMP_RET_KILL_PROCESS
-    allow, deny, kill = (ret, 0, 0, 0x7FFF0000), (ret, 0, 0, 0x00050001), (ret, 0, 0, 1 << 31)
-    # deny clock ids from 16 on, which belong to other processes
-    clock = [(load, 0, 0, 16), (at_least, 0, 1, 16), deny, allow]
-    futex = [(load, 0, 0, 24), (mask, 0, 0, 0xFFFFFEFF)]
-    for operation in 128, 129, 137, 138:  # wait or wake, within the process
-        futex += [(equal, 0, 1, operation), allow]
-    futex += [deny]
-    checks = {"futex": futex, "clock_gettime": clock, "clock_getres": clock,
-              "clock_nanosleep": clock}
-    program = [(load, 0, 0, 4), (equal, 1, 0, arch), kill, (load, 0, 0, 0)]
-    for name, number in zip(ALLOWED_CALLS.split()[::3], map(int, ALLOWED_CALLS.split()[column::3])):
-        check = checks.get(name, [allow])
-        program += [(equal, 0, len(check), number), *check]
-    return b"".join(struct.pack("HBBI", *step) for step in [*program, deny])
-
-
-# The lines from the next comment to "fork server: end" are the whole program of a fork server. It
-# is run by `python -c`, so that a child contains nothing else of this file.
-# fork server: begin
-import __future__, _ast, collections.abc, contextlib, ctypes, datetime, gc, importlib, json, math
-import numbers, os, pathlib, pkgutil, re, resource, signal, socket, struct, sys
-import textwrap, types, uuid
-from hashlib import sha256
-
-
-LIMITS = {
-    "test": 1, "answer": 6,  # CPU seconds per test, per answer; references get three times as many
-    "sleep": 3,              # time used = max(CPU time, time asleep / 3): sleeping costs, too
-    "memory": 1 << 30,       # bytes of address space
-    "code": 1 << 18,         # characters of an answer
-    "result": 200}           # bytes of a result
-# Tests, and modules that do something when they are imported.
-NOT_LOADED = """__main__ antigravity benchmarks distutils ensurepip idlelib lib2to3 pydoc_data test
-tests this tkinter turtle turtledemo""".split()
-INVISIBLE = {**dict.fromkeys([0x0D, 0xAD, *range(0x200B, 0x2010), 0x2060, 0xFEFF]),  # deleted
-             **dict.fromkeys([0xA0, *range(0x2000, 0x200B), 0x202F, 0x3000], " ")}  # spaces
-
-
-def compile_program(text):
-    """Returns (text, code) of a program. Cleans a text that is not Python as it stands."""
-    try:
-        return text, compile(text, "<answer>", "exec")
-    except Exception:  # not only SyntaxError: also ValueError, MemoryError and RecursionError
-        text = textwrap.dedent(text.translate(INVISIBLE))
-        return text, compile(text, "<answer>", "exec")
-
-
-def execute(text, code, namespace, local_names):
-    """Executes a program. Raises its first error, but only after executing the other statements."""
-    try:
-        exec(code, namespace, local_names)
-    except Exception as e:  # such as that of an import which the function does not need
-        failed = e.__traceback__.tb_next
-        line, _, column, _ = list(code.co_positions())[failed.tb_lasti // 2]
-        flags = code.co_flags & __future__.annotations.compiler_flag
-        body = compile(text, "<answer>", "exec", _ast.PyCF_ONLY_AST).body  # `ast` slows down forks
-        for node in body:
-            if (node.lineno, node.col_offset) > (line, column):
-                with contextlib.suppress(Exception):
-                    code = compile(_ast.Module([node], []), "<answer>", "exec", flags)
-                    exec(code, namespace, local_names)
-        raise
-
-
-def read_programs(answer):
-    """Returns the programs of an answer: the whole, else each fenced block that is Python.
-
-    A block ends at the first fence, as long as its own or longer, where its text is Python; so not
-    at one in a string. A block that never is Python, such as Markdown, is searched for blocks, too.
-    """
-    try:
-        return [compile_program(answer)]
-    except Exception as e:  # it is not Python, for any of the reasons above
-        error = e
-    programs, texts = [], [answer]
-    while texts:
-        text = texts.pop()
-        if not (opening := re.search("`{3,}|~{3,}", text)):
-            continue
-        text, fence = text[opening.end():], opening[0] + opening[0][0] + "*+"
-        # first fences on lines of their own and the text's end, then others unless tagged
-        ends = re.finditer(rf"(^[ \t]*{fence}\s*$|\Z)|{fence}(?!\w+\s*$)", text, re.M)
-        ends = sorted(ends, key=lambda end: end[1] is None)
-        for end in ends[:40]:
-            first_line, newline, rest = text[:end.start()].partition("\n")
-            with contextlib.suppress(Exception):  # it is not Python
-                programs.append(compile_program(rest if newline else first_line))
-                texts.append(text[end.end():])
-                break
-        else:
-            texts += [text[ends[0].end():], text[:ends[0].start()]]
-    if not programs:
-        raise error
-    return programs
-
-
-def number_as_text(x):
-    """Returns a text that is the same for equal numbers of any class; ValueError for NaN."""
-    if isinstance(x, complex):
-        imaginary = f" + {number_as_text(x.imag)}j" if x.imag else ""
-        return number_as_text(x.real) + imaginary
-    if x in (math.inf, -math.inf):
-        return str(float(x))
-    if isinstance(x, numbers.Rational):  # also sympy's
-        return "%x/%x" % (int(x.numerator), int(x.denominator))
-    return "%x/%x" % (x if hasattr(x, "as_integer_ratio") else float(x)).as_integer_ratio()
-
-
-def joined(values):
-    return ", ".join(map(as_text, values))
-
-
-def as_text(value):
-    """Returns a value's text: values count as equal if their texts are.
-
-    This is == for plain data, except that subclasses compare as their base class (a namedtuple as a
-    tuple, a Counter as a dict, including zero counts), numpy arrays compare as lists, and the same
-    moment in two time zones differs. Raises TypeError for other classes, ValueError for NaN.
-    """
-    if value is None or isinstance(value, type) and value.__module__ == "builtins":
-        return ascii(value)
-    if type(value).__module__ == "numpy":
-        moments = value.ravel().tolist() if value.dtype.kind in "mM" else ()
-        if not all(isinstance(x, (datetime.date, datetime.timedelta)) for x in moments):
-            raise TypeError(value.dtype)  # nanoseconds would become integers, and NaT None
-        return as_text(value.tolist())
-    for classes, formatter in FORMATTERS:
-        if isinstance(value, classes):
-            return formatter(value)
-    raise TypeError(type(value).__name__)
-
-
-FORMATTERS = [  # (classes, text of their values); the first row that matches is used
-    (str, lambda x: ascii(str.__str__(x))),
-    (numbers.Number, number_as_text),
-    ((bytes, bytearray), lambda x: ascii(bytes(x))),
-    (list, lambda x: f"[{joined(x)}]"),
-    (tuple, lambda x: f"({joined(x)})"),
-    (dict, lambda x: "dict(%s)" % ", ".join(sorted(map(joined, x.items())))),
-    (collections.abc.Set, lambda x: "{%s}" % ", ".join(sorted(map(as_text, x)))),
-    (collections.deque, lambda x: f"deque({joined(x)})"),
-    (range, lambda x: f"range({joined([len(x), *x[:2]])})"),
-    (datetime.datetime, lambda x: f"datetime({datetime.datetime.isoformat(x)})"),
-    (datetime.date, lambda x: f"date({datetime.date.isoformat(x)})"),
-    (datetime.time, lambda x: f"time({datetime.time.isoformat(x)})"),
-    (datetime.timedelta, lambda x: f"timedelta({x.days}, {x.seconds}, {x.microseconds})"),
-    (uuid.UUID, lambda x: f"UUID({x.int})"),
-    (pathlib.PurePosixPath, lambda x: f"path({ascii(str(x))})")]
-
-
-def run_test(programs, test, official):
-    """Runs an answer and a test; returns "value HASH", "none", or "refused REASON"."""
-    module = sys.modules["answer"] = types.ModuleType("answer")  # a new one per test
-    namespace = vars(module)
-    # official: two namespaces, as in the released scorer, so that an answer's functions can't see
-    # its top-level names, such as imports and helper functions
-    local_names = {} if official else namespace
-    error = None
-    for program in programs:
-        try:
-            execute(*program, namespace, local_names)
-        except BaseException as e:  # also SystemExit, as the function may be defined before it
-            error = error or e
-    if official and error:
-        raise error
-    try:
-        value = eval(test, namespace, local_names)
-    except NameError as e:
-        raise error or e
-    try:
-        if official and getattr(value, "ndim", 0) and value.size != 1:
-            raise TypeError("an array, whose == is no verdict")
-        sys.setrecursionlimit(max(4500, sys.getrecursionlimit()))  # for nested data
-        text = as_text(value)
-        return "none" if value is None else "value " + sha256(text.encode()).hexdigest()
-    except RecursionError:
-        return "refused nested too deeply"
-    except Exception as e:
-        return f"refused {type(e).__name__}: {e}"
-
-
-def run_tests(request, result_fd):
-    """Runs a request {text, tests, official}; writes a result per test."""
-    text, official = request["text"], request["official"]
-    error, uses_streams = None, re.search("std(in|out|err)", text)
-    try:
-        programs = [(text, compile(text, "<answer>", "exec"))] if official else read_programs(text)
-    except BaseException as e:
-        error = e
-    for test in request["tests"]:
-        try:
-            if error:
-                raise error
-            if uses_streams:  # an earlier test may have closed its streams
-                streams = [open(fd, mode, closefd=False) for fd, mode in enumerate("rww")]
-                sys.stdin, sys.stdout, sys.stderr = streams
-                sys.__stdin__, sys.__stdout__, sys.__stderr__ = streams
-            result = run_test(programs, test, official)
-        except BaseException as e:  # also SystemExit and KeyboardInterrupt
-            missing = f": {e.name}" if type(e) is ModuleNotFoundError else ""
-            result = f"raised {type(e).__name__}{missing}"
-        os.write(result_fd, result.encode("ascii", "backslashreplace")[:LIMITS["result"]])
-
-
-def run_child(result_fd, request, devnull, libc, server, bpf):
-    """Confines this child's system calls and resources, says so, runs one request, and exits."""
-    try:
-        for fd in (0, 1, 2):
-            os.dup2(devnull, fd)
-        os.close(devnull)  # now only result_fd leads out
-        for name in ("numpy.random", "sympy.core.random"):  # unlike Python's, not reseeded
-            if name in sys.modules:
-                sys.modules[name].seed()
-        limits = {"AS": LIMITS["memory"], "CPU": 60, "FSIZE": 0, "CORE": 0, "NOFILE": 64}
-        for limit, value in limits.items():
-            resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
-        libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the server
-        if os.getppid() != server:  # it is gone
-            os._exit(0)
-        libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-        code = ctypes.create_string_buffer(bpf)
-        fprog = struct.pack("H6xQ", len(bpf) // 8, ctypes.addressof(code))  # struct sock_fprog
-        fprog = ctypes.create_string_buffer(fprog)
-        if libc.prctl(22, 2, ctypes.addressof(fprog), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-            os._exit(1)  # seccomp is not available
-        os.write(result_fd, b"confined %d" % os.getpid())
-        with open(request, closefd=False) as f:
-            run_tests(json.load(f), result_fd)
-    finally:
-        os._exit(0)
-
-
-def load_modules(name):
-    """Imports a module and its submodules, except those that are NOT_LOADED or that fail."""
-    if name.rpartition(".")[2] not in NOT_LOADED:
-        with contextlib.suppress(Exception):
-            module = importlib.import_module(name)
-            for submodule in pkgutil.iter_modules(getattr(module, "__path__", ())):
-                load_modules(f"{name}.{submodule.name}")
-
-
-def serve(bpf, modules):
-    """Runs a fork server, whose stdin is a Unix socket to the grader, until the grader exits.
-
-    A message with two descriptors, of a result socket and a request file, forks a child. The next
-    message kills and reaps that child, and is acknowledged. Children import only these modules.
-    """
-    libc = ctypes.CDLL(None)
-    libc.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
-    libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core dumps, and only root can read its memory
-    for name in modules:
-        load_modules(name)
-    if "zoneinfo" in modules:  # a child can't open the files of time zones, so cache all of them
-        zoneinfo = sys.modules["zoneinfo"]
-        zoneinfo.kept = [zoneinfo.ZoneInfo(name) for name in zoneinfo.available_timezones()]
-    devnull, server = os.open(os.devnull, os.O_RDWR), os.getpid()
-    control = socket.socket(fileno=0)
-    text = "def f(x): return [x, 0.5, 'a', {'b': (x, None)}]"  # warms up caches for all children
-    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, devnull)
-    gc.freeze()  # else garbage collection in a child would copy all shared memory pages
-    with contextlib.suppress(ConnectionError):  # the grader has exited
-        while fds := socket.recv_fds(control, 1, 2)[1]:
-            pid = os.fork()
-            if pid == 0:
-                run_child(*fds, devnull, libc, server, bpf)
-            for fd in fds:
-                os.close(fd)
-            control.recv(1)
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            control.sendall(b"k")
-
-# fork server: end
+# --- the grader: fork servers ---------------------------------------------------------------------
 
 
 class Pool(contextlib.ExitStack):
@@ -816,12 +838,11 @@ class ForkServer:
     def __init__(self, modules):
         self.control, server_end = socket.socketpair()
         self.control.settimeout(600)  # importing all modules is slow on a busy machine
-        this_file = pathlib.Path(__file__).read_text()
-        program = re.search("\n# fork server: begin(.*)\n# fork server: end", this_file, re.S)[1]
-        program += f"\nserve({seccomp_filter()}, {modules})\n"
         env = {"PYTHONHASHSEED": "0", "TZ": "UTC", "OPENBLAS_NUM_THREADS": "1"}
-        command = [sys.executable, "-s", "-P", "-B", "-Wignore", "-c", program]
-        with server_end:  # -I instead of -s -P would ignore PYTHONHASHSEED
+        flags = "-s", "-P", "-B", "-Wignore"  # -I instead of -s -P would ignore PYTHONHASHSEED
+        command = [sys.executable, *flags, os.path.abspath(__file__), "serve",
+                   seccomp_filter().hex(), *modules]
+        with server_end:
             self.process = subprocess.Popen(command, stdin=server_end, stdout=subprocess.DEVNULL,
                                             env=env, cwd="/", start_new_session=True)
 
