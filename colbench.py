@@ -573,17 +573,34 @@ def extract_page(text):
 
 # --- records --------------------------------------------------------------------------------------
 
-# The types of the fields that the scripts read. All fields are optional; unknown ones are kept.
-# A shape is a type, [shape], or {key: shape}; the key Ellipsis (written ...) matches any key.
-ACTION = {"content": str, "output": str, "token_ids": [int], "logprobs": [float],
-          "logprob": float, "advantage": float}
-RECORD = {
-    "task": {"kind": str, "problem_description": str, "ground_truth": str,
-             "hidden_information": str, "agent_prompt": str, "test_cases": {...: str}},
+# The fields that the scripts read, with their shapes. All are optional, null means that a field is
+# missing, and other fields are kept. A shape is a type, [shape], {field: shape}, or {...: shape} for
+# an object with any keys.
+ACTION = {                 # a message of the agent, or a candidate for one
+    "content": str,        # what the human saw
+    "output": str,         # what the model wrote
+    "token_ids": [int],    # the output's tokens, with the one that ended it
+    "logprobs": [float],   # of each token of a message, when it was sampled
+    "logprob": float,      # of a candidate: their sum
+    "advantage": float}    # by the critic
+RECORD = {                 # an episode: its key is (task id, sample)
+    "task": {              # its `id` may have any type; by default it is a hash of the others
+        "kind": str,                 # a key of ENVIRONMENTS
+        "problem_description": str,  # what the agent reads at first
+        "ground_truth": str,         # the reference
+        "hidden_information": str,   # what human and critic read; by default the reference
+        "agent_prompt": str,         # instead of the kind's
+        "test_cases": {...: str}},   # {name: a call, such as f(3)}
+    "sample": int,
     "dialogue_history": [{"role": str, **ACTION, "candidates": [ACTION]}],
-    "sample": int, "pair": str, "answer": str, "answered": bool, "reward": float,
-    "tests": {...: str}, "failure": str, "reward_by": str,
-    "meta": {"model_weights": str, "seed": int, "candidates": {}}}
+    "answer": str,
+    "answered": bool,      # whether the agent wrote ANSWER
+    "reward": float,
+    "tests": {...: str},   # {name: verdict}
+    "failure": str,        # why a page could not be rendered
+    "reward_by": str,      # the rules or the model of the grader
+    "pair": str,           # preferences: only records with the same text are compared
+    "meta": {"model_weights": str, "seed": int, "candidates": {}}}  # how it was sampled
 UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to do instead
     "system": "make it a first message with the role system",
     "input": "prompts are built from the messages: drop it if the first one has the "
@@ -635,6 +652,27 @@ def reject_unsupported(record, messages):
                 raise ValueError(f"the field {name!r} is not supported: {UNSUPPORTED[name]}")
 
 
+def check_record(record, fields, to_grade, to_train):
+    """Raises ValueError if a record by itself is invalid; for the arguments see read_records."""
+    check_shape(record, RECORD)
+    history = record.get("dialogue_history", [])
+    check_dialogue(history, "dialogue_history")
+    if not -1 <= record.get("reward", 0) <= 1:
+        raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
+    kind = environment(record.get("task", {}))
+    for path in ("task.problem_description", "task.ground_truth", *fields,
+                 *(kind.required_fields if to_grade else ())):
+        value = record
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        if value in (None, {}, []):
+            raise ValueError(f"this record has no {path!r}")
+    if to_train:
+        reject_unsupported(record, history)
+        if not agent_messages(record):
+            raise ValueError("dialogue_history has no message of the agent")
+
+
 def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False, tasks=None,
                  episodes=None):
     """Yields the records of a stream's lines; an invalid line is an error that names it.
@@ -654,33 +692,17 @@ def read_records(stream, *fields, source="stdin", to_grade=False, to_train=False
                 raise ValueError("this is a preference pair or a chat, convert it first: python "
                                  "tests/experiments/preferences.py < FILE | train_policy.py --loss "
                                  "mtdpo (chats: --loss rft)")
-            check_shape(record, RECORD)
-            task, history = record.get("task", {}), record.get("dialogue_history", [])
-            check_dialogue(history, "dialogue_history")
-            if not -1 <= record.get("reward", 0) <= 1:
-                raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
-
-            kind, content, name = environment(task), task_content(task), task_id(task)
-            for path in ("task.problem_description", "task.ground_truth", *fields,
-                         *(kind.required_fields if to_grade else ())):
-                value = record
-                for key in path.split("."):
-                    value = value.get(key) if isinstance(value, dict) else None
-                if value in (None, {}, []):
-                    raise ValueError(f"this record has no {path!r}")
-            if to_train:
-                reject_unsupported(record, history)
-                if not agent_messages(record):
-                    raise ValueError("dialogue_history has no message of the agent")
-
+            check_record(record, fields, to_grade, to_train)
+            task, name = record["task"], task_id(record["task"])
+            content = task_content(task)
             first, line = tasks.setdefault(name, (content, place))
             if content != first:
                 differ = [x for x in sorted(first | content) if first.get(x) != content.get(x)]
                 raise ValueError(f"the task {name} differs from the one in {line} in "
                                  f"{', '.join(differ)}: give one of them another id")
-            if history and "sample" in record:
+            if record.get("dialogue_history") and "sample" in record:
                 episode = [name, record["sample"], settings(record.get("meta", {})),
-                           message_texts(history)]
+                           message_texts(record["dialogue_history"])]
                 key = digest(json.dumps(episode, sort_keys=True))
                 if key in episodes:
                     raise ValueError(f"sample {record['sample']} of the task {name} is also in "
