@@ -1266,7 +1266,6 @@ def clip_likeness(path):
 
 # --- the kinds of tasks ---------------------------------------------------------------------------
 
-sys.modules["colbench"] = sys.modules[__name__]  # so that environments import no second copy of it
 ENVIRONMENTS = {"backend": Functions, "frontend": Pages}
 # your own environments are imported here: MANUAL.md, "Your own environment"
 
@@ -1338,4 +1337,5 @@ def main(args):
 
 
 if __name__ == "__main__":
-    run(main, get_args())
+    import colbench  # where your own environments are: for them this file is another module
+    run(colbench.main, colbench.get_args())
