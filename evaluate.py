@@ -26,6 +26,7 @@ import math
 import os
 import sys
 from collections import defaultdict
+from itertools import chain
 
 import numpy as np
 
@@ -52,43 +53,50 @@ class System:
         self.reward_labels, self.graders = set(), set()
         episodes = {}  # of all files, see read_records
         made_by = {}  # {(file, task id, sample, seed): settings}
-        values = defaultdict(lambda: defaultdict(list))  # [task id][metric]: one per episode
+        metrics = defaultdict(list)  # {task id: [{metric: value} of each episode]}
         for path in files:
             source = "stdin" if path == "-" else path
             with fail_on_error(source):
                 stream = sys.stdin if path == "-" else open(path, encoding="utf-8")
             for record in read_records(stream, "dialogue_history", "reward", source=source,
                                        tasks=tasks, episodes=episodes):
-                task, kind = task_id(record["task"]), environment(record["task"])
-                agent = agent_messages(record)
-                metrics = {"tests_passed": record["reward"], **kind.metrics(record),
-                           "turns": len(agent)}
-                if lengths := [len(m["token_ids"]) for m in agent if "token_ids" in m]:
-                    metrics["tokens"] = sum(lengths)
-                for metric, value in metrics.items():
-                    values[task][metric].append(float(value))
-                made = settings(record.get("meta", {}))
+                task, made = task_id(record["task"]), settings(record.get("meta", {}))
                 episode = path, task, record.get("sample"), made.pop("seed", 0)
                 if "sample" in record and made_by.setdefault(episode, made) != made:
                     fail(f"{source} has episodes of two systems, such as sample {record['sample']} "
                          f"of the task {task}: split it (two seeds: NAME=FILE,FILE)")
-                self.reward_labels.add(kind.reward_name)
+                metrics[task].append(episode_metrics(record))
+                self.reward_labels.add(environment(record["task"]).reward_name)
                 if "reward_by" in record:
                     self.graders.add(record["reward_by"])
-        self.episodes = sum(len(by_metric["turns"]) for by_metric in values.values())
-        self.tasks = {task: {metric: math.fsum(x) / len(x) for metric, x in by_metric.items()}
-                      for task, by_metric in sorted(values.items())}  # whatever the order of lines
-
-        fewest = min(len(by_metric["success"]) for by_metric in values.values())
-        for task, by_metric in values.items():
-            n, solved = len(by_metric["success"]), by_metric["success"].count(1)
-            for k in (2, 4, 8):
-                if k <= fewest:
-                    self.tasks[task][f"pass^{k}"] = math.comb(solved, k) / math.comb(n, k)
+        self.episodes = sum(map(len, metrics.values()))
+        most_k = min(sum("success" in e for e in of_task) for of_task in metrics.values())
+        self.tasks = {task: task_means(metrics[task], most_k) for task in sorted(metrics)}
 
     def means(self, metric, tasks):
         """Returns a (tasks,) array: the metric's mean of each task, NaN where it has none."""
         return np.array([self.tasks[task].get(metric, np.nan) for task in tasks])
+
+
+def episode_metrics(record):
+    """Returns {metric: value} of one episode."""
+    agent = agent_messages(record)
+    lengths = [len(m["token_ids"]) for m in agent if "token_ids" in m]
+    return {"tests_passed": record["reward"], **environment(record["task"]).metrics(record),
+            "turns": len(agent), **({"tokens": sum(lengths)} if lengths else {})}
+
+
+def task_means(episodes, most_k):
+    """Returns {metric: mean} of a task's episodes, and their pass^k for k up to most_k."""
+    means = {}
+    for metric in dict.fromkeys(chain(*episodes)):
+        values = [float(episode[metric]) for episode in episodes if metric in episode]
+        means[metric] = math.fsum(values) / len(values)  # whatever the order of lines
+    solved = sum(episode.get("success") == 1 for episode in episodes)
+    for k in (2, 4, 8):
+        if k <= most_k:
+            means[f"pass^{k}"] = math.comb(solved, k) / math.comb(len(episodes), k)
+    return means
 
 
 def named_systems(args):
