@@ -535,17 +535,14 @@ def action_ids(tokenizer, action, history, thinking=0):
     end = ending(tokenizer)
     if (index := full.rfind(end, len(before_action))) >= 0:
         full = full[:index]
-
-    common = common_prefix(prompt, full)  # the rest of the prompt is dropped
-    prompt_ids = text_ids(tokenizer, prompt)
-    kept_ids = text_ids(tokenizer, full[:common])
-    full_ids = text_ids(tokenizer, full + end)
-    if not prompt_ids.startswith(kept_ids):  # the texts diverge within a token
-        kept_ids = full_ids[:common_prefix(prompt_ids, full_ids)]
-    ids = full_ids.removeprefix(kept_ids)
-    if not full_ids.startswith(kept_ids):  # a token would span prompt and action: separate them
-        ids = text_ids(tokenizer, full[common:] + end)
-    return ids, len(prompt_ids) - len(kept_ids)
+    prompt_ids, full_ids = (text_ids(tokenizer, text) for text in (prompt, full + end))
+    if not full.startswith(prompt):  # both continue their common prefix
+        common = common_prefix(prompt_ids, full_ids)
+        return full_ids[common:], len(prompt_ids) - common
+    if full_ids.startswith(prompt_ids):
+        return full_ids.removeprefix(prompt_ids), 0
+    # a token would span prompt and action: separate them
+    return text_ids(tokenizer, full[len(prompt):] + end), 0
 
 
 # --- records to turns, pairs and batches ----------------------------------------------------------
