@@ -864,8 +864,8 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
     turns = [(packed(first + i % 11 for i in range(length)), packed(first + i for i in action))
              for length, action in [(8, (5, 6, 7, 8)), (8, (9, 6, 5, 4)), (window + 8, (3, 2, 1))]]
     versions = [p._version for p in lm.parameters()]
-    with fail_on_error(f"{path!r} fails to run in transformers"):
-        own_logps = transformers_logps(lm, turns)
+    with fail_on_error(f"{path!r} fails to run in transformers"), torch.no_grad():
+        own_logps = torch.cat([model(Tree([turn])) for turn in turns])  # its own forward, so far
         _, leak = logps_and_leak(model, turns[:1])
     if not own_logps.isfinite().all():
         fail(f"the log-probs of {path!r} are NaN or infinite: check its weights")
@@ -936,17 +936,6 @@ def logps_and_leak(model, turns):
     off_path = norms.clone()
     off_path[tree.paths[-tree.kv[-1]:probe]] = 0  # the last run ends with the last turn's action
     return logps.detach(), (off_path.max() / norms.max()).item()
-
-
-@torch.no_grad()
-def transformers_logps(lm, turns):
-    """Returns the log-probs of the turns' actions, (A,), by a transformers model, turn by turn."""
-    logps = []
-    for prompt, action in turns:
-        ids = torch.tensor([*map(ord, prompt + action)])
-        logits = lm(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1:-1].float()
-        logps.append(-F.cross_entropy(logits, ids[len(prompt):], reduction="none"))
-    return torch.cat(logps)
 
 
 def agree(logps, own_logps, dtype):
