@@ -2,7 +2,8 @@
 
 The reward of a function is the share of hidden tests on which it returns the reference's value,
 and that of a web page its CLIP similarity to the reference page. Records are lines of JSON, to
-which every stage adds fields (README, "One record").
+which every stage adds fields (README, "One record"). The sandbox comes first, then tasks, prompts,
+records and kinds of tasks, the grader, web pages, and the commands.
 
 Left out on purpose: a fresh interpreter or container per answer, because sandboxed forks grade
 seven times as many answers a second as interpreters (RESULTS.md); answers that need files, threads
