@@ -563,6 +563,52 @@ def answered(record):
     return bool(messages) and read_action(messages[-1]["content"], last=False)[1] is not None
 
 
+class Episode:
+    """A dialogue in progress and its rules: who speaks next, when it ends, what the answer is.
+
+        episode = Episode(task, max_turns=10)
+        while not episode.ended:
+            episode.act(agent(episode.history))
+            if not episode.ended:
+                episode.reply(human(task, episode.history))
+        record = {"task": task, **episode.fields()}
+
+    history: the messages so far. turn: how many of them are the agent's. opening: "<think>" if the
+    agent's prompt ends in it, so that its outputs lack it.
+    """
+
+    def __init__(self, task, max_turns, opening=""):
+        self.task, self.max_turns, self.opening = task, max_turns, opening
+        self.history = [first_message(task, max_turns)]
+        self.turn, self.submitted, self.ended = 0, None, False
+
+    def act(self, message):
+        """Adds the agent's message: what it wrote, or {"output": that, further fields}."""
+        fields = {"output": message} if isinstance(message, str) else message
+        output = fields["output"].encode(errors="replace").decode()  # without lone surrogates
+        self.turn += 1
+        content, self.submitted = read_action(self.opening + output, self.turn == self.max_turns)
+        self.ended = self.submitted is not None
+        ours = {"role": "assistant", "content": content, "output": output}
+        self.history.append({**ours, **fields, **ours})  # ours come first, and can't be replaced
+
+    def reply(self, text):
+        """Adds the human's reply, truncated to the limit of the task's kind."""
+        text = text.encode(errors="replace").decode()  # tokenizers reject lone surrogates
+        self.history.append({"role": "user", "content": text[:environment(self.task).reply_chars]})
+
+    def abandon(self):
+        """Ends the episode without an answer, and drops the reply that the agent can't answer."""
+        self.history.pop()
+        self.ended = True
+
+    def fields(self):
+        """Returns the fields that the episode adds to the record of its task."""
+        answer = environment(self.task).final_answer(self.history, self.submitted)
+        return {"dialogue_history": self.history, "answer": answer or "",
+                "answered": ANSWER in self.history[-1]["content"]}
+
+
 def extract_page(text):
     """Returns the last <html>...</html> in a text, else the last <body>...</body>, else ""."""
     for tag in ("html", "body"):
@@ -581,6 +627,7 @@ ACTION = {                 # a message of the agent, or a candidate for one
     "content": str,        # what the human saw
     "output": str,         # what the model wrote
     "token_ids": [int],    # the output's tokens, with the one that ended it
+    "completion_tokens": int,  # their number, if a server samples them and returns only the text
     "logprobs": [float],   # of each token of a message, when it was sampled
     "logprob": float,      # of a candidate: their sum
     "advantage": float}    # by the critic

@@ -1,4 +1,6 @@
 """The rules of an episode, ids and kinds of tasks, and ColBench's public files."""
+import random
+
 import pytest
 
 import colbench
@@ -81,3 +83,54 @@ def test_check_finds_the_real_tasks_that_cannot_be_graded(grading):
     assert [r["task"] for r in kept] == [
         t for line, t in enumerate(tasks, 1) if line not in (215, 236, 265)]
     assert told.count(" dropped: ") == 3
+
+
+# --- the rules of an episode ----------------------------------------------------------------------
+
+@pytest.mark.parametrize("opening", ["", "<think>"])
+def test_an_episode_alternates_until_an_answer_or_the_last_turn(opening):
+    """Texts are generated; what must come of them is known from how they were."""
+    r = random.Random(0)
+    for _ in range(300):
+        kind, max_turns = r.choice(["backend", "frontend"]), r.randrange(1, 5)
+        task = {"kind": kind, "problem_description": "p", "ground_truth": "g"}
+        episode = colbench.Episode(task, max_turns, opening)
+        want, answer = [colbench.first_message(task, max_turns)], None
+        limit = {"backend": 400, "frontend": 1000}[kind]
+        pages = []
+        for turn in range(max_turns):
+            assert not episode.ended and episode.turn == turn and answer is None
+            thought = r.choice(["so</think>", f"{ANSWER} x</think>"]) if opening else ""
+            shown = r.choice(["which \udc80 rate?", "", f"<html>{turn}</html>", "hm"])
+            if r.random() < 0.3:
+                shown, answer = f"{ANSWER} {shown} .", f"{shown} .".strip()
+            elif turn == max_turns - 1:
+                answer = shown
+            output = thought + shown
+            fields = r.choice([{}, {"output": output, "cut": True, "role": "user", "content": "!"},
+                               {"output": output, "token_ids": [1]}])
+            episode.act(fields or output)
+            shown, answer = (text and text.replace("\udc80", "?") for text in (shown, answer))
+            want.append({**fields, "role": "assistant", "content": shown,
+                         "output": output.replace("\udc80", "?")})
+            pages += [f"<html>{turn}</html>"] * ("<html>" in shown)
+            if answer is not None:
+                break
+            text = r.choice(["rate=4", "\ud83d", "so " * 500])
+            episode.reply(text)
+            want.append({"role": "user", "content": text.replace("\ud83d", "?")[:limit]})
+        assert episode.ended and episode.history == want
+        if kind == "frontend":
+            answer = (pages or [""])[-1]
+        assert episode.fields() == {"dialogue_history": want, "answer": answer,
+                                    "answered": ANSWER in want[-1]["content"]}
+
+
+def test_an_episode_without_room_for_another_message_ends_with_the_agents_last():
+    task = {"kind": "frontend", "problem_description": "p", "ground_truth": "g"}
+    episode = colbench.Episode(task, 5)
+    episode.act("<html>1</html>")
+    episode.reply("larger")
+    episode.abandon()
+    assert episode.ended and len(episode.history) == 2
+    assert episode.fields()["answer"] == "<html>1</html>" and not episode.fields()["answered"]
