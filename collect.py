@@ -1,6 +1,7 @@
 """Collect episodes: an agent talks with a human for several turns, then submits an answer.
 
     python collect.py --human http://localhost:8000/v1 -k 4 < tasks.jsonl > episodes.jsonl
+    ... | python collect.py --human human.py --agent https://api.openai.com/v1 | ...
     ... | python collect.py --human human.py --candidates 16 | python colbench.py grade > all.jsonl
     ... | python collect.py --human human.py --best_of 4 --critic runs/critic > guided.jsonl
     ... | python collect.py --human human.py -k 4 --resume episodes.jsonl >> episodes.jsonl
@@ -17,6 +18,7 @@ from utils import (digest, fail, fail_on_error, flag, inline, open_stdout, parse
 import asyncio
 import base64
 import contextlib
+import copy
 import fcntl
 import inspect
 import itertools
@@ -32,9 +34,9 @@ from types import SimpleNamespace
 from urllib.parse import parse_qsl
 from urllib.request import getproxies
 
-from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RENDER_FAILED_REPLY, Renderer, RenderError,
-                      answered, cpus, environment, first_message, human_prompt, message_texts,
-                      read_action, read_records, redact, settings, task_id, task_kind,
+from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, RENDER_FAILED_REPLY, Episode, Renderer,
+                      RenderError, answered, check_shape, cpus, environment, human_prompt,
+                      message_texts, read_records, redact, settings, task_id, task_kind,
                       without_thinking)
 
 
@@ -42,6 +44,11 @@ def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < tasks.jsonl > trajectories.jsonl")
     g = p.add_argument_group("episodes")
     flag(g, "model", "meta-llama/Llama-3.1-8B-Instruct", "the agent", metavar="MODEL")
+    flag(g, "agent", None, "instead, to evaluate it: https://.../v1 of a chat model (key: "
+         "AGENT_API_KEY, else OPENAI_API_KEY), fixed:TEXT, or a FILE.py that defines act(task, "
+         "history), which may be async", metavar="WHO")
+    flag(g, "agent_params", "{}", "the chat model's request parameters, besides --temperature, "
+         "--top_p and --max_tokens; see --human_params", metavar="JSON", only="--agent")
     flag(g, "-k", 1, "episodes per task", least=1)
     flag(g, "max_turns", 10, "most agent messages per episode; the last is the answer", least=1)
     flag(g, "concurrency", 256, "episodes to run at once", least=1)
@@ -72,15 +79,35 @@ def get_args(argv=None):
     flag(g, "timeout", 1800.0, "seconds after which a request to a server is retried")
     flag(g, "retries", 8, "how often to retry a failed request; 8 retries take about a minute")
     args = p.parse_args(argv)
-    with fail_on_error("--human_params is not a JSON object"):
-        args.human_params = dict(json.loads(args.human_params))
+    for name in ("human_params", "agent_params"):
+        with fail_on_error(f"--{name} is not a JSON object"):
+            setattr(args, name, dict(json.loads(getattr(args, name))))
+    p.refuse_unused(args)
     if (args.best_of > 1) != bool(args.critic):
         fail("--best_of (2 or more) and --critic need each other; give both or neither")
     if not args.temperature and (args.candidates or args.best_of > 1):
         fail("--temperature 0 makes all --candidates and --best_of of a turn the same message")
     if not args.temperature and args.k > 1:
         say("warning: with --temperature 0 only the human can make the episodes of a task differ")
+    if args.agent:
+        check_agent(args)
     return args
+
+
+def check_agent(args):
+    """Sets the flags to None that have no effect on --agent; exits if one of them is given."""
+    unused = """model thinking candidates candidates_share best_of critic logprob_weight engine
+    max_batch_tokens dtype""".split()
+    if not is_address(args.agent):
+        unused += "temperature top_p max_tokens agent_params".split()
+    for name in unused:
+        if name in args.given:
+            fail(f"--{name} has no effect with --agent {args.agent}: leave it out")
+        setattr(args, name, None)
+
+
+def is_address(who):
+    return who.startswith(("http://", "https://"))
 
 
 if __name__ == "__main__":
@@ -117,9 +144,10 @@ class ContextFull(EpisodeError):
 # --- an episode -----------------------------------------------------------------------------------
 
 class EpisodeRunner:
-    """Runs episodes. Holds three callables, of which the last two may be async:
+    """Runs episodes. Holds these callables, of which all but the first may be async:
 
         await engine(prompt_ids, keys, max_new)  [(token_ids, logprobs)], one message per key
+        act(task, history)                       instead of the engine: the message of --agent
         reply(task, history)                     the human's reply
         critic(task, history, actions)           one advantage per action
 
@@ -129,45 +157,42 @@ class EpisodeRunner:
     """
 
     def __init__(self, args):
-        self.args, self.critic, self.totals = args, None, Counter()
+        self.args, self.act, self.critic, self.totals = args, None, None, Counter()
+        self.servers = {}  # {"agent" or "human": Endpoint}
+        self.resumed = []  # the settings of the episodes in the --resume file
+        self.meta = {name: x for name, x in vars(args).items() if name not in NOT_IN_META} | {
+            "version": version(), "agent": fingerprint(args.agent),
+            "human": fingerprint(args.human), "critic": fingerprint(args.critic),
+            "n_candidates": args.candidates,
+            "prompts": digest([(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
+                               for kind in ENVIRONMENTS.values()])}
+        if args.agent:
+            self.opening = ""  # no message continues a thought
+            return
         folder, self.tokenizer, config = find_model(args.model)
         config = config.get_text_config()
         self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
         self.stop = stop_ids(self.tokenizer, folder)
         self.opening = opened_thought(self.tokenizer, args.thinking)
         files = sorted(file for form in MODEL_FILES for file in Path(folder).glob(form))
-        self.meta = {name: x for name, x in vars(args).items() if name not in NOT_IN_META} | {
-            "model_weights": weights_digest(folder), "version": version(),
-            "human": fingerprint(args.human), "critic": fingerprint(args.critic),
-            "n_candidates": args.candidates,
-            "tokenizer_and_config": digest([*map(fingerprint, files)]),
-            "prompts": digest([(ANSWER, OUTPUT, kind.agent_prompt, kind.human_prompt)
-                               for kind in ENVIRONMENTS.values()])}
-        self.resumed = []  # the settings of the episodes in the --resume file
+        self.meta |= {"model_weights": weights_digest(folder),
+                      "tokenizer_and_config": digest([*map(fingerprint, files)])}
 
     async def load(self):
         """Asks servers which model they serve, then loads the local models; returns self."""
-        args, human = self.args, self.args.human or ""
-        if human.startswith(("http://", "https://")):
-            llm = LLM(args, self.totals)
-            if "model" not in llm.body and "?" not in human:  # Azure's address names it
-                await llm.find_served_model()
-            self.meta["human_model"] = llm.body.get("model")
-            self.check_resumed()
-            self.reply = llm.reply
-        elif human.startswith("fixed:"):
-            self.reply = lambda task, history: human.removeprefix("fixed:")
-        elif human.endswith(".py"):
-            self.reply = load_function(human, "reply")
-        elif human:
-            fail(f"--human {human}: give the http://host:port/v1 of an LLM, fixed:TEXT or FILE.py")
+        args = self.args
+        if args.human:
+            self.reply = await self.load_role("human", ChatHuman, "reply")
+        if args.agent:
+            self.act = await self.load_role("agent", ChatAgent, "act")
+        self.check_resumed()  # now that the servers have named their models
         if args.engine:
-            self.engine = VllmEngine(args, self.stop)
+            self.engine = self.servers["agent"] = VllmEngine(args, self.stop)
             await self.engine.find_served_model()
             if self.engine.body["model"] != args.model:
                 say(f"{args.engine} serves {self.engine.body['model']}, assumed to be {args.model}")
             self.max_context = min(self.max_context, self.engine.max_context)
-        else:
+        elif not args.agent:
             self.engine = TransformersEngine(args, self.stop)
             if DEVICE == "cuda":
                 say("sampling with transformers; a vLLM server is many times as fast (--engine)")
@@ -176,6 +201,19 @@ class EpisodeRunner:
         elif args.critic:
             self.critic = Critic(args).advantages
         return self
+
+    async def load_role(self, role, chat_model, name):
+        """Returns the function `name` of --human or --agent."""
+        who = getattr(self.args, role)
+        if is_address(who):
+            server = self.servers[role] = chat_model(self.args)
+            self.meta[f"{role}_model"] = await server.model_name()
+            return getattr(server, name)
+        if who.startswith("fixed:"):
+            return lambda task, history: who.removeprefix("fixed:")
+        if who.endswith(".py"):
+            return load_function(who, name)
+        fail(f"--{role} {who}: give the http://host:port/v1 of an LLM, fixed:TEXT or FILE.py")
 
     def check_resumed(self):
         """Fails if the --resume file's episodes differ in a setting that both sides have."""
@@ -187,25 +225,20 @@ class EpisodeRunner:
 
     async def run_episode(self, task, sample):
         """Runs one episode; returns the new fields of its record."""
-        max_turns, key = self.args.max_turns, (self.args.seed, task_id(task), sample)
-        history = [first_message(task, max_turns)]
-        for turn in range(max_turns):
+        episode = Episode(task, self.args.max_turns, self.opening)
+        while not episode.ended:
+            key = self.args.seed, task_id(task), sample, episode.turn
             try:
-                message = await self.next_message(task, history, (*key, turn))
+                message = await self.next_message(task, episode.history, key)
             except ContextFull:
-                if turn == 0:
+                if episode.turn == 0:
                     raise
-                history.pop()  # the unanswered reply: a dialogue ends with an agent message
+                episode.abandon()
                 break
-            output = self.opening + message["output"]
-            message["content"], final = read_action(output, last=turn == max_turns - 1)
-            history.append(message)
-            if final is not None:
-                break
-            history.append({"role": "user", "content": await self.human_reply(task, history)})
-        answer = environment(task).final_answer(history, final)
-        return {"sample": sample, "dialogue_history": history, "answer": answer or "",
-                "answered": ANSWER in message["content"], "meta": self.meta}
+            episode.act(message)
+            if not episode.ended:
+                episode.reply(await self.human_reply(task, episode.history))
+        return {"sample": sample, **episode.fields(), "meta": self.meta}
 
     async def add_candidates(self, record, sample):
         """Samples candidates for a dialogue's messages; returns the new fields of its record."""
@@ -219,6 +252,10 @@ class EpisodeRunner:
 
     async def next_message(self, task, history, key):
         """Returns the agent's next message, without content. key: (seed, task id, sample, turn)."""
+        if self.act:
+            message = checked_message(await call_user_function(self.act, task, history))
+            self.totals.update(actions=1, truncated=bool(message.get("cut")))
+            return message
         actions, candidates = await self.sample_turn(history, key, self.args.best_of)
         best = actions[0]
         if self.critic:
@@ -228,7 +265,7 @@ class EpisodeRunner:
             values = [score + self.args.logprob_weight * sum(action["logprobs"])
                       for score, action in zip(scores, actions)]
             best = actions[values.index(max(values))]
-        return {"role": "assistant", "content": None, **best, **candidates}
+        return {**best, **candidates}
 
     async def sample_turn(self, history, key, n_actions):
         """Samples the agent's next message; returns (actions, {"candidates": actions} or {})."""
@@ -263,7 +300,7 @@ class EpisodeRunner:
         return actions[:n_actions], {"candidates": candidates} if candidates else {}
 
     async def human_reply(self, task, history):
-        """Returns the human's reply to the last message, truncated to the task kind's limit."""
+        """Returns the human's reply to the last message."""
         self.totals["asked"] += 1
         try:
             reply = await call_user_function(self.reply, task, history)
@@ -274,8 +311,7 @@ class EpisodeRunner:
         if not isinstance(reply, str):
             raise EpisodeError(f"the human's reply is not a string: {reply!r}")
         self.totals["replies"] += 1
-        reply = reply.encode(errors="replace").decode()  # tokenizers reject lone surrogates
-        return reply[:environment(task).reply_chars]
+        return reply
 
 
 def fingerprint(who):
@@ -296,25 +332,38 @@ def load_function(file, name):
 
 
 async def call_user_function(function, *args):
-    """Calls the human or critic, which may be async."""
-    result = function(*args)
+    """Calls the agent, human or critic, which may be async."""
+    result = function(*copy.deepcopy(args))  # what it does to its arguments changes no record
     return await result if inspect.isawaitable(result) else result
+
+
+def checked_message(returned):
+    """Returns act()'s text or dict as a dict with `output`; raises an error for anything else."""
+    message = json.loads(json.dumps(returned, allow_nan=False))
+    if isinstance(message, str):
+        return {"output": message}
+    check_shape(message, RECORD["dialogue_history"][0], "act()'s message")
+    if "output" not in message and "content" not in message:
+        raise ValueError("act()'s message has no output")
+    return {"output": message.get("content"), **message}
 
 
 # --- servers --------------------------------------------------------------------------------------
 
 class Endpoint:
-    """A client of an OpenAI-compatible server, whose API key is in the environment variable KEY."""
-    KEY, HINT = "OPENAI_API_KEY", ""  # HINT: added to the error if the server rejects a request
+    """A client of an OpenAI-compatible server, which counts replies and tokens in `usage`."""
+    KEYS = ["OPENAI_API_KEY"]  # environment variables; the first that is set has the API key
+    HINT = CHOOSE = ""  # what to do if the server rejects a request, or serves several models
     has_answered = False
 
     def __init__(self, url, args, body):
         """body: fields that all requests share."""
         import openai
         os.environ["no_proxy"] = getproxies().get("no", "") + ",localhost,127.0.0.1,::1"
-        self.url, self.body = url, body
+        self.url, self.body, self.usage = url, body, Counter()
         base_url, _, query = url.partition("?")  # Azure's addresses end in ?api-version=...
-        key = os.environ.get(self.KEY, "none")
+        keys = [os.environ[name] for name in self.KEYS if os.environ.get(name)]
+        key = [*keys, "none"][0]
         self.client = openai.AsyncOpenAI(
             base_url=base_url, default_query=dict(parse_qsl(query)), api_key=key,
             default_headers={"api-key": key} if query else None, max_retries=args.retries,
@@ -328,8 +377,7 @@ class Endpoint:
             served = {model["id"]: model.get("max_model_len") for model in reply["data"]}
         name = [*served][0] if len(served) == 1 else self.body.get("model")
         if name not in served:
-            fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}; "
-                 """choose the human's by --human_params '{"model": "NAME"}'""")
+            fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}{self.CHOOSE}")
         self.body["model"], self.max_context = name, served[name] or math.inf
 
     async def request(self, path, parse, **body):
@@ -339,7 +387,9 @@ class Endpoint:
         """
         rejected = True
         try:
-            result = parse(await self.client.post(path, cast_to=object, body={**self.body, **body}))
+            reply = await self.client.post(path, cast_to=object, body={**self.body, **body})
+            self.usage.update(replies=1, **reported_tokens(reply))
+            result = parse(reply)
             self.has_answered = True
             return result
         except (LookupError, TypeError, AttributeError):
@@ -363,15 +413,49 @@ async def take_status(response):
                 response.status_code = max(400, int(error["code"]))
 
 
-class LLM(Endpoint):
-    """An LLM in the role of the human, who reads the hidden information and sees web pages."""
-    HINT = """ (try --human_params '{"max_tokens": 4000, "NAME": null}'; null removes NAME)"""
+def reported_tokens(reply):
+    """Returns {"prompt_tokens", "completion_tokens"} of a reply; {} if its server reports none."""
+    usage = reply.get("usage") or {}
+    return {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if usage.get(name)}
 
-    def __init__(self, args, totals):
-        self.totals = totals
-        params = {"temperature": 0, "max_tokens": 1024, **args.human_params}
+
+class ChatModel(Endpoint):
+    """A chat model as the agent or the human, `role`."""
+
+    def __init__(self, role, args, **params):
+        """params: of its requests, unless --agent_params or --human_params says otherwise."""
+        params |= getattr(args, f"{role}_params")
         body = {name: value for name, value in params.items() if value is not None}
-        super().__init__(args.human, args, body)
+        super().__init__(getattr(args, role), args, body)
+        flag = f"--{role}_params"
+        self.HINT = f""" (try {flag} '{{"max_tokens": 4000, "NAME": null}}'; null removes NAME)"""
+        self.CHOOSE = f"""; choose the {role}'s by {flag} '{{"model": "NAME"}}'"""
+
+    async def model_name(self):
+        """Returns the model's name, from the server unless the parameters have it."""
+        if "model" not in self.body and "?" not in self.url:  # Azure's address names it
+            await self.find_served_model()
+        return self.body.get("model")
+
+
+class ChatAgent(ChatModel):
+    """A chat model as the agent, which reads the roles and contents of the dialogue, no more."""
+    KEYS = ["AGENT_API_KEY", "OPENAI_API_KEY"]
+
+    def __init__(self, args):
+        super().__init__("agent", args, temperature=args.temperature, top_p=args.top_p,
+                         max_tokens=args.max_tokens)
+
+    async def act(self, task, history):
+        messages = [{"role": m["role"], "content": m["content"]} for m in history]
+        return await self.request("/chat/completions", chat_message, messages=messages)
+
+
+class ChatHuman(ChatModel):
+    """A chat model as the human, who reads the hidden information and sees web pages."""
+
+    def __init__(self, args):
+        super().__init__("human", args, temperature=0, max_tokens=1024)
         self.renderer = None  # created for the first page
 
     async def reply(self, task, history):
@@ -390,21 +474,37 @@ class LLM(Endpoint):
         text = await self.request("/chat/completions", reply_text,
                                   messages=[{"role": "user", "content": content}])
         redacted = text if environment(task).shows_pages else redact(text, task)
-        self.totals["redacted"] += redacted != text
+        self.usage["redacted"] += redacted != text
         return redacted
 
 
-def reply_text(reply):
-    """Returns a chat completion's text without thoughts; raises ValueError unless it is whole."""
+def chat_message(reply):
+    """Returns the message of a chat completion as a dict with `output`, its text without thoughts.
+
+    A truncated message has `cut`, as a sampled one does. Raises ValueError for an empty one.
+    """
     choice = reply["choices"][0]
     content, reason = choice["message"]["content"] or "", choice.get("finish_reason")
     if isinstance(content, list):  # of parts
         content = "".join(part.get("text", "") for part in content)
     # if the server's prompt has opened a thought, the reply has only the end of it, </think>
     text = without_thinking("<think>" + content if "</think>" in content else content)
-    if reason != "stop" or not text:
+    if reason not in ("stop", "length") or not text:
         raise ValueError(f"the reply is empty or may be truncated, finish_reason {reason}")
-    return text
+    message = {"output": text}
+    if reason == "length":
+        message["cut"] = True
+    if tokens := reported_tokens(reply).get("completion_tokens"):
+        message["completion_tokens"] = tokens
+    return message
+
+
+def reply_text(reply):
+    """Returns the text of a chat completion; raises ValueError unless it is whole."""
+    message = chat_message(reply)
+    if "cut" in message:
+        raise ValueError("the reply is empty or may be truncated, finish_reason length")
+    return message["output"]
 
 
 class VllmEngine(Endpoint):
@@ -413,7 +513,7 @@ class VllmEngine(Endpoint):
     vLLM takes one seed per request, and seeds message i with seed + i. In another batch the same
     seed may give other tokens.
     """
-    KEY = "VLLM_API_KEY"
+    KEYS = ["VLLM_API_KEY"]
 
     def __init__(self, args, stop):
         super().__init__(args.engine, args, {
@@ -696,6 +796,22 @@ def read_jobs(args, done, tasks):
                 fail(f"task {name}, sample {sample} has another dialogue in {args.resume}")
 
 
+def print_summary(args, runner, n_done):
+    """Prints what this run has written, and what the servers report that it has cost."""
+    totals, servers = runner.totals, runner.servers
+    percent = 100 * totals["truncated"] / max(1, totals["actions"])
+    limit = f" at --max_tokens {args.max_tokens}" if args.max_tokens else ""
+    redacted = sum(server.usage["redacted"] for server in servers.values())
+    say(f"wrote {totals['episodes']} episodes of {args.agent or args.model} ({n_done} more in the "
+        f"--resume file): {percent:.1f} % of messages truncated{limit}; of {totals['asked']} human "
+        f"replies {totals['asked'] - totals['replies']} failed and {redacted} were redacted")
+    costs = [f"{role}: {server.usage['replies']} requests, {server.usage['prompt_tokens']} prompt "
+             f"tokens, {server.usage['completion_tokens']} completion tokens"
+             for role, server in servers.items()]
+    if costs:
+        say("; ".join(costs))
+
+
 def main(args):
     """Runs the episodes of stdin's tasks, writes each as it ends, and prints a summary.
 
@@ -739,16 +855,12 @@ def main(args):
     async def run_jobs():
         await runner.load()
         print_warnings()
-        bar = progress(f"episodes of {args.model}", total=len(jobs))
+        bar = progress(f"episodes of {args.agent or args.model}", total=len(jobs))
         await asyncio.gather(*(worker(bar) for _ in range(args.concurrency)))
 
     if jobs:
         asyncio.run(run_jobs())
-    percent = 100 * totals["truncated"] / max(1, totals["actions"])
-    say(f"wrote {totals['episodes']} episodes of {args.model} ({len(done)} more in the --resume "
-        f"file): {percent:.1f} % of messages truncated at --max_tokens {args.max_tokens}; of "
-        f"{totals['asked']} human replies {totals['asked'] - totals['replies']} failed and "
-        f"{totals['redacted']} were redacted")
+    print_summary(args, runner, len(done))
     if errors:
         raise errors[0]
     if totals["failed"]:

@@ -82,6 +82,7 @@ def episode_metrics(record):
     """Returns {metric: value} of one episode."""
     agent = agent_messages(record)
     lengths = [len(m["token_ids"]) for m in agent if "token_ids" in m]
+    lengths += [m["completion_tokens"] for m in agent if "completion_tokens" in m]
     return {"tests_passed": record["reward"], **environment(record["task"]).metrics(record),
             "turns": len(agent), **({"tokens": sum(lengths)} if lengths else {})}
 

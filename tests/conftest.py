@@ -377,12 +377,16 @@ def collected(tasks, tiny_dir):
 
 @pytest.fixture
 def playing(tiny_dir, monkeypatch, capsys):
-    """Runs collect.py of tiny_dir here: playing(given, *flags) -> (records, stderr, its end)."""
+    """Runs collect.py here, of tiny_dir unless flags have an --agent.
+
+    playing(given, *flags) -> (records, stderr, its end)
+    """
     import collect  # slow to load
     def run(given, *flags):
         written, end = [], None
         monkeypatch.setattr(collect, "open_stdout", lambda: lambda r: written.append(json.dumps(r)))
-        args = collect.get_args(["--model", tiny_dir, *HUMAN, *map(str, flags)])
+        model = [] if "--agent" in flags else ["--model", tiny_dir]
+        args = collect.get_args([*model, *HUMAN, *map(str, flags)])
         try:
             with stdin_of(given):
                 collect.main(args)
