@@ -50,37 +50,61 @@ def get_args(argv=None):
     flag(g, "human", None, "https://.../v1 of an LLM (key: OPENAI_API_KEY), fixed:TEXT, or a "
          "FILE.py that defines reply(task, history), which may be async", metavar="WHO")
     flag(g, "human_params", "{}", "the LLM's request parameters, besides temperature 0 and "
-         'max_tokens 1024; null removes one, "model" chooses one of several', metavar="JSON")
+         'max_tokens 1024; null removes one, "model" chooses one of several', metavar="JSON",
+         only="with an LLM as --human")
     g = p.add_argument_group("sampling")
     flag(g, "temperature", 1.0, "0: greedy")
-    flag(g, "top_p", 1.0, "nucleus sampling: total probability to keep", least=1e-6, most=1)
+    flag(g, "top_p", 1.0, "nucleus sampling: total probability to keep", least=1e-6, most=1,
+         only="with --temperature above 0")
     flag(g, "max_tokens", 1024, "most tokens per message", least=1)
     flag(g, "thinking", 0, "1: let a reasoning model think, unseen by the human", choices=[0, 1])
     flag(g, "seed", 0, "random seed; with transformers, sampling repeats up to rounding")
     flag(g, "candidates", 0, "alternative messages to sample per turn, not sent; 16 for stage 2")
-    flag(g, "candidates_share", 1.0, "share of the episodes that get candidates", most=1)
+    flag(g, "candidates_share", 1.0, "share of the episodes that get candidates", most=1,
+         only="with --candidates")
     flag(g, "best_of", 1, "messages to sample per turn; the highest-scoring is sent", least=1)
     flag(g, "critic", None, "--out of train_critic.py, or a FILE.py with advantages(task, history, "
          "actions); it sees the reference, so this is no fair test of the agent", metavar="WHO")
-    flag(g, "logprob_weight", 0.0, "--best_of: send the highest advantage + this * log-prob")
+    flag(g, "logprob_weight", 0.0, "send the message of the highest advantage + this * log-prob",
+         only="with --best_of")
     g = p.add_argument_group("engine")
     flag(g, "engine", None, "http://host:port/v1 of a vLLM server (--logprobs-mode "
          "processed_logprobs), many times as fast on a GPU; default: transformers", metavar="URL")
-    flag(g, "max_batch_tokens", 65536, "transformers: most tokens in the batch, with padding")
-    flag(g, "dtype", "auto", "transformers; auto: bf16 on a GPU, fp32 on a CPU",
-         choices=["auto", "bf16", "fp32"])
-    flag(g, "timeout", 1800.0, "seconds after which a request to a server is retried")
-    flag(g, "retries", 8, "how often to retry a failed request; 8 retries take about a minute")
+    flag(g, "max_batch_tokens", 65536, "most tokens in the batch, with padding",
+         only="without --engine")
+    flag(g, "dtype", "auto", "auto: bf16 on a GPU, fp32 on a CPU",
+         choices=["auto", "bf16", "fp32"], only="without --engine")
+    servers = "with a server as --engine or --human"
+    flag(g, "timeout", 1800.0, "seconds after which a request is retried", only=servers)
+    flag(g, "retries", 8, "how often to retry a failed request; 8 retries take about a minute",
+         only=servers)
     args = p.parse_args(argv)
+    check_args(p, args)
+    return args
+
+
+def check_args(p, args):
+    """Parses --human_params; exits if flags do not fit together."""
     with fail_on_error("--human_params is not a JSON object"):
         args.human_params = dict(json.loads(args.human_params))
+    p.refuse_unused(args, {
+        "with an LLM as --human": is_url(args.human),
+        "with a server as --engine or --human": bool(args.engine) or is_url(args.human),
+        "without --engine": not args.engine,
+        "with --candidates": args.candidates > 0,
+        "with --best_of": args.best_of > 1,
+        "with --temperature above 0": args.temperature > 0})
     if (args.best_of > 1) != bool(args.critic):
         fail("--best_of (2 or more) and --critic need each other; give both or neither")
     if not args.temperature and (args.candidates or args.best_of > 1):
         fail("--temperature 0 makes all --candidates and --best_of of a turn the same message")
     if not args.temperature and args.k > 1:
         say("warning: with --temperature 0 only the human can make the episodes of a task differ")
-    return args
+
+
+def is_url(who):
+    """Returns whether --human or --engine is the address of a server."""
+    return bool(who) and who.startswith(("http://", "https://"))
 
 
 if __name__ == "__main__":
@@ -148,7 +172,7 @@ class EpisodeRunner:
     async def load(self):
         """Asks servers which model they serve, then loads the local models; returns self."""
         args, human = self.args, self.args.human or ""
-        if human.startswith(("http://", "https://")):
+        if is_url(human):
             llm = LLM(args, self.totals)
             if "model" not in llm.body and "?" not in human:  # Azure's address names it
                 await llm.find_served_model()

@@ -42,23 +42,25 @@ def get_args(argv=None):
     g = p.add_argument_group("pairs")
     flag(g, "min_gap", None, "default: pair a task's first solved trajectory with every unsolved "
          "one; a number: pair any two whose rewards differ by at least this", kind=float)
-    flag(g, "held_out", 0.1, "share of tasks held out for loss and accuracy", most=1, only="--out")
-    flag(g, "eval_every", 100, "steps between evaluations on held-out tasks", least=1, only="--out")
+    flag(g, "held_out", 0.1, "share of tasks that are not trained on, to measure loss and "
+         "accuracy", most=1, only="with --out")
+    flag(g, "eval_every", 100, "steps between evaluations on held-out tasks", least=1,
+         only="with --out")
     g = p.add_argument_group("objective and optimization")
     flag(g, "ref_context", "hidden", "what pi_ref reads: the hidden information too (eq. 3), or "
-         "only what the agent reads", choices=["hidden", "agent"], only="--out")
-    flag(g, "beta", 0.1, "scale of the reward margin", only="--out")
-    flag(g, "nll_coef", 0.01, "weight of the chosen trajectory's NLL", only="--out")
+         "only what the agent reads", choices=["hidden", "agent"], only="with --out")
+    flag(g, "beta", 0.1, "scale of the reward margin", only="with --out")
+    flag(g, "nll_coef", 0.01, "weight of the chosen trajectory's NLL", only="with --out")
     flag(g, "lr", 2e-7, "peak learning rate; 3%% or 3 steps of warm-up, cosine decay to a tenth",
-         only="--out")
-    flag(g, "batch_size", 8, "pairs per step, over all GPUs", least=1, only="--out")
-    flag(g, "epochs", 4, "passes over the pairs", only="--out")
-    flag(g, "seed", 0, "random seed of the training order and held-out tasks", only="--out")
+         only="with --out")
+    flag(g, "batch_size", 8, "pairs per step, over all GPUs", least=1, only="with --out")
+    flag(g, "epochs", 4, "passes over the pairs", least=1, only="with --out")
+    flag(g, "seed", 0, "random seed of the training order and held-out tasks", only="with --out")
     machine_flags(p)
     args = p.parse_args(argv)
     if args.score is not None or args.untrained:
         args.out = None
-    p.refuse_unused(args)
+    p.refuse_unused(args, {"with --out": args.out is not None})
     if args.untrained:
         args.ref_context = "agent"
     return args

@@ -32,30 +32,38 @@ def get_args(argv=None):
     flag(p, "loss", "dpo", "training data and objective, see above",
          choices=["dpo", "mtdpo", "rft"])
     g = p.add_argument_group("pairs")
-    flag(g, "pairs_per_turn", 4, "distinct pairs to draw of a turn", least=1, only="--loss dpo")
+    flag(g, "pairs_per_turn", 4, "distinct pairs to draw of a turn", least=1,
+         only="with --loss dpo")
     flag(g, "logprob_weight", 0.0, "rank candidates by advantage + this x the message's log-prob "
-         "when sampled", only="--loss dpo")
-    flag(g, "mix", 0.0, "trajectory pairs (as in mtdpo) per candidate pair", only="--loss dpo")
+         "when sampled", only="with --loss dpo")
+    flag(g, "mix", 0.0, "trajectory pairs (as in mtdpo) per candidate pair",
+         only="with --loss dpo")
     flag(g, "min_gap", None, "default: pair a task's first solved trajectory with every unsolved "
          "one; a number: any two whose rewards differ by at least it", kind=float,
-         only="--loss mtdpo or --mix")
+         only="with --loss mtdpo or --mix")
     flag(g, "held_out", 0.0, "share of the tasks held out to measure loss and accuracy", most=1)
-    flag(g, "eval_every", 100, "steps between evaluations", least=1, only="--held_out")
+    flag(g, "eval_every", 100, "steps between evaluations", least=1, only="with --held_out")
     flag(g, "all", 0, "1: train on unsolved trajectories, too (plain SFT)", choices=[0, 1],
-         only="--loss rft")
+         only="with --loss rft")
     g = p.add_argument_group("objective and optimization")
-    by_pairs = "--loss dpo or --loss mtdpo"
+    by_pairs = "with --loss dpo or mtdpo"
     flag(g, "beta", 0.1, "DPO's beta, the scale of the reward margin", only=by_pairs)
     flag(g, "nll_coef", 0.01, "weight of the chosen side's mean NLL per token", only=by_pairs)
     flag(g, "lr", 2e-7, "peak learning rate; 3%% or 3 steps of warm-up, cosine decay to a tenth")
     flag(g, "batch_size", None, "pairs per step, over all GPUs; default: 8 as in the paper "
          "(rft: 32 trajectories)", kind=int, least=1)
     flag(g, "epochs", None, "passes over the pairs; default: 1 as in the paper (mtdpo, rft: 4)",
-         kind=int)
+         kind=int, least=1)
     flag(g, "seed", 0, "random seed of the training order, the pairs and the held-out tasks")
     machine_flags(p)
     args = p.parse_args(argv)
-    p.refuse_unused(args)
+    p.refuse_unused(args, {
+        "with --out": True,
+        "with --held_out": args.held_out > 0,
+        "with --loss dpo": args.loss == "dpo",
+        "with --loss dpo or mtdpo": args.loss in ("dpo", "mtdpo"),
+        "with --loss mtdpo or --mix": args.loss == "mtdpo" or args.mix > 0,
+        "with --loss rft": args.loss == "rft"})
     if args.batch_size is None:
         args.batch_size = 32 if args.loss == "rft" else 8
     if args.epochs is None:

@@ -50,16 +50,15 @@ class Parser(argparse.ArgumentParser):
         args.given = {name: self.get_default(name) for name in names}
         return args
 
-    def refuse_unused(self, args):
-        """Exits if a flag is given whose condition `only` does not hold: see flag()."""
-        def holds(condition):  # "--loss dpo", or "--mix" for any value but 0 and None
-            name, _, value = condition.removeprefix("--").partition(" ")
-            return str(getattr(args, name)) == value if value else getattr(args, name)
+    def refuse_unused(self, args, holds):
+        """Exits if a flag is given that has no effect. holds: {a flag's `only`: whether it is so}.
+        Every `only` of this parser's flags must be in `holds`.
+        """
 
         for action in self._actions:
             only = getattr(action, "only", None)
-            if only and action.dest in args.given and not any(map(holds, only.split(" or "))):
-                self.error(f"--{action.dest} has an effect only with {only}")
+            if only and not holds[only] and action.dest in args.given:
+                self.error(f"--{action.dest} has an effect only {only}")
 
     def error(self, message):
         if RANK:
@@ -99,9 +98,10 @@ def end_after_rank_0(message):
 def flag(p, name, default, text, kind=str, least=0, most=math.inf, only=None, **more):
     """Adds a flag of its default's type, else `kind`; numbers must be in [least, most].
 
-    only: where it has an effect, such as "--loss mtdpo or --mix": one of these must hold.
+    only: where it has an effect, such as "with --loss dpo": for --help and refuse_unused().
     """
-    text += f" (with {only})" if only and only != "--out" else ""
+    if only:
+        text += f" ({only})"
     if default is not None:
         kind, text = type(default), text + " [%(default)s]"
 
@@ -125,13 +125,13 @@ def machine_flags(p):
     flag(g, "dtype", "auto", "auto: bf16 on a GPU, fp32 on a CPU; master weights are fp32",
          choices=["auto", "bf16", "fp32"])
     flag(g, "recompute", None, "1: activation checkpointing, a fifth slower; default: 1 on a GPU",
-         kind=int, choices=[0, 1], only="--out")
+         kind=int, choices=[0, 1], only="with --out")
     flag(g, "compile", None, "1: torch.compile the layers and the head; default: 1 on a GPU",
          kind=int, choices=[0, 1])
     flag(g, "offload", 0, "1: keep weights and optimizer state in CPU memory", choices=[0, 1])
     g = p.add_argument_group("input and --out")
     flag(g, "max_length", 16384, "skip turns with more tokens than this, prompt included")
-    flag(g, "save_every", 100, "steps between checkpoints", least=1, only="--out")
+    flag(g, "save_every", 100, "steps between checkpoints", least=1, only="with --out")
 
 
 # --- messages and errors --------------------------------------------------------------------------

@@ -189,8 +189,6 @@ def plan(args, gpus, config, batches, ref_turns, critic_turns=()):
 
     ref_turns, critic_turns: the turns that pi_ref and the learned critic score.
     """
-    if not batches:
-        fail("the run has no steps; try a higher --epochs")
     model = meta_model(config)
     trained, frozen = map(numel, trained_and_frozen(model.parameters()))
 
