@@ -32,7 +32,7 @@ import sys
 from array import array
 from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, chain, permutations
+from itertools import accumulate, chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -374,14 +374,6 @@ def reference_logps(model, ref_turn_of, tree_tokens):
     return {turn: logps[ref_turn] for turn, ref_turn in ref_turn_of.items()}
 
 
-def held_out_metrics(loss_of_pairs, args, model, pairs, ref_logps):
-    """Returns {"held_out_loss": ..., ...}. loss_of_pairs: batch_loss of one of the trainers."""
-    logps = score(model, turns_in(pairs), args.tree_tokens)
-    loss, metrics = loss_of_pairs(args, pairs, logps, ref_logps)
-    metrics = {"loss": loss.item(), **metrics}
-    return {"held_out_" + name: value for name, value in metrics.items()}
-
-
 # --- chat templates: dialogues to token ids -------------------------------------------------------
 
 # Two rules: prompt and action are the ids of the template's text of the dialogue, and only the
@@ -657,60 +649,53 @@ class Pair(NamedTuple):
     gap: float = 0.0      # difference of rewards or of candidates' scores; read by edits
 
 
-def is_pair(high, low, min_gap):
-    """Whether two rewards make a pair: solved and unsolved, or at least min_gap apart."""
-    return high >= 1 > low if min_gap is None else high > low and high - low > min_gap - 1e-9
-
-
 def trajectory_pairs(trajectories, min_gap):
-    """Returns {task id: [Pair of its trajectories]}, selected by --min_gap, or fails."""
-    groups, graders, tasks = {}, {}, by_task(trajectories)
+    """Returns {task id: [Pair of its trajectories]} of those tasks that have a pair.
+
+    min_gap: see sides_of. Both trainers learn from these pairs, and measure accuracy on them.
+    """
+    groups, graders = {}, {}
     for t in trajectories:
         if graders.setdefault(t.task, t.record.get("reward_by")) != t.record.get("reward_by"):
             add_warning("trajectories are paired by rewards of different graders: grade all "
                         "episodes alike (colbench.py grade)", f"the task {t.task}")
     print_warnings()
-    for (task, _), group in tasks.items():
-        rated = [(t.record["reward"], t.turns()) for t in group]
-        first_solved = [(reward, turns) for reward, turns in rated if reward >= 1][:1]
+    for (task, _), group in by_task(trajectories).items():
         pairs = [Pair(chosen, rejected, gap=high - low)
-                 for high, chosen in (first_solved if min_gap is None else rated)
-                 for low, rejected in rated
-                 if is_pair(high, low, min_gap) and chosen != rejected]
+                 for (chosen, high), (rejected, low) in sides_of(group, min_gap)
+                 if chosen != rejected]
         if pairs:
             groups.setdefault(task, []).extend(pairs)
-    if not groups:
-        if not tasks:
-            why = "all are too long for --max_length or --model"
-        elif all(len({t.record["reward"] for t in group}) == 1 for group in tasks.values()):
-            why = ("no task has two that differ in reward: sample more episodes per task with "
-                   "collect.py -k, or collect on easier or harder tasks")
-        elif min_gap is None:
-            why = "no task has both a solved and an unsolved one; try --min_gap 0"
-        else:
-            why = f"no task has two whose rewards differ by {min_gap} or more"
-        n_long = len(trajectories) - sum(map(len, tasks.values()))
-        fail(f"no pairs in {len(trajectories)} trajectories, {n_long} of them too long: {why}")
     return groups
 
 
-def print_pair_accuracy(args, trajectories):
-    """Prints the advantages' accuracy on trajectory pairs of tasks outside the training set."""
-    folder = args.out or args.score
-    trained_on = {*rows_of(folder)[0].get("tasks", ())} if folder and trajectories else ()
-    correct = []  # per pair; 0.5 if the sums are equal
-    for (task, _), group in by_task(trajectories).items():
-        values = [(t.record["reward"], sum(m.fields["advantage"] for m, *_ in t.actions), t.turns())
-                  for t in group if "reward" in t.record and task not in trained_on]
-        correct += [(a > b) + (a == b) / 2 for (high, a, x), (low, b, y) in permutations(values, 2)
-                    if is_pair(high, low, args.min_gap) and x != y]
-    if correct:
-        share = sum(correct) / len(correct)
-        say(f"the advantages order {100 * share:.1f} % of {len(correct)} trajectory pairs "
-            "correctly, on tasks that the critic was not trained on")
-        if share < 2 / 3:
-            say("warning: this is below two thirds; a policy trained on these advantages may get "
-                'worse: try another critic (README, "Trained or untrained critic")')
+def sides_of(group, min_gap):
+    """Returns [((turns, reward) of the better trajectory, the same of the worse)] of a task.
+
+    min_gap None: the first solved one with every unsolved one; else any two that differ by it.
+    """
+    sides = [(t.turns(), t.record["reward"]) for t in group]
+    if min_gap is None:
+        solved = [side for side in sides if side[1] >= 1]
+        return [(first, other) for first in solved[:1] for other in sides if other[1] < 1]
+    return [(better, worse) for better in sides for worse in sides
+            if better[1] > worse[1] and better[1] - worse[1] > min_gap - 1e-9]
+
+
+def why_no_pairs(trajectories, min_gap):
+    """Returns an error message for trajectories without a pair."""
+    tasks = by_task(trajectories)
+    n_long = len(trajectories) - sum(map(len, tasks.values()))
+    if not tasks:
+        why = "all are too long for --max_length or --model"
+    elif all(len({t.record["reward"] for t in group}) == 1 for group in tasks.values()):
+        why = ("no task has two that differ in reward: sample more episodes per task with "
+               "collect.py -k, or collect on easier or harder tasks")
+    elif min_gap is None:
+        why = "no task has both a solved and an unsolved one; try --min_gap 0"
+    else:
+        why = f"no task has two whose rewards differ by {min_gap} or more"
+    return f"no pairs in {len(trajectories)} trajectories, {n_long} of them too long: {why}"
 
 
 def hold_out(tasks, share, seed):

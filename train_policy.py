@@ -78,9 +78,9 @@ import torch
 import torch.nn.functional as F
 
 from model import (Pair, Trajectory, action_logps, all_batches, base_digest, by_task,
-                   held_out_metrics, hold_out, load, load_checkpoint, mean_loss, model_facts,
+                   hold_out, load, load_checkpoint, mean_loss, model_facts,
                    read_trajectories, save, save_checkpoint, score, trajectory_pairs, turns_in,
-                   update)
+                   update, why_no_pairs)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -138,7 +138,10 @@ def main(args):
             tokens=model.tokens - tokens_before)
         if held_out and ((step + 1) % args.eval_every == 0 or step + 1 == len(batches)):
             # measured after the update; the training row of this step was measured before it
-            log(step=step, **held_out_metrics(batch_loss, args, model, held_out, ref_logps))
+            logps = score(model, turns_in(held_out), args.tree_tokens)
+            loss, metrics = batch_loss(args, held_out, logps, ref_logps)
+            log(step=step, held_out_loss=loss.item(),
+                **{f"held_out_{name}": value for name, value in metrics.items()})
         if (step + 1) % args.save_every == 0:
             save_checkpoint(model, optimizer, args.out, step + 1)
 
@@ -156,21 +159,28 @@ def prepare(args):
     trajectories = read_trajectories(args, *fields, pi_reads_c=False, ref_reads_c=False)
     groups = [(task, pairs) for task, pairs in make_groups(args, trajectories) if pairs]
     if not groups:
-        candidates = [c for t in trajectories for _, *actions in t.actions for c in actions]
-        if args.loss == "rft" and by_task(trajectories):
-            why = "no trajectory is solved (--all 1 trains on all of them)"
-        elif args.loss == "rft" or candidates and not any(c.turn for c in candidates):
-            why = "all are too long for --max_length or --model"
-        elif not candidates:
-            why = "there are no candidates (collect.py --candidates 16; --loss mtdpo needs none)"
-        elif not any("advantage" in c.fields for c in candidates):
-            why = "no candidate has an advantage, as train_critic.py adds it"
-        else:
-            why = "no turn has two candidates of different scores, the better one complete"
-        fail(f"nothing to train on in {len(trajectories)} records: {why}")
+        fail(why_no_groups(args, trajectories))
     held_out = {*hold_out(dict(groups), args.held_out, args.seed)[1]}  # task ids
     return ([pairs for task, pairs in groups if task not in held_out],
             [pair for task, pairs in groups if task in held_out for pair in pairs])
+
+
+def why_no_groups(args, trajectories):
+    """Returns an error message for records of which make_groups makes no pair."""
+    if args.loss == "mtdpo":
+        return why_no_pairs(trajectories, args.min_gap)
+    candidates = [c for t in trajectories for _, *actions in t.actions for c in actions]
+    if args.loss == "rft" and by_task(trajectories):
+        why = "no trajectory is solved (--all 1 trains on all of them)"
+    elif args.loss == "rft" or candidates and not any(c.turn for c in candidates):
+        why = "all are too long for --max_length or --model"
+    elif not candidates:
+        why = "there are no candidates (collect.py --candidates 16; --loss mtdpo needs none)"
+    elif not any("advantage" in c.fields for c in candidates):
+        why = "no candidate has an advantage, as train_critic.py adds it"
+    else:
+        why = "no turn has two candidates of different scores, the better one complete"
+    return f"nothing to train on in {len(trajectories)} records: {why}"
 
 
 def make_groups(args, trajectories):
@@ -193,6 +203,8 @@ def make_groups(args, trajectories):
     if args.mix:
         n_pairs = args.mix * sum(len(pairs) for _, pairs in groups)
         by_reward = [*trajectory_pairs(trajectories, args.min_gap).items()]
+        if not by_reward:
+            fail(f"--mix: {why_no_pairs(trajectories, args.min_gap)}")
         rng("mix", args.seed).shuffle(by_reward)
         for task, pairs in cycle(by_reward):  # whole tasks, repeated until there are n_pairs
             if n_pairs <= 0:
