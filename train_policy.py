@@ -101,11 +101,20 @@ def dpo_loss(args, pair, logps, ref_logps):
 
 
 def batch_loss(args, pairs, logps, ref_logps):
-    """Returns (mean loss over the pairs, metrics). For rft, returns (mean NLL per token, {})."""
+    """Returns (mean loss over the pairs, metrics). For rft, returns (mean NLL per token, {}).
+
+    The metrics chosen_change and rejected_change are means over the pairs of log pi - log pi_ref of
+    a side, in nats: by how much training has changed the log-prob of its messages.
+    """
     if args.loss == "rft":
         chosen = [joined_logps(pair.chosen, logps) for pair in pairs]
         return -sum(x.sum() for x in chosen) / sum(map(len, chosen)), {}
-    return mean_loss(dpo_loss(args, pair, logps, ref_logps) for pair in pairs)
+    loss, metrics = mean_loss(dpo_loss(args, pair, logps, ref_logps) for pair in pairs)
+    for side in "chosen", "rejected":
+        changes = [(logps[turn] - ref_logps[turn]).sum().item()
+                   for pair in pairs for turn in getattr(pair, side)]
+        metrics[f"{side}_change"] = sum(changes) / len(pairs)
+    return loss, metrics
 
 
 # --- training -------------------------------------------------------------------------------------
