@@ -27,6 +27,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 from array import array
@@ -52,7 +53,8 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from colbench import check_opening, hidden_information, read_records, task_id, with_hidden
+from colbench import (HIDDEN, check_opening, hidden_information, read_records, task_id, task_kind,
+                      with_hidden)
 from utils import (RANK, WORLD, add_warning, barrier, changed_scripts, digest, drop_checkpoints,
                    fail, fail_on_error, print_warnings, progress, rng, rows_of, say,
                    sum_over_ranks, writing)
@@ -1035,6 +1037,78 @@ def save(model, tokenizer, out):
             old = read_json(path)
             if old != {**old, **values}:  # else the file stays as it is
                 path.write_text(json.dumps({**old, **values}, indent=2) + "\n")
+
+
+# --- the model card, and how to serve a policy ----------------------------------------------------
+
+def example_dialogue(trajectories):
+    """Returns what a program must know to talk with an agent that is trained on trajectories."""
+    first = min(trajectories, key=Trajectory.order)
+    task, meta = first.record["task"], first.record.get("meta", {})
+    history = first.record["dialogue_history"]
+    opening = [{"role": m["role"], "content": m["content"]}
+               for m in history[:[m["role"] for m in history].index("assistant")]]
+    if opening:  # a demonstration may show the agent what only the critic will see
+        shown = HIDDEN.format(hidden=hidden_information(task))
+        opening[0]["content"] = opening[0]["content"].removeprefix(shown)
+    # collect.py's --max_turns; else the most that there are
+    turns = [t.record.get("meta", {}).get("max_turns", len(t.actions)) for t in trajectories]
+    fields = {name: task[name] for name in ("kind", "agent_prompt") if name in task}
+    return {"opening": opening, "max_turns": max(turns), "thinking": meta.get("thinking", 0),
+            "task": {"kind": task_kind(task), **fields}}
+
+
+def serving_template(tokenizer, thinking):
+    """Returns a chat template that needs no arguments to write the prompts of training.
+
+    It fixes what a template may take from its caller: the date, and whether the model thinks.
+    """
+    return (f"{{%- set enable_thinking = {str(bool(thinking)).lower()} -%}}\n{STRFTIME_NOW}"
+            f"{tokenizer.get_chat_template()}")
+
+
+def write_card(out, tokenizer):
+    """Writes a policy's serve.j2, and any run's model card, README.md, unless there is one."""
+    if RANK:
+        return
+    rows = rows_of(out)
+    start = [row for row in rows if "args" in row][-1]
+    dialogue = start.get("dialogue")  # of a policy
+    if dialogue:
+        with writing(os.path.join(out, "serve.j2")) as part:
+            template = serving_template(tokenizer, dialogue["thinking"])
+            Path(part).write_text(template, encoding="utf-8")
+    card = os.path.join(out, "README.md")  # which a model hub shows
+    if not os.path.exists(card):
+        with writing(card) as part:
+            lines = run_section(start, last=[row for row in rows if "step" in row][-1])
+            if dialogue:
+                lines += serving_section(dialogue)
+            Path(part).write_text("\n".join(lines), encoding="utf-8", errors="replace")
+
+
+def run_section(start, last):
+    """Returns the first lines of a model card. start, last: rows of metrics.jsonl."""
+    base = start["args"]["model"]
+    hub_name = [] if os.path.isdir(base) else [f"base_model: {base}"]
+    return ["---", *hub_name, "library_name: transformers", "---", "", f"- base: {base}",
+            f"- command: `{shlex.join(start['argv'])}`", f"- code: {start['version']}",
+            f"- pairs_hash: {start['pairs_hash']}", f"- last metrics: `{json.dumps(last)}`", ""]
+
+
+def serving_section(dialogue):
+    """Returns lines of a model card, of an example_dialogue."""
+    n, task = dialogue["max_turns"], dialogue["task"]
+    return ["## Serving", "",
+            f"In training a dialogue has at most {n} messages of the agent, and begins like this "
+            "one:", "", "```json", json.dumps(dialogue["opening"]), "```", "",
+            f"`first_message(task, max_turns={n})` in colbench.py writes such a beginning for a "
+            "task with the fields", "", "```json", json.dumps(task), "```", "",
+            "and its own `problem_description`. `serve.j2` is the chat template as it was in "
+            f"training: it prints the date {TODAY:%d %b %Y}, if it prints one, and thinking is "
+            f"{'on' if dialogue['thinking'] else 'off'}. To serve the model with it, run here:",
+            "", "```bash", "vllm serve . --generation-config vllm --chat-template serve.j2", "```",
+            ""]
 
 
 # --- checkpoints: weights and moments for any number of processes ---------------------------------

@@ -74,7 +74,8 @@ import torch.nn.functional as F
 
 from model import (action_logps, all_batches, finished_flags, hold_out, load, load_checkpoint,
                    mean_loss, model_facts, read_trajectories, reference_logps, save,
-                   save_checkpoint, score, trajectory_pairs, turns_in, update, why_no_pairs)
+                   save_checkpoint, score, trajectory_pairs, turns_in, update, why_no_pairs,
+                   write_card)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -139,6 +140,7 @@ def train(args, device):
             save_checkpoint(model, optimizer, args.out, step + 1)
 
     save(model, tokenizer, args.out)
+    write_card(args.out, tokenizer)
     log.finish()
     return trajectories, model, ref_logps
 

@@ -78,9 +78,9 @@ import torch
 import torch.nn.functional as F
 
 from model import (Pair, Trajectory, action_logps, all_batches, base_digest, by_task,
-                   hold_out, load, load_checkpoint, mean_loss, model_facts,
+                   example_dialogue, hold_out, load, load_checkpoint, mean_loss, model_facts,
                    read_trajectories, save, save_checkpoint, score, trajectory_pairs, turns_in,
-                   update, why_no_pairs)
+                   update, why_no_pairs, write_card)
 
 
 # --- the loss -------------------------------------------------------------------------------------
@@ -122,9 +122,9 @@ def batch_loss(args, pairs, logps, ref_logps):
 def main(args):
     emit, device = open_stdout(), init_distributed()
     log = Log(args)
-    groups, held_out = from_rank_0(lambda: prepare(args))
+    groups, held_out, dialogue = from_rank_0(lambda: prepare(args))
     batches = all_batches(groups, args.batch_size, args.epochs, args.seed)
-    log.begin(groups, held_out, len(batches), **model_facts(args, device))
+    log.begin(groups, held_out, len(batches), dialogue=dialogue, **model_facts(args, device))
     summary = {"summary": "train_policy", "out": args.out, "steps": len(batches)}
     if log.finished:
         return emit(summary)
@@ -155,6 +155,7 @@ def main(args):
             save_checkpoint(model, optimizer, args.out, step + 1)
 
     save(model, tokenizer, args.out)
+    write_card(args.out, tokenizer)
     log.finish()
     emit(summary)
 
@@ -162,7 +163,7 @@ def main(args):
 # --- pairs ----------------------------------------------------------------------------------------
 
 def prepare(args):
-    """Reads stdin, and returns ([[Pair]] to train on, [Pair] held out). See make_groups."""
+    """Reads stdin; returns ([[Pair]] to train on, [Pair] held out, an example_dialogue)."""
     needs_reward = args.loss == "mtdpo" or args.mix > 0 or (args.loss == "rft" and not args.all)
     fields = ["reward"] if needs_reward else []
     trajectories = read_trajectories(args, *fields, pi_reads_c=False, ref_reads_c=False)
@@ -171,7 +172,8 @@ def prepare(args):
         fail(why_no_groups(args, trajectories))
     held_out = {*hold_out(dict(groups), args.held_out, args.seed)[1]}  # task ids
     return ([pairs for task, pairs in groups if task not in held_out],
-            [pair for task, pairs in groups if task in held_out for pair in pairs])
+            [pair for task, pairs in groups if task in held_out for pair in pairs],
+            example_dialogue(trajectories))
 
 
 def why_no_groups(args, trajectories):

@@ -16,7 +16,6 @@ import math
 import os
 import platform
 import random
-import shlex
 import shutil
 import signal
 import subprocess
@@ -52,9 +51,9 @@ class Parser(argparse.ArgumentParser):
 
     def refuse_unused(self, args, holds):
         """Exits if a flag is given that has no effect. holds: {a flag's `only`: whether it is so}.
+
         Every `only` of this parser's flags must be in `holds`.
         """
-
         for action in self._actions:
             only = getattr(action, "only", None)
             if only and not holds[only] and action.dest in args.given:
@@ -345,7 +344,7 @@ def from_rank_0(make):
 # --- the --out directory of a run -----------------------------------------------------------------
 
 class Log:
-    """A run in --out: locks it, and writes metrics.jsonl, copies of the scripts and a model card.
+    """A run in --out: locks it, and writes metrics.jsonl and copies of the scripts.
 
     A new run starts at `step` 0. A run that --out holds must have the same scripts, flags and data:
     it resumes at the `step` of its last checkpoint, or is only read if it is `finished`. The first
@@ -459,19 +458,7 @@ class Log:
             say(f"{self.what}: {', '.join(f'{name} {value}' for name, value in row.items())}")
 
     def finish(self):
-        """Adds a model card and the last row; removes the checkpoints, as the model is in --out."""
-        card = os.path.join(self.out, "README.md")  # which a model hub shows
-        if RANK == 0 and not os.path.exists(card):
-            rows = rows_of(self.out)
-            start = [row for row in rows if "args" in row][-1]
-            last = [{}, *(row for row in rows if "step" in row)][-1]
-            model = self.args.model
-            base = "" if os.path.isdir(model) else f"base_model: {model}\n"
-            with writing(card) as part, open(part, "w", encoding="utf-8", errors="replace") as f:
-                f.write(f"---\n{base}library_name: transformers\n---\n\n- base: {model}\n"
-                        f"- command: `{shlex.join(start['argv'])}`\n- code: {start['version']}\n"
-                        f"- pairs_hash: {start['pairs_hash']}\n"
-                        f"- last metrics: `{json.dumps(last)}`\n")
+        """Adds the last row, and removes the checkpoints, as the model is in --out."""
         self(finished=self.step)
         drop_checkpoints(self.out)
 

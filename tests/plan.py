@@ -233,7 +233,7 @@ def read_stdin(name, args):
         groups = list(pairs_of.values())
         ref_turns, critic_turns = list(ref_turn_of.values()), list(ref_turn_of)
     else:
-        groups, held = trainer.prepare(args)
+        groups, held, _ = trainer.prepare(args)
         critic_turns = []
         ref_turns = turns_in(chain(*groups, held)) if args.loss != "rft" else []
     return find_model(args.model)[2], groups, ref_turns, critic_turns
