@@ -701,12 +701,19 @@ def reject_unsupported(record, messages):
 
 
 def check_record(record, fields, to_grade, to_train):
-    """Raises ValueError if a record by itself is invalid; for the arguments see read_records."""
+    """Raises ValueError if a record by itself is invalid; for the arguments see read_records.
+
+    Rounds a reward within 1e-9 of 1 or 0, so that the sum of ten times 0.1 counts as solved.
+    """
     check_shape(record, RECORD)
     history = record.get("dialogue_history", [])
     check_dialogue(history, "dialogue_history")
-    if not -1 <= record.get("reward", 0) <= 1:
-        raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
+    if "reward" in record:
+        nearest = round(record["reward"])
+        if 0 < abs(record["reward"] - nearest) < 1e-9:
+            record["reward"] = float(nearest)
+        if not -1 <= record["reward"] <= 1:
+            raise ValueError(f"the reward {record['reward']} is not between -1 and 1")
     kind = environment(record.get("task", {}))
     for path in ("task.problem_description", "task.ground_truth", *fields,
                  *(kind.required_fields if to_grade else ())):

@@ -40,15 +40,25 @@ from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, RENDER_FAILED_REPLY,
                       without_thinking)
 
 
+# what some flags need, see utils.flag
+SAMPLED, LOCAL = "with a model as the agent", "without --engine or --agent"
+SERVERS = "with a server as --engine, --agent or --human"
+# flags for the model that --agent replaces
+MODEL_FLAGS = """model thinking candidates candidates_share best_of critic logprob_weight engine
+max_batch_tokens dtype""".split()
+
+
 def get_args(argv=None):
     p = parser(__doc__, "%(prog)s [flags] < tasks.jsonl > trajectories.jsonl")
     g = p.add_argument_group("episodes")
-    flag(g, "model", "meta-llama/Llama-3.1-8B-Instruct", "the agent", metavar="MODEL")
+    flag(g, "model", "meta-llama/Llama-3.1-8B-Instruct", "the agent", metavar="MODEL",
+         only="without --agent")
     flag(g, "agent", None, "instead, to evaluate it: https://.../v1 of a chat model (key: "
          "AGENT_API_KEY, else OPENAI_API_KEY), fixed:TEXT, or a FILE.py that defines act(task, "
          "history), which may be async", metavar="WHO")
     flag(g, "agent_params", "{}", "the chat model's request parameters, besides --temperature, "
-         "--top_p and --max_tokens; see --human_params", metavar="JSON", only="--agent")
+         "--top_p and --max_tokens; see --human_params", metavar="JSON",
+         only="with an address as --agent")
     flag(g, "-k", 1, "episodes per task", least=1)
     flag(g, "max_turns", 10, "most agent messages per episode; the last is the answer", least=1)
     flag(g, "concurrency", 256, "episodes to run at once", least=1)
@@ -57,57 +67,74 @@ def get_args(argv=None):
     flag(g, "human", None, "https://.../v1 of an LLM (key: OPENAI_API_KEY), fixed:TEXT, or a "
          "FILE.py that defines reply(task, history), which may be async", metavar="WHO")
     flag(g, "human_params", "{}", "the LLM's request parameters, besides temperature 0 and "
-         'max_tokens 1024; null removes one, "model" chooses one of several', metavar="JSON")
+         'max_tokens 1024; null removes one, "model" chooses one of several', metavar="JSON",
+         only="with an LLM as --human")
     g = p.add_argument_group("sampling")
-    flag(g, "temperature", 1.0, "0: greedy")
-    flag(g, "top_p", 1.0, "nucleus sampling: total probability to keep", least=1e-6, most=1)
-    flag(g, "max_tokens", 1024, "most tokens per message", least=1)
-    flag(g, "thinking", 0, "1: let a reasoning model think, unseen by the human", choices=[0, 1])
+    flag(g, "temperature", 1.0, "0: greedy", only=SAMPLED)
+    flag(g, "top_p", 1.0, "nucleus sampling: total probability to keep", least=1e-6, most=1,
+         only="with --temperature above 0")
+    flag(g, "max_tokens", 1024, "most tokens per message", least=1, only=SAMPLED)
+    flag(g, "thinking", 0, "1: let a reasoning model think, unseen by the human", choices=[0, 1],
+         only="without --agent")
     flag(g, "seed", 0, "random seed; with transformers, sampling repeats up to rounding")
-    flag(g, "candidates", 0, "alternative messages to sample per turn, not sent; 16 for stage 2")
-    flag(g, "candidates_share", 1.0, "share of the episodes that get candidates", most=1)
-    flag(g, "best_of", 1, "messages to sample per turn; the highest-scoring is sent", least=1)
+    flag(g, "candidates", 0, "alternative messages to sample per turn, not sent; 16 for stage 2",
+         only="without --agent")
+    flag(g, "candidates_share", 1.0, "share of the episodes that get candidates", most=1,
+         only="with --candidates")
+    flag(g, "best_of", 1, "messages to sample per turn; the highest-scoring is sent", least=1,
+         only="without --agent")
     flag(g, "critic", None, "--out of train_critic.py, or a FILE.py with advantages(task, history, "
-         "actions); it sees the reference, so this is no fair test of the agent", metavar="WHO")
-    flag(g, "logprob_weight", 0.0, "--best_of: send the highest advantage + this * log-prob")
+         "actions); it sees the reference, so this is no fair test of the agent", metavar="WHO",
+         only="without --agent")
+    flag(g, "logprob_weight", 0.0, "send the message of the highest advantage + this * log-prob",
+         only="with --best_of")
     g = p.add_argument_group("engine")
     flag(g, "engine", None, "http://host:port/v1 of a vLLM server (--logprobs-mode "
-         "processed_logprobs), many times as fast on a GPU; default: transformers", metavar="URL")
-    flag(g, "max_batch_tokens", 65536, "transformers: most tokens in the batch, with padding")
-    flag(g, "dtype", "auto", "transformers; auto: bf16 on a GPU, fp32 on a CPU",
-         choices=["auto", "bf16", "fp32"])
-    flag(g, "timeout", 1800.0, "seconds after which a request to a server is retried")
-    flag(g, "retries", 8, "how often to retry a failed request; 8 retries take about a minute")
+         "processed_logprobs), many times as fast on a GPU; default: transformers", metavar="URL",
+         only="without --agent")
+    flag(g, "max_batch_tokens", 65536, "most tokens in the batch, with padding",
+         only=LOCAL)
+    flag(g, "dtype", "auto", "auto: bf16 on a GPU, fp32 on a CPU",
+         choices=["auto", "bf16", "fp32"], only=LOCAL)
+    flag(g, "timeout", 1800.0, "seconds after which a request is retried", only=SERVERS)
+    flag(g, "retries", 8, "how often to retry a failed request; 8 retries take about a minute",
+         only=SERVERS)
     args = p.parse_args(argv)
+    check_args(p, args)
+    return args
+
+
+def check_args(p, args):
+    """Parses the JSON flags, exits if flags do not fit together, and sets unused ones to None."""
     for name in ("human_params", "agent_params"):
         with fail_on_error(f"--{name} is not a JSON object"):
             setattr(args, name, dict(json.loads(getattr(args, name))))
-    p.refuse_unused(args)
+    samples = not args.agent or is_url(args.agent)  # else the agent is a program
+    p.refuse_unused(args, {
+        "without --agent": not args.agent,
+        "with an address as --agent": is_url(args.agent),
+        SAMPLED: samples,
+        "with --temperature above 0": samples and args.temperature > 0,
+        "with an LLM as --human": is_url(args.human),
+        SERVERS: bool(args.engine) or is_url(args.agent) or is_url(args.human),
+        LOCAL: not args.engine and not args.agent,
+        "with --candidates": args.candidates > 0,
+        "with --best_of": args.best_of > 1})
     if (args.best_of > 1) != bool(args.critic):
         fail("--best_of (2 or more) and --critic need each other; give both or neither")
     if not args.temperature and (args.candidates or args.best_of > 1):
         fail("--temperature 0 makes all --candidates and --best_of of a turn the same message")
     if not args.temperature and args.k > 1:
         say("warning: with --temperature 0 only the human can make the episodes of a task differ")
-    if args.agent:
-        check_agent(args)
-    return args
-
-
-def check_agent(args):
-    """Sets the flags to None that have no effect on --agent; exits if one of them is given."""
-    unused = """model thinking candidates candidates_share best_of critic logprob_weight engine
-    max_batch_tokens dtype""".split()
-    if not is_address(args.agent):
-        unused += "temperature top_p max_tokens agent_params".split()
-    for name in unused:
-        if name in args.given:
-            fail(f"--{name} has no effect with --agent {args.agent}: leave it out")
+    for name in MODEL_FLAGS if args.agent else ():
         setattr(args, name, None)
+    if not samples:
+        args.temperature = args.top_p = args.max_tokens = args.agent_params = None
 
 
-def is_address(who):
-    return who.startswith(("http://", "https://"))
+def is_url(who):
+    """Returns whether --human, --agent or --engine is the address of a server."""
+    return bool(who) and who.startswith(("http://", "https://"))
 
 
 if __name__ == "__main__":
@@ -205,7 +232,7 @@ class EpisodeRunner:
     async def load_role(self, role, chat_model, name):
         """Returns the function `name` of --human or --agent."""
         who = getattr(self.args, role)
-        if is_address(who):
+        if is_url(who):
             server = self.servers[role] = chat_model(self.args)
             self.meta[f"{role}_model"] = await server.model_name()
             return getattr(server, name)

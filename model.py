@@ -27,12 +27,13 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import sys
 from array import array
 from bisect import bisect_left
 from concurrent.futures import ThreadPoolExecutor
-from itertools import accumulate, chain, permutations
+from itertools import accumulate, chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -52,7 +53,8 @@ from transformers import (AttentionInterface, AutoConfig, AutoModelForCausalLM, 
                           GenerationConfig)
 from transformers.utils import logging
 
-from colbench import check_opening, hidden_information, read_records, task_id, with_hidden
+from colbench import (HIDDEN, check_opening, hidden_information, read_records, task_id, task_kind,
+                      with_hidden)
 from utils import (RANK, WORLD, add_warning, barrier, changed_scripts, digest, drop_checkpoints,
                    fail, fail_on_error, print_warnings, progress, rng, rows_of, say,
                    sum_over_ranks, writing)
@@ -374,14 +376,6 @@ def reference_logps(model, ref_turn_of, tree_tokens):
     return {turn: logps[ref_turn] for turn, ref_turn in ref_turn_of.items()}
 
 
-def held_out_metrics(loss_of_pairs, args, model, pairs, ref_logps):
-    """Returns {"held_out_loss": ..., ...}. loss_of_pairs: batch_loss of one of the trainers."""
-    logps = score(model, turns_in(pairs), args.tree_tokens)
-    loss, metrics = loss_of_pairs(args, pairs, logps, ref_logps)
-    metrics = {"loss": loss.item(), **metrics}
-    return {"held_out_" + name: value for name, value in metrics.items()}
-
-
 # --- chat templates: dialogues to token ids -------------------------------------------------------
 
 # Two rules: prompt and action are the ids of the template's text of the dialogue, and only the
@@ -657,60 +651,53 @@ class Pair(NamedTuple):
     gap: float = 0.0      # difference of rewards or of candidates' scores; read by edits
 
 
-def is_pair(high, low, min_gap):
-    """Whether two rewards make a pair: solved and unsolved, or at least min_gap apart."""
-    return high >= 1 > low if min_gap is None else high > low and high - low > min_gap - 1e-9
-
-
 def trajectory_pairs(trajectories, min_gap):
-    """Returns {task id: [Pair of its trajectories]}, selected by --min_gap, or fails."""
-    groups, graders, tasks = {}, {}, by_task(trajectories)
+    """Returns {task id: [Pair of its trajectories]} of those tasks that have a pair.
+
+    min_gap: see sides_of. Both trainers learn from these pairs, and measure accuracy on them.
+    """
+    groups, graders = {}, {}
     for t in trajectories:
         if graders.setdefault(t.task, t.record.get("reward_by")) != t.record.get("reward_by"):
             add_warning("trajectories are paired by rewards of different graders: grade all "
                         "episodes alike (colbench.py grade)", f"the task {t.task}")
     print_warnings()
-    for (task, _), group in tasks.items():
-        rated = [(t.record["reward"], t.turns()) for t in group]
-        first_solved = [(reward, turns) for reward, turns in rated if reward >= 1][:1]
+    for (task, _), group in by_task(trajectories).items():
         pairs = [Pair(chosen, rejected, gap=high - low)
-                 for high, chosen in (first_solved if min_gap is None else rated)
-                 for low, rejected in rated
-                 if is_pair(high, low, min_gap) and chosen != rejected]
+                 for (chosen, high), (rejected, low) in sides_of(group, min_gap)
+                 if chosen != rejected]
         if pairs:
             groups.setdefault(task, []).extend(pairs)
-    if not groups:
-        if not tasks:
-            why = "all are too long for --max_length or --model"
-        elif all(len({t.record["reward"] for t in group}) == 1 for group in tasks.values()):
-            why = ("no task has two that differ in reward: sample more episodes per task with "
-                   "collect.py -k, or collect on easier or harder tasks")
-        elif min_gap is None:
-            why = "no task has both a solved and an unsolved one; try --min_gap 0"
-        else:
-            why = f"no task has two whose rewards differ by {min_gap} or more"
-        n_long = len(trajectories) - sum(map(len, tasks.values()))
-        fail(f"no pairs in {len(trajectories)} trajectories, {n_long} of them too long: {why}")
     return groups
 
 
-def print_pair_accuracy(args, trajectories):
-    """Prints the advantages' accuracy on trajectory pairs of tasks outside the training set."""
-    folder = args.out or args.score
-    trained_on = {*rows_of(folder)[0].get("tasks", ())} if folder and trajectories else ()
-    correct = []  # per pair; 0.5 if the sums are equal
-    for (task, _), group in by_task(trajectories).items():
-        values = [(t.record["reward"], sum(m.fields["advantage"] for m, *_ in t.actions), t.turns())
-                  for t in group if "reward" in t.record and task not in trained_on]
-        correct += [(a > b) + (a == b) / 2 for (high, a, x), (low, b, y) in permutations(values, 2)
-                    if is_pair(high, low, args.min_gap) and x != y]
-    if correct:
-        share = sum(correct) / len(correct)
-        say(f"the advantages order {100 * share:.1f} % of {len(correct)} trajectory pairs "
-            "correctly, on tasks that the critic was not trained on")
-        if share < 2 / 3:
-            say("warning: this is below two thirds; a policy trained on these advantages may get "
-                'worse: try another critic (README, "Trained or untrained critic")')
+def sides_of(group, min_gap):
+    """Returns [((turns, reward) of the better trajectory, the same of the worse)] of a task.
+
+    min_gap None: the first solved one with every unsolved one; else any two that differ by it.
+    """
+    sides = [(t.turns(), t.record["reward"]) for t in group]
+    if min_gap is None:
+        solved = [side for side in sides if side[1] >= 1]
+        return [(first, other) for first in solved[:1] for other in sides if other[1] < 1]
+    return [(better, worse) for better in sides for worse in sides
+            if better[1] > worse[1] and better[1] - worse[1] > min_gap - 1e-9]
+
+
+def why_no_pairs(trajectories, min_gap):
+    """Returns an error message for trajectories without a pair."""
+    tasks = by_task(trajectories)
+    n_long = len(trajectories) - sum(map(len, tasks.values()))
+    if not tasks:
+        why = "all are too long for --max_length or --model"
+    elif all(len({t.record["reward"] for t in group}) == 1 for group in tasks.values()):
+        why = ("no task has two that differ in reward: sample more episodes per task with "
+               "collect.py -k, or collect on easier or harder tasks")
+    elif min_gap is None:
+        why = "no task has both a solved and an unsolved one; try --min_gap 0"
+    else:
+        why = f"no task has two whose rewards differ by {min_gap} or more"
+    return f"no pairs in {len(trajectories)} trajectories, {n_long} of them too long: {why}"
 
 
 def hold_out(tasks, share, seed):
@@ -1050,6 +1037,78 @@ def save(model, tokenizer, out):
             old = read_json(path)
             if old != {**old, **values}:  # else the file stays as it is
                 path.write_text(json.dumps({**old, **values}, indent=2) + "\n")
+
+
+# --- the model card, and how to serve a policy ----------------------------------------------------
+
+def example_dialogue(trajectories):
+    """Returns what a program must know to talk with an agent that is trained on trajectories."""
+    first = min(trajectories, key=Trajectory.order)
+    task, meta = first.record["task"], first.record.get("meta", {})
+    history = first.record["dialogue_history"]
+    opening = [{"role": m["role"], "content": m["content"]}
+               for m in history[:[m["role"] for m in history].index("assistant")]]
+    if opening:  # a demonstration may show the agent what only the critic will see
+        shown = HIDDEN.format(hidden=hidden_information(task))
+        opening[0]["content"] = opening[0]["content"].removeprefix(shown)
+    # collect.py's --max_turns; else the most that there are
+    turns = [t.record.get("meta", {}).get("max_turns", len(t.actions)) for t in trajectories]
+    fields = {name: task[name] for name in ("kind", "agent_prompt") if name in task}
+    return {"opening": opening, "max_turns": max(turns), "thinking": meta.get("thinking", 0),
+            "task": {"kind": task_kind(task), **fields}}
+
+
+def serving_template(tokenizer, thinking):
+    """Returns a chat template that needs no arguments to write the prompts of training.
+
+    It fixes what a template may take from its caller: the date, and whether the model thinks.
+    """
+    return (f"{{%- set enable_thinking = {str(bool(thinking)).lower()} -%}}\n{STRFTIME_NOW}"
+            f"{tokenizer.get_chat_template()}")
+
+
+def write_card(out, tokenizer):
+    """Writes a policy's serve.j2, and any run's model card, README.md, unless there is one."""
+    if RANK:
+        return
+    rows = rows_of(out)
+    start = [row for row in rows if "args" in row][-1]
+    dialogue = start.get("dialogue")  # of a policy
+    if dialogue:
+        with writing(os.path.join(out, "serve.j2")) as part:
+            template = serving_template(tokenizer, dialogue["thinking"])
+            Path(part).write_text(template, encoding="utf-8")
+    card = os.path.join(out, "README.md")  # which a model hub shows
+    if not os.path.exists(card):
+        with writing(card) as part:
+            lines = run_section(start, last=[row for row in rows if "step" in row][-1])
+            if dialogue:
+                lines += serving_section(dialogue)
+            Path(part).write_text("\n".join(lines), encoding="utf-8", errors="replace")
+
+
+def run_section(start, last):
+    """Returns the first lines of a model card. start, last: rows of metrics.jsonl."""
+    base = start["args"]["model"]
+    hub_name = [] if os.path.isdir(base) else [f"base_model: {base}"]
+    return ["---", *hub_name, "library_name: transformers", "---", "", f"- base: {base}",
+            f"- command: `{shlex.join(start['argv'])}`", f"- code: {start['version']}",
+            f"- pairs_hash: {start['pairs_hash']}", f"- last metrics: `{json.dumps(last)}`", ""]
+
+
+def serving_section(dialogue):
+    """Returns lines of a model card, of an example_dialogue."""
+    n, task = dialogue["max_turns"], dialogue["task"]
+    return ["## Serving", "",
+            f"In training a dialogue has at most {n} messages of the agent, and begins like this "
+            "one:", "", "```json", json.dumps(dialogue["opening"]), "```", "",
+            f"`first_message(task, max_turns={n})` in colbench.py writes such a beginning for a "
+            "task with the fields", "", "```json", json.dumps(task), "```", "",
+            "and its own `problem_description`. `serve.j2` is the chat template as it was in "
+            f"training: it prints the date {TODAY:%d %b %Y}, if it prints one, and thinking is "
+            f"{'on' if dialogue['thinking'] else 'off'}. To serve the model with it, run here:",
+            "", "```bash", "vllm serve . --generation-config vllm --chat-template serve.j2", "```",
+            ""]
 
 
 # --- checkpoints: weights and moments for any number of processes ---------------------------------

@@ -16,7 +16,6 @@ import math
 import os
 import platform
 import random
-import shlex
 import shutil
 import signal
 import subprocess
@@ -50,16 +49,15 @@ class Parser(argparse.ArgumentParser):
         args.given = {name: self.get_default(name) for name in names}
         return args
 
-    def refuse_unused(self, args):
-        """Exits if a flag is given whose condition `only` does not hold: see flag()."""
-        def holds(condition):  # "--loss dpo", or "--mix" for any value but 0 and None
-            name, _, value = condition.removeprefix("--").partition(" ")
-            return str(getattr(args, name)) == value if value else getattr(args, name)
+    def refuse_unused(self, args, holds):
+        """Exits if a flag is given that has no effect. holds: {a flag's `only`: whether it is so}.
 
+        Every `only` of this parser's flags must be in `holds`.
+        """
         for action in self._actions:
             only = getattr(action, "only", None)
-            if only and action.dest in args.given and not any(map(holds, only.split(" or "))):
-                self.error(f"--{action.dest} has an effect only with {only}")
+            if only and not holds[only] and action.dest in args.given:
+                self.error(f"--{action.dest} has an effect only {only}")
 
     def error(self, message):
         if RANK:
@@ -99,9 +97,10 @@ def end_after_rank_0(message):
 def flag(p, name, default, text, kind=str, least=0, most=math.inf, only=None, **more):
     """Adds a flag of its default's type, else `kind`; numbers must be in [least, most].
 
-    only: where it has an effect, such as "--loss mtdpo or --mix": one of these must hold.
+    only: where it has an effect, such as "with --loss dpo": for --help and refuse_unused().
     """
-    text += f" (with {only})" if only and only != "--out" else ""
+    if only:
+        text += f" ({only})"
     if default is not None:
         kind, text = type(default), text + " [%(default)s]"
 
@@ -125,13 +124,13 @@ def machine_flags(p):
     flag(g, "dtype", "auto", "auto: bf16 on a GPU, fp32 on a CPU; master weights are fp32",
          choices=["auto", "bf16", "fp32"])
     flag(g, "recompute", None, "1: activation checkpointing, a fifth slower; default: 1 on a GPU",
-         kind=int, choices=[0, 1], only="--out")
+         kind=int, choices=[0, 1], only="with --out")
     flag(g, "compile", None, "1: torch.compile the layers and the head; default: 1 on a GPU",
          kind=int, choices=[0, 1])
     flag(g, "offload", 0, "1: keep weights and optimizer state in CPU memory", choices=[0, 1])
     g = p.add_argument_group("input and --out")
     flag(g, "max_length", 16384, "skip turns with more tokens than this, prompt included")
-    flag(g, "save_every", 100, "steps between checkpoints", least=1, only="--out")
+    flag(g, "save_every", 100, "steps between checkpoints", least=1, only="with --out")
 
 
 # --- messages and errors --------------------------------------------------------------------------
@@ -345,7 +344,7 @@ def from_rank_0(make):
 # --- the --out directory of a run -----------------------------------------------------------------
 
 class Log:
-    """A run in --out: locks it, and writes metrics.jsonl, copies of the scripts and a model card.
+    """A run in --out: locks it, and writes metrics.jsonl and copies of the scripts.
 
     A new run starts at `step` 0. A run that --out holds must have the same scripts, flags and data:
     it resumes at the `step` of its last checkpoint, or is only read if it is `finished`. The first
@@ -459,19 +458,7 @@ class Log:
             say(f"{self.what}: {', '.join(f'{name} {value}' for name, value in row.items())}")
 
     def finish(self):
-        """Adds a model card and the last row; removes the checkpoints, as the model is in --out."""
-        card = os.path.join(self.out, "README.md")  # which a model hub shows
-        if RANK == 0 and not os.path.exists(card):
-            rows = rows_of(self.out)
-            start = [row for row in rows if "args" in row][-1]
-            last = [{}, *(row for row in rows if "step" in row)][-1]
-            model = self.args.model
-            base = "" if os.path.isdir(model) else f"base_model: {model}\n"
-            with writing(card) as part, open(part, "w", encoding="utf-8", errors="replace") as f:
-                f.write(f"---\n{base}library_name: transformers\n---\n\n- base: {model}\n"
-                        f"- command: `{shlex.join(start['argv'])}`\n- code: {start['version']}\n"
-                        f"- pairs_hash: {start['pairs_hash']}\n"
-                        f"- last metrics: `{json.dumps(last)}`\n")
+        """Adds the last row, and removes the checkpoints, as the model is in --out."""
         self(finished=self.step)
         drop_checkpoints(self.out)
 

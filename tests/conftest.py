@@ -191,7 +191,7 @@ def read_by(given, trainer, *flags):
     args = trainer.get_args([*map(str, flags), "--out", "x"])
     with stdin_of(given):
         if trainer.__name__ == "train_policy":
-            return trainer.prepare(args)
+            return trainer.prepare(args)[:2]
         _, pairs_of, held_out = trainer.prepare(args, [])
         return list(pairs_of.values()), held_out
 

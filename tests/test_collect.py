@@ -149,7 +149,7 @@ def test_a_file_is_resumed_with_the_model_that_made_it_wherever_that_is(tasks, e
     file.write_text(lines(others))
     assert missing["meta"]["model_weights"] == M.weights_digest(tiny_dir)
     moved = shutil.copytree(tiny_dir, tmp_path / "moved")
-    fast = ["--max_batch_tokens", 999, "--concurrency", 3, "--retries", 0, "--dtype", "fp32"]
+    fast = ["--max_batch_tokens", 999, "--concurrency", 3, "--dtype", "fp32"]
     played, said, _ = playing(tasks, "--model", moved, *PLAY, "--resume", file, *fast)
     assert list(map(key_of, played)) == [key_of(missing)]
     assert "(7 more in the --resume file)" in said
@@ -213,7 +213,7 @@ def test_whatever_changes_an_episode_must_be_as_in_the_file(resume, episodes, tm
     for old in (meta, {**meta, **dict.fromkeys(FREE, "another")},
                 {"thinking": 1, "candidates": meta}):  # the settings of the candidates
         file.write_text(lines([{**episodes[0], "meta": old}]))
-        resume(file, "--concurrency", 1, "-k", 3, "--retries", 1, "--dtype", "bf16")
+        resume(file, "--concurrency", 1, "-k", 3, "--max_batch_tokens", 9, "--dtype", "bf16")
     for name in meta.keys() - {*FREE}:
         another = 7 if name == "seed" else "another"
         refused(f"{name.replace('model_weights', 'model')} {another}", **{name: another})
@@ -230,6 +230,31 @@ def test_whatever_changes_an_episode_must_be_as_in_the_file(resume, episodes, tm
         refused(f"{name} .*, not {value}; ", "--" + flag, value)
     monkeypatch.setattr(collect.ENVIRONMENTS["backend"], "agent_prompt", "Do as you like.")
     refused("prompts ")
+
+
+LLM, ENGINE = ["--human", "https://h/v1"], ["--engine", "http://e/v1"]
+BEST = ["--best_of", "2", "--critic", "critic.py"]
+UNUSED = [  # flag, value, flags with which it has an effect, flags with which it has none
+    ("--human_params", "{}", [LLM], [[], ["--human", "human.py"], ["--human", "fixed:http://"]]),
+    ("--candidates_share", "0.5", [["--candidates", "2"]], [[], BEST]),
+    ("--logprob_weight", "0.1", [BEST], [[], ["--candidates", "2"]]),
+    ("--top_p", "0.9", [[], ["--temperature", "0.1"]], [["--temperature", "0"]]),
+    ("--dtype", "bf16", [[], LLM], [ENGINE]),
+    ("--max_batch_tokens", "9", [[], LLM], [ENGINE]),
+    ("--timeout", "9", [LLM, ENGINE], [[], ["--human", "human.py"], BEST]),
+    ("--retries", "9", [LLM, ENGINE], [[], ["--human", "fixed:no"], BEST])]
+
+
+@pytest.mark.parametrize("flag, value, good, bad", UNUSED)
+def test_a_flag_without_an_effect_is_refused(flag, value, good, bad, capsys):
+    """It would be stored as a setting, and refuse a --resume without it."""
+    for more in good:
+        collect.get_args([*more, flag, value])
+    for more in bad:
+        collect.get_args(more)
+        with pytest.raises(SystemExit):
+            collect.get_args([*more, f"{flag}={value}"])
+        assert f"error: {flag} has an effect only with" in capsys.readouterr().err
 
 
 def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_path):

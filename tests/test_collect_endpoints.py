@@ -190,9 +190,12 @@ def test_flaky_servers_lose_no_episode_and_nothing_is_made_up(temperature, tiny_
     That the engine's model has another name is told.
     """
     server = Server(lambda *asked: (said if "messages" in asked[1] else sampled)(*asked), 0.2)
-    candidates = 3 if temperature else 0
-    flags = [*PLAY, "-k", 2, "--candidates", candidates, "--engine", server.url, "--top_p", 0.9,
-             "--temperature", temperature, "--human", server.url]
+    flags = [*PLAY, "-k", 2, "--engine", server.url, "--temperature", temperature,
+             "--human", server.url]
+    top_p, candidates = 1, 0
+    if temperature:
+        top_p, candidates = 0.9, 3
+        flags += ["--top_p", top_p, "--candidates", candidates]
     got, told, _ = playing(tasks, *flags)
     got.sort(key=key_of)
     assert got == sorted(playing(tasks, *flags)[0], key=key_of)  # each draw has a seed of its own
@@ -200,7 +203,7 @@ def test_flaky_servers_lose_no_episode_and_nothing_is_made_up(temperature, tiny_
     assert f"serves m, assumed to be {tiny_dir}" in told
     tokenizer = M.find_model(tiny_dir)[1]
     bodies = [body for _, body, _ in server.seen if "prompt" in body]
-    assert all(b["temperature"] == temperature and b["top_p"] == 0.9 for b in bodies)
+    assert all(b["temperature"] == temperature and b["top_p"] == top_p for b in bodies)
     stop, seeds = bodies[0]["stop_token_ids"], set()
     for r in got:
         history = r["dialogue_history"]
@@ -241,7 +244,8 @@ def test_a_reply_that_is_of_no_use_is_no_action(choice, why):
 # --- a server that is not as it should be ---------------------------------------------------------
 
 def endpoint(server, retries=8):
-    args = collect.get_args(["--timeout", str(TIMEOUT), "--retries", str(retries)])
+    args = collect.get_args(["--engine", server.url, "--timeout", str(TIMEOUT), "--retries",
+                             str(retries)])
     return collect.Endpoint(server.url, args, {})
 
 
