@@ -410,7 +410,7 @@ def task_id(task):
 
 def settings(meta):
     """Returns what in a record's `meta` changes an episode. A model is known by its weights."""
-    omitted = "model_weights", "engine", "dtype", "version", "candidates"
+    omitted = {"model_weights", "engine", "dtype", "version", "candidates", "asked", "asked_hash"}
     model = {"model": meta["model_weights"]} if meta.get("model_weights") else {}
     return {name: x for name, x in {**meta, **model}.items() if name not in omitted}
 
@@ -623,7 +623,12 @@ RECORD = {                 # an episode: its key is (task id, sample)
     "failure": str,        # why a page could not be rendered
     "reward_by": str,      # the rules or the model of the grader
     "pair": str,           # preferences: only records with the same text are compared
-    "meta": {"model_weights": str, "seed": int, "candidates": {}}}  # how it was sampled
+    "meta": {              # how it was sampled
+        "model_weights": str,
+        "seed": int,
+        "candidates": {},        # how they were sampled, if later
+        "asked": {...: [int]},   # {task id: samples} that a run was asked for, in its first record
+        "asked_hash": str}}      # of that list, in all of the run's records
 UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to do instead
     "system": "make it a first message with the role system",
     "input": "prompts are built from the messages: drop it if the first one has the "
