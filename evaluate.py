@@ -18,9 +18,9 @@ episodes counts no more. 95 % intervals are by bootstrap over tasks, but exact (
 a share that is 0 in all tasks or 1 in all. The differences from the first system are paired: they
 use only the tasks that both systems have.
 
-Episodes that failed have no record. Where collect.py wrote all records, the table says how many of
-the episodes that it was asked for are missing, and `success_bounds` what success would be if none
-or all of these were solved.
+An episode that failed has no record. A run's first record lists what the run was asked for. If that
+is there, the table says how many episodes are missing, and `success_bounds` what success would be
+if none, and if all, of these were solved.
 
 Left out on purpose: intervals over episodes, which are too narrow because episodes of a task are
 alike; and p-values, because a difference's interval shows its size as well as its significance.
