@@ -424,8 +424,12 @@ def comparable(graders):
     versions = {}  # {part: its version}
     for grader in graders:
         rules, *packages = str(grader).split(", ")
-        for part, _, version in [("", "", rules), *(text.partition(" ") for text in packages)]:
-            if versions.setdefault(part, version) != version:
+        parts = {"rules": rules}
+        for package in packages:
+            name, _, version = package.partition(" ")
+            parts[name] = version
+        for name, version in parts.items():
+            if versions.setdefault(name, version) != version:
                 return False
     return True
 
