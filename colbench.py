@@ -371,10 +371,12 @@ import html
 import io
 import queue
 import shutil
+import statistics
 import subprocess
 import threading
 import time
 import urllib.parse
+from importlib.metadata import PackageNotFoundError, version as package_version
 
 
 ANSWER = "I WANT TO ANSWER:"   # marks the final answer, which follows it
@@ -408,9 +410,33 @@ def task_id(task):
 
 def settings(meta):
     """Returns what in a record's `meta` changes an episode. A model is known by its weights."""
-    omitted = "model_weights", "engine", "dtype", "version", "candidates"
+    omitted = {"model_weights", "engine", "dtype", "version", "candidates", "asked", "asked_hash"}
     model = {"model": meta["model_weights"]} if meta.get("model_weights") else {}
     return {name: x for name, x in {**meta, **model}.items() if name not in omitted}
+
+
+def comparable(graders):
+    """Whether rewards by these graders are comparable: no part of their names has two versions.
+
+    A name lists what rewards depend on, such as "honest rules, Python 3.11, numpy 2.4". A part that
+    only some of them name, such as the Python of older records, is not known to differ.
+    """
+    versions = {}  # {part: its version}
+    for grader in graders:
+        rules, *packages = str(grader).split(", ")
+        parts = {"rules": rules}
+        for package in packages:
+            name, _, version = package.partition(" ")
+            parts[name] = version
+        for name, version in parts.items():
+            if versions.setdefault(name, version) != version:
+                return False
+    return True
+
+
+def joined_names(graders):
+    """Joins the names of graders, and writes a part that several have only once."""
+    return ", ".join(dict.fromkeys(part for name in sorted(graders) for part in name.split(", ")))
 
 
 def hidden_information(task):
@@ -648,7 +674,12 @@ RECORD = {                 # an episode: its key is (task id, sample)
     "failure": str,        # why a page could not be rendered
     "reward_by": str,      # the rules or the model of the grader
     "pair": str,           # preferences: only records with the same text are compared
-    "meta": {"model_weights": str, "seed": int, "candidates": {}}}  # how it was sampled
+    "meta": {              # how it was sampled
+        "model_weights": str,
+        "seed": int,
+        "candidates": {},        # how they were sampled, if later
+        "asked": {...: [int]},   # {task id: samples} that a run was asked for, in its first record
+        "asked_hash": str}}      # of that list, in all of the run's records
 UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to do instead
     "system": "make it a first message with the role system",
     "input": "prompts are built from the messages: drop it if the first one has the "
@@ -804,6 +835,15 @@ class Environment(contextlib.ExitStack):
         fail(f"{type(self).__name__} can't grade answers: define its method grade")
 
 
+@functools.cache
+def minor_version(package):
+    """Returns a package's name and version, such as "numpy 2.4", or "numpy missing"."""
+    try:
+        return f"{package} {'.'.join(package_version(package).split('.')[:2])}"
+    except PackageNotFoundError:
+        return f"{package} missing"
+
+
 class Functions(Environment):
     """Backend Programming: answers are functions, the reward is the share of tests passed."""
     agent_prompt = """You write a Python function for a colleague. The description below leaves \
@@ -834,11 +874,15 @@ not mind. Write no code, quote none, and do not mention that a function exists."
 
     def __init__(self, args):
         super().__init__(args)
-        self.reward_by = f"{args.rules} rules"
+        self.reward_by = f"{args.rules} rules, Python %d.%d" % sys.version_info[:2]
         self.grader = self.enter_context(Grader(args.rules, args.workers))
 
     def grade(self, task, answer):
-        return {**self.grader.grade(task, answer), "reward_by": self.reward_by}
+        """See Environment.grade. reward_by names all versions on which the reward may depend."""
+        source = "\n".join([answer or "", task["ground_truth"], *task["test_cases"].values()])
+        packages = [minor_version(name) for name in ("numpy", "sympy") if name in source]
+        return {**self.grader.grade(task, answer),
+                "reward_by": ", ".join([self.reward_by, *packages])}
 
 
 class Pages(Environment):
@@ -1350,25 +1394,38 @@ def get_args(argv=None):
 
 def grade(args, emit):
     """Adds the reward to records with a task and an answer."""
-    graded, broken, labels = [], set(), set()  # broken: ids of tasks whose own reference fails
+    rewards = collections.defaultdict(list)  # {task id: rewards}
+    failures = collections.Counter()  # {task id: number of records with a failure}
+    broken = set()  # ids of tasks whose own reference fails
+    graders = collections.defaultdict(set)  # {what the reward is: names of its graders}
     try:
         for record in grade_records(read_records(sys.stdin, "answer", to_grade=True), args):
             emit(record)
-            name, label = task_id(record["task"]), environment(record["task"]).reward_name
-            labels.add(f"{label} by {record.get('reward_by', 'own rules')}")
-            graded.append((name, record["reward"], "failure" in record))
+            name = task_id(record["task"])
+            rewards[name].append(record["reward"])
+            failures[name] += "failure" in record
+            graders[environment(record["task"]).reward_name].add(
+                record.get("reward_by", "own rules"))
             for text in (record.get("failure", ""), *record.get("tests", {}).values()):
                 if text.startswith(("the reference: ", "no expected value: ")):
                     broken.add(name)
     finally:  # also if other records could not be graded
-        good = [result for name, *result in graded if name not in broken]
-        if good:
-            rewards, failures = zip(*good)
-            mean = f"{100 * sum(rewards) / len(good):.1f} % {', '.join(sorted(labels))}"
-            say(f"graded {len(good)} answers: {mean}; {sum(failures)} with a failure")
-        if broken:
-            say(f"warning: left out of this mean are {len(graded) - len(good)} answers to "
-                f"{len(broken)} tasks whose own reference fails; drop them by colbench.py check")
+        print_mean_reward(rewards, failures, broken, graders)
+
+
+def print_mean_reward(rewards, failures, broken, graders):
+    """Prints the mean over tasks, as evaluate.py does; for the arguments see grade()."""
+    good = [name for name in rewards if name not in broken]
+    n_good = sum(len(rewards[name]) for name in good)
+    if good:
+        mean = statistics.fmean(statistics.fmean(rewards[name]) for name in good)
+        labels = (f"{label} by {joined_names(names)}" for label, names in sorted(graders.items()))
+        say(f"graded {n_good} answers: {100 * round(mean, 4):.1f} % {', '.join(labels)} (mean over "
+            f"tasks); {sum(failures[name] for name in good)} with a failure")
+    if broken:
+        n_broken = sum(map(len, rewards.values())) - n_good
+        say(f"warning: left out of this mean are {n_broken} answers to {len(broken)} tasks whose "
+            "own reference fails; drop them by colbench.py check")
 
 
 def check(args, emit):

@@ -795,12 +795,13 @@ def finished_episodes(path, tasks):
 
 
 def read_jobs(args, done, tasks):
-    """Yields (record, sample) of each episode to run; sets the kind and id of its task.
+    """Yields (record, sample) of each episode of stdin's tasks; sets the kind and id of its task.
 
     The episodes of a task are numbered 0, 1, ... An existing dialogue keeps its `sample`, or gets
-    the next one that is free.
+    the next one that is free. `done`: (task id, sample) of the --resume file; these are yielded,
+    too, but a dialogue must be the one that the file has.
     """
-    taken = set()  # (task id, sample) of stdin; `done` has those of the --resume file
+    taken = set()  # (task id, sample) of stdin
     for record in read_records(sys.stdin, tasks=tasks):
         task, name = record["task"], task_id(record["task"])
         record["task"] = {"kind": task_kind(task), **task, "id": name}
@@ -817,10 +818,23 @@ def read_jobs(args, done, tasks):
         free = (n for n in itertools.count(start) if (name, n) not in taken)
         for sample in itertools.islice(free, k):
             taken.add((name, sample))
-            if (name, sample) not in done:
-                yield record, sample
-            elif message_texts(record.get("dialogue_history", ())) not in ([], done[name, sample]):
+            texts = message_texts(record.get("dialogue_history", ()))
+            if texts and texts != done.get((name, sample), texts):
                 fail(f"task {name}, sample {sample} has another dialogue in {args.resume}")
+            yield record, sample
+
+
+def asked_fields(jobs):
+    """Returns the fields of `meta` from which evaluate.py knows which episodes are missing.
+
+    `asked` lists the samples of each task that this run was asked for, also those that a --resume
+    file has. `asked_hash` is the hash of that list.
+    """
+    asked = {}  # {task id: [samples]}
+    for record, sample in jobs:
+        if "dialogue_history" not in record:
+            asked.setdefault(record["task"]["id"], []).append(sample)
+    return {"asked": asked, "asked_hash": digest(sorted(asked.items()))}
 
 
 def print_summary(args, runner, n_done):
@@ -850,7 +864,9 @@ def main(args):
     if args.resume:
         locked, done, runner.resumed = finished_episodes(args.resume, tasks)  # locked until the end
         runner.check_resumed()
-    jobs = deque(read_jobs(args, done, tasks))  # an invalid line fails here, before models load
+    all_jobs = [*read_jobs(args, done, tasks)]  # an invalid line fails here, before models load
+    jobs = deque(job for job in all_jobs if (job[0]["task"]["id"], job[1]) not in done)
+    asked = asked_fields(all_jobs)
     totals, errors = runner.totals, []
 
     async def worker(bar):
@@ -861,6 +877,8 @@ def main(args):
                     fields = await runner.add_candidates(record, sample)
                 else:
                     fields = await runner.run_episode(record["task"], sample)
+                    fields["meta"] = {**fields["meta"], **asked}
+                    asked.pop("asked", None)  # as it may be long, only the first record has it
             except BaseException as e:  # also SystemExit
                 expected = isinstance(e, EpisodeError)
                 why = str(e) if expected else f"{type(e).__name__}: {e}"

@@ -264,7 +264,8 @@ def open_stdout():
     """Reserves stdout for records, and returns emit(record), which writes a line of JSON.
 
     Redirects library prints to stderr, so call this before they load. Only rank 0 writes. Exits if
-    stdout can't be written, silently if its reader has closed it (`| head`).
+    stdout can't be written; if its reader has closed it (`| head`), silently and by SIGPIPE, as
+    other programs do, so that a pipe with `set -o pipefail` fails.
     """
     stdout = open(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)
@@ -277,8 +278,9 @@ def open_stdout():
             stdout.flush()
         except ValueError:
             fail("a result is NaN or infinite; check the weights of the model")
-        except BrokenPipeError:
-            os._exit(0)  # immediately, since an event loop would report an exception
+        except BrokenPipeError:  # Python ignores SIGPIPE, so that a closed socket is an exception
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+            signal.raise_signal(signal.SIGPIPE)
         except OSError as e:
             say(f"error: stdout: {e.strerror}")
             os._exit(1)

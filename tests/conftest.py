@@ -317,6 +317,7 @@ def task(reference, *tests):
 
 DOUBLE = task("def f(x):\n    return x * 2", "f(1)", "f(2)", "f(3)", "f(4)")
 HONEST = "def f(x):\n    return x + x"  # a right answer to it
+PYTHON = "Python %d.%d" % sys.version_info[:2]  # which the names of graders end with
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import pytest
 
 import colbench
 from colbench import Grader, GraderError, get_args, grade_records
-from conftest import DOUBLE, FULL, HONEST, ROOT, descendants, task
+from conftest import DOUBLE, FULL, HONEST, PYTHON, ROOT, descendants, task
 
 # what the attacks look for: two listeners, a readable file, one to delete, a variable
 STREAM = socket.create_server(("127.0.0.1", 0))  # on any free port
@@ -484,7 +484,8 @@ def test_a_grade_that_raises_loses_its_own_record_alone(last, n, message, odd, g
     done, told, end = grading(map(odd, answers))
     assert [r["answer"] for r in done] == good and message in str(end)
     assert "ValueError: one?two\n" in told
-    assert f"\ngraded {len(good)} answers: 100.0 % reward by own rules; 0 with a failure\n" in told
+    assert (f"\ngraded {len(good)} answers: 100.0 % reward by own rules (mean over tasks); 0 with "
+            "a failure\n") in told
 
 
 def test_a_kind_whose_package_is_missing_loses_no_record_before_it(odd, grading):
@@ -493,13 +494,47 @@ def test_a_kind_whose_package_is_missing_loses_no_record_before_it(odd, grading)
     assert len(done) == 2 and "graded 2 answers: 100.0 % " in told
 
 
+def test_a_reward_names_the_versions_on_which_it_may_depend(grading):
+    """Of numpy and sympy only where the answer, the reference or a test has one of them."""
+    import numpy
+    numpy_version = "numpy " + ".".join(numpy.__version__.split(".")[:2])
+    with_numpy = "import numpy\ndef f(x): return numpy.sum([x, x])"
+    given = [{"task": task(reference, *tests), "answer": answer} for reference, tests, answer in (
+        (HONEST, ["f(2)"], HONEST), (HONEST, ["f(2)"], ""), (HONEST, ["f(2)"], with_numpy),
+        (with_numpy, ["f(2)"], HONEST), (HONEST, ["f(__import__('numpy').int8(2))"], HONEST))]
+    for rules in ("honest", "official"):
+        done, told, _ = grading(given, "--rules", rules)
+        plain, named = f"{rules} rules, {PYTHON}", f"{rules} rules, {PYTHON}, {numpy_version}"
+        assert [r["reward_by"] for r in done] == [plain, plain, named, named, named]
+        assert f"tests passed by {named} (mean over tasks); " in told
+    colbench.minor_version.cache_clear()
+    assert colbench.minor_version("no_such_package") == "no_such_package missing"
+
+
+def test_graders_are_comparable_unless_a_part_has_two_versions():
+    """By all pairs of names: of rules, and of versions that a name may lack."""
+    r = random.Random(0)
+    for _ in range(500):
+        graders = [{"rules": r.choice(["honest rules"] * 3 + ["clip"]),
+                    **{part: f"{part} {r.choice('112')}.{r.choice('0001')}" for part in (
+                        "Python", "numpy", "sympy") if r.random() < 0.4}}
+                   for _ in range(r.randint(1, 4))]
+        differ = any(a[part] != b[part] for a in graders for b in graders
+                     for part in a.keys() & b.keys())
+        names = {", ".join(grader.values()) for grader in graders}
+        assert colbench.comparable(names) == (not differ)
+        parts = colbench.joined_names(names).split(", ")
+        assert sorted(parts) == sorted({part for grader in graders for part in grader.values()})
+
+
 def test_answers_to_a_broken_reference_are_counted_by_themselves(grading):
     """Also those that were not run: the mean is that of the other tasks."""
     works, breaks = (task(code, "f(1)", "f(2)") for code in (
         "def f(x): return x", "def f(x): return x if x < 2 else y"))
     given = [{"task": works, "answer": "def f(x): return 1"}, {"task": breaks, "answer": ""},
              {"task": breaks, "answer": "def f(x): return x"}]
-    mean = "graded 1 answers: 50.0 % tests passed by honest rules; 0 with a failure\n"
+    mean = (f"graded 1 answers: 50.0 % tests passed by honest rules, {PYTHON} (mean over tasks); "
+            "0 with a failure\n")
     for first, last, n in ((0, 3, 2), (2, 3, 1), (0, 1, 0)):
         broken = (f"warning: left out of this mean are {n} answers to 1 tasks whose own reference "
                   "fails; drop them by colbench.py check\n")

@@ -2,13 +2,19 @@
 import asyncio
 import copy
 import json
+import random
 import shutil
+import statistics
+from collections import Counter
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
 
+import colbench
 import collect
+import evaluate
 import model as M
 from colbench import ANSWER, agent_messages
 from conftest import (PLAY, actions, change_json, dialogue, key_of, lines, nucleus, records,
@@ -233,6 +239,7 @@ def test_whatever_changes_an_episode_must_be_as_in_the_file(resume, episodes, tm
 
 
 LLM, ENGINE = ["--human", "https://h/v1"], ["--engine", "http://e/v1"]
+AGENT, SCRIPT = ["--agent", "https://a/v1"], ["--agent", "agent.py"]
 BEST = ["--best_of", "2", "--critic", "critic.py"]
 UNUSED = [  # flag, value, flags with which it has an effect, flags with which it has none
     ("--human_params", "{}", [LLM], [[], ["--human", "human.py"], ["--human", "fixed:http://"]]),
@@ -241,7 +248,12 @@ UNUSED = [  # flag, value, flags with which it has an effect, flags with which i
     ("--top_p", "0.9", [[], ["--temperature", "0.1"]], [["--temperature", "0"]]),
     ("--dtype", "bf16", [[], LLM], [ENGINE]),
     ("--max_batch_tokens", "9", [[], LLM], [ENGINE]),
-    ("--timeout", "9", [LLM, ENGINE], [[], ["--human", "human.py"], BEST]),
+    ("--engine", "http://e/v1", [[]], [AGENT, SCRIPT]),
+    ("--model", "m", [[]], [AGENT, SCRIPT]), ("--candidates", "2", [[]], [AGENT, SCRIPT]),
+    ("--thinking", "1", [[]], [AGENT, SCRIPT]), ("--best_of", "1", [[]], [AGENT, SCRIPT]),
+    ("--temperature", "0.5", [[], AGENT], [SCRIPT]), ("--max_tokens", "9", [[], AGENT], [SCRIPT]),
+    ("--agent_params", "{}", [AGENT], [[], SCRIPT]),
+    ("--timeout", "9", [LLM, ENGINE, AGENT], [[], SCRIPT, ["--human", "human.py"], BEST]),
     ("--retries", "9", [LLM, ENGINE], [[], ["--human", "fixed:no"], BEST])]
 
 
@@ -257,6 +269,14 @@ def test_a_flag_without_an_effect_is_refused(flag, value, good, bad, capsys):
         assert f"error: {flag} has an effect only with" in capsys.readouterr().err
 
 
+def test_each_setting_is_the_agents_or_a_condition_that_systems_should_share(resume, tmp_path):
+    """So whoever adds a flag decides whether evaluate.py notes that systems differ in it."""
+    (tmp_path / "all.jsonl").touch()
+    meta = resume(tmp_path / "all.jsonl")[0].meta
+    of_agent = {"model", "agent", "agent_params", "agent_model", "tokenizer_and_config", "seed", "n_candidates", "candidates_share"}
+    assert colbench.settings(meta).keys() - of_agent == {*evaluate.CONDITIONS} - {"human_model"}
+
+
 def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_path):
     """And so is another dialogue under the number of one that has its candidates."""
     file, (first, second, *_) = tmp_path / "all.jsonl", sorted(episodes, key=key_of)[::2]
@@ -268,8 +288,8 @@ def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_p
     def missing(record):
         with stdin_of([second, record]):
             jobs = [*collect.read_jobs(args, done, dict(tasks))]
-        return [key_of({**r, "sample": n}) for r, n in jobs]
-    assert missing(first) == []
+        return {key_of({**r, "sample": n}) for r, n in jobs} - done.keys()
+    assert missing(first) == set()
     said = copy.deepcopy(first)
     said["dialogue_history"][1]["content"] += "?"
     with pytest.raises(SystemExit, match=f"task {first['task']['id']}, sample 0 has another "):
@@ -280,6 +300,138 @@ def test_a_task_that_was_edited_under_its_id_is_an_error(resume, episodes, tmp_p
                f"{field}: give one")
         with pytest.raises(SystemExit, match=why):
             missing({"task": task})
+
+
+# --- missing episodes -----------------------------------------------------------------------------
+
+class Sampled(collect.EpisodeRunner):
+    """Some episodes fail; the others have texts of their own."""
+    random = random.Random(0)
+
+    def __init__(self, args):
+        self.args, self.totals, self.resumed = args, Counter(), []
+        self.meta = {"seed": args.seed}
+
+    async def load(self):
+        return self
+
+    async def run_episode(self, task, sample):
+        if self.random.random() < 0.2:
+            raise collect.EpisodeError("no reply")
+        text = str(self.random.random())
+        return {"sample": sample, "dialogue_history": dialogue("p", text), "meta": self.meta}
+
+
+def graded_runs(r, playing, path):
+    """Runs collect.py up to three times on a file; returns [(record, what its run was asked for)].
+
+    Each run has some of the tasks, any -k and --seed, may resume the file, and may be killed.
+    """
+    lines_of = []
+    for _ in range(r.randint(1, 3)):
+        names = r.sample("abcdef", r.randint(1, 6))
+        k, seed = r.randint(1, 3), r.choice([0, 0, 0, 1])
+        tasks = [{"id": name, "problem_description": name, "ground_truth": name} for name in names]
+        resume = ["--resume", path] if path.exists() and r.random() < 0.7 else []
+        written, _, _ = playing(tasks, "-k", k, "--seed", seed, *resume)
+        assert all(("asked" in record["meta"]) == (i == 0) for i, record in enumerate(written))
+        for record in written:
+            record["reward"] = r.choice([0.0, 0.5, 1.0])
+        if r.random() < 0.3:
+            written = written[:r.randint(0, len(written))]  # a kill
+        with open(path, "a") as f:
+            f.write(lines(written))
+        asked = {(seed, name, sample) for name in names for sample in range(k)}
+        lines_of += [(record, asked) for record in written]
+    return lines_of
+
+
+def changed(r, change, runs):
+    """What a user may do to the lines of a file before evaluating it."""
+    runs = copy.deepcopy(runs)
+    at = r.randrange(len(runs))
+    if change == "shuffled":
+        r.shuffle(runs)
+    elif change == "head":
+        return runs[:at + 1]
+    elif change == "tail":
+        return runs[at:]
+    elif change == "without one":
+        return runs[:at] + runs[at + 1:] or runs
+    elif change == "of an older version":
+        runs[at][0]["meta"] = {"seed": runs[at][0]["meta"]["seed"]}
+    elif change == "renumbered":
+        runs[at][0]["sample"] += 50
+    return runs
+
+
+CHANGES = ("none", "shuffled", "head", "tail", "without one", "of an older version", "renumbered",
+           "joined")
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_missing_episodes_are_counted_right_or_not_at_all(change, playing, monkeypatch, tmp_path):
+    """Against what each run was asked for, of one file or two, after kills and resumes.
+
+    A count is given if and only if each run's first record is there, and no record is changed or
+    there twice.
+    """
+    monkeypatch.setattr(collect, "EpisodeRunner", Sampled)
+    r, n_known = random.Random(CHANGES.index(change)), 0
+    for number in range(25):
+        paths = [tmp_path / f"{number}{name}" for name in "xy"[:r.randint(1, 2)]]
+        runs_of = {str(path): graded_runs(r, playing, path) for path in paths}
+        if not all(runs_of.values()):
+            continue  # evaluate.py refuses an empty file
+        runs_of = {path: changed(r, change, runs) for path, runs in runs_of.items()}
+        if change == "joined":
+            runs_of = {str(paths[0]): sum(runs_of.values(), [])}
+        for path, runs in runs_of.items():
+            Path(path).write_text(lines(record for record, _ in runs))
+        system, = evaluate.named_systems(["s=" + ",".join(runs_of)])
+
+        asked, found, solved, listed, named = set(), [], Counter(), set(), set()
+        for path, runs in runs_of.items():
+            for record, asked_of_run in runs:
+                name, sample = key_of(record)
+                found.append((path, record["meta"]["seed"], name, sample))
+                asked |= {(path, *key) for key in asked_of_run}
+                solved[name] += record["reward"] == 1
+                named.add(record["meta"].get("asked_hash"))
+                if "asked" in record["meta"]:
+                    listed.add(record["meta"]["asked_hash"])
+        is_known = named <= listed and len({*found}) == len(found) and {*found} <= asked
+        n_known += is_known
+        if not is_known:
+            assert system.missing is system.success_bounds is None
+            continue
+        assert system.missing == len(asked) - len(found)
+        n_asked, n_missing = (Counter(name for _, _, name, _ in keys)
+                              for keys in (asked, asked - {*found}))
+        least, most = (statistics.mean((solved[name] + n * n_missing[name]) / n_asked[name]
+                                       for name in n_asked) for n in (0, 1))
+        assert system.success_bounds == pytest.approx([least, most], abs=1e-4)
+    assert n_known > 12 or change not in ("none", "shuffled", "head", "joined")
+
+
+def test_the_table_names_the_episodes_that_failed(playing, monkeypatch, tmp_path, capsys):
+    """A run with -k 2 is killed, and goes on with -k 3: the count is that of the whole file."""
+    monkeypatch.setattr(collect, "EpisodeRunner", Sampled)
+    file = tmp_path / "policy.jsonl"
+    tasks = [{"id": n, "problem_description": str(n), "ground_truth": "g"} for n in range(20)]
+    for k, kept in ((2, 10), (3, None)):
+        resume = ["--resume", file] if file.exists() else []
+        written, _, end = playing(tasks, "-k", k, *resume)
+        assert "episodes failed and were not written" in str(end)
+        with open(file, "a") as f:
+            f.write(lines({**record, "reward": 1.0} for record in written[:kept]))
+    n = len(records(file.read_text()))
+    evaluate.main(evaluate.get_args([str(file)]))
+    out, table = capsys.readouterr()
+    note = table.splitlines()[-1]
+    assert 10 < n < 60 and note == (
+        f"policy lacks {60 - n} of its 60 episodes: with them, success would be between "
+        f"{100 * n / 60:.1f} and 100.0 %")
 
 
 # --- records that have a dialogue -----------------------------------------------------------------

@@ -44,6 +44,7 @@ whole = lambda message: message
 bare = lambda message: {"role": "assistant", "content": message["output"]}
 """
 SCRIPTED = """
+import random
 draw = random.Random(SEED)
 def act(task, history):
     '''Asks, thinks aloud, answers, in all the ways that agents have.'''

@@ -68,6 +68,20 @@ def test_commands_parse(name, argv):
     import_module(name).get_args(argv)
 
 
+@pytest.mark.parametrize("path", glob.glob(f"{ROOT}/tests/**/*.sh", recursive=True))
+def test_a_script_fails_if_any_stage_of_a_pipe_does(path):
+    """Its first commands set pipefail, or source a script that does."""
+    commands = re.sub(r"^ *#.*\n", "", Path(path).read_text(), flags=re.M)
+    sourced = r"\. tests/experiments/(common|compare)\.sh\n"
+    assert "|" not in re.split(rf"set -euo pipefail|{sourced}", commands)[0].replace("||", "")
+    assert re.search(f"^(set -euo pipefail|{sourced})", commands, re.M)
+
+
+def test_a_block_fails_if_any_stage_of_a_pipe_does():
+    piped = [text for text in re.findall(r"```bash\n(.*?)```", MANUAL, re.S) if " |" in text]
+    assert len(piped) >= 4 and all(text.startswith("set -o pipefail\n") for text in piped)
+
+
 # --- "Change X -> edit Y": each patch of tests/experiments/edits is applied to a copy -------------
 
 def edited(names, folder):
