@@ -11,8 +11,8 @@ as soon as it ends. A record that already has a dialogue gets candidates for its
 Left out on purpose: lock-step rollouts, where episodes wait for the slowest human; rewards, which
 the next stage adds; and paged attention and several GPUs, for which --engine takes a vLLM server.
 """
-from utils import (digest, fail, fail_on_error, flag, inline, open_stdout, parser, print_warnings,
-                   progress, rng, run, say, version)
+from utils import (digest, fail, fail_on_error, flag, inline, open_stdout, parse_json, parser,
+                   print_warnings, progress, rng, run, say, version)
 
 import asyncio
 import base64
@@ -73,7 +73,7 @@ def get_args(argv=None):
     flag(g, "retries", 8, "how often to retry a failed request; 8 retries take about a minute")
     args = p.parse_args(argv)
     with fail_on_error("--human_params is not a JSON object"):
-        args.human_params = dict(json.loads(args.human_params))
+        args.human_params = dict(parse_json(args.human_params))
     if (args.best_of > 1) != bool(args.critic):
         fail("--best_of (2 or more) and --critic need each other; give both or neither")
     if not args.temperature and (args.candidates or args.best_of > 1):

@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version as package_version
 from itertools import chain
@@ -239,6 +240,21 @@ def finite(text):
     return float(text)
 
 
+def unique_keys(pairs):
+    """Returns the dict of a JSON object's [(key, value)]; ValueError if a key comes twice."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        [(key, count)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"the key {key!r} occurs {count} times in one object; keep one of them")
+    return values
+
+
+def parse_json(text):
+    """Returns the value of a JSON text; ValueError for NaN, 1e999 or a key that occurs twice."""
+    return json.loads(text, object_pairs_hook=unique_keys, parse_float=finite,
+                      parse_constant=finite)
+
+
 def read_jsonl(stream, name="stdin"):
     """Yields (place, object) of each line but blank ones; a line that is not JSON is an error."""
     place = None  # such as "stdin, line 3"
@@ -247,11 +263,11 @@ def read_jsonl(stream, name="stdin"):
             continue
         place = f"{name}, line {number}"
         try:
-            record = json.loads(line, parse_float=finite, parse_constant=finite)
+            record = parse_json(line)
             if b"\\ud" in line.lower() or b"\xed" in line:  # it may hold a surrogate
                 # replace lone surrogates, which a model may sample: UTF-8 can't encode them
                 text = json.dumps(record, ensure_ascii=False).encode("utf-16", "surrogatepass")
-                record = json.loads(text.decode("utf-16", "replace"))
+                record = parse_json(text.decode("utf-16", "replace"))
         except (ValueError, RecursionError) as e:
             fail(f"{place}: not JSON ({e}); every line must be one JSON object")
         if not isinstance(record, dict):

@@ -19,6 +19,7 @@ import evaluate
 import model
 import train_critic
 import train_policy
+import utils
 from colbench import agent_messages
 from conftest import key_of
 
@@ -144,3 +145,34 @@ def test_what_a_record_may_not_hold_is_named(text, message):
     line = '{"of another": {"x": HERE}}'.replace("HERE", text)
     with pytest.raises(SystemExit, match=f"stdin, line 1: {message}"):
         list(colbench.read_records([line.encode()]))
+
+
+def spelled_twice(r, value):
+    """Yields (a JSON text of the value with one key of one object twice, that key), for each key."""
+    if isinstance(value, dict):
+        for key, x in value.items():
+            others = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in value.items() if k != key]
+            pairs = [*others, *(f"{json.dumps(key)}: {json.dumps(v)}"
+                                for v in (x, r.choice([x, None, 0, "x"])))]
+            yield "{" + ", ".join(r.sample(pairs, len(pairs))) + "}", key
+            for text, again in spelled_twice(r, x):
+                yield "{" + ", ".join([*others, f"{json.dumps(key)}: {text}"]) + "}", again
+    if isinstance(value, list):
+        for i, x in enumerate(value):
+            for text, again in spelled_twice(r, x):
+                texts = [*map(json.dumps, value[:i]), text, *map(json.dumps, value[i + 1:])]
+                yield "[" + ", ".join(texts) + "]", again
+
+
+def test_a_key_that_occurs_twice_in_an_object_of_any_depth_is_refused_with_its_place(good):
+    """Only one of its values would be read. Readers without duplicates read what json reads."""
+    for record in good[:2]:
+        text = json.dumps(record).encode()
+        assert [x for _, x in utils.read_jsonl([text])] == [json.loads(text)]
+    seen = set()
+    for text, key in spelled_twice(random.Random(SEED), good[0]):
+        assert json.loads(text)  # Python takes it
+        with pytest.raises(SystemExit, match=f"^error: stdin, line 2: .*the key {key!r} occurs 2 "):
+            list(colbench.read_records([json.dumps(good[0]).encode(), text.encode()]))
+        seen.add(key)
+    assert {"task", "test_cases", "test1", "role", "content", "logprob", "meta"} <= seen
