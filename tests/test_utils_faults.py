@@ -129,6 +129,43 @@ def test_a_machine_without_git_has_a_version(monkeypatch):
     assert utils.version.__wrapped__().startswith("unknown, python 3.")
 
 
+def test_the_version_is_the_commit_of_the_scripts_not_of_the_repo_around_their_copies(tmp_path):
+    """A run's copies, in another repo, name the commit that their run began with."""
+    def git(*command, cwd):
+        name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *name, *command], cwd=cwd, check=True, text=True,
+                              capture_output=True).stdout.strip()
+
+    def version(folder):
+        done = subprocess.run([sys.executable, "-c", "import utils; print(utils.version())"],
+                              cwd=folder, capture_output=True, text=True)
+        return done.stdout.partition(", python 3.")[0] or done.stderr
+
+    repo, run = tmp_path / "repo", tmp_path / "repo/runs/critic"
+    run.mkdir(parents=True)
+    git("init", "-q", cwd=repo)
+    shutil.copy(f"{ROOT}/utils.py", repo)
+    assert version(repo) == "unknown"  # nothing is committed yet
+    git("add", "utils.py", cwd=repo)
+    git("commit", "-qm", "scripts", cwd=repo)
+    scripts = git("rev-parse", "--short", "HEAD", cwd=repo)
+    assert version(repo) == scripts
+    shutil.copy(f"{ROOT}/utils.py", run)
+    assert version(run) == "unknown"
+    for original, want in ((f"{scripts}-dirty", f"copy of {scripts}-dirty"),
+                           (f"copy of {scripts}", f"copy of {scripts}"),
+                           ("unknown", "copy of unknown")):
+        row = {"args": {}, "version": f"{original}, python 3.11.7"}
+        (run / "metrics.jsonl").write_text(lines([row]))
+        assert version(run) == want
+    with (repo / "utils.py").open("a") as f:
+        f.write("#")
+    assert version(repo) == f"{scripts}-dirty"
+    git("add", "runs", cwd=repo)
+    git("commit", "-qm", "and a run", cwd=repo)
+    assert version(run) == git("rev-parse", "--short", "HEAD", cwd=repo) + "-dirty"
+
+
 # --- disks that take no more ----------------------------------------------------------------------
 
 def test_writing_leaves_all_or_nothing(tmp_path):
