@@ -400,10 +400,16 @@ def task_content(task):
 
 
 def task_id(task):
-    """Returns the task's own id, else a hash of its content."""
-    if task.get("id") not in (None, ""):
-        return str(task["id"])
-    return digest(json.dumps(task_content(task), sort_keys=True))
+    """Returns the task's own id as text, else a hash of its content. 12, 12.0 and "12" are one id.
+
+    pandas writes a column of integers as floats if a value is missing.
+    """
+    own = task.get("id")
+    if own in (None, ""):
+        return digest(json.dumps(task_content(task), sort_keys=True))
+    if isinstance(own, float) and own.is_integer():
+        own = int(own)
+    return str(own)
 
 
 def settings(meta):

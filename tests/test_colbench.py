@@ -47,7 +47,11 @@ def test_first_message_takes_braces_as_they_are():
 
 
 def test_task_id_is_given_or_a_hash_of_all_that_the_task_is():
-    assert task_id({**DOUBLE, "id": 5}) == "5"
+    for own in (5, 5.0, "5"):  # pandas writes 5 as 5.0
+        assert task_id({**DOUBLE, "id": own}) == "5"
+    ids = 0, -1.0, 1e16, 10 ** 30, 5.5, "5.0", "x", True, [5]
+    assert [task_id({**DOUBLE, "id": own}) for own in ids] == [
+        "0", "-1", "10000000000000000", "1" + 30 * "0", "5.5", "5.0", "x", "True", "[5]"]
     assert task_id(DOUBLE) == task_id(dict(reversed(DOUBLE.items()), kind="backend", id=None))
     others = [{**DOUBLE, name: "x"} for name in (
         "problem_description", "ground_truth", "hidden_information", "test_cases", "agent_prompt",
