@@ -615,11 +615,18 @@ UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to 
     "reasoning_content": "put it into content as <think> ... </think>",
     **dict.fromkeys(["tools", "tool_calls"], "for tools see TRL"),
     **dict.fromkeys(["loss", "loss_mask", "weight", "train"], "every message has the same weight")}
+
+
+def is_number(x, classes):
+    """Whether x is of one of the classes; true and false, which Python counts as ints, are not."""
+    return isinstance(x, classes) and not isinstance(x, bool)
+
+
 TYPES = {
     str: ("text", lambda x: isinstance(x, str)),
     bool: ("true or false", lambda x: isinstance(x, bool)),
-    int: ("a non-negative integer", lambda x: isinstance(x, int) and 0 <= x < 2 ** 62),
-    float: ("a finite number", lambda x: isinstance(x, (int, float)) and abs(x) < 1e300),
+    int: ("a non-negative integer", lambda x: is_number(x, int) and 0 <= x < 2 ** 62),
+    float: ("a finite number", lambda x: is_number(x, (int, float)) and abs(x) < 1e300),
     list: ("a list", lambda x: isinstance(x, list)),
     dict: ("an object", lambda x: isinstance(x, dict))}
 

@@ -140,7 +140,18 @@ def test_a_null_is_a_field_that_is_not_there(good):
 @pytest.mark.parametrize("text, message", [
     *((text, f"not JSON .{re.escape(text)} is not a finite number")  # also where it only passes
       for text in ("NaN", "Infinity", "-Infinity", "1e999")),
-    ('0}, "task": {"kind": ["words"]', "task.kind is not text")])
+    ('0}, "task": {"kind": ["words"]', "task.kind is not text"),
+    # true is no number, nor is 1 true
+    ('0}, "reward": true, "x": {"y": 0', "reward is not a finite number"),
+    ('0}, "sample": false, "x": {"y": 0', "sample is not a non-negative integer"),
+    ('0}, "meta": {"seed": true', "meta.seed is not a non-negative integer"),
+    ('0}, "answered": 1, "x": {"y": 0', "answered is not true or false"),
+    *((f'0}}, "dialogue_history": [{{"content": "", "role": "user", {text}}}], "x": {{"y": 0',
+       re.escape(f"dialogue_history[0].{what}")) for text, what in (
+        ('"token_ids": [3, true]', "token_ids[1] is not a non-negative integer"),
+        ('"logprobs": [0, false]', "logprobs[1] is not a finite number"),
+        ('"advantage": true', "advantage is not a finite number"),
+        ('"candidates": [{"logprob": true}]', "candidates[0].logprob is not a finite number")))])
 def test_what_a_record_may_not_hold_is_named(text, message):
     line = '{"of another": {"x": HERE}}'.replace("HERE", text)
     with pytest.raises(SystemExit, match=f"stdin, line 1: {message}"):
@@ -148,7 +159,7 @@ def test_what_a_record_may_not_hold_is_named(text, message):
 
 
 def spelled_twice(r, value):
-    """Yields (a JSON text of the value with one key of one object twice, that key), for each key."""
+    """Yields (a JSON text of the value in which one object has a key twice, that key)."""
     if isinstance(value, dict):
         for key, x in value.items():
             others = [f"{json.dumps(k)}: {json.dumps(v)}" for k, v in value.items() if k != key]
