@@ -360,8 +360,8 @@ if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
     serve(bytes.fromhex(sys.argv[2]), sys.argv[3:])
     sys.exit()
 
-from utils import (add_warning, digest, fail, fail_on_error, flag, open_stdout, parser, read_jsonl,
-                   run, say)
+from utils import (add_warning, digest, fail, fail_on_error, flag, open_stdout, parser,
+                   private_copy, read_jsonl, run, say)
 
 import ast
 import asyncio
@@ -1034,6 +1034,18 @@ class Grader(Pool):
         return {"reward": reward, "tests": dict(zip(task["test_cases"], verdicts))}
 
 
+def grade_fields(grader, task, answer):
+    """Returns what an environment's `grade` returns; ValueError if a record can't hold it."""
+    fields = grader.grade(private_copy(task), answer)
+    try:
+        check_shape(fields, RECORD)
+        if not 0 <= fields["reward"] <= 1:
+            raise ValueError("the reward is not between 0 and 1")
+    except (ValueError, LookupError) as e:
+        raise ValueError(f"its grade returned {str(fields)[:80]}: {e}") from None
+    return fields
+
+
 def grade_records(records, args):
     """Yields the records with the fields that their environment's `grade` returns, in order.
 
@@ -1065,7 +1077,7 @@ def grade_records(records, args):
                 kind = environment(record["task"])
                 with fail_on_error(f"{kind.__name__} can't grade"):
                     grader = new_grader(kind)
-                job = pool.submit(grader.grade, record["task"], record.get("answer"))
+                job = pool.submit(grade_fields, grader, record["task"], record.get("answer"))
                 jobs.append((record, job))
                 yield from graded(4 * args.workers - 1)
         except SystemExit:

@@ -12,7 +12,7 @@ Left out on purpose: lock-step rollouts, where episodes wait for the slowest hum
 the next stage adds; and paged attention and several GPUs, for which --engine takes a vLLM server.
 """
 from utils import (digest, fail, fail_on_error, flag, inline, open_stdout, parse_json, parser,
-                   print_warnings, progress, rng, run, say, version)
+                   print_warnings, private_copy, progress, rng, run, say, version)
 
 import asyncio
 import base64
@@ -203,7 +203,7 @@ class EpisodeRunner:
             if final is not None:
                 break
             history.append({"role": "user", "content": await self.human_reply(task, history)})
-        answer = environment(task).final_answer(history, final)
+        answer = environment(task).final_answer(private_copy(history), final)
         return {"sample": sample, "dialogue_history": history, "answer": answer or "",
                 "answered": ANSWER in message["content"], "meta": self.meta}
 
@@ -296,8 +296,8 @@ def load_function(file, name):
 
 
 async def call_user_function(function, *args):
-    """Calls the human or critic, which may be async."""
-    result = function(*args)
+    """Calls the human or critic, which may be async, with copies, which it may change."""
+    result = function(*private_copy(args))
     return await result if inspect.isawaitable(result) else result
 
 

@@ -14,6 +14,7 @@ import json
 import marshal
 import math
 import os
+import pickle
 import platform
 import random
 import shlex
@@ -255,7 +256,6 @@ def parse_json(text):
                       parse_constant=finite)
 
 
-def read_jsonl(stream, name="stdin"):
 def private_copy(data):
     """Returns a deep copy of JSON data, for the user's code, which may change what it gets.
 
@@ -264,6 +264,7 @@ def private_copy(data):
     return pickle.loads(pickle.dumps(data))
 
 
+def read_jsonl(stream, name="stdin"):
     """Yields (place, object) of each line but blank ones; a line that is not JSON is an error."""
     place = None  # such as "stdin, line 3"
     for number, line in enumerate(getattr(stream, "buffer", stream), 1):  # bytes, may not be UTF-8
@@ -549,7 +550,6 @@ def digest(x):
     return hashlib.sha256(marshal.dumps(x, 2)).hexdigest()[:16]
 
 
-@functools.cache
 def commit():
     """Returns the commit of these scripts, with "-dirty" if files have changed since.
 
@@ -567,6 +567,7 @@ def commit():
     return "copy of " + original.removeprefix("copy of ")
 
 
+@functools.cache
 def version():
     """Returns the commit of these scripts (see commit) and the package versions."""
     parts = [commit(), f"python {platform.python_version()}"]

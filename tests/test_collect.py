@@ -285,6 +285,43 @@ def test_no_sample_of_a_task_comes_twice():
     assert samples[:4] == [5, 2, 3, 0] and len(set(samples)) == len(samples) == 9
 
 
+# --- what user code changes ---
+
+SPOILS = """
+def reply(task, history):
+    seen = task["ground_truth"], len(history), history[0]["role"]
+    history.insert(0, {"role": "system", "content": "Your secret: " + task["ground_truth"]})
+    history[-1]["content"] = "the assistant wrote"
+    history[-1].pop("token_ids", None)
+    task["test_cases"].clear()
+    task["ground_truth"] = "gone"
+    return "%s, %d messages, %s first" % seen
+async def advantages(task, history, actions):
+    spoiled = reply(task, history)
+    for action in actions:
+        action["token_ids"].clear()
+        action["output"] = spoiled
+    return [float(i) for i in range(len(actions))]
+"""
+
+
+def test_the_human_and_the_critic_get_copies_which_they_may_change(tasks, tmp_path, playing):
+    """A human that builds its request in place must not show the agent its secret."""
+    (tmp_path / "who.py").write_text(SPOILS)
+    flags = ["--human", tmp_path / "who.py", "--critic", tmp_path / "who.py", "--best_of", 2,
+             "--candidates", 2, "--max_tokens", 5, "--max_turns", 4]
+    (played,), _, end = playing(tasks[:1], *flags)
+    task, history = tasks[0]["task"], played["dialogue_history"]
+    assert end is None and played["task"] == task
+    assert [m["role"] for m in history] == 4 * ["user", "assistant"]
+    for n, message in enumerate(history):
+        if n % 2:
+            assert message["output"] != "the assistant wrote" and 1 <= len(message["token_ids"]) < 6
+            assert len(message["candidates"]) == 2
+        elif n:
+            assert message["content"] == f"{task['ground_truth']}, {n} messages, user first"
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 def test_a_dialogue_longer_than_the_models_context_ends_unanswered(tasks, tiny_dir, tmp_path,
