@@ -14,10 +14,13 @@ the next stage adds; and paged attention and several GPUs, for which --engine ta
 from utils import (digest, fail, fail_on_error, flag, inline, open_stdout, parse_json, parser,
                    print_warnings, private_copy, progress, rng, run, say, version)
 
+import ast
 import asyncio
 import base64
 import contextlib
 import fcntl
+import filecmp
+import importlib.util
 import inspect
 import itertools
 import json
@@ -291,8 +294,40 @@ def load_function(file, name):
     """Returns the function `name` that a Python file defines; it may be async."""
     sys.path.append(os.path.dirname(os.path.abspath(file)))  # so that it can import its neighbours
     with fail_on_error(file):
+        check_imports(file)
         namespace = runpy.run_path(file)
     return namespace.get(name) or fail(f"{file} defines no {name}()")
+
+
+def check_imports(file):
+    """Raises ValueError if a Python file would import another module instead of its neighbour.
+
+    For example, `import utils` finds our utils.py, which is loaded already. The neighbours that the
+    file imports are checked, too.
+    """
+    folder, files = Path(file).parent, [Path(file)]
+    for importing in files:  # it grows in the loop
+        for name in imported_names(importing):
+            for neighbour in (folder / f"{name}.py", folder / name / "__init__.py"):
+                if neighbour in files or not neighbour.exists():
+                    continue
+                found = importlib.util.find_spec(name).origin or "another folder"
+                if not os.path.exists(found) or not filecmp.cmp(found, neighbour, shallow=False):
+                    raise ValueError(f"`import {name}` in {importing} would find {found}, not "
+                                     f"{neighbour}; rename the latter")
+                if os.path.samefile(found, neighbour):  # else it is a copy of one of our scripts
+                    files.append(neighbour)
+
+
+def imported_names(file):
+    """Returns the top-level names of the modules that a Python file imports, anywhere in it."""
+    names = []
+    for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:  # not "from . import"
+            names.append(node.module)
+    return [name.partition(".")[0] for name in names]
 
 
 async def call_user_function(function, *args):

@@ -1,8 +1,10 @@
 """collect.py alone: what it samples, --resume, bad input."""
 import asyncio
 import copy
+import importlib
 import json
 import shutil
+import sys
 from itertools import chain
 
 import pytest
@@ -11,8 +13,8 @@ import torch
 import collect
 import model as M
 from colbench import ANSWER, agent_messages
-from conftest import (PLAY, actions, change_json, dialogue, key_of, lines, nucleus, records,
-                      stdin_of, succeed)
+from conftest import (PLAY, actions, change_json, copy_scripts, dialogue, key_of, lines, nucleus,
+                      records, stdin_of, succeed)
 from train_critic import advantage
 
 
@@ -320,6 +322,61 @@ def test_the_human_and_the_critic_get_copies_which_they_may_change(tasks, tmp_pa
             assert len(message["candidates"]) == 2
         elif n:
             assert message["content"] == f"{task['ground_truth']}, {n} messages, user first"
+
+
+# --- what user code imports ---
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """load(text): the function reply of a human.py with this text. Its imports are forgotten."""
+    def load(text):
+        loaded = {*sys.modules}
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        importlib.invalidate_caches()
+        (tmp_path / "human.py").write_text(text + "\n")
+        try:
+            return collect.load_function(str(tmp_path / "human.py"), "reply")
+        finally:
+            for name in {*sys.modules} - loaded:
+                del sys.modules[name]
+    return load
+
+
+REPLY = "def reply(task, history):\n    'Replies.'"
+
+
+@pytest.mark.parametrize("module, text", [
+    ("utils.py", f"import utils\n{REPLY}"), ("utils.py", f"{REPLY}\n    from utils import WORDS"),
+    ("model.py", f"import mine\n{REPLY}"), ("json.py", f"import json.tool\n{REPLY}"),
+    ("time.py", f"{REPLY}\n    import a, time as b"), ("colbench/__init__.py", REPLY
+                                                    + "\n    import colbench")])
+def test_a_module_beside_a_human_is_not_replaced_by_another_of_its_name(module, text, load,
+                                                                        tmp_path):
+    """Ours and the standard library's are found first, which would go unnoticed."""
+    (tmp_path / "mine.py").write_text("def later():\n    from model import Tree")
+    for name in ("collect.py", "random.py"):  # nobody imports these
+        (tmp_path / name).write_text("WORDS = 1")
+    assert callable(load(text))
+    (tmp_path / module).parent.mkdir(exist_ok=True)
+    (tmp_path / module).write_text("WORDS = 1")
+    name = module.partition("/")[0].removesuffix(".py")
+    with pytest.raises(SystemExit, match=f"human.py: `import {name}` in {tmp_path}/(human|mine).py "
+                                         f"would find .*, not {tmp_path / module}; rename"):
+        load(text)
+
+
+def test_a_human_imports_its_neighbours_and_copies_of_the_scripts(load, tmp_path):
+    copy_scripts(tmp_path)
+    (tmp_path / "words.py").write_text("import utils\nWORDS = 'fee'")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").write_text("from words import WORDS as AGAIN")
+    text = ("import colbench, package\nfrom words import WORDS\n"
+            "def reply(task, history):\n    return WORDS + package.AGAIN")
+    assert load(text)({}, []) == "feefee"
+    with (tmp_path / "utils.py").open("a") as f:
+        f.write("WORDS = 1\n")
+    with pytest.raises(SystemExit, match=f"`import utils` in {tmp_path}/words.py would find "):
+        load(text)
 
 
 # --- bad input ------------------------------------------------------------------------------------
