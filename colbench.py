@@ -381,6 +381,9 @@ ANSWER = "I WANT TO ANSWER:"   # marks the final answer, which follows it
 OUTPUT = "OUTPUT:"             # marks the end of the agent's private thought
 HIDDEN = "Hidden reference:\n{hidden}\n\n"  # prefix of the dialogues that the critic reads
 RENDER_FAILED_REPLY = "i can't see your page: {}"
+PLACEHOLDERS = {  # what is filled into each prompt
+    "agent_prompt": ("{problem_description}", "{max_turns}", "{ANSWER}", "{OUTPUT}"),
+    "human_prompt": ("{problem_description}", "{hidden_information}", "{dialogue}")}
 GRADE_FIELDS = "reward", "tests", "failure", "reward_by"  # fields written by the grader
 
 
@@ -494,6 +497,28 @@ def human_prompt(task, history):
 def fill(prompt, **values):
     """Replaces each {name} in the prompt by its value; keeps other braces, and those in values."""
     return re.sub("{(%s)}" % "|".join(values), lambda match: str(values[match[1]]), prompt)
+
+
+def check_prompts(task, llm_human):
+    """Warns if a prompt hides the task from the agent or an LLM human, or is misspelled.
+
+    fill keeps a placeholder that it does not know, so a misspelled one would go unnoticed.
+    """
+    kind, name = environment(task), f"the task {task_id(task)}"
+    prompts = {"agent_prompt": task.get("agent_prompt") or kind.agent_prompt}
+    if task["problem_description"] not in first_message(task, 10)["content"]:
+        add_warning("tasks whose agent_prompt does not show the agent their problem_description",
+                    name)
+    if llm_human and kind.human_prompt:
+        prompts["human_prompt"] = kind.human_prompt
+        for needed in ("{hidden_information}", "{dialogue}"):
+            if needed not in kind.human_prompt and not kind.shows_pages:  # else pages show it
+                add_warning(f"tasks whose human_prompt does not show {needed} to the human", name)
+    for which, prompt in prompts.items():
+        for placeholder in re.findall(r"{\s*[^\W\d]\w*\s*}", prompt):
+            if placeholder not in PLACEHOLDERS[which]:
+                add_warning(f"times {which} has a placeholder that is not filled in; known are "
+                            f"{', '.join(PLACEHOLDERS[which])}", f"{placeholder} in {name}")
 
 
 def redact(reply, task):

@@ -36,9 +36,9 @@ from urllib.parse import parse_qsl
 from urllib.request import getproxies
 
 from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RENDER_FAILED_REPLY, Renderer, RenderError,
-                      answered, cpus, environment, first_message, human_prompt, message_texts,
-                      read_action, read_records, redact, settings, task_id, task_kind,
-                      without_thinking)
+                      answered, check_prompts, cpus, environment, first_message, human_prompt,
+                      message_texts, read_action, read_records, redact, settings, task_id,
+                      task_kind, without_thinking)
 
 
 def get_args(argv=None):
@@ -722,6 +722,8 @@ def read_jobs(args, done, tasks):
                 fail(f"task {name} was sampled with --thinking {thinking}; pass that here, too")
         elif not args.human:
             fail("--human is missing; --help says what it takes")
+        else:
+            check_prompts(task, llm_human=args.human.startswith(("http://", "https://")))
         free = (n for n in itertools.count(start) if (name, n) not in taken)
         for sample in itertools.islice(free, k):
             taken.add((name, sample))

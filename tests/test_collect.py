@@ -407,6 +407,20 @@ def test_a_template_without_a_generation_prompt_is_refused(tiny_dir):
         M.opened_thought(tokenizer)
 
 
+def test_a_hidden_task_is_warned_of_once_before_the_episodes(tasks, playing):
+    given = [{"task": {**r["task"], "agent_prompt": "Ask {max_turn} times."}} for r in tasks]
+    played, said, _ = playing([*given, tasks[0] | {"task": {**tasks[0]["task"], "id": "good"}}],
+                              "--max_tokens", 5, "--max_turns", 1)
+    assert len(played) == 5
+    told = [line for line in said.splitlines() if "agent_prompt" in line]
+    first = f"the task {tasks[0]['task']['id']}"
+    assert told == [f"4 tasks whose agent_prompt does not show the agent their problem_description "
+                    f"(the first: {first})",
+                    "4 times agent_prompt has a placeholder that is not filled in; known are "
+                    "{problem_description}, {max_turns}, {ANSWER}, {OUTPUT} (the first: {max_turn} "
+                    f"in {first})"]
+
+
 # --- the human ------------------------------------------------------------------------------------
 
 WRITTEN = """
