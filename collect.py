@@ -136,8 +136,9 @@ class EpisodeRunner:
         folder, self.tokenizer, config = find_model(args.model)
         config = config.get_text_config()
         self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
-        self.stop = stop_ids(self.tokenizer, folder)
-        self.opening = opened_thought(self.tokenizer, args.thinking)
+        with fail_on_error(f"the chat template of --model {args.model} can't be used"):
+            self.stop = stop_ids(self.tokenizer, folder)
+            self.opening = opened_thought(self.tokenizer, args.thinking)
         files = sorted(file for form in MODEL_FILES for file in Path(folder).glob(form))
         self.meta = {name: x for name, x in vars(args).items() if name not in NOT_IN_META} | {
             "model_weights": weights_digest(folder), "version": version(),

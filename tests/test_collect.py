@@ -13,8 +13,8 @@ import torch
 import collect
 import model as M
 from colbench import ANSWER, agent_messages
-from conftest import (PLAY, actions, change_json, copy_scripts, dialogue, key_of, lines, nucleus,
-                      records, stdin_of, succeed)
+from conftest import (PLAY, actions, change_json, complaint, copy_scripts, dialogue, key_of, lines,
+                      nucleus, records, script, stdin_of, succeed)
 from train_critic import advantage
 
 
@@ -419,6 +419,36 @@ def test_a_hidden_task_is_warned_of_once_before_the_episodes(tasks, playing):
                     "4 times agent_prompt has a placeholder that is not filled in; known are "
                     "{problem_description}, {max_turns}, {ANSWER}, {OUTPUT} (the first: {max_turn} "
                     f"in {first})"]
+
+
+LEAVES_OUT = {  # what a template does not show: (a change of tiny's template, how it is said)
+    "texts": ("{{ m['content'] }}", "{% for p in m['content'] %}{{ p['text'] }}{% endfor %}",
+              "message 1 of 2, whose role is user"),
+    "assistant": ("{{ m['content'] }}", "{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}",
+                  "message 2 of 2, whose role is assistant"),
+    "system": ("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}",
+               "message 1 of 2, whose role is system")}
+
+
+@pytest.mark.parametrize("what", LEAVES_OUT)
+def test_a_template_that_leaves_out_messages_plays_no_episode_and_trains_nothing(
+        what, tasks, ranked, tiny_dir, tmp_path, playing):
+    before, after, why = LEAVES_OUT[what]
+    base = shutil.copytree(tiny_dir, tmp_path / "base")
+    text = (base / "chat_template.jinja").read_text()
+    assert before in text
+    (base / "chat_template.jinja").write_text(text.replace(before, after))
+    given = tasks
+    if what == "system":  # a dialogue that begins with one
+        given = ranked[:1]
+        given[0]["dialogue_history"].insert(0, {"role": "system", "content": "Be brief."})
+    played, _, end = playing(given, "--model", base, "--max_tokens", 5, "--candidates", 1)
+    assert not played and f"it leaves out the content of {why}" in str(end)
+    for trainer in ("train_critic", "train_policy"):
+        done = script(f"{trainer}.py", "--model", base, "--out", tmp_path / trainer,
+                      stdin=given if what == "system" else ranked)
+        complaint(done, f"it leaves out the content of {why}")
+        assert not [*(tmp_path / trainer).iterdir()]
 
 
 # --- the human ------------------------------------------------------------------------------------
