@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict,
                                                      get_state_dict, set_state_dict)
 from torch.distributed.device_mesh import init_device_mesh
@@ -827,9 +828,31 @@ def find_model(path, weights=False):
         fail(f"no weights at {path!r}: only safetensors files are supported")
     if weights and getattr(config, "quantization_config", None):
         fail(f"{path!r} has quantized weights, which are not supported: use the original model")
+    if weights:
+        check_index(path)
     if not tokenizer.chat_template:
         fail(f"the tokenizer of {path!r} has no chat template: use the instruction-tuned model")
     return path, tokenizer, config
+
+
+@functools.cache  # a trainer asks twice for its --model
+def check_index(folder):
+    """Exits if a folder has model.safetensors and, by its index, shards with other weights.
+
+    transformers loads the former, so a stale one would be used instead of the shards.
+    """
+    single = os.path.join(folder, "model.safetensors")
+    files = read_json(single + ".index.json").get("weight_map", {})  # {name of a weight: its shard}
+    if not files or not os.path.exists(single):
+        return
+    with fail_on_error(f"{folder!r} has model.safetensors and an index of other weights, one of "
+                       "which is stale: remove it"), safe_open(single, "pt") as weights:
+        if different := sorted(files.keys() ^ {*weights.keys()}):
+            raise ValueError(f"only one of them has {different[0]}")
+        for name, file in files.items():
+            with safe_open(os.path.join(folder, file), "pt") as shard:
+                if not torch.equal(weights.get_tensor(name), shard.get_tensor(name)):
+                    raise ValueError(f"{name} differs")
 
 
 @functools.cache  # a trainer asks twice for its --model

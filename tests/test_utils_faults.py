@@ -4,6 +4,7 @@ FULL=1 KILLS=100 python -m pytest -q tests/test_utils_faults.py kills every stag
 FAULT_SEED=1 kills at other moments.
 """
 import errno
+import json
 import math
 import os
 import random
@@ -309,6 +310,49 @@ def test_a_folder_that_is_no_whole_model_is_named_for_what_it_is(tiny_dir, tmp_p
     for rows in ('{"args": {}}\n{"finished": 4}\n', "of another program"):
         (run / "metrics.jsonl").write_text(rows)
         model.find_model(str(run))
+
+
+def test_weights_that_differ_from_the_index_beside_them_are_refused(tiny_dir, tmp_path, playing,
+                                                                    tasks):
+    """transformers would load a stale model.safetensors, and leave out the shards."""
+    from safetensors.torch import save_file
+    folder = shutil.copytree(tiny_dir, tmp_path / "both")
+    index, state = folder / "model.safetensors.index.json", weights(tiny_dir)
+    names = sorted(state)
+    shards = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+
+    def write(state, **weight_map):
+        for file, some in shards.items():
+            save_file({name: state[name] for name in some if name in state}, folder / file)
+        files = {name: file for file, some in shards.items() for name in some}
+        index.write_text(json.dumps({"metadata": {}, "weight_map": {**files, **weight_map}}))
+
+    def refused(why):
+        model.check_index.cache_clear()
+        with pytest.raises(SystemExit, match=f"both' has model.safetensors and an index .* {why}"):
+            model.load(str(folder))
+    write(state)
+    model.check_index.cache_clear()
+    model.load(str(folder))  # they hold the same
+    for name in names[0], names[-1]:
+        other = {**state, name: state[name].clone()}
+        other[name].view(-1)[-1] += 1e-3
+        write(other)
+        refused(f"{name} differs")
+    _, _, end = playing(tasks, "--model", folder, "--max_tokens", 5)
+    assert f"{names[-1]} differs" in str(end)
+    write(state, more="b.safetensors")
+    refused("only one of them has more")
+    write({name: x for name, x in state.items() if name != names[0]})
+    refused(f".*{names[0]}")
+    write(state)
+    (folder / "b.safetensors").unlink()
+    refused(".*b.safetensors")
+    (folder / "b.safetensors").write_bytes(b"version https://git-lfs")
+    refused("")
+    index.unlink()
+    model.check_index.cache_clear()
+    model.load(str(folder))
 
 
 # --- trust ----------------------------------------------------------------------------------------
