@@ -261,9 +261,55 @@ def run_test(programs, test, official):
         return f"refused {type(e).__name__}: {e}"
 
 
+def set_randomness(seed):
+    """Gives this process the random numbers and memory addresses of a seed, for `check`.
+
+    Only what `random` draws from the operating system in C, as in Random(), can't be set.
+    """
+    for name in ("random", "numpy.random", "sympy.core.random"):
+        if name in sys.modules:
+            sys.modules[name].seed(seed)
+    if "random" in sys.modules:
+        random = sys.modules["random"]
+        os.urandom = random._urandom = random.Random(seed).randbytes  # for secrets and uuid, too
+    set_randomness.kept = [object() for _ in range(100 * seed)]  # moves what is created later
+
+
+def set_clocks(seed):
+    """Sets all clocks of this process, except numpy's: a seed's time is about 2004 + 3 * seed."""
+    import time
+    years = seed * (10 ** 8 + 7)  # seconds; prime, so that weekdays, hours and seconds vary, too
+    shift = 2 ** 30 + years - time.time()
+
+    def shifted(read, amount):
+        return lambda: read() + amount
+
+    def completed(function, missing, now):
+        """Returns the function with now() as its last argument if `missing` are given."""
+        return lambda *args: function(*args, now()) if len(args) == missing else function(*args)
+
+    for name in ("monotonic", "perf_counter", "process_time", "thread_time"):
+        setattr(time, name, shifted(getattr(time, name), years))
+        setattr(time, name + "_ns", shifted(getattr(time, name + "_ns"), years * 10 ** 9))
+    time.time_ns = shifted(time.time_ns, int(shift * 10 ** 9))
+    time.time = shifted(time.time, shift)
+    for name in ("localtime", "gmtime", "ctime"):
+        setattr(time, name, completed(getattr(time, name), 0, time.time))
+    time.asctime = completed(time.asctime, 0, time.localtime)
+    time.strftime = completed(time.strftime, 1, time.localtime)
+    # datetime's `today` calls time.time; its `now` does not, and only its dict can be changed
+    methods = gc.get_referents(datetime.datetime.__dict__)[0]
+    methods["now"] = classmethod(lambda cls, tz=None: cls.fromtimestamp(time.time(), tz))
+    methods["utcnow"] = classmethod(lambda cls: cls.utcfromtimestamp(time.time()))
+    ctypes.pythonapi.PyType_Modified(ctypes.py_object(datetime.datetime))
+
+
 def run_tests(request, result_fd):
-    """Runs a request {text, tests, official}; writes a result per test."""
+    """Runs a request {text, tests, official, seed}; writes a result per test. seed may be None."""
     text, official = request["text"], request["official"]
+    if request["seed"] is not None:
+        set_randomness(request["seed"])
+        set_clocks(request["seed"])
     error, uses_streams = None, re.search("std(in|out|err)", text)
     try:
         programs = [(text, compile(text, "<answer>", "exec"))] if official else read_programs(text)
@@ -339,7 +385,8 @@ def serve(bpf, modules):
     devnull, server = os.open(os.devnull, os.O_RDWR), os.getpid()
     control = socket.socket(fileno=0)
     text = "def f(x): return [x, 0.5, 'a', {'b': (x, None)}]"  # warms up caches for all children
-    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False}, devnull)
+    run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False, "seed": None},
+              devnull)
     gc.freeze()  # else garbage collection in a child would copy all shared memory pages
     with contextlib.suppress(ConnectionError):  # the grader has exited
         while fds := socket.recv_fds(control, 1, 2)[1]:
@@ -360,8 +407,8 @@ if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
     serve(bytes.fromhex(sys.argv[2]), sys.argv[3:])
     sys.exit()
 
-from utils import (add_warning, digest, fail, fail_on_error, flag, open_stdout, parser, read_jsonl,
-                   run, say)
+from utils import (add_warning, digest, fail, fail_on_error, flag, open_stdout, parser,
+                   private_copy, read_jsonl, run, say)
 
 import ast
 import asyncio
@@ -383,6 +430,9 @@ ANSWER = "I WANT TO ANSWER:"   # marks the final answer, which follows it
 OUTPUT = "OUTPUT:"             # marks the end of the agent's private thought
 HIDDEN = "Hidden reference:\n{hidden}\n\n"  # prefix of the dialogues that the critic reads
 RENDER_FAILED_REPLY = "i can't see your page: {}"
+PLACEHOLDERS = {  # what is filled into each prompt
+    "agent_prompt": ("{problem_description}", "{max_turns}", "{ANSWER}", "{OUTPUT}"),
+    "human_prompt": ("{problem_description}", "{hidden_information}", "{dialogue}")}
 GRADE_FIELDS = "reward", "tests", "failure", "reward_by"  # fields written by the grader
 
 
@@ -402,10 +452,16 @@ def task_content(task):
 
 
 def task_id(task):
-    """Returns the task's own id, else a hash of its content."""
-    if task.get("id") not in (None, ""):
-        return str(task["id"])
-    return digest(json.dumps(task_content(task), sort_keys=True))
+    """Returns the task's own id as text, else a hash of its content. 12, 12.0 and "12" are one id.
+
+    pandas writes a column of integers as floats if a value is missing.
+    """
+    own = task.get("id")
+    if own in (None, ""):
+        return digest(json.dumps(task_content(task), sort_keys=True))
+    if isinstance(own, float) and own.is_integer():
+        own = int(own)
+    return str(own)
 
 
 def settings(meta):
@@ -514,6 +570,28 @@ def human_prompt(task, history):
 def fill(prompt, **values):
     """Replaces each {name} in the prompt by its value; keeps other braces, and those in values."""
     return re.sub("{(%s)}" % "|".join(values), lambda match: str(values[match[1]]), prompt)
+
+
+def check_prompts(task, llm_human):
+    """Warns if a prompt hides the task from the agent or an LLM human, or is misspelled.
+
+    fill keeps a placeholder that it does not know, so a misspelled one would go unnoticed.
+    """
+    kind, name = environment(task), f"the task {task_id(task)}"
+    prompts = {"agent_prompt": task.get("agent_prompt") or kind.agent_prompt}
+    if task["problem_description"] not in first_message(task, 10)["content"]:
+        add_warning("tasks whose agent_prompt does not show the agent their problem_description",
+                    name)
+    if llm_human and kind.human_prompt:
+        prompts["human_prompt"] = kind.human_prompt
+        for needed in ("{hidden_information}", "{dialogue}"):
+            if needed not in kind.human_prompt and not kind.shows_pages:  # else pages show it
+                add_warning(f"tasks whose human_prompt does not show {needed} to the human", name)
+    for which, prompt in prompts.items():
+        for placeholder in re.findall(r"{\s*[^\W\d]\w*\s*}", prompt):
+            if placeholder not in PLACEHOLDERS[which]:
+                add_warning(f"times {which} has a placeholder that is not filled in; known are "
+                            f"{', '.join(PLACEHOLDERS[which])}", f"{placeholder} in {name}")
 
 
 def redact(reply, task):
@@ -630,7 +708,8 @@ class Episode:
 
     def fields(self):
         """Returns the fields that the episode adds to the record of its task."""
-        answer = environment(self.task).final_answer(self.history, self.submitted)
+        history = private_copy(self.history)
+        answer = environment(self.task).final_answer(history, self.submitted)
         return {"dialogue_history": self.history, "answer": answer or "",
                 "answered": ANSWER in self.history[-1]["content"]}
 
@@ -687,11 +766,18 @@ UNSUPPORTED = {  # fields that would change the prompt or the loss, and what to 
     "reasoning_content": "put it into content as <think> ... </think>",
     **dict.fromkeys(["tools", "tool_calls"], "for tools see TRL"),
     **dict.fromkeys(["loss", "loss_mask", "weight", "train"], "every message has the same weight")}
+
+
+def is_number(x, classes):
+    """Whether x is of one of the classes; true and false, which Python counts as ints, are not."""
+    return isinstance(x, classes) and not isinstance(x, bool)
+
+
 TYPES = {
     str: ("text", lambda x: isinstance(x, str)),
     bool: ("true or false", lambda x: isinstance(x, bool)),
-    int: ("a non-negative integer", lambda x: isinstance(x, int) and 0 <= x < 2 ** 62),
-    float: ("a finite number", lambda x: isinstance(x, (int, float)) and abs(x) < 1e300),
+    int: ("a non-negative integer", lambda x: is_number(x, int) and 0 <= x < 2 ** 62),
+    float: ("a finite number", lambda x: is_number(x, (int, float)) and abs(x) < 1e300),
     list: ("a list", lambda x: isinstance(x, list)),
     dict: ("an object", lambda x: isinstance(x, dict))}
 
@@ -827,6 +913,10 @@ class Environment(contextlib.ExitStack):
         """Returns {name: number} of a graded record, which evaluate.py shows as percentages."""
         return {"success": record["reward"] >= 1, "unanswered": not answered(record)}
 
+    def check(self, task):
+        """Returns what grade returns for the task's own reference, whose reward must be 1."""
+        return self.grade(task, task["ground_truth"])
+
     def grade(self, task, answer):
         """Returns {"reward": 0 to 1} and further fields for the record, such as "failure".
 
@@ -876,6 +966,9 @@ not mind. Write no code, quote none, and do not mention that a function exists."
         super().__init__(args)
         self.reward_by = f"{args.rules} rules, Python %d.%d" % sys.version_info[:2]
         self.grader = self.enter_context(Grader(args.rules, args.workers))
+
+    def check(self, task):
+        return self.grader.check(task)
 
     def grade(self, task, answer):
         """See Environment.grade. reward_by names all versions on which the reward may depend."""
@@ -1050,6 +1143,12 @@ BANNED_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "trans
                 "quit(", "argparse")  # the released scorer gives reward 0 to answers with one
 
 
+# what a reference or a test contains if it may be random or read a clock
+MAY_VARY = (r"rand|secrets|uuid|tempfile|datetime|import[^\n]*\btime\b|from time\b|\bid\(|"
+            r"\bhash\(")
+RERUNS = 40  # of such a reference, by `check`
+
+
 class Grader(Pool):
     """with Grader() as grader: grader.grade(task, answer), from any thread.
 
@@ -1071,14 +1170,18 @@ class Grader(Pool):
         super().__init__([{} for _ in range(workers)])  # of each: {row of SERVERS: ForkServer}
         self.results("", ["0"])  # raises GraderError here if the sandbox does not work
 
-    def results(self, text, tests, time_factor=1):
-        """Returns a result per test, see ForkServer.run. time_factor multiplies the time limits."""
+    def results(self, text, tests, time_factor=1, seed=None):
+        """Returns a result per test, see ForkServer.run. time_factor multiplies the time limits.
+
+        seed: see set_randomness and set_clocks; None: the machine's own.
+        """
         results, seconds_left, failed = [], LIMITS["answer"] * time_factor, False
         source = "\n".join([text, *tests])
         row = next(i for i, (pattern, _) in enumerate(SERVERS) if re.search(pattern, source))
         with self.acquire() as servers:
             while len(results) < len(tests) and seconds_left > 0:  # rerun if a child ends early
-                request = {"text": text, "tests": tests[len(results):], "official": self.official}
+                request = {"text": text, "tests": tests[len(results):], "official": self.official,
+                           "seed": seed}
                 try:
                     if row not in servers:
                         servers[row] = ForkServer(SERVERS[row][1])
@@ -1097,8 +1200,29 @@ class Grader(Pool):
                 failed = False
         return results + ["timeout"] * (len(tests) - len(results))
 
-    def grade(self, task, answer):
-        """Returns {"reward": share of tests passed, "tests": {name: verdict}}."""
+    def check(self, task):
+        """Returns grade's fields for the reference as an answer; values must not vary.
+
+        A reference that may be random or read a clock runs with RERUNS seeds, and the fields are
+        those of the first run that fails: the same in every call.
+        """
+        reference, tests = task["ground_truth"], task["test_cases"]
+        if not re.search(MAY_VARY, "\n".join([reference, *tests.values()])):
+            return self.grade(task, reference)
+        for seed in range(1, RERUNS):
+            fields = self.grade(task, reference, seed)
+            if fields["reward"] < 1:
+                break
+        for name, text in fields["tests"].items():
+            if text == "wrong value":
+                fields["tests"][name] = "its value varies between runs: random, or from a clock"
+        return fields
+
+    def grade(self, task, answer, seed=None):
+        """Returns {"reward": share of tests passed, "tests": {name: verdict}}.
+
+        seed: of the answer's run, see set_randomness; the reference then has seed 0.
+        """
         tests, answer = list(task["test_cases"].values()), answer or ""
         banned = [word for word in BANNED_WORDS if self.official and word in answer]
         if not answer.strip():
@@ -1111,16 +1235,32 @@ class Grader(Pool):
             for fence in ("```python", "```") if self.official else ():
                 if fence in answer:  # a tag other than "python" stays in, as there
                     answer = answer.split(fence)[1].split("```")[0]
-            key = digest([task["ground_truth"], tests])
+            reference_seed = None if seed is None else 0
+            key = digest([task["ground_truth"], tests, reference_seed])
             if key not in self.expected:
-                self.expected[key] = self.results(task["ground_truth"], tests, time_factor=3)
-            verdicts = list(map(verdict, self.expected[key], self.results(answer, tests)))
+                self.expected[key] = self.results(task["ground_truth"], tests, 3, reference_seed)
+            results = self.results(answer, tests, seed=seed)
+            verdicts = list(map(verdict, self.expected[key], results))
         reward = verdicts.count("pass") / len(tests)
         return {"reward": reward, "tests": dict(zip(task["test_cases"], verdicts))}
 
 
-def grade_records(records, args):
+def grade_fields(grade, *args):
+    """Returns what an environment's grade(*args) returns; ValueError if a record can't hold it."""
+    fields = grade(*private_copy(args))
+    try:
+        check_shape(fields, RECORD)
+        if not 0 <= fields["reward"] <= 1:
+            raise ValueError("the reward is not between 0 and 1")
+    except (ValueError, LookupError) as e:
+        raise ValueError(f"its grade returned {str(fields)[:80]}: {e}") from None
+    return fields
+
+
+def grade_records(records, args, check=False):
     """Yields the records with the fields that their environment's `grade` returns, in order.
+
+    check: grade the task's own reference instead of the answer, by the environment's `check`.
 
     If `grade` raises, the record is reported and left out, and the program fails at the end. An
     invalid line, or a kind without its packages, ends it once the lines before are graded; a
@@ -1150,7 +1290,11 @@ def grade_records(records, args):
                 kind = environment(record["task"])
                 with fail_on_error(f"{kind.__name__} can't grade"):
                     grader = new_grader(kind)
-                job = pool.submit(grader.grade, record["task"], record.get("answer"))
+                task = record["task"]
+                if check:
+                    job = pool.submit(grade_fields, grader.check, task)
+                else:
+                    job = pool.submit(grade_fields, grader.grade, task, record.get("answer"))
                 jobs.append((record, job))
                 yield from graded(4 * args.workers - 1)
         except SystemExit:
@@ -1383,7 +1527,7 @@ def cpus():
 def get_args(argv=None):
     p = parser(__doc__, usage=None)
     p.add_argument("command", choices=["grade", "check"], help="grade: add the reward to records; "
-                   "check: drop tasks whose own reference does not get reward 1")
+                   "check: drop tasks whose own reference does not get reward 1 in every run")
     flag(p, "rules", "honest", "official: verdicts of the released scorer",
          choices=["honest", "official"])
     flag(p, "workers", cpus(), "number of answers or pages graded in parallel", least=1)
@@ -1430,9 +1574,9 @@ def print_mean_reward(rewards, failures, broken, graders):
 
 def check(args, emit):
     """Drops tasks whose own reference does not get reward 1."""
-    references = ({"task": r["task"], "answer": r["task"]["ground_truth"], "original": r}
+    references = ({"task": r["task"], "original": r}
                   for r in read_records(sys.stdin, to_grade=True))
-    for record in grade_records(references, args):
+    for record in grade_records(references, args, check=True):
         if record["reward"] > 0.9999:  # allows for rounding in the likeness
             emit(record["original"])
             continue

@@ -12,14 +12,16 @@ as soon as it ends. A record that already has a dialogue gets candidates for its
 Left out on purpose: lock-step rollouts, where episodes wait for the slowest human; rewards, which
 the next stage adds; and paged attention and several GPUs, for which --engine takes a vLLM server.
 """
-from utils import (digest, fail, fail_on_error, flag, inline, open_stdout, parser, print_warnings,
-                   progress, rng, run, say, version)
+from utils import (digest, fail, fail_on_error, flag, inline, open_stdout, parse_json, parser,
+                   print_warnings, private_copy, progress, rng, run, say, version)
 
+import ast
 import asyncio
 import base64
 import contextlib
-import copy
 import fcntl
+import filecmp
+import importlib.util
 import inspect
 import itertools
 import json
@@ -35,9 +37,9 @@ from urllib.parse import parse_qsl
 from urllib.request import getproxies
 
 from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, RENDER_FAILED_REPLY, Episode, Renderer,
-                      RenderError, answered, check_shape, cpus, environment, human_prompt,
-                      message_texts, read_records, redact, settings, task_id, task_kind,
-                      without_thinking)
+                      RenderError, answered, check_prompts, check_shape, cpus, environment,
+                      human_prompt, message_texts, read_records, redact, settings, task_id,
+                      task_kind, without_thinking)
 
 
 # what some flags need, see utils.flag
@@ -108,7 +110,7 @@ def check_args(p, args):
     """Parses the JSON flags, exits if flags do not fit together, and sets unused ones to None."""
     for name in ("human_params", "agent_params"):
         with fail_on_error(f"--{name} is not a JSON object"):
-            setattr(args, name, dict(json.loads(getattr(args, name))))
+            setattr(args, name, dict(parse_json(getattr(args, name))))
     samples = not args.agent or is_url(args.agent)  # else the agent is a program
     p.refuse_unused(args, {
         "without --agent": not args.agent,
@@ -199,8 +201,9 @@ class EpisodeRunner:
         folder, self.tokenizer, config = find_model(args.model)
         config = config.get_text_config()
         self.max_context = getattr(config, "max_position_embeddings", None) or math.inf
-        self.stop = stop_ids(self.tokenizer, folder)
-        self.opening = opened_thought(self.tokenizer, args.thinking)
+        with fail_on_error(f"the chat template of --model {args.model} can't be used"):
+            self.stop = stop_ids(self.tokenizer, folder)
+            self.opening = opened_thought(self.tokenizer, args.thinking)
         files = sorted(file for form in MODEL_FILES for file in Path(folder).glob(form))
         self.meta |= {"model_weights": weights_digest(folder),
                       "tokenizer_and_config": digest([*map(fingerprint, files)])}
@@ -354,13 +357,45 @@ def load_function(file, name):
     """Returns the function `name` that a Python file defines; it may be async."""
     sys.path.append(os.path.dirname(os.path.abspath(file)))  # so that it can import its neighbours
     with fail_on_error(file):
+        check_imports(file)
         namespace = runpy.run_path(file)
     return namespace.get(name) or fail(f"{file} defines no {name}()")
 
 
+def check_imports(file):
+    """Raises ValueError if a Python file would import another module instead of its neighbour.
+
+    For example, `import utils` finds our utils.py, which is loaded already. The neighbours that the
+    file imports are checked, too.
+    """
+    folder, files = Path(file).parent, [Path(file)]
+    for importing in files:  # it grows in the loop
+        for name in imported_names(importing):
+            for neighbour in (folder / f"{name}.py", folder / name / "__init__.py"):
+                if neighbour in files or not neighbour.exists():
+                    continue
+                found = importlib.util.find_spec(name).origin or "another folder"
+                if not os.path.exists(found) or not filecmp.cmp(found, neighbour, shallow=False):
+                    raise ValueError(f"`import {name}` in {importing} would find {found}, not "
+                                     f"{neighbour}; rename the latter")
+                if os.path.samefile(found, neighbour):  # else it is a copy of one of our scripts
+                    files.append(neighbour)
+
+
+def imported_names(file):
+    """Returns the top-level names of the modules that a Python file imports, anywhere in it."""
+    names = []
+    for node in ast.walk(ast.parse(file.read_bytes(), str(file))):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:  # not "from . import"
+            names.append(node.module)
+    return [name.partition(".")[0] for name in names]
+
+
 async def call_user_function(function, *args):
-    """Calls the agent, human or critic, which may be async."""
-    result = function(*copy.deepcopy(args))  # what it does to its arguments changes no record
+    """Calls the agent, human or critic, which may be async, with copies, which it may change."""
+    result = function(*private_copy(args))
     return await result if inspect.isawaitable(result) else result
 
 
@@ -815,6 +850,8 @@ def read_jobs(args, done, tasks):
                 fail(f"task {name} was sampled with --thinking {thinking}; pass that here, too")
         elif not args.human:
             fail("--human is missing; --help says what it takes")
+        else:
+            check_prompts(task, llm_human=args.human.startswith(("http://", "https://")))
         free = (n for n in itertools.count(start) if (name, n) not in taken)
         for sample in itertools.islice(free, k):
             taken.add((name, sample))

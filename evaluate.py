@@ -25,7 +25,7 @@ if none, and if all, of these were solved.
 Left out on purpose: intervals over episodes, which are too narrow because episodes of a task are
 alike; and p-values, because a difference's interval shows its size as well as its significance.
 """
-from utils import fail, fail_on_error, open_stdout, parser, run, say, version
+from utils import fail, fail_on_error, open_stdout, parser, private_copy, run, say, version
 
 import json
 import math
@@ -161,7 +161,8 @@ def episode_metrics(record):
     agent = agent_messages(record)
     lengths = [len(m["token_ids"]) for m in agent if "token_ids" in m]
     lengths += [m["completion_tokens"] for m in agent if "completion_tokens" in m]
-    return {"tests_passed": record["reward"], **environment(record["task"]).metrics(record),
+    own = environment(record["task"]).metrics(private_copy(record))
+    return {"tests_passed": record["reward"], **own,
             "turns": len(agent), **({"tokens": sum(lengths)} if lengths else {})}
 
 

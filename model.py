@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict,
                                                      get_state_dict, set_state_dict)
 from torch.distributed.device_mesh import init_device_mesh
@@ -415,12 +416,34 @@ def template_text(tokenizer, messages, thinking, add_prompt):
     """Returns the chat template's text of a dialogue, with CUTs; raises the template's own errors.
 
     thinking: 0 switches thinking off, if the template has `enable_thinking`. add_prompt: whether to
-    append the generation prompt, which opens the assistant's next message.
+    append the generation prompt, which opens the assistant's next message. ValueError: the template
+    leaves out a message.
     """
+    check_roles(tokenizer, tuple(m["role"] for m in messages), thinking, add_prompt)
     plain = [{"role": m["role"], "content": as_plain(tokenizer, m)} for m in messages]
+    return apply_template(tokenizer, plain, thinking, add_prompt)
+
+
+def apply_template(tokenizer, messages, thinking, add_prompt):
+    """Returns the chat template's text of a dialogue on the day TODAY; see template_text."""
     return tokenizer.apply_chat_template(
-        plain, chat_template=STRFTIME_NOW + tokenizer.get_chat_template(), tokenize=False,
+        messages, chat_template=STRFTIME_NOW + tokenizer.get_chat_template(), tokenize=False,
         add_generation_prompt=add_prompt, enable_thinking=bool(thinking))
+
+
+@functools.cache
+def check_roles(tokenizer, roles, thinking, add_prompt):
+    """Raises ValueError if the chat template leaves out a message of a dialogue of these roles.
+
+    Some templates have no system message, read contents as lists of parts, or show only the last
+    messages, and write nothing of a message that they do not expect.
+    """
+    probe = [{"role": role, "content": f"Qx{i}xQ"} for i, role in enumerate(roles)]
+    text = apply_template(tokenizer, probe, thinking, add_prompt)
+    for i, message in enumerate(probe):
+        if message["content"] not in text:
+            raise ValueError(f"it leaves out the content of message {i + 1} of {len(roles)}, whose "
+                             f"role is {message['role']}; use another template, or no such message")
 
 
 @functools.cache
@@ -605,6 +628,8 @@ def read_trajectories(args, *fields, pi_reads_c, ref_reads_c):
     _, tokenizer, config = find_model(args.model)
     config = config.get_text_config()
     longest = min(args.max_length, getattr(config, "max_position_embeddings", None) or math.inf)
+    with fail_on_error(f"the chat template of --model {args.model} can't be used"):
+        ending(tokenizer)  # else `save` would fail, after training
     extra_ids, special = len(tokenizer) > config.vocab_size, control_tokens(tokenizer)[1]
     trajectories = []
     for r in records:
@@ -792,9 +817,31 @@ def find_model(path, weights=False):
         fail(f"no weights at {path!r}: only safetensors files are supported")
     if weights and getattr(config, "quantization_config", None):
         fail(f"{path!r} has quantized weights, which are not supported: use the original model")
+    if weights:
+        check_index(path)
     if not tokenizer.chat_template:
         fail(f"the tokenizer of {path!r} has no chat template: use the instruction-tuned model")
     return path, tokenizer, config
+
+
+@functools.cache  # a trainer asks twice for its --model
+def check_index(folder):
+    """Exits if a folder has model.safetensors and, by its index, shards with other weights.
+
+    transformers loads the former, so a stale one would be used instead of the shards.
+    """
+    single = os.path.join(folder, "model.safetensors")
+    files = read_json(single + ".index.json").get("weight_map", {})  # {name of a weight: its shard}
+    if not files or not os.path.exists(single):
+        return
+    with fail_on_error(f"{folder!r} has model.safetensors and an index of other weights, one of "
+                       "which is stale: remove it"), safe_open(single, "pt") as weights:
+        if different := sorted(files.keys() ^ {*weights.keys()}):
+            raise ValueError(f"only one of them has {different[0]}")
+        for name, file in files.items():
+            with safe_open(os.path.join(folder, file), "pt") as shard:
+                if not torch.equal(weights.get_tensor(name), shard.get_tensor(name)):
+                    raise ValueError(f"{name} differs")
 
 
 @functools.cache  # a trainer asks twice for its --model

@@ -129,10 +129,78 @@ def f(x):
     wanted = [*(f"no expected value: {why}" for why in why), "wrong value", "pass"]
     verdicts = dict(zip(odd["test_cases"], wanted))
     assert grader.grade(odd, code) == {"reward": 1 / 5, "tests": verdicts}
+    verdicts["test4"] = VARIES
     tasks = [{"task": {"id": n, **t}, "n": n} for n, t in enumerate((DOUBLE, odd, DOUBLE))]
     kept, told, _ = grading(tasks, command="check")
     del verdicts["test5"]
     assert kept == [tasks[0], tasks[2]] and told == f"task 1 dropped: {verdicts}\n"
+
+
+VARIES = "its value varies between runs: random, or from a clock"
+VARYING = {  # bodies of references whose values vary, most of them between two values only
+    "a choice": "import random; return random.choice([1, 2])",
+    "a rare event": "import random; return random.random() < .1",
+    "an order": "from random import shuffle; x = [1, 2]; shuffle(x); return x",
+    "another generator": "import random; return random.Random().choice([1, 2])",
+    "the system's generator": "import random; return random.SystemRandom().choice([1, 2])",
+    "secrets": "import secrets; return secrets.randbelow(2)",
+    "a uuid": "import uuid; return str(uuid.uuid4()) < '8'",
+    "bytes": "return __import__('os').urandom(1)[0] % 2",
+    "numpy": "import numpy as np; return int(np.random.randint(2))",
+    "numpy's new generator": "import numpy as np; return int(np.random.default_rng().integers(2))",
+    "sympy": "import sympy; return int(sympy.randMatrix(1, 1, 0, 1)[0])",
+    "an address": "return id(object()) % 1000", "another address": "return hash(object()) % 1000",
+    "a second": "import time; return int(time.time()) % 2",
+    "nanoseconds": "import time; return time.time_ns() // 10 ** 9 % 2",
+    "an uptime": "import time; return int(time.monotonic()) % 7",
+    "a stopwatch": "import time as t; return t.perf_counter_ns() // 10 ** 9 % 7",
+    "a year": "import datetime; return datetime.datetime.now().year",
+    "a year by time": "import time; return time.localtime().tm_year",
+    "a year in text": "from time import strftime; return strftime('%Y')",
+    "a date in text": "import time; return time.ctime()[4:7]",
+    "a date in other text": "import time; return time.asctime(time.gmtime())[4:7]",
+    "half a day": "import datetime as d; return d.datetime.now(d.timezone.utc).hour < 12",
+    "half a year": "import datetime as d; return d.datetime.utcnow().month < 7",
+    "a day of rest": "from datetime import datetime as d; return d.today().weekday() >= 5",
+    "a deadline": "from datetime import date; return date.today() > date(2025, 6, 1)"}
+REPEATABLE = {  # bodies of references that look like these and always give the same value
+    "a seed": "import random; random.seed(3); return random.random()",
+    "a generator of its own": "import random; return random.Random(3).random()",
+    "numpy's own": "import numpy as np; return float(np.random.default_rng(3).random())",
+    "sorted": "import random; x = [3, 1, 2]; random.shuffle(x); return sorted(x)",
+    "a stopwatch": "import time; t = time.time(); assert 0 <= time.time() - t < 5; return x",
+    "dates": """from datetime import date, datetime, timedelta
+    day = datetime.strptime('2024-02-28 12', '%Y-%m-%d %H')
+    assert isinstance(day, date) and isinstance(day.date(), date) and type(day) is datetime
+    return [day + timedelta(1), repr(day), str(day.date()), datetime.fromtimestamp(0).year]""",
+    "a date that is given": "from datetime import date; return (x or date.today()) + 1",
+    "times of a clock": "import time; day = time.gmtime(9 ** 9); return [time.strftime('%Y', day), "
+                        "time.asctime(day), time.ctime(9 ** 9), time.localtime(0).tm_year]",
+    "words": "time, operand, datetime = x, 3, 4; return [time, operand, datetime]"}
+
+
+@pytest.mark.parametrize("what", VARYING)
+def test_check_drops_a_reference_whose_value_varies_in_every_run(what, graders):
+    """Also if it has two values, and the two that grade compares are often equal."""
+    odd = task(f"def f(x):\n    {VARYING[what]}", "f(1)")
+    for grader in graders:
+        assert [grader.check(odd) for _ in range(3)] == 3 * [
+            {"reward": 0, "tests": {"test1": VARIES}}]
+
+
+@pytest.mark.parametrize("what", REPEATABLE)
+def test_check_keeps_a_reference_that_repeats_its_value(what, graders):
+    good = task(f"def f(x):\n    {REPEATABLE[what]}", "f(1)")
+    for grader in graders:
+        assert grader.check(good) == {"reward": 1, "tests": {"test1": "pass"}}
+
+
+def test_grade_has_the_clock_and_the_random_numbers_of_the_machine(grader):
+    now = task("import datetime\ndef f(x):\n    return datetime.datetime.now().year", "f(1)")
+    grader.check(now)
+    assert grader.grade(now, f"def f(x): return {time.localtime().tm_year}")["reward"] == 1
+    results = {grader.results("import random", ["random.random()"])[0] for _ in range(3)}
+    assert len(results) == 3
 
 
 # --- modules --------------------------------------------------------------------------------------
@@ -377,7 +445,7 @@ def test_a_busy_machine_takes_nothing_from_a_right_answer(monkeypatch):
     (None, .15, 9), ("1 0 1", .15, 9), (f"1 {10 ** 18} 1", 0, .15), ("0 0 0", .05, .19)])
 def test_a_third_of_the_time_asleep_is_charged(schedstat, least, most, monkeypatch):
     """Waiting for a CPU is not charged; of a kernel that does not tell, a tenth of all time is."""
-    request = {"text": SLEEP.format(.6), "tests": ["f(None)"], "official": False}
+    request = {"text": SLEEP.format(.6), "tests": ["f(None)"], "official": False, "seed": None}
     server = colbench.ForkServer(["time"])
     if schedstat:
         monkeypatch.setattr(colbench.pathlib.Path, "read_text", lambda path: schedstat)

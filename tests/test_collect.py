@@ -1,10 +1,12 @@
 """collect.py alone: what it samples, --resume, bad input."""
 import asyncio
 import copy
+import importlib
 import json
 import random
 import shutil
 import statistics
+import sys
 from collections import Counter
 from itertools import chain
 from pathlib import Path
@@ -17,8 +19,8 @@ import collect
 import evaluate
 import model as M
 from colbench import ANSWER, agent_messages
-from conftest import (PLAY, actions, change_json, dialogue, key_of, lines, nucleus, records,
-                      stdin_of, succeed)
+from conftest import (PLAY, actions, change_json, complaint, copy_scripts, dialogue, key_of, lines,
+                      nucleus, records, script, stdin_of, succeed)
 from train_critic import advantage
 
 
@@ -462,6 +464,98 @@ def test_no_sample_of_a_task_comes_twice():
     assert samples[:4] == [5, 2, 3, 0] and len(set(samples)) == len(samples) == 9
 
 
+# --- what user code changes ---
+
+SPOILS = """
+def reply(task, history):
+    seen = task["ground_truth"], len(history), history[0]["role"]
+    history.insert(0, {"role": "system", "content": "Your secret: " + task["ground_truth"]})
+    history[-1]["content"] = "the assistant wrote"
+    history[-1].pop("token_ids", None)
+    task["test_cases"].clear()
+    task["ground_truth"] = "gone"
+    return "%s, %d messages, %s first" % seen
+async def advantages(task, history, actions):
+    spoiled = reply(task, history)
+    for action in actions:
+        action["token_ids"].clear()
+        action["output"] = spoiled
+    return [float(i) for i in range(len(actions))]
+"""
+
+
+def test_the_human_and_the_critic_get_copies_which_they_may_change(tasks, tmp_path, playing):
+    """A human that builds its request in place must not show the agent its secret."""
+    (tmp_path / "who.py").write_text(SPOILS)
+    flags = ["--human", tmp_path / "who.py", "--critic", tmp_path / "who.py", "--best_of", 2,
+             "--candidates", 2, "--max_tokens", 5, "--max_turns", 4]
+    (played,), _, end = playing(tasks[:1], *flags)
+    task, history = tasks[0]["task"], played["dialogue_history"]
+    assert end is None and played["task"] == task
+    assert [m["role"] for m in history] == 4 * ["user", "assistant"]
+    for n, message in enumerate(history):
+        if n % 2:
+            assert message["output"] != "the assistant wrote" and 1 <= len(message["token_ids"]) < 6
+            assert len(message["candidates"]) == 2
+        elif n:
+            assert message["content"] == f"{task['ground_truth']}, {n} messages, user first"
+
+
+# --- what user code imports ---
+
+@pytest.fixture
+def load(tmp_path, monkeypatch):
+    """load(text): the function reply of a human.py with this text. Its imports are forgotten."""
+    def load(text):
+        loaded = {*sys.modules}
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        importlib.invalidate_caches()
+        (tmp_path / "human.py").write_text(text + "\n")
+        try:
+            return collect.load_function(str(tmp_path / "human.py"), "reply")
+        finally:
+            for name in {*sys.modules} - loaded:
+                del sys.modules[name]
+    return load
+
+
+REPLY = "def reply(task, history):\n    'Replies.'"
+
+
+@pytest.mark.parametrize("module, text", [
+    ("utils.py", f"import utils\n{REPLY}"), ("utils.py", f"{REPLY}\n    from utils import WORDS"),
+    ("model.py", f"import mine\n{REPLY}"), ("json.py", f"import json.tool\n{REPLY}"),
+    ("time.py", f"{REPLY}\n    import a, time as b"), ("colbench/__init__.py", REPLY
+                                                    + "\n    import colbench")])
+def test_a_module_beside_a_human_is_not_replaced_by_another_of_its_name(module, text, load,
+                                                                        tmp_path):
+    """Ours and the standard library's are found first, which would go unnoticed."""
+    (tmp_path / "mine.py").write_text("def later():\n    from model import Tree")
+    for name in ("collect.py", "random.py"):  # nobody imports these
+        (tmp_path / name).write_text("WORDS = 1")
+    assert callable(load(text))
+    (tmp_path / module).parent.mkdir(exist_ok=True)
+    (tmp_path / module).write_text("WORDS = 1")
+    name = module.partition("/")[0].removesuffix(".py")
+    with pytest.raises(SystemExit, match=f"human.py: `import {name}` in {tmp_path}/(human|mine).py "
+                                         f"would find .*, not {tmp_path / module}; rename"):
+        load(text)
+
+
+def test_a_human_imports_its_neighbours_and_copies_of_the_scripts(load, tmp_path):
+    copy_scripts(tmp_path)
+    (tmp_path / "words.py").write_text("import utils\nWORDS = 'fee'")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/__init__.py").write_text("from words import WORDS as AGAIN")
+    text = ("import colbench, package\nfrom words import WORDS\n"
+            "def reply(task, history):\n    return WORDS + package.AGAIN")
+    assert load(text)({}, []) == "feefee"
+    with (tmp_path / "utils.py").open("a") as f:
+        f.write("WORDS = 1\n")
+    with pytest.raises(SystemExit, match=f"`import utils` in {tmp_path}/words.py would find "):
+        load(text)
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 def test_a_dialogue_longer_than_the_models_context_ends_unanswered(tasks, tiny_dir, tmp_path,
@@ -488,6 +582,50 @@ def test_a_template_without_a_generation_prompt_is_refused(tiny_dir):
     tokenizer.chat_template = chatml
     with pytest.raises(SystemExit, match="no generation prompt.*<.im_start.>assistant"):
         M.opened_thought(tokenizer)
+
+
+def test_a_hidden_task_is_warned_of_once_before_the_episodes(tasks, playing):
+    given = [{"task": {**r["task"], "agent_prompt": "Ask {max_turn} times."}} for r in tasks]
+    played, said, _ = playing([*given, tasks[0] | {"task": {**tasks[0]["task"], "id": "good"}}],
+                              "--max_tokens", 5, "--max_turns", 1)
+    assert len(played) == 5
+    told = [line for line in said.splitlines() if "agent_prompt" in line]
+    first = f"the task {tasks[0]['task']['id']}"
+    assert told == [f"4 tasks whose agent_prompt does not show the agent their problem_description "
+                    f"(the first: {first})",
+                    "4 times agent_prompt has a placeholder that is not filled in; known are "
+                    "{problem_description}, {max_turns}, {ANSWER}, {OUTPUT} (the first: {max_turn} "
+                    f"in {first})"]
+
+
+LEAVES_OUT = {  # what a template does not show: (a change of tiny's template, how it is said)
+    "texts": ("{{ m['content'] }}", "{% for p in m['content'] %}{{ p['text'] }}{% endfor %}",
+              "message 1 of 2, whose role is user"),
+    "assistant": ("{{ m['content'] }}", "{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}",
+                  "message 2 of 2, whose role is assistant"),
+    "system": ("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}",
+               "message 1 of 2, whose role is system")}
+
+
+@pytest.mark.parametrize("what", LEAVES_OUT)
+def test_a_template_that_leaves_out_messages_plays_no_episode_and_trains_nothing(
+        what, tasks, ranked, tiny_dir, tmp_path, playing):
+    before, after, why = LEAVES_OUT[what]
+    base = shutil.copytree(tiny_dir, tmp_path / "base")
+    text = (base / "chat_template.jinja").read_text()
+    assert before in text
+    (base / "chat_template.jinja").write_text(text.replace(before, after))
+    given = tasks
+    if what == "system":  # a dialogue that begins with one
+        given = ranked[:1]
+        given[0]["dialogue_history"].insert(0, {"role": "system", "content": "Be brief."})
+    played, _, end = playing(given, "--model", base, "--max_tokens", 5, "--candidates", 1)
+    assert not played and f"it leaves out the content of {why}" in str(end)
+    for trainer in ("train_critic", "train_policy"):
+        done = script(f"{trainer}.py", "--model", base, "--out", tmp_path / trainer,
+                      stdin=given if what == "system" else ranked)
+        complaint(done, f"it leaves out the content of {why}")
+        assert not [*(tmp_path / trainer).iterdir()]
 
 
 # --- the human ------------------------------------------------------------------------------------

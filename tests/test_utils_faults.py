@@ -4,6 +4,7 @@ FULL=1 KILLS=100 python -m pytest -q tests/test_utils_faults.py kills every stag
 FAULT_SEED=1 kills at other moments.
 """
 import errno
+import json
 import math
 import os
 import random
@@ -127,6 +128,43 @@ def test_a_script_refuses_to_be_one_of_several_unless_torchrun_starts_a_trainer(
 def test_a_machine_without_git_has_a_version(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert utils.version.__wrapped__().startswith("unknown, python 3.")
+
+
+def test_the_version_is_the_commit_of_the_scripts_not_of_the_repo_around_their_copies(tmp_path):
+    """A run's copies, in another repo, name the commit that their run began with."""
+    def git(*command, cwd):
+        name = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        return subprocess.run(["git", *name, *command], cwd=cwd, check=True, text=True,
+                              capture_output=True).stdout.strip()
+
+    def version(folder):
+        done = subprocess.run([sys.executable, "-c", "import utils; print(utils.version())"],
+                              cwd=folder, capture_output=True, text=True)
+        return done.stdout.partition(", python 3.")[0] or done.stderr
+
+    repo, run = tmp_path / "repo", tmp_path / "repo/runs/critic"
+    run.mkdir(parents=True)
+    git("init", "-q", cwd=repo)
+    shutil.copy(f"{ROOT}/utils.py", repo)
+    assert version(repo) == "unknown"  # nothing is committed yet
+    git("add", "utils.py", cwd=repo)
+    git("commit", "-qm", "scripts", cwd=repo)
+    scripts = git("rev-parse", "--short", "HEAD", cwd=repo)
+    assert version(repo) == scripts
+    shutil.copy(f"{ROOT}/utils.py", run)
+    assert version(run) == "unknown"
+    for original, want in ((f"{scripts}-dirty", f"copy of {scripts}-dirty"),
+                           (f"copy of {scripts}", f"copy of {scripts}"),
+                           ("unknown", "copy of unknown")):
+        row = {"args": {}, "version": f"{original}, python 3.11.7"}
+        (run / "metrics.jsonl").write_text(lines([row]))
+        assert version(run) == want
+    with (repo / "utils.py").open("a") as f:
+        f.write("#")
+    assert version(repo) == f"{scripts}-dirty"
+    git("add", "runs", cwd=repo)
+    git("commit", "-qm", "and a run", cwd=repo)
+    assert version(run) == git("rev-parse", "--short", "HEAD", cwd=repo) + "-dirty"
 
 
 # --- disks that take no more ----------------------------------------------------------------------
@@ -272,6 +310,49 @@ def test_a_folder_that_is_no_whole_model_is_named_for_what_it_is(tiny_dir, tmp_p
     for rows in ('{"args": {}}\n{"finished": 4}\n', "of another program"):
         (run / "metrics.jsonl").write_text(rows)
         model.find_model(str(run))
+
+
+def test_weights_that_differ_from_the_index_beside_them_are_refused(tiny_dir, tmp_path, playing,
+                                                                    tasks):
+    """transformers would load a stale model.safetensors, and leave out the shards."""
+    from safetensors.torch import save_file
+    folder = shutil.copytree(tiny_dir, tmp_path / "both")
+    index, state = folder / "model.safetensors.index.json", weights(tiny_dir)
+    names = sorted(state)
+    shards = {"a.safetensors": names[:5], "b.safetensors": names[5:]}
+
+    def write(state, **weight_map):
+        for file, some in shards.items():
+            save_file({name: state[name] for name in some if name in state}, folder / file)
+        files = {name: file for file, some in shards.items() for name in some}
+        index.write_text(json.dumps({"metadata": {}, "weight_map": {**files, **weight_map}}))
+
+    def refused(why):
+        model.check_index.cache_clear()
+        with pytest.raises(SystemExit, match=f"both' has model.safetensors and an index .* {why}"):
+            model.load(str(folder))
+    write(state)
+    model.check_index.cache_clear()
+    model.load(str(folder))  # they hold the same
+    for name in names[0], names[-1]:
+        other = {**state, name: state[name].clone()}
+        other[name].view(-1)[-1] += 1e-3
+        write(other)
+        refused(f"{name} differs")
+    _, _, end = playing(tasks, "--model", folder, "--max_tokens", 5)
+    assert f"{names[-1]} differs" in str(end)
+    write(state, more="b.safetensors")
+    refused("only one of them has more")
+    write({name: x for name, x in state.items() if name != names[0]})
+    refused(f".*{names[0]}")
+    write(state)
+    (folder / "b.safetensors").unlink()
+    refused(".*b.safetensors")
+    (folder / "b.safetensors").write_bytes(b"version https://git-lfs")
+    refused("")
+    index.unlink()
+    model.check_index.cache_clear()
+    model.load(str(folder))
 
 
 # --- trust ----------------------------------------------------------------------------------------
