@@ -26,9 +26,9 @@ trap finish EXIT
 
 step "installing into .venv (torch's CPU build unless there is an NVIDIA GPU)"
 python3 -m venv .venv && . .venv/bin/activate
-cpu_index=https://download.pytorch.org/whl/cpu index=
-if ! command -v nvidia-smi > /dev/null && curl -sfI --max-time 20 $cpu_index/torch/ > /dev/null; then
-    index="--extra-index-url $cpu_index"
+cpu=https://download.pytorch.org/whl/cpu index=
+if ! command -v nvidia-smi > /dev/null && curl -sfI --max-time 20 $cpu/torch/ > /dev/null; then
+    index="--extra-index-url $cpu"   # whose torch 2.13.0+cpu comes before PyPI's 2.13.0
 fi
 pip install -q -r requirements.txt $index
 

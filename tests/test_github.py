@@ -33,7 +33,8 @@ from huggingface_hub import HfApi
 from huggingface_hub.cli.hf import main
 from huggingface_hub.utils import filter_repo_objects
 
-def upload_folder(self, *, repo_id, folder_path, path_in_repo, allow_patterns, ignore_patterns, **_):
+def upload_folder(self, *, repo_id, folder_path, path_in_repo, allow_patterns, ignore_patterns,
+                  **_):
     files = [os.path.relpath(os.path.join(d, name), folder_path)
              for d, _, names in os.walk(folder_path) for name in names]
     for file in filter_repo_objects(files, allow_patterns=allow_patterns,
@@ -83,7 +84,8 @@ def cells_of(row):
 
 def test_a_row_of_the_leaderboard(tmp_path):
     """Its numbers stand in the table's columns."""
-    head, _, *rows = RESULTS.partition("<!-- leaderboard -->\n")[2].partition("\n\n")[0].splitlines()
+    table = RESULTS.partition("<!-- leaderboard -->\n")[2].partition("\n\n")[0]
+    head, _, *rows = table.splitlines()
     assert rows and all(len(cells_of(row)) == len(cells_of(head)) for row in rows)
     results = [{"system": name, "version": "abc1234-dirty, python 3.11", "success": share,
                 "success_95": [share - 0.01, share + 0.01]}
@@ -115,3 +117,16 @@ def test_commands_of_the_issue_templates_and_files_that_contributing_names():
     paths = re.findall(r"`((?:tests/|\.ci/)[\w/.]+)`", text)
     paths += re.findall(r"(?:bash|-q) (tests/[\w/.]+\.\w+)", text)
     assert len(paths) >= 5 and all(os.path.exists(f"{ROOT}/{path}") for path in paths)
+
+
+def test_requirements_are_exact_and_ci_tests_other_versions():
+    """One version of vLLM everywhere, and of each package that is installed. CI also runs those of
+    transformers that requirements.txt names."""
+    texts = [Path(ROOT, name).read_text() for name in (
+        "requirements.txt", "README.md", "tests/experiments/MANUAL.md", ".ci/run")]
+    pinned = [line for line in texts[0].splitlines() if line and not line.startswith("#")]
+    assert all(re.fullmatch(r"\w+==[\d.]+( +#.*)?", line) for line in pinned)
+    named = next(line for line in pinned if line.startswith("transformers"))
+    run = re.search(r"versions=\((.*?)\)", texts[3])[1].split()
+    assert run and re.findall(r"\d+\.\d+\.\d+", named)[1:] == run
+    assert len({v for text in texts for v in re.findall(r"vllm(?:-cpu)?==([\d.]+\d)", text)}) == 1

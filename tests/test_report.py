@@ -187,7 +187,8 @@ def test_four_systems_fit_and_a_failed_test_has_its_call(page_of):
             columns, "all => all.map(x => x.getBoundingClientRect().right)")
         assert len(right) == n and max(right) < 1400
         assert page.evaluate("document.documentElement.scrollWidth") == 1400
-        page.evaluate("DATA.tasks[0].reference.picture = 0; DATA.pictures = ['']; show(DATA.tasks[0])")
+        page.evaluate("DATA.tasks[0].reference.picture = 0; DATA.pictures = ['']")
+        page.evaluate("show(DATA.tasks[0])")
     text = page.inner_text(f"{columns} >> nth=1")
     assert "1 of 2 tests pass\nf(2): wrong value\n" in text and "f(1)" not in text
     assert all(name in page.inner_text("header") for name in ("base", "rft", "sweet", long[:40]))
@@ -212,8 +213,8 @@ def test_what_a_model_wrote_is_never_markup(page_of):
     page.keyboard.press("c")
     page.wait_for_timeout(200)  # an image that fails to load would run its code
     assert page.title() == "Episodes"
-    tags = page.evaluate("[...new Set([...document.body.querySelectorAll('*')].map(x => x.tagName))]")
-    assert not {*tags} & {"IMG", "TEMPLATE"} and tags.count("SCRIPT") == 1
+    tags = page.eval_on_selector_all("body *", "all => all.map(x => x.tagName)")
+    assert not {*tags} & {"IMG", "TEMPLATE"} and tags.count("SCRIPT") == 2  # data and code
     shown = page.eval_on_selector_all("h2, pre", "all => all.map(x => x.textContent)")
     # the id, the description, the reference; an answer, a failure and five messages per system
     assert shown.count(HOSTILE) == 3 + 2 * 7 and shown.count(f"{HOSTILE}: {HOSTILE}") == 2
@@ -223,7 +224,8 @@ def test_the_data_are_one_script_element(tmp_path):
     """Also without a browser: nothing in a record ends the element in which the data are."""
     (tmp_path / "a").write_text(lines([hostile()]))
     html = succeed("tests/experiments/report.py", "a", cwd=tmp_path).stdout
-    before, after = Path(ROOT, "tests/experiments/report_page.html").read_text().split("{}</script>")
+    template = Path(ROOT, "tests/experiments/report_page.html").read_text()
+    before, after = template.split("{}</script>")
     assert html.startswith(before) and html.endswith("</script>" + after)
     data = html[len(before):len(html) - len("</script>" + after)]
     assert "<" not in data and json.loads(data)["tasks"][0]["description"] == HOSTILE
@@ -300,12 +302,13 @@ def test_a_table_is_plotted(tmp_path):
     table = ("| success | 0 | 1 | 2 |\n|---|---|---|---|\n| **a** | 10.0 | 50.5 [40.1, 60.9] | |\n"
              "| b | | 20.0 [10.3, 30.0] | 99.9 [99.0, 100.0] |\n")
     figure = ["tests/experiments/plot.py", "--table", "t", tmp_path / "t.svg"]
+    drawn = set()
     for _ in range(2):
         succeed(*figure, stdin=f"<!-- s -->\n|x|\n\n<!-- t -->\n{table}\nmore | text")
         found, _ = numbers_in_figure(tmp_path / "t.svg")
         assert found == numbers_in_table(table.replace("*", ""))[0]
-        before = (tmp_path / "t.svg").read_bytes()
-    assert before == (tmp_path / "t.svg").read_bytes()
+        drawn.add((tmp_path / "t.svg").read_bytes())
+    assert len(drawn) == 1  # the same bytes
     for stdin, said in ("", "no table below"), (f"<!-- t -->\n{table}|c|1|x|2|", "a cell 'x'"):
         done = script(*figure, stdin=stdin)
         assert done.returncode == 1 and said in done.stderr

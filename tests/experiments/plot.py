@@ -7,9 +7,9 @@
 Systems NAME@X are the points of a curve NAME over X, other systems are horizontal lines. Without
 curves, all systems are bars. Results without success are plotted by their mean reward.
 
-With --table NAME stdin is Markdown, and the table below the line <!-- NAME --> is plotted. Its first
-column has the curves' names and its head the values of X. A cell is a percentage with its interval,
-86.8 [85.0, 88.2], or without one, or empty. Requires matplotlib.
+With --table NAME stdin is Markdown, and the table below the line <!-- NAME --> is plotted. Its
+first column has the curves' names and its head the values of X. A cell is a percentage with its
+interval, 86.8 [85.0, 88.2], or without one, or empty. Requires matplotlib.
 """
 import json
 import os

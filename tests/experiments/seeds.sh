@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# The quickstart with five seeds, one table of all, and their row of the leaderboard: 20 to 40 minutes
-# on two cores. The test tasks are the same for all seeds. Episodes and models go to runs/seed*/.
+# The quickstart with five seeds, one table of all, and their row of the leaderboard: 20 to 40
+# minutes on two cores. The test tasks are the same for all seeds. Episodes and models go to
+# runs/seed*/.
 #
 #   bash tests/experiments/seeds.sh
 #   SEEDS="0 1" N=40 DEMOS=2000 bash tests/experiments/seeds.sh   # a rehearsal
