@@ -1,18 +1,14 @@
-"""evaluate.py against numbers worked out by hand, and its intervals against the textbook.
-
-And the report of episodes: what it shows, and that texts stay texts.
-"""
+"""evaluate.py against numbers worked out by hand, and its intervals against the textbook."""
 import random
 import re
 import statistics
-from html.parser import HTMLParser
 from itertools import combinations
 
 import pytest
 
 import colbench
 import evaluate
-from conftest import dialogue, lines, stdin_of, succeed
+from conftest import dialogue, lines, stdin_of
 
 CODE = "def f(x, rate=3, fee=12): return x * rate + fee"
 
@@ -310,37 +306,3 @@ def test_names(run, tmp_path):
                      **files)
     assert [r["system"] for r in got] == ["lr=1/test.jsonl", "lr=2/test.jsonl", "sweet", "stdin"]
     assert table.endswith("graded by honest rules\n")  # these are the same tasks
-
-
-# --- the report -----------------------------------------------------------------------------------
-
-HOSTILE = ("</script><script>document.title = 'owned'</script></template>"
-           "<img src=x onerror=\"document.title = 'owned'\"><!--")
-
-
-def test_what_a_model_wrote_is_never_markup_and_candidates_come_best_first(tmp_path):
-    candidates = [{"output": HOSTILE, "token_ids": [1], "advantage": advantage,
-                   "role": '"><img src=x>'} for advantage in (-0.5, 0.25, 0.0)]
-    task = {"problem_description": HOSTILE, "ground_truth": HOSTILE, "id": HOSTILE,
-            "test_cases": {"a": "f()"}}
-    history = dialogue(HOSTILE, HOSTILE)
-    history[1]["candidates"] = candidates
-    for name, reward in ("base", 0.5), ("sweet", 1.0):
-        (tmp_path / name).write_text(lines([{
-            "task": task, "answer": HOSTILE, "reward": reward, "dialogue_history": history,
-            "tests": {HOSTILE: HOSTILE}, "failure": HOSTILE}]))
-    tags, texts, html = [], [], HTMLParser()
-    html.handle_starttag = lambda tag, attributes: tags.append((tag, dict(attributes)))
-    html.handle_comment = html.handle_decl = html.handle_pi = html.handle_data = texts.append
-    html.feed(succeed("tests/experiments/report.py", "base", "sweet", cwd=tmp_path).stdout)
-    html.close()
-    assert {tag for tag, _ in tags} == {"meta", "title", "style", "nav", "details", "summary", "b",
-                                        "span", "main", "h3", "pre", "div", "section"}
-    assert {name for _, attributes in tags for name in attributes} == {
-        "charset", "class", "name", "open"}
-    # an answer, a failure and five messages of each system; what is hidden, an id, a description
-    assert texts.count(HOSTILE) == 2 * 7 + 3 and texts.count(f"{HOSTILE}: {HOSTILE}") == 2
-    shown = [text for text in texts if re.fullmatch(r"[+-]?[\d.]+|episode.*", text)]
-    best_first = ["+0.250", "+0.000", "-0.500"]
-    assert HOSTILE[:90] in texts and shown == [
-        "50", "100", "episode 0: reward 0.500", *best_first, "episode 0: reward 1.000", *best_first]
