@@ -128,6 +128,15 @@ def test_the_figures_are_shares_of_episodes():
         (["redacted"], "rate=4 [...]")]
 
 
+def test_a_system_is_named_by_what_played_its_agent():
+    """The served model, else the file of --agent, else --model."""
+    metas = [{"model": "m", "agent": None}, {"model": None, "agent": "my.py 1f"},
+             {"model": None, "agent": "http://x/v1", "agent_model": "gpt"}]
+    given = [{**episode(0), "meta": {**meta, "human": "h.py 1f"}} for meta in metas]
+    named = [r["system"] for r in records(succeed(AUDIT, stdin=given).stdout)]
+    assert named == ["m with h.py", "my.py with h.py", "gpt with h.py"]
+
+
 def test_a_judge_reads_the_reference_and_the_reply():
     def answer(path, body):
         prompt = body["messages"][0]["content"]

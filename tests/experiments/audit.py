@@ -273,7 +273,8 @@ def main(args):
             if i and message["role"] == "user":
                 replies.append((task, history[:i], message["content"]))
                 found.append(faults(*replies[-1]))
-        name = " with ".join(str(meta.get(x, "?")).split(" ")[0] for x in ("model", "human"))
+        agent = meta.get("agent_model") or meta.get("agent") or meta.get("model", "?")
+        name = " with ".join(str(x).split(" ")[0] for x in (agent, meta.get("human", "?")))
         systems[name].append((record.get("reward", 0) >= 1, found[start:]))
     columns = KINDS
     if args.judge:
