@@ -3,6 +3,7 @@
 .ci/run runs the quickstart and the tests themselves."""
 import glob
 import importlib.util
+import inspect
 import math
 import os
 import re
@@ -19,6 +20,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import colbench
 import model
@@ -97,7 +100,10 @@ def edited_module(names, folder, script="train_critic"):
     path = f"{edited(names, folder)}/{script}.py"
     spec = importlib.util.spec_from_file_location("edited", path)
     module = importlib.util.module_from_spec(spec)
+    plain = ALL_ATTENTION_FUNCTIONS["tree"]
     spec.loader.exec_module(module)
+    # a copy of model.py has registered its own, with which later tests would compute
+    AttentionInterface.register("tree", plain)
     return module
 
 
@@ -169,6 +175,8 @@ def test_the_edit_no_hidden(rewarded, tiny_dir, tmp_path):
         policys = model.read_trajectories(args, pi_reads_c=False, ref_reads_c=False)
     with stdin_of(rewarded):
         assert policys == critics.read_trajectories(args, pi_reads_c=True, ref_reads_c=True)
+    # tests of any order compute with the plain model.py
+    assert inspect.unwrap(ALL_ATTENTION_FUNCTIONS["tree"]) is model.tree_attention
 
 
 @pytest.mark.full
