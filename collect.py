@@ -34,7 +34,7 @@ from urllib.request import getproxies
 
 from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RENDER_FAILED_REPLY, Renderer, RenderError,
                       answered, cpus, environment, first_message, human_prompt, message_texts,
-                      read_action, read_records, redact, settings, task_id, task_kind,
+                      own_words, read_action, read_records, redact, settings, task_id, task_kind,
                       without_thinking)
 
 
@@ -389,6 +389,8 @@ class LLM(Endpoint):
                 content.append({"type": "image_url", "image_url": {"url": url}})
         text = await self.request("/chat/completions", reply_text,
                                   messages=[{"role": "user", "content": content}])
+        text, named, both_sides = own_words(text)
+        self.totals.update(named=named, both_sides=both_sides)
         redacted = text if environment(task).shows_pages else redact(text, task)
         self.totals["redacted"] += redacted != text
         return redacted
@@ -745,10 +747,16 @@ def main(args):
     if jobs:
         asyncio.run(run_jobs())
     percent = 100 * totals["truncated"] / max(1, totals["actions"])
-    say(f"wrote {totals['episodes']} episodes of {args.model} ({len(done)} more in the --resume "
+    summary = (
+        f"wrote {totals['episodes']} episodes of {args.model} ({len(done)} more in the --resume "
         f"file): {percent:.1f} % of messages truncated at --max_tokens {args.max_tokens}; of "
         f"{totals['asked']} human replies {totals['asked'] - totals['replies']} failed and "
         f"{totals['redacted']} were redacted")
+    if totals["named"]:  # both are removed, see own_words
+        summary += f", {totals['named']} began with a speaker's name"
+    if totals["both_sides"]:
+        summary += f", {totals['both_sides']} continued with further speakers"
+    say(summary)
     if errors:
         raise errors[0]
     if totals["failed"]:
