@@ -581,9 +581,10 @@ def is_operation(node, text):
     if isinstance(node, ast.Compare):
         parts = zip([node.left, *node.comparators], node.ops, node.comparators)
         return any(is_comparison(*part) for part in parts)
-    if isinstance(node, ast.Call):
-        function, call = (ast.get_source_segment(text, x) for x in (node.func, node))
-        return not call[len(function):].startswith(" ")  # "Height (cm)"
+    if isinstance(node, (ast.Call, ast.Subscript)):
+        name = node.func if isinstance(node, ast.Call) else node.value
+        name, whole = (ast.get_source_segment(text, x) for x in (name, node))
+        return not whole[len(name):].startswith(" ")  # "Height (cm)"
     if isinstance(node, ast.Return):
         is_constant = isinstance(node.value, ast.Constant)  # "return 'too short'"
         return node.value is not None and not is_constant and not may_be_prose(node.value)
