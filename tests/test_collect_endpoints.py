@@ -219,7 +219,7 @@ def test_the_agent_does_not_read_what_the_human_says_for_others(tasks, playing):
     "x < 5", "dentist_experience < 5", "kind == 'short'", '"cm" in units', "a <= b < c", "x != y",
     "unit not in known_units", "discount is not None", "x - 1", "n-1", "total-net_price", "a - b",
     "pay(x)", "words = text.split()", "rate *= 2", "return a + b", "return total_price", "if x: y",
-    "hours % 24", "def f(x): pass", "'%s' % name", "(a + b)*3"])
+    "hours % 24", "lines[-1]", "def f(x): pass", "'%s' % name", "(a + b)*3"])
 def test_code_is_code(code):
     assert colbench.is_code(code) and colbench.is_code(f"  {code} ")
 
@@ -299,6 +299,20 @@ def test_flaky_servers_lose_no_episode_and_nothing_is_made_up(temperature, tiny_
     assert {b["seed"] for b in bodies} == seeds  # one request a turn, but for those asked again
     assert {b["n"] for b in bodies} == {1 + candidates}
     assert ("only the human can make" in told) == (not temperature)
+
+
+def test_each_message_of_an_engine_has_a_seed_of_its_own(tasks, playing):
+    """It depends on the task, the sample, the turn and --seed, and on nothing else."""
+    def seeds(*flags):
+        server = Server(sampled)
+        played, _, _ = playing(tasks[:2], *PLAY, "-k", 2, "--engine", server.url, *flags)
+        turns = sum(len(colbench.agent_messages(r)) for r in played)
+        bodies = [body for path, body, _ in server.seen if path == "/v1/completions"]
+        found = {body["seed"] for body in bodies}
+        assert turns == len(bodies) == len(found) > len(played) == 4
+        return found
+    first = seeds()
+    assert seeds("--concurrency", 1) == first and not seeds("--seed", 9) & first
 
 
 PAGE = "not that of an OpenAI-compatible server"
