@@ -618,12 +618,103 @@ def redact(reply, task):
     return reply
 
 
+# A speaker's name, such as "You: ", "**Assistant:** " or "human (colleague): ", at the start of a
+# line. Later in a line it counts only behind a sentence, and with a capital letter.
+SPEAKER = re.compile(r"""
+    (?: ^[ ]?(?:[\#>]+[ ])?[*_\[]* | (?<=[.!?"')])(?P<in_line>[ ]+)[*_]*(?=[A-Z]) )
+    (?i: (?:(?:the|ai|human|simulated)[ ])?
+         (?: you|user|human|colleague | (?P<agent>assistant|agent|ai) ) )
+    (?: [ ]?\([^()\n]{1,40}\) )? [*_\]]*:[*_]* (?![a-z/:=])""", re.M | re.X)
+
+
+def own_words(reply):
+    """Returns (what the human says in a reply, whether a name led it, whether others followed).
+
+    An LLM may continue the dialogue of human_prompt instead: "You: yes. Assistant: why? You: so."
+    The first words in the human's name are then its reply. Raises ValueError if there are none.
+    """
+    reply, names = reply.strip(), []
+    for name in SPEAKER.finditer(reply):
+        starts_line = name["in_line"] is None
+        follows_agent = bool(names) and names[-1]["agent"]  # else "There are two. You: 3 points"
+        if (starts_line or name["agent"] or follows_agent) and not is_quoted(reply, name.start()):
+            names.append(name)
+    if not names:
+        return reply, False, False
+    first, *others = names
+    if first.start() > 0:
+        return reply[:first.start()].rstrip(), False, True
+    ends = [*(name.start() for name in others), len(reply)]
+    texts = [reply[name.end():end].strip() for name, end in zip(names, ends)]
+    human = [text for name, text in zip(names, texts) if text and not name["agent"]]
+    said = human or [text for text in texts if text]  # some LLMs call themselves an assistant
+    if not said:
+        raise ValueError("the reply has only speakers' names")
+    return said[0], True, bool(others)
+
+
+def is_quoted(text, position):
+    """Whether a position of a text is in a code block, or in quotes of its line."""
+    line = text[:position].split("\n")[-1]
+    return bool(text.count("`", 0, position) % 2 or line.count('"') % 2)
+
+
 def is_code(line):
-    """Whether a line is Python that computes, calls or controls: not prose, nor rate = 4."""
+    """Whether a line is Python that computes, compares, calls or controls: not prose, nor rate = 4.
+
+    Prose that parses is no code: "t-shirt", "and/or", "UTF-8", "Height (cm)", "20 % off".
+    """
+    line = re.sub(r"(?<![\w.])[^\W_]+(?:[-/][^\W_]+)+(?![\w.(\[])", join_words, line.strip())
     with contextlib.suppress(SyntaxError, ValueError):
-        nodes = ast.walk(ast.parse(line.strip() + " pass" * line.rstrip().endswith(":")))
-        return any(isinstance(node, (ast.BinOp, ast.Call, ast.FunctionDef, ast.Return, ast.If,
-                                     ast.For, ast.While, ast.AugAssign)) for node in nodes)
+        nodes = ast.walk(ast.parse(line + " pass" * line.endswith(":")))
+        return any(is_operation(node, line) for node in nodes)
+
+
+def join_words(match):
+    """Replaces a compound such as "t-shirt" by one word, but not x-1 or a-b."""
+    is_compound = re.search("[A-Z]|[a-z]{2}", match[0])
+    return "compound" if is_compound else match[0]
+
+
+def is_operation(node, text):
+    """Whether a syntax node of a text computes, compares, calls or controls, and is not prose."""
+    if isinstance(node, ast.BinOp):
+        is_percentage = isinstance(node.op, ast.Mod) and is_number(node.left)    # "20 % off"
+        has_name = any(isinstance(child, ast.Name) for child in ast.walk(node))  # not "24/7"
+        return has_name and not is_percentage
+    if isinstance(node, ast.Compare):
+        parts = zip([node.left, *node.comparators], node.ops, node.comparators)
+        return any(is_comparison(*part) for part in parts)
+    if isinstance(node, (ast.Call, ast.Subscript)):
+        name = node.func if isinstance(node, ast.Call) else node.value
+        name, whole = (ast.get_source_segment(text, x) for x in (name, node))
+        return not whole[len(name):].startswith(" ")  # "Height (cm)"
+    if isinstance(node, ast.Return):
+        is_constant = isinstance(node.value, ast.Constant)  # "return 'too short'"
+        return node.value is not None and not is_constant and not may_be_prose(node.value)
+    return isinstance(node, (ast.FunctionDef, ast.If, ast.For, ast.While, ast.AugAssign))
+
+
+def is_comparison(left, operator, right):
+    """Whether a comparison is code. In prose, `in` joins two words, and `is` a word and a value."""
+    if isinstance(operator, (ast.Is, ast.IsNot)):
+        return isinstance(right, ast.Constant) and right.value is None
+    if isinstance(operator, (ast.In, ast.NotIn)):
+        return not (may_be_prose(left) and may_be_prose(right))
+    return True
+
+
+def may_be_prose(node):
+    """Whether a syntax node is a number or a name of letters only, or several of them."""
+    if isinstance(node, ast.Tuple):
+        return all(map(may_be_prose, node.elts))
+    if isinstance(node, ast.UnaryOp):
+        return may_be_prose(node.operand)
+    return is_number(node) or isinstance(node, ast.Name) and node.id.isalpha()
+
+
+def is_number(node):
+    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
 
 
 def without_thinking(output):

@@ -38,8 +38,8 @@ from urllib.request import getproxies
 
 from colbench import (ANSWER, ENVIRONMENTS, OUTPUT, RECORD, RENDER_FAILED_REPLY, Episode, Renderer,
                       RenderError, answered, check_prompts, check_shape, cpus, environment,
-                      human_prompt, message_texts, read_records, redact, settings, task_id,
-                      task_kind, without_thinking)
+                      human_prompt, message_texts, own_words, read_records, redact, settings,
+                      task_id, task_kind, without_thinking)
 
 
 # what some flags need, see utils.flag
@@ -535,6 +535,8 @@ class ChatHuman(ChatModel):
                 content.append({"type": "image_url", "image_url": {"url": url}})
         text = await self.request("/chat/completions", reply_text,
                                   messages=[{"role": "user", "content": content}])
+        text, named, both_sides = own_words(text)
+        self.usage.update(named=named, both_sides=both_sides)
         redacted = text if environment(task).shows_pages else redact(text, task)
         self.usage["redacted"] += redacted != text
         return redacted
@@ -879,10 +881,21 @@ def print_summary(args, runner, n_done):
     totals, servers = runner.totals, runner.servers
     percent = 100 * totals["truncated"] / max(1, totals["actions"])
     limit = f" at --max_tokens {args.max_tokens}" if args.max_tokens else ""
-    redacted = sum(server.usage["redacted"] for server in servers.values())
-    say(f"wrote {totals['episodes']} episodes of {args.agent or args.model} ({n_done} more in the "
-        f"--resume file): {percent:.1f} % of messages truncated{limit}; of {totals['asked']} human "
-        f"replies {totals['asked'] - totals['replies']} failed and {redacted} were redacted")
+    replies = {"failed": totals["asked"] - totals["replies"]}  # {what happened: to how many}
+    if "human" in servers:
+        usage = servers["human"].usage
+        replies |= {"were redacted": usage["redacted"],
+                    "began with a speaker's name": usage["named"],
+                    "continued with further speakers": usage["both_sides"]}
+    counts = ", ".join(f"{count} {what}" for what, count in replies.items() if count)
+    text = f"wrote {totals['episodes']} episodes of {args.agent or args.model}"
+    if n_done:
+        text += f" ({n_done} more in the --resume file)"
+    if percent:
+        text += f"; {percent:.1f} % of messages truncated{limit}"
+    if counts:
+        text += f"; of {totals['asked']} human replies {counts}"
+    say(text)
     costs = [f"{role}: {server.usage['replies']} requests, {server.usage['prompt_tokens']} prompt "
              f"tokens, {server.usage['completion_tokens']} completion tokens"
              for role, server in servers.items()]

@@ -75,6 +75,46 @@ def sample(runner, prompt, draws):
     return asyncio.run(ask())
 
 
+def test_a_message_that_ends_with_its_last_allowed_token_is_whole(tiny_dir):
+    p = runner(tiny_dir, "--max_tokens", 3, "--candidates", 2)
+    end, most = min(p.stop), []
+
+    async def engine(prompt, keys, max_new):
+        most.append(max_new)
+        return [([9, 9, end], [-1.0] * 3), ([9, 9, 9], [-1.0] * 3), ([9, end], [-1.0] * 2)]
+
+    p.engine = engine
+    actions, found = asyncio.run(p.sample_turn(dialogue("write f"), (0, "task", 0, 0), 1))
+    assert most == [3]
+    assert [action.get("cut", False) for action in (*actions, *found["candidates"])] == [
+        False, True, False]
+    assert p.totals["truncated"] == 1 and p.totals["actions"] == 3
+
+
+def test_the_engine_stops_at_the_limit_or_at_an_end(tiny_dir):
+    """An end that is the last allowed token is sampled, too: some messages end exactly there."""
+    p = runner(tiny_dir, "--max_tokens", 2)
+    p.engine.stop = {*range(0, p.tokenizer.vocab_size, 2)}  # every second token ends a message
+    drawn = [ids for ids, _ in sample(p, prompt_of(p, "write f"), [(0, j) for j in range(60)])]
+    ends = [ids[-1] in p.engine.stop for ids in drawn]
+    assert all(len(ids) == 1 for ids, end in zip(drawn, ends) if ids[0] in p.engine.stop)
+    assert all(len(ids) == 2 for ids in drawn if ids[0] not in p.engine.stop)
+    assert {(len(ids), end) for ids, end in zip(drawn, ends)} == {(1, True), (2, True), (2, False)}
+
+
+def test_candidates_share_is_drawn_for_each_episode_and_holds_for_all_its_turns(tasks, playing):
+    flags = ["-k", 12, "--candidates", 1, "--candidates_share", 0.5, "--max_tokens", 3]
+    played, _, _ = playing(tasks[:2], *flags, "--max_turns", 3)
+    has = {key_of(r): {"candidates" in m for m in agent_messages(r)} for r in played}
+    assert len(has) == 24 and all(len(turns) == 1 for turns in has.values())
+    assert any(len(agent_messages(r)) == 3 for r in played)
+    chosen = {key for key, turns in has.items() if True in turns}
+    for task in tasks[:2]:
+        assert 1 < sum(name == task["task"]["id"] for name, _ in chosen) < 11
+    assert {n for name, n in chosen if name == tasks[0]["task"]["id"]} != {
+        n for name, n in chosen if name == tasks[1]["task"]["id"]}
+
+
 @pytest.mark.parametrize("temperature, top_p", [(1, 1), (0.5, 0.7), (0.5, 1e-6)])
 def test_the_sampler_draws_from_the_models_distribution(temperature, top_p, tiny_dir):
     """Each token comes up as often as its log-prob says, none from outside the nucleus ever."""
@@ -450,6 +490,29 @@ def test_a_dialogue_is_answered_if_its_last_message_has_the_marker(episodes, pla
     again, _, _ = playing(episodes[:2], "--candidates", 2, "--max_tokens", 5, "--seed", 8)
     assert sorted(r["answered"] for r in again) == [False, True]
     assert all(r["meta"]["candidates"]["seed"] == 8 and "seed" not in r["meta"] for r in again)
+
+
+def test_new_candidates_replace_old_ones_and_their_settings(episodes, playing):
+    """Those of another model and seed, or with --candidates_share none at all."""
+    given = episodes[:2]
+    for r in given:
+        r["meta"]["candidates"] = {**r["meta"], "seed": 5, "model": "another", "old": 1}
+    before = {key_of(r): tokens_of(r) for r in given}
+    settings = {key_of(r): {**r["meta"], "candidates": None} for r in given}
+    flags = ["--candidates", 2, "--max_tokens", 5]
+    again, _, _ = playing(given, *flags, "--seed", 8)
+    none, _, _ = playing(again, *flags, "--candidates_share", 0)
+    for r in (*again, *none):
+        assert {**r["meta"], "candidates": None} == settings[key_of(r)]
+    for r in again:
+        new = r["meta"]["candidates"]
+        assert new["seed"] == 8 and new["n_candidates"] == 2 and "old" not in new
+        assert new["model"] == given[0]["meta"]["model"]
+        for was, now in zip(before[key_of(r)], tokens_of(r), strict=True):
+            assert was[0] == now[0] and len(now) == 3 and was[1:3] != now[1:]
+    for r in none:
+        assert r["meta"]["candidates"]["candidates_share"] == 0
+        assert not any("candidates" in m for m in agent_messages(r))
 
 
 def test_no_sample_of_a_task_comes_twice():

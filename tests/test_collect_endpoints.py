@@ -1,11 +1,13 @@
 """Servers as human, engine and judge: real HTTP, to a server of the test's own that fails."""
 import asyncio
 import http.server
+import itertools
 import json
 import random
 import re
 import threading
 import time
+from collections import Counter
 
 import pytest
 
@@ -163,6 +165,83 @@ def test_an_llm_human_may_tell_a_fact_but_not_all_that_it_knows():
         assert got == f"{before}{'[...]' if b - a > 2 else quote}{after}"
 
 
+NAMES = "You", "User", "Human", "The human", "Colleague"
+FORMS = ("{}:", "**{}:**", "**{}**:", "*{}*:", "[{}]:", "### {}:",
+         "{} (the colleague):")
+WORDS = ["It is 4 percent.", "The prize for you: 3 euros.", "Call f(user: 3) then?", "half\nof it",
+         "- user: the name\n- agent: the browser", "```\nuser: 3\nassistant: 4\n```",
+         "{\n    you: 3,\n    agent: 4\n}", 'Write "Hi. Assistant: yes" first.', "user:secret",
+         "`Fine. Assistant: no` is it.", "As I said, you, the agent: no",
+         "There are two. You: 3 points."]
+
+
+def test_an_llm_human_speaks_for_itself_only():
+    """Of a dialogue it writes, however it marks the speakers, its own first words are the reply."""
+    r = random.Random(0)
+
+    def label(names):
+        style = r.choice([str, str.upper, str.lower])
+        return r.choice(FORMS).format(style(r.choice(names))) + r.choice([" ", "\n", "  "])
+
+    for _ in range(2000):
+        own, more = r.sample(WORDS, 2)
+        other = r.choice(WORDS[:-1])  # the last would be the human's after the agent
+        assert colbench.own_words(own) == (own, False, False)
+        named, follows = r.random() < 0.5, r.random() < 0.5
+        reply = label(NAMES) + own if named else own
+        if follows:
+            reply += r.choice(["\n", "\n\n"]) + label(["Assistant", "Agent", "AI assistant", "AI"])
+            reply += other + r.choice(["", f"\n{label(NAMES)}{more}"])
+        assert colbench.own_words(reply) == (own, named, follows), reply
+        replayed = f"{label(['Assistant'])}{other}\n{label(NAMES)}{own}"
+        assert colbench.own_words(replayed) == (own, True, True), replayed
+    one_line = "You: It is 4. Assistant: And the fee? You: 13."
+    assert colbench.own_words(one_line) == ("It is 4.", True, True)
+    assert colbench.own_words("It is 4. **Assistant:** Why?") == ("It is 4.", False, True)
+    with pytest.raises(ValueError, match="only speakers' names"):
+        colbench.own_words("You:\nAssistant:")
+
+
+def test_the_agent_does_not_read_what_the_human_says_for_others(tasks, playing):
+    told = ["You: it is {}", "**Human:** it is {}\n\n**Assistant:** And the fee?\nYou: 13",
+            "it is {}", "it is {}\nassistant: And the fee?"]
+    turn = itertools.count()
+    human = Server(lambda path, body: chat(told[next(turn) % 4].format(4)))
+    played, last, _ = playing(tasks[:4], *PLAY, "--concurrency", 1, "--human", human.url)
+    replies = [m["content"] for r in played for m in r["dialogue_history"][2::2]]
+    assert len(replies) >= 4 and {*replies} == {"it is 4"}
+    kinds = Counter(i % 4 for i in range(len(replies)))
+    assert last.endswith(f" 0 were redacted, {kinds[0] + kinds[1]} began with a speaker's name, "
+                         f"{kinds[1] + kinds[3]} continued with further speakers\n")
+
+
+@pytest.mark.parametrize("code", [
+    "x < 5", "dentist_experience < 5", "kind == 'short'", '"cm" in units', "a <= b < c", "x != y",
+    "unit not in known_units", "discount is not None", "x - 1", "n-1", "total-net_price", "a - b",
+    "pay(x)", "words = text.split()", "rate *= 2", "return a + b", "return total_price", "if x: y",
+    "hours % 24", "lines[-1]", "def f(x): pass", "'%s' % name", "(a + b)*3"])
+def test_code_is_code(code):
+    assert colbench.is_code(code) and colbench.is_code(f"  {code} ")
+
+
+@pytest.mark.parametrize("prose", [
+    "t-shirt", "Wall-E", "fast-paced", "UTF-8", "COVID-19", "12-month", "and/or", "N/A", "24/7",
+    "2024-01-31", "Height (cm)", "20 % off", "return the", "return 'too short'", "return -1",
+    "fee in euros", "2 in total", "color is red", "max_price is 1200", "rate = 4", "unsure",
+    "mid-level, low-risk", "kind-of-blue", "not too short"])
+def test_prose_that_parses_is_no_code(prose):
+    assert not colbench.is_code(prose)
+    task = {"ground_truth": CODE, "hidden_information": f"{prose} {'x' * 12}\n{prose}xxxxxxxxxxxx"}
+    assert colbench.redact(f"so {prose}, please", task) == f"so {prose}, please"
+
+
+def test_a_compared_value_is_redacted_and_a_compound_word_is_not():
+    """Both are single lines of the hidden information, of which a human may tell one fact."""
+    task = {"ground_truth": CODE, "hidden_information": "experience < 5\nanti-gravity-boots\nno"}
+    assert colbench.redact("if experience < 5 then", task) == "if [...] then"
+    assert colbench.redact("use anti-gravity-boots", task) == "use anti-gravity-boots"
+
+
 # --- the engine -----------------------------------------------------------------------------------
 
 def draw(prompt, seed, most, stop):
@@ -223,6 +302,20 @@ def test_flaky_servers_lose_no_episode_and_nothing_is_made_up(temperature, tiny_
     assert {b["seed"] for b in bodies} == seeds  # one request a turn, but for those asked again
     assert {b["n"] for b in bodies} == {1 + candidates}
     assert ("only the human can make" in told) == (not temperature)
+
+
+def test_each_message_of_an_engine_has_a_seed_of_its_own(tasks, playing):
+    """It depends on the task, the sample, the turn and --seed, and on nothing else."""
+    def seeds(*flags):
+        server = Server(sampled)
+        played, _, _ = playing(tasks[:2], *PLAY, "-k", 2, "--engine", server.url, *flags)
+        turns = sum(len(colbench.agent_messages(r)) for r in played)
+        bodies = [body for path, body, _ in server.seen if path == "/v1/completions"]
+        found = {body["seed"] for body in bodies}
+        assert turns == len(bodies) == len(found) > len(played) == 4
+        return found
+    first = seeds()
+    assert seeds("--concurrency", 1) == first and not seeds("--seed", 9) & first
 
 
 PAGE = "not that of an OpenAI-compatible server"

@@ -390,6 +390,21 @@ def test_a_message_ends_at_every_eos_of_the_base_and_at_the_templates_end(tmp_pa
     assert GenerationConfig.from_pretrained(out).eos_token_id == 2
 
 
+def test_each_place_of_an_end_counts_alone_and_a_saved_model_has_them_all(tmp_path, tiny_dir):
+    """config.json, generation_config.json, the tokenizer and the template name different tokens."""
+    base, out = shutil.copytree(tiny_dir, tmp_path / "base"), str(tmp_path / "out")
+    change_json(base / "config.json", eos_token_id=[11, 12])
+    change_json(base / "generation_config.json", eos_token_id=7)
+    model, tokenizer = M.load(str(base))
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(9)
+    template_end = tokenizer.convert_tokens_to_ids("<|end|>")
+    everywhere = {11, 12, 7, 9, template_end}
+    assert M.stop_ids(tokenizer, base) == everywhere and len(everywhere) == 5
+    M.save(model, tokenizer, out)
+    assert {*GenerationConfig.from_pretrained(out).eos_token_id} == everywhere
+    assert M.stop_ids(tokenizer, out) == everywhere
+
+
 @pytest.mark.parametrize("size", [40, 9 << 20])
 def test_the_digest_of_weights_covers_every_byte(size, tmp_path):
     content, random_ = bytearray(size), random.Random(0)

@@ -306,6 +306,45 @@ def init(project, config, id, resume):
 """  # its stand-in
 
 
+def test_the_edit_csv_has_each_step_once_with_its_held_out_metrics(tmp_path):
+    """Also those of a run that was killed after its checkpoint, and trained these steps again."""
+    utils = edited_module("csv", tmp_path, "utils")
+    out = tmp_path / "out"
+    pair = model.Pair(("a",), ("b",))
+
+    def run(until):
+        log = utils.Log(SimpleNamespace(out=str(out), given={}))
+        log.begin([[pair]], [], 5)
+        for step in log.steps("policy"):
+            log(step=step, loss=until + step / 10, tokens=10)
+            if step % 2:
+                log(step=step, held_out_loss=step / 100)
+            if step + 1 == until:
+                break  # as if it was killed
+        os.close(log.lock)
+
+    run(4)
+    (out / "checkpoint-2").mkdir()
+    run(5)
+    head, *values = (out / "metrics.csv").read_text().splitlines()
+    rows = [dict(zip(head.split(","), row.split(","), strict=True)) for row in values]
+    assert [(row["step"], row["loss"], row["held_out_loss"]) for row in rows] == [
+        ("0", "4.0", ""), ("1", "4.1", "0.01"), ("2", "5.2", ""), ("3", "5.3", "0.03"),
+        ("4", "5.4", "")]
+    assert all(row["tokens_per_second"] for row in rows)
+
+
+def test_the_edit_grpo_normalizes_what_can_be_compared(tmp_path, recwarn):
+    weigh = edited_module("grpo", tmp_path, "train_policy").weighted_candidates
+    scored = [SimpleNamespace(turn=str(x), fields={"advantage": x}) for x in (1.0, 2.0, 6.0)]
+    unscored = SimpleNamespace(turn="x", fields={})
+    assert weigh([]) == weigh([unscored]) == weigh([unscored, scored[0]]) == []
+    gaps = [pair.gap for pair in weigh([unscored, *scored])]
+    assert sum(gaps) == pytest.approx(0, abs=1e-5) and gaps == sorted(gaps)
+    assert sum(gap ** 2 for gap in gaps) == pytest.approx(3, rel=1e-4)
+    assert not recwarn.list
+
+
 @pytest.mark.full
 def test_the_edits_csv_and_wandb(ranked, tiny_dir, tmp_path):
     """The steps are in the CSV. One tracked run has all rows, of rank 0 only, also after a kill; a
