@@ -351,7 +351,7 @@ class Sampled(collect.EpisodeRunner):
     random = random.Random(0)
 
     def __init__(self, args):
-        self.args, self.totals, self.resumed = args, Counter(), []
+        self.args, self.totals, self.servers, self.resumed = args, Counter(), {}, []
         self.meta = {"seed": args.seed}
 
     async def load(self):
@@ -717,7 +717,7 @@ def test_a_human_is_a_file_with_a_function(tasks, tmp_path, playing):
                                    "the human's reply is not a string: 5",
                                    "KeyError: 'no such task'")):
         assert f"task {name}, sample 0 failed: {why}" in said
-    assert said.endswith("; of 21 human replies 19 failed and 0 were redacted\n")
+    assert said.endswith("; of 21 human replies 19 failed\n")
     assert str(end).startswith("error: 19 episodes failed and were not written")
 
 

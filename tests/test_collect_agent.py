@@ -140,7 +140,7 @@ def test_flags_that_have_no_effect_are_refused_before_anything_starts(agent, fla
 
 
 @pytest.mark.parametrize("flags, why", [
-    (["--agent_params", '{"seed": 1}'], "--agent_params has an effect only with --agent"),
+    (["--agent_params", '{"seed": 1}'], "--agent_params has an effect only with an address as --agent"),
     (["--agent", "http://x/v1", "--agent_params", "[1]"], "--agent_params is not a JSON object")])
 def test_parameters_need_an_agent_and_are_an_object(flags, why, capsys):
     with pytest.raises(SystemExit) as e:

@@ -117,7 +117,7 @@ def test_an_llm_humans_reply_is_short_and_quotes_no_code_however_spaced(tasks, p
     replies = [m["content"] for r in played for m in r["dialogue_history"][2::2]]
     start = f"hi ?, {prose}: [...] so so"
     assert replies and all(r.startswith(start) and len(r) <= 400 for r in replies)
-    assert f"of {len(replies)} human replies 0 failed and {len(replies)} were redacted" in last
+    assert f"of {len(replies)} human replies {len(replies)} were redacted" in last
     for _, body, _ in human.seen:
         assert "max_tokens" not in body and body["max_completion_tokens"] == 20
         assert body["temperature"] == 0 and body["top_p"] == 0.5
@@ -211,8 +211,8 @@ def test_the_agent_does_not_read_what_the_human_says_for_others(tasks, playing):
     replies = [m["content"] for r in played for m in r["dialogue_history"][2::2]]
     assert len(replies) >= 4 and {*replies} == {"it is 4"}
     kinds = Counter(i % 4 for i in range(len(replies)))
-    assert last.endswith(f" 0 were redacted, {kinds[0] + kinds[1]} began with a speaker's name, "
-                         f"{kinds[1] + kinds[3]} continued with further speakers\n")
+    assert (f"human replies {kinds[0] + kinds[1]} began with a speaker's name, "
+            f"{kinds[1] + kinds[3]} continued with further speakers\n") in last
 
 
 @pytest.mark.parametrize("code", [
