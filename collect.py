@@ -11,8 +11,9 @@ as soon as it ends. A record that already has a dialogue gets candidates for its
 Left out on purpose: lock-step rollouts, where episodes wait for the slowest human; rewards, which
 the next stage adds; and paged attention and several GPUs, for which --engine takes a vLLM server.
 """
-from utils import (digest, fail, fail_on_error, flag, inline, open_stdout, parser, print_warnings,
-                   progress, rng, run, say, version)
+from utils import (add_warning, api_key, digest, exhausted_memory, fail, fail_on_error, flag,
+                   inline, open_stdout, parser, print_warnings, progress, rng, run, say,
+                   show_traceback, version)
 
 import asyncio
 import base64
@@ -72,7 +73,7 @@ def get_args(argv=None):
     flag(g, "timeout", 1800.0, "seconds after which a request to a server is retried")
     flag(g, "retries", 8, "how often to retry a failed request; 8 retries take about a minute")
     args = p.parse_args(argv)
-    with fail_on_error("--human_params is not a JSON object"):
+    with fail_on_error("--human_params is not a JSON object", parses=True):
         args.human_params = dict(json.loads(args.human_params))
     if (args.best_of > 1) != bool(args.critic):
         fail("--best_of (2 or more) and --critic need each other; give both or neither")
@@ -723,9 +724,11 @@ def main(args):
                 why = str(e) if expected else f"{type(e).__name__}: {e}"
                 message = f"task {record['task']['id']}, sample {sample} failed: {why}"
                 totals.update(failed=1, in_a_row=not expected)
-                if not isinstance(e, Exception) or os.environ.get("DEBUG") and not expected:
+                if not isinstance(e, Exception) or exhausted_memory(e):
                     errors.append(e)
-                elif 16 in (totals["in_a_row"], totals["human_in_a_row"]):
+                    continue
+                show_traceback(e)
+                if 16 in (totals["in_a_row"], totals["human_in_a_row"]):
                     errors.append(SystemExit(f"error: {inline(message)}; it is the 16th failure in "
                                              "a row; rerun with --resume FILE to continue"))
                 elif totals["failed"] <= 16:

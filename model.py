@@ -41,6 +41,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from safetensors import safe_open
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict,
                                                      get_state_dict, set_state_dict)
 from torch.distributed.device_mesh import init_device_mesh
@@ -54,8 +55,8 @@ from transformers.utils import logging
 
 from colbench import check_opening, hidden_information, read_records, task_id, with_hidden
 from utils import (RANK, WORLD, add_warning, barrier, changed_scripts, digest, drop_checkpoints,
-                   fail, fail_on_error, print_warnings, progress, rng, rows_of, say,
-                   sum_over_ranks, writing)
+                   exhausted_memory, fail, fail_on_error, print_warnings, progress, refuse_pointer,
+                   rng, rows_of, say, sum_over_ranks, writing)
 
 GQA = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}  # torch 2.11 always enables it
 try:
@@ -418,15 +419,20 @@ def as_plain(tokenizer, message):
 
 
 def template_text(tokenizer, messages, thinking, add_prompt):
-    """Returns the chat template's text of a dialogue, with CUTs; raises the template's own errors.
+    """Returns the chat template's text of a dialogue, with CUTs; ValueError if it rejects that.
 
     thinking: 0 switches thinking off, if the template has `enable_thinking`. add_prompt: whether to
     append the generation prompt, which opens the assistant's next message.
     """
     plain = [{"role": m["role"], "content": as_plain(tokenizer, m)} for m in messages]
-    return tokenizer.apply_chat_template(
-        plain, chat_template=STRFTIME_NOW + tokenizer.get_chat_template(), tokenize=False,
-        add_generation_prompt=add_prompt, enable_thinking=bool(thinking))
+    try:
+        return tokenizer.apply_chat_template(
+            plain, chat_template=STRFTIME_NOW + tokenizer.get_chat_template(), tokenize=False,
+            add_generation_prompt=add_prompt, enable_thinking=bool(thinking))
+    except MemoryError:
+        raise
+    except Exception as e:  # a template is a program, which may raise any error
+        raise ValueError(str(e) or type(e).__name__) from e
 
 
 @functools.cache
@@ -797,8 +803,11 @@ def find_model(path, weights=False):
             raise ValueError("it is an adapter; merge it into its base model (merge_and_unload)")
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as e:
-        fail(f"no model at {path!r}: {str(e).splitlines()[0]}")
+    except Exception as e:  # transformers raises any error for a file that it can't parse
+        if exhausted_memory(e):
+            raise
+        name = "" if isinstance(e, (OSError, ValueError)) else f"{type(e).__name__}: "
+        fail(f"no model at {path!r}: {name}{(str(e) or repr(e)).splitlines()[0]}")
     if weights and not has_weights:
         fail(f"no weights at {path!r}: only safetensors files are supported")
     if weights and getattr(config, "quantization_config", None):
@@ -849,7 +858,7 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
     device = torch.device(device)
     dtype = pick_dtype(dtype, device)
     as_stored = train and dtype != torch.float32  # so that the files are memory-mapped, not copied
-    with fail_on_error(f"the weights in {path!r} can't be read"):
+    with fail_on_error(f"the weights in {path!r} can't be read", parses=True):
         lm, loading_info = AutoModelForCausalLM.from_pretrained(
             path, dtype="auto" if as_stored else dtype, attn_implementation="eager",
             use_safetensors=True, trust_remote_code=False, output_loading_info=True,
@@ -888,7 +897,7 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
         model.float()
     if not args or not args.offload:
         model.to(device)
-    with fail_on_error(f"{path!r} fails on {device} (try --compile 0; DEBUG=1 shows a traceback)"):
+    with fail_on_error(f"{path!r} fails on {device} (try --compile 0)"):
         logps = torch.cat([*score(model, turns, math.inf).values()])
     if not agree(logps, own_logps, model.dtype):
         error = (logps - own_logps).abs().mean()
@@ -905,6 +914,8 @@ def try_trees(model, turns, own_logps):
         model.lm.set_attn_implementation("tree")
         logps, leak = logps_and_leak(model, turns)
     except Exception as e:  # any, such as AttributeError: GPT-2 has no lm.model
+        if exhausted_memory(e):
+            raise
         say(f"warning: tree attention fails: {type(e).__name__}: {e}")
         return False
     # the leak shows whether layers other than attention mix the paths
@@ -987,7 +998,8 @@ def load_lm(path, device, dtype="fp32"):
 
 def finished_flags(folder, model=None):
     """Returns the flags that a finished critic was trained with; flags.model is pi_ref's path."""
-    with fail_on_error(f"{folder or repr(folder)} is not a finished run of train_critic.py"):
+    with fail_on_error(f"{folder or repr(folder)} is not a finished run of train_critic.py",
+                       parses=True):
         rows = rows_of(folder)
         if not rows:
             raise ValueError("it has no metrics.jsonl of a run")
@@ -1083,7 +1095,7 @@ def load_checkpoint(model, optimizer, log):
     drop_checkpoints(log.out, keep=log.step)  # a kill may leave others, or partial ones
     if log.step:
         path = os.path.join(log.out, f"checkpoint-{log.step}")
-        with fail_on_error(f"{path} is damaged; choose another --out to start over"):
+        with fail_on_error(f"{path} is damaged; choose another --out to start over", parses=True):
             weights, moments, tensors = training_state(model, optimizer)
             dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path))
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments,

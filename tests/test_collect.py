@@ -370,7 +370,8 @@ def test_when_the_run_ends_by_an_error_the_episodes_under_way_end_first(who, tas
     assert str(end) == (
         f"error: task {tasks[0]['task']['id']}, sample 15 failed: KeyError: 'down'; it is the "
         "16th failure in a row; rerun with --resume FILE to continue")
-    assert said.count("'down'") == 15
+    assert said.count("failed: KeyError: 'down'") == 15
+    assert said.count("Traceback") == 1 and 'who.py", line 9, in reply' in said  # not 16 times
 
 
 EXPIRES = """

@@ -4,23 +4,28 @@ FULL=1 KILLS=100 python -m pytest -q tests/test_utils_faults.py kills every stag
 FAULT_SEED=1 kills at other moments.
 """
 import errno
+import json
 import math
 import os
+import pty
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import model
 import utils
-from conftest import (HUMAN, ROOT, actions, change_json, change_weights, complaint, key_of, lines,
-                      metrics, records, script, shell, steps, succeed, train, weights)
+from conftest import (CPU, HUMAN, ROOT, actions, change_json, change_weights, complaint,
+                      copy_scripts, key_of, lines, metrics, records, script, shell, steps, succeed,
+                      train, weights)
 
 KILLS, SEED = int(os.environ.get("KILLS", 3)), os.environ.get("FAULT_SEED", "0")
 
@@ -127,6 +132,142 @@ def test_a_script_refuses_to_be_one_of_several_unless_torchrun_starts_a_trainer(
 def test_a_machine_without_git_has_a_version(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert utils.version.__wrapped__().startswith("unknown, python 3.")
+
+
+# --- mistakes in code, and memory -----------------------------------------------------------------
+
+@pytest.mark.parametrize("error, shown", [
+    *((error, True) for error in (
+        NameError("x"), UnboundLocalError("x"), AttributeError("x"), TypeError("x"), KeyError("x"),
+        IndexError("x"), RuntimeError("x"), AssertionError("x"), ZeroDivisionError("x"))),
+    *((error, False) for error in (ValueError("x"), OSError(2, "x"), UnicodeError("x"),
+                                   ImportError("x"), json.JSONDecodeError("x", "", 0)))])
+def test_a_mistake_in_code_shows_its_traceback_and_one_in_data_is_one_line(error, shown, capsys):
+    """But where the data of others are parsed, which may raise any of these errors."""
+    for parses in (False, True):
+        with pytest.raises(SystemExit, match="^error: the file: .*x"):
+            with utils.fail_on_error("the file", parses):
+                raise error
+        err = capsys.readouterr().err
+        wanted = shown and not parses
+        assert ("Traceback" in err and "raise error" in err) == wanted and bool(err) == wanted
+
+
+POLICY = ["train_policy.py", "--model", "MODEL", "--out", "OUT"]
+EDITS = {  # {function: (command, file, what the edit changes, to what)}
+    "critic_turns": (POLICY, "model.py", "prompt = prompt_ids(pi_reads_c)",
+                     "prompt = prompt_ids(pi_reads_d)"),
+    "forward": (POLICY, "model.py", "previous, targets = tree.parent[tree.scored]",
+                "previous, targets = tree.parents[tree.scored]"),
+    "dpo_loss": (POLICY, "train_policy.py", "margin = args.beta", "margin = args.betta"),
+    "save": (POLICY, "model.py", "weights = {name: state[name]", "weights = {name: states[name]"),
+    "sample_turn": (["collect.py", "--model", "MODEL", "--human", "fixed:ok", "--max_tokens", 5],
+                    "collect.py", "finite = all(x is not None", "finite = alll(x is not None"),
+    "grade": (["colbench.py", "grade"], "colbench.py", "tests, answer = list(task[",
+              "tests, answer = list(task.test_cases, [")}
+
+
+@pytest.mark.parametrize("function", EDITS)
+def test_a_mistake_in_an_edit_shows_where_it_is(function, ranked, tasks, tiny_dir, tmp_path):
+    command, file, old, new = EDITS[function]
+    edited = copy_scripts(tmp_path) / file
+    assert edited.read_text().count(old) == 1
+    edited.write_text(edited.read_text().replace(old, new))
+    paths = {"MODEL": tiny_dir, "OUT": tmp_path / "out"}
+    name, *flags = (paths.get(word, word) for word in command)
+    done = script(tmp_path / name, *flags, stdin=tasks if name == "collect.py" else ranked)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
+    assert re.search(rf'{file}", line \d+, in {function}\n', done.stderr)
+    assert new in done.stderr
+
+
+GPU = ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.72 GiB "
+       "of which 1.50 GiB is free.")
+CPU_RAM = ("[enforce fail at alloc_cpu.cpp:128] err == 0. DefaultCPUAllocator: can't allocate "
+           "memory: you tried to allocate 800 bytes. Error code 12 (Cannot allocate memory)")
+
+
+@pytest.mark.parametrize("error, memory", [
+    (torch.OutOfMemoryError(GPU), "GPU memory"), (RuntimeError(CPU_RAM), "CPU memory"),
+    (RuntimeError("CUDA error: out of memory"), "GPU memory"), (MemoryError(), "CPU memory"),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `f`"), "GPU memory"),
+    (OSError(errno.ENOMEM, "Cannot allocate memory"), "CPU memory"),
+    (ValueError("the server is out of memory"), None), (OSError(errno.ENOSPC, "No space"), None),
+    (RuntimeError("The size of tensor a (3) must match"), None)])
+def test_memory_that_ends_is_recognized_and_nothing_else_is_blamed(error, memory):
+    assert utils.exhausted_memory(error) == memory
+    want = type(error) if memory else SystemExit
+    with pytest.raises(want):
+        with utils.fail_on_error("--model's chat template rejects the task"):
+            raise error
+
+
+@pytest.mark.parametrize("flags, error, advice", [
+    (dict(tree_tokens=9, recompute=None, offload=0, out="x"), GPU,
+     "try a lower --tree_tokens (now 9), --offload 1, more GPUs"),
+    (dict(tree_tokens=9, recompute=0, offload=1, out="x"), GPU,
+     "try a lower --tree_tokens (now 9), --recompute 1"),
+    (dict(tree_tokens=9, recompute=None, offload=0, out="x"), CPU_RAM,
+     "try a lower --tree_tokens (now 9), --recompute 1"),
+    (dict(tree_tokens=9, recompute=None, offload=0, out=None), CPU_RAM,
+     "try a lower --tree_tokens (now 9)"),  # only scores, where --recompute is refused
+    (dict(max_batch_tokens=5, concurrency=7), GPU,
+     "try a lower --max_batch_tokens (now 5), a lower --concurrency (now 7)"),
+    ({}, GPU, "")])
+def test_who_runs_out_of_memory_reads_which_flags_save_some(flags, error, advice):
+    with pytest.raises(SystemExit) as end:
+        with utils.memory_errors(SimpleNamespace(**flags)):
+            raise RuntimeError(error)
+    memory, size = ("GPU", "2.50 GiB") if error == GPU else ("CPU", "800 bytes")
+    want = f"error: out of {memory} memory, which tried to allocate {size}"
+    assert str(end.value) == want + (f": {advice}" if advice else "")
+
+
+LIMITED = """
+import re, resource, runpy, sys
+import collect  # loads all libraries first
+used = 1024 * int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1])
+resource.setrlimit(resource.RLIMIT_AS, 2 * (used + MEGABYTES * 2 ** 20,))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name, flags, megabytes", [
+    ("train_policy.py", ["--out", "OUT"], 300),
+    ("train_critic.py", ["--out", "OUT", "--held_out", 0], 300),
+    ("collect.py", ["--human", "fixed:ok", "--max_tokens", 5, "--max_turns", 1], 200)])
+def test_a_stage_whose_memory_is_limited_says_so_in_one_line(name, flags, megabytes, ranked, tasks,
+                                                             tiny_dir, tmp_path):
+    """The allocator's own error, in a process that may use little more than its libraries do."""
+    given = tasks if name == "collect.py" else ranked
+    for r in given:
+        r["task"]["agent_prompt"] = " rate" * 6000
+        for message in r.get("dialogue_history", ())[:1]:
+            message["content"] += " rate" * 6000
+    flags = [tmp_path / "out" if flag == "OUT" else flag for flag in flags]
+    code = LIMITED.replace("MEGABYTES", str(megabytes))
+    done = subprocess.run([sys.executable, "-c", code, name, "--model", tiny_dir, *map(str, flags)],
+                          input=lines(given), capture_output=True, text=True, cwd=ROOT, env=CPU)
+    advice = "max_batch_tokens (now 65536)" if name == "collect.py" else "tree_tokens (now 16384)"
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "chat" not in done.stderr
+    assert re.search(r"error: out of CPU memory( or threads)? in \w+ \(\w+\.py\).*: try a lower "
+                     f"--{re.escape(advice)}", done.stderr.splitlines()[-1]), done.stderr
+
+
+@pytest.mark.full
+def test_out_of_memory_on_another_rank_is_one_line_with_its_rank(tmp_path):
+    shutil.copy(f"{ROOT}/utils.py", tmp_path)
+    (tmp_path / "stage.py").write_text(
+        "import types, torch, utils\n\ndef main(args):\n    utils.init_distributed()\n"
+        f"    if utils.RANK:\n        raise torch.OutOfMemoryError({GPU!r})\n"
+        "    utils.barrier()\n\nutils.run(main, types.SimpleNamespace(tree_tokens=7))\n")
+    done = script(tmp_path / "stage.py", ranks=2)
+    assert done.returncode and "Traceback" not in done.stderr and "[rank" not in done.stderr
+    assert ("rank 1: error: out of GPU memory in main (stage.py), which tried to allocate 2.50 "
+            "GiB: try a lower --tree_tokens (now 7)\n") in done.stderr
+    assert "error: another rank has ended: see its error\n" in done.stderr
 
 
 # --- disks that take no more ----------------------------------------------------------------------
