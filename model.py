@@ -798,6 +798,7 @@ def find_model(path, weights=False):
         if rows and "finished" not in rows[-1]:
             raise ValueError("it is an unfinished run; repeat its command to resume it")
         files = {*os.listdir(path)} - {"adapter_model.safetensors"}
+        check_files(path)
         has_weights = any(name.endswith(".safetensors") for name in files)
         if "adapter_config.json" in files and not has_weights:
             raise ValueError("it is an adapter; merge it into its base model (merge_and_unload)")
@@ -815,6 +816,17 @@ def find_model(path, weights=False):
     if not tokenizer.chat_template:
         fail(f"the tokenizer of {path!r} has no chat template: use the instruction-tuned model")
     return path, tokenizer, config
+
+
+def check_files(folder):
+    """Fails if a model's file is a pointer of Git LFS, or weights are damaged or incomplete."""
+    for path in chain(*map(Path(folder).glob, [*MODEL_FILES, "*.safetensors"])):
+        with open(path, "rb") as f:
+            refuse_pointer(f.read(100), path)
+        if path.suffix == ".safetensors":
+            with fail_on_error(f"{path} is damaged, or its download is incomplete", parses=True):
+                with safe_open(path, "pt"):  # reads the header, and compares the file's size
+                    pass
 
 
 @functools.cache  # a trainer asks twice for its --model
@@ -862,7 +874,7 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
         lm, loading_info = AutoModelForCausalLM.from_pretrained(
             path, dtype="auto" if as_stored else dtype, attn_implementation="eager",
             use_safetensors=True, trust_remote_code=False, output_loading_info=True,
-            ignore_mismatched_sizes=True)
+            ignore_mismatched_sizes=True, generation_config=GenerationConfig())
     if wrong := sorted(map(str, chain(*loading_info.values()))):  # missing, unexpected, mismatched
         fail(f"the weights in {path!r} do not match its config.json: {wrong[:3]}")
 

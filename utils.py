@@ -338,12 +338,26 @@ def finite(text):
     return float(text)
 
 
+def read_lines(stream, name="stdin"):
+    """Yields (number, line) of each line but blank ones; exits if there is none.
+
+    Lines are bytes, and may not be UTF-8.
+    """
+    is_empty = True
+    if stream is sys.stdin and stream.isatty():
+        say("reading records from the terminal; for a file use < FILE, and Ctrl-D ends the input")
+    for number, line in enumerate(getattr(stream, "buffer", stream), 1):
+        if line.strip():
+            refuse_pointer(line, name)
+            is_empty = False
+            yield number, line
+    if is_empty:
+        fail(f"{name} is empty; did the previous stage fail?")
+
+
 def read_jsonl(stream, name="stdin"):
     """Yields (place, object) of each line but blank ones; a line that is not JSON is an error."""
-    place = None  # such as "stdin, line 3"
-    for number, line in enumerate(getattr(stream, "buffer", stream), 1):  # bytes, may not be UTF-8
-        if not line.strip():
-            continue
+    for number, line in read_lines(stream, name):
         place = f"{name}, line {number}"
         try:
             record = json.loads(line, parse_float=finite, parse_constant=finite)
@@ -356,8 +370,6 @@ def read_jsonl(stream, name="stdin"):
         if not isinstance(record, dict):
             fail(f"{place}: not a JSON object")
         yield place, record
-    if not place:
-        fail(f"{name} is empty; did the previous stage fail?")
 
 
 def open_stdout():

@@ -362,6 +362,33 @@ def test_a_damaged_checkpoint_is_named(ranked, tiny_dir, tmp_path):
     assert done.stderr.splitlines()[-1].startswith(f"error: {checkpoint} is damaged; ")
 
 
+TRAINS = ["--model", "MODEL", "--out", "OUT"]
+READERS = [["colbench.py", "grade"], ["colbench.py", "check"], ["evaluate.py"],
+           ["collect.py", "--human", "fixed:ok", "--model", "MODEL"], ["train_policy.py", *TRAINS],
+           ["train_critic.py", *TRAINS], ["train_critic.py", "--untrained", 1, *TRAINS[:2]],
+           *([f"tests/experiments/{name}.py"] for name in ("preferences", "offline", "audit",
+                                                           "rollouts")),
+           ["tests/experiments/credit.py", "--by", "reaction", *TRAINS[:2]]]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", READERS, ids=lambda command: " ".join(map(str, command)))
+def test_a_script_whose_stdin_is_a_terminal_says_that_it_reads_from_there(command, tiny_dir,
+                                                                          tmp_path):
+    """As when one forgets `< FILE`."""
+    keys, terminal = pty.openpty()
+    paths = {"MODEL": tiny_dir, "OUT": str(tmp_path / "out")}
+    argv = [str(paths.get(word, word)) for word in command]
+    with subprocess.Popen([sys.executable, *argv], stdin=terminal, stderr=subprocess.PIPE, cwd=ROOT,
+                          stdout=subprocess.PIPE, text=True, env=CPU, start_new_session=True) as p:
+        os.close(terminal)
+        assert p.stderr.readline().startswith("reading records from the terminal; for a file use <")
+        os.write(keys, b"\x04")  # Ctrl-D
+        last = "error: stdin is empty; did the previous stage fail?\n"
+        assert p.communicate(timeout=60)[1].endswith(last)
+    os.close(keys)
+
+
 # --- data and models that degenerate --------------------------------------------------------------
 
 @pytest.mark.full
@@ -413,6 +440,62 @@ def test_a_folder_that_is_no_whole_model_is_named_for_what_it_is(tiny_dir, tmp_p
     for rows in ('{"args": {}}\n{"finished": 4}\n', "of another program"):
         (run / "metrics.jsonl").write_text(rows)
         model.find_model(str(run))
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1053472\n"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json",
+                                  "chat_template.jinja"])
+def test_a_pointer_of_git_lfs_in_a_model_is_named(file, tiny_dir, tmp_path):
+    """Whether weights are asked for or not: before pairs are made."""
+    folder = shutil.copytree(tiny_dir, tmp_path / "m")
+    (folder / file).write_text(POINTER)
+    for want_weights in (False, True):
+        with pytest.raises(SystemExit, match=f"error: {folder}/{file} is only a pointer of Git"):
+            model.find_model(str(folder), want_weights)
+
+
+def test_weights_whose_download_is_incomplete_are_named_before_pairs_are_made(tiny_dir, tmp_path):
+    folder = shutil.copytree(tiny_dir, tmp_path / "m")
+    whole = (folder / "model.safetensors").read_bytes()
+    for size in (0, 3, 900, len(whole) // 2, len(whole) - 1):
+        (folder / "model.safetensors").write_bytes(whole[:size])
+        with pytest.raises(SystemExit, match="safetensors is damaged, or its download is incompl"):
+            model.find_model(str(folder))
+
+
+@pytest.mark.parametrize("command", [["evaluate.py"], ["colbench.py", "grade"], [
+    "tests/experiments/preferences.py"]])
+def test_records_that_are_a_pointer_of_git_lfs_are_named(command):
+    complaint(script(*command, stdin=POINTER), "stdin is only a pointer of Git LFS: run `git lfs")
+
+
+@pytest.mark.parametrize("settings", [
+    {"num_return_sequences": 4}, {"num_beams": 4, "early_stopping": "x"}, {"max_new_tokens": -1},
+    {"temperature": -3.0, "top_p": "high", "do_sample": False, "cache_implementation": "none"}])
+def test_settings_of_sampling_beside_the_weights_are_no_fault_of_theirs(settings, tiny_dir,
+                                                                        tmp_path):
+    """Nothing reads them: collect.py has its own, and a saved model keeps the base's file."""
+    base, out = shutil.copytree(tiny_dir, tmp_path / "base"), tmp_path / "out"
+    out.mkdir()
+    change_json(base / "generation_config.json", **settings)
+    change_json(base / "config.json", num_return_sequences=4)
+    want = json.loads((base / "generation_config.json").read_text())
+    model.save(*model.load(str(base)), out)
+    assert json.loads((out / "generation_config.json").read_text()) == want
+    model.load(str(out))
+
+
+def test_a_config_that_transformers_can_not_parse_is_one_line(tiny_dir, tmp_path):
+    folder = shutil.copytree(tiny_dir, tmp_path / "m")
+    for file, text in (("tokenizer.json", '{"model": 3}'), ("config.json", "[]"),
+                       ("tokenizer_config.json", '{"added_tokens_decoder": {"x": 3}}')):
+        before = (folder / file).read_text()
+        (folder / file).write_text(text)
+        with pytest.raises(SystemExit, match=f"error: no model at '{folder}': ."):
+            model.find_model(str(folder))
+        (folder / file).write_text(before)
 
 
 # --- trust ----------------------------------------------------------------------------------------

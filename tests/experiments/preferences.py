@@ -31,7 +31,7 @@ from itertools import takewhile
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 from colbench import RECORD, check_dialogue, check_shape, reject_unsupported  # noqa: E402
 from utils import (add_warning, digest, fail, flag, open_stdout, parser,  # noqa: E402
-                   print_warnings, run)
+                   print_warnings, read_lines, run)
 
 FORMATS = {  # name: (columns of the prompt, column of the chosen side, of the rejected side)
     "UltraFeedback": (["prompt"], "chosen", "rejected"),
@@ -64,9 +64,7 @@ def get_args(argv=None):
 
 def main(args):
     emit, written = open_stdout(), set()  # written: (task id, sample) of each row's first record
-    for number, line in enumerate(sys.stdin.buffer, 1):
-        if not line.strip():
-            continue
+    for number, line in read_lines(sys.stdin):
         try:
             converted = records(parse_row(line), args)
         except ValueError as e:
