@@ -315,7 +315,7 @@ class Endpoint:
         os.environ["no_proxy"] = getproxies().get("no", "") + ",localhost,127.0.0.1,::1"
         self.url, self.body = url, body
         base_url, _, query = url.partition("?")  # Azure's addresses end in ?api-version=...
-        key = os.environ.get(self.KEY, "none")
+        key = api_key(self.KEY)
         self.client = openai.AsyncOpenAI(
             base_url=base_url, default_query=dict(parse_qsl(query)), api_key=key,
             default_headers={"api-key": key} if query else None, max_retries=args.retries,
@@ -324,9 +324,16 @@ class Endpoint:
 
     async def find_served_model(self):
         """Sets body["model"] and max_context. If several models are served, body must name one."""
-        with fail_on_error(f"{self.url} does not list its models (does the address end in /v1?)"):
+        try:
             reply = await self.client.with_options(max_retries=0).get("/models", cast_to=object)
             served = {model["id"]: model.get("max_model_len") for model in reply["data"]}
+        except Exception as e:
+            advice = "does the address end in /v1?"
+            if getattr(e, "status_code", None) in (401, 403):
+                advice = f"check the key in {self.KEY}"
+            elif type(e).__name__ in ("APIConnectionError", "APITimeoutError"):
+                advice = "is the server running, and its address right?"
+            fail(f"{self.url} does not list its models ({advice}): {error_text(e)}")
         name = [*served][0] if len(served) == 1 else self.body.get("model")
         if name not in served:
             fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}; "
@@ -346,12 +353,17 @@ class Endpoint:
         except (LookupError, TypeError, AttributeError):
             error = "the reply is not that of an OpenAI-compatible server"
         except Exception as e:
-            rejected = isinstance(e, ValueError) or getattr(e, "status_code", 0) in (400, 413, 422)
-            response = getattr(e, "response", None)
-            words = response.extensions.get("error", e) if response else e
-            words = " ".join(str(words).split())[:200]
-            error = f"{type(e).__name__}: {words}{self.HINT * rejected}"
+            invalid = getattr(e, "status_code", None) in (400, 413, 422)
+            rejected = invalid or isinstance(e, ValueError)
+            error = error_text(e) + (self.HINT if invalid else "")
         raise (EpisodeError if rejected and self.has_answered else OSError)(f"{self.url}: {error}")
+
+
+def error_text(e):
+    """Returns the type and text of a request's error: the server's words, or its cause."""
+    response = getattr(e, "response", None)
+    words = response.extensions.get("error", e) if response else str(e.__cause__ or "") or e
+    return f"{type(e).__name__}: {' '.join(str(words).split())[:200]}"
 
 
 async def take_status(response):
@@ -366,7 +378,7 @@ async def take_status(response):
 
 class LLM(Endpoint):
     """An LLM in the role of the human, who reads the hidden information and sees web pages."""
-    HINT = """ (try --human_params '{"max_tokens": 4000, "NAME": null}'; null removes NAME)"""
+    HINT = """ (--human_params '{"NAME": VALUE}' sets a parameter of requests; null removes it)"""
 
     def __init__(self, args, totals):
         self.totals = totals
@@ -398,14 +410,38 @@ class LLM(Endpoint):
 def reply_text(reply):
     """Returns a chat completion's text without thoughts; raises ValueError unless it is whole."""
     choice = reply["choices"][0]
-    content, reason = choice["message"]["content"] or "", choice.get("finish_reason")
+    content = choice["message"]["content"] or ""
     if isinstance(content, list):  # of parts
         content = "".join(part.get("text", "") for part in content)
     # if the server's prompt has opened a thought, the reply has only the end of it, </think>
     text = without_thinking("<think>" + content if "</think>" in content else content)
-    if reason != "stop" or not text:
-        raise ValueError(f"the reply is empty or may be truncated, finish_reason {reason}")
+    if is_truncated(choice):
+        raise ValueError("the reply is truncated: allow more tokens, such as by "
+                         """--human_params '{"max_tokens": 4000}'""")
+    if not text:
+        raise ValueError(f"the reply is empty, finish_reason {choice.get('finish_reason')}")
     return text
+
+
+# finish_reasons, in lower case, of OpenAI, TGI, Together, Anthropic, Bedrock, Gemini, Cohere
+COMPLETE = "stop", "eos_token", "eos", "end_turn", "stop_sequence", "complete"
+TRUNCATED = "length", "max_tokens", "model_length", "model_context_window_exceeded"
+
+
+def is_truncated(choice):
+    """Returns whether a chat completion's choice is truncated.
+
+    Raises ValueError if it ended for a reason besides its end and a limit of tokens.
+    """
+    reason = choice.get("finish_reason")
+    if reason is None:
+        add_warning("replies came without a finish_reason, and count as complete",
+                    repr(choice["message"]["content"])[:60])
+        return False
+    if str(reason).lower() not in COMPLETE + TRUNCATED:
+        raise ValueError(f"the reply is incomplete, finish_reason {reason} (COMPLETE in collect.py "
+                         "lists those of complete replies)")
+    return str(reason).lower() in TRUNCATED
 
 
 class VllmEngine(Endpoint):

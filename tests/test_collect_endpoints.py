@@ -12,6 +12,7 @@ import pytest
 import colbench
 import collect
 import model as M
+import utils
 from conftest import ROOT, dialogue, key_of, turns_of
 from utils import rng
 
@@ -277,24 +278,39 @@ def test_an_error_of_a_server_is_the_episodes_if_it_has_answered_others(monkeypa
     asyncio.run(all_of())
 
 
-CUT = "the reply is empty or may be truncated, finish_reason "
+LENGTHS = "length", "MAX_TOKENS", "max_tokens", "model_length"
 WHICH = """serves a, b, not None; choose the human's by --human_params '{"model": "NAME"}'"""
-LONGER = """finish_reason length (try --human_params '{"max_tokens": 4000, """
+LONGER = """truncated: allow more tokens, such as by --human_params '{"max_tokens": 4000}'"""
 
 
 @pytest.mark.parametrize("reply, why", [
     (chat([{"type": "text", "text": "it is "}, {"type": "text", "text": "4"}]), None),
     (chat("<think>4?</think> it is 4"), None),
     (chat("it says 5.\n</think>\n\nit is 4"), None),  # the server's prompt has opened the thought
-    *((chat("it is 4 and", why), f"{CUT}{why}")
-      for why in ("length", "content_filter", "tool_calls", "error", "", None)),
-    ({"choices": [{"message": {"content": "it is 4 and"}}]}, f"{CUT}None")])
+    *((chat("it is 4", why), None) for why in (
+        "eos_token", "eos", "end_turn", "END_TURN", "stop_sequence", "STOP", "COMPLETE")),
+    *((chat("it is 4 and", why), LONGER) for why in LENGTHS), (chat("", "length"), LONGER),
+    *((chat("it is 4 and", why), f"the reply is incomplete, finish_reason {why} ")
+      for why in ("content_filter", "SAFETY", "tool_calls", "tool_use", "error", "")),
+    (chat("<think>no end", "end_turn"), "the reply is empty, finish_reason end_turn"),
+    (chat(None, "stop"), "the reply is empty, finish_reason stop")])
 def test_a_humans_reply_is_whole_and_without_thoughts(reply, why):
+    """However a server spells that it is. Tokens are spoken of only if they are the reason."""
     if why:
-        with pytest.raises(ValueError, match=why):
+        with pytest.raises(ValueError, match=re.escape(why)) as raised:
             collect.reply_text(reply)
+        assert ("max_tokens" in str(raised.value)) == (why == LONGER)
     else:
         assert collect.reply_text(reply) == "it is 4"
+
+
+@pytest.mark.parametrize("choice", [{}, {"finish_reason": None}])
+def test_a_server_that_gives_no_reason_is_believed_with_a_warning(choice, capsys):
+    """Some proxies leave the reason out of all replies; until now none of them could be used."""
+    reply = {"choices": [{"message": {"content": "it is 4"}, **choice}]}
+    assert collect.reply_text(reply) == "it is 4"
+    utils.print_warnings()
+    assert "1 replies came without a finish_reason, and count as complete" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("reply, models, path, params, why", [
@@ -368,6 +384,37 @@ def test_an_address_of_azure_keeps_its_query_and_sends_its_key(monkeypatch):
     ((path, _, authorization),) = server.seen
     assert path == "/openai/deployments/m/chat/completions?api-version=2024-06-01"
     assert authorization == "Bearer sesame" and heads[-1]["api-key"] == "sesame"
+
+
+@pytest.mark.parametrize("before, after", [("", "\n"), (" ", "\r\n"), ("\t", "")])
+def test_white_space_around_a_key_is_no_part_of_it(before, after, monkeypatch):
+    """As `export OPENAI_API_KEY=$(cat key.txt)` in Windows, or an editor, adds it."""
+    monkeypatch.setenv("OPENAI_API_KEY", f"{before}sesame{after}")
+    server = Server(said)
+    asyncio.run(chat_with(endpoint(server, retries=0)))
+    assert server.seen[-1][2] == "Bearer sesame"
+
+
+@pytest.mark.parametrize("wrong", ["\n", " ", "’", "ü", "\x7f"])
+def test_a_key_that_can_not_be_one_is_named_but_not_shown(wrong, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", f"ses{wrong}ame")
+    with pytest.raises(SystemExit, match="the API key in OPENAI_API_KEY has the character") as end:
+        endpoint(Server(said))
+    assert "ame" not in str(end.value) and repr(wrong) in str(end.value)
+
+
+@pytest.mark.parametrize("status, advice", [
+    (None, "is the server running, and its address right"), (401, "check the key in OPENAI_API_KEY"),
+    (404, "does the address end in /v1"), (500, "does the address end in /v1")])
+def test_a_server_without_a_list_of_models_gets_the_advice_that_helps(status, advice, monkeypatch):
+    server = Server(said)
+    monkeypatch.setattr(Handler, "do_GET", lambda self: self.send('{"error": "no"}', status))
+    if not status:
+        server.server_close()
+        server.shutdown()
+    with pytest.raises(SystemExit, match=re.escape(f"models ({advice}")) as end:
+        asyncio.run(endpoint(server).find_served_model())
+    assert str(status) in str(end.value) or "connect" in str(end.value).lower()
 
 
 def test_a_server_on_this_machine_is_behind_no_proxy(monkeypatch):
