@@ -26,6 +26,7 @@ import math
 import os
 import runpy
 import sys
+import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -104,6 +105,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # n_candidates. --resume compares colbench.settings(meta)
 NOT_IN_META = "given candidates k concurrency resume max_batch_tokens timeout retries".split()
 COMPUTE_THREAD = ThreadPoolExecutor(1)  # runs all models, so that they don't block the event loop
+HUMAN_THREADS = ThreadPoolExecutor(256)  # run the functions of users that are in WAITING
+WAITING = set()  # see call_user_function
 TREE_TOKENS = 16384  # most tokens per forward of the critic
 
 
@@ -297,8 +300,23 @@ def load_function(file, name):
 
 
 async def call_user_function(function, *args):
-    """Calls the human or critic, which may be async."""
-    result = function(*args)
+    """Calls the human or critic, which may be async.
+
+    A function that is not runs in the event loop, because this keeps batches full and reproducible,
+    until a call has waited, such as for a server. From then on it runs in threads, so that the
+    other episodes continue.
+    """
+    if function in WAITING:
+        loop = asyncio.get_running_loop()
+        result = await loop.run_in_executor(HUMAN_THREADS, function, *args)
+    else:
+        start, cpu_start = time.monotonic(), time.thread_time()
+        result = function(*args)
+        seconds, cpu_seconds = time.monotonic() - start, time.thread_time() - cpu_start
+        if seconds > 0.2 and cpu_seconds < seconds / 10:
+            WAITING.add(function)
+            say(f"{getattr(function, '__name__', function)}() waits ({seconds:.1f} s) and is not "
+                "async: from now on its calls run in threads, many at once")
     return await result if inspect.isawaitable(result) else result
 
 

@@ -315,6 +315,53 @@ def test_a_template_without_a_generation_prompt_is_refused(tiny_dir):
 
 # --- the human ------------------------------------------------------------------------------------
 
+BLOCKS = """
+import threading, time
+barrier = threading.Barrier(3)
+calls = 0
+def reply(task, history):
+    global calls
+    calls += 1
+    if calls == 1:
+        time.sleep(0.3)
+    else:
+        barrier.wait(60)
+    return "yes"
+"""
+
+
+def test_a_human_that_waits_serves_several_episodes_at_once(tasks, tmp_path, playing):
+    """The first call alone shows that it waits; each later one ends only beside two others."""
+    (tmp_path / "human.py").write_text(BLOCKS)
+    flags = ["--human", tmp_path / "human.py", "--max_tokens", 5, "--max_turns", 2]
+    played, said, end = playing([*tasks, *tasks[:3]], *flags)
+    assert len(played) == 7 and end is None
+    assert said.count("reply() waits (0.3 s) and is not async: from now on its calls run in") == 1
+
+
+COMPUTES = """
+import threading, time
+threads = set()
+def reply(task, history):
+    start = time.thread_time()
+    while time.thread_time() < start + SECONDS:
+        pass
+    threads.add(threading.current_thread())
+    assert len(threads) == 1
+    return "yes"
+"""
+
+
+@pytest.mark.parametrize("seconds", [0, 0.3])
+def test_a_human_that_computes_stays_in_one_thread_and_needs_no_lock(seconds, tasks, tmp_path,
+                                                                     playing):
+    """Such as one with a model of its own, of which 256 calls at once would not fit in memory."""
+    (tmp_path / "human.py").write_text(COMPUTES.replace("SECONDS", str(seconds)))
+    flags = ["--human", tmp_path / "human.py", "--max_tokens", 5, "--max_turns", 2]
+    played, said, end = playing(tasks, *flags)
+    assert len(played) == 4 and end is None and "waits" not in said
+
+
 WRITTEN = """
 async def reply(task, history):
     i = TASKS.index(task["id"])

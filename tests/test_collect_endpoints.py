@@ -6,6 +6,7 @@ import random
 import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -162,6 +163,23 @@ def test_an_llm_human_may_tell_a_fact_but_not_all_that_it_knows():
         task = {**task, r.choice(["ground_truth", "hidden_information"]): "\n".join(lines)}
         got = colbench.redact(f"{before}{quote}{after}", task)
         assert got == f"{before}{'[...]' if b - a > 2 else quote}{after}"
+
+
+def test_the_manuals_human_reads_the_dialogue_with_roles_exchanged(tasks, tmp_path, playing,
+                                                                   monkeypatch):
+    text = Path(ROOT, "tests/experiments/MANUAL.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"<!-- human -->\n```python\n(.*?)```", text, re.S)
+    (tmp_path / "mine.py").write_text(code)
+    server = Server(lambda path, body: chat(f"it is {len(body['messages'])}"))
+    monkeypatch.setenv("OPENAI_BASE_URL", server.url)
+    monkeypatch.setenv("OPENAI_API_KEY", "sesame")
+    (r,), said, _ = playing(tasks[:1], *PLAY, "--human", tmp_path / "mine.py")
+    history = r["dialogue_history"]
+    assert [m["content"] for m in history[2::2]] == ["it is 2", "it is 4"] and "waits" not in said
+    system, *others = server.seen[-1][1]["messages"]
+    assert system["role"] == "system" and system["content"].endswith(r["task"]["ground_truth"])
+    assert [m["role"] for m in others] == ["user", "assistant", "user"]
+    assert [m["content"] for m in others] == [m["content"] for m in history[1:4]]
 
 
 # --- the engine -----------------------------------------------------------------------------------
