@@ -29,6 +29,7 @@ import sys
 import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import parse_qsl
@@ -751,6 +752,46 @@ def read_jobs(args, done, tasks):
                 fail(f"task {name}, sample {sample} has another dialogue in {args.resume}")
 
 
+def print_plan(args, jobs):
+    """Prints how many episodes run, and with what: loading and the first episode take minutes."""
+    engine = args.engine or f"transformers on {DEVICE}"
+    existing = sum("dialogue_history" in record for record, _ in jobs)
+    if existing:
+        say(f"sampling {args.candidates} candidates per message of {counted(existing, 'dialogue')} "
+            f"from {args.model} with {engine}")
+    if new := len(jobs) - existing:
+        say(f"running {counted(new, 'episode')} of {args.model} with {engine}: human {args.human}, "
+            f"at most {counted(args.max_turns, 'turn')}, {min(new, args.concurrency)} at once")
+
+
+def time_left(totals, n_jobs, concurrency):
+    """Returns the time, such as 0:01:10, that the other episodes take if each takes the mean."""
+    n_left = n_jobs - totals["episodes"] - totals["failed"]
+    rounds = n_left / max(1, min(n_left, concurrency))  # n_left may be 0
+    return timedelta(seconds=round(rounds * totals["seconds"] / totals["episodes"]))
+
+
+def print_summary(args, totals, n_done):
+    """Prints what was written and what went wrong. n_done: episodes in the --resume file."""
+    facts = []
+    if totals["truncated"]:
+        percent = 100 * totals["truncated"] / totals["actions"]
+        facts.append(f"{percent:.1f} % of messages truncated at --max_tokens {args.max_tokens}")
+    failed = totals["asked"] - totals["replies"]
+    for number, what in (failed, "failed"), (totals["redacted"], "redacted"):
+        if number:
+            facts.append(f"{number} of {counted(totals['asked'], 'human reply')} {what}")
+    more = f" ({n_done} more in the --resume file)" if n_done else ""
+    facts = f": {'; '.join(facts)}" if facts else ""
+    say(f"wrote {counted(totals['episodes'], 'episode')} of {args.model}{more}{facts}")
+
+
+def counted(number, noun):
+    """Returns "1 episode", "2 episodes", "2 human replies"."""
+    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
+    return f"{number} {noun if number == 1 else plural}"
+
+
 def main(args):
     """Runs the episodes of stdin's tasks, writes each as it ends, and prints a summary.
 
@@ -763,11 +804,12 @@ def main(args):
         locked, done, runner.resumed = finished_episodes(args.resume, tasks)  # locked until the end
         runner.check_resumed()
     jobs = deque(read_jobs(args, done, tasks))  # an invalid line fails here, before models load
-    totals, errors = runner.totals, []
+    totals, errors, n_jobs = runner.totals, [], len(jobs)
 
     async def worker(bar):
         while jobs and not errors:
             record, sample = jobs.popleft()
+            start = time.monotonic()
             try:
                 if "dialogue_history" in record:
                     fields = await runner.add_candidates(record, sample)
@@ -789,23 +831,24 @@ def main(args):
                     say(message)
                 continue
             emit({**record, **fields, "meta": {**record.get("meta", {}), **fields["meta"]}})
-            bar.update()
             totals["episodes"] += 1
+            totals["seconds"] += time.monotonic() - start
             totals["in_a_row"] = 0
+            left = time_left(totals, bar.total, args.concurrency)
+            bar.set_postfix_str(f"{left} left", refresh=False)
+            bar.update()
 
     async def run_jobs():
         await runner.load()
         print_warnings()
-        bar = progress(f"episodes of {args.model}", total=len(jobs))
+        bar = progress(f"episodes of {args.model}", total=n_jobs, estimates=False)
         await asyncio.gather(*(worker(bar) for _ in range(args.concurrency)))
 
     if jobs:
+        print_plan(args, jobs)
         asyncio.run(run_jobs())
-    percent = 100 * totals["truncated"] / max(1, totals["actions"])
-    say(f"wrote {totals['episodes']} episodes of {args.model} ({len(done)} more in the --resume "
-        f"file): {percent:.1f} % of messages truncated at --max_tokens {args.max_tokens}; of "
-        f"{totals['asked']} human replies {totals['asked'] - totals['replies']} failed and "
-        f"{totals['redacted']} were redacted")
+    print_warnings()
+    print_summary(args, totals, len(done))
     if errors:
         raise errors[0]
     if totals["failed"]:

@@ -284,13 +284,17 @@ def writing(path):
             raise
 
 
-def progress(label, items=None, total=None, initial=0):
-    """Returns a tqdm bar, over items or updated by hand, that only rank 0 shows."""
-    every, form = 0.1, None
+def progress(label, items=None, total=None, initial=0, estimates=True):
+    """Returns a tqdm bar, over items or updated by hand, that only rank 0 shows.
+
+    estimates: whether tqdm estimates the time left; else the caller does, as the bar's postfix.
+    """
+    every, form = 0.1, None if estimates else "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
     if not sys.stderr.isatty():  # a line every 10 seconds instead of a bar
-        every, form = 10, "{desc}: {n_fmt} of {total_fmt}, {remaining} left{postfix}\n"
+        left = ", {remaining} left" if estimates else ""
+        every, form = 10, "{desc}: {n_fmt} of {total_fmt}" + left + "{postfix}\n"
     return tqdm(items, total=total, initial=initial, desc=label, disable=RANK > 0,
-                leave=bool(form), mininterval=every, delay=every, bar_format=form,
+                leave=every == 10, mininterval=every, delay=every, bar_format=form,
                 file=sys.stderr, position=0)
 
 

@@ -3,6 +3,7 @@ import asyncio
 import copy
 import json
 import shutil
+from collections import Counter
 from itertools import chain
 
 import pytest
@@ -313,6 +314,44 @@ def test_a_template_without_a_generation_prompt_is_refused(tiny_dir):
         M.opened_thought(tokenizer)
 
 
+# --- what it prints -------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("totals, done, want", [
+    (dict(episodes=1, actions=3, asked=2, replies=2), 0, "wrote 1 episode of m"),
+    (dict(episodes=0), 7, "wrote 0 episodes of m (7 more in the --resume file)"),
+    (dict(episodes=2, actions=8, truncated=2, asked=1), 0, "wrote 2 episodes of m: 25.0 % of "
+     "messages truncated at --max_tokens 9; 1 of 1 human reply failed"),
+    (dict(episodes=2, actions=8, asked=5, replies=4, redacted=2), 1, "wrote 2 episodes of m (1 more "
+     "in the --resume file): 1 of 5 human replies failed; 2 of 5 human replies redacted")])
+def test_the_summary_has_no_clause_that_is_zero(totals, done, want, capsys):
+    args = collect.get_args(["--model", "m", "--max_tokens", "9"])
+    collect.print_summary(args, Counter(totals), done)
+    assert capsys.readouterr().err == want + "\n"
+
+
+def test_a_run_says_at_its_start_what_it_will_do(tasks, episodes, playing):
+    flags = ["--candidates", 2, "--max_tokens", 5, "--max_turns", 1, "--concurrency", 3]
+    _, said, _ = playing([*tasks, episodes[0]], *flags)
+    existing, new = said.splitlines()[:2]
+    assert existing.startswith("sampling 2 candidates per message of 1 dialogue from ")
+    assert new.startswith("running 4 episodes of ") and "transformers on cpu: human " in new
+    assert new.endswith("toy.py, at most 1 turn, 3 at once")
+
+
+@pytest.mark.parametrize("n, at_once", [(40, 4), (7, 256), (5, 1)])
+def test_the_time_left_is_estimated_by_the_time_that_episodes_took(n, at_once):
+    """In a simulation of episodes of 10 s the estimate is right to one episode at any moment.
+
+    By the time since the start it would be 390 s too long for (40, 4) after the first episode.
+    """
+    ends = [10 * (1 + i // at_once) for i in range(n)]  # one round after another
+    for i, now in enumerate(ends):
+        totals = Counter(episodes=i + 1, seconds=10 * (i + 1))
+        left = collect.time_left(totals, n, at_once).total_seconds()
+        assert abs(left - (ends[-1] - now)) <= 10, (i, left)
+    assert left == 0
+
+
 # --- the human ------------------------------------------------------------------------------------
 
 BLOCKS = """
@@ -386,7 +425,7 @@ def test_a_human_is_a_file_with_a_function(tasks, tmp_path, playing):
                                    "the human's reply is not a string: 5",
                                    "KeyError: 'no such task'")):
         assert f"task {name}, sample 0 failed: {why}" in said
-    assert said.endswith("; of 21 human replies 19 failed and 0 were redacted\n")
+    assert said.endswith("; 19 of 21 human replies failed\n")
     assert str(end).startswith("error: 19 episodes failed and were not written")
 
 
