@@ -4,6 +4,7 @@ import http.server
 import json
 import random
 import re
+import runpy
 import threading
 import time
 from pathlib import Path
@@ -467,7 +468,34 @@ def test_a_judge_scores_a_message_by_the_share_of_its_comparisons_that_it_wins(t
         return await collect.call_user_function(critic, task, dialogue("write f(x)"), actions)
     assert asyncio.run(judged(prefers_no)) == [0, 0.5, 0.5, 0.75, 0.75]
     for reply, error, why in (
-            (chat("A better one is B"), ValueError, "must name A or B, not both"),
+            (chat("A is better than B"), ValueError, "must name A or B, not both"),
             (("no", 404), OSError, "the judge at http")):
         with pytest.raises(error, match=why):
             asyncio.run(judged(lambda path, body: reply))
+
+
+@pytest.fixture(scope="module")
+def verdict():
+    """judge.py's verdict(reply, finish_reason)."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUDGE", "http://127.0.0.1:9/v1")
+        return runpy.run_path(f"{ROOT}/tests/experiments/judge.py")["verdict"]
+
+
+@pytest.mark.parametrize("reply, letter", [
+    ("A", "A"), ("**B**", "B"), ("Answer: (B)", "B"), ("B.", "B"), ("Message A", "A"),
+    ("<think>A or B?</think>\n\nB", "B"), ("A is better.", "A"), ("A, as it asks for the fee", "A"),
+    ("A because a fee is missing", "A"), ("B: a question that a colleague can answer", "B"),
+    ("A good question decides, so B", "B"), ("The better one is A", "A"),
+    ("A better message would be the second one.", None), ("Option b", None), ("Neither.", None),
+    ("A is good, B is better", None), ("B. A", None), ("", None), ("A\nB", None),
+    ("<think>\nA first look says the second one asks for the fee, so", None)])
+def test_a_judge_names_one_message_and_the_article_is_no_name(reply, letter, verdict):
+    if letter:
+        assert verdict(reply, "stop") == letter
+    else:
+        with pytest.raises(ValueError, match="is no verdict: it must name A or B, not both"):
+            verdict(reply, "stop")
+    for reason in ("length", "max_tokens"):
+        with pytest.raises(ValueError, match="truncated"):
+            verdict(reply, reason)
