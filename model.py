@@ -19,6 +19,7 @@ tokens of a tree, A tokens of all its actions, S the same but with shared tokens
 tokens of one action, K keys of all runs, H query heads, D head size, V vocabulary size. Dropout is
 always off, in training too.
 """
+import contextlib
 import datetime
 import functools
 import glob
@@ -1074,6 +1075,32 @@ def save(model, tokenizer, out):
             old = read_json(path)
             if old != {**old, **values}:  # else the file stays as it is
                 path.write_text(json.dumps({**old, **values}, indent=2) + "\n")
+    if model.dtype.itemsize == 2:
+        print_changed_share(out, base)
+
+
+def print_changed_share(out, base):
+    """Prints which share of the weights in `out` differs from those of the base, both folders.
+
+    Training keeps fp32 weights, and rounding to 16 bits undoes changes that are too small. It reads
+    one tensor at a time. Tensors that the base lacks, or has in another shape, are left out.
+    """
+    def files_of(folder):
+        opened = [stack.enter_context(safe_open(path, "pt"))
+                  for path in sorted(Path(folder).glob("*.safetensors"))]
+        return {name: f for f in opened for name in f.keys()}
+
+    changed = total = 0
+    with contextlib.ExitStack() as stack:
+        new, old = files_of(out), files_of(base)
+        for name in new.keys() & old.keys():
+            saved, before = (f[name].get_tensor(name) for f in (new, old))
+            if saved.shape == before.shape:
+                changed += (saved != before.to(saved.dtype)).sum().item()
+                total += saved.numel()
+    if total:
+        say(f"{100 * changed / total:.2f} % of the weights in {out} differ from the base's; the "
+            "others' changes, if any, were too small for 16 bits")
 
 
 # --- checkpoints: weights and moments for any number of processes ---------------------------------
