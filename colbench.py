@@ -408,7 +408,7 @@ if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
     sys.exit()
 
 from utils import (add_warning, digest, fail, fail_on_error, flag, open_stdout, parser,
-                   private_copy, read_jsonl, run, say)
+                   private_copy, read_jsonl, run, say, show_traceback)
 
 import ast
 import asyncio
@@ -1369,6 +1369,7 @@ def grade_records(records, args, check=False):
                 raise
             except Exception as e:
                 failed.append(record)
+                show_traceback(e)
                 say(f"task {task_id(record['task'])} could not be graded: {type(e).__name__}: {e}")
             else:
                 yield {k: record[k] for k in record if k not in GRADE_FIELDS} | fields

@@ -12,8 +12,9 @@ as soon as it ends. A record that already has a dialogue gets candidates for its
 Left out on purpose: lock-step rollouts, where episodes wait for the slowest human; rewards, which
 the next stage adds; and paged attention and several GPUs, for which --engine takes a vLLM server.
 """
-from utils import (digest, fail, fail_on_error, flag, inline, open_stdout, parse_json, parser,
-                   print_warnings, private_copy, progress, rng, run, say, version)
+from utils import (add_warning, api_key, digest, exhausted_memory, fail, fail_on_error, flag,
+                   inline, open_stdout, parse_json, parser, print_warnings, private_copy, progress,
+                   rng, run, say, show_traceback, version)
 
 import ast
 import asyncio
@@ -29,8 +30,10 @@ import math
 import os
 import runpy
 import sys
+import time
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from urllib.parse import parse_qsl
@@ -109,7 +112,7 @@ def get_args(argv=None):
 def check_args(p, args):
     """Parses the JSON flags, exits if flags do not fit together, and sets unused ones to None."""
     for name in ("human_params", "agent_params"):
-        with fail_on_error(f"--{name} is not a JSON object"):
+        with fail_on_error(f"--{name} is not a JSON object", parses=True):
             setattr(args, name, dict(parse_json(getattr(args, name))))
     samples = not args.agent or is_url(args.agent)  # else the agent is a program
     p.refuse_unused(args, {
@@ -159,6 +162,8 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # n_candidates. --resume compares colbench.settings(meta)
 NOT_IN_META = "given candidates k concurrency resume max_batch_tokens timeout retries".split()
 COMPUTE_THREAD = ThreadPoolExecutor(1)  # runs all models, so that they don't block the event loop
+HUMAN_THREADS = ThreadPoolExecutor(256)  # run the functions of users that are in WAITING
+WAITING = set()  # see call_user_function
 TREE_TOKENS = 16384  # most tokens per forward of the critic
 
 
@@ -394,8 +399,24 @@ def imported_names(file):
 
 
 async def call_user_function(function, *args):
-    """Calls the agent, human or critic, which may be async, with copies, which it may change."""
-    result = function(*private_copy(args))
+    """Calls the agent, human or critic, which may be async, with copies, which it may change.
+
+    A function that is not async runs in the event loop, because this keeps batches full and
+    reproducible, until a call has waited, such as for a server. From then on it runs in threads, so
+    that the other episodes continue.
+    """
+    args = private_copy(args)
+    if function in WAITING:
+        loop = asyncio.get_running_loop()
+        result = await loop.run_in_executor(HUMAN_THREADS, function, *args)
+    else:
+        start, cpu_start = time.monotonic(), time.thread_time()
+        result = function(*args)
+        seconds, cpu_seconds = time.monotonic() - start, time.thread_time() - cpu_start
+        if seconds > 0.2 and cpu_seconds < seconds / 10:
+            WAITING.add(function)
+            say(f"{getattr(function, '__name__', function)}() waits ({seconds:.1f} s) and is not "
+                "async: from now on its calls run in threads, many at once")
     return await result if inspect.isawaitable(result) else result
 
 
@@ -424,8 +445,8 @@ class Endpoint:
         os.environ["no_proxy"] = getproxies().get("no", "") + ",localhost,127.0.0.1,::1"
         self.url, self.body, self.usage = url, body, Counter()
         base_url, _, query = url.partition("?")  # Azure's addresses end in ?api-version=...
-        keys = [os.environ[name] for name in self.KEYS if os.environ.get(name)]
-        key = [*keys, "none"][0]
+        self.key_name = next(filter(os.environ.get, self.KEYS), self.KEYS[0])
+        key = api_key(self.key_name)
         self.client = openai.AsyncOpenAI(
             base_url=base_url, default_query=dict(parse_qsl(query)), api_key=key,
             default_headers={"api-key": key} if query else None, max_retries=args.retries,
@@ -434,9 +455,16 @@ class Endpoint:
 
     async def find_served_model(self):
         """Sets body["model"] and max_context. If several models are served, body must name one."""
-        with fail_on_error(f"{self.url} does not list its models (does the address end in /v1?)"):
+        try:
             reply = await self.client.with_options(max_retries=0).get("/models", cast_to=object)
             served = {model["id"]: model.get("max_model_len") for model in reply["data"]}
+        except Exception as e:
+            advice = "does the address end in /v1?"
+            if getattr(e, "status_code", None) in (401, 403):
+                advice = f"check the key in {self.key_name}"
+            elif type(e).__name__ in ("APIConnectionError", "APITimeoutError"):
+                advice = "is the server running, and its address right?"
+            fail(f"{self.url} does not list its models ({advice}): {error_text(e)}")
         name = [*served][0] if len(served) == 1 else self.body.get("model")
         if name not in served:
             fail(f"{self.url} serves {', '.join(served) or 'no model'}, not {name}{self.CHOOSE}")
@@ -457,12 +485,17 @@ class Endpoint:
         except (LookupError, TypeError, AttributeError):
             error = "the reply is not that of an OpenAI-compatible server"
         except Exception as e:
-            rejected = isinstance(e, ValueError) or getattr(e, "status_code", 0) in (400, 413, 422)
-            response = getattr(e, "response", None)
-            words = response.extensions.get("error", e) if response else e
-            words = " ".join(str(words).split())[:200]
-            error = f"{type(e).__name__}: {words}{self.HINT * rejected}"
+            invalid = getattr(e, "status_code", None) in (400, 413, 422)
+            rejected = invalid or isinstance(e, ValueError)
+            error = error_text(e) + (self.HINT if invalid else "")
         raise (EpisodeError if rejected and self.has_answered else OSError)(f"{self.url}: {error}")
+
+
+def error_text(e):
+    """Returns the type and text of a request's error: the server's words, or its cause."""
+    response = getattr(e, "response", None)
+    words = response.extensions.get("error", e) if response else str(e.__cause__ or "") or e
+    return f"{type(e).__name__}: {' '.join(str(words).split())[:200]}"
 
 
 async def take_status(response):
@@ -490,7 +523,7 @@ class ChatModel(Endpoint):
         body = {name: value for name, value in params.items() if value is not None}
         super().__init__(getattr(args, role), args, body)
         flag = f"--{role}_params"
-        self.HINT = f""" (try {flag} '{{"max_tokens": 4000, "NAME": null}}'; null removes NAME)"""
+        self.HINT = f""" ({flag} '{{"NAME": VALUE}}' sets a parameter of requests; null removes it)"""
         self.CHOOSE = f"""; choose the {role}'s by {flag} '{{"model": "NAME"}}'"""
 
     async def model_name(self):
@@ -548,15 +581,15 @@ def chat_message(reply):
     A truncated message has `cut`, as a sampled one does. Raises ValueError for an empty one.
     """
     choice = reply["choices"][0]
-    content, reason = choice["message"]["content"] or "", choice.get("finish_reason")
+    content = choice["message"]["content"] or ""
     if isinstance(content, list):  # of parts
         content = "".join(part.get("text", "") for part in content)
     # if the server's prompt has opened a thought, the reply has only the end of it, </think>
     text = without_thinking("<think>" + content if "</think>" in content else content)
-    if reason not in ("stop", "length") or not text:
-        raise ValueError(f"the reply is empty or may be truncated, finish_reason {reason}")
+    if not text:
+        raise ValueError(f"the reply is empty, finish_reason {choice.get('finish_reason')}")
     message = {"output": text}
-    if reason == "length":
+    if is_truncated(choice):
         message["cut"] = True
     if tokens := reported_tokens(reply).get("completion_tokens"):
         message["completion_tokens"] = tokens
@@ -567,8 +600,30 @@ def reply_text(reply):
     """Returns the text of a chat completion; raises ValueError unless it is whole."""
     message = chat_message(reply)
     if "cut" in message:
-        raise ValueError("the reply is empty or may be truncated, finish_reason length")
+        raise ValueError("the reply is truncated: allow more tokens, such as by "
+                         """--human_params '{"max_tokens": 4000}'""")
     return message["output"]
+
+
+# finish_reasons, in lower case, of OpenAI, TGI, Together, Anthropic, Bedrock, Gemini, Cohere
+COMPLETE = "stop", "eos_token", "eos", "end_turn", "stop_sequence", "complete"
+TRUNCATED = "length", "max_tokens", "model_length", "model_context_window_exceeded"
+
+
+def is_truncated(choice):
+    """Returns whether a chat completion's choice is truncated.
+
+    Raises ValueError if it ended for a reason besides its end and a limit of tokens.
+    """
+    reason = choice.get("finish_reason")
+    if reason is None:
+        add_warning("replies came without a finish_reason, and count as complete",
+                    repr(choice["message"]["content"])[:60])
+        return False
+    if str(reason).lower() not in COMPLETE + TRUNCATED:
+        raise ValueError(f"the reply is incomplete, finish_reason {reason} (COMPLETE in collect.py "
+                         "lists those of complete replies)")
+    return str(reason).lower() in TRUNCATED
 
 
 class VllmEngine(Endpoint):
@@ -876,31 +931,61 @@ def asked_fields(jobs):
     return {"asked": asked, "asked_hash": digest(sorted(asked.items()))}
 
 
+def print_plan(args, jobs):
+    """Prints how many episodes run, and with what: loading and the first episode take minutes."""
+    agent = args.agent
+    if not agent:
+        agent = f"{args.model} with {args.engine or f'transformers on {DEVICE}'}"
+    existing = sum("dialogue_history" in record for record, _ in jobs)
+    if existing:
+        say(f"sampling {args.candidates} candidates per message of {counted(existing, 'dialogue')} "
+            f"from {agent}")
+    if new := len(jobs) - existing:
+        say(f"running {counted(new, 'episode')} of {agent}: human {args.human}, "
+            f"at most {counted(args.max_turns, 'turn')}, {min(new, args.concurrency)} at once")
+
+
+def time_left(totals, n_jobs, concurrency):
+    """Returns the time, such as 0:01:10, that the other episodes take if each takes the mean."""
+    n_left = n_jobs - totals["episodes"] - totals["failed"]
+    rounds = n_left / max(1, min(n_left, concurrency))  # n_left may be 0
+    return timedelta(seconds=round(rounds * totals["seconds"] / totals["episodes"]))
+
+
 def print_summary(args, runner, n_done):
-    """Prints what this run has written, and what the servers report that it has cost."""
-    totals, servers = runner.totals, runner.servers
-    percent = 100 * totals["truncated"] / max(1, totals["actions"])
-    limit = f" at --max_tokens {args.max_tokens}" if args.max_tokens else ""
-    replies = {"failed": totals["asked"] - totals["replies"]}  # {what happened: to how many}
-    if "human" in servers:
-        usage = servers["human"].usage
-        replies |= {"were redacted": usage["redacted"],
-                    "began with a speaker's name": usage["named"],
-                    "continued with further speakers": usage["both_sides"]}
-    counts = ", ".join(f"{count} {what}" for what, count in replies.items() if count)
-    text = f"wrote {totals['episodes']} episodes of {args.agent or args.model}"
+    """Prints what was written, what went wrong, and what the servers report that it has cost.
+
+    n_done: number of episodes in the --resume file.
+    """
+    totals, facts = runner.totals, []
+    if totals["truncated"]:
+        percent = 100 * totals["truncated"] / totals["actions"]
+        limit = f" at --max_tokens {args.max_tokens}" if args.max_tokens else ""
+        facts.append(f"{percent:.1f} % of messages truncated{limit}")
+    faults = {"failed": totals["asked"] - totals["replies"]}  # {what happened: to how many}
+    if "human" in runner.servers:
+        usage = runner.servers["human"].usage
+        faults |= {"redacted": usage["redacted"], "began with a speaker's name": usage["named"],
+                   "continued with further speakers": usage["both_sides"]}
+    for what, number in faults.items():
+        if number:
+            facts.append(f"{number} of {counted(totals['asked'], 'human reply')} {what}")
+    text = f"wrote {counted(totals['episodes'], 'episode')} of {args.agent or args.model}"
     if n_done:
         text += f" ({n_done} more in the --resume file)"
-    if percent:
-        text += f"; {percent:.1f} % of messages truncated{limit}"
-    if counts:
-        text += f"; of {totals['asked']} human replies {counts}"
+    if facts:
+        text += f": {'; '.join(facts)}"
     say(text)
-    costs = [f"{role}: {server.usage['replies']} requests, {server.usage['prompt_tokens']} prompt "
-             f"tokens, {server.usage['completion_tokens']} completion tokens"
-             for role, server in servers.items()]
-    if costs:
-        say("; ".join(costs))
+    for role, server in runner.servers.items():
+        requests = counted(server.usage["replies"], "request")
+        say(f"{role}: {requests}, {server.usage['prompt_tokens']} prompt tokens, "
+            f"{server.usage['completion_tokens']} completion tokens")
+
+
+def counted(number, noun):
+    """Returns "1 episode", "2 episodes", "2 human replies"."""
+    plural = noun[:-1] + "ies" if noun.endswith("y") else noun + "s"
+    return f"{number} {noun if number == 1 else plural}"
 
 
 def main(args):
@@ -917,11 +1002,12 @@ def main(args):
     all_jobs = [*read_jobs(args, done, tasks)]  # an invalid line fails here, before models load
     jobs = deque(job for job in all_jobs if (job[0]["task"]["id"], job[1]) not in done)
     asked = asked_fields(all_jobs)
-    totals, errors = runner.totals, []
+    totals, errors, n_jobs = runner.totals, [], len(jobs)
 
     async def worker(bar):
         while jobs and not errors:
             record, sample = jobs.popleft()
+            start = time.monotonic()
             try:
                 if "dialogue_history" in record:
                     fields = await runner.add_candidates(record, sample)
@@ -934,27 +1020,34 @@ def main(args):
                 why = str(e) if expected else f"{type(e).__name__}: {e}"
                 message = f"task {record['task']['id']}, sample {sample} failed: {why}"
                 totals.update(failed=1, in_a_row=not expected)
-                if not isinstance(e, Exception) or os.environ.get("DEBUG") and not expected:
+                if not isinstance(e, Exception) or exhausted_memory(e):
                     errors.append(e)
-                elif 16 in (totals["in_a_row"], totals["human_in_a_row"]):
+                    continue
+                show_traceback(e)
+                if 16 in (totals["in_a_row"], totals["human_in_a_row"]):
                     errors.append(SystemExit(f"error: {inline(message)}; it is the 16th failure in "
                                              "a row; rerun with --resume FILE to continue"))
                 elif totals["failed"] <= 16:
                     say(message)
                 continue
             emit({**record, **fields, "meta": {**record.get("meta", {}), **fields["meta"]}})
-            bar.update()
             totals["episodes"] += 1
+            totals["seconds"] += time.monotonic() - start
             totals["in_a_row"] = 0
+            left = time_left(totals, bar.total, args.concurrency)
+            bar.set_postfix_str(f"{left} left", refresh=False)
+            bar.update()
 
     async def run_jobs():
         await runner.load()
         print_warnings()
-        bar = progress(f"episodes of {args.agent or args.model}", total=len(jobs))
+        bar = progress(f"episodes of {args.agent or args.model}", total=n_jobs, estimates=False)
         await asyncio.gather(*(worker(bar) for _ in range(args.concurrency)))
 
     if jobs:
+        print_plan(args, jobs)
         asyncio.run(run_jobs())
+    print_warnings()
     print_summary(args, runner, len(done))
     if errors:
         raise errors[0]

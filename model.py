@@ -19,6 +19,7 @@ tokens of a tree, A tokens of all its actions, S the same but with shared tokens
 tokens of one action, K keys of all runs, H query heads, D head size, V vocabulary size. Dropout is
 always off, in training too.
 """
+import contextlib
 import datetime
 import functools
 import glob
@@ -57,8 +58,8 @@ from transformers.utils import logging
 from colbench import (HIDDEN, check_opening, comparable, hidden_information, read_records, task_id,
                       task_kind, with_hidden)
 from utils import (RANK, WORLD, add_warning, barrier, changed_scripts, digest, drop_checkpoints,
-                   fail, fail_on_error, print_warnings, progress, rng, rows_of, say,
-                   sum_over_ranks, writing)
+                   exhausted_memory, fail, fail_on_error, print_warnings, progress, refuse_pointer,
+                   rng, rows_of, say, sum_over_ranks, writing)
 
 GQA = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}  # torch 2.11 always enables it
 try:
@@ -413,11 +414,11 @@ def as_plain(tokenizer, message):
 
 
 def template_text(tokenizer, messages, thinking, add_prompt):
-    """Returns the chat template's text of a dialogue, with CUTs; raises the template's own errors.
+    """Returns the chat template's text of a dialogue, with CUTs; ValueError if it rejects that.
 
     thinking: 0 switches thinking off, if the template has `enable_thinking`. add_prompt: whether to
-    append the generation prompt, which opens the assistant's next message. ValueError: the template
-    leaves out a message.
+    append the generation prompt, which opens the assistant's next message. ValueError, too, if the
+    template leaves out a message.
     """
     check_roles(tokenizer, tuple(m["role"] for m in messages), thinking, add_prompt)
     plain = [{"role": m["role"], "content": as_plain(tokenizer, m)} for m in messages]
@@ -426,9 +427,14 @@ def template_text(tokenizer, messages, thinking, add_prompt):
 
 def apply_template(tokenizer, messages, thinking, add_prompt):
     """Returns the chat template's text of a dialogue on the day TODAY; see template_text."""
-    return tokenizer.apply_chat_template(
-        messages, chat_template=STRFTIME_NOW + tokenizer.get_chat_template(), tokenize=False,
-        add_generation_prompt=add_prompt, enable_thinking=bool(thinking))
+    try:
+        return tokenizer.apply_chat_template(
+            messages, chat_template=STRFTIME_NOW + tokenizer.get_chat_template(), tokenize=False,
+            add_generation_prompt=add_prompt, enable_thinking=bool(thinking))
+    except MemoryError:
+        raise
+    except Exception as e:  # a template is a program, which may raise any error
+        raise ValueError(str(e) or type(e).__name__) from e
 
 
 @functools.cache
@@ -806,13 +812,17 @@ def find_model(path, weights=False):
         if rows and "finished" not in rows[-1]:
             raise ValueError("it is an unfinished run; repeat its command to resume it")
         files = {*os.listdir(path)} - {"adapter_model.safetensors"}
+        check_files(path)
         has_weights = any(name.endswith(".safetensors") for name in files)
         if "adapter_config.json" in files and not has_weights:
             raise ValueError("it is an adapter; merge it into its base model (merge_and_unload)")
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as e:
-        fail(f"no model at {path!r}: {str(e).splitlines()[0]}")
+    except Exception as e:  # transformers raises any error for a file that it can't parse
+        if exhausted_memory(e):
+            raise
+        name = "" if isinstance(e, (OSError, ValueError)) else f"{type(e).__name__}: "
+        fail(f"no model at {path!r}: {name}{(str(e) or repr(e)).splitlines()[0]}")
     if weights and not has_weights:
         fail(f"no weights at {path!r}: only safetensors files are supported")
     if weights and getattr(config, "quantization_config", None):
@@ -822,6 +832,17 @@ def find_model(path, weights=False):
     if not tokenizer.chat_template:
         fail(f"the tokenizer of {path!r} has no chat template: use the instruction-tuned model")
     return path, tokenizer, config
+
+
+def check_files(folder):
+    """Fails if a model's file is a pointer of Git LFS, or weights are damaged or incomplete."""
+    for path in chain(*map(Path(folder).glob, [*MODEL_FILES, "*.safetensors"])):
+        with open(path, "rb") as f:
+            refuse_pointer(f.read(100), path)
+        if path.suffix == ".safetensors":
+            with fail_on_error(f"{path} is damaged, or its download is incomplete", parses=True):
+                with safe_open(path, "pt"):  # reads the header, and compares the file's size
+                    pass
 
 
 @functools.cache  # a trainer asks twice for its --model
@@ -885,11 +906,11 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
     device = torch.device(device)
     dtype = pick_dtype(dtype, device)
     as_stored = train and dtype != torch.float32  # so that the files are memory-mapped, not copied
-    with fail_on_error(f"the weights in {path!r} can't be read"):
+    with fail_on_error(f"the weights in {path!r} can't be read", parses=True):
         lm, loading_info = AutoModelForCausalLM.from_pretrained(
             path, dtype="auto" if as_stored else dtype, attn_implementation="eager",
             use_safetensors=True, trust_remote_code=False, output_loading_info=True,
-            ignore_mismatched_sizes=True)
+            ignore_mismatched_sizes=True, generation_config=GenerationConfig())
     if wrong := sorted(map(str, chain(*loading_info.values()))):  # missing, unexpected, mismatched
         fail(f"the weights in {path!r} do not match its config.json: {wrong[:3]}")
 
@@ -924,7 +945,7 @@ def load(path, device="cpu", dtype="fp32", args=None, train=False):
         model.float()
     if not args or not args.offload:
         model.to(device)
-    with fail_on_error(f"{path!r} fails on {device} (try --compile 0; DEBUG=1 shows a traceback)"):
+    with fail_on_error(f"{path!r} fails on {device} (try --compile 0)"):
         logps = torch.cat([*score(model, turns, math.inf).values()])
     if not agree(logps, own_logps, model.dtype):
         error = (logps - own_logps).abs().mean()
@@ -941,6 +962,8 @@ def try_trees(model, turns, own_logps):
         model.lm.set_attn_implementation("tree")
         logps, leak = logps_and_leak(model, turns)
     except Exception as e:  # any, such as AttributeError: GPT-2 has no lm.model
+        if exhausted_memory(e):
+            raise
         say(f"warning: tree attention fails: {type(e).__name__}: {e}")
         return False
     # the leak shows whether layers other than attention mix the paths
@@ -1023,7 +1046,8 @@ def load_lm(path, device, dtype="fp32"):
 
 def finished_flags(folder, model=None):
     """Returns the flags that a finished critic was trained with; flags.model is pi_ref's path."""
-    with fail_on_error(f"{folder or repr(folder)} is not a finished run of train_critic.py"):
+    with fail_on_error(f"{folder or repr(folder)} is not a finished run of train_critic.py",
+                       parses=True):
         rows = rows_of(folder)
         if not rows:
             raise ValueError("it has no metrics.jsonl of a run")
@@ -1086,6 +1110,32 @@ def save(model, tokenizer, out):
             old = read_json(path)
             if old != {**old, **values}:  # else the file stays as it is
                 path.write_text(json.dumps({**old, **values}, indent=2) + "\n")
+    if model.dtype.itemsize == 2:
+        print_changed_share(out, base)
+
+
+def print_changed_share(out, base):
+    """Prints which share of the weights in `out` differs from those of the base, both folders.
+
+    Training keeps fp32 weights, and rounding to 16 bits undoes changes that are too small. It reads
+    one tensor at a time. Tensors that the base lacks, or has in another shape, are left out.
+    """
+    def files_of(folder):
+        opened = [stack.enter_context(safe_open(path, "pt"))
+                  for path in sorted(Path(folder).glob("*.safetensors"))]
+        return {name: f for f in opened for name in f.keys()}
+
+    changed = total = 0
+    with contextlib.ExitStack() as stack:
+        new, old = files_of(out), files_of(base)
+        for name in new.keys() & old.keys():
+            saved, before = (f[name].get_tensor(name) for f in (new, old))
+            if saved.shape == before.shape:
+                changed += (saved != before.to(saved.dtype)).sum().item()
+                total += saved.numel()
+    if total:
+        say(f"{100 * changed / total:.2f} % of the weights in {out} differ from the base's; the "
+            "others' changes, if any, were too small for 16 bits")
 
 
 # --- the model card, and how to serve a policy ----------------------------------------------------
@@ -1191,7 +1241,7 @@ def load_checkpoint(model, optimizer, log):
     drop_checkpoints(log.out, keep=log.step)  # a kill may leave others, or partial ones
     if log.step:
         path = os.path.join(log.out, f"checkpoint-{log.step}")
-        with fail_on_error(f"{path} is damaged; choose another --out to start over"):
+        with fail_on_error(f"{path} is damaged; choose another --out to start over", parses=True):
             weights, moments, tensors = training_state(model, optimizer)
             dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(path))
             set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments,

@@ -53,7 +53,8 @@ def get_args(argv=None):
     flag(g, "nll_coef", 0.01, "weight of the chosen trajectory's NLL", only="with --out")
     flag(g, "lr", 2e-7, "peak learning rate; 3%% or 3 steps of warm-up, cosine decay to a tenth",
          only="with --out")
-    flag(g, "batch_size", 8, "pairs per step, over all GPUs", least=1, only="with --out")
+    flag(g, "batch_size", 8, "pairs per step, over all GPUs; an epoch's last step has those that "
+         "are left, at the full learning rate", least=1, only="with --out")
     flag(g, "epochs", 4, "passes over the pairs", least=1, only="with --out")
     flag(g, "seed", 0, "random seed of the training order and held-out tasks", only="with --out")
     machine_flags(p)

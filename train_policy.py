@@ -50,8 +50,9 @@ def get_args(argv=None):
     flag(g, "beta", 0.1, "DPO's beta, the scale of the reward margin", only=by_pairs)
     flag(g, "nll_coef", 0.01, "weight of the chosen side's mean NLL per token", only=by_pairs)
     flag(g, "lr", 2e-7, "peak learning rate; 3%% or 3 steps of warm-up, cosine decay to a tenth")
-    flag(g, "batch_size", None, "pairs per step, over all GPUs; default: 8 as in the paper "
-         "(rft: 32 trajectories)", kind=int, least=1)
+    flag(g, "batch_size", None, "pairs per step, over all GPUs; an epoch's last step has those "
+         "that are left, at the full learning rate; default: 8 as in the paper (rft: 32 "
+         "trajectories)", kind=int, least=1)
     flag(g, "epochs", None, "passes over the pairs; default: 1 as in the paper (mtdpo, rft: 4)",
          kind=int, least=1)
     flag(g, "seed", 0, "random seed of the training order, the pairs and the held-out tasks")

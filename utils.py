@@ -5,6 +5,7 @@ experiment trackers, because each run's metrics are a file (wandb.diff also send
 """
 import argparse
 import contextlib
+import errno
 import fcntl
 import filecmp
 import functools
@@ -17,11 +18,13 @@ import os
 import pickle
 import platform
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
 from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version as package_version
@@ -33,6 +36,12 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 RANK = int(os.environ.get("RANK") or 0)  # torchrun sets both; without it this is rank 0 of 1
 WORLD = int(os.environ.get("WORLD_SIZE") or 1)
 WARNINGS = {}  # {what: [example]}
+# Errors that mean a mistake in code, such as in an edit, and not bad data. RuntimeError: torch
+# raises it for tensors that do not fit together.
+CODE_ERRORS = (NameError, AttributeError, TypeError, LookupError, AssertionError, ArithmeticError,
+               RuntimeError)
+LOWER_FOR_MEMORY = "tree_tokens", "max_batch_tokens", "concurrency"
+SHOWN = set()  # (file, line) of the errors whose traceback show_traceback has printed
 # {variable: its value if srun or mpirun started one process}; SLURM_NTASKS is also a batch script's
 SINGLE = {"SLURM_PROCID": 0, "SLURM_STEP_NUM_TASKS": 1, "OMPI_COMM_WORLD_SIZE": 1, "PMI_SIZE": 1}
 if WORLD > 1:  # a slow import, needed only to communicate
@@ -145,8 +154,13 @@ def inline(message):
 def say(message):
     """Prints one line to stderr, on rank 0 only."""
     if RANK == 0:
-        write = tqdm.write if sys.stderr.isatty() else print  # keeps progress bars intact
-        write(inline(message) + "\n", file=sys.stderr, end="")  # one write, so lines do not mix
+        print_to_stderr(inline(message))
+
+
+def print_to_stderr(text):
+    """Prints lines to stderr by a single write, so that those of several processes do not mix."""
+    write = tqdm.write if sys.stderr.isatty() else print  # keeps progress bars intact
+    write(text + "\n", file=sys.stderr, end="")
 
 
 def fail(message):
@@ -167,19 +181,88 @@ def print_warnings():
 
 
 @contextlib.contextmanager
-def fail_on_error(what):
-    """Turns an exception inside into the message "error: WHAT: reason"; DEBUG=1: a traceback."""
+def fail_on_error(what, parses=False):
+    """Turns an exception inside into the message "error: WHAT: reason".
+
+    A code error (CODE_ERRORS) also shows its traceback, unless the code inside `parses` a file or
+    reply of others, where bad data raises such errors, too. Out of memory: see memory_errors.
+    """
     try:
         yield
     except (SystemExit, GeneratorExit):
         raise
     except BaseException as e:  # torch's CheckpointException does not subclass Exception
-        if os.environ.get("DEBUG"):
+        if exhausted_memory(e):
             raise
+        if not parses:
+            show_traceback(e)
         last_line = str(e).strip().rpartition("\n")[2].strip()
-        if isinstance(e, (NameError, AttributeError, TypeError, LookupError)):  # a bug in an edit?
-            last_line = f"{type(e).__name__}: {last_line} (DEBUG=1 shows where)"
+        if isinstance(e, CODE_ERRORS):
+            last_line = f"{type(e).__name__}: {last_line}"
         fail(f"{what}: {getattr(e, 'strerror', None) or last_line or type(e).__name__}")
+
+
+def show_traceback(e):
+    """Prints the traceback of a code error, on any rank, but only one per line of code."""
+    frames = traceback.extract_tb(e.__traceback__)
+    place = frames[-1].filename, frames[-1].lineno
+    if not isinstance(e, CODE_ERRORS) or place in SHOWN:
+        return
+    SHOWN.add(place)
+    text = "Traceback (most recent call last):\n" + "".join(traceback.format_list(frames))
+    print_to_stderr(text + inline(f"{type(e).__name__}: {e}"))
+
+
+def exhausted_memory(e):
+    """Returns what an error says is exhausted, such as "GPU memory", or None for other errors."""
+    text = str(e)
+    if isinstance(e, MemoryError) or getattr(e, "errno", None) == errno.ENOMEM:
+        return "CPU memory"
+    if not isinstance(e, RuntimeError):
+        return None
+    if "DefaultCPUAllocator" in text or "Cannot allocate memory" in text:
+        return "CPU memory"
+    if "can't start new thread" in text:
+        return "CPU memory or threads"
+    if "out of memory" in text or "ALLOC_FAILED" in text:  # torch's, cuBLAS', cuDNN's, NCCL's
+        return "GPU memory"
+    return None
+
+
+@contextlib.contextmanager
+def memory_errors(args):
+    """Turns running out of memory into one message: which memory, where, and which flags help.
+
+    Also if this happened to another rank, which has ended, so that communication fails here.
+    """
+    try:
+        yield
+    except Exception as e:
+        if WORLD > 1 and "closed by peer" in str(e):  # gloo's words
+            fail("another rank has ended: see its error")
+        memory = exhausted_memory(e)
+        if not memory:
+            raise
+        where = ""  # the last function of the scripts in the traceback, except in this file
+        for frame in traceback.extract_tb(e.__traceback__):
+            folder, file = os.path.split(os.path.abspath(frame.filename))
+            if folder == HERE and file != "utils.py":
+                where = f" in {frame.name} ({file})"
+        asked = re.search(r"ried to allocate ([\d.]+ \w+)", str(e))
+        wanted = f", which tried to allocate {asked[1]}" if asked else ""
+        fail(f"out of {memory}{where}{wanted}{memory_advice(vars(args), memory)}")
+
+
+def memory_advice(flags, memory):
+    """Returns ": try ..." with the flags that save memory. flags: {name: value} of the script."""
+    on_gpu = memory == "GPU memory"
+    advice = [f"a lower --{name} (now {flags[name]})" for name in LOWER_FOR_MEMORY if name in flags]
+    recompute = flags.get("recompute")
+    if flags.get("out") and (recompute == 0 or recompute is None and not on_gpu):
+        advice.append("--recompute 1")
+    if on_gpu and flags.get("offload") == 0:
+        advice += ["--offload 1", "more GPUs"]
+    return f": try {', '.join(advice)}" if advice else ""
 
 
 @contextlib.contextmanager
@@ -202,13 +285,17 @@ def writing(path):
             raise
 
 
-def progress(label, items=None, total=None, initial=0):
-    """Returns a tqdm bar, over items or updated by hand, that only rank 0 shows."""
-    every, form = 0.1, None
+def progress(label, items=None, total=None, initial=0, estimates=True):
+    """Returns a tqdm bar, over items or updated by hand, that only rank 0 shows.
+
+    estimates: whether tqdm estimates the time left; else the caller does, as the bar's postfix.
+    """
+    every, form = 0.1, None if estimates else "{l_bar}{bar}| {n_fmt}/{total_fmt}{postfix}"
     if not sys.stderr.isatty():  # a line every 10 seconds instead of a bar
-        every, form = 10, "{desc}: {n_fmt} of {total_fmt}, {remaining} left{postfix}\n"
+        left = ", {remaining} left" if estimates else ""
+        every, form = 10, "{desc}: {n_fmt} of {total_fmt}" + left + "{postfix}\n"
     return tqdm(items, total=total, initial=initial, desc=label, disable=RANK > 0,
-                leave=bool(form), mininterval=every, delay=every, bar_format=form,
+                leave=every == 10, mininterval=every, delay=every, bar_format=form,
                 file=sys.stderr, position=0)
 
 
@@ -219,7 +306,8 @@ def run(main, args):
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not ignored, as after a &
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
-        main(args)
+        with memory_errors(args):
+            main(args)
     except SystemExit as e:
         if RANK:
             end_after_rank_0(e.code)
@@ -231,7 +319,22 @@ def run(main, args):
                 torch.distributed.destroy_process_group()  # prevents a warning of NCCL
 
 
-# --- JSON lines -----------------------------------------------------------------------------------
+# --- JSON lines and other input -------------------------------------------------------------------
+
+def api_key(variable):
+    """Returns the API key in an environment variable, without spaces around it, or "none"."""
+    key = os.environ.get(variable, "").strip() or "none"
+    if wrong := [c for c in key if not "!" <= c <= "~"]:
+        fail(f"the API key in {variable} has the character {wrong[0]!r}, which no key has: copy it "
+             "again")
+    return key
+
+
+def refuse_pointer(start, path):
+    """Exits if a file, of which these are the first bytes, is a pointer of Git LFS."""
+    if start.startswith(b"version https://git-lfs"):
+        fail(f"{path} is only a pointer of Git LFS: run `git lfs pull` in the clone it is from")
+
 
 def finite(text):
     """Parses a JSON number; raises ValueError for NaN, Infinity and 1e999."""
@@ -263,12 +366,26 @@ def private_copy(data):
     return pickle.loads(pickle.dumps(data))
 
 
+def read_lines(stream, name="stdin"):
+    """Yields (number, line) of each line but blank ones; exits if there is none.
+
+    Lines are bytes, and may not be UTF-8.
+    """
+    is_empty = True
+    if stream is sys.stdin and stream.isatty():
+        say("reading records from the terminal; for a file use < FILE, and Ctrl-D ends the input")
+    for number, line in enumerate(getattr(stream, "buffer", stream), 1):
+        if line.strip():
+            refuse_pointer(line, name)
+            is_empty = False
+            yield number, line
+    if is_empty:
+        fail(f"{name} is empty; did the previous stage fail?")
+
+
 def read_jsonl(stream, name="stdin"):
     """Yields (place, object) of each line but blank ones; a line that is not JSON is an error."""
-    place = None  # such as "stdin, line 3"
-    for number, line in enumerate(getattr(stream, "buffer", stream), 1):  # bytes, may not be UTF-8
-        if not line.strip():
-            continue
+    for number, line in read_lines(stream, name):
         place = f"{name}, line {number}"
         try:
             record = parse_json(line)
@@ -281,8 +398,6 @@ def read_jsonl(stream, name="stdin"):
         if not isinstance(record, dict):
             fail(f"{place}: not a JSON object")
         yield place, record
-    if not place:
-        fail(f"{name} is empty; did the previous stage fail?")
 
 
 def open_stdout():
@@ -411,7 +526,8 @@ class Log:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if not set(os.listdir(out)) - {"metrics.jsonl.part"}:
             return [], 0  # new, or killed before its first row
-        with fail_on_error(f"{self.path} is damaged; choose another --out to start over"):
+        with fail_on_error(f"{self.path} is damaged; choose another --out to start over",
+                           parses=True):
             rows = rows_of(out)
         if not rows:
             fail(f"--out {out} exists and is not a run: choose another")

@@ -283,8 +283,9 @@ def nucleus(logps, top_p):
 
 @pytest.fixture(autouse=True)
 def no_warnings():
-    """No test finds the warnings about data that another one has left."""
+    """No test finds the warnings about data, or the tracebacks, that another one has left."""
     utils.WARNINGS.clear()
+    utils.SHOWN.clear()
 
 
 @pytest.fixture(scope="session")

@@ -263,7 +263,8 @@ def human_plan(flags):
         for t, message in enumerate(history):
             if message["role"] == "user" and t and history[t - 1]["role"] == "assistant":  # a reply
                 request = [{"role": "user", "content": human_prompt(task, history[:t])}]
-                with fail_on_error("--human_model's chat template rejects the human's prompt"):
+                with fail_on_error("--human_model's chat template rejects the human's prompt",
+                                   parses=True):
                     read += count(tokenizer.apply_chat_template(
                         request, tokenize=False, add_generation_prompt=True))
                 written += count(message["content"]) + 1  # with the end token

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -691,7 +692,97 @@ def test_a_template_that_leaves_out_messages_plays_no_episode_and_trains_nothing
         assert not [*(tmp_path / trainer).iterdir()]
 
 
+# --- what it prints -------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("totals, done, want", [
+    (dict(episodes=1, actions=3, asked=2, replies=2), 0, "wrote 1 episode of m"),
+    (dict(episodes=0), 7, "wrote 0 episodes of m (7 more in the --resume file)"),
+    (dict(episodes=2, actions=8, truncated=2, asked=1), 0, "wrote 2 episodes of m: 25.0 % of "
+     "messages truncated at --max_tokens 9; 1 of 1 human reply failed"),
+    (dict(episodes=2, actions=8, asked=5, replies=4, redacted=2), 1, "wrote 2 episodes of m (1 more "
+     "in the --resume file): 1 of 5 human replies failed; 2 of 5 human replies redacted")])
+def test_the_summary_has_no_clause_that_is_zero(totals, done, want, capsys):
+    args = collect.get_args(["--model", "m", "--max_tokens", "9"])
+    servers = {}
+    if "redacted" in totals:
+        usage = Counter(redacted=totals.pop("redacted"), replies=5, prompt_tokens=7)
+        servers, want = {"human": SimpleNamespace(usage=usage)}, (
+            f"{want}\nhuman: 5 requests, 7 prompt tokens, 0 completion tokens")
+    collect.print_summary(args, SimpleNamespace(totals=Counter(totals), servers=servers), done)
+    assert capsys.readouterr().err == want + "\n"
+
+
+def test_a_run_says_at_its_start_what_it_will_do(tasks, episodes, playing):
+    flags = ["--candidates", 2, "--max_tokens", 5, "--max_turns", 1, "--concurrency", 3]
+    _, said, _ = playing([*tasks, episodes[0]], *flags)
+    existing, new = said.splitlines()[:2]
+    assert existing.startswith("sampling 2 candidates per message of 1 dialogue from ")
+    assert new.startswith("running 4 episodes of ") and "transformers on cpu: human " in new
+    assert new.endswith("toy.py, at most 1 turn, 3 at once")
+
+
+@pytest.mark.parametrize("n, at_once", [(40, 4), (7, 256), (5, 1)])
+def test_the_time_left_is_estimated_by_the_time_that_episodes_took(n, at_once):
+    """In a simulation of episodes of 10 s the estimate is right to one episode at any moment.
+
+    By the time since the start it would be 390 s too long for (40, 4) after the first episode.
+    """
+    ends = [10 * (1 + i // at_once) for i in range(n)]  # one round after another
+    for i, now in enumerate(ends):
+        totals = Counter(episodes=i + 1, seconds=10 * (i + 1))
+        left = collect.time_left(totals, n, at_once).total_seconds()
+        assert abs(left - (ends[-1] - now)) <= 10, (i, left)
+    assert left == 0
+
+
 # --- the human ------------------------------------------------------------------------------------
+
+BLOCKS = """
+import threading, time
+barrier = threading.Barrier(3)
+calls = 0
+def reply(task, history):
+    global calls
+    calls += 1
+    if calls == 1:
+        time.sleep(0.3)
+    else:
+        barrier.wait(60)
+    return "yes"
+"""
+
+
+def test_a_human_that_waits_serves_several_episodes_at_once(tasks, tmp_path, playing):
+    """The first call alone shows that it waits; each later one ends only beside two others."""
+    (tmp_path / "human.py").write_text(BLOCKS)
+    flags = ["--human", tmp_path / "human.py", "--max_tokens", 5, "--max_turns", 2]
+    played, said, end = playing([*tasks, *tasks[:3]], *flags)
+    assert len(played) == 7 and end is None
+    assert said.count("reply() waits (0.3 s) and is not async: from now on its calls run in") == 1
+
+
+COMPUTES = """
+import threading, time
+threads = set()
+def reply(task, history):
+    start = time.thread_time()
+    while time.thread_time() < start + SECONDS:
+        pass
+    threads.add(threading.current_thread())
+    assert len(threads) == 1
+    return "yes"
+"""
+
+
+@pytest.mark.parametrize("seconds", [0, 0.3])
+def test_a_human_that_computes_stays_in_one_thread_and_needs_no_lock(seconds, tasks, tmp_path,
+                                                                     playing):
+    """Such as one with a model of its own, of which 256 calls at once would not fit in memory."""
+    (tmp_path / "human.py").write_text(COMPUTES.replace("SECONDS", str(seconds)))
+    flags = ["--human", tmp_path / "human.py", "--max_tokens", 5, "--max_turns", 2]
+    played, said, end = playing(tasks, *flags)
+    assert len(played) == 4 and end is None and "waits" not in said
+
 
 WRITTEN = """
 async def reply(task, history):
@@ -717,7 +808,7 @@ def test_a_human_is_a_file_with_a_function(tasks, tmp_path, playing):
                                    "the human's reply is not a string: 5",
                                    "KeyError: 'no such task'")):
         assert f"task {name}, sample 0 failed: {why}" in said
-    assert said.endswith("; of 21 human replies 19 failed\n")
+    assert said.endswith(": 19 of 21 human replies failed\n")
     assert str(end).startswith("error: 19 episodes failed and were not written")
 
 
@@ -748,7 +839,8 @@ def test_when_the_run_ends_by_an_error_the_episodes_under_way_end_first(who, tas
     assert str(end) == (
         f"error: task {tasks[0]['task']['id']}, sample 15 failed: KeyError: 'down'; it is the "
         "16th failure in a row; rerun with --resume FILE to continue")
-    assert said.count("'down'") == 15
+    assert said.count("failed: KeyError: 'down'") == 15
+    assert said.count("Traceback") == 1 and 'who.py", line 9, in reply' in said  # not 16 times
 
 
 EXPIRES = """

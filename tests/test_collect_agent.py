@@ -256,9 +256,9 @@ def test_a_server_plays_the_agent_and_the_human_and_sees_only_what_they_may(
             assert history[t] == want
         assert ("cut" in str(history)) == any("cut" in m for m in agent_messages(r))
     assert any("cut" in m for r in played for m in agent_messages(r)[:-1])  # shown to the human
-    counts = {role: f"{role}: {n} requests, {100 * n * usage} prompt tokens, "
+    counts = {role: f"{role}: {collect.counted(n, 'request')}, {100 * n * usage} prompt tokens, "
               f"{tokens[role] * usage} completion tokens" for role, n in both.n_replies.items()}
-    assert said.endswith(f"\n{counts['human']}; {counts['agent']}\n")
+    assert said.endswith(f"\n{counts['human']}\n{counts['agent']}\n")
     for r in played:
         r["reward"] = 0.0
     metrics = [evaluate.episode_metrics(r) for r in played]

@@ -7,21 +7,25 @@ import errno
 import json
 import math
 import os
+import pty
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import model
 import utils
-from conftest import (HUMAN, ROOT, actions, change_json, change_weights, complaint, key_of, lines,
-                      metrics, records, script, shell, steps, succeed, train, weights)
+from conftest import (CPU, HUMAN, ROOT, actions, change_json, change_weights, complaint,
+                      copy_scripts, key_of, lines, metrics, records, script, shell, steps, succeed,
+                      train, weights)
 
 KILLS, SEED = int(os.environ.get("KILLS", 3)), os.environ.get("FAULT_SEED", "0")
 
@@ -167,6 +171,142 @@ def test_the_version_is_the_commit_of_the_scripts_not_of_the_repo_around_their_c
     assert version(run) == git("rev-parse", "--short", "HEAD", cwd=repo) + "-dirty"
 
 
+# --- mistakes in code, and memory -----------------------------------------------------------------
+
+@pytest.mark.parametrize("error, shown", [
+    *((error, True) for error in (
+        NameError("x"), UnboundLocalError("x"), AttributeError("x"), TypeError("x"), KeyError("x"),
+        IndexError("x"), RuntimeError("x"), AssertionError("x"), ZeroDivisionError("x"))),
+    *((error, False) for error in (ValueError("x"), OSError(2, "x"), UnicodeError("x"),
+                                   ImportError("x"), json.JSONDecodeError("x", "", 0)))])
+def test_a_mistake_in_code_shows_its_traceback_and_one_in_data_is_one_line(error, shown, capsys):
+    """But where the data of others are parsed, which may raise any of these errors."""
+    for parses in (False, True):
+        with pytest.raises(SystemExit, match="^error: the file: .*x"):
+            with utils.fail_on_error("the file", parses):
+                raise error
+        err = capsys.readouterr().err
+        wanted = shown and not parses
+        assert ("Traceback" in err and "raise error" in err) == wanted and bool(err) == wanted
+
+
+POLICY = ["train_policy.py", "--model", "MODEL", "--out", "OUT"]
+EDITS = {  # {function: (command, file, what the edit changes, to what)}
+    "critic_turns": (POLICY, "model.py", "prompt = prompt_ids(pi_reads_c)",
+                     "prompt = prompt_ids(pi_reads_d)"),
+    "forward": (POLICY, "model.py", "previous, targets = tree.parent[tree.scored]",
+                "previous, targets = tree.parents[tree.scored]"),
+    "dpo_loss": (POLICY, "train_policy.py", "margin = args.beta", "margin = args.betta"),
+    "save": (POLICY, "model.py", "weights = {name: state[name]", "weights = {name: states[name]"),
+    "sample_turn": (["collect.py", "--model", "MODEL", "--human", "fixed:ok", "--max_tokens", 5],
+                    "collect.py", "finite = all(x is not None", "finite = alll(x is not None"),
+    "grade": (["colbench.py", "grade"], "colbench.py", "tests, answer = list(task[",
+              "tests, answer = list(task.test_cases, [")}
+
+
+@pytest.mark.parametrize("function", EDITS)
+def test_a_mistake_in_an_edit_shows_where_it_is(function, ranked, tasks, tiny_dir, tmp_path):
+    command, file, old, new = EDITS[function]
+    edited = copy_scripts(tmp_path) / file
+    assert edited.read_text().count(old) == 1
+    edited.write_text(edited.read_text().replace(old, new))
+    paths = {"MODEL": tiny_dir, "OUT": tmp_path / "out"}
+    name, *flags = (paths.get(word, word) for word in command)
+    done = script(tmp_path / name, *flags, stdin=tasks if name == "collect.py" else ranked)
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1, done.stderr
+    assert re.search(rf'{file}", line \d+, in {function}\n', done.stderr)
+    assert new in done.stderr
+
+
+GPU = ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 139.72 GiB "
+       "of which 1.50 GiB is free.")
+CPU_RAM = ("[enforce fail at alloc_cpu.cpp:128] err == 0. DefaultCPUAllocator: can't allocate "
+           "memory: you tried to allocate 800 bytes. Error code 12 (Cannot allocate memory)")
+
+
+@pytest.mark.parametrize("error, memory", [
+    (torch.OutOfMemoryError(GPU), "GPU memory"), (RuntimeError(CPU_RAM), "CPU memory"),
+    (RuntimeError("CUDA error: out of memory"), "GPU memory"), (MemoryError(), "CPU memory"),
+    (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `f`"), "GPU memory"),
+    (OSError(errno.ENOMEM, "Cannot allocate memory"), "CPU memory"),
+    (ValueError("the server is out of memory"), None), (OSError(errno.ENOSPC, "No space"), None),
+    (RuntimeError("The size of tensor a (3) must match"), None)])
+def test_memory_that_ends_is_recognized_and_nothing_else_is_blamed(error, memory):
+    assert utils.exhausted_memory(error) == memory
+    want = type(error) if memory else SystemExit
+    with pytest.raises(want):
+        with utils.fail_on_error("--model's chat template rejects the task"):
+            raise error
+
+
+@pytest.mark.parametrize("flags, error, advice", [
+    (dict(tree_tokens=9, recompute=None, offload=0, out="x"), GPU,
+     "try a lower --tree_tokens (now 9), --offload 1, more GPUs"),
+    (dict(tree_tokens=9, recompute=0, offload=1, out="x"), GPU,
+     "try a lower --tree_tokens (now 9), --recompute 1"),
+    (dict(tree_tokens=9, recompute=None, offload=0, out="x"), CPU_RAM,
+     "try a lower --tree_tokens (now 9), --recompute 1"),
+    (dict(tree_tokens=9, recompute=None, offload=0, out=None), CPU_RAM,
+     "try a lower --tree_tokens (now 9)"),  # only scores, where --recompute is refused
+    (dict(max_batch_tokens=5, concurrency=7), GPU,
+     "try a lower --max_batch_tokens (now 5), a lower --concurrency (now 7)"),
+    ({}, GPU, "")])
+def test_who_runs_out_of_memory_reads_which_flags_save_some(flags, error, advice):
+    with pytest.raises(SystemExit) as end:
+        with utils.memory_errors(SimpleNamespace(**flags)):
+            raise RuntimeError(error)
+    memory, size = ("GPU", "2.50 GiB") if error == GPU else ("CPU", "800 bytes")
+    want = f"error: out of {memory} memory, which tried to allocate {size}"
+    assert str(end.value) == want + (f": {advice}" if advice else "")
+
+
+LIMITED = """
+import re, resource, runpy, sys
+import collect  # loads all libraries first
+used = 1024 * int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1])
+resource.setrlimit(resource.RLIMIT_AS, 2 * (used + MEGABYTES * 2 ** 20,))
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name, flags, megabytes", [
+    ("train_policy.py", ["--out", "OUT"], 300),
+    ("train_critic.py", ["--out", "OUT", "--held_out", 0], 300),
+    ("collect.py", ["--human", "fixed:ok", "--max_tokens", 5, "--max_turns", 1], 200)])
+def test_a_stage_whose_memory_is_limited_says_so_in_one_line(name, flags, megabytes, ranked, tasks,
+                                                             tiny_dir, tmp_path):
+    """The allocator's own error, in a process that may use little more than its libraries do."""
+    given = tasks if name == "collect.py" else ranked
+    for r in given:
+        r["task"]["agent_prompt"] = " rate" * 6000
+        for message in r.get("dialogue_history", ())[:1]:
+            message["content"] += " rate" * 6000
+    flags = [tmp_path / "out" if flag == "OUT" else flag for flag in flags]
+    code = LIMITED.replace("MEGABYTES", str(megabytes))
+    done = subprocess.run([sys.executable, "-c", code, name, "--model", tiny_dir, *map(str, flags)],
+                          input=lines(given), capture_output=True, text=True, cwd=ROOT, env=CPU)
+    advice = "max_batch_tokens (now 65536)" if name == "collect.py" else "tree_tokens (now 16384)"
+    assert done.returncode == 1 and "Traceback" not in done.stderr and "chat" not in done.stderr
+    assert re.search(r"error: out of CPU memory( or threads)? in \w+ \(\w+\.py\).*: try a lower "
+                     f"--{re.escape(advice)}", done.stderr.splitlines()[-1]), done.stderr
+
+
+@pytest.mark.full
+def test_out_of_memory_on_another_rank_is_one_line_with_its_rank(tmp_path):
+    shutil.copy(f"{ROOT}/utils.py", tmp_path)
+    (tmp_path / "stage.py").write_text(
+        "import types, torch, utils\n\ndef main(args):\n    utils.init_distributed()\n"
+        f"    if utils.RANK:\n        raise torch.OutOfMemoryError({GPU!r})\n"
+        "    utils.barrier()\n\nutils.run(main, types.SimpleNamespace(tree_tokens=7))\n")
+    done = script(tmp_path / "stage.py", ranks=2)
+    assert done.returncode and "Traceback" not in done.stderr and "[rank" not in done.stderr
+    assert ("rank 1: error: out of GPU memory in main (stage.py), which tried to allocate 2.50 "
+            "GiB: try a lower --tree_tokens (now 7)\n") in done.stderr
+    assert "error: another rank has ended: see its error\n" in done.stderr
+
+
 # --- disks that take no more ----------------------------------------------------------------------
 
 def test_writing_leaves_all_or_nothing(tmp_path):
@@ -230,7 +370,8 @@ def test_a_full_disk_under_stdout_keeps_whole_lines(tasks, ranked, tiny_dir, dis
     out.touch()
     complaint(script(*play, stdin=tasks, out=out), "stdout: No space left")
     disk("size=50m")
-    assert "(0 more in the --resume file)" not in succeed(*play, stdin=tasks, out=out).stderr
+    assert re.search(r" \([1-9]\d* more in the --resume file\)",
+                     succeed(*play, stdin=tasks, out=out).stderr)
     assert len(set(map(key_of, records(out.read_text())))) == 16
     complaint(script("evaluate.py", stdin=ranked, out="/dev/full"), "stdout: No space left")
     disk("ro")
@@ -257,6 +398,33 @@ def test_a_damaged_checkpoint_is_named(ranked, tiny_dir, tmp_path):
     done = script(*train, stdin=ranked)
     assert done.returncode == 1 and not (out / "model.safetensors").exists()
     assert done.stderr.splitlines()[-1].startswith(f"error: {checkpoint} is damaged; ")
+
+
+TRAINS = ["--model", "MODEL", "--out", "OUT"]
+READERS = [["colbench.py", "grade"], ["colbench.py", "check"], ["evaluate.py"],
+           ["collect.py", "--human", "fixed:ok", "--model", "MODEL"], ["train_policy.py", *TRAINS],
+           ["train_critic.py", *TRAINS], ["train_critic.py", "--untrained", 1, *TRAINS[:2]],
+           *([f"tests/experiments/{name}.py"] for name in ("preferences", "offline", "audit",
+                                                           "rollouts")),
+           ["tests/experiments/credit.py", "--by", "reaction", *TRAINS[:2]]]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("command", READERS, ids=lambda command: " ".join(map(str, command)))
+def test_a_script_whose_stdin_is_a_terminal_says_that_it_reads_from_there(command, tiny_dir,
+                                                                          tmp_path):
+    """As when one forgets `< FILE`."""
+    keys, terminal = pty.openpty()
+    paths = {"MODEL": tiny_dir, "OUT": str(tmp_path / "out")}
+    argv = [str(paths.get(word, word)) for word in command]
+    with subprocess.Popen([sys.executable, *argv], stdin=terminal, stderr=subprocess.PIPE, cwd=ROOT,
+                          stdout=subprocess.PIPE, text=True, env=CPU, start_new_session=True) as p:
+        os.close(terminal)
+        assert p.stderr.readline().startswith("reading records from the terminal; for a file use <")
+        os.write(keys, b"\x04")  # Ctrl-D
+        last = "error: stdin is empty; did the previous stage fail?\n"
+        assert p.communicate(timeout=60)[1].endswith(last)
+    os.close(keys)
 
 
 # --- data and models that degenerate --------------------------------------------------------------
@@ -353,6 +521,62 @@ def test_weights_that_differ_from_the_index_beside_them_are_refused(tiny_dir, tm
     index.unlink()
     model.check_index.cache_clear()
     model.load(str(folder))
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 1053472\n"
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "tokenizer.json", "config.json",
+                                  "chat_template.jinja"])
+def test_a_pointer_of_git_lfs_in_a_model_is_named(file, tiny_dir, tmp_path):
+    """Whether weights are asked for or not: before pairs are made."""
+    folder = shutil.copytree(tiny_dir, tmp_path / "m")
+    (folder / file).write_text(POINTER)
+    for want_weights in (False, True):
+        with pytest.raises(SystemExit, match=f"error: {folder}/{file} is only a pointer of Git"):
+            model.find_model(str(folder), want_weights)
+
+
+def test_weights_whose_download_is_incomplete_are_named_before_pairs_are_made(tiny_dir, tmp_path):
+    folder = shutil.copytree(tiny_dir, tmp_path / "m")
+    whole = (folder / "model.safetensors").read_bytes()
+    for size in (0, 3, 900, len(whole) // 2, len(whole) - 1):
+        (folder / "model.safetensors").write_bytes(whole[:size])
+        with pytest.raises(SystemExit, match="safetensors is damaged, or its download is incompl"):
+            model.find_model(str(folder))
+
+
+@pytest.mark.parametrize("command", [["evaluate.py"], ["colbench.py", "grade"], [
+    "tests/experiments/preferences.py"]])
+def test_records_that_are_a_pointer_of_git_lfs_are_named(command):
+    complaint(script(*command, stdin=POINTER), "stdin is only a pointer of Git LFS: run `git lfs")
+
+
+@pytest.mark.parametrize("settings", [
+    {"num_return_sequences": 4}, {"num_beams": 4, "early_stopping": "x"}, {"max_new_tokens": -1},
+    {"temperature": -3.0, "top_p": "high", "do_sample": False, "cache_implementation": "none"}])
+def test_settings_of_sampling_beside_the_weights_are_no_fault_of_theirs(settings, tiny_dir,
+                                                                        tmp_path):
+    """Nothing reads them: collect.py has its own, and a saved model keeps the base's file."""
+    base, out = shutil.copytree(tiny_dir, tmp_path / "base"), tmp_path / "out"
+    out.mkdir()
+    change_json(base / "generation_config.json", **settings)
+    change_json(base / "config.json", num_return_sequences=4)
+    want = json.loads((base / "generation_config.json").read_text())
+    model.save(*model.load(str(base)), out)
+    assert json.loads((out / "generation_config.json").read_text()) == want
+    model.load(str(out))
+
+
+def test_a_config_that_transformers_can_not_parse_is_one_line(tiny_dir, tmp_path):
+    folder = shutil.copytree(tiny_dir, tmp_path / "m")
+    for file, text in (("tokenizer.json", '{"model": 3}'), ("config.json", "[]"),
+                       ("tokenizer_config.json", '{"added_tokens_decoder": {"x": 3}}')):
+        before = (folder / file).read_text()
+        (folder / file).write_text(text)
+        with pytest.raises(SystemExit, match=f"error: no model at '{folder}': ."):
+            model.find_model(str(folder))
+        (folder / file).write_text(before)
 
 
 # --- trust ----------------------------------------------------------------------------------------
