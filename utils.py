@@ -145,7 +145,8 @@ def say(message):
     """Prints one line to stderr, on rank 0 only."""
     if RANK == 0:
         write = tqdm.write if sys.stderr.isatty() else print  # keeps progress bars intact
-        write(inline(message) + "\n", file=sys.stderr, end="")  # one write, so lines do not mix
+        with contextlib.suppress(OSError):  # a full disk under stderr must not end the work
+            write(inline(message) + "\n", file=sys.stderr, end="")  # one write: lines do not mix
 
 
 def fail(message):
@@ -213,10 +214,34 @@ def progress(label, items=None, total=None, initial=0):
 
 # --- the program and its signals ------------------------------------------------------------------
 
-def run(main, args):
-    """Calls main(args). Ctrl-C kills it by SIGINT: no traceback, and a shell's loop stops, too."""
+def open_standard_streams():
+    """Opens /dev/null in place of closed standard streams, so that no file gets their numbers.
+
+    If stdout is closed, sys.stdout stays None, and open_stdout exits.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:  # it is closed, so it is the number of the next file
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdin = sys.stdin or open(0)
+    sys.stderr = sys.stderr or open(2, "w")
+
+
+def end_at_ctrl_c():
+    """Lets Ctrl-C kill this process by SIGINT: no traceback, and a shell's loop stops, too."""
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not ignored, as after a &
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+open_standard_streams()
+if os.path.dirname(os.path.abspath(sys.argv[0])) == HERE:  # one of the scripts is run
+    end_at_ctrl_c()  # already now, since libraries take seconds to load
+
+
+def run(main, args):
+    """Calls main(args), which Ctrl-C kills."""
+    end_at_ctrl_c()
     try:
         main(args)
     except SystemExit as e:
@@ -265,8 +290,10 @@ def open_stdout():
     """Reserves stdout for records, and returns emit(record), which writes a line of JSON.
 
     Redirects library prints to stderr, so call this before they load. Only rank 0 writes. Exits if
-    stdout can't be written, silently if its reader has closed it (`| head`).
+    stdout is closed or can't be written, silently if its reader has closed it (`| head`).
     """
+    if sys.stdout is None:
+        fail("stdout is closed; redirect it to a file or a pipe")
     stdout = open(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)
 
