@@ -14,6 +14,8 @@ or packages beyond numpy and sympy; and comparing by ==, which an answer's own c
 """
 import __future__
 import _ast
+import builtins
+import codecs
 import collections.abc
 import contextlib
 import ctypes
@@ -70,11 +72,21 @@ sympy.discrete sympy.integrals sympy.logic sympy.matrices.expressions.applyfunc
 sympy.physics.units sympy.polys sympy.sets sympy.stats sympy.tensor.array.array_derivatives
 sympy.vector""".split()
 # (pattern, modules of a fork server). The first row whose pattern occurs in the answer or its tests
-# is used, because forking with fewer modules is up to ten times as fast.
+# is used, because forking with fewer modules is up to ten times as fast. A child that looks for a
+# codec which it lacks sends NEEDS_CODECS and ends; then the row above runs the answer.
 EXTRAS = "|".join({name.partition(".")[0] for name in EXTRA_MODULES})  # numpy|sympy
-SERVERS = [(EXTRAS, LIBRARY + EXTRA_MODULES),
-           (r"import|code\(|bytes\(|bytearray\(|str\([^)]{,99},", LIBRARY),
+SERVERS = [(EXTRAS, LIBRARY + EXTRA_MODULES), ("import", LIBRARY),
            ("", ["_pylong", "unicodedata"])]  # for huge integers and "\N{...}"
+NEEDS_CODECS = b"needs codecs"
+# What may change the state of a library, such as decimal's precision or numpy's handling of errors.
+# An answer that imports something and has such a text runs each test in a child of its own, else
+# one test would change the values of the next.
+CHANGES_STATE = re.compile(
+    r"(?<!\bself)\.\w+(\[[^]\n]{,99}\])?\s*[-+*/%|&]*=(?!=)"  # a.b = c, a.b[c] += d
+    r"|\b(set(?!default\()\w+|\w*seed|(un)?register\w*|reset\w*|(en|dis)able|signal|alarm|tzset)\("
+    r"|\b(environ|putenv|chdir|getcontext|filterwarnings|simplefilter|basicConfig|addHandler"
+    r"|add_type|field_size_limit|global_assumptions|__dict__|__builtins__)\b"
+    r"|\bsys\.(path|meta_path|modules|argv)\.|\bdel \w+\.")
 
 
 def seccomp_filter():
@@ -127,31 +139,44 @@ def compile_program(text):
         return text, compile(text, "<answer>", "exec")
 
 
-def execute(text, code, namespace, local_names):
-    """Executes a program. Raises its first error, but only after executing the other statements."""
+def parse(text):
+    """Returns the statements of a program, as syntax trees."""
+    return compile(text, "<answer>", "exec", _ast.PyCF_ONLY_AST).body  # `ast` slows down forks
+
+
+def compile_statements(statements, code):
+    """Compiles statements of a program; `code` is that of the whole program."""
+    flags = code.co_flags & __future__.annotations.compiler_flag
+    return compile(_ast.Module(statements, []), "<answer>", "exec", flags)
+
+
+def execute(text, code, statements, namespace, local_names):
+    """Executes a program. Raises its first error, but only after executing the other statements.
+
+    statements: of which the code was compiled; None for all of the text.
+    """
     try:
         exec(code, namespace, local_names)
     except Exception as e:  # such as that of an import which the function does not need
         failed = e.__traceback__.tb_next
         line, _, column, _ = list(code.co_positions())[failed.tb_lasti // 2]
-        flags = code.co_flags & __future__.annotations.compiler_flag
-        body = compile(text, "<answer>", "exec", _ast.PyCF_ONLY_AST).body  # `ast` slows down forks
-        for node in body:
-            if (node.lineno, node.col_offset) > (line, column):
-                with contextlib.suppress(Exception):
-                    code = compile(_ast.Module([node], []), "<answer>", "exec", flags)
-                    exec(code, namespace, local_names)
+        statements = parse(text) if statements is None else statements
+        unfinished = [node for node in statements
+                      if (node.end_lineno, node.end_col_offset) > (line, column)]
+        for node in unfinished[1:]:  # the first one failed
+            with contextlib.suppress(Exception):
+                exec(compile_statements([node], code), namespace, local_names)
         raise
 
 
-def read_programs(answer):
+def read_programs(answer, tests):
     """Returns the programs of an answer: the whole, else each fenced block that is Python.
 
     A block ends at the first fence, as long as its own or longer, where its text is Python; so not
     at one in a string. A block that never is Python, such as Markdown, is searched for blocks, too.
     """
     try:
-        return [compile_program(answer)]
+        return [(*compile_program(answer), None)]
     except Exception as e:  # it is not Python, for any of the reasons above
         error = e
     programs, texts = [], [answer]
@@ -173,19 +198,92 @@ def read_programs(answer):
             texts += [text[ends[0].end():], text[:ends[0].start()]]
     if not programs:
         raise error
-    return programs
+    return later_definitions(programs, tests)
+
+
+FUNCTIONS = _ast.FunctionDef, _ast.AsyncFunctionDef, _ast.ClassDef
+IMPORTS = _ast.Import, _ast.ImportFrom
+
+
+def names_in(trees):
+    """Returns the names in a list of syntax trees, without those of attributes."""
+    names, rest = set(), [*trees]
+    while rest:
+        node = rest.pop()
+        names |= {getattr(node, field, None) for field in ("id", "name", "asname")}
+        for field in getattr(node, "_fields", ()):
+            value = getattr(node, field, None)
+            rest += value if isinstance(value, list) else [value]
+    return names
+
+
+def used_names(code):
+    """Returns the names that some code uses, but for the local variables of its functions."""
+    inner = (x for x in code.co_consts if isinstance(x, types.CodeType))
+    return {*code.co_names}.union(*map(used_names, inner))
+
+
+def is_stub(node):
+    """Whether a statement does nothing, or defines a function that does nothing or only raises."""
+    if isinstance(node, FUNCTIONS):
+        return all(map(is_stub, node.body))
+    constant = isinstance(node, _ast.Expr) and isinstance(node.value, _ast.Constant)
+    return constant or isinstance(node, (_ast.Pass, _ast.Raise))
+
+
+def bound_names(statements):
+    """Returns the names of the functions, and of the variables that are assigned to."""
+    functions = {node.name for node in statements if isinstance(node, FUNCTIONS)}
+    assignments = [node for node in statements if isinstance(node, _ast.Assign)]
+    return functions.union(*(names_in(node.targets) for node in assignments))
+
+
+def later_definitions(programs, tests):
+    """Reduces the blocks after the one that defines what the tests call to what they define.
+
+    So a loop, a benchmark or input() that shows how to use a function can't harm it. Kept are
+    imports, functions, assignments to variables that functions or tests use, and statements with
+    such variables, which may fill a table. A stub does not replace a function. programs: [(text,
+    code)]; returns [(text, code, statements)].
+    """
+    bodies = [parse(text) for text, _ in programs]
+    statements = [node for body in bodies for node in body]
+    functions = [node for node in statements if isinstance(node, FUNCTIONS)]
+    imports = [node for node in statements if isinstance(node, IMPORTS)]
+    called = set(re.findall(r"(\w+)\(", "\n".join(tests)))
+    used = called | used_names(compile_statements(functions, programs[0][1]))
+    for node in reversed(statements):  # a variable is assigned before another one uses it
+        if isinstance(node, _ast.Assign) and used & names_in(node.targets):
+            used |= names_in([node])
+    variables = used - {node.name for node in functions} - names_in(imports) - {*dir(builtins)}
+
+    def defines(node):
+        if isinstance(node, FUNCTIONS):
+            return not is_stub(node) or node.name not in known
+        if isinstance(node, _ast.Assign):
+            return used & names_in(node.targets)
+        return isinstance(node, IMPORTS) or variables & names_in([node])
+
+    reduced, known = [], set()  # known: names that the blocks before define
+    for (text, code), body in zip(programs, bodies):
+        if known & called:
+            body = [node for node in body if defines(node)]
+            code = compile_statements(body, code)
+        reduced.append((text, code, body))
+        known |= bound_names(body)
+    return reduced
 
 
 def number_as_text(x):
     """Returns a text that is the same for equal numbers of any class; ValueError for NaN."""
-    if isinstance(x, complex):
-        imaginary = f" + {number_as_text(x.imag)}j" if x.imag else ""
-        return number_as_text(x.real) + imaginary
-    if x in (math.inf, -math.inf):
-        return str(float(x))
     if isinstance(x, numbers.Rational):  # also sympy's
         return "%x/%x" % (int(x.numerator), int(x.denominator))
-    return "%x/%x" % (x if hasattr(x, "as_integer_ratio") else float(x)).as_integer_ratio()
+    if hasattr(x, "as_integer_ratio"):  # it is real
+        return str(float(x)) if x in (math.inf, -math.inf) else "%x/%x" % x.as_integer_ratio()
+    if isinstance(x, numbers.Complex) and not isinstance(x, numbers.Real):  # also np.clongdouble
+        imaginary = f" + {number_as_text(x.imag)}j" if x.imag else ""
+        return number_as_text(x.real) + imaginary
+    return number_as_text(float(x))
 
 
 def joined(values):
@@ -205,7 +303,9 @@ def as_text(value):
         moments = value.ravel().tolist() if value.dtype.kind in "mM" else ()
         if not all(isinstance(x, (datetime.date, datetime.timedelta)) for x in moments):
             raise TypeError(value.dtype)  # nanoseconds would become integers, and NaT None
-        return as_text(value.tolist())
+        plain = value.tolist()
+        if type(plain) is not type(value):  # unlike np.longdouble's
+            return as_text(plain)
     for classes, formatter in FORMATTERS:
         if isinstance(value, classes):
             return formatter(value)
@@ -237,18 +337,18 @@ def run_test(programs, test, official):
     # official: two namespaces, as in the released scorer, so that an answer's functions can't see
     # its top-level names, such as imports and helper functions
     local_names = {} if official else namespace
-    error = None
+    errors = []
     for program in programs:
         try:
             execute(*program, namespace, local_names)
         except BaseException as e:  # also SystemExit, as the function may be defined before it
-            error = error or e
-    if official and error:
-        raise error
+            errors.append(e)
+    if official and errors:
+        raise errors[0]
     try:
         value = eval(test, namespace, local_names)
     except NameError as e:
-        raise error or e
+        raise errors[0] if errors else e
     try:
         if official and getattr(value, "ndim", 0) and value.size != 1:
             raise TypeError("an array, whose == is no verdict")
@@ -312,12 +412,15 @@ def run_tests(request, result_fd):
         set_clocks(request["seed"])
     error, uses_streams = None, re.search("std(in|out|err)", text)
     try:
-        programs = [(text, compile(text, "<answer>", "exec"))] if official else read_programs(text)
+        if official:
+            programs = [(text, compile(text, "<answer>", "exec"), None)]
+        else:
+            programs = read_programs(text, request["tests"])
     except BaseException as e:
         error = e
     for test in request["tests"]:
         try:
-            if error:
+            if error is not None:
                 raise error
             if uses_streams:  # an earlier test may have closed its streams
                 streams = [open(fd, mode, closefd=False) for fd, mode in enumerate("rww")]
@@ -330,28 +433,51 @@ def run_tests(request, result_fd):
         os.write(result_fd, result.encode("ascii", "backslashreplace")[:LIMITS["result"]])
 
 
+def capped(limit, value):
+    """Returns a value for setrlimit that is at most the machine's own hard limit."""
+    hard = resource.getrlimit(limit)[1]
+    return value if hard == resource.RLIM_INFINITY else min(value, hard)
+
+
+def confine(devnull, libc, server, bpf):
+    """Confines this process's system calls and resources; raises OSError if it can't."""
+    for fd in (0, 1, 2):
+        os.dup2(devnull, fd)
+    os.close(devnull)  # now only the result socket leads out
+    limits = {"AS": LIMITS["memory"], "CPU": 60, "FSIZE": 0, "CORE": 0, "NOFILE": 64}
+    for name, value in limits.items():
+        limit = getattr(resource, "RLIMIT_" + name)
+        value = capped(limit, value)
+        resource.setrlimit(limit, (value, value))
+    libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the server
+    if os.getppid() != server:  # it is gone
+        os._exit(0)
+    libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+    code = ctypes.create_string_buffer(bpf)
+    fprog = struct.pack("H6xQ", len(bpf) // 8, ctypes.addressof(code))  # struct sock_fprog
+    fprog = ctypes.create_string_buffer(fprog)
+    if libc.prctl(22, 2, ctypes.addressof(fprog), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
+        raise OSError(ctypes.get_errno(), "seccomp is not available")
+
+
 def run_child(result_fd, request, devnull, libc, server, bpf):
-    """Confines this child's system calls and resources, says so, runs one request, and exits."""
+    """Confines this child, says so or why it can't, runs one request, and exits."""
+    def ask_for_codecs(name):  # is called for a name that no codec of this child has
+        os.write(result_fd, NEEDS_CODECS)
+        os._exit(0)
+
     try:
-        for fd in (0, 1, 2):
-            os.dup2(devnull, fd)
-        os.close(devnull)  # now only result_fd leads out
+        try:
+            confine(devnull, libc, server, bpf)
+        except Exception as e:
+            os.write(result_fd, f"{type(e).__name__}: {e}".encode())
+            os._exit(1)
+        os.write(result_fd, b"confined %d" % os.getpid())
         for name in ("numpy.random", "sympy.core.random"):  # unlike Python's, not reseeded
             if name in sys.modules:
                 sys.modules[name].seed()
-        limits = {"AS": LIMITS["memory"], "CPU": 60, "FSIZE": 0, "CORE": 0, "NOFILE": 64}
-        for limit, value in limits.items():
-            resource.setrlimit(getattr(resource, "RLIMIT_" + limit), (value, value))
-        libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: die with the server
-        if os.getppid() != server:  # it is gone
-            os._exit(0)
-        libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
-        code = ctypes.create_string_buffer(bpf)
-        fprog = struct.pack("H6xQ", len(bpf) // 8, ctypes.addressof(code))  # struct sock_fprog
-        fprog = ctypes.create_string_buffer(fprog)
-        if libc.prctl(22, 2, ctypes.addressof(fprog), 0, 0):  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
-            os._exit(1)  # seccomp is not available
-        os.write(result_fd, b"confined %d" % os.getpid())
+        if "encodings.cp1252" not in sys.modules:
+            codecs.register(ask_for_codecs)
         with open(request, closefd=False) as f:
             run_tests(json.load(f), result_fd)
     finally:
@@ -367,14 +493,16 @@ def load_modules(name):
                 load_modules(f"{name}.{submodule.name}")
 
 
-def serve(bpf, modules):
-    """Runs a fork server, whose stdin is a Unix socket to the grader, until the grader exits.
+def serve(control, bpf, modules):
+    """Runs a fork server until the grader, to which the socket `control` leads, exits.
 
     A message with two descriptors, of a result socket and a request file, forks a child. The next
     message kills and reaps that child, and is acknowledged. Children import only these modules.
     """
     sys.argv = ["-c"]  # what an answer may parse
-    libc = ctypes.CDLL(None)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # if memory runs out, the kernel kills a child first
+    libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl.argtypes = [ctypes.c_int] + 4 * [ctypes.c_ulong]
     libc.prctl(4, 0, 0, 0, 0)  # PR_SET_DUMPABLE: no core dumps, and only root can read its memory
     for name in modules:
@@ -383,14 +511,17 @@ def serve(bpf, modules):
         zoneinfo = sys.modules["zoneinfo"]
         zoneinfo.kept = [zoneinfo.ZoneInfo(name) for name in zoneinfo.available_timezones()]
     devnull, server = os.open(os.devnull, os.O_RDWR), os.getpid()
-    control = socket.socket(fileno=0)
     text = "def f(x): return [x, 0.5, 'a', {'b': (x, None)}]"  # warms up caches for all children
     run_tests({"text": text, "tests": ["f(1)", "g(2)"], "official": False, "seed": None},
               devnull)
     gc.freeze()  # else garbage collection in a child would copy all shared memory pages
     with contextlib.suppress(ConnectionError):  # the grader has exited
         while fds := socket.recv_fds(control, 1, 2)[1]:
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as e:  # such as a limit of processes
+                os.write(fds[0], f"no fork: {e}".encode())
+                return
             if pid == 0:
                 run_child(*fds, devnull, libc, server, bpf)
             for fd in fds:
@@ -404,7 +535,11 @@ def serve(bpf, modules):
 # A fork server, `python colbench.py serve FILTER MODULE...`, runs this file only up to here, so
 # that its children hold nothing of what follows, and start fast.
 if __name__ == "__main__" and sys.argv[1:2] == ["serve"]:
-    serve(bytes.fromhex(sys.argv[2]), sys.argv[3:])
+    try:
+        arguments = socket.socket(fileno=0), bytes.fromhex(sys.argv[2]), sys.argv[3:]
+    except (OSError, ValueError, IndexError):  # a user has typed it
+        sys.exit("error: only the grader starts `serve`; the commands are grade and check")
+    serve(*arguments)
     sys.exit()
 
 from utils import (add_warning, digest, fail, fail_on_error, flag, open_stdout, parser,
@@ -679,7 +814,7 @@ def join_words(match):
 def is_operation(node, text):
     """Whether a syntax node of a text computes, compares, calls or controls, and is not prose."""
     if isinstance(node, ast.BinOp):
-        is_percentage = isinstance(node.op, ast.Mod) and is_number(node.left)    # "20 % off"
+        is_percentage = isinstance(node.op, ast.Mod) and is_literal_number(node.left)  # "20 % off"
         has_name = any(isinstance(child, ast.Name) for child in ast.walk(node))  # not "24/7"
         return has_name and not is_percentage
     if isinstance(node, ast.Compare):
@@ -710,10 +845,10 @@ def may_be_prose(node):
         return all(map(may_be_prose, node.elts))
     if isinstance(node, ast.UnaryOp):
         return may_be_prose(node.operand)
-    return is_number(node) or isinstance(node, ast.Name) and node.id.isalpha()
+    return is_literal_number(node) or isinstance(node, ast.Name) and node.id.isalpha()
 
 
-def is_number(node):
+def is_literal_number(node):
     return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
 
 
@@ -1169,9 +1304,11 @@ class ForkServer:
             with child_end:
                 socket.send_fds(self.control, [b"f"], [child_end.fileno(), file.fileno()])
             result_socket.settimeout(600)
-            status, _, pid = result_socket.recv(99).partition(b" ")
-            if status != b"confined":  # the child sends it before it reads the request
-                raise OSError("a child did not start, or could not confine itself")
+            status = result_socket.recv(LIMITS["result"]).decode("ascii", "replace")
+            if not status.startswith("confined "):  # the child sends it before it reads the request
+                cause = status or "it ended"
+                raise OSError(f"a child did not start, or could not confine itself: {cause}")
+            pid = status.split()[1]
             results, started = [], time.monotonic()
             clock = (~int(pid) << 3) | 2  # Linux's id of another process's CPU clock
             schedstat = pathlib.Path(f"/proc/{int(pid)}/schedstat")
@@ -1187,8 +1324,8 @@ class ForkServer:
             while len(results) < len(request["tests"]):
                 result = receive(result_socket, time_used, min(total, time_used() + per_test))
                 results.append(result)
-                if isinstance(result, str):
-                    break
+                if isinstance(result, str) or result == NEEDS_CODECS:
+                    break  # the child has ended
             seconds = time_used()
         self.control.sendall(b"k")
         if self.control.recv(1) != b"k":
@@ -1214,20 +1351,24 @@ def receive(result_socket, time_used, limit):
 # A child's results are bytes, which are compared with those of the reference, or shown, truncated
 # and quoted. A result that is a str comes from the grader itself.
 
+def has_value(result):
+    """Whether a test has returned a value: not None, and one that can be compared."""
+    return isinstance(result, bytes) and result.startswith(b"value ")
+
+
 def verdict(expected, result):
     """Returns "pass", or why an answer's result does not pass. expected: the reference's result."""
-    has_value = isinstance(expected, bytes) and expected.startswith(b"value ")
-    if has_value and result == expected:
+    if has_value(expected) and result == expected:
         return "pass"
     if expected == b"none":
         return "no expected value: None"
-    reason = result if has_value else expected
+    reason = result if has_value(expected) else expected
     if isinstance(reason, bytes):
         kind, _, text = reason.partition(b" ")
         label = {b"raised": "raised", b"refused": "value refused"}.get(kind)
         text = json.dumps(text[:80].decode("ascii", "replace"))
         reason = f"{label} {text}" if label else "wrong value"
-    return reason if has_value else f"no expected value: {reason}"
+    return reason if has_value(expected) else f"no expected value: {reason}"
 
 
 BANNED_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "transformers", "exit(",
@@ -1238,6 +1379,25 @@ BANNED_WORDS = ("import os", "from os", "import sys", "from sys", "sudo", "trans
 MAY_VARY = (r"rand|secrets|uuid|tempfile|datetime|import[^\n]*\btime\b|from time\b|\bid\(|"
             r"\bhash\(")
 RERUNS = 40  # of such a reference, by `check`
+
+
+FILES_PER_WORKER = 8  # most that a worker has open: three servers, and what one run needs
+
+
+def affordable_workers(workers):
+    """Returns how many workers find enough open files; raises the soft limit of these if it can."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = len(os.listdir("/proc/self/fd")) + 16  # and some for everything else
+    files = capped(resource.RLIMIT_NOFILE, used + FILES_PER_WORKER * workers)
+    if soft == resource.RLIM_INFINITY or soft >= files:
+        files = max(files, soft)
+    else:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    affordable = max(1, (files - used) // FILES_PER_WORKER)
+    if affordable < workers:
+        say(f"warning: {affordable} instead of {workers} workers, because at most {files} files "
+            "may be open (see ulimit -Hn)")
+    return min(workers, affordable)
 
 
 class Grader(Pool):
@@ -1258,7 +1418,8 @@ class Grader(Pool):
     def __init__(self, rules="honest", workers=2):
         self.official = rules == "official"
         self.expected = {}  # {digest of a reference and its tests: its results}
-        super().__init__([{} for _ in range(workers)])  # of each: {row of SERVERS: ForkServer}
+        servers = [{} for _ in range(affordable_workers(workers))]  # {row of SERVERS: ForkServer}
+        super().__init__(servers)
         self.results("", ["0"])  # raises GraderError here if the sandbox does not work
 
     def results(self, text, tests, time_factor=1, seed=None):
@@ -1266,30 +1427,36 @@ class Grader(Pool):
 
         seed: see set_randomness and set_clocks; None: the machine's own.
         """
-        results, seconds_left, failed = [], LIMITS["answer"] * time_factor, False
+        results, seconds_left = [], LIMITS["answer"] * time_factor
         source = "\n".join([text, *tests])
         row = next(i for i, (pattern, _) in enumerate(SERVERS) if re.search(pattern, source))
+        # tests per child
+        most = 1 if "import" in source and re.search(CHANGES_STATE, source) else len(tests)
         with self.acquire() as servers:
             while len(results) < len(tests) and seconds_left > 0:  # rerun if a child ends early
-                request = {"text": text, "tests": tests[len(results):], "official": self.official,
-                           "seed": seed}
-                try:
-                    if row not in servers:
-                        servers[row] = ForkServer(SERVERS[row][1])
-                        self.callback(servers[row].stop)
-                    new, seconds = servers[row].run(request, LIMITS["test"] * time_factor,
-                                                    seconds_left)
-                except OSError as e:  # start another server, but only once
-                    if row in servers:
-                        servers.pop(row).stop()
-                    if failed:
-                        raise GraderError(f"a fork server failed twice: {e!r}") from e
-                    failed = True
-                    continue
-                results += new
+                request = {"text": text, "tests": tests[len(results):][:most],
+                           "official": self.official, "seed": seed}
+                new, seconds = self.run(servers, row, request, time_factor, seconds_left)
                 seconds_left -= seconds
-                failed = False
+                if row and new[-1] == NEEDS_CODECS:
+                    new.pop()
+                    row -= 1
+                results += new
         return results + ["timeout"] * (len(tests) - len(results))
+
+    def run(self, servers, row, request, time_factor, seconds_left):
+        """Runs a request by a server of that row, see ForkServer.run; starts it if necessary."""
+        for last_try in (False, True):
+            try:
+                if row not in servers:
+                    servers[row] = ForkServer(SERVERS[row][1])
+                    self.callback(servers[row].stop)
+                return servers[row].run(request, LIMITS["test"] * time_factor, seconds_left)
+            except OSError as e:  # start another server, but only once
+                if row in servers:
+                    servers.pop(row).stop()
+                if last_try:
+                    raise GraderError(f"a fork server failed twice: {e!r}") from e
 
     def check(self, task):
         """Returns grade's fields for the reference as an answer; values must not vary.
@@ -1330,8 +1497,11 @@ class Grader(Pool):
             key = digest([task["ground_truth"], tests, reference_seed])
             if key not in self.expected:
                 self.expected[key] = self.results(task["ground_truth"], tests, 3, reference_seed)
-            results = self.results(answer, tests, seed=seed)
-            verdicts = list(map(verdict, self.expected[key], results))
+            expected = self.expected[key]
+            useful = [test for test, result in zip(tests, expected) if has_value(result)]
+            results = iter(self.results(answer, useful, seed=seed))
+            verdicts = [verdict(result, next(results) if has_value(result) else None)
+                        for result in expected]
         reward = verdicts.count("pass") / len(tests)
         return {"reward": reward, "tests": dict(zip(task["test_cases"], verdicts))}
 

@@ -160,7 +160,8 @@ def say(message):
 def print_to_stderr(text):
     """Prints lines to stderr by a single write, so that those of several processes do not mix."""
     write = tqdm.write if sys.stderr.isatty() else print  # keeps progress bars intact
-    write(text + "\n", file=sys.stderr, end="")
+    with contextlib.suppress(OSError):  # a full disk under stderr must not end the work
+        write(text + "\n", file=sys.stderr, end="")
 
 
 def fail(message):
@@ -301,10 +302,34 @@ def progress(label, items=None, total=None, initial=0, estimates=True):
 
 # --- the program and its signals ------------------------------------------------------------------
 
-def run(main, args):
-    """Calls main(args). Ctrl-C kills it by SIGINT: no traceback, and a shell's loop stops, too."""
+def open_standard_streams():
+    """Opens /dev/null in place of closed standard streams, so that no file gets their numbers.
+
+    If stdout is closed, sys.stdout stays None, and open_stdout exits.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:  # it is closed, so it is the number of the next file
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    sys.stdin = sys.stdin or open(0)
+    sys.stderr = sys.stderr or open(2, "w")
+
+
+def end_at_ctrl_c():
+    """Lets Ctrl-C kill this process by SIGINT: no traceback, and a shell's loop stops, too."""
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # not ignored, as after a &
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+open_standard_streams()
+if os.path.dirname(os.path.abspath(sys.argv[0])) == HERE:  # one of the scripts is run
+    end_at_ctrl_c()  # already now, since libraries take seconds to load
+
+
+def run(main, args):
+    """Calls main(args), which Ctrl-C kills."""
+    end_at_ctrl_c()
     try:
         with memory_errors(args):
             main(args)
@@ -404,9 +429,11 @@ def open_stdout():
     """Reserves stdout for records, and returns emit(record), which writes a line of JSON.
 
     Redirects library prints to stderr, so call this before they load. Only rank 0 writes. Exits if
-    stdout can't be written; if its reader has closed it (`| head`), silently and by SIGPIPE, as
-    other programs do, so that a pipe with `set -o pipefail` fails.
+    stdout is closed or can't be written; if its reader has closed it (`| head`), silently and by
+    SIGPIPE, as other programs do, so that a pipe with `set -o pipefail` fails.
     """
+    if sys.stdout is None:
+        fail("stdout is closed; redirect it to a file or a pipe")
     stdout = open(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)
 

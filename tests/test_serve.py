@@ -5,7 +5,6 @@ import shlex
 import shutil
 import urllib.request
 from itertools import chain
-from pathlib import Path
 
 import pytest
 import torch

@@ -76,7 +76,7 @@ def test_a_stage_killed_again_and_again_ends_as_if_it_had_not_been(name, tasks, 
             continue
         kills += 1
         assert done.returncode == -how, (done.returncode, done.stderr)
-        loading = "KeyboardInterrupt" in done.stderr  # Python's own, before utils.run
+        loading = "KeyboardInterrupt" in done.stderr  # Python's own, before utils is imported
         assert loading or "Traceback" not in done.stderr, done.stderr
         resumed += any("resumed" in row for row in metrics(out))
     assert result(out, run(out)) == want
@@ -106,6 +106,73 @@ def test_a_signal_ends_a_program_at_once_and_nohup_ignores_ctrl_c(how, nohup):
             p.send_signal(signal.SIGTERM)
         assert p.communicate() == ("", "")
         assert p.returncode == -(signal.SIGTERM if nohup else how)
+
+
+SCRIPTS = {"colbench.py": "grade", "collect.py": "--human fixed:no --model MODEL", "evaluate.py": "",
+           "train_critic.py": "--out OUT", "train_policy.py": "--out OUT"}
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "colbench.py"])
+def test_ctrl_c_ends_a_script_that_is_still_importing_without_a_traceback(name, tmp_path):
+    """A library takes long to load here; colbench.py loads none that does."""
+    slow = "import time\nprint('loading', flush=True)\ntime.sleep(60)\n"
+    for library in ("torch.py", "numpy.py"):
+        (tmp_path / library).write_text(slow)
+    with subprocess.Popen([sys.executable, name, *SCRIPTS[name].split()], cwd=ROOT, text=True,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)}, stdin=subprocess.DEVNULL,
+                          preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as p:
+        assert p.stdout.readline() == "loading\n"
+        p.send_signal(signal.SIGINT)
+        assert p.communicate() == ("", "") and p.returncode == -signal.SIGINT
+
+
+def test_a_program_that_only_imports_ours_keeps_its_own_handling_of_ctrl_c(tmp_path):
+    """Such as pytest, or a notebook."""
+    (tmp_path / "other.py").write_text(
+        f"import sys\nsys.path.insert(0, {ROOT!r})\nimport colbench, utils, signal\n"
+        "assert signal.getsignal(signal.SIGINT) == signal.default_int_handler\n")
+    subprocess.run([sys.executable, tmp_path / "other.py"], check=True,
+                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))
+
+
+CLOSED = {"<&-": "stdin is empty", ">&- < /dev/null": "stdout is closed", "<&- 2>&-": "",
+          "<&- >&- 2>&-": ""}  # {redirections: what is said}
+
+
+@pytest.mark.parametrize("name, closed", [
+    pytest.param(name, closed, marks=[] if quick else pytest.mark.full)
+    for name in SCRIPTS for closed in CLOSED
+    for quick in [name in ("colbench.py", "evaluate.py") or closed == "<&-"]])
+def test_a_closed_stream_is_an_error_of_one_line(name, closed, tiny_dir, tmp_path):
+    flags = SCRIPTS[name].replace("MODEL", tiny_dir).replace("OUT", str(tmp_path))
+    done = shell(f"python {name} {flags} {closed}")
+    if CLOSED[closed]:
+        complaint(done, CLOSED[closed])
+    else:
+        assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
+
+
+@pytest.mark.parametrize("redirect", ["", "2>&-", "2>/dev/full", "2> >(true)"])
+def test_no_record_is_lost_with_the_messages(redirect):
+    """Where stderr is closed, full or has no reader."""
+    tasks = [{"id": i, "problem_description": "d", "test_cases": {"a": "f()"},
+              "ground_truth": f"def f(): return {'nosuch' if i % 2 else i}"} for i in range(6)]
+    done = shell(f"python colbench.py check {redirect} <<'END'\n{lines(tasks)}END")
+    assert [r["task"]["id"] for r in records(done.stdout)] == [0, 2, 4], done.stderr
+    assert done.stderr.count("dropped") == (0 if redirect else 3)
+
+
+def test_closed_streams_give_their_numbers_to_no_file(tmp_path):
+    """Else messages would be written into the next file that is opened."""
+    code = ("import utils\nfile = open('kept', 'w'); file.write('kept'); file.flush()\n"
+            "utils.say('a message'); print(file.fileno())\nimport os\n"
+            "assert all(map(os.get_inheritable, range(3))), 'a child would lack them'\n"
+            "utils.print_warnings()")
+    for closed in ("<&-", "2>&-", "<&- 2>&-"):
+        done = shell(f"PYTHONPATH={ROOT} python -c \"{code}\" {closed}", cwd=tmp_path)
+        assert done.returncode == 0 and int(done.stdout) > 2, done.stderr
+        assert (tmp_path / "kept").read_text() == "kept"
 
 
 @pytest.mark.parametrize("name, env, message", [

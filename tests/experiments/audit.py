@@ -38,7 +38,6 @@ import sys
 import textwrap
 from collections import Counter, defaultdict
 from functools import cache
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import NamedTuple
 
